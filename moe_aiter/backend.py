@@ -1,0 +1,156 @@
+"""The one place that decides which implementation of an op runs.
+
+An op has one schema, one reference in plain torch, and any number of implementations by name:
+`triton` (GPU, or the CPU under Triton's interpreter), `host` (C++ on the CPU) and `torch` (the reference).
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .config import interpret, settings
+
+log = logging.getLogger("moe_aiter")
+log.setLevel(settings.log_level)
+
+LIB = torch.library.Library("moe_aiter", "DEF")
+ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs the reference
+    "cuda": ("triton", "torch"),
+    "cpu": ("triton", "host", "torch") if interpret else ("host", "torch"),
+}
+IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
+
+_forced = settings.backend
+
+
+@contextlib.contextmanager
+def use(backend: str):
+    """Force one backend inside the block: `with use("torch"): ...`.  For tests and debugging.
+
+    Process-wide, not a ContextVar: autograd runs CUDA gradients on threads of its own, which would
+    not see a context variable.
+    """
+    global _forced
+    before, _forced = _forced, backend
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def takes(*dtypes: torch.dtype):
+    """Mark an implementation as valid only when its first input has one of these dtypes."""
+
+    def mark(fn):
+        fn.takes = dtypes
+        return fn
+
+    return mark
+
+
+def pick(name: str, x: Tensor) -> Callable:
+    """The forced backend, else the first in ORDER that takes x.  A forced backend never falls back."""
+    impls = IMPLS[name]
+    order = ORDER.get(x.device.type, ("torch",))
+    tried = order if _forced == "auto" else (_forced,)
+    for backend in tried:
+        impl = impls.get(backend)
+        usable = backend in order or backend == "torch"
+        if impl is not None and usable and x.dtype in getattr(impl, "takes", (x.dtype,)):
+            return impl
+    raise LookupError(
+        f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; it has {sorted(impls)}"
+    )
+
+
+def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | None = None):
+    """Add or replace the implementation of `op` for `backend`: `@register_kernel(op="gmm", backend="triton")`.
+
+    The function is called as `impl(out, *inputs)` and fills `out` (a tuple for ops with several outputs).
+    """
+    if op not in IMPLS:
+        raise ValueError(f"unknown op {op!r}; known: {sorted(IMPLS)}")
+
+    def add(fn):
+        if takes is not None:
+            fn.takes = takes
+        IMPLS[op][backend] = fn
+        return fn
+
+    return add
+
+
+def define_op(
+    schema: str,
+    *,
+    new: Callable,
+    reference: Callable,
+    backward: Callable | None = None,
+    save: Callable | None = None,
+    **impls: Callable | None,
+) -> Callable:
+    """Register one op, whose outputs are all fresh.
+
+    `new(*inputs)` checks its inputs and allocates the output, a tensor or a tuple; it is also the fake.
+    `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend.
+    Every other backend is `impl(out, *inputs)`: it fills `out`.  A backend given as None is absent.
+    """
+    name = schema.partition("(")[0]
+    IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
+    IMPLS[name]["torch"] = lambda out, *inputs: copy_into(out, reference(*inputs))
+
+    def run(x, *rest):
+        out = new(x, *rest)
+        outs = out if isinstance(out, tuple) else (out,)
+        if settings.debug:
+            poison(outs)
+        if any(t.numel() for t in outs):  # nobody launches an empty grid
+            with torch.cuda.device_of(x):
+                pick(name, x)(out, x, *rest)
+        return out
+
+    return register(schema, run, new, backward, save)
+
+
+def define_inplace_op(schema: str, *, check: Callable, reference: Callable, **impls: Callable | None) -> Callable:
+    """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`; it has no gradient."""
+    name = schema.partition("(")[0]
+    IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
+    IMPLS[name]["torch"] = reference
+
+    def run(out, x, *rest):
+        check(out, x, *rest)
+        if out.numel():
+            with torch.cuda.device_of(out):
+                pick(name, x)(out, x, *rest)
+
+    return register(schema, run, check, None, None)
+
+
+def register(schema: str, run: Callable, fake: Callable, backward: Callable | None, save: Callable | None) -> Callable:
+    """Tell torch about an op: its implementation on every device, its fake and its gradient."""
+    name = schema.partition("(")[0]
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIB.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_aiter::{name}", fake, lib=LIB)
+    if backward is not None:
+        torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
+    return getattr(torch.ops.moe_aiter, name).default
+
+
+def copy_into(out: Tensor | tuple[Tensor, ...], result: Tensor | tuple[Tensor, ...]) -> None:
+    """Fill an op's outputs from the reference's results."""
+    if isinstance(out, tuple):
+        for o, r in zip(out, result, strict=True):
+            o.copy_(r)
+    else:
+        out.copy_(result)
+
+
+def poison(outs: tuple[Tensor, ...]) -> None:
+    """Make an element that an implementation forgets visible: NaN, or an index far out of range."""
+    for t in outs:
+        t.fill_(float("nan") if t.is_floating_point() else -(2**30))
