@@ -115,7 +115,9 @@ def define_op(
     return register(schema, run, new, backward, save)
 
 
-def define_inplace_op(schema: str, *, check: Callable, reference: Callable, **impls: Callable | None) -> Callable:
+def define_inplace_op(
+    schema: str, *, check: Callable, reference: Callable, **impls: Callable | None
+) -> Callable:
     """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`; it has no gradient."""
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
@@ -130,7 +132,9 @@ def define_inplace_op(schema: str, *, check: Callable, reference: Callable, **im
     return register(schema, run, check, None, None)
 
 
-def register(schema: str, run: Callable, fake: Callable, backward: Callable | None, save: Callable | None) -> Callable:
+def register(
+    schema: str, run: Callable, fake: Callable, backward: Callable | None, save: Callable | None
+) -> Callable:
     """Tell torch about an op: its implementation on every device, its fake and its gradient."""
     name = schema.partition("(")[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,0 +1,57 @@
+"""What the grouped ops share besides Triton helpers: checks, and pieces of their references."""
+
+import torch
+from torch import Tensor
+
+from ..config import settings
+from ._check import check_device, check_index, check_shape, check_size
+
+
+def split_groups(x: Tensor, group_sizes: Tensor) -> tuple[Tensor, ...]:
+    """The rows of each group, and last the rows past them; sizes are clamped to the rows there are."""
+    ends = group_sizes.clamp(min=0).long().cumsum(0).clamp(max=len(x)).tolist()
+    return x.tensor_split(ends)
+
+
+def take_rows(x: Tensor, order: Tensor | None, top_k: int) -> Tensor:
+    """Row r of the result is x[order[r] // top_k]; x itself without an order."""
+    return x if order is None else x[order.clamp(min=0).long() // top_k]
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums over `x` are kept in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(sum_dtype(x))
+
+
+def check_rows(name: str, x: Tensor, axis: str, order: Tensor | None, top_k: int, rows: int) -> None:
+    """Raise unless `x`, read at order // top_k where there is an order, has as many rows as asked."""
+    check_shape(name, x, "M" if order is None else "T", axis)
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, not {top_k}")
+    if order is not None:
+        check_shape("order", order, "M")
+        check_index(order=order)
+        check_size("order is ({},)", order.shape[0], "there are {} rows", rows)
+        rows = rows // top_k
+    check_size(f"{name} is ({{}}, {axis})", x.shape[0], "it takes {} rows", rows)
+
+
+def check_groups(group_sizes: Tensor, x: Tensor, **others: Tensor | None) -> None:
+    """Raise unless the group sizes are (G,) integers, and everything is on the device of `x`."""
+    check_shape("group_sizes", group_sizes, "G")
+    check_index(group_sizes=group_sizes)
+    check_device(x=x, group_sizes=group_sizes, **others)
+
+
+def check_group_sizes(group_sizes: Tensor, rows: int) -> None:
+    """With MOE_AITER_DEBUG=1, raise unless the sizes are positive or zero and sum to `rows`; this synchronises."""
+    if settings.debug and not torch.compiler.is_compiling():
+        sizes = group_sizes.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) > rows:
+            raise ValueError(
+                f"group_sizes {sizes} must not be negative nor sum to more than the {rows} rows of x"
+            )

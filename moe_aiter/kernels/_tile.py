@@ -1,0 +1,107 @@
+"""Triton helpers shared by the grouped kernels."""
+
+import torch
+
+from .. import tuning
+from ..config import interpret, settings
+from ._triton import tl, triton
+
+# what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
+TILE_DTYPES = (torch.float16, torch.float32) if interpret else (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row tile number -> (group, first row, end row).
+
+    Group G stands for the rows past the last group; beyond it there is no such tile.  Sizes that are negative
+    or sum to more than M are clamped, so that nothing outside (M,) is ever touched.
+    """
+    g = tl.arange(0, BLOCK_G)
+    size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
+    size = tl.where(g == G, M, tl.maximum(size, 0))
+    end = tl.cumsum(size, 0)
+    start = tl.minimum(end - size, M)
+    end = tl.minimum(end, M)
+    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    last_tile = tl.cumsum(tiles, 0)
+    group = tl.sum((last_tile <= tile).to(tl.int32), 0)
+    here = g == group
+    row_start = tl.sum(tl.where(here, start + (tile - last_tile + tiles) * BLOCK_M, 0), 0)
+    row_end = tl.sum(tl.where(here, end, 0), 0)
+    return group, row_start, row_end
+
+
+@triton.jit
+def group_rows(group, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr):
+    """Group number -> (first row, end row), clamped like `locate`."""
+    g = tl.arange(0, BLOCK_G)
+    size = tl.maximum(tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64), 0)
+    row_start = tl.minimum(tl.sum(tl.where(g < group, size, 0), 0), M)
+    row_end = tl.minimum(tl.sum(tl.where(g <= group, size, 0), 0), M)
+    return row_start, row_end
+
+
+@triton.jit
+def swizzle(pid, tiles_m, tiles_n, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr):
+    """Program number -> (row tile, column tile): GROUP_M row tiles walk the columns together.
+
+    Where several dies have an L2 each and programs are dealt to them in turn, every die first gets a
+    contiguous share of the programs.
+    """
+    if NUM_DIES > 1:
+        total = tiles_m * tiles_n
+        share, rest = total // NUM_DIES, total % NUM_DIES
+        die = pid % NUM_DIES
+        pid = die * share + tl.minimum(die, rest) + pid // NUM_DIES
+    width = GROUP_M * tiles_n
+    first = pid // width * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + pid % width % height, pid % width // height
+
+
+@triton.jit
+def multiply(
+    acc,  # (BLOCK_M, BLOCK_N) float32
+    x_ptrs,  # (BLOCK_M, BLOCK_K)
+    w_ptrs,  # (BLOCK_K, BLOCK_N)
+    K,
+    x_stride_k,
+    w_stride_k,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x @ w over K, in steps of BLOCK_K.  Rows and columns must be readable; only K has a mask."""
+    k = tl.arange(0, BLOCK_K)
+    for k_start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            k_mask = k < K - k_start
+            x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * x_stride_k
+        w_ptrs += BLOCK_K * w_stride_k
+    return acc
+
+
+def row_tiles(M: int, G: int, block_m: int) -> int:
+    """An upper bound on the row tiles of G groups and the rows past them, known without the group sizes."""
+    return triton.cdiv(M, block_m) + G
+
+
+def tile_options(config: tuning.Config) -> dict:
+    """The launch arguments that every tiled kernel takes."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "NUM_DIES": tuning.num_dies(),
+        "PRECISION": settings.matmul_precision,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
