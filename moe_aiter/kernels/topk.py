@@ -42,11 +42,12 @@ def topk_kernel(
     t_mask = t < T
     row_ptrs = scores_ptr + t * scores_stride_t
     mask = t_mask[:, None] & (e < E)[None, :]
-    x = tl.load(row_ptrs[:, None] + e.to(tl.int64)[None, :] * scores_stride_e, mask=mask, other=0.0).to(tl.float32)
+    x_ptrs = row_ptrs[:, None] + e.to(tl.int64)[None, :] * scores_stride_e
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
 
-    # int32 that orders as the floats do: flip the magnitude of negative numbers; -0 and 0 must tie
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    image = tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    # a float is a sign and a magnitude; as an int32 it orders the same, and -0 ties with 0
+    bits = x.to(tl.int32, bitcast=True)
+    image = tl.where(x != x, NAN_KEY, tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits))
     key = (image.to(tl.int64) << 32) | (E - 1 - e).to(tl.int64)[None, :]
     key = tl.where(mask, key, NO_KEY)
 
