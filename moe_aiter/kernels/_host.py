@@ -1,0 +1,58 @@
+"""The C++ extension `moe_aiter._host`, where it is built.  The only file that imports it.
+
+It works on NumPy views of CPU tensors; NumPy has no bfloat16, so that crosses as its uint16 bits.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import settings
+
+log = logging.getLogger("moe_aiter")
+
+try:
+    import moe_aiter._host as ext
+
+    reason = ""
+except ImportError as error:
+    ext = None
+    reason = str(error)
+
+HOST_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def host(launch: Callable) -> Callable | None:
+    """`launch` as an op's host implementation, or None, so that the op has none, without the extension."""
+    return launch if ext is not None else None
+
+
+def check_built(x: Tensor) -> None:
+    """Say once, at the first use of a CPU tensor, that the extension is missing and how to get it."""
+    if ext is None and x.device.type == "cpu":
+        warn_missing()
+
+
+@functools.cache
+def warn_missing() -> None:
+    log.warning(
+        "the C++ extension moe_aiter._host is missing (%s); the CPU path runs in plain torch, which is slower. "
+        "With a C++17 compiler, `pip install --force-reinstall --no-deps .` in the source tree builds it",
+        reason,
+    )
+
+
+def array(x: Tensor | None) -> np.ndarray | None:
+    """A C-contiguous NumPy view of a CPU tensor, or of a copy where its strides ask for one."""
+    if x is None:
+        return None
+    x = x.detach().contiguous()
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def num_threads() -> int:
+    return settings.num_threads or torch.get_num_threads()
