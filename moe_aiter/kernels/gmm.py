@@ -13,7 +13,7 @@ from ._check import check_float, check_shape, check_size
 from ._groups import check_group_sizes, check_groups, split_groups
 from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import tl, triton
-from .tgmm import group_sum, tgmm
+from .tgmm import group_sum, weight_gradient
 
 # reference
 
@@ -121,7 +121,7 @@ def backward_gmm(ctx, dout):
     if ctx.needs_input_grad[0]:
         dx = gmm(dout, w.mT, group_sizes)
     if ctx.needs_input_grad[1]:
-        dw = tgmm(x, dout, group_sizes)
+        dw = weight_gradient(w, None, x, dout, group_sizes)
     if ctx.needs_input_grad[3]:
         dbias = group_sum(dout, group_sizes).to(ctx.bias_dtype)
     return dx, dw, None, dbias

@@ -19,8 +19,9 @@ from ._triton import tl, triton
 # reference
 
 
-def tgmm_reference(x, y, group_sizes, order, top_k):
+def tgmm_reference(x, y, group_sizes, order, top_k, columns_first):
     x = take_rows(x, order, top_k)
+    x, y = (y, x) if columns_first else (x, y)
     pairs = zip(split_groups(x, group_sizes)[:-1], split_groups(y, group_sizes)[:-1], strict=True)
     return (
         torch.stack([a.T @ b for a, b in pairs])
@@ -30,7 +31,7 @@ def tgmm_reference(x, y, group_sizes, order, top_k):
 
 
 def tgmm_accumulate_reference(out, x, y, group_sizes, order, top_k):
-    out += tgmm_reference(wide(x), wide(y), group_sizes, order, top_k)
+    out += tgmm_reference(wide(x), wide(y), group_sizes, order, top_k, False)
 
 
 def group_sum_reference(y, group_sizes, order, top_k, scale):
@@ -135,16 +136,17 @@ def group_sum_kernel(
 # launcher
 
 
-def new_tgmm(x, y, group_sizes, order, top_k):
+def new_tgmm(x, y, group_sizes, order, top_k, columns_first):
     check_shape("y", y, "M", "N")
     check_rows("x", x, "K", order, top_k, y.shape[0])
     check_float(x=x, y=y)
     check_groups(group_sizes, x, y=y, order=order)
-    return x.new_empty(group_sizes.shape[0], x.shape[1], y.shape[1])
+    G, K, N = group_sizes.shape[0], x.shape[1], y.shape[1]
+    return x.new_empty(G, N, K) if columns_first else x.new_empty(G, K, N)
 
 
 def check_tgmm_accumulate(out, x, y, group_sizes, order, top_k):
-    expected = new_tgmm(x, y, group_sizes, order, top_k).shape
+    expected = new_tgmm(x, y, group_sizes, order, top_k, False).shape
     if out.shape != expected or not out.is_floating_point():
         raise ValueError(
             f"out must be floating (G, K, N) = {tuple(expected)}, but it is {out.dtype} {tuple(out.shape)}"
@@ -164,7 +166,8 @@ def new_group_sum(y, group_sizes, order, top_k, scale):
 
 
 @takes(*TILE_DTYPES)
-def launch_tgmm(out, x, y, group_sizes, order, top_k, accumulate=False):
+def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False):
+    out = out.mT if columns_first else out
     G, K, N = out.shape
     M = y.shape[0]
     config = tuning.lookup("tgmm", x.dtype, M, N, K, G)
@@ -176,7 +179,7 @@ def launch_tgmm(out, x, y, group_sizes, order, top_k, accumulate=False):
 
 @takes(*TILE_DTYPES)
 def launch_tgmm_accumulate(out, x, y, group_sizes, order, top_k):
-    launch_tgmm(out, x, y, group_sizes, order, top_k, accumulate=True)
+    launch_tgmm(out, x, y, group_sizes, order, top_k, False, accumulate=True)
 
 
 @takes(torch.float16, torch.bfloat16, torch.float32)
@@ -194,7 +197,7 @@ def launch_group_sum(out, y, group_sizes, order, top_k, scale):
 
 
 tgmm_op = define_op(
-    "tgmm(Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k) -> Tensor",
+    "tgmm(Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, bool columns_first) -> Tensor",
     new=new_tgmm,
     reference=tgmm_reference,
     triton=launch_tgmm,
@@ -223,7 +226,7 @@ def tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None,
     gathered as they are loaded.  A group without rows gives exact zeros.  Not differentiable.
     Dtypes, strides and errors as in `gmm`.
     """
-    return tgmm_op(x, y, group_sizes, order, top_k)
+    return tgmm_op(x, y, group_sizes, order, top_k, False)
 
 
 def tgmm_accumulate(
@@ -231,6 +234,18 @@ def tgmm_accumulate(
 ) -> None:
     """Add `tgmm(x, y, ...)` to `out` (G, K, N), of any floating dtype: float32 `main_grad` accumulation."""
     tgmm_accumulate_op(out, x, y, group_sizes, order, top_k)
+
+
+def weight_gradient(w, main_grad, x, y, group_sizes, order=None, top_k=1) -> Tensor | None:
+    """The gradient of a weight `w` (G, K, N), in the memory layout of `w`, so that autograd need not copy it.
+
+    With a `main_grad` it is added there, and None is returned.
+    """
+    if main_grad is not None:
+        return tgmm_accumulate_op(main_grad, x, y, group_sizes, order, top_k)
+    columns_first = w.stride(1) < w.stride(2)
+    dw = tgmm_op(x, y, group_sizes, order, top_k, columns_first)
+    return dw.mT if columns_first else dw
 
 
 def group_sum(

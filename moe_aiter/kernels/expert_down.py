@@ -1,0 +1,300 @@
+"""The down-projection of the experts and the way home, and the gradient that starts the backward pass.
+
+    y[r]   = down[e] @ a[r] + bias[e]
+    out[t] = sum over j of s[t, j] * y[rank[t, j]]
+
+The gradient needs neither a nor y: with u[r] = down[e].T @ dout[t] for row r of token t, whose weight is s,
+
+    ds = <u, f(z)> + <dout, bias>,   dz = s * u * f'(z),   ddown[e] = sum of dout outer s * f(z)
+
+so one kernel gathers dout, multiplies, and writes dz, s * f(z) and ds in its epilogue (as in SonicMoE,
+arXiv 2512.14080).  a is given only to spare its computation: the gradient that it would carry goes to z.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import tuning
+from ..backend import define_op, takes
+from ._check import check_device, check_float, check_shape, check_size
+from ._groups import check_groups, take_rows, wide
+from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
+from ._triton import tl, triton
+from .activations import get_activation
+from .gmm import gmm_op, gmm_reference
+from .permute import launch_unpermute, row_dots, unpermute_reference
+from .tgmm import group_sum, weight_gradient
+
+EPILOGUE_N = 32  # columns of u whose epilogue fits in registers beside the rest
+
+# reference
+
+
+def expert_down_reference(
+    a, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad
+):
+    y = gmm_reference(a, down.mT, group_sizes, bias)
+    return unpermute_reference(y, order, rank, routing_weights)
+
+
+def expert_down_grad_reference(
+    dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
+):
+    act, width = get_activation(activation), wide(z[:0]).dtype
+    u = gmm_reference(take_rows(dout, order, rank.shape[1]), down, group_sizes, None).to(width)
+    s = take_rows(routing_weights.to(width).flatten(), order, 1)[:, None]
+    live = (torch.arange(len(z), device=z.device) < (order >= 0).sum())[:, None]
+    with torch.enable_grad():
+        z = wide(z.detach()).requires_grad_()
+        a = act(z, interleaved)
+        dz = torch.autograd.grad(a, z, s * u)[0]
+    a = a.detach().where(live, 0)
+    ds = torch.zeros(routing_weights.numel(), dtype=width, device=z.device)
+    ds.index_add_(0, order.clamp(min=0).long(), (u * a).sum(1).where(live[:, 0], 0))
+    return dz.where(live, 0), (a * s if need_a else a[:0]), ds.view_as(routing_weights)
+
+
+# kernel
+
+
+@triton.jit
+def expert_down_grad_kernel(
+    dout_ptr,  # (T, K)
+    w_ptr,  # (G, K, N)
+    z_ptr,  # (M, parts * N), contiguous
+    s_ptr,  # (T * top_k,) float32
+    dz_ptr,  # (M, parts * N), contiguous
+    a_ptr,  # (M, N), contiguous, or None
+    ds_ptr,  # (tiles_n, M) float32: the part of each column tile
+    order_ptr,  # (M,)
+    group_sizes_ptr,  # (G,)
+    M,
+    N,
+    K,
+    G,
+    top_k,
+    tiles_m,
+    dout_strides,  # t, k
+    w_strides,  # g, k, n
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EPILOGUE_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    dout_stride_t, dout_stride_k = dout_strides
+    w_stride_g, w_stride_k, w_stride_n = w_strides
+    tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
+    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    if group > G:
+        return
+    m = row + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    live = (m < row_end) & (group < G)  # rows past the last group become zeros
+    choice = tl.load(order_ptr + m, mask=live, other=0)
+
+    dout_ptrs = dout_ptr + (choice // top_k).to(tl.int64)[:, None] * dout_stride_t + k[None, :] * dout_stride_k
+    w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
+    w_ptrs = w_base + k.to(tl.int64)[:, None] * w_stride_k + (n % N).to(tl.int64)[None, :] * w_stride_n
+    u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    depth = tl.where(group < G, K, 0)
+    u = multiply(u, dout_ptrs, w_ptrs, depth, dout_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+
+    s = tl.load(s_ptr + choice, mask=live, other=0.0)
+    ds = down_grad_epilogue(
+        u, s, m, row_end, tile_n * BLOCK_N, N, z_ptr, dz_ptr, a_ptr,
+        ACTIVATION, GATED, INTERLEAVED, EPILOGUE_N,
+    )  # fmt: skip
+    tl.store(ds_ptr + tile_n.to(tl.int64) * M + m, ds, mask=m < row_end)
+
+
+@triton.jit
+def down_grad_epilogue(
+    u,  # (rows, columns) of one tile, or of a part of it
+    s,  # (rows,)
+    m,  # (rows,)
+    row_end,
+    first,  # column
+    N,
+    z_ptr,  # (M, parts * N)
+    dz_ptr,  # (M, parts * N)
+    a_ptr,  # (M, N) or None
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EPILOGUE_N: tl.constexpr,
+):
+    """Write dz and s * f(z), a few columns at a time since all would not fit in registers; return <u, f(z)>."""
+    WIDTH: tl.constexpr = u.shape[1]
+    if WIDTH > EPILOGUE_N:
+        half: tl.constexpr = WIDTH // 2
+        left, right = tl.split(tl.permute(tl.reshape(u, (u.shape[0], 2, half)), (0, 2, 1)))
+        ds = down_grad_epilogue(
+            left, s, m, row_end, first, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, GATED, INTERLEAVED, EPILOGUE_N
+        )
+        return ds + down_grad_epilogue(
+            right, s, m, row_end, first + half, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, GATED, INTERLEAVED, EPILOGUE_N
+        )
+    else:
+        n = first + tl.arange(0, WIDTH)
+        mask = (m < row_end)[:, None] & (n < N)[None, :]
+        m = m.to(tl.int64)
+        du = u * s[:, None]
+        if GATED:
+            gate_column, up_column = (2 * n, 2 * n + 1) if INTERLEAVED else (n, N + n)
+            z_row = m[:, None] * (2 * N)
+            gate = tl.load(z_ptr + z_row + gate_column[None, :], mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(z_ptr + z_row + up_column[None, :], mask=mask, other=0.0).to(tl.float32)
+            value, slope = ACTIVATION(gate)
+            dgate, dup = du * up * slope, du * value
+            a = value * up
+            tl.store(dz_ptr + z_row + gate_column[None, :], dgate.to(dz_ptr.dtype.element_ty), mask=mask)
+            tl.store(dz_ptr + z_row + up_column[None, :], dup.to(dz_ptr.dtype.element_ty), mask=mask)
+        else:
+            z_row = m[:, None] * N + n[None, :]
+            a, slope = ACTIVATION(tl.load(z_ptr + z_row, mask=mask, other=0.0).to(tl.float32))
+            tl.store(dz_ptr + z_row, (du * slope).to(dz_ptr.dtype.element_ty), mask=mask)
+        if a_ptr is not None:
+            a_ptrs = a_ptr + m[:, None] * N + n[None, :]
+            tl.store(a_ptrs, (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
+        return tl.sum(tl.where(mask, u * a, 0.0), 1)
+
+
+@triton.jit
+def sum_parts_kernel(
+    parts_ptr,  # (P, M) float32
+    rank_ptr,  # (C,)
+    out_ptr,  # (C,)
+    P,
+    M,
+    C,
+    BLOCK: tl.constexpr,
+):
+    """out[c] = the sum of column rank[c] of parts, in order; 0 for a dropped choice."""
+    c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    r = tl.load(rank_ptr + c, mask=c < C, other=-1).to(tl.int64)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for p in range(0, P):
+        acc += tl.load(parts_ptr + p * M.to(tl.int64) + r, mask=r >= 0, other=0.0)
+    tl.store(out_ptr + c, acc, mask=c < C)
+
+
+# launcher
+
+
+def new_expert_down(
+    a, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad
+):
+    check_shape("down", down, "E", "H", "I")
+    (R, N), (E, H, w_N) = a.shape, down.shape
+    check_size("gate_up gives I={}", N, "down is (E, H, I={})", w_N)
+    check_float(x=a, down=down)
+    check_routing_weights(routing_weights, rank, a)
+    check_groups(group_sizes, a, down=down, bias=bias, order=order, rank=rank, main_grad=main_grad)
+    check_size("group_sizes is ({},)", group_sizes.shape[0], "down is (E={}, H, I)", E)
+    if bias is not None and bias.shape != (E, H):
+        raise ValueError(f"down_bias must be (E={E}, H={H}), but it has shape {tuple(bias.shape)}")
+    return a.new_empty(rank.shape[0], H)
+
+
+def check_routing_weights(routing_weights: Tensor, rank: Tensor, x: Tensor) -> None:
+    """Raise unless there is a floating weight for each choice."""
+    if routing_weights.shape != rank.shape:
+        shapes = tuple(routing_weights.shape), tuple(rank.shape)
+        raise ValueError("routing_weights is {} but the plan is for (T, k) = {}".format(*shapes))
+    if not routing_weights.is_floating_point():
+        raise TypeError(f"routing_weights must be floating, not {routing_weights.dtype}")
+    check_device(x=x, routing_weights=routing_weights)
+
+
+@takes(*TILE_DTYPES)
+def launch_expert_down(
+    out, a, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad
+):
+    launch_unpermute(out, gmm_op(a, down.mT, group_sizes, bias), order, rank, routing_weights)
+
+
+def new_expert_down_grad(
+    dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
+):
+    R, N = order.shape[0], down.shape[2]
+    a = dout.new_empty(R if need_a else 0, N)
+    return torch.empty_like(z), a, routing_weights.new_empty(rank.shape, dtype=wide(z[:0]).dtype)
+
+
+@takes(*TILE_DTYPES)
+def launch_expert_down_grad(
+    out, dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
+):
+    dz, a, ds = out
+    (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
+    s = routing_weights.float().contiguous()
+    config = tuning.lookup("down_grad", dout.dtype, R, N, K, E)
+    tiles_m, tiles_n = row_tiles(R, E, config.block_m), triton.cdiv(N, config.block_n)
+    parts = torch.empty(tiles_n, R, dtype=torch.float32, device=dout.device)
+    expert_down_grad_kernel[(tiles_m * tiles_n,)](
+        dout, down, z, s, dz, a if need_a else None, parts, order, group_sizes,
+        R, N, K, E, rank.shape[1], tiles_m, dout.stride(), down.stride(),
+        ACTIVATION=act.triton_fn, GATED=act.gated, INTERLEAVED=interleaved, EPILOGUE_N=EPILOGUE_N,
+        BLOCK_G=triton.next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+    )  # fmt: skip
+    block = 256
+    sum_parts_kernel[(triton.cdiv(rank.numel(), block),)](
+        parts, rank, ds, tiles_n, R, rank.numel(), BLOCK=block, num_warps=4
+    )
+
+
+# op
+
+
+def save_expert_down(ctx, inputs, output):
+    _, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad = inputs
+    ctx.save_for_backward(z, down, bias, routing_weights, order, rank, group_sizes)
+    ctx.activation, ctx.interleaved = activation, interleaved
+    ctx.main_grad = main_grad  # not saved as a tensor: other backward passes may add to it first
+
+
+def backward_expert_down(ctx, dout):
+    z, down, bias, routing_weights, order, rank, group_sizes = ctx.saved_tensors
+    top_k, need_dw = rank.shape[1], ctx.needs_input_grad[2]
+    dz, a, ds = expert_down_grad_op(
+        dout, z, down, routing_weights, order, rank, group_sizes, ctx.activation, ctx.interleaved, need_dw
+    )
+    dw = dbias = None
+    if need_dw:
+        dw = weight_gradient(down, ctx.main_grad, dout, a, group_sizes, order, top_k)
+    if bias is not None:
+        # row_dots reads the bias of each choice's expert, as it would a row
+        ends = group_sizes.cumsum(0, dtype=rank.dtype)
+        expert = torch.searchsorted(ends, rank, right=True, out_int32=True).where(rank >= 0, -1)
+        ds = ds + row_dots(dout, bias.to(dout.dtype), expert)
+        if ctx.needs_input_grad[3]:
+            s = routing_weights.to(ds.dtype).contiguous()
+            dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)
+    return None, dz, dw, dbias, ds.to(routing_weights.dtype), *[None] * 6
+
+
+expert_down_op = define_op(
+    "expert_down(Tensor a, Tensor z, Tensor down, Tensor? bias, Tensor routing_weights, Tensor order, "
+    "Tensor rank, Tensor group_sizes, str activation, bool interleaved, Tensor? main_grad) -> Tensor",
+    new=new_expert_down,
+    reference=expert_down_reference,
+    triton=launch_expert_down,
+    backward=backward_expert_down,
+    save=save_expert_down,
+)
+expert_down_grad_op = define_op(
+    "expert_down_grad(Tensor dout, Tensor z, Tensor down, Tensor routing_weights, Tensor order, Tensor rank, "
+    "Tensor group_sizes, str activation, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
+    new=new_expert_down_grad,
+    reference=expert_down_grad_reference,
+    triton=launch_expert_down_grad,
+)

@@ -1,0 +1,204 @@
+"""The up-projection of the experts, which gathers its rows and applies the activation.
+
+
+    z[r] = gate_up[e] @ x[order[r] // top_k] + bias[e]
+    a[r] = f(gate of z[r]) * up of z[r]                   or f(z[r]) for a plain activation
+
+for each row r of each expert e.  Only x, z and the routing are kept for the backward pass:
+
+    dx = the sum of each token's rows of dz @ gate_up[e],   dgate_up[e] = dz[s:e].T @ x[...],   dbias[e] = dz[s:e].sum(0)
+"""
+
+import torch
+from torch import Tensor
+
+from .. import tuning
+from ..backend import define_op, takes
+from ._check import check_float, check_shape, check_size
+from ._groups import check_groups, split_groups, take_rows
+from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
+from ._triton import tl, triton
+from .activations import get_activation
+from .gmm import gmm_op, gmm_reference
+from .permute import unpermute
+from .tgmm import group_sum, weight_gradient
+
+# reference
+
+
+def expert_up_reference(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad):
+    rows = take_rows(x, order, rank.shape[1])
+    z = gmm_reference(rows, gate_up.mT, group_sizes, bias)
+    a = get_activation(activation)(z, interleaved)
+    return (z if save_z else z[:0]), a
+
+
+# kernel
+
+
+@triton.jit
+def expert_up_kernel(
+    x_ptr,  # (T, K)
+    w_ptr,  # (G, parts * N, K)
+    bias_ptr,  # (G, parts * N) or None
+    z_ptr,  # (M, parts * N), contiguous, or None
+    a_ptr,  # (M, N), contiguous
+    order_ptr,  # (M,)
+    group_sizes_ptr,  # (G,)
+    M,
+    N,
+    K,
+    G,
+    top_k,
+    tiles_m,
+    x_strides,  # t, k
+    w_strides,  # g, n, k
+    bias_strides,  # g, n
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    x_stride_t, x_stride_k = x_strides
+    w_stride_g, w_stride_n, w_stride_k = w_strides
+    tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, WIDTH), GROUP_M, NUM_DIES)
+    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    if group > G:
+        return
+    m = row + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    n, column = tile_columns(tile_n, N, GATED, INTERLEAVED, BLOCK_N)
+    live = n < N
+    # columns past the end read the first one, whose products are never stored
+    column_read = tl.where(live, column, 0)
+
+    token = tl.maximum(tl.load(order_ptr + m, mask=m < row_end, other=0), 0) // top_k
+    x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
+    w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
+    w_ptrs = w_base + column_read.to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
+    z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
+    z = multiply(z, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
+        z += tl.load(bias_ptrs, mask=live & (group < G), other=0.0).to(tl.float32)[None, :]
+    m = m.to(tl.int64)
+    row_mask = (m < row_end)[:, None]
+    if z_ptr is not None:
+        z_ptrs = z_ptr + m[:, None] * (2 * N if GATED else N) + column[None, :]
+        tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=row_mask & live[None, :])
+
+    if GATED:
+        gate, up = split_parts(z, INTERLEAVED)
+        a = ACTIVATION(gate)[0] * up
+    else:
+        a = ACTIVATION(z)[0]
+    n = tile_n * WIDTH + tl.arange(0, WIDTH)
+    a_ptrs = a_ptr + m[:, None] * N + n[None, :]
+    tl.store(a_ptrs, a.to(a_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
+
+
+@triton.jit
+def tile_columns(tile_n, N, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The channel and the column of z for each of a tile's BLOCK_N columns."""
+    j = tl.arange(0, BLOCK_N)
+    if not GATED:
+        n = tile_n * BLOCK_N + j
+        return n, n
+    if INTERLEAVED:
+        column = tile_n * BLOCK_N + j
+        return column // 2, column
+    half: tl.constexpr = BLOCK_N // 2
+    n = tile_n * half + j % half
+    return n, tl.where(j < half, n, N + n)
+
+
+@triton.jit
+def split_parts(z, INTERLEAVED: tl.constexpr):
+    """Gate and up of a tile of z whose columns are those of `tile_columns`."""
+    if INTERLEAVED:
+        return tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))
+    return tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, z.shape[1] // 2)), (0, 2, 1)))
+
+
+# launcher
+
+
+def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad):
+    check_shape("x", x, "T", "H")
+    check_shape("gate_up", gate_up, "E", "parts * I", "H")
+    parts = get_activation(activation).parts
+    (T, H), (E, width, w_H), R = x.shape, gate_up.shape, order.shape[0]
+    check_size("x is (T, H={})", H, "gate_up is (E, parts * I, H={})", w_H)
+    check_size("rank is (T={}, k)", rank.shape[0], "x is (T={}, H)", T)
+    if width % parts:
+        raise ValueError(f"gate_up is (E, {width}, H), but {activation} needs a multiple of {parts}")
+    check_float(x=x, gate_up=gate_up)
+    check_groups(group_sizes, x, gate_up=gate_up, bias=bias, order=order, rank=rank, main_grad=main_grad)
+    check_size("group_sizes is ({},)", group_sizes.shape[0], "gate_up is (E={}, parts * I, H)", E)
+    if bias is not None and bias.shape != (E, width):
+        raise ValueError(f"gate_up_bias must be (E={E}, {width}), but it has shape {tuple(bias.shape)}")
+    return x.new_empty(R if save_z else 0, width), x.new_empty(R, width // parts)
+
+
+@takes(*TILE_DTYPES)
+def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad):
+    z, a = out
+    (R, N), (E, _, K) = a.shape, gate_up.shape
+    act = get_activation(activation)
+    config = tuning.lookup("up", x.dtype, R, act.parts * N, K, E)
+    tiles_m = row_tiles(R, E, config.block_m)
+    tiles_n = triton.cdiv(N, config.block_n // act.parts)
+    expert_up_kernel[(tiles_m * tiles_n,)](
+        x, gate_up, bias, z if save_z else None, a, order, group_sizes, R, N, K, E, rank.shape[1], tiles_m,
+        x.stride(), gate_up.stride(), (0, 0) if bias is None else bias.stride(),
+        ACTIVATION=act.triton_fn, GATED=act.gated, INTERLEAVED=interleaved,
+        BLOCK_G=triton.next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+    )  # fmt: skip
+
+
+# op
+
+
+def save_expert_up(ctx, inputs, output):
+    x, gate_up, bias, order, rank, group_sizes, *_, main_grad = inputs
+    ctx.save_for_backward(x, gate_up, order, rank, group_sizes)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.main_grad = main_grad  # not saved as a tensor: other backward passes may add to it first
+    ctx.set_materialize_grads(False)
+
+
+def backward_expert_up(ctx, dz, da):
+    # da is always None: expert_down takes a as a hint, and gives the whole gradient to z
+    x, gate_up, order, rank, group_sizes = ctx.saved_tensors
+    dx = dw = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = unpermute(gmm_op(dz, gate_up, group_sizes, None), order, rank)
+    if ctx.needs_input_grad[2]:
+        dbias = group_sum(dz, group_sizes).to(ctx.bias_dtype)
+    if ctx.needs_input_grad[1]:
+        main_grad = None if ctx.main_grad is None else ctx.main_grad.mT
+        dw = weight_gradient(gate_up.mT, main_grad, x, dz, group_sizes, order, rank.shape[1])
+        dw = None if dw is None else dw.mT
+    return dx, dw, dbias, None, None, None, None, None, None, None
+
+
+expert_up_op = define_op(
+    "expert_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
+    "str activation, bool interleaved, bool save_z, Tensor? main_grad) -> (Tensor, Tensor)",
+    new=new_expert_up,
+    reference=expert_up_reference,
+    triton=launch_expert_up,
+    backward=backward_expert_up,
+    save=save_expert_up,
+)

@@ -1,0 +1,84 @@
+"""The experts of a MoE layer as one function of the tokens: up, activation, down, weighted sum.
+
+    out[t] = sum over j of s[t, j] * (down[e] @ act(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e]),  e = ids[t, j]
+
+On a GPU two autograd nodes, so that z can be freed when the first of them has run backward; on the CPU one op
+that takes expert by expert from end to end, while its rows are in the cache.
+"""
+
+import torch
+from torch import Tensor
+
+from ..backend import IMPLS, pick
+from ._check import check_shape
+from ._tile import TILE_DTYPES
+from .expert_down import expert_down_op
+from .expert_loop import expert_loop_op
+from .expert_up import expert_up_op
+
+
+def by_layer(x, gate_up, down, routing_weights, plan, biases, main_grads, activation, interleaved, save_z):
+    """Every expert's up-projection, then every expert's down-projection."""
+    order, rank, group_sizes = plan
+    z, a = expert_up_op(
+        x, gate_up, biases[0], order, rank, group_sizes, activation, interleaved, save_z, main_grads[0]
+    )
+    return expert_down_op(
+        a, z, down, biases[1], routing_weights, order, rank, group_sizes, activation, interleaved, main_grads[1]
+    )
+
+
+def by_expert(x, gate_up, down, routing_weights, plan, biases, main_grads, activation, interleaved, save_z):
+    """One expert from end to end, then the next."""
+    return expert_loop_op(
+        x, gate_up, biases[0], down, biases[1], routing_weights, *plan, activation, interleaved, save_z, *main_grads
+    )[0]
+
+
+by_layer.takes = TILE_DTYPES
+IMPLS["expert_mlp"] = {"triton": by_layer, "host": by_expert, "torch": by_expert}
+
+
+def expert_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing_weights: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_main_grad: Tensor | None = None,
+    down_main_grad: Tensor | None = None,
+) -> Tensor:
+    """Send each token through its experts and add up what they give, weighted.
+
+    x: (T, H), float32, bfloat16, float16 or, on the slow reference path, float64.
+    gate_up: (E, 2I, H) for a gated activation, gate rows first (or gate and up in turn if `interleaved`);
+        (E, I, H) for a plain one.  down: (E, H, I).  Dtype of x, any strides.
+    routing_weights: (T, k), any floating dtype; used in float32.
+    plan: order (T * k,), rank (T, k) and group_sizes (E,), as `make_plan` or `sort_by_expert` give them.
+    activation: swiglu, geglu, reglu, silu, gelu, relu or relu2.
+    gate_up_bias: (E, 2I or I), down_bias: (E, H), any floating dtype.
+    gate_up_main_grad, down_main_grad: shaped like the weights, any floating dtype, usually float32.  Where given,
+        backward adds the weight's gradient there, and autograd gets None for that weight.
+
+    Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
+    gradient that nobody asks for is not computed.  Kept for backward: x, z (R, 2I) and the routing.
+
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
+    Source: the formula of Shazeer et al. 2017, arXiv 1701.06538; data flow as in SonicMoE, arXiv 2512.14080.
+    """
+    check_shape("x", x, "T", "H")
+    for name, weight, main_grad in (("gate_up", gate_up, gate_up_main_grad), ("down", down, down_main_grad)):
+        if main_grad is not None and main_grad.shape != weight.shape:
+            shapes = tuple(weight.shape), tuple(main_grad.shape)
+            raise ValueError("{0} is {1} but {0}_main_grad is {2}".format(name, *shapes))
+    inputs = (x, gate_up, down, routing_weights, gate_up_bias, down_bias)
+    save_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    return pick("expert_mlp", x)(
+        x, gate_up, down, routing_weights, plan, (gate_up_bias, down_bias), (gate_up_main_grad, down_main_grad),
+        activation, interleaved, save_z,
+    )  # fmt: skip
