@@ -1,0 +1,79 @@
+"""Losses that keep experts in use and logits small.  Each is a scalar to add to the training loss.
+
+One normalisation, whatever the score, k or number of tokens: the load-balance loss is 1 at balance.
+"""
+
+import torch
+from torch import Tensor
+
+from ..kernels._check import check_device, check_shape, check_size
+from .plan import make_plan
+
+
+def load_balance_loss(
+    scores: Tensor,
+    expert_ids: Tensor | None = None,
+    *,
+    group_sizes: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """E * sum_e f_e * P_e: 1 when experts are loaded evenly, up to E when one takes all.
+
+    f_e  the share of expert e in the choices that were made (dropped slots are none), no gradient
+    P_e  the mean over tokens of score[t, e] / sum_e score[t, e]; softmax scores sum to 1 already
+
+    Fedus et al. 2021, arXiv 2101.03961, eq. 4-6, for any k.  (Hugging Face's version is k at balance.)
+
+    `scores` (T, E), summed in float32.  The choices: `expert_ids` (T, k), or `group_sizes` (E,) if there is a
+    plan already.  `mask` (T,) bool leaves out tokens where it is False, padding say; it needs `expert_ids`.
+    Returns a float32 scalar, 0 without tokens.  Raises ValueError for sizes that disagree.
+    """
+    check_shape("scores", scores, "T", "E")
+    num_tokens, num_experts = scores.shape
+    if (expert_ids is None) == (group_sizes is None):
+        raise ValueError("give either expert_ids or group_sizes")
+    if mask is not None:
+        check_mask(mask, "scores", num_tokens)
+        if expert_ids is None:
+            raise ValueError("mask needs expert_ids: group_sizes count masked tokens too")
+        expert_ids = expert_ids.masked_fill(~mask[:, None], -1)
+        scores = scores.masked_fill(~mask[:, None], 0)
+    if group_sizes is None:
+        check_shape("expert_ids", expert_ids, "T", "k")
+        check_size("scores is (T={}, E)", num_tokens, "expert_ids is (T={}, k)", expert_ids.shape[0])
+        group_sizes = make_plan(expert_ids, num_experts).group_sizes
+    check_size("scores is (T, E={})", num_experts, "group_sizes is (E={},)", group_sizes.shape[0])
+    check_device(scores=scores, group_sizes=group_sizes)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    load = group_sizes / group_sizes.sum().clamp_min(1)  # (E,)
+    # a row of zeros, masked or underflown, stays zeros
+    shares = scores / scores.sum(1, keepdim=True).clamp_min(1e-20)  # (T, E)
+    return num_experts * (load * mean_over_tokens(shares, mask)).sum()
+
+
+def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The mean over tokens of logsumexp_e(logits[t, e])^2, which keeps the logits of a router small.
+
+    Zoph et al. 2022, arXiv 2202.08906, eq. 5.  `logits` (T, E) float; `mask` (T,) bool leaves out
+    tokens where it is False.  Returns a scalar, 0 without tokens.
+    """
+    check_shape("logits", logits, "T", "E")
+    if mask is not None:
+        check_mask(mask, "logits", logits.shape[0])
+        logits = logits.masked_fill(~mask[:, None], 0)
+    square = logits.logsumexp(1).square()  # (T,)
+    return mean_over_tokens(square if mask is None else square.masked_fill(~mask, 0), mask)
+
+
+def mean_over_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over the first axis of `x`, which is 0 where `mask` is False; 0 if no token counts."""
+    if mask is None:
+        return x.sum(0) / max(x.shape[0], 1)
+    return x.sum(0) / mask.sum().clamp_min(1)
+
+
+def check_mask(mask: Tensor, name: str, num_tokens: int) -> None:
+    check_shape("mask", mask, "T")
+    check_size(f"{name} is (T={{}}, E)", num_tokens, "mask is (T={},)", mask.shape[0])
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool, not {mask.dtype}")

@@ -1,0 +1,180 @@
+"""The router: which experts a token goes to, and with what weight."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..backend import define_op
+from ..kernels._check import check_device, check_float, check_shape, check_size
+from ..kernels.topk import topk
+
+SCORES = ("softmax", "topk_softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """What a router decided for T tokens, each of which chose k of E experts.
+
+    Everything but the ids is float32 (float64 if the logits are), whatever the model's dtype.
+    """
+
+    expert_ids: Tensor  # (T, k) int64, the best first
+    routing_weights: Tensor  # (T, k) what each expert's output is multiplied by
+    scores: Tensor  # (T, E) for losses: softmax or sigmoid of the logits, before any choice
+    logits: Tensor  # (T, E)
+
+
+def route(
+    logits: Tensor, top_k: int, *, score: str = "softmax", renormalize: bool = True, scale: float = 1.0
+) -> Routing:
+    """Choose `top_k` experts for each row of `logits` (T, E) and weigh them.  Ties go to the lower expert.
+
+    score          scores, choice and weights                                 used by
+    softmax        p = softmax(z) over E; top-k of p; weights p               Mixtral, Qwen-MoE, OLMoE
+    topk_softmax   top-k of z; weights softmax over the k chosen z            gpt-oss
+    sigmoid        p = sigmoid(z); top-k of p; weights p                      DeepSeek-V3 without its bias
+
+    `renormalize` divides the weights of a token by their sum (plus 1e-20 for sigmoid, whose sum can
+    be 0), so that `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
+    With top_k=1 a renormalised weight is 1, and carries no gradient to the router.
+    `scale` multiplies the weights.  All of it in float32, also under autocast; float64 stays float64.
+
+    Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E),
+    and for `topk_softmax` with renormalize=False, which could change nothing.
+    """
+    check_score(score, renormalize)
+    check_shape("logits", logits, "T", "E")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(1)  # (T, E)
+    if score == "topk_softmax":
+        chosen, expert_ids = topk(logits, top_k)
+        weights = chosen.softmax(1)
+    else:
+        weights, expert_ids = topk(scores, top_k)
+        if renormalize:
+            total = weights.sum(1, keepdim=True)
+            weights = weights / (total + 1e-20 if score == "sigmoid" else total)
+    if scale != 1.0:
+        weights = weights * scale
+    return Routing(expert_ids, weights, scores, logits)
+
+
+def check_score(score: str, renormalize: bool) -> None:
+    if score not in SCORES:
+        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
+    if score == "topk_softmax" and not renormalize:
+        raise ValueError("renormalize=False, but the weights of score='topk_softmax' always sum to 1")
+
+
+# logits: x (T, H) @ weight.T (H, E) + bias (E,), in float32
+def accumulates(x: Tensor, weight: Tensor) -> bool:
+    """Whether a 16-bit GEMM gives the float32 logits: its products are exact and its sums float32."""
+    return x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def logits_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+
+
+def new_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    check_shape("x", x, "T", "H")
+    check_shape("weight", weight, "E", "H")
+    check_float(x=x)
+    check_float(weight=weight, bias=bias)
+    check_device(x=x, weight=weight, bias=bias)
+    check_size("x is (T, H={})", x.shape[1], "the router's weight is (E, H={})", weight.shape[1])
+    if bias is not None:
+        check_shape("bias", bias, "E")
+        check_size("bias is (E={},)", bias.shape[0], "the router's weight is (E={}, H)", weight.shape[0])
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=logits_dtype(x, weight))
+
+
+def logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dtype = logits_dtype(x, weight)
+    with torch.autocast(x.device.type, enabled=False):
+        if accumulates(x, weight):
+            logits = torch.mm(x, weight.T, out_dtype=dtype)
+        else:
+            logits = x.to(dtype) @ weight.to(dtype).T
+    return logits if bias is None else logits + bias
+
+
+def save_logits(ctx, inputs, output):
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def backward_logits(ctx, dlogits):
+    """Where the logits came from a 16-bit GEMM, so do dx and dweight, as for an nn.Linear of that dtype:
+    dlogits is rounded to 16 bits first, the sums are float32."""
+    x, weight = ctx.saved_tensors
+    dtype = x.dtype if accumulates(x, weight) else dlogits.dtype
+    dx = dweight = dbias = None
+    with torch.autocast(x.device.type, enabled=False):
+        rounded = dlogits.to(dtype)
+        if ctx.needs_input_grad[0]:
+            dx = (rounded @ weight.to(dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight = (rounded.T @ x.to(dtype)).to(weight.dtype)
+    if ctx.needs_input_grad[2]:
+        dbias = dlogits.sum(0).to(ctx.bias_dtype)
+    return dx, dweight, dbias
+
+
+router_logits = define_op(
+    "router_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    new=new_logits,
+    reference=logits_reference,
+    save=save_logits,
+    backward=backward_logits,
+)
+
+
+class Router(nn.Module):
+    """A linear map to one logit per expert, then `route`.
+
+    Parameters `weight` (E, H) and, with bias=True, `bias` (E,), initialised as nn.Linear does.
+    The logits are float32 for any dtype of `x` and `weight`, which may differ, and also under autocast.
+    Two float16 or two bfloat16 tensors on a GPU are not upcast: a 16-bit GEMM sums in float32 and
+    stores float32, the same numbers for half of the traffic.  `score`, `renormalize` and `scale` are
+    those of `route`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        check_score(score, renormalize)
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k is {top_k} but num_experts is {num_experts}; top_k must be from 1 to it")
+        self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
+        self.score, self.renormalize, self.scale = score, renormalize, scale
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.hidden**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route each row of `x` (T, H)."""
+        logits = router_logits(x, self.weight, self.bias)
+        return route(logits, self.top_k, score=self.score, renormalize=self.renormalize, scale=self.scale)
+
+    def extra_repr(self) -> str:
+        text = f"{self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
+        return f"{text}, renormalize={self.renormalize}, scale={self.scale}, bias={self.bias is not None}"

@@ -1,0 +1,242 @@
+"""The router: every score against its formula, float32 whatever the dtype, ties, gradients."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from moe_aiter.routing.router import SCORES, Router, route, router_logits
+
+MODES = [("softmax", True), ("softmax", False), ("topk_softmax", True), ("sigmoid", True), ("sigmoid", False)]
+modes = pytest.mark.parametrize("score, renormalize", MODES)
+
+
+def draw(*shape, dtype=torch.float64, device="cpu", seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(
+        device, dtype
+    )
+
+
+def by_hand(logits, top_k, score, renormalize, scale):
+    """Experts and weights of one token, in Python floats."""
+    largest = max(logits)
+    p = [math.exp(z - largest) for z in logits]
+    p = [v / sum(p) for v in p]
+    if score == "sigmoid":
+        p = [1 / (1 + math.exp(-z)) for z in logits]
+    ids = sorted(range(len(p)), key=lambda e: (-logits[e], e))[:top_k]
+    weights = [p[e] for e in ids]
+    if score == "topk_softmax":
+        weights = [math.exp(logits[e]) for e in ids]
+    if renormalize:
+        weights = [w / sum(weights) for w in weights]
+    return ids, [w * scale for w in weights], p
+
+
+@modes
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_route_by_hand(device, score, renormalize, top_k):
+    logits = draw(13, 8, device=device)
+    routing = route(logits, top_k, score=score, renormalize=renormalize, scale=2.5)
+    ids, weights, scores = zip(
+        *(by_hand(row, top_k, score, renormalize, 2.5) for row in logits.tolist()), strict=True
+    )
+    assert torch.equal(routing.expert_ids.cpu(), torch.tensor(ids))
+    torch.testing.assert_close(routing.routing_weights.cpu(), torch.tensor(weights, dtype=torch.float64))
+    torch.testing.assert_close(routing.scores.cpu(), torch.tensor(scores, dtype=torch.float64))
+    assert torch.equal(routing.logits, logits)
+
+
+@modes
+def test_route_gradcheck(device, score, renormalize):
+    logits = draw(5, 6, device=device).requires_grad_()
+
+    def outputs(z):
+        routing = route(z, 3, score=score, renormalize=renormalize, scale=0.5)
+        return routing.routing_weights, routing.scores
+
+    assert torch.autograd.gradcheck(outputs, logits)
+
+
+def test_softmax_topk_renormalised_is_topk_softmax(device):
+    logits = draw(64, 32, dtype=torch.float32, device=device).requires_grad_()
+    dweights = draw(64, 4, dtype=torch.float32, device=device, seed=1)
+    a, b = route(logits, 4, score="softmax"), route(logits, 4, score="topk_softmax")
+    assert torch.equal(a.expert_ids, b.expert_ids)
+    torch.testing.assert_close(a.routing_weights, b.routing_weights)
+    (da,) = torch.autograd.grad(a.routing_weights, logits, dweights)
+    (db,) = torch.autograd.grad(b.routing_weights, logits, dweights)
+    torch.testing.assert_close(da, db)
+    assert not torch.allclose(route(logits, 4, renormalize=False).routing_weights, a.routing_weights)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_ties_go_to_the_lower_expert(device, score):
+    routing = route(torch.zeros(3, 9, device=device), 4, score=score)
+    assert routing.expert_ids.tolist() == [[0, 1, 2, 3]] * 3
+    torch.testing.assert_close(routing.routing_weights, torch.full((3, 4), 0.25, device=device))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_logits_that_are_not_numbers_still_name_distinct_experts(device, score):
+    logits = draw(6, 8, dtype=torch.float32, device=device)
+    logits[1], logits[2, 3], logits[4, ::2] = float("nan"), float("nan"), float("-inf")
+    expert_ids = route(logits, 5, score=score).expert_ids
+    assert expert_ids.min() >= 0 and expert_ids.max() < 8
+    assert all(len(set(row)) == 5 for row in expert_ids.tolist())
+
+
+def test_sigmoid_weights_that_underflow_are_zeros(device):
+    routing = route(torch.full((2, 4), -200.0, device=device), 2, score="sigmoid")
+    assert torch.equal(routing.routing_weights, torch.zeros(2, 2, device=device))
+
+
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_float32_for_any_dtype(device, x_dtype, w_dtype):
+    x, weight, bias = (
+        draw(*s, dtype=d, device=device) for s, d in [((9, 64), x_dtype), ((6, 64), w_dtype), ((6,), w_dtype)]
+    )
+    x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    logits = router_logits(x, weight, bias)
+    assert logits.dtype == torch.float32
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(logits.square().sum(), (x, weight, bias))
+    expected = torch.autograd.grad(exact.square().sum(), (x, weight, bias))
+    for got, want in zip(grads, expected, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_lower_the_router(device, autocast):
+    router = Router(64, 8, 2, score="sigmoid", bias=True, device=device)
+    x = draw(16, 64, dtype=torch.float32, device=device).requires_grad_()
+
+    def step():
+        routing = router(x)
+        return *routing, *torch.autograd.grad(routing.routing_weights.sum(), [x, *router.parameters()])
+
+    plain = step()
+    with torch.autocast(x.device.type, dtype=autocast):
+        under = step()
+    for a, b in zip(plain, under, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_logits_gradcheck(device):
+    args = [draw(5, 4, device=device), draw(3, 4, device=device, seed=1), draw(3, device=device, seed=2)]
+    assert torch.autograd.gradcheck(router_logits, [a.requires_grad_() for a in args])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_logits_opcheck(device, with_bias):
+    x, weight, bias = (
+        draw(*s, dtype=torch.float32, device=device).requires_grad_() for s in [(5, 4), (3, 4), (3,)]
+    )
+    torch.library.opcheck(torch.ops.moe_aiter.router_logits.default, (x, weight, bias if with_bias else None))
+
+
+def test_a_frozen_router_gives_x_its_gradient(device):
+    router = Router(16, 6, 2, device=device).requires_grad_(False)
+    x = draw(4, 16, dtype=torch.float32, device=device).requires_grad_()
+    router(x).logits.sum().backward()
+    torch.testing.assert_close(x.grad, router.weight.sum(0).expand(4, 16))
+    assert router.weight.grad is None
+
+
+def test_no_tokens(device):
+    router = Router(16, 6, 2, bias=True, device=device)
+    routing = router(torch.empty(0, 16, device=device))
+    assert routing.expert_ids.shape == routing.routing_weights.shape == (0, 2)
+    routing.routing_weights.sum().backward()
+    assert all(p.grad.count_nonzero() == 0 for p in router.parameters())
+
+
+def test_strided_input(device):
+    router = Router(16, 6, 2, device=device)
+    x = draw(16, 8, dtype=torch.float32, device=device).T
+    torch.testing.assert_close(router(x).logits, router(x.contiguous()).logits)
+
+
+def test_one_graph_for_any_number_of_tokens(device):
+    router = Router(16, 6, 2, score="sigmoid", bias=True, device=device)
+    compiled = torch.compile(router, fullgraph=True, backend="aot_eager", dynamic=True)
+    for num_tokens in (3, 8, 21):
+        x = draw(num_tokens, 16, dtype=torch.float32, device=device).requires_grad_()
+        for got, want in zip(compiled(x), router(x), strict=True):
+            torch.testing.assert_close(got, want)
+        got = torch.autograd.grad(compiled(x).routing_weights.square().sum(), router.weight)
+        want = torch.autograd.grad(router(x).routing_weights.square().sum(), router.weight)
+        torch.testing.assert_close(got, want)
+
+
+def test_module_state(device):
+    router = Router(16, 6, 2, bias=True, device=device)
+    assert list(router.state_dict()) == ["weight", "bias"]
+    assert list(Router(16, 6, 2).state_dict()) == ["weight"]
+    twin = copy.deepcopy(router)
+    x = draw(4, 16, dtype=torch.float32, device=device)
+    assert torch.equal(twin(x).logits, router(x).logits)
+    empty = Router(16, 6, 2, bias=True, device="meta").to_empty(device=device)
+    empty.reset_parameters()
+    assert 0 < empty.weight.abs().max() <= 0.25 and 0 < empty.bias.abs().max() <= 0.25
+    assert "num_experts=6, top_k=2, score='softmax'" in repr(router)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (
+            lambda: route(torch.zeros(2, 4), 2, score="tanh"),
+            "unknown score 'tanh'; known: softmax, topk_softmax, sigmoid",
+        ),
+        (lambda: route(torch.zeros(2, 4), 5), r"k is 5 but scores is \(T, E=4\)"),
+        (lambda: route(torch.zeros(4), 2), r"logits must be \(T, E\)"),
+        (lambda: route(torch.zeros(2, 4), 2, score="topk_softmax", renormalize=False), "always sum to 1"),
+        (lambda: Router(8, 4, 5), "top_k is 5 but num_experts is 4"),
+        (lambda: Router(8, 4, 0), "top_k is 0 but num_experts is 4"),
+        (lambda: Router(8, 4, 2, score="tanh"), "unknown score 'tanh'"),
+        (
+            lambda: Router(8, 4, 2)(torch.zeros(3, 9)),
+            r"x is \(T, H=9\) but the router's weight is \(E, H=8\)",
+        ),
+        (lambda: Router(8, 4, 2)(torch.zeros(2, 3, 8)), r"x must be \(T, H\), but it has shape \(2, 3, 8\)"),
+    ],
+)
+def test_errors(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_integer_input():
+    with pytest.raises(TypeError, match="x must be float16.* not torch.int64"):
+        Router(8, 4, 2)(torch.zeros(3, 8, dtype=torch.int64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gemm_sums_and_stores_float32(dtype):
+    """Logits are as exact as a float32 GEMM's; gradients as those of an nn.Linear of that dtype."""
+    x, weight = (
+        draw(512, 2048, dtype=dtype, device="cuda"),
+        draw(64, 2048, dtype=dtype, device="cuda", seed=1),
+    )
+    x.requires_grad_(), weight.requires_grad_()
+    dlogits = draw(512, 64, dtype=torch.float32, device="cuda", seed=2)
+    logits, exact = router_logits(x, weight, None), x.double() @ weight.double().T
+    single, linear = x.float() @ weight.float().T, x @ weight.T
+
+    def distance(got, want):
+        return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+    assert distance(logits, exact) <= 2 * distance(single, exact)
+    ours, theirs, truth = (
+        torch.autograd.grad(out, (x, weight), d)
+        for out, d in ((logits, dlogits), (linear, dlogits.to(dtype)), (exact, dlogits.double()))
+    )
+    for a, b, c in zip(ours, theirs, truth, strict=True):
+        assert a.dtype == dtype
+        assert distance(a, c) <= 2 * distance(b, c)
