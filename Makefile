@@ -1,0 +1,51 @@
+# `make train` and `make test` need Python 3.10 or newer and, for the fast CPU path, a C++17 compiler.
+# `make test-gpu VENV=` uses the python3 at hand, with what is installed there, and installs nothing.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+READY := extension
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+# two processes of one thread each are faster than one of two on these small shapes
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS)
+WORKERS ?= auto
+
+.PHONY: install extension train test test-gpu lint bench
+
+install: $(READY)
+
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -e '.[train,bench,dev]' -c constraints.txt
+	touch $@
+
+extension:
+	$(PY) setup.py -q build_ext --inplace
+
+train: $(READY)
+	$(PY) -m moe_aiter.cli train $(ARGS)
+
+test: $(READY)
+	TRITON_INTERPRET=1 $(PYTEST) -m interpret $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-gpu: $(READY)
+	$(PYTEST) $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+bench: $(READY)
+	$(PY) -m moe_aiter.cli bench layer --out benchmarks/results/layer.csv $(ARGS)
+	$(PY) -m moe_aiter.cli bench report

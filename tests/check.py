@@ -1,0 +1,69 @@
+"""How close is close: no further from the truth than twice what plain torch is, in the same dtype."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    """The relative distance of `got` from `exact`, in the Frobenius norm; NaN if either holds one."""
+    exact = exact.double()
+    distance = (got.to(exact.device).double() - exact).norm()
+    return (distance / exact.norm().clamp_min(1e-30)).item()
+
+
+def to_double(value):
+    return value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def as_tuple(outputs) -> tuple:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def assert_as_good_as_torch(
+    fn: Callable, reference: Callable, *inputs, slack: float = 2.0, floor: float = 1e-7
+) -> None:
+    """Hold each output of `fn(*inputs)` against `reference` in float64.
+
+    Its error may be `slack` times that of `reference(*inputs)` in the dtype of the inputs, which is what
+    plain torch achieves, plus `floor`.  Shapes and dtypes must be the reference's, integers must be equal.
+    """
+    exact = as_tuple(reference(*map(to_double, inputs)))
+    ours, theirs = as_tuple(fn(*inputs)), as_tuple(reference(*inputs))
+    assert len(ours) == len(theirs), f"{len(ours)} outputs instead of {len(theirs)}"
+    for i, (a, b, truth) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert_output_as_good(f"output {i}", a, b, truth, slack, floor)
+
+
+def assert_output_as_good(
+    name: str, ours: Tensor, theirs: Tensor, truth: Tensor, slack: float = 2.0, floor: float = 1e-7
+) -> None:
+    """One output against torch's own and the truth; see `assert_as_good_as_torch`."""
+    assert ours.shape == truth.shape, f"{name} is {tuple(ours.shape)} instead of {tuple(truth.shape)}"
+    assert ours.dtype == theirs.dtype, f"{name} is {ours.dtype} instead of {theirs.dtype}"
+    if not truth.is_floating_point():
+        assert torch.equal(ours, truth), f"{name} differs"
+        return
+    got, best = error(ours, truth), error(theirs, truth)
+    assert got <= slack * best + floor, f"{name}: error {got:.2e}, torch in the same dtype {best:.2e}"
+
+
+def with_gradients(fn: Callable) -> Callable:
+    """`fn`, returning after its outputs the gradient of each floating input, for a fixed random `dout`.
+
+    `dout` is rounded to bfloat16 first: then it is the same number in every dtype that is compared.
+    """
+
+    def run(*inputs):
+        floats = [isinstance(t, Tensor) and t.is_floating_point() for t in inputs]
+        inputs = [t.detach().requires_grad_() if f else t for t, f in zip(inputs, floats, strict=True)]
+        outputs = as_tuple(fn(*inputs))
+        differentiable = [out for out in outputs if out.requires_grad]
+        generator = torch.Generator().manual_seed(1)
+        douts = [torch.randn(out.shape, generator=generator).bfloat16().to(out) for out in differentiable]
+        leaves = [t for t, f in zip(inputs, floats, strict=True) if f]
+        grads = torch.autograd.grad(differentiable, leaves, douts, allow_unused=True, materialize_grads=True)
+        return *(out.detach() for out in outputs), *grads
+
+    return run
