@@ -17,7 +17,8 @@ from ._check import check_index, check_shape
 from ._host import array, check_built, ext, host, num_threads
 from ._triton import tl, triton
 
-MAX_BLOCKS = 4096  # of the counts: a longer input gets longer blocks, so that the counts stay small
+BLOCK = 64  # choices at a time; every pair of them is compared
+MAX_BLOCKS = 2048  # a longer input gets longer blocks, so that the counts (E, blocks) stay small
 
 
 # reference
@@ -110,14 +111,18 @@ def place_kernel(
         row = group_start + tl.cumsum(size, 0) - size + before
         group_start += tl.sum(size, 0)
         for part in range(parts):
-            i = (block * parts + part) * BLOCK + tl.arange(0, BLOCK)
+            start = (block * parts + part) * BLOCK
+            i, j = start + tl.arange(0, BLOCK), start + tl.arange(0, BLOCK)
             ids = load_ids(i, ids_ptr, R, E, TOP_K, ids_strides)
-            mine = (ids[:, None] == e[None, :]).to(tl.int32)
-            rank = tl.sum(mine * (row[None, :] + tl.cumsum(mine, 0) - mine), 1)
+            others = load_ids(j, ids_ptr, R, E, TOP_K, ids_strides)
+            mine = ids[:, None] == e[None, :]
+            # the equal choices before this one, counted pair by pair: less work than a scan of each expert
+            earlier = (ids[:, None] == others[None, :]) & (j[None, :] < i[:, None])
+            rank = tl.sum(tl.where(mine, row[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
             here = (ids >= first) & (ids < first + BLOCK_E) & (ids < E)
             tl.store(rank_ptr + i, rank, mask=here)
             tl.store(order_ptr + rank, i, mask=here)
-            row += tl.sum(mine, 0)
+            row += tl.sum(mine.to(tl.int32), 0)
 
     for part in range(parts):
         i = (block * parts + part) * BLOCK + tl.arange(0, BLOCK)
@@ -144,17 +149,16 @@ def new_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 def launch_sort(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
     order, rank, group_sizes = out
     rows = len(order)
-    block_e = max(16, min(128, triton.next_power_of_2(num_experts)))
-    block = 16384 // block_e  # what 8 warps hold in registers, with its scan
-    parts = triton.cdiv(rows, block * MAX_BLOCKS)
-    blocks = triton.cdiv(rows, block * parts) if rows else 0
+    block_e = max(16, min(64, triton.next_power_of_2(num_experts)))
+    parts = triton.cdiv(rows, BLOCK * MAX_BLOCKS)
+    blocks = triton.cdiv(rows, BLOCK * parts) if rows else 0
     counts = group_sizes.new_empty(num_experts, blocks)
-    place = (rows, num_experts, blocks, parts, rank.shape[1], expert_ids.stride(), block, block_e)
+    place = (rows, num_experts, blocks, parts, rank.shape[1], expert_ids.stride(), BLOCK, block_e)
     if rows:
-        count_kernel[(blocks,)](expert_ids, counts, *place, num_warps=8)
+        count_kernel[(blocks,)](expert_ids, counts, *place, num_warps=4)
     scan_kernel[(num_experts,)](counts, group_sizes, blocks, BLOCK=1024)
     if rows:
-        place_kernel[(blocks,)](expert_ids, counts, group_sizes, order, rank, *place, num_warps=8)
+        place_kernel[(blocks,)](expert_ids, counts, group_sizes, order, rank, *place, num_warps=4)
 
 
 def launch_sort_host(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
