@@ -78,19 +78,24 @@ def tgmm_kernel(
     k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    m = row + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (k % K)[None, :] * x_stride_k
-    y_ptrs = y_ptr + m[:, None] * y_stride_m + (n % N)[None, :] * y_stride_n
-    source = m if order_ptr is None else tl.load(order_ptr + m, mask=m < row_end, other=0) // top_k
+    y_ptrs = y_ptr + (n % N)[None, :] * y_stride_n
+    m = row + tl.arange(0, BLOCK_K)
+    full_end = row + (row_end - row) // BLOCK_K * BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(row, row_end, BLOCK_K):
-        mask = (m < row_end)[:, None]
-        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=mask, other=0.0)
-        y = tl.load(y_ptrs, mask=mask, other=0.0)
+    # indices are loaded one step ahead, so that the pipeline can fetch the rows of several steps
+    source = m if order_ptr is None else tl.load(order_ptr + m, mask=m < full_end, other=0) // top_k
+    for _ in range(row, full_end, BLOCK_K):
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
+        y = tl.load(y_ptrs + m[:, None] * y_stride_m)
         m += BLOCK_K
-        y_ptrs += BLOCK_K * y_stride_m
-        # indices one step ahead, so that the pipeline can fetch the rows of several steps
-        source = m if order_ptr is None else tl.load(order_ptr + m, mask=m < row_end, other=0) // top_k
+        source = m if order_ptr is None else tl.load(order_ptr + m, mask=m < full_end, other=0) // top_k
+        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+    if full_end < row_end:
+        mask = m < row_end
+        source = m if order_ptr is None else tl.load(order_ptr + m, mask=mask, other=0) // top_k
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=mask[:, None], other=0.0)
+        y = tl.load(y_ptrs + m[:, None] * y_stride_m, mask=mask[:, None], other=0.0)
         acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
 
     out_base = out_ptr + group.to(tl.int64) * out_strides[0]

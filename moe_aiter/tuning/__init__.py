@@ -1,7 +1,8 @@
 """Tile configurations, looked up by op, GPU, dtype and shape.
 
 Tuning is data: `tables/<arch>.csv`, one row a choice, the most specific row first.  An empty cell matches
-anything; `m` matches up to its value, and so does `k`.  Nothing is tuned while a model trains.
+anything, `rows` (rows of a group, on average) and `k` match up to their value, `n` matches exactly.
+Nothing is tuned while a model trains.
 """
 
 import csv
@@ -38,19 +39,17 @@ class Row:
 
     op: str
     bits: int
-    m: int | None
+    rows: int | None
     n: int | None
     k: int | None
-    groups: int | None
     config: Config
 
-    def matches(self, op: str, bits: int, m: int, n: int, k: int, groups: int) -> bool:
+    def matches(self, op: str, bits: int, rows: int, n: int, k: int) -> bool:
         return (
             (self.op, self.bits) == (op, bits)
-            and (self.m is None or m <= self.m)
+            and (self.rows is None or rows <= self.rows)
             and (self.n is None or n == self.n)
             and (self.k is None or k <= self.k)
-            and (self.groups is None or groups == self.groups)
         )
 
 
@@ -61,13 +60,8 @@ def load(arch: str) -> tuple[Row, ...]:
         rows = [
             {k: int(v) if v.isdecimal() else v or None for k, v in r.items()} for r in csv.DictReader(file)
         ]
-    return tuple(
-        Row(
-            **{k: r[k] for k in ("op", "bits", "m", "n", "k", "groups")},
-            config=Config(**{f: r[f] for f in FIELDS}),
-        )
-        for r in rows
-    )
+    keys = ("op", "bits", "rows", "n", "k")
+    return tuple(Row(*(r[key] for key in keys), Config(*(r[f] for f in FIELDS))) for r in rows)
 
 
 def table_name(backend: str, arch: int | str) -> str:
@@ -79,24 +73,23 @@ def table_name(backend: str, arch: int | str) -> str:
 
 
 def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
-    """The tile of `op` for M rows in all, N columns and K to sum over in each of `groups` products."""
+    """The tile of `op` for M rows in `groups` groups, N columns, and K to sum over."""
     if interpret:
         return TOY
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
-    return find(table_name(target.backend, target.arch), op, dtype.itemsize * 8, bucket(m), n, k, groups)
+    rows = bucket(triton.cdiv(m, max(groups, 1)))
+    return find(table_name(target.backend, target.arch), op, dtype.itemsize * 8, rows, n, k)
 
 
 @functools.lru_cache(maxsize=4096)
-def find(table: str, op: str, bits: int, m: int, n: int, k: int, groups: int) -> Config:
+def find(table: str, op: str, bits: int, rows: int, n: int, k: int) -> Config:
     """The first row of a table that matches."""
     for row in load(table):
-        if row.matches(op, bits, m, n, k, groups):
+        if row.matches(op, bits, rows, n, k):
             return row.config
-    raise LookupError(
-        f"no row of {table}.csv matches {op} with {bits} bits, m={m}, n={n}, k={k}, groups={groups}"
-    )
+    raise LookupError(f"no row of {table}.csv matches {op}, {bits} bits, rows={rows}, n={n}, k={k}")
 
 
 def bucket(m: int) -> int:
