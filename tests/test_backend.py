@@ -1,0 +1,141 @@
+"""Which implementation runs, and that a forced one never becomes another."""
+
+import threading
+import uuid
+
+import pytest
+import torch
+
+from moe_aiter import backend
+from moe_aiter.backend import IMPLS, ORDER, define_op, pick, register_kernel, takes, use
+
+
+def half(x):
+    return x / 2
+
+
+@takes(torch.float32)
+def launch_half(out, x):
+    out.copy_(x / 2)
+
+
+def save_nothing(ctx, inputs, output):
+    pass
+
+
+def backward_half(ctx, dout):
+    ran.append(backend._forced)
+    return dout / 2
+
+
+ran = []
+# a name of its own: this module can be imported twice, an op is defined once
+NAME = f"half_{uuid.uuid4().hex}"
+half_op = define_op(
+    f"{NAME}(Tensor x) -> Tensor",
+    new=torch.empty_like,
+    reference=half,
+    host=launch_half,
+    backward=backward_half,
+    save=save_nothing,
+)
+
+
+@pytest.fixture
+def impls():
+    """The implementations of the op, put back afterwards."""
+    before = dict(IMPLS[NAME])
+    yield IMPLS[NAME]
+    IMPLS[NAME].clear()
+    IMPLS[NAME].update(before)
+
+
+def test_use_restores_after_an_error():
+    before = backend._forced
+    with pytest.raises(ZeroDivisionError), use("torch"):
+        assert backend._forced == "torch"
+        raise ZeroDivisionError
+    assert backend._forced == before
+
+
+def test_use_nests():
+    before = backend._forced
+    with use("torch"):
+        with use("host"):
+            assert backend._forced == "host"
+        assert backend._forced == "torch"
+    assert backend._forced == before
+
+
+def test_use_reaches_other_threads():
+    """Autograd runs CUDA gradients on threads of its own."""
+    seen = []
+    with use("torch"):
+        thread = threading.Thread(target=lambda: seen.append(backend._forced))
+        thread.start()
+        thread.join()
+    assert seen == ["torch"]
+
+
+def test_use_reaches_the_gradient():
+    ran.clear()
+    x = torch.ones(3, requires_grad=True)
+    with use("torch"):
+        half_op(x).sum().backward()
+    assert ran == ["torch"]
+    assert torch.equal(x.grad, torch.full((3,), 0.5))
+
+
+def test_auto_takes_the_first_that_can():
+    assert pick(NAME, torch.ones(2)) is launch_half
+    assert pick(NAME, torch.ones(2, dtype=torch.float64)) is IMPLS[NAME]["torch"]
+
+
+def test_forced_never_falls_back():
+    with use("host"), pytest.raises(LookupError) as caught:
+        half_op(torch.ones(2, dtype=torch.float64))
+    assert str(caught.value) == f"{NAME}: no host backend for torch.float64 on cpu; it has ['host', 'torch']"
+    with use("torch"):
+        assert pick(NAME, torch.ones(2)) is IMPLS[NAME]["torch"]
+
+
+@pytest.mark.parametrize("forced", ["triton", "nonsense"])
+def test_forcing_what_is_not_there_names_what_is(forced):
+    with (
+        use(forced),
+        pytest.raises(LookupError, match=rf"no {forced} backend .*; it has \['host', 'torch'\]"),
+    ):
+        half_op(torch.ones(2))
+
+
+def test_a_backend_of_another_device_is_not_picked(impls):
+    register_kernel(op=NAME, backend="triton")(launch_half)
+    if "triton" not in ORDER["cpu"]:
+        with use("triton"), pytest.raises(LookupError, match="no triton backend for torch.float32 on cpu"):
+            half_op(torch.ones(2))
+
+
+def test_register_kernel(impls):
+    @register_kernel(op=NAME, backend="host", takes=(torch.float64,))
+    def thirds(out, x):
+        out.copy_(x / 3)
+
+    assert torch.equal(
+        half_op(torch.full((2,), 3.0, dtype=torch.float64)), torch.ones(2, dtype=torch.float64)
+    )
+    assert torch.equal(half_op(torch.full((2,), 3.0)), torch.full((2,), 1.5))  # float32 it does not take
+
+
+def test_register_kernel_knows_its_ops():
+    with pytest.raises(ValueError, match="unknown op 'hlaf'; known: "):
+        register_kernel(op="hlaf", backend="host")
+
+
+def test_debug_makes_forgotten_elements_visible(impls):
+    register_kernel(op=NAME, backend="host")(lambda out, x: None)
+    assert half_op(torch.ones(2)).isnan().all()
+
+
+def test_nothing_is_launched_for_no_elements(impls):
+    register_kernel(op=NAME, backend="host")(lambda out, x: 1 / 0)
+    assert half_op(torch.ones(0, 3)).shape == (0, 3)

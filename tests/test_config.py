@@ -1,0 +1,61 @@
+"""Settings come from MOE_AITER_* variables, and a wrong one says what would be right."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moe_aiter.config import CHOICES, PREFIX, Settings
+
+
+def test_defaults():
+    assert Settings.from_env({}) == Settings()
+    assert Settings.from_env({"PATH": "/bin", "TRITON_INTERPRET": "1"}) == Settings()
+
+
+def test_each_field_has_its_variable():
+    texts = {bool: "1", int: "3"}
+    for field in dataclasses.fields(Settings):
+        text = texts.get(field.type) or CHOICES[field.name][-1]
+        got = getattr(Settings.from_env({PREFIX + field.name.upper(): text}), field.name)
+        assert str(got) == {"1": "True"}.get(text, text)
+        assert got != field.default or len(CHOICES.get(field.name, ())) == 1
+
+
+@pytest.mark.parametrize(
+    "text, value", [("1", True), ("true", True), ("0", False), ("False", False), ("", False)]
+)
+def test_switches(text, value):
+    assert Settings.from_env({"MOE_AITER_DEBUG": text}).debug is value
+
+
+@pytest.mark.parametrize(
+    "variable, text, message",
+    [
+        ("MOE_AITER_DEBUG", "yes", "MOE_AITER_DEBUG is 'yes'; it takes 0 or 1"),
+        ("MOE_AITER_NUM_THREADS", "-1", "MOE_AITER_NUM_THREADS is '-1'; it takes a whole number"),
+        ("MOE_AITER_BACKEND", "cuda", "MOE_AITER_BACKEND is 'cuda'; it takes auto, triton, host, torch"),
+        ("MOE_AITER_LOG_LEVEL", "loud", "MOE_AITER_LOG_LEVEL is 'loud'; it takes DEBUG"),
+        ("MOE_AITER_DEBGU", "1", r"unknown setting \['debgu'\]; known: .*'debug'"),
+    ],
+)
+def test_a_wrong_setting_is_an_error(variable, text, message):
+    with pytest.raises(ValueError, match=message):
+        Settings.from_env({variable: text})
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().debug = True
+
+
+def test_a_typo_stops_the_import():
+    done = subprocess.run(
+        [sys.executable, "-c", "import moe_aiter.config"],
+        env=os.environ | {"MOE_AITER_BAKCEND": "torch"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "unknown setting ['bakcend']" in done.stderr

@@ -1,0 +1,183 @@
+"""The house rules that a machine can check.  To change a cap, change it here and say why in the commit."""
+
+import ast
+import functools
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import moe_aiter
+
+REPOSITORY = pathlib.Path(__file__).parent.parent
+ROOT = REPOSITORY / "moe_aiter"
+FILES = sorted(ROOT.rglob("*.py"))
+TEST_FILES = sorted(REPOSITORY.glob("tests/**/*.py"))
+SOURCES = sorted(REPOSITORY.glob("csrc/*"))
+LEVELS = [
+    ["config"],
+    ["backend", "tuning"],
+    ["kernels"],
+    ["routing"],
+    ["layers"],
+    ["training", "bench"],
+    ["cli"],
+]
+LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
+EXTENSION = "_host"
+FILE_LINES, FUNCTION_LINES, ARGUMENTS, KERNEL_ARGUMENTS = 350, 60, 8, 30
+
+
+def name(path):
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+every_file = pytest.mark.parametrize("path", FILES, ids=name)
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text())
+
+
+def nodes(path, *kinds):
+    return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+
+
+def functions(path):
+    return nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def is_kernel(fn):
+    return any("jit" in ast.unparse(decorator) for decorator in fn.decorator_list)
+
+
+def imports(path):
+    """(room, names) of each import from inside the package; no names for a plain import."""
+    here = path.relative_to(ROOT).with_suffix("").parts
+    for node in nodes(path, ast.Import, ast.ImportFrom):
+        if isinstance(node, ast.Import):
+            modules = [(a.name, []) for a in node.names]
+        elif not node.level:
+            modules = [(node.module, [a.name for a in node.names])]
+        else:
+            base = ".".join(("moe_aiter", *here[: len(here) - node.level]))
+            if node.module:
+                modules = [(f"{base}.{node.module}", [a.name for a in node.names])]
+            else:
+                modules = [(f"{base}.{a.name}", []) for a in node.names]
+        for module, names in modules:
+            package, _, rest = module.partition(".")
+            if package == "moe_aiter":
+                yield tuple(rest.split(".")) if rest else (), names
+
+
+@pytest.mark.parametrize("path", FILES + TEST_FILES + SOURCES, ids=name)
+def test_file_length(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= FILE_LINES, f"{lines} lines"
+
+
+@every_file
+def test_function_size(path):
+    for fn in functions(path):
+        count = len(fn.args.posonlyargs + fn.args.args + fn.args.kwonlyargs)
+        count -= bool(fn.args.args) and fn.args.args[0].arg in ("self", "cls", "ctx")
+        cap = KERNEL_ARGUMENTS if is_kernel(fn) else ARGUMENTS
+        assert count <= cap, f"{fn.name} takes {count} arguments"
+        lines = fn.end_lineno - fn.lineno + 1
+        assert lines <= FUNCTION_LINES, f"{fn.name} has {lines} lines"
+
+
+@every_file
+def test_imports_point_down(path):
+    here = path.relative_to(ROOT).with_suffix("").parts[0]
+    if here in ("__init__", "__main__"):
+        return  # the doors stand above every room
+    for room, names in imports(path):
+        for target in [room[0]] if room else names:
+            if target == EXTENSION:
+                continue
+            assert target in LEVEL, f"{target!r} has no level"
+            assert target == here or LEVEL[target] < LEVEL[here], f"{here} imports {target}"
+
+
+@every_file
+def test_only_config_reads_the_environment(path):
+    readers = {"environ", "getenv", "environb"}
+    used = {n.attr for n in nodes(path, ast.Attribute)} | {n.id for n in nodes(path, ast.Name)}
+    assert path.stem == "config" or not used & readers
+
+
+@every_file
+def test_only_kernels_hold_kernels(path):
+    assert ROOT / "kernels" in path.parents or not any(is_kernel(fn) for fn in functions(path))
+
+
+@every_file
+def test_only_one_file_imports_the_extension(path):
+    found = [room for room, names in imports(path) if EXTENSION in (room[:1] or tuple(names))]
+    assert not found or path == ROOT / "kernels" / "_host.py"
+
+
+@pytest.mark.parametrize("path", FILES + TEST_FILES, ids=name)
+def test_nothing_is_swallowed_or_star_imported(path):
+    for handler in nodes(path, ast.ExceptHandler):
+        caught = ast.unparse(handler.type) if handler.type else "everything"
+        assert caught not in ("everything", "Exception", "BaseException"), f"line {handler.lineno}"
+    for node in nodes(path, ast.ImportFrom):
+        assert node.names[0].name != "*", f"line {node.lineno}"
+
+
+@every_file
+def test_launchers_never_wait_for_the_device(path):
+    waits = {"item", "tolist", "cpu", "nonzero", "synchronize"}
+    for fn in functions(path):
+        if fn.name.startswith("launch_") and not fn.name.endswith("_host"):
+            called = {
+                n.func.attr for n in ast.walk(fn) if isinstance(n, ast.Call) and hasattr(n.func, "attr")
+            }
+            assert not called & waits, fn.name
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py"], ids=name)
+def test_all_is_complete(path):
+    """A package that re-exports names lists exactly those."""
+    public = {
+        (a.asname or a.name)
+        for n in tree(path).body
+        if isinstance(n, ast.ImportFrom) and n.level
+        for a in n.names
+    }
+    lists = [
+        ast.literal_eval(n.value)
+        for n in tree(path).body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    ]
+    if path.parent == ROOT:
+        assert lists, "the package's names are one explicit list"
+    for names in lists:
+        assert len(names) == len(set(names))
+        defined = {n.name for n in tree(path).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+        assert public <= set(names) <= public | defined | {"__version__"}
+
+
+def test_every_public_name_has_a_docstring():
+    for public in set(moe_aiter.__all__) - {"__version__"}:
+        assert (getattr(moe_aiter, public).__doc__ or "").strip(), public
+
+
+def test_importing_is_silent_and_touches_no_gpu():
+    script = (
+        "import logging, sys, torch\n"
+        "logging.basicConfig(level=0)\n"
+        "import moe_aiter\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "heavy = {'transformers', 'matplotlib', 'safetensors', 'moe_aiter.cli'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
