@@ -95,8 +95,7 @@ def launch_topk_host(out: tuple[Tensor, Tensor], scores: Tensor, k: int) -> None
         # one column more than k: an equal score just outside counts too
         unclear = ~(top[:, :-1] > top[:, 1:]).all(1)  # NaN compares false
         if unclear.any():
-            rows = unclear.nonzero().squeeze(1)
-            top[rows], top_ids[rows] = topk_reference(scores[rows], k + 1)
+            top[unclear], top_ids[unclear] = topk_reference(scores[unclear], k + 1)
     values.copy_(top[:, :k])
     ids.copy_(top_ids[:, :k])
 
