@@ -26,7 +26,11 @@ LEVELS = [
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 EXTENSION = "_host"
-FILE_LINES, FUNCTION_LINES, ARGUMENTS, KERNEL_ARGUMENTS = 350, 60, 8, 30
+FILE_LINES = 350
+FUNCTION_LINES = 60
+ARGUMENTS = 8  # by position; a keyword-only one is named wherever it is passed
+OP_ARGUMENTS = 12  # in kernels/: the schema of an op is flat, the bundles of tensors stop above it
+KERNEL_ARGUMENTS = 30
 
 
 def name(path):
@@ -82,9 +86,10 @@ def test_file_length(path):
 @every_file
 def test_function_size(path):
     for fn in functions(path):
-        count = len(fn.args.posonlyargs + fn.args.args + fn.args.kwonlyargs)
+        count = len(fn.args.posonlyargs + fn.args.args)
         count -= bool(fn.args.args) and fn.args.args[0].arg in ("self", "cls", "ctx")
-        cap = KERNEL_ARGUMENTS if is_kernel(fn) else ARGUMENTS
+        cap = OP_ARGUMENTS if ROOT / "kernels" in path.parents else ARGUMENTS
+        cap = KERNEL_ARGUMENTS if is_kernel(fn) else cap
         assert count <= cap, f"{fn.name} takes {count} arguments"
         lines = fn.end_lineno - fn.lineno + 1
         assert lines <= FUNCTION_LINES, f"{fn.name} has {lines} lines"
