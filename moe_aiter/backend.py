@@ -67,7 +67,7 @@ def pick(name: str, x: Tensor) -> Callable:
 
 
 def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | None = None):
-    """Add or replace the implementation of `op` for `backend`: `@register_kernel(op="gmm", backend="triton")`.
+    """Add or replace an implementation of an op: `@register_kernel(op="gmm", backend="triton")`.
 
     The function is called as `impl(out, *inputs)` and fills `out` (a tuple for ops with several outputs).
     """
@@ -90,11 +90,13 @@ def define_op(
     reference: Callable,
     backward: Callable | None = None,
     save: Callable | None = None,
+    check_values: Callable | None = None,
     **impls: Callable | None,
 ) -> Callable:
     """Register one op, whose outputs are all fresh.
 
     `new(*inputs)` checks its inputs and allocates the output, a tensor or a tuple; it is also the fake.
+    `check_values(*inputs)` raises for bad values; it synchronises, so it runs with settings.debug only.
     `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend.
     Every other backend is `impl(out, *inputs)`: it fills `out`.  A backend given as None is absent.
     """
@@ -107,6 +109,8 @@ def define_op(
         outs = out if isinstance(out, tuple) else (out,)
         if settings.debug:
             poison(outs)
+            if check_values is not None:
+                check_values(x, *rest)
         if any(t.numel() for t in outs):  # nobody launches an empty grid
             with torch.cuda.device_of(x):
                 pick(name, x)(out, x, *rest)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ..config import settings
 from ._check import check_device, check_index, check_shape, check_size
 
 
@@ -48,10 +47,7 @@ def check_groups(group_sizes: Tensor, x: Tensor, **others: Tensor | None) -> Non
 
 
 def check_group_sizes(group_sizes: Tensor, rows: int) -> None:
-    """With MOE_AITER_DEBUG=1, raise unless the sizes are positive or zero and sum to `rows`; this synchronises."""
-    if settings.debug and not torch.compiler.is_compiling():
-        sizes = group_sizes.tolist()
-        if min(sizes, default=0) < 0 or sum(sizes) > rows:
-            raise ValueError(
-                f"group_sizes {sizes} must not be negative nor sum to more than the {rows} rows of x"
-            )
+    """Raise for sizes that are negative or sum to more than the rows there are; this synchronises."""
+    sizes = group_sizes.tolist()
+    if min(sizes, default=0) < 0 or sum(sizes) > rows:
+        raise ValueError(f"group_sizes {sizes} must not be negative nor sum to more than {rows} rows")

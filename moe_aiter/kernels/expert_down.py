@@ -22,7 +22,7 @@ from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_optio
 from ._triton import tl, triton
 from .activations import get_activation
 from .gmm import gmm_op, gmm_reference
-from .permute import launch_unpermute, row_dots, unpermute_reference
+from .permute import launch_unpermute, unpermute_reference
 from .tgmm import group_sum, weight_gradient
 
 EPILOGUE_N = 32  # columns of u whose epilogue fits in registers beside the rest
@@ -272,10 +272,10 @@ def backward_expert_down(ctx, dout):
     if need_dw:
         dw = weight_gradient(down, ctx.main_grad, dout, a, group_sizes, order, top_k)
     if bias is not None:
-        # row_dots reads the bias of each choice's expert, as it would a row
-        ends = group_sizes.cumsum(0, dtype=rank.dtype)
-        expert = torch.searchsorted(ends, rank, right=True, out_int32=True).where(rank >= 0, -1)
-        ds = ds + row_dots(dout, bias.to(dout.dtype), expert)
+        # <dout, bias> of every expert, then of the chosen ones: E products a token instead of k rows gathered
+        expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
+        dots = (wide(dout) @ wide(bias).T).gather(1, expert)
+        ds = ds + dots.masked_fill(rank < 0, 0)
         if ctx.needs_input_grad[3]:
             s = routing_weights.to(ds.dtype).contiguous()
             dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)

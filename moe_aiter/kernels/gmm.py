@@ -131,6 +131,7 @@ gmm_op = define_op(
     "gmm(Tensor x, Tensor w, Tensor group_sizes, Tensor? bias) -> Tensor",
     new=new_gmm,
     reference=gmm_reference,
+    check_values=lambda x, w, group_sizes, bias: check_group_sizes(group_sizes, x.shape[0]),
     triton=launch_gmm,
     backward=backward_gmm,
     save=save_gmm,
@@ -151,5 +152,5 @@ def gmm(x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None = None) -
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for group sizes that are negative or do not sum to M.
     """
-    check_group_sizes(group_sizes, x.shape[0])
+    check_shape("x", x, "M", "K")
     return gmm_op(x, w, group_sizes, bias)

@@ -1,0 +1,261 @@
+"""The fused experts against the double loop over tokens and choices: both autograd nodes, every backend."""
+
+import functools
+
+import pytest
+import torch
+
+from moe_aiter.backend import use
+from moe_aiter.config import interpret
+from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.experts import by_layer, expert_mlp
+from moe_aiter.kernels.sort import sort_by_expert
+
+from ..check import assert_as_good_as_torch, error, with_gradients
+from ..shapes import expert_ids, spread, transposed
+
+DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
+SMALL = dict(T=13, H=20, I=24, E=5, k=2)
+
+
+def loop(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None):
+    """The meaning: one token, one choice at a time."""
+    out = [x.new_zeros(down.shape[1]) for _ in x]
+    for t, j in [(t, j) for t in range(len(x)) for j in range(ids.shape[1])]:
+        e = ids[t, j]
+        if 0 <= e < len(down):
+            z = gate_up[e] @ x[t] + (0 if gate_up_bias is None else gate_up_bias[e])
+            y = down[e] @ get_activation(activation)(z, interleaved) + (0 if down_bias is None else down_bias[e])
+            out[t] = out[t] + weights[t, j].to(x.dtype) * y
+    return torch.stack(out) if len(x) else x @ down.new_zeros(x.shape[1], down.shape[1])
+
+
+def fused(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None):
+    plan = sort_by_expert(ids, len(down))
+    return expert_mlp(
+        x, gate_up, down, weights, plan, activation=activation, interleaved=interleaved,
+        gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
+
+
+def layered(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None):
+    """The GPU's two nodes, on whatever device and backend the inputs are for."""
+    plan = sort_by_expert(ids, len(down))
+    biases = gate_up_bias, down_bias
+    return by_layer(x, gate_up, down, weights, plan, biases, (None, None), activation, interleaved, True)
+
+
+def make(device, T=13, H=20, I=24, E=5, k=2, activation="swiglu", dtype=torch.float32, bias=True):
+    """x, gate_up, down, weights and biases of modest size."""
+    width = get_activation(activation).parts * I
+    sizes = [(T, H), (E, width, H), (E, H, I), (T, k), (E, width), (E, H)][: 6 if bias else 4]
+    scales = [1, H**-0.5, I**-0.5, 1, 1, 1]
+    tensors = [torch.randn(size) * scale for size, scale in zip(sizes, scales, strict=False)]
+    tensors[3] = tensors[3].softmax(-1)
+    return [t.to(device, dtype) for t in tensors]
+
+
+def compare(fn, ids, activation, interleaved, inputs, **tolerance):
+    """Values and all gradients, by layer or as the device would run it, against the loop."""
+    ours = functools.partial(fn, ids, activation, interleaved)
+    meaning = functools.partial(loop, ids, activation, interleaved)
+    assert_as_good_as_torch(with_gradients(ours), with_gradients(meaning), *inputs, **tolerance)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_activations(device, fn, activation, interleaved):
+    ids = expert_ids(13, 5, 2).to(device)
+    compare(fn, ids, activation, interleaved, make(device, activation=activation))
+
+
+ROUTINGS = {
+    "every expert": lambda T, E, k: expert_ids(T, E, k),
+    "int32": lambda T, E, k: expert_ids(T, E, k, torch.int32),
+    "empty experts": lambda T, E, k: torch.randint(1, E - 1, (T, k)),
+    "one expert takes all": lambda T, E, k: torch.full((T, k), 3),
+    "dropped choices": lambda T, E, k: expert_ids(T, E, k).where(torch.rand(T, k) < 0.6, -1),
+    "everything dropped": lambda T, E, k: torch.full((T, k), -1),
+    "twice the same expert": lambda T, E, k: torch.randint(0, E, (T, 1)).expand(T, k),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_routings(device, fn, routing):
+    compare(fn, routing(13, 5, 2).to(device), "swiglu", False, make(device))
+
+
+SHAPES = {
+    "no tokens": dict(T=0),
+    "one token": dict(T=1),
+    "one expert": dict(E=1, k=1),
+    "every expert": dict(E=4, k=4),
+    "odd sizes": dict(T=7, H=33, I=17, E=3, k=3),
+    "one channel": dict(H=1, I=1),
+    "many tokens": dict(T=150, H=16, I=40, E=3, k=2),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_shapes(device, fn, shape):
+    size = SMALL | shape
+    ids = expert_ids(size["T"], size["E"], size["k"]).to(device)
+    compare(fn, ids, "swiglu", False, make(device, **size), floor=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_dtypes(device, fn, dtype, bias):
+    ids = expert_ids(40, 5, 2).to(device)
+    compare(fn, ids, "swiglu", False, make(device, T=40, dtype=dtype, bias=bias))
+
+
+@pytest.mark.parametrize("layout", [transposed, spread])
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_layouts(device, fn, layout):
+    ids = expert_ids(13, 5, 2).to(device)
+    compare(fn, layout(ids), "swiglu", False, [layout(t) for t in make(device)])
+
+
+def test_gradcheck():
+    ids = torch.tensor([[0, 2], [2, 2], [3, -1]])
+    inputs = [t.requires_grad_() for t in make("cpu", 3, 4, 3, 4, 2, "geglu", torch.float64)]
+    for fn in (fused, layered):
+        with use("torch"):
+            assert torch.autograd.gradcheck(functools.partial(fn, ids, "geglu", False), inputs)
+
+
+def test_two_runs_give_the_same_bits(device):
+    ids, inputs = expert_ids(60, 5, 3).to(device), make(device, T=60, k=3)
+    for fn in (fused, layered):
+        run = with_gradients(functools.partial(fn, ids, "swiglu", False))
+        for a, b in zip(run(*inputs), run(*inputs), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_only_the_tokens_experts_see_a_nan(device):
+    ids = torch.tensor([[0, 1], [2, 3], [3, 2]], device=device)
+    x, gate_up, down, weights, *_ = make(device, T=3)
+    x[0] = float("nan")
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    for fn in (fused, layered):
+        out = fn(ids, "swiglu", False, *leaves)
+        dx, dgate_up, ddown, _ = torch.autograd.grad(out.sum(), leaves)
+        assert out[0].isnan().all() and not out[1:].isnan().any() and not dx[1:].isnan().any()
+        for dw in (dgate_up, ddown):
+            assert dw[:2].isnan().any() and not dw[2:].isnan().any()
+            assert torch.equal(dw[4], torch.zeros_like(dw[4])), "an expert without rows"
+
+
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_held_memory_is_x_z_and_the_routing(device, fn):
+    ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
+    leaves = [t.requires_grad_() for t in inputs]
+    storages = {}
+
+    def keep(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        fn(ids, "swiglu", False, *leaves)
+    for t in leaves:
+        storages.pop(t.untyped_storage().data_ptr(), None)
+    z, plan = 13 * 2 * 2 * 24 * 4, 13 * 2 * 4 * 2 + 5 * 4
+    assert sum(storages.values()) == z + plan
+
+
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_inference_keeps_nothing(device, fn):
+    ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
+    with torch.no_grad():
+        out = fn(ids, "swiglu", False, *(t.requires_grad_() for t in inputs))
+    assert out.grad_fn is None
+    assert error(out, loop(ids, "swiglu", False, *inputs)) < 1e-6
+
+
+@pytest.mark.parametrize("frozen", range(6))
+def test_frozen_inputs(device, frozen):
+    ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
+    for fn in (fused, layered):
+        leaves = [t.detach().requires_grad_(i != frozen) for i, t in enumerate(inputs)]
+        asked = [t for t in leaves if t.requires_grad]
+        expected = torch.autograd.grad(loop(ids, "swiglu", False, *leaves).sum(), asked)
+        fn(ids, "swiglu", False, *leaves).sum().backward()
+        assert leaves[frozen].grad is None
+        for got, want in zip([t.grad for t in asked], expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_accumulates(device, main_dtype):
+    if interpret and main_dtype is torch.bfloat16:
+        pytest.skip("the interpreter rounds bfloat16 its own way")
+    ids, (x, gate_up, down, weights) = expert_ids(13, 5, 2).to(device), make(device, bias=False)
+    plan = sort_by_expert(ids, 5)
+    leaves = [gate_up.requires_grad_(), down.requires_grad_()]
+    expected = torch.autograd.grad(loop(ids, "swiglu", False, x, gate_up, down, weights).sum(), leaves)
+    mains = [torch.ones_like(t, dtype=main_dtype) for t in leaves]
+    for _ in range(2):
+        out = expert_mlp(
+            x, gate_up, down, weights, plan, gate_up_main_grad=mains[0], down_main_grad=mains[1]
+        )
+        out.sum().backward()
+    for leaf, main, grad in zip(leaves, mains, expected, strict=True):
+        assert leaf.grad is None
+        tolerance = 1e-4 if main_dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(main.float(), 1 + 2 * grad.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_opcheck(device):
+    ids, (x, gate_up, down, weights, b1, b2) = expert_ids(4, 3, 2).to(device), make(device, 4, 6, 5, 3, 2)
+    order, rank, group_sizes = sort_by_expert(ids, 3)
+    leaves = [t.requires_grad_() for t in (x, gate_up, b1)]
+    ops = torch.ops.moe_aiter
+    torch.library.opcheck(ops.expert_up, (*leaves, order, rank, group_sizes, "swiglu", False, True, None))
+    z, a = (t.detach() for t in ops.expert_up(*leaves, order, rank, group_sizes, "swiglu", False, True, None))
+    routing = (weights, order, rank, group_sizes, "swiglu", False)
+    leaves = [t.requires_grad_() for t in (z, down, b2)]
+    torch.library.opcheck(ops.expert_down, (a, *leaves, *routing, None))
+    torch.library.opcheck(ops.expert_down_grad, (x.detach(), z.detach(), down.detach(), *routing, True))
+
+
+def test_compiles_without_graph_breaks(device):
+    def step(ids, *inputs):
+        return fused(ids, "swiglu", False, *inputs)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for T in (13, 29):
+        ids, inputs = expert_ids(T, 5, 2).to(device), make(device, T=T)
+        expected = with_gradients(functools.partial(step, ids))(*inputs)
+        for got, want in zip(with_gradients(functools.partial(compiled, ids))(*inputs), expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+BAD = {
+    "width": (dict(gate_up=torch.zeros(5, 48, 21)), ValueError, r"x is \(T, H=20\) but gate_up is \(E, parts \* I, H=21\)"),
+    "odd": (dict(gate_up=torch.zeros(5, 47, 20)), ValueError, "swiglu needs a multiple of 2"),
+    "down": (dict(down=torch.zeros(5, 20, 25)), ValueError, r"I=24.* but down is \(E, H, I=25\)"),
+    "experts": (dict(down=torch.zeros(4, 20, 24)), ValueError, r"E=4"),
+    "weights": (dict(routing_weights=torch.zeros(13, 3)), ValueError, r"routing_weights is \(13, 3\)"),
+    "integer weights": (dict(routing_weights=torch.zeros(13, 2, dtype=torch.long)), TypeError, "routing_weights must be"),
+    "dtype": (dict(x=torch.zeros(13, 20, dtype=torch.float16)), TypeError, "x is torch.float16 but gate_up is torch.float32"),
+    "tokens": (dict(x=torch.zeros(12, 20)), ValueError, "12"),
+    "activation": (dict(activation="swish"), ValueError, "unknown activation 'swish'; known: geglu, gelu"),
+    "bias": (dict(down_bias=torch.zeros(5, 24)), ValueError, r"down_bias must be \(E=5, H=20\)"),
+    "main grad": (dict(down_main_grad=torch.zeros(1)), ValueError, r"down is \(5, 20, 24\) but down_main_grad is \(1,\)"),
+    "rank": (dict(x=torch.zeros(20)), ValueError, r"x must be \(T, H\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
+def test_bad_input_is_named(change, kind, message):
+    x, gate_up, down, weights = make("cpu", bias=False)
+    plan = sort_by_expert(expert_ids(13, 5, 2), 5)
+    good = dict(x=x, gate_up=gate_up, down=down, routing_weights=weights, plan=plan)
+    with pytest.raises(kind, match=message):
+        expert_mlp(**{**good, **change})

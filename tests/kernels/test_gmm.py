@@ -1,0 +1,204 @@
+"""gmm, tgmm and group_sum, on every backend that can run here."""
+
+import pytest
+import torch
+
+from moe_aiter.backend import use
+from moe_aiter.config import interpret, settings
+from moe_aiter.kernels.gmm import gmm, gmm_reference
+from moe_aiter.kernels.tgmm import group_sum, group_sum_reference, tgmm, tgmm_accumulate, tgmm_reference
+
+from ..check import assert_as_good_as_torch, with_gradients
+from ..shapes import GROUP_SIZES, LAYOUTS, MATRICES, transposed
+
+TRITON = interpret or torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(device, sizes, K=20, N=24, dtype=torch.float32, tail=0):
+    """x (M, K), w (G, K, N), y (M, N) and the group sizes, with `tail` rows past the last group."""
+    M, G = sum(sizes) + tail, len(sizes)
+    x, w, y = torch.randn(M, K), torch.randn(G, K, N) / max(K, 1) ** 0.5, torch.randn(M, N)
+    return *(t.to(device, dtype) for t in (x, w, y)), torch.tensor(sizes, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
+def test_gmm(device, sizes, dtype):
+    x, w, _, group_sizes = make(device, sizes, dtype=dtype, tail=3)
+    bias = torch.randn(len(sizes), w.shape[2]).to(device, dtype)
+    assert_as_good_as_torch(with_gradients(gmm), with_gradients(gmm_reference), x, w, group_sizes, bias)
+    assert_as_good_as_torch(gmm, gmm_reference, x, w, group_sizes, None)
+
+
+@pytest.mark.parametrize("shape", MATRICES.values(), ids=MATRICES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_shapes_and_layouts(device, shape, layout):
+    x, w, y, group_sizes = make(device, [5, 0, 37], *shape)
+    bias = torch.randn(3, w.shape[2], device=device)
+    x, w, y, bias = (layout(t) for t in (x, w, y, bias))
+    few = 5e-7  # where all rows are one, or there is one column, few roundings average out
+    assert_as_good_as_torch(gmm, gmm_reference, x, w, group_sizes, bias, floor=few)
+    assert_as_good_as_torch(plain_tgmm, tgmm_reference, x, y, group_sizes, None, 1, False, floor=few)
+    assert_as_good_as_torch(group_sum, group_sum_reference, y, group_sizes, None, 1, None, floor=few)
+
+
+def plain_tgmm(x, y, group_sizes, order, top_k, columns_first):
+    return tgmm(x, y, group_sizes, order, top_k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_tgmm_gathers(device, sizes, dtype, columns_first):
+    top_k = 2 if sum(sizes) % 2 == 0 else 1
+    M = sum(sizes)
+    tokens = torch.randn(M // top_k, 40).to(device, dtype)
+    order = torch.randperm(M, device=device, dtype=torch.int32)
+    _, _, y, group_sizes = make(device, sizes, dtype=dtype)
+    args = tokens, y, group_sizes, order, top_k, columns_first
+    assert_as_good_as_torch(torch.ops.moe_aiter.tgmm, tgmm_reference, *args)
+    scale = torch.rand(M, device=device)
+    assert_as_good_as_torch(group_sum, group_sum_reference, tokens, group_sizes, order, top_k, scale)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_accumulation_rounds_once(device, out_dtype):
+    x, _, y, group_sizes = make(device, [9, 0, 30], dtype=DTYPES[-1])
+    before = torch.randn(3, 20, 24, device=device).to(out_dtype)
+    out = transposed(before.clone())
+    tgmm_accumulate(out, x, y, group_sizes)
+    exact = before.double() + tgmm_reference(x.double(), y.double(), group_sizes, None, 1, False)
+    torch.testing.assert_close(out.double(), exact.to(out_dtype).double(), rtol=2 * torch.finfo(out_dtype).eps, atol=1e-5)
+    assert torch.equal(out[1], before[1]), "a group without rows adds nothing"
+
+
+@pytest.mark.parametrize("sizes", [[50, 0, 20], [-4, 30, 5], [0, 0, 99], [2**30, 2**30, 2**30]], ids=str)
+def test_sizes_that_do_not_add_up_are_clamped(device, sizes, no_debug):
+    x, w, y, _ = make(device, [40])
+    w, group_sizes = w.expand(3, -1, -1), torch.tensor(sizes, device=device)
+    ends = group_sizes.clamp(min=0).cumsum(0).clamp(max=40).tolist()
+    covered = (torch.arange(40, device=device) < ends[-1])[:, None]
+    torch.testing.assert_close(gmm(x, w, group_sizes), (x @ w[0]) * covered, rtol=1e-4, atol=1e-4)
+    starts = [0, *ends[:-1]]
+    expected = torch.stack([x[s:e].T @ y[s:e] for s, e in zip(starts, ends, strict=True)])
+    torch.testing.assert_close(tgmm(x, y, group_sizes), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_debug_names_sizes_that_do_not_add_up(device):
+    assert settings.debug, "the tests run with MOE_AITER_DEBUG=1"
+    x, w, _, _ = make(device, [4, 4])
+    for sizes in ([4, 5], [9, -1]):
+        with pytest.raises(ValueError, match=r"group_sizes \[.*\] must not be negative nor sum to more than 8 rows"):
+            gmm(x, w, torch.tensor(sizes, device=device))
+
+
+@pytest.mark.parametrize("K, N", [(0, 8), (8, 0)])
+def test_no_columns(device, K, N):
+    x, w, y, group_sizes = make(device, [3, 5], K, N)
+    assert torch.equal(gmm(x, w, group_sizes), x.new_zeros(8, N))
+    assert torch.equal(tgmm(x, y, group_sizes), x.new_zeros(2, K, N))
+
+
+def test_nothing_outside_a_group_is_read(device):
+    """A NaN in one group's rows reaches that group's results and no other's; past the end it reaches none."""
+    x, w, y, group_sizes = make(device, [7, 5, 6], tail=4)
+    x[8], x[18:] = float("nan"), float("nan")
+    out, dw = gmm(x, w, group_sizes), tgmm(x, y, group_sizes)
+    assert out[8].isnan().all() and dw[1].isnan().all()
+    assert not out[torch.arange(22) != 8].isnan().any() and not dw[[0, 2]].isnan().any()
+    assert torch.equal(out[18:], torch.zeros_like(out[18:]))
+
+
+def test_two_runs_give_the_same_bits(device):
+    x, w, y, group_sizes = make(device, [33, 0, 70, 1], 64, 48)
+    for fn in (lambda: gmm(x, w, group_sizes), lambda: tgmm(x, y, group_sizes), lambda: group_sum(y, group_sizes)):
+        assert torch.equal(fn(), fn())
+
+
+def test_gradcheck():
+    x, w, _, group_sizes = make("cpu", [3, 0, 4], 5, 6, torch.float64, tail=1)
+    bias = torch.randn(3, 6, dtype=torch.float64)
+    inputs = [t.requires_grad_() for t in (x, w, bias)]
+    assert torch.autograd.gradcheck(lambda x, w, bias: gmm(x, w, group_sizes, bias), inputs)
+    assert torch.autograd.gradcheck(lambda x, w: gmm(x, w.mT, group_sizes), [x, transposed(w.detach()).mT.requires_grad_()])
+
+
+def test_opcheck(device):
+    x, w, y, group_sizes = make(device, [3, 0, 4], 5, 6)
+    bias, order = torch.randn(3, 6, device=device), torch.randperm(7, device=device)
+    ops = torch.ops.moe_aiter
+    torch.library.opcheck(ops.gmm.default, (x.requires_grad_(), w.requires_grad_(), group_sizes, bias.requires_grad_()))
+    torch.library.opcheck(ops.tgmm.default, (x.detach(), y, group_sizes, order, 1, True))
+    torch.library.opcheck(ops.tgmm_accumulate.default, (torch.zeros(3, 5, 6, device=device), x.detach(), y, group_sizes, None, 1))
+    torch.library.opcheck(ops.group_sum.default, (y, group_sizes, order, 1, torch.rand(7, device=device)))
+
+
+def test_weight_gradients_have_the_layout_of_the_weight(device):
+    x, w, y, group_sizes = make(device, [3, 0, 4])
+    for weight in (w, transposed(w)):
+        weight = weight.detach().requires_grad_()
+        gmm(x, weight, group_sizes).backward(y)
+        assert weight.grad.stride() == weight.stride()
+
+
+def test_frozen_inputs_cost_nothing(device, monkeypatch):
+    x, w, y, group_sizes = make(device, [3, 0, 4])
+    calls = []
+    monkeypatch.setattr("moe_aiter.kernels.gmm.weight_gradient", lambda *a: calls.append("dw"))
+    gmm(x.requires_grad_(), w, group_sizes).backward(y)
+    assert calls == [] and w.grad is None and x.grad is not None
+
+
+def test_compiles_without_graph_breaks(device):
+    compiled = torch.compile(gmm, fullgraph=True, backend="aot_eager", dynamic=True)
+    for sizes in ([3, 0, 4], [10, 2, 1]):
+        x, w, y, group_sizes = make(device, sizes)
+        for fn in (gmm, compiled):
+            x.grad = None
+            fn(x.requires_grad_(), w, group_sizes).backward(y)
+            expected = x.grad if fn is gmm else expected
+        torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.skipif(not TRITON, reason="needs a GPU or TRITON_INTERPRET=1")
+def test_triton_is_what_ran(device):
+    if device.type == "cpu" and not interpret:
+        pytest.skip("the CPU runs the reference")
+    x, w, y, group_sizes = make(device, [3, 0, 14])
+    with use("triton"):
+        torch.testing.assert_close(gmm(x, w, group_sizes), gmm_reference(x, w, group_sizes, None), rtol=1e-4, atol=1e-4)
+    with use("triton"), pytest.raises(LookupError, match="gmm: no triton backend for torch.float64"):
+        gmm(x.double(), w.double(), group_sizes)
+
+
+BAD = {
+    "x is not a matrix": (dict(x=torch.zeros(2, 3, 4)), ValueError, r"x must be \(M, K\), but it has shape \(2, 3, 4\)"),
+    "inner sizes": (dict(w=torch.zeros(2, 32, 6)), ValueError, r"x is \(M, K=4\) but w is \(G, K=32, N\)"),
+    "number of groups": (dict(group_sizes=torch.ones(3, dtype=torch.int32)), ValueError, r"group_sizes is \(3,\) but w is \(G=2"),
+    "dtypes": (dict(w=torch.zeros(2, 4, 6, dtype=torch.float16)), TypeError, "x is torch.float32 but w is torch.float16"),
+    "integers": (dict(x=torch.zeros(5, 4, dtype=torch.int32)), TypeError, "x must be float16"),
+    "float sizes": (dict(group_sizes=torch.ones(2)), TypeError, "group_sizes must be int32 or int64, not torch.float32"),
+    "bias shape": (dict(bias=torch.zeros(6)), ValueError, r"bias must be floating \(G=2, N=6\)"),
+    "device": (dict(w=torch.zeros(2, 4, 6, device="meta")), ValueError, "x is on cpu but w is on meta"),
+    "not a tensor": (dict(x=[[1.0]]), TypeError, "x must be a tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
+def test_bad_input_is_named(change, kind, message):
+    good = dict(
+        x=torch.zeros(5, 4), w=torch.zeros(2, 4, 6), group_sizes=torch.tensor([2, 3], dtype=torch.int32), bias=None
+    )
+    with pytest.raises(kind, match=message):
+        gmm(**{**good, **change})
+
+
+def test_bad_rows_are_named():
+    x, y, sizes = torch.zeros(5, 4), torch.zeros(6, 3), torch.tensor([2, 3])
+    with pytest.raises(ValueError, match=r"x is \(5, K\) but it takes 6 rows"):
+        tgmm(x, y, sizes)
+    with pytest.raises(ValueError, match=r"order is \(4,\) but there are 6 rows"):
+        tgmm(x, y, sizes, torch.arange(4), 1)
+    with pytest.raises(ValueError, match="out must be floating"):
+        tgmm_accumulate(torch.zeros(2, 4, 4), x, y[:5], sizes)
