@@ -1,0 +1,75 @@
+"""The command `moe-aiter`: info, train, plot, bench."""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+
+COMMANDS = {  # name: (module with add_arguments and main, help)
+    "info": (None, "versions, devices, backends and settings"),
+    "train": ("moe_aiter.training.command", "train a byte-level language model with MoE layers"),
+    "plot": ("moe_aiter.training.plots", "draw the loss curves of several runs in one picture"),
+    "bench": ("moe_aiter.bench", "measure the layer"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the exit status; a user's mistake is one line on stderr and status 2."""
+    from .training.errors import UsageError
+
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="moe-aiter", description="Mixture-of-Experts layers for training.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if module and name in argv[:1]:  # the others are not even imported
+            importlib.import_module(module).add_arguments(command)
+    args = parser.parse_args(argv)
+    module = COMMANDS[args.command][0]
+    try:
+        return importlib.import_module(module).main(args) if module else info()
+    except UsageError as error:
+        print(f"moe-aiter {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def info() -> int:
+    """Print what a bug report needs."""
+    import torch
+
+    from .config import PREFIX, settings
+    from .kernels import _host
+
+    print_table("versions", {name: version(name) for name in ("moe-aiter", "torch", "triton", "numpy", "einops")})
+    gpus = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    print_table("devices", {"python": platform.python_version(), "system": platform.system(), "cpu": cpu, **gpus})
+    built = "ready" if _host.ext is not None else "not built: ops on the CPU run in plain torch"
+    triton = "ready" if gpus else "installed, but there is no GPU"
+    if importlib.util.find_spec("triton") is None:
+        triton = "not installed"
+    print_table("backends", {"triton": triton, "host (C++)": built, "torch": "ready"})
+    print_table("settings", {PREFIX + f.name.upper(): getattr(settings, f.name) for f in dataclasses.fields(settings)})
+    return 0
+
+
+def version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def print_table(title: str, rows: dict) -> None:
+    print(title)
+    for name, value in rows.items():
+        print(f"  {name:<28} {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Checkpoints that are whole or not there at all.
+
+A checkpoint is a folder `step-N`: `model.safetensors`, `optimizer.safetensors` and `state.json`.  It is written
+under another name beside its place, synced to the disk, and renamed, which is atomic; so a process that dies at any
+moment leaves the last whole one untouched.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UsageError, need
+
+UNFINISHED = "unfinished-"
+STEP = re.compile(r"step-(\d+)")
+
+
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **state) -> Path:
+    """Write `folder/step-N` and keep the newest two.  `state` is anything that JSON can hold."""
+    safetensors = need("safetensors.torch")
+    draft = folder / f"{UNFINISHED}{step}-{os.getpid()}"
+    draft.mkdir(parents=True)
+    safetensors.save_file(contiguous(model.state_dict()), draft / "model.safetensors")
+    safetensors.save_file(contiguous(optimizer_tensors(model, optimizer)), draft / "optimizer.safetensors")
+    (draft / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
+    for path in (*draft.iterdir(), draft):
+        sync(path)
+    final = folder / f"step-{step:08d}"
+    if final.exists():
+        discard(final)
+    draft.rename(final)
+    sync(folder)
+    for old in checkpoints(folder)[:-2]:
+        discard(old)
+    return final
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Restore model, optimizer and torch's random state in place; returns the state.json."""
+    safetensors = need("safetensors.torch")
+    model.load_state_dict(safetensors.load_file(path / "model.safetensors"))
+    tensors = safetensors.load_file(path / "optimizer.safetensors")
+    torch.set_rng_state(tensors.pop("random_state"))
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {
+            key: tensors[f"{name}/{key}"].to(parameter.device if key != "step" or optimizer.defaults["fused"] else "cpu")
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        }
+    return json.loads((path / "state.json").read_text())
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors under `parameter/what`, and torch's random state."""
+    tensors = {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    return tensors | {"random_state": torch.get_rng_state()}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in `folder`, oldest first."""
+    found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(STEP.fullmatch(path.name)[1]))
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest whole checkpoint; what a killed process left half done is removed."""
+    for leftover in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(leftover)
+    found = checkpoints(folder)
+    if not found:
+        raise UsageError(f"{folder} holds no checkpoint to resume from")
+    return found[-1]
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint; under another name first, so that none is ever half removed."""
+    doomed = path.with_name(f"{UNFINISHED}{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,94 @@
+"""`moe-aiter train`: the flags, the run folder, and what is printed before and after."""
+
+import argparse
+import time
+from pathlib import Path
+
+from .errors import UsageError, need
+from .metrics import read_metrics
+from .model import active_params
+from .plots import plot_run
+from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, given_flags, make_config
+from .trainer import Trainer
+
+RUNS = Path("runs")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", choices=PRESETS, help="gpu where there is one, else cpu; flags change parts of it")
+    parser.add_argument("--out", type=Path, metavar="RUN", help="the run folder; a new one under runs/ by default")
+    parser.add_argument(
+        "--resume", nargs="?", const="newest", metavar="RUN", help="continue a run, by default the newest under runs/"
+    )
+    add_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    for module in ("tqdm", "safetensors", "matplotlib"):
+        need(module)  # now, not after the training
+    if args.resume:
+        trainer = resume_run(args)
+    else:
+        trainer = start_run(args)
+    describe(trainer)
+    status = trainer.train()
+    plot_run(trainer.run)
+    if status:
+        print(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
+        return status
+    print(trainer.write_sample())
+    last = read_metrics(trainer.run / "metrics.jsonl")[-1]
+    print(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
+          f" after {last['seconds']:.0f} s; see {trainer.run}/")  # fmt: skip
+    return 0
+
+
+def start_run(args: argparse.Namespace) -> Trainer:
+    config = make_config(args.preset, given_flags(args))
+    run = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{'dense' if config.dense else 'moe'}"
+    if (run / "config.json").exists():
+        raise UsageError(f"{run} holds a run already: continue it with --resume {run}, or choose another --out")
+    trainer = Trainer(config, run)
+    run.mkdir(parents=True, exist_ok=True)
+    config.save(run / "config.json")
+    return trainer
+
+
+def resume_run(args: argparse.Namespace) -> Trainer:
+    """The trainer of a run, at its newest checkpoint; flags that would change what it computes are refused."""
+    run = newest_run() if args.resume == "newest" else Path(args.resume)
+    if not (run / "config.json").exists():
+        raise UsageError(f"{run} is not a run folder: it has no config.json")
+    given = given_flags(args)
+    if refused := [name for name in given if name not in RESUMABLE]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in refused)
+        raise UsageError(f"--resume keeps the run's own {flags}; it takes {', '.join(RESUMABLE)}")
+    if args.preset or args.out:
+        raise UsageError("--resume takes neither --preset nor --out")
+    values = vars(TrainConfig.load(run / "config.json")) | given
+    config = make_config("cpu", values)
+    trainer = Trainer(config, run)
+    trainer.resume()
+    config.save(run / "config.json")
+    return trainer
+
+
+def newest_run() -> Path:
+    """The run under runs/ that saved a checkpoint last."""
+    found = [folder.parent for folder in RUNS.glob("*/checkpoints")]
+    if not found:
+        raise UsageError(f"there is no run with a checkpoint under {RUNS}/")
+    return max(found, key=lambda run: (run / "checkpoints").stat().st_mtime)
+
+
+def describe(trainer: Trainer) -> None:
+    config, corpus = trainer.config, trainer.corpus
+    total = sum(p.numel() for p in trainer.model.parameters())
+    kind = "dense" if config.dense else f"{config.num_experts} experts, {config.top_k} active"
+    print(f"run      {trainer.run}")
+    print(f"model    {kind}; {total / 1e6:.1f} M parameters,"
+          f" {active_params(trainer.model, config) / 1e6:.1f} M active")  # fmt: skip
+    print(f"text     {corpus.files} files; {len(corpus.train) / 1e6:.2f} MB for training,"
+          f" {len(corpus.val) / 1e6:.2f} MB for validation")  # fmt: skip
+    print(f"machine  {config.device}, {config.dtype}; steps {trainer.step} to {config.steps}"
+          f" of {config.tokens_per_step} bytes", flush=True)  # fmt: skip

@@ -1,0 +1,16 @@
+"""What a user can do wrong, said in one line."""
+
+import importlib
+from types import ModuleType
+
+
+class UsageError(ValueError):
+    """A mistake that the user can mend: the command line prints its message, without a traceback."""
+
+
+def need(module: str) -> ModuleType:
+    """Import a module that only training needs, or say how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"training needs {module.partition('.')[0]}: pip install moe-aiter[train]") from error

@@ -1,0 +1,73 @@
+"""metrics.jsonl: one line for each step.  Numbers stay on the device until a whole stretch of steps is written."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "MI300X": 1307}  # dense bfloat16, from the vendors' data sheets
+
+
+class Metrics:
+    """Collects steps and appends them to a file.
+
+    `flops_per_step` and `peak` (FLOP/s, or None where it is not known) give the model FLOP utilisation.
+    """
+
+    def __init__(self, path: Path, tokens_per_step: int, flops_per_step: float, peak: float | None):
+        self.path, self.tokens_per_step = path, tokens_per_step
+        self.flops_per_step, self.peak = flops_per_step, peak
+        rows = read_metrics(path) if path.exists() else []
+        self.seconds = rows[-1]["seconds"] if rows else 0.0
+        self.pending: list[tuple[dict, dict[str, Tensor]]] = []
+        self.mark = time.perf_counter()
+
+    def add(self, row: dict, tensors: dict[str, Tensor]) -> None:
+        """Note a step: plain numbers, and tensors of any shape that are still being computed."""
+        self.pending.append((row, tensors))
+
+    def flush(self) -> dict | None:
+        """Write the steps noted so far, and return the last row."""
+        if not self.pending:
+            return None
+        rows = [row | {name: t.tolist() for name, t in tensors.items()} for row, tensors in self.pending]
+        now = time.perf_counter()
+        each, self.mark = (now - self.mark) / len(rows), now
+        for row in rows:
+            self.seconds += each
+            row["bits_per_byte"] = row["loss"] / math.log(2)
+            row["seconds"] = round(self.seconds, 3)
+            row["tokens_per_s"] = round(self.tokens_per_step / each, 1)
+            if self.peak:
+                row["mfu"] = round(self.flops_per_step / each / self.peak, 4)
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self.pending.clear()
+        return rows[-1]
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; a last line that a killed process left unfinished is skipped."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Drop the rows past `step`, which a resumed run will write again."""
+    kept = [row for row in read_metrics(path) if row["step"] <= step]
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    os.replace(draft, path)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for model, tflops in PEAK_TFLOPS.items() if model in name), None)
+

@@ -1,0 +1,144 @@
+"""A byte-level decoder-only transformer whose MLPs are MoE layers.
+
+RMSNorm: Zhang and Sennrich 2019, arXiv 1910.07467.  Rotary positions: Su et al. 2021, arXiv 2104.09864.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import MoE
+from .presets import TrainConfig
+
+VOCAB = 256
+
+
+class Transformer(nn.Module):
+    """Bytes (B, S) int64 -> logits (B, S, 256) and the routing of each MoE layer (none if the model is dense)."""
+
+    def __init__(self, config: TrainConfig):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, VOCAB, bias=False)
+        cos, sin = rotary(config.sequence, config.hidden // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.initialise(config.seed)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, list]:
+        length = tokens.shape[1]
+        turn = self.cos[:length], self.sin[:length]
+        x = self.embedding(tokens)  # (B, S, H)
+        routings = []
+        for block in self.blocks:
+            x, routing = block(x, turn)
+            routings += [] if routing is None else [routing]
+        return self.head(self.norm(x)), routings
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Normal weights of variance 1 / fan-in; what ends a residual branch is smaller, by the number of branches."""
+        generator = torch.Generator().manual_seed(seed)
+        branches = 2 * len(self.blocks)
+        for name, weight in self.named_parameters():
+            if weight.dim() < 2:
+                continue
+            std = weight.shape[-1] ** -0.5
+            if name.endswith(("out.weight", "down.weight", "experts.down")):
+                std *= branches**-0.5
+            weight.normal_(std=std, generator=generator)
+
+
+class Block(nn.Module):
+    def __init__(self, config: TrainConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden)
+        self.attention = Attention(config.hidden, config.heads)
+        self.mlp_norm = nn.RMSNorm(config.hidden)
+        if config.dense:
+            self.mlp = DenseMLP(config.hidden, config.active_intermediate)
+        else:
+            self.mlp = MoE(config.hidden, config.intermediate, config.num_experts, config.top_k)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple | None]:
+        x = x + self.attention(self.attention_norm(x), turn)
+        normed = self.mlp_norm(x)
+        if isinstance(self.mlp, MoE):
+            out, routing = self.mlp(normed, return_routing=True)
+        else:
+            out, routing = self.mlp(normed), None
+        return x + out, routing
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        batch, length, hidden = x.shape
+        qk, v = self.qkv(x).split([2 * hidden, hidden], -1)
+        qk = rotate(qk.reshape(batch, length, 2 * self.heads, -1), turn).transpose(1, 2)
+        q, k = qk.chunk(2, 1)  # (B, heads, S, D) each
+        v = v.view(batch, length, self.heads, -1).transpose(1, 2)
+        return self.out(attend(q, k, v).transpose(1, 2).reshape(batch, length, hidden))
+
+
+class DenseMLP(nn.Module):
+    """The gated MLP that the experts of one token add up to: SwiGLU, Shazeer 2020, arXiv 2002.05202."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)  # (B, S, I) each
+        return self.down(F.silu(gate) * up)
+
+
+def rotary(length: int, width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (length, 1, width) of the angles by which the channels of a head turn."""
+    frequencies = 10000.0 ** -(torch.arange(0, width, 2) / width)
+    angles = torch.outer(torch.arange(length), frequencies)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn channels j and j + D/2 of x (B, S, heads, D), as a pair, by the angle of their position."""
+    cos, sin = (t.to(x.dtype) for t in turn)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax(q k^T / sqrt(D)) v, each (B, heads, S, D)."""
+    if q.is_cuda or q.dtype == torch.float32:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    # on a CPU, torch's fused kernel takes twice as long as plain matmuls for a few hundred bfloat16 positions
+    future = torch.full((q.shape[-2], q.shape[-2]), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    scores = q @ k.mT * q.shape[-1] ** -0.5 + future
+    return scores.softmax(-1, dtype=q.dtype) @ v
+
+
+def active_params(model: Transformer, config: TrainConfig) -> int:
+    """Parameters that one token meets: of the experts only top_k of num_experts, all of the rest."""
+    share = config.top_k / config.num_experts
+    return round(sum(p.numel() * (share if ".experts." in name else 1) for name, p in model.named_parameters()))
+
+
+def flops_per_token(model: Transformer, config: TrainConfig) -> int:
+    """Floating-point operations of one training step, per token.
+
+    Two for each active weight forward and four backward, and those of causal attention; the embedding multiplies
+    nothing.  Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, appendix B, with half of its attention term: a causal
+    score that lies in the future is not counted.
+    """
+    weights = active_params(model, config) - model.embedding.weight.numel()
+    return 6 * weights + 6 * config.layers * config.hidden * config.sequence

@@ -1,0 +1,87 @@
+"""The pictures of a run: loss curves, and the load of every expert over time."""
+
+from pathlib import Path
+
+from .errors import UsageError, need
+from .metrics import read_metrics
+
+
+def new_figure(rows: int = 1, height: float = 4.5):
+    """A figure without a window, so that it needs no display, and its axes."""
+    figure = need("matplotlib.figure").Figure(figsize=(8, height), layout="constrained")
+    return figure, figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+
+
+def plot_loss(runs: dict[str, list[dict]], out: Path) -> None:
+    """Training loss (smoothed, thin) and validation loss (points) of one or more runs, label -> rows."""
+    figure, (axis,) = new_figure()
+    for number, (label, rows) in enumerate(runs.items()):
+        colour = f"C{number}"
+        steps = [row["step"] for row in rows]
+        axis.plot(steps, smooth([row["loss"] for row in rows]), color=colour, alpha=0.4, linewidth=1)
+        validated = [row for row in rows if "val_loss" in row]
+        name = f"{label}: {validated[-1]['val_loss']:.3f}" if validated else label
+        points = [row["step"] for row in validated], [row["val_loss"] for row in validated]
+        axis.plot(*points, color=colour, marker="o", markersize=3, label=name)
+    axis.set(xlabel="step", ylabel="loss, nats per byte", title="line with points: validation; thin line: training")
+    losses = [value for rows in runs.values() for value in smooth([row["loss"] for row in rows])[len(rows) // 10 :]]
+    axis.set_ylim(0.95 * min(losses), 1.05 * max(losses))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(out, dpi=150)
+
+
+def smooth(values: list[float], decay: float = 0.95) -> list[float]:
+    """A running mean that forgets, without its bias towards zero at the start."""
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean = decay * mean + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        out.append(mean / weight)
+    return out
+
+
+def plot_load(rows: list[dict], out: Path) -> None:
+    """A heat map for each layer: experts upwards, steps to the right, load as a multiple of the mean."""
+    rows = [row for row in rows if "load" in row]
+    layers = len(rows[0]["load"])
+    figure, axes = new_figure(layers, height=1 + 1.4 * layers)
+    first, last = rows[0]["step"], rows[-1]["step"]
+    for layer, axis in enumerate(axes):
+        columns = [row["load"][layer] for row in rows]  # each (E,)
+        shares = [[load * len(column) / sum(column) for load in column] for column in columns]
+        extent = (first, max(last, first + 1), -0.5, len(columns[0]) - 0.5)
+        image = axis.imshow(
+            list(zip(*shares, strict=True)), aspect="auto", origin="lower", extent=extent, vmin=0, vmax=2,
+            cmap="viridis", interpolation="nearest",
+        )  # fmt: skip
+        axis.set_ylabel(f"layer {layer}\nexpert")
+    axes[-1].set_xlabel("step")
+    figure.colorbar(image, ax=list(axes), label="load, 1 at balance")
+    figure.savefig(out, dpi=150)
+
+
+def plot_run(run: Path) -> None:
+    """Draw `loss.png`, and `load.png` where there are experts, from a run's metrics."""
+    rows = read_metrics(run / "metrics.jsonl")
+    plot_loss({run.name: rows}, run / "loss.png")
+    if any("load" in row for row in rows):
+        plot_load(rows, run / "load.png")
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics files (.jsonl)")
+    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="where the picture goes")
+
+
+def main(args) -> int:
+    """`moe-aiter plot`: the loss curves of several runs in one picture."""
+    runs = {}
+    for path in args.runs:
+        metrics = path / "metrics.jsonl" if path.is_dir() else path
+        if not metrics.exists():
+            raise UsageError(f"{path} is neither a run folder nor a metrics file")
+        runs[path.name.removesuffix(".jsonl")] = read_metrics(metrics)
+    plot_loss(runs, args.out)
+    print(args.out)
+    return 0

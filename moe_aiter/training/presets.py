@@ -1,0 +1,155 @@
+"""The settings of a training run, and named sets of them.  Each field is a flag of `moe-aiter train`."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from .errors import UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RESUMABLE = ("steps", "val_every", "save_every", "log_every", "device", "compile", "sample_bytes", "temperature")
+
+
+def option(default, text: str):
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what a run computes; the defaults are the `cpu` preset."""
+
+    data: tuple[str, ...] = option((), "files or folders of text; the default is Python's standard library")
+    val_fraction: float = option(0.05, "share of the text that is kept for validation")
+
+    layers: int = option(4, "transformer blocks")
+    hidden: int = option(256, "width of the model")
+    heads: int = option(4, "attention heads")
+    sequence: int = option(256, "bytes that the model sees at once")
+    intermediate: int = option(256, "inner width of one expert")
+    num_experts: int = option(16, "experts of each layer")
+    top_k: int = option(2, "experts that each token uses")
+    dense: bool = option(False, "one MLP as wide as the active experts, instead of a MoE layer")
+
+    steps: int = option(1000, "optimizer steps")
+    batch: int = option(16, "sequences in one step")
+    lr: float = option(2e-3, "peak learning rate of AdamW")
+    min_lr: float = option(0.05, "learning rate at the end, as a share of the peak")
+    warmup: float = option(0.05, "share of the steps in which the learning rate rises to its peak")
+    beta1: float = option(0.9, "AdamW's decay of the mean gradient")
+    beta2: float = option(0.95, "AdamW's decay of the mean square")
+    weight_decay: float = option(0.1, "AdamW's weight decay, on matrices only")
+    clip: float = option(1.0, "largest norm of the gradient")
+    balance_coef: float = option(0.01, "weight of the load-balance loss, which is 1 at balance")
+    z_coef: float = option(0.001, "weight of the router's z-loss")
+    seed: int = option(0, "of the weights and of the batches")
+
+    device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU where there is one")
+    dtype: str = option("auto", "of activations and matmuls: float32 or bfloat16; weights stay float32")
+    compile: bool = option(False, "compile the model with torch.compile")
+    log_every: int = option(1, "steps between two updates of the progress bar and of metrics.jsonl")
+    val_every: int = option(100, "steps between two validations")
+    val_batches: int = option(8, "batches of one validation")
+    save_every: int = option(250, "steps between two checkpoints")
+    sample_bytes: int = option(400, "length of the text sample")
+    temperature: float = option(0.7, "of the text sample; 0 takes the likeliest byte")
+
+    def __post_init__(self):
+        for name in ("layers", "hidden", "heads", "sequence", "intermediate", "num_experts", "top_k", "steps",
+                     "batch", "log_every", "val_every", "val_batches", "save_every"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.top_k > self.num_experts:
+            raise UsageError(f"top_k is {self.top_k} but num_experts is {self.num_experts}")
+        if self.hidden % (2 * self.heads):
+            raise UsageError(f"hidden is {self.hidden} but heads is {self.heads}: heads must be even in width")
+        if self.dtype not in ("auto", *DTYPES):
+            raise UsageError(f"dtype is {self.dtype!r}; it takes auto, {', '.join(DTYPES)}")
+        if not 0 < self.val_fraction < 1:
+            raise UsageError(f"val_fraction is {self.val_fraction}; it must lie between 0 and 1")
+
+    @property
+    def active_intermediate(self) -> int:
+        """Inner width that one token meets, in the MoE model and in the dense one."""
+        return self.top_k * self.intermediate
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.sequence
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "TrainConfig":
+        values = json.loads(path.read_text())
+        return cls(**values | {"data": tuple(values["data"])})
+
+
+PRESETS = {
+    "cpu": TrainConfig(),
+    "gpu": TrainConfig(
+        layers=8, hidden=768, heads=12, sequence=1024, intermediate=384, num_experts=32, top_k=4, steps=1200,
+        batch=64, lr=1e-3, log_every=20, val_every=100, val_batches=4, save_every=200, sample_bytes=1000,
+    ),
+    "test": TrainConfig(
+        layers=2, hidden=32, heads=2, sequence=32, intermediate=16, num_experts=4, top_k=2, steps=20, batch=4,
+        val_every=10, val_batches=2, save_every=10, sample_bytes=20, device="cpu", dtype="float32",
+    ),
+}  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field; a flag that is not given leaves no trace in the parsed arguments."""
+    for field in dataclasses.fields(TrainConfig):
+        flag = "--" + field.name.replace("_", "-")
+        keywords = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}
+        if field.type is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+        elif field.name == "data":
+            parser.add_argument(flag, nargs="+", metavar="PATH", **keywords)
+        else:
+            parser.add_argument(flag, type=field.type, metavar=field.type.__name__.upper(), **keywords)
+
+
+def given_flags(args: argparse.Namespace) -> dict:
+    """The fields that the command line sets."""
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(args, f.name)}
+    if "data" in given:
+        given["data"] = tuple(str(Path(path).resolve()) for path in given["data"])
+    return given
+
+
+def make_config(preset: str | None, given: dict) -> TrainConfig:
+    """A preset (by default the one that suits the device) with the given fields replaced, and nothing left on auto."""
+    device = pick_device(given.get("device", "auto"))
+    name = preset or ("gpu" if device.type == "cuda" else "cpu")
+    if name not in PRESETS:
+        raise UsageError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+    config = dataclasses.replace(PRESETS[name], **given)
+    device = pick_device(config.device)
+    dtype = pick_dtype(device) if config.dtype == "auto" else config.dtype
+    return dataclasses.replace(config, device=str(device), dtype=dtype)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device is {name!r}; it takes auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device is {name!r} but torch {torch.__version__} sees no GPU")
+    return device
+
+
+def pick_dtype(device: torch.device) -> str:
+    """bfloat16 where the hardware multiplies it; elsewhere it would be emulated and slower than float32."""
+    if device.type == "cuda":
+        return "bfloat16"
+    cpu = torch.cpu.get_capabilities()
+    fast = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16"))
+    return "bfloat16" if fast else "float32"

@@ -1,0 +1,22 @@
+"""Text from a trained model."""
+
+import torch
+
+from .model import Transformer
+
+
+@torch.no_grad()
+def generate(model: Transformer, length: int, temperature: float, seed: int, prompt: bytes = b"\0") -> bytes:
+    """Continue `prompt` by `length` bytes.  Byte 0 starts a file, so the default is text from nothing."""
+    device = model.embedding.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt)], device=device)  # (1, S)
+    for _ in range(length):
+        logits, _ = model(tokens[:, -len(model.cos) :])
+        last = logits[0, -1].float().cpu()  # (256,)
+        if temperature > 0:
+            choice = torch.multinomial((last / temperature).softmax(-1), 1, generator=generator)
+        else:
+            choice = last.argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, choice.to(device)[None]], 1)
+    return bytes(tokens[0, len(prompt) :].tolist())
