@@ -17,10 +17,11 @@ from torch import Tensor
 from .. import tuning
 from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape, check_size
-from ._groups import check_groups, take_rows, wide
+from ._groups import check_groups, sum_dtype, take_rows, wide
 from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import tl, triton
 from .activations import get_activation
+from .glu import glu_backward_reference, glu_reference
 from .gmm import gmm_op, gmm_reference
 from .permute import launch_unpermute, unpermute_reference
 from .tgmm import group_sum, weight_gradient
@@ -40,15 +41,13 @@ def expert_down_reference(
 def expert_down_grad_reference(
     dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
 ):
-    act, width = get_activation(activation), wide(z[:0]).dtype
+    width = sum_dtype(z)
     u = gmm_reference(take_rows(dout, order, rank.shape[1]), down, group_sizes, None).to(width)
     s = take_rows(routing_weights.to(width).flatten(), order, 1)[:, None]
     live = (torch.arange(len(z), device=z.device) < (order >= 0).sum())[:, None]
-    with torch.enable_grad():
-        z = wide(z.detach()).requires_grad_()
-        a = act(z, interleaved)
-        dz = torch.autograd.grad(a, z, s * u)[0]
-    a = a.detach().where(live, 0)
+    z = wide(z)
+    dz = glu_backward_reference(s * u, z, activation, interleaved)
+    a = glu_reference(z, activation, interleaved).where(live, 0)
     ds = torch.zeros(routing_weights.numel(), dtype=width, device=z.device)
     ds.index_add_(0, order.clamp(min=0).long(), (u * a).sum(1).where(live[:, 0], 0))
     return dz.where(live, 0), (a * s if need_a else a[:0]), ds.view_as(routing_weights)
@@ -227,7 +226,7 @@ def new_expert_down_grad(
 ):
     R, N = order.shape[0], down.shape[2]
     a = dout.new_empty(R if need_a else 0, N)
-    return torch.empty_like(z), a, routing_weights.new_empty(rank.shape, dtype=wide(z[:0]).dtype)
+    return torch.empty_like(z), a, routing_weights.new_empty(rank.shape, dtype=sum_dtype(z))
 
 
 @takes(*TILE_DTYPES)
