@@ -221,7 +221,8 @@ def launch_row_dots(out, rows, x, order, rank):
 
 @takes(*HOST_DTYPES)
 def launch_permute_host(out, x, order, rank, routing_weights):
-    ext.permute(array(x), array(order.int()), host_weights(routing_weights), array(out), rank.shape[1], num_threads())
+    weights, top_k = host_weights(routing_weights), rank.shape[1]
+    ext.gather(array(x), array(order.int()), weights, array(out), top_k, num_threads())
 
 
 @takes(*HOST_DTYPES)

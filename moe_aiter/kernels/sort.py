@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backend import define_op
 from ..config import settings
 from ._check import check_index, check_shape
-from ._host import array, check_built, ext, host, num_threads
+from ._host import array, check_built, ext, host
 from ._triton import tl, triton
 
 BLOCK = 64  # choices at a time; every pair of them is compared
@@ -162,7 +162,7 @@ def launch_sort(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_expe
 
 
 def launch_sort_host(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
-    ext.sort_by_expert(array(expert_ids), *map(array, out), num_threads())
+    ext.sort_by_expert(array(expert_ids), *map(array, out))
 
 
 # op

@@ -1,0 +1,86 @@
+// The activation between an expert's two products, and its gradient.  I channels; see moe_aiter/kernels/glu.py.
+#pragma once
+
+#include "rows.h"
+
+namespace host {
+
+enum class Layout { plain, halves, pairs };  // of a row of z: no gate; gates then ups; gate, up, gate, up
+
+template <class F, Layout layout, class T>
+ALWAYS_INLINE void glu_rows(const T* z, T* out, int64_t begin, int64_t end, int64_t I) {
+  constexpr int64_t step = layout == Layout::pairs ? 2 : 1, parts = layout == Layout::plain ? 1 : 2;
+  for (int64_t r = begin; r < end; ++r) {
+    const T* __restrict gate = z + r * parts * I;
+    const T* __restrict up = gate + (layout == Layout::pairs ? 1 : I);
+    T* __restrict to = out + r * I;
+    for (int64_t i = 0; i < I; ++i) {
+      float a = F::value(load(gate[i * step]));
+      if constexpr (parts == 2) a *= load(up[i * step]);
+      store(to[i], a);
+    }
+  }
+}
+
+// What the gradient of one block of rows reads and writes; `order` gives a row its weight and its place in dweights.
+template <class T>
+struct GluGradient {
+  const T* dout;         // (n, I) the gradient of the unweighted output
+  const T* z;            // (n, parts * I)
+  T* dz;                 // (n, parts * I)
+  const int32_t* order;  // (n,) or none: every weight is 1, and nothing below is written
+  const float* weights;  // (R,) by choice
+  T* weighted;           // (n, I) weight * activation
+  float* dweights;       // (R,) by choice: <dout, activation>
+};
+
+template <class F, Layout layout, bool weighted, class T>
+ALWAYS_INLINE void glu_gradient_rows(const GluGradient<T>& g, int64_t begin, int64_t end, int64_t I) {
+  constexpr int64_t step = layout == Layout::pairs ? 2 : 1, parts = layout == Layout::plain ? 1 : 2;
+  float products[CHUNK];
+  for (int64_t r = begin; r < end; ++r) {
+    const float w = weighted ? g.weights[g.order[r]] : 1.0f;
+    float dot = 0.0f;
+    for (int64_t first = 0; first < I; first += CHUNK) {
+      const int64_t n = std::min(CHUNK, I - first), up = layout == Layout::pairs ? 1 : I;
+      const T* __restrict dout = g.dout + r * I + first;
+      const T* __restrict z = g.z + r * parts * I + first * step;
+      T* __restrict dz = g.dz + r * parts * I + first * step;
+      T* __restrict sa = weighted ? g.weighted + r * I + first : nullptr;
+      for (int64_t i = 0; i < n; ++i) {
+        float value, slope;
+        F::both(load(z[i * step]), value, slope);
+        const float da = load(dout[i]), dwa = w * da;
+        if constexpr (parts == 2) {
+          const float other = load(z[i * step + up]);
+          store(dz[i * step + up], dwa * value);
+          value *= other;
+          slope *= other;
+        }
+        store(dz[i * step], dwa * slope);
+        if constexpr (weighted) {
+          store(sa[i], w * value);
+          products[i] = da * value;
+        }
+      }
+      if constexpr (weighted) dot += sum(products, n);
+    }
+    if constexpr (weighted) g.dweights[g.order[r]] = dot;
+  }
+}
+
+template <class F, class T>
+MULTIVERSION static void glu(Layout layout, const T* z, T* out, int64_t begin, int64_t end, int64_t I) {
+  if (layout == Layout::plain) glu_rows<F, Layout::plain>(z, out, begin, end, I);
+  if (layout == Layout::halves) glu_rows<F, Layout::halves>(z, out, begin, end, I);
+  if (layout == Layout::pairs) glu_rows<F, Layout::pairs>(z, out, begin, end, I);
+}
+
+template <class F, bool weighted, class T>
+MULTIVERSION static void glu_gradient(Layout layout, const GluGradient<T>& g, int64_t begin, int64_t end, int64_t I) {
+  if (layout == Layout::plain) glu_gradient_rows<F, Layout::plain, weighted>(g, begin, end, I);
+  if (layout == Layout::halves) glu_gradient_rows<F, Layout::halves, weighted>(g, begin, end, I);
+  if (layout == Layout::pairs) glu_gradient_rows<F, Layout::pairs, weighted>(g, begin, end, I);
+}
+
+}  // namespace host

@@ -1,0 +1,52 @@
+// Loops over several threads: those that torch already has.
+//
+// An OpenMP thread that has finished its share of a loop spins for milliseconds before it sleeps.  A second pool of
+// threads beside torch's would have to fight it for the cores, between every two matrix products.  So the loops
+// here are given to the OpenMP runtime that torch has loaded, through the entry point that compilers use; GNU's and
+// LLVM's both have it.  Nothing is linked, and without it, as on Windows, a loop runs in the calling thread.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <dlfcn.h>
+#endif
+
+namespace host {
+
+using Parallel = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+
+inline Parallel openmp() {
+#if defined(__unix__) || defined(__APPLE__)
+  static const auto found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return found;
+#else
+  return nullptr;
+#endif
+}
+
+// fn(begin, end) over [0, n), in at most `threads` parts of at least `grain`; parts run in any order, each once.
+template <class Fn>
+void parallel_for(int64_t n, int64_t grain, int threads, const Fn& fn) {
+  const int64_t parts = std::min<int64_t>(threads, n / std::max<int64_t>(grain, 1));
+  if (parts <= 1 || !openmp()) {
+    if (n > 0) fn(int64_t{0}, n);
+    return;
+  }
+  struct Job {
+    const Fn& fn;
+    const int64_t n, parts;
+    std::atomic<int64_t> next{0};
+  } job{fn, n, parts};
+  openmp()(
+      [](void* data) {
+        Job& job = *static_cast<Job*>(data);
+        for (int64_t part; (part = job.next.fetch_add(1)) < job.parts;)
+          job.fn(job.n * part / job.parts, job.n * (part + 1) / job.parts);
+      },
+      &job, static_cast<unsigned>(parts), 0);
+}
+
+}  // namespace host
