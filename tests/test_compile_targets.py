@@ -1,0 +1,236 @@
+"""Every kernel compiles for every target, without a GPU: no spills, matrix instructions, in shared memory."""
+
+import ast
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moe_aiter import tuning
+from moe_aiter.config import interpret
+from moe_aiter.kernels.expert_down import launch_expert_down_grad
+from moe_aiter.kernels.expert_up import launch_expert_up
+from moe_aiter.kernels.glu import launch_glu, launch_glu_backward
+from moe_aiter.kernels.gmm import launch_gmm
+from moe_aiter.kernels.permute import launch_permute, launch_row_dots, launch_unpermute
+from moe_aiter.kernels.sort import launch_sort
+from moe_aiter.kernels.tgmm import launch_group_sum, launch_tgmm, launch_tgmm_accumulate
+from moe_aiter.kernels.topk import launch_topk
+
+if interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from aot import TARGETS, compiling_for
+
+KERNELS = pathlib.Path(__file__).parent.parent / "moe_aiter" / "kernels"
+E, TOP_K = 128, 8
+
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape, dtype=torch.int32):
+    return new(*shape, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """R rows, N columns and K to sum over, in E groups."""
+
+    rows: int = 256 * E
+    n: int = 4096
+    k: int = 4096
+    dtype: torch.dtype = torch.bfloat16
+
+    def new(self, *shape):
+        return new(*shape, dtype=self.dtype)
+
+    @property
+    def plan(self):
+        """order, rank and group_sizes."""
+        return ints(self.rows), ints(self.rows // TOP_K, TOP_K), ints(E)
+
+
+# The launchers whose tile comes from a table, at a shape that picks its row.
+
+
+def run_gmm(s, bias=False):
+    launch_gmm(
+        s.new(s.rows, s.n),
+        s.new(s.rows, s.k),
+        s.new(E, s.n, s.k).mT,
+        ints(E),
+        s.new(E, s.n) if bias else None,
+    )
+
+
+def run_gmm_by_rows(s):
+    launch_gmm(s.new(s.rows, s.n), s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E), None)
+
+
+def run_tgmm(s):
+    order = ints(s.rows)
+    launch_tgmm(
+        s.new(E, s.k, s.n), s.new(s.rows // TOP_K, s.k), s.new(s.rows, s.n), ints(E), order, TOP_K, False
+    )
+
+
+def run_tgmm_accumulate(s):
+    out, x, y = new(E, s.k, s.n, dtype=torch.float32), s.new(s.rows, s.k), s.new(s.rows, s.n)
+    launch_tgmm_accumulate(out, x, y, ints(E), None, 1)
+
+
+def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True):
+    width = s.n // 2 if activation in ("swiglu", "geglu") else s.n
+    z, a = s.new(s.rows, s.n), s.new(s.rows, width)
+    x, w, b = s.new(s.rows // TOP_K, s.k), s.new(E, s.n, s.k), s.new(E, s.n) if bias else None
+    launch_expert_up((z, a), x, w, b, *s.plan, activation, interleaved, save_z, None)
+
+
+def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
+    parts = 2 if activation in ("swiglu", "geglu") else 1
+    order, rank, group_sizes = s.plan
+    z, dz = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n)
+    ds, weights = new(*rank.shape, dtype=torch.float32), new(*rank.shape, dtype=torch.float32)
+    launch_expert_down_grad(
+        (dz, s.new(s.rows, s.n), ds), s.new(s.rows // TOP_K, s.k), z, s.new(E, s.k, s.n),
+        weights, order, rank, group_sizes, activation, interleaved, need_a,
+    )  # fmt: skip
+
+
+TUNED = {"gmm": run_gmm, "tgmm": run_tgmm, "up": run_up, "down_grad": run_down_grad}
+MATRIX_KERNELS = {"gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_grad_kernel"}
+
+# The others, and the variants of these.  Name -> a function that calls a launcher.
+
+
+def run_sort(dtype):
+    launch_sort((ints(4096 * 8), ints(4096, 8), ints(E)), ints(4096, 8, dtype=dtype), E)
+
+
+def run_topk(num_experts, k):
+    scores = new(4096, num_experts, dtype=torch.float32)
+    launch_topk((new(4096, k, dtype=torch.float32), ints(4096, k, dtype=torch.int64)), scores, k)
+
+
+def run_permute(dtype, weighted):
+    x, weights = new(4096, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
+    launch_permute(new(4096 * 8, 2048, dtype=dtype), x, ints(4096 * 8), ints(4096, 8), weights)
+
+
+def run_unpermute(dtype, weighted):
+    rows, weights = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
+    launch_unpermute(new(4096, 2048, dtype=dtype), rows, ints(4096 * 8), ints(4096, 8), weights)
+
+
+def run_row_dots(dtype):
+    rows, x = new(4096 * 8, 2048, dtype=dtype), new(4096, 2048, dtype=dtype)
+    launch_row_dots(new(4096, 8, dtype=torch.float32), rows, x, ints(4096 * 8), ints(4096, 8))
+
+
+def run_glu(activation, dtype=torch.bfloat16):
+    launch_glu(new(4096, 1024, dtype=dtype), new(4096, 2048, dtype=dtype), activation, False)
+
+
+def run_glu_backward(activation, dtype=torch.bfloat16):
+    z, dout = new(4096, 2048, dtype=dtype), new(4096, 1024, dtype=dtype)
+    launch_glu_backward(new(4096, 2048, dtype=dtype), dout, z, activation, False)
+
+
+def run_group_sum(scaled):
+    order, scale = (ints(4096 * 8), new(4096, 8, dtype=torch.float32)) if scaled else (None, None)
+    launch_group_sum(
+        new(E, 2048, dtype=torch.float32), new(4096, 2048), ints(E), order, TOP_K if scaled else 1, scale
+    )
+
+
+BF16 = Shape()
+ODD = Shape(rows=1000, n=2 * 331, k=333)  # masked loads of single elements: may spill, must compile
+CASES: dict[str, Callable[[], None]] = {
+    "sort int32": lambda: run_sort(torch.int32),
+    "sort int64": lambda: run_sort(torch.int64),
+    "topk 8 of 128": lambda: run_topk(128, 8),
+    "topk 2 of 8": lambda: run_topk(8, 2),
+    "permute": lambda: run_permute(torch.bfloat16, False),
+    "permute weighted float32": lambda: run_permute(torch.float32, True),
+    "unpermute": lambda: run_unpermute(torch.bfloat16, False),
+    "unpermute weighted": lambda: run_unpermute(torch.bfloat16, True),
+    "row_dots": lambda: run_row_dots(torch.bfloat16),
+    "glu swiglu": lambda: run_glu("swiglu"),
+    "glu geglu backward": lambda: run_glu_backward("geglu"),
+    "group_sum": lambda: run_group_sum(False),
+    "group_sum scaled": lambda: run_group_sum(True),
+    "gmm by rows": lambda: run_gmm_by_rows(BF16),
+    "gmm with bias": lambda: run_gmm(BF16, bias=True),
+    "gmm odd": lambda: run_gmm(ODD),
+    "tgmm accumulate": lambda: run_tgmm_accumulate(BF16),
+    "up interleaved with bias": lambda: run_up(BF16, interleaved=True, bias=True),
+    "up relu2 without z": lambda: run_up(BF16, activation="relu2", save_z=False),
+    "up geglu odd": lambda: run_up(ODD, activation="geglu"),
+    "down_grad interleaved": lambda: run_down_grad(BF16, interleaved=True),
+    "down_grad relu2 frozen": lambda: run_down_grad(BF16, activation="relu2", need_a=False),
+    "down_grad geglu odd": lambda: run_down_grad(ODD, activation="geglu"),
+}
+
+
+def table_cases():
+    """(target, table row) of every row of every table."""
+    for name, target in TARGETS.items():
+        for i, row in enumerate(tuning.load(tuning.table_name(target.gpu.backend, target.gpu.arch))):
+            size = f"rows={row.rows} n={row.n} k={row.k}".replace("None", "any")
+            yield pytest.param(name, row, id=f"{name}-{i} {row.op} {row.bits} {size}")
+
+
+def check(target, launches, spills=False):
+    """No spills unless `spills`, and no more shared memory than there is."""
+    assert launches
+    for launch in launches:
+        assert spills or not launch.spilled(), f"{launch.kernel}: {launch.spilled()}"
+        assert launch.shared_bytes <= target.shared_bytes, f"{launch.kernel}: {launch.shared_bytes} bytes"
+
+
+def has_matrix_instruction(target, launches):
+    return all(target.matrix in launch.assembly for launch in launches if launch.kernel in MATRIX_KERNELS)
+
+
+@pytest.mark.parametrize("target, row", list(table_cases()))
+def test_table_row(target, row):
+    """The configuration of a table row, at a shape that picks it."""
+    target = TARGETS[target]
+    dtype = {16: torch.bfloat16, 32: torch.float32}[row.bits]
+    shape = Shape((row.rows or 256) * E, row.n or 4096, row.k or 4096, dtype)
+    with compiling_for(target) as launches:
+        assert tuning.lookup(row.op, dtype, shape.rows, shape.n, shape.k, E) == row.config
+        TUNED[row.op](shape)
+    check(target, launches)
+    assert row.bits != 16 or has_matrix_instruction(target, launches)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_case(target, case):
+    target = TARGETS[target]
+    with compiling_for(target) as launches:
+        CASES[case]()
+    check(target, launches, spills="odd" in case)
+    assert has_matrix_instruction(target, launches)
+
+
+def test_every_kernel_has_a_case():
+    written = {
+        node.func.value.id
+        for path in KERNELS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.value, ast.Name)
+    }  # name[grid](...)
+    with compiling_for(TARGETS["sm_90"], compile=False) as launches:
+        for case in CASES.values():
+            case()
+    compiled = {launch.kernel for launch in launches}
+    assert {name for name in written if name.endswith("_kernel")} <= compiled
+    assert compiled >= MATRIX_KERNELS
