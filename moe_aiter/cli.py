@@ -45,16 +45,19 @@ def info() -> int:
     from .config import PREFIX, settings
     from .kernels import _host
 
-    print_table("versions", {name: version(name) for name in ("moe-aiter", "torch", "triton", "numpy", "einops")})
+    packages = ("moe-aiter", "torch", "triton", "numpy", "einops")
+    print_table(
+        "versions", {"python": platform.python_version()} | {name: version(name) for name in packages}
+    )
     gpus = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    print_table("devices", {"python": platform.python_version(), "system": platform.system(), "cpu": cpu, **gpus})
+    print_table("machine", {"system": platform.system(), "cpu": cpu} | gpus)
     built = "ready" if _host.ext is not None else "not built: ops on the CPU run in plain torch"
     triton = "ready" if gpus else "installed, but there is no GPU"
     if importlib.util.find_spec("triton") is None:
         triton = "not installed"
     print_table("backends", {"triton": triton, "host (C++)": built, "torch": "ready"})
-    print_table("settings", {PREFIX + f.name.upper(): getattr(settings, f.name) for f in dataclasses.fields(settings)})
+    print_table("settings", {PREFIX + k.upper(): v for k, v in dataclasses.asdict(settings).items()})
     return 0
 
 

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there at all.
 
-A checkpoint is a folder `step-N`: `model.safetensors`, `optimizer.safetensors` and `state.json`.  It is written
-under another name beside its place, synced to the disk, and renamed, which is atomic; so a process that dies at any
-moment leaves the last whole one untouched.
+A checkpoint is a folder `step-N`: `model.safetensors`, `optimizer.safetensors` and `state.json`.  It is
+written under another name beside its place, synced to the disk, and renamed, which is atomic; so a process
+that dies at any moment leaves the last whole one untouched.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .errors import UsageError, need
 
@@ -20,7 +21,7 @@ UNFINISHED = "unfinished-"
 STEP = re.compile(r"step-(\d+)")
 
 
-def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **state) -> Path:
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, **state) -> Path:
     """Write `folder/step-N` and keep the newest two.  `state` is anything that JSON can hold."""
     safetensors = need("safetensors.torch")
     draft = folder / f"{UNFINISHED}{step}-{os.getpid()}"
@@ -40,7 +41,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
     return final
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
     """Restore model, optimizer and torch's random state in place; returns the state.json."""
     safetensors = need("safetensors.torch")
     model.load_state_dict(safetensors.load_file(path / "model.safetensors"))
@@ -48,13 +49,12 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     torch.set_rng_state(tensors.pop("random_state"))
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
-            key: tensors[f"{name}/{key}"].to(parameter.device if key != "step" or optimizer.defaults["fused"] else "cpu")
-            for key in ("step", "exp_avg", "exp_avg_sq")
+            key: tensors[f"{name}/{key}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
         }
     return json.loads((path / "state.json").read_text())
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors under `parameter/what`, and torch's random state."""
     tensors = {
         f"{name}/{key}": value

@@ -12,13 +12,21 @@ from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, given_flags, ma
 from .trainer import Trainer
 
 RUNS = Path("runs")
+NEWEST = "newest"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=PRESETS, help="gpu where there is one, else cpu; flags change parts of it")
-    parser.add_argument("--out", type=Path, metavar="RUN", help="the run folder; a new one under runs/ by default")
-    parser.add_argument(
-        "--resume", nargs="?", const="newest", metavar="RUN", help="continue a run, by default the newest under runs/"
+    def add(flag: str, **keywords) -> None:
+        parser.add_argument(flag, **keywords)
+
+    add("--preset", choices=PRESETS, help="gpu where there is one, else cpu; flags change parts of it")
+    add("--out", type=Path, metavar="RUN", help="the run folder; a new one under runs/ by default")
+    add(
+        "--resume",
+        nargs="?",
+        const=NEWEST,
+        metavar="RUN",
+        help="continue a run, the newest under runs/ by default",
     )
     add_flags(parser)
 
@@ -26,10 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     for module in ("tqdm", "safetensors", "matplotlib"):
         need(module)  # now, not after the training
-    if args.resume:
-        trainer = resume_run(args)
-    else:
-        trainer = start_run(args)
+    trainer = resume_run(args) if args.resume else start_run(args)
     describe(trainer)
     status = trainer.train()
     plot_run(trainer.run)
@@ -47,7 +52,7 @@ def start_run(args: argparse.Namespace) -> Trainer:
     config = make_config(args.preset, given_flags(args))
     run = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{'dense' if config.dense else 'moe'}"
     if (run / "config.json").exists():
-        raise UsageError(f"{run} holds a run already: continue it with --resume {run}, or choose another --out")
+        raise UsageError(f"{run} holds a run already: use --resume {run}, or choose another --out")
     trainer = Trainer(config, run)
     run.mkdir(parents=True, exist_ok=True)
     config.save(run / "config.json")
@@ -55,8 +60,8 @@ def start_run(args: argparse.Namespace) -> Trainer:
 
 
 def resume_run(args: argparse.Namespace) -> Trainer:
-    """The trainer of a run, at its newest checkpoint; flags that would change what it computes are refused."""
-    run = newest_run() if args.resume == "newest" else Path(args.resume)
+    """The trainer of a run, at its newest checkpoint.  Flags that would make it another run are refused."""
+    run = newest_run() if args.resume == NEWEST else Path(args.resume)
     if not (run / "config.json").exists():
         raise UsageError(f"{run} is not a run folder: it has no config.json")
     given = given_flags(args)

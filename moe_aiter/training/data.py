@@ -14,8 +14,8 @@ from torch import Tensor
 from .errors import UsageError
 
 STDLIB_SKIPPED = {  # tests, programs, tables and installed packages: not the library's own prose
-    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "encodings",
-    "ensurepip", "lib-dynload",
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data",
+    "encodings", "ensurepip", "lib-dynload",
 }  # fmt: skip
 NEVER_TEXT = {"__pycache__", "node_modules"}
 
@@ -34,9 +34,9 @@ class Corpus:
 def load_corpus(paths: tuple[str, ...], val_fraction: float, sequence: int) -> Corpus:
     """Read text from `paths` (the standard library's source if there are none) and split it by file.
 
-    A file's side depends on its relative path alone.  If one side stays empty, as with a single file, the joined
-    text is cut instead, and its end is the validation part.  Raises UsageError when a side is shorter than one
-    sequence and the byte after it.
+    A file's side depends on its relative path alone.  If one side stays empty, as with a single file, the
+    joined text is cut instead, and its end is the validation part.  Raises UsageError when a side is shorter
+    than one sequence and the byte after it.
     """
     files = find_text(paths) if paths else find_stdlib()
     texts = {name: b"\0" + path.read_bytes() for name, path in files.items()}
@@ -72,7 +72,7 @@ def find_stdlib() -> dict[str, Path]:
     found = {path.relative_to(root): path for path in root.rglob("*.py")}
     found = {name: path for name, path in found.items() if not STDLIB_SKIPPED & set(name.parts)}
     if not found:
-        raise UsageError(f"this Python has no source files under {root}: give text of your own with --data PATH")
+        raise UsageError(f"this Python has no source files under {root}: give your own text with --data PATH")
     return {name.as_posix(): found[name] for name in sorted(found, key=Path.as_posix)}
 
 
@@ -103,7 +103,9 @@ def is_text(path: Path) -> bool:
 
 def train_batch(text: Tensor, batch: int, sequence: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets (batch, sequence) int64 of one step; they depend on the seed and the step alone."""
-    generator = torch.Generator().manual_seed(seed * 2**32 + step)
+    # hashed, because torch's generator on the CPU looks at 32 bits of its seed only
+    digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
     starts = torch.randint(len(text) - sequence, (batch,), generator=generator)
     return windows(text, starts, sequence)
 

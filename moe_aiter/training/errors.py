@@ -13,4 +13,5 @@ def need(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"training needs {module.partition('.')[0]}: pip install moe-aiter[train]") from error
+        package = module.partition(".")[0]
+        raise UsageError(f"training needs {package}: pip install moe-aiter[train]") from error

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line for each step.  Numbers stay on the device until a whole stretch of steps is written."""
+"""metrics.jsonl: a line for each step.  Numbers stay on the device until a stretch of steps is written."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "MI300X": 1307}  # dense bfloat16, from the vendors' data sheets
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "MI300X": 1307}  # dense bfloat16, from data sheets
 
 
 class Metrics:
@@ -70,4 +70,3 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((tflops * 1e12 for model, tflops in PEAK_TFLOPS.items() if model in name), None)
-

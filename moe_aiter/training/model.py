@@ -14,7 +14,7 @@ VOCAB = 256
 
 
 class Transformer(nn.Module):
-    """Bytes (B, S) int64 -> logits (B, S, 256) and the routing of each MoE layer (none if the model is dense)."""
+    """Bytes (B, S) int64 -> logits (B, S, 256), and the routing of each MoE layer (none in a dense model)."""
 
     def __init__(self, config: TrainConfig):
         super().__init__()
@@ -39,7 +39,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Normal weights of variance 1 / fan-in; what ends a residual branch is smaller, by the number of branches."""
+        """Normal weights of variance 1 / fan-in, divided by the branches where a residual branch ends."""
         generator = torch.Generator().manual_seed(seed)
         branches = 2 * len(self.blocks)
         for name, weight in self.named_parameters():
@@ -60,7 +60,10 @@ class Block(nn.Module):
         if config.dense:
             self.mlp = DenseMLP(config.hidden, config.active_intermediate)
         else:
-            self.mlp = MoE(config.hidden, config.intermediate, config.num_experts, config.top_k)
+            self.mlp = MoE(
+                config.hidden, config.intermediate, config.num_experts, config.top_k,
+                shared_intermediate=config.shared_intermediate,
+            )  # fmt: skip
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple | None]:
         x = x + self.attention(self.attention_norm(x), turn)
@@ -129,16 +132,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def active_params(model: Transformer, config: TrainConfig) -> int:
     """Parameters that one token meets: of the experts only top_k of num_experts, all of the rest."""
-    share = config.top_k / config.num_experts
-    return round(sum(p.numel() * (share if ".experts." in name else 1) for name, p in model.named_parameters()))
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return total - experts + experts * config.top_k // config.num_experts
 
 
 def flops_per_token(model: Transformer, config: TrainConfig) -> int:
     """Floating-point operations of one training step, per token.
 
-    Two for each active weight forward and four backward, and those of causal attention; the embedding multiplies
-    nothing.  Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, appendix B, with half of its attention term: a causal
-    score that lies in the future is not counted.
+    Two for each active weight forward and four backward, and those of attention; the embedding multiplies
+    nothing.  Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, appendix B, with half of its attention term:
+    scores that lie in the future are not counted.
     """
     weights = active_params(model, config) - model.embedding.weight.numel()
     return 6 * weights + 6 * config.layers * config.hidden * config.sequence

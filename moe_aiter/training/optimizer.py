@@ -10,10 +10,13 @@ from .presets import TrainConfig
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """Matrices decay; gains and other vectors do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    matrices = {
+        "params": [p for p in model.parameters() if p.dim() >= 2],
+        "weight_decay": config.weight_decay,
+    }
+    vectors = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    betas = config.beta1, config.beta2
+    return torch.optim.AdamW([matrices, vectors], lr=config.lr, betas=betas, fused=True)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

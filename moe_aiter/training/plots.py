@@ -15,17 +15,18 @@ def new_figure(rows: int = 1, height: float = 4.5):
 def plot_loss(runs: dict[str, list[dict]], out: Path) -> None:
     """Training loss (smoothed, thin) and validation loss (points) of one or more runs, label -> rows."""
     figure, (axis,) = new_figure()
+    settled = []  # without the first steep tenth, which would flatten the rest
     for number, (label, rows) in enumerate(runs.items()):
         colour = f"C{number}"
-        steps = [row["step"] for row in rows]
-        axis.plot(steps, smooth([row["loss"] for row in rows]), color=colour, alpha=0.4, linewidth=1)
+        steps, losses = [row["step"] for row in rows], smooth([row["loss"] for row in rows])
+        axis.plot(steps, losses, color=colour, alpha=0.4, linewidth=1)
+        settled += losses[len(losses) // 10 :]
         validated = [row for row in rows if "val_loss" in row]
         name = f"{label}: {validated[-1]['val_loss']:.3f}" if validated else label
         points = [row["step"] for row in validated], [row["val_loss"] for row in validated]
         axis.plot(*points, color=colour, marker="o", markersize=3, label=name)
-    axis.set(xlabel="step", ylabel="loss, nats per byte", title="line with points: validation; thin line: training")
-    losses = [value for rows in runs.values() for value in smooth([row["loss"] for row in rows])[len(rows) // 10 :]]
-    axis.set_ylim(0.95 * min(losses), 1.05 * max(losses))
+    axis.set(xlabel="step", ylabel="loss, nats per byte", title="points: validation; thin line: training")
+    axis.set_ylim(0.95 * min(settled), 1.05 * max(settled))
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(out, dpi=150)
@@ -70,7 +71,9 @@ def plot_run(run: Path) -> None:
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics files (.jsonl)")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders or metrics.jsonl files"
+    )
     parser.add_argument("--out", type=Path, default=Path("loss.png"), help="where the picture goes")
 
 

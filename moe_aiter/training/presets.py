@@ -10,7 +10,13 @@ import torch
 from .errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-RESUMABLE = ("steps", "val_every", "save_every", "log_every", "device", "compile", "sample_bytes", "temperature")
+RESUMABLE = (  # what may change when a run is resumed
+    "steps", "val_every", "save_every", "log_every", "device", "compile", "sample_bytes", "temperature",
+)  # fmt: skip
+SIZES = (
+    "layers", "hidden", "heads", "sequence", "intermediate", "num_experts", "top_k", "steps", "batch",
+    "log_every", "val_every", "val_batches", "save_every",
+)  # fmt: skip
 
 
 def option(default, text: str):
@@ -31,6 +37,7 @@ class TrainConfig:
     intermediate: int = option(256, "inner width of one expert")
     num_experts: int = option(16, "experts of each layer")
     top_k: int = option(2, "experts that each token uses")
+    shared_intermediate: int = option(0, "inner width of an expert that every token uses")
     dense: bool = option(False, "one MLP as wide as the active experts, instead of a MoE layer")
 
     steps: int = option(1000, "optimizer steps")
@@ -57,14 +64,13 @@ class TrainConfig:
     temperature: float = option(0.7, "of the text sample; 0 takes the likeliest byte")
 
     def __post_init__(self):
-        for name in ("layers", "hidden", "heads", "sequence", "intermediate", "num_experts", "top_k", "steps",
-                     "batch", "log_every", "val_every", "val_batches", "save_every"):  # fmt: skip
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.top_k > self.num_experts:
             raise UsageError(f"top_k is {self.top_k} but num_experts is {self.num_experts}")
         if self.hidden % (2 * self.heads):
-            raise UsageError(f"hidden is {self.hidden} but heads is {self.heads}: heads must be even in width")
+            raise UsageError(f"hidden is {self.hidden} but heads is {self.heads}: no even width of a head")
         if self.dtype not in ("auto", *DTYPES):
             raise UsageError(f"dtype is {self.dtype!r}; it takes auto, {', '.join(DTYPES)}")
         if not 0 < self.val_fraction < 1:
@@ -73,7 +79,7 @@ class TrainConfig:
     @property
     def active_intermediate(self) -> int:
         """Inner width that one token meets, in the MoE model and in the dense one."""
-        return self.top_k * self.intermediate
+        return self.top_k * self.intermediate + self.shared_intermediate
 
     @property
     def tokens_per_step(self) -> int:
@@ -91,8 +97,9 @@ class TrainConfig:
 PRESETS = {
     "cpu": TrainConfig(),
     "gpu": TrainConfig(
-        layers=8, hidden=768, heads=12, sequence=1024, intermediate=384, num_experts=32, top_k=4, steps=1200,
-        batch=64, lr=1e-3, log_every=20, val_every=100, val_batches=4, save_every=200, sample_bytes=1000,
+        layers=8, hidden=768, heads=12, sequence=1024, intermediate=384, num_experts=32, top_k=4,
+        steps=1200, batch=64, lr=1e-3, log_every=20, val_every=100, val_batches=4, save_every=200,
+        sample_bytes=1000,
     ),
     "test": TrainConfig(
         layers=2, hidden=32, heads=2, sequence=32, intermediate=16, num_experts=4, top_k=2, steps=20, batch=4,
@@ -123,7 +130,7 @@ def given_flags(args: argparse.Namespace) -> dict:
 
 
 def make_config(preset: str | None, given: dict) -> TrainConfig:
-    """A preset (by default the one that suits the device) with the given fields replaced, and nothing left on auto."""
+    """A preset, by default the one that suits the device, with the given fields; nothing stays on auto."""
     device = pick_device(given.get("device", "auto"))
     name = preset or ("gpu" if device.type == "cuda" else "cpu")
     if name not in PRESETS:
@@ -150,6 +157,6 @@ def pick_dtype(device: torch.device) -> str:
     """bfloat16 where the hardware multiplies it; elsewhere it would be emulated and slower than float32."""
     if device.type == "cuda":
         return "bfloat16"
-    cpu = torch.cpu.get_capabilities()
+    cpu = getattr(torch.cpu, "get_capabilities", dict)()  # not in the oldest torch
     fast = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16"))
     return "bfloat16" if fast else "float32"

@@ -1,6 +1,7 @@
 """The training loop, and what it leaves in the run folder."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..routing.losses import load_balance_loss, z_loss
 from ..routing.stats import load_statistics
 from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, sync
-from .data import Corpus, load_corpus, train_batch, val_batch
+from .data import load_corpus, train_batch, val_batch
 from .errors import UsageError, need
 from .metrics import Metrics, peak_flops, truncate_metrics
 from .model import Transformer, flops_per_token
@@ -85,17 +86,17 @@ class Trainer:
         self.step += 1
         rate = learning_rate(config, self.step)
         set_learning_rate(self.optimizer, rate)
-        inputs, targets = train_batch(
-            self.corpus.train, config.batch, config.sequence, config.seed, self.step
-        )
-        loss, routings = self.loss(inputs, targets)
+        text = self.corpus.train
+        loss, routings = self.loss(*train_batch(text, config.batch, config.sequence, config.seed, self.step))
         total, tensors = loss, {"loss": loss.detach()}
         if routings:
-            balance = torch.stack([load_balance_loss(r.scores, group_sizes=r.plan.group_sizes) for r in routings])
-            z = torch.stack([z_loss(r.logits) for r in routings])
-            total = loss + config.balance_coef * balance.mean() + config.z_coef * z.mean()
             load = torch.stack([r.plan.group_sizes for r in routings])  # (layers, E)
-            tensors |= {"balance_loss": balance.detach().mean(), "z_loss": z.detach().mean()}
+            balance = mean(
+                load_balance_loss(r.routing.scores, group_sizes=r.plan.group_sizes) for r in routings
+            )
+            z = mean(z_loss(r.routing.logits) for r in routings)
+            total = loss + config.balance_coef * balance + config.z_coef * z
+            tensors |= {"balance_loss": balance.detach(), "z_loss": z.detach()}
             tensors["imbalance"] = load_statistics(load).imbalance
             if self.step % max(1, config.steps // 200) == 0 or self.step == 1:
                 tensors["load"] = load
@@ -125,9 +126,8 @@ class Trainer:
 
     def save(self) -> None:
         sync(self.run / "metrics.jsonl")
-        save_checkpoint(
-            self.run / "checkpoints", self.step, self.model, self.optimizer, fingerprint=self.corpus.fingerprint
-        )
+        folder = self.run / "checkpoints"
+        save_checkpoint(folder, self.step, self.model, self.optimizer, fingerprint=self.corpus.fingerprint)
 
     def write_sample(self) -> str:
         config = self.config
@@ -138,3 +138,7 @@ class Trainer:
         text = sample.replace(b"\0", b"\n").decode(errors="replace")
         (self.run / "sample.txt").write_text(text + "\n")
         return text
+
+
+def mean(losses: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).mean()

@@ -1,0 +1,50 @@
+"""The pictures show what the rows say."""
+
+import pytest
+
+from moe_aiter.training.plots import plot_load, plot_loss, smooth
+
+matplotlib_image = pytest.importorskip("matplotlib.image")
+
+
+def rows(slope: float, layers: int = 2) -> list[dict]:
+    return [
+        {"step": step, "loss": 5 - slope * step, "load": [[step, 10, 30, 0]] * layers}
+        | ({"val_loss": 5 - slope * step} if step % 5 == 0 else {})
+        for step in range(1, 41)
+    ]
+
+
+def colours(path) -> int:
+    image = matplotlib_image.imread(path)
+    return len({tuple(pixel) for pixel in image.reshape(-1, image.shape[-1]).round(2).tolist()})
+
+
+def test_loss_of_two_runs_differs_from_that_of_one(tmp_path):
+    plot_loss({"a": rows(0.1)}, tmp_path / "one.png")
+    plot_loss({"a": rows(0.1), "b": rows(0.05)}, tmp_path / "two.png")
+    one, two = (matplotlib_image.imread(tmp_path / name) for name in ("one.png", "two.png"))
+    assert one.shape == two.shape and (one != two).any(-1).mean() > 0.005
+    assert colours(tmp_path / "two.png") > 20
+
+
+def test_load_map_has_as_many_colours_as_loads(tmp_path):
+    plot_load(rows(0.1), tmp_path / "load.png")
+    assert colours(tmp_path / "load.png") > 60
+
+
+def test_load_map_of_one_row(tmp_path):
+    plot_load(rows(0.1)[:1], tmp_path / "load.png")
+    assert colours(tmp_path / "load.png") > 20
+
+
+def test_load_map_grows_with_the_layers(tmp_path):
+    for layers in (1, 4):
+        plot_load(rows(0.1, layers), tmp_path / f"{layers}.png")
+    heights = [matplotlib_image.imread(tmp_path / f"{layers}.png").shape[0] for layers in (1, 4)]
+    assert heights[1] > 1.5 * heights[0]
+
+
+def test_smoothing_keeps_constants_and_damps_jumps():
+    assert smooth([2.0] * 5) == pytest.approx([2.0] * 5)
+    assert smooth([0.0] * 50 + [1.0])[-1] < 0.1

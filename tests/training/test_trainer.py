@@ -1,0 +1,192 @@
+"""Training from end to end: it learns, repeats itself, and goes on after any interruption as if unbroken."""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_aiter.training.checkpoint import checkpoints
+from moe_aiter.training.command import add_arguments, main
+from moe_aiter.training.errors import UsageError
+from moe_aiter.training.metrics import read_metrics
+
+for module in ("tqdm", "safetensors", "matplotlib"):
+    pytest.importorskip(module)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(2000)))
+
+
+def arguments(*words: str) -> list[str]:
+    return ["--preset", "test", "--data", "text.txt", *words]
+
+
+def train(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args(words))
+
+
+def losses(run: str) -> list[tuple]:
+    rows = read_metrics(Path(run) / "metrics.jsonl")
+    return [(row["step"], row["loss"], row["grad_norm"], row.get("val_loss")) for row in rows]
+
+
+def start(*words: str) -> subprocess.Popen:
+    """A training process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "moe_aiter.cli", "train", *words],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_for_steps(run: str, count: int, process: subprocess.Popen) -> None:
+    """Until metrics.jsonl has so many lines."""
+    path = Path(run) / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, "the training process ended too early"
+        time.sleep(0.01)
+
+
+def test_a_run_leaves_everything_and_learns():
+    assert train(*arguments("--out", "run", "--steps", "60")) == 0
+    run = Path("run")
+    assert sorted(os.listdir(run)) == [
+        "checkpoints", "config.json", "load.png", "loss.png", "metrics.jsonl", "sample.txt",
+    ]  # fmt: skip
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1
+    assert rows[-1]["val_loss"] < 5
+    assert [row["step"] for row in rows if "val_loss" in row] == list(range(10, 61, 10))
+    assert len(rows[0]["load"]) == len(rows[0]["imbalance"]) == 2 and sum(rows[0]["load"][0]) == 4 * 32 * 2
+    assert {"lr", "grad_norm", "balance_loss", "z_loss", "seconds", "tokens_per_s"} <= rows[-1].keys()
+    assert len((run / "sample.txt").read_text(errors="replace")) > 10
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000050", "step-00000060"]
+    assert json.loads((run / "config.json").read_text())["steps"] == 60
+
+
+def test_dense_run_has_no_experts_to_show():
+    assert train(*arguments("--out", "run", "--dense")) == 0
+    assert "load.png" not in os.listdir("run")
+    assert not {"load", "imbalance", "balance_loss"} & read_metrics(Path("run/metrics.jsonl"))[-1].keys()
+
+
+def test_two_runs_have_the_same_losses_and_seeds_matter():
+    for out, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert train(*arguments("--out", out, "--seed", seed)) == 0
+    assert losses("a") == losses("b") != losses("c")
+
+
+@pytest.mark.parametrize("flags", [(), ("--dense",), ("--dtype", "bfloat16")], ids=str)
+def test_resumed_run_has_the_losses_of_an_unbroken_one(flags):
+    """Bit for bit, from a checkpoint in the middle, and without the rows that the first run wrote past it."""
+    assert train(*arguments("--out", "whole", *flags)) == 0
+    shutil.copytree("whole", "broken")
+    shutil.rmtree("broken/checkpoints/step-00000020")
+    assert train("--resume", "broken") == 0
+    assert losses("broken") == losses("whole") and len(losses("whole")) == 20
+    weights = "checkpoints/step-00000020/model.safetensors"
+    assert (Path("broken") / weights).read_bytes() == (Path("whole") / weights).read_bytes()
+
+
+def test_resume_without_a_name_takes_the_newest_run():
+    assert train(*arguments("--steps", "10")) == 0
+    run = next(Path("runs").iterdir())
+    assert train("--resume", "--steps", "12") == 0
+    assert len(losses(str(run))) == 12
+
+
+def test_resume_refuses_what_would_make_another_run():
+    with pytest.raises(UsageError, match="no run with a checkpoint under runs"):
+        train("--resume")
+    with pytest.raises(UsageError, match="nowhere is not a run folder"):
+        train("--resume", "nowhere")
+    assert train(*arguments("--out", "run", "--steps", "10")) == 0
+    with pytest.raises(UsageError, match="keeps the run's own --lr, --top-k"):
+        train("--resume", "run", "--lr", "1", "--top-k", "1")
+    with pytest.raises(UsageError, match="neither --preset nor --out"):
+        train("--resume", "run", "--preset", "test")
+    with pytest.raises(UsageError, match="run holds a run already"):
+        train(*arguments("--out", "run"))
+    Path("text.txt").write_text("other text\n" * 1000)
+    with pytest.raises(UsageError, match="was trained on other text"):
+        train("--resume", "run", "--steps", "20")
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run():
+    with pytest.raises(UsageError, match="try a smaller --lr"):
+        train(*arguments("--out", "run", "--lr", "1e30"))
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
+    process = start(*arguments("--out", "run", "--steps", "4000", "--save-every", "4000"))
+    wait_for_steps("run", 5, process)
+    process.send_signal(number)
+    assert process.wait(30) == status
+    done = len(losses("run"))
+    assert 5 <= done < 4000
+    assert [path.name for path in checkpoints(Path("run/checkpoints"))] == [f"step-{done:08d}"]
+    assert "load.png" in os.listdir("run")
+
+    process = start("--resume", "run")
+    wait_for_steps("run", done + 5, process)
+    process.send_signal(number)
+    assert process.wait(30) == status
+    assert_as_unbroken("run", steps="4000", save_every="4000")
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step():
+    process = start(*arguments("--out", "run", "--batch", "8192"))  # a step of many seconds
+    while not Path("run/config.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(3) in (130, -signal.SIGINT)
+
+
+def test_a_run_killed_again_and_again_comes_to_the_same_losses():
+    """SIGKILL at random moments of a run that saves after every step."""
+    draw = random.Random(0)
+    done = 0
+    for attempt in range(5):
+        if attempt == 0:
+            words = arguments("--out", "run", "--steps", "4000", "--save-every", "1")
+        else:
+            words = ["--resume", "run"]
+        process = start(*words)
+        wait_for_steps("run", done + 3, process)
+        time.sleep(draw.uniform(0, 0.1))
+        process.kill()
+        process.wait()
+        newest = checkpoints(Path("run/checkpoints"))[-1]
+        done = json.loads((newest / "state.json").read_text())["step"]
+    assert done >= 10
+    assert_as_unbroken("run", steps="4000", save_every="1")
+
+
+def assert_as_unbroken(run: str, steps: str, save_every: str) -> None:
+    """The rows of a broken run are those of a new one that is stopped behind them."""
+    broken = losses(run)
+    assert [row[0] for row in broken] == list(range(1, len(broken) + 1))
+    process = start(*arguments("--out", f"{run}-unbroken", "--steps", steps, "--save-every", "4000"))
+    wait_for_steps(f"{run}-unbroken", len(broken), process)
+    process.kill()
+    process.wait()
+    assert losses(f"{run}-unbroken")[: len(broken)] == broken
