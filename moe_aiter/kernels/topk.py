@@ -114,7 +114,7 @@ def backward_topk(ctx, dvalues, dids):
         return None, None
     (ids,) = ctx.saved_tensors
     # the experts of a row are distinct, so this writes each element once: no order to depend on
-    dscores = dvalues.new_zeros(len(ids), ctx.num_experts).scatter(1, ids, dvalues)
+    dscores = dvalues.new_zeros(ids.shape[0], ctx.num_experts).scatter(1, ids, dvalues)
     return dscores, None
 
 

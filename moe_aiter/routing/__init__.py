@@ -1,0 +1,21 @@
+"""Which token goes to which experts, with what weight and in which row; how evenly, and the losses for it."""
+
+from .losses import attach_loss, load_balance_loss, z_loss
+from .plan import RoutePlan, make_plan, permute, unpermute
+from .router import Router, Routing, route
+from .stats import LoadStatistics, load_statistics
+
+__all__ = [
+    "LoadStatistics",
+    "RoutePlan",
+    "Router",
+    "Routing",
+    "attach_loss",
+    "load_balance_loss",
+    "load_statistics",
+    "make_plan",
+    "permute",
+    "route",
+    "unpermute",
+    "z_loss",
+]

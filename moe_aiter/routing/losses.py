@@ -65,6 +65,26 @@ def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     return mean_over_tokens(square if mask is None else square.masked_fill(~mask, 0), mask)
 
 
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """`x` itself, whose backward pass also starts the one of the scalar `loss`, with gradient 1.
+
+    The effect on every gradient is that of adding `loss` to the training loss that `x` leads to, without
+    a way for `loss` to travel there.  Its gradient is 1 whatever that training loss is multiplied by.
+    """
+    return AttachLoss.apply(x, loss)
+
+
+class AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.loss_dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, dx.new_ones((), dtype=ctx.loss_dtype)
+
+
 def mean_over_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     """The mean over the first axis of `x`, which is 0 where `mask` is False; 0 if no token counts."""
     if mask is None:

@@ -126,10 +126,15 @@ def test_opcheck(device, grad):
 
 
 def test_one_graph_for_any_number_of_tokens(device):
+    torch.compiler.reset()
     compiled = torch.compile(lambda s: topk(s, 2), fullgraph=True, backend="aot_eager", dynamic=True)
-    for num_tokens in (3, 8, 21):
-        scores = torch.rand(num_tokens, 6, device=device)
-        assert torch.equal(compiled(scores)[1], topk(scores, 2)[1])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for num_tokens in (3, 8, 21):
+            scores = torch.rand(num_tokens, 6, device=device, requires_grad=True)
+            (values, ids), (want_values, want) = compiled(scores), topk(scores, 2)
+            assert torch.equal(ids, want)
+            got, expected = (torch.autograd.grad(v.square().sum(), scores)[0] for v in (values, want_values))
+            assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(

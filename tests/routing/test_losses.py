@@ -166,14 +166,19 @@ def test_half_precision_scores_are_summed_in_float32(device):
 
 
 def test_one_graph_for_any_number_of_tokens(device):
+    torch.compiler.reset()
+
     def losses(logits):
         routing = route(logits, 2)
         return load_balance_loss(routing.scores, routing.expert_ids) + z_loss(routing.logits)
 
     compiled = torch.compile(losses, fullgraph=True, backend="aot_eager", dynamic=True)
-    for num_tokens in (3, 8, 21):
-        logits = routed(num_tokens=num_tokens, device=device, dtype=torch.float32).logits
-        torch.testing.assert_close(compiled(logits), losses(logits))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for num_tokens in (3, 8, 21):
+            logits = routed(num_tokens=num_tokens, device=device, dtype=torch.float32).logits
+            got, want = compiled(logits), losses(logits)
+            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(*(torch.autograd.grad(loss, logits) for loss in (got, want)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""E expert MLPs with stacked weights."""
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.activations import get_activation
+from ..kernels.experts import expert_mlp
+from ..routing.plan import RoutePlan
+
+
+class Experts(nn.Module):
+    """E two-layer MLPs, gated or plain, of which each token sees its own few.
+
+        out[t] = sum_j s[t, j] * (down[e] @ act(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])
+
+    with e the expert of choice (t, j) and s = `routing_weights` (Shazeer et al. 2017, arXiv 1701.06538).
+
+    Parameters, laid out as in nn.Linear and most checkpoints:
+      gate_up       (E, 2I, H), gate rows first, or gate and up in turn with `interleaved`;
+                    (E, I, H) for a plain activation
+      down          (E, H, I)
+      gate_up_bias  (E, 2I or I) and down_bias (E, H), with `bias`
+    All are initialised as E nn.Linear layers would be.  `activation`: swiglu, geglu, reglu, silu, gelu,
+    relu or relu2.
+
+    A weight with a `main_grad` attribute, a tensor of its shape and usually float32, gets its gradient added
+    there, without a rounding between micro-batches, and its `.grad` stays None.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, size in (("num_experts", num_experts), ("hidden", hidden), ("intermediate", intermediate)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}")
+        act = get_activation(activation)
+        if interleaved and not act.gated:
+            raise ValueError(f"interleaved=True, but the activation {activation!r} has no gate to interleave")
+        self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
+        self.activation, self.interleaved = activation, interleaved
+
+        def new(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        self.gate_up = new(act.parts * intermediate, hidden)
+        self.gate_up_bias = new(act.parts * intermediate) if bias else None
+        self.down = new(hidden, intermediate)
+        self.down_bias = new(hidden) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight, bias in ((self.gate_up, self.gate_up_bias), (self.down, self.down_bias)):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+        """Send `x` (T, H) through the experts of `plan`; add up, weighted by `routing_weights` (T, k).
+
+        Returns (T, H) in the dtype of `x`, which must be that of the weights; under torch.autocast, in its
+        dtype, as from nn.Linear.  Raises ValueError and TypeError as `expert_mlp` does.
+        """
+        return autocast_expert_mlp(
+            x,
+            self.gate_up,
+            self.down,
+            routing_weights,
+            plan,
+            activation=self.activation,
+            interleaved=self.interleaved,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            gate_up_main_grad=getattr(self.gate_up, "main_grad", None),
+            down_main_grad=getattr(self.down, "main_grad", None),
+        )
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
+        rest = f"bias={self.down_bias is not None}, interleaved={self.interleaved}"
+        return f"{sizes}, activation={self.activation!r}, {rest}"
+
+
+def autocast_expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *inputs, **options) -> Tensor:
+    """`expert_mlp`, with `x` and the weights in the dtype of torch.autocast where it is on.
+
+    The routing weights and biases keep theirs, as they are used in float32.  float64 is left alone, as
+    autocast does.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return expert_mlp(x, gate_up, down, *inputs, **options)
+    dtype = torch.get_autocast_dtype(device)
+    x, gate_up, down = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, gate_up, down))
+    with torch.autocast(device, enabled=False):
+        return expert_mlp(x, gate_up, down, *inputs, **options)

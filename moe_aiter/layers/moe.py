@@ -1,0 +1,162 @@
+"""The mixture-of-experts layer: a token is routed, its experts run, their outputs add up."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.activations import get_activation
+from ..kernels.glu import glu
+from ..routing.losses import attach_loss, load_balance_loss, z_loss
+from ..routing.plan import RoutePlan, make_plan
+from ..routing.router import Router, Routing
+from .experts import Experts
+
+
+class MoERouting(NamedTuple):
+    """What one forward pass decided, for losses and statistics."""
+
+    routing: Routing  # expert_ids, routing_weights, scores and logits of the T tokens
+    plan: RoutePlan  # order, rank and group_sizes
+
+
+class MoE(nn.Module):
+    """Top-k mixture of experts in place of a transformer's MLP: (..., H) -> (..., H).
+
+        out[t] = sum_j s[t, j] * expert[e_tj](x[t]) + shared(x[t])
+
+    Experts    `num_experts` MLPs of width `intermediate`: see `Experts` for `activation` and `interleaved`.
+    Router     `top_k`, `score`, `renormalize` and `scale`: see `route`.
+    Shared     `shared_intermediate` > 0 adds a dense MLP of that width which sees every token; several shared
+               experts are one of their total width.  `shared_gate` multiplies its output by
+               sigmoid(w . x), as in Qwen2-MoE.
+    `bias` gives router, experts and shared expert biases.
+
+    Losses.  With `load_balance_coef` or `z_loss_coef` above 0, in training mode, every gradient is what it
+    would be with coef * loss added to the training loss (see `load_balance_loss`, `z_loss`); the output is
+    unchanged.  Their gradient enters as the backward pass comes by, and knows nothing of what the training
+    loss was multiplied by.  So if you scale that, by a GradScaler for float16 or by 1/n for n
+    micro-batches, either scale the coefficients alike or leave them 0, take `return_routing=True` and add the
+    losses yourself.
+
+    state_dict keys: router.weight (E, H), experts.gate_up (E, 2I, H), experts.down (E, H, I), and where asked
+    for router.bias, experts.gate_up_bias, experts.down_bias, shared.gate_up.weight, shared.down.weight,
+    shared.gate.weight, and their biases.  There is no other state.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        interleaved: bool = False,
+        score: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        shared_intermediate: int = 0,
+        shared_gate: bool = False,
+        load_balance_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
+        self.load_balance_coef, self.z_loss_coef = load_balance_coef, z_loss_coef
+        where = {"device": device, "dtype": dtype}
+        mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
+        scoring = {"score": score, "renormalize": renormalize, "scale": scale}
+        self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
+        self.experts = Experts(num_experts, hidden, intermediate, **mlp)
+        if shared_gate and not shared_intermediate:
+            raise ValueError(
+                "shared_gate=True, but shared_intermediate is 0: there is no shared expert to gate"
+            )
+        shared = (
+            SharedExpert(hidden, shared_intermediate, gate=shared_gate, **mlp)
+            if shared_intermediate
+            else None
+        )
+        self.shared = shared
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew; after `to_empty`, say."""
+        for part in (self.router, self.experts, self.shared):
+            if part is not None:
+                part.reset_parameters()
+
+    def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, MoERouting]:
+        """(..., H) -> (..., H), in the dtype of `x`; with `return_routing` also the MoERouting of the tokens,
+        which are the leading axes of `x` flattened.
+
+        `x` must have the dtype of the weights; under torch.autocast the result has its dtype, as from
+        nn.Linear, and the router stays float32.  Raises ValueError if the last axis is not H, TypeError for
+        dtypes that differ.
+        """
+        if x.dim() < 1 or x.shape[-1] != self.hidden:
+            raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
+        tokens = x.reshape(-1, self.hidden)  # (T, H)
+        routing = self.router(tokens)
+        plan = make_plan(routing.expert_ids, self.num_experts)
+        out = self.experts(tokens, self.with_losses(routing, plan), plan)  # (T, H)
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        out = out.view(x.shape)
+        return (out, MoERouting(routing, plan)) if return_routing else out
+
+    def with_losses(self, routing: Routing, plan: RoutePlan) -> Tensor:
+        """The routing weights, whose backward pass also starts those of the losses."""
+        weights = routing.routing_weights
+        if not (self.training and torch.is_grad_enabled()):
+            return weights
+        if self.load_balance_coef:
+            loss = load_balance_loss(routing.scores, group_sizes=plan.group_sizes)
+            weights = attach_loss(weights, self.load_balance_coef * loss)
+        if self.z_loss_coef:
+            weights = attach_loss(weights, self.z_loss_coef * z_loss(routing.logits))
+        return weights
+
+    def extra_repr(self) -> str:
+        return f"load_balance_coef={self.load_balance_coef}, z_loss_coef={self.z_loss_coef}"
+
+
+class SharedExpert(nn.Module):
+    """A dense MLP, gated or plain: down(act(gate_up(x))), times sigmoid(gate(x)) with `gate`."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        interleaved: bool = False,
+        gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if intermediate < 1:
+            raise ValueError(f"intermediate must be at least 1, not {intermediate}")
+        self.activation, self.interleaved = activation, interleaved
+        where = {"device": device, "dtype": dtype}
+        width = get_activation(activation).parts * intermediate
+        self.gate_up = nn.Linear(hidden, width, bias=bias, **where)
+        self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
+        self.gate = nn.Linear(hidden, 1, bias=False, **where) if gate else None
+
+    def reset_parameters(self) -> None:
+        for part in self.children():
+            part.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, H) -> (T, H)."""
+        out = self.down(glu(self.gate_up(x), self.activation, self.interleaved))
+        return out if self.gate is None else out * self.gate(x).sigmoid()
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, interleaved={self.interleaved}"

@@ -1,0 +1,93 @@
+"""Experts under routing that the caller has already decided."""
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels._check import check_float, check_shape, check_size
+from ..kernels.activations import get_activation
+from ..routing.plan import make_plan
+from .experts import autocast_expert_mlp
+
+
+class OptimizedMoELayer(nn.Module):
+    """AITER's example of an MoE forward pass as a module that trains.
+
+        out[t] = sum_j routing_weights[t, j] * (act(x[t] @ w1[e]) @ w2[e]),  e = expert_ids[t, j]
+
+    The routing weights come before the sum over a token's experts, and the activation before either: the
+    only reading of the example that is a mixture of experts.  Sums in float32, one rounding at the end.
+
+    Parameters `w1` (E, H, F) and `w2` (E, F, H), drawn from N(0, 1) as in the example: unscaled, to be
+    overwritten by a checkpoint or an initialisation of yours.  For a gated activation w1 is (E, H, 2F),
+    gate columns first.  No copy is made to use them.
+
+    Without `device` and `dtype` the layer is float16 on a GPU, as in the example, and float32 on the CPU,
+    where float16 is slow, if there is no GPU.  torch.set_default_device and `with torch.device(...)` are
+    obeyed, as by nn.Linear.
+    """
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        num_experts: int,
+        expert_dim: int,
+        *,
+        activation: str = "gelu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, size in (
+            ("hidden_dim", hidden_dim),
+            ("num_experts", num_experts),
+            ("expert_dim", expert_dim),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}")
+        if device is None:
+            device = torch.get_default_device()
+            if device.type == "cpu" and torch.cuda.is_available():
+                device = torch.device("cuda")
+        if dtype is None:
+            dtype = torch.float32 if torch.device(device).type == "cpu" else torch.float16
+        self.hidden_dim, self.num_experts, self.expert_dim = hidden_dim, num_experts, expert_dim
+        self.activation = activation
+        width = get_activation(activation).parts * expert_dim
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, width, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(num_experts, expert_dim, hidden_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w1)
+        nn.init.normal_(self.w2)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> Tensor:
+        """Send `x` (T, H) to `expert_ids` (T, k), weighted by `routing_weights` (T, k); returns (T, H).
+
+        `expert_ids` int32 or int64: -1 drops a choice, which adds nothing and gets no gradient; the same
+        expert twice counts twice.  `routing_weights` of any floating dtype.  `x` in the dtype of the weights,
+        or any under torch.autocast.  Differentiable in x, w1, w2 and routing_weights; `main_grad` works as
+        for Experts.  Raises ValueError for sizes that disagree, TypeError for dtypes.
+        """
+        check_shape("x", x, "T", "H")
+        check_shape("expert_ids", expert_ids, "T", "k")
+        check_size("x is (T={}, H)", x.shape[0], "expert_ids is (T={}, k)", expert_ids.shape[0])
+        check_size("x is (T, H={})", x.shape[1], "w1 is (E, H={}, F)", self.hidden_dim)
+        if not torch.is_autocast_enabled(x.device.type):
+            check_float(x=x, w1=self.w1)
+        main_grads = [getattr(w, "main_grad", None) for w in (self.w1, self.w2)]
+        gate_up, down = [None if g is None else g.mT for g in main_grads]
+        return autocast_expert_mlp(
+            x,
+            self.w1.mT,
+            self.w2.mT,
+            routing_weights,
+            make_plan(expert_ids, self.num_experts),
+            activation=self.activation,
+            gate_up_main_grad=gate_up,
+            down_main_grad=down,
+        )
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.hidden_dim}, num_experts={self.num_experts}, expert_dim={self.expert_dim}"
+        return f"{sizes}, activation={self.activation!r}"

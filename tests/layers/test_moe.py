@@ -1,0 +1,246 @@
+"""The MoE layer against the double loop: routing, experts, shared expert, and the losses it attaches."""
+
+import copy
+import io
+
+import pytest
+import torch
+from check import assert_as_good_as_torch, with_gradients
+from layers.double_loop import ACTIVATIONS, moe_loop
+
+from moe_aiter.layers.moe import MoE
+from moe_aiter.routing.losses import load_balance_loss, z_loss
+from moe_aiter.routing.stats import load_statistics
+
+H, WIDTH, E, K, T = 12, 10, 6, 2, 13
+MODES = [("softmax", True), ("softmax", False), ("topk_softmax", True), ("sigmoid", True), ("sigmoid", False)]
+
+
+def build(device="cpu", top_k=K, **options):
+    return MoE(H, WIDTH, E, top_k, device=device, **options)
+
+
+def compare(moe, x, floor=1e-7, **options):
+    """Values, and the gradients of x and every parameter; `options` are those of `moe_loop`."""
+    names = [name for name, _ in moe.named_parameters()]
+
+    def ours(x, *params):
+        return torch.func.functional_call(moe, dict(zip(names, params, strict=True)), (x,))
+
+    def loop(x, *params):
+        return moe_loop(x, dict(zip(names, params, strict=True)), moe.top_k, **options)
+
+    assert_as_good_as_torch(with_gradients(ours), with_gradients(loop), x, *moe.parameters(), floor=floor)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, E])
+@pytest.mark.parametrize("score, renormalize", MODES)
+def test_every_score(device, score, renormalize, top_k):
+    scoring = {"score": score, "renormalize": renormalize, "scale": 2.5}
+    compare(build(device, top_k, **scoring), torch.randn(T, H, device=device), **scoring)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(device, activation, bias):
+    moe = build(device, activation=activation, bias=bias, shared_intermediate=7)
+    compare(moe, torch.randn(T, H, device=device), activation=activation)
+
+
+@pytest.mark.parametrize("shared_gate", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_shared_expert(device, bias, shared_gate):
+    moe = build(device, bias=bias, shared_intermediate=7, shared_gate=shared_gate, interleaved=True)
+    compare(moe, torch.randn(T, H, device=device), interleaved=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(device, dtype):
+    moe = build(device, shared_intermediate=7).to(dtype)
+    compare(moe, torch.randn(T, H, device=device).to(dtype))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_few_tokens(device, num_tokens):
+    # one token's rounding errors are not averaged, and a router's gradient is a small difference
+    compare(build(device), torch.randn(num_tokens, H, device=device), floor=5e-6)
+
+
+def test_one_expert_takes_all(device):
+    moe = build(device, top_k=1, bias=True)
+    with torch.no_grad():
+        moe.router.bias[4] = 100.0
+    x = torch.randn(T, H, device=device)
+    compare(moe, x)
+    moe(x).sum().backward()
+    idle = [0, 1, 2, 3, 5]
+    assert all(p.grad[idle].count_nonzero() == 0 for p in moe.experts.parameters())
+
+
+def test_gradcheck():
+    moe = build(dtype=torch.float64, bias=True, shared_intermediate=4, shared_gate=True)
+    inputs = [torch.randn(5, H, dtype=torch.float64), *moe.parameters()]
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    names = [name for name, _ in moe.named_parameters()]
+
+    def fn(x, *params):
+        return torch.func.functional_call(moe, dict(zip(names, params, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(fn, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("shape", [(H,), (T, H), (2, 5, H), (2, 0, H), (2, 1, 3, H)], ids=str)
+def test_leading_axes(device, shape):
+    moe = build(device, shared_intermediate=7)
+    x = torch.randn(shape, device=device)
+    out, (routing, plan) = moe(x, return_routing=True)
+    assert out.shape == shape
+    tokens = x.reshape(-1, H)
+    torch.testing.assert_close(out.view(-1, H), moe(tokens))
+    assert routing.expert_ids.shape == routing.routing_weights.shape == plan.rank.shape == (len(tokens), K)
+    assert routing.scores.shape == routing.logits.shape == (len(tokens), E)
+    assert plan.group_sizes.sum() == len(tokens) * K
+
+
+def test_strided_input(device):
+    moe = build(device)
+    x = torch.randn(H, 5, 3, device=device).permute(2, 1, 0)
+    torch.testing.assert_close(moe(x), moe(x.contiguous()))
+    torch.testing.assert_close(moe(x[:1].expand(3, 5, H)), moe(x[:1]).expand(3, 5, H))
+
+
+def test_routing_feeds_losses_and_statistics(device):
+    moe = build(device)
+    out, (routing, plan) = moe(torch.randn(T, H, device=device), return_routing=True)
+    loss = out.square().mean() + load_balance_loss(routing.scores, group_sizes=plan.group_sizes)
+    (loss + z_loss(routing.logits)).backward()
+    assert moe.router.weight.grad.isfinite().all()
+    assert load_statistics(plan.group_sizes).load.sum().item() == pytest.approx(1)
+
+
+COEFS = {"load_balance_coef": 0.3, "z_loss_coef": 0.05}
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("names", [("load_balance_coef",), ("z_loss_coef",), tuple(COEFS)], ids=str)
+def test_attached_losses_are_added_losses(device, names, score):
+    """The output is the same to the bit, and every gradient that of out.sum() + coef * loss."""
+    coefs = {name: COEFS[name] for name in names}
+    attached = build(device, score=score, bias=True, **coefs)
+    plain = build(device, score=score, bias=True)
+    plain.load_state_dict(attached.state_dict())
+    x = torch.randn(T, H, device=device)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out = attached(a)
+    want, (routing, plan) = plain(b, return_routing=True)
+    assert torch.equal(out, want)
+    losses = {
+        "load_balance_coef": load_balance_loss(routing.scores, group_sizes=plan.group_sizes),
+        "z_loss_coef": z_loss(routing.logits),
+    }
+    out.square().sum().backward()
+    (want.square().sum() + sum(coefs[name] * losses[name] for name in names)).backward()
+    for got, expected in [(a, b), *zip(attached.parameters(), plain.parameters(), strict=True)]:
+        torch.testing.assert_close(got.grad, expected.grad)
+    alone = torch.autograd.grad(plain(b).square().sum(), plain.router.weight)[0]
+    assert not torch.allclose(attached.router.weight.grad, alone, rtol=1e-3, atol=0)
+
+
+def test_losses_are_attached_in_training_only(device):
+    moe, plain = build(device, **COEFS).eval(), build(device)
+    plain.load_state_dict(moe.state_dict())
+    x = torch.randn(T, H, device=device)
+    grads = [torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (moe, plain)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with torch.no_grad():
+        assert torch.equal(moe.train()(x), plain(x))
+
+
+def test_attached_losses_balance_the_load(device):
+    moe = build(device, top_k=1, load_balance_coef=1.0)
+    x = torch.randn(256, H, device=device) + 2
+    optimizer = torch.optim.Adam([moe.router.weight], 0.03)
+    imbalance = []
+    for _ in range(60):
+        out, (_, plan) = moe(x, return_routing=True)
+        imbalance.append(load_statistics(plan.group_sizes).imbalance.item())
+        (out * 0).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert imbalance[0] > 1 and imbalance[-1] < 0.5
+
+
+def test_no_tensor_stays_on_the_module(device):
+    moe = build(device, shared_intermediate=7, **COEFS)
+    before = [{k: v for k, v in m.__dict__.items() if not k.startswith("_")} for m in moe.modules()]
+    moe(torch.randn(T, H, device=device)).sum().backward()
+    after = [{k: v for k, v in m.__dict__.items() if not k.startswith("_")} for m in moe.modules()]
+    assert before == after and not list(moe.buffers())
+
+
+def test_state_dict(device):
+    moe = build(device, bias=True, shared_intermediate=7, shared_gate=True)
+    assert set(moe.state_dict()) == {
+        *("router.weight", "router.bias"),
+        *("experts.gate_up", "experts.gate_up_bias", "experts.down", "experts.down_bias"),
+        *("shared.gate_up.weight", "shared.gate_up.bias", "shared.down.weight", "shared.down.bias"),
+        "shared.gate.weight",
+    }
+    assert set(build().state_dict()) == {"router.weight", "experts.gate_up", "experts.down"}
+    other = build(device, bias=True, shared_intermediate=7, shared_gate=True)
+    other.load_state_dict(moe.state_dict())
+    x = torch.randn(T, H, device=device)
+    assert torch.equal(other(x), moe(x))
+
+
+def test_copies(device):
+    moe = build(device, shared_intermediate=7, **COEFS)
+    x = torch.randn(T, H, device=device)
+    file = io.BytesIO()
+    torch.save(moe, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(moe), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(x), moe(x))
+        assert repr(twin) == repr(moe)
+    assert "load_balance_coef=0.3, z_loss_coef=0.05" in repr(moe)
+
+
+def test_from_the_meta_device(device):
+    moe = MoE(H, WIDTH, E, K, bias=True, shared_intermediate=7, shared_gate=True, device="meta")
+    assert all(p.is_meta for p in moe.parameters())
+    moe.to_empty(device=device).reset_parameters()
+    for p in moe.parameters():
+        assert 0 < p.abs().max() <= 1
+    compare(moe, torch.randn(T, H, device=device))
+
+
+def test_casts(device):
+    x = torch.randn(T, H, device=device)
+    moe = build(device, shared_intermediate=7)
+    for cast in (moe.half, moe.bfloat16, moe.float):
+        dtype = next(cast().parameters()).dtype
+        out, (routing, _) = moe(x.to(dtype), return_routing=True)
+        assert out.dtype == dtype
+        assert routing.logits.dtype == routing.scores.dtype == routing.routing_weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: build(top_k=7), "top_k is 7 but num_experts is 6"),
+        (lambda: build(activation="tanh"), "unknown activation 'tanh'"),
+        (lambda: build(score="tanh"), "unknown score 'tanh'"),
+        (lambda: build(shared_gate=True), "shared_gate=True, but shared_intermediate is 0"),
+        (lambda: build(shared_intermediate=-3), "intermediate must be at least 1, not -3"),
+        (lambda: build()(torch.zeros(3, 11)), r"x is \(3, 11\) but the layer needs \(\.\.\., H=12\)"),
+        (lambda: build()(torch.zeros(())), r"x is \(\) but the layer needs \(\.\.\., H=12\)"),
+    ],
+)
+def test_errors(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_dtypes_must_agree(device):
+    with pytest.raises(TypeError, match="x is torch.bfloat16 but gate_up is torch.float32"):
+        build(device)(torch.zeros(3, H, dtype=torch.bfloat16, device=device))
