@@ -87,7 +87,7 @@ def define_op(
     schema: str,
     *,
     new: Callable,
-    reference: Callable,
+    reference: Callable | None = None,
     backward: Callable | None = None,
     save: Callable | None = None,
     check_values: Callable | None = None,
@@ -97,12 +97,12 @@ def define_op(
 
     `new(*inputs)` checks its inputs and allocates the output, a tensor or a tuple; it is also the fake.
     `check_values(*inputs)` raises for bad values; it synchronises, so it runs with settings.debug only.
-    `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend.
+    `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
     Every other backend is `impl(out, *inputs)`: it fills `out`.  A backend given as None is absent.
     """
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
-    IMPLS[name]["torch"] = lambda out, *inputs: copy_into(out, reference(*inputs))
+    IMPLS[name].setdefault("torch", lambda out, *inputs: copy_into(out, reference(*inputs)))
 
     def run(x, *rest):
         out = new(x, *rest)

@@ -125,7 +125,10 @@ def tile(rows: int, channels: int) -> tuple[tuple[int, int], dict]:
     """The grid, and the launch arguments that say a program's share."""
     block_i = min(512, triton.next_power_of_2(channels))
     block_r = min(TILE // block_i, triton.next_power_of_2(rows))
-    return (triton.cdiv(rows, block_r), triton.cdiv(channels, block_i)), {"BLOCK_R": block_r, "BLOCK_I": block_i}
+    return (triton.cdiv(rows, block_r), triton.cdiv(channels, block_i)), {
+        "BLOCK_R": block_r,
+        "BLOCK_I": block_i,
+    }
 
 
 @takes(*TRITON_DTYPES)

@@ -215,7 +215,15 @@ def launch_unpermute(out, rows, order, rank, routing_weights):
 def launch_row_dots(out, rows, x, order, rank):
     H = rows.shape[1]
     row_dots_kernel[(out.numel(),)](
-        rows, x, rank.contiguous(), out, H, rows.stride(), x.stride(), TOP_K=rank.shape[1], BLOCK_H=block_of(H)
+        rows,
+        x,
+        rank.contiguous(),
+        out,
+        H,
+        rows.stride(),
+        x.stride(),
+        TOP_K=rank.shape[1],
+        BLOCK_H=block_of(H),
     )
 
 

@@ -1,0 +1,295 @@
+"""The experts on a CPU: one expert after the other, from its tokens to its share of the output.
+
+    z = gate_up[e] @ x[token] + gate_up_bias[e]
+    out[token] += weight * (down[e] @ f(z) + down_bias[e])
+
+A block of an expert's rows stays in cache from the first step to the last, in scratch that every block reuses; torch
+does the matrix products, C++ what lies between them.  Only x, z and the routing are kept for the backward pass, and
+without z it is computed again.  Sums run in float32, expert by expert, so two runs give the same bits.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backend import define_op, takes
+from ._check import check_device, check_float, check_index, check_shape, check_size
+from ._groups import sum_dtype, take_rows, wide
+from ._host import HOST_DTYPES, check_built, host
+from ._loop_steps import Block, HostSteps, Scratch, TorchSteps, WeightGradient, blocks, linear
+from .activations import get_activation
+from .gmm import gmm_reference
+from .permute import unpermute_reference
+
+
+class LoopInputs(NamedTuple):
+    """The arguments of `expert_loop`, in order."""
+
+    x: Tensor  # (T, H)
+    gate_up: Tensor  # (E, parts * I, H)
+    gate_up_bias: Tensor | None  # (E, parts * I)
+    down: Tensor  # (E, H, I)
+    down_bias: Tensor | None  # (E, H)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    save_z: bool
+    gate_up_main_grad: Tensor | None = None  # (E, parts * I, H)
+    down_main_grad: Tensor | None = None  # (E, H, I)
+
+
+class LoopGrads(NamedTuple):
+    """The gradients that the backward op returns, in order; or which of them it must compute."""
+
+    x: Tensor | bool
+    gate_up: Tensor | bool
+    gate_up_bias: Tensor | bool
+    down: Tensor | bool
+    down_bias: Tensor | bool
+    routing_weights: Tensor | bool  # always computed: it comes with dz for nothing
+
+
+# reference
+def expert_loop_reference(*inputs):
+    i = LoopInputs(*inputs)
+    rows = take_rows(i.x, i.order, i.rank.shape[1])
+    z = gmm_reference(rows, i.gate_up.mT, i.group_sizes, i.gate_up_bias)
+    a = get_activation(i.activation)(z, i.interleaved)
+    y = gmm_reference(a, i.down.mT, i.group_sizes, i.down_bias)
+    return unpermute_reference(y, i.order, i.rank, i.routing_weights), z if i.save_z else z[:0]
+
+
+# launcher: one loop, for the steps in C++ and in torch
+def run_forward(steps_class: type, outs: tuple[Tensor, Tensor], *inputs) -> None:
+    i, (out, z) = LoopInputs(*inputs), outs
+    steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
+    scratch = Scratch(i.x, len(i.order))
+    total = out if out.dtype == sum_dtype(out) else out.new_empty(out.shape, dtype=sum_dtype(out))
+    total.zero_()
+    order, x, last = i.order.int(), i.x.contiguous(), 0
+    gate_up, down = i.gate_up.unbind(0), i.down.unbind(0)
+    gate_up_bias, down_bias = (per_expert(bias, len(down)) for bias in (i.gate_up_bias, i.down_bias))
+    for expert, first, last, *_ in blocks(i.group_sizes, len(order)):
+        if first == last:
+            continue
+        n, choices, (H, channels) = last - first, order[first:last], down[expert].shape
+        rows, a = scratch.take("rows", n, H), scratch.take("a", n, channels)
+        z_rows = z[first:last] if i.save_z else scratch.take("z", n, z.shape[1])
+        steps.gather(x, choices, rows)
+        linear(rows, gate_up[expert], gate_up_bias[expert], z_rows)
+        steps.glu(z_rows, a)
+        linear(a, down[expert], down_bias[expert], rows)
+        steps.accumulate(rows, choices, True, total)
+    z[last:].zero_()
+    if total is not out:
+        out.copy_(total)
+
+
+def per_expert(bias: Tensor | None, num_experts: int) -> tuple:
+    return (None,) * num_experts if bias is None else bias.unbind(0)
+
+
+class BackwardLoop:
+    """What the blocks of one backward pass share."""
+
+    def __init__(self, steps_class: type, grads: tuple, dout: Tensor, z: Tensor, *rest):
+        self.i = i = LoopInputs(*rest[:-1])
+        self.grads, self.needs = LoopGrads(*grads), LoopGrads(*rest[-1])
+        self.dout, self.x, self.order = dout.contiguous(), i.x.contiguous(), i.order.int()
+        self.z = z if len(z) else None
+        self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
+        self.gate_up_bias, self.down_bias = (
+            per_expert(b, len(self.down)) for b in (i.gate_up_bias, i.down_bias)
+        )
+        self.steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
+        self.scratch = Scratch(i.x, len(i.order))
+        self.products = {
+            name: WeightGradient(getattr(self.grads, name), getattr(i, f"{name}_main_grad"))
+            for name in ("gate_up", "down")
+            if getattr(self.needs, name)
+        }
+        sums = sum_dtype(dout)
+        self.totals = LoopGrads(*(g.new_zeros(g.shape, dtype=sums) for g in self.grads))
+
+    def run(self) -> None:
+        for block in blocks(self.i.group_sizes, len(self.order)):
+            if block.first < block.last:
+                self.run_block(block)
+            else:
+                for product in self.products.values():
+                    product.clear(block)
+        for name in ("x", "gate_up_bias", "down_bias", "routing_weights"):
+            getattr(self.grads, name).copy_(getattr(self.totals, name))
+
+    def run_block(self, block: Block) -> None:
+        expert, first, last, *_ = block
+        needs, steps, totals, n = self.needs, self.steps, self.totals, last - first
+        choices, (H, channels) = self.order[first:last], self.down[expert].shape
+        dy = self.scratch.take("rows", n, H)
+        steps.gather(self.dout, choices, dy)
+        if needs.down_bias:
+            steps.column_sum(dy, choices, True, totals.down_bias[expert])
+
+        x, z = self.inputs_of(block, choices)
+        da, a, dz = (
+            self.scratch.take(name, n, w)
+            for name, w in (("da", channels), ("a", channels), ("dz", z.shape[1]))
+        )
+        dweights = totals.routing_weights.view(-1)
+        torch.mm(dy, self.down[expert], out=da)
+        steps.glu_backward(da, z, choices, (dz, a, dweights))
+        if self.down_bias[expert] is not None:
+            dweights[choices] += wide(dy) @ wide(self.down_bias[expert])
+
+        if needs.down:
+            self.products["down"].add(block, dy, a)
+        if needs.gate_up:
+            self.products["gate_up"].add(block, dz, x)
+        if needs.gate_up_bias:
+            steps.column_sum(dz, choices, False, totals.gate_up_bias[expert])
+        if needs.x:
+            dx = torch.mm(dz, self.gate_up[expert], out=dy)
+            steps.accumulate(dx, choices, False, totals.x)
+
+    def inputs_of(self, block: Block, choices: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The rows of x, where they are needed, and of z, saved or computed again."""
+        expert, first, last, *_ = block
+        n, (width, H), x = last - first, self.gate_up[expert].shape, None
+        if self.needs.gate_up or self.z is None:
+            x = self.scratch.take("x", n, H)
+            self.steps.gather(self.x, choices, x)
+        if self.z is not None:
+            return x, self.z[first:last]
+        z = self.scratch.take("z", n, width)
+        linear(x, self.gate_up[expert], self.gate_up_bias[expert], z)
+        return x, z
+
+
+def run_backward(steps_class: type, grads: tuple, *inputs) -> None:
+    BackwardLoop(steps_class, grads, *inputs).run()
+
+
+def new_expert_loop(*inputs):
+    i = LoopInputs(*inputs)
+    check_shapes(i)
+    check_kinds(i)
+    check_built(i.x)
+    return i.x.new_empty(i.x.shape), i.x.new_empty(len(i.order) if i.save_z else 0, i.gate_up.shape[1])
+
+
+def check_shapes(i: LoopInputs) -> None:
+    for name, axes in (("x", "T H"), ("gate_up", "E parts*I H"), ("down", "E H I"), ("order", "R"),
+                       ("rank", "T k"), ("routing_weights", "T k"), ("group_sizes", "E")):  # fmt: skip
+        check_shape(name, getattr(i, name), *axes.split())
+    (T, H), (E, width, _), parts = i.x.shape, i.gate_up.shape, get_activation(i.activation).parts
+    check_size("x is (T, H={})", H, "gate_up is (E, parts*I, H={})", i.gate_up.shape[2])
+    check_size("x is (T, H={})", H, "down is (E, H={}, I)", i.down.shape[1])
+    check_size("gate_up is (E={}, parts*I, H)", E, "down is (E={}, H, I)", len(i.down))
+    check_size("gate_up is (E={}, parts*I, H)", E, "group_sizes is (E={},)", len(i.group_sizes))
+    check_size(
+        "gate_up is (E, parts*I={}, H)",
+        width,
+        f"{i.activation} and down ask for {{}}",
+        parts * i.down.shape[2],
+    )
+    check_size("x is (T={}, H)", T, "rank is (T={}, k)", len(i.rank))
+    check_size("order is (R={},)", len(i.order), "rank (T, k) holds {} choices", i.rank.numel())
+    for name, shape in (
+        ("routing_weights", i.rank.shape),
+        ("gate_up_bias", (E, width)),
+        ("down_bias", (E, H)),
+        ("gate_up_main_grad", i.gate_up.shape),
+        ("down_main_grad", i.down.shape),
+    ):
+        given = getattr(i, name)
+        if given is not None and given.shape != shape:
+            raise ValueError(f"{name} is {tuple(given.shape)} but must be {tuple(shape)}")
+
+
+def check_kinds(i: LoopInputs) -> None:
+    check_float(x=i.x, gate_up=i.gate_up, down=i.down, gate_up_bias=i.gate_up_bias, down_bias=i.down_bias)
+    check_float(routing_weights=i.routing_weights)
+    check_index(order=i.order, rank=i.rank, group_sizes=i.group_sizes)
+    check_device(**{name: t for name, t in i._asdict().items() if isinstance(t, Tensor)})
+
+
+def new_expert_loop_backward(dout, z, *rest):
+    i, needs = LoopInputs(*rest[:-1]), LoopGrads(*rest[-1])
+    check_float(x=i.x, dout=dout, z=z)
+    if dout.shape != i.x.shape:
+        raise ValueError(f"dout is {tuple(dout.shape)} but x is {tuple(i.x.shape)}")
+    elsewhere = {"gate_up": i.gate_up_main_grad is not None, "down": i.down_main_grad is not None}
+
+    def new(name: str, needed: bool) -> Tensor:
+        return torch.empty_like(getattr(i, name)) if needed and not elsewhere.get(name) else dout.new_empty(0)
+
+    grads = LoopGrads(*(new(name, needed) for name, needed in needs._asdict().items()))
+    # always there, so the op has an output even where every gradient goes elsewhere
+    return grads._replace(routing_weights=i.routing_weights.new_empty(i.rank.shape))
+
+
+# op
+def save_expert_loop(ctx, inputs, output):
+    i = LoopInputs(*inputs)
+    tensors, ctx.others = (
+        i[:9],
+        i[9:],
+    )  # a main gradient is not saved: another backward pass may change it first
+    ctx.save_for_backward(output[1], *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def backward_expert_loop(ctx, dout, dz):
+    nothing = LoopInputs(*[None] * len(LoopInputs._fields))
+    if dout is None:
+        return nothing
+    z, *tensors = ctx.saved_tensors
+    needed = dict(zip(LoopInputs._fields, ctx.needs_input_grad, strict=True))
+    needs = [needed[name] for name in LoopGrads._fields]
+    grads = expert_loop_backward_op(dout, z, *tensors, *ctx.others, needs)
+    onto_main = {"gate_up": ctx.others[-2] is not None, "down": ctx.others[-1] is not None}
+    given = zip(LoopGrads._fields, grads, needs, strict=True)
+    return nothing._replace(**{name: grad for name, grad, need in given if need and not onto_main.get(name)})
+
+
+ARGUMENTS = (
+    "Tensor x, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, Tensor routing_weights, "
+    "Tensor order, Tensor rank, Tensor group_sizes, str activation, bool interleaved, bool save_z, "
+)
+expert_loop_op = define_op(
+    f"expert_loop({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad) -> (Tensor, Tensor)",
+    new=new_expert_loop,
+    reference=expert_loop_reference,
+    torch=functools.partial(run_forward, TorchSteps),
+    host=host(takes(*HOST_DTYPES)(functools.partial(run_forward, HostSteps))),
+    save=save_expert_loop,
+    backward=backward_expert_loop,
+)
+expert_loop_backward_op = define_op(
+    f"expert_loop_backward(Tensor dout, Tensor z, {ARGUMENTS} Tensor(a!)? gate_up_main_grad, "
+    "Tensor(b!)? down_main_grad, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    new=new_expert_loop_backward,
+    torch=functools.partial(run_backward, TorchSteps),
+    host=host(takes(*HOST_DTYPES)(functools.partial(run_backward, HostSteps))),
+)
+
+
+# public
+def expert_loop(*inputs, **named) -> tuple[Tensor, Tensor]:
+    """Send `x` (T, H) through its experts, on a CPU; takes what `LoopInputs` lists, returns out (T, H) and z.
+
+    out[t] = sum over j of routing_weights[t, j] * (down[e] @ f(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])
+    for the experts e of t, where `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z (R, parts * I) is
+    the pre-activation, for the backward pass alone, with `save_z`; otherwise it has no rows and is computed again.
+    Differentiable in the first six inputs; a frozen one costs nothing.  A weight with a main gradient, of its shape
+    and any floating dtype, has its gradient added there and gets None.  Weights may have any strides.  float32,
+    bfloat16, float16 and float64; sums are kept in float32 (float64 for float64), in the order of the experts.
+
+    Raises ValueError for shapes or devices that do not fit and unknown activations, TypeError for dtypes.
+    """
+    return expert_loop_op(*LoopInputs(*inputs, **named))
