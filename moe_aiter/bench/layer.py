@@ -1,0 +1,181 @@
+"""`moe-aiter bench layer`: check each contender, then time it, then measure its memory."""
+
+import argparse
+import csv
+import datetime
+import functools
+import importlib.metadata
+import pathlib
+import platform
+import subprocess
+import sys
+
+import torch
+from torch import Tensor
+
+from .contenders import Contender, contenders
+from .memory import measure_memory
+from .problem import Problem, new_problem, outputs_and_gradients, truth
+from .shapes import DEFAULT, SHAPES, Shape
+from .timing import time_all
+
+REPS = {"cuda": 25, "cpu": 11}
+SLACK, FLOOR = 2.0, 1e-7  # an error may be twice that of plain torch in the same dtype
+PARTS = ("output", "dx", "dgate_up", "ddown", "drouting")
+FIELDS = [
+    *("date", "commit", "device", "torch", "triton", "dtype", "shape"),
+    *("tokens", "hidden", "intermediate", "experts", "top_k", "contender"),
+    *("forward_ms", "forward_p20", "forward_p80", "step_ms", "step_p20", "step_p80"),
+    *("forward_tflops", "step_tflops", "held_mib", "peak_mib", "error", "torch_error"),
+]
+
+
+def bench_layer(args: argparse.Namespace) -> int:
+    """Measure every shape asked for; 1 if one of our own contenders was not as good as torch."""
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        print("moe-aiter bench: error: there is no GPU that torch can use", file=sys.stderr)
+        return 2
+    torch.backends.cuda.matmul.allow_tf32 = False
+    dtype, device = getattr(torch, args.dtype), torch.device(kind)
+    where = provenance(device, args)
+    print(", ".join(f"{k} {v}" for k, v in where.items()))
+    wrong = False
+    for name in args.shape or DEFAULT[kind]:
+        shape = SHAPES[name]
+        print(f"\nshape {name}: T, H, I, E, k = {shape}")
+        rows, refused = bench_shape(shape, dtype, device, args)
+        wrong = wrong or refused
+        rows = [where | shape_cells(name, shape) | row for row in rows]
+        show(rows)
+        if args.out:
+            append(args.out, rows)
+    return int(wrong)
+
+
+def bench_shape(
+    shape: Shape, dtype: torch.dtype, device: torch.device, args: argparse.Namespace
+) -> tuple[list[dict], bool]:
+    """A row for each contender, and whether one of ours was refused."""
+    problem = new_problem(shape, dtype, device)
+    field = [c for c in contenders(problem) if any(word in c.name for word in args.only or [""])]
+    rows = [
+        {"contender": c.name} | errors for c, errors in zip(field, check_all(field, problem), strict=True)
+    ]
+    passed = [i for i, row in enumerate(rows) if not row.pop("refused")]
+    times = time_all([field[i] for i in passed], problem, args.reps or REPS[device.type])
+    for i, (forward, step) in zip(passed, times, strict=True):
+        for part, t, flops in (("forward", forward, 1), ("step", step, 3)):
+            rows[i] |= {f"{part}_ms": t.median, f"{part}_p20": t.p20, f"{part}_p80": t.p80}
+            rows[i] |= {f"{part}_tflops": flops * shape.forward_flops / t.median / 1e9}
+        memory = measure_memory(field[i], problem)
+        if memory:
+            rows[i] |= {"held_mib": memory[0], "peak_mib": memory[1]}
+    return rows, any(c.ours and i not in passed for i, c in enumerate(field))
+
+
+def check_all(field: list[Contender], problem: Problem) -> list[dict]:
+    """The worst error of each contender against float64, torch's own there, and whether to refuse it."""
+
+    @functools.cache
+    def given(routed: bool) -> tuple[list[Tensor], list[float]]:
+        exact = truth(problem, problem.expert_ids, routed, torch.float64)
+        return exact, distances(truth(problem, problem.expert_ids, routed, problem.x.dtype), exact)
+
+    found = []
+    for contender in field:
+        if not contender.checked:
+            found.append({"refused": False})
+            continue
+        exact, torch_errors = given(contender.routed)
+        if contender.expert_ids and not torch.equal(contender.expert_ids(), problem.expert_ids):
+            exact = truth(problem, contender.expert_ids(), contender.routed, torch.float64)
+        with contender.context():
+            got = outputs_and_gradients(contender.run(), contender.leaves, problem.dout)
+        got[2] = contender.gate_up_order(got[2])
+        errors = distances(got, exact)
+        worst = max(range(len(errors)), key=lambda i: errors[i] / (SLACK * torch_errors[i] + FLOOR))
+        refused = not all(e <= SLACK * t + FLOOR for e, t in zip(errors, torch_errors, strict=True))
+        if refused:
+            ours, theirs = errors[worst], torch_errors[worst]
+            print(f"{contender.name}: the error of {PARTS[worst]} is {ours:.1e}, torch's own {theirs:.1e}")
+        found.append({"error": errors[worst], "torch_error": torch_errors[worst], "refused": refused})
+    return found
+
+
+def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """The relative distance of each tensor from the truth, in the Frobenius norm."""
+    return [
+        ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(got, exact, strict=True)
+    ]
+
+
+def provenance(device: torch.device, args: argparse.Namespace) -> dict:
+    """What the figures were measured with."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": args.commit or git_commit(),
+        "device": name,
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "dtype": args.dtype,
+    }
+
+
+def cpu_name() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def triton_version() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def git_commit() -> str:
+    """The short hash of the source tree, with + where it has been changed; unknown outside git."""
+    here = pathlib.Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def shape_cells(name: str, shape: Shape) -> dict:
+    sizes = (shape.num_tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
+    return {"shape": name} | dict(
+        zip(("tokens", "hidden", "intermediate", "experts", "top_k"), sizes, strict=True)
+    )
+
+
+def show(rows: list[dict]) -> None:
+    print(f"{'':<40} {'forward':>17} {'step':>19} {'held':>8} {'peak MiB':>9} {'error':>9}")
+    for row in rows:
+        if "forward_ms" not in row:
+            print(f"{row['contender']:<40} refused")
+            continue
+        cells = [f"{row['contender']:<40}"]
+        cells += [f"{row[p + '_ms']:8.2f} ms {row[p + '_tflops']:6.2f}" for p in ("forward", "step")]
+        cells += [f"{row[m]:8.0f}" if m in row else " " * 8 for m in ("held_mib", "peak_mib")]
+        cells += [f"{row['error']:9.1e}" if "error" in row else ""]
+        print(" ".join(cells))
+
+
+def append(path: pathlib.Path, rows: list[dict]) -> None:
+    """Add rows to a CSV, with its header where it is new; four digits say enough."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})

@@ -1,0 +1,196 @@
+"""The benchmark runs, refuses what is wrong, and the README says what the CSV says."""
+
+import argparse
+import csv
+import pathlib
+
+import pytest
+import torch
+
+from moe_aiter import bench, cli
+from moe_aiter.bench import contenders, layer, report
+from moe_aiter.bench.memory import MIB, measure_memory
+from moe_aiter.bench.problem import new_problem
+from moe_aiter.bench.shapes import DEFAULT, SHAPES
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def problem(device):
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return new_problem(SHAPES["toy"], dtype, device)
+
+
+def run(*argv):
+    return cli.main(["bench", *map(str, argv)])
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_contender_is_as_good_as_torch(problem):
+    field = list(contenders.contenders(problem))
+    names = [c.name for c in field]
+    assert len(names) == len(set(names))
+    assert {"layer: moe_aiter MoE", "for-loop over experts"} <= set(names)
+    found = layer.check_all(field, problem)
+    assert [(n, f) for n, f in zip(names, found, strict=True) if f["refused"]] == []
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_hugging_face(device, experts):
+    pytest.importorskip("transformers")
+    problem = new_problem(SHAPES["toy"], torch.bfloat16, device)
+    peer = contenders.hugging_face(problem, experts)
+    assert not layer.check_all([peer], problem)[0]["refused"]
+
+
+def test_a_wrong_contender_gets_no_time(problem, capsys):
+    good = next(contenders.contenders(problem))
+    wrong = contenders.Contender("off by one percent", lambda: 1.01 * good.run(), good.leaves, routed=True)
+    good_row, wrong_row = layer.check_all([good, wrong], problem)
+    assert not good_row["refused"] and wrong_row["refused"]
+    assert wrong_row["error"] == pytest.approx(0.01, rel=0.1)
+    assert "off by one percent: the error of " in capsys.readouterr().out
+
+
+def test_a_wrong_contender_of_ours_fails_the_command(monkeypatch, capsys):
+    wrong = contenders.contenders
+
+    def spoil(problem):
+        for c in wrong(problem):
+            if c.ours:
+                run = c.run
+                c.run = lambda run=run: 1.01 * run()
+            yield c
+
+    monkeypatch.setattr(layer, "contenders", spoil)
+    assert run("layer", "--device", "cpu", "--shape", "toy", "--reps", 1, "--only", "moe_aiter") == 1
+    assert "refused" in capsys.readouterr().out
+
+
+def test_rows_are_appended(tmp_path, capsys):
+    path = tmp_path / "new" / "layer.csv"
+    flags = (
+        "--device",
+        "cpu",
+        "--shape",
+        "toy",
+        "--reps",
+        2,
+        "--only",
+        "moe_aiter",
+        "loop",
+        "--dtype",
+        "float32",
+    )
+    for commit in ("one", "two"):
+        assert run("layer", *flags, "--commit", commit, "--out", path) == 0
+    rows = read(path)
+    assert {r["commit"] for r in rows} == {"one", "two"}
+    for row in rows:
+        assert list(row) == layer.FIELDS
+        empty = {f for f in layer.FIELDS if not row[f]}
+        assert empty <= {"held_mib", "peak_mib"}, row["contender"]  # nothing to read them from but on Linux
+        assert float(row["forward_p20"]) <= float(row["forward_ms"]) <= float(row["forward_p80"])
+        assert float(row["forward_ms"]) < float(row["step_ms"])
+        flops = 6 * 64 * 2 * 32 * 24
+        assert float(row["step_tflops"]) == pytest.approx(3 * flops / float(row["step_ms"]) / 1e9, rel=1e-2)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("layer", "--device", "cuda") == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_memory_counts_what_a_contender_takes(problem):
+    hoard = []
+
+    def take():
+        hoard.append(torch.ones(64 * MIB // 4, device=problem.x.device))
+        temporary = torch.ones(32 * MIB // 4, device=problem.x.device)
+        return problem.x * temporary[0]
+
+    greedy = contenders.Contender("greedy", take, (problem.x,))
+    measured = measure_memory(greedy, problem)
+    if measured is None:
+        pytest.skip("this system does not tell the memory of a process")
+    held, peak = measured
+    slop = 1 if problem.x.is_cuda else 8
+    assert held == pytest.approx(64, abs=slop)
+    assert peak == pytest.approx(96, abs=slop)
+
+
+def test_shapes_are_known():
+    assert set(DEFAULT["cpu"] + DEFAULT["cuda"]) <= set(SHAPES)
+    protocol = (ROOT / "benchmarks" / "README.md").read_text()
+    for name in ("B", "C", "D", "E"):
+        assert str(SHAPES[name]) in protocol
+    with pytest.raises(SystemExit):
+        run("layer", "--shape", "Z")
+
+
+def row(**cells):
+    cells = {
+        "device": "Abacus",
+        "dtype": "bfloat16",
+        "torch": "2",
+        "triton": "3",
+        "date": "2026-01-01",
+    } | cells
+    shape = {"tokens": "64", "hidden": "32", "intermediate": "24", "experts": "5", "top_k": "2"}
+    return dict.fromkeys(layer.FIELDS, "") | shape | cells
+
+
+def test_the_report_takes_the_last_run(tmp_path):
+    path, document = tmp_path / "layer.csv", tmp_path / "README.md"
+    cells = {
+        "forward_tflops": "1.234",
+        "step_ms": "5",
+        "step_tflops": "123.4",
+        "held_mib": "10.2",
+        "peak_mib": "20.9",
+    }
+    rows = [
+        row(commit="old", shape="A", contender="gone", **cells),
+        row(commit="new", shape="A", contender="layer", **cells),
+        row(commit="new", shape="B", contender="wrong", error="0.3"),
+    ]
+    layer.append(path, rows)
+    document.write_text(f"head\n{report.BEGIN}\nstale\n{report.END}\ntail\n")
+    assert run("report", "--csv", path, "--readme", document) == 0
+    text = document.read_text()
+    assert text.startswith("head\n") and text.endswith("tail\n")
+    assert "stale" not in text and "gone" not in text and "commit new" in text
+    assert "| layer | 1.2 / 123 |  |" in text and "| layer | 10 / 21 |  |" in text
+    assert "| wrong |  | error 0.3 |" in text
+    once = text
+    assert run("report", "--csv", path, "--readme", document) == 0
+    assert document.read_text() == once
+
+
+def test_the_report_says_what_is_missing(tmp_path, capsys):
+    document = tmp_path / "README.md"
+    document.write_text("no markers\n")
+    assert run("report", "--csv", tmp_path / "none.csv", "--readme", document) == 2
+    layer.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")])
+    assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 2
+    assert "lacks <!-- bench: begin -->" in capsys.readouterr().err
+
+
+def test_the_readme_holds_the_figures_of_the_csv():
+    text, source = (ROOT / "README.md").read_text(), ROOT / bench.CSV
+    if not source.exists():
+        assert report.BEGIN not in text, "tables without figures"
+        return
+    assert report.replaced(text, report.report(source)) == text, "run `moe-aiter bench report`"
+
+
+def test_arguments_have_help():
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    assert "layer | report" in parser.format_help()
