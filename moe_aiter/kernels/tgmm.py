@@ -45,6 +45,12 @@ def group_sum_reference(y, group_sizes, order, top_k, scale):
 
 
 @triton.jit
+def load_source(order_ptr, m, end, TOP_K: tl.constexpr):
+    """The row to read for each of the rows m."""
+    return m if order_ptr is None else tl.load(order_ptr + m, mask=m < end, other=0) // TOP_K
+
+
+@triton.jit
 def tgmm_kernel(
     x_ptr,  # (M, K), or (T, K) read at order // top_k
     y_ptr,  # (M, N)
@@ -55,10 +61,10 @@ def tgmm_kernel(
     N,
     K,
     G,
-    top_k,
     x_strides,  # m, k
     y_strides,  # m, n
     out_strides,  # g, k, n
+    TOP_K: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -78,24 +84,23 @@ def tgmm_kernel(
     k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    x_ptrs = x_ptr + (k % K)[None, :] * x_stride_k
-    y_ptrs = y_ptr + (n % N)[None, :] * y_stride_n
     m = row + tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + (k % K)[None, :] * x_stride_k
+    y_ptrs = y_ptr + m[:, None] * y_stride_m + (n % N)[None, :] * y_stride_n
     full_end = row + (row_end - row) // BLOCK_K * BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # indices are loaded one step ahead, so that the pipeline can fetch the rows of several steps
-    source = m if order_ptr is None else tl.load(order_ptr + m, mask=m < full_end, other=0) // top_k
     for _ in range(row, full_end, BLOCK_K):
+        source = load_source(order_ptr, m, full_end, TOP_K)
         x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
-        y = tl.load(y_ptrs + m[:, None] * y_stride_m)
-        m += BLOCK_K
-        source = m if order_ptr is None else tl.load(order_ptr + m, mask=m < full_end, other=0) // top_k
+        y = tl.load(y_ptrs)
         acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        m += BLOCK_K
+        y_ptrs += BLOCK_K * y_stride_m
     if full_end < row_end:
-        mask = m < row_end
-        source = m if order_ptr is None else tl.load(order_ptr + m, mask=mask, other=0) // top_k
-        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=mask[:, None], other=0.0)
-        y = tl.load(y_ptrs + m[:, None] * y_stride_m, mask=mask[:, None], other=0.0)
+        mask = (m < row_end)[:, None]
+        source = load_source(order_ptr, m, row_end, TOP_K)
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=mask, other=0.0)
+        y = tl.load(y_ptrs, mask=mask, other=0.0)
         acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
 
     out_base = out_ptr + group.to(tl.int64) * out_strides[0]
@@ -175,10 +180,11 @@ def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=
     out = out.mT if columns_first else out
     G, K, N = out.shape
     M = y.shape[0]
-    config = tuning.lookup("tgmm", x.dtype, M, N, K, G)
+    # the pipeline spends stages on the indices, so gathering has rows of its own
+    config = tuning.lookup("tgmm" if order is None else "tgmm_gather", x.dtype, M, N, K, G)
     tgmm_kernel[(G * triton.cdiv(K, config.block_m) * triton.cdiv(N, config.block_n),)](
-        x, y, order, out, group_sizes, M, N, K, G, top_k, x.stride(), y.stride(), out.stride(),
-        ACCUMULATE=accumulate, BLOCK_G=triton.next_power_of_2(G), **tile_options(config),
+        x, y, order, out, group_sizes, M, N, K, G, x.stride(), y.stride(), out.stride(),
+        TOP_K=top_k, ACCUMULATE=accumulate, BLOCK_G=triton.next_power_of_2(G), **tile_options(config),
     )  # fmt: skip
 
 
