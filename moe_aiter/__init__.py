@@ -1,0 +1,58 @@
+"""A Mixture-of-Experts layer for training: Triton on the GPU, C++ and torch on the CPU.
+
+    moe = MoE(hidden=1024, intermediate=512, num_experts=64, top_k=8)
+    y = moe(x)  # (..., 1024) -> (..., 1024)
+
+One sentence carries the package: a token is routed, its rows are permuted, two grouped matmuls run, the
+rows come home.  Each of those is a differentiable function of its own, listed here.
+"""
+
+from .backend import register_kernel, use
+from .kernels.experts import expert_mlp
+from .kernels.glu import glu
+from .kernels.gmm import gmm
+from .kernels.sort import sort_by_expert
+from .kernels.tgmm import tgmm
+from .kernels.topk import topk
+from .layers import Experts, MoE, MoERouting, OptimizedMoELayer
+from .routing import (
+    LoadStatistics,
+    RoutePlan,
+    Router,
+    Routing,
+    attach_loss,
+    load_balance_loss,
+    load_statistics,
+    make_plan,
+    permute,
+    route,
+    unpermute,
+    z_loss,
+)
+
+__all__ = [
+    "Experts",
+    "LoadStatistics",
+    "MoE",
+    "MoERouting",
+    "OptimizedMoELayer",
+    "RoutePlan",
+    "Router",
+    "Routing",
+    "attach_loss",
+    "expert_mlp",
+    "glu",
+    "gmm",
+    "load_balance_loss",
+    "load_statistics",
+    "make_plan",
+    "permute",
+    "register_kernel",
+    "route",
+    "sort_by_expert",
+    "tgmm",
+    "topk",
+    "unpermute",
+    "use",
+    "z_loss",
+]
