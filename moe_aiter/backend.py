@@ -112,7 +112,7 @@ def define_op(
             if check_values is not None:
                 check_values(x, *rest)
         if any(t.numel() for t in outs):  # nobody launches an empty grid
-            with torch.cuda.device_of(x):
+            with torch.cuda.device_of(x), no_autocast(x):
                 pick(name, x)(out, x, *rest)
         return out
 
@@ -130,7 +130,7 @@ def define_inplace_op(
     def run(out, x, *rest):
         check(out, x, *rest)
         if out.numel():
-            with torch.cuda.device_of(out):
+            with torch.cuda.device_of(out), no_autocast(out):
                 pick(name, x)(out, x, *rest)
 
     return register(schema, run, check, None, None)
@@ -147,6 +147,14 @@ def register(
     if backward is not None:
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
     return getattr(torch.ops.moe_aiter, name).default
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """An op means the same under torch.autocast, which would lower the float32 products inside of it."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def copy_into(out: Tensor | tuple[Tensor, ...], result: Tensor | tuple[Tensor, ...]) -> None:

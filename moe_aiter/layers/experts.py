@@ -71,10 +71,11 @@ class Experts(nn.Module):
         Returns (T, H) in the dtype of `x`, which must be that of the weights; under torch.autocast, in its
         dtype, as from nn.Linear.  Raises ValueError and TypeError as `expert_mlp` does.
         """
-        return autocast_expert_mlp(
+        x, gate_up, down = cast_as_linear(x, self.gate_up, self.down)
+        return expert_mlp(
             x,
-            self.gate_up,
-            self.down,
+            gate_up,
+            down,
             routing_weights,
             plan,
             activation=self.activation,
@@ -91,16 +92,10 @@ class Experts(nn.Module):
         return f"{sizes}, activation={self.activation!r}, {rest}"
 
 
-def autocast_expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *inputs, **options) -> Tensor:
-    """`expert_mlp`, with `x` and the weights in the dtype of torch.autocast where it is on.
-
-    The routing weights and biases keep theirs, as they are used in float32.  float64 is left alone, as
-    autocast does.
-    """
-    device = x.device.type
+def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What torch.autocast, where it is on, would hand to nn.Linear: its dtype, but float64 stays float64."""
+    device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
-        return expert_mlp(x, gate_up, down, *inputs, **options)
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    x, gate_up, down = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, gate_up, down))
-    with torch.autocast(device, enabled=False):
-        return expert_mlp(x, gate_up, down, *inputs, **options)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -5,8 +5,9 @@ from torch import Tensor, nn
 
 from ..kernels._check import check_float, check_shape, check_size
 from ..kernels.activations import get_activation
+from ..kernels.experts import expert_mlp
 from ..routing.plan import make_plan
-from .experts import autocast_expert_mlp
+from .experts import cast_as_linear
 
 
 class OptimizedMoELayer(nn.Module):
@@ -73,19 +74,19 @@ class OptimizedMoELayer(nn.Module):
         check_shape("expert_ids", expert_ids, "T", "k")
         check_size("x is (T={}, H)", x.shape[0], "expert_ids is (T={}, k)", expert_ids.shape[0])
         check_size("x is (T, H={})", x.shape[1], "w1 is (E, H={}, F)", self.hidden_dim)
-        if not torch.is_autocast_enabled(x.device.type):
-            check_float(x=x, w1=self.w1)
+        x, w1, w2 = cast_as_linear(x, self.w1, self.w2)
+        check_float(x=x, w1=w1, w2=w2)
         main_grads = [getattr(w, "main_grad", None) for w in (self.w1, self.w2)]
-        gate_up, down = [None if g is None else g.mT for g in main_grads]
-        return autocast_expert_mlp(
+        gate_up_main_grad, down_main_grad = [None if g is None else g.mT for g in main_grads]
+        return expert_mlp(
             x,
-            self.w1.mT,
-            self.w2.mT,
+            w1.mT,
+            w2.mT,
             routing_weights,
             make_plan(expert_ids, self.num_experts),
             activation=self.activation,
-            gate_up_main_grad=gate_up,
-            down_main_grad=down,
+            gate_up_main_grad=gate_up_main_grad,
+            down_main_grad=down_main_grad,
         )
 
     def extra_repr(self) -> str:

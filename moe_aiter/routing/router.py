@@ -91,11 +91,10 @@ def new_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = logits_dtype(x, weight)
-    with torch.autocast(x.device.type, enabled=False):
-        if accumulates(x, weight):
-            logits = torch.mm(x, weight.T, out_dtype=dtype)
-        else:
-            logits = x.to(dtype) @ weight.to(dtype).T
+    if accumulates(x, weight):
+        logits = torch.mm(x, weight.T, out_dtype=dtype)
+    else:
+        logits = x.to(dtype) @ weight.to(dtype).T
     return logits if bias is None else logits + bias
 
 

@@ -175,6 +175,7 @@ def test_main_grad_of_a_frozen_weight_stays(device):
 
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_autocast_is_a_cast(device, main_grad):
+    """Nothing inside the layer, forward or backward, is lowered besides."""
     experts = build(device, bias=True)
     cast = copy.deepcopy(experts)
     cast.gate_up.data, cast.down.data = cast.gate_up.data.bfloat16(), cast.down.data.bfloat16()
@@ -186,15 +187,24 @@ def test_autocast_is_a_cast(device, main_grad):
                 p.main_grad = torch.zeros(p.shape, device=device)
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         out = experts(x, routing_weights, plan)
+        out.sum().backward()
     want = cast(x.bfloat16(), routing_weights, plan)
     assert out.dtype == torch.bfloat16 and torch.equal(out, want)
-    out.sum().backward()
     want.sum().backward()
     for p, q in zip(experts.parameters(), cast.parameters(), strict=True):
         if p.grad is None:
             assert main_grad and torch.equal(p.main_grad, q.main_grad)
         else:
             assert p.grad.dtype == torch.float32 and torch.equal(p.grad, q.grad.float())
+
+
+def test_autocast_leaves_float64_alone(device):
+    experts = build(device, torch.float64)
+    x, expert_ids, routing_weights = draw(device, torch.float64)
+    plan = make_plan(expert_ids, E)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        out = experts(x, routing_weights, plan)
+    assert torch.equal(out, experts(x, routing_weights, plan))
 
 
 def test_two_runs_give_the_same_bits(device):
@@ -263,7 +273,7 @@ def test_errors(make, text):
         (lambda x, w, plan: (x[None], w, plan), ValueError, r"x must be \(T, H\)"),
         (lambda x, w, plan: (x[1:], w, plan), ValueError, "16"),
         (lambda x, w, plan: (x, w[:, 1:], plan), ValueError, r"routing_weights is \(17, 2\).* \(17, 3\)"),
-        (lambda x, w, plan: (x, w.long(), plan), TypeError, "routing_weights must be floating"),
+        (lambda x, w, plan: (x, w.long(), plan), TypeError, "routing_weights must be float"),
         (
             lambda x, w, plan: (x.double(), w, plan),
             TypeError,

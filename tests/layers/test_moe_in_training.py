@@ -107,8 +107,8 @@ def test_checkpointing_changes_nothing(device, use_reentrant):
     x.requires_grad_()
     out = checkpoint(moe, x, use_reentrant=use_reentrant)
     out.square().sum().backward()  # reentrant checkpointing does not allow torch.autograd.grad
-    got = (out, x.grad, *(p.grad for p in moe.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    # not to the bit: without gradients the CPU keeps z elsewhere, and its products depend on the alignment
+    assert_same((out, x.grad, *(p.grad for p in moe.parameters())), want)
 
 
 def test_one_layer_twice_in_a_graph(device):
