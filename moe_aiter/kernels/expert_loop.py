@@ -73,7 +73,7 @@ def run_forward(steps_class: type, outs: tuple[Tensor, Tensor], *inputs) -> None
     total.zero_()
     order, x, last = i.order.int(), i.x.contiguous(), 0
     gate_up, down = i.gate_up.unbind(0), i.down.unbind(0)
-    gate_up_bias, down_bias = (per_expert(bias, len(down)) for bias in (i.gate_up_bias, i.down_bias))
+    gate_up_bias, down_bias = (per_expert(bias, i.x, len(down)) for bias in (i.gate_up_bias, i.down_bias))
     for expert, first, last, *_ in blocks(i.group_sizes, len(order)):
         if first == last:
             continue
@@ -90,8 +90,8 @@ def run_forward(steps_class: type, outs: tuple[Tensor, Tensor], *inputs) -> None
         out.copy_(total)
 
 
-def per_expert(bias: Tensor | None, num_experts: int) -> tuple:
-    return (None,) * num_experts if bias is None else bias.unbind(0)
+def per_expert(bias: Tensor | None, x: Tensor, num_experts: int) -> tuple:
+    return (None,) * num_experts if bias is None else bias.to(x.dtype).unbind(0)
 
 
 class BackwardLoop:
@@ -104,7 +104,7 @@ class BackwardLoop:
         self.z = z if len(z) else None
         self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
         self.gate_up_bias, self.down_bias = (
-            per_expert(b, len(self.down)) for b in (i.gate_up_bias, i.down_bias)
+            per_expert(b, i.x, len(self.down)) for b in (i.gate_up_bias, i.down_bias)
         )
         self.steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
         self.scratch = Scratch(i.x, len(i.order))
@@ -179,7 +179,7 @@ def new_expert_loop(*inputs):
     check_shapes(i)
     check_kinds(i)
     check_built(i.x)
-    return i.x.new_empty(i.x.shape), i.x.new_empty(len(i.order) if i.save_z else 0, i.gate_up.shape[1])
+    return i.x.new_empty(i.x.shape), i.x.new_empty(i.order.shape[0] if i.save_z else 0, i.gate_up.shape[1])
 
 
 def check_shapes(i: LoopInputs) -> None:
@@ -189,16 +189,16 @@ def check_shapes(i: LoopInputs) -> None:
     (T, H), (E, width, _), parts = i.x.shape, i.gate_up.shape, get_activation(i.activation).parts
     check_size("x is (T, H={})", H, "gate_up is (E, parts*I, H={})", i.gate_up.shape[2])
     check_size("x is (T, H={})", H, "down is (E, H={}, I)", i.down.shape[1])
-    check_size("gate_up is (E={}, parts*I, H)", E, "down is (E={}, H, I)", len(i.down))
-    check_size("gate_up is (E={}, parts*I, H)", E, "group_sizes is (E={},)", len(i.group_sizes))
+    check_size("gate_up is (E={}, parts*I, H)", E, "down is (E={}, H, I)", i.down.shape[0])
+    check_size("gate_up is (E={}, parts*I, H)", E, "group_sizes is (E={},)", i.group_sizes.shape[0])
     check_size(
         "gate_up is (E, parts*I={}, H)",
         width,
         f"{i.activation} and down ask for {{}}",
         parts * i.down.shape[2],
     )
-    check_size("x is (T={}, H)", T, "rank is (T={}, k)", len(i.rank))
-    check_size("order is (R={},)", len(i.order), "rank (T, k) holds {} choices", i.rank.numel())
+    check_size("x is (T={}, H)", T, "rank is (T={}, k)", i.rank.shape[0])
+    check_size("order is (R={},)", i.order.shape[0], "rank (T, k) holds {} choices", i.rank.numel())
     for name, shape in (
         ("routing_weights", i.rank.shape),
         ("gate_up_bias", (E, width)),
@@ -212,8 +212,10 @@ def check_shapes(i: LoopInputs) -> None:
 
 
 def check_kinds(i: LoopInputs) -> None:
-    check_float(x=i.x, gate_up=i.gate_up, down=i.down, gate_up_bias=i.gate_up_bias, down_bias=i.down_bias)
-    check_float(routing_weights=i.routing_weights)
+    check_float(x=i.x, gate_up=i.gate_up, down=i.down)
+    for name in ("routing_weights", "gate_up_bias", "down_bias"):
+        if getattr(i, name) is not None:
+            check_float(**{name: getattr(i, name)})
     check_index(order=i.order, rank=i.rank, group_sizes=i.group_sizes)
     check_device(**{name: t for name, t in i._asdict().items() if isinstance(t, Tensor)})
 
