@@ -42,6 +42,7 @@ def load_balance_loss(
         check_shape("expert_ids", expert_ids, "T", "k")
         check_size("scores is (T={}, E)", num_tokens, "expert_ids is (T={}, k)", expert_ids.shape[0])
         group_sizes = make_plan(expert_ids, num_experts).group_sizes
+    check_shape("group_sizes", group_sizes, "E")
     check_size("scores is (T, E={})", num_experts, "group_sizes is (E={},)", group_sizes.shape[0])
     check_device(scores=scores, group_sizes=group_sizes)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -70,6 +71,7 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
 
     The effect on every gradient is that of adding `loss` to the training loss that `x` leads to, without
     a way for `loss` to travel there.  Its gradient is 1 whatever that training loss is multiplied by.
+    The result is a view, which autograd does not let you change in place.
     """
     return AttachLoss.apply(x, loss)
 

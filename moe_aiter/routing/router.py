@@ -44,6 +44,10 @@ def route(
     """
     check_score(score, renormalize)
     check_shape("logits", logits, "T", "E")
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(
+            f"top_k is {top_k} but logits is (T, E={logits.shape[1]}); top_k must be from 1 to E"
+        )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(1)  # (T, E)
     if score == "topk_softmax":

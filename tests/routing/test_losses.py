@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_aiter.routing.losses import load_balance_loss, z_loss
+from moe_aiter.routing.losses import attach_loss, load_balance_loss, z_loss
 from moe_aiter.routing.plan import make_plan
 from moe_aiter.routing.router import route
 
@@ -141,6 +141,15 @@ def test_z_loss_by_hand(device):
     torch.testing.assert_close(dlogits, 2 / 23 * lse * logits.softmax(1))
 
 
+def test_attached_loss_is_added(device):
+    x = torch.randn(4, 3, device=device, requires_grad=True)
+    y = x.exp()
+    out = attach_loss(y, x.square().sum())
+    assert torch.equal(out, y)
+    (dx,) = torch.autograd.grad((5 * out).sum(), x)
+    torch.testing.assert_close(dx, 5 * y + 2 * x)
+
+
 def test_gradcheck(device):
     routing = routed(num_tokens=5, score="sigmoid", device=device)
     mask = torch.tensor([True, True, False, True, True], device=device)
@@ -199,6 +208,7 @@ def test_one_graph_for_any_number_of_tokens(device):
             ValueError,
             r"E=5\) but group_sizes is \(E=4",
         ),
+        (lambda s, i, m: load_balance_loss(s, group_sizes=i), ValueError, r"group_sizes must be \(E\)"),
         (lambda s, i, m: load_balance_loss(s[0], i), ValueError, r"scores must be \(T, E\)"),
         (lambda s, i, m: load_balance_loss(s, i, mask=m[1:]), ValueError, r"\(T=4, E\) but mask is \(T=3,\)"),
         (lambda s, i, m: z_loss(s, m[1:]), ValueError, r"logits is \(T=4, E\) but mask is \(T=3,\)"),

@@ -195,7 +195,7 @@ def test_module_state(device):
             lambda: route(torch.zeros(2, 4), 2, score="tanh"),
             "unknown score 'tanh'; known: softmax, topk_softmax, sigmoid",
         ),
-        (lambda: route(torch.zeros(2, 4), 5), r"k is 5 but scores is \(T, E=4\)"),
+        (lambda: route(torch.zeros(2, 4), 5), r"top_k is 5 but logits is \(T, E=4\)"),
         (lambda: route(torch.zeros(4), 2), r"logits must be \(T, E\)"),
         (lambda: route(torch.zeros(2, 4), 2, score="topk_softmax", renormalize=False), "always sum to 1"),
         (lambda: Router(8, 4, 5), "top_k is 5 but num_experts is 4"),
