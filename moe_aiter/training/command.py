@@ -8,7 +8,7 @@ from .errors import UsageError, need
 from .metrics import read_metrics
 from .model import active_params
 from .plots import plot_run
-from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, given_flags, make_config
+from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, flag, given_flags, make_config
 from .trainer import Trainer
 
 RUNS = Path("runs")
@@ -66,8 +66,8 @@ def resume_run(args: argparse.Namespace) -> Trainer:
         raise UsageError(f"{run} is not a run folder: it has no config.json")
     given = given_flags(args)
     if refused := [name for name in given if name not in RESUMABLE]:
-        flags = ", ".join("--" + name.replace("_", "-") for name in refused)
-        raise UsageError(f"--resume keeps the run's own {flags}; it takes {', '.join(RESUMABLE)}")
+        kept, free = (", ".join(map(flag, names)) for names in (refused, RESUMABLE))
+        raise UsageError(f"--resume keeps the run's own {kept}; it takes {free}")
     if args.preset or args.out:
         raise UsageError("--resume takes neither --preset nor --out")
     values = vars(TrainConfig.load(run / "config.json")) | given

@@ -111,14 +111,17 @@ PRESETS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each field; a flag that is not given leaves no trace in the parsed arguments."""
     for field in dataclasses.fields(TrainConfig):
-        flag = "--" + field.name.replace("_", "-")
         keywords = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}
         if field.type is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+            parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         elif field.name == "data":
-            parser.add_argument(flag, nargs="+", metavar="PATH", **keywords)
+            parser.add_argument(flag(field.name), nargs="+", metavar="PATH", **keywords)
         else:
-            parser.add_argument(flag, type=field.type, metavar=field.type.__name__.upper(), **keywords)
+            parser.add_argument(flag(field.name), type=field.type, metavar=field.type.__name__.upper(), **keywords)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def given_flags(args: argparse.Namespace) -> dict:

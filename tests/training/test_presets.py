@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_aiter.training.errors import UsageError
-from moe_aiter.training.presets import PRESETS, TrainConfig, add_flags, given_flags, make_config
+from moe_aiter.training.presets import PRESETS, TrainConfig, add_flags, flag, given_flags, make_config
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
@@ -24,8 +24,7 @@ def test_no_flag_changes_nothing():
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.type in (int, float)])
 def test_every_number_has_a_flag(name):
-    flag = "--" + name.replace("_", "-")
-    assert parse(flag, "3") == {name: FIELDS[name].type(3)}
+    assert parse(flag(name), "3") == {name: FIELDS[name].type(3)}
 
 
 def test_switches_texts_and_paths(tmp_path):

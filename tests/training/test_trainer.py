@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_aiter.training.checkpoint import checkpoints
 from moe_aiter.training.command import add_arguments, main
@@ -25,7 +26,12 @@ for module in ("tqdm", "safetensors", "matplotlib"):
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a model this small has nothing for a second thread
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(2000)))
+    yield
+    torch.set_num_threads(threads)
 
 
 def arguments(*words: str) -> list[str]:
@@ -116,7 +122,7 @@ def test_resume_refuses_what_would_make_another_run():
     with pytest.raises(UsageError, match="nowhere is not a run folder"):
         train("--resume", "nowhere")
     assert train(*arguments("--out", "run", "--steps", "10")) == 0
-    with pytest.raises(UsageError, match="keeps the run's own --lr, --top-k"):
+    with pytest.raises(UsageError, match="keeps the run's own --top-k, --lr; it takes --steps"):
         train("--resume", "run", "--lr", "1", "--top-k", "1")
     with pytest.raises(UsageError, match="neither --preset nor --out"):
         train("--resume", "run", "--preset", "test")
