@@ -112,8 +112,8 @@ def test_memory_counts_what_a_contender_takes(problem):
 
     def take():
         hoard.append(torch.ones(64 * MIB // 4, device=problem.x.device))
-        temporary = torch.ones(32 * MIB // 4, device=problem.x.device)
-        return problem.x * temporary[0]
+        torch.ones(32 * MIB // 4, device=problem.x.device)
+        return problem.x * 2
 
     greedy = contenders.Contender("greedy", take, (problem.x,))
     measured = measure_memory(greedy, problem)
