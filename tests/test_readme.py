@@ -1,0 +1,107 @@
+"""The README runs as printed, and what it says of the settings is what they are."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from moe_aiter.config import PREFIX, Settings
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = ROOT / "README.md"
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.S | re.M)
+BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
+
+
+def blocks(language):
+    found = [code for name, code in BLOCKS if name == language]
+    return pytest.mark.parametrize("code", found, ids=[code.strip().splitlines()[-1] for code in found])
+
+
+def test_every_block_is_run():
+    assert {language for language, _ in BLOCKS} == {"python", "bash"}
+
+
+@blocks("python")
+def test_python(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@blocks("bash")
+def test_bash(code, tmp_path):
+    """Each line.  But `make` only says what it would do: CI runs `make test`, `make train` takes minutes.
+
+    What `make train` runs is tested in tests/training.
+    """
+    command = tmp_path / "moe-aiter"  # what installing the package puts on the path
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m moe_aiter.cli "$@"\n')
+    command.chmod(0o755)
+    env = environment() | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    for line in code.splitlines():
+        is_make = line.startswith("make ")
+        line = line.replace("make ", "make --dry-run ", 1) if is_make else line
+        cwd = ROOT if is_make else tmp_path
+        done = subprocess.run(["bash", "-c", line], cwd=cwd, env=env, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+def environment():
+    """That of a user: without the settings of the tests, nor those of a make that runs them."""
+    hidden = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "VENV", "PYTHON", "ARGS"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) and k not in hidden}
+    return kept | {"PYTHONPATH": str(ROOT)}
+
+
+def test_make_passes_the_flags_on():
+    line = 'make --dry-run train ARGS="--steps 10 --resume"'
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), text=True, capture_output=True)
+    assert "-m moe_aiter.cli train --steps 10 --resume\n" in done.stdout
+
+
+def test_make_without_an_environment_installs_nothing():
+    command = ["make", "--dry-run", "test-gpu", "VENV=", "PYTHON=python-at-hand"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
+    assert "python-at-hand setup.py -q build_ext --inplace" in done.stdout
+    assert "python-at-hand -m pytest" in done.stdout
+    assert "pip" not in done.stdout and "venv" not in done.stdout
+
+
+def settings_table():
+    """From the fields of Settings and the comments behind them."""
+    source = (ROOT / "moe_aiter" / "config.py").read_text()
+    lines = ["| variable | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(Settings):
+        meaning = re.search(rf"^    {field.name}: .*  # (.*)$", source, re.M)[1]
+        default = int(field.default) if field.type is bool else field.default
+        lines.append(f"| `{PREFIX}{field.name.upper()}` | `{default}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_settings_table_is_that_of_settings():
+    text = README.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0] == settings_table()
+
+
+def test_documents_are_short_and_link_to_what_is_there():
+    for name in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text()
+        assert len(text.splitlines()) <= 150
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (ROOT / link).exists(), f"{name} links to {link}"
+
+
+@pytest.mark.parametrize(
+    "path", ["moe_aiter/config.py", "moe_aiter/backend.py", "tests/shapes.py", "tests/check.py"]
+)
+def test_contributing_names_what_is_there(path):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert (ROOT / path).exists() and path.removeprefix("moe_aiter/") in text
