@@ -122,7 +122,7 @@ def define_op(
 def define_inplace_op(
     schema: str, *, check: Callable, reference: Callable, **impls: Callable | None
 ) -> Callable:
-    """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`; it has no gradient."""
+    """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient."""
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference

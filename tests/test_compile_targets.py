@@ -72,10 +72,13 @@ def run_gmm_by_rows(s):
 
 
 def run_tgmm(s):
-    order = ints(s.rows)
-    launch_tgmm(
-        s.new(E, s.k, s.n), s.new(s.rows // TOP_K, s.k), s.new(s.rows, s.n), ints(E), order, TOP_K, False
-    )
+    launch_tgmm(s.new(E, s.k, s.n), s.new(s.rows, s.k), s.new(s.rows, s.n), ints(E), None, 1, False)
+
+
+def run_tgmm_gather(s, columns_first=False):
+    out = s.new(E, s.n, s.k) if columns_first else s.new(E, s.k, s.n)
+    x, y = s.new(s.rows // TOP_K, s.k), s.new(s.rows, s.n)
+    launch_tgmm(out, x, y, ints(E), ints(s.rows), TOP_K, columns_first)
 
 
 def run_tgmm_accumulate(s):
@@ -101,7 +104,13 @@ def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
     )  # fmt: skip
 
 
-TUNED = {"gmm": run_gmm, "tgmm": run_tgmm, "up": run_up, "down_grad": run_down_grad}
+TUNED = {
+    "gmm": run_gmm,
+    "tgmm": run_tgmm,
+    "tgmm_gather": run_tgmm_gather,
+    "up": run_up,
+    "down_grad": run_down_grad,
+}
 MATRIX_KERNELS = {"gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_grad_kernel"}
 
 # The others, and the variants of these.  Name -> a function that calls a launcher.
@@ -166,6 +175,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gmm by rows": lambda: run_gmm_by_rows(BF16),
     "gmm with bias": lambda: run_gmm(BF16, bias=True),
     "gmm odd": lambda: run_gmm(ODD),
+    "tgmm columns first": lambda: run_tgmm_gather(BF16, columns_first=True),
     "tgmm accumulate": lambda: run_tgmm_accumulate(BF16),
     "up interleaved with bias": lambda: run_up(BF16, interleaved=True, bias=True),
     "up relu2 without z": lambda: run_up(BF16, activation="relu2", save_z=False),

@@ -88,6 +88,12 @@ def multiply(
     return acc
 
 
+@triton.jit
+def halves(x):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
 def row_tiles(M: int, G: int, block_m: int) -> int:
     """An upper bound on the row tiles of G groups and the rows past them, known without the group sizes."""
     return triton.cdiv(M, block_m) + G

@@ -1,7 +1,8 @@
 """The activations of an expert: name -> torch function, Triton function, gated or not.  The only such list.
 
 A gated activation maps (gate, up) to f(gate) * up, a plain one maps up to f(up); f and its slope f' are
-written once each.  SwiGLU, GEGLU, ReGLU: Shazeer 2020, arXiv 2002.05202.  ReLU^2: So et al. 2021, arXiv 2109.08668.
+written once each.  SwiGLU, GEGLU, ReGLU: Shazeer 2020, arXiv 2002.05202.
+ReLU^2: So et al. 2021, arXiv 2109.08668.
 """
 
 import dataclasses
@@ -71,7 +72,9 @@ BASES = {
     "relu": (F.relu, relu),
     "relu2": (torch_relu2, relu2),
 }
-ACTIVATIONS = {a.name: a for a in [Activation(name, name, *fns, gated=False) for name, fns in BASES.items()]} | {
+ACTIVATIONS = {
+    a.name: a for a in [Activation(name, name, *fns, gated=False) for name, fns in BASES.items()]
+} | {
     name: Activation(name, base, *BASES[base], gated=True)
     for name, base in [("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu")]
 }

@@ -18,7 +18,7 @@ from .. import tuning
 from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape, check_size
 from ._groups import check_groups, sum_dtype, take_rows, wide
-from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
+from ._tile import TILE_DTYPES, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import tl, triton
 from .activations import get_activation
 from .glu import glu_backward_reference, glu_reference
@@ -26,7 +26,7 @@ from .gmm import gmm_op, gmm_reference
 from .permute import launch_unpermute, unpermute_reference
 from .tgmm import group_sum, weight_gradient
 
-EPILOGUE_N = 32  # columns of u whose epilogue fits in registers beside the rest
+EPILOGUE_N = {False: 32, True: 16}  # interleaved? -> columns of u whose epilogue fits in registers
 
 # reference
 
@@ -100,7 +100,9 @@ def expert_down_grad_kernel(
     live = (m < row_end) & (group < G)  # rows past the last group become zeros
     choice = tl.load(order_ptr + m, mask=live, other=0)
 
-    dout_ptrs = dout_ptr + (choice // top_k).to(tl.int64)[:, None] * dout_stride_t + k[None, :] * dout_stride_k
+    dout_ptrs = (
+        dout_ptr + (choice // top_k).to(tl.int64)[:, None] * dout_stride_t + k[None, :] * dout_stride_k
+    )
     w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
     w_ptrs = w_base + k.to(tl.int64)[:, None] * w_stride_k + (n % N).to(tl.int64)[None, :] * w_stride_n
     u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -131,40 +133,76 @@ def down_grad_epilogue(
     INTERLEAVED: tl.constexpr,
     EPILOGUE_N: tl.constexpr,
 ):
-    """Write dz and s * f(z), a few columns at a time since all would not fit in registers; return <u, f(z)>."""
+    """Write dz and s * f(z), a few columns at a time to spare registers; return <u, f(z)> of each row."""
     WIDTH: tl.constexpr = u.shape[1]
     if WIDTH > EPILOGUE_N:
         half: tl.constexpr = WIDTH // 2
-        left, right = tl.split(tl.permute(tl.reshape(u, (u.shape[0], 2, half)), (0, 2, 1)))
+        left, right = halves(u)
         ds = down_grad_epilogue(
             left, s, m, row_end, first, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, GATED, INTERLEAVED, EPILOGUE_N
         )
         return ds + down_grad_epilogue(
-            right, s, m, row_end, first + half, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, GATED, INTERLEAVED, EPILOGUE_N
+            right,
+            s,
+            m,
+            row_end,
+            first + half,
+            N,
+            z_ptr,
+            dz_ptr,
+            a_ptr,
+            ACTIVATION,
+            GATED,
+            INTERLEAVED,
+            EPILOGUE_N,
         )
     else:
         n = first + tl.arange(0, WIDTH)
         mask = (m < row_end)[:, None] & (n < N)[None, :]
-        m = m.to(tl.int64)
+        m = m.to(tl.int64)[:, None]
         du = u * s[:, None]
         if GATED:
-            gate_column, up_column = (2 * n, 2 * n + 1) if INTERLEAVED else (n, N + n)
-            z_row = m[:, None] * (2 * N)
-            gate = tl.load(z_ptr + z_row + gate_column[None, :], mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(z_ptr + z_row + up_column[None, :], mask=mask, other=0.0).to(tl.float32)
-            value, slope = ACTIVATION(gate)
-            dgate, dup = du * up * slope, du * value
-            a = value * up
-            tl.store(dz_ptr + z_row + gate_column[None, :], dgate.to(dz_ptr.dtype.element_ty), mask=mask)
-            tl.store(dz_ptr + z_row + up_column[None, :], dup.to(dz_ptr.dtype.element_ty), mask=mask)
+            a = gated_gradient(du, m, row_end, first, N, z_ptr, dz_ptr, ACTIVATION, INTERLEAVED)
         else:
-            z_row = m[:, None] * N + n[None, :]
-            a, slope = ACTIVATION(tl.load(z_ptr + z_row, mask=mask, other=0.0).to(tl.float32))
-            tl.store(dz_ptr + z_row, (du * slope).to(dz_ptr.dtype.element_ty), mask=mask)
+            at = m * N + n[None, :]
+            a, slope = ACTIVATION(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32))
+            tl.store(dz_ptr + at, (du * slope).to(dz_ptr.dtype.element_ty), mask=mask)
         if a_ptr is not None:
-            a_ptrs = a_ptr + m[:, None] * N + n[None, :]
-            tl.store(a_ptrs, (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
+            tl.store(a_ptr + m * N + n[None, :], (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
         return tl.sum(tl.where(mask, u * a, 0.0), 1)
+
+
+@triton.jit
+def gated_gradient(
+    du,  # (rows, columns)
+    m,  # (rows, 1)
+    row_end,
+    first,  # column
+    N,
+    z_ptr,  # (M, 2 * N)
+    dz_ptr,  # (M, 2 * N)
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Write dz, given du = s * u; return f(gate) * up."""
+    WIDTH: tl.constexpr = du.shape[1]
+    if INTERLEAVED:
+        column = 2 * first + tl.arange(0, 2 * WIDTH)[None, :]
+        mask, at = (m < row_end) & (column < 2 * N), m * (2 * N) + column
+        z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(z, (z.shape[0], WIDTH, 2)))
+        value, slope = ACTIVATION(gate)
+        dz = tl.reshape(tl.join(du * up * slope, du * value), z.shape)
+        tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+    else:
+        n = first + tl.arange(0, WIDTH)[None, :]
+        mask, at = (m < row_end) & (n < N), m * (2 * N) + n
+        gate = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(z_ptr + at + N, mask=mask, other=0.0).to(tl.float32)
+        value, slope = ACTIVATION(gate)
+        tl.store(dz_ptr + at, (du * up * slope).to(dz_ptr.dtype.element_ty), mask=mask)
+        tl.store(dz_ptr + at + N, (du * value).to(dz_ptr.dtype.element_ty), mask=mask)
+    return value * up
 
 
 @triton.jit
@@ -193,7 +231,7 @@ def new_expert_down(
     a, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad
 ):
     check_shape("down", down, "E", "H", "I")
-    (R, N), (E, H, w_N) = a.shape, down.shape
+    N, (E, H, w_N) = a.shape[1], down.shape
     check_size("gate_up gives I={}", N, "down is (E, H, I={})", w_N)
     check_float(x=a, down=down)
     check_routing_weights(routing_weights, rank, a)
@@ -242,7 +280,8 @@ def launch_expert_down_grad(
     expert_down_grad_kernel[(tiles_m * tiles_n,)](
         dout, down, z, s, dz, a if need_a else None, parts, order, group_sizes,
         R, N, K, E, rank.shape[1], tiles_m, dout.stride(), down.stride(),
-        ACTIVATION=act.triton_fn, GATED=act.gated, INTERLEAVED=interleaved, EPILOGUE_N=EPILOGUE_N,
+        ACTIVATION=act.triton_fn, GATED=act.gated, INTERLEAVED=interleaved,
+        EPILOGUE_N=EPILOGUE_N[interleaved],
         BLOCK_G=triton.next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     block = 256

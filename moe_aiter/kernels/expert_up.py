@@ -6,27 +6,30 @@
 
 for each row r of each expert e.  Only x, z and the routing are kept for the backward pass:
 
-    dx = the sum of each token's rows of dz @ gate_up[e],   dgate_up[e] = dz[s:e].T @ x[...],   dbias[e] = dz[s:e].sum(0)
+    dx         each token's rows of dz @ gate_up[e], summed
+    dgate_up   dz[s:e].T @ the rows of x, for each expert's rows [s, e)
+    dbias      dz[s:e].sum(0)
 """
-
-import torch
-from torch import Tensor
 
 from .. import tuning
 from ..backend import define_op, takes
 from ._check import check_float, check_shape, check_size
-from ._groups import check_groups, split_groups, take_rows
-from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
+from ._groups import check_groups, take_rows
+from ._tile import TILE_DTYPES, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import tl, triton
 from .activations import get_activation
 from .gmm import gmm_op, gmm_reference
 from .permute import unpermute
 from .tgmm import group_sum, weight_gradient
 
+EPILOGUE_N = tl.constexpr(32)  # columns whose activation fits in registers beside the rest
+
 # reference
 
 
-def expert_up_reference(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad):
+def expert_up_reference(
+    x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad
+):
     rows = take_rows(x, order, rank.shape[1])
     z = gmm_reference(rows, gate_up.mT, group_sizes, bias)
     a = get_activation(activation)(z, interleaved)
@@ -68,8 +71,7 @@ def expert_up_kernel(
 ):
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    x_stride_t, x_stride_k = x_strides
-    w_stride_g, w_stride_n, w_stride_k = w_strides
+    (x_stride_t, x_stride_k), (w_stride_g, w_stride_n, w_stride_k) = x_strides, w_strides
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, WIDTH), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     if group > G:
@@ -77,35 +79,45 @@ def expert_up_kernel(
     m = row + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     n, column = tile_columns(tile_n, N, GATED, INTERLEAVED, BLOCK_N)
-    live = n < N
-    # columns past the end read the first one, whose products are never stored
-    column_read = tl.where(live, column, 0)
 
     token = tl.maximum(tl.load(order_ptr + m, mask=m < row_end, other=0), 0) // top_k
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
     w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
-    w_ptrs = w_base + column_read.to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
+    w_ptrs = w_base + tl.where(n < N, column, 0).to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
+        bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
+        z += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
     depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
     z = multiply(z, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
 
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
-        z += tl.load(bias_ptrs, mask=live & (group < G), other=0.0).to(tl.float32)[None, :]
-    m = m.to(tl.int64)
-    row_mask = (m < row_end)[:, None]
+    m, row_mask = m.to(tl.int64)[:, None], (m < row_end)[:, None]
     if z_ptr is not None:
-        z_ptrs = z_ptr + m[:, None] * (2 * N if GATED else N) + column[None, :]
-        tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=row_mask & live[None, :])
-
+        z_ptrs = z_ptr + m * (2 * N if GATED else N) + column[None, :]
+        tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
     if GATED:
         gate, up = split_parts(z, INTERLEAVED)
-        a = ACTIVATION(gate)[0] * up
+        store_activation(gate, up, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION)
     else:
-        a = ACTIVATION(z)[0]
-    n = tile_n * WIDTH + tl.arange(0, WIDTH)
-    a_ptrs = a_ptr + m[:, None] * N + n[None, :]
-    tl.store(a_ptrs, a.to(a_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
+        store_activation(z, None, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION)
+
+
+@triton.jit
+def store_activation(gate, up, m, row_mask, first, N, a_ptr, ACTIVATION: tl.constexpr):
+    """Write f(gate) * up, or f(gate) without an up, a few columns at a time to spare registers."""
+    WIDTH: tl.constexpr = gate.shape[1]
+    if WIDTH > EPILOGUE_N:
+        half: tl.constexpr = WIDTH // 2
+        left, right = halves(gate)
+        up_left, up_right = (None, None) if up is None else halves(up)
+        store_activation(left, up_left, m, row_mask, first, N, a_ptr, ACTIVATION)
+        store_activation(right, up_right, m, row_mask, first + half, N, a_ptr, ACTIVATION)
+    else:
+        n = first + tl.arange(0, WIDTH)
+        a = ACTIVATION(gate)[0]
+        if up is not None:
+            a *= up
+        tl.store(a_ptr + m * N + n[None, :], a.to(a_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
 
 
 @triton.jit
@@ -128,7 +140,7 @@ def split_parts(z, INTERLEAVED: tl.constexpr):
     """Gate and up of a tile of z whose columns are those of `tile_columns`."""
     if INTERLEAVED:
         return tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))
-    return tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, z.shape[1] // 2)), (0, 2, 1)))
+    return halves(z)
 
 
 # launcher
@@ -152,7 +164,9 @@ def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interl
 
 
 @takes(*TILE_DTYPES)
-def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad):
+def launch_expert_up(
+    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad
+):
     z, a = out
     (R, N), (E, _, K) = a.shape, gate_up.shape
     act = get_activation(activation)

@@ -1,6 +1,8 @@
 """The experts of a MoE layer as one function of the tokens: up, activation, down, weighted sum.
 
-    out[t] = sum over j of s[t, j] * (down[e] @ act(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e]),  e = ids[t, j]
+    out[t] = sum over j of s[t, j] * (down[e] @ f(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])
+
+where e is token t's choice j.
 
 On a GPU two autograd nodes, so that z can be freed when the first of them has run backward; on the CPU one op
 that takes expert by expert from end to end, while its rows are in the cache.
@@ -24,14 +26,34 @@ def by_layer(x, gate_up, down, routing_weights, plan, biases, main_grads, activa
         x, gate_up, biases[0], order, rank, group_sizes, activation, interleaved, save_z, main_grads[0]
     )
     return expert_down_op(
-        a, z, down, biases[1], routing_weights, order, rank, group_sizes, activation, interleaved, main_grads[1]
+        a,
+        z,
+        down,
+        biases[1],
+        routing_weights,
+        order,
+        rank,
+        group_sizes,
+        activation,
+        interleaved,
+        main_grads[1],
     )
 
 
 def by_expert(x, gate_up, down, routing_weights, plan, biases, main_grads, activation, interleaved, save_z):
     """One expert from end to end, then the next."""
     return expert_loop_op(
-        x, gate_up, biases[0], down, biases[1], routing_weights, *plan, activation, interleaved, save_z, *main_grads
+        x,
+        gate_up,
+        biases[0],
+        down,
+        biases[1],
+        routing_weights,
+        *plan,
+        activation,
+        interleaved,
+        save_z,
+        *main_grads,
     )[0]
 
 
@@ -62,8 +84,8 @@ def expert_mlp(
     plan: order (T * k,), rank (T, k) and group_sizes (E,), as `make_plan` or `sort_by_expert` give them.
     activation: swiglu, geglu, reglu, silu, gelu, relu or relu2.
     gate_up_bias: (E, 2I or I), down_bias: (E, H), any floating dtype.
-    gate_up_main_grad, down_main_grad: shaped like the weights, any floating dtype, usually float32.  Where given,
-        backward adds the weight's gradient there, and autograd gets None for that weight.
+    gate_up_main_grad, down_main_grad: shaped like the weights, any floating dtype, usually float32.  Where
+        given, backward adds the weight's gradient there, and autograd gets None for that weight.
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, z (R, 2I) and the routing.
@@ -78,7 +100,7 @@ def expert_mlp(
             raise ValueError("{0} is {1} but {0}_main_grad is {2}".format(name, *shapes))
     inputs = (x, gate_up, down, routing_weights, gate_up_bias, down_bias)
     save_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    biases, main_grads = (gate_up_bias, down_bias), (gate_up_main_grad, down_main_grad)
     return pick("expert_mlp", x)(
-        x, gate_up, down, routing_weights, plan, (gate_up_bias, down_bias), (gate_up_main_grad, down_main_grad),
-        activation, interleaved, save_z,
+        x, gate_up, down, routing_weights, plan, biases, main_grads, activation, interleaved, save_z
     )  # fmt: skip

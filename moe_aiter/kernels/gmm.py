@@ -68,12 +68,11 @@ def gmm_kernel(
     w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
     w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
-    acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
-
-    if bias_ptr is not None:
+    if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
         acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
+    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
+    acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
 
@@ -144,10 +143,10 @@ gmm_op = define_op(
 def gmm(x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply each group of rows of `x` (M, K) by its own matrix of `w` (G, K, N); returns (M, N).
 
-    `group_sizes` (G,) int32 or int64 counts the rows of each group, in order; it stays on the device.  Rows past
-    its sum become zeros, sizes that are negative or reach past M are clamped.  `bias` (G, N) of any floating dtype
-    is added in float32 before the one rounding.  `x` and `w` share a dtype, may have any strides, and both have
-    gradients, as `bias` has.  Sums are kept in float32.
+    `group_sizes` (G,) int32 or int64 counts the rows of each group, in order; it stays on the device.
+    Rows past its sum become zeros; sizes that are negative or reach past M are clamped.  `bias` (G, N) of
+    any floating dtype is added in float32 before the one rounding.  `x` and `w` share a dtype and may have
+    any strides; both have gradients, as `bias` has.  Sums are kept in float32.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for group sizes that are negative or do not sum to M.

@@ -3,7 +3,8 @@
     tgmm       out[g] = x[s:e].T @ y[s:e]     the gradient of w
     group_sum  out[g] = y[s:e].sum(0)         the gradient of bias
 
-for each group g, whose rows are [s, e).  Both can gather: with `order`, row r stands for row order[r] // top_k.
+for each group g, whose rows are [s, e).  Both can gather: with `order`, row r stands for row
+order[r] // top_k.
 """
 
 import torch
@@ -13,7 +14,7 @@ from .. import tuning
 from ..backend import define_inplace_op, define_op, takes
 from ._check import check_device, check_float, check_shape
 from ._groups import check_groups, check_rows, split_groups, sum_dtype, take_rows, wide
-from ._tile import TILE_DTYPES, group_rows, swizzle, tile_options
+from ._tile import TILE_DTYPES, group_rows, halves, swizzle, tile_options
 from ._triton import tl, triton
 
 # reference
@@ -107,8 +108,36 @@ def tgmm_kernel(
     out_ptrs = out_base + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
     mask = (k < K)[:, None] & (n < N)[None, :]
     if ACCUMULATE:
+        add_columns(acc, k, tile_n * BLOCK_N, K, N, out_base, out_strides)
+    else:
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_columns(
+    acc,  # (rows, columns) of a tile, or of a part of it
+    k,  # (rows,)
+    first,  # column
+    K,
+    N,
+    out_ptr,  # (K, N)
+    out_strides,  # g, k, n
+):
+    """out += acc, a few columns at a time: acc and all that it is added to would not fit in registers."""
+    WIDTH: tl.constexpr = acc.shape[1]
+    if WIDTH > 32:
+        half: tl.constexpr = WIDTH // 2
+        left, right = halves(acc)
+        add_columns(left, k, first, K, N, out_ptr, out_strides)
+        add_columns(right, k, first + half, K, N, out_ptr, out_strides)
+    else:
+        n = first + tl.arange(0, WIDTH)
+        out_ptrs = (
+            out_ptr + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
+        )
+        mask = (k < K)[:, None] & (n < N)[None, :]
         acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -231,7 +260,9 @@ group_sum_op = define_op(
 
 
 def tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None, top_k: int = 1) -> Tensor:
-    """`x[s:e].T @ y[s:e]` for each group of rows [s, e): (M, K), (M, N) -> (G, K, N), the gradient of `gmm`'s `w`.
+    """`x[s:e].T @ y[s:e]` for each group of rows [s, e): (M, K), (M, N) -> (G, K, N).
+
+    The gradient of `gmm`'s `w`.
 
     With `order` (M,), `x` is (T, K) with M = T * top_k, and row r stands for `x[order[r] // top_k]`: rows are
     gathered as they are loaded.  A group without rows gives exact zeros.  Not differentiable.

@@ -25,7 +25,9 @@ def loop(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=N
         e = ids[t, j]
         if 0 <= e < len(down):
             z = gate_up[e] @ x[t] + (0 if gate_up_bias is None else gate_up_bias[e])
-            y = down[e] @ get_activation(activation)(z, interleaved) + (0 if down_bias is None else down_bias[e])
+            y = down[e] @ get_activation(activation)(z, interleaved) + (
+                0 if down_bias is None else down_bias[e]
+            )
             out[t] = out[t] + weights[t, j].to(x.dtype) * y
     return torch.stack(out) if len(x) else x @ down.new_zeros(x.shape[1], down.shape[1])
 
@@ -45,7 +47,7 @@ def layered(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bia
     return by_layer(x, gate_up, down, weights, plan, biases, (None, None), activation, interleaved, True)
 
 
-def make(device, T=13, H=20, I=24, E=5, k=2, activation="swiglu", dtype=torch.float32, bias=True):
+def make(device, T=13, H=20, I=24, E=5, k=2, activation="swiglu", dtype=torch.float32, bias=True):  # noqa: E741
     """x, gate_up, down, weights and biases of modest size."""
     width = get_activation(activation).parts * I
     sizes = [(T, H), (E, width, H), (E, H, I), (T, k), (E, width), (E, H)][: 6 if bias else 4]
@@ -201,9 +203,7 @@ def test_main_grad_accumulates(device, main_dtype):
     expected = torch.autograd.grad(loop(ids, "swiglu", False, x, gate_up, down, weights).sum(), leaves)
     mains = [torch.ones_like(t, dtype=main_dtype) for t in leaves]
     for _ in range(2):
-        out = expert_mlp(
-            x, gate_up, down, weights, plan, gate_up_main_grad=mains[0], down_main_grad=mains[1]
-        )
+        out = expert_mlp(x, gate_up, down, weights, plan, gate_up_main_grad=mains[0], down_main_grad=mains[1])
         out.sum().backward()
     for leaf, main, grad in zip(leaves, mains, expected, strict=True):
         assert leaf.grad is None
@@ -232,24 +232,42 @@ def test_compiles_without_graph_breaks(device):
     for T in (13, 29):
         ids, inputs = expert_ids(T, 5, 2).to(device), make(device, T=T)
         expected = with_gradients(functools.partial(step, ids))(*inputs)
-        for got, want in zip(with_gradients(functools.partial(compiled, ids))(*inputs), expected, strict=True):
+        for got, want in zip(
+            with_gradients(functools.partial(compiled, ids))(*inputs), expected, strict=True
+        ):
             torch.testing.assert_close(got, want)
 
 
 BAD = {
-    "width": (dict(gate_up=torch.zeros(5, 48, 21)), ValueError, r"x is \(T, H=20\) but gate_up is \(E, parts \* I, H=21\)"),
+    "width": (
+        dict(gate_up=torch.zeros(5, 48, 21)),
+        ValueError,
+        r"x is \(T, H=20\) but gate_up is \(E, parts \* I, H=21\)",
+    ),
     "odd": (dict(gate_up=torch.zeros(5, 47, 20)), ValueError, "swiglu needs a multiple of 2"),
     "down": (dict(down=torch.zeros(5, 20, 25)), ValueError, r"I=24.* but down is \(E, H, I=25\)"),
     "experts": (dict(down=torch.zeros(4, 20, 24)), ValueError, r"E=4"),
     "weights": (dict(routing_weights=torch.zeros(13, 3)), ValueError, r"routing_weights is \(13, 3\)"),
-    "integer weights": (dict(routing_weights=torch.zeros(13, 2, dtype=torch.long)), TypeError, "routing_weights must be"),
-    "dtype": (dict(x=torch.zeros(13, 20, dtype=torch.float16)), TypeError, "x is torch.float16 but gate_up is torch.float32"),
+    "integer weights": (
+        dict(routing_weights=torch.zeros(13, 2, dtype=torch.long)),
+        TypeError,
+        "routing_weights must be",
+    ),
+    "dtype": (
+        dict(x=torch.zeros(13, 20, dtype=torch.float16)),
+        TypeError,
+        "x is torch.float16 but gate_up is torch.float32",
+    ),
     "tokens": (dict(x=torch.zeros(12, 20)), ValueError, "12"),
     "activation": (dict(activation="swish"), ValueError, "unknown activation 'swish'; known: geglu, gelu"),
     "bias": (dict(down_bias=torch.zeros(5, 24)), ValueError, r"down_bias must be \(E=5, H=20\)"),
-    "main grad": (dict(down_main_grad=torch.zeros(1)), ValueError, r"down is \(5, 20, 24\) but down_main_grad is \(1,\)"),
+    "main grad": (
+        dict(down_main_grad=torch.zeros(1)),
+        ValueError,
+        r"down is \(5, 20, 24\) but down_main_grad is \(1,\)",
+    ),
     "rank": (dict(x=torch.zeros(20)), ValueError, r"x must be \(T, H\)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
