@@ -34,34 +34,50 @@ struct GluGradient {
   float* dweights;       // (R,) by choice: <dout, activation>
 };
 
+// At most CHUNK channels of one row, `step` elements of z apart.  The pointers are arguments because only there does
+// __restrict hold for every compiler, and without it this loop is not vectorised.
+template <class F, bool gated, bool weighted, int64_t step, class T, class D>
+ALWAYS_INLINE void glu_gradient_chunk(const T* __restrict dout, const T* __restrict gate, const T* __restrict up,
+                                      D* __restrict dgate, D* __restrict dup, T* __restrict a,
+                                      float* __restrict products, float w, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    float value, slope;
+    F::both(load(gate[i * step]), value, slope);
+    const float da = load(dout[i]), dwa = w * da;
+    if constexpr (gated) {
+      const float other = load(up[i * step]);
+      store(dup[i], dwa * value);
+      value *= other;
+      slope *= other;
+    }
+    store(dgate[i], dwa * slope);
+    if constexpr (weighted) {
+      store(a[i], w * value);
+      products[i] = da * value;
+    }
+  }
+}
+
 template <class F, Layout layout, bool weighted, class T>
 ALWAYS_INLINE void glu_gradient_rows(const GluGradient<T>& g, int64_t begin, int64_t end, int64_t I) {
   constexpr int64_t step = layout == Layout::pairs ? 2 : 1, parts = layout == Layout::plain ? 1 : 2;
-  float products[CHUNK];
+  constexpr bool gated = parts == 2;
+  float products[CHUNK], dgate[CHUNK], dup[CHUNK];
   for (int64_t r = begin; r < end; ++r) {
     const float w = weighted ? g.weights[g.order[r]] : 1.0f;
     float dot = 0.0f;
     for (int64_t first = 0; first < I; first += CHUNK) {
-      const int64_t n = std::min(CHUNK, I - first), up = layout == Layout::pairs ? 1 : I;
-      const T* __restrict dout = g.dout + r * I + first;
-      const T* __restrict z = g.z + r * parts * I + first * step;
-      T* __restrict dz = g.dz + r * parts * I + first * step;
-      T* __restrict sa = weighted ? g.weighted + r * I + first : nullptr;
-      for (int64_t i = 0; i < n; ++i) {
-        float value, slope;
-        F::both(load(z[i * step]), value, slope);
-        const float da = load(dout[i]), dwa = w * da;
-        if constexpr (parts == 2) {
-          const float other = load(z[i * step + up]);
-          store(dz[i * step + up], dwa * value);
-          value *= other;
-          slope *= other;
+      const int64_t n = std::min(CHUNK, I - first), at = r * parts * I + first * step;
+      const T *dout = g.dout + r * I + first, *z = g.z + at;
+      T *a = weighted ? g.weighted + r * I + first : nullptr, *dz = g.dz + at;
+      if constexpr (layout == Layout::pairs) {
+        glu_gradient_chunk<F, gated, weighted, step>(dout, z, z + 1, dgate, dup, a, products, w, n);
+        for (int64_t i = 0; i < n; ++i) {
+          store(dz[2 * i], dgate[i]);
+          store(dz[2 * i + 1], dup[i]);
         }
-        store(dz[i * step], dwa * slope);
-        if constexpr (weighted) {
-          store(sa[i], w * value);
-          products[i] = da * value;
-        }
+      } else {
+        glu_gradient_chunk<F, gated, weighted, step>(dout, z, z + I, dz, dz + I, a, products, w, n);
       }
       if constexpr (weighted) dot += sum(products, n);
     }

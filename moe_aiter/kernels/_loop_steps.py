@@ -3,7 +3,7 @@
 A block's `choices` (n,) int32 are its part of `order`: choice c belongs to token c // k and has weight c of (T, k).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from ._host import array, ext, num_threads
 from .activations import Activation
 from .glu import glu_backward_reference
 
-BLOCK_ROWS = 512
+BLOCK_ROWS = 1024
 
 
 class Block(NamedTuple):
@@ -34,24 +34,28 @@ def blocks(group_sizes: Tensor, rows: int) -> Iterator[Block]:
     """
     start = 0
     for expert, size in enumerate(group_sizes.tolist()):
-        end = start + min(max(size, 0), rows - start)
-        parts = max(1, -(-(end - start) // BLOCK_ROWS))
-        borders = [start + (end - start) * part // parts for part in range(parts + 1)]
-        for first, last in zip(borders, borders[1:], strict=False):
-            yield Block(expert, first, last, first == start, last == end)
-        start = end
+        size = min(max(size, 0), rows - start)
+        parts = max(1, -(-size // BLOCK_ROWS))
+        last = start
+        for part in range(1, parts + 1):
+            first, last = last, start + size * part // parts
+            yield Block(expert, first, last, part == 1, part == parts)
+        start = last
 
 
 class Scratch:
     """Buffers for the rows of one block, made at first use and reused by every block."""
 
-    def __init__(self, like: Tensor, rows: int):
-        self.like, self.rows, self.buffers = like, min(rows, BLOCK_ROWS), {}
+    def __init__(self, like: Tensor, rows: int, view: Callable):
+        self.like, self.rows, self.view, self.buffers = like, min(rows, BLOCK_ROWS), view, {}
 
-    def take(self, name: str, rows: int, columns: int) -> Tensor:
+    def take(self, name: str, rows: int, columns: int) -> tuple:
+        """The first rows of a buffer, for products and as the steps see them."""
         if name not in self.buffers:
-            self.buffers[name] = self.like.new_empty(self.rows, columns)
-        return self.buffers[name][:rows]
+            buffer = self.like.new_empty(self.rows, columns)
+            self.buffers[name] = buffer, self.view(buffer)
+        buffer, view = self.buffers[name]
+        return buffer[:rows], view[:rows]
 
 
 class WeightGradient:
@@ -100,29 +104,29 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
 class TorchSteps:
     """In torch, for every dtype: the arithmetic is float32, or float64 for float64."""
 
+    view = staticmethod(torch.Tensor.detach)  # what the other methods take for a tensor
+
     def __init__(self, routing_weights: Tensor, act: Activation, interleaved: bool):
         self.weights, self.top_k = wide(routing_weights).flatten(), routing_weights.shape[1]
         self.act, self.interleaved = act, interleaved
 
-    def gather(self, x: Tensor, choices: Tensor, out: Tensor) -> None:
+    def gather(self, x, choices, out) -> None:
         """out[r] = x[token of r]"""
         torch.index_select(x, 0, choices // self.top_k, out=out)
 
-    def accumulate(self, rows: Tensor, choices: Tensor, weighted: bool, out: Tensor) -> None:
+    def accumulate(self, rows, choices, weighted: bool, out) -> None:
         """out[token of r] += rows[r], or weight of r times that; `out` is wide"""
         rows = wide(rows) * self.weights[choices, None] if weighted else wide(rows)
         out.index_add_(0, choices // self.top_k, rows.to(out.dtype))
 
-    def column_sum(self, rows: Tensor, choices: Tensor, weighted: bool, out: Tensor) -> None:
+    def column_sum(self, rows, choices, weighted: bool, out) -> None:
         """out += the sum of the rows, or of weight times row; `out` is wide"""
         out += (wide(rows) * self.weights[choices, None] if weighted else wide(rows)).sum(0)
 
-    def glu(self, z: Tensor, out: Tensor) -> None:
+    def glu(self, z, out) -> None:
         out.copy_(self.act(wide(z), self.interleaved))
 
-    def glu_backward(
-        self, da: Tensor, z: Tensor, choices: Tensor, out: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
+    def glu_backward(self, da, z, choices, out: tuple) -> None:
         """dz, weight * activation, and for each choice <da, activation>; `da` is before the weight"""
         dz, weighted, dweights = out
         da, z, weights = wide(da), wide(z), self.weights[choices, None]
@@ -135,26 +139,23 @@ class TorchSteps:
 class HostSteps:
     """The same in C++, for float32 and bfloat16."""
 
+    view = staticmethod(array)
+
     def __init__(self, routing_weights: Tensor, act: Activation, interleaved: bool):
-        self.weights, self.top_k = array(routing_weights.float()).reshape(-1), routing_weights.shape[1]
+        self.weights, self.top_k = array(routing_weights.float().flatten()), routing_weights.shape[1]
         self.act, self.threads = (act.base, act.gated, interleaved), num_threads()
 
-    def gather(self, x: Tensor, choices: Tensor, out: Tensor) -> None:
-        ext.gather(array(x), array(choices), None, array(out), self.top_k, self.threads)
+    def gather(self, x, choices, out) -> None:
+        ext.gather(x, choices, None, out, self.top_k, self.threads)
 
-    def accumulate(self, rows: Tensor, choices: Tensor, weighted: bool, out: Tensor) -> None:
-        weights = self.weights if weighted else None
-        ext.accumulate(array(rows), array(choices), weights, array(out), self.top_k, self.threads)
+    def accumulate(self, rows, choices, weighted: bool, out) -> None:
+        ext.accumulate(rows, choices, self.weights if weighted else None, out, self.top_k, self.threads)
 
-    def column_sum(self, rows: Tensor, choices: Tensor, weighted: bool, out: Tensor) -> None:
-        weights = self.weights if weighted else None
-        ext.column_sums(array(rows), array(choices), weights, array(out), self.threads)
+    def column_sum(self, rows, choices, weighted: bool, out) -> None:
+        ext.column_sums(rows, choices, self.weights if weighted else None, out, self.threads)
 
-    def glu(self, z: Tensor, out: Tensor) -> None:
-        ext.glu(array(z), array(out), *self.act, self.threads)
+    def glu(self, z, out) -> None:
+        ext.glu(z, out, *self.act, self.threads)
 
-    def glu_backward(
-        self, da: Tensor, z: Tensor, choices: Tensor, out: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        inputs = (array(da), array(z), array(choices), self.weights)
-        ext.weighted_glu_backward(*inputs, *map(array, out), *self.act, self.threads)
+    def glu_backward(self, da, z, choices, out: tuple) -> None:
+        ext.weighted_glu_backward(da, z, choices, self.weights, *out, *self.act, self.threads)

@@ -68,23 +68,25 @@ def expert_loop_reference(*inputs):
 def run_forward(steps_class: type, outs: tuple[Tensor, Tensor], *inputs) -> None:
     i, (out, z) = LoopInputs(*inputs), outs
     steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
-    scratch = Scratch(i.x, len(i.order))
+    scratch = Scratch(i.x, len(i.order), steps.view)
     total = out if out.dtype == sum_dtype(out) else out.new_empty(out.shape, dtype=sum_dtype(out))
     total.zero_()
-    order, x, last = i.order.int(), i.x.contiguous(), 0
+    order, x_view, z_view, total_view = map(steps.view, (i.order.int(), i.x.contiguous(), z, total))
     gate_up, down = i.gate_up.unbind(0), i.down.unbind(0)
     gate_up_bias, down_bias = (per_expert(bias, i.x, len(down)) for bias in (i.gate_up_bias, i.down_bias))
-    for expert, first, last, *_ in blocks(i.group_sizes, len(order)):
+    last = 0
+    for expert, first, last, *_ in blocks(i.group_sizes, len(i.order)):
         if first == last:
             continue
         n, choices, (H, channels) = last - first, order[first:last], down[expert].shape
-        rows, a = scratch.take("rows", n, H), scratch.take("a", n, channels)
-        z_rows = z[first:last] if i.save_z else scratch.take("z", n, z.shape[1])
-        steps.gather(x, choices, rows)
-        linear(rows, gate_up[expert], gate_up_bias[expert], z_rows)
-        steps.glu(z_rows, a)
+        rows, rows_view = scratch.take("rows", n, H)
+        a, a_view = scratch.take("a", n, channels)
+        z_rows = (z[first:last], z_view[first:last]) if i.save_z else scratch.take("z", n, z.shape[1])
+        steps.gather(x_view, choices, rows_view)
+        linear(rows, gate_up[expert], gate_up_bias[expert], z_rows[0])
+        steps.glu(z_rows[1], a_view)
         linear(a, down[expert], down_bias[expert], rows)
-        steps.accumulate(rows, choices, True, total)
+        steps.accumulate(rows_view, choices, True, total_view)
     z[last:].zero_()
     if total is not out:
         out.copy_(total)
@@ -100,74 +102,76 @@ class BackwardLoop:
     def __init__(self, steps_class: type, grads: tuple, dout: Tensor, z: Tensor, *rest):
         self.i = i = LoopInputs(*rest[:-1])
         self.grads, self.needs = LoopGrads(*grads), LoopGrads(*rest[-1])
-        self.dout, self.x, self.order = dout.contiguous(), i.x.contiguous(), i.order.int()
-        self.z = z if len(z) else None
         self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
-        self.gate_up_bias, self.down_bias = (
-            per_expert(b, i.x, len(self.down)) for b in (i.gate_up_bias, i.down_bias)
-        )
-        self.steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
-        self.scratch = Scratch(i.x, len(i.order))
+        biases = (per_expert(bias, i.x, len(self.down)) for bias in (i.gate_up_bias, i.down_bias))
+        self.gate_up_bias, self.down_bias = biases
         self.products = {
             name: WeightGradient(getattr(self.grads, name), getattr(i, f"{name}_main_grad"))
             for name in ("gate_up", "down")
             if getattr(self.needs, name)
         }
-        sums = sum_dtype(dout)
-        self.totals = LoopGrads(*(g.new_zeros(g.shape, dtype=sums) for g in self.grads))
+        self.steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
+        view = self.steps.view
+        self.scratch = Scratch(i.x, len(i.order), view)
+        self.dout, self.x, self.order = map(view, (dout.contiguous(), i.x.contiguous(), i.order.int()))
+        self.z, self.z_view = z, view(z)
+        self.totals = {
+            name: dout.new_zeros(getattr(self.grads, name).shape, dtype=sum_dtype(dout))
+            for name in ("x", "gate_up_bias", "down_bias", "routing_weights")
+        }
+        self.total_views = {name: view(total) for name, total in self.totals.items()}
 
     def run(self) -> None:
-        for block in blocks(self.i.group_sizes, len(self.order)):
+        for block in blocks(self.i.group_sizes, len(self.i.order)):
             if block.first < block.last:
                 self.run_block(block)
             else:
                 for product in self.products.values():
                     product.clear(block)
-        for name in ("x", "gate_up_bias", "down_bias", "routing_weights"):
-            getattr(self.grads, name).copy_(getattr(self.totals, name))
+        for name, total in self.totals.items():
+            getattr(self.grads, name).copy_(total)
 
     def run_block(self, block: Block) -> None:
         expert, first, last, *_ = block
-        needs, steps, totals, n = self.needs, self.steps, self.totals, last - first
+        needs, steps, totals, n = self.needs, self.steps, self.total_views, last - first
         choices, (H, channels) = self.order[first:last], self.down[expert].shape
-        dy = self.scratch.take("rows", n, H)
-        steps.gather(self.dout, choices, dy)
+        dy, dy_view = self.scratch.take("rows", n, H)
+        steps.gather(self.dout, choices, dy_view)
         if needs.down_bias:
-            steps.column_sum(dy, choices, True, totals.down_bias[expert])
+            steps.column_sum(dy_view, choices, True, totals["down_bias"][expert])
 
         x, z = self.inputs_of(block, choices)
-        da, a, dz = (
-            self.scratch.take(name, n, w)
-            for name, w in (("da", channels), ("a", channels), ("dz", z.shape[1]))
-        )
-        dweights = totals.routing_weights.view(-1)
+        da, da_view = self.scratch.take("da", n, channels)
+        a, a_view = self.scratch.take("a", n, channels)
+        dz, dz_view = self.scratch.take("dz", n, self.gate_up[expert].shape[0])
         torch.mm(dy, self.down[expert], out=da)
-        steps.glu_backward(da, z, choices, (dz, a, dweights))
+        steps.glu_backward(da_view, z, choices, (dz_view, a_view, totals["routing_weights"].reshape(-1)))
         if self.down_bias[expert] is not None:
-            dweights[choices] += wide(dy) @ wide(self.down_bias[expert])
+            dots = wide(dy) @ wide(self.down_bias[expert])
+            self.totals["routing_weights"].view(-1)[self.i.order[first:last]] += dots
 
         if needs.down:
             self.products["down"].add(block, dy, a)
         if needs.gate_up:
             self.products["gate_up"].add(block, dz, x)
         if needs.gate_up_bias:
-            steps.column_sum(dz, choices, False, totals.gate_up_bias[expert])
+            steps.column_sum(dz_view, choices, False, totals["gate_up_bias"][expert])
         if needs.x:
-            dx = torch.mm(dz, self.gate_up[expert], out=dy)
-            steps.accumulate(dx, choices, False, totals.x)
+            torch.mm(dz, self.gate_up[expert], out=dy)
+            steps.accumulate(dy_view, choices, False, totals["x"])
 
-    def inputs_of(self, block: Block, choices: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The rows of x, where they are needed, and of z, saved or computed again."""
+    def inputs_of(self, block: Block, choices) -> tuple:
+        """The rows of x, where a product needs them, and of z, saved or computed again, as the steps see it."""
         expert, first, last, *_ = block
         n, (width, H), x = last - first, self.gate_up[expert].shape, None
-        if self.needs.gate_up or self.z is None:
-            x = self.scratch.take("x", n, H)
-            self.steps.gather(self.x, choices, x)
-        if self.z is not None:
-            return x, self.z[first:last]
-        z = self.scratch.take("z", n, width)
+        if self.needs.gate_up or not len(self.z):
+            x, x_view = self.scratch.take("x", n, H)
+            self.steps.gather(self.x, choices, x_view)
+        if len(self.z):
+            return x, self.z_view[first:last]
+        z, z_view = self.scratch.take("z", n, width)
         linear(x, self.gate_up[expert], self.gate_up_bias[expert], z)
-        return x, z
+        return x, z_view
 
 
 def run_backward(steps_class: type, grads: tuple, *inputs) -> None:
