@@ -16,18 +16,14 @@ NEWEST = "newest"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(flag: str, **keywords) -> None:
-        parser.add_argument(flag, **keywords)
-
-    add("--preset", choices=PRESETS, help="gpu where there is one, else cpu; flags change parts of it")
-    add("--out", type=Path, metavar="RUN", help="the run folder; a new one under runs/ by default")
-    add(
-        "--resume",
-        nargs="?",
-        const=NEWEST,
-        metavar="RUN",
-        help="continue a run, the newest under runs/ by default",
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="settings to start from; gpu if there is one, else cpu"
     )
+    parser.add_argument(
+        "--out", type=Path, metavar="RUN", help="the run folder; by default a new one in runs/"
+    )
+    text = "continue a run; by default the newest in runs/"
+    parser.add_argument("--resume", nargs="?", const=NEWEST, metavar="RUN", help=text)
     add_flags(parser)
 
 

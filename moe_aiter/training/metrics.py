@@ -21,33 +21,37 @@ class Metrics:
     def __init__(self, path: Path, tokens_per_step: int, flops_per_step: float, peak: float | None):
         self.path, self.tokens_per_step = path, tokens_per_step
         self.flops_per_step, self.peak = flops_per_step, peak
-        rows = read_metrics(path) if path.exists() else []
-        self.seconds = rows[-1]["seconds"] if rows else 0.0
         self.pending: list[tuple[dict, dict[str, Tensor]]] = []
         self.mark = time.perf_counter()
+        rows = read_metrics(path) if path.exists() else []
+        self.start = self.mark - (rows[-1]["seconds"] if rows else 0)
 
     def add(self, row: dict, tensors: dict[str, Tensor]) -> None:
         """Note a step: plain numbers, and tensors of any shape that are still being computed."""
         self.pending.append((row, tensors))
 
-    def flush(self) -> dict | None:
-        """Write the steps noted so far, and return the last row."""
-        if not self.pending:
-            return None
+    def collect(self) -> list[dict]:
+        """The rows of the steps noted since the last time; waits until the device has computed them."""
         rows = [row | {name: t.tolist() for name, t in tensors.items()} for row, tensors in self.pending]
         now = time.perf_counter()
-        each, self.mark = (now - self.mark) / len(rows), now
+        each = (now - self.mark) / len(rows)
         for row in rows:
-            self.seconds += each
             row["bits_per_byte"] = row["loss"] / math.log(2)
-            row["seconds"] = round(self.seconds, 3)
+            row["seconds"] = round(now - self.start, 3)
             row["tokens_per_s"] = round(self.tokens_per_step / each, 1)
             if self.peak:
                 row["mfu"] = round(self.flops_per_step / each / self.peak, 4)
+        self.pending.clear()
+        self.mark = now
+        return rows
+
+    def write(self, rows: list[dict]) -> None:
         with self.path.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        self.pending.clear()
-        return rows[-1]
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last step out of the speed of the next."""
+        self.mark = time.perf_counter()
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -117,7 +117,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         elif field.name == "data":
             parser.add_argument(flag(field.name), nargs="+", metavar="PATH", **keywords)
         else:
-            parser.add_argument(flag(field.name), type=field.type, metavar=field.type.__name__.upper(), **keywords)
+            parser.add_argument(
+                flag(field.name), type=field.type, metavar=field.type.__name__.upper(), **keywords
+            )
 
 
 def flag(name: str) -> str:

@@ -20,3 +20,9 @@ def generate(model: Transformer, length: int, temperature: float, seed: int, pro
             choice = last.argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, choice.to(device)[None]], 1)
     return bytes(tokens[0, len(prompt) :].tolist())
+
+
+def readable(text: bytes) -> str:
+    """For a terminal: where a new file begins a new line does, and nothing unprintable is left."""
+    decoded = text.replace(b"\0", b"\n").decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in decoded)

@@ -1,6 +1,7 @@
 """The training loop, and what it leaves in the run folder."""
 
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from .metrics import Metrics, peak_flops, truncate_metrics
 from .model import Transformer, flops_per_token
 from .optimizer import learning_rate, make_optimizer, set_learning_rate
 from .presets import DTYPES, TrainConfig
-from .sample import generate
+from .sample import generate, readable
 from .stop import Stop
 
 
@@ -48,27 +49,33 @@ class Trainer:
         flops = flops_per_token(self.model, config) * config.tokens_per_step
         peak = peak_flops(self.device) if config.dtype == "bfloat16" else None
         metrics = Metrics(self.run / "metrics.jsonl", config.tokens_per_step, flops, peak)
-        bar = need("tqdm").tqdm(total=config.steps, initial=self.step, unit="step", dynamic_ncols=True)
-        with Stop() as stop, bar:
+        with Stop() as stop, self.progress_bar() as bar:
             while self.step < config.steps:
-                row, tensors = self.take_step()
-                last = self.step == config.steps
-                if last or self.step % config.val_every == 0:
-                    row["val_loss"] = self.validate()
-                    row["val_bits_per_byte"] = row["val_loss"] / math.log(2)
-                metrics.add(row, tensors)
+                metrics.add(*self.take_step())
                 status = stop.status  # read once: a signal that comes later waits for the next step
-                save = last or status or self.step % config.save_every == 0
-                if save or self.step % config.log_every == 0:
-                    self.report(bar, metrics.flush())
-                if save:
+                last = self.step == config.steps
+                validates = last or self.step % config.val_every == 0
+                saves = last or status or self.step % config.save_every == 0
+                if validates or saves or self.step % config.log_every == 0:
+                    rows = metrics.collect()
+                    rows[-1] |= self.validate() if validates else {}
+                    metrics.write(rows)
+                    self.report(bar, rows[-1])
+                if saves:
                     self.save()
                 if status:
                     return status
+                if validates or saves:
+                    metrics.restart_clock()  # those were not training
         return 0
 
+    def progress_bar(self):
+        seconds = 0.1 if sys.stderr.isatty() else 10  # between two updates; a log file needs few
+        keywords = {"unit": "step", "dynamic_ncols": True, "mininterval": seconds}
+        return need("tqdm").tqdm(total=self.config.steps, initial=self.step, **keywords)
+
     def report(self, bar, row: dict) -> None:
-        """Move the progress bar to this step."""
+        """Move the progress bar to this step; a loss that is no number ends the run, unsaved."""
         if not math.isfinite(row["loss"]):
             raise UsageError(f"the loss is {row['loss']} at step {self.step}: try a smaller --lr")
         parts = [f"loss {row['loss']:.3f}", f"{row['bits_per_byte']:.2f} bits/byte"]
@@ -108,13 +115,12 @@ class Trainer:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list]:
         """Mean cross-entropy in nats per byte, and the routing of each MoE layer."""
-        dtype = DTYPES[self.config.dtype]
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+        with self.autocast():
             logits, routings = self.forward(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), routings
 
     @torch.no_grad()
-    def validate(self) -> float:
+    def validate(self) -> dict[str, float]:
         config = self.config
         self.model.eval()
         losses = []
@@ -122,7 +128,8 @@ class Trainer:
             batch = val_batch(self.corpus.val, config.batch, config.sequence, index, config.val_batches)
             losses.append(self.loss(*batch)[0])
         self.model.train()
-        return torch.stack(losses).mean().item()
+        loss = mean(losses).item()
+        return {"val_loss": loss, "val_bits_per_byte": loss / math.log(2)}
 
     def save(self) -> None:
         sync(self.run / "metrics.jsonl")
@@ -132,12 +139,15 @@ class Trainer:
     def write_sample(self) -> str:
         config = self.config
         self.model.eval()
-        dtype = DTYPES[config.dtype]
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            sample = generate(self.model, config.sample_bytes, config.temperature, config.seed)
-        text = sample.replace(b"\0", b"\n").decode(errors="replace")
+        with self.autocast():
+            text = readable(generate(self.model, config.sample_bytes, config.temperature, config.seed))
         (self.run / "sample.txt").write_text(text + "\n")
         return text
+
+    def autocast(self) -> torch.autocast:
+        """Matmuls in the run's dtype; weights, norms, softmax and losses stay float32."""
+        dtype = DTYPES[self.config.dtype]
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
 
 def mean(losses: Iterable[Tensor]) -> Tensor:

@@ -1,6 +1,7 @@
 """metrics.jsonl: one line a step, and only whole lines count."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ def write(path, steps):
     for step in steps:
         tensors = {"loss": torch.tensor(2.0 / step), "imbalance": torch.tensor([0.5, 0.25])}
         metrics.add({"step": step}, tensors)
-    return metrics.flush()
+    rows = metrics.collect()
+    metrics.write(rows)
+    return rows[-1]
 
 
 def test_rows_hold_numbers_tensors_and_rates(tmp_path):
@@ -26,8 +29,13 @@ def test_rows_hold_numbers_tensors_and_rates(tmp_path):
     assert rows[1]["mfu"] == pytest.approx(rows[1]["tokens_per_s"] / 100 * 1e9 / 1e12, rel=0.01, abs=1e-4)
 
 
-def test_nothing_to_flush(tmp_path):
-    assert Metrics(tmp_path / "m.jsonl", 1, 1, None).flush() is None
+def test_time_between_the_clocks_restart_and_a_step_counts_for_nothing(tmp_path):
+    metrics = Metrics(tmp_path / "m.jsonl", tokens_per_step=1000, flops_per_step=1, peak=None)
+    time.sleep(0.2)
+    metrics.restart_clock()
+    metrics.add({"step": 1}, {"loss": torch.tensor(1.0)})
+    (row,) = metrics.collect()
+    assert row["tokens_per_s"] > 1000 / 0.2 and row["seconds"] >= 0.2 and "mfu" not in row
 
 
 def test_seconds_go_on_after_a_pause(tmp_path):

@@ -157,14 +157,14 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step():
-    process = start(*arguments("--out", "run", "--batch", "8192"))  # a step of many seconds
-    while not Path("run/config.json").exists():
-        time.sleep(0.01)
-    time.sleep(0.5)
+    process = start(*arguments("--out", "run", "--layers", "300"))  # a step of seconds
+    wait_for_steps("run", 1, process)
+    time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(3) in (130, -signal.SIGINT)
+    assert process.wait(30) == -signal.SIGINT
+    assert not Path("run/checkpoints").exists()
 
 
 def test_a_run_killed_again_and_again_comes_to_the_same_losses():

@@ -1,0 +1,29 @@
+"""Text from a model."""
+
+import pytest
+import torch
+
+from moe_aiter.training.model import Transformer
+from moe_aiter.training.presets import PRESETS
+from moe_aiter.training.sample import generate, readable
+
+
+@pytest.fixture
+def model():
+    return Transformer(PRESETS["test"]).eval()
+
+
+def test_length_and_repeatability(model):
+    """Longer than the model can see at once."""
+    text = generate(model, 40, 1.0, seed=1)
+    assert len(text) == 40 > len(model.cos)
+    assert text == generate(model, 40, 1.0, seed=1) != generate(model, 40, 1.0, seed=2)
+
+
+def test_temperature_0_takes_the_likeliest_byte(model):
+    logits, _ = model(torch.tensor([list(b"abc")]))
+    assert generate(model, 1, 0.0, seed=1, prompt=b"abc")[0] == logits[0, -1].argmax()
+
+
+def test_no_byte_reaches_the_terminal_that_could_upset_it():
+    assert readable(b"a\0b\tc\x1b[2J\xff\n") == "a\nb\tc\ufffd[2J\ufffd\n"
