@@ -49,3 +49,8 @@ def parse(name: str, text: str, kind: type):
 
 settings = Settings.from_env()
 interpret = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU, slowly, for tests
+
+
+def repeatable_cublas() -> None:
+    """Let cuBLAS give the same bits every time; only before its first product, when it reads the variable."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -4,6 +4,9 @@ import argparse
 import time
 from pathlib import Path
 
+import torch
+
+from ..config import repeatable_cublas
 from .errors import UsageError, need
 from .metrics import read_metrics
 from .model import active_params
@@ -30,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     for module in ("tqdm", "safetensors", "matplotlib"):
         need(module)  # now, not after the training
+    if torch.cuda.is_available():
+        repeat_on_gpu()
     trainer = resume_run(args) if args.resume else start_run(args)
     describe(trainer)
     status = trainer.train()
@@ -42,6 +47,13 @@ def main(args: argparse.Namespace) -> int:
     print(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
           f" after {last['seconds']:.0f} s; see {trainer.run}/")  # fmt: skip
     return 0
+
+
+def repeat_on_gpu() -> None:
+    """Two runs give the same losses; by itself the backward pass of torch's attention would not repeat."""
+    repeatable_cublas()  # torch's deterministic mode insists on it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
 
 def start_run(args: argparse.Namespace) -> Trainer:
