@@ -1,4 +1,4 @@
-"""Builds the C++ extension `moe_aiter._host`, where there is a compiler; everything else is in pyproject.toml."""
+"""Builds the C++ extension `moe_aiter._host`, where there is a compiler; the rest is in pyproject.toml."""
 
 from setuptools import setup
 from setuptools.command.build_ext import build_ext as BuildExt

@@ -1,6 +1,6 @@
 """The pieces of the expert loop: its blocks of rows, scratch, products, and what lies between these.
 
-A block's `choices` (n,) int32 are its part of `order`: choice c belongs to token c // k and has weight c of (T, k).
+A block's `choices` (n,) int32 are its part of `order`: choice c is token c // k and has weight c of (T, k).
 """
 
 from collections.abc import Callable, Iterator

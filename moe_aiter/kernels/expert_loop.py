@@ -3,9 +3,10 @@
     z = gate_up[e] @ x[token] + gate_up_bias[e]
     out[token] += weight * (down[e] @ f(z) + down_bias[e])
 
-A block of an expert's rows stays in cache from the first step to the last, in scratch that every block reuses; torch
-does the matrix products, C++ what lies between them.  Only x, z and the routing are kept for the backward pass, and
-without z it is computed again.  Sums run in float32, expert by expert, so two runs give the same bits.
+A block of an expert's rows stays in cache from the first step to the last, in scratch that every block
+reuses; torch does the matrix products, C++ what lies between them.  Only x, z and the routing are kept for the
+backward pass, and without z it is computed again.  Sums run in float32, expert by expert, so two runs give the
+same bits.
 """
 
 import functools
@@ -25,7 +26,13 @@ from .permute import unpermute_reference
 
 
 class LoopInputs(NamedTuple):
-    """The arguments of `expert_loop`, in order."""
+    """The arguments of `expert_loop_op`, in order; it returns out (T, H) and z (R, parts * I).
+
+    x and the weights share a dtype, float32, bfloat16, float16 or float64; the weights may have any strides.
+    `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z is for the backward pass alone, and has
+    no rows without `save_z`.  Differentiable in the first six; a frozen one costs nothing.  A weight with a main
+    gradient, of its shape and any floating dtype, has its gradient added there, and autograd gets None.
+    """
 
     x: Tensor  # (T, H)
     gate_up: Tensor  # (E, parts * I, H)
@@ -161,7 +168,7 @@ class BackwardLoop:
             steps.accumulate(dy_view, choices, False, totals["x"])
 
     def inputs_of(self, block: Block, choices) -> tuple:
-        """The rows of x, where a product needs them, and of z, saved or computed again, as the steps see it."""
+        """The rows of x, if a product needs them, and of z, saved or computed again, as the steps see it."""
         expert, first, last, *_ = block
         n, (width, H), x = last - first, self.gate_up[expert].shape, None
         if self.needs.gate_up or not len(self.z):
@@ -283,19 +290,3 @@ expert_loop_backward_op = define_op(
     torch=functools.partial(run_backward, TorchSteps),
     host=host(takes(*HOST_DTYPES)(functools.partial(run_backward, HostSteps))),
 )
-
-
-# public
-def expert_loop(*inputs, **named) -> tuple[Tensor, Tensor]:
-    """Send `x` (T, H) through its experts, on a CPU; takes what `LoopInputs` lists, returns out (T, H) and z.
-
-    out[t] = sum over j of routing_weights[t, j] * (down[e] @ f(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])
-    for the experts e of t, where `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z (R, parts * I) is
-    the pre-activation, for the backward pass alone, with `save_z`; otherwise it has no rows and is computed again.
-    Differentiable in the first six inputs; a frozen one costs nothing.  A weight with a main gradient, of its shape
-    and any floating dtype, has its gradient added there and gets None.  Weights may have any strides.  float32,
-    bfloat16, float16 and float64; sums are kept in float32 (float64 for float64), in the order of the experts.
-
-    Raises ValueError for shapes or devices that do not fit and unknown activations, TypeError for dtypes.
-    """
-    return expert_loop_op(*LoopInputs(*inputs, **named))

@@ -195,11 +195,11 @@ glu_backward_op = define_op(
 def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
     """Apply an expert's activation to `z` (R, parts * I); returns (R, I) in the dtype of `z`.
 
-    swiglu, geglu and reglu (Shazeer 2020, arXiv 2002.05202) are gated: parts is 2, the first I columns of `z` are
-    the gate and the others up, or they take turns with `interleaved`.  silu, gelu, relu and relu2 are not: parts
-    is 1.  Computed in float32 (float64 for float64); differentiable; strides are free.
+    swiglu, geglu and reglu (Shazeer 2020, arXiv 2002.05202) are gated: parts is 2, the first I columns of
+    `z` are the gate and the others up, or they take turns with `interleaved`.  silu, gelu, relu and relu2 are
+    not: parts is 1.  Computed in float32 (float64 for float64); differentiable; strides are free.
 
-    Raises ValueError for an unknown activation, an odd number of columns for a gated one, or `interleaved` for one
-    that is not gated, TypeError for a dtype that is not floating.
+    Raises ValueError for an unknown activation, an odd number of columns for a gated one, or `interleaved`
+    for one that is not gated, TypeError for a dtype that is not floating.
     """
     return glu_op(z, activation, interleaved)

@@ -1,6 +1,6 @@
 """Move tokens to their experts' rows and back.
 
-    permute    out[r] = w[order[r]] * x[order[r] // k]        (T, H) -> (R, H)
+    permute    out[r] = w[order[r]] * x[order[r] // k]              (T, H) -> (R, H)
     unpermute  out[t] = sum over j of w[t, j] * rows[rank[t, j]]    (R, H) -> (T, H)
     row_dots   out[t, j] = <rows[rank[t, j]], x[t]>                 (R, H), (T, H) -> (T, k)
 
@@ -66,11 +66,12 @@ def permute_kernel(
     for j in range(TOP_K):
         i = t * TOP_K + j
         row = tl.load(rank_ptr + i).to(tl.int64)
+        unused = tl.load(order_ptr + i) < 0  # row i belongs to no choice
         out = x
         if weights_ptr is not None:
             out = x.to(tl.float32) * tl.load(weights_ptr + i).to(tl.float32)
         tl.store(out_ptr + row * H + h, out.to(out_ptr.dtype.element_ty), mask=h_mask & (row >= 0))
-        if tl.load(order_ptr + i) < 0:  # row i belongs to nobody
+        if unused:
             tl.store(out_ptr + i * H + h, tl.zeros_like(x).to(out_ptr.dtype.element_ty), mask=h_mask)
 
 
@@ -135,51 +136,60 @@ def row_dots_kernel(
 
 
 # launcher
-def check_plan(order: Tensor, rank: Tensor, x: Tensor, **others: Tensor | None) -> None:
+def check_rows(rows: Tensor, order: Tensor) -> None:
+    check_shape("rows", rows, "R", "H")
+    check_shape("order", order, "R")
+    check_float(rows=rows)
+    check_size("rows is (R={}, H)", rows.shape[0], "order is (R={},)", order.shape[0])
+
+
+def check_tokens(x: Tensor, rank: Tensor) -> None:
+    check_shape("x", x, "T", "H")
+    check_shape("rank", rank, "T", "k")
+    check_float(x=x)
+    check_size("x is (T={}, H)", x.shape[0], "rank is (T={}, k)", rank.shape[0])
+
+
+def check_plan(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | None = None) -> None:
     check_shape("order", order, "R")
     check_shape("rank", rank, "T", "k")
     check_index(order=order, rank=rank)
-    check_device(x=x, order=order, rank=rank, **others)
+    check_device(x=x, order=order, rank=rank, routing_weights=routing_weights)
     if rank.shape[1] < 1:
         raise ValueError(f"rank is (T, k={rank.shape[1]}); k must be at least 1")
     check_size("order is (R={},)", order.shape[0], "rank (T, k) holds {} choices", rank.numel())
+    if routing_weights is not None:
+        check_float(routing_weights=routing_weights)
+        if routing_weights.shape != rank.shape:
+            shapes = tuple(routing_weights.shape), tuple(rank.shape)
+            raise ValueError("routing_weights is {} but rank is (T, k) = {}".format(*shapes))
 
 
-def check_weights(routing_weights: Tensor | None, rank: Tensor) -> None:
-    if routing_weights is None:
-        return
-    check_float(routing_weights=routing_weights)
-    if routing_weights.shape != rank.shape:
-        raise ValueError(
-            f"routing_weights is {tuple(routing_weights.shape)} but rank is (T, k) = {tuple(rank.shape)}"
-        )
+def check_plan_values(x, *rest) -> None:
+    order, rank = [t for t in rest if t is not None and not t.is_floating_point()]
+    for name, t in (("order", order), ("rank", rank)):
+        if t.numel() and t.max() >= t.numel():
+            raise ValueError(f"{name} holds {int(t.max())} but there are {t.numel()} rows")
 
 
 def new_permute(x, order, rank, routing_weights):
-    check_shape("x", x, "T", "H")
-    check_float(x=x)
-    check_plan(order, rank, x, routing_weights=routing_weights)
-    check_weights(routing_weights, rank)
-    check_size("x is (T={}, H)", x.shape[0], "rank is (T={}, k)", rank.shape[0])
+    check_tokens(x, rank)
+    check_plan(x, order, rank, routing_weights)
     return x.new_empty(order.shape[0], x.shape[1])
 
 
 def new_unpermute(rows, order, rank, routing_weights):
-    check_shape("rows", rows, "R", "H")
-    check_float(rows=rows)
-    check_plan(order, rank, rows, routing_weights=routing_weights)
-    check_weights(routing_weights, rank)
-    check_size("rows is (R={}, H)", rows.shape[0], "order is (R={},)", order.shape[0])
+    check_rows(rows, order)
+    check_plan(rows, order, rank, routing_weights)
     return rows.new_empty(rank.shape[0], rows.shape[1])
 
 
 def new_row_dots(rows, x, order, rank):
-    check_shape("rows", rows, "R", "H")
-    check_shape("x", x, "T", "H")
+    check_rows(rows, order)
+    check_tokens(x, rank)
+    check_plan(x, order, rank)
     check_float(rows=rows, x=x)
-    check_plan(order, rank, x, rows=rows)
-    check_size("rows is (R={}, H)", rows.shape[0], "order is (R={},)", order.shape[0])
-    check_size("x is (T={}, H)", x.shape[0], "rank is (T={}, k)", rank.shape[0])
+    check_device(rows=rows, x=x)
     check_size("rows is (R, H={})", rows.shape[1], "x is (T, H={})", x.shape[1])
     return rows.new_empty(rank.shape, dtype=sum_dtype(rows))
 
@@ -189,15 +199,12 @@ def block_of(columns: int) -> int:
     return min(1024, triton.next_power_of_2(columns))
 
 
-def contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 @takes(*TRITON_DTYPES)
 def launch_permute(out, x, order, rank, routing_weights):
     (T, H), block = x.shape, block_of(x.shape[1])
+    weights = None if routing_weights is None else routing_weights.contiguous()
     permute_kernel[(T, triton.cdiv(H, block))](
-        x, order.contiguous(), rank.contiguous(), contiguous(routing_weights), out, H, x.stride(),
+        x, order.contiguous(), rank.contiguous(), weights, out, H, x.stride(),
         TOP_K=rank.shape[1], BLOCK_H=block,
     )  # fmt: skip
 
@@ -205,46 +212,35 @@ def launch_permute(out, x, order, rank, routing_weights):
 @takes(*TRITON_DTYPES)
 def launch_unpermute(out, rows, order, rank, routing_weights):
     (T, H), block, top_k = out.shape, block_of(out.shape[1]), rank.shape[1]
+    weights = None if routing_weights is None else routing_weights.contiguous()
     unpermute_kernel[(T, triton.cdiv(H, block))](
-        rows, rank.contiguous(), contiguous(routing_weights), out, H, rows.stride(),
+        rows, rank.contiguous(), weights, out, H, rows.stride(),
         TOP_K=top_k, UNROLLED=top_k <= UNROLL, BLOCK_H=block,
     )  # fmt: skip
 
 
 @takes(*TRITON_DTYPES)
 def launch_row_dots(out, rows, x, order, rank):
-    H = rows.shape[1]
-    row_dots_kernel[(out.numel(),)](
-        rows,
-        x,
-        rank.contiguous(),
-        out,
-        H,
-        rows.stride(),
-        x.stride(),
-        TOP_K=rank.shape[1],
-        BLOCK_H=block_of(H),
-    )
+    H, block = rows.shape[1], block_of(rows.shape[1])
+    strides = rows.stride(), x.stride()
+    row_dots_kernel[(out.numel(),)](rows, x, rank.contiguous(), out, H, *strides, rank.shape[1], block)
 
 
 @takes(*HOST_DTYPES)
 def launch_permute_host(out, x, order, rank, routing_weights):
-    weights, top_k = host_weights(routing_weights), rank.shape[1]
-    ext.gather(array(x), array(order.int()), weights, array(out), top_k, num_threads())
+    weights = None if routing_weights is None else array(routing_weights.float())
+    ext.gather(array(x), array(order.int()), weights, array(out), rank.shape[1], num_threads())
 
 
 @takes(*HOST_DTYPES)
 def launch_unpermute_host(out, rows, order, rank, routing_weights):
-    ext.unpermute(array(rows), array(rank.int()), host_weights(routing_weights), array(out), num_threads())
+    weights = None if routing_weights is None else array(routing_weights.float())
+    ext.unpermute(array(rows), array(rank.int()), weights, array(out), num_threads())
 
 
 @takes(*HOST_DTYPES)
 def launch_row_dots_host(out, rows, x, order, rank):
     ext.row_dots(array(rows), array(x), array(rank.int()), array(out), num_threads())
-
-
-def host_weights(routing_weights):
-    return None if routing_weights is None else array(routing_weights.float())
 
 
 # op
@@ -291,6 +287,7 @@ def backward_row_dots(ctx, ddots):
 permute_op = define_op(
     "permute(Tensor x, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
     new=new_permute,
+    check_values=check_plan_values,
     reference=permute_reference,
     triton=launch_permute,
     host=host(launch_permute_host),
@@ -300,6 +297,7 @@ permute_op = define_op(
 unpermute_op = define_op(
     "unpermute(Tensor rows, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
     new=new_unpermute,
+    check_values=check_plan_values,
     reference=unpermute_reference,
     triton=launch_unpermute,
     host=host(launch_unpermute_host),
@@ -309,6 +307,7 @@ unpermute_op = define_op(
 row_dots_op = define_op(
     "row_dots(Tensor rows, Tensor x, Tensor order, Tensor rank) -> Tensor",
     new=new_row_dots,
+    check_values=check_plan_values,
     reference=row_dots_reference,
     triton=launch_row_dots,
     host=host(launch_row_dots_host),
@@ -321,12 +320,13 @@ row_dots_op = define_op(
 def permute(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | None = None) -> Tensor:
     """Copy each token of `x` (T, H) to its k rows, (R, H): row r is x[order[r] // k], in the dtype of `x`.
 
-    `order` (R,) and `rank` (T, k), int32 or int64, are those of `sort_by_expert` or any such pair: rank[t, j] is
-    the row of choice t*k + j, order the inverse, and -1 marks what is dropped.  A row with the order -1 is zeros.
-    With `routing_weights` (T, k), of any floating dtype, row r is multiplied in float32 by the weight of its choice.
-    Differentiable in `x` and `routing_weights`; strides are free.
+    `order` (R,) and `rank` (T, k), int32 or int64, are those of `sort_by_expert` or any such pair: rank[t, j]
+    is the row of choice t*k + j, order the inverse, and -1 marks what is dropped.  A row with the order -1 is
+    zeros.  With `routing_weights` (T, k), of any floating dtype, row r is multiplied in float32 by the weight
+    of its choice.  Differentiable in `x` and `routing_weights`; strides are free.
 
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
+    ValueError for an index of R or more.
     """
     return permute_op(x, order, rank, routing_weights)
 
@@ -334,11 +334,9 @@ def permute(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | No
 def unpermute(rows: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | None = None) -> Tensor:
     """Sum each token's k rows of `rows` (R, H), times its `routing_weights` (T, k) if given; returns (T, H).
 
-    The inverse of `permute`, which documents `order` and `rank`.  The sum runs over j = 0..k-1 in this order in
-    float32 (float64 for float64) and is rounded once, so two runs give the same bits.  A dropped choice, rank -1,
-    adds nothing.  Differentiable in `rows` and `routing_weights`; strides are free.
-
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
+    The inverse of `permute`, which documents `order`, `rank` and the errors.  The sum runs over j = 0..k-1
+    in this order in float32 (float64 for float64) and is rounded once.  A dropped choice, rank -1, adds
+    nothing.  Differentiable in `rows` and `routing_weights`; strides are free.
     """
     return unpermute_op(rows, order, rank, routing_weights)
 
@@ -346,9 +344,7 @@ def unpermute(rows: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor
 def row_dots(rows: Tensor, x: Tensor, order: Tensor, rank: Tensor) -> Tensor:
     """The inner product of each token of `x` (T, H) with each of its k rows of `rows` (R, H), as (T, k).
 
-    In float32, or float64 for float64; 0 for a dropped choice.  This is the gradient of the routing weights in
-    `permute` and `unpermute`, which documents `order` and `rank`.  Differentiable in `rows` and `x`.
-
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
+    In float32, or float64 for float64; 0 for a dropped choice.  This is the routing weights' gradient in
+    `unpermute` and `permute`, which documents `order`, `rank` and the errors.  Differentiable in `rows`, `x`.
     """
     return row_dots_op(rows, x, order, rank)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..backend import define_op
-from ..config import settings
 from ._check import check_index, check_shape
 from ._host import array, check_built, ext, host
 from ._triton import tl, triton
@@ -165,10 +164,16 @@ def launch_sort_host(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num
     ext.sort_by_expert(array(expert_ids), *map(array, out))
 
 
+def check_ids(expert_ids: Tensor, num_experts: int) -> None:
+    if (expert_ids >= num_experts).any():
+        raise ValueError(f"expert_ids holds {int(expert_ids.max())} but num_experts is {num_experts}")
+
+
 # op
 sort_op = define_op(
     "sort_by_expert(Tensor expert_ids, int num_experts) -> (Tensor, Tensor, Tensor)",
     new=new_sort,
+    check_values=check_ids,
     reference=sort_reference,
     triton=launch_sort,
     host=host(launch_sort_host),
@@ -181,12 +186,10 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
     Returns three int32 tensors: `order` (R,) with R = T*k, `order[r]` = t*k + j being the choice in row r;
     `rank` (T, k), its inverse; and `group_sizes` (E,), the rows of each expert.  A choice outside
-    [0, `num_experts`), usually -1, is dropped: its rank is -1, it is counted nowhere, and the rows at and past
-    sum(group_sizes) have the order -1.  No host synchronisation, no atomics: two runs give the same bits.
+    [0, `num_experts`), usually -1, is dropped: its rank is -1, it is counted nowhere, and the rows at and
+    past sum(group_sizes) have the order -1.  No host synchronisation and no atomics.
 
-    Raises ValueError for a shape that is not (T, k) and for `num_experts` below 1, TypeError for another dtype;
-    with MOE_AITER_DEBUG=1 also ValueError for an id of E or more.
+    Raises ValueError for a shape that is not (T, k) and for `num_experts` below 1, TypeError for another
+    dtype; with MOE_AITER_DEBUG=1 also ValueError for an id of E or more.
     """
-    if settings.debug and not torch.compiler.is_compiling() and (expert_ids >= num_experts).any():
-        raise ValueError(f"expert_ids holds {int(expert_ids.max())} but num_experts is {num_experts}")
     return sort_op(expert_ids, num_experts)
