@@ -47,7 +47,10 @@ def info() -> int:
 
     packages = ("moe-aiter", "torch", "triton", "numpy", "einops")
     print_table(
-        "versions", {"python": platform.python_version()} | {name: version(name) for name in packages}
+        "versions",
+        {"python": platform.python_version()} | {name: version(name) for name in packages}
+        # with the build, which the distribution does not always carry
+        | {"torch": torch.__version__},
     )
     gpus = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"

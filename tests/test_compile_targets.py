@@ -40,7 +40,7 @@ def ints(*shape, dtype=torch.int32):
 class Shape:
     """R rows, N columns and K to sum over, in E groups."""
 
-    rows: int = 256 * E
+    rows: int = 1024 * E
     n: int = 4096
     k: int = 4096
     dtype: torch.dtype = torch.bfloat16
@@ -175,6 +175,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gmm by rows": lambda: run_gmm_by_rows(BF16),
     "gmm with bias": lambda: run_gmm(BF16, bias=True),
     "gmm odd": lambda: run_gmm(ODD),
+    "tgmm gather odd": lambda: run_tgmm_gather(dataclasses.replace(ODD, k=20, n=24)),
     "tgmm columns first": lambda: run_tgmm_gather(BF16, columns_first=True),
     "tgmm accumulate": lambda: run_tgmm_accumulate(BF16),
     "up interleaved with bias": lambda: run_up(BF16, interleaved=True, bias=True),
@@ -211,7 +212,7 @@ def test_table_row(target, row):
     """The configuration of a table row, at a shape that picks it."""
     target = TARGETS[target]
     dtype = {16: torch.bfloat16, 32: torch.float32}[row.bits]
-    shape = Shape((row.rows or 256) * E, row.n or 4096, row.k or 4096, dtype)
+    shape = Shape((row.rows or 1024) * E, row.n or 4096, row.k or 4096, dtype)
     with compiling_for(target) as launches:
         assert tuning.lookup(row.op, dtype, shape.rows, shape.n, shape.k, E) == row.config
         TUNED[row.op](shape)

@@ -26,7 +26,7 @@ from .gmm import gmm_op, gmm_reference
 from .permute import launch_unpermute, unpermute_reference
 from .tgmm import group_sum, weight_gradient
 
-EPILOGUE_N = {False: 32, True: 16}  # interleaved? -> columns of u whose epilogue fits in registers
+EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue fits in registers
 
 # reference
 

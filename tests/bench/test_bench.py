@@ -53,7 +53,7 @@ def test_a_wrong_contender_gets_no_time(problem, capsys):
     wrong = contenders.Contender("off by one percent", lambda: 1.01 * good.run(), good.leaves, routed=True)
     good_row, wrong_row = layer.check_all([good, wrong], problem)
     assert not good_row["refused"] and wrong_row["refused"]
-    assert wrong_row["error"] == pytest.approx(0.01, rel=0.1)
+    assert wrong_row["error"] == pytest.approx(0.01, rel=0.2)
     assert "off by one percent: the error of " in capsys.readouterr().out
 
 

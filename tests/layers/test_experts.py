@@ -44,7 +44,8 @@ def compare(experts, x, expert_ids, routing_weights):
         return experts_loop(x, expert_ids, routing_weights, params, experts.activation, experts.interleaved)
 
     inputs = (x, expert_ids, routing_weights, *experts.parameters())
-    assert_as_good_as_torch(with_gradients(ours), with_gradients(loop), *inputs)
+    floor = 1e-7 if len(x) > 1 else 5e-7  # in one token's gradients few roundings average out
+    assert_as_good_as_torch(with_gradients(ours), with_gradients(loop), *inputs, floor=floor)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -187,10 +188,11 @@ def test_autocast_is_a_cast(device, main_grad):
                 p.main_grad = torch.zeros(p.shape, device=device)
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         out = experts(x, routing_weights, plan)
-        out.sum().backward()
+        dout = torch.randn_like(out)
+        out.backward(dout)
     want = cast(x.bfloat16(), routing_weights, plan)
     assert out.dtype == torch.bfloat16 and torch.equal(out, want)
-    want.sum().backward()
+    want.backward(dout)
     for p, q in zip(experts.parameters(), cast.parameters(), strict=True):
         if p.grad is None:
             assert main_grad and torch.equal(p.main_grad, q.main_grad)

