@@ -36,8 +36,10 @@ train: $(READY)
 	$(PY) -m moe_aiter.cli train $(ARGS)
 
 test: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) -m interpret $(ARGS)
-	$(PYTEST) $(ARGS)
+	@status=0; \
+	echo "The kernels under Triton's interpreter:"; TRITON_INTERPRET=1 $(PYTEST) -m interpret $(ARGS) || status=1; \
+	echo "Everything, with C++ and torch:"; $(PYTEST) $(ARGS) || status=1; \
+	exit $$status
 
 test-gpu: $(READY)
 	$(PYTEST) $(ARGS)
