@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -33,31 +34,38 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[t
     samples: list[list[tuple[float, float]]] = [[] for _ in contenders]
     for round in range(WARMUP + reps):
         problem.renew(round)
+        results = []
         for i in range(len(contenders)):
             turn = (i + round) % len(contenders)
             flushed.zero_()
             with contenders[turn].context():
-                sample = measure(contenders[turn], problem)
+                results.append((turn, measure(contenders[turn], problem)))
+        # read only now: a wait between contenders would time the host's launches, which training overlaps
+        for turn, elapsed in results:
             if round >= WARMUP:
-                samples[turn].append(sample)
+                samples[turn].append(elapsed())
     return [tuple(map(summary, zip(*s, strict=True))) for s in samples]
 
 
-def measure_cpu(contender: Contender, problem: Problem) -> tuple[float, float]:
+def measure_cpu(contender: Contender, problem: Problem) -> Callable[[], tuple[float, float]]:
     start = time.perf_counter()
     out = contender.run()
     forward = time.perf_counter()
     contender.gradients(out, problem)
     step = time.perf_counter()
-    return 1e3 * (forward - start), 1e3 * (step - start)
+    return lambda: (1e3 * (forward - start), 1e3 * (step - start))
 
 
-def measure_gpu(contender: Contender, problem: Problem) -> tuple[float, float]:
+def measure_gpu(contender: Contender, problem: Problem) -> Callable[[], tuple[float, float]]:
     start, forward, step = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     start.record()
     out = contender.run()
     forward.record()
     contender.gradients(out, problem)
     step.record()
-    step.synchronize()
-    return start.elapsed_time(forward), start.elapsed_time(step)
+
+    def elapsed() -> tuple[float, float]:
+        step.synchronize()
+        return start.elapsed_time(forward), start.elapsed_time(step)
+
+    return elapsed
