@@ -187,3 +187,12 @@ def test_importing_is_silent_and_touches_no_gpu():
         [sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["check", "format --check"])
+def test_ruff(command):
+    pytest.importorskip("ruff")
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *command.split(), "."], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
