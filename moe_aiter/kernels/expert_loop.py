@@ -4,9 +4,9 @@
     out[token] += weight * (down[e] @ f(z) + down_bias[e])
 
 A block of an expert's rows stays in cache from the first step to the last, in scratch that every block
-reuses; torch does the matrix products, C++ what lies between them.  Only x, z and the routing are kept for the
-backward pass, and without z it is computed again.  Sums run in float32, expert by expert, so two runs give the
-same bits.
+reuses; torch does the matrix products, C++ what lies between them.  Only x, z and the routing are kept for
+the backward pass, and without z it is computed again.  Sums run in float32, expert by expert, so two runs
+give the same bits.
 """
 
 import functools
@@ -29,9 +29,9 @@ class LoopInputs(NamedTuple):
     """The arguments of `expert_loop_op`, in order; it returns out (T, H) and z (R, parts * I).
 
     x and the weights share a dtype, float32, bfloat16, float16 or float64; the weights may have any strides.
-    `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z is for the backward pass alone, and has
-    no rows without `save_z`.  Differentiable in the first six; a frozen one costs nothing.  A weight with a main
-    gradient, of its shape and any floating dtype, has its gradient added there, and autograd gets None.
+    `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z is for the backward pass alone, and
+    has no rows without `save_z`.  Differentiable in the first six; a frozen one costs nothing.  A weight with
+    a main gradient, of its shape and any floating dtype, has its gradient added there; autograd gets None.
     """
 
     x: Tensor  # (T, H)

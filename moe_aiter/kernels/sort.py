@@ -17,6 +17,7 @@ from ._host import array, check_built, ext, host
 from ._triton import tl, triton
 
 BLOCK = 64  # choices at a time; every pair of them is compared
+SCAN_BLOCK = 1024  # counts at a time
 MAX_BLOCKS = 2048  # a longer input gets longer blocks, so that the counts (E, blocks) stay small
 
 
@@ -155,7 +156,7 @@ def launch_sort(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_expe
     place = (rows, num_experts, blocks, parts, rank.shape[1], expert_ids.stride(), BLOCK, block_e)
     if rows:
         count_kernel[(blocks,)](expert_ids, counts, *place, num_warps=4)
-    scan_kernel[(num_experts,)](counts, group_sizes, blocks, BLOCK=1024)
+    scan_kernel[(num_experts,)](counts, group_sizes, blocks, BLOCK=SCAN_BLOCK)
     if rows:
         place_kernel[(blocks,)](expert_ids, counts, group_sizes, order, rank, *place, num_warps=4)
 

@@ -1,0 +1,28 @@
+"""What the tests of several ops share."""
+
+import pytest
+import torch
+
+from moe_aiter.backend import ORDER, use
+from moe_aiter.config import interpret
+from moe_aiter.kernels._host import ext
+
+# the interpreter is slow, and the others were tested without it
+BACKENDS = ["triton"] if interpret else ["torch", "host", "triton"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, device):
+    """Each implementation there is on this device, and for the `dtype` of the test if it has one, forced."""
+    name = request.param
+    params = request.node.callspec.params
+    if name not in ORDER[device.type]:
+        pytest.skip(f"no {name} backend on {device.type}")
+    if name == "host" and ext is None:
+        pytest.skip("the C++ extension is not built")
+    if name == "host" and params.get("dtype") == torch.float16:
+        pytest.skip("the C++ extension has no float16")
+    if interpret and params.get("dtype") == torch.bfloat16:
+        pytest.skip("the interpreter cuts bfloat16 off instead of rounding it")
+    with use(name):
+        yield name

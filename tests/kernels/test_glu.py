@@ -1,0 +1,106 @@
+"""The activations between an expert's products, gated and plain, and their gradients."""
+
+import pytest
+import torch
+from check import assert_as_good_as_torch, with_gradients
+
+from moe_aiter.backend import use
+from moe_aiter.kernels.activations import ACTIVATIONS
+from moe_aiter.kernels.glu import glu, glu_backward_op, glu_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
+SHAPES = {  # R, I
+    "small": (5, 16),
+    "odd": (7, 23),
+    "one row": (1, 40),
+    "one channel": (9, 1),
+    "wider than a block": (3, 600),
+}
+
+
+def make(device, rows, channels, activation, dtype=torch.float32):
+    return (3 * torch.randn(rows, ACTIVATIONS[activation].parts * channels)).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_and_gradients(backend, device, shape, kind, dtype):
+    z = make(device, *shape, kind[0], dtype)
+    # a floor, because few elements may happen to be rounded well by torch
+    assert_as_good_as_torch(with_gradients(glu), with_gradients(glu_reference), z, *kind, floor=3e-7)
+
+
+def test_gate_comes_first(backend, device):
+    gate, up = torch.randn(4, 6, device=device), torch.randn(4, 6, device=device)
+    want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(glu(torch.cat([gate, up], 1), "swiglu"), want)
+    torch.testing.assert_close(glu(torch.stack([gate, up], 2).flatten(1), "swiglu", interleaved=True), want)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_any_strides(backend, device, kind):
+    z = make(device, 6, 10, kind[0])
+    dout = torch.randn(1, 10, device=device).expand(6, 10)
+    out, dz = glu(z, *kind), glu_backward_op(dout.contiguous(), z, *kind)
+    for strided in (z.t().contiguous().t(), torch.stack([z, z], 2)[:, :, 0]):
+        torch.testing.assert_close(glu(strided, *kind), out)
+        torch.testing.assert_close(glu_backward_op(dout, strided, *kind), dz)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "relu2"])
+def test_large_arguments(backend, device, activation):
+    """Values and slopes at both ends, where exp overflows."""
+    z = torch.tensor([[-1e30, -1000.0, -90.0, -0.0, 0.0, 90.0, 1000.0]], device=device)
+    with use("torch"):
+        want = glu(z.double(), activation)
+        slopes = glu_backward_op(torch.ones_like(want), z.double(), activation, False)
+    torch.testing.assert_close(glu(z, activation), want.float())
+    torch.testing.assert_close(glu_backward_op(torch.ones_like(z), z, activation, False), slopes.float())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_nan_stays_nan(backend, device, kind):
+    z = make(device, 3, 5, kind[0])
+    z[1] = float("nan")
+    assert torch.equal(glu(z, *kind).isnan().all(1).cpu(), torch.tensor([False, True, False]))
+
+
+def test_no_rows(backend, device):
+    z = torch.empty(0, 8, device=device, requires_grad=True)
+    out = glu(z, "swiglu")
+    assert out.shape == (0, 4)
+    out.sum().backward()
+    assert z.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_gradcheck(kind):
+    z = make("cpu", 3, 4, kind[0], torch.float64).requires_grad_()
+    with use("torch"):
+        assert torch.autograd.gradcheck(lambda z: glu(z, *kind), z)
+
+
+def test_opcheck(backend, device):
+    z = make(device, 3, 4, "swiglu")
+    torch.library.opcheck(torch.ops.moe_aiter.glu.default, (z.clone().requires_grad_(), "swiglu", True))
+    torch.library.opcheck(glu_backward_op, (torch.randn(3, 4, device=device), z, "geglu", False))
+
+
+def test_errors():
+    z = torch.randn(3, 8)
+    with pytest.raises(ValueError, match="unknown activation 'swish'; known: geglu"):
+        glu(z, "swish")
+    with pytest.raises(ValueError, match="z has 7 columns but swiglu needs pairs"):
+        glu(z[:, :7], "swiglu")
+    with pytest.raises(ValueError, match="interleaved is set but silu has no gate"):
+        glu(z, "silu", interleaved=True)
+    with pytest.raises(TypeError, match="z must be float16"):
+        glu(z.int(), "silu")
+    with pytest.raises(ValueError, match=r"z must be \(R, parts \* I\)"):
+        glu(z[0], "silu")
+    with pytest.raises(ValueError, match=r"dout is \(R, I=8\) but z with swiglu gives I=4"):
+        glu_backward_op(z, z, "swiglu", False)
+    with pytest.raises(TypeError, match="z is torch.float32 but dout is torch.float16"):
+        glu_backward_op(z[:, :4].half(), z, "swiglu", False)

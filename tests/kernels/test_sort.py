@@ -1,0 +1,114 @@
+"""The counting sort: a permutation by expert, stable, with dropped choices left out."""
+
+import pytest
+import torch
+
+from moe_aiter.kernels import sort
+from moe_aiter.kernels.sort import sort_by_expert
+
+SHAPES = {  # T, k, E
+    "mixtral": (50, 2, 8),
+    "qwen3": (21, 8, 128),
+    "top 1": (200, 1, 4),
+    "one expert": (40, 3, 1),
+    "one choice": (1, 1, 5),
+    "more experts than choices": (4, 2, 300),
+    "odd": (67, 5, 33),
+    "no tokens": (0, 2, 4),
+}
+
+
+def random_ids(num_tokens, top_k, num_experts, dtype=torch.int64):
+    """Experts with repeats, some choices dropped."""
+    return torch.randint(-2, num_experts, (num_tokens, top_k)).clamp(min=-1).to(dtype)
+
+
+def expected(ids, num_experts):
+    """By the definition, in Python."""
+    flat = ids.flatten().tolist()
+    order = [i for e in range(num_experts) for i, expert in enumerate(flat) if expert == e]
+    rank = [order.index(i) if i in set(order) else -1 for i in range(len(flat))]
+    order += [-1] * (len(flat) - len(order))
+    sizes = [flat.count(e) for e in range(num_experts)]
+    result = torch.tensor(order), torch.tensor(rank).view(ids.shape), torch.tensor(sizes)
+    return tuple(t.int() for t in result)
+
+
+def assert_sorted(ids, num_experts):
+    for got, want in zip(sort_by_expert(ids, num_experts), expected(ids, num_experts), strict=True):
+        assert got.dtype == torch.int32
+        assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_by_definition(backend, device, shape, dtype):
+    assert_sorted(random_ids(*shape, dtype).to(device), shape[2])
+
+
+def test_all_choices_dropped(backend, device):
+    assert_sorted(torch.full((9, 2), -1, device=device), 3)
+
+
+def test_every_choice_on_one_expert(backend, device):
+    assert_sorted(torch.full((90, 2), 2, device=device), 4)
+
+
+def test_any_strides(backend, device):
+    ids = random_ids(30, 4, 6).to(device)
+    assert_sorted(ids.t().contiguous().t(), 6)
+    assert_sorted(ids[::3, ::2], 6)
+    assert_sorted(ids[:1].expand(30, 4), 6)
+    assert_sorted(ids[:, :1].expand(30, 4), 6)
+
+
+@pytest.mark.parametrize("name", ["MAX_BLOCKS", "SCAN_BLOCK"])
+def test_what_millions_of_rows_do(backend, device, monkeypatch, name):
+    """Blocks of several parts, and a scan of several chunks, at a small size."""
+    monkeypatch.setattr(sort, name, 4)
+    assert_sorted(random_ids(250, 4, 70).to(device), 70)
+
+
+def test_against_torch(backend, device):
+    """More experts than one step looks at."""
+    top_k, num_experts = 8, 160
+    ids = torch.randint(-1, num_experts, (200, top_k))
+    order, rank, group_sizes = (t.cpu().long() for t in sort_by_expert(ids.to(device), num_experts))
+    kept = int((ids >= 0).sum())
+    by_expert = ids.flatten().where(ids.flatten() >= 0, num_experts).sort(stable=True)
+    assert torch.equal(order[:kept], by_expert.indices[:kept]) and (order[kept:] == -1).all()
+    assert torch.equal(rank.flatten()[order[:kept]], torch.arange(kept))
+    assert ((rank >= 0) == (ids >= 0)).all()
+    assert torch.equal(group_sizes, ids[ids >= 0].bincount(minlength=num_experts))
+
+
+def test_an_id_past_the_end(backend, device, no_debug):
+    """Dropped; an error in debug mode."""
+    ids = torch.tensor([[0, 7], [2, 1]], device=device)
+    order, rank, group_sizes = sort_by_expert(ids, 3)
+    assert (order.tolist(), rank.tolist(), group_sizes.tolist()) == (
+        [0, 3, 2, -1],
+        [[0, -1], [2, 1]],
+        [1, 1, 1],
+    )
+
+
+def test_an_id_past_the_end_in_debug_mode(device):
+    with pytest.raises(ValueError, match="expert_ids holds 7 but num_experts is 3"):
+        sort_by_expert(torch.tensor([[0, 7]], device=device), 3)
+
+
+def test_errors():
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"expert_ids must be \(T, k\)"):
+        sort_by_expert(ids.flatten(), 3)
+    with pytest.raises(TypeError, match="expert_ids must be int32 or int64, not torch.float32"):
+        sort_by_expert(ids.float(), 3)
+    with pytest.raises(ValueError, match="num_experts must be at least 1, not 0"):
+        sort_by_expert(ids, 0)
+    with pytest.raises(ValueError, match="k=0"):
+        sort_by_expert(ids[:, :0], 3)
+
+
+def test_opcheck(backend, device):
+    torch.library.opcheck(torch.ops.moe_aiter.sort_by_expert.default, (random_ids(7, 3, 4).to(device), 4))
