@@ -45,26 +45,46 @@ class Contender:
         return use(self.backend) if self.backend else contextlib.nullcontext()
 
 
+PEER_ERRORS = (RuntimeError, ImportError, AttributeError, TypeError, ValueError)
+
+
 def contenders(p: Problem) -> Iterator[Contender]:
-    """Everything that can run here, ours first."""
+    """Everything that can run here, ours first.  A peer of a version that we do not know is left out."""
     yield our_layer(p)
     yield from our_experts(p)
-    given = (p.x, p.gate_up, p.down, p.routing_weights)
-    yield Contender(
-        "for-loop over experts",
-        lambda: for_loop(p.x, p.gate_up, p.down, p.expert_ids, p.routing_weights),
-        given,
-    )
-    if p.x.is_cuda and p.x.dtype == torch.bfloat16:
-        yield Contender("torch grouped_mm", lambda: grouped_mm(p), given)
-    if p.x.device.type == "cpu":
-        yield dense(p)
+    yield loop(p)
+    for build in peers(p):
+        try:
+            yield build()
+        except PEER_ERRORS as error:
+            print(f"left out: {type(error).__name__}: {error}")
+
+
+def peers(p: Problem) -> Iterator[Callable[[], Contender]]:
+    """A builder of each peer that is installed and takes this device and dtype."""
+    bfloat16 = p.x.dtype == torch.bfloat16
+    if p.x.is_cuda and bfloat16:
+        yield lambda: torch_grouped_mm(p)
+    if not p.x.is_cuda:
+        yield lambda: dense(p)
     if importlib.util.find_spec("transformers"):
-        yield hugging_face(p, "eager")
-        if p.x.dtype == torch.bfloat16:
-            yield hugging_face(p, "grouped_mm")
+        yield lambda: hugging_face(p, "eager")
+        if bfloat16:
+            yield lambda: hugging_face(p, "grouped_mm")
     if p.x.is_cuda and importlib.util.find_spec("scattermoe"):
-        yield scattermoe(p)
+        yield lambda: scattermoe(p)
+
+
+def given(p: Problem) -> tuple[Tensor, ...]:
+    """The leaves of a contender that does not route."""
+    return p.x, p.gate_up, p.down, p.routing_weights
+
+
+def loop(p: Problem) -> Contender:
+    def run() -> Tensor:
+        return for_loop(p.x, p.gate_up, p.down, p.expert_ids, p.routing_weights)
+
+    return Contender("for-loop over experts", run, given(p))
 
 
 def our_layer(p: Problem) -> Contender:
@@ -91,24 +111,27 @@ def our_experts(p: Problem) -> Iterator[Contender]:
         plan = make_plan(p.expert_ids, p.shape.num_experts)
         return expert_mlp(p.x, p.gate_up, p.down, p.routing_weights, plan)
 
-    leaves = (p.x, p.gate_up, p.down, p.routing_weights)
     there = [b for b in ORDER[p.x.device.type] if b in IMPLS["expert_mlp"] and b in IMPLS["sort_by_expert"]]
-    yield Contender(f"moe_aiter experts, {there[0]}", run, leaves, ours=True)
+    yield Contender(f"moe_aiter experts, {there[0]}", run, given(p), ours=True)
     for backend in there[1:]:
-        yield Contender(f"moe_aiter experts, {backend}", run, leaves, ours=True, backend=backend)
+        yield Contender(f"moe_aiter experts, {backend}", run, given(p), ours=True, backend=backend)
 
 
-def grouped_mm(p: Problem) -> Tensor:
+def torch_grouped_mm(p: Problem) -> Contender:
     """What one writes with torch alone: sort, gather, two grouped products, sum."""
     top_k = p.shape.top_k
-    flat = p.expert_ids.flatten()
-    order = flat.argsort(stable=True)
-    ends = torch.zeros(p.shape.num_experts, dtype=torch.int64, device=flat.device)
-    ends = ends.scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0).int()
-    gate, up = torch._grouped_mm(p.x[order // top_k], p.gate_up.mT, offs=ends).chunk(2, -1)
-    y = torch._grouped_mm(F.silu(gate) * up, p.down.mT, offs=ends)
-    weighted = y * p.routing_weights.flatten()[order, None].to(y.dtype)
-    return torch.zeros_like(p.x).index_add(0, order // top_k, weighted)
+
+    def run() -> Tensor:
+        flat = p.expert_ids.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(p.shape.num_experts, dtype=torch.int64, device=flat.device)
+        ends = counts.scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0).int()
+        gate, up = torch._grouped_mm(p.x[order // top_k], p.gate_up.mT, offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, p.down.mT, offs=ends)
+        weighted = y * p.routing_weights.flatten()[order, None].to(y.dtype)
+        return torch.zeros_like(p.x).index_add(0, order // top_k, weighted)
+
+    return Contender("torch grouped_mm", run, given(p))
 
 
 def dense(p: Problem) -> Contender:

@@ -9,13 +9,14 @@ import pathlib
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .contenders import Contender, contenders
+from .contenders import PEER_ERRORS, Contender, contenders
 from .memory import measure_memory
-from .problem import Problem, new_problem, outputs_and_gradients, truth
+from .problem import Problem, new_problem, truth
 from .shapes import DEFAULT, SHAPES, Shape
 from .timing import time_all
 
@@ -84,23 +85,36 @@ def check_all(field: list[Contender], problem: Problem) -> list[dict]:
 
     found = []
     for contender in field:
-        if not contender.checked:
-            found.append({"refused": False})
-            continue
-        exact, torch_errors = given(contender.routed)
-        if contender.expert_ids and not torch.equal(contender.expert_ids(), problem.expert_ids):
-            exact = truth(problem, contender.expert_ids(), contender.routed, torch.float64)
-        with contender.context():
-            got = outputs_and_gradients(contender.run(), contender.leaves, problem.dout)
-        got[2] = contender.gate_up_order(got[2])
-        errors = distances(got, exact)
-        worst = max(range(len(errors)), key=lambda i: errors[i] / (SLACK * torch_errors[i] + FLOOR))
-        refused = not all(e <= SLACK * t + FLOOR for e, t in zip(errors, torch_errors, strict=True))
-        if refused:
-            ours, theirs = errors[worst], torch_errors[worst]
-            print(f"{contender.name}: the error of {PARTS[worst]} is {ours:.1e}, torch's own {theirs:.1e}")
-        found.append({"error": errors[worst], "torch_error": torch_errors[worst], "refused": refused})
+        try:
+            found.append(check(contender, problem, given))
+        except PEER_ERRORS as error:
+            if contender.ours:
+                raise
+            print(f"{contender.name} cannot run here: {error}")
+            found.append({"refused": True})
     return found
+
+
+def check(contender: Contender, problem: Problem, given: Callable) -> dict:
+    """The errors of one contender; `given(routed)` is the truth and the errors of plain torch."""
+    with contender.context():
+        out = contender.run()
+        got = [out.detach(), *contender.gradients(out, problem)]
+    if not contender.checked:
+        return {"refused": False}
+    exact, torch_errors = given(contender.routed)
+    if contender.expert_ids and not torch.equal(contender.expert_ids(), problem.expert_ids):
+        exact = truth(problem, contender.expert_ids(), contender.routed, torch.float64)
+    got[2] = contender.gate_up_order(got[2])
+    errors = distances(got, exact)
+    bars = [SLACK * error + FLOOR for error in torch_errors]
+    worst = max(range(len(errors)), key=lambda i: errors[i] / bars[i])
+    refused = not all(error <= bar for error, bar in zip(errors, bars, strict=True))
+    if refused:
+        print(
+            f"{contender.name}: {PARTS[worst]} has error {errors[worst]:.1e}, torch {torch_errors[worst]:.1e}"
+        )
+    return {"error": errors[worst], "torch_error": torch_errors[worst], "refused": refused}
 
 
 def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:

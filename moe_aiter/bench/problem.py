@@ -75,10 +75,6 @@ def routed_for_loop(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor
     return for_loop(x, gate_up, down, expert_ids, weights / weights.sum(1, keepdim=True))
 
 
-def outputs_and_gradients(out: Tensor, leaves: tuple[Tensor, ...], dout: Tensor) -> list[Tensor]:
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
 def truth(problem: Problem, expert_ids: Tensor, routed: bool, dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients of x, gate_up, down and the router or the routing weights, computed in `dtype`."""
     last = problem.router if routed else problem.routing_weights
@@ -88,4 +84,5 @@ def truth(problem: Problem, expert_ids: Tensor, routed: bool, dtype: torch.dtype
     ]
     x, gate_up, down, last = (leaf.requires_grad_() for leaf in leaves)
     out = (routed_for_loop if routed else for_loop)(x, gate_up, down, expert_ids, last)
-    return outputs_and_gradients(out, (x, gate_up, down, last), problem.dout.to(out.dtype))
+    gradients = torch.autograd.grad(out, (x, gate_up, down, last), problem.dout.to(out.dtype))
+    return [out.detach(), *gradients]

@@ -54,7 +54,22 @@ def test_a_wrong_contender_gets_no_time(problem, capsys):
     good_row, wrong_row = layer.check_all([good, wrong], problem)
     assert not good_row["refused"] and wrong_row["refused"]
     assert wrong_row["error"] == pytest.approx(0.01, rel=0.2)
-    assert "off by one percent: the error of " in capsys.readouterr().out
+    assert "off by one percent: output has error " in capsys.readouterr().out
+
+
+def test_a_peer_that_cannot_run_is_left_out(problem, monkeypatch, capsys):
+    def old_version(p):
+        raise AttributeError("no such block")
+
+    monkeypatch.setattr(contenders, "peers", lambda p: [lambda: old_version(p)])
+    names = [c.name for c in contenders.contenders(problem)]
+    assert names[-1] == "for-loop over experts"
+    assert "left out: AttributeError: no such block" in capsys.readouterr().out
+    broken = contenders.Contender("broken", lambda: old_version(problem), (problem.x,))
+    assert layer.check_all([broken], problem) == [{"refused": True}]
+    broken.ours = True
+    with pytest.raises(AttributeError):
+        layer.check_all([broken], problem)
 
 
 def test_a_wrong_contender_of_ours_fails_the_command(monkeypatch, capsys):
