@@ -20,8 +20,11 @@ NO_KEY = tl.constexpr(-(2**63))  # below the key of -inf: a column past E, or on
 
 # reference
 def topk_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    # CUDA's sort of bfloat16 is not stable
-    ids = wide(scores).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    nan = scores.isnan()
+    ids = wide(scores).masked_fill(nan, float("inf")).sort(dim=1, descending=True, stable=True).indices
+    # CUDA's sort of what was bfloat16 does not put NaN first, so a second stable sort does
+    last = nan.gather(1, ids).logical_not().byte().sort(dim=1, stable=True).indices
+    ids = ids.gather(1, last)[:, :k]
     return scores.gather(1, ids), ids
 
 

@@ -50,14 +50,14 @@ def route(
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(1)  # (T, E)
-    if score == "topk_softmax":
+    if score == "topk_softmax" or (score == "softmax" and renormalize):
+        # the same function; this way backward keeps (T, k) numbers and not the (T, E) scores
         chosen, expert_ids = topk(logits, top_k)
         weights = chosen.softmax(1)
     else:
         weights, expert_ids = topk(scores, top_k)
         if renormalize:
-            total = weights.sum(1, keepdim=True)
-            weights = weights / (total + 1e-20 if score == "sigmoid" else total)
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
     if scale != 1.0:
         weights = weights * scale
     return Routing(expert_ids, weights, scores, logits)
