@@ -89,7 +89,9 @@ static void accumulate(Array<T> rows, Indices order, Weights weights, Array<floa
   const int64_t H = rows.shape(1), n = order.size();
   const int32_t* const choices = order.data();
   float* const to = out.mutable_data();
-  // rows of one token that follow each other stay in one part, so that no two threads write to one token
+  // Rows of one token stay in one part, so that no two threads write to it.  An expert's rows are in the order of
+  // their tokens, so those of one token follow each other; anything else is left to one thread.
+  if (!std::is_sorted(choices, choices + n)) threads = 1;
   const auto border = [&](int64_t r) {
     while (r > 0 && r < n && choices[r] / k == choices[r - 1] / k) ++r;
     return r;
