@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from ._triton import tl, triton
@@ -41,6 +42,19 @@ def relu2(x):
     return y * y, 2 * y
 
 
+PARTS = {False: "... (parts i)", True: "... (i parts)"}  # interleaved? -> the columns of z
+
+
+def split_parts(z: Tensor, interleaved: bool) -> Tensor:
+    """(..., 2I) -> (2, ..., I): gate and up."""
+    return rearrange(z, f"{PARTS[interleaved]} -> parts ... i", parts=2)
+
+
+def join_parts(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of `split_parts`."""
+    return rearrange([gate, up], f"parts ... i -> {PARTS[interleaved]}")
+
+
 def torch_relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -62,7 +76,7 @@ class Activation:
         """(..., parts * I) -> (..., I), in plain torch; differentiable."""
         if not self.gated:
             return self.torch_fn(z)
-        gate, up = (z[..., 0::2], z[..., 1::2]) if interleaved else z.chunk(2, -1)
+        gate, up = split_parts(z, interleaved)
         return self.torch_fn(gate) * up
 
 

@@ -14,7 +14,7 @@ from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape, check_size
 from ._host import HOST_DTYPES, array, ext, host, num_threads
 from ._triton import tl, triton
-from .activations import get_activation
+from .activations import get_activation, join_parts, split_parts
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # elements of the output that a program of 4 warps makes
@@ -36,9 +36,9 @@ def glu_backward_reference(dout, z, activation, interleaved):
     gradient = TORCH_GRADIENTS[act.base]
     if not act.gated:
         return gradient(dout, z)
-    gate, up = (z[:, 0::2], z[:, 1::2]) if interleaved else z.chunk(2, 1)
+    gate, up = split_parts(z, interleaved)
     dgate, dup = gradient(dout * up, gate), dout * act.torch_fn(gate)
-    return torch.stack([dgate, dup], 2).flatten(1) if interleaved else torch.cat([dgate, dup], 1)
+    return join_parts(dgate, dup, interleaved)
 
 
 # kernel
