@@ -46,12 +46,9 @@ def info() -> int:
     from .kernels import _host
 
     packages = ("moe-aiter", "torch", "triton", "numpy", "einops")
-    print_table(
-        "versions",
-        {"python": platform.python_version()} | {name: version(name) for name in packages}
-        # with the build, which the distribution does not always carry
-        | {"torch": torch.__version__},
-    )
+    versions = {name: version(name) for name in packages}
+    versions["torch"] = torch.__version__  # with the build, which the distribution does not always carry
+    print_table("versions", {"python": platform.python_version()} | versions)
     gpus = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     print_table("machine", {"system": platform.system(), "cpu": cpu} | gpus)
