@@ -16,38 +16,14 @@ import torch
 from torch import Tensor
 
 from ..backend import define_op, takes
-from ._check import check_device, check_float, check_index, check_shape, check_size
+from ._check import check_float
+from ._expert_inputs import ExpertInputs, check_experts
 from ._groups import sum_dtype, take_rows, wide
 from ._host import HOST_DTYPES, check_built, host
 from ._loop_steps import Block, HostSteps, Scratch, TorchSteps, WeightGradient, blocks, linear
 from .activations import get_activation
 from .gmm import gmm_reference
 from .permute import unpermute_reference
-
-
-class LoopInputs(NamedTuple):
-    """The arguments of `expert_loop_op`, in order; it returns out (T, H) and z (R, parts * I).
-
-    x and the weights share a dtype, float32, bfloat16, float16 or float64; the weights may have any strides.
-    `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z is for the backward pass alone, and
-    has no rows without `save_z`.  Differentiable in the first six; a frozen one costs nothing.  A weight with
-    a main gradient, of its shape and any floating dtype, has its gradient added there; autograd gets None.
-    """
-
-    x: Tensor  # (T, H)
-    gate_up: Tensor  # (E, parts * I, H)
-    gate_up_bias: Tensor | None  # (E, parts * I)
-    down: Tensor  # (E, H, I)
-    down_bias: Tensor | None  # (E, H)
-    routing_weights: Tensor  # (T, k)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
-    activation: str
-    interleaved: bool
-    save_z: bool
-    gate_up_main_grad: Tensor | None = None  # (E, parts * I, H)
-    down_main_grad: Tensor | None = None  # (E, H, I)
 
 
 class LoopGrads(NamedTuple):
@@ -63,7 +39,7 @@ class LoopGrads(NamedTuple):
 
 # reference
 def expert_loop_reference(*inputs):
-    i = LoopInputs(*inputs)
+    i = ExpertInputs(*inputs)
     rows = take_rows(i.x, i.order, i.rank.shape[1])
     z = gmm_reference(rows, i.gate_up.mT, i.group_sizes, i.gate_up_bias)
     a = get_activation(i.activation)(z, i.interleaved)
@@ -73,7 +49,7 @@ def expert_loop_reference(*inputs):
 
 # launcher: one loop, for the steps in C++ and in torch
 def run_forward(steps_class: type, outs: tuple[Tensor, Tensor], *inputs) -> None:
-    i, (out, z) = LoopInputs(*inputs), outs
+    i, (out, z) = ExpertInputs(*inputs), outs
     steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
     scratch = Scratch(i.x, len(i.order), steps.view)
     total = out if out.dtype == sum_dtype(out) else out.new_empty(out.shape, dtype=sum_dtype(out))
@@ -107,7 +83,7 @@ class BackwardLoop:
     """What the blocks of one backward pass share."""
 
     def __init__(self, steps_class: type, grads: tuple, dout: Tensor, z: Tensor, *rest):
-        self.i = i = LoopInputs(*rest[:-1])
+        self.i = i = ExpertInputs(*rest[:-1])
         self.grads, self.needs = LoopGrads(*grads), LoopGrads(*rest[-1])
         self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
         biases = (per_expert(bias, i.x, len(self.down)) for bias in (i.gate_up_bias, i.down_bias))
@@ -186,53 +162,14 @@ def run_backward(steps_class: type, grads: tuple, *inputs) -> None:
 
 
 def new_expert_loop(*inputs):
-    i = LoopInputs(*inputs)
-    check_shapes(i)
-    check_kinds(i)
+    i = ExpertInputs(*inputs)
+    check_experts(i)
     check_built(i.x)
     return i.x.new_empty(i.x.shape), i.x.new_empty(i.order.shape[0] if i.save_z else 0, i.gate_up.shape[1])
 
 
-def check_shapes(i: LoopInputs) -> None:
-    for name, axes in (("x", "T H"), ("gate_up", "E parts*I H"), ("down", "E H I"), ("order", "R"),
-                       ("rank", "T k"), ("routing_weights", "T k"), ("group_sizes", "E")):  # fmt: skip
-        check_shape(name, getattr(i, name), *axes.split())
-    (T, H), (E, width, _), parts = i.x.shape, i.gate_up.shape, get_activation(i.activation).parts
-    check_size("x is (T, H={})", H, "gate_up is (E, parts*I, H={})", i.gate_up.shape[2])
-    check_size("x is (T, H={})", H, "down is (E, H={}, I)", i.down.shape[1])
-    check_size("gate_up is (E={}, parts*I, H)", E, "down is (E={}, H, I)", i.down.shape[0])
-    check_size("gate_up is (E={}, parts*I, H)", E, "group_sizes is (E={},)", i.group_sizes.shape[0])
-    check_size(
-        "gate_up is (E, parts*I={}, H)",
-        width,
-        f"{i.activation} and down ask for {{}}",
-        parts * i.down.shape[2],
-    )
-    check_size("x is (T={}, H)", T, "rank is (T={}, k)", i.rank.shape[0])
-    check_size("order is (R={},)", i.order.shape[0], "rank (T, k) holds {} choices", i.rank.numel())
-    for name, shape in (
-        ("routing_weights", i.rank.shape),
-        ("gate_up_bias", (E, width)),
-        ("down_bias", (E, H)),
-        ("gate_up_main_grad", i.gate_up.shape),
-        ("down_main_grad", i.down.shape),
-    ):
-        given = getattr(i, name)
-        if given is not None and given.shape != shape:
-            raise ValueError(f"{name} is {tuple(given.shape)} but must be {tuple(shape)}")
-
-
-def check_kinds(i: LoopInputs) -> None:
-    check_float(x=i.x, gate_up=i.gate_up, down=i.down)
-    for name in ("routing_weights", "gate_up_bias", "down_bias"):
-        if getattr(i, name) is not None:
-            check_float(**{name: getattr(i, name)})
-    check_index(order=i.order, rank=i.rank, group_sizes=i.group_sizes)
-    check_device(**{name: t for name, t in i._asdict().items() if isinstance(t, Tensor)})
-
-
 def new_expert_loop_backward(dout, z, *rest):
-    i, needs = LoopInputs(*rest[:-1]), LoopGrads(*rest[-1])
+    i, needs = ExpertInputs(*rest[:-1]), LoopGrads(*rest[-1])
     check_float(x=i.x, dout=dout, z=z)
     if dout.shape != i.x.shape:
         raise ValueError(f"dout is {tuple(dout.shape)} but x is {tuple(i.x.shape)}")
@@ -248,7 +185,7 @@ def new_expert_loop_backward(dout, z, *rest):
 
 # op
 def save_expert_loop(ctx, inputs, output):
-    i = LoopInputs(*inputs)
+    i = ExpertInputs(*inputs)
     tensors, ctx.others = (
         i[:9],
         i[9:],
@@ -258,11 +195,11 @@ def save_expert_loop(ctx, inputs, output):
 
 
 def backward_expert_loop(ctx, dout, dz):
-    nothing = LoopInputs(*[None] * len(LoopInputs._fields))
+    nothing = ExpertInputs(*[None] * len(ExpertInputs._fields))
     if dout is None:
         return nothing
     z, *tensors = ctx.saved_tensors
-    needed = dict(zip(LoopInputs._fields, ctx.needs_input_grad, strict=True))
+    needed = dict(zip(ExpertInputs._fields, ctx.needs_input_grad, strict=True))
     needs = [needed[name] for name in LoopGrads._fields]
     grads = expert_loop_backward_op(dout, z, *tensors, *ctx.others, needs)
     onto_main = {"gate_up": ctx.others[-2] is not None, "down": ctx.others[-1] is not None}

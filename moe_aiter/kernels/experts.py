@@ -12,49 +12,24 @@ import torch
 from torch import Tensor
 
 from ..backend import IMPLS, pick
-from ._check import check_shape
+from ._expert_inputs import ExpertInputs, check_experts
 from ._tile import TILE_DTYPES
 from .expert_down import expert_down_op
 from .expert_loop import expert_loop_op
 from .expert_up import expert_up_op
 
 
-def by_layer(x, gate_up, down, routing_weights, plan, biases, main_grads, activation, interleaved, save_z):
+def by_layer(i: ExpertInputs) -> Tensor:
     """Every expert's up-projection, then every expert's down-projection."""
-    order, rank, group_sizes = plan
-    z, a = expert_up_op(
-        x, gate_up, biases[0], order, rank, group_sizes, activation, interleaved, save_z, main_grads[0]
-    )
-    return expert_down_op(
-        a,
-        z,
-        down,
-        biases[1],
-        routing_weights,
-        order,
-        rank,
-        group_sizes,
-        activation,
-        interleaved,
-        main_grads[1],
-    )
+    routing = i.order, i.rank, i.group_sizes
+    act = i.activation, i.interleaved
+    z, a = expert_up_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z, i.gate_up_main_grad)
+    return expert_down_op(a, z, i.down, i.down_bias, i.routing_weights, *routing, *act, i.down_main_grad)
 
 
-def by_expert(x, gate_up, down, routing_weights, plan, biases, main_grads, activation, interleaved, save_z):
+def by_expert(i: ExpertInputs) -> Tensor:
     """One expert from end to end, then the next."""
-    return expert_loop_op(
-        x,
-        gate_up,
-        biases[0],
-        down,
-        biases[1],
-        routing_weights,
-        *plan,
-        activation,
-        interleaved,
-        save_z,
-        *main_grads,
-    )[0]
+    return expert_loop_op(*i)[0]
 
 
 by_layer.takes = TILE_DTYPES
@@ -93,14 +68,9 @@ def expert_mlp(
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
     Source: the formula of Shazeer et al. 2017, arXiv 1701.06538; data flow as in SonicMoE, arXiv 2512.14080.
     """
-    check_shape("x", x, "T", "H")
-    for name, weight, main_grad in (("gate_up", gate_up, gate_up_main_grad), ("down", down, down_main_grad)):
-        if main_grad is not None and main_grad.shape != weight.shape:
-            shapes = tuple(weight.shape), tuple(main_grad.shape)
-            raise ValueError("{0} is {1} but {0}_main_grad is {2}".format(name, *shapes))
-    inputs = (x, gate_up, down, routing_weights, gate_up_bias, down_bias)
-    save_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    biases, main_grads = (gate_up_bias, down_bias), (gate_up_main_grad, down_main_grad)
-    return pick("expert_mlp", x)(
-        x, gate_up, down, routing_weights, plan, biases, main_grads, activation, interleaved, save_z
-    )  # fmt: skip
+    differentiable = x, gate_up, gate_up_bias, down, down_bias, routing_weights
+    save_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    main_grads = gate_up_main_grad, down_main_grad
+    inputs = ExpertInputs(*differentiable, *plan, activation, interleaved, save_z, *main_grads)
+    check_experts(inputs)
+    return pick("expert_mlp", x)(inputs)

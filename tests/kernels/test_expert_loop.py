@@ -10,16 +10,17 @@ from shapes import spread, transposed
 from moe_aiter.backend import use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import _loop_steps
+from moe_aiter.kernels._expert_inputs import ExpertInputs
 from moe_aiter.kernels._host import ext
 from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
-from moe_aiter.kernels.expert_loop import LoopInputs, expert_loop_op
+from moe_aiter.kernels.expert_loop import expert_loop_op
 from moe_aiter.kernels.sort import sort_by_expert
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 
 KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
-NAMES = LoopInputs._fields[:6]  # the inputs that have gradients
+NAMES = ExpertInputs._fields[:6]  # the inputs that have gradients
 
 
 @pytest.fixture(params=["torch", "host"])
@@ -46,7 +47,7 @@ def make(ids, H=20, I=12, E=5, kind=("swiglu", False), dtype=torch.float32, bias
     weights = torch.rand(ids.shape).to(torch.promote_types(dtype, torch.float32))
     plan = dict(zip(("order", "rank", "group_sizes"), sort_by_expert(ids, E), strict=True))
     options = dict(activation=kind[0], interleaved=kind[1], save_z=True)
-    return LoopInputs(**tensors, routing_weights=weights, **plan, **options)._replace(**named)
+    return ExpertInputs(**tensors, routing_weights=weights, **plan, **options)._replace(**named)
 
 
 def random_ids(T=17, k=3, E=5):
@@ -54,7 +55,7 @@ def random_ids(T=17, k=3, E=5):
     return torch.randint(-1, E, (T, k))
 
 
-def run(i: LoopInputs, *floats):
+def run(i: ExpertInputs, *floats):
     """The output alone, with these in the place of the inputs that have gradients."""
     named = dict(zip(NAMES, floats, strict=True)) if floats else {}
     return expert_loop_op(*i._replace(**named))[0]
@@ -80,7 +81,7 @@ def compare(ids, i):
     assert_as_good_as_torch(with_gradients(ours), with_gradients(meaning), *i[:6], floor=2e-7)
 
 
-def gradients(i: LoopInputs, *names):
+def gradients(i: ExpertInputs, *names):
     """Output and the gradients of the named inputs, for a fixed gradient of the output."""
     leaves = {name: getattr(i, name).detach().requires_grad_() for name in names}
     out = run(i._replace(**leaves))
@@ -88,7 +89,7 @@ def gradients(i: LoopInputs, *names):
     return out.detach(), *torch.autograd.grad(out, list(leaves.values()), dout)
 
 
-def exact_gradients(i: LoopInputs, *names):
+def exact_gradients(i: ExpertInputs, *names):
     """The same, without the output, in float64."""
     tensors = {name: t for name, t in i._asdict().items() if isinstance(t, torch.Tensor)}
     doubles = {name: t.double() for name, t in tensors.items() if t.is_floating_point()}

@@ -7,6 +7,7 @@ import torch
 
 from moe_aiter.backend import use
 from moe_aiter.config import interpret
+from moe_aiter.kernels._expert_inputs import ExpertInputs
 from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.experts import by_layer, expert_mlp
 from moe_aiter.kernels.sort import sort_by_expert
@@ -43,8 +44,8 @@ def fused(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=
 def layered(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None):
     """The GPU's two nodes, on whatever device and backend the inputs are for."""
     plan = sort_by_expert(ids, len(down))
-    biases = gate_up_bias, down_bias
-    return by_layer(x, gate_up, down, weights, plan, biases, (None, None), activation, interleaved, True)
+    differentiable = x, gate_up, gate_up_bias, down, down_bias, weights
+    return by_layer(ExpertInputs(*differentiable, *plan, activation, interleaved, True))
 
 
 def make(device, T=13, H=20, I=24, E=5, k=2, activation="swiglu", dtype=torch.float32, bias=True):  # noqa: E741
@@ -242,10 +243,18 @@ BAD = {
     "width": (
         dict(gate_up=torch.zeros(5, 48, 21)),
         ValueError,
-        r"x is \(T, H=20\) but gate_up is \(E, parts \* I, H=21\)",
+        r"x is \(T, H=20\) but gate_up is \(E, parts\*I, H=21\)",
     ),
-    "odd": (dict(gate_up=torch.zeros(5, 47, 20)), ValueError, "swiglu needs a multiple of 2"),
-    "down": (dict(down=torch.zeros(5, 20, 25)), ValueError, r"I=24.* but down is \(E, H, I=25\)"),
+    "odd": (
+        dict(gate_up=torch.zeros(5, 47, 20)),
+        ValueError,
+        r"parts\*I=47, H\) but swiglu and down ask for 48",
+    ),
+    "down": (
+        dict(down=torch.zeros(5, 20, 25)),
+        ValueError,
+        r"parts\*I=48, H\) but swiglu and down ask for 50",
+    ),
     "experts": (dict(down=torch.zeros(4, 20, 24)), ValueError, r"E=4"),
     "weights": (dict(routing_weights=torch.zeros(13, 3)), ValueError, r"routing_weights is \(13, 3\)"),
     "integer weights": (
@@ -260,11 +269,11 @@ BAD = {
     ),
     "tokens": (dict(x=torch.zeros(12, 20)), ValueError, "12"),
     "activation": (dict(activation="swish"), ValueError, "unknown activation 'swish'; known: geglu, gelu"),
-    "bias": (dict(down_bias=torch.zeros(5, 24)), ValueError, r"down_bias must be \(E=5, H=20\)"),
+    "bias": (dict(down_bias=torch.zeros(5, 24)), ValueError, r"down_bias is \(5, 24\) but must be \(5, 20\)"),
     "main grad": (
         dict(down_main_grad=torch.zeros(1)),
         ValueError,
-        r"down is \(5, 20, 24\) but down_main_grad is \(1,\)",
+        r"down_main_grad is \(1,\) but must be \(5, 20, 24\)",
     ),
     "rank": (dict(x=torch.zeros(20)), ValueError, r"x must be \(T, H\)"),
 }

@@ -1,0 +1,78 @@
+"""The inputs of the experts as one thing, and the checks on them that every backend needs."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ._check import check_device, check_float, check_index, check_shape, check_size
+from .activations import get_activation
+
+
+class ExpertInputs(NamedTuple):
+    """What the experts need to know, and the arguments of `expert_loop_op`, in order.
+
+    x and the weights share a dtype, float32, bfloat16, float16 or float64; the weights may have any strides.
+    `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z (R, parts * I) is for the backward pass
+    alone, and has no rows without `save_z`.  Differentiable in the first six; a frozen one costs nothing.  A
+    weight with a main gradient, of its shape and any floating dtype, has its gradient added there; autograd
+    gets None.
+    """
+
+    x: Tensor  # (T, H)
+    gate_up: Tensor  # (E, parts * I, H)
+    gate_up_bias: Tensor | None  # (E, parts * I)
+    down: Tensor  # (E, H, I)
+    down_bias: Tensor | None  # (E, H)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    save_z: bool
+    gate_up_main_grad: Tensor | None = None  # (E, parts * I, H)
+    down_main_grad: Tensor | None = None  # (E, H, I)
+
+
+def check_experts(i: ExpertInputs) -> None:
+    """Raise ValueError for shapes or devices that do not fit, TypeError for dtypes, naming both sides."""
+    check_shapes(i)
+    check_kinds(i)
+
+
+def check_shapes(i: ExpertInputs) -> None:
+    for name, axes in (("x", "T H"), ("gate_up", "E parts*I H"), ("down", "E H I"), ("order", "R"),
+                       ("rank", "T k"), ("routing_weights", "T k"), ("group_sizes", "E")):  # fmt: skip
+        check_shape(name, getattr(i, name), *axes.split())
+    (T, H), (E, width, _), parts = i.x.shape, i.gate_up.shape, get_activation(i.activation).parts
+    check_size("x is (T, H={})", H, "gate_up is (E, parts*I, H={})", i.gate_up.shape[2])
+    check_size("x is (T, H={})", H, "down is (E, H={}, I)", i.down.shape[1])
+    check_size("gate_up is (E={}, parts*I, H)", E, "down is (E={}, H, I)", i.down.shape[0])
+    check_size("gate_up is (E={}, parts*I, H)", E, "group_sizes is (E={},)", i.group_sizes.shape[0])
+    check_size(
+        "gate_up is (E, parts*I={}, H)",
+        width,
+        f"{i.activation} and down ask for {{}}",
+        parts * i.down.shape[2],
+    )
+    check_size("x is (T={}, H)", T, "rank is (T={}, k)", i.rank.shape[0])
+    check_size("order is (R={},)", i.order.shape[0], "rank (T, k) holds {} choices", i.rank.numel())
+    for name, shape in (
+        ("routing_weights", i.rank.shape),
+        ("gate_up_bias", (E, width)),
+        ("down_bias", (E, H)),
+        ("gate_up_main_grad", i.gate_up.shape),
+        ("down_main_grad", i.down.shape),
+    ):
+        given = getattr(i, name)
+        if given is not None and given.shape != shape:
+            raise ValueError(f"{name} is {tuple(given.shape)} but must be {tuple(shape)}")
+
+
+def check_kinds(i: ExpertInputs) -> None:
+    check_float(x=i.x, gate_up=i.gate_up, down=i.down)
+    for name in ("routing_weights", "gate_up_bias", "down_bias"):
+        if getattr(i, name) is not None:
+            check_float(**{name: getattr(i, name)})
+    check_index(order=i.order, rank=i.rank, group_sizes=i.group_sizes)
+    check_device(**{name: t for name, t in i._asdict().items() if isinstance(t, Tensor)})
