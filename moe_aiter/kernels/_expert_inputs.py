@@ -13,9 +13,9 @@ class ExpertInputs(NamedTuple):
 
     x and the weights share a dtype, float32, bfloat16, float16 or float64; the weights may have any strides.
     `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z (R, parts * I) is for the backward
-    pass alone, and has no rows without `save_z`.  Differentiable in the first six; a frozen one costs nothing.
-    A weight with a main gradient, of its shape and any floating dtype, has its gradient added there; autograd
-    gets None.
+    pass alone, and has no rows without `save_z`.  Differentiable in the first six; a frozen one costs
+    nothing.  A weight with a main gradient, of its shape and any floating dtype, has its gradient added
+    there; autograd gets None.
     """
 
     x: Tensor  # (T, H)
