@@ -45,6 +45,11 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.full(shape, float("nan"), device="cuda", dtype=dtype)
 
 
+def swiglu(z: torch.Tensor) -> torch.Tensor:
+    gate, up = z.chunk(2, 1)
+    return F.silu(gate) * up
+
+
 class Step:
     """The kernels of one forward and backward pass over the experts, and their operands."""
 
@@ -92,12 +97,12 @@ class Step:
                 self.s.flatten()[choice, None],
                 (self.gate_up[e].float(), self.down[e].float()),
             )
+            exact_z = x @ gate_up.T
             z = self.z[rows].float().requires_grad_()
-            gate, up = z.chunk(2, 1)
-            a = F.silu(gate) * up
+            a = swiglu(z)
             (dz,) = torch.autograd.grad(a, z, s * (dout @ down))
             pairs = {
-                "up": [(z, x @ gate_up.T), (self.a[rows], a)],
+                "up": [(z, exact_z), (self.a[rows], swiglu(exact_z))],
                 "down": [(self.y[rows], self.a[rows].float() @ down.T)],
                 "dz": [
                     (self.dz[rows], dz),
