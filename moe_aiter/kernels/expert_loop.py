@@ -64,9 +64,13 @@ def run_forward(steps_class: type, outs: tuple[Tensor, Tensor], *inputs) -> None
         n, choices, (H, channels) = last - first, order[first:last], down[expert].shape
         rows, rows_view = scratch.take("rows", n, H)
         a, a_view = scratch.take("a", n, channels)
-        z_rows = (z[first:last], z_view[first:last]) if i.save_z else scratch.take("z", n, z.shape[1])
+        end = first + len(rows)  # padding reaches into the next rows of z, which are written after these
+        in_place = i.save_z and end <= len(z)
+        z_rows = (z[first:end], z_view[first:last]) if in_place else scratch.take("z", n, z.shape[1])
         steps.gather(x_view, choices, rows_view)
         linear(rows, gate_up[expert], gate_up_bias[expert], z_rows[0])
+        if i.save_z and not in_place:
+            z[first:last].copy_(z_rows[0][:n])
         steps.glu(z_rows[1], a_view)
         linear(a, down[expert], down_bias[expert], rows)
         steps.accumulate(rows_view, choices, True, total_view)
@@ -118,19 +122,19 @@ class BackwardLoop:
         expert, first, last, *_ = block
         needs, steps, totals, n = self.needs, self.steps, self.total_views, last - first
         choices, (H, channels) = self.order[first:last], self.down[expert].shape
-        dy, dy_view = self.scratch.take("rows", n, H)
+        dy, dy_view = self.scratch.take("rows", n, H, clear=True)
         steps.gather(self.dout, choices, dy_view)
         if needs.down_bias:
             steps.column_sum(dy_view, choices, True, totals["down_bias"][expert])
 
         x, z = self.inputs_of(block, choices)
         da, da_view = self.scratch.take("da", n, channels)
-        a, a_view = self.scratch.take("a", n, channels)
-        dz, dz_view = self.scratch.take("dz", n, self.gate_up[expert].shape[0])
+        a, a_view = self.scratch.take("a", n, channels, clear=True)
+        dz, dz_view = self.scratch.take("dz", n, self.gate_up[expert].shape[0], clear=True)
         torch.mm(dy, self.down[expert], out=da)
         steps.glu_backward(da_view, z, choices, (dz_view, a_view, totals["routing_weights"].reshape(-1)))
         if self.down_bias[expert] is not None:
-            dots = wide(dy) @ wide(self.down_bias[expert])
+            dots = wide(dy[:n]) @ wide(self.down_bias[expert])
             self.totals["routing_weights"].view(-1)[self.i.order[first:last]] += dots
 
         if needs.down:
@@ -148,7 +152,7 @@ class BackwardLoop:
         expert, first, last, *_ = block
         n, (width, H), x = last - first, self.gate_up[expert].shape, None
         if self.needs.gate_up or not len(self.z):
-            x, x_view = self.scratch.take("x", n, H)
+            x, x_view = self.scratch.take("x", n, H, clear=True)
             self.steps.gather(self.x, choices, x_view)
         if len(self.z):
             return x, self.z_view[first:last]
