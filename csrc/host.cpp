@@ -9,7 +9,7 @@
 #include <string>
 
 #include "glu.h"
-#include "parallel.h"
+#include "system.h"
 #include "rows.h"
 
 namespace py = pybind11;
@@ -243,6 +243,8 @@ static void bind(py::module_& m) {
         py::arg("gated"), py::arg("interleaved"), py::arg("threads"));
 }
 
+static void use_huge_pages(py::array out) { host::use_huge_pages(out.mutable_data(), out.nbytes()); }
+
 template <class Id>
 static void bind_sort(py::module_& m) {
   m.def("sort_by_expert", &sort_by_expert<Id>, py::arg("expert_ids").noconvert(), py::arg("order").noconvert(),
@@ -254,4 +256,5 @@ PYBIND11_MODULE(_host, m) {
   bind_sort<int64_t>(m);
   bind<float>(m);
   bind<bfloat16>(m);
+  m.def("use_huge_pages", &use_huge_pages, py::arg("out"));
 }

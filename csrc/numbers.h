@@ -44,7 +44,7 @@ ALWAYS_INLINE float load(const bfloat16& x) { return from_bits(uint32_t{x} << 16
 ALWAYS_INLINE void store(float& to, float x) { to = x; }
 ALWAYS_INLINE void store(bfloat16& to, float x) {  // to the nearest, ties to even; NaN stays NaN
   const uint32_t bits = bits_of(x), rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  to = static_cast<bfloat16>(((bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : rounded) >> 16);
+  to = static_cast<bfloat16>((x == x ? rounded : 0x7fc00000) >> 16);
 }
 
 // e^x to 1.5 ulp, for x in [-87.3, 88.3]; above inf, below 0, NaN for NaN.

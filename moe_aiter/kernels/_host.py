@@ -54,5 +54,12 @@ def array(x: Tensor | None) -> np.ndarray | None:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
+def use_huge_pages(*fresh: Tensor) -> None:
+    """Ask for huge pages for those outputs that malloc takes from the kernel afresh each time."""
+    for x in fresh:
+        if x.nbytes >= 16 * 2**20:
+            ext.use_huge_pages(array(x.as_strided((x.numel(),), (1,))))
+
+
 def num_threads() -> int:
     return settings.num_threads or torch.get_num_threads()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._groups import sum_dtype, wide
-from ._host import array, ext, num_threads
+from ._host import array, ext, num_threads, use_huge_pages
 from .activations import Activation
 from .glu import glu_backward_reference
 
@@ -47,7 +47,7 @@ def padded(rows: int, dtype: torch.dtype) -> int:
     """How many rows a product over `rows` rows gets.
 
     oneDNN, which multiplies 16-bit floats, compiles code for each size that it meets, half a millisecond for
-    each of a layer's six products.  Experts have another number of rows in every step, so there must be few sizes.
+    each of a layer's products.  Experts have other numbers of rows in every step, so the sizes must be few.
     """
     step = 1 if dtype.itemsize != 2 else 4 if rows < 128 else 16
     return -(-rows // step) * step
@@ -127,6 +127,9 @@ class TorchSteps:
         self.weights, self.top_k = wide(routing_weights).flatten(), routing_weights.shape[1]
         self.act, self.interleaved = act, interleaved
 
+    def prepare(self, *fresh: Tensor) -> None:
+        """Called with outputs that nothing has touched yet"""
+
     def gather(self, x, choices, out) -> None:
         """out[r] = x[token of r]"""
         torch.index_select(x, 0, choices // self.top_k, out=out)
@@ -157,6 +160,7 @@ class HostSteps:
     """The same in C++, for float32 and bfloat16."""
 
     view = staticmethod(array)
+    prepare = staticmethod(use_huge_pages)
 
     def __init__(self, routing_weights: Tensor, act: Activation, interleaved: bool):
         self.weights, self.top_k = array(routing_weights.float().flatten()), routing_weights.shape[1]

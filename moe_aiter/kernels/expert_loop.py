@@ -51,6 +51,7 @@ def expert_loop_reference(*inputs):
 def run_forward(steps_class: type, outs: tuple[Tensor, Tensor], *inputs) -> None:
     i, (out, z) = ExpertInputs(*inputs), outs
     steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
+    steps.prepare(z)
     scratch = Scratch(i.x, len(i.order), steps.view)
     total = out if out.dtype == sum_dtype(out) else out.new_empty(out.shape, dtype=sum_dtype(out))
     total.zero_()
@@ -98,6 +99,7 @@ class BackwardLoop:
             if getattr(self.needs, name)
         }
         self.steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
+        self.steps.prepare(self.grads.gate_up, self.grads.down)
         view = self.steps.view
         self.scratch = Scratch(i.x, len(i.order), view)
         self.dout, self.x, self.order = map(view, (dout.contiguous(), i.x.contiguous(), i.order.int()))

@@ -1,4 +1,6 @@
-// Loops over several threads: those that torch already has.
+// Threads and pages: what a loop needs from the system.
+//
+// Loops run on several threads: those that torch already has.
 //
 // An OpenMP thread that has finished its share of a loop spins for milliseconds before it sleeps.  A second pool of
 // threads beside torch's would have to fight it for the cores, between every two matrix products.  So the loops
@@ -12,6 +14,7 @@
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <dlfcn.h>
+#include <sys/mman.h>
 #endif
 
 namespace host {
@@ -47,6 +50,20 @@ void parallel_for(int64_t n, int64_t grain, int threads, const Fn& fn) {
           job.fn(job.n * part / job.parts, job.n * (part + 1) / job.parts);
       },
       &job, static_cast<unsigned>(parts), 0);
+}
+
+// Ask for huge pages for memory that nothing has touched yet.  A buffer of some tens of MiB is fresh from the kernel
+// each time it is allocated, and to be given it in pages of 4 KiB costs as much as a matrix product that fills it.
+inline void use_huge_pages(void* memory, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / page * page;
+  // advice: where the kernel has no huge pages it may fail, and nothing is lost
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  static_cast<void>(memory), static_cast<void>(bytes);
+#endif
 }
 
 }  // namespace host
