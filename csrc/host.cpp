@@ -46,6 +46,15 @@ static void require_below(const char* name, const Indices& x, int64_t limit) {
           std::string(name) + " holds " + std::to_string(highest) + " but must stay below " + std::to_string(limit));
 }
 
+// Indices of rows that a group counts: none of them can be dropped.
+static void require_within(const char* name, const Indices& x, int64_t limit) {
+  require_below(name, x, limit);
+  const int32_t* const data = x.data();
+  int32_t lowest = 0;
+  for (py::ssize_t i = 0; i < x.size(); ++i) lowest = std::min(lowest, data[i]);
+  require(lowest >= 0, std::string(name) + " holds " + std::to_string(lowest) + " in a row that a group counts");
+}
+
 static const float* data(const Weights& weights) { return weights ? weights->data() : nullptr; }
 
 template <class Id>
@@ -141,7 +150,7 @@ static void column_sums(Array<T> rows, Indices order, Weights weights, Array<flo
   require_axes("rows", rows, 2);
   require_equal("the size of out", out.size(), "the width of rows", rows.shape(1));
   require_equal("the number of rows", rows.shape(0), "the size of order", order.size());
-  if (weights) require_below("order", order, weights->size());
+  if (weights) require_within("order", order, weights->size());
   const int64_t n = rows.shape(0), H = rows.shape(1);
   float* const to = out.mutable_data();
   py::gil_scoped_release nogil;
@@ -208,7 +217,7 @@ static void weighted_glu_backward(Array<T> dout, Array<T> z, Indices order, Arra
   check_glu(z, weighted, gated, interleaved);
   require_equal("the size of order", order.size(), "the length of z", z.shape(0));
   require_equal("the size of dweights", dweights.size(), "that of routing_weights", weights.size());
-  require_below("order", order, weights.size());
+  require_within("order", order, weights.size());
   const int64_t I = dout.shape(1);
   const host::GluGradient<T> gradient{dout.data(),    z.data(),
                                       dz.mutable_data(), order.data(),

@@ -52,10 +52,13 @@ def takes(*dtypes: torch.dtype):
 
 
 def pick(name: str, x: Tensor) -> Callable:
-    """The forced backend, else the first in ORDER that takes x.  A forced backend never falls back."""
+    """The forced backend, else the first in ORDER that takes x.  A forced backend never falls back.
+
+    An op that is nothing but torch has no other backend to force.
+    """
     impls = IMPLS[name]
     order = ORDER.get(x.device.type, ("torch",))
-    tried = order if _forced == "auto" else (_forced,)
+    tried = order if _forced == "auto" or impls.keys() == {"torch"} else (_forced,)
     for backend in tried:
         impl = impls.get(backend)
         usable = backend in order or backend == "torch"
@@ -116,6 +119,8 @@ def define_op(
                 pick(name, x)(out, x, *rest)
         return out
 
+    if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
+        backward = refuse(name)
     return register(schema, run, new, backward, save)
 
 
@@ -147,6 +152,15 @@ def register(
     if backward is not None:
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
     return getattr(torch.ops.moe_aiter, name).default
+
+
+def refuse(name: str) -> Callable:
+    """A backward for ops without one: torch alone would warn, and go on without this op's share."""
+
+    def backward(ctx, *grads):
+        raise RuntimeError(f"moe_aiter::{name} has no gradient; a second derivative may have asked for it")
+
+    return backward
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:

@@ -6,7 +6,7 @@ import uuid
 import pytest
 import torch
 
-from moe_aiter import backend
+from moe_aiter import MoE, backend
 from moe_aiter.backend import IMPLS, ORDER, define_op, pick, register_kernel, takes, use
 
 
@@ -139,3 +139,13 @@ def test_debug_makes_forgotten_elements_visible(impls):
 def test_nothing_is_launched_for_no_elements(impls):
     register_kernel(op=NAME, backend="host")(lambda out, x: 1 / 0)
     assert half_op(torch.ones(0, 3)).shape == (0, 3)
+
+
+def test_forcing_a_backend_leaves_ops_that_are_only_torch():
+    layer = MoE(8, 8, 4, 2)
+    expected = layer(torch.ones(3, 8))
+    with use("host"):
+        if "host" in backend.IMPLS["sort_by_expert"]:
+            torch.testing.assert_close(layer(torch.ones(3, 8)), expected)
+    with use("host"):
+        assert backend.pick("router_logits", expected) is backend.IMPLS["router_logits"]["torch"]

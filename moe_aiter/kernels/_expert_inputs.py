@@ -71,6 +71,14 @@ def check_shapes(i: ExpertInputs) -> None:
 
 def check_kinds(i: ExpertInputs) -> None:
     check_float(x=i.x, gate_up=i.gate_up, down=i.down)
+    if i.interleaved and not get_activation(i.activation).gated:
+        raise ValueError(f"interleaved=True, but {i.activation} has no gate")
+    for name in ("gate_up_main_grad", "down_main_grad"):
+        main_grad = getattr(i, name)
+        if main_grad is not None and not main_grad.is_floating_point():
+            raise TypeError(f"{name} must be floating, not {main_grad.dtype}")
+        if main_grad is not None and 0 in main_grad.stride() and main_grad.numel():
+            raise ValueError(f"{name} is expanded: its elements must not share memory")
     for name in ("routing_weights", "gate_up_bias", "down_bias"):
         if getattr(i, name) is not None:
             check_float(**{name: getattr(i, name)})

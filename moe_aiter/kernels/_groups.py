@@ -8,7 +8,8 @@ from ._check import check_device, check_index, check_shape, check_size
 
 def split_groups(x: Tensor, group_sizes: Tensor) -> tuple[Tensor, ...]:
     """The rows of each group, and last the rows past them; sizes are clamped to the rows there are."""
-    ends = group_sizes.clamp(min=0).long().cumsum(0).clamp(max=len(x)).tolist()
+    # clamped before the sum as well, which could overflow
+    ends = group_sizes.clamp(0, len(x)).long().cumsum(0).clamp(max=len(x)).tolist()
     return x.tensor_split(ends)
 
 
@@ -35,8 +36,10 @@ def check_rows(name: str, x: Tensor, axis: str, order: Tensor | None, top_k: int
         check_shape("order", order, "M")
         check_index(order=order)
         check_size("order is ({},)", order.shape[0], "there are {} rows", rows)
-        rows = rows // top_k
-    check_size(f"{name} is ({{}}, {axis})", x.shape[0], "it takes {} rows", rows)
+        given = f"{name} is (T={x.shape[0]}, {axis}) for top_k={top_k}, {{}} rows,"
+        check_size(given, x.shape[0] * top_k, "order is ({},)", rows)
+    else:
+        check_size(f"{name} is ({{}}, {axis})", x.shape[0], "it takes {} rows", rows)
 
 
 def check_groups(group_sizes: Tensor, x: Tensor, **others: Tensor | None) -> None:

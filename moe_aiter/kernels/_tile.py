@@ -19,7 +19,7 @@ def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.const
     """
     g = tl.arange(0, BLOCK_G)
     size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
-    size = tl.where(g == G, M, tl.maximum(size, 0))
+    size = tl.where(g == G, M, tl.minimum(tl.maximum(size, 0), M))  # or the sum could overflow
     end = tl.cumsum(size, 0)
     start = tl.minimum(end - size, M)
     end = tl.minimum(end, M)
@@ -36,7 +36,8 @@ def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.const
 def group_rows(group, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr):
     """Group number -> (first row, end row), clamped like `locate`."""
     g = tl.arange(0, BLOCK_G)
-    size = tl.maximum(tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64), 0)
+    size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
+    size = tl.minimum(tl.maximum(size, 0), M)  # or the sum could overflow
     row_start = tl.minimum(tl.sum(tl.where(g < group, size, 0), 0), M)
     row_end = tl.minimum(tl.sum(tl.where(g <= group, size, 0), 0), M)
     return row_start, row_end

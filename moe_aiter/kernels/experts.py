@@ -68,6 +68,8 @@ def expert_mlp(
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
     Source: the formula of Shazeer et al. 2017, arXiv 1701.06538; data flow as in SonicMoE, arXiv 2512.14080.
     """
+    if len(plan) != 3:
+        raise ValueError(f"plan must be order, rank and group_sizes, but it has {len(plan)} parts")
     differentiable = x, gate_up, gate_up_bias, down, down_bias, routing_weights
     save_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
     main_grads = gate_up_main_grad, down_main_grad

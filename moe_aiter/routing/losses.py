@@ -32,15 +32,17 @@ def load_balance_loss(
     num_tokens, num_experts = scores.shape
     if (expert_ids is None) == (group_sizes is None):
         raise ValueError("give either expert_ids or group_sizes")
+    if expert_ids is not None:
+        check_shape("expert_ids", expert_ids, "T", "k")
+        check_size("scores is (T={}, E)", num_tokens, "expert_ids is (T={}, k)", expert_ids.shape[0])
     if mask is not None:
         check_mask(mask, "scores", num_tokens)
+        check_device(scores=scores, expert_ids=expert_ids, mask=mask)
         if expert_ids is None:
             raise ValueError("mask needs expert_ids: group_sizes count masked tokens too")
         expert_ids = expert_ids.masked_fill(~mask[:, None], -1)
         scores = scores.masked_fill(~mask[:, None], 0)
     if group_sizes is None:
-        check_shape("expert_ids", expert_ids, "T", "k")
-        check_size("scores is (T={}, E)", num_tokens, "expert_ids is (T={}, k)", expert_ids.shape[0])
         group_sizes = make_plan(expert_ids, num_experts).group_sizes
     check_shape("group_sizes", group_sizes, "E")
     check_size("scores is (T, E={})", num_experts, "group_sizes is (E={},)", group_sizes.shape[0])
@@ -56,12 +58,14 @@ def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """The mean over tokens of logsumexp_e(logits[t, e])^2, which keeps the logits of a router small.
 
     Zoph et al. 2022, arXiv 2202.08906, eq. 5.  `logits` (T, E) float; `mask` (T,) bool leaves out
-    tokens where it is False.  Returns a scalar, 0 without tokens.
+    tokens where it is False.  Returns a float32 scalar, 0 without tokens.
     """
     check_shape("logits", logits, "T", "E")
     if mask is not None:
         check_mask(mask, "logits", logits.shape[0])
+        check_device(logits=logits, mask=mask)
         logits = logits.masked_fill(~mask[:, None], 0)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     square = logits.logsumexp(1).square()  # (T,)
     return mean_over_tokens(square if mask is None else square.masked_fill(~mask, 0), mask)
 
@@ -71,8 +75,13 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
 
     The effect on every gradient is that of adding `loss` to the training loss that `x` leads to, without
     a way for `loss` to travel there.  Its gradient is 1 whatever that training loss is multiplied by.
-    The result is a view, which autograd does not let you change in place.
+    The result is a view, which autograd does not let you change in place.  Raises ValueError unless `loss`
+    has no axes.
     """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss must be a tensor, not {type(loss).__name__}")
+    if loss.dim():
+        raise ValueError(f"loss must be a scalar, but it has shape {tuple(loss.shape)}")
     return AttachLoss.apply(x, loss)
 
 

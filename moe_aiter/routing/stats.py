@@ -22,9 +22,14 @@ def load_statistics(group_sizes: Tensor) -> LoadStatistics:
 
     Without any token the load and all figures are 0, but every expert is idle.
     """
+    if group_sizes.dim() < 1 or not group_sizes.shape[-1]:
+        raise ValueError(
+            f"group_sizes must be (..., E) with E >= 1, but it has shape {tuple(group_sizes.shape)}"
+        )
     num_experts = group_sizes.shape[-1]
+    group_sizes = group_sizes.detach().float()
     total = group_sizes.sum(-1, keepdim=True)  # (..., 1)
-    load = group_sizes / total.clamp_min(1)  # (..., E)
+    load = group_sizes / total.where(total > 0, 1)  # (..., E)
     some = total.squeeze(-1) > 0
     evenness = torch.special.entr(load).sum(-1) / math.log(num_experts) if num_experts > 1 else some.float()
     return LoadStatistics(

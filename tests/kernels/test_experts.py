@@ -69,6 +69,8 @@ def compare(fn, ids, activation, interleaved, inputs, **tolerance):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("fn", [fused, layered])
 def test_activations(device, fn, activation, interleaved):
+    if interleaved and not get_activation(activation).gated:
+        pytest.skip("nothing to interleave")
     ids = expert_ids(13, 5, 2).to(device)
     compare(fn, ids, activation, interleaved, make(device, activation=activation))
 
@@ -275,6 +277,22 @@ BAD = {
         ValueError,
         r"down_main_grad is \(1,\) but must be \(5, 20, 24\)",
     ),
+    "integer main grad": (
+        dict(down_main_grad=torch.zeros(5, 20, 24, dtype=torch.long)),
+        TypeError,
+        "down_main_grad must be floating, not torch.int64",
+    ),
+    "expanded main grad": (
+        dict(down_main_grad=torch.zeros(1, 20, 24).expand(5, -1, -1)),
+        ValueError,
+        "down_main_grad is expanded",
+    ),
+    "nothing to interleave": (
+        dict(activation="relu", interleaved=True, gate_up=torch.zeros(5, 24, 20)),
+        ValueError,
+        "interleaved=True, but relu has no gate",
+    ),
+    "plan": (dict(plan=(torch.zeros(26), torch.zeros(13, 2))), ValueError, "but it has 2 parts"),
     "rank": (dict(x=torch.zeros(20)), ValueError, r"x must be \(T, H\)"),
 }
 
@@ -286,3 +304,26 @@ def test_bad_input_is_named(change, kind, message):
     good = dict(x=x, gate_up=gate_up, down=down, routing_weights=weights, plan=plan)
     with pytest.raises(kind, match=message):
         expert_mlp(**{**good, **change})
+
+
+def test_a_counted_row_without_a_choice_is_an_error_not_a_stray_write():
+    """group_sizes that count the dropped rows: their order is -1."""
+    x, gate_up, down, weights = (t.requires_grad_() for t in make("cpu", bias=False))
+    plan = (
+        torch.full((26,), -1, dtype=torch.int32),
+        torch.arange(26).view(13, 2),
+        torch.tensor([26, 0, 0, 0, 0]),
+    )
+    with pytest.raises((ValueError, IndexError)):
+        expert_mlp(x, gate_up, down, weights, plan).sum().backward()
+
+
+def test_a_second_derivative_is_refused(device):
+    ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
+    leaves = [t.requires_grad_() for t in inputs]
+    with pytest.raises(
+        RuntimeError, match="has no gradient; a second derivative may have asked|differentiation"
+    ):
+        out = layered(ids, "swiglu", False, *leaves)
+        (dx,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
+        dx.square().sum().backward()

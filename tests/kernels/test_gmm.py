@@ -75,11 +75,13 @@ def test_accumulation_rounds_once(device, out_dtype):
     assert torch.equal(out[1], before[1]), "a group without rows adds nothing"
 
 
-@pytest.mark.parametrize("sizes", [[50, 0, 20], [-4, 30, 5], [0, 0, 99], [2**30, 2**30, 2**30]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[50, 0, 20], [-4, 30, 5], [0, 0, 99], [2**30, 2**30, 2**30], [2**62, 2**62, 2**62]], ids=str
+)
 def test_sizes_that_do_not_add_up_are_clamped(device, sizes, no_debug):
     x, w, y, _ = make(device, [40])
     w, group_sizes = w.expand(3, -1, -1), torch.tensor(sizes, device=device)
-    ends = group_sizes.clamp(min=0).cumsum(0).clamp(max=40).tolist()
+    ends = group_sizes.clamp(0, 40).cumsum(0).clamp(max=40).tolist()
     covered = (torch.arange(40, device=device) < ends[-1])[:, None]
     torch.testing.assert_close(gmm(x, w, group_sizes), (x @ w[0]) * covered, rtol=1e-4, atol=1e-4)
     starts = [0, *ends[:-1]]
@@ -234,5 +236,13 @@ def test_bad_rows_are_named():
         tgmm(x, y, sizes)
     with pytest.raises(ValueError, match=r"order is \(4,\) but there are 6 rows"):
         tgmm(x, y, sizes, torch.arange(4), 1)
+    with pytest.raises(ValueError, match=r"x is \(T=2, K\) for top_k=2, 4 rows, but order is \(5,\)"):
+        tgmm(x[:2], y[:5], sizes, torch.arange(5), 2)
     with pytest.raises(ValueError, match="out must be floating"):
         tgmm_accumulate(torch.zeros(2, 4, 4), x, y[:5], sizes)
+
+
+def test_tgmm_says_that_it_has_no_gradient(device):
+    x, _, y, group_sizes = make(device, [3, 0, 4])
+    with pytest.raises(RuntimeError, match="tgmm has no gradient"):
+        tgmm(x.requires_grad_(), y, group_sizes).sum().backward()

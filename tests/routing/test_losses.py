@@ -218,3 +218,24 @@ def test_one_graph_for_any_number_of_tokens(device):
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call(torch.rand(4, 5), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, dtype=torch.bool))
+
+
+def test_ids_of_other_tokens_are_refused_under_a_mask():
+    scores, mask = torch.rand(10, 8), torch.ones(10, dtype=torch.bool)
+    for ids in (
+        torch.arange(10) % 8,
+        torch.zeros(1, 2, dtype=torch.long),
+        torch.zeros(9, 2, dtype=torch.long),
+    ):
+        with pytest.raises(ValueError, match="expert_ids"):
+            load_balance_loss(scores, ids, mask=mask)
+
+
+def test_z_loss_of_half_precision_logits_is_summed_in_float32():
+    logits = torch.full((10000, 4), 3.0, dtype=torch.float16)
+    torch.testing.assert_close(z_loss(logits), z_loss(logits.float()))
+
+
+def test_attach_loss_wants_a_scalar():
+    with pytest.raises(ValueError, match=r"loss must be a scalar, but it has shape \(3,\)"):
+        attach_loss(torch.ones(2), torch.ones(3))

@@ -60,3 +60,10 @@ def test_stays_on_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert stats.idle == 1
+
+
+def test_always_float32_without_gradient():
+    stats = load_statistics(torch.full((4,), 40000.0, dtype=torch.float16).requires_grad_())
+    assert stats.load.tolist() == [0.25] * 4 and stats.load.dtype == torch.float32
+    assert not stats.imbalance.requires_grad
+    assert load_statistics(torch.tensor([0.25, 0.25, 0.25, 0.1])).load.sum().item() == pytest.approx(1)
