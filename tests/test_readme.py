@@ -94,7 +94,8 @@ def test_the_settings_table_is_that_of_settings():
 def test_documents_are_short_and_link_to_what_is_there():
     for name in ("README.md", "CONTRIBUTING.md"):
         text = (ROOT / name).read_text()
-        assert len(text.splitlines()) <= 150
+        written = re.sub(r"<!-- bench: begin -->.*<!-- bench: end -->", "", text, flags=re.DOTALL)
+        assert len(written.splitlines()) <= 150, "without the tables, which a command writes"
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / link).exists(), f"{name} links to {link}"
 
