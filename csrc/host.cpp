@@ -5,6 +5,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
+#include <exception>
 #include <optional>
 #include <string>
 
@@ -252,6 +254,27 @@ static void bind(py::module_& m) {
         py::arg("gated"), py::arg("interleaved"), py::arg("threads"));
 }
 
+// fn(i, worker) for i in [0, n), begun in this order, each by the next of `workers` threads that is free; torch's loops
+// inside run in that thread.  The first exception keeps the others from beginning, and is thrown.
+static void for_each(int64_t n, int workers, const py::function& fn) {
+  std::atomic<int64_t> next{0};
+  std::atomic<int> worker{0};
+  std::exception_ptr error;
+  {
+    py::gil_scoped_release nogil;
+    host::in_threads(workers, [&] {
+      const int me = worker.fetch_add(1);
+      py::gil_scoped_acquire gil;
+      for (int64_t i; !error && (i = next.fetch_add(1)) < n;) try {
+          fn(i, me);
+        } catch (...) {
+          if (!error) error = std::current_exception();
+        }
+    });
+  }
+  if (error) std::rethrow_exception(error);
+}
+
 static void use_huge_pages(py::array out) { host::use_huge_pages(out.mutable_data(), out.nbytes()); }
 
 template <class Id>
@@ -265,5 +288,6 @@ PYBIND11_MODULE(_host, m) {
   bind_sort<int64_t>(m);
   bind<float>(m);
   bind<bfloat16>(m);
+  m.def("for_each", &for_each, py::arg("n"), py::arg("workers"), py::arg("fn"));
   m.def("use_huge_pages", &use_huge_pages, py::arg("out"));
 }

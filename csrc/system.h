@@ -19,37 +19,45 @@
 
 namespace host {
 
-using Parallel = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+struct OpenMP {
+  void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
+  void (*set_num_threads)(int) = nullptr;
 
-inline Parallel openmp() {
+  OpenMP() {
 #if defined(__unix__) || defined(__APPLE__)
-  static const auto found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return found;
-#else
-  return nullptr;
+    parallel = reinterpret_cast<decltype(parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    set_num_threads = reinterpret_cast<decltype(set_num_threads)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
 #endif
+  }
+};
+
+// Call fn() in each of so many threads at once, if there are threads, where loops of torch's then run in that thread
+// alone; in the calling thread otherwise.
+template <class Fn>
+void in_threads(int64_t threads, const Fn& fn) {
+  static const OpenMP openmp;
+  if (threads <= 1 || !openmp.parallel || !openmp.set_num_threads) return fn();
+  struct Job {
+    const OpenMP& openmp;
+    const Fn& fn;
+  } job{openmp, fn};
+  openmp.parallel(
+      [](void* data) {
+        const Job& job = *static_cast<Job*>(data);
+        job.openmp.set_num_threads(1);  // until the end of this parallel region, for the thread that calls it
+        job.fn();
+      },
+      &job, static_cast<unsigned>(threads), 0);
 }
 
 // fn(begin, end) over [0, n), in at most `threads` parts of at least `grain`; parts run in any order, each once.
 template <class Fn>
 void parallel_for(int64_t n, int64_t grain, int threads, const Fn& fn) {
-  const int64_t parts = std::min<int64_t>(threads, n / std::max<int64_t>(grain, 1));
-  if (parts <= 1 || !openmp()) {
-    if (n > 0) fn(int64_t{0}, n);
-    return;
-  }
-  struct Job {
-    const Fn& fn;
-    const int64_t n, parts;
-    std::atomic<int64_t> next{0};
-  } job{fn, n, parts};
-  openmp()(
-      [](void* data) {
-        Job& job = *static_cast<Job*>(data);
-        for (int64_t part; (part = job.next.fetch_add(1)) < job.parts;)
-          job.fn(job.n * part / job.parts, job.n * (part + 1) / job.parts);
-      },
-      &job, static_cast<unsigned>(parts), 0);
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, n / std::max<int64_t>(grain, 1)));
+  std::atomic<int64_t> next{0};
+  in_threads(parts, [&] {
+    for (int64_t part; (part = next.fetch_add(1)) < parts;) fn(n * part / parts, n * (part + 1) / parts);
+  });
 }
 
 // Ask for huge pages for memory that nothing has touched yet.  A buffer of some tens of MiB is fresh from the kernel

@@ -9,7 +9,7 @@ the backward pass, and without z it is computed again.  Sums run in float32, exp
 give the same bits.
 """
 
-import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from ._check import check_float
 from ._expert_inputs import ExpertInputs, check_experts
 from ._groups import sum_dtype, take_rows, wide
 from ._host import HOST_DTYPES, check_built, host
-from ._loop_steps import Block, HostSteps, Scratch, TorchSteps, WeightGradient, blocks, linear
+from ._loop import Block, InOrder, Scratch, WeightGradient, blocks
+from ._loop_steps import HostSteps, TorchSteps, linear
 from .activations import get_activation
 from .gmm import gmm_reference
 from .permute import unpermute_reference
@@ -48,123 +49,163 @@ def expert_loop_reference(*inputs):
 
 
 # launcher: one loop, for the steps in C++ and in torch
-def run_forward(steps_class: type, outs: tuple[Tensor, Tensor], *inputs) -> None:
-    i, (out, z) = ExpertInputs(*inputs), outs
-    steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
-    steps.prepare(z)
-    scratch = Scratch(i.x, len(i.order), steps.view)
-    total = out if out.dtype == sum_dtype(out) else out.new_empty(out.shape, dtype=sum_dtype(out))
-    total.zero_()
-    order, x_view, z_view, total_view = map(steps.view, (i.order.int(), i.x.contiguous(), z, total))
-    gate_up, down = i.gate_up.unbind(0), i.down.unbind(0)
-    gate_up_bias, down_bias = (per_expert(bias, i.x, len(down)) for bias in (i.gate_up_bias, i.down_bias))
-    last = 0
-    for expert, first, last, *_ in blocks(i.group_sizes, len(i.order)):
-        if first == last:
-            continue
-        n, choices, (H, channels) = last - first, order[first:last], down[expert].shape
-        rows, rows_view = scratch.take("rows", n, H)
-        a, a_view = scratch.take("a", n, channels)
-        end = first + len(rows)  # padding reaches into the next rows of z, which are written after these
-        in_place = i.save_z and end <= len(z)
-        z_rows = (z[first:end], z_view[first:last]) if in_place else scratch.take("z", n, z.shape[1])
-        steps.gather(x_view, choices, rows_view)
-        linear(rows, gate_up[expert], gate_up_bias[expert], z_rows[0])
-        if i.save_z and not in_place:
-            z[first:last].copy_(z_rows[0][:n])
-        steps.glu(z_rows[1], a_view)
-        linear(a, down[expert], down_bias[expert], rows)
-        steps.accumulate(rows_view, choices, True, total_view)
-    z[last:].zero_()
-    if total is not out:
-        out.copy_(total)
+class Loop:
+    """What the blocks of one pass share, forward or backward."""
+
+    def __init__(self, steps_class: type, i: ExpertInputs):
+        self.i, self.steps = i, steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
+        self.x, self.order = map(self.steps.view, (i.x.contiguous(), i.order.int()))
+        self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
+        self.width, self.channels, self.hidden = i.gate_up.shape[1], i.down.shape[2], i.x.shape[1]
+        biases = (per_expert(bias, i.x, len(self.down)) for bias in (i.gate_up_bias, i.down_bias))
+        self.gate_up_bias, self.down_bias = biases
+        self.experts = blocks(i.group_sizes.tolist(), len(i.order))
+        self.in_order = InOrder()
+
+    def set_tasks(self, tasks: list[list[Block]]) -> None:
+        """Decide how many workers share the tasks, which are blocks to take in turn."""
+        self.tasks = tasks
+        rows = [task[-1].last - task[0].first for task in tasks]
+        self.num_workers = self.steps.num_workers(rows, self.width * self.hidden)
+        largest = max((b.last - b.first for task in tasks for b in task), default=0)
+        self.scratch = [Scratch(self.i.x, largest, self.steps.view) for _ in range(self.num_workers)]
+
+    def run_tasks(self) -> None:
+        def run(number: int, worker: int) -> None:
+            for block in self.tasks[number]:
+                self.run_block(block, worker)
+
+        self.steps.for_each(len(self.tasks), self.num_workers, run)
+
+    def project_up(self, block: Block, rows: Tensor, z: Tensor) -> None:
+        linear(rows, self.gate_up[block.expert], self.gate_up_bias[block.expert], z)
+
+    def add_in_order(self, block: Block, scratch: Scratch, rows, weighted: bool, total) -> None:
+        """Add the rows of scratch's buffer "rows" to their tokens, after those of all blocks before."""
+        give_back, choices = scratch.lend("rows"), self.order[block.first : block.last]
+
+        def add() -> None:
+            self.steps.accumulate(rows, choices, weighted, total)
+            give_back()
+
+        self.in_order.add(block.number, add)
 
 
 def per_expert(bias: Tensor | None, x: Tensor, num_experts: int) -> tuple:
     return (None,) * num_experts if bias is None else bias.to(x.dtype).unbind(0)
 
 
-class BackwardLoop:
-    """What the blocks of one backward pass share."""
+class ForwardLoop(Loop):
+    def __init__(self, steps_class: type, outs: tuple[Tensor, Tensor], *inputs):
+        super().__init__(steps_class, ExpertInputs(*inputs))
+        self.out, self.z = outs
+        self.steps.prepare(self.z)
+        self.z_view = self.steps.view(self.z)
+        sums = sum_dtype(self.out)
+        self.total = self.out if self.out.dtype == sums else self.out.new_empty(self.out.shape, dtype=sums)
+        self.total_view = self.steps.view(self.total.zero_())
+        self.set_tasks([[block] for expert in self.experts for block in expert])
 
+    def run(self) -> None:
+        self.run_tasks()
+        self.z[self.tasks[-1][-1].last if self.tasks else 0 :].zero_()
+        if self.total is not self.out:
+            self.out.copy_(self.total)
+
+    def run_block(self, block: Block, worker: int) -> None:
+        _, expert, first, last, *_ = block
+        scratch, steps, n = self.scratch[worker], self.steps, last - first
+        rows, rows_view = scratch.take("rows", n, self.hidden)
+        a, a_view = scratch.take("a", n, self.channels)
+        in_place = self.i.save_z and len(rows) == n
+        z, z_view = self.z[first:last], self.z_view[first:last]
+        if not in_place:
+            z, z_view = scratch.take("z", n, self.width)
+        steps.gather(self.x, self.order[first:last], rows_view)
+        self.project_up(block, rows, z)
+        if self.i.save_z and not in_place:
+            self.z[first:last].copy_(z[:n])
+        steps.glu(z_view, a_view)
+        linear(a, self.down[expert], self.down_bias[expert], rows)
+        self.add_in_order(block, scratch, rows_view, True, self.total_view)
+
+
+class BackwardLoop(Loop):
     def __init__(self, steps_class: type, grads: tuple, dout: Tensor, z: Tensor, *rest):
-        self.i = i = ExpertInputs(*rest[:-1])
+        super().__init__(steps_class, ExpertInputs(*rest[:-1]))
         self.grads, self.needs = LoopGrads(*grads), LoopGrads(*rest[-1])
-        self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
-        biases = (per_expert(bias, i.x, len(self.down)) for bias in (i.gate_up_bias, i.down_bias))
-        self.gate_up_bias, self.down_bias = biases
-        self.products = {
-            name: WeightGradient(getattr(self.grads, name), getattr(i, f"{name}_main_grad"))
-            for name in ("gate_up", "down")
-            if getattr(self.needs, name)
-        }
-        self.steps = steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
-        self.steps.prepare(self.grads.gate_up, self.grads.down)
         view = self.steps.view
-        self.scratch = Scratch(i.x, len(i.order), view)
-        self.dout, self.x, self.order = map(view, (dout.contiguous(), i.x.contiguous(), i.order.int()))
-        self.z, self.z_view = z, view(z)
+        self.steps.prepare(self.grads.gate_up, self.grads.down)
+        self.dout, self.z = view(dout.contiguous()), view(z)
         self.totals = {
             name: dout.new_zeros(getattr(self.grads, name).shape, dtype=sum_dtype(dout))
             for name in ("x", "gate_up_bias", "down_bias", "routing_weights")
         }
-        self.total_views = {name: view(total) for name, total in self.totals.items()}
+        self.views = {name: view(total) for name, total in self.totals.items()}
+        self.dweights = view(self.totals["routing_weights"].view(-1))
+        # a task is a whole expert, so that its weight gradients have one worker
+        self.set_tasks([expert for expert in self.experts if expert])
+        names = [name for name in ("gate_up", "down") if getattr(self.needs, name)]
+        self.products = {name: self.weight_gradients(name) for name in names}
+
+    def weight_gradients(self, name: str) -> list[WeightGradient]:
+        """One for each worker; experts without rows get their zeros."""
+        main_grad = getattr(self.i, f"{name}_main_grad")
+        grads = (getattr(self.grads, name) if main_grad is None else main_grad).unbind(0)
+        for grad, expert in zip(grads, self.experts, strict=True):
+            if main_grad is None and not expert:
+                grad.zero_()
+        return [WeightGradient(grads, main_grad is not None) for _ in range(self.num_workers)]
 
     def run(self) -> None:
-        for block in blocks(self.i.group_sizes, len(self.i.order)):
-            if block.first < block.last:
-                self.run_block(block)
-            else:
-                for product in self.products.values():
-                    product.clear(block)
+        self.run_tasks()
         for name, total in self.totals.items():
             getattr(self.grads, name).copy_(total)
 
-    def run_block(self, block: Block) -> None:
-        expert, first, last, *_ = block
-        needs, steps, totals, n = self.needs, self.steps, self.total_views, last - first
-        choices, (H, channels) = self.order[first:last], self.down[expert].shape
-        dy, dy_view = self.scratch.take("rows", n, H, clear=True)
+    def run_block(self, block: Block, worker: int) -> None:
+        _, expert, first, last, *_ = block
+        needs, steps, scratch, n = self.needs, self.steps, self.scratch[worker], last - first
+        choices = self.order[first:last]
+        dy, dy_view = scratch.take("rows", n, self.hidden, clear=True)
         steps.gather(self.dout, choices, dy_view)
         if needs.down_bias:
-            steps.column_sum(dy_view, choices, True, totals["down_bias"][expert])
+            steps.column_sum(dy_view, choices, True, self.views["down_bias"][expert])
 
-        x, z = self.inputs_of(block, choices)
-        da, da_view = self.scratch.take("da", n, channels)
-        a, a_view = self.scratch.take("a", n, channels, clear=True)
-        dz, dz_view = self.scratch.take("dz", n, self.gate_up[expert].shape[0], clear=True)
+        x, z = self.inputs_of(block, scratch, choices)
+        da, da_view = scratch.take("da", n, self.channels)
+        a, a_view = scratch.take("a", n, self.channels, clear=True)
+        dz, dz_view = scratch.take("dz", n, self.width, clear=True)
         torch.mm(dy, self.down[expert], out=da)
-        steps.glu_backward(da_view, z, choices, (dz_view, a_view, totals["routing_weights"].reshape(-1)))
+        steps.glu_backward(da_view, z, choices, (dz_view, a_view, self.dweights))
         if self.down_bias[expert] is not None:
             dots = wide(dy[:n]) @ wide(self.down_bias[expert])
             self.totals["routing_weights"].view(-1)[self.i.order[first:last]] += dots
 
         if needs.down:
-            self.products["down"].add(block, dy, a)
+            self.products["down"][worker].add(block, dy, a)
         if needs.gate_up:
-            self.products["gate_up"].add(block, dz, x)
+            self.products["gate_up"][worker].add(block, dz, x)
         if needs.gate_up_bias:
-            steps.column_sum(dz_view, choices, False, totals["gate_up_bias"][expert])
+            steps.column_sum(dz_view, choices, False, self.views["gate_up_bias"][expert])
         if needs.x:
             torch.mm(dz, self.gate_up[expert], out=dy)
-            steps.accumulate(dy_view, choices, False, totals["x"])
+            self.add_in_order(block, scratch, dy_view, False, self.views["x"])
 
-    def inputs_of(self, block: Block, choices) -> tuple:
+    def inputs_of(self, block: Block, scratch: Scratch, choices) -> tuple:
         """The rows of x, if a product needs them, and of z, saved or computed again, as the steps see it."""
-        expert, first, last, *_ = block
-        n, (width, H), x = last - first, self.gate_up[expert].shape, None
+        n, x = block.last - block.first, None
         if self.needs.gate_up or not len(self.z):
-            x, x_view = self.scratch.take("x", n, H, clear=True)
+            x, x_view = scratch.take("x", n, self.hidden, clear=True)
             self.steps.gather(self.x, choices, x_view)
         if len(self.z):
-            return x, self.z_view[first:last]
-        z, z_view = self.scratch.take("z", n, width)
-        linear(x, self.gate_up[expert], self.gate_up_bias[expert], z)
+            return x, self.z[block.first : block.last]
+        z, z_view = scratch.take("z", n, self.width)
+        self.project_up(block, x, z)
         return x, z_view
 
 
-def run_backward(steps_class: type, grads: tuple, *inputs) -> None:
-    BackwardLoop(steps_class, grads, *inputs).run()
+def launcher(loop: type, steps_class: type) -> Callable:
+    return lambda out, *inputs: loop(steps_class, out, *inputs).run()
 
 
 def new_expert_loop(*inputs):
@@ -192,10 +233,8 @@ def new_expert_loop_backward(dout, z, *rest):
 # op
 def save_expert_loop(ctx, inputs, output):
     i = ExpertInputs(*inputs)
-    tensors, ctx.others = (
-        i[:9],
-        i[9:],
-    )  # a main gradient is not saved: another backward pass may change it first
+    # a main gradient is not saved: another backward pass may change it first
+    tensors, ctx.others = i[:9], i[9:]
     ctx.save_for_backward(output[1], *tensors)
     ctx.set_materialize_grads(False)
 
@@ -221,8 +260,8 @@ expert_loop_op = define_op(
     f"expert_loop({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad) -> (Tensor, Tensor)",
     new=new_expert_loop,
     reference=expert_loop_reference,
-    torch=functools.partial(run_forward, TorchSteps),
-    host=host(takes(*HOST_DTYPES)(functools.partial(run_forward, HostSteps))),
+    torch=launcher(ForwardLoop, TorchSteps),
+    host=host(takes(*HOST_DTYPES)(launcher(ForwardLoop, HostSteps))),
     save=save_expert_loop,
     backward=backward_expert_loop,
 )
@@ -230,6 +269,6 @@ expert_loop_backward_op = define_op(
     f"expert_loop_backward(Tensor dout, Tensor z, {ARGUMENTS} Tensor(a!)? gate_up_main_grad, "
     "Tensor(b!)? down_main_grad, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     new=new_expert_loop_backward,
-    torch=functools.partial(run_backward, TorchSteps),
-    host=host(takes(*HOST_DTYPES)(functools.partial(run_backward, HostSteps))),
+    torch=launcher(BackwardLoop, TorchSteps),
+    host=host(takes(*HOST_DTYPES)(launcher(BackwardLoop, HostSteps))),
 )

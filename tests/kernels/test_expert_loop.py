@@ -9,9 +9,10 @@ from shapes import spread, transposed
 
 from moe_aiter.backend import use
 from moe_aiter.config import interpret
-from moe_aiter.kernels import _loop_steps
+from moe_aiter.kernels import _loop, _loop_steps
 from moe_aiter.kernels._expert_inputs import ExpertInputs
 from moe_aiter.kernels._host import ext
+from moe_aiter.kernels._loop_steps import HostSteps
 from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.expert_loop import expert_loop_op
 from moe_aiter.kernels.sort import sort_by_expert
@@ -23,14 +24,18 @@ KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIV
 NAMES = ExpertInputs._fields[:6]  # the inputs that have gradients
 
 
-@pytest.fixture(params=["torch", "host"])
+@pytest.fixture(params=["torch", "host", "workers"])
 def steps(request, monkeypatch):
-    """Steps in torch or in C++, and blocks so small that experts have several."""
-    if request.param == "host" and ext is None:
+    """Steps in torch, in C++, and that by three workers; and blocks so small that experts have several."""
+    backend = "torch" if request.param == "torch" else "host"
+    if backend == "host" and ext is None:
         pytest.skip("the C++ extension is not built")
-    monkeypatch.setattr(_loop_steps, "BLOCK_ROWS", 4)
-    with use(request.param):
-        yield request.param
+    monkeypatch.setattr(_loop, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(_loop_steps, "num_threads", lambda: 3)
+    workers = 3 if request.param == "workers" else 1
+    monkeypatch.setattr(HostSteps, "num_workers", lambda self, rows, multiplications: workers)
+    with use(backend):
+        yield backend
 
 
 def make(ids, H=20, I=12, E=5, kind=("swiglu", False), dtype=torch.float32, bias=True, **named):  # noqa: E741
