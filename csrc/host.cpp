@@ -9,10 +9,12 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "glu.h"
 #include "system.h"
 #include "rows.h"
+#include "topk.h"
 
 namespace py = pybind11;
 using host::bfloat16;
@@ -161,6 +163,22 @@ static void column_sums(Array<T> rows, Indices order, Weights weights, Array<flo
   });
 }
 
+template <class T>
+static void topk(Array<T> scores, Array<T> values, Array<int64_t> ids, int threads) {
+  require_axes("scores", scores, 2);
+  require_axes("values", values, 2);
+  const int64_t num_tokens = scores.shape(0), E = scores.shape(1), k = values.shape(1);
+  require_equal("the length of values", values.shape(0), "that of scores", num_tokens);
+  require_equal("the size of ids", ids.size(), "that of values", values.size());
+  require(k <= E, "values has more columns than scores");
+  T* const to = values.mutable_data();
+  int64_t* const to_ids = ids.mutable_data();
+  py::gil_scoped_release nogil;
+  host::parallel_for(num_tokens, grain(E), threads, [&](int64_t begin, int64_t end) {
+    host::topk(scores.data(), to, to_ids, begin, end, E, k);
+  });
+}
+
 // Calls fn(F{}) with the activation of that name.
 template <class Fn>
 static void with_activation(const std::string& name, const Fn& fn) {
@@ -181,15 +199,23 @@ static host::Layout check_glu(const Array<T>& z, const Array<T>& a, bool gated, 
   return !gated ? host::Layout::plain : interleaved ? host::Layout::pairs : host::Layout::halves;
 }
 
+// `upcoming` is what the caller reads next.  Each row asks for a little of it, while the core is busy with arithmetic, and
+// the matrix products that follow find it in cache.
 template <class T>
-static void glu(Array<T> z, Array<T> out, const std::string& activation, bool gated, bool interleaved, int threads) {
+static void glu(Array<T> z, Array<T> out, const std::string& activation, bool gated, bool interleaved, int threads,
+                const std::vector<py::array>& upcoming) {
   const host::Layout layout = check_glu(z, out, gated, interleaved);
-  const int64_t I = out.shape(1);
+  const int64_t I = out.shape(1), rows = out.shape(0);
   T* const to = out.mutable_data();
+  std::vector<host::Upcoming> memory;
+  for (const py::array& x : upcoming) memory.push_back({static_cast<const char*>(x.data()), x.nbytes()});
   with_activation(activation, [&](auto f) {
     py::gil_scoped_release nogil;
-    host::parallel_for(out.shape(0), grain(4 * I), threads, [&](int64_t begin, int64_t end) {
-      host::glu<decltype(f)>(layout, z.data(), to, begin, end, I);
+    host::parallel_for(rows, grain(4 * I), threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        for (const host::Upcoming& m : memory) m.ask(r, rows);
+        host::glu<decltype(f)>(layout, z.data(), to, r, r + 1, I);
+      }
     });
   });
 }
@@ -245,8 +271,9 @@ static void bind(py::module_& m) {
   m.def("row_dots", &row_dots<T>, exact("rows"), exact("x"), exact("rank"), exact("out"), py::arg("threads"));
   m.def("column_sums", &column_sums<T>, exact("rows"), exact("order"), exact("routing_weights"), exact("out"),
         py::arg("threads"));
+  m.def("topk", &topk<T>, exact("scores"), exact("values"), exact("ids"), py::arg("threads"));
   m.def("glu", &glu<T>, exact("z"), exact("out"), py::arg("activation"), py::arg("gated"), py::arg("interleaved"),
-        py::arg("threads"));
+        py::arg("threads"), py::arg("upcoming") = std::vector<py::array>());
   m.def("glu_backward", &glu_backward<T>, exact("dout"), exact("z"), exact("dz"), py::arg("activation"),
         py::arg("gated"), py::arg("interleaved"), py::arg("threads"));
   m.def("weighted_glu_backward", &weighted_glu_backward<T>, exact("dout"), exact("z"), exact("order"),

@@ -10,12 +10,6 @@
 #define ALWAYS_INLINE inline
 #endif
 
-#if defined(__GNUC__)
-#define PREFETCH(address) __builtin_prefetch(address, 1)
-#else
-#define PREFETCH(address) static_cast<void>(address)
-#endif
-
 // One binary for every x86-64: the loops are compiled three times, and the loader takes the widest that runs.
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && defined(__x86_64__) && defined(__linux__)
 #define MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))

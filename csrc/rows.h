@@ -11,8 +11,6 @@ namespace host {
 
 constexpr int64_t LANES = 16;   // of a sum: fixed, so that every width of vector adds in the same order
 constexpr int64_t CHUNK = 256;  // columns that stay in the first cache as float32
-constexpr int64_t AHEAD = 2;    // rows between the one in work and the one asked for: the matrix products in between
-                                // leave x and the output in no near cache, and rows in no order help no prefetcher
 
 // Stable counting sort of `ids` (R,); see moe_aiter/kernels/sort.py.
 template <class Id>
@@ -42,14 +40,6 @@ ALWAYS_INLINE float sum(const float* x, int64_t n) {
   return lanes[0];
 }
 
-// Ask for row order[r + AHEAD] / k of x.
-template <class T>
-ALWAYS_INLINE void prefetch(const T* x, const int32_t* order, int64_t r, int64_t end, int64_t H, int64_t k) {
-  if (r + AHEAD >= end || order[r + AHEAD] < 0) return;
-  const T* const row = x + order[r + AHEAD] / k * H;
-  for (int64_t h = 0; h < H; h += 64 / static_cast<int64_t>(sizeof(T))) PREFETCH(row + h);
-}
-
 // to[h] = w * x[h]
 template <class T>
 ALWAYS_INLINE void scale(const T* __restrict x, float w, T* __restrict to, int64_t H) {
@@ -67,7 +57,6 @@ template <class T>
 MULTIVERSION static void gather(const T* x, const int32_t* order, const float* weights, T* out, int64_t begin, int64_t end,
                           int64_t H, int64_t k) {
   for (int64_t r = begin; r < end; ++r) {
-    prefetch(x, order, r, end, H, k);
     const int32_t choice = order[r];
     if (choice < 0)
       std::fill_n(out + r * H, H, T{0});
@@ -83,7 +72,6 @@ template <class T>
 MULTIVERSION static void accumulate(const T* rows, const int32_t* order, const float* weights, float* to, int64_t begin,
                               int64_t end, int64_t H, int64_t k) {
   for (int64_t r = begin; r < end; ++r) {
-    prefetch(to, order, r, end, H, k);
     if (const int32_t choice = order[r]; choice >= 0)
       add(rows + r * H, weights ? weights[choice] : 1.0f, to + choice / k * H, H);
   }

@@ -1,4 +1,4 @@
-// Threads and pages: what a loop needs from the system.
+// Threads, pages and caches: what a loop needs from the system.
 //
 // Loops run on several threads: those that torch already has.
 //
@@ -73,5 +73,21 @@ inline void use_huge_pages(void* memory, size_t bytes) {
   static_cast<void>(memory), static_cast<void>(bytes);
 #endif
 }
+
+// Memory that will be read soon.
+struct Upcoming {
+  const char* data;
+  int64_t bytes;
+
+  // Ask for the cache lines of part i of n.
+  void ask(int64_t i, int64_t n) const {
+#if defined(__GNUC__)
+    const int64_t lines = (bytes + 63) / 64;
+    for (int64_t line = lines * i / n; line < lines * (i + 1) / n; ++line) __builtin_prefetch(data + 64 * line);
+#else
+    static_cast<void>(i), static_cast<void>(n);
+#endif
+  }
+};
 
 }  // namespace host

@@ -18,7 +18,7 @@ from .contenders import PEER_ERRORS, Contender, contenders
 from .memory import measure_memory
 from .problem import Problem, new_problem, truth
 from .shapes import DEFAULT, SHAPES, Shape
-from .timing import time_all
+from .timing import PASSES, time_all
 
 REPS = {"cuda": 25, "cpu": 11}
 SLACK, FLOOR = 2.0, 1e-7  # an error may be twice that of plain torch in the same dtype
@@ -26,8 +26,8 @@ PARTS = ("output", "dx", "dgate_up", "ddown", "drouting")
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype", "shape"),
     *("tokens", "hidden", "intermediate", "experts", "top_k", "contender"),
-    *("forward_ms", "forward_p20", "forward_p80", "step_ms", "step_p20", "step_p80"),
-    *("forward_tflops", "step_tflops", "held_mib", "peak_mib", "error", "torch_error"),
+    *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
+    *("held_mib", "peak_mib", "error", "torch_error"),
 ]
 
 
@@ -36,6 +36,9 @@ def bench_layer(args: argparse.Namespace) -> int:
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         print("moe-aiter bench: error: there is no GPU that torch can use", file=sys.stderr)
+        return 2
+    if args.out and args.out.exists() and columns(args.out) != FIELDS:
+        print(f"moe-aiter bench: error: {args.out} has other columns: {columns(args.out)}", file=sys.stderr)
         return 2
     torch.backends.cuda.matmul.allow_tf32 = False
     dtype, device = getattr(torch, args.dtype), torch.device(kind)
@@ -65,10 +68,10 @@ def bench_shape(
     ]
     passed = [i for i, row in enumerate(rows) if not row.pop("refused")]
     times = time_all([field[i] for i in passed], problem, args.reps or REPS[device.type])
-    for i, (forward, step) in zip(passed, times, strict=True):
-        for part, t, flops in (("forward", forward, 1), ("step", step, 3)):
-            rows[i] |= {f"{part}_ms": t.median, f"{part}_p20": t.p20, f"{part}_p80": t.p80}
-            rows[i] |= {f"{part}_tflops": flops * shape.forward_flops / t.median / 1e9}
+    for i, by_pass in zip(passed, times, strict=True):
+        for name, t in by_pass.items():
+            rows[i] |= {f"{name}_ms": t.median, f"{name}_p20": t.p20, f"{name}_p80": t.p80}
+            rows[i] |= {f"{name}_tflops": PASSES[name] * shape.forward_flops / t.median / 1e9}
         memory = measure_memory(field[i], problem)
         if memory:
             rows[i] |= {"held_mib": memory[0], "peak_mib": memory[1]}
@@ -171,16 +174,22 @@ def shape_cells(name: str, shape: Shape) -> dict:
 
 
 def show(rows: list[dict]) -> None:
-    print(f"{'':<40} {'forward':>17} {'step':>19} {'held':>8} {'peak MiB':>9} {'error':>9}")
+    heads = "".join(f"{name + ' ms, TFLOP/s':>22}" for name in PASSES)
+    print(f"{'':<40}{heads} {'held':>8} {'peak MiB':>9} {'error':>9}")
     for row in rows:
-        if "forward_ms" not in row:
+        if "step_ms" not in row:
             print(f"{row['contender']:<40} refused")
             continue
         cells = [f"{row['contender']:<40}"]
-        cells += [f"{row[p + '_ms']:8.2f} ms {row[p + '_tflops']:6.2f}" for p in ("forward", "step")]
+        cells += [f"{row[p + '_ms']:13.2f} {row[p + '_tflops']:7.2f}" for p in PASSES]
         cells += [f"{row[m]:8.0f}" if m in row else " " * 8 for m in ("held_mib", "peak_mib")]
         cells += [f"{row['error']:9.1e}" if "error" in row else ""]
         print(" ".join(cells))
+
+
+def columns(path: pathlib.Path) -> list[str]:
+    with open(path, newline="") as file:
+        return next(csv.reader(file), [])
 
 
 def append(path: pathlib.Path, rows: list[dict]) -> None:

@@ -45,14 +45,19 @@ def resident_gauge():
     """The same from Linux; None elsewhere."""
     if sys.platform != "linux" or not CLEAR.exists():
         return None
-    libc = ctypes.CDLL(None)
 
     def reset() -> None:
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
+        hand_back()
         CLEAR.write_text("5")  # the high-water mark starts again
 
     return lambda: status_bytes("VmRSS"), lambda: status_bytes("VmHWM"), reset
+
+
+def hand_back() -> None:
+    """Freed memory goes back to the system, where the C library can do that: who comes next finds none."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def status_bytes(field: str) -> int:

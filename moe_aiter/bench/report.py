@@ -5,8 +5,8 @@ import pathlib
 import sys
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-TABLES = {  # title: the two figures of a cell and how they are written
-    "TFLOP/s, forward / forward and backward": ("forward_tflops", "step_tflops"),
+TABLES = {  # title: the figures of a cell
+    "TFLOP/s, inference / forward / step": ("inference_tflops", "forward_tflops", "step_tflops"),
     "MiB, held after forward / peak over forward and backward": ("held_mib", "peak_mib"),
 }
 
@@ -69,11 +69,11 @@ def sizes(row: dict) -> str:
     return ", ".join(row[size] for size in ("tokens", "hidden", "intermediate", "experts", "top_k"))
 
 
-def cell(row: dict, figures: tuple[str, str]) -> str:
-    """`forward / step`, or what there is in their place."""
+def cell(row: dict, figures: tuple[str, ...]) -> str:
+    """The figures that there are, or why there are none."""
     if not row["step_ms"]:
         return f"error {row['error']}"
-    return " / ".join(written(row[f]) for f in figures) if row[figures[0]] else ""
+    return " / ".join(written(row[f]) if row[f] else "–" for f in figures) if row[figures[-1]] else ""
 
 
 def written(figure: str) -> str:

@@ -1,4 +1,4 @@
-"""Milliseconds of forward and step: contenders in turn, medians with the 20th and 80th percentiles."""
+"""Milliseconds of each pass: contenders in turn, medians with the 20th and 80th percentiles."""
 
 import dataclasses
 import time
@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 
 from .contenders import Contender
+from .memory import hand_back
 from .problem import Problem
 
 L2_BYTES = 256 * 2**20  # more than any GPU's L2 cache
 WARMUP = 2
+PASSES = {"inference": 1, "forward": 1, "step": 3}  # and their products, in forward passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,45 +29,60 @@ def summary(samples: list[float]) -> Times:
     return Times(*quantiles.tolist())
 
 
-def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[tuple[Times, Times]]:
-    """(forward, step) of each contender; each round has new inputs, and starts with another contender."""
-    measure = measure_gpu if problem.x.is_cuda else measure_cpu
-    flushed = problem.x.new_empty(L2_BYTES if problem.x.is_cuda else 0, dtype=torch.int8)
-    samples: list[list[tuple[float, float]]] = [[] for _ in contenders]
+def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[dict[str, Times]]:
+    """The PASSES of each contender; each round has new inputs, and starts with another contender."""
+    measure, flush = measure_cpu, hand_back
+    if problem.x.is_cuda:
+        measure, flush = measure_gpu, problem.x.new_empty(L2_BYTES, dtype=torch.int8).zero_
+    samples: list[list[tuple[float, ...]]] = [[] for _ in contenders]
     for round in range(WARMUP + reps):
         problem.renew(round)
         results = []
         for i in range(len(contenders)):
             turn = (i + round) % len(contenders)
-            flushed.zero_()
             with contenders[turn].context():
-                results.append((turn, measure(contenders[turn], problem)))
+                results.append((turn, measure(contenders[turn], problem, flush)))
         # read only now: a wait between contenders would time the host's launches, which training overlaps
         for turn, elapsed in results:
             if round >= WARMUP:
                 samples[turn].append(elapsed())
-    return [tuple(map(summary, zip(*s, strict=True))) for s in samples]
+    return [dict(zip(PASSES, map(summary, zip(*s, strict=True)), strict=True)) for s in samples]
 
 
-def measure_cpu(contender: Contender, problem: Problem) -> Callable[[], tuple[float, float]]:
-    start = time.perf_counter()
+def run_passes(contender: Contender, problem: Problem, flush: Callable, mark: Callable) -> None:
+    """Inference, then forward and backward, with a mark before and after each of the three."""
+    flush()
+    mark()
+    with torch.no_grad():
+        contender.run()
+    mark()
+    flush()
+    mark()
     out = contender.run()
-    forward = time.perf_counter()
+    mark()
     contender.gradients(out, problem)
-    step = time.perf_counter()
-    return lambda: (1e3 * (forward - start), 1e3 * (step - start))
+    mark()
 
 
-def measure_gpu(contender: Contender, problem: Problem) -> Callable[[], tuple[float, float]]:
-    start, forward, step = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    start.record()
-    out = contender.run()
-    forward.record()
-    contender.gradients(out, problem)
-    step.record()
+def measure_cpu(contender: Contender, problem: Problem, flush: Callable) -> Callable[[], tuple]:
+    marks: list[float] = []
+    run_passes(contender, problem, flush, lambda: marks.append(1e3 * time.perf_counter()))
+    inference, inferred, start, forward, step = marks
+    return lambda: (inferred - inference, forward - start, step - start)
 
-    def elapsed() -> tuple[float, float]:
+
+def measure_gpu(contender: Contender, problem: Problem, flush: Callable) -> Callable[[], tuple]:
+    marks: list[torch.cuda.Event] = []
+
+    def mark() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+
+    run_passes(contender, problem, flush, mark)
+    inference, inferred, start, forward, step = marks
+
+    def elapsed() -> tuple:
         step.synchronize()
-        return start.elapsed_time(forward), start.elapsed_time(step)
+        return inference.elapsed_time(inferred), start.elapsed_time(forward), start.elapsed_time(step)
 
     return elapsed

@@ -57,7 +57,7 @@ def array(x: Tensor | None) -> np.ndarray | None:
 def use_huge_pages(*fresh: Tensor) -> None:
     """Ask for huge pages for those outputs that malloc takes from the kernel afresh each time."""
     for x in fresh:
-        if x.nbytes >= 16 * 2**20:
+        if x.nbytes >= 2**22:
             ext.use_huge_pages(array(x.as_strided((x.numel(),), (1,))))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ._groups import sum_dtype
 
 BLOCK_ROWS = 1024  # what is in work at a time stays in cache; products of fewer rows are slower
+FEW_ROWS, SMALL_STEP, STEP = 128, 4, 16  # of the sizes of products
 
 
 class Block(NamedTuple):
@@ -21,21 +22,24 @@ class Block(NamedTuple):
     last: int
     starts: bool  # the first block of its expert
     ends: bool  # the last one
+    z_first: int  # its rows of z are [z_first, z_last), padded as for products
+    z_last: int
 
 
-def blocks(group_sizes: list[int], rows: int) -> list[list[Block]]:
+def blocks(group_sizes: list[int], rows: int, dtype: torch.dtype) -> list[list[Block]]:
     """For each expert, its rows in even blocks of at most BLOCK_ROWS.
 
     Sizes that are negative or sum to more than `rows` are clamped.
     """
-    experts, number, start = [], 0, 0
+    experts, number, start, z_first = [], 0, 0, 0
     for expert, size in enumerate(group_sizes):
         size = min(max(size, 0), rows - start)
         parts, mine = -(-size // BLOCK_ROWS), []
         for part in range(parts):
             first, last = (start + size * p // parts for p in (part, part + 1))
-            mine.append(Block(number, expert, first, last, part == 0, part == parts - 1))
-            number += 1
+            z_last = z_first + padded(last - first, dtype)
+            mine.append(Block(number, expert, first, last, part == 0, part == parts - 1, z_first, z_last))
+            number, z_first = number + 1, z_last
         experts.append(mine)
         start += size
     return experts
@@ -47,8 +51,16 @@ def padded(rows: int, dtype: torch.dtype) -> int:
     oneDNN, which multiplies 16-bit floats, compiles code for each size that it meets, half a millisecond for
     each of a layer's products.  Experts have other numbers of rows in every step, so the sizes must be few.
     """
-    step = 1 if dtype.itemsize != 2 else 4 if rows < 128 else 16
+    step = 1 if dtype.itemsize != 2 else SMALL_STEP if rows < FEW_ROWS else STEP
     return -(-rows // step) * step
+
+
+def num_z_rows(rows: int, num_experts: int, dtype: torch.dtype) -> int:
+    """The most rows that z may have, with the padding of each block; known without the group sizes."""
+    if dtype.itemsize != 2:
+        return rows
+    blocks = min(rows, num_experts) + rows // BLOCK_ROWS
+    return rows + (SMALL_STEP - 1) * blocks + (STEP - SMALL_STEP) * min(blocks, rows // FEW_ROWS)
 
 
 class Scratch:

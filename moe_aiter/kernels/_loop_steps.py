@@ -13,6 +13,7 @@ from ._host import array, ext, num_threads, use_huge_pages
 from .activations import Activation
 from .glu import glu_backward_reference
 
+CACHED = 2**20  # bytes of a weight that are worth asking for early: about a core's second cache
 SMALL = 2**21  # multiplications: less in one product, and workers would mostly wait for Python
 
 
@@ -58,7 +59,8 @@ class TorchSteps:
         """out += the sum of the rows, or of weight times row; `out` is wide"""
         out += (wide(rows) * self.weights[choices, None] if weighted else wide(rows)).sum(0)
 
-    def glu(self, z, out) -> None:
+    def glu(self, z, out, upcoming: list[Tensor]) -> None:
+        """out = f(z); the tensors `upcoming` will be read soon"""
         out.copy_(self.act(wide(z), self.interleaved))
 
     def glu_backward(self, da, z, choices, out: tuple) -> None:
@@ -111,8 +113,9 @@ class HostSteps:
     def column_sum(self, rows, choices, weighted: bool, out) -> None:
         ext.column_sums(rows, choices, self.weights if weighted else None, out, self.threads)
 
-    def glu(self, z, out) -> None:
-        ext.glu(z, out, *self.act, self.threads)
+    def glu(self, z, out, upcoming: list[Tensor]) -> None:
+        memory = [array(x) for x in upcoming if x.nbytes <= CACHED and x.is_contiguous()]
+        ext.glu(z, out, *self.act, self.threads, memory)
 
     def glu_backward(self, da, z, choices, out: tuple) -> None:
         ext.weighted_glu_backward(da, z, choices, self.weights, *out, *self.act, self.threads)

@@ -20,7 +20,7 @@ from ._check import check_float
 from ._expert_inputs import ExpertInputs, check_experts
 from ._groups import sum_dtype, take_rows, wide
 from ._host import HOST_DTYPES, check_built, host
-from ._loop import Block, InOrder, Scratch, WeightGradient, blocks
+from ._loop import Block, InOrder, Scratch, WeightGradient, blocks, num_z_rows
 from ._loop_steps import HostSteps, TorchSteps, linear
 from .activations import get_activation
 from .gmm import gmm_reference
@@ -59,7 +59,7 @@ class Loop:
         self.width, self.channels, self.hidden = i.gate_up.shape[1], i.down.shape[2], i.x.shape[1]
         biases = (per_expert(bias, i.x, len(self.down)) for bias in (i.gate_up_bias, i.down_bias))
         self.gate_up_bias, self.down_bias = biases
-        self.experts = blocks(i.group_sizes.tolist(), len(i.order))
+        self.experts = blocks(i.group_sizes.tolist(), len(i.order), i.x.dtype)
         self.in_order = InOrder()
 
     def set_tasks(self, tasks: list[list[Block]]) -> None:
@@ -99,35 +99,38 @@ class ForwardLoop(Loop):
     def __init__(self, steps_class: type, outs: tuple[Tensor, Tensor], *inputs):
         super().__init__(steps_class, ExpertInputs(*inputs))
         self.out, self.z = outs
-        self.steps.prepare(self.z)
         self.z_view = self.steps.view(self.z)
         sums = sum_dtype(self.out)
         self.total = self.out if self.out.dtype == sums else self.out.new_empty(self.out.shape, dtype=sums)
+        self.steps.prepare(self.out, self.z, self.total)
         self.total_view = self.steps.view(self.total.zero_())
         self.set_tasks([[block] for expert in self.experts for block in expert])
 
     def run(self) -> None:
         self.run_tasks()
-        self.z[self.tasks[-1][-1].last if self.tasks else 0 :].zero_()
+        self.z[self.tasks[-1][-1].z_last if self.tasks else 0 :].zero_()
         if self.total is not self.out:
             self.out.copy_(self.total)
 
     def run_block(self, block: Block, worker: int) -> None:
-        _, expert, first, last, *_ = block
-        scratch, steps, n = self.scratch[worker], self.steps, last - first
-        rows, rows_view = scratch.take("rows", n, self.hidden)
+        scratch, steps, n = self.scratch[worker], self.steps, block.last - block.first
+        rows, rows_view = scratch.take("rows", n, self.hidden, clear=self.i.save_z)
         a, a_view = scratch.take("a", n, self.channels)
-        in_place = self.i.save_z and len(rows) == n
-        z, z_view = self.z[first:last], self.z_view[first:last]
-        if not in_place:
+        if self.i.save_z:
+            rows_of_z = slice(block.z_first, block.z_last)
+            z, z_view = self.z[rows_of_z], self.z_view[rows_of_z]
+        else:
             z, z_view = scratch.take("z", n, self.width)
-        steps.gather(self.x, self.order[first:last], rows_view)
+        steps.gather(self.x, self.order[block.first : block.last], rows_view)
         self.project_up(block, rows, z)
-        if self.i.save_z and not in_place:
-            self.z[first:last].copy_(z[:n])
-        steps.glu(z_view, a_view)
-        linear(a, self.down[expert], self.down_bias[expert], rows)
+        steps.glu(z_view[:n], a_view, self.upcoming(block))
+        linear(a, self.down[block.expert], self.down_bias[block.expert], rows)
         self.add_in_order(block, scratch, rows_view, True, self.total_view)
+
+    def upcoming(self, block: Block) -> list[Tensor]:
+        """The weights that this worker multiplies with next, as far as it is known."""
+        following = self.tasks[block.number + self.num_workers :][:1]
+        return [self.down[block.expert], *(self.gate_up[task[0].expert] for task in following)]
 
 
 class BackwardLoop(Loop):
@@ -135,8 +138,8 @@ class BackwardLoop(Loop):
         super().__init__(steps_class, ExpertInputs(*rest[:-1]))
         self.grads, self.needs = LoopGrads(*grads), LoopGrads(*rest[-1])
         view = self.steps.view
-        self.steps.prepare(self.grads.gate_up, self.grads.down)
         self.dout, self.z = view(dout.contiguous()), view(z)
+        self.steps.prepare(self.grads.gate_up, self.grads.down)
         self.totals = {
             name: dout.new_zeros(getattr(self.grads, name).shape, dtype=sum_dtype(dout))
             for name in ("x", "gate_up_bias", "down_bias", "routing_weights")
@@ -198,7 +201,7 @@ class BackwardLoop(Loop):
             x, x_view = scratch.take("x", n, self.hidden, clear=True)
             self.steps.gather(self.x, choices, x_view)
         if len(self.z):
-            return x, self.z[block.first : block.last]
+            return x, self.z[block.z_first : block.z_first + n]
         z, z_view = scratch.take("z", n, self.width)
         self.project_up(block, x, z)
         return x, z_view
@@ -212,7 +215,8 @@ def new_expert_loop(*inputs):
     i = ExpertInputs(*inputs)
     check_experts(i)
     check_built(i.x)
-    return i.x.new_empty(i.x.shape), i.x.new_empty(i.order.shape[0] if i.save_z else 0, i.gate_up.shape[1])
+    rows = num_z_rows(i.order.shape[0], i.down.shape[0], i.x.dtype) if i.save_z else 0
+    return i.x.new_empty(i.x.shape), i.x.new_empty(rows, i.gate_up.shape[1])
 
 
 def new_expert_loop_backward(dout, z, *rest):

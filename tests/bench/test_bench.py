@@ -13,6 +13,7 @@ from moe_aiter.bench import contenders, layer, report
 from moe_aiter.bench.memory import MIB, measure_memory
 from moe_aiter.bench.problem import new_problem
 from moe_aiter.bench.shapes import DEFAULT, SHAPES
+from moe_aiter.bench.timing import PASSES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -111,10 +112,18 @@ def test_rows_are_appended(tmp_path, capsys):
         assert list(row) == layer.FIELDS
         empty = {f for f in layer.FIELDS if not row[f]}
         assert empty <= {"held_mib", "peak_mib"}, row["contender"]  # nothing to read them from but on Linux
-        assert float(row["forward_p20"]) <= float(row["forward_ms"]) <= float(row["forward_p80"])
+        for name in PASSES:
+            assert float(row[f"{name}_p20"]) <= float(row[f"{name}_ms"]) <= float(row[f"{name}_p80"])
         assert float(row["forward_ms"]) < float(row["step_ms"])
         flops = 6 * 64 * 2 * 32 * 24
         assert float(row["step_tflops"]) == pytest.approx(3 * flops / float(row["step_ms"]) / 1e9, rel=1e-2)
+
+
+def test_other_columns_are_left_alone(tmp_path, capsys):
+    path = tmp_path / "layer.csv"
+    path.write_text("date,forward_ms\n")
+    assert run("layer", "--device", "cpu", "--shape", "toy", "--out", path) == 2
+    assert "other columns" in capsys.readouterr().err and path.read_text() == "date,forward_ms\n"
 
 
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
@@ -182,7 +191,7 @@ def test_the_report_takes_the_last_run(tmp_path):
     text = document.read_text()
     assert text.startswith("head\n") and text.endswith("tail\n")
     assert "stale" not in text and "gone" not in text and "commit new" in text
-    assert "| layer | 1.2 / 123 |  |" in text and "| layer | 10 / 21 |  |" in text
+    assert "| layer | – / 1.2 / 123 |  |" in text and "| layer | 10 / 21 |  |" in text
     assert "| wrong |  | error 0.3 |" in text
     once = text
     assert run("report", "--csv", path, "--readme", document) == 0

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from moe_aiter.backend import ORDER, use
 from moe_aiter.kernels.topk import topk, topk_reference
 
 SHAPES = {  # T, E, k
@@ -20,15 +19,6 @@ SHAPES = {  # T, E, k
     "more experts than a block of rows": (2, 5000, 3),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(params=["torch", "host", "triton"])
-def backend(request, device):
-    """Each implementation there is on this device, forced."""
-    if request.param not in ORDER[device.type]:
-        pytest.skip(f"no {request.param} backend on {device.type}")
-    with use(request.param):
-        yield request.param
 
 
 def hard_scores(num_tokens, num_experts, dtype=torch.float32, device="cpu"):
