@@ -1,7 +1,8 @@
 """The one place that decides which implementation of an op runs.
 
-An op has one schema, one reference in plain torch, and any number of implementations by name:
-`triton` (GPU, or the CPU under Triton's interpreter), `host` (C++ on the CPU) and `torch` (the reference).
+An op has one schema, one reference in plain torch, and any number of implementations by name: `hopper`
+(Gluon, on sm_90), `triton` (any GPU, or the CPU under Triton's interpreter), `host` (C++ on the CPU) and
+`torch` (the reference).
 """
 
 import contextlib
@@ -18,7 +19,7 @@ log.setLevel(settings.log_level)
 
 LIB = torch.library.Library("moe_aiter", "DEF")
 ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs the reference
-    "cuda": ("triton", "torch"),
+    "cuda": ("hopper", "triton", "torch"),
     "cpu": ("triton", "host", "torch") if interpret else ("host", "torch"),
 }
 IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
@@ -51,22 +52,30 @@ def takes(*dtypes: torch.dtype):
     return mark
 
 
-def pick(name: str, x: Tensor) -> Callable:
-    """The forced backend, else the first in ORDER that takes x.  A forced backend never falls back.
+def pick(name: str, x: Tensor, *rest) -> Callable:
+    """The forced backend, else the first in ORDER that takes the inputs.  A forced backend never falls back.
 
-    An op that is nothing but torch has no other backend to force.
+    An op that is nothing but torch has no other backend to force.  Under "hopper" an op without a Hopper kernel
+    runs that of any GPU.
     """
     impls = IMPLS[name]
     order = ORDER.get(x.device.type, ("torch",))
-    tried = order if _forced == "auto" or impls.keys() == {"torch"} else (_forced,)
+    forced = "triton" if _forced == "hopper" and "hopper" not in impls else _forced
+    tried = order if forced == "auto" or impls.keys() == {"torch"} else (forced,)
     for backend in tried:
         impl = impls.get(backend)
         usable = backend in order or backend == "torch"
-        if impl is not None and usable and x.dtype in getattr(impl, "takes", (x.dtype,)):
+        if impl is not None and usable and runs(impl, x, *rest):
             return impl
     raise LookupError(
         f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; it has {sorted(impls)}"
     )
+
+
+def runs(impl: Callable, x: Tensor, *rest) -> bool:
+    """Whether an implementation takes the dtype, and says of nothing else that it does not fit."""
+    fits = getattr(impl, "fits", None)
+    return x.dtype in getattr(impl, "takes", (x.dtype,)) and (fits is None or fits(x, *rest))
 
 
 def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | None = None):
@@ -116,7 +125,7 @@ def define_op(
                 check_values(x, *rest)
         if any(t.numel() for t in outs):  # nobody launches an empty grid
             with torch.cuda.device_of(x), no_autocast(x):
-                pick(name, x)(out, x, *rest)
+                pick(name, x, *rest)(out, x, *rest)
         return out
 
     if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
@@ -136,7 +145,7 @@ def define_inplace_op(
         check(out, x, *rest)
         if out.numel():
             with torch.cuda.device_of(out), no_autocast(out):
-                pick(name, x)(out, x, *rest)
+                pick(name, x, *rest)(out, x, *rest)
 
     return register(schema, run, check, None, None)
 

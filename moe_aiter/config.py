@@ -6,7 +6,7 @@ import typing
 
 PREFIX = "MOE_AITER_"
 CHOICES = {
-    "backend": ("auto", "triton", "host", "torch"),
+    "backend": ("auto", "hopper", "triton", "host", "torch"),
     "matmul_precision": ("ieee", "tf32"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
@@ -16,7 +16,7 @@ CHOICES = {
 class Settings:
     """Each field is set by `MOE_AITER_<FIELD>`; an unknown `MOE_AITER_*` variable is an error."""
 
-    backend: str = "auto"  # force one implementation everywhere: triton, host or torch
+    backend: str = "auto"  # force one implementation everywhere: hopper, triton, host or torch
     debug: bool = False  # check values (expert ids, group sizes) and NaN-fill outputs; synchronises
     log_level: str = "WARNING"  # of the `moe_aiter` logger
     matmul_precision: str = "ieee"  # float32 products in Triton kernels: ieee, or tf32 on tensor cores

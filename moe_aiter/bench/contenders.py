@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import IMPLS, ORDER, use
+from ..backend import IMPLS, ORDER, runs, use
 from ..kernels.experts import expert_mlp
 from ..layers.moe import MoE
 from ..routing.plan import make_plan
@@ -105,13 +105,14 @@ def parameter(x: Tensor) -> torch.nn.Parameter:
 
 
 def our_experts(p: Problem) -> Iterator[Contender]:
-    """The experts as they come, then each other implementation that takes the dtype."""
+    """The experts as they come, then each other implementation that runs here."""
 
     def run() -> Tensor:
         plan = make_plan(p.expert_ids, p.shape.num_experts)
         return expert_mlp(p.x, p.gate_up, p.down, p.routing_weights, plan)
 
-    there = [b for b in ORDER[p.x.device.type] if b in IMPLS["expert_mlp"] and b in IMPLS["sort_by_expert"]]
+    there = [b for b in ORDER[p.x.device.type] if b == "hopper" or b in IMPLS["sort_by_expert"]]
+    there = [b for b in there if b in IMPLS["expert_mlp"] and runs(IMPLS["expert_mlp"][b], p.x)]
     yield Contender(f"moe_aiter experts, {there[0]}", run, given(p), ours=True)
     for backend in there[1:]:
         yield Contender(f"moe_aiter experts, {backend}", run, given(p), ours=True, backend=backend)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import define_op, takes
+from . import hopper
 from ._check import check_device, check_float, check_shape, check_size
 from ._groups import check_groups, sum_dtype, take_rows, wide
 from ._tile import TILE_DTYPES, halves, locate, multiply, row_tiles, swizzle, tile_options
@@ -284,9 +285,14 @@ def launch_expert_down_grad(
         EPILOGUE_N=EPILOGUE_N[interleaved],
         BLOCK_G=triton.next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
-    block = 256
+    sum_parts(parts, rank, ds)
+
+
+def sum_parts(parts: Tensor, rank: Tensor, out: Tensor) -> None:
+    """out[t, j] = the sum of column rank[t, j] of `parts` (P, R); 0 for a dropped choice."""
+    block, (P, R) = 256, parts.shape
     sum_parts_kernel[(triton.cdiv(rank.numel(), block),)](
-        parts, rank, ds, tiles_n, R, rank.numel(), BLOCK=block, num_warps=4
+        parts, rank, out, P, R, rank.numel(), BLOCK=block, num_warps=4
     )
 
 
@@ -335,4 +341,5 @@ expert_down_grad_op = define_op(
     new=new_expert_down_grad,
     reference=expert_down_grad_reference,
     triton=launch_expert_down_grad,
+    hopper=hopper.launch_expert_down_grad,
 )

@@ -13,6 +13,7 @@ for each row r of each expert e.  Only x, z and the routing are kept for the bac
 
 from .. import tuning
 from ..backend import define_op, takes
+from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_groups, take_rows
 from ._tile import TILE_DTYPES, halves, locate, multiply, row_tiles, swizzle, tile_options
@@ -214,6 +215,7 @@ expert_up_op = define_op(
     new=new_expert_up,
     reference=expert_up_reference,
     triton=launch_expert_up,
+    hopper=hopper.launch_expert_up,
     backward=backward_expert_up,
     save=save_expert_up,
 )

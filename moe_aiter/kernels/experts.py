@@ -17,6 +17,7 @@ from ._tile import TILE_DTYPES
 from .expert_down import expert_down_op
 from .expert_loop import expert_loop_op
 from .expert_up import expert_up_op
+from .hopper import is_hopper
 
 
 def by_layer(i: ExpertInputs) -> Tensor:
@@ -32,8 +33,18 @@ def by_expert(i: ExpertInputs) -> Tensor:
     return expert_loop_op(*i)[0]
 
 
-by_layer.takes = TILE_DTYPES
-IMPLS["expert_mlp"] = {"triton": by_layer, "host": by_expert, "torch": by_expert}
+def by_layer_on_hopper(i: ExpertInputs) -> Tensor:
+    return by_layer(i)
+
+
+by_layer.takes = by_layer_on_hopper.takes = TILE_DTYPES
+by_layer_on_hopper.fits = lambda x: is_hopper(x.device)
+IMPLS["expert_mlp"] = {
+    "hopper": by_layer_on_hopper,
+    "triton": by_layer,
+    "host": by_expert,
+    "torch": by_expert,
+}
 
 
 def expert_mlp(

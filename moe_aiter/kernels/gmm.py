@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import define_op, takes
+from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_group_sizes, check_groups, split_groups
 from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
@@ -132,6 +133,7 @@ gmm_op = define_op(
     reference=gmm_reference,
     check_values=lambda x, w, group_sizes, bias: check_group_sizes(group_sizes, x.shape[0]),
     triton=launch_gmm,
+    hopper=hopper.launch_gmm,
     backward=backward_gmm,
     save=save_gmm,
 )

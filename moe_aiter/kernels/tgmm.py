@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import define_inplace_op, define_op, takes
+from . import hopper
 from ._check import check_device, check_float, check_shape
 from ._groups import check_groups, check_rows, split_groups, sum_dtype, take_rows, wide
 from ._tile import TILE_DTYPES, group_rows, halves, swizzle, tile_options
@@ -241,12 +242,14 @@ tgmm_op = define_op(
     new=new_tgmm,
     reference=tgmm_reference,
     triton=launch_tgmm,
+    hopper=hopper.launch_tgmm,
 )
 tgmm_accumulate_op = define_inplace_op(
     "tgmm_accumulate(Tensor(a!) out, Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k) -> ()",
     check=check_tgmm_accumulate,
     reference=tgmm_accumulate_reference,
     triton=launch_tgmm_accumulate,
+    hopper=hopper.launch_tgmm_accumulate,
 )
 group_sum_op = define_op(
     "group_sum(Tensor y, Tensor group_sizes, Tensor? order, int top_k, Tensor? scale) -> Tensor",

@@ -8,7 +8,7 @@ from moe_aiter.config import interpret
 from moe_aiter.kernels._host import ext
 
 # the interpreter is slow, and the others were tested without it
-BACKENDS = ["triton"] if interpret else ["torch", "host", "triton"]
+BACKENDS = ["triton"] if interpret else ["torch", "host", "triton"]  # and Hopper's in test_hopper.py
 
 
 @pytest.fixture(params=BACKENDS)

@@ -1,0 +1,88 @@
+"""The ops again as warp-specialised kernels for Hopper (sm_90), written in Gluon.
+
+Each of them has the meaning and the schema of the op in the file of the same name one level up, and is chosen
+by `backend.pick` where the GPU and the inputs allow it.  Gluon is imported when the first of them runs.
+
+Needed everywhere: a Hopper GPU; bfloat16 or float16; columns in a row, as TMA copies them, at addresses that
+are multiples of 16 bytes; K a multiple of 64, where a part of a block would meet the next group's weights.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..activations import get_activation
+
+DTYPES = (torch.bfloat16, torch.float16)
+BLOCK_K = 64
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def implementation(module: str, launch: str, fits: Callable) -> Callable:
+    """The launcher of that name, imported at its first use, for the inputs that `fits`."""
+
+    def run(out, *inputs):
+        launcher(module, launch)(out, *inputs)
+
+    run.takes = DTYPES
+    run.fits = lambda x, *rest: is_hopper(x.device) and fits(x, *rest)
+    return run
+
+
+@functools.cache
+def launcher(module: str, launch: str) -> Callable:
+    return getattr(importlib.import_module(f"{__name__}.{module}"), launch)
+
+
+def by_tma(*tensors: Tensor) -> bool:
+    """Whether there is something to copy, with columns in a row, and where TMA can address it."""
+    return all(
+        x.numel() > 0
+        and x.stride(-1) == 1
+        and x.stride(-2) % 8 == 0
+        and x.shape[-1] % 8 == 0
+        and x.data_ptr() % 16 == 0
+        for x in tensors
+    )
+
+
+def small(x: Tensor) -> bool:
+    """Whether 32 bits hold every offset in x; those of gathered rows have no more."""
+    return x.shape[0] * x.stride(0) < 2**31
+
+
+def fits_gmm(x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> bool:
+    flat = w if w.is_contiguous() else w.mT
+    return by_tma(x, flat) and flat.is_contiguous() and x.shape[1] % BLOCK_K == 0 and w.shape[2] % 8 == 0
+
+
+def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
+    N = gate_up.shape[1] // get_activation(activation).parts
+    fit = by_tma(x, gate_up) and gate_up.is_contiguous() and small(x)
+    return fit and not interleaved and x.shape[1] % BLOCK_K == 0 and N % 64 == 0
+
+
+def fits_down_grad(
+    dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, _
+) -> bool:
+    _, K, N = down.shape
+    fit = by_tma(dout, z, down) and down.is_contiguous() and small(dout)
+    return fit and not interleaved and K % BLOCK_K == 0 and N % 64 == 0
+
+
+def fits_tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, *_) -> bool:
+    return by_tma(x, y) and small(x)
+
+
+launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
+launch_expert_up = implementation("expert_up", "launch_expert_up", fits_expert_up)
+launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_down_grad)
+launch_tgmm = implementation("tgmm", "launch_tgmm", fits_tgmm)
+launch_tgmm_accumulate = implementation("tgmm", "launch_tgmm_accumulate", fits_tgmm)

@@ -1,0 +1,80 @@
+"""Gluon, and what differs between the versions that have it, Triton 3.6 to 3.9.  Nobody else imports it."""
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate
+
+__all__ = [
+    "DTYPES", "Number", "aggregate", "descriptor", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "ragged", "ragged_descriptor", "row_load", "rows_arrive", "shared_layout", "store_wait", "tma",
+    "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+]  # fmt: skip
+
+# 3.9 has other names for the copies
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+row_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+rows_arrive = async_copy.mbarrier_arrive
+store_wait = tma.store_wait
+
+Number = object  # in an aggregate a number that the compiler may know, 1 say, and so a tensor or a constexpr
+FAR = gl.constexpr(0x40000000)
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def aggregate(cls):
+    """A struct for kernels: its fields are the arguments of its constructor, in order."""
+    fields = cls.__annotations__
+
+    def init(self, *values):
+        for name, value in zip(fields, values, strict=True):
+            known = fields[name] is gl.constexpr or value is None or isinstance(value, int)
+            known = known and not isinstance(value, gl.constexpr)
+            setattr(self, name, gl.constexpr(value) if known else value)
+
+    init.__triton_builtin__ = True
+    cls.__init__ = gluon.constexpr_function(init)
+    return _aggregate(cls)
+
+
+@functools.cache
+def shared_layout(dtype: torch.dtype, *box: int) -> gl.NVMMASharedLayout:
+    """The swizzled layout that TMA and wgmma share, for a buffer of this shape."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])
+
+
+def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+    """What TMA needs to copy boxes of this shape; it clips them at the ends of `x`."""
+    return TensorDescriptor.from_tensor(x, list(box), shared_layout(x.dtype, *box))
+
+
+def ragged_descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+    """The same for boxes of rows of `x` (M, N) that end where a group ends: see `ragged`.
+
+    An axis whose index FAR makes the address wrap around to where it was lets the row axis begin anywhere
+    (the trick of triton.tools.ragged_tma).
+    """
+    stride = x.stride(0)
+    box = [1, 1, *box]
+    shape, strides = [0x7FFF0000, 0x7FFF0000, FAR.value, x.shape[1]], [2**34 - stride, stride, stride, 1]
+    return TensorDescriptor(x, shape, strides, box, shared_layout(x.dtype, *box))
+
+
+@gluon.jit
+def ragged(row, end, column):
+    """Where in a ragged descriptor the box lies that begins at `row` and is clipped at the row `end`."""
+    return [FAR, end, FAR - (end - row), column]

@@ -1,0 +1,210 @@
+"""A product's tiles on one SM: a warpgroup fetches the operands, and two multiply half of the rows each.
+
+The operands go round in a ring of stages.  A stage is ready when all of it has arrived, and empty again when
+both consumers have used it.
+"""
+
+from ._gluon import (
+    Number,
+    aggregate,
+    gl,
+    gluon,
+    mbarrier,
+    row_load,
+    rows_arrive,
+    tma,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)  # fmt: skip
+
+CONSUMERS = gl.constexpr(2)
+VECTOR = gl.constexpr(8)  # elements in 16 bytes, which a thread copies at a time
+PRODUCER_THREADS = gl.constexpr(128)
+
+
+@aggregate
+class Ring:
+    """STAGES buffers of both operands, and a barrier for each state of each."""
+
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def wait_ready(self, i):
+        mbarrier.wait(self.ready.index(i % self.STAGES), i // self.STAGES & 1)
+
+    @gluon.jit
+    def wait_empty(self, i):
+        mbarrier.wait(self.empty.index(i % self.STAGES), (i // self.STAGES & 1) ^ 1)
+
+    @gluon.jit
+    def release(self, i, pred=True):
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1, pred=pred)
+
+
+@gluon.jit
+def make_ring(a, b, GATHERS: gl.constexpr, STAGES: gl.constexpr):
+    """A ring of these buffers.  Where it GATHERS, each thread of the producer tells when its rows are there."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=(1 + PRODUCER_THREADS if GATHERS else 1))
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return Ring(a, b, ready, empty, STAGES)
+
+
+@aggregate
+class Gather:
+    """The first operand of a product where its row r is row order[r] // TOP_K of x."""
+
+    x_ptr: gl.tensor  # (T, K)
+    stride: Number  # of rows, in units of 16 bytes, so that the compiler sees that rows are aligned
+    order_ptr: gl.tensor
+    TOP_K: gl.constexpr
+
+    @gluon.jit
+    def sources(self, m, end):
+        """The offsets of the rows m, of which those below `end` exist."""
+        choice = gl.load(self.order_ptr + m, mask=m < end, other=0)
+        return gl.maximum(choice, 0) // self.TOP_K * self.stride * VECTOR
+
+
+@aggregate
+class Weights:
+    """The second operand, the weights of G groups (N, K), and where the boxes of its descriptor lie.
+
+    LAYOUT   tensor          box
+    rows     (G * N, K)      (BLOCK_N, BLOCK_K)
+    columns  (G * K, N)      (BLOCK_K, BLOCK_N)
+    halves   (G * 2, N, K)   (2, BLOCK_N // 2, BLOCK_K): the gate rows and the up rows of the same channels
+    """
+
+    desc: tma.tensor_descriptor
+    N: gl.tensor
+    K: gl.tensor
+    BLOCK_N: gl.constexpr
+    BLOCK_K: gl.constexpr
+    LAYOUT: gl.constexpr
+
+    @gluon.jit
+    def load(self, ring, i, group, tile_n, k):
+        ready, to = ring.ready.index(i % ring.STAGES), ring.b.index(i % ring.STAGES)
+        if self.LAYOUT == "rows":
+            tma_load(self.desc, [group * self.N + tile_n * self.BLOCK_N, k], ready, to)
+        elif self.LAYOUT == "columns":
+            tma_load(self.desc, [group * self.K + k, tile_n * self.BLOCK_N], ready, to)
+        else:
+            tma_load(self.desc, [group * 2, tile_n * (self.BLOCK_N // 2), k], ready, to)
+
+    @gluon.jit
+    def view(self, b, FLAT: gl.constexpr):
+        """A buffer as (BLOCK_K, BLOCK_N); FLAT is the layout of (BLOCK_N, BLOCK_K), for halves."""
+        if self.LAYOUT == "rows":
+            out = b.permute((1, 0))
+        elif self.LAYOUT == "columns":
+            out = b
+        else:
+            out = b._reinterpret(self.desc.dtype, [self.BLOCK_N, self.BLOCK_K], FLAT).permute((1, 0))
+        return out
+
+
+@gluon.jit
+def produce(x_desc, weights, ring, tiles):
+    """Fetch contiguous rows and weights, tile after tile."""
+    i = 0
+    group, row, _ = tiles.peek(gl.program_id(0))
+    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
+        _, tile_n = tiles.place(tile)
+        next_group, next_row, _ = tiles.peek(tile + tiles.PROGRAMS)
+        for k in range(0, weights.K, weights.BLOCK_K):
+            ring.wait_empty(i)
+            ready = ring.ready.index(i % ring.STAGES)
+            mbarrier.expect(ready, x_desc.block_type.nbytes + weights.desc.block_type.nbytes)
+            tma_load(x_desc, [row, k], ready, ring.a.index(i % ring.STAGES))
+            weights.load(ring, i, group, tile_n, k)
+            i += 1
+        group, row = next_group, next_row
+
+
+@gluon.jit
+def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr):
+    """Fetch rows from where they are, and weights, tile after tile; indices are read a tile ahead."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, weights.BLOCK_K, layout=gl.SliceLayout(0, layout))
+    i = 0
+    group, row, end = tiles.peek(gl.program_id(0))
+    next_group, next_row, next_end = tiles.peek(gl.program_id(0) + tiles.PROGRAMS)
+    source = x.sources(row + m, end)
+    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
+        _, tile_n = tiles.place(tile)
+        later_group, later_row, later_end = tiles.peek(tile + 2 * tiles.PROGRAMS)
+        offsets = source[:, None] + columns[None, :]
+        source = x.sources(next_row + m, next_end)
+        for k in range(0, weights.K, weights.BLOCK_K):
+            ring.wait_empty(i)
+            ready = ring.ready.index(i % ring.STAGES)
+            mbarrier.expect(ready, weights.desc.block_type.nbytes)
+            weights.load(ring, i, group, tile_n, k)
+            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + k + offsets)
+            rows_arrive(ready, increment_count=False)
+            i += 1
+        group, next_group = next_group, later_group
+        next_row, next_end = later_row, later_end
+
+
+@gluon.jit
+def multiply(WHO: gl.constexpr, weights, ring, i, BLOCK_M: gl.constexpr, FLAT: gl.constexpr):
+    """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage."""
+    HALF: gl.constexpr = BLOCK_M // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, weights.BLOCK_N, 16])
+    acc = warpgroup_mma_init(gl.zeros((HALF, weights.BLOCK_N), gl.float32, layout=layout))
+    first = i
+    for k in range(0, weights.K, weights.BLOCK_K):
+        ring.wait_ready(i)
+        a = ring.a.index(i % ring.STAGES).slice(WHO * HALF, HALF, 0)
+        b = weights.view(ring.b.index(i % ring.STAGES), FLAT)
+        acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        ring.release(i + ring.STAGES - 1, pred=i > first)
+        i += 1
+    out = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    ring.release(i + ring.STAGES - 1)
+    return out, i
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of an accumulator's columns, which no thread has to send anywhere."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
+    return (
+        gl.convert_layout(left, layout, assert_trivial=True),
+        gl.convert_layout(right, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def blocks(x, COUNT: gl.constexpr):
+    """An accumulator's columns as COUNT tensors."""
+    if COUNT == 1:
+        out = (x,)
+    else:
+        left, right = halves(x)
+        out = blocks(left, COUNT // 2) + blocks(right, COUNT // 2)
+    return out
+
+
+@gluon.jit
+def add_bias(x, bias_ptr, base, first, N):
+    """x plus the elements base + first, base + first + 1, ... of a bias of which N belong to the group."""
+    if bias_ptr is not None:
+        n = first + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+        x += gl.load(bias_ptr + base + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+    return x

@@ -1,0 +1,219 @@
+"""The gradient that starts the experts' backward pass, on Hopper; see ../expert_down.py.
+
+A consumer's part of z arrives by TMA while the product runs; dz is written over it, in shared memory and from there.
+"""
+
+import torch
+
+from ..activations import get_activation
+from ..expert_down import sum_parts
+from ._gluon import (
+    aggregate,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    ragged,
+    ragged_descriptor,
+    shared_layout,
+    store_wait,
+    tma,
+    tma_load,
+    tma_store,
+)  # fmt: skip
+from ._launch import num_programs, walk
+from ._pipeline import CONSUMERS, Gather, Weights, blocks, gather, make_ring, multiply
+from ._schedule import all_tiles, make_schedule
+from .activations import ACTIVATIONS
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+WIDTH = 64  # columns of u whose epilogue runs at a time
+AHEAD = gl.constexpr(2)  # blocks of z in shared memory
+
+
+@aggregate
+class GradStore:
+    """Where a consumer's z comes from, and dz and s * a go."""
+
+    z_desc: tma.tensor_descriptor  # (M, parts * N)
+    dz_desc: tma.tensor_descriptor  # (M, parts * N)
+    a_desc: tma.tensor_descriptor  # (M, N)
+    z: gl.shared_memory_descriptor  # for each consumer AHEAD buffers of each part
+    a: gl.shared_memory_descriptor  # one buffer for each consumer
+    arrived: gl.shared_memory_descriptor  # a barrier for each buffer of z
+    N: gl.tensor
+    ACTIVATION: gl.constexpr
+    GATED: gl.constexpr
+    WRITE_A: gl.constexpr
+    TILE: gl.constexpr  # the layout of a buffer as a tile
+
+    @gluon.jit
+    def fetch(self, SLOT: gl.constexpr, row, end, column):
+        """Ask for the block of z whose channels begin at `column`."""
+        PARTS: gl.constexpr = 2 if self.GATED else 1
+        bar = self.arrived.index(SLOT)
+        mbarrier.expect(bar, PARTS * self.z_desc.block_type.nbytes)
+        tma_load(self.z_desc, ragged(row, end, column), bar, self.z.index(2 * SLOT))
+        if self.GATED:
+            tma_load(self.z_desc, ragged(row, end, self.N + column), bar, self.z.index(2 * SLOT + 1))
+
+    @gluon.jit
+    def tile(self, INDEX: gl.constexpr):
+        shape: gl.constexpr = [self.z_desc.block_type.shape[2], self.z_desc.block_type.shape[3]]
+        return self.z.index(INDEX)._reinterpret(self.z_desc.dtype, shape, self.TILE)
+
+    @gluon.jit
+    def block(self, u, ds, s, WHO: gl.constexpr, SLOT: gl.constexpr, phase, row, end, column):
+        """Write dz and s * f(z) for the channels from `column` on; ds + <u, f(z)> of each row."""
+        layout: gl.constexpr = u.type.layout
+        gate_tile, up_tile = self.tile(2 * SLOT), self.tile(2 * SLOT + 1)
+        mbarrier.wait(self.arrived.index(SLOT), phase)
+        gate = gate_tile.load(layout).to(gl.float32)
+        value, slope = self.ACTIVATION(gate)
+        du = u * s[:, None]
+        a = value
+        dgate = du * slope
+        if self.GATED:
+            up = up_tile.load(layout).to(gl.float32)
+            a = value * up
+            dgate = dgate * up
+            up_tile.store((du * value).to(self.z_desc.dtype))
+        gate_tile.store(dgate.to(self.z_desc.dtype))
+        if self.WRITE_A:
+            buffer = self.a.index(WHO)
+            buffer.store((a * s[:, None]).to(self.a_desc.dtype).reshape(self.a_desc.block_type.shape))
+        fence_async_shared()
+        if column < self.N:
+            tma_store(self.dz_desc, ragged(row, end, column), self.z.index(2 * SLOT))
+            if self.GATED:
+                tma_store(self.dz_desc, ragged(row, end, self.N + column), self.z.index(2 * SLOT + 1))
+            if self.WRITE_A:
+                tma_store(self.a_desc, ragged(row, end, column), self.a.index(WHO))
+            ds += gl.sum(u * a, axis=1)
+        return ds
+
+
+@gluon.jit
+def grad_consumer(
+    WHO: gl.constexpr,
+    weights,
+    ring,
+    tiles,
+    store,
+    choices,
+    s_ptr,
+    ds_ptr,
+    M,
+    BLOCK_M: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    HALF: gl.constexpr = BLOCK_M // 2
+    WIDTH: gl.constexpr = weights.BLOCK_N // COUNT
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    i = 0
+    fetched = 0  # blocks of z, in each slot
+    next_group, next_row, next_end = tiles.peek(gl.program_id(0))
+    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
+        _, tile_n = tiles.place(tile)
+        row, end = next_row + WHO * HALF, next_end
+        next_group, next_row, next_end = tiles.peek(tile + tiles.PROGRAMS)
+        first = tile_n * weights.BLOCK_N
+        store_wait(pendings=0)
+        for j in gl.static_range(AHEAD):
+            store.fetch(WHO * AHEAD + j, row, end, first + j * WIDTH)
+        acc, i = multiply(WHO, weights, ring, i, BLOCK_M, None)
+        parts = blocks(acc, COUNT)
+        m = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+        choice = gl.maximum(gl.load(choices + m, mask=m < end, other=0), 0)
+        s = gl.load(s_ptr + choice, mask=m < end, other=0.0)
+        ds = gl.zeros((HALF,), gl.float32, layout=gl.SliceLayout(1, layout))
+        for j in gl.static_range(COUNT):
+            if j > 0:
+                store_wait(pendings=0)
+                if j - 1 + AHEAD < COUNT:
+                    store.fetch(WHO * AHEAD + (j - 1) % AHEAD, row, end, first + (j - 1 + AHEAD) * WIDTH)
+            phase = fetched + j // AHEAD & 1
+            ds = store.block(
+                parts[j], ds, s, WHO, WHO * AHEAD + j % AHEAD, phase, row, end, first + j * WIDTH
+            )
+        fetched += COUNT // AHEAD
+        gl.store(ds_ptr + tile_n.to(gl.int64) * M + m, ds, mask=m < end)
+    store_wait(pendings=0)
+
+
+@gluon.jit
+def down_grad_kernel(
+    dout_ptr,  # (T, K)
+    order_ptr,  # (M,)
+    w_desc,  # the weights of G experts, (K, N)
+    z_desc,  # (M, parts * N), ragged
+    dz_desc,  # (M, parts * N), ragged
+    a_desc,  # (M, N), ragged
+    s_ptr,  # (T * TOP_K,) float32
+    ds_ptr,  # (column tiles, M) float32: the part of each column tile
+    schedule_ptr,
+    M,
+    G,
+    N,
+    K,
+    dout_stride,  # in units of 16 bytes
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    WRITE_A: gl.constexpr,
+    TOP_K: gl.constexpr,
+    A_LAYOUT: gl.constexpr,
+    TILE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):
+    a = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
+    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    ring = make_ring(a, b, True, STAGES)
+    SLOTS: gl.constexpr = CONSUMERS * AHEAD
+    z = gl.allocate_shared_memory(w_desc.dtype, [2 * SLOTS] + z_desc.block_type.shape, z_desc.layout)
+    sa = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(arrived.index(i), count=1)
+    store = GradStore(z_desc, dz_desc, a_desc, z, sa, arrived, N, ACTIVATION, GATED, WRITE_A, TILE)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "columns")
+    tiles = all_tiles(schedule_ptr, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    COUNT: gl.constexpr = BLOCK_N // z_desc.block_type.shape[3]
+    gl.warp_specialize(
+        [
+            (grad_consumer, (0, weights, ring, tiles, store, order_ptr, s_ptr, ds_ptr, M, BLOCK_M, COUNT)),
+            (grad_consumer, (1, weights, ring, tiles, store, order_ptr, s_ptr, ds_ptr, M, BLOCK_M, COUNT)),
+            (gather, (Gather(dout_ptr, dout_stride, order_ptr, TOP_K), weights, ring, tiles, BLOCK_M)),
+        ],
+        [4, 4],
+        [232, 40],
+    )
+
+
+# launcher
+
+
+def launch_down_grad(
+    out, dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
+) -> None:
+    dz, a, ds = out
+    (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
+    schedule = make_schedule(group_sizes, R, BLOCK_M, dz, a)
+    parts = torch.empty(-(-N // BLOCK_N), R, dtype=torch.float32, device=dout.device)
+    programs = num_programs(dout)
+    z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, WIDTH) for t in (z, dz))
+    down_grad_kernel[(programs,)](
+        dout, order, descriptor(down.view(E * K, N), BLOCK_K, BLOCK_N), z_desc, dz_desc,
+        ragged_descriptor(a, BLOCK_M // 2, WIDTH) if need_a else dz_desc,
+        routing_weights.float().contiguous(), parts, schedule, R, E, N, K, dout.stride(0) // 8,
+        ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_A=need_a, TOP_K=rank.shape[1],
+        A_LAYOUT=shared_layout(dout.dtype, BLOCK_M, BLOCK_K), TILE=shared_layout(dout.dtype, BLOCK_M // 2, WIDTH),
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(down), STAGES=3, PROGRAMS=programs,
+        num_warps=4,
+    )  # fmt: skip
+    sum_parts(parts, rank, ds)

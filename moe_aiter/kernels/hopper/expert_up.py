@@ -1,0 +1,155 @@
+"""The up-projection of the experts on Hopper; see ../expert_up.py."""
+
+from ..activations import get_activation
+from ._gluon import (
+    aggregate,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    ragged,
+    ragged_descriptor,
+    shared_layout,
+    store_wait,
+    tma,
+    tma_store,
+)  # fmt: skip
+from ._launch import num_programs, walk
+from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, make_ring, multiply
+from ._schedule import all_tiles, make_schedule
+from .activations import ACTIVATIONS
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+
+
+@aggregate
+class UpStore:
+    """Where a consumer's z and a go: through buffers of WIDTH columns, to ragged rows."""
+
+    z_desc: tma.tensor_descriptor  # (M, parts * N)
+    a_desc: tma.tensor_descriptor  # (M, N)
+    buffers: gl.shared_memory_descriptor  # three for each consumer
+    bias_ptr: object  # (G, parts * N) or None
+    N: gl.tensor
+    ACTIVATION: gl.constexpr
+    GATED: gl.constexpr
+    WRITE_Z: gl.constexpr
+
+    @gluon.jit
+    def put(self, x, WHERE: gl.constexpr):
+        self.buffers.index(WHERE).store(x.to(self.a_desc.dtype).reshape(self.a_desc.block_type.shape))
+
+    @gluon.jit
+    def block(self, gate, up, WHO: gl.constexpr, group, row, end, column):
+        """Write z and a for the channels from `column` on; `up` is unused where there is no gate."""
+        FIRST: gl.constexpr = 3 * WHO
+        PARTS: gl.constexpr = 2 if self.GATED else 1
+        gate = add_bias(gate, self.bias_ptr, group * (PARTS * self.N), column, self.N)
+        a = self.ACTIVATION(gate)[0]
+        if self.GATED:
+            up = add_bias(up, self.bias_ptr, group * (2 * self.N) + self.N, column, self.N)
+            a *= up
+        store_wait(pendings=0)
+        self.put(a, FIRST)
+        if self.WRITE_Z:
+            self.put(gate, FIRST + 1)
+            if self.GATED:
+                self.put(up, FIRST + 2)
+        fence_async_shared()
+        if column < self.N:  # or the gate's columns past the last would be written over the first of up
+            tma_store(self.a_desc, ragged(row, end, column), self.buffers.index(FIRST))
+            if self.WRITE_Z:
+                tma_store(self.z_desc, ragged(row, end, column), self.buffers.index(FIRST + 1))
+                if self.GATED:
+                    tma_store(self.z_desc, ragged(row, end, self.N + column), self.buffers.index(FIRST + 2))
+
+
+@gluon.jit
+def up_consumer(WHO: gl.constexpr, weights, ring, tiles, store, BLOCK_M: gl.constexpr, FLAT: gl.constexpr):
+    WIDTH: gl.constexpr = store.a_desc.block_type.shape[3]
+    COUNT: gl.constexpr = weights.BLOCK_N // WIDTH
+    CHANNEL_BLOCKS: gl.constexpr = COUNT // 2 if store.GATED else COUNT
+    i = 0
+    next_group, next_row, next_end = tiles.peek(gl.program_id(0))
+    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
+        _, tile_n = tiles.place(tile)
+        group, row, end = next_group, next_row + WHO * (BLOCK_M // 2), next_end
+        next_group, next_row, next_end = tiles.peek(tile + tiles.PROGRAMS)
+        acc, i = multiply(WHO, weights, ring, i, BLOCK_M, FLAT)
+        parts = blocks(acc, COUNT)
+        for j in gl.static_range(CHANNEL_BLOCKS):
+            column = (tile_n * CHANNEL_BLOCKS + j) * WIDTH
+            store.block(parts[j], parts[COUNT - CHANNEL_BLOCKS + j], WHO, group, row, end, column)
+    store_wait(pendings=0)
+
+
+@gluon.jit
+def expert_up_kernel(
+    x_ptr,  # (T, K)
+    order_ptr,  # (M,)
+    w_desc,  # the weights of G experts, (parts * N, K)
+    bias_ptr,  # (G, parts * N) or None
+    z_desc,  # (M, parts * N), ragged
+    a_desc,  # (M, N), ragged
+    schedule_ptr,
+    G,
+    N,
+    K,
+    x_stride,  # in units of 16 bytes
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    WRITE_Z: gl.constexpr,
+    TOP_K: gl.constexpr,
+    A_LAYOUT: gl.constexpr,
+    FLAT: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):
+    a = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
+    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    out = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS * 3] + a_desc.block_type.shape, a_desc.layout)
+    ring = make_ring(a, b, True, STAGES)
+    LAYOUT: gl.constexpr = "halves" if GATED else "rows"
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
+    CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tiles = all_tiles(schedule_ptr, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
+    store = UpStore(z_desc, a_desc, out, bias_ptr, N, ACTIVATION, GATED, WRITE_Z)
+    gl.warp_specialize(
+        [
+            (up_consumer, (0, weights, ring, tiles, store, BLOCK_M, FLAT)),
+            (up_consumer, (1, weights, ring, tiles, store, BLOCK_M, FLAT)),
+            (gather, (Gather(x_ptr, x_stride, order_ptr, TOP_K), weights, ring, tiles, BLOCK_M)),
+        ],
+        [4, 4],
+        [232, 40],
+    )
+
+
+# launcher
+
+
+def launch_expert_up(
+    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad
+) -> None:
+    z, a = out
+    (R, N), (E, width, K), act = a.shape, gate_up.shape, get_activation(activation)
+    stages = 4 if N <= 512 else 3
+    columns = 32 if stages == 4 or activation == "gelu" else 64  # of a store, as memory and registers allow
+    schedule = make_schedule(group_sizes, R, BLOCK_M, a, z)
+    w = gate_up.view(E * 2, N, K) if act.gated else gate_up.view(E * N, K)
+    programs = num_programs(x)
+    a_desc = ragged_descriptor(a, BLOCK_M // 2, columns)
+    expert_up_kernel[(programs,)](
+        x, order,
+        descriptor(w, *((2, BLOCK_N // 2, BLOCK_K) if act.gated else (BLOCK_N, BLOCK_K))),
+        None if bias is None else bias.contiguous(), ragged_descriptor(z, BLOCK_M // 2, columns) if save_z else a_desc, a_desc, schedule,
+        E, N, K, x.stride(0) // 8,
+        ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_Z=save_z, TOP_K=rank.shape[1],
+        A_LAYOUT=shared_layout(x.dtype, BLOCK_M, BLOCK_K), FLAT=shared_layout(x.dtype, BLOCK_N, BLOCK_K),
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(gate_up), STAGES=stages,
+        PROGRAMS=programs, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""Grouped matmul on Hopper; see ../gmm.py."""
+
+from torch import Tensor
+
+from ._gluon import (
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    ragged,
+    ragged_descriptor,
+    store_wait,
+    tma_store,
+)  # fmt: skip
+from ._launch import num_programs, walk
+from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_ring, multiply, produce
+from ._schedule import all_tiles, make_schedule
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+
+
+@gluon.jit
+def gmm_kernel(
+    x_desc,  # (M, K)
+    w_desc,  # the weights of G groups, (N, K)
+    bias_ptr,  # (G, N) or None
+    out_desc,  # (M, N), ragged
+    schedule_ptr,
+    G,
+    N,
+    K,
+    LAYOUT: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    STORES: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):
+    a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    b = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    out = gl.allocate_shared_memory(x_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
+    ring = make_ring(a, b, False, STAGES)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
+    tiles = all_tiles(schedule_ptr, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    gl.warp_specialize(
+        [
+            (gmm_consumer, (0, weights, ring, tiles, out, out_desc, bias_ptr, BLOCK_M, STORES)),
+            (gmm_consumer, (1, weights, ring, tiles, out, out_desc, bias_ptr, BLOCK_M, STORES)),
+            (produce, (x_desc, weights, ring, tiles)),
+        ],
+        [4, 4],
+        [232, 40],
+    )
+
+
+@gluon.jit
+def gmm_consumer(
+    WHO: gl.constexpr,
+    weights,
+    ring,
+    tiles,
+    out,  # buffers for a block of columns
+    out_desc,
+    bias_ptr,
+    BLOCK_M: gl.constexpr,
+    STORES: gl.constexpr,
+):
+    HALF: gl.constexpr = BLOCK_M // 2
+    WIDTH: gl.constexpr = weights.BLOCK_N // STORES
+    i = 0
+    next_group, next_row, next_end = tiles.peek(gl.program_id(0))
+    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
+        _, tile_n = tiles.place(tile)
+        group, row, end = next_group, next_row, next_end
+        next_group, next_row, next_end = tiles.peek(tile + tiles.PROGRAMS)
+        acc, i = multiply(WHO, weights, ring, i, BLOCK_M, None)
+        parts = blocks(acc, STORES)
+        for j in gl.static_range(STORES):
+            column = tile_n * weights.BLOCK_N + j * WIDTH
+            part = add_bias(parts[j], bias_ptr, group * weights.N, column, weights.N)
+            store_wait(pendings=0)
+            out.index(WHO).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
+            fence_async_shared()
+            tma_store(out_desc, ragged(row + WHO * HALF, end, column), out.index(WHO))
+    store_wait(pendings=0)
+
+
+# launcher
+
+
+def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
+    (M, K), (G, _, N) = x.shape, w.shape
+    rows = w.stride(2) != 1
+    flat = w.mT.reshape(G * N, K) if rows else w.reshape(G * K, N)
+    stages, stores = (4, 2) if K <= 512 else (3, 1)
+    schedule = make_schedule(group_sizes, M, BLOCK_M, out)
+    programs = num_programs(x)
+    gmm_kernel[(programs,)](
+        descriptor(x, BLOCK_M, BLOCK_K),
+        descriptor(flat, *((BLOCK_N, BLOCK_K) if rows else (BLOCK_K, BLOCK_N))),
+        None if bias is None else bias.contiguous(),
+        ragged_descriptor(out, BLOCK_M // 2, BLOCK_N // stores),
+        schedule, G, N, K,
+        LAYOUT="rows" if rows else "columns", BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        GROUP_M=walk(w), STAGES=stages, STORES=stores, PROGRAMS=programs, num_warps=4,
+    )  # fmt: skip

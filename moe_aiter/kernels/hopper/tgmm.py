@@ -1,0 +1,231 @@
+"""Transposed grouped matmul on Hopper: the gradients of weights; see ../tgmm.py."""
+
+from ._gluon import (
+    Number,
+    aggregate,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    ragged,
+    ragged_descriptor,
+    row_load,
+    rows_arrive,
+    shared_layout,
+    store_wait,
+    tma,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)  # fmt: skip
+from ._launch import num_programs
+from ._pipeline import CONSUMERS, VECTOR, blocks, make_ring
+from ._schedule import Tiles, make_schedule
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64  # a tile of out[g] (K, N), and rows summed over at a time
+
+
+@aggregate
+class Rows:
+    """The rows of both operands, summed over group by group."""
+
+    x_ptr: gl.tensor  # (T, K), or (M, K) where order_ptr is None
+    x_stride: Number  # in units of 16 bytes, as in Gather
+    order_ptr: object  # (M,) or None
+    y_desc: tma.tensor_descriptor  # (M, N), ragged
+    schedule_ptr: gl.tensor
+    K: gl.tensor  # a multiple of 8
+    TOP_K: gl.constexpr
+
+    @gluon.jit
+    def sources(self, m, end):
+        """The offsets in x of the rows m, of which those below `end` exist."""
+        if self.order_ptr is None:
+            source = m
+        else:
+            source = gl.maximum(gl.load(self.order_ptr + m, mask=m < end, other=0), 0) // self.TOP_K
+        return source * self.x_stride * VECTOR
+
+    @gluon.jit
+    def of_group(self, group):
+        """First row and end row."""
+        return gl.load(self.schedule_ptr + 1 + group), gl.load(self.schedule_ptr + 2 + group)
+
+
+@aggregate
+class Strides:
+    g: Number
+    k: Number
+    n: Number
+
+
+@aggregate
+class Output:
+    """Where a tile of out (G, K, N) goes: through a buffer by TMA, or added to what is there."""
+
+    desc: tma.tensor_descriptor  # (G, K, N), or (G, N, K) where columns come first
+    buffers: gl.shared_memory_descriptor  # one for each consumer
+    ptr: gl.tensor
+    strides: Strides
+    K: gl.tensor
+    N: gl.tensor
+    COLUMNS_FIRST: gl.constexpr
+    ACCUMULATE: gl.constexpr
+
+    @gluon.jit
+    def put(self, x, WHO: gl.constexpr, group, k, n):
+        """Write the block x whose first element is (k, n) of the group."""
+        if self.ACCUMULATE:
+            rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+            columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+            at = self.strides
+            base = self.ptr + group.to(gl.int64) * at.g + k.to(gl.int64) * at.k + n.to(gl.int64) * at.n
+            ptrs = base + (rows * at.k)[:, None] + (columns * at.n)[None, :]
+            mask = (rows < self.K - k)[:, None] & (columns < self.N - n)[None, :]
+            x += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+            gl.store(ptrs, x.to(self.ptr.dtype.element_ty), mask=mask)
+        else:
+            store_wait(pendings=0)
+            buffer = self.buffers.index(WHO)
+            x = x.to(self.desc.dtype)
+            if self.COLUMNS_FIRST:
+                flat: gl.constexpr = [x.shape[1], x.shape[0]]
+                buffer.reshape(flat).permute((1, 0)).store(x)
+                fence_async_shared()
+                tma_store(self.desc, [group, n, k], buffer)
+            else:
+                buffer.store(x.reshape(self.desc.block_type.shape))
+                fence_async_shared()
+                tma_store(self.desc, [group, k, n], buffer)
+
+
+@gluon.jit
+def tgmm_producer(rows, ring, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes for each thread
+    m = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    per_group = tiles.rows * tiles.columns
+    i = 0
+    for tile in range(gl.program_id(0), tiles.G * per_group, tiles.PROGRAMS):
+        tile_k, tile_n = tiles.place(tile % per_group)
+        first, end = rows.of_group(tile // per_group)
+        k = tile_k * BLOCK_M + columns
+        next_source = rows.sources(first + m, end)
+        for row in range(first, end, BLOCK_K):
+            source = next_source
+            next_source = rows.sources(row + BLOCK_K + m, end)
+            ring.wait_empty(i)
+            ready = ring.ready.index(i % ring.STAGES)
+            mbarrier.expect(ready, rows.y_desc.block_type.nbytes)
+            tma_load(rows.y_desc, ragged(row, end, tile_n * BLOCK_N), ready, ring.b.index(i % ring.STAGES))
+            # past the end zeros, as TMA gives: another row's infinity times zero would be NaN
+            mask = (row + m < end)[:, None] & (k < rows.K)[None, :]
+            row_load(ring.a.index(i % ring.STAGES), rows.x_ptr + source[:, None] + k[None, :], mask=mask)
+            rows_arrive(ready, increment_count=False)
+            i += 1
+
+
+@gluon.jit
+def tgmm_consumer(
+    WHO: gl.constexpr, rows, ring, tiles, out,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STORES: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    HALF: gl.constexpr = BLOCK_M // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    per_group = tiles.rows * tiles.columns
+    i = 0
+    for tile in range(gl.program_id(0), tiles.G * per_group, tiles.PROGRAMS):
+        group = tile // per_group
+        tile_k, tile_n = tiles.place(tile % per_group)
+        first, end = rows.of_group(group)
+        acc = warpgroup_mma_init(gl.zeros((HALF, BLOCK_N), gl.float32, layout=layout))
+        for row in range(first, end, BLOCK_K):
+            ring.wait_ready(i)
+            a = ring.a.index(i % ring.STAGES).slice(WHO * HALF, HALF, 1).permute((1, 0))
+            b = ring.b.index(i % ring.STAGES)._reinterpret(rows.y_desc.dtype, [BLOCK_K, BLOCK_N], FLAT)
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+            ring.release(i + ring.STAGES - 1, pred=row > first)
+            i += 1
+        total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        ring.release(i + ring.STAGES - 1, pred=end > first)
+        parts = blocks(total, STORES)
+        for j in gl.static_range(STORES):
+            n = tile_n * BLOCK_N + j * (BLOCK_N // STORES)
+            out.put(parts[j], WHO, group, tile_k * BLOCK_M + WHO * HALF, n)
+    store_wait(pendings=0)
+
+
+@gluon.jit
+def tgmm_kernel(
+    x_ptr,  # (M, K), or (T, K) read at order // TOP_K
+    order_ptr,  # (M,) or None
+    y_desc,  # (M, N), ragged
+    out_desc,  # (G, K, N), or (G, N, K) where columns come first
+    out_ptr,  # (G, K, N)
+    schedule_ptr,
+    G,
+    K,  # in units of 8
+    N,
+    x_stride,  # in units of 16 bytes
+    out_strides,  # g, k, n
+    COLUMNS_FIRST: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    TOP_K: gl.constexpr,
+    A_LAYOUT: gl.constexpr,
+    FLAT: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    STORES: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):
+    K *= VECTOR  # the compiler sees that it is a multiple
+    a = gl.allocate_shared_memory(y_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], A_LAYOUT)
+    b = gl.allocate_shared_memory(y_desc.dtype, [STAGES] + y_desc.block_type.shape, y_desc.layout)
+    ring = make_ring(a, b, True, STAGES)
+    buffers = gl.allocate_shared_memory(
+        y_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
+    )
+    rows = Rows(x_ptr, x_stride, order_ptr, y_desc, schedule_ptr, K, TOP_K)
+    strides = Strides(out_strides[0], out_strides[1], out_strides[2])
+    out = Output(out_desc, buffers, out_ptr, strides, K, N, COLUMNS_FIRST, ACCUMULATE)
+    tiles = Tiles(schedule_ptr, gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    gl.warp_specialize(
+        [
+            (tgmm_consumer, (0, rows, ring, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
+            (tgmm_consumer, (1, rows, ring, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
+            (tgmm_producer, (rows, ring, tiles, BLOCK_M, BLOCK_N, BLOCK_K)),
+        ],
+        [4, 4],
+        [216, 72],
+    )
+
+
+# launcher
+
+
+def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False) -> None:
+    """`out` (G, K, N), or (G, N, K) with `columns_first`; to accumulate, (G, K, N) of any dtype and layout."""
+    G, K, N = group_sizes.shape[0], x.shape[1], y.shape[1]
+    stores = 8 if accumulate else 2  # what is added to takes registers as well
+    half, width = BLOCK_M // 2, BLOCK_N // stores
+    y_desc = ragged_descriptor(y, BLOCK_K, BLOCK_N)
+    small = y_desc if accumulate else descriptor(out, 1, *((width, half) if columns_first else (half, width)))
+    programs = num_programs(x)
+    tgmm_kernel[(programs,)](
+        x, order, y_desc, small, out, make_schedule(group_sizes, y.shape[0], BLOCK_K), G, K // 8, N, x.stride(0) // 8, out.stride(),
+        COLUMNS_FIRST=columns_first, ACCUMULATE=accumulate, TOP_K=top_k,
+        A_LAYOUT=shared_layout(x.dtype, BLOCK_K, BLOCK_M), FLAT=shared_layout(x.dtype, BLOCK_K, BLOCK_N),
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=16 if 2 * K * N > 2**25 else 1, STAGES=3,
+        STORES=stores, PROGRAMS=programs, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_tgmm_accumulate(out, x, y, group_sizes, order, top_k) -> None:
+    launch_tgmm(out, x, y, group_sizes, order, top_k, False, accumulate=True)

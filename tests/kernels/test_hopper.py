@@ -1,0 +1,224 @@
+"""The Hopper kernels: the same results as plain torch within its own error, and nothing outside of their groups."""
+
+import pytest
+import torch
+from check import as_tuple, assert_as_good_as_torch
+
+from moe_aiter.backend import IMPLS, use
+from moe_aiter.kernels.expert_down import expert_down_grad_op, expert_down_grad_reference
+from moe_aiter.kernels.expert_up import expert_up_op, expert_up_reference
+from moe_aiter.kernels.experts import expert_mlp
+from moe_aiter.kernels.gmm import gmm_op, gmm_reference
+from moe_aiter.kernels.hopper import is_hopper
+from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.tgmm import tgmm_accumulate_op, tgmm_op, tgmm_reference
+
+CUDA = torch.device("cuda", 0)
+pytestmark = pytest.mark.gpu
+SIZES = {  # rows of each group; what is left of 1000 rows belongs to none
+    "ragged": [129, 0, 1, 64, 63, 300, 128, 255, 0, 60],
+    "some rows in no group": [100, 0, 5, 333],
+    "one group": [1000],
+    "no rows in a group": [0, 0, 0],
+    "many": [7] * 140,
+}
+ROWS, TOP_K = 1000, 4
+DTYPES = (torch.bfloat16, torch.float16)
+EXPERTS = {  # H, I
+    "even": (512, 256),
+    "tails": (192, 320),
+    "narrow": (64, 64),
+    "long": (1024, 128),
+}
+ACTIVATIONS = ("swiglu", "geglu", "reglu", "silu", "gelu", "relu", "relu2")
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if not is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
+    with use("hopper"):
+        yield
+
+
+def randn(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device=CUDA).to(dtype)
+
+
+def group_sizes(name):
+    return torch.tensor(SIZES[name], dtype=torch.int32, device=CUDA)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("K, N", [(64, 8), (512, 256), (576, 520), (128, 1032)])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gmm(sizes, K, N, layout, dtype):
+    sizes = group_sizes(sizes)
+    w = randn(len(sizes), N, K, dtype=dtype).mT if layout == "rows" else randn(len(sizes), K, N, dtype=dtype)
+    x, bias = randn(ROWS, K, dtype=dtype), randn(len(sizes), N, dtype=dtype)
+    assert IMPLS["gmm"]["hopper"].fits(x, w, sizes, bias)
+    assert_as_good_as_torch(gmm_op, gmm_reference, x, w, sizes, None)
+    assert_as_good_as_torch(gmm_op, gmm_reference, x, w, sizes, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("K, N", [(64, 8), (512, 256), (200, 520)])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_tgmm(sizes, K, N, gather, columns_first, dtype):
+    sizes, y = group_sizes(sizes), randn(ROWS, N, dtype=dtype)
+    order = torch.randperm(ROWS, device=CUDA).int() if gather else None
+    top_k = TOP_K if gather else 1
+    x = randn(ROWS // top_k, K, dtype=dtype)
+    inputs = x, y, sizes, order, top_k, columns_first
+    assert IMPLS["tgmm"]["hopper"].fits(*inputs)
+    assert_as_good_as_torch(tgmm_op, tgmm_reference, *inputs)
+
+
+@pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("K, N", [(64, 8), (256, 520)])
+def test_tgmm_accumulates(K, N, dtype, columns_first):
+    sizes, y, order = group_sizes("ragged"), randn(ROWS, N), torch.randperm(ROWS, device=CUDA).int()
+    x, before = (
+        randn(ROWS // TOP_K, K),
+        randn(len(sizes), *((N, K) if columns_first else (K, N)), dtype=dtype),
+    )
+
+    def add(before, x, y):
+        out = before.clone()
+        tgmm_accumulate_op(out.mT if columns_first else out, x, y, sizes, order, TOP_K)
+        return out
+
+    def reference(before, x, y):
+        return before + tgmm_reference(x, y, sizes, order, TOP_K, columns_first).to(before.dtype)
+
+    assert_as_good_as_torch(add, reference, before, x, y)
+
+
+def test_a_token_that_nobody_sums_may_hold_anything():
+    """Rows past a group's end are zeros in shared memory, whatever row 0 holds."""
+    sizes, order = group_sizes("ragged"), torch.arange(ROWS, device=CUDA).int()
+    x, y = randn(ROWS, 128), randn(ROWS, 128)
+    x[0], y[-1] = float("nan"), float("inf")
+    sizes[-1] -= 1
+    out = tgmm_op(x, y, sizes, order, 1, False)
+    assert out[0].isnan().all() and out[1:].isfinite().all()
+
+
+def plan(ids):
+    return dict(zip(("order", "rank", "sizes"), sort_by_expert(ids, 9), strict=True))
+
+
+def some_ids(T=250):
+    """Choices that leave an expert out and drop some."""
+    ids = torch.randint(-1, 8, (T, TOP_K), device=CUDA)
+    return torch.where(ids == 3, 2, ids)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", EXPERTS)
+def test_expert_up(shape, activation, dtype):
+    (H, I), p = EXPERTS[shape], plan(some_ids())
+    parts = 2 if "glu" in activation else 1
+    x, w, bias = (
+        randn(250, H, dtype=dtype),
+        randn(9, parts * I, H, dtype=dtype) * H**-0.5,
+        randn(9, parts * I, dtype=dtype),
+    )
+    for b, save_z in ((None, True), (bias, True), (bias, False)):
+        inputs = x, w, b, p["order"], p["rank"], p["sizes"], activation, False, save_z, None
+        assert IMPLS["expert_up"]["hopper"].fits(*inputs)
+        assert_as_good_as_torch(expert_up_op, expert_up_reference, *inputs)
+
+
+def rounded(reference):
+    """The reference with dz and s * a in the dtype of z, as the op stores them."""
+
+    def run(dout, z, *rest):
+        dz, a, ds = reference(dout, z, *rest)
+        return dz.to(z.dtype), a.to(z.dtype), ds
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", EXPERTS)
+def test_expert_down_grad(shape, activation, dtype):
+    (H, I), p = EXPERTS[shape], plan(some_ids())
+    parts = 2 if "glu" in activation else 1
+    dout, z, w = (
+        randn(250, H, dtype=dtype),
+        randn(1000, parts * I, dtype=dtype),
+        randn(9, H, I, dtype=dtype) * H**-0.5,
+    )
+    s = torch.rand(250, TOP_K, device=CUDA)
+    for need_a in (True, False):
+        inputs = dout, z, w, s, p["order"], p["rank"], p["sizes"], activation, False, need_a
+        assert IMPLS["expert_down_grad"]["hopper"].fits(*inputs)
+        assert_as_good_as_torch(expert_down_grad_op, rounded(expert_down_grad_reference), *inputs)
+
+
+def step(ids, dtype=torch.bfloat16, H=256, I=192, seed=0):  # noqa: E741
+    """Output and gradients of the experts for these choices."""
+    torch.manual_seed(seed)
+    x, gate_up, down = (
+        randn(len(ids), H, dtype=dtype),
+        randn(9, 2 * I, H, dtype=dtype) / 16,
+        randn(9, H, I, dtype=dtype) / 14,
+    )
+    s = torch.rand(ids.shape, device=CUDA)
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, s)]
+    out = expert_mlp(*leaves, sort_by_expert(ids, 9))
+    return out.detach(), *torch.autograd.grad(out, leaves, randn(*out.shape, dtype=dtype))
+
+
+def test_the_whole_step_agrees_with_the_portable_tier():
+    ids = some_ids(777)
+    ours = step(ids)
+    with use("triton"):
+        theirs = step(ids)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2 * b.float().abs().max().item())
+
+
+def test_two_runs_give_the_same_bits():
+    ids = some_ids(3000)
+    first = step(ids)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, step(ids), strict=True))
+
+
+@pytest.mark.parametrize(
+    "op, case", [("gmm", "K=72"), ("gmm", "strided"), ("tgmm", "N=12"), ("gmm", "float32")]
+)
+def test_what_does_not_fit_runs_on_the_portable_tier(op, case):
+    sizes, K, N = group_sizes("ragged"), 72 if case == "K=72" else 128, 12 if case == "N=12" else 64
+    dtype = torch.float32 if case == "float32" else torch.bfloat16
+    x, y = randn(ROWS, K, dtype=dtype), randn(ROWS, N, dtype=dtype)
+    x = randn(K, ROWS, dtype=dtype).T if case == "strided" else x
+    w = randn(len(sizes), K, N, dtype=dtype)
+    fn, reference, inputs = {
+        "gmm": (gmm_op, gmm_reference, (x, w, sizes, None)),
+        "tgmm": (tgmm_op, tgmm_reference, (x, y, sizes, None, 1, False)),
+    }[op]
+    with pytest.raises(LookupError):
+        fn(*inputs)
+    with use("auto"):
+        assert_as_good_as_torch(fn, reference, *inputs)
+
+
+def test_a_group_alone_writes_only_its_own_rows():
+    """The other groups lose their rows to the tail, which becomes zeros: no tile reaches beyond its group."""
+    sizes = group_sizes("ragged")
+    x, w = randn(ROWS, 128), randn(len(sizes), 128, 256)
+    whole = gmm_op(x, w, sizes, None)
+    for g, (end, n) in enumerate(zip(sizes.cumsum(0).tolist(), sizes.tolist(), strict=True)):
+        alone = torch.zeros_like(sizes)
+        alone[g] = n
+        out = as_tuple(gmm_op(x[end - n :].contiguous(), w, alone, None))[0]
+        assert torch.equal(out[:n], whole[end - n : end]) and not out[n:].any()
