@@ -15,7 +15,7 @@ from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, syn
 from .data import load_corpus, train_batch, val_batch
 from .errors import UsageError, need
 from .metrics import Metrics, peak_flops, truncate_metrics
-from .model import Transformer, flops_per_token
+from .model import VOCAB, Transformer, flops_per_token
 from .optimizer import learning_rate, make_optimizer, set_learning_rate
 from .presets import DTYPES, TrainConfig
 from .sample import generate, readable
@@ -30,6 +30,7 @@ class Trainer:
         self.device = torch.device(config.device)
         torch.manual_seed(config.seed)
         self.corpus = load_corpus(config.data, config.val_fraction, config.sequence).to(self.device)
+        torch.empty(config.tokens_per_step, VOCAB, device=self.device)  # its logits: a huge batch fails here
         self.model = Transformer(config).to(self.device)
         self.forward = torch.compile(self.model) if config.compile else self.model
         self.optimizer = make_optimizer(self.model, config)
