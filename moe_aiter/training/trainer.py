@@ -21,6 +21,8 @@ from .presets import DTYPES, TrainConfig
 from .sample import generate, readable
 from .stop import Stop
 
+LOSSES = {"loss": "the loss", "val_loss": "the validation loss"}
+
 
 class Trainer:
     """A model, its optimizer, its text and its run folder, at some step."""
@@ -61,6 +63,7 @@ class Trainer:
                     rows = metrics.collect()
                     rows[-1] |= self.validate() if validates else {}
                     metrics.write(rows)
+                    self.check(rows, saves)
                     self.report(bar, rows[-1])
                 if saves:
                     self.save()
@@ -75,10 +78,18 @@ class Trainer:
         keywords = {"unit": "step", "dynamic_ncols": True, "mininterval": seconds}
         return need("tqdm").tqdm(total=self.config.steps, initial=self.step, **keywords)
 
+    def check(self, rows: list[dict], saves: bool) -> None:
+        """End the run at the first loss, or weight that would be saved, that is no number."""
+        losses = [(row["step"], LOSSES[name], row[name]) for row in rows for name in LOSSES if name in row]
+        lost = [(step, name, value) for step, name, value in losses if not math.isfinite(value)]
+        if saves and not all(weight.isfinite().all() for weight in self.model.parameters()):
+            lost.append((self.step, "a weight", "not finite"))
+        if lost:
+            step, name, value = lost[0]
+            raise UsageError(f"{name} is {value} at step {step}: try a smaller --lr, or a longer --warmup")
+
     def report(self, bar, row: dict) -> None:
-        """Move the progress bar to this step; a loss that is no number ends the run, unsaved."""
-        if not math.isfinite(row["loss"]):
-            raise UsageError(f"the loss is {row['loss']} at step {self.step}: try a smaller --lr")
+        """Move the progress bar to this step."""
         parts = [f"loss {row['loss']:.3f}", f"{row['bits_per_byte']:.2f} bits/byte"]
         parts += [f"{row['tokens_per_s'] / 1000:.1f}k tokens/s"]
         if "imbalance" in row:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_aiter.training import trainer
 from moe_aiter.training.checkpoint import checkpoints
 from moe_aiter.training.command import add_arguments, main
 from moe_aiter.training.errors import UsageError
@@ -21,6 +22,7 @@ from moe_aiter.training.metrics import read_metrics
 
 for module in ("tqdm", "safetensors", "matplotlib"):
     pytest.importorskip(module)
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 
 @pytest.fixture(autouse=True)
@@ -133,9 +135,23 @@ def test_resume_refuses_what_would_make_another_run():
         train("--resume", "run", "--steps", "20")
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run():
-    with pytest.raises(UsageError, match="try a smaller --lr"):
-        train(*arguments("--out", "run", "--lr", "1e30"))
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--log-every", "20"), r"the loss is nan at step 1[67]:"),
+        (("--steps", "15"), "the validation loss is nan at step 15:"),
+        (("--save-every", "5"), "a weight is not finite at step 15:"),
+    ],
+)
+def test_a_number_that_is_none_ends_the_run_before_it_is_saved(flags, message, monkeypatch):
+    """The rate of step 15 is one that no weight survives."""
+    monkeypatch.setattr(trainer, "learning_rate", lambda config, step: 1e300 if step == 15 else 1e-3)
+    with pytest.raises(UsageError, match=message + " try a smaller --lr"):
+        train(*arguments("--out", "run", *flags))
+    newest = checkpoints(Path("run/checkpoints"))[-1]
+    assert newest.name == "step-00000010"
+    weights = load_file(newest / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
