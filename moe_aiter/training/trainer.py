@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..routing.losses import load_balance_loss, z_loss
 from ..routing.stats import load_statistics
-from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, sync
+from .checkpoint import load_newest, save_checkpoint, sync
 from .data import load_corpus, train_batch, val_batch
 from .errors import UsageError, need
 from .metrics import Metrics, peak_flops, truncate_metrics
@@ -38,12 +38,13 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config)
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint of the run folder."""
-        path = newest_checkpoint(self.run / "checkpoints")
-        state = load_checkpoint(path, self.model, self.optimizer)
-        if state["fingerprint"] != self.corpus.fingerprint:
-            raise UsageError(f"{path} was trained on other text than --data (or this Python) gives now")
+        """Continue from the newest checkpoint of the run folder that can be read."""
+        state = load_newest(self.run / "checkpoints", self.model, self.optimizer)
+        if state.get("fingerprint") != self.corpus.fingerprint:
+            raise UsageError(f"{self.run} was trained on other text than --data (or this Python) gives now")
         self.step = state["step"]
+        if self.step > self.config.steps:
+            raise UsageError(f"--steps is {self.config.steps} but {self.run} has made {self.step} already")
         truncate_metrics(self.run / "metrics.jsonl", self.step)
 
     def train(self) -> int:
