@@ -6,7 +6,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import sys
+import typing
 
 COMMANDS = {  # name: (module with add_arguments and main, help)
     "info": (None, "versions, devices, backends and settings"),
@@ -18,10 +20,10 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status; a user's mistake is one line on stderr and status 2."""
-    from .training.errors import UsageError
+    from .training.errors import UsageError, out_of_memory, summary
 
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="moe-aiter", description="Mixture-of-Experts layers for training.")
+    parser = Parser(prog="moe-aiter", description="Mixture-of-Experts layers for training.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -31,11 +33,24 @@ def main(argv: list[str] | None = None) -> int:
     module = COMMANDS[args.command][0]
     try:
         return importlib.import_module(module).main(args) if module else info()
-    except UsageError as error:
-        print(f"moe-aiter {args.command}: error: {error}", file=sys.stderr)
-        return 2
+    except (UsageError, OSError) as error:
+        mistake = summary(error)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        size = re.search(r"allocate [\d.]+ \w+", str(error))
+        mistake = f"not enough memory{f' to {size[0]}' if size else ''}: try smaller sizes"
     except KeyboardInterrupt:
         return 130
+    print(f"moe-aiter {args.command}: error: {mistake}", file=sys.stderr)
+    return 2
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake is one line; the usage, forty flags long, is left to --help."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def info() -> int:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words"
     )
     layer.add_argument(
-        "--reps", type=int, metavar="N", help="timed runs of each contender: 25 on a GPU, 11 on a CPU"
+        "--reps", type=count, metavar="N", help="timed runs of each contender: 25 on a GPU, 11 on a CPU"
     )
     layer.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
     layer.add_argument("--commit", help="what is measured, where git cannot say")
@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--readme", type=pathlib.Path, default=pathlib.Path("README.md"), help="default README.md"
     )
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -35,11 +35,11 @@ def bench_layer(args: argparse.Namespace) -> int:
     """Measure every shape asked for; 1 if one of our own contenders was not as good as torch."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        print("moe-aiter bench: error: there is no GPU that torch can use", file=sys.stderr)
-        return 2
-    if args.out and args.out.exists() and columns(args.out) != FIELDS:
-        print(f"moe-aiter bench: error: {args.out} has other columns: {columns(args.out)}", file=sys.stderr)
-        return 2
+        return refuse("there is no GPU that torch can use")
+    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
+        return refuse(f"{args.out} has other columns: {columns(args.out)}")
+    if args.out:
+        append(args.out, [])  # a place that cannot be written shows now, not after the measurement
     torch.backends.cuda.matmul.allow_tf32 = False
     dtype, device = getattr(torch, args.dtype), torch.device(kind)
     where = provenance(device, args)
@@ -48,7 +48,14 @@ def bench_layer(args: argparse.Namespace) -> int:
     for name in args.shape or DEFAULT[kind]:
         shape = SHAPES[name]
         print(f"\nshape {name}: T, H, I, E, k = {shape}")
-        rows, refused = bench_shape(shape, dtype, device, args)
+        problem = new_problem(shape, dtype, device)
+        field = list(contenders(problem))
+        words = args.only or [""]
+        if strangers := [word for word in words if not any(word in c.name for c in field)]:
+            there = ", ".join(repr(c.name) for c in field)
+            return refuse(f"--only: no contender matches {', '.join(strangers)}; there are {there}")
+        field = [c for c in field if any(word in c.name for word in words)]
+        rows, refused = bench_field(field, problem, args.reps or REPS[kind])
         wrong = wrong or refused
         rows = [where | shape_cells(name, shape) | row for row in rows]
         show(rows)
@@ -57,21 +64,22 @@ def bench_layer(args: argparse.Namespace) -> int:
     return int(wrong)
 
 
-def bench_shape(
-    shape: Shape, dtype: torch.dtype, device: torch.device, args: argparse.Namespace
-) -> tuple[list[dict], bool]:
+def refuse(mistake: str) -> int:
+    print(f"moe-aiter bench layer: error: {mistake}", file=sys.stderr)
+    return 2
+
+
+def bench_field(field: list[Contender], problem: Problem, reps: int) -> tuple[list[dict], bool]:
     """A row for each contender, and whether one of ours was refused."""
-    problem = new_problem(shape, dtype, device)
-    field = [c for c in contenders(problem) if any(word in c.name for word in args.only or [""])]
     rows = [
         {"contender": c.name} | errors for c, errors in zip(field, check_all(field, problem), strict=True)
     ]
     passed = [i for i, row in enumerate(rows) if not row.pop("refused")]
-    times = time_all([field[i] for i in passed], problem, args.reps or REPS[device.type])
+    times = time_all([field[i] for i in passed], problem, reps)
     for i, by_pass in zip(passed, times, strict=True):
         for name, t in by_pass.items():
             rows[i] |= {f"{name}_ms": t.median, f"{name}_p20": t.p20, f"{name}_p80": t.p80}
-            rows[i] |= {f"{name}_tflops": PASSES[name] * shape.forward_flops / t.median / 1e9}
+            rows[i] |= {f"{name}_tflops": PASSES[name] * problem.shape.forward_flops / t.median / 1e9}
         memory = measure_memory(field[i], problem)
         if memory:
             rows[i] |= {"held_mib": memory[0], "peak_mib": memory[1]}

@@ -20,7 +20,13 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
     if BEGIN not in text or END not in text:
         print(f"moe-aiter bench report: error: {document} lacks {BEGIN} and {END}", file=sys.stderr)
         return 2
-    document.write_text(replaced(text, report(source)))
+    try:
+        tables = report(source)
+    except (KeyError, TypeError, ValueError) as error:
+        name = type(error).__name__
+        print(f"moe-aiter bench report: error: {source} is damaged: {name}: {error}", file=sys.stderr)
+        return 2
+    document.write_text(replaced(text, tables))
     return 0
 
 
@@ -34,6 +40,8 @@ def report(source: pathlib.Path) -> str:
     """Two tables for each device and dtype in the CSV: a row for each contender, a column for each shape."""
     with open(source, newline="") as file:
         rows = newest(list(csv.DictReader(file)))
+    if not rows:
+        raise ValueError("no figures")
     parts = []
     for device, dtype in dict.fromkeys((r["device"], r["dtype"]) for r in rows):
         parts += section(device, dtype, [r for r in rows if (r["device"], r["dtype"]) == (device, dtype)])

@@ -9,13 +9,14 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import UsageError, need
+from .errors import UsageError, need, out_of_memory, summary
 
 UNFINISHED = "unfinished-"
 STEP = re.compile(r"step-(\d+)")
@@ -23,11 +24,10 @@ STEP = re.compile(r"step-(\d+)")
 
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, **state) -> Path:
     """Write `folder/step-N` and keep the newest two.  `state` is anything that JSON can hold."""
-    safetensors = need("safetensors.torch")
     draft = folder / f"{UNFINISHED}{step}-{os.getpid()}"
     draft.mkdir(parents=True)
-    safetensors.save_file(contiguous(model.state_dict()), draft / "model.safetensors")
-    safetensors.save_file(contiguous(optimizer_tensors(model, optimizer)), draft / "optimizer.safetensors")
+    write_tensors(draft / "model.safetensors", model.state_dict())
+    write_tensors(draft / "optimizer.safetensors", optimizer_tensors(model, optimizer))
     (draft / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
     for path in (*draft.iterdir(), draft):
         sync(path)
@@ -37,13 +37,43 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimi
     draft.rename(final)
     sync(folder)
     for old in checkpoints(folder)[:-2]:
-        discard(old)
+        if old != final:  # later ones that could not be read may still be there
+            discard(old)
     return final
 
 
+def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict:
+    """`load_checkpoint` of the newest in `folder`; if that is damaged say so, and take the one before."""
+    path, older = newest_checkpoint(folder), checkpoints(folder)[:-1]
+    while True:
+        try:
+            return load_checkpoint(path, model, optimizer)
+        except UsageError as error:
+            if not older:
+                raise
+            path = older.pop()
+            print(f"moe-aiter train: warning: {error}; going back to {path.name}", file=sys.stderr)
+
+
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
-    """Restore model, optimizer and torch's random state in place; returns the state.json."""
+    """Restore model, optimizer and torch's random state in place; returns the state.json.
+
+    Raises UsageError if the checkpoint is damaged, or of another model; what is restored then is undefined.
+    """
+    damages = (OSError, ValueError, TypeError, KeyError, RuntimeError, need("safetensors").SafetensorError)
+    try:
+        return restore(path, model, optimizer)
+    except damages as error:
+        if out_of_memory(error):
+            raise
+        raise UsageError(f"{path} is damaged, or of another model: {summary(error)}") from error
+
+
+def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
     safetensors = need("safetensors.torch")
+    state = json.loads((path / "state.json").read_text())
+    if state["step"] != int(STEP.fullmatch(path.name)[1]):
+        raise ValueError(f"state.json has step {state['step']}")
     model.load_state_dict(safetensors.load_file(path / "model.safetensors"))
     tensors = safetensors.load_file(path / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop("random_state"))
@@ -51,7 +81,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
         optimizer.state[parameter] = {
             key: tensors[f"{name}/{key}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
         }
-    return json.loads((path / "state.json").read_text())
+    return state
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -76,7 +106,7 @@ def newest_checkpoint(folder: Path) -> Path:
         shutil.rmtree(leftover)
     found = checkpoints(folder)
     if not found:
-        raise UsageError(f"{folder} holds no checkpoint to resume from")
+        raise UsageError(f"{folder} holds no checkpoint to resume from: start anew, with another --out")
     return found[-1]
 
 
@@ -96,5 +126,9 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        need("safetensors.torch").save_file(contiguous, path)
+    except need("safetensors").SafetensorError as error:  # its OSError, such as that of a full disk
+        raise UsageError(f"{path} cannot be written: {summary(error)}") from error

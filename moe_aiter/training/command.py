@@ -11,11 +11,11 @@ from .errors import UsageError, need
 from .metrics import read_metrics
 from .model import active_params
 from .plots import plot_run
-from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, flag, given_flags, make_config
+from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, flag, given_flags, make_config, path
 from .trainer import Trainer
 
 RUNS = Path("runs")
-NEWEST = "newest"
+PARTS = ("config.json", "metrics.jsonl", "checkpoints")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset", choices=PRESETS, help="settings to start from; gpu if there is one, else cpu"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="RUN", help="the run folder; by default a new one in runs/"
+        "--out", type=path, metavar="RUN", help="the run folder; by default a new one in runs/"
     )
     text = "continue a run; by default the newest in runs/"
-    parser.add_argument("--resume", nargs="?", const=NEWEST, metavar="RUN", help=text)
+    parser.add_argument("--resume", nargs="?", type=path, const=True, metavar="RUN", help=text)
     add_flags(parser)
 
 
@@ -43,9 +43,11 @@ def main(args: argparse.Namespace) -> int:
         print(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
         return status
     print(trainer.write_sample())
-    last = read_metrics(trainer.run / "metrics.jsonl")[-1]
-    print(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
-          f" after {last['seconds']:.0f} s; see {trainer.run}/")  # fmt: skip
+    validated = [row for row in read_metrics(trainer.run / "metrics.jsonl") if "val_loss" in row]
+    if validated:  # no line of them is left if a finished run lost its metrics
+        last = validated[-1]
+        print(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
+              f" after {last['seconds']:.0f} s; see {trainer.run}/")  # fmt: skip
     return 0
 
 
@@ -59,7 +61,9 @@ def repeat_on_gpu() -> None:
 def start_run(args: argparse.Namespace) -> Trainer:
     config = make_config(args.preset, given_flags(args))
     run = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{'dense' if config.dense else 'moe'}"
-    if (run / "config.json").exists():
+    if run.exists() and not run.is_dir():
+        raise UsageError(f"--out {run} is a file; a run needs a folder")
+    if any((run / part).exists() for part in PARTS):
         raise UsageError(f"{run} holds a run already: use --resume {run}, or choose another --out")
     trainer = Trainer(config, run)
     run.mkdir(parents=True, exist_ok=True)
@@ -69,7 +73,7 @@ def start_run(args: argparse.Namespace) -> Trainer:
 
 def resume_run(args: argparse.Namespace) -> Trainer:
     """The trainer of a run, at its newest checkpoint.  Flags that would make it another run are refused."""
-    run = newest_run() if args.resume == NEWEST else Path(args.resume)
+    run = newest_run() if args.resume is True else args.resume
     if not (run / "config.json").exists():
         raise UsageError(f"{run} is not a run folder: it has no config.json")
     given = given_flags(args)

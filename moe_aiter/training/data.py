@@ -86,7 +86,9 @@ def find_text(paths: tuple[str, ...]) -> dict[str, Path]:
             name = path.relative_to(root.parent)
             hidden = any(part.startswith(".") or part in NEVER_TEXT for part in name.parts[1:])
             if path.is_file() and not hidden and is_text(path):
-                found[name.as_posix()] = path
+                other = found.setdefault(name.as_posix(), path)
+                if not path.samefile(other):
+                    raise UsageError(f"--data: {other} and {path} are both named {name}; rename one")
     if not found:
         raise UsageError(f"--data {' '.join(paths)}: no text file there (text is UTF-8 without zero bytes)")
     return found

@@ -1,7 +1,11 @@
-"""What a user can do wrong, said in one line."""
+"""What a user can do wrong, and what a disk and a memory can, said in one line."""
 
 import importlib
 from types import ModuleType
+
+import torch
+
+NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 
 
 class UsageError(ValueError):
@@ -15,3 +19,18 @@ def need(module: str) -> ModuleType:
     except ImportError as error:
         package = module.partition(".")[0]
         raise UsageError(f"training needs {package}: pip install moe-aiter[train]") from error
+
+
+def summary(error: BaseException) -> str:
+    """One line of an error: its kind if that says more, and the last line of its text, the most precise."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = str(error).strip().rpartition("\n")[2].strip()
+    return text if isinstance(error, UsageError) else f"{type(error).__name__}: {text}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """torch has a type for a full GPU, but on a CPU the text alone tells."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .errors import UsageError, summary
+
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "MI300X": 1307}  # dense bfloat16, from data sheets
 
 
@@ -24,7 +26,7 @@ class Metrics:
         self.pending: list[tuple[dict, dict[str, Tensor]]] = []
         self.mark = time.perf_counter()
         rows = read_metrics(path) if path.exists() else []
-        self.start = self.mark - (rows[-1]["seconds"] if rows else 0)
+        self.start = self.mark - (rows[-1].get("seconds", 0) if rows else 0)
 
     def add(self, row: dict, tensors: dict[str, Tensor]) -> None:
         """Note a step: plain numbers, and tensors of any shape that are still being computed."""
@@ -56,8 +58,18 @@ class Metrics:
 
 def read_metrics(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl; a last line that a killed process left unfinished is skipped."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = []
+    lines = path.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if type(row["step"]) is not int or not isinstance(row.get("loss", 0), (int, float)):
+                raise TypeError("its step or its loss is no number")
+            rows.append(row)
+        except (ValueError, TypeError, KeyError) as error:
+            if number < len(lines):
+                raise UsageError(f"{path}: line {number} is damaged: {summary(error)}") from error
+    return rows
 
 
 def truncate_metrics(path: Path, step: int) -> None:

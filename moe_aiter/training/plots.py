@@ -1,5 +1,7 @@
 """The pictures of a run: loss curves, and the load of every expert over time."""
 
+import collections
+import math
 from pathlib import Path
 
 from .errors import UsageError, need
@@ -17,19 +19,26 @@ def plot_loss(runs: dict[str, list[dict]], out: Path) -> None:
     figure, (axis,) = new_figure()
     settled = []  # without the first steep tenth, which would flatten the rest
     for number, (label, rows) in enumerate(runs.items()):
+        rows = [row for row in rows if math.isfinite(row.get("loss", math.nan))]
         colour = f"C{number}"
         steps, losses = [row["step"] for row in rows], smooth([row["loss"] for row in rows])
         axis.plot(steps, losses, color=colour, alpha=0.4, linewidth=1)
         settled += losses[len(losses) // 10 :]
         validated = [row for row in rows if "val_loss" in row]
-        name = f"{label}: {validated[-1]['val_loss']:.3f}" if validated else label
+        name = plain(label) + (f": {validated[-1]['val_loss']:.3f}" if validated else "")
         points = [row["step"] for row in validated], [row["val_loss"] for row in validated]
         axis.plot(*points, color=colour, marker="o", markersize=3, label=name)
     axis.set(xlabel="step", ylabel="loss, nats per byte", title="points: validation; thin line: training")
-    axis.set_ylim(0.95 * min(settled), 1.05 * max(settled))
+    if settled:
+        axis.set_ylim(0.95 * min(settled), 1.05 * max(settled))
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(out, dpi=150)
+
+
+def plain(label: str) -> str:
+    """The label as it stands: matplotlib would hide one that begins with _, and read a formula between $."""
+    return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
 def smooth(values: list[float], decay: float = 0.95) -> list[float]:
@@ -79,12 +88,29 @@ def add_arguments(parser) -> None:
 
 def main(args) -> int:
     """`moe-aiter plot`: the loss curves of several runs in one picture."""
-    runs = {}
-    for path in args.runs:
-        metrics = path / "metrics.jsonl" if path.is_dir() else path
-        if not metrics.exists():
-            raise UsageError(f"{path} is neither a run folder nor a metrics file")
-        runs[path.name.removesuffix(".jsonl")] = read_metrics(metrics)
+    supported = new_figure()[0].canvas.get_supported_filetypes()
+    if args.out.suffix[1:].lower() not in supported:
+        raise UsageError(
+            f"--out is {args.out}; its name must end with one of .{', .'.join(sorted(supported))}"
+        )
+    names = collections.Counter(map(name, set(args.runs)))
+    runs = {str(run) if names[name(run)] > 1 else name(run): rows_of(run) for run in args.runs}
     plot_loss(runs, args.out)
     print(args.out)
     return 0
+
+
+def name(run: Path) -> str:
+    """What the legend calls a run, unless others have the same name."""
+    return run.absolute().name.removesuffix(".jsonl")
+
+
+def rows_of(run: Path) -> list[dict]:
+    """The rows of a run folder or of a metrics file; there is at least one."""
+    metrics = run / "metrics.jsonl" if run.is_dir() else run
+    if not metrics.exists():
+        raise UsageError(f"{run} is neither a run folder nor a metrics file")
+    rows = read_metrics(metrics)
+    if not rows:
+        raise UsageError(f"{metrics} holds no step to draw")
+    return rows

@@ -3,24 +3,31 @@
 import argparse
 import dataclasses
 import json
+import math
+import operator
+import typing
 from pathlib import Path
 
 import torch
 
-from .errors import UsageError
+from .errors import UsageError, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RESUMABLE = (  # what may change when a run is resumed
     "steps", "val_every", "save_every", "log_every", "device", "compile", "sample_bytes", "temperature",
 )  # fmt: skip
-SIZES = (
-    "layers", "hidden", "heads", "sequence", "intermediate", "num_experts", "top_k", "steps", "batch",
-    "log_every", "val_every", "val_batches", "save_every",
-)  # fmt: skip
+COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+SIZE = {"at_least": 1, "at_most": 2**31 - 1}
+SIZE_OR_NONE = SIZE | {"at_least": 0}
+SHARE = {"at_least": 0, "at_most": 1}
+DECAY = {"at_least": 0, "below": 1}
+FACTOR = {"at_least": 0, "below": math.inf}
+SEED = {"at_least": -(2**63), "below": 2**64}  # what torch's generators take
 
 
-def option(default, text: str):
-    return dataclasses.field(default=default, metadata={"help": text})
+def option(default, text: str, **bounds: float):
+    """A field with its help and its range, in the words of COMPARE.  NaN is in no range."""
+    return dataclasses.field(default=default, metadata={"help": text, "bounds": bounds})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,53 +35,52 @@ class TrainConfig:
     """Everything that decides what a run computes; the defaults are the `cpu` preset."""
 
     data: tuple[str, ...] = option((), "files or folders of text; the default is Python's standard library")
-    val_fraction: float = option(0.05, "share of the text that is kept for validation")
+    val_fraction: float = option(0.05, "share of the text that is kept for validation", above=0, below=1)
 
-    layers: int = option(4, "transformer blocks")
-    hidden: int = option(128, "width of the model")
-    heads: int = option(2, "attention heads")
-    sequence: int = option(128, "bytes that the model sees at once")
-    intermediate: int = option(128, "inner width of one expert")
-    num_experts: int = option(16, "experts of each layer")
-    top_k: int = option(2, "experts that each token uses")
-    shared_intermediate: int = option(0, "inner width of an expert that every token uses")
+    layers: int = option(4, "transformer blocks", **SIZE)
+    hidden: int = option(128, "width of the model", **SIZE)
+    heads: int = option(2, "attention heads", **SIZE)
+    sequence: int = option(128, "bytes that the model sees at once", **SIZE)
+    intermediate: int = option(128, "inner width of one expert", **SIZE)
+    num_experts: int = option(16, "experts of each layer", **SIZE)
+    top_k: int = option(2, "experts that each token uses", **SIZE)
+    shared_intermediate: int = option(0, "inner width of an expert that every token uses", **SIZE_OR_NONE)
     dense: bool = option(False, "one MLP as wide as the active experts, instead of a MoE layer")
 
-    steps: int = option(1400, "optimizer steps")
-    batch: int = option(16, "sequences in one step")
-    lr: float = option(3e-3, "peak learning rate of AdamW")
-    min_lr: float = option(0.05, "learning rate at the end, as a share of the peak")
-    warmup: float = option(0.05, "share of the steps in which the learning rate rises to its peak")
-    beta1: float = option(0.9, "AdamW's decay of the mean gradient")
-    beta2: float = option(0.95, "AdamW's decay of the mean square")
-    weight_decay: float = option(0.1, "AdamW's weight decay, on matrices only")
-    clip: float = option(1.0, "largest norm of the gradient")
-    balance_coef: float = option(0.01, "weight of the load-balance loss, which is 1 at balance")
-    z_coef: float = option(0.001, "weight of the router's z-loss")
-    seed: int = option(0, "of the weights and of the batches")
+    steps: int = option(1400, "optimizer steps", **SIZE)
+    batch: int = option(16, "sequences in one step", **SIZE)
+    lr: float = option(3e-3, "peak learning rate of AdamW", above=0, below=math.inf)
+    min_lr: float = option(0.05, "learning rate at the end, as a share of the peak", **SHARE)
+    warmup: float = option(0.05, "share of the steps in which the learning rate rises to its peak", **SHARE)
+    beta1: float = option(0.9, "AdamW's decay of the mean gradient", **DECAY)
+    beta2: float = option(0.95, "AdamW's decay of the mean square", **DECAY)
+    weight_decay: float = option(0.1, "AdamW's weight decay, on matrices only", **FACTOR)
+    clip: float = option(1.0, "largest norm of the gradient", above=0)
+    balance_coef: float = option(0.01, "weight of the load-balance loss, which is 1 at balance", **FACTOR)
+    z_coef: float = option(0.001, "weight of the router's z-loss", **FACTOR)
+    seed: int = option(0, "of the weights and of the batches", **SEED)
 
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU where there is one")
     dtype: str = option("auto", "of activations and matmuls: float32 or bfloat16; weights stay float32")
     compile: bool = option(False, "compile the model with torch.compile")
-    log_every: int = option(1, "steps between two updates of the progress bar and of metrics.jsonl")
-    val_every: int = option(100, "steps between two validations")
-    val_batches: int = option(16, "batches of one validation")
-    save_every: int = option(250, "steps between two checkpoints")
-    sample_bytes: int = option(400, "length of the text sample")
-    temperature: float = option(0.7, "of the text sample; 0 takes the likeliest byte")
+    log_every: int = option(1, "steps between two updates of the progress bar and of metrics.jsonl", **SIZE)
+    val_every: int = option(100, "steps between two validations", **SIZE)
+    val_batches: int = option(16, "batches of one validation", **SIZE)
+    save_every: int = option(250, "steps between two checkpoints", **SIZE)
+    sample_bytes: int = option(400, "length of the text sample", **SIZE_OR_NONE)
+    temperature: float = option(0.7, "of the text sample; 0 takes the likeliest byte", **FACTOR)
 
     def __post_init__(self):
-        for name in SIZES:
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for field in dataclasses.fields(self):
+            check(field, getattr(self, field.name))
         if self.top_k > self.num_experts:
-            raise UsageError(f"top_k is {self.top_k} but num_experts is {self.num_experts}")
+            raise UsageError(f"--top-k is {self.top_k} but --num-experts is {self.num_experts}")
         if self.hidden % (2 * self.heads):
-            raise UsageError(f"hidden is {self.hidden} but heads is {self.heads}: no even width of a head")
+            raise UsageError(
+                f"--hidden is {self.hidden} but --heads is {self.heads}: no even width of a head"
+            )
         if self.dtype not in ("auto", *DTYPES):
-            raise UsageError(f"dtype is {self.dtype!r}; it takes auto, {', '.join(DTYPES)}")
-        if not 0 < self.val_fraction < 1:
-            raise UsageError(f"val_fraction is {self.val_fraction}; it must lie between 0 and 1")
+            raise UsageError(f"--dtype is {self.dtype!r}; it takes auto, {', '.join(DTYPES)}")
 
     @property
     def active_intermediate(self) -> int:
@@ -90,8 +96,27 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: Path) -> "TrainConfig":
-        values = json.loads(path.read_text())
-        return cls(**values | {"data": tuple(values["data"])})
+        """Read what `save` wrote; a file that is damaged, or of another program, raises UsageError."""
+        try:
+            values = json.loads(path.read_text())
+            return cls(**values | {"data": tuple(map(str, values["data"]))})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"{path} is not the configuration of a run: {summary(error)}") from error
+
+
+def check(field: dataclasses.Field, value) -> None:
+    """Raise UsageError unless `value` is of the field's type and in its range."""
+    kind = typing.get_origin(field.type) or field.type
+    if type(value) is not kind and (kind, type(value)) != (float, int):
+        raise UsageError(f"{flag(field.name)} is {value!r}; it must be of type {kind.__name__}")
+    bounds = field.metadata["bounds"]
+    if not all(COMPARE[word](value, bound) for word, bound in bounds.items()):
+        wanted = " and ".join(f"{word.replace('_', ' ')} {bound}" for word, bound in bounds.items())
+        raise UsageError(f"{flag(field.name)} is {value}; it must be {wanted}")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 PRESETS = {
@@ -115,22 +140,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if field.type is bool:
             parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         elif field.name == "data":
-            parser.add_argument(flag(field.name), nargs="+", metavar="PATH", **keywords)
+            parser.add_argument(flag(field.name), nargs="+", type=path, metavar="PATH", **keywords)
         else:
             parser.add_argument(
                 flag(field.name), type=field.type, metavar=field.type.__name__.upper(), **keywords
             )
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def path(text: str) -> Path:
+    """For argparse: an empty name, as from an unset variable, is not the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return Path(text)
 
 
 def given_flags(args: argparse.Namespace) -> dict:
     """The fields that the command line sets."""
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(args, f.name)}
     if "data" in given:
-        given["data"] = tuple(str(Path(path).resolve()) for path in given["data"])
+        given["data"] = tuple(str(path.resolve()) for path in given["data"])
     return given
 
 
@@ -151,10 +179,15 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"device is {name!r}; it takes auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device is {name!r} but torch {torch.__version__} sees no GPU")
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {name!r}; it takes auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not 0 <= (device.index or 0) < there:
+            gpus = f"GPUs 0 to {there - 1}" if there else "no GPU"
+            raise UsageError(f"--device is {name!r} but torch {torch.__version__} sees {gpus}")
     return device
 
 

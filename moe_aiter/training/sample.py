@@ -4,6 +4,8 @@ import torch
 
 from .model import Transformer
 
+FREEZING = 1e-6  # logits divided by less could be infinite; from here on the likeliest byte is taken
+
 
 @torch.no_grad()
 def generate(model: Transformer, length: int, temperature: float, seed: int, prompt: bytes = b"\0") -> bytes:
@@ -14,7 +16,7 @@ def generate(model: Transformer, length: int, temperature: float, seed: int, pro
     for _ in range(length):
         logits, _ = model(tokens[:, -len(model.cos) :])
         last = logits[0, -1].float().cpu()  # (256,)
-        if temperature > 0:
+        if temperature > FREEZING:
             choice = torch.multinomial((last / temperature).softmax(-1), 1, generator=generator)
         else:
             choice = last.argmax(-1, keepdim=True)

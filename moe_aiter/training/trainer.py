@@ -11,15 +11,17 @@ from torch import Tensor
 
 from ..routing.losses import load_balance_loss, z_loss
 from ..routing.stats import load_statistics
-from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, sync
+from .checkpoint import load_newest, save_checkpoint, sync
 from .data import load_corpus, train_batch, val_batch
 from .errors import UsageError, need
 from .metrics import Metrics, peak_flops, truncate_metrics
-from .model import Transformer, flops_per_token
+from .model import VOCAB, Transformer, flops_per_token
 from .optimizer import learning_rate, make_optimizer, set_learning_rate
 from .presets import DTYPES, TrainConfig
 from .sample import generate, readable
 from .stop import Stop
+
+LOSSES = {"loss": "the loss", "val_loss": "the validation loss"}
 
 
 class Trainer:
@@ -30,17 +32,19 @@ class Trainer:
         self.device = torch.device(config.device)
         torch.manual_seed(config.seed)
         self.corpus = load_corpus(config.data, config.val_fraction, config.sequence).to(self.device)
+        torch.empty(config.tokens_per_step, VOCAB, device=self.device)  # its logits: a huge batch fails here
         self.model = Transformer(config).to(self.device)
         self.forward = torch.compile(self.model) if config.compile else self.model
         self.optimizer = make_optimizer(self.model, config)
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint of the run folder."""
-        path = newest_checkpoint(self.run / "checkpoints")
-        state = load_checkpoint(path, self.model, self.optimizer)
-        if state["fingerprint"] != self.corpus.fingerprint:
-            raise UsageError(f"{path} was trained on other text than --data (or this Python) gives now")
+        """Continue from the newest checkpoint of the run folder that can be read."""
+        state = load_newest(self.run / "checkpoints", self.model, self.optimizer)
+        if state.get("fingerprint") != self.corpus.fingerprint:
+            raise UsageError(f"{self.run} was trained on other text than --data (or this Python) gives now")
         self.step = state["step"]
+        if self.step > self.config.steps:
+            raise UsageError(f"--steps is {self.config.steps} but {self.run} has made {self.step} already")
         truncate_metrics(self.run / "metrics.jsonl", self.step)
 
     def train(self) -> int:
@@ -60,6 +64,7 @@ class Trainer:
                     rows = metrics.collect()
                     rows[-1] |= self.validate() if validates else {}
                     metrics.write(rows)
+                    self.check(rows, saves)
                     self.report(bar, rows[-1])
                 if saves:
                     self.save()
@@ -74,10 +79,18 @@ class Trainer:
         keywords = {"unit": "step", "dynamic_ncols": True, "mininterval": seconds}
         return need("tqdm").tqdm(total=self.config.steps, initial=self.step, **keywords)
 
+    def check(self, rows: list[dict], saves: bool) -> None:
+        """End the run at the first loss, or weight that would be saved, that is no number."""
+        losses = [(row["step"], LOSSES[name], row[name]) for row in rows for name in LOSSES if name in row]
+        lost = [(step, name, value) for step, name, value in losses if not math.isfinite(value)]
+        if saves and not all(weight.isfinite().all() for weight in self.model.parameters()):
+            lost.append((self.step, "a weight", "not finite"))
+        if lost:
+            step, name, value = lost[0]
+            raise UsageError(f"{name} is {value} at step {step}: try a smaller --lr, or a longer --warmup")
+
     def report(self, bar, row: dict) -> None:
-        """Move the progress bar to this step; a loss that is no number ends the run, unsaved."""
-        if not math.isfinite(row["loss"]):
-            raise UsageError(f"the loss is {row['loss']} at step {self.step}: try a smaller --lr")
+        """Move the progress bar to this step."""
         parts = [f"loss {row['loss']:.3f}", f"{row['bits_per_byte']:.2f} bits/byte"]
         parts += [f"{row['tokens_per_s'] / 1000:.1f}k tokens/s"]
         if "imbalance" in row:

@@ -126,6 +126,26 @@ def test_other_columns_are_left_alone(tmp_path, capsys):
     assert "other columns" in capsys.readouterr().err and path.read_text() == "date,forward_ms\n"
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--only", "zzz"), "no contender matches zzz; there are 'layer: moe_aiter MoE', "),
+        (("--only", "loop", "zzz"), "no contender matches zzz; there are "),
+        (("--reps", "0"), "argument --reps: 0 is less than 1"),
+        (("--reps", "-1"), "argument --reps: -1 is less than 1"),
+        (("--reps", "1", "--out", "."), ".: Is a directory"),
+    ],
+)
+def test_flags_that_make_no_sense(flags, message, capsys):
+    try:
+        status = run("layer", "--device", "cpu", "--shape", "toy", *flags)
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert status == 2 and message in printed.err and printed.err.count("\n") == 1
+    assert " ms " not in printed.out
+
+
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run("layer", "--device", "cuda") == 2
@@ -205,6 +225,16 @@ def test_the_report_says_what_is_missing(tmp_path, capsys):
     layer.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")])
     assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 2
     assert "lacks <!-- bench: begin -->" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", ",".join(layer.FIELDS) + "\n", "a,b\n1,2\n", "\0\n\n"])
+def test_a_damaged_csv_leaves_the_document_alone(text, tmp_path, capsys):
+    path, document = tmp_path / "layer.csv", tmp_path / "README.md"
+    path.write_text(text)
+    document.write_text(f"{report.BEGIN}\nfigures\n{report.END}\n")
+    assert run("report", "--csv", path, "--readme", document) == 2
+    assert "layer.csv is damaged: " in capsys.readouterr().err
+    assert "figures" in document.read_text()
 
 
 def test_the_readme_holds_the_figures_of_the_csv():

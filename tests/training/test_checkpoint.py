@@ -3,18 +3,26 @@
 import json
 import os
 import pathlib
+import shutil
 
 import pytest
 import torch
 
 from moe_aiter.training import checkpoint
-from moe_aiter.training.checkpoint import checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+from moe_aiter.training.checkpoint import (
+    checkpoints,
+    load_checkpoint,
+    load_newest,
+    newest_checkpoint,
+    save_checkpoint,
+)  # fmt: skip
 from moe_aiter.training.errors import UsageError
 from moe_aiter.training.model import Transformer
 from moe_aiter.training.optimizer import make_optimizer
 from moe_aiter.training.presets import PRESETS
 
 CONFIG = PRESETS["test"]
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 
 
 def new_model(seed: int = 0):
@@ -65,6 +73,56 @@ def test_nothing_to_resume_from(tmp_path):
     with pytest.raises(UsageError, match="holds no checkpoint"):
         newest_checkpoint(tmp_path)
     assert not os.listdir(tmp_path)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def write(text: str):
+    return lambda path: path.write_text(text)
+
+
+DAMAGES = [
+    *((name, how) for name in FILES for how in (pathlib.Path.unlink, cut, write(""))),
+    *(("state.json", write(text)) for text in ("[]", "{}", '{"step": 8}', '{"step": "9"}')),
+    ("model.safetensors", lambda path: shutil.copy(path.with_name("optimizer.safetensors"), path)),
+    ("optimizer.safetensors", lambda path: shutil.copy(path.with_name("model.safetensors"), path)),
+]
+
+
+@pytest.mark.parametrize("name, damage", DAMAGES)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(name, damage, tmp_path, capsys):
+    model, optimizer = new_model()
+    for step in (8, 9):
+        path = save_checkpoint(tmp_path, step, model, optimizer)
+    damage(path / name)
+    other = new_model(seed=1)
+    assert load_newest(tmp_path, *other)["step"] == 8
+    assert torch.equal(bits(*other), bits(model, optimizer))
+    err = capsys.readouterr().err
+    assert err.startswith(f"moe-aiter train: warning: {path} is damaged") and err.count("\n") == 1
+    assert err.endswith("going back to step-00000008\n")
+    shutil.rmtree(tmp_path / "step-00000008")
+    with pytest.raises(UsageError, match="step-00000009 is damaged") as caught:
+        load_newest(tmp_path, *other)
+    assert "\n" not in str(caught.value) and not capsys.readouterr().err
+
+
+def test_what_was_saved_last_is_kept_beside_damaged_later_ones(tmp_path):
+    model, optimizer = new_model()
+    for step in (20, 30):
+        cut(save_checkpoint(tmp_path, step, model, optimizer) / "model.safetensors")
+    for step in (11, 12):
+        save_checkpoint(tmp_path, step, model, optimizer)
+        assert load_newest(tmp_path, *new_model(seed=1))["step"] == step
+
+
+def test_a_disk_that_refuses_is_a_mistake_in_one_line(tmp_path, monkeypatch):
+    model, optimizer = new_model()
+    monkeypatch.setattr(pathlib.Path, "mkdir", lambda *_, **__: None)
+    with pytest.raises(UsageError, match="model.safetensors cannot be written: "):
+        save_checkpoint(tmp_path / "nowhere", 1, model, optimizer)
 
 
 class Crash(BaseException):

@@ -89,6 +89,16 @@ def test_errors_name_what_is_wrong(tmp_path):
         load_corpus((str(tmp_path / "short.txt"),), 0.1, 16)
 
 
+def test_two_files_of_one_name_are_not_one(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text(f"{name}\n" * 100)
+    paths = [str(tmp_path / name / "x.txt") for name in ("a", "b")]
+    with pytest.raises(UsageError, match=r"a/x.txt and .*b/x.txt are both named x.txt"):
+        load_corpus(tuple(paths), 0.1, 16)
+    assert load_corpus((paths[0], paths[0]), 0.1, 16).files == 1
+
+
 def test_batches_depend_on_seed_and_step_alone():
     text = torch.arange(5000).to(torch.uint8)
     inputs, targets = train_batch(text, 8, 32, seed=1, step=7)

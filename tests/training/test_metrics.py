@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from moe_aiter.training.errors import UsageError
 from moe_aiter.training.metrics import Metrics, peak_flops, read_metrics, truncate_metrics
 
 
@@ -48,6 +49,18 @@ def test_a_line_without_its_end_is_no_row(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "", "[]", "7", '{"loss": 2}', '{"step": "1"}', '{"step": 1, "loss": "2"}']
+)
+def test_another_line_that_is_damaged_is_named(line, tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    with pytest.raises(UsageError, match="m.jsonl: line 2 is damaged: "):
+        read_metrics(path)
+    path.write_text('{"step": 1}\n' + line)
+    assert read_metrics(path) == [{"step": 1}]
 
 
 def test_rows_past_the_checkpoint_are_dropped(tmp_path):

@@ -1,10 +1,15 @@
 """The pictures show what the rows say."""
 
+import math
+import pathlib
+
 import pytest
 
+from moe_aiter import cli
 from moe_aiter.training.plots import plot_load, plot_loss, smooth
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
+Axes = pytest.importorskip("matplotlib.axes").Axes
 
 
 def rows(slope: float, layers: int = 2) -> list[dict]:
@@ -26,6 +31,33 @@ def test_loss_of_two_runs_differs_from_that_of_one(tmp_path):
     one, two = (matplotlib_image.imread(tmp_path / name) for name in ("one.png", "two.png"))
     assert one.shape == two.shape and (one != two).any(-1).mean() > 0.005
     assert colours(tmp_path / "two.png") > 20
+
+
+@pytest.mark.parametrize("losses", [[1.0, math.nan, 2.0, math.inf], [math.nan]])
+def test_a_loss_that_is_no_number_is_left_out(losses, tmp_path):
+    plot_loss({"a": [{"step": i, "loss": loss} for i, loss in enumerate(losses)]}, tmp_path / "loss.png")
+    assert colours(tmp_path / "loss.png") > 5
+
+
+@pytest.mark.parametrize(
+    "paths, labels",
+    [
+        (["a/run", "b/run", "a/other"], ["a/run", "b/run", "other"]),
+        (["a/run", "a/run/"], ["run"]),
+        (["a/run/metrics.jsonl", "b/run/metrics.jsonl"], ["a/run/metrics.jsonl", "b/run/metrics.jsonl"]),
+        (["_old", "c$\\x$"], ["_old", "c$\\x$"]),
+    ],
+)
+def test_runs_of_one_name_are_both_drawn(paths, labels, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in paths:
+        run = pathlib.Path(path.removesuffix("/metrics.jsonl"))
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n')
+    drawn = []
+    monkeypatch.setattr(Axes, "legend", lambda axis: drawn.extend(axis.get_legend_handles_labels()[1]))
+    assert cli.main(["plot", *paths]) == 0
+    assert [label.strip().replace(r"\$", "$") for label in drawn] == labels
 
 
 def test_load_map_has_as_many_colours_as_loads(tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -60,17 +61,71 @@ def test_preset_follows_the_device():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"top_k": 5}, "top_k is 5 but num_experts is 4"),
-        ({"hidden": 30, "heads": 4}, "hidden is 30 but heads is 4"),
-        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"top_k": 5}, "--top-k is 5 but --num-experts is 4"),
+        ({"hidden": 30, "heads": 4}, "--hidden is 30 but --heads is 4"),
+        ({"steps": 0}, "--steps is 0; it must be at least 1"),
         ({"dtype": "int8"}, "dtype is 'int8'; it takes auto, float32, bfloat16"),
-        ({"device": "toaster"}, "device is 'toaster'"),
-        ({"val_fraction": 1.0}, "val_fraction is 1.0"),
+        ({"device": "toaster"}, "--device is 'toaster'; it takes auto, cpu, cuda or cuda:N"),
+        ({"device": "meta"}, "--device is 'meta'; it takes auto, cpu, cuda or cuda:N"),
+        ({"val_fraction": 1.0}, "--val-fraction is 1.0; it must be above 0 and below 1"),
+        ({"lr": math.nan}, "--lr is nan; it must be above 0 and below inf"),
+        ({"dense": "no"}, "--dense is 'no'; it must be of type bool"),
+        ({"layers": True}, "--layers is True; it must be of type int"),
     ],
 )
 def test_impossible_settings(given, message):
     with pytest.raises(UsageError, match=message):
         make_config("test", given)
+
+
+OUTSIDE = {  # what the fields do not take, and the ends of what they do
+    "val_fraction": ([0.0, 1.0], []),
+    "shared_intermediate": ([-4], [0]),
+    "lr": ([-1.0, 0.0, math.inf], [1e-9, 1e30]),
+    "min_lr": ([-0.1, 1.1], [0.0, 1.0]),
+    "warmup": ([-0.1, 1.1], [0.0, 1.0]),
+    "beta1": ([-0.1, 1.0, 2.0], [0.0]),
+    "beta2": ([-0.1, 1.0, 2.0], [0.0]),
+    "weight_decay": ([-0.1, math.inf], [0.0]),
+    "clip": ([-1.0, 0.0], [math.inf]),
+    "balance_coef": ([-0.1, math.inf], [0.0]),
+    "z_coef": ([-0.1, math.inf], [0.0]),
+    "seed": ([-(2**63) - 1, 2**64], [-(2**63), 2**64 - 1]),
+    "sample_bytes": ([-5, 2**31], [0]),
+    "temperature": ([-0.1, math.inf], [0.0]),
+}
+NUMBERS = [name for name, field in FIELDS.items() if field.type in (int, float)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_has_a_range(name):
+    outside, inside = OUTSIDE.get(name, ([-1, 0, 2**31], []))
+    for value in (*outside, math.nan) if FIELDS[name].type is float else outside:
+        with pytest.raises(UsageError, match=f"^{flag(name)} is {value}; it must be (at least|above) "):
+            TrainConfig(**{name: value})
+    for value in inside:
+        assert getattr(TrainConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name, gpus", [("cuda:2", 2), ("cuda:200", 2), ("cuda", 0)])
+def test_a_gpu_that_is_not_there(name, gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UsageError, match=f"'{name}' but torch .* sees {'GPUs 0 to 1' if gpus else 'no GPU'}"):
+        make_config("test", {"device": name})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"data": [], "st', "[1]", "{}", '{"data": [], "colour": 1}', '{"data": [], "steps": "many"}',
+     '{"data": [], "lr": -1}', '{"data": 1}', "\udcff"],
+)  # fmt: skip
+def test_a_damaged_file_is_a_mistake_in_one_line(text, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(UsageError, match=r"config.json is not the configuration of a run: .+") as caught:
+        TrainConfig.load(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_unknown_preset():

@@ -20,9 +20,10 @@ def test_length_and_repeatability(model):
     assert text == generate(model, 40, 1.0, seed=1) != generate(model, 40, 1.0, seed=2)
 
 
-def test_temperature_0_takes_the_likeliest_byte(model):
+@pytest.mark.parametrize("temperature", [0.0, 1e-320, 1e-38, 1e-6])
+def test_no_temperature_takes_the_likeliest_byte(model, temperature):
     logits, _ = model(torch.tensor([list(b"abc")]))
-    assert generate(model, 1, 0.0, seed=1, prompt=b"abc")[0] == logits[0, -1].argmax()
+    assert generate(model, 1, temperature, seed=1, prompt=b"abc")[0] == logits[0, -1].argmax()
 
 
 def test_no_byte_reaches_the_terminal_that_could_upset_it():

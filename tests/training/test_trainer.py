@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_aiter import cli
+from moe_aiter.training import trainer
 from moe_aiter.training.checkpoint import checkpoints
 from moe_aiter.training.command import add_arguments, main
 from moe_aiter.training.errors import UsageError
@@ -21,6 +23,7 @@ from moe_aiter.training.metrics import read_metrics
 
 for module in ("tqdm", "safetensors", "matplotlib"):
     pytest.importorskip(module)
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 
 @pytest.fixture(autouse=True)
@@ -133,9 +136,79 @@ def test_resume_refuses_what_would_make_another_run():
         train("--resume", "run", "--steps", "20")
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run():
-    with pytest.raises(UsageError, match="try a smaller --lr"):
-        train(*arguments("--out", "run", "--lr", "1e30"))
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--log-every", "20"), r"the loss is nan at step 1[67]:"),
+        (("--steps", "15"), "the validation loss is nan at step 15:"),
+        (("--save-every", "5"), "a weight is not finite at step 15:"),
+    ],
+)
+def test_a_number_that_is_none_ends_the_run_before_it_is_saved(flags, message, monkeypatch):
+    """The rate of step 15 is one that no weight survives."""
+    monkeypatch.setattr(trainer, "learning_rate", lambda config, step: 1e300 if step == 15 else 1e-3)
+    with pytest.raises(UsageError, match=message + " try a smaller --lr"):
+        train(*arguments("--out", "run", *flags))
+    newest = checkpoints(Path("run/checkpoints"))[-1]
+    assert newest.name == "step-00000010"
+    weights = load_file(newest / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def cut(path: str, lost: int) -> None:
+    os.truncate(path, os.path.getsize(path) - lost)
+
+
+def test_a_run_with_a_damaged_checkpoint_and_a_cut_line_goes_on(capsys):
+    assert train(*arguments("--out", "whole")) == 0
+    shutil.copytree("whole", "broken")
+    cut("broken/checkpoints/step-00000020/optimizer.safetensors", 100)
+    cut("broken/metrics.jsonl", 30)
+    assert train("--resume", "broken") == 0
+    assert "step-00000020 is damaged" in capsys.readouterr().err
+    assert losses("broken") == losses("whole")
+
+
+@pytest.mark.parametrize("lost", ["all", "last"])
+def test_a_finished_run_without_its_metrics_has_a_sample_still(lost, capsys):
+    assert train(*arguments("--out", "run", "--steps", "3")) == 0
+    cut("run/metrics.jsonl", 5 if lost == "last" else os.path.getsize("run/metrics.jsonl"))
+    assert train("--resume", "run") == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda: cut("run/config.json", 30), "config.json is not the configuration of a run: JSONDecode"),
+        (lambda: Path("run/config.json").unlink(), "run is not a run folder: it has no config.json"),
+        (lambda: cut("run/checkpoints/step-00000003/state.json", 30), "step-00000003 is damaged"),
+        (lambda: shutil.rmtree("run/checkpoints"), "holds no checkpoint to resume from"),
+        (lambda: Path("run/metrics.jsonl").write_text("x\n{}\n"), "metrics.jsonl: line 1 is damaged"),
+        (lambda: Path("run/metrics.jsonl").unlink(), "run/metrics.jsonl: No such file"),
+    ],
+)
+def test_a_run_that_cannot_go_on_says_why_in_one_line(damage, message, capsys):
+    assert train(*arguments("--out", "run", "--steps", "3")) == 0
+    damage()
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", "run", "--steps", "4"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe-aiter train: error: ") and message in err and err.count("\n") == 1
+
+
+def test_fewer_steps_than_were_made_are_refused():
+    assert train(*arguments("--out", "run", "--steps", "3")) == 0
+    with pytest.raises(UsageError, match="--steps is 2 but run has made 3 already"):
+        train("--resume", "run", "--steps", "2")
+
+
+@pytest.mark.parametrize("part", ["config.json", "metrics.jsonl", "checkpoints"])
+def test_a_new_run_does_not_mix_with_what_is_left_of_another(part):
+    Path("run").mkdir()
+    Path("run", part).touch()
+    with pytest.raises(UsageError, match="run holds a run already"):
+        train(*arguments("--out", "run"))
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
