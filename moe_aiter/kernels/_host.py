@@ -62,4 +62,6 @@ def use_huge_pages(*fresh: Tensor) -> None:
 
 
 def num_threads() -> int:
-    return settings.num_threads or torch.get_num_threads()
+    """Never more than torch would use: a forked child, which must not wake threads, need only tell torch."""
+    torch_threads = torch.get_num_threads()
+    return min(settings.num_threads or torch_threads, torch_threads)
