@@ -261,7 +261,7 @@ def test_gradcheck(kind):
 def test_opcheck(steps):
     i = make(random_ids())
     trained = i._replace(**{name: getattr(i, name).clone().requires_grad_() for name in NAMES})
-    torch.library.opcheck(expert_loop_op, trained)
+    torch.library.opcheck(torch.ops.moe_aiter.expert_loop.default, trained)
     z = expert_loop_op(*i)[1]
     op = torch.ops.moe_aiter.expert_loop_backward.default
     torch.library.opcheck(op, (i.x, z, *i, [True, False] * 3))

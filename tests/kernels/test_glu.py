@@ -97,8 +97,9 @@ def test_gradcheck(kind):
 
 def test_opcheck(backend, device):
     z = make(device, 3, 4, "swiglu")
-    torch.library.opcheck(torch.ops.moe_aiter.glu.default, (z.clone().requires_grad_(), "swiglu", True))
-    torch.library.opcheck(glu_backward_op, (torch.randn(3, 4, device=device), z, "geglu", False))
+    ops = torch.ops.moe_aiter
+    torch.library.opcheck(ops.glu.default, (z.clone().requires_grad_(), "swiglu", True))
+    torch.library.opcheck(ops.glu_backward.default, (torch.randn(3, 4, device=device), z, "geglu", False))
 
 
 def test_errors():

@@ -214,7 +214,9 @@ BAD = {
     ),
     "bias shape": (dict(bias=torch.zeros(6)), ValueError, r"bias must be floating \(G=2, N=6\)"),
     "device": (dict(w=torch.zeros(2, 4, 6, device="meta")), ValueError, "x is on cpu but w is on meta"),
-    "not a tensor": (dict(x=[[1.0]]), TypeError, "x must be a tensor"),
+    "not a tensor": (dict(x=[[1.0]]), TypeError, "x must be a tensor, not list"),
+    "sizes are a list": (dict(group_sizes=[2, 3]), TypeError, "group_sizes must be a tensor, not list"),
+    "bias is a list": (dict(bias=[1.0]), TypeError, "bias must be a tensor or None, not list"),
 }
 
 
@@ -240,6 +242,8 @@ def test_bad_rows_are_named():
         tgmm(x[:2], y[:5], sizes, torch.arange(5), 2)
     with pytest.raises(ValueError, match="out must be floating"):
         tgmm_accumulate(torch.zeros(2, 4, 4), x, y[:5], sizes)
+    with pytest.raises(TypeError, match="scale must be a tensor or None, not list"):
+        group_sum(x, sizes, scale=[1.0] * 5)
 
 
 def test_tgmm_says_that_it_has_no_gradient(device):
