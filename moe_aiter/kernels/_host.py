@@ -54,6 +54,16 @@ def array(x: Tensor | None) -> np.ndarray | None:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
+def indices(x: Tensor) -> np.ndarray:
+    """`array` of indices, as int32."""
+    return array(saturated(x))
+
+
+def saturated(x: Tensor) -> Tensor:
+    """Indices as int32.  One that does not fit stays out of range, and a negative one negative."""
+    return x if x.dtype == torch.int32 else x.clamp(-1, torch.iinfo(torch.int32).max).int()
+
+
 def use_huge_pages(*fresh: Tensor) -> None:
     """Ask for huge pages for those outputs that malloc takes from the kernel afresh each time."""
     for x in fresh:

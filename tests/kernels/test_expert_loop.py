@@ -281,7 +281,7 @@ def test_compiled(steps):
             torch.testing.assert_close(a, b)
 
 
-def test_group_sizes_that_lie(steps):
+def test_group_sizes_that_lie(steps, no_debug):
     """Sizes past the rows there are, and negative ones, are clamped: nothing else is read or written."""
     i = make(torch.tensor([[0, 1], [1, 2], [2, 0]]), E=3)
     want = run(i)

@@ -232,8 +232,18 @@ def test_bad_input_is_named(change, kind, message):
         gmm(**{**good, **change})
 
 
+def test_bad_outputs_are_named():
+    x, y, sizes = torch.zeros(5, 4), torch.zeros(5, 3), torch.tensor([2, 3])
+    with pytest.raises(ValueError, match="out is expanded: its elements must not share memory"):
+        tgmm_accumulate(torch.zeros(1, 4, 3).expand(2, -1, -1), x, y, sizes)
+    with pytest.raises(ValueError, match=r"out must be floating \(G, K, N\) = \(2, 4, 3\)"):
+        tgmm_accumulate(torch.zeros(2, 3, 4), x, y, sizes)
+
+
 def test_bad_rows_are_named():
     x, y, sizes = torch.zeros(5, 4), torch.zeros(6, 3), torch.tensor([2, 3])
+    with pytest.raises(TypeError, match="scale must be a tensor or None, not list"):
+        group_sum(x, sizes, scale=[1.0] * 5)
     with pytest.raises(ValueError, match=r"x is \(5, K\) but it takes 6 rows"):
         tgmm(x, y, sizes)
     with pytest.raises(ValueError, match=r"order is \(4,\) but there are 6 rows"):
@@ -242,8 +252,6 @@ def test_bad_rows_are_named():
         tgmm(x[:2], y[:5], sizes, torch.arange(5), 2)
     with pytest.raises(ValueError, match="out must be floating"):
         tgmm_accumulate(torch.zeros(2, 4, 4), x, y[:5], sizes)
-    with pytest.raises(TypeError, match="scale must be a tensor or None, not list"):
-        group_sum(x, sizes, scale=[1.0] * 5)
 
 
 def test_tgmm_says_that_it_has_no_gradient(device):
