@@ -292,6 +292,20 @@ BAD = {
         ValueError,
         "interleaved=True, but relu has no gate",
     ),
+    "bias list": (dict(down_bias=[1.0]), TypeError, "down_bias must be a tensor, not list"),
+    "x list": (dict(x=[1.0]), TypeError, "x must be a tensor, not list"),
+    "weights list": (dict(routing_weights=[1.0]), TypeError, "routing_weights must be a tensor, not list"),
+    "no plan": (dict(plan=None), TypeError, "plan must be order, rank and group_sizes, not NoneType"),
+    "sizes list": (
+        dict(plan=(torch.zeros(26).int(), torch.zeros(13, 2).int(), [26])),
+        TypeError,
+        "group_sizes must be a tensor, not list",
+    ),
+    "no choices": (
+        dict(plan=(torch.zeros(0).int(), torch.zeros(13, 0).int(), torch.zeros(5).int())),
+        ValueError,
+        "k must be at least 1, not 0",
+    ),
     "plan": (dict(plan=(torch.zeros(26), torch.zeros(13, 2))), ValueError, "but it has 2 parts"),
     "rank": (dict(x=torch.zeros(20)), ValueError, r"x must be \(T, H\)"),
 }
