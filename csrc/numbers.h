@@ -104,7 +104,7 @@ struct Relu {
   static ALWAYS_INLINE float value(float x) { return x < 0 ? 0.0f : x; }
   static ALWAYS_INLINE void both(float x, float& value, float& slope) {
     value = x < 0 ? 0.0f : x;
-    slope = x > 0 ? 1.0f : 0.0f;
+    slope = x <= 0 ? 0.0f : 1.0f;
   }
 };
 

@@ -7,12 +7,15 @@ An op has one schema, one reference in plain torch, and any number of implementa
 
 import contextlib
 import logging
+import numbers
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
 
-from .config import interpret, settings
+from .config import CHOICES, interpret, settings
 
 log = logging.getLogger("moe_aiter")
 log.setLevel(settings.log_level)
@@ -21,6 +24,14 @@ LIB = torch.library.Library("moe_aiter", "DEF")
 ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs the reference
     "cuda": ("hopper", "triton", "torch"),
     "cpu": ("triton", "host", "torch") if interpret else ("host", "torch"),
+}
+INTEGERS = (int, torch.SymInt, numbers.Integral)
+KINDS = {  # in a schema -> in Python, and in words
+    "Tensor": (Tensor, "a tensor"),
+    "Optional[Tensor]": ((Tensor, type(None)), "a tensor or None"),
+    "int": (INTEGERS, "an int"),
+    "bool": ((int, torch.SymBool), "a bool"),
+    "str": (str, "a str"),
 }
 IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
 
@@ -31,15 +42,23 @@ _forced = settings.backend
 def use(backend: str):
     """Force one backend inside the block: `with use("torch"): ...`.  For tests and debugging.
 
+    Raises ValueError unless it is auto, hopper, triton, host or torch.
+
     Process-wide, not a ContextVar: autograd runs CUDA gradients on threads of its own, which would
     not see a context variable.
     """
     global _forced
+    check_backend(backend)
     before, _forced = _forced, backend
     try:
         yield
     finally:
         _forced = before
+
+
+def check_backend(backend: str, known: tuple[str, ...] = CHOICES["backend"]) -> None:
+    if backend not in known:
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(known)}")
 
 
 def takes(*dtypes: torch.dtype):
@@ -53,7 +72,7 @@ def takes(*dtypes: torch.dtype):
 
 
 def pick(name: str, x: Tensor, *rest) -> Callable:
-    """The forced backend, else the first in ORDER that takes the inputs.  A forced backend never falls back.
+    """The forced backend, which never falls back, or the first in ORDER that takes the inputs.
 
     An op that is nothing but torch has no other backend to force.  Under "hopper" an op without a Hopper kernel
     runs that of any GPU.
@@ -85,6 +104,7 @@ def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | N
     """
     if op not in IMPLS:
         raise ValueError(f"unknown op {op!r}; known: {sorted(IMPLS)}")
+    check_backend(backend, CHOICES["backend"][1:])  # "auto" has no implementation
 
     def add(fn):
         if takes is not None:
@@ -134,15 +154,25 @@ def define_op(
 
 
 def define_inplace_op(
-    schema: str, *, check: Callable, reference: Callable, **impls: Callable | None
+    schema: str,
+    *,
+    check: Callable,
+    reference: Callable,
+    check_values: Callable | None = None,
+    **impls: Callable | None,
 ) -> Callable:
-    """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient."""
+    """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
+
+    `check` raises for bad inputs; the rest is as for `define_op`.
+    """
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference
 
     def run(out, x, *rest):
         check(out, x, *rest)
+        if settings.debug and check_values is not None:
+            check_values(out, x, *rest)
         if out.numel():
             with torch.cuda.device_of(out), no_autocast(out):
                 pick(name, x, *rest)(out, x, *rest)
@@ -153,14 +183,40 @@ def define_inplace_op(
 def register(
     schema: str, run: Callable, fake: Callable, backward: Callable | None, save: Callable | None
 ) -> Callable:
-    """Tell torch about an op: its implementation on every device, its fake and its gradient."""
+    """Tell torch about an op: its implementation on every device, its fake and its gradient.
+
+    Returns a function that calls it, after a look for what torch would pass over or refuse obscurely.
+    """
     name = schema.partition("(")[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_aiter::{name}", fake, lib=LIB)
     if backward is not None:
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
-    return getattr(torch.ops.moe_aiter, name).default
+    op = getattr(torch.ops.moe_aiter, name).default
+    arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
+
+    def call(*inputs):
+        if not torch.compiler.is_compiling():
+            for (argument, kind, words), given in zip(arguments, inputs, strict=True):
+                if not isinstance(given, kind):
+                    raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
+            check_transforms(name, inputs)
+        return op(*inputs)
+
+    return call
+
+
+def check_transforms(name: str, inputs: tuple) -> None:
+    """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
+        forward_ad._current_level >= 0
+        and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
+    ):
+        raise NotImplementedError(
+            f"moe_aiter::{name} has gradients by torch.autograd only, not by forward-mode AD or torch.func"
+        )
 
 
 def refuse(name: str) -> Callable:

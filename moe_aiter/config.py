@@ -17,10 +17,10 @@ class Settings:
     """Each field is set by `MOE_AITER_<FIELD>`; an unknown `MOE_AITER_*` variable is an error."""
 
     backend: str = "auto"  # force one implementation everywhere: hopper, triton, host or torch
-    debug: bool = False  # check values (expert ids, group sizes) and NaN-fill outputs; synchronises
+    debug: bool = False  # check values (expert ids, plans) and NaN-fill outputs; synchronises
     log_level: str = "WARNING"  # of the `moe_aiter` logger
     matmul_precision: str = "ieee"  # float32 products in Triton kernels: ieee, or tf32 on tensor cores
-    num_threads: int = 0  # threads of the C++ extension; 0 follows torch.get_num_threads()
+    num_threads: int = 0  # threads of the C++ extension, at most torch.get_num_threads(); 0: as many
 
     @classmethod
     def from_env(cls, env: typing.Mapping[str, str] = os.environ) -> "Settings":

@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from moe_aiter import MoE, backend
 from moe_aiter.backend import IMPLS, ORDER, define_op, pick, register_kernel, takes, use
@@ -99,13 +100,51 @@ def test_forced_never_falls_back():
         assert pick(NAME, torch.ones(2)) is IMPLS[NAME]["torch"]
 
 
-@pytest.mark.parametrize("forced", ["triton", "nonsense"])
-def test_forcing_what_is_not_there_names_what_is(forced):
+def test_forcing_what_is_not_there_names_what_is():
     with (
-        use(forced),
-        pytest.raises(LookupError, match=rf"no {forced} backend .*; it has \['host', 'torch'\]"),
+        use("triton"),
+        pytest.raises(LookupError, match=r"no triton backend .*; it has \['host', 'torch'\]"),
     ):
         half_op(torch.ones(2))
+
+
+def test_an_unknown_backend_is_refused_at_once():
+    with pytest.raises(
+        ValueError, match="unknown backend 'nonsense'; known: auto, hopper, triton, host, torch"
+    ):
+        use("nonsense").__enter__()
+    assert backend._forced != "nonsense"
+    with pytest.raises(ValueError, match="unknown backend 'mine'; known: hopper, triton, host, torch"):
+        register_kernel(op=NAME, backend="mine")  # nothing would ever pick it
+
+
+def forward_mode(fn, x):
+    with forward_ad.dual_level():
+        return fn(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+TRANSFORMS = {
+    "forward mode": forward_mode,
+    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (torch.ones_like(x),)),
+    "jvp of vmap": lambda fn, x: torch.func.jvp(torch.func.vmap(fn), (x,), (torch.ones_like(x),)),
+    "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_other_derivatives_are_refused(transform):
+    """torch itself would drop the tangents in forward mode, and give zeros."""
+    with pytest.raises(NotImplementedError, match=f"{NAME} has gradients by torch.autograd only"):
+        transform(half_op, torch.ones(2, 3))
+
+
+def test_other_tensors_may_have_tangents():
+    x = torch.ones(3)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        assert torch.equal(half_op(x), x / 2)
+        assert torch.equal(forward_ad.unpack_dual(dual * half_op(x)).tangent, x / 2)
+    assert torch.equal(torch.func.vmap(half_op)(x[None]), x[None] / 2)
 
 
 def test_a_backend_of_another_device_is_not_picked(impls):

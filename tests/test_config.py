@@ -36,7 +36,11 @@ def test_switches(text, value):
     [
         ("MOE_AITER_DEBUG", "yes", "MOE_AITER_DEBUG is 'yes'; it takes 0 or 1"),
         ("MOE_AITER_NUM_THREADS", "-1", "MOE_AITER_NUM_THREADS is '-1'; it takes a whole number"),
-        ("MOE_AITER_BACKEND", "cuda", "MOE_AITER_BACKEND is 'cuda'; it takes auto, triton, host, torch"),
+        (
+            "MOE_AITER_BACKEND",
+            "cuda",
+            "MOE_AITER_BACKEND is 'cuda'; it takes auto, hopper, triton, host, torch",
+        ),
         ("MOE_AITER_LOG_LEVEL", "loud", "MOE_AITER_LOG_LEVEL is 'loud'; it takes DEBUG"),
         ("MOE_AITER_DEBGU", "1", r"unknown setting \['debgu'\]; known: .*'debug'"),
     ],

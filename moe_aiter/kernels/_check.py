@@ -3,14 +3,28 @@
 import torch
 from torch import Tensor
 
+from ..backend import INTEGERS
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
 
 
+def check_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+
+
+def check_plan(plan: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Raise unless `plan` has the three parts of a RoutePlan, which need not be one."""
+    if not isinstance(plan, (tuple, list)):
+        raise TypeError(f"plan must be order, rank and group_sizes, not {type(plan).__name__}")
+    if len(plan) != 3:
+        raise ValueError(f"plan must be order, rank and group_sizes, but it has {len(plan)} parts")
+
+
 def check_shape(name: str, x: Tensor, *axes: str) -> None:
     """Raise unless `x` is a tensor with as many dimensions as there are axis names."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor ({', '.join(axes)}), not {type(x).__name__}")
+    check_tensor(name, x)
     if x.dim() != len(axes):
         raise ValueError(f"{name} must be ({', '.join(axes)}), but it has shape {tuple(x.shape)}")
 
@@ -19,6 +33,15 @@ def check_size(what: str, size: int, other: str, expected: int) -> None:
     """Raise unless two sizes agree, naming both: `x is (M, K=64) but w is (G, K=32, N)`."""
     if size != expected:
         raise ValueError(f"{what.format(size)} but {other.format(expected)}")
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise unless every size is a whole number of at least 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, INTEGERS):
+            raise TypeError(f"{name} must be an int, not {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, not {size}")
 
 
 def check_float(**tensors: Tensor | None) -> None:
@@ -36,6 +59,12 @@ def check_index(**tensors: Tensor) -> None:
     for name, t in tensors.items():
         if t.dtype not in INDICES:
             raise TypeError(f"{name} must be int32 or int64, not {t.dtype}")
+
+
+def check_own_memory(name: str, x: Tensor) -> None:
+    """Raise for an expanded tensor, in which nothing can be added up."""
+    if 0 in x.stride() and x.numel():
+        raise ValueError(f"{name} is expanded: its elements must not share memory")
 
 
 def check_device(**tensors: Tensor | None) -> None:

@@ -4,7 +4,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ._check import check_device, check_float, check_index, check_shape, check_size
+from ._check import (
+    check_device,
+    check_float,
+    check_index,
+    check_own_memory,
+    check_shape,
+    check_size,
+    check_sizes,
+    check_tensor,
+)
+from ._groups import check_plan_values
 from .activations import get_activation
 
 
@@ -40,6 +50,12 @@ def check_experts(i: ExpertInputs) -> None:
     check_kinds(i)
 
 
+def check_expert_values(*inputs) -> None:
+    """Raise ValueError for a plan that contradicts itself; this synchronises."""
+    i = ExpertInputs(*inputs)
+    check_plan_values(i.order.shape[0], i.group_sizes, i.order, i.rank)
+
+
 def check_shapes(i: ExpertInputs) -> None:
     for name, axes in (("x", "T H"), ("gate_up", "E parts*I H"), ("down", "E H I"), ("order", "R"),
                        ("rank", "T k"), ("routing_weights", "T k"), ("group_sizes", "E")):  # fmt: skip
@@ -55,6 +71,7 @@ def check_shapes(i: ExpertInputs) -> None:
         f"{i.activation} and down ask for {{}}",
         parts * i.down.shape[2],
     )
+    check_sizes(k=i.rank.shape[1])
     check_size("x is (T={}, H)", T, "rank is (T={}, k)", i.rank.shape[0])
     check_size("order is (R={},)", i.order.shape[0], "rank (T, k) holds {} choices", i.rank.numel())
     for name, shape in (
@@ -65,7 +82,10 @@ def check_shapes(i: ExpertInputs) -> None:
         ("down_main_grad", i.down.shape),
     ):
         given = getattr(i, name)
-        if given is not None and given.shape != shape:
+        if given is None:
+            continue
+        check_tensor(name, given)
+        if given.shape != shape:
             raise ValueError(f"{name} is {tuple(given.shape)} but must be {tuple(shape)}")
 
 
@@ -75,10 +95,11 @@ def check_kinds(i: ExpertInputs) -> None:
         raise ValueError(f"interleaved=True, but {i.activation} has no gate")
     for name in ("gate_up_main_grad", "down_main_grad"):
         main_grad = getattr(i, name)
-        if main_grad is not None and not main_grad.is_floating_point():
+        if main_grad is None:
+            continue
+        if not main_grad.is_floating_point():
             raise TypeError(f"{name} must be floating, not {main_grad.dtype}")
-        if main_grad is not None and 0 in main_grad.stride() and main_grad.numel():
-            raise ValueError(f"{name} is expanded: its elements must not share memory")
+        check_own_memory(name, main_grad)
     for name in ("routing_weights", "gate_up_bias", "down_bias"):
         if getattr(i, name) is not None:
             check_float(**{name: getattr(i, name)})

@@ -49,8 +49,27 @@ def check_groups(group_sizes: Tensor, x: Tensor, **others: Tensor | None) -> Non
     check_device(x=x, group_sizes=group_sizes, **others)
 
 
-def check_group_sizes(group_sizes: Tensor, rows: int) -> None:
-    """Raise for sizes that are negative or sum to more than the rows there are; this synchronises."""
-    sizes = group_sizes.tolist()
-    if min(sizes, default=0) < 0 or sum(sizes) > rows:
-        raise ValueError(f"group_sizes {sizes} must not be negative nor sum to more than {rows} rows")
+def check_plan_values(
+    rows: int, group_sizes: Tensor | None = None, order: Tensor | None = None, rank: Tensor | None = None
+) -> None:
+    """Raise unless what is given of a plan for so many rows fits together; this synchronises.
+
+    Group sizes are not negative, sum to `rows` at most and count no dropped row; order and rank stay below
+    `rows` and are inverse.
+    """
+    for name, t in (("order", order), ("rank", rank)):
+        if t is not None and t.numel() and t.max() >= rows:
+            raise ValueError(f"{name} holds {int(t.max())} but there are {rows} rows")
+    if group_sizes is not None:
+        sizes = group_sizes.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) > rows:
+            raise ValueError(f"group_sizes {sizes} must not be negative nor sum to more than {rows} rows")
+        if order is not None and (order[: sum(sizes)] < 0).any():
+            raise ValueError(f"order drops a row that group_sizes {sizes} count")
+    if order is not None and rank is not None:
+        choices = (rank.flatten() >= 0).nonzero().flatten()
+        held = order[rank.flatten()[choices].long()]
+        if len(choices) != (order >= 0).sum() or not torch.equal(held.long(), choices):
+            raise ValueError(
+                "rank is not the inverse of order: rank[t, j] is the row r where order[r] is t*k + j"
+            )

@@ -54,6 +54,16 @@ def array(x: Tensor | None) -> np.ndarray | None:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
+def indices(x: Tensor) -> np.ndarray:
+    """`array` of indices, as int32."""
+    return array(saturated(x))
+
+
+def saturated(x: Tensor) -> Tensor:
+    """Indices as int32.  One that does not fit stays out of range, and a negative one negative."""
+    return x if x.dtype == torch.int32 else x.clamp(-1, torch.iinfo(torch.int32).max).int()
+
+
 def use_huge_pages(*fresh: Tensor) -> None:
     """Ask for huge pages for those outputs that malloc takes from the kernel afresh each time."""
     for x in fresh:
@@ -62,4 +72,6 @@ def use_huge_pages(*fresh: Tensor) -> None:
 
 
 def num_threads() -> int:
-    return settings.num_threads or torch.get_num_threads()
+    """Never more than torch would use: a forked child, which must not wake threads, need only tell torch."""
+    torch_threads = torch.get_num_threads()
+    return min(settings.num_threads or torch_threads, torch_threads)

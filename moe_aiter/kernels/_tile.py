@@ -95,6 +95,11 @@ def halves(x):
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
+def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Contiguous: kernels are not given the strides of a plan, which is small."""
+    return [t if t is None else t.contiguous() for t in plan]
+
+
 def row_tiles(M: int, G: int, block_m: int) -> int:
     """An upper bound on the row tiles of G groups and the rows past them, known without the group sizes."""
     return triton.cdiv(M, block_m) + G

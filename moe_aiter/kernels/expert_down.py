@@ -18,8 +18,8 @@ from .. import tuning
 from ..backend import define_op, takes
 from . import hopper
 from ._check import check_device, check_float, check_shape, check_size
-from ._groups import check_groups, sum_dtype, take_rows, wide
-from ._tile import TILE_DTYPES, halves, locate, multiply, row_tiles, swizzle, tile_options
+from ._groups import check_groups, check_plan_values, sum_dtype, take_rows, wide
+from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import tl, triton
 from .activations import get_activation
 from .glu import glu_backward_reference, glu_reference
@@ -99,7 +99,7 @@ def expert_down_grad_kernel(
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     live = (m < row_end) & (group < G)  # rows past the last group become zeros
-    choice = tl.load(order_ptr + m, mask=live, other=0)
+    choice = tl.maximum(tl.load(order_ptr + m, mask=live, other=0), 0)
 
     dout_ptrs = (
         dout_ptr + (choice // top_k).to(tl.int64)[:, None] * dout_stride_t + k[None, :] * dout_stride_k
@@ -274,7 +274,7 @@ def launch_expert_down_grad(
 ):
     dz, a, ds = out
     (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
-    s = routing_weights.float().contiguous()
+    s, order, rank, group_sizes = dense(routing_weights.float(), order, rank, group_sizes)
     config = tuning.lookup("down_grad", dout.dtype, R, N, K, E)
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), triton.cdiv(N, config.block_n)
     parts = torch.empty(tiles_n, R, dtype=torch.float32, device=dout.device)
@@ -292,7 +292,7 @@ def sum_parts(parts: Tensor, rank: Tensor, out: Tensor) -> None:
     """out[t, j] = the sum of column rank[t, j] of `parts` (P, R); 0 for a dropped choice."""
     block, (P, R) = 256, parts.shape
     sum_parts_kernel[(triton.cdiv(rank.numel(), block),)](
-        parts, rank, out, P, R, rank.numel(), BLOCK=block, num_warps=4
+        parts, rank.contiguous(), out, P, R, rank.numel(), BLOCK=block, num_warps=4
     )
 
 
@@ -330,6 +330,9 @@ expert_down_op = define_op(
     "expert_down(Tensor a, Tensor z, Tensor down, Tensor? bias, Tensor routing_weights, Tensor order, "
     "Tensor rank, Tensor group_sizes, str activation, bool interleaved, Tensor? main_grad) -> Tensor",
     new=new_expert_down,
+    check_values=lambda a, z, down, bias, routing_weights, order, rank, group_sizes, *_: check_plan_values(
+        len(order), group_sizes, order, rank
+    ),
     reference=expert_down_reference,
     triton=launch_expert_down,
     backward=backward_expert_down,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..backend import define_op, takes
 from ._check import check_float
-from ._expert_inputs import ExpertInputs, check_experts
+from ._expert_inputs import ExpertInputs, check_expert_values, check_experts
 from ._groups import sum_dtype, take_rows, wide
-from ._host import HOST_DTYPES, check_built, host
+from ._host import HOST_DTYPES, check_built, host, saturated
 from ._loop import Block, InOrder, Scratch, WeightGradient, blocks, num_z_rows
 from ._loop_steps import HostSteps, TorchSteps, linear
 from .activations import get_activation
@@ -54,7 +54,7 @@ class Loop:
 
     def __init__(self, steps_class: type, i: ExpertInputs):
         self.i, self.steps = i, steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
-        self.x, self.order = map(self.steps.view, (i.x.contiguous(), i.order.int()))
+        self.x, self.order = map(self.steps.view, (i.x.contiguous(), saturated(i.order)))
         self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
         self.width, self.channels, self.hidden = i.gate_up.shape[1], i.down.shape[2], i.x.shape[1]
         biases = (per_expert(bias, i.x, len(self.down)) for bias in (i.gate_up_bias, i.down_bias))
@@ -263,6 +263,7 @@ ARGUMENTS = (
 expert_loop_op = define_op(
     f"expert_loop({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad) -> (Tensor, Tensor)",
     new=new_expert_loop,
+    check_values=check_expert_values,
     reference=expert_loop_reference,
     torch=launcher(ForwardLoop, TorchSteps),
     host=host(takes(*HOST_DTYPES)(launcher(ForwardLoop, HostSteps))),

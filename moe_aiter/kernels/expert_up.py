@@ -15,8 +15,8 @@ from .. import tuning
 from ..backend import define_op, takes
 from . import hopper
 from ._check import check_float, check_shape, check_size
-from ._groups import check_groups, take_rows
-from ._tile import TILE_DTYPES, halves, locate, multiply, row_tiles, swizzle, tile_options
+from ._groups import check_groups, check_plan_values, take_rows
+from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import tl, triton
 from .activations import get_activation
 from .gmm import gmm_op, gmm_reference
@@ -171,6 +171,7 @@ def launch_expert_up(
 ):
     z, a = out
     (R, N), (E, _, K) = a.shape, gate_up.shape
+    order, group_sizes = dense(order, group_sizes)
     act = get_activation(activation)
     config = tuning.lookup("up", x.dtype, R, act.parts * N, K, E)
     tiles_m = row_tiles(R, E, config.block_m)
@@ -213,6 +214,9 @@ expert_up_op = define_op(
     "expert_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
     "str activation, bool interleaved, bool save_z, Tensor? main_grad) -> (Tensor, Tensor)",
     new=new_expert_up,
+    check_values=lambda x, gate_up, bias, order, rank, group_sizes, *_: check_plan_values(
+        len(order), group_sizes, order, rank
+    ),
     reference=expert_up_reference,
     triton=launch_expert_up,
     hopper=hopper.launch_expert_up,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backend import IMPLS, pick
+from ._check import check_plan
 from ._expert_inputs import ExpertInputs, check_experts
 from ._tile import TILE_DTYPES
 from .expert_down import expert_down_op
@@ -76,13 +77,15 @@ def expert_mlp(
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, z (R, 2I) and the routing.
 
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
+    ValueError for a plan that contradicts itself.
     Source: the formula of Shazeer et al. 2017, arXiv 1701.06538; data flow as in SonicMoE, arXiv 2512.14080.
     """
-    if len(plan) != 3:
-        raise ValueError(f"plan must be order, rank and group_sizes, but it has {len(plan)} parts")
+    check_plan(plan)
     differentiable = x, gate_up, gate_up_bias, down, down_bias, routing_weights
-    save_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    save_z = torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in differentiable
+    )
     main_grads = gate_up_main_grad, down_main_grad
     inputs = ExpertInputs(*differentiable, *plan, activation, interleaved, save_z, *main_grads)
     check_experts(inputs)

@@ -11,7 +11,7 @@ from .. import tuning
 from ..backend import define_op, takes
 from . import hopper
 from ._check import check_float, check_shape, check_size
-from ._groups import check_group_sizes, check_groups, split_groups
+from ._groups import check_groups, check_plan_values, split_groups
 from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import tl, triton
 from .tgmm import group_sum, weight_gradient
@@ -100,7 +100,7 @@ def launch_gmm(out, x, w, group_sizes, bias):
     config = tuning.lookup("gmm", x.dtype, M, N, K, G)
     tiles_m = row_tiles(M, G, config.block_m)
     gmm_kernel[(tiles_m * triton.cdiv(N, config.block_n),)](
-        x, w, bias, out, group_sizes, M, N, K, G, tiles_m,
+        x, w, bias, out, group_sizes.contiguous(), M, N, K, G, tiles_m,
         x.stride(), w.stride(), (0, 0) if bias is None else bias.stride(),
         BLOCK_G=triton.next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
@@ -131,7 +131,7 @@ gmm_op = define_op(
     "gmm(Tensor x, Tensor w, Tensor group_sizes, Tensor? bias) -> Tensor",
     new=new_gmm,
     reference=gmm_reference,
-    check_values=lambda x, w, group_sizes, bias: check_group_sizes(group_sizes, x.shape[0]),
+    check_values=lambda x, w, group_sizes, bias: check_plan_values(len(x), group_sizes),
     triton=launch_gmm,
     hopper=hopper.launch_gmm,
     backward=backward_gmm,
@@ -151,7 +151,6 @@ def gmm(x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None = None) -
     any strides; both have gradients, as `bias` has.  Sums are kept in float32.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
-    ValueError for group sizes that are negative or do not sum to M.
+    ValueError for group sizes that are negative or sum to more than M.
     """
-    check_shape("x", x, "M", "K")
     return gmm_op(x, w, group_sizes, bias)

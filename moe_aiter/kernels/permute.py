@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..backend import define_op, takes
 from ._check import check_device, check_float, check_index, check_shape, check_size
-from ._groups import sum_dtype, wide
-from ._host import HOST_DTYPES, array, ext, host, num_threads
+from ._groups import check_plan_values, sum_dtype, wide
+from ._host import HOST_DTYPES, array, ext, host, indices, num_threads
 from ._triton import tl, triton
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -165,11 +165,9 @@ def check_plan(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor |
             raise ValueError("routing_weights is {} but rank is (T, k) = {}".format(*shapes))
 
 
-def check_plan_values(x, *rest) -> None:
-    order, rank = [t for t in rest if t is not None and not t.is_floating_point()]
-    for name, t in (("order", order), ("rank", rank)):
-        if t.numel() and t.max() >= t.numel():
-            raise ValueError(f"{name} holds {int(t.max())} but there are {t.numel()} rows")
+def check_values(*inputs) -> None:
+    order, rank = [t for t in inputs if t is not None and not t.is_floating_point()]
+    check_plan_values(len(order), order=order, rank=rank)
 
 
 def new_permute(x, order, rank, routing_weights):
@@ -229,18 +227,18 @@ def launch_row_dots(out, rows, x, order, rank):
 @takes(*HOST_DTYPES)
 def launch_permute_host(out, x, order, rank, routing_weights):
     weights = None if routing_weights is None else array(routing_weights.float())
-    ext.gather(array(x), array(order.int()), weights, array(out), rank.shape[1], num_threads())
+    ext.gather(array(x), indices(order), weights, array(out), rank.shape[1], num_threads())
 
 
 @takes(*HOST_DTYPES)
 def launch_unpermute_host(out, rows, order, rank, routing_weights):
     weights = None if routing_weights is None else array(routing_weights.float())
-    ext.unpermute(array(rows), array(rank.int()), weights, array(out), num_threads())
+    ext.unpermute(array(rows), indices(rank), weights, array(out), num_threads())
 
 
 @takes(*HOST_DTYPES)
 def launch_row_dots_host(out, rows, x, order, rank):
-    ext.row_dots(array(rows), array(x), array(rank.int()), array(out), num_threads())
+    ext.row_dots(array(rows), array(x), indices(rank), array(out), num_threads())
 
 
 # op
@@ -287,7 +285,7 @@ def backward_row_dots(ctx, ddots):
 permute_op = define_op(
     "permute(Tensor x, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
     new=new_permute,
-    check_values=check_plan_values,
+    check_values=check_values,
     reference=permute_reference,
     triton=launch_permute,
     host=host(launch_permute_host),
@@ -297,7 +295,7 @@ permute_op = define_op(
 unpermute_op = define_op(
     "unpermute(Tensor rows, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
     new=new_unpermute,
-    check_values=check_plan_values,
+    check_values=check_values,
     reference=unpermute_reference,
     triton=launch_unpermute,
     host=host(launch_unpermute_host),
@@ -307,7 +305,7 @@ unpermute_op = define_op(
 row_dots_op = define_op(
     "row_dots(Tensor rows, Tensor x, Tensor order, Tensor rank) -> Tensor",
     new=new_row_dots,
-    check_values=check_plan_values,
+    check_values=check_values,
     reference=row_dots_reference,
     triton=launch_row_dots,
     host=host(launch_row_dots_host),
@@ -326,7 +324,7 @@ def permute(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | No
     of its choice.  Differentiable in `x` and `routing_weights`; strides are free.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
-    ValueError for an index of R or more.
+    ValueError for an index of R or more, and for an `order` and a `rank` that are not inverse.
     """
     return permute_op(x, order, rank, routing_weights)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backend import define_op
-from ._check import check_index, check_shape
+from ._check import check_index, check_shape, check_sizes
 from ._host import array, check_built, ext, host
 from ._triton import tl, triton
 
@@ -135,8 +135,7 @@ def place_kernel(
 def new_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     check_shape("expert_ids", expert_ids, "T", "k")
     check_index(expert_ids=expert_ids)
-    if num_experts < 1:
-        raise ValueError(f"num_experts must be at least 1, not {num_experts}")
+    check_sizes(num_experts=num_experts)
     if expert_ids.shape[1] < 1:
         raise ValueError(f"expert_ids is (T, k={expert_ids.shape[1]}); k must be at least 1")
     check_built(expert_ids)

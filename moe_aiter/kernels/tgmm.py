@@ -13,9 +13,9 @@ from torch import Tensor
 from .. import tuning
 from ..backend import define_inplace_op, define_op, takes
 from . import hopper
-from ._check import check_device, check_float, check_shape
-from ._groups import check_groups, check_rows, split_groups, sum_dtype, take_rows, wide
-from ._tile import TILE_DTYPES, group_rows, halves, swizzle, tile_options
+from ._check import check_device, check_float, check_own_memory, check_shape
+from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
+from ._tile import TILE_DTYPES, dense, group_rows, halves, swizzle, tile_options
 from ._triton import tl, triton
 
 # reference
@@ -48,8 +48,8 @@ def group_sum_reference(y, group_sizes, order, top_k, scale):
 
 @triton.jit
 def load_source(order_ptr, m, end, TOP_K: tl.constexpr):
-    """The row to read for each of the rows m."""
-    return m if order_ptr is None else tl.load(order_ptr + m, mask=m < end, other=0) // TOP_K
+    """The row to read for each of the rows m; for a dropped row, which no group should count, the first."""
+    return m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0) // TOP_K
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def group_sum_kernel(
     for start in range(row, row_end, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         m_mask = m < row_end
-        choice = m if order_ptr is None else tl.load(order_ptr + m, mask=m_mask, other=0)
+        choice = m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m_mask, other=0), 0)
         y_ptrs = y_ptr + (choice // top_k).to(tl.int64)[:, None] * y_strides[0] + n[None, :] * y_strides[1]
         y = tl.load(y_ptrs, mask=m_mask[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
         if scale_ptr is not None:
@@ -185,6 +185,10 @@ def new_tgmm(x, y, group_sizes, order, top_k, columns_first):
     return x.new_empty(G, N, K) if columns_first else x.new_empty(G, K, N)
 
 
+def check_tgmm_values(x, y, group_sizes, order, *_):
+    check_plan_values(len(y), group_sizes, order)
+
+
 def check_tgmm_accumulate(out, x, y, group_sizes, order, top_k):
     expected = new_tgmm(x, y, group_sizes, order, top_k, False).shape
     if out.shape != expected or not out.is_floating_point():
@@ -192,6 +196,7 @@ def check_tgmm_accumulate(out, x, y, group_sizes, order, top_k):
             f"out must be floating (G, K, N) = {tuple(expected)}, but it is {out.dtype} {tuple(out.shape)}"
         )
     check_device(x=x, out=out)
+    check_own_memory("out", out)
 
 
 def new_group_sum(y, group_sizes, order, top_k, scale):
@@ -210,6 +215,7 @@ def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=
     out = out.mT if columns_first else out
     G, K, N = out.shape
     M = y.shape[0]
+    order, group_sizes = dense(order, group_sizes)
     # the pipeline spends stages on the indices, so gathering has rows of its own
     config = tuning.lookup("tgmm" if order is None else "tgmm_gather", x.dtype, M, N, K, G)
     tgmm_kernel[(G * triton.cdiv(K, config.block_m) * triton.cdiv(N, config.block_n),)](
@@ -227,6 +233,7 @@ def launch_tgmm_accumulate(out, x, y, group_sizes, order, top_k):
 def launch_group_sum(out, y, group_sizes, order, top_k, scale):
     G, N = out.shape
     M = y.shape[0] if order is None else order.shape[0]
+    order, group_sizes = dense(order, group_sizes)
     block_n = 64
     group_sum_kernel[(G, triton.cdiv(N, block_n))](
         y, order, scale, out, group_sizes, M, N, G, top_k, y.stride(),
@@ -240,6 +247,7 @@ def launch_group_sum(out, y, group_sizes, order, top_k, scale):
 tgmm_op = define_op(
     "tgmm(Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, bool columns_first) -> Tensor",
     new=new_tgmm,
+    check_values=check_tgmm_values,
     reference=tgmm_reference,
     triton=launch_tgmm,
     hopper=hopper.launch_tgmm,
@@ -247,6 +255,7 @@ tgmm_op = define_op(
 tgmm_accumulate_op = define_inplace_op(
     "tgmm_accumulate(Tensor(a!) out, Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k) -> ()",
     check=check_tgmm_accumulate,
+    check_values=lambda out, *inputs: check_tgmm_values(*inputs),
     reference=tgmm_accumulate_reference,
     triton=launch_tgmm_accumulate,
     hopper=hopper.launch_tgmm_accumulate,
@@ -254,6 +263,9 @@ tgmm_accumulate_op = define_inplace_op(
 group_sum_op = define_op(
     "group_sum(Tensor y, Tensor group_sizes, Tensor? order, int top_k, Tensor? scale) -> Tensor",
     new=new_group_sum,
+    check_values=lambda y, group_sizes, order, *_: check_plan_values(
+        len(y if order is None else order), group_sizes, order
+    ),
     reference=group_sum_reference,
     triton=launch_group_sum,
 )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..kernels._check import check_sizes, check_tensor
 from ..kernels.activations import get_activation
 from ..kernels.experts import expert_mlp
 from ..routing.plan import RoutePlan
@@ -40,9 +41,7 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, size in (("num_experts", num_experts), ("hidden", hidden), ("intermediate", intermediate)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}")
+        check_sizes(num_experts=num_experts, hidden=hidden, intermediate=intermediate)
         act = get_activation(activation)
         if interleaved and not act.gated:
             raise ValueError(f"interleaved=True, but the activation {activation!r} has no gate to interleave")
@@ -71,6 +70,7 @@ class Experts(nn.Module):
         Returns (T, H) in the dtype of `x`, which must be that of the weights; under torch.autocast, in its
         dtype, as from nn.Linear.  Raises ValueError and TypeError as `expert_mlp` does.
         """
+        check_tensor("x", x)
         x, gate_up, down = cast_as_linear(x, self.gate_up, self.down)
         return expert_mlp(
             x,
@@ -95,7 +95,7 @@ class Experts(nn.Module):
 def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What torch.autocast, where it is on, would hand to nn.Linear: its dtype, but float64 stays float64."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

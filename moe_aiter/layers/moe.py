@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels._check import check_sizes, check_tensor
 from ..kernels.activations import get_activation
 from ..kernels.glu import glu
 from ..routing.losses import attach_loss, load_balance_loss, z_loss
@@ -97,6 +98,7 @@ class MoE(nn.Module):
         nn.Linear, and the router stays float32.  Raises ValueError if the last axis is not H, TypeError for
         dtypes that differ.
         """
+        check_tensor("x", x)
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
         tokens = x.reshape(-1, self.hidden)  # (T, H)
@@ -140,8 +142,7 @@ class SharedExpert(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if intermediate < 1:
-            raise ValueError(f"intermediate must be at least 1, not {intermediate}")
+        check_sizes(shared_intermediate=intermediate)
         self.activation, self.interleaved = activation, interleaved
         where = {"device": device, "dtype": dtype}
         width = get_activation(activation).parts * intermediate

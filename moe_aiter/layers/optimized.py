@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_float, check_shape, check_size
+from ..kernels._check import check_float, check_shape, check_size, check_sizes
 from ..kernels.activations import get_activation
 from ..kernels.experts import expert_mlp
 from ..routing.plan import make_plan
@@ -38,13 +38,7 @@ class OptimizedMoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, size in (
-            ("hidden_dim", hidden_dim),
-            ("num_experts", num_experts),
-            ("expert_dim", expert_dim),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}")
+        check_sizes(hidden_dim=hidden_dim, num_experts=num_experts, expert_dim=expert_dim)
         if device is None:
             device = torch.get_default_device()
             if device.type == "cpu" and torch.cuda.is_available():

@@ -6,7 +6,7 @@ One normalisation, whatever the score, k or number of tokens: the load-balance l
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_device, check_shape, check_size
+from ..kernels._check import check_device, check_shape, check_size, check_tensor
 from .plan import make_plan
 
 
@@ -78,8 +78,8 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     The result is a view, which autograd does not let you change in place.  Raises ValueError unless `loss`
     has no axes.
     """
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"loss must be a tensor, not {type(loss).__name__}")
+    check_tensor("x", x)
+    check_tensor("loss", loss)
     if loss.dim():
         raise ValueError(f"loss must be a scalar, but it has shape {tuple(loss.shape)}")
     return AttachLoss.apply(x, loss)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels import permute as rows
+from ..kernels._check import check_plan
 from ..kernels.sort import sort_by_expert
 
 
@@ -33,7 +34,8 @@ def permute(x: Tensor, plan: RoutePlan, routing_weights: Tensor | None = None) -
 
     Rows past sum(group_sizes) are zeros.  Differentiable in `x` and `routing_weights`.
     """
-    return rows.permute(x, plan.order, plan.rank, routing_weights)
+    check_plan(plan)
+    return rows.permute(x, *plan[:2], routing_weights)
 
 
 def unpermute(x: Tensor, plan: RoutePlan, routing_weights: Tensor | None = None) -> Tensor:
@@ -42,4 +44,5 @@ def unpermute(x: Tensor, plan: RoutePlan, routing_weights: Tensor | None = None)
     In float32, in the order j = 0..k-1, rounded once; a dropped choice adds nothing.
     Differentiable in `x` and `routing_weights`.
     """
-    return rows.unpermute(x, plan.order, plan.rank, routing_weights)
+    check_plan(plan)
+    return rows.unpermute(x, *plan[:2], routing_weights)

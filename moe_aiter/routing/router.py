@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backend import define_op
-from ..kernels._check import check_device, check_float, check_shape, check_size
+from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
 from ..kernels.topk import topk
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
@@ -44,10 +44,9 @@ def route(
     """
     check_score(score, renormalize)
     check_shape("logits", logits, "T", "E")
-    if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(
-            f"top_k is {top_k} but logits is (T, E={logits.shape[1]}); top_k must be from 1 to E"
-        )
+    check_sizes(top_k=top_k)
+    if top_k > logits.shape[1]:
+        raise ValueError(f"top_k is {top_k} but logits is (T, E={logits.shape[1]})")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(1)  # (T, E)
     if score == "topk_softmax" or (score == "softmax" and renormalize):
@@ -159,8 +158,9 @@ class Router(nn.Module):
     ):
         super().__init__()
         check_score(score, renormalize)
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k is {top_k} but num_experts is {num_experts}; top_k must be from 1 to it")
+        check_sizes(hidden=hidden, num_experts=num_experts, top_k=top_k)
+        if top_k > num_experts:
+            raise ValueError(f"top_k is {top_k} but num_experts is {num_experts}")
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels._check import check_tensor
+
 
 class LoadStatistics(NamedTuple):
     """Of one load, or of a batch of loads, one for each layer say.  All float32 but `idle`, no gradient."""
@@ -22,6 +24,7 @@ def load_statistics(group_sizes: Tensor) -> LoadStatistics:
 
     Without any token the load and all figures are 0, but every expert is idle.
     """
+    check_tensor("group_sizes", group_sizes)
     if group_sizes.dim() < 1 or not group_sizes.shape[-1]:
         raise ValueError(
             f"group_sizes must be (..., E) with E >= 1, but it has shape {tuple(group_sizes.shape)}"

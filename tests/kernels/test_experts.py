@@ -292,6 +292,20 @@ BAD = {
         ValueError,
         "interleaved=True, but relu has no gate",
     ),
+    "bias list": (dict(down_bias=[1.0]), TypeError, "down_bias must be a tensor, not list"),
+    "x list": (dict(x=[1.0]), TypeError, "x must be a tensor, not list"),
+    "weights list": (dict(routing_weights=[1.0]), TypeError, "routing_weights must be a tensor, not list"),
+    "no plan": (dict(plan=None), TypeError, "plan must be order, rank and group_sizes, not NoneType"),
+    "sizes list": (
+        dict(plan=(torch.zeros(26).int(), torch.zeros(13, 2).int(), [26])),
+        TypeError,
+        "group_sizes must be a tensor, not list",
+    ),
+    "no choices": (
+        dict(plan=(torch.zeros(0).int(), torch.zeros(13, 0).int(), torch.zeros(5).int())),
+        ValueError,
+        "k must be at least 1, not 0",
+    ),
     "plan": (dict(plan=(torch.zeros(26), torch.zeros(13, 2))), ValueError, "but it has 2 parts"),
     "rank": (dict(x=torch.zeros(20)), ValueError, r"x must be \(T, H\)"),
 }
@@ -307,7 +321,7 @@ def test_bad_input_is_named(change, kind, message):
 
 
 @pytest.mark.skipif(interpret, reason="of the CPU's own path")
-def test_a_counted_row_without_a_choice_is_an_error_not_a_stray_write():
+def test_a_counted_row_without_a_choice_is_an_error_not_a_stray_write(no_debug):
     """group_sizes that count the dropped rows: their order is -1."""
     x, gate_up, down, weights = (t.requires_grad_() for t in make("cpu", bias=False))
     plan = (

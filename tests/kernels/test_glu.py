@@ -60,6 +60,19 @@ def test_large_arguments(backend, device, activation):
     torch.testing.assert_close(glu_backward_op(torch.ones_like(z), z, activation, False), slopes.float())
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "relu2"])
+def test_no_end_differs_from_torch(backend, device, activation):
+    """Values and slopes at infinity, near it and at NaN, where torch's in float64 are the plain formula's."""
+    ends = [float("inf"), -float("inf"), 3e38, -3e38, 1e20, -1e20, float("nan")]
+    z = torch.tensor([ends], device=device).requires_grad_()
+    x = torch.tensor([ends], dtype=torch.float64, requires_grad=True)
+    fn = {"relu2": lambda x: torch.relu(x) ** 2}.get(activation) or getattr(torch.nn.functional, activation)
+    out, want = glu(z, activation), fn(x)
+    (slope,), (want_slope,) = torch.autograd.grad(out.sum(), z), torch.autograd.grad(want.sum(), x)
+    for got, expected in ((out, want), (slope, want_slope)):
+        torch.testing.assert_close(got.cpu(), expected.float(), equal_nan=True)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_nan_stays_nan(backend, device, kind):
     z = make(device, 3, 5, kind[0])
@@ -84,8 +97,9 @@ def test_gradcheck(kind):
 
 def test_opcheck(backend, device):
     z = make(device, 3, 4, "swiglu")
-    torch.library.opcheck(torch.ops.moe_aiter.glu.default, (z.clone().requires_grad_(), "swiglu", True))
-    torch.library.opcheck(glu_backward_op, (torch.randn(3, 4, device=device), z, "geglu", False))
+    ops = torch.ops.moe_aiter
+    torch.library.opcheck(ops.glu.default, (z.clone().requires_grad_(), "swiglu", True))
+    torch.library.opcheck(ops.glu_backward.default, (torch.randn(3, 4, device=device), z, "geglu", False))
 
 
 def test_errors():

@@ -214,7 +214,9 @@ BAD = {
     ),
     "bias shape": (dict(bias=torch.zeros(6)), ValueError, r"bias must be floating \(G=2, N=6\)"),
     "device": (dict(w=torch.zeros(2, 4, 6, device="meta")), ValueError, "x is on cpu but w is on meta"),
-    "not a tensor": (dict(x=[[1.0]]), TypeError, "x must be a tensor"),
+    "not a tensor": (dict(x=[[1.0]]), TypeError, "x must be a tensor, not list"),
+    "sizes are a list": (dict(group_sizes=[2, 3]), TypeError, "group_sizes must be a tensor, not list"),
+    "bias is a list": (dict(bias=[1.0]), TypeError, "bias must be a tensor or None, not list"),
 }
 
 
@@ -230,8 +232,18 @@ def test_bad_input_is_named(change, kind, message):
         gmm(**{**good, **change})
 
 
+def test_bad_outputs_are_named():
+    x, y, sizes = torch.zeros(5, 4), torch.zeros(5, 3), torch.tensor([2, 3])
+    with pytest.raises(ValueError, match="out is expanded: its elements must not share memory"):
+        tgmm_accumulate(torch.zeros(1, 4, 3).expand(2, -1, -1), x, y, sizes)
+    with pytest.raises(ValueError, match=r"out must be floating \(G, K, N\) = \(2, 4, 3\)"):
+        tgmm_accumulate(torch.zeros(2, 3, 4), x, y, sizes)
+
+
 def test_bad_rows_are_named():
     x, y, sizes = torch.zeros(5, 4), torch.zeros(6, 3), torch.tensor([2, 3])
+    with pytest.raises(TypeError, match="scale must be a tensor or None, not list"):
+        group_sum(x, sizes, scale=[1.0] * 5)
     with pytest.raises(ValueError, match=r"x is \(5, K\) but it takes 6 rows"):
         tgmm(x, y, sizes)
     with pytest.raises(ValueError, match=r"order is \(4,\) but there are 6 rows"):

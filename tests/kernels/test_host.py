@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_aiter.config import interpret
+from moe_aiter.config import Settings, interpret
 from moe_aiter.kernels import _host
 
 if interpret:
@@ -224,6 +224,38 @@ def run(script, *arguments, **environment):
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *(["-c", script] if script else []), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=REPOSITORY)
+
+
+@built
+@pytest.mark.parametrize(
+    "setting, torch_threads, expected", [(0, 2, 2), (1, 2, 1), (8, 2, 2), (10**12, 1, 1), (3, 1, 1)]
+)
+def test_the_number_of_threads(setting, torch_threads, expected, monkeypatch):
+    monkeypatch.setattr(_host, "settings", Settings(num_threads=setting))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
+    assert _host.num_threads() == expected
+
+
+FORK = """
+import os, signal, torch
+from moe_aiter import glu
+x = torch.ones(600, 512)
+glu(x, "silu")  # by threads, which a child has no share of
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    signal.alarm(20)  # ends a child that waits for them
+    torch.set_num_threads(1)
+    glu(x, "silu")
+    os._exit(0)
+"""
+
+
+@built
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_with_one_thread_does_not_wait_for_others():
+    done = run(FORK, OMP_NUM_THREADS="2", MOE_AITER_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_the_extension():

@@ -276,6 +276,7 @@ def test_errors(make, text):
         (lambda x, w, plan: (x[1:], w, plan), ValueError, "16"),
         (lambda x, w, plan: (x, w[:, 1:], plan), ValueError, r"routing_weights is \(17, 2\).* \(17, 3\)"),
         (lambda x, w, plan: (x, w.long(), plan), TypeError, "routing_weights must be float"),
+        (lambda x, w, plan: (x.tolist(), w, plan), TypeError, "x must be a tensor, not list"),
         (
             lambda x, w, plan: (x.double(), w, plan),
             TypeError,

@@ -217,6 +217,7 @@ def test_copies(device):
 def test_from_the_meta_device(device):
     moe = MoE(H, WIDTH, E, K, bias=True, shared_intermediate=7, shared_gate=True, device="meta")
     assert all(p.is_meta for p in moe.parameters())
+    assert moe(torch.zeros(2, T, H, device="meta")).shape == (2, T, H)
     moe.to_empty(device=device).reset_parameters()
     for p in moe.parameters():
         assert 0 < p.abs().max() <= 1
@@ -242,11 +243,29 @@ def test_casts(device):
         (lambda: build(shared_gate=True), "shared_gate=True, but shared_intermediate is 0"),
         (lambda: build(shared_intermediate=-3), "intermediate must be at least 1, not -3"),
         (lambda: build()(torch.zeros(3, 11)), r"x is \(3, 11\) but the layer needs \(\.\.\., H=12\)"),
+        (lambda: MoE(0, WIDTH, E, K), "hidden must be at least 1, not 0"),
+        (lambda: MoE(H, 0, E, K), "intermediate must be at least 1, not 0"),
+        (lambda: MoE(H, WIDTH, 0, K), "num_experts must be at least 1, not 0"),
+        (lambda: build(top_k=0), "top_k must be at least 1, not 0"),
         (lambda: build()(torch.zeros(())), r"x is \(\) but the layer needs \(\.\.\., H=12\)"),
     ],
 )
 def test_errors(make, text):
     with pytest.raises(ValueError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: build(top_k=1.5), "top_k must be an int, not float"),
+        (lambda: MoE(H, "10", E, K), "intermediate must be an int, not str"),
+        (lambda: build(shared_intermediate=7.0), "shared_intermediate must be an int, not float"),
+        (lambda: build()([[0.0] * H]), "x must be a tensor, not list"),
+    ],
+)
+def test_errors_of_type(make, text):
+    with pytest.raises(TypeError, match=text):
         make()
 
 

@@ -237,5 +237,7 @@ def test_z_loss_of_half_precision_logits_is_summed_in_float32():
 
 
 def test_attach_loss_wants_a_scalar():
+    with pytest.raises(TypeError, match="x must be a tensor, not list"):
+        attach_loss([1.0], torch.ones(()))
     with pytest.raises(ValueError, match=r"loss must be a scalar, but it has shape \(3,\)"):
         attach_loss(torch.ones(2), torch.ones(3))

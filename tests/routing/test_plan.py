@@ -48,6 +48,7 @@ def test_there_and_back(ids, device):
     weights = torch.full(expert_ids.shape, 1 / expert_ids.shape[1], device=device)
     torch.testing.assert_close(unpermute(permute(x, plan), plan, weights), x)
     torch.testing.assert_close(unpermute(permute(x, plan, weights), plan), x)
+    torch.testing.assert_close(unpermute(permute(x, tuple(plan)), tuple(plan), weights), x)
 
 
 def test_rows_go_to_their_experts(device):
@@ -81,3 +82,10 @@ def test_gradients_flow_to_rows_and_weights(device):
 def test_errors(expert_ids, num_experts, error):
     with pytest.raises(error):
         make_plan(expert_ids, num_experts)
+
+
+@pytest.mark.parametrize("plan, error", [(torch.zeros(4), TypeError), ((), ValueError), (None, TypeError)])
+@pytest.mark.parametrize("fn", [permute, unpermute])
+def test_what_is_no_plan_is_refused(fn, plan, error):
+    with pytest.raises(error, match="plan must be order, rank and group_sizes"):
+        fn(torch.zeros(4, 2), plan)

@@ -199,7 +199,7 @@ def test_module_state(device):
         (lambda: route(torch.zeros(4), 2), r"logits must be \(T, E\)"),
         (lambda: route(torch.zeros(2, 4), 2, score="topk_softmax", renormalize=False), "always sum to 1"),
         (lambda: Router(8, 4, 5), "top_k is 5 but num_experts is 4"),
-        (lambda: Router(8, 4, 0), "top_k is 0 but num_experts is 4"),
+        (lambda: Router(8, 4, 0), "top_k must be at least 1, not 0"),
         (lambda: Router(8, 4, 2, score="tanh"), "unknown score 'tanh'"),
         (
             lambda: Router(8, 4, 2)(torch.zeros(3, 9)),
@@ -211,6 +211,12 @@ def test_module_state(device):
 def test_errors(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_top_k_is_a_whole_number():
+    for make in (lambda: Router(8, 4, 1.5), lambda: route(torch.zeros(2, 4), 1.5)):
+        with pytest.raises(TypeError, match="top_k must be an int, not float"):
+            make()
 
 
 def test_integer_input():

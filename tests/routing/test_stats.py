@@ -67,3 +67,10 @@ def test_always_float32_without_gradient():
     assert stats.load.tolist() == [0.25] * 4 and stats.load.dtype == torch.float32
     assert not stats.imbalance.requires_grad
     assert load_statistics(torch.tensor([0.25, 0.25, 0.25, 0.1])).load.sum().item() == pytest.approx(1)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="group_sizes must be a tensor, not list"):
+        load_statistics([1, 2])
+    with pytest.raises(ValueError, match=r"group_sizes must be \(\.\.\., E\) with E >= 1"):
+        load_statistics(torch.zeros(3, 0))

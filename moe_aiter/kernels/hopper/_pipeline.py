@@ -49,7 +49,7 @@ class Ring:
 
 @gluon.jit
 def make_ring(a, b, GATHERS: gl.constexpr, STAGES: gl.constexpr):
-    """A ring of these buffers.  Where it GATHERS, each thread of the producer tells when its rows are there."""
+    """A ring of these buffers.  Where it GATHERS, the producer's threads tell when their rows are there."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -24,7 +24,7 @@ def schedule_kernel(
     ZERO_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Programs 0..G-1 list a group's tiles; the others zero the rows past the last group, if there are any."""
+    """Programs 0..G-1 list a group's tiles; the others zero the rows past the last group."""
     p = tl.program_id(0)
     g = tl.arange(0, BLOCK_G)
     size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
@@ -66,14 +66,14 @@ def zero_rows(ptr, m, mask, N, BLOCK_N: tl.constexpr):
 
 
 def make_schedule(group_sizes: Tensor, rows: int, block_m: int, *outs: Tensor) -> Tensor:
-    """The schedule of row tiles of `block_m`; the rows of `outs`, one or two, past the last group become zeros."""
-    G = group_sizes.shape[0]
+    """Lists the row tiles of `block_m`; rows past the last group of `outs`, at most two, become zeros."""
+    G, outs = group_sizes.shape[0], [x for x in outs if x.numel()]
     schedule = group_sizes.new_empty(G + 2 + 2 * (triton.cdiv(rows, block_m) + G), dtype=torch.int32)
-    out, other = [x for x in outs if x.numel()][:2] + [None] * (2 - len([x for x in outs if x.numel()]))
+    out, other = [*outs, None, None][:2]
     widths = [0 if x is None else x.shape[1] for x in (out, other)]
     grid = G + (triton.cdiv(rows, ZERO_ROWS) if outs else 0)
     schedule_kernel[(grid,)](
-        group_sizes, schedule, out, other, rows, G, *widths,
+        group_sizes.contiguous(), schedule, out, other, rows, G, *widths,
         BLOCK_G=triton.next_power_of_2(G), BLOCK_M=block_m, ZERO_ROWS=ZERO_ROWS, BLOCK_N=128, num_warps=4,
     )  # fmt: skip
     return schedule

@@ -6,7 +6,7 @@ from ._gluon import gl, gluon
 
 @gluon.jit
 def sigmoid(x):
-    """By the two approximations that the chip has, for 2 and 1 ulp: exp and a division cost half of an epilogue."""
+    """By the chip's own approximations, good to 2 ulp: exp and a division cost half of an epilogue."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
         "rcp.approx.ftz.f32 $0, t; }",

@@ -1,6 +1,6 @@
 """The gradient that starts the experts' backward pass, on Hopper; see ../expert_down.py.
 
-A consumer's part of z arrives by TMA while the product runs; dz is written over it, in shared memory and from there.
+A consumer's part of z arrives by TMA while the product runs; dz is written over it in shared memory.
 """
 
 import torch
@@ -28,7 +28,6 @@ from ._schedule import all_tiles, make_schedule
 from .activations import ACTIVATIONS
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
-WIDTH = 64  # columns of u whose epilogue runs at a time
 AHEAD = gl.constexpr(2)  # blocks of z in shared memory
 
 
@@ -206,13 +205,15 @@ def launch_down_grad(
     schedule = make_schedule(group_sizes, R, BLOCK_M, dz, a)
     parts = torch.empty(-(-N // BLOCK_N), R, dtype=torch.float32, device=dout.device)
     programs = num_programs(dout)
-    z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, WIDTH) for t in (z, dz))
+    width = 32 if act.base == "gelu" else 64  # columns whose epilogue runs at a time: as registers allow
+    z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, width) for t in (z, dz))
     down_grad_kernel[(programs,)](
-        dout, order, descriptor(down.view(E * K, N), BLOCK_K, BLOCK_N), z_desc, dz_desc,
-        ragged_descriptor(a, BLOCK_M // 2, WIDTH) if need_a else dz_desc,
+        dout, order.contiguous(), descriptor(down.view(E * K, N), BLOCK_K, BLOCK_N), z_desc, dz_desc,
+        ragged_descriptor(a, BLOCK_M // 2, width) if need_a else dz_desc,
         routing_weights.float().contiguous(), parts, schedule, R, E, N, K, dout.stride(0) // 8,
         ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_A=need_a, TOP_K=rank.shape[1],
-        A_LAYOUT=shared_layout(dout.dtype, BLOCK_M, BLOCK_K), TILE=shared_layout(dout.dtype, BLOCK_M // 2, WIDTH),
+        A_LAYOUT=shared_layout(dout.dtype, BLOCK_M, BLOCK_K),
+        TILE=shared_layout(dout.dtype, BLOCK_M // 2, width),
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(down), STAGES=3, PROGRAMS=programs,
         num_warps=4,
     )  # fmt: skip

@@ -136,7 +136,7 @@ def launch_expert_up(
     out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad
 ) -> None:
     z, a = out
-    (R, N), (E, width, K), act = a.shape, gate_up.shape, get_activation(activation)
+    (R, N), (E, _, K), act = a.shape, gate_up.shape, get_activation(activation)
     stages = 4 if N <= 512 else 3
     columns = 32 if stages == 4 or activation == "gelu" else 64  # of a store, as memory and registers allow
     schedule = make_schedule(group_sizes, R, BLOCK_M, a, z)
@@ -144,9 +144,10 @@ def launch_expert_up(
     programs = num_programs(x)
     a_desc = ragged_descriptor(a, BLOCK_M // 2, columns)
     expert_up_kernel[(programs,)](
-        x, order,
+        x, order.contiguous(),
         descriptor(w, *((2, BLOCK_N // 2, BLOCK_K) if act.gated else (BLOCK_N, BLOCK_K))),
-        None if bias is None else bias.contiguous(), ragged_descriptor(z, BLOCK_M // 2, columns) if save_z else a_desc, a_desc, schedule,
+        None if bias is None else bias.contiguous(),
+        ragged_descriptor(z, BLOCK_M // 2, columns) if save_z else a_desc, a_desc, schedule,
         E, N, K, x.stride(0) // 8,
         ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_Z=save_z, TOP_K=rank.shape[1],
         A_LAYOUT=shared_layout(x.dtype, BLOCK_M, BLOCK_K), FLAT=shared_layout(x.dtype, BLOCK_N, BLOCK_K),

@@ -131,7 +131,8 @@ def tgmm_producer(rows, ring, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
 @gluon.jit
 def tgmm_consumer(
     WHO: gl.constexpr, rows, ring, tiles, out,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STORES: gl.constexpr, FLAT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STORES: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK_M // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -211,15 +212,19 @@ def tgmm_kernel(
 
 
 def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False) -> None:
-    """`out` (G, K, N), or (G, N, K) with `columns_first`; to accumulate, (G, K, N) of any dtype and layout."""
+    """`out` is (G, K, N), or (G, N, K) with `columns_first`; to accumulate, always (G, K, N)."""
     G, K, N = group_sizes.shape[0], x.shape[1], y.shape[1]
     stores = 8 if accumulate else 2  # what is added to takes registers as well
     half, width = BLOCK_M // 2, BLOCK_N // stores
     y_desc = ragged_descriptor(y, BLOCK_K, BLOCK_N)
-    small = y_desc if accumulate else descriptor(out, 1, *((width, half) if columns_first else (half, width)))
+    schedule = make_schedule(group_sizes, y.shape[0], BLOCK_K)
+    out_desc = (
+        y_desc if accumulate else descriptor(out, 1, *((width, half) if columns_first else (half, width)))
+    )
     programs = num_programs(x)
     tgmm_kernel[(programs,)](
-        x, order, y_desc, small, out, make_schedule(group_sizes, y.shape[0], BLOCK_K), G, K // 8, N, x.stride(0) // 8, out.stride(),
+        x, None if order is None else order.contiguous(), y_desc, out_desc, out, schedule,
+        G, K // 8, N, x.stride(0) // 8, out.stride(),
         COLUMNS_FIRST=columns_first, ACCUMULATE=accumulate, TOP_K=top_k,
         A_LAYOUT=shared_layout(x.dtype, BLOCK_K, BLOCK_M), FLAT=shared_layout(x.dtype, BLOCK_K, BLOCK_N),
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=16 if 2 * K * N > 2**25 else 1, STAGES=3,
