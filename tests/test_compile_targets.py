@@ -15,6 +15,7 @@ from moe_aiter.kernels.expert_up import launch_expert_up
 from moe_aiter.kernels.glu import launch_glu, launch_glu_backward
 from moe_aiter.kernels.gmm import launch_gmm
 from moe_aiter.kernels.permute import launch_permute, launch_row_dots, launch_unpermute
+from moe_aiter.kernels.route import launch_route, launch_route_backward
 from moe_aiter.kernels.sort import launch_sort
 from moe_aiter.kernels.tgmm import launch_group_sum, launch_tgmm, launch_tgmm_accumulate
 from moe_aiter.kernels.topk import launch_topk
@@ -125,6 +126,23 @@ def run_topk(num_experts, k):
     launch_topk((new(4096, k, dtype=torch.float32), ints(4096, k, dtype=torch.int64)), scores, k)
 
 
+def routed(num_experts, k):
+    """scores, weights and expert_ids of 4096 tokens."""
+    floats = (new(4096, n, dtype=torch.float32) for n in (num_experts, k))
+    return *floats, ints(4096, k, dtype=torch.int64)
+
+
+def run_route(num_experts, k, sigmoid, renormalize, dtype=torch.float32):
+    logits = new(4096, num_experts, dtype=dtype)
+    launch_route(routed(num_experts, k), logits, k, sigmoid, renormalize, 1.0)
+
+
+def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_weights=True):
+    scores, weights, ids = routed(num_experts, k)
+    grads = scores if of_scores else None, weights if of_weights else None
+    launch_route_backward(new(*scores.shape), scores, weights, ids, *grads, sigmoid, renormalize, 1.0)
+
+
 def run_permute(dtype, weighted):
     x, weights = new(4096, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
     launch_permute(new(4096 * 8, 2048, dtype=dtype), x, ints(4096 * 8), ints(4096, 8), weights)
@@ -156,6 +174,7 @@ def run_group_sum(scaled):
     )
 
 
+ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
 BF16 = Shape()
 ODD = Shape(rows=1000, n=2 * 331, k=333)  # masked loads of single elements: may spill, must compile
 CASES: dict[str, Callable[[], None]] = {
@@ -163,6 +182,18 @@ CASES: dict[str, Callable[[], None]] = {
     "sort int64": lambda: run_sort(torch.int64),
     "topk 8 of 128": lambda: run_topk(128, 8),
     "topk 2 of 8": lambda: run_topk(8, 2),
+    "route softmax": lambda: run_route(128, 8, False, False),
+    "route sigmoid": lambda: run_route(128, 8, True, True),
+    "route bfloat16": lambda: run_route(64, 6, False, True, torch.bfloat16),
+    "route backward of the scores": lambda: run_route_backward(128, 8, False, True, of_weights=False),
+    "route backward of the weights": lambda: run_route_backward(128, 8, False, True, of_scores=False),
+    "route backward softmax": lambda: run_route_backward(128, 8, False, False),
+    "route backward sigmoid": lambda: run_route_backward(128, 8, True, True),
+    **{f"route {k} of {e}": lambda e=e, k=k: run_route(e, k, False, True) for e, k in ROUTERS},
+    **{
+        f"route backward {k} of {e}": lambda e=e, k=k: run_route_backward(e, k, True, True)
+        for e, k in ROUTERS
+    },
     "permute": lambda: run_permute(torch.bfloat16, False),
     "permute weighted float32": lambda: run_permute(torch.float32, True),
     "unpermute": lambda: run_unpermute(torch.bfloat16, False),
