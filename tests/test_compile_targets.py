@@ -117,8 +117,9 @@ MATRIX_KERNELS = {"gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_
 # The others, and the variants of these.  Name -> a function that calls a launcher.
 
 
-def run_sort(dtype):
-    launch_sort((ints(4096 * 8), ints(4096, 8), ints(E)), ints(4096, 8, dtype=dtype), E)
+def run_sort(dtype, num_experts=E):
+    out = ints(4096 * 8), ints(4096, 8), ints(num_experts)
+    launch_sort(out, ints(4096, 8, dtype=dtype), num_experts)
 
 
 def run_topk(num_experts, k):
@@ -180,6 +181,8 @@ ODD = Shape(rows=1000, n=2 * 331, k=333)  # masked loads of single elements: may
 CASES: dict[str, Callable[[], None]] = {
     "sort int32": lambda: run_sort(torch.int32),
     "sort int64": lambda: run_sort(torch.int64),
+    "sort by one expert": lambda: run_sort(torch.int64, 1),
+    "sort by many experts": lambda: run_sort(torch.int64, 4096),
     "topk 8 of 128": lambda: run_topk(128, 8),
     "topk 2 of 8": lambda: run_topk(8, 2),
     "route softmax": lambda: run_route(128, 8, False, False),
