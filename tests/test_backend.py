@@ -1,5 +1,7 @@
 """Which implementation runs, and that a forced one never becomes another."""
 
+import subprocess
+import sys
 import threading
 import uuid
 
@@ -188,3 +190,15 @@ def test_forcing_a_backend_leaves_ops_that_are_only_torch():
             torch.testing.assert_close(layer(torch.ones(3, 8)), expected)
     with use("host"):
         assert backend.pick("router_logits", expected) is backend.IMPLS["router_logits"]["torch"]
+
+
+def test_without_triton():
+    """Everything imports, and a layer runs on the CPU."""
+    script = (
+        "import sys\n"
+        "sys.modules['triton'] = None  # importing it is now an ImportError\n"
+        "import torch, moe_aiter\n"
+        "moe_aiter.MoE(16, 8, 4, 2)(torch.randn(5, 16)).sum().backward()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from moe_aiter.kernels.expert_up import launch_expert_up
 from moe_aiter.kernels.glu import launch_glu, launch_glu_backward
 from moe_aiter.kernels.gmm import launch_gmm
 from moe_aiter.kernels.permute import launch_permute, launch_row_dots, launch_unpermute
+from moe_aiter.kernels.route import launch_route, launch_route_backward
 from moe_aiter.kernels.sort import launch_sort
 from moe_aiter.kernels.tgmm import launch_group_sum, launch_tgmm, launch_tgmm_accumulate
 from moe_aiter.kernels.topk import launch_topk
@@ -119,13 +120,31 @@ MATRIX_KERNELS = {"gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_
 # The others, and the variants of these.  Name -> a function that calls a launcher.
 
 
-def run_sort(dtype):
-    launch_sort((ints(4096 * 8), ints(4096, 8), ints(E)), ints(4096, 8, dtype=dtype), E)
+def run_sort(dtype, num_experts=E):
+    out = ints(4096 * 8), ints(4096, 8), ints(num_experts)
+    launch_sort(out, ints(4096, 8, dtype=dtype), num_experts)
 
 
 def run_topk(num_experts, k):
     scores = new(4096, num_experts, dtype=torch.float32)
     launch_topk((new(4096, k, dtype=torch.float32), ints(4096, k, dtype=torch.int64)), scores, k)
+
+
+def routed(num_experts, k):
+    """scores, weights and expert_ids of 4096 tokens."""
+    floats = (new(4096, n, dtype=torch.float32) for n in (num_experts, k))
+    return *floats, ints(4096, k, dtype=torch.int64)
+
+
+def run_route(num_experts, k, sigmoid, renormalize, dtype=torch.float32):
+    logits = new(4096, num_experts, dtype=dtype)
+    launch_route(routed(num_experts, k), logits, k, sigmoid, renormalize, 1.0)
+
+
+def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_weights=True):
+    scores, weights, ids = routed(num_experts, k)
+    grads = scores if of_scores else None, weights if of_weights else None
+    launch_route_backward(new(*scores.shape), scores, weights, ids, *grads, sigmoid, renormalize, 1.0)
 
 
 def run_permute(dtype, weighted):
@@ -201,12 +220,27 @@ def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=t
 
 
 BF16, F16, F32 = Shape(), torch.float16, torch.float32
+ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
 ODD = Shape(rows=1000, n=2 * 331, k=333)  # masked loads of single elements: may spill, must compile
 CASES: dict[str, Callable[[], None]] = {
     "sort int32": lambda: run_sort(torch.int32),
     "sort int64": lambda: run_sort(torch.int64),
+    "sort by one expert": lambda: run_sort(torch.int64, 1),
+    "sort by many experts": lambda: run_sort(torch.int64, 4096),
     "topk 8 of 128": lambda: run_topk(128, 8),
     "topk 2 of 8": lambda: run_topk(8, 2),
+    "route softmax": lambda: run_route(128, 8, False, False),
+    "route sigmoid": lambda: run_route(128, 8, True, True),
+    "route bfloat16": lambda: run_route(64, 6, False, True, torch.bfloat16),
+    "route backward of the scores": lambda: run_route_backward(128, 8, False, True, of_weights=False),
+    "route backward of the weights": lambda: run_route_backward(128, 8, False, True, of_scores=False),
+    "route backward softmax": lambda: run_route_backward(128, 8, False, False),
+    "route backward sigmoid": lambda: run_route_backward(128, 8, True, True),
+    **{f"route {k} of {e}": lambda e=e, k=k: run_route(e, k, False, True) for e, k in ROUTERS},
+    **{
+        f"route backward {k} of {e}": lambda e=e, k=k: run_route_backward(e, k, True, True)
+        for e, k in ROUTERS
+    },
     "permute": lambda: run_permute(torch.bfloat16, False),
     "permute weighted float32": lambda: run_permute(torch.float32, True),
     "unpermute": lambda: run_unpermute(torch.bfloat16, False),

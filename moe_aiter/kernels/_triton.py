@@ -15,6 +15,6 @@ except ImportError:
         raise RuntimeError("this kernel needs Triton, which is not installed: pip install triton")
 
     triton = SimpleNamespace(jit=lambda fn: _no_triton, cdiv=_no_triton, next_power_of_2=_no_triton)
-    tl = SimpleNamespace(constexpr=object)
+    tl = SimpleNamespace(constexpr=lambda value: value)
 
 __all__ = ["tl", "triton"]

@@ -16,9 +16,8 @@ from ._check import check_index, check_shape, check_sizes
 from ._host import array, check_built, ext, host
 from ._triton import tl, triton
 
-BLOCK = 64  # choices at a time; every pair of them is compared
-SCAN_BLOCK = 1024  # counts at a time
-MAX_BLOCKS = 2048  # a longer input gets longer blocks, so that the counts (E, blocks) stay small
+BLOCK = 128  # choices of a program; every pair of them is compared
+SCAN_BLOCK = 2048  # counts at a time
 
 
 # reference
@@ -36,35 +35,27 @@ def sort_reference(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 # kernel
 @triton.jit
-def load_ids(i, ids_ptr, R, E, TOP_K, ids_strides):
+def load_ids(ids_ptr, i, R, E):
     """Choice numbers -> experts; E for a dropped choice, and past the end."""
-    mask = i < R
-    t, j = (i // TOP_K).to(tl.int64), i % TOP_K
-    ids = tl.load(ids_ptr + t * ids_strides[0] + j * ids_strides[1], mask=mask, other=-1)
+    ids = tl.load(ids_ptr + i, mask=i < R, other=-1)
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
 
 @triton.jit
 def count_kernel(
-    ids_ptr,  # (T, k)
+    ids_ptr,  # (R,)
     counts_ptr,  # (E, blocks) choices of each expert in each block
     R,
     E,
     blocks,
-    parts,  # a block is this many times BLOCK choices
-    TOP_K: tl.constexpr,
-    ids_strides,  # t, k
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     block = tl.program_id(0)
+    ids = load_ids(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), R, E)
     for first in range(0, E, BLOCK_E):
         e = first + tl.arange(0, BLOCK_E)
-        count = tl.zeros((BLOCK_E,), tl.int32)
-        for part in range(parts):
-            i = (block * parts + part) * BLOCK + tl.arange(0, BLOCK)
-            ids = load_ids(i, ids_ptr, R, E, TOP_K, ids_strides)
-            count += tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
+        count = tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
         tl.store(counts_ptr + e.to(tl.int64) * blocks + block, count, mask=e < E)
 
 
@@ -88,47 +79,30 @@ def scan_kernel(
 
 @triton.jit
 def place_kernel(
-    ids_ptr,  # (T, k)
+    ids_ptr,  # (R,)
     counts_ptr,  # (E, blocks), scanned
     group_sizes_ptr,  # (E,)
     order_ptr,  # (R,)
-    rank_ptr,  # (T, k)
+    rank_ptr,  # (R,)
     R,
     E,
     blocks,
-    parts,
-    TOP_K: tl.constexpr,
-    ids_strides,  # t, k
     BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # at least E
 ):
     block = tl.program_id(0)
-    group_start = 0
-    for first in range(0, E, BLOCK_E):
-        e = first + tl.arange(0, BLOCK_E)
-        size = tl.load(group_sizes_ptr + e, mask=e < E, other=0)
-        before = tl.load(counts_ptr + e.to(tl.int64) * blocks + block, mask=e < E, other=0)
-        row = group_start + tl.cumsum(size, 0) - size + before
-        group_start += tl.sum(size, 0)
-        for part in range(parts):
-            start = (block * parts + part) * BLOCK
-            i, j = start + tl.arange(0, BLOCK), start + tl.arange(0, BLOCK)
-            ids = load_ids(i, ids_ptr, R, E, TOP_K, ids_strides)
-            others = load_ids(j, ids_ptr, R, E, TOP_K, ids_strides)
-            mine = ids[:, None] == e[None, :]
-            # the equal choices before this one, counted pair by pair: less work than a scan of each expert
-            earlier = (ids[:, None] == others[None, :]) & (j[None, :] < i[:, None])
-            rank = tl.sum(tl.where(mine, row[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
-            here = (ids >= first) & (ids < first + BLOCK_E) & (ids < E)
-            tl.store(rank_ptr + i, rank, mask=here)
-            tl.store(order_ptr + rank, i, mask=here)
-            row += tl.sum(mine.to(tl.int32), 0)
-
-    for part in range(parts):
-        i = (block * parts + part) * BLOCK + tl.arange(0, BLOCK)
-        ids = load_ids(i, ids_ptr, R, E, TOP_K, ids_strides)
-        tl.store(rank_ptr + i, -1, mask=(i < R) & (ids == E))
-        tl.store(order_ptr + i, -1, mask=(i < R) & (i >= group_start))
+    i, e = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
+    ids = load_ids(ids_ptr, i, R, E)
+    size = tl.load(group_sizes_ptr + e, mask=e < E, other=0)
+    before = tl.load(counts_ptr + e.to(tl.int64) * blocks + block, mask=e < E, other=0)
+    # the row of each expert's first choice in this block
+    row = tl.cumsum(size, 0) - size + before
+    # and the equal choices before this one, counted pair by pair: less work than a scan of each expert
+    earlier = (ids[:, None] == ids[None, :]) & (i[:, None] < i[None, :])
+    rank = tl.gather(row, tl.minimum(ids, E - 1), 0) + tl.sum(earlier.to(tl.int32), 0)
+    tl.store(rank_ptr + i, tl.where(ids < E, rank, -1), mask=i < R)
+    tl.store(order_ptr + rank, i, mask=ids < E)
+    tl.store(order_ptr + i, -1, mask=(i < R) & (i >= tl.sum(size, 0)))
 
 
 # launcher
@@ -148,16 +122,15 @@ def new_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 def launch_sort(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
     order, rank, group_sizes = out
     rows = len(order)
-    block_e = max(16, min(64, triton.next_power_of_2(num_experts)))
-    parts = triton.cdiv(rows, BLOCK * MAX_BLOCKS)
-    blocks = triton.cdiv(rows, BLOCK * parts) if rows else 0
+    blocks = triton.cdiv(rows, BLOCK) if rows else 0
     counts = group_sizes.new_empty(num_experts, blocks)
-    place = (rows, num_experts, blocks, parts, rank.shape[1], expert_ids.stride(), BLOCK, block_e)
+    ids, sizes = expert_ids.contiguous(), (rows, num_experts, blocks, BLOCK)
+    block_e = triton.next_power_of_2(num_experts)
     if rows:
-        count_kernel[(blocks,)](expert_ids, counts, *place, num_warps=4)
+        count_kernel[(blocks,)](ids, counts, *sizes, BLOCK_E=max(16, min(64, block_e)), num_warps=4)
     scan_kernel[(num_experts,)](counts, group_sizes, blocks, BLOCK=SCAN_BLOCK)
     if rows:
-        place_kernel[(blocks,)](expert_ids, counts, group_sizes, order, rank, *place, num_warps=4)
+        place_kernel[(blocks,)](ids, counts, group_sizes, order, rank, *sizes, BLOCK_E=block_e, num_warps=4)
 
 
 def launch_sort_host(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..backend import define_op
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
-from ..kernels.topk import topk
+from ..kernels.route import choose_experts
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 
@@ -48,17 +48,8 @@ def route(
     if top_k > logits.shape[1]:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={logits.shape[1]})")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(1)  # (T, E)
-    if score == "topk_softmax" or (score == "softmax" and renormalize):
-        # the same function; this way backward keeps (T, k) numbers and not the (T, E) scores
-        chosen, expert_ids = topk(logits, top_k)
-        weights = chosen.softmax(1)
-    else:
-        weights, expert_ids = topk(scores, top_k)
-        if renormalize:
-            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-    if scale != 1.0:
-        weights = weights * scale
+    how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
+    scores, weights, expert_ids = choose_experts(logits, top_k, **how)
     return Routing(expert_ids, weights, scores, logits)
 
 

@@ -1,0 +1,238 @@
+"""Routing in one op: scores, choice and weights against torch, and both gradients, together and alone."""
+
+import pytest
+import torch
+from check import assert_as_good_as_torch, with_gradients
+from shapes import LAYOUTS
+
+from moe_aiter.backend import use
+from moe_aiter.kernels.route import choose_experts, route_backward_op, route_op
+from moe_aiter.kernels.topk import topk_reference
+
+SHAPES = {  # T, E, k
+    "mixtral": (37, 8, 2),
+    "qwen3": (19, 128, 8),
+    "odd E": (23, 13, 5),
+    "top 1": (9, 60, 1),
+    "all experts": (17, 7, 7),
+    "one expert": (5, 1, 1),
+    "one token": (1, 16, 4),
+    "many experts": (3, 520, 16),
+}
+MODES = {  # sigmoid, renormalize
+    "softmax": (False, False),
+    "softmax of the chosen": (False, True),
+    "sigmoid": (True, False),
+    "sigmoid renormalised": (True, True),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def draw(*shape, dtype=torch.float32, device="cpu", seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=gen).bfloat16().to(device, dtype)
+
+
+def run(logits, top_k, mode, scale=1.0):
+    return choose_experts(logits, top_k, sigmoid=mode[0], renormalize=mode[1], scale=scale)
+
+
+def composed(logits, top_k, mode, scale=1.0):
+    """The same from torch's own functions, by the definition."""
+    sigmoid, renormalize = mode
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = logits.sigmoid() if sigmoid else logits.softmax(1)
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / weights.sum(1, keepdim=True)
+    return scores, weights * scale, ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@modes
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_and_gradients(backend, device, shape, mode, dtype):
+    num_tokens, num_experts, top_k = shape
+    logits = draw(num_tokens, num_experts, dtype=dtype, device=device)
+    # a floor, because few elements may happen to be rounded well by torch
+    inputs = logits, top_k, mode, 2.5
+    assert_as_good_as_torch(with_gradients(run), with_gradients(composed), *inputs, floor=3e-7)
+
+
+@pytest.mark.parametrize("output", ["scores", "weights"])
+@modes
+def test_a_gradient_alone(backend, device, mode, output):
+    """A dense one, and that of a sum, which has strides of 0."""
+    i = ["scores", "weights"].index(output)
+    logits = draw(21, 12, device=device)
+    ours, theirs = (with_gradients(lambda z, fn=fn: fn(z, 3, mode, 0.5)[i]) for fn in (run, composed))
+    assert_as_good_as_torch(ours, theirs, logits, floor=3e-7)
+    logits.requires_grad_()
+    got, want = (torch.autograd.grad(fn(logits, 3, mode)[i].sum(), logits)[0] for fn in (run, composed))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@modes
+def test_hard_logits(backend, device, mode):
+    """Ties, both zeros, infinities, NaN: the choice is top-k's, and NaN is where torch has it."""
+    logits = draw(40, 24).mul(4).round() / 4
+    logits = torch.where(logits.abs() < 0.5, 0.0, logits)
+    logits[1::2, 12], logits[::3, 8], logits[2::5, -1] = -0.0, float("nan"), float("inf")
+    logits[3::5], logits[4::7], logits[5::9] = float("-inf"), float("nan"), -200.0
+    logits = logits.to(device)
+    scores, weights, ids = run(logits, 7, mode)
+    with use("torch"):
+        want = run(logits.double(), 7, mode)
+    by_logit = mode == (False, True)
+    assert torch.equal(ids, topk_reference(logits if by_logit else scores, 7)[1])
+    assert all(len(set(row)) == 7 for row in ids.tolist()) and ids.min() >= 0 and ids.max() < 24
+    torch.testing.assert_close(scores, want[0].float(), equal_nan=True)
+    torch.testing.assert_close(weights, want[1].float(), equal_nan=True)
+
+
+@modes
+def test_scores_that_underflow(backend, device, mode):
+    """A renormalised softmax knows the order of experts whose probability is 0."""
+    logits = torch.tensor([[-300.0, 0.0, -200.0, -100.0]], device=device)
+    scores, weights, ids = run(logits, 4, mode)
+    assert ids[0, 0] == 1 and weights.isfinite().all()
+    assert mode != (False, True) or ids[0].tolist() == [1, 3, 2, 0]
+    assert torch.equal(scores[0, [0, 2]].cpu(), torch.zeros(2))
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_weights_are_scores(backend, device, sigmoid):
+    scores, weights, ids = run(draw(33, 40, device=device), 6, (sigmoid, False))
+    assert torch.equal(weights, scores.gather(1, ids))
+
+
+@modes
+def test_a_scale_of_zero(backend, device, mode):
+    logits = draw(6, 9, device=device).requires_grad_()
+    _, weights, _ = run(logits, 3, mode, 0.0)
+    assert not weights.any()
+    (dlogits,) = torch.autograd.grad(weights, logits, draw(6, 3, device=device))
+    assert not dlogits.any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@modes
+def test_any_strides(backend, device, mode, layout):
+    spread, how = LAYOUTS[layout], (*mode, 1.5)
+    logits, dscores, dweights = (draw(18, n, device=device, seed=n) for n in (21, 21, 4))
+    logits = spread(logits)
+    dense = logits.contiguous()
+    for got, want in zip(route_op(logits, 4, *how), route_op(dense, 4, *how), strict=True):
+        torch.testing.assert_close(got, want)
+    saved = route_op(dense, 4, *how)
+    grads = spread(dscores), spread(dweights)
+    got = route_backward_op(*saved, *grads, *how)
+    want = route_backward_op(*saved, *(g.contiguous() for g in grads), *how)
+    torch.testing.assert_close(got, want)
+
+
+@modes
+def test_no_tokens(backend, device, mode):
+    logits = torch.empty(0, 8, device=device, requires_grad=True)
+    scores, weights, ids = run(logits, 2, mode)
+    assert scores.shape == (0, 8) and weights.shape == ids.shape == (0, 2)
+    (weights.sum() + scores.sum()).backward()
+    assert logits.grad.shape == (0, 8)
+
+
+@modes
+def test_twice_the_same_bits(backend, device, mode):
+    logits = draw(70, 33, device=device)
+    first, second = (with_gradients(run)(logits, 4, mode) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@modes
+def test_gradcheck(device, mode):
+    logits = draw(5, 6, dtype=torch.float64, device=device).requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: run(z, 3, mode, 0.5)[:2], logits)
+
+
+def test_a_second_derivative_is_refused(device):
+    logits = draw(5, 6, device=device).requires_grad_()
+    weights = run(logits, 3, MODES["softmax"])[1]
+    (dlogits,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="route_backward has no gradient"):
+        dlogits.sum().backward()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@modes
+def test_opcheck(device, mode, grad):
+    logits = draw(6, 8, device=device)
+    torch.library.opcheck(route_op, (logits.clone().requires_grad_(grad), 3, *mode, 2.0))
+    saved = route_op(logits, 3, *mode, 2.0)
+    for dscores, dweights in ((logits, None), (None, saved[1]), (logits, saved[1])):
+        torch.library.opcheck(route_backward_op, (*saved, dscores, dweights, *mode, 2.0))
+
+
+@modes
+def test_one_graph_for_any_number_of_tokens(device, mode):
+    torch.compiler.reset()
+    compiled = torch.compile(lambda z: run(z, 2, mode), fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for num_tokens in (3, 8, 21):
+            logits = draw(num_tokens, 6, device=device).requires_grad_()
+            got, want = compiled(logits), run(logits, 2, mode)
+            assert torch.equal(got[2], want[2])
+            grads = (torch.autograd.grad(out[1].square().sum(), logits)[0] for out in (got, want))
+            torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    "logits, top_k, error, text",
+    [
+        (torch.rand(4, 8), 9, ValueError, r"top_k is 9 but logits is \(T, E=8\)"),
+        (torch.rand(4, 8), 0, ValueError, r"top_k is 0 but logits is \(T, E=8\)"),
+        (torch.rand(8), 2, ValueError, r"logits must be \(T, E\), but it has shape \(8,\)"),
+        (torch.ones(4, 8).int(), 2, TypeError, "logits must be float16.* not torch.int32"),
+    ],
+)
+def test_errors(logits, top_k, error, text):
+    with pytest.raises(error, match=text):
+        choose_experts(logits, top_k)
+
+
+def test_errors_of_the_backward():
+    how = (False, True, 1.0)
+    saved = route_op(draw(4, 8), 2, *how)
+    with pytest.raises(ValueError, match="neither dscores nor dweights"):
+        route_backward_op(*saved, None, None, *how)
+    with pytest.raises(ValueError, match=r"dweights is \(4, 3\) but it needs \(4, 2\)"):
+        route_backward_op(*saved, None, draw(4, 3), *how)
+    with pytest.raises(TypeError, match="scores is torch.float32 but dscores is torch.float64"):
+        route_backward_op(*saved, draw(4, 8).double(), None, *how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(70_000, 128, 8), (4096, 512, 16), (3, 16384, 8)])
+@modes
+def test_large(shape, mode):
+    num_tokens, num_experts, top_k = shape
+    logits = torch.randn(num_tokens, num_experts, device="cuda")
+    got = with_gradients(run)(logits, top_k, mode)
+    with use("torch"):
+        want = with_gradients(run)(logits, top_k, mode)
+    by_logit = mode == (False, True)
+    assert torch.equal(got[2], topk_reference(logits if by_logit else got[0], top_k)[1])
+    same = (got[2] == want[2]).all(1)  # scores that differ by a rounding may be ordered differently
+    assert same.float().mean() > 0.99
+    for a, b in zip((got[0], got[1], got[3]), (want[0], want[1], want[3]), strict=True):
+        torch.testing.assert_close(a[same], b[same], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_rows_past_two_billion_elements():
+    logits = torch.randn(2**31 // 128 + 5, 128, device="cuda", dtype=torch.bfloat16)
+    out = route_op(logits, 2, False, True, 1.0)
+    dlogits = route_backward_op(*out, out[0], out[1], False, True, 1.0)
+    tail = route_op(logits[-7:], 2, False, True, 1.0)
+    assert all(torch.equal(a[-7:], b) for a, b in zip(out, tail, strict=True))
+    assert torch.equal(dlogits[-7:], route_backward_op(*tail, tail[0], tail[1], False, True, 1.0))
