@@ -74,8 +74,8 @@ def takes(*dtypes: torch.dtype):
 def pick(name: str, x: Tensor, *rest) -> Callable:
     """The forced backend, which never falls back, or the first in ORDER that takes these.
 
-    An op that is nothing but torch has no other backend to force.  Under "hopper" an op without a Hopper kernel
-    runs that of any GPU.
+    An op that is nothing but torch has no other backend to force.  Under "hopper" an op without such
+    a kernel runs the one of any GPU.
     """
     impls = IMPLS[name]
     order = ORDER.get(x.device.type, ("torch",))

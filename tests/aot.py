@@ -4,12 +4,14 @@ A stand-in for Triton's driver names the target; tensors on torch's meta device 
 dtypes but no memory; and a launch stops once its kernel is compiled.
 """
 
+import ast
 import contextlib
 import dataclasses
 import pathlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -115,3 +117,10 @@ def compiling_for(target: Target, compile: bool = True):
     finally:
         JITFunction.run = run
         triton.runtime.driver._active = before  # the default one may not exist, so there is no public way
+
+
+def kernels_launched_by(files: Iterable[pathlib.Path]) -> set[str]:
+    """The names of the kernels in `some_kernel[grid](...)`."""
+    calls = [n for f in files for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Call)]
+    launched = [c.func.value for c in calls if isinstance(c.func, ast.Subscript)]
+    return {v.id for v in launched if isinstance(v, ast.Name) and v.id.endswith("_kernel")}

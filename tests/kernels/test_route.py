@@ -167,10 +167,14 @@ def test_a_second_derivative_is_refused(device):
 @modes
 def test_opcheck(device, mode, grad):
     logits = draw(6, 8, device=device)
-    torch.library.opcheck(route_op, (logits.clone().requires_grad_(grad), 3, *mode, 2.0))
+    torch.library.opcheck(
+        torch.ops.moe_aiter.route.default, (logits.clone().requires_grad_(grad), 3, *mode, 2.0)
+    )
     saved = route_op(logits, 3, *mode, 2.0)
     for dscores, dweights in ((logits, None), (None, saved[1]), (logits, saved[1])):
-        torch.library.opcheck(route_backward_op, (*saved, dscores, dweights, *mode, 2.0))
+        torch.library.opcheck(
+            torch.ops.moe_aiter.route_backward.default, (*saved, dscores, dweights, *mode, 2.0)
+        )
 
 
 @modes
