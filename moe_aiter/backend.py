@@ -195,16 +195,45 @@ def register(
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
     op = getattr(torch.ops.moe_aiter, name).default
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
+    short = None if "!" in schema else shortcut(name, run, backward, save)
 
     def call(*inputs):
-        if not torch.compiler.is_compiling():
-            for (argument, kind, words), given in zip(arguments, inputs, strict=True):
-                if not isinstance(given, kind):
-                    raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
-            check_transforms(name, inputs)
-        return op(*inputs)
+        if torch.compiler.is_compiling():
+            return op(*inputs)
+        for (argument, kind, words), given in zip(arguments, inputs, strict=True):
+            if not isinstance(given, kind):
+                raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
+        check_transforms(name, inputs)
+        return short(*inputs) if short is not None and is_plain(inputs) else op(*inputs)
 
     return call
+
+
+def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None) -> Callable:
+    """The op without torch's dispatcher, whose way to an op from Python takes longer than a small kernel."""
+
+    def forward(ctx, *inputs):
+        out = run(*inputs)
+        if save is not None:
+            save(ctx, inputs, out)
+        return out
+
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), functions)
+
+    def call(*inputs):
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+            return function.apply(*inputs)
+        return run(*inputs)
+
+    return call
+
+
+def is_plain(inputs: tuple) -> bool:
+    """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
+    return torch._C._len_torch_dispatch_stack() == 0 and all(
+        type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in inputs if isinstance(t, Tensor)
+    )
 
 
 def check_transforms(name: str, inputs: tuple) -> None:
