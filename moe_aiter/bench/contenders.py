@@ -34,6 +34,7 @@ class Contender:
     expert_ids: Callable[[], Tensor] | None = None  # what it chooses, if not what problem.expert_ids says
     checked: bool = True  # False for a yardstick that computes something else
     ours: bool = False
+    graphed: bool = False  # it runs from a CUDA graph, which keeps memory of its own
     backend: str | None = None  # forced, forward and backward
     dout: Tensor | None = None  # if not problem.dout
     gate_up_order: Callable[[Tensor], Tensor] = identity  # its gradient of gate_up -> gate rows first
@@ -51,6 +52,8 @@ PEER_ERRORS = (RuntimeError, ImportError, AttributeError, TypeError, ValueError)
 def contenders(p: Problem) -> Iterator[Contender]:
     """Everything that can run here, ours first.  A peer of a version that we do not know is left out."""
     yield our_layer(p)
+    if p.x.is_cuda:
+        yield our_layer(p, graphed=True)
     yield from our_experts(p)
     yield loop(p)
     for build in peers(p):
@@ -87,7 +90,7 @@ def loop(p: Problem) -> Contender:
     return Contender("for-loop over experts", run, given(p))
 
 
-def our_layer(p: Problem) -> Contender:
+def our_layer(p: Problem, graphed: bool = False) -> Contender:
     shape = p.shape
     layer = MoE(
         shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, device="meta", dtype=p.x.dtype
@@ -96,7 +99,11 @@ def our_layer(p: Problem) -> Contender:
         parameter, (p.router, p.gate_up, p.down)
     )
     leaves = (p.x, layer.experts.gate_up, layer.experts.down, layer.router.weight)
-    return Contender("layer: moe_aiter MoE", lambda: layer(p.x), leaves, routed=True, ours=True)
+    if not graphed:
+        return Contender("layer: moe_aiter MoE", lambda: layer(p.x), leaves, routed=True, ours=True)
+    name = "layer: moe_aiter MoE, CUDA graph"
+    replay = torch.cuda.make_graphed_callables(layer, (p.x,))
+    return Contender(name, lambda: replay(p.x), leaves, routed=True, ours=True, graphed=True)
 
 
 def parameter(x: Tensor) -> torch.nn.Parameter:

@@ -80,7 +80,7 @@ def bench_field(field: list[Contender], problem: Problem, reps: int) -> tuple[li
         for name, t in by_pass.items():
             rows[i] |= {f"{name}_ms": t.median, f"{name}_p20": t.p20, f"{name}_p80": t.p80}
             rows[i] |= {f"{name}_tflops": PASSES[name] * problem.shape.forward_flops / t.median / 1e9}
-        memory = measure_memory(field[i], problem)
+        memory = None if field[i].graphed else measure_memory(field[i], problem)
         if memory:
             rows[i] |= {"held_mib": memory[0], "peak_mib": memory[1]}
     return rows, any(c.ours and i not in passed for i, c in enumerate(field))

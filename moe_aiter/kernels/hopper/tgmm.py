@@ -1,5 +1,6 @@
 """Transposed grouped matmul on Hopper: the gradients of weights; see ../tgmm.py."""
 
+from .._triton import triton
 from ._gluon import (
     Number,
     aggregate,
@@ -23,7 +24,7 @@ from ._gluon import (
 )  # fmt: skip
 from ._launch import num_programs
 from ._pipeline import CONSUMERS, VECTOR, blocks, make_ring
-from ._schedule import Tiles, make_schedule
+from ._schedule import Tiles
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64  # a tile of out[g] (K, N), and rows summed over at a time
 
@@ -36,9 +37,12 @@ class Rows:
     x_stride: Number  # in units of 16 bytes, as in Gather
     order_ptr: object  # (M,) or None
     y_desc: tma.tensor_descriptor  # (M, N), ragged
-    schedule_ptr: gl.tensor
+    group_sizes_ptr: gl.tensor
+    M: Number
+    G: Number
     K: gl.tensor  # a multiple of 8
     TOP_K: gl.constexpr
+    BLOCK_G: gl.constexpr
 
     @gluon.jit
     def sources(self, m, end):
@@ -51,8 +55,15 @@ class Rows:
 
     @gluon.jit
     def of_group(self, group):
-        """First row and end row."""
-        return gl.load(self.schedule_ptr + 1 + group), gl.load(self.schedule_ptr + 2 + group)
+        """First row and end row, clamped as by `group_rows` in ../_tile.py."""
+        # each warp has them all: a sum that needs no other warp
+        layout: gl.constexpr = gl.BlockedLayout([max(self.BLOCK_G // 32, 1)], [32], [4], [0])
+        g = gl.arange(0, self.BLOCK_G, layout=layout)
+        size = gl.load(self.group_sizes_ptr + g, mask=g < self.G, other=0).to(gl.int64)
+        size = gl.minimum(gl.maximum(size, 0), self.M)
+        first = gl.minimum(gl.sum(gl.where(g < group, size, 0), 0), self.M)
+        end = gl.minimum(gl.sum(gl.where(g <= group, size, 0), 0), self.M)
+        return first.to(gl.int32), end.to(gl.int32)
 
 
 @aggregate
@@ -167,7 +178,8 @@ def tgmm_kernel(
     y_desc,  # (M, N), ragged
     out_desc,  # (G, K, N), or (G, N, K) where columns come first
     out_ptr,  # (G, K, N)
-    schedule_ptr,
+    group_sizes_ptr,
+    M,
     G,
     K,  # in units of 8
     N,
@@ -176,6 +188,7 @@ def tgmm_kernel(
     COLUMNS_FIRST: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     TOP_K: gl.constexpr,
+    BLOCK_G: gl.constexpr,
     A_LAYOUT: gl.constexpr,
     FLAT: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -193,10 +206,10 @@ def tgmm_kernel(
     buffers = gl.allocate_shared_memory(
         y_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
     )
-    rows = Rows(x_ptr, x_stride, order_ptr, y_desc, schedule_ptr, K, TOP_K)
+    rows = Rows(x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, TOP_K, BLOCK_G)
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, K, N, COLUMNS_FIRST, ACCUMULATE)
-    tiles = Tiles(schedule_ptr, gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    tiles = Tiles(group_sizes_ptr, gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
             (tgmm_consumer, (0, rows, ring, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
@@ -217,15 +230,15 @@ def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=
     stores = 8 if accumulate else 2  # what is added to takes registers as well
     half, width = BLOCK_M // 2, BLOCK_N // stores
     y_desc = ragged_descriptor(y, BLOCK_K, BLOCK_N)
-    schedule = make_schedule(group_sizes, y.shape[0], BLOCK_K)
     out_desc = (
         y_desc if accumulate else descriptor(out, 1, *((width, half) if columns_first else (half, width)))
     )
     programs = num_programs(x)
     tgmm_kernel[(programs,)](
-        x, None if order is None else order.contiguous(), y_desc, out_desc, out, schedule,
-        G, K // 8, N, x.stride(0) // 8, out.stride(),
+        x, None if order is None else order.contiguous(), y_desc, out_desc, out, group_sizes.contiguous(),
+        y.shape[0], G, K // 8, N, x.stride(0) // 8, out.stride(),
         COLUMNS_FIRST=columns_first, ACCUMULATE=accumulate, TOP_K=top_k,
+        BLOCK_G=triton.next_power_of_2(G),
         A_LAYOUT=shared_layout(x.dtype, BLOCK_K, BLOCK_M), FLAT=shared_layout(x.dtype, BLOCK_K, BLOCK_N),
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=16 if 2 * K * N > 2**25 else 1, STAGES=3,
         STORES=stores, PROGRAMS=programs, num_warps=4,
