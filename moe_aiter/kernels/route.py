@@ -12,7 +12,7 @@ by a node of their own, only as long as somebody has them.  One launch forward, 
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op, takes
+from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape
 from ._groups import wide
 from ._host import array, ext, host, num_threads
@@ -39,6 +39,7 @@ def weigh(chosen: Tensor, sigmoid: bool, renormalize: bool, scale: float) -> Ten
 
 
 def route_backward_reference(
+    dlogits: Tensor,
     weights: Tensor,
     ids: Tensor,
     scores: Tensor | None,
@@ -48,23 +49,25 @@ def route_backward_reference(
     sigmoid: bool,
     renormalize: bool,
     scale: float,
-) -> Tensor:
-    dlogits = weights.new_zeros(len(weights), num_experts)
+) -> None:
+    dlogits.zero_()
     if dweights is not None:
-        dchosen = dweights * scale
-        if renormalize:
+        dchosen = dweights * scale if scale != 1.0 else dweights
+        if scores is None:
+            dchosen = softmax_backward(dchosen, weights * inverse(scale))
+        elif renormalize:
             total = (dweights * weights).sum(1, keepdim=True)
-            if sigmoid:
-                dchosen = (dchosen - total) / (scores.gather(1, ids).sum(1, keepdim=True) + EPSILON)
-            else:
-                dchosen = weights * (dweights - total * inverse(scale))
+            dchosen = (dchosen - total) / (scores.gather(1, ids).sum(1, keepdim=True) + EPSILON)
         # the experts of a row are distinct, so this writes each element once: no order to depend on
         dlogits.scatter_(1, ids, dchosen)
-    if scores is None:
-        return dlogits
-    dscores = dlogits if dscores is None else dlogits + dscores
-    if sigmoid:
-        return torch.ops.aten.sigmoid_backward(dscores, scores)
+    if scores is not None:
+        if dscores is not None:
+            dlogits += dscores
+        backward = torch.ops.aten.sigmoid_backward if sigmoid else softmax_backward
+        dlogits.copy_(backward(dlogits, scores))
+
+
+def softmax_backward(dscores: Tensor, scores: Tensor) -> Tensor:
     return torch.ops.aten._softmax_backward_data(dscores, scores, 1, scores.dtype)
 
 
@@ -268,10 +271,6 @@ def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale):
     weights.copy_(weigh(weights, sigmoid, renormalize, scale))
 
 
-def launch_route_backward_host(dlogits, *inputs):
-    copy_into(dlogits, route_backward_reference(*inputs))
-
-
 # op
 def save_route(ctx, inputs, output):
     logits, _, *ctx.how = inputs
@@ -306,7 +305,7 @@ class SoftmaxScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dscores):
         (scores,) = ctx.saved_tensors
-        return torch.ops.aten._softmax_backward_data(dscores, scores, 1, scores.dtype), None
+        return softmax_backward(dscores, scores), None
 
 
 route_op = define_op(
@@ -323,9 +322,9 @@ route_backward_op = define_op(
     "route_backward(Tensor weights, Tensor expert_ids, Tensor? scores, Tensor? dweights, Tensor? dscores,"
     " int num_experts, bool sigmoid, bool renormalize, float scale) -> Tensor",
     new=new_route_backward,
-    reference=route_backward_reference,
+    torch=route_backward_reference,
     triton=launch_route_backward,
-    host=host(launch_route_backward_host),
+    host=host(route_backward_reference),
 )
 
 
