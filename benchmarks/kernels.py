@@ -4,6 +4,8 @@
 
 Each kernel is checked against float32 on three experts, its outputs filled with NaN first; then the median of
 seven runs, each after a flush of L2, in bfloat16 with SwiGLU and the routing of softmax(randn).
+The kernels of routing, which have no tile to choose, are timed as a CUDA graph replays them; they are held
+against float64, and the plan against torch's stable sort.
 """
 
 import argparse
@@ -23,6 +25,8 @@ from moe_aiter.bench.shapes import SHAPES
 from moe_aiter.kernels.expert_down import launch_expert_down_grad
 from moe_aiter.kernels.expert_up import launch_expert_up
 from moe_aiter.kernels.gmm import launch_gmm
+from moe_aiter.kernels.route import choose_experts, launch_route, launch_route_backward
+from moe_aiter.kernels.sort import launch_sort, sort_reference
 from moe_aiter.kernels.tgmm import launch_tgmm
 from moe_aiter.tuning import Config
 
@@ -120,6 +124,75 @@ class Step:
         return worst
 
 
+class Routing:
+    """The kernels that route the tokens of one shape, as softmax over E, top-k, renormalised."""
+
+    how = (False, True, 1.0)
+
+    def __init__(self, name: str):
+        shape = SHAPES[name]
+        T, self.E, self.k = shape.num_tokens, shape.num_experts, shape.top_k
+        self.logits, self.dweights = (torch.randn(T, n, device="cuda") for n in (self.E, self.k))
+        self.scores, self.dlogits = (poisoned(T, self.E, dtype=torch.float32) for _ in range(2))
+        self.weights = poisoned(T, self.k, dtype=torch.float32)
+        self.ids = torch.full((T, self.k), -1, device="cuda")
+        ints = {"device": "cuda", "dtype": torch.int32}
+        self.plan = tuple(torch.empty(n, **ints) for n in (T * self.k, (T, self.k), self.E))
+
+    def kernels(self) -> dict:
+        """name -> (bytes that have to be read and written, function)."""
+        logits, choices = self.logits.numel(), self.ids.numel()
+        routed = self.scores, self.weights, self.ids
+        return {
+            "route": (8 * logits + 12 * choices, lambda: launch_route(
+                routed, self.logits, self.k, *self.how)),
+            "plan": (16 * choices, lambda: launch_sort(self.plan, self.ids, self.E)),
+            "dlogits": (4 * logits + 16 * choices, lambda: launch_route_backward(
+                self.dlogits, self.weights, self.ids, None, self.dweights, None, self.E, *self.how)),
+        }  # fmt: skip
+
+    def error(self) -> float:
+        """The worst relative error of what is a float; the rest must be equal."""
+        logits = self.logits.double().requires_grad_()
+        scores, weights, ids = choose_experts(logits, self.k)
+        (dlogits,) = torch.autograd.grad(weights, logits, self.dweights.double())
+        for got, want in zip((self.ids, *self.plan), (ids, *sort_reference(ids, self.E)), strict=True):
+            assert torch.equal(got.long(), want)
+        pairs = (self.scores, scores), (self.weights, weights), (self.dlogits, dlogits)
+        return max(((got - want).norm() / want.norm()).item() for got, want in pairs)
+
+
+def in_a_graph(fn):
+    """`fn` as one launch: a small kernel takes less time than Python needs to launch it."""
+    fn()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph.replay
+
+
+def measure_routing(name: str) -> list[dict]:
+    """Every kernel of routing one shape; a line of each is printed."""
+    torch.manual_seed(0)
+    routing, rows = Routing(name), []
+    kernels = routing.kernels()
+    for _, run in kernels.values():
+        run()
+    error = routing.error()
+    assert error < 1e-6, f"{name} routing: error {error}"
+    kernels["route and plan"] = (
+        kernels["route"][0] + kernels["plan"][0],
+        lambda: (kernels["route"][1](), kernels["plan"][1]()),
+    )
+    untiled = dict.fromkeys((field.name for field in dataclasses.fields(Config)), "")
+    for kernel, (size, run) in kernels.items():
+        ms = median(in_a_graph(run))
+        what = {"shape": name, "kernel": kernel, "op": "routing", "error": f"{error:.1e}"}
+        rows.append(what | untiled | {"us": round(1e3 * ms, 1), "tflops": ""})
+        print(f"{name} {kernel:14s} {1e3 * ms:6.1f} us   {size / ms / 1e6:5.0f} GB/s", flush=True)
+    return rows
+
+
 def median(fn, runs: int = 7) -> float:
     """Milliseconds on the GPU."""
     flushed, times = torch.empty(2**26, dtype=torch.int32, device="cuda"), []
@@ -189,7 +262,7 @@ def main() -> None:
     args = parser.parse_args()
     where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     when = {"commit": args.commit, "date": datetime.date.today().isoformat()}
-    rows = [row | where | when for name in args.shapes for row in measure(name)]
+    rows = [row | where | when for name in args.shapes for row in measure_routing(name) + measure(name)]
     if args.out:
         with open(args.out, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")

@@ -132,15 +132,16 @@ def routed(num_experts, k):
     return *floats, ints(4096, k, dtype=torch.int64)
 
 
-def run_route(num_experts, k, sigmoid, renormalize, dtype=torch.float32):
-    logits = new(4096, num_experts, dtype=dtype)
+def run_route(num_experts, k, sigmoid, renormalize):
+    logits = new(4096, num_experts, dtype=torch.float32)
     launch_route(routed(num_experts, k), logits, k, sigmoid, renormalize, 1.0)
 
 
 def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_weights=True):
     scores, weights, ids = routed(num_experts, k)
-    grads = scores if of_scores else None, weights if of_weights else None
-    launch_route_backward(new(*scores.shape), scores, weights, ids, *grads, sigmoid, renormalize, 1.0)
+    grads = weights if of_weights else None, scores if of_scores else None
+    saved = weights, ids, scores if sigmoid or not renormalize else None
+    launch_route_backward(new(*scores.shape), *saved, *grads, num_experts, sigmoid, renormalize, 1.0)
 
 
 def run_permute(dtype, weighted):
@@ -186,9 +187,9 @@ CASES: dict[str, Callable[[], None]] = {
     "topk 2 of 8": lambda: run_topk(8, 2),
     "route softmax": lambda: run_route(128, 8, False, False),
     "route sigmoid": lambda: run_route(128, 8, True, True),
-    "route bfloat16": lambda: run_route(64, 6, False, True, torch.bfloat16),
-    "route backward of the scores": lambda: run_route_backward(128, 8, False, True, of_weights=False),
-    "route backward of the weights": lambda: run_route_backward(128, 8, False, True, of_scores=False),
+    "route backward": lambda: run_route_backward(128, 8, False, True, of_scores=False),
+    "route backward of the scores": lambda: run_route_backward(128, 8, True, True, of_weights=False),
+    "route backward of the weights": lambda: run_route_backward(128, 8, True, True, of_scores=False),
     "route backward softmax": lambda: run_route_backward(128, 8, False, False),
     "route backward sigmoid": lambda: run_route_backward(128, 8, True, True),
     **{f"route {k} of {e}": lambda e=e, k=k: run_route(e, k, False, True) for e, k in ROUTERS},

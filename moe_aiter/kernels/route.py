@@ -4,17 +4,18 @@
     chosen    the k highest of p, the lower expert first among equals
     weights   scale * p_j, or with renormalisation scale * p_j / sum of p over the chosen
 
-A renormalised softmax is the softmax of the k chosen logits, and they are chosen by logit: p may underflow.
-A sum of sigmoids may be 0, so it gets EPSILON.  One launch forward, one backward.
+A sum of sigmoids may be 0, so it gets EPSILON.  A renormalised softmax is the softmax of the k chosen logits,
+and they are chosen by logit: p may underflow.  Its backward keeps (T, k) numbers; the (T, E) scores are kept
+by a node of their own, only as long as somebody has them.  One launch forward, one backward.
 """
 
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op, takes
+from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape
-from ._groups import sum_dtype, wide
-from ._host import HOST_DTYPES, array, ext, host, num_threads
+from ._groups import wide
+from ._host import array, ext, host, num_threads
 from ._triton import tl, triton
 from .topk import NO_KEY, from_key, row_tile, take_highest, to_key, topk_reference
 
@@ -25,7 +26,6 @@ EPSILON = 1e-20
 def route_reference(
     logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits = wide(logits)
     scores = logits.sigmoid() if sigmoid else logits.softmax(1)
     chosen, ids = topk_reference(logits if renormalize and not sigmoid else scores, top_k)
     return scores, weigh(chosen, sigmoid, renormalize, scale), ids
@@ -39,47 +39,35 @@ def weigh(chosen: Tensor, sigmoid: bool, renormalize: bool, scale: float) -> Ten
 
 
 def route_backward_reference(
-    scores: Tensor,
+    dlogits: Tensor,
     weights: Tensor,
     ids: Tensor,
-    dscores: Tensor | None,
+    scores: Tensor | None,
     dweights: Tensor | None,
+    dscores: Tensor | None,
+    num_experts: int,
     sigmoid: bool,
     renormalize: bool,
     scale: float,
-) -> Tensor:
-    if dweights is None:
-        return score_backward(dscores, scores, sigmoid)
-    dchosen = weigh_backward(dweights, scores, weights, ids, sigmoid, renormalize, scale)
-    # the experts of a row are distinct, so this writes each element once: no order to depend on
-    dchosen = torch.zeros_like(scores).scatter_(1, ids, dchosen)
-    if renormalize and not sigmoid:
-        return dchosen if dscores is None else dchosen + score_backward(dscores, scores, sigmoid)
-    return score_backward(dchosen if dscores is None else dchosen + dscores, scores, sigmoid)
+) -> None:
+    dlogits.zero_()
+    if dweights is not None:
+        dchosen = dweights * scale if scale != 1.0 else dweights
+        if scores is None:
+            dchosen = softmax_backward(dchosen, weights * inverse(scale))
+        elif renormalize:
+            total = (dweights * weights).sum(1, keepdim=True)
+            dchosen = (dchosen - total) / (scores.gather(1, ids).sum(1, keepdim=True) + EPSILON)
+        # the experts of a row are distinct, so this writes each element once: no order to depend on
+        dlogits.scatter_(1, ids, dchosen)
+    if scores is not None:
+        if dscores is not None:
+            dlogits += dscores
+        backward = torch.ops.aten.sigmoid_backward if sigmoid else softmax_backward
+        dlogits.copy_(backward(dlogits, scores))
 
 
-def weigh_backward(
-    dweights: Tensor,
-    scores: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    sigmoid: bool,
-    renormalize: bool,
-    scale: float,
-) -> Tensor:
-    """The gradient of what `weigh` was given."""
-    if not renormalize:
-        return dweights * scale
-    total = (dweights * weights).sum(1, keepdim=True)
-    if sigmoid:
-        return (dweights * scale - total) / (scores.gather(1, ids).sum(1, keepdim=True) + EPSILON)
-    return weights * (dweights - total * inverse(scale))
-
-
-def score_backward(dscores: Tensor, scores: Tensor, sigmoid: bool) -> Tensor:
-    """The gradient of the logits, as autograd has it."""
-    if sigmoid:
-        return torch.ops.aten.sigmoid_backward(dscores, scores)
+def softmax_backward(dscores: Tensor, scores: Tensor) -> Tensor:
     return torch.ops.aten._softmax_backward_data(dscores, scores, 1, scores.dtype)
 
 
@@ -113,7 +101,7 @@ def route_kernel(
     e, slot = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)[None, :]
     mask = (t < T) & (e < E)[None, :]
     z_ptrs = logits_ptr + t * logits_strides[0] + e.to(tl.int64)[None, :] * logits_strides[1]
-    z = tl.load(z_ptrs, mask=mask, other=float("-inf")).to(tl.float32)
+    z = tl.load(z_ptrs, mask=mask, other=float("-inf"))
     p = tl.sigmoid(z) if SIGMOID else softmax(z)
     tl.store(scores_ptr + t * E + e[None, :], p, mask=mask)
 
@@ -143,18 +131,18 @@ def softmax(z):
 
 @triton.jit
 def route_backward_kernel(
-    scores_ptr,  # (T, E)
     weights_ptr,  # (T, K)
     ids_ptr,  # (T, K) int64
-    dscores_ptr,  # (T, E) or None
+    scores_ptr,  # (T, E) or None: the weights are a softmax of the chosen logits
     dweights_ptr,  # (T, K) or None
+    dscores_ptr,  # (T, E) or None
     dlogits_ptr,  # (T, E)
     T,
     E,
     scale,
     inverse_scale,
-    dscores_strides,  # t, e
     dweights_strides,  # t, j
+    dscores_strides,  # t, e
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -163,49 +151,40 @@ def route_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    OF_LOGITS: tl.constexpr = RENORMALIZE and not SIGMOID
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     e, slot = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     t_mask = t < T
-    mask = t_mask[:, None] & (e < E)
-    p_ptrs = scores_ptr + t[:, None] * E + e
+    mask, k_mask = t_mask[:, None] & (e < E), t_mask[:, None] & (slot < K)
 
-    # what the weights give the chosen, laid out by expert: the gradient of the logits or of the scores
-    dchosen = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    # what the weights give the chosen, in its expert's column: the gradient of the logits or of the scores
+    d = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     if dweights_ptr is not None:
-        s_ptrs, dw_ptrs = weights_ptr + t * K, dweights_ptr + t * dweights_strides[0]
+        w_ptrs, dw_ptrs = weights_ptr + t * K, dweights_ptr + t * dweights_strides[0]
         if RENORMALIZE:
-            k_mask = t_mask[:, None] & (slot < K)
+            w = tl.load(w_ptrs[:, None] + slot, mask=k_mask, other=0.0)
             dw = tl.load(dw_ptrs[:, None] + slot * dweights_strides[1], mask=k_mask, other=0.0)
-            total = tl.sum(dw * tl.load(s_ptrs[:, None] + slot, mask=k_mask, other=0.0), 1)
+            total = tl.sum(w * dw, 1)
         if RENORMALIZE and SIGMOID:
             ids = tl.load(ids_ptr + t[:, None] * K + slot, mask=k_mask, other=0)
-            chosen = tl.load(scores_ptr + t[:, None] * E + ids, mask=k_mask, other=0.0)
-            size = tl.sum(chosen, 1) + EPSILON
+            size = tl.sum(tl.load(scores_ptr + t[:, None] * E + ids, mask=k_mask, other=0.0), 1) + EPSILON
         for j in range(K):
             expert = tl.load(ids_ptr + t * K + j, mask=t_mask, other=0).to(tl.int32)
-            d = tl.load(dw_ptrs + j * dweights_strides[1], mask=t_mask, other=0.0)
-            if OF_LOGITS:
-                d = tl.load(s_ptrs + j, mask=t_mask, other=0.0) * (d - total * inverse_scale)
+            part = tl.load(dw_ptrs + j * dweights_strides[1], mask=t_mask, other=0.0)
+            if scores_ptr is None:
+                part = tl.load(w_ptrs + j, mask=t_mask, other=0.0) * (part - total * inverse_scale)
+            elif RENORMALIZE:
+                part = (part * scale - total) / size
             else:
-                d *= scale
-                if RENORMALIZE:
-                    d = (d - total) / size
-            dchosen = tl.where(e == expert[:, None], d[:, None], dchosen)
+                part *= scale
+            d = tl.where(e == expert[:, None], part[:, None], d)
 
-    dscores = dchosen
-    if dscores_ptr is not None:
-        ds_ptrs = dscores_ptr + t[:, None] * dscores_strides[0] + e.to(tl.int64) * dscores_strides[1]
-        dscores = tl.load(ds_ptrs, mask=mask, other=0.0)
-        if not OF_LOGITS:
-            dscores += dchosen
-    dlogits = dchosen
-    if dscores_ptr is not None or not OF_LOGITS:
-        p = tl.load(p_ptrs, mask=mask, other=0.0)
-        dlogits = dscores * p * (1 - p) if SIGMOID else p * (dscores - tl.sum(p * dscores, 1)[:, None])
-        if OF_LOGITS:
-            dlogits += dchosen
-    tl.store(dlogits_ptr + t[:, None] * E + e, dlogits, mask=mask)
+    if scores_ptr is not None:
+        if dscores_ptr is not None:
+            dp_ptrs = dscores_ptr + t[:, None] * dscores_strides[0] + e.to(tl.int64) * dscores_strides[1]
+            d += tl.load(dp_ptrs, mask=mask, other=0.0)
+        p = tl.load(scores_ptr + t[:, None] * E + e, mask=mask, other=0.0)
+        d = d * p * (1 - p) if SIGMOID else p * (d - tl.sum(p * d, 1)[:, None])
+    tl.store(dlogits_ptr + t[:, None] * E + e, d, mask=mask)
 
 
 # launcher
@@ -213,37 +192,43 @@ def new_route(
     logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_shape("logits", logits, "T", "E")
-    check_float(logits=logits)
+    if logits.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"logits must be float32 or float64, not {logits.dtype}")
     num_tokens, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={num_experts}); top_k must be from 1 to E")
-    scores = logits.new_empty(logits.shape, dtype=sum_dtype(logits))
-    weights = scores.new_empty(num_tokens, top_k)
-    return scores, weights, scores.new_empty(num_tokens, top_k, dtype=torch.int64)
+    scores, weights = logits.new_empty(logits.shape), logits.new_empty(num_tokens, top_k)
+    return scores, weights, logits.new_empty(num_tokens, top_k, dtype=torch.int64)
 
 
 def new_route_backward(
-    scores: Tensor,
     weights: Tensor,
     ids: Tensor,
-    dscores: Tensor | None,
+    scores: Tensor | None,
     dweights: Tensor | None,
+    dscores: Tensor | None,
+    num_experts: int,
     sigmoid: bool,
     renormalize: bool,
     scale: float,
 ) -> Tensor:
-    check_float(scores=scores, weights=weights, dscores=dscores, dweights=dweights)
-    check_device(scores=scores, weights=weights, expert_ids=ids, dscores=dscores, dweights=dweights)
-    if dscores is None and dweights is None:
-        raise ValueError("there is neither dscores nor dweights")
+    check_shape("weights", weights, "T", "k")
+    check_float(weights=weights, scores=scores, dweights=dweights, dscores=dscores)
+    check_device(weights=weights, expert_ids=ids, scores=scores, dweights=dweights, dscores=dscores)
+    if dweights is None and dscores is None:
+        raise ValueError("there is neither dweights nor dscores")
+    if (scores is None) != (renormalize and not sigmoid) or (scores is None and dscores is not None):
+        raise ValueError("scores belong to every mode but the renormalised softmax, which takes no dscores")
+    dlogits = weights.new_empty(weights.shape[0], num_experts)
     for name, x, like in (
         ("expert_ids", ids, weights),
+        ("scores", scores, dlogits),
         ("dweights", dweights, weights),
-        ("dscores", dscores, scores),
+        ("dscores", dscores, dlogits),
     ):
         if x is not None and x.shape != like.shape:
             raise ValueError(f"{name} is {tuple(x.shape)} but it needs {tuple(like.shape)}")
-    return torch.empty_like(scores, memory_format=torch.contiguous_format)
+    return dlogits
 
 
 def row_tile_of_k(num_tokens: int, num_experts: int, top_k: int) -> tuple[tuple[int], dict]:
@@ -251,7 +236,7 @@ def row_tile_of_k(num_tokens: int, num_experts: int, top_k: int) -> tuple[tuple[
     return grid, tile | {"K": top_k, "BLOCK_K": triton.next_power_of_2(top_k), "EPSILON": EPSILON}
 
 
-@takes(torch.float32, torch.bfloat16, torch.float16)
+@takes(torch.float32)
 def launch_route(out, logits, top_k, sigmoid, renormalize, scale):
     grid, tile = row_tile_of_k(*logits.shape, top_k)
     route_kernel[grid](
@@ -261,20 +246,23 @@ def launch_route(out, logits, top_k, sigmoid, renormalize, scale):
 
 
 @takes(torch.float32)
-def launch_route_backward(dlogits, scores, weights, ids, dscores, dweights, sigmoid, renormalize, scale):
-    grid, tile = row_tile_of_k(*scores.shape, weights.shape[1])
-    strides = [(0, 0) if d is None else d.stride() for d in (dscores, dweights)]
+def launch_route_backward(
+    dlogits, weights, ids, scores, dweights, dscores, num_experts, sigmoid, renormalize, scale
+):
+    num_tokens, top_k = weights.shape
+    grid, tile = row_tile_of_k(num_tokens, num_experts, top_k)
+    strides = [(0, 0) if d is None else d.stride() for d in (dweights, dscores)]
     route_backward_kernel[grid](
-        scores.contiguous(), weights.contiguous(), ids.contiguous(), dscores, dweights, dlogits,
-        *scores.shape, scale, inverse(scale), *strides,
+        weights.contiguous(), ids.contiguous(), None if scores is None else scores.contiguous(),
+        dweights, dscores, dlogits, num_tokens, num_experts, scale, inverse(scale), *strides,
         SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
     )  # fmt: skip
 
 
-@takes(*HOST_DTYPES)
+@takes(torch.float32)
 def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale):
     """torch's scores, and the extension's choice."""
-    (scores, weights, ids), logits = out, wide(logits)
+    scores, weights, ids = out
     if sigmoid:
         torch.sigmoid(logits, out=scores)
     else:
@@ -283,25 +271,41 @@ def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale):
     weights.copy_(weigh(weights, sigmoid, renormalize, scale))
 
 
-def launch_route_backward_host(dlogits, *inputs):
-    copy_into(dlogits, route_backward_reference(*inputs))
-
-
 # op
 def save_route(ctx, inputs, output):
     logits, _, *ctx.how = inputs
-    ctx.dtype = logits.dtype
-    ctx.save_for_backward(*output)
-    ctx.mark_non_differentiable(output[2])
+    scores, weights, ids = output
+    sigmoid, renormalize, _ = ctx.how
+    ctx.num_experts = logits.shape[1]
+    if renormalize and not sigmoid:
+        ctx.save_for_backward(weights, ids, None)
+        ctx.mark_non_differentiable(scores, ids)  # see SoftmaxScores
+    else:
+        ctx.save_for_backward(weights, ids, scores)
+        ctx.mark_non_differentiable(ids)
     ctx.set_materialize_grads(False)
 
 
 def backward_route(ctx, dscores, dweights, dids):
-    nothing = [None] * 4
-    if dscores is None and dweights is None:
-        return None, *nothing
-    dlogits = route_backward_op(*ctx.saved_tensors, dscores, dweights, *ctx.how)
-    return dlogits.to(ctx.dtype), *nothing
+    dlogits = None
+    if dscores is not None or dweights is not None:
+        grads = dweights, dscores, ctx.num_experts
+        dlogits = route_backward_op(*ctx.saved_tensors, *grads, *ctx.how)
+    return dlogits, None, None, None, None
+
+
+class SoftmaxScores(torch.autograd.Function):
+    """Scores that are known to be the softmax of these logits, with that gradient."""
+
+    @staticmethod
+    def forward(ctx, logits, scores):
+        ctx.save_for_backward(scores)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx, dscores):
+        (scores,) = ctx.saved_tensors
+        return softmax_backward(dscores, scores), None
 
 
 route_op = define_op(
@@ -315,12 +319,12 @@ route_op = define_op(
     backward=backward_route,
 )
 route_backward_op = define_op(
-    "route_backward(Tensor scores, Tensor weights, Tensor expert_ids, Tensor? dscores, Tensor? dweights,"
-    " bool sigmoid, bool renormalize, float scale) -> Tensor",
+    "route_backward(Tensor weights, Tensor expert_ids, Tensor? scores, Tensor? dweights, Tensor? dscores,"
+    " int num_experts, bool sigmoid, bool renormalize, float scale) -> Tensor",
     new=new_route_backward,
-    reference=route_backward_reference,
+    torch=route_backward_reference,
     triton=launch_route_backward,
-    host=host(launch_route_backward_host),
+    host=host(route_backward_reference),
 )
 
 
@@ -335,4 +339,9 @@ def choose_experts(
     [0, E) whatever the logits are.
     Raises ValueError unless `logits` has two axes and 1 <= top_k <= E, TypeError for another dtype.
     """
-    return route_op(logits, top_k, sigmoid, renormalize, scale)
+    check_float(logits=logits)
+    logits = wide(logits)
+    scores, weights, ids = route_op(logits, top_k, sigmoid, renormalize, scale)
+    if renormalize and not sigmoid:
+        scores = SoftmaxScores.apply(logits, scores)
+    return scores, weights, ids

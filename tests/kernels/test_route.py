@@ -50,6 +50,12 @@ def composed(logits, top_k, mode, scale=1.0):
     return scores, weights * scale, ids
 
 
+def saved_by(logits, top_k, how):
+    """weights, expert_ids and scores as the backward takes them."""
+    scores, weights, ids = route_op(logits, top_k, *how)
+    return weights, ids, None if how[:2] == (False, True) else scores
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @modes
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -126,10 +132,11 @@ def test_any_strides(backend, device, mode, layout):
     dense = logits.contiguous()
     for got, want in zip(route_op(logits, 4, *how), route_op(dense, 4, *how), strict=True):
         torch.testing.assert_close(got, want)
-    saved = route_op(dense, 4, *how)
-    grads = spread(dscores), spread(dweights)
-    got = route_backward_op(*saved, *grads, *how)
-    want = route_backward_op(*saved, *(g.contiguous() for g in grads), *how)
+    saved, spread_grads = saved_by(dense, 4, how), (spread(dweights), spread(dscores))
+    grads = tuple(g.contiguous() for g in spread_grads)
+    if saved[2] is None:
+        grads, spread_grads = (grads[0], None), (spread_grads[0], None)
+    got, want = (route_backward_op(*saved, *g, 21, *how) for g in (spread_grads, grads))
     torch.testing.assert_close(got, want)
 
 
@@ -163,18 +170,24 @@ def test_a_second_derivative_is_refused(device):
         dlogits.sum().backward()
 
 
+def test_the_softmax_of_the_chosen_keeps_no_scores(device):
+    """(T, k) numbers for backward, as long as nobody has the scores."""
+    logits = draw(5, 6, device=device).requires_grad_()
+    _, weights, _ = run(logits, 3, MODES["softmax of the chosen"])
+    assert [t.shape for t in weights.grad_fn.saved_tensors if t is not None] == [(5, 3)] * 2
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @modes
 def test_opcheck(device, mode, grad):
-    logits = draw(6, 8, device=device)
-    torch.library.opcheck(
-        torch.ops.moe_aiter.route.default, (logits.clone().requires_grad_(grad), 3, *mode, 2.0)
-    )
-    saved = route_op(logits, 3, *mode, 2.0)
-    for dscores, dweights in ((logits, None), (None, saved[1]), (logits, saved[1])):
-        torch.library.opcheck(
-            torch.ops.moe_aiter.route_backward.default, (*saved, dscores, dweights, *mode, 2.0)
-        )
+    logits, how = draw(6, 8, device=device), (*mode, 2.0)
+    torch.library.opcheck(torch.ops.moe_aiter.route.default, (logits.clone().requires_grad_(grad), 3, *how))
+    saved = saved_by(logits, 3, how)
+    for dweights, dscores in ((saved[0], None), (None, logits), (saved[0], logits)):
+        if dscores is None or saved[2] is not None:
+            torch.library.opcheck(
+                torch.ops.moe_aiter.route_backward.default, (*saved, dweights, dscores, 8, *how)
+            )
 
 
 @modes
@@ -204,15 +217,26 @@ def test_errors(logits, top_k, error, text):
         choose_experts(logits, top_k)
 
 
-def test_errors_of_the_backward():
-    how = (False, True, 1.0)
-    saved = route_op(draw(4, 8), 2, *how)
-    with pytest.raises(ValueError, match="neither dscores nor dweights"):
-        route_backward_op(*saved, None, None, *how)
-    with pytest.raises(ValueError, match=r"dweights is \(4, 3\) but it needs \(4, 2\)"):
-        route_backward_op(*saved, None, draw(4, 3), *how)
-    with pytest.raises(TypeError, match="scores is torch.float32 but dscores is torch.float64"):
-        route_backward_op(*saved, draw(4, 8).double(), None, *how)
+@pytest.mark.parametrize(
+    "dweights, dscores, renormalize, error, text",
+    [
+        (None, None, False, ValueError, "neither dweights nor dscores"),
+        (draw(4, 3), None, False, ValueError, r"dweights is \(4, 3\) but it needs \(4, 2\)"),
+        (None, draw(4, 9), False, ValueError, r"dscores is \(4, 9\) but it needs \(4, 8\)"),
+        (None, draw(4, 8), True, ValueError, "which takes no dscores"),
+        (
+            draw(4, 2).double(),
+            None,
+            False,
+            TypeError,
+            "weights is torch.float32 but dweights is torch.float64",
+        ),
+    ],
+)
+def test_errors_of_the_backward(dweights, dscores, renormalize, error, text):
+    how = (False, renormalize, 1.0)
+    with pytest.raises(error, match=text):
+        route_backward_op(*saved_by(draw(4, 8), 2, how), dweights, dscores, 8, *how)
 
 
 @pytest.mark.gpu
@@ -234,9 +258,12 @@ def test_large(shape, mode):
 
 @pytest.mark.gpu
 def test_rows_past_two_billion_elements():
-    logits = torch.randn(2**31 // 128 + 5, 128, device="cuda", dtype=torch.bfloat16)
-    out = route_op(logits, 2, False, True, 1.0)
-    dlogits = route_backward_op(*out, out[0], out[1], False, True, 1.0)
-    tail = route_op(logits[-7:], 2, False, True, 1.0)
-    assert all(torch.equal(a[-7:], b) for a, b in zip(out, tail, strict=True))
-    assert torch.equal(dlogits[-7:], route_backward_op(*tail, tail[0], tail[1], False, True, 1.0))
+    logits = torch.randn(2**31 // 128 + 5, 128, device="cuda")
+    how = (True, True, 1.0)
+
+    def both(logits):
+        weights, ids, scores = saved_by(logits, 2, how)
+        return weights, ids, scores, route_backward_op(weights, ids, scores, weights, scores, 128, *how)
+
+    for all_rows, last in zip(both(logits), both(logits[-7:]), strict=True):
+        assert torch.equal(all_rows[-7:], last)
