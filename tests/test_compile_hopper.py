@@ -67,6 +67,7 @@ CASES = {
     "up narrow": lambda: run_hopper_up(n=256),
     "up float16": lambda: run_hopper_up(dtype=F16),
     "up without z": lambda: run_hopper_up(save_z=False),
+    "down_grad geglu frozen": lambda: run_hopper_down_grad("geglu", need_a=False),
     "down_grad frozen": lambda: run_hopper_down_grad(need_a=False),
     "down_grad float16": lambda: run_hopper_down_grad(dtype=F16),
     "gmm": run_hopper_gmm,

@@ -170,7 +170,9 @@ def route_backward_kernel(
         for j in range(K):
             expert = tl.load(ids_ptr + t * K + j, mask=t_mask, other=0).to(tl.int32)
             part = tl.load(dw_ptrs + j * dweights_strides[1], mask=t_mask, other=0.0)
-            if scores_ptr is None:
+            if scores_ptr is None and K == 1:
+                part = tl.zeros_like(part)  # a single weight is constant; rounding would say otherwise
+            elif scores_ptr is None:
                 part = tl.load(w_ptrs + j, mask=t_mask, other=0.0) * (part - total * inverse_scale)
             elif RENORMALIZE:
                 part = (part * scale - total) / size

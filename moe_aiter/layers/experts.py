@@ -95,7 +95,7 @@ class Experts(nn.Module):
 def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What torch.autocast, where it is on, would hand to nn.Linear: its dtype, but float64 stays float64."""
     device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if tensors[0].is_meta or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -76,12 +76,12 @@ def test_debug_refuses_a_plan_that_contradicts_itself(device, part, value, ops, 
 
 @pytest.mark.parametrize("value", [2**32, 2**32 + 1, 2**40, 2**31], ids=str)
 @pytest.mark.parametrize("op", WHOLE[:1] + MOVES)
-def test_an_index_is_not_wrapped(op, value, backend, no_debug):
+def test_an_index_is_not_wrapped(op, value, backend, device, no_debug):
     """As int32 they would be 0, 1 and negative."""
     if backend == "triton":
         pytest.skip("kernels trust a plan, which only MOE_AITER_DEBUG=1 checks")
     for part in {"expert_mlp": [0], "permute": [0]}.get(op, [1]):
-        plan = make_plan(dtype=torch.int64)
+        plan = make_plan(device, torch.int64)
         plan[part].view(-1)[0] = value
         with pytest.raises((ValueError, IndexError)):
             OPS[op](plan)
@@ -89,8 +89,8 @@ def test_an_index_is_not_wrapped(op, value, backend, no_debug):
 
 @pytest.mark.parametrize("value", [-(2**32) + 1, -(2**40)], ids=str)
 @pytest.mark.parametrize("op", MOVES)
-def test_a_very_negative_index_means_a_dropped_choice(op, value, backend, no_debug):
-    good, bad = make_plan(dtype=torch.int64), make_plan(dtype=torch.int64)
+def test_a_very_negative_index_means_a_dropped_choice(op, value, backend, device, no_debug):
+    good, bad = make_plan(device, torch.int64), make_plan(device, torch.int64)
     for plan, index in ((good, -1), (bad, value)):
         plan[0][-1] = index
         plan[1][plan[1] < 0] = index

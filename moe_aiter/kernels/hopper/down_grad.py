@@ -205,7 +205,7 @@ def launch_down_grad(
     schedule = make_schedule(group_sizes, R, BLOCK_M, dz, a)
     parts = torch.empty(-(-N // BLOCK_N), R, dtype=torch.float32, device=dout.device)
     programs = num_programs(dout)
-    width = 32 if act.base == "gelu" else 64  # columns whose epilogue runs at a time: as registers allow
+    width = 32 if act.base == "gelu" and not need_a else 64  # columns at a time, as registers allow
     z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, width) for t in (z, dz))
     down_grad_kernel[(programs,)](
         dout, order.contiguous(), descriptor(down.view(E * K, N), BLOCK_K, BLOCK_N), z_desc, dz_desc,
