@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
 __all__ = [
-    "DTYPES", "Number", "aggregate", "descriptor", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "DTYPES", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon", "mbarrier",
     "ragged", "ragged_descriptor", "row_load", "rows_arrive", "shared_layout", "store_wait", "tma",
     "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
@@ -33,6 +33,7 @@ store_wait = tma.store_wait
 
 Number = object  # in an aggregate a number that the compiler may know, 1 say, and so a tensor or a constexpr
 FAR = gl.constexpr(0x40000000)
+PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -72,6 +73,16 @@ def ragged_descriptor(x: Tensor, *box: int) -> TensorDescriptor:
     box = [1, 1, *box]
     shape, strides = [0x7FFF0000, 0x7FFF0000, FAR.value, x.shape[1]], [2**34 - stride, stride, stride, 1]
     return TensorDescriptor(x, shape, strides, box, shared_layout(x.dtype, *box))
+
+
+@gluon.jit
+def as_tile(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """A buffer in shared memory, seen with another shape and layout."""
+    if PUBLIC:  # from Triton 3.9 on
+        out = buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
+    else:
+        out = buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+    return out
 
 
 @gluon.jit

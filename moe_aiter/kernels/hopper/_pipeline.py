@@ -7,6 +7,7 @@ both consumers have used it.
 from ._gluon import (
     Number,
     aggregate,
+    as_tile,
     gl,
     gluon,
     mbarrier,
@@ -109,7 +110,7 @@ class Weights:
         elif self.LAYOUT == "columns":
             out = b
         else:
-            out = b._reinterpret(self.desc.dtype, [self.BLOCK_N, self.BLOCK_K], FLAT).permute((1, 0))
+            out = as_tile(b, [self.BLOCK_N, self.BLOCK_K], FLAT).permute((1, 0))
         return out
 
 
@@ -132,20 +133,24 @@ def produce(x_desc, weights, ring, tiles):
 
 
 @gluon.jit
-def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr):
-    """Fetch rows from where they are, and weights, tile after tile; indices are read a tile ahead."""
+def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
+    """Fetch rows from where they are, and weights, tile after tile; EARLY reads indices a tile ahead."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, weights.BLOCK_K, layout=gl.SliceLayout(0, layout))
     i = 0
     group, row, end = tiles.peek(gl.program_id(0))
     next_group, next_row, next_end = tiles.peek(gl.program_id(0) + tiles.PROGRAMS)
-    source = x.sources(row + m, end)
+    if EARLY:
+        source = x.sources(row + m, end)
     for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
         _, tile_n = tiles.place(tile)
         later_group, later_row, later_end = tiles.peek(tile + 2 * tiles.PROGRAMS)
-        offsets = source[:, None] + columns[None, :]
-        source = x.sources(next_row + m, next_end)
+        if EARLY:
+            offsets = source[:, None] + columns[None, :]
+            source = x.sources(next_row + m, next_end)
+        else:
+            offsets = x.sources(row + m, end)[:, None] + columns[None, :]
         for k in range(0, weights.K, weights.BLOCK_K):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
@@ -154,8 +159,8 @@ def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr):
             row_load(ring.a.index(i % ring.STAGES), x.x_ptr + k + offsets)
             rows_arrive(ready, increment_count=False)
             i += 1
-        group, next_group = next_group, later_group
-        next_row, next_end = later_row, later_end
+        group, row, end = next_group, next_row, next_end
+        next_group, next_row, next_end = later_group, later_row, later_end
 
 
 @gluon.jit

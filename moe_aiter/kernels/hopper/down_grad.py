@@ -9,6 +9,7 @@ from ..activations import get_activation
 from ..expert_down import sum_parts
 from ._gluon import (
     aggregate,
+    as_tile,
     descriptor,
     fence_async_shared,
     gl,
@@ -60,7 +61,7 @@ class GradStore:
     @gluon.jit
     def tile(self, INDEX: gl.constexpr):
         shape: gl.constexpr = [self.z_desc.block_type.shape[2], self.z_desc.block_type.shape[3]]
-        return self.z.index(INDEX)._reinterpret(self.z_desc.dtype, shape, self.TILE)
+        return as_tile(self.z.index(INDEX), shape, self.TILE)
 
     @gluon.jit
     def block(self, u, ds, s, WHO: gl.constexpr, SLOT: gl.constexpr, phase, row, end, column):
@@ -187,7 +188,7 @@ def down_grad_kernel(
         [
             (grad_consumer, (0, weights, ring, tiles, store, order_ptr, s_ptr, ds_ptr, M, BLOCK_M, COUNT)),
             (grad_consumer, (1, weights, ring, tiles, store, order_ptr, s_ptr, ds_ptr, M, BLOCK_M, COUNT)),
-            (gather, (Gather(dout_ptr, dout_stride, order_ptr, TOP_K), weights, ring, tiles, BLOCK_M)),
+            (gather, (Gather(dout_ptr, dout_stride, order_ptr, TOP_K), weights, ring, tiles, BLOCK_M, False)),
         ],
         [4, 4],
         [232, 40],
@@ -205,7 +206,7 @@ def launch_down_grad(
     schedule = make_schedule(group_sizes, R, BLOCK_M, dz, a)
     parts = torch.empty(-(-N // BLOCK_N), R, dtype=torch.float32, device=dout.device)
     programs = num_programs(dout)
-    width = 32 if act.base == "gelu" and not need_a else 64  # columns at a time, as registers allow
+    width = 64 if need_a else 32  # columns at a time, as registers allow
     z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, width) for t in (z, dz))
     down_grad_kernel[(programs,)](
         dout, order.contiguous(), descriptor(down.view(E * K, N), BLOCK_K, BLOCK_N), z_desc, dz_desc,

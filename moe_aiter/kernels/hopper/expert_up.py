@@ -122,10 +122,10 @@ def expert_up_kernel(
         [
             (up_consumer, (0, weights, ring, tiles, store, BLOCK_M, FLAT)),
             (up_consumer, (1, weights, ring, tiles, store, BLOCK_M, FLAT)),
-            (gather, (Gather(x_ptr, x_stride, order_ptr, TOP_K), weights, ring, tiles, BLOCK_M)),
+            (gather, (Gather(x_ptr, x_stride, order_ptr, TOP_K), weights, ring, tiles, BLOCK_M, True)),
         ],
         [4, 4],
-        [232, 40],
+        [224, 64],
     )
 
 
@@ -138,7 +138,7 @@ def launch_expert_up(
     z, a = out
     (R, N), (E, _, K), act = a.shape, gate_up.shape, get_activation(activation)
     stages = 4 if N <= 512 else 3
-    columns = 32 if stages == 4 or activation == "gelu" else 64  # of a store, as memory and registers allow
+    columns = 64 if act.gated and stages == 3 else 32  # of a store, as memory and registers allow
     schedule = make_schedule(group_sizes, R, BLOCK_M, a, z)
     w = gate_up.view(E * 2, N, K) if act.gated else gate_up.view(E * N, K)
     programs = num_programs(x)

@@ -4,6 +4,7 @@ from .._triton import triton
 from ._gluon import (
     Number,
     aggregate,
+    as_tile,
     descriptor,
     fence_async_shared,
     gl,
@@ -157,7 +158,7 @@ def tgmm_consumer(
         for row in range(first, end, BLOCK_K):
             ring.wait_ready(i)
             a = ring.a.index(i % ring.STAGES).slice(WHO * HALF, HALF, 1).permute((1, 0))
-            b = ring.b.index(i % ring.STAGES)._reinterpret(rows.y_desc.dtype, [BLOCK_K, BLOCK_N], FLAT)
+            b = as_tile(ring.b.index(i % ring.STAGES), [BLOCK_K, BLOCK_N], FLAT)
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
             ring.release(i + ring.STAGES - 1, pred=row > first)
