@@ -35,9 +35,10 @@ extension:
 train: $(READY)
 	$(PY) -m moe_aiter.cli train $(ARGS)
 
+# 5: ARGS has chosen no test that the interpreter runs
 test: $(READY)
 	@status=0; \
-	echo "The kernels under Triton's interpreter:"; TRITON_INTERPRET=1 $(PYTEST) -m interpret $(ARGS) || status=1; \
+	echo "The kernels under Triton's interpreter:"; TRITON_INTERPRET=1 $(PYTEST) -m interpret $(ARGS) || $(if $(ARGS),[ $$? -eq 5 ] ||) status=1; \
 	echo "Everything, with C++ and torch:"; $(PYTEST) $(ARGS) || status=1; \
 	exit $$status
 

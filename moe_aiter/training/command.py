@@ -37,11 +37,16 @@ def main(args: argparse.Namespace) -> int:
         repeat_on_gpu()
     trainer = resume_run(args) if args.resume else start_run(args)
     describe(trainer)
+    if trainer.step >= trainer.config.steps:
+        print(
+            f"there is nothing left to train: the run has made its {trainer.step} steps; --steps asks for more"
+        )
     status = trainer.train()
     plot_run(trainer.run)
     if status:
         print(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
         return status
+    print(f"\na sample of {trainer.config.sample_bytes} bytes:", flush=True)  # it takes seconds
     print(trainer.write_sample())
     validated = [row for row in read_metrics(trainer.run / "metrics.jsonl") if "val_loss" in row]
     if validated:  # no line of them is left if a finished run lost its metrics

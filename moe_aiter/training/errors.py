@@ -13,12 +13,12 @@ class UsageError(ValueError):
 
 
 def need(module: str) -> ModuleType:
-    """Import a module that only training needs, or say how to install it."""
+    """Import a module that only training and its plots need, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise UsageError(f"training needs {package}: pip install moe-aiter[train]") from error
+        raise UsageError(f"{package} is missing: pip install 'moe-aiter[train]'") from error
 
 
 def summary(error: BaseException) -> str:
