@@ -203,19 +203,20 @@ def launch_down_grad(
 ) -> None:
     dz, a, ds = out
     (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
+    # columns of a tile, and of its epilogue at a time, as registers allow
+    block_n, width = 128 if act.base == "gelu" else BLOCK_N, 64 if need_a else 32
     schedule = make_schedule(group_sizes, R, BLOCK_M, dz, a)
-    parts = torch.empty(-(-N // BLOCK_N), R, dtype=torch.float32, device=dout.device)
+    parts = torch.empty(-(-N // block_n), R, dtype=torch.float32, device=dout.device)
     programs = num_programs(dout)
-    width = 64 if need_a else 32  # columns at a time, as registers allow
     z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, width) for t in (z, dz))
     down_grad_kernel[(programs,)](
-        dout, order.contiguous(), descriptor(down.view(E * K, N), BLOCK_K, BLOCK_N), z_desc, dz_desc,
+        dout, order.contiguous(), descriptor(down.view(E * K, N), BLOCK_K, block_n), z_desc, dz_desc,
         ragged_descriptor(a, BLOCK_M // 2, width) if need_a else dz_desc,
         routing_weights.float().contiguous(), parts, schedule, R, E, N, K, dout.stride(0) // 8,
         ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_A=need_a, TOP_K=rank.shape[1],
         A_LAYOUT=shared_layout(dout.dtype, BLOCK_M, BLOCK_K),
         TILE=shared_layout(dout.dtype, BLOCK_M // 2, width),
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(down), STAGES=3, PROGRAMS=programs,
+        BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=walk(down), STAGES=3, PROGRAMS=programs,
         num_warps=4,
     )  # fmt: skip
     sum_parts(parts, rank, ds)
