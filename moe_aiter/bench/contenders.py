@@ -113,7 +113,7 @@ def parameter(x: Tensor) -> torch.nn.Parameter:
 
 
 def our_experts(p: Problem) -> Iterator[Contender]:
-    """The experts as they come, then each other implementation that runs here."""
+    """The experts as they come, then each other implementation here but the reference on a GPU, a loop."""
 
     def run() -> Tensor:
         plan = make_plan(p.expert_ids, p.shape.num_experts)
@@ -121,6 +121,7 @@ def our_experts(p: Problem) -> Iterator[Contender]:
 
     there = [b for b in ORDER[p.x.device.type] if b == "hopper" or b in IMPLS["sort_by_expert"]]
     there = [b for b in there if b in IMPLS["expert_mlp"] and runs(IMPLS["expert_mlp"][b], p.x)]
+    there = [b for b in there if b != "torch" or not p.x.is_cuda]
     yield Contender(f"moe_aiter experts, {there[0]}", run, given(p), ours=True)
     for backend in there[1:]:
         yield Contender(f"moe_aiter experts, {backend}", run, given(p), ours=True, backend=backend)

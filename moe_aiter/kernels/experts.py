@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..backend import IMPLS, pick
+from . import hopper
 from ._check import check_plan
 from ._expert_inputs import ExpertInputs, check_experts
 from ._tile import TILE_DTYPES
 from .expert_down import expert_down_op
 from .expert_loop import expert_loop_op
 from .expert_up import expert_up_op
-from .hopper import is_hopper
 
 
 def by_layer(i: ExpertInputs) -> Tensor:
@@ -38,8 +38,8 @@ def by_layer_on_hopper(i: ExpertInputs) -> Tensor:
     return by_layer(i)
 
 
-by_layer.takes = by_layer_on_hopper.takes = TILE_DTYPES
-by_layer_on_hopper.fits = lambda x: is_hopper(x.device)
+by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES
+by_layer_on_hopper.fits = lambda x: hopper.is_hopper(x.device)
 IMPLS["expert_mlp"] = {
     "hopper": by_layer_on_hopper,
     "triton": by_layer,
