@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     trainer = resume_run(args) if args.resume else start_run(args)
     describe(trainer)
     if trainer.step >= trainer.config.steps:
-        print(print(f"nothing left to train: the run has made its {trainer.step} steps; --steps takes more"))
+        print(f"nothing left to train: the run has made its {trainer.step} steps; --steps takes more")
     status = trainer.train()
     plot_run(trainer.run)
     if status:

@@ -119,6 +119,15 @@ def test_resume_without_a_name_takes_the_newest_run():
     assert len(losses(str(run))) == 12
 
 
+def test_resume_of_a_finished_run_says_so(capsys):
+    assert train(*arguments("--out", "run", "--steps", "4")) == 0
+    assert "nothing left to train" not in capsys.readouterr().out
+    assert train("--resume", "run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "nothing left to train: the run has made its 4 steps; --steps takes more" in lines
+    assert "None" not in lines
+
+
 def test_resume_refuses_what_would_make_another_run():
     with pytest.raises(UsageError, match="no run with a checkpoint under runs"):
         train("--resume")

@@ -18,6 +18,6 @@ def num_programs(x: Tensor) -> int:
     return num_sms(x.device.index or 0) if x.is_cuda else 132
 
 
-def walk(w: Tensor) -> int:
-    """Row tiles that walk the columns together: where one expert's weight fits in L2, none need to."""
-    return 16 if w[0].nbytes > BIG_WEIGHT else 1
+def walk(K: int, N: int) -> int:
+    """Row tiles that walk the columns together: where one expert's 16-bit weight fits in L2, none need to."""
+    return 16 if 2 * K * N > BIG_WEIGHT else 1

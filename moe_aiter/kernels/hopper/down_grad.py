@@ -216,7 +216,7 @@ def launch_down_grad(
         ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_A=need_a, TOP_K=rank.shape[1],
         A_LAYOUT=shared_layout(dout.dtype, BLOCK_M, BLOCK_K),
         TILE=shared_layout(dout.dtype, BLOCK_M // 2, width),
-        BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=walk(down), STAGES=3, PROGRAMS=programs,
+        BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=walk(K, N), STAGES=3, PROGRAMS=programs,
         num_warps=4,
     )  # fmt: skip
     sum_parts(parts, rank, ds)

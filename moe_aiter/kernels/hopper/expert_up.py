@@ -151,6 +151,6 @@ def launch_expert_up(
         E, N, K, x.stride(0) // 8,
         ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_Z=save_z, TOP_K=rank.shape[1],
         A_LAYOUT=shared_layout(x.dtype, BLOCK_M, BLOCK_K), FLAT=shared_layout(x.dtype, BLOCK_N, BLOCK_K),
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(gate_up), STAGES=stages,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(K, act.parts * N), STAGES=stages,
         PROGRAMS=programs, num_warps=4,
     )  # fmt: skip

@@ -104,5 +104,5 @@ def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Ten
         ragged_descriptor(out, BLOCK_M // 2, BLOCK_N // stores),
         schedule, G, N, K,
         LAYOUT="rows" if rows else "columns", BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        GROUP_M=walk(w), STAGES=stages, STORES=stores, PROGRAMS=programs, num_warps=4,
+        GROUP_M=walk(K, N), STAGES=stages, STORES=stores, PROGRAMS=programs, num_warps=4,
     )  # fmt: skip

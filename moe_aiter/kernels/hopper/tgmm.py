@@ -23,7 +23,7 @@ from ._gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )  # fmt: skip
-from ._launch import num_programs
+from ._launch import num_programs, walk
 from ._pipeline import CONSUMERS, VECTOR, blocks, make_ring
 from ._schedule import Tiles
 
@@ -241,7 +241,7 @@ def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=
         COLUMNS_FIRST=columns_first, ACCUMULATE=accumulate, TOP_K=top_k,
         BLOCK_G=triton.next_power_of_2(G),
         A_LAYOUT=shared_layout(x.dtype, BLOCK_K, BLOCK_M), FLAT=shared_layout(x.dtype, BLOCK_K, BLOCK_N),
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=16 if 2 * K * N > 2**25 else 1, STAGES=3,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(K, N), STAGES=3,
         STORES=stores, PROGRAMS=programs, num_warps=4,
     )  # fmt: skip
 
