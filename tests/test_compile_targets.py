@@ -14,7 +14,8 @@ from moe_aiter.kernels.expert_up import launch_expert_up
 from moe_aiter.kernels.glu import launch_glu, launch_glu_backward
 from moe_aiter.kernels.gmm import launch_gmm
 from moe_aiter.kernels.permute import launch_permute, launch_row_dots, launch_unpermute
-from moe_aiter.kernels.route import launch_route, launch_route_backward
+from moe_aiter.kernels.route import launch_route
+from moe_aiter.kernels.route_grad import launch_route_backward
 from moe_aiter.kernels.sort import launch_sort
 from moe_aiter.kernels.tgmm import launch_group_sum, launch_tgmm, launch_tgmm_accumulate
 from moe_aiter.kernels.topk import launch_topk
@@ -132,9 +133,11 @@ def routed(num_experts, k):
     return *floats, ints(4096, k, dtype=torch.int64)
 
 
-def run_route(num_experts, k, sigmoid, renormalize):
+def run_route(num_experts, k, sigmoid, renormalize, need_scores=True):
     logits = new(4096, num_experts, dtype=torch.float32)
-    launch_route(routed(num_experts, k), logits, k, sigmoid, renormalize, 1.0)
+    scores, *rest = routed(num_experts, k)
+    out = scores if need_scores else scores[:0], *rest
+    launch_route(out, logits, k, sigmoid, renormalize, 1.0, need_scores)
 
 
 def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_weights=True):
@@ -186,6 +189,7 @@ CASES: dict[str, Callable[[], None]] = {
     "topk 8 of 128": lambda: run_topk(128, 8),
     "topk 2 of 8": lambda: run_topk(8, 2),
     "route softmax": lambda: run_route(128, 8, False, False),
+    "route without scores": lambda: run_route(128, 8, False, True, need_scores=False),
     "route sigmoid": lambda: run_route(128, 8, True, True),
     "route backward": lambda: run_route_backward(128, 8, False, True, of_scores=False),
     "route backward of the scores": lambda: run_route_backward(128, 8, True, True, of_weights=False),

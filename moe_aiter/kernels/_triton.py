@@ -1,4 +1,4 @@
-"""Triton where there is one.
+"""Triton where there is one, and kernels that are launched again and again.
 
 macOS and Windows have no Triton.  There the kernels are never launched, but the files that define them,
 which also hold the references and the public functions, must still import.
@@ -6,9 +6,14 @@ which also hold the references and the public functions, must still import.
 
 from types import SimpleNamespace
 
+from ..config import interpret
+
 try:
     import triton
     import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    from ._launches import Remembering
 except ImportError:
 
     def _no_triton(*args, **kwargs):
@@ -16,5 +21,12 @@ except ImportError:
 
     triton = SimpleNamespace(jit=lambda fn: _no_triton, cdiv=_no_triton, next_power_of_2=_no_triton)
     tl = SimpleNamespace(constexpr=lambda value: value)
+    jit_kernel = triton.jit
+else:
 
-__all__ = ["tl", "triton"]
+    class Kernel(Remembering, JITFunction):
+        """A function of triton.jit that is launched from Python."""
+
+    jit_kernel = triton.jit if interpret else Kernel
+
+__all__ = ["jit_kernel", "tl", "triton"]

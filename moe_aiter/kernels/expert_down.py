@@ -20,7 +20,7 @@ from . import hopper
 from ._check import check_device, check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, sum_dtype, take_rows, wide
 from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
-from ._triton import tl, triton
+from ._triton import jit_kernel, tl, triton
 from .activations import get_activation
 from .glu import glu_backward_reference, glu_reference
 from .gmm import gmm_op, gmm_reference
@@ -57,7 +57,7 @@ def expert_down_grad_reference(
 # kernel
 
 
-@triton.jit
+@jit_kernel
 def expert_down_grad_kernel(
     dout_ptr,  # (T, K)
     w_ptr,  # (G, K, N)
@@ -206,7 +206,7 @@ def gated_gradient(
     return value * up
 
 
-@triton.jit
+@jit_kernel
 def sum_parts_kernel(
     parts_ptr,  # (P, M) float32
     rank_ptr,  # (C,)

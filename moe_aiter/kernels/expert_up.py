@@ -17,7 +17,7 @@ from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, take_rows
 from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
-from ._triton import tl, triton
+from ._triton import jit_kernel, tl, triton
 from .activations import get_activation
 from .gmm import gmm_op, gmm_reference
 from .permute import unpermute
@@ -40,7 +40,7 @@ def expert_up_reference(
 # kernel
 
 
-@triton.jit
+@jit_kernel
 def expert_up_kernel(
     x_ptr,  # (T, K)
     w_ptr,  # (G, parts * N, K)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape, check_size
 from ._host import HOST_DTYPES, array, ext, host, num_threads
-from ._triton import tl, triton
+from ._triton import jit_kernel, tl, triton
 from .activations import get_activation, join_parts, split_parts
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,7 +42,7 @@ def glu_backward_reference(dout, z, activation, interleaved):
 
 
 # kernel
-@triton.jit
+@jit_kernel
 def glu_kernel(
     z_ptr,  # (R, parts * I)
     out_ptr,  # (R, I)
@@ -64,7 +64,7 @@ def glu_kernel(
     tl.store(out_ptr + r * I + i, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def glu_backward_kernel(
     dout_ptr,  # (R, I)
     z_ptr,  # (R, parts * I)

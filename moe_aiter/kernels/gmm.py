@@ -13,7 +13,7 @@ from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, split_groups
 from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
-from ._triton import tl, triton
+from ._triton import jit_kernel, tl, triton
 from .tgmm import group_sum, weight_gradient
 
 # reference
@@ -28,7 +28,7 @@ def gmm_reference(x, w, group_sizes, bias):
 # kernel
 
 
-@triton.jit
+@jit_kernel
 def gmm_kernel(
     x_ptr,  # (M, K)
     w_ptr,  # (G, K, N)

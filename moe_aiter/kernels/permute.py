@@ -15,7 +15,7 @@ from ..backend import define_op, takes
 from ._check import check_device, check_float, check_index, check_shape, check_size
 from ._groups import check_plan_values, sum_dtype, wide
 from ._host import HOST_DTYPES, array, ext, host, indices, num_threads
-from ._triton import tl, triton
+from ._triton import jit_kernel, tl, triton
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNROLL = 16  # choices a token up to which the loop over them is unrolled, so that its loads overlap
@@ -46,7 +46,7 @@ def row_dots_reference(rows, x, order, rank):
 
 
 # kernel
-@triton.jit
+@jit_kernel
 def permute_kernel(
     x_ptr,  # (T, H)
     order_ptr,  # (R,)
@@ -85,7 +85,7 @@ def add_row(acc, i, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_stride_r
     return acc + x
 
 
-@triton.jit
+@jit_kernel
 def unpermute_kernel(
     rows_ptr,  # (R, H)
     rank_ptr,  # (T, k)
@@ -111,7 +111,7 @@ def unpermute_kernel(
     tl.store(out_ptr + t * H + h, acc.to(out_ptr.dtype.element_ty), mask=h_mask)
 
 
-@triton.jit
+@jit_kernel
 def row_dots_kernel(
     rows_ptr,  # (R, H)
     x_ptr,  # (T, H)

@@ -13,22 +13,27 @@ import torch
 from torch import Tensor
 
 from ..backend import define_op, takes
-from ._check import check_device, check_float, check_shape
+from ._check import check_float, check_shape
 from ._groups import wide
 from ._host import array, ext, host, num_threads
-from ._triton import tl, triton
-from .topk import NO_KEY, from_key, row_tile, take_highest, to_key, topk_reference
-
-EPSILON = 1e-20
+from ._triton import jit_kernel, tl, triton
+from .route_grad import EPSILON, route_backward_op, row_tile_of_k, softmax_backward
+from .topk import NO_KEY, from_key, take_highest, to_key, topk_reference
 
 
 # reference
 def route_reference(
-    logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, scale: float
+    logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, scale: float, need_scores: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores = logits.sigmoid() if sigmoid else logits.softmax(1)
     chosen, ids = topk_reference(logits if renormalize and not sigmoid else scores, top_k)
+    scores = scores if writes_scores(sigmoid, renormalize, need_scores) else scores[:0]
     return scores, weigh(chosen, sigmoid, renormalize, scale), ids
+
+
+def writes_scores(sigmoid: bool, renormalize: bool, need_scores: bool) -> bool:
+    """Every mode but the renormalised softmax needs them for its own backward pass."""
+    return need_scores or sigmoid or not renormalize
 
 
 def weigh(chosen: Tensor, sigmoid: bool, renormalize: bool, scale: float) -> Tensor:
@@ -38,49 +43,11 @@ def weigh(chosen: Tensor, sigmoid: bool, renormalize: bool, scale: float) -> Ten
     return chosen * scale if scale != 1.0 else chosen
 
 
-def route_backward_reference(
-    dlogits: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    scores: Tensor | None,
-    dweights: Tensor | None,
-    dscores: Tensor | None,
-    num_experts: int,
-    sigmoid: bool,
-    renormalize: bool,
-    scale: float,
-) -> None:
-    dlogits.zero_()
-    if dweights is not None:
-        dchosen = dweights * scale if scale != 1.0 else dweights
-        if scores is None:
-            dchosen = softmax_backward(dchosen, weights * inverse(scale))
-        elif renormalize:
-            total = (dweights * weights).sum(1, keepdim=True)
-            dchosen = (dchosen - total) / (scores.gather(1, ids).sum(1, keepdim=True) + EPSILON)
-        # the experts of a row are distinct, so this writes each element once: no order to depend on
-        dlogits.scatter_(1, ids, dchosen)
-    if scores is not None:
-        if dscores is not None:
-            dlogits += dscores
-        backward = torch.ops.aten.sigmoid_backward if sigmoid else softmax_backward
-        dlogits.copy_(backward(dlogits, scores))
-
-
-def softmax_backward(dscores: Tensor, scores: Tensor) -> Tensor:
-    return torch.ops.aten._softmax_backward_data(dscores, scores, 1, scores.dtype)
-
-
-def inverse(scale: float) -> float:
-    """1 / scale; 0 for 0, whose weights and gradients are all 0."""
-    return 1 / scale if scale else 0.0
-
-
 # kernel
-@triton.jit
+@jit_kernel
 def route_kernel(
     logits_ptr,  # (T, E)
-    scores_ptr,  # (T, E)
+    scores_ptr,  # (T, E) or None
     weights_ptr,  # (T, K)
     ids_ptr,  # (T, K) int64
     T,
@@ -102,10 +69,13 @@ def route_kernel(
     mask = (t < T) & (e < E)[None, :]
     z_ptrs = logits_ptr + t * logits_strides[0] + e.to(tl.int64)[None, :] * logits_strides[1]
     z = tl.load(z_ptrs, mask=mask, other=float("-inf"))
-    p = tl.sigmoid(z) if SIGMOID else softmax(z)
-    tl.store(scores_ptr + t * E + e[None, :], p, mask=mask)
+    ranked = z
+    if scores_ptr is not None:
+        p = tl.sigmoid(z) if SIGMOID else softmax(z)
+        tl.store(scores_ptr + t * E + e[None, :], p, mask=mask)
+        ranked = z if OF_LOGITS else p
 
-    key = tl.where(mask, to_key(z if OF_LOGITS else p), NO_KEY)
+    key = tl.where(mask, to_key(ranked), NO_KEY)
     ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     keys = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for j in range(K):
@@ -129,69 +99,9 @@ def softmax(z):
     return p * (1 / tl.sum(p, 1))[:, None]
 
 
-@triton.jit
-def route_backward_kernel(
-    weights_ptr,  # (T, K)
-    ids_ptr,  # (T, K) int64
-    scores_ptr,  # (T, E) or None: the weights are a softmax of the chosen logits
-    dweights_ptr,  # (T, K) or None
-    dscores_ptr,  # (T, E) or None
-    dlogits_ptr,  # (T, E)
-    T,
-    E,
-    scale,
-    inverse_scale,
-    dweights_strides,  # t, j
-    dscores_strides,  # t, e
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    EPSILON: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    e, slot = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
-    t_mask = t < T
-    mask, k_mask = t_mask[:, None] & (e < E), t_mask[:, None] & (slot < K)
-
-    # what the weights give the chosen, in its expert's column: the gradient of the logits or of the scores
-    d = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-    if dweights_ptr is not None:
-        w_ptrs, dw_ptrs = weights_ptr + t * K, dweights_ptr + t * dweights_strides[0]
-        if RENORMALIZE:
-            w = tl.load(w_ptrs[:, None] + slot, mask=k_mask, other=0.0)
-            dw = tl.load(dw_ptrs[:, None] + slot * dweights_strides[1], mask=k_mask, other=0.0)
-            total = tl.sum(w * dw, 1)
-        if RENORMALIZE and SIGMOID:
-            ids = tl.load(ids_ptr + t[:, None] * K + slot, mask=k_mask, other=0)
-            size = tl.sum(tl.load(scores_ptr + t[:, None] * E + ids, mask=k_mask, other=0.0), 1) + EPSILON
-        for j in range(K):
-            expert = tl.load(ids_ptr + t * K + j, mask=t_mask, other=0).to(tl.int32)
-            part = tl.load(dw_ptrs + j * dweights_strides[1], mask=t_mask, other=0.0)
-            if scores_ptr is None and K == 1:
-                part = tl.zeros_like(part)  # a single weight is constant; rounding would say otherwise
-            elif scores_ptr is None:
-                part = tl.load(w_ptrs + j, mask=t_mask, other=0.0) * (part - total * inverse_scale)
-            elif RENORMALIZE:
-                part = (part * scale - total) / size
-            else:
-                part *= scale
-            d = tl.where(e == expert[:, None], part[:, None], d)
-
-    if scores_ptr is not None:
-        if dscores_ptr is not None:
-            dp_ptrs = dscores_ptr + t[:, None] * dscores_strides[0] + e.to(tl.int64) * dscores_strides[1]
-            d += tl.load(dp_ptrs, mask=mask, other=0.0)
-        p = tl.load(scores_ptr + t[:, None] * E + e, mask=mask, other=0.0)
-        d = d * p * (1 - p) if SIGMOID else p * (d - tl.sum(p * d, 1)[:, None])
-    tl.store(dlogits_ptr + t[:, None] * E + e, d, mask=mask)
-
-
 # launcher
 def new_route(
-    logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, scale: float
+    logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, scale: float, need_scores: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_shape("logits", logits, "T", "E")
     if logits.dtype not in (torch.float32, torch.float64):
@@ -199,75 +109,28 @@ def new_route(
     num_tokens, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={num_experts}); top_k must be from 1 to E")
-    scores, weights = logits.new_empty(logits.shape), logits.new_empty(num_tokens, top_k)
+    written = num_tokens if writes_scores(sigmoid, renormalize, need_scores) else 0
+    scores, weights = logits.new_empty(written, num_experts), logits.new_empty(num_tokens, top_k)
     return scores, weights, logits.new_empty(num_tokens, top_k, dtype=torch.int64)
 
 
-def new_route_backward(
-    weights: Tensor,
-    ids: Tensor,
-    scores: Tensor | None,
-    dweights: Tensor | None,
-    dscores: Tensor | None,
-    num_experts: int,
-    sigmoid: bool,
-    renormalize: bool,
-    scale: float,
-) -> Tensor:
-    check_shape("weights", weights, "T", "k")
-    check_float(weights=weights, scores=scores, dweights=dweights, dscores=dscores)
-    check_device(weights=weights, expert_ids=ids, scores=scores, dweights=dweights, dscores=dscores)
-    if dweights is None and dscores is None:
-        raise ValueError("there is neither dweights nor dscores")
-    if (scores is None) != (renormalize and not sigmoid) or (scores is None and dscores is not None):
-        raise ValueError("scores belong to every mode but the renormalised softmax, which takes no dscores")
-    dlogits = weights.new_empty(weights.shape[0], num_experts)
-    for name, x, like in (
-        ("expert_ids", ids, weights),
-        ("scores", scores, dlogits),
-        ("dweights", dweights, weights),
-        ("dscores", dscores, dlogits),
-    ):
-        if x is not None and x.shape != like.shape:
-            raise ValueError(f"{name} is {tuple(x.shape)} but it needs {tuple(like.shape)}")
-    return dlogits
-
-
-def row_tile_of_k(num_tokens: int, num_experts: int, top_k: int) -> tuple[tuple[int], dict]:
-    grid, tile = row_tile(num_tokens, num_experts)
-    return grid, tile | {"K": top_k, "BLOCK_K": triton.next_power_of_2(top_k), "EPSILON": EPSILON}
-
-
 @takes(torch.float32)
-def launch_route(out, logits, top_k, sigmoid, renormalize, scale):
+def launch_route(out, logits, top_k, sigmoid, renormalize, scale, need_scores):
+    scores, weights, ids = out
     grid, tile = row_tile_of_k(*logits.shape, top_k)
     route_kernel[grid](
-        logits, *out, *logits.shape, scale, logits.stride(),
+        logits, scores if scores.numel() else None, weights, ids, *logits.shape, scale, logits.stride(),
         SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
     )  # fmt: skip
 
 
 @takes(torch.float32)
-def launch_route_backward(
-    dlogits, weights, ids, scores, dweights, dscores, num_experts, sigmoid, renormalize, scale
-):
-    num_tokens, top_k = weights.shape
-    grid, tile = row_tile_of_k(num_tokens, num_experts, top_k)
-    strides = [(0, 0) if d is None else d.stride() for d in (dweights, dscores)]
-    route_backward_kernel[grid](
-        weights.contiguous(), ids.contiguous(), None if scores is None else scores.contiguous(),
-        dweights, dscores, dlogits, num_tokens, num_experts, scale, inverse(scale), *strides,
-        SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
-    )  # fmt: skip
-
-
-@takes(torch.float32)
-def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale):
+def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scores):
     """torch's scores, and the extension's choice."""
     scores, weights, ids = out
     if sigmoid:
         torch.sigmoid(logits, out=scores)
-    else:
+    elif scores.numel():
         torch.softmax(logits, 1, out=scores)
     ext.topk(*map(array, (logits if renormalize and not sigmoid else scores, weights, ids)), num_threads())
     weights.copy_(weigh(weights, sigmoid, renormalize, scale))
@@ -275,7 +138,7 @@ def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale):
 
 # op
 def save_route(ctx, inputs, output):
-    logits, _, *ctx.how = inputs
+    logits, _, *ctx.how, _ = inputs
     scores, weights, ids = output
     sigmoid, renormalize, _ = ctx.how
     ctx.num_experts = logits.shape[1]
@@ -293,7 +156,7 @@ def backward_route(ctx, dscores, dweights, dids):
     if dscores is not None or dweights is not None:
         grads = dweights, dscores, ctx.num_experts
         dlogits = route_backward_op(*ctx.saved_tensors, *grads, *ctx.how)
-    return dlogits, None, None, None, None
+    return dlogits, None, None, None, None, None
 
 
 class SoftmaxScores(torch.autograd.Function):
@@ -311,7 +174,7 @@ class SoftmaxScores(torch.autograd.Function):
 
 
 route_op = define_op(
-    "route(Tensor logits, int top_k, bool sigmoid, bool renormalize, float scale)"
+    "route(Tensor logits, int top_k, bool sigmoid, bool renormalize, float scale, bool need_scores)"
     " -> (Tensor, Tensor, Tensor)",
     new=new_route,
     reference=route_reference,
@@ -320,30 +183,30 @@ route_op = define_op(
     save=save_route,
     backward=backward_route,
 )
-route_backward_op = define_op(
-    "route_backward(Tensor weights, Tensor expert_ids, Tensor? scores, Tensor? dweights, Tensor? dscores,"
-    " int num_experts, bool sigmoid, bool renormalize, float scale) -> Tensor",
-    new=new_route_backward,
-    torch=route_backward_reference,
-    triton=launch_route_backward,
-    host=host(route_backward_reference),
-)
 
 
 # public
 def choose_experts(
-    logits: Tensor, top_k: int, *, sigmoid: bool = False, renormalize: bool = True, scale: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    need_scores: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Scores (T, E), weights (T, k) and experts (T, k) int64, the best first, for `logits` (T, E).
 
     The floats are float32, float64 for float64 logits.  Differentiable once in `logits`: float16, bfloat16,
     float32 or float64, with any strides.  NaN is chosen first; the experts of a row are distinct and within
-    [0, E) whatever the logits are.
+    [0, E) whatever the logits are.  A renormalised softmax without `need_scores` gives None for them.
     Raises ValueError unless `logits` has two axes and 1 <= top_k <= E, TypeError for another dtype.
     """
     check_float(logits=logits)
     logits = wide(logits)
-    scores, weights, ids = route_op(logits, top_k, sigmoid, renormalize, scale)
-    if renormalize and not sigmoid:
+    scores, weights, ids = route_op(logits, top_k, sigmoid, renormalize, scale, need_scores)
+    if not writes_scores(sigmoid, renormalize, need_scores):
+        scores = None
+    elif renormalize and not sigmoid:
         scores = SoftmaxScores.apply(logits, scores)
     return scores, weights, ids

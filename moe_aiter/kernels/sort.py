@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backend import define_op
 from ._check import check_index, check_shape, check_sizes
 from ._host import array, check_built, ext, host
-from ._triton import tl, triton
+from ._triton import jit_kernel, tl, triton
 
 BLOCK = 128  # choices of a program; every pair of them is compared
 SCAN_BLOCK = 2048  # counts at a time
@@ -41,7 +41,7 @@ def load_ids(ids_ptr, i, R, E):
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
 
-@triton.jit
+@jit_kernel
 def count_kernel(
     ids_ptr,  # (R,)
     counts_ptr,  # (E, blocks) choices of each expert in each block
@@ -59,7 +59,7 @@ def count_kernel(
         tl.store(counts_ptr + e.to(tl.int64) * blocks + block, count, mask=e < E)
 
 
-@triton.jit
+@jit_kernel
 def scan_kernel(
     counts_ptr,  # (E, blocks) becomes the choices of that expert in the blocks before
     group_sizes_ptr,  # (E,)
@@ -77,7 +77,7 @@ def scan_kernel(
     tl.store(group_sizes_ptr + e, before)
 
 
-@triton.jit
+@jit_kernel
 def place_kernel(
     ids_ptr,  # (R,)
     counts_ptr,  # (E, blocks), scanned

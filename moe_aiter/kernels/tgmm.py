@@ -16,7 +16,7 @@ from . import hopper
 from ._check import check_device, check_float, check_own_memory, check_shape
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
 from ._tile import TILE_DTYPES, dense, group_rows, halves, swizzle, tile_options
-from ._triton import tl, triton
+from ._triton import jit_kernel, tl, triton
 
 # reference
 
@@ -52,7 +52,7 @@ def load_source(order_ptr, m, end, TOP_K: tl.constexpr):
     return m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0) // TOP_K
 
 
-@triton.jit
+@jit_kernel
 def tgmm_kernel(
     x_ptr,  # (M, K), or (T, K) read at order // top_k
     y_ptr,  # (M, N)
@@ -141,7 +141,7 @@ def add_columns(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def group_sum_kernel(
     y_ptr,  # (M, N), or (T, N) read at order // top_k
     order_ptr,  # (M,) or None

@@ -13,7 +13,7 @@ from ..backend import define_op, takes
 from ._check import check_float, check_shape
 from ._groups import wide
 from ._host import HOST_DTYPES, array, ext, host, num_threads
-from ._triton import tl, triton
+from ._triton import jit_kernel, tl, triton
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above the key of +inf
 NO_KEY = tl.constexpr(-(2**31))  # below the key of -inf: a column past E, or one already taken
@@ -55,7 +55,7 @@ def take_highest(key, e, BLOCK_E: tl.constexpr):
     return best, expert, tl.where(e[None, :] == expert[:, None], NO_KEY, key)
 
 
-@triton.jit
+@jit_kernel
 def topk_kernel(
     scores_ptr,  # (T, E)
     values_ptr,  # (T, K)

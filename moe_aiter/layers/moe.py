@@ -102,7 +102,8 @@ class MoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
         tokens = x.reshape(-1, self.hidden)  # (T, H)
-        routing = self.router(tokens)
+        balances = self.has_losses() and self.load_balance_coef != 0
+        routing = self.router(tokens, need_scores=return_routing or balances)
         plan = make_plan(routing.expert_ids, self.num_experts)
         out = self.experts(tokens, self.with_losses(routing, plan), plan)  # (T, H)
         if self.shared is not None:
@@ -110,10 +111,13 @@ class MoE(nn.Module):
         out = out.view(x.shape)
         return (out, MoERouting(routing, plan)) if return_routing else out
 
+    def has_losses(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
     def with_losses(self, routing: Routing, plan: RoutePlan) -> Tensor:
         """The routing weights, whose backward pass also starts those of the losses."""
         weights = routing.routing_weights
-        if not (self.training and torch.is_grad_enabled()):
+        if not self.has_losses():
             return weights
         if self.load_balance_coef:
             loss = load_balance_loss(routing.scores, group_sizes=plan.group_sizes)

@@ -20,12 +20,18 @@ class Routing(NamedTuple):
 
     expert_ids: Tensor  # (T, k) int64, the best first
     routing_weights: Tensor  # (T, k) what each expert's output is multiplied by
-    scores: Tensor  # (T, E) for losses: softmax or sigmoid of the logits, before any choice
+    scores: Tensor | None  # (T, E) for losses: softmax or sigmoid of the logits, before any choice
     logits: Tensor  # (T, E)
 
 
 def route(
-    logits: Tensor, top_k: int, *, score: str = "softmax", renormalize: bool = True, scale: float = 1.0
+    logits: Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    need_scores: bool = True,
 ) -> Routing:
     """Choose `top_k` experts for each row of `logits` (T, E) and weigh them.  Ties go to the lower expert.
 
@@ -37,7 +43,8 @@ def route(
     `renormalize` divides the weights of a token by their sum (plus 1e-20 for sigmoid, whose sum can
     be 0), so that `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
     With top_k=1 a renormalised weight is 1, and carries no gradient to the router.
-    `scale` multiplies the weights.  All of it in float32, also under autocast; float64 stays float64.
+    `scale` multiplies the weights.  Without `need_scores` the result's `scores` may be None, which saves
+    writing them: they are for losses.  All of it in float32, also under autocast; float64 stays float64.
 
     Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E),
     and for `topk_softmax` with renormalize=False, which could change nothing.
@@ -48,7 +55,8 @@ def route(
     if top_k > logits.shape[1]:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={logits.shape[1]})")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
+    sigmoid = score == "sigmoid"
+    how = {"sigmoid": sigmoid, "renormalize": renormalize, "scale": scale, "need_scores": need_scores}
     scores, weights, expert_ids = choose_experts(logits, top_k, **how)
     return Routing(expert_ids, weights, scores, logits)
 
@@ -83,13 +91,13 @@ def new_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=logits_dtype(x, weight))
 
 
-def logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    dtype = logits_dtype(x, weight)
+def logits_reference(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if accumulates(x, weight):
-        logits = torch.mm(x, weight.T, out_dtype=dtype)
+        torch.mm(x, weight.T, out_dtype=out.dtype, out=out)
     else:
-        logits = x.to(dtype) @ weight.to(dtype).T
-    return logits if bias is None else logits + bias
+        torch.mm(x.to(out.dtype), weight.to(out.dtype).T, out=out)
+    if bias is not None:
+        out += bias
 
 
 def save_logits(ctx, inputs, output):
@@ -118,7 +126,7 @@ def backward_logits(ctx, dlogits):
 router_logits = define_op(
     "router_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     new=new_logits,
-    reference=logits_reference,
+    torch=logits_reference,
     save=save_logits,
     backward=backward_logits,
 )
@@ -164,10 +172,10 @@ class Router(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route each row of `x` (T, H)."""
-        logits = router_logits(x, self.weight, self.bias)
-        return route(logits, self.top_k, score=self.score, renormalize=self.renormalize, scale=self.scale)
+    def forward(self, x: Tensor, *, need_scores: bool = True) -> Routing:
+        """Route each row of `x` (T, H); `need_scores` as for `route`."""
+        how = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
+        return route(router_logits(x, self.weight, self.bias), self.top_k, **how, need_scores=need_scores)
 
     def extra_repr(self) -> str:
         text = f"{self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"

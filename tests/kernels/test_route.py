@@ -6,7 +6,8 @@ from check import assert_as_good_as_torch, with_gradients
 from shapes import LAYOUTS
 
 from moe_aiter.backend import use
-from moe_aiter.kernels.route import choose_experts, route_backward_op, route_op
+from moe_aiter.kernels.route import choose_experts, route_op
+from moe_aiter.kernels.route_grad import route_backward_op
 from moe_aiter.kernels.topk import topk_reference
 
 SHAPES = {  # T, E, k
@@ -52,7 +53,7 @@ def composed(logits, top_k, mode, scale=1.0):
 
 def saved_by(logits, top_k, how):
     """weights, expert_ids and scores as the backward takes them."""
-    scores, weights, ids = route_op(logits, top_k, *how)
+    scores, weights, ids = route_op(logits, top_k, *how, True)
     return weights, ids, None if how[:2] == (False, True) else scores
 
 
@@ -65,6 +66,19 @@ def test_values_and_gradients(backend, device, shape, mode, dtype):
     # a floor, because few elements may happen to be rounded well by torch
     inputs = logits, top_k, mode, 2.5
     assert_as_good_as_torch(with_gradients(run), with_gradients(composed), *inputs, floor=3e-7)
+
+
+@modes
+def test_without_scores(backend, device, mode):
+    """The same weights, experts and gradients, to the bit."""
+    logits = draw(37, 12, device=device).requires_grad_()
+    _, weights, ids = run(logits, 3, mode)
+    scores, *got = choose_experts(logits, 3, sigmoid=mode[0], renormalize=mode[1], need_scores=False)
+    assert (scores is None) == (mode == (False, True))
+    assert torch.equal(got[0], weights) and torch.equal(got[1], ids)
+    dweights = draw(37, 3, device=device, seed=1)
+    gradients = [torch.autograd.grad(w, logits, dweights)[0] for w in (got[0], weights)]
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("output", ["scores", "weights"])
@@ -130,7 +144,7 @@ def test_any_strides(backend, device, mode, layout):
     logits, dscores, dweights = (draw(18, n, device=device, seed=n) for n in (21, 21, 4))
     logits = spread(logits)
     dense = logits.contiguous()
-    for got, want in zip(route_op(logits, 4, *how), route_op(dense, 4, *how), strict=True):
+    for got, want in zip(route_op(logits, 4, *how, True), route_op(dense, 4, *how, True), strict=True):
         torch.testing.assert_close(got, want)
     saved, spread_grads = saved_by(dense, 4, how), (spread(dweights), spread(dscores))
     grads = tuple(g.contiguous() for g in spread_grads)
@@ -181,7 +195,8 @@ def test_the_softmax_of_the_chosen_keeps_no_scores(device):
 @modes
 def test_opcheck(device, mode, grad):
     logits, how = draw(6, 8, device=device), (*mode, 2.0)
-    torch.library.opcheck(torch.ops.moe_aiter.route.default, (logits.clone().requires_grad_(grad), 3, *how))
+    inputs = logits.clone().requires_grad_(grad), 3, *how, True
+    torch.library.opcheck(torch.ops.moe_aiter.route.default, inputs)
     saved = saved_by(logits, 3, how)
     for dweights, dscores in ((saved[0], None), (None, logits), (saved[0], logits)):
         if dscores is None or saved[2] is not None:

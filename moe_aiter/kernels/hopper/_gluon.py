@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -18,10 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
+from .._launches import Remembering
+
 __all__ = [
-    "DTYPES", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon", "mbarrier",
-    "ragged", "ragged_descriptor", "row_load", "rows_arrive", "shared_layout", "store_wait", "tma",
-    "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "DTYPES", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon",
+    "jit_kernel", "mbarrier", "ragged", "ragged_descriptor", "row_load", "rows_arrive", "shared_layout",
+    "store_wait", "tma", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # 3.9 has other names for the copies
@@ -35,6 +38,13 @@ Number = object  # in an aggregate a number that the compiler may know, 1 say, a
 FAR = gl.constexpr(0x40000000)
 PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+class GluonKernel(Remembering, GluonJITFunction):
+    """A function of gluon.jit that is launched from Python."""
+
+
+jit_kernel = GluonKernel
 
 
 def aggregate(cls):
@@ -60,7 +70,13 @@ def shared_layout(dtype: torch.dtype, *box: int) -> gl.NVMMASharedLayout:
 
 def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
     """What TMA needs to copy boxes of this shape; it clips them at the ends of `x`."""
-    return TensorDescriptor.from_tensor(x, list(box), shared_layout(x.dtype, *box))
+    return keyed(TensorDescriptor.from_tensor(x, list(box), shared_layout(x.dtype, *box)), x, box)
+
+
+def keyed(desc: TensorDescriptor, x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """With what a kernel is compiled for: the rest of a descriptor is data."""
+    desc.launch_key = (x.dtype, box)
+    return desc
 
 
 def ragged_descriptor(x: Tensor, *box: int) -> TensorDescriptor:
@@ -70,9 +86,9 @@ def ragged_descriptor(x: Tensor, *box: int) -> TensorDescriptor:
     (the trick of triton.tools.ragged_tma).
     """
     stride = x.stride(0)
-    box = [1, 1, *box]
+    box = (1, 1, *box)
     shape, strides = [0x7FFF0000, 0x7FFF0000, FAR.value, x.shape[1]], [2**34 - stride, stride, stride, 1]
-    return TensorDescriptor(x, shape, strides, box, shared_layout(x.dtype, *box))
+    return keyed(TensorDescriptor(x, shape, strides, list(box), shared_layout(x.dtype, *box)), x, box)
 
 
 @gluon.jit

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from .._triton import tl, triton
+from .._triton import jit_kernel, tl, triton
 from ._gluon import Number, aggregate, gl, gluon
 
 ZERO_ROWS = 64
 
 
-@triton.jit
+@jit_kernel
 def schedule_kernel(
     group_sizes_ptr,  # (G,)
     schedule_ptr,  # the number of tiles, the G + 1 borders of the groups, and (group, row) of each tile

@@ -14,6 +14,7 @@ from ._gluon import (
     fence_async_shared,
     gl,
     gluon,
+    jit_kernel,
     mbarrier,
     ragged,
     ragged_descriptor,
@@ -142,7 +143,7 @@ def grad_consumer(
     store_wait(pendings=0)
 
 
-@gluon.jit
+@jit_kernel
 def down_grad_kernel(
     dout_ptr,  # (T, K)
     order_ptr,  # (M,)

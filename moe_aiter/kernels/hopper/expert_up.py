@@ -7,6 +7,7 @@ from ._gluon import (
     fence_async_shared,
     gl,
     gluon,
+    jit_kernel,
     ragged,
     ragged_descriptor,
     shared_layout,
@@ -83,7 +84,7 @@ def up_consumer(WHO: gl.constexpr, weights, ring, tiles, store, BLOCK_M: gl.cons
     store_wait(pendings=0)
 
 
-@gluon.jit
+@jit_kernel
 def expert_up_kernel(
     x_ptr,  # (T, K)
     order_ptr,  # (M,)

@@ -7,6 +7,7 @@ from ._gluon import (
     fence_async_shared,
     gl,
     gluon,
+    jit_kernel,
     ragged,
     ragged_descriptor,
     store_wait,
@@ -19,7 +20,7 @@ from ._schedule import all_tiles, make_schedule
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 
 
-@gluon.jit
+@jit_kernel
 def gmm_kernel(
     x_desc,  # (M, K)
     w_desc,  # the weights of G groups, (N, K)

@@ -9,6 +9,7 @@ from ._gluon import (
     fence_async_shared,
     gl,
     gluon,
+    jit_kernel,
     mbarrier,
     ragged,
     ragged_descriptor,
@@ -172,7 +173,7 @@ def tgmm_consumer(
     store_wait(pendings=0)
 
 
-@gluon.jit
+@jit_kernel
 def tgmm_kernel(
     x_ptr,  # (M, K), or (T, K) read at order // TOP_K
     order_ptr,  # (M,) or None
