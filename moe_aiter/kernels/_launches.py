@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 MOST = 1024  # launches that a kernel remembers: steps of many different sizes must not fill the memory
 BY_VALUE = (int, bool, str, type(None))
 
 
-class Remembering:
-    """For a JITFunction, whose `run` is what `kernel[grid](...)` calls."""
+class Remembering(JITFunction):
+    """A function of triton.jit that knows its launches; `run` is what `kernel[grid](...)` calls."""
 
     def __init__(self, fn):
         super().__init__(fn)

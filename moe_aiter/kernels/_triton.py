@@ -11,7 +11,6 @@ from ..config import interpret
 try:
     import triton
     import triton.language as tl
-    from triton.runtime.jit import JITFunction
 
     from ._launches import Remembering
 except ImportError:
@@ -23,10 +22,6 @@ except ImportError:
     tl = SimpleNamespace(constexpr=lambda value: value)
     jit_kernel = triton.jit
 else:
-
-    class Kernel(Remembering, JITFunction):
-        """A function of triton.jit that is launched from Python."""
-
-    jit_kernel = triton.jit if interpret else Kernel
+    jit_kernel = triton.jit if interpret else Remembering  # for kernels that Python launches
 
 __all__ = ["jit_kernel", "tl", "triton"]

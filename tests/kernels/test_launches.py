@@ -1,0 +1,90 @@
+"""A launch that goes past Triton's Python must still be the launch that Triton would have made."""
+
+import pytest
+import torch
+
+from moe_aiter.kernels.permute import launch_unpermute, unpermute_kernel, unpermute_reference
+from moe_aiter.kernels.route import choose_experts, route_kernel
+
+launches = pytest.importorskip("moe_aiter.kernels._launches")
+
+
+def test_nothing_is_remembered_off_the_gpu():
+    assert launches.launch_key((torch.zeros(3), 1), {"BLOCK": 16}) is None
+
+
+def draw(rows, columns, dtype=torch.bfloat16, offset=0):
+    """Rows and their plan; an `offset` in elements misaligns the memory."""
+    memory = torch.randn(rows * 2 * columns + offset, device="cuda").to(dtype)
+    x = memory[offset:].view(rows * 2, columns)
+    order = torch.randperm(rows * 2, device="cuda").int()
+    return x, order, order.argsort().int().view(rows, 2)
+
+
+@pytest.mark.gpu
+def test_arguments_that_differ(no_debug):
+    """Each of these needs another compiled kernel, or none of Triton's: sizes, dtypes, alignment."""
+    for rows, columns in ((1, 1), (16, 256), (17, 255), (16, 256), (33, 1000)):
+        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+            for offset in (0, 1, 0):
+                x, order, rank = draw(rows, columns, dtype, offset)
+                for weights in (None, torch.rand(rows, 2, device="cuda"), None):
+                    out = torch.full((rows, columns), torch.nan, device="cuda", dtype=dtype)
+                    launch_unpermute(out, x, order, rank, weights)
+                    want = unpermute_reference(x, order, rank, weights)
+                    torch.testing.assert_close(out, want)
+
+
+@pytest.mark.gpu
+def test_a_number_that_was_an_int(no_debug):
+    """Triton compiles an int of 1 into the kernel, and passes other ints and floats in their own types."""
+    logits = torch.randn(40, 8, device="cuda")
+    plain = choose_experts(logits, 2)[1]
+    for scale in (1, 2, 1.0, 2.0, 0.5, 3, 1):
+        torch.testing.assert_close(choose_experts(logits, 2, scale=scale)[1], plain * scale)
+
+
+@pytest.mark.gpu
+def test_the_second_launch_is_not_tritons(no_debug, monkeypatch):
+    x, order, rank = draw(24, 64)
+    out = torch.empty(24, 64, device="cuda", dtype=x.dtype)
+    launch_unpermute(out, x, order, rank, None)
+
+    def fail(*args, **kwargs):
+        raise AssertionError("this launch went to Triton")
+
+    monkeypatch.setattr(launches.JITFunction, "run", fail)
+    launch_unpermute(out.fill_(torch.nan), x, order, rank, None)
+    torch.testing.assert_close(out, unpermute_reference(x, order, rank, None))
+    with pytest.raises(AssertionError, match="went to Triton"):
+        launch_unpermute(out, x, order, rank, torch.rand(24, 2, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_a_profilers_hook_sees_every_launch(no_debug):
+    logits, names = torch.randn(40, 8, device="cuda"), []
+    choose_experts(logits, 2)
+    hooks = launches.knobs.runtime.launch_enter_hook
+
+    def hook(metadata):
+        names.append(metadata.get()["name"])
+
+    hooks.add(hook)
+    try:
+        for _ in range(3):
+            choose_experts(logits, 2)
+    finally:
+        hooks.remove(hook)
+    assert names == ["route_kernel"] * 3
+
+
+@pytest.mark.gpu
+def test_memory_is_bounded(no_debug, monkeypatch):
+    monkeypatch.setattr(launches, "MOST", 8)
+    for kernel in (unpermute_kernel, route_kernel):
+        kernel.launches.clear()
+    for rows in range(1, 30):
+        x, order, rank = draw(rows, 64)
+        launch_unpermute(torch.empty(rows, 64, device="cuda", dtype=x.dtype), x, order, rank, None)
+        choose_experts(torch.randn(rows, 8, device="cuda"), 2)
+    assert len(route_kernel.launches) <= 8 and len(unpermute_kernel.launches) <= 8
