@@ -25,7 +25,8 @@ from moe_aiter.bench.shapes import SHAPES
 from moe_aiter.kernels.expert_down import launch_expert_down_grad
 from moe_aiter.kernels.expert_up import launch_expert_up
 from moe_aiter.kernels.gmm import launch_gmm
-from moe_aiter.kernels.route import choose_experts, launch_route, launch_route_backward
+from moe_aiter.kernels.route import choose_experts, launch_route
+from moe_aiter.kernels.route_grad import launch_route_backward
 from moe_aiter.kernels.sort import launch_sort, sort_reference
 from moe_aiter.kernels.tgmm import launch_tgmm
 from moe_aiter.tuning import Config
