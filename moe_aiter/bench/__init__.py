@@ -1,4 +1,4 @@
-"""`moe-aiter bench`: measure the layer beside its peers, and turn the figures into the README's table.
+"""`moe-aiter bench`: measure the layer beside its peers, and turn the figures into the README's tables.
 
 The protocol is in benchmarks/README.md.
 """
@@ -6,7 +6,7 @@ The protocol is in benchmarks/README.md.
 import argparse
 import pathlib
 
-from .shapes import SHAPES
+from .shapes import GROUPS, SHAPES
 
 CSV = pathlib.Path("benchmarks/results/layer.csv")
 
@@ -15,7 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True, metavar="layer | report")
     layer = commands.add_parser("layer", help="time forward and step of the layer and its peers")
     layer.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
-    layer.add_argument("--shape", nargs="+", choices=SHAPES, metavar="NAME", help=f"of {', '.join(SHAPES)}")
+    names = f"of {', '.join(SHAPES)}; or a group: {', '.join(GROUPS)}"
+    layer.add_argument("--shape", nargs="+", choices=[*SHAPES, *GROUPS], metavar="NAME", help=names)
+    layer.add_argument(
+        "--routing", choices=("normal", "zipf"), default="normal", help="normal logits, or skewed experts"
+    )
     layer.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     layer.add_argument(
         "--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words"
@@ -25,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layer.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
     layer.add_argument("--commit", help="what is measured, where git cannot say")
-    report = commands.add_parser("report", help="write the README's table from the figures")
+    report = commands.add_parser("report", help="write the README's tables and plots from the figures")
     report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"default {CSV}")
     report.add_argument(
         "--readme", type=pathlib.Path, default=pathlib.Path("README.md"), help="default README.md"

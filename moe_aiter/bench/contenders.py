@@ -3,57 +3,32 @@
 Those whose name begins with "layer" route the tokens themselves; the others are given the routing.
 """
 
-import contextlib
 import dataclasses
-import importlib.util
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import IMPLS, ORDER, runs, use
+from ..backend import IMPLS, ORDER, runs
 from ..config import settings
 from ..kernels.experts import expert_mlp
 from ..layers.moe import MoE
 from ..routing.plan import make_plan
-from .problem import Problem, for_loop
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
-@dataclasses.dataclass
-class Contender:
-    """A function without arguments from the current inputs of a problem to (T, H)."""
-
-    name: str
-    run: Callable[[], Tensor]
-    leaves: tuple[Tensor, ...]  # x, gate_up, down, and the router or the routing weights
-    routed: bool = False  # it chooses the experts itself
-    expert_ids: Callable[[], Tensor] | None = None  # what it chooses, if not what problem.expert_ids says
-    checked: bool = True  # False for a yardstick that computes something else
-    ours: bool = False
-    graphed: bool = False  # it runs from a CUDA graph, which keeps memory of its own
-    backend: str | None = None  # forced, forward and backward
-    dout: Tensor | None = None  # if not problem.dout
-    gate_up_order: Callable[[Tensor], Tensor] = identity  # its gradient of gate_up -> gate rows first
-
-    def gradients(self, out: Tensor, p: Problem) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, self.leaves, p.dout if self.dout is None else self.dout)
-
-    def context(self) -> contextlib.AbstractContextManager:
-        return use(self.backend) if self.backend else contextlib.nullcontext()
-
-
-PEER_ERRORS = (RuntimeError, ImportError, AttributeError, TypeError, ValueError)
+from .contender import PEER_ERRORS, Contender, parameter
+from .peers import hugging_face, liger, megablocks, scattermoe, sonicmoe
+from .problem import Problem, activation, for_loop
 
 
 def contenders(p: Problem) -> Iterator[Contender]:
-    """Everything that can run here, ours first.  A peer of a version that we do not know is left out."""
+    """Everything that can run here, ours first.
+
+    A peer that is not there, that cannot do what the shape asks for, or of a version that we do not know is
+    left out, with a line that says so.
+    """
     yield our_layer(p)
-    if p.x.is_cuda and not settings.debug:  # whose checks synchronise
+    if p.x.is_cuda and not settings.debug and keeps_room(p):  # debug's checks synchronise
         yield our_layer(p, graphed=True)
     yield from our_experts(p)
     yield loop(p)
@@ -65,41 +40,53 @@ def contenders(p: Problem) -> Iterator[Contender]:
 
 
 def peers(p: Problem) -> Iterator[Callable[[], Contender]]:
-    """A builder of each peer that is installed and takes this device and dtype."""
+    """A builder of each peer that takes this device and dtype."""
     bfloat16 = p.x.dtype == torch.bfloat16
     if p.x.is_cuda and bfloat16:
         yield lambda: torch_grouped_mm(p)
+        yield lambda: compiled(torch_grouped_mm(p))
     if not p.x.is_cuda:
         yield lambda: dense(p)
-    if importlib.util.find_spec("transformers"):
-        yield lambda: hugging_face(p, "eager")
-        if bfloat16:
-            yield lambda: hugging_face(p, "grouped_mm")
-    if p.x.is_cuda and importlib.util.find_spec("scattermoe"):
+    if not p.shape.plain:
+        print("left out: all who are called here for SwiGLU without biases, gate rows first")
+        return
+    yield lambda: hugging_face(p, "eager")
+    if bfloat16:
+        yield lambda: hugging_face(p, "grouped_mm")
+    if p.x.is_cuda:
         yield lambda: scattermoe(p)
+        yield lambda: liger(p)
+    if p.x.is_cuda and bfloat16:
+        yield lambda: megablocks(p)
+        sonic = functools.cache(lambda: sonicmoe(p))
+        yield sonic
+        yield lambda: compiled(sonic())
 
 
 def given(p: Problem) -> tuple[Tensor, ...]:
     """The leaves of a contender that does not route."""
-    return p.x, p.gate_up, p.down, p.routing_weights
+    return p.x, p.gate_up, p.down, p.routing_weights, *p.biases
+
+
+def keeps_room(p: Problem) -> bool:
+    """Whether memory of their own for one contender's gradients leaves enough for the others."""
+    return 8 * (p.gate_up.nbytes + p.down.nbytes) < torch.cuda.get_device_properties(p.x.device).total_memory
 
 
 def loop(p: Problem) -> Contender:
-    def run() -> Tensor:
-        return for_loop(p.x, p.gate_up, p.down, p.expert_ids, p.routing_weights)
-
-    return Contender("for-loop over experts", run, given(p))
+    return Contender("for-loop over experts", lambda: for_loop(p), given(p))
 
 
 def our_layer(p: Problem, graphed: bool = False) -> Contender:
     shape = p.shape
-    layer = MoE(
-        shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, device="meta", dtype=p.x.dtype
-    )
-    layer.router.weight, layer.experts.gate_up, layer.experts.down = map(
-        parameter, (p.router, p.gate_up, p.down)
-    )
-    leaves = (p.x, layer.experts.gate_up, layer.experts.down, layer.router.weight)
+    how = {"activation": shape.activation, "bias": shape.bias, "interleaved": shape.interleaved}
+    layer = MoE(*shape.sizes[1:], **how, device="meta", dtype=p.x.dtype)
+    router, experts = layer.router, layer.experts
+    router.weight, router.bias = parameter(p.router), None
+    experts.gate_up, experts.down = parameter(p.gate_up), parameter(p.down)
+    biases = tuple(map(parameter, p.biases))
+    experts.gate_up_bias, experts.down_bias = biases or (None, None)
+    leaves = (p.x, experts.gate_up, experts.down, router.weight, *biases)
     if not graphed:
         return Contender("layer: moe_aiter MoE", lambda: layer(p.x), leaves, routed=True, ours=True)
     name = "layer: moe_aiter MoE, CUDA graph"
@@ -107,17 +94,15 @@ def our_layer(p: Problem, graphed: bool = False) -> Contender:
     return Contender(name, lambda: replay(p.x), leaves, routed=True, ours=True, graphed=True)
 
 
-def parameter(x: Tensor) -> torch.nn.Parameter:
-    """The same memory as a module's parameter."""
-    return torch.nn.Parameter(x.detach())
-
-
 def our_experts(p: Problem) -> Iterator[Contender]:
     """The experts as they come, then each other implementation here but the reference on a GPU, a loop."""
 
+    how = {"activation": p.shape.activation, "interleaved": p.shape.interleaved}
+    how |= dict(zip(("gate_up_bias", "down_bias"), p.biases, strict=False))
+
     def run() -> Tensor:
         plan = make_plan(p.expert_ids, p.shape.num_experts)
-        return expert_mlp(p.x, p.gate_up, p.down, p.routing_weights, plan)
+        return expert_mlp(p.x, p.gate_up, p.down, p.routing_weights, plan, **how)
 
     there = [b for b in ORDER[p.x.device.type] if b == "hopper" or b in IMPLS["sort_by_expert"]]
     there = [b for b in there if b in IMPLS["expert_mlp"] and runs(IMPLS["expert_mlp"][b], p.x)]
@@ -129,19 +114,33 @@ def our_experts(p: Problem) -> Iterator[Contender]:
 
 def torch_grouped_mm(p: Problem) -> Contender:
     """What one writes with torch alone: sort, gather, two grouped products, sum."""
-    top_k = p.shape.top_k
+    top_k, num_experts = p.shape.top_k, p.shape.num_experts
+    up_bias, down_bias = p.biases or (None, None)
 
     def run() -> Tensor:
         flat = p.expert_ids.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.zeros(p.shape.num_experts, dtype=torch.int64, device=flat.device)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
         ends = counts.scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0).int()
-        gate, up = torch._grouped_mm(p.x[order // top_k], p.gate_up.mT, offs=ends).chunk(2, -1)
-        y = torch._grouped_mm(F.silu(gate) * up, p.down.mT, offs=ends)
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = torch._grouped_mm(x, weight.mT, offs=ends)
+            # a product, since the gradient of bias[experts] would be added up in 16 bits
+            return y if bias is None else y + F.one_hot(flat[order], num_experts).to(y.dtype) @ bias
+
+        z = linear(p.x[order // top_k], p.gate_up, up_bias)
+        y = linear(activation(z, p.shape), p.down, down_bias)
         weighted = y * p.routing_weights.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(p.x).index_add(0, order // top_k, weighted)
 
     return Contender("torch grouped_mm", run, given(p))
+
+
+def compiled(contender: Contender) -> Contender:
+    """The same by torch.compile; forward and backward are compiled when it is checked, or in a warm-up."""
+    torch.compiler.reset()  # else the shapes before count as further shapes of the same function
+    run = torch.compile(contender.run, dynamic=False)
+    return dataclasses.replace(contender, name=f"{contender.name}, compiled", run=run)
 
 
 def dense(p: Problem) -> Contender:
@@ -157,53 +156,3 @@ def dense(p: Problem) -> Contender:
 
     dout = torch.randn_like(rows)
     return Contender("dense matmuls of the same FLOPs", run, (rows, gate_up, down), checked=False, dout=dout)
-
-
-def hugging_face(p: Problem, experts: str) -> Contender:
-    """The Qwen3-MoE block, with the given implementation of its experts."""
-    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    config = Qwen3MoeConfig(
-        hidden_size=p.shape.hidden,
-        moe_intermediate_size=p.shape.intermediate,
-        num_experts=p.shape.num_experts,
-        num_experts_per_tok=p.shape.top_k,
-        norm_topk_prob=True,
-    )
-    config._experts_implementation = experts
-    with torch.device("meta"):
-        block = Qwen3MoeSparseMoeBlock(config)
-    block.gate.weight = parameter(p.router)
-    block.experts.gate_up_proj, block.experts.down_proj = parameter(p.gate_up), parameter(p.down)
-
-    @torch.no_grad()
-    def expert_ids() -> Tensor:
-        return block.gate(p.x)[2]
-
-    return Contender(
-        f"layer: Hugging Face Qwen3-MoE, {experts}",
-        lambda: block(p.x[None])[0],
-        (p.x, block.experts.gate_up_proj, block.experts.down_proj, block.gate.weight),
-        routed=True,
-        expert_ids=expert_ids,
-    )
-
-
-def scattermoe(p: Problem) -> Contender:
-    from scattermoe.mlp import GLUMLP
-
-    def swap(gate_up: Tensor) -> Tensor:
-        """Its up rows come first."""
-        return torch.cat(gate_up.chunk(2, 1)[::-1], 1)
-
-    with torch.device("meta"):
-        mlp = GLUMLP(p.shape.hidden, p.shape.intermediate, p.shape.num_experts, p.shape.top_k)
-    mlp.experts.weight = torch.nn.Parameter(swap(p.gate_up.detach()))
-    mlp.output_experts.weight = parameter(p.down)
-    return Contender(
-        "ScatterMoE",
-        lambda: mlp(p.x, p.routing_weights.to(p.x.dtype), p.expert_ids),
-        (p.x, mlp.experts.weight, mlp.output_experts.weight, p.routing_weights),
-        gate_up_order=swap,
-    )

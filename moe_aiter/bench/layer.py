@@ -14,20 +14,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .contenders import PEER_ERRORS, Contender, contenders
+from .contender import PEER_ERRORS, Contender
+from .contenders import contenders
 from .memory import measure_memory
-from .problem import Problem, new_problem, truth
-from .shapes import DEFAULT, SHAPES, Shape
+from .problem import Problem, checked_experts, new_problem, truth
+from .roofline import floors
+from .shapes import DEFAULT, SHAPES, Shape, named
 from .timing import PASSES, time_all
 
 REPS = {"cuda": 25, "cpu": 11}
 SLACK, FLOOR = 2.0, 1e-7  # an error may be twice that of plain torch in the same dtype
-PARTS = ("output", "dx", "dgate_up", "ddown", "drouting")
+PARTS = ("output", "dx", "dgate_up", "ddown", "drouting", "dgate_up_bias", "ddown_bias")
+PER_EXPERT = ("dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
+ADDED = ["routing", "forward_roofline", "step_roofline"]  # columns that older files lack
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype", "shape"),
     *("tokens", "hidden", "intermediate", "experts", "top_k", "contender"),
     *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
     *("held_mib", "peak_mib", "error", "torch_error"),
+    *ADDED,
 ]
 
 
@@ -36,8 +41,10 @@ def bench_layer(args: argparse.Namespace) -> int:
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         return refuse("there is no GPU that torch can use")
-    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse(f"{args.out} has other columns: {columns(args.out)}")
+    if args.out and args.out.is_file():
+        widen(args.out)
+        if columns(args.out) != FIELDS:
+            return refuse(f"{args.out} has other columns: {columns(args.out)}")
     if args.out:
         append(args.out, [])  # a place that cannot be written shows now, not after the measurement
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -45,10 +52,10 @@ def bench_layer(args: argparse.Namespace) -> int:
     where = provenance(device, args)
     print(", ".join(f"{k} {v}" for k, v in where.items()))
     wrong = False
-    for name in args.shape or DEFAULT[kind]:
+    for name in named(args.shape or DEFAULT[kind]):
         shape = SHAPES[name]
-        print(f"\nshape {name}: T, H, I, E, k = {shape}")
-        problem = new_problem(shape, dtype, device)
+        print(f"\nshape {name}: T, H, I, E, k = {shape}; {args.routing} routing")
+        problem = new_problem(shape, dtype, device, args.routing)
         field = list(contenders(problem))
         words = args.only or [""]
         if strangers := [word for word in words if not any(word in c.name for c in field)]:
@@ -57,7 +64,8 @@ def bench_layer(args: argparse.Namespace) -> int:
         field = [c for c in field if any(word in c.name for word in words)]
         rows, refused = bench_field(field, problem, args.reps or REPS[kind])
         wrong = wrong or refused
-        rows = [where | shape_cells(name, shape) | row for row in rows]
+        about = where | shape_cells(name, shape) | {"routing": args.routing}
+        rows = [about | row | shares(row, floors(shape, where["device"])) for row in rows]
         show(rows)
         if args.out:
             append(args.out, rows)
@@ -98,7 +106,7 @@ def check_all(field: list[Contender], problem: Problem) -> list[dict]:
     for contender in field:
         try:
             found.append(check(contender, problem, given))
-        except PEER_ERRORS as error:
+        except (*PEER_ERRORS, *contender.errors) as error:
             if contender.ours:
                 raise
             print(f"{contender.name} cannot run here: {error}")
@@ -113,11 +121,11 @@ def check(contender: Contender, problem: Problem, given: Callable) -> dict:
         got = [out.detach(), *contender.gradients(out, problem)]
     if not contender.checked:
         return {"refused": False}
+    got[1:] = contender.as_ours(tuple(got[1:]))
     exact, torch_errors = given(contender.routed)
     if contender.expert_ids and not torch.equal(contender.expert_ids(), problem.expert_ids):
         exact = truth(problem, contender.expert_ids(), contender.routed, torch.float64)
-    got[2] = contender.gate_up_order(got[2])
-    errors = distances(got, exact)
+    errors = distances(comparable(got, problem.shape), exact)
     bars = [SLACK * error + FLOOR for error in torch_errors]
     worst = max(range(len(errors)), key=lambda i: errors[i] / bars[i])
     refused = not all(error <= bar for error, bar in zip(errors, bars, strict=True))
@@ -126,6 +134,14 @@ def check(contender: Contender, problem: Problem, given: Callable) -> dict:
             f"{contender.name}: {PARTS[worst]} has error {errors[worst]:.1e}, torch {torch_errors[worst]:.1e}"
         )
     return {"error": errors[worst], "torch_error": torch_errors[worst], "refused": refused}
+
+
+def comparable(got: list[Tensor], shape: Shape) -> list[Tensor]:
+    """What the truth has: of the weights' gradients, those of `checked_experts`."""
+    experts = checked_experts(shape)
+    if len(experts) == shape.num_experts:
+        return got
+    return [t[experts] if part in PER_EXPERT else t for part, t in zip(PARTS, got, strict=False)]
 
 
 def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:
@@ -175,21 +191,25 @@ def git_commit() -> str:
 
 
 def shape_cells(name: str, shape: Shape) -> dict:
-    sizes = (shape.num_tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
-    return {"shape": name} | dict(
-        zip(("tokens", "hidden", "intermediate", "experts", "top_k"), sizes, strict=True)
-    )
+    sizes = ("tokens", "hidden", "intermediate", "experts", "top_k")
+    return {"shape": name} | dict(zip(sizes, shape.sizes, strict=True))
+
+
+def shares(row: dict, floor: dict[str, float]) -> dict:
+    """How near each pass came to its floor, in percent."""
+    return {f"{p}_roofline": 100 * ms / row[f"{p}_ms"] for p, ms in floor.items() if f"{p}_ms" in row}
 
 
 def show(rows: list[dict]) -> None:
     heads = "".join(f"{name + ' ms, TFLOP/s':>22}" for name in PASSES)
-    print(f"{'':<40}{heads} {'held':>8} {'peak MiB':>9} {'error':>9}")
+    print(f"{'':<40}{heads} {'roofline %':>11} {'held':>8} {'peak MiB':>9} {'error':>9}")
     for row in rows:
         if "step_ms" not in row:
             print(f"{row['contender']:<40} refused")
             continue
         cells = [f"{row['contender']:<40}"]
         cells += [f"{row[p + '_ms']:13.2f} {row[p + '_tflops']:7.2f}" for p in PASSES]
+        cells += [f"{row[f]:5.0f}" if f in row else " " * 5 for f in ("forward_roofline", "step_roofline")]
         cells += [f"{row[m]:8.0f}" if m in row else " " * 8 for m in ("held_mib", "peak_mib")]
         cells += [f"{row['error']:9.1e}" if "error" in row else ""]
         print(" ".join(cells))
@@ -198,6 +218,18 @@ def show(rows: list[dict]) -> None:
 def columns(path: pathlib.Path) -> list[str]:
     with open(path, newline="") as file:
         return next(csv.reader(file), [])
+
+
+def widen(path: pathlib.Path) -> None:
+    """Give a file of before ADDED these columns, empty."""
+    if columns(path) != [f for f in FIELDS if f not in ADDED]:
+        return
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def append(path: pathlib.Path, rows: list[dict]) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from .contenders import Contender
+from .contender import Contender
 from .problem import Problem
 
 MIB = 2**20

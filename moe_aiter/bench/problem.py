@@ -9,6 +9,8 @@ from torch import Tensor
 from ..routing.router import route
 from .shapes import Shape
 
+CHECKED = 2**31  # numbers in the weights of the experts whose gradients are compared, at most
+
 
 @dataclasses.dataclass
 class Problem:
@@ -20,69 +22,140 @@ class Problem:
     router: Tensor  # (E, H)
     gate_up: Tensor  # (E, 2I, H)
     down: Tensor  # (E, H, I)
+    biases: tuple[Tensor, ...]  # (E, 2I) and (E, H), or none
     expert_ids: Tensor  # (T, k) int64
     routing_weights: Tensor  # (T, k) float32
+    routing: str = "normal"
 
     @torch.no_grad()
     def renew(self, seed: int) -> None:
-        """New tokens, gradients and routing: the logits are normal, so the experts' shares are ragged."""
+        """New tokens, gradients and routing, ragged either way.
+
+        normal   the logits are normal
+        zipf     each token draws its experts without replacement, the n-th most popular with a chance
+                 in proportion to 1/n
+        """
         torch.manual_seed(seed)
         self.x.normal_()
         self.dout.normal_()
+        if self.routing == "zipf":
+            self.x.copy_(steered(self.x, self.router, zipf_logits(self.shape, self.x.device)))
         routing = route(self.x.float() @ self.router.float().T, self.shape.top_k)
         self.expert_ids.copy_(routing.expert_ids)
         self.routing_weights.copy_(routing.routing_weights)
 
 
-def new_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+def zipf_logits(shape: Shape, device: torch.device) -> Tensor:
+    """(T, E) logits whose k largest are k draws without replacement: log of the chances plus Gumbel noise."""
+    T, _, _, E, _ = shape.sizes
+    place = torch.randperm(E, generator=torch.Generator().manual_seed(0)).to(device)  # the same all the time
+    return -torch.log1p(place) - torch.empty(T, E, device=device).exponential_().log()
+
+
+def steered(x: Tensor, router: Tensor, logits: Tensor) -> Tensor:
+    """`x`, moved as little as possible so that the router gives these logits; it needs H >= E."""
+    router = router.float()
+    missing = logits - x.float() @ router.T
+    return x + torch.linalg.solve(router @ router.T, missing, left=False) @ router
+
+
+def new_problem(shape: Shape, dtype: torch.dtype, device: torch.device, routing: str = "normal") -> Problem:
     """A problem with inputs of variance 1, and weights that keep it near 1."""
     torch.manual_seed(0)
-    T, H, width, E, k = dataclasses.astuple(shape)
+    T, H, width, E, k = shape.sizes
 
     def normal(*size: int, fan_in: int = 1) -> Tensor:
         return torch.randn(size, device=device, dtype=dtype).mul_(fan_in**-0.5)
 
+    def leaf(*size: int, fan_in: int = 1) -> Tensor:
+        return normal(*size, fan_in=fan_in).requires_grad_()
+
     problem = Problem(
         shape,
-        x=normal(T, H).requires_grad_(),
+        x=leaf(T, H),
         dout=normal(T, H),
-        router=normal(E, H, fan_in=H).requires_grad_(),
-        gate_up=normal(E, 2 * width, H, fan_in=H).requires_grad_(),
-        down=normal(E, H, width, fan_in=width).requires_grad_(),
+        router=leaf(E, H, fan_in=H),
+        gate_up=leaf(E, 2 * width, H, fan_in=H),
+        down=leaf(E, H, width, fan_in=width),
+        biases=(leaf(E, 2 * width), leaf(E, H)) if shape.bias else (),
         expert_ids=torch.zeros(T, k, dtype=torch.int64, device=device),
         routing_weights=torch.zeros(T, k, device=device).requires_grad_(),
+        routing=routing,
     )
     problem.renew(0)
     return problem
 
 
-def for_loop(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> Tensor:
-    """The experts one by one in plain torch: the definition, and the yardstick of every error."""
-    out = torch.zeros_like(x)
-    for e, (up_weight, down_weight) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
-        token, j = torch.where(expert_ids == e)
-        gate, up = F.linear(x[token], up_weight).chunk(2, -1)
-        y = F.linear(F.silu(gate) * up, down_weight)
-        out.index_add_(0, token, (y * routing_weights[token, j, None]).to(x.dtype))
+def activation(z: Tensor, shape: Shape) -> Tensor:
+    """(..., 2I) -> (..., I), in plain torch; swiglu_oai is gpt-oss's (OpenAI 2025, arXiv 2508.10925)."""
+    gate, up = (z[..., ::2], z[..., 1::2]) if shape.interleaved else z.chunk(2, -1)
+    if shape.activation == "swiglu":
+        return F.silu(gate) * up
+    if shape.activation != "swiglu_oai":
+        raise ValueError(f"the benchmark does not know the activation {shape.activation!r}")
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def expert(x: Tensor, weights: tuple[Tensor, ...], shape: Shape) -> Tensor:
+    """(n, H) -> (n, H): one expert with `weights` gate_up, down and its biases, in plain torch."""
+    gate_up, down, up_bias, down_bias = (*weights, None, None)[:4]
+    return F.linear(activation(F.linear(x, gate_up, up_bias), shape), down, down_bias)
+
+
+def for_loop(p: Problem) -> Tensor:
+    """The experts one by one in plain torch: the definition."""
+    out = torch.zeros_like(p.x)
+    for e, weights in enumerate(zip(p.gate_up.unbind(), p.down.unbind(), *p.biases, strict=True)):
+        token, j = torch.where(p.expert_ids == e)
+        y = expert(p.x[token], weights, p.shape)
+        out.index_add_(0, token, (y * p.routing_weights[token, j, None]).to(p.x.dtype))
     return out
 
 
-def routed_for_loop(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, router: Tensor) -> Tensor:
-    """`for_loop` with weights from the router, for a choice of experts already made."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+def checked_experts(shape: Shape) -> list[int]:
+    """All experts, or as many, evenly spread, as a GPU can hold the gradients of in float64."""
+    count = min(shape.num_experts, max(2, CHECKED // (3 * shape.hidden * shape.intermediate)))
+    return torch.linspace(0, shape.num_experts - 1, count).round().long().unique().tolist()
+
+
+def truth(p: Problem, expert_ids: Tensor, routed: bool, dtype: torch.dtype) -> list[Tensor]:
+    """What `for_loop`, after the router if `routed`, gives in `dtype`: the yardstick of every error.
+
+    Output and gradients of x, gate_up, down, the router or the routing weights, and biases; those of experts'
+    weights for `checked_experts` only.  Each expert's backward follows its forward, to hold little.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    x, router, dout = p.x.detach().to(dtype).requires_grad_(), None, p.dout.to(dtype)
+    if routed:
+        router = p.router.detach().to(dtype).requires_grad_()
+        routing_weights = chosen_weights(x, router, expert_ids, wide)
+    else:
+        routing_weights = p.routing_weights.detach().to(wide)
+    s = routing_weights.detach()
+    out, dx, ds = torch.zeros_like(dout), torch.zeros_like(dout), torch.zeros_like(s)
+    place = {e: i for i, e in enumerate(checked_experts(p.shape))}
+    stacks = [w.new_empty(len(place), *w.shape[1:], dtype=dtype) for w in (p.gate_up, p.down, *p.biases)]
+    for e in range(p.shape.num_experts):
+        token, j = torch.where(expert_ids == e)
+        weights = [w[e].detach().to(dtype) for w in (p.gate_up, p.down, *p.biases)]
+        leaves = [t.requires_grad_() for t in (x.detach()[token], s[token, j], *weights)]
+        y = (expert(leaves[0], leaves[2:], p.shape) * leaves[1][:, None]).to(dtype)
+        grads = torch.autograd.grad(y, leaves, dout[token])
+        out.index_add_(0, token, y.detach())
+        dx.index_add_(0, token, grads[0])
+        ds[token, j] = grads[1]
+        for stack, grad in zip(stacks, grads[2:], strict=True):
+            if e in place:
+                stack[place[e]] = grad
+    if routed:
+        more, ds = torch.autograd.grad(routing_weights, (x, router), ds)
+        dx += more
+    return [out, dx, *stacks[:2], ds, *stacks[2:]]
+
+
+def chosen_weights(x: Tensor, router: Tensor, expert_ids: Tensor, wide: torch.dtype) -> Tensor:
+    """(T, k) weights from the router, for a choice of experts already made."""
     scores = (x.to(wide) @ router.to(wide).T).softmax(-1)  # (T, E)
     weights = scores.gather(1, expert_ids)
-    return for_loop(x, gate_up, down, expert_ids, weights / weights.sum(1, keepdim=True))
-
-
-def truth(problem: Problem, expert_ids: Tensor, routed: bool, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients of x, gate_up, down and the router or the routing weights, computed in `dtype`."""
-    last = problem.router if routed else problem.routing_weights
-    leaves = [
-        leaf.detach().to(torch.promote_types(dtype, torch.float32) if leaf.dtype == torch.float32 else dtype)
-        for leaf in (problem.x, problem.gate_up, problem.down, last)
-    ]
-    x, gate_up, down, last = (leaf.requires_grad_() for leaf in leaves)
-    out = (routed_for_loop if routed else for_loop)(x, gate_up, down, expert_ids, last)
-    gradients = torch.autograd.grad(out, (x, gate_up, down, last), problem.dout.to(out.dtype))
-    return [out.detach(), *gradients]
+    return weights / weights.sum(1, keepdim=True)

@@ -1,33 +1,42 @@
-"""`moe-aiter bench report`: the tables between two markers of a document, made from the CSV."""
+"""`moe-aiter bench report`: tables between two markers of a document, plots beside it, made from the CSV."""
 
 import csv
 import pathlib
 import sys
 
+from .plots import PLOTS, draw, lines_of
+from .shapes import GROUPS, SHAPES
+
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TABLES = {  # title: the figures of a cell
     "TFLOP/s, inference / forward / step": ("inference_tflops", "forward_tflops", "step_tflops"),
+    "Share of the roofline in percent, forward / step": ("forward_roofline", "step_roofline"),
     "MiB, held after forward / peak over forward and backward": ("held_mib", "peak_mib"),
 }
+ORDER = {name: i for i, name in enumerate(SHAPES)}
+IN_TABLE = {name: group for group in ("paper", "models", "tokens") for name in GROUPS[group]}
 
 
 def update(source: pathlib.Path, document: pathlib.Path) -> int:
-    """Rewrite the part of `document` between the markers; 2 if it has none, or there are no figures."""
+    """Rewrite the part of `document` between the markers, and its plots; 2 where that is not possible."""
     if not source.exists():
-        print(f"moe-aiter bench report: error: there is no {source}; `make bench` writes it", file=sys.stderr)
-        return 2
+        return refuse(f"there is no {source}; `make bench` writes it")
     text = document.read_text()
     if BEGIN not in text or END not in text:
-        print(f"moe-aiter bench report: error: {document} lacks {BEGIN} and {END}", file=sys.stderr)
-        return 2
+        return refuse(f"{document} lacks {BEGIN} and {END}")
     try:
-        tables = report(source)
+        rows = figures(source)
+        tables = report(rows)
     except (KeyError, TypeError, ValueError) as error:
-        name = type(error).__name__
-        print(f"moe-aiter bench report: error: {source} is damaged: {name}: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"{source} is damaged: {type(error).__name__}: {error}")
     document.write_text(replaced(text, tables))
+    draw(rows, document.parent)
     return 0
+
+
+def refuse(mistake: str) -> int:
+    print(f"moe-aiter bench report: error: {mistake}", file=sys.stderr)
+    return 2
 
 
 def replaced(text: str, tables: str) -> str:
@@ -36,41 +45,63 @@ def replaced(text: str, tables: str) -> str:
     return f"{head}{BEGIN}\n{tables}{END}{rest.partition(END)[2]}"
 
 
-def report(source: pathlib.Path) -> str:
-    """Two tables for each device and dtype in the CSV: a row for each contender, a column for each shape."""
+def figures(source: pathlib.Path) -> list[dict]:
+    """The rows of the last run of each device, dtype, routing and shape."""
     with open(source, newline="") as file:
         rows = newest(list(csv.DictReader(file)))
     if not rows:
         raise ValueError("no figures")
+    return rows
+
+
+def report(rows: list[dict]) -> str:
+    """Tables for each device, dtype and routing: a row for each contender, a column for each shape.
+
+    The shapes of a group have tables of their own, but for those that are only drawn.
+    """
     parts = []
-    for device, dtype in dict.fromkeys((r["device"], r["dtype"]) for r in rows):
-        parts += section(device, dtype, [r for r in rows if (r["device"], r["dtype"]) == (device, dtype)])
+    for (device, dtype, routing), section in grouped(rows, kind):
+        skewed = ", Zipf routing" if routing == "zipf" else ""
+        for group, part in grouped(section, lambda r: IN_TABLE.get(r["shape"], "")):
+            if group != "tokens":
+                parts.append(f"**{device}**, {dtype}{skewed} ({versions(part)})\n")
+                parts += [table for title in TABLES if (table := written_table(title, part))]
+    parts += [f"![{plot.title}](docs/{name})\n" for name, plot in PLOTS.items() if lines_of(rows, plot)]
     return "\n".join(parts)
 
 
+def grouped(rows: list[dict], key) -> list[tuple]:
+    """(key, rows with that key), in the order in which the keys come."""
+    return [(value, [r for r in rows if key(r) == value]) for value in dict.fromkeys(map(key, rows))]
+
+
+def kind(row: dict) -> tuple[str, str, str]:
+    return row["device"], row["dtype"], row["routing"] or "normal"
+
+
 def newest(rows: list[dict]) -> list[dict]:
-    """The rows of the last run of each device, dtype and shape."""
-    last = {(r["device"], r["dtype"], r["shape"]): (r["date"], r["commit"]) for r in rows}
-    rows = [r for r in rows if last[r["device"], r["dtype"], r["shape"]] == (r["date"], r["commit"])]
-    unique = {(r["device"], r["dtype"], r["shape"], r["contender"]): r for r in rows}
-    return list(unique.values())
+    last = {(*kind(r), r["shape"]): (r["date"], r["commit"]) for r in rows}
+    rows = [r for r in rows if last[(*kind(r), r["shape"])] == (r["date"], r["commit"])]
+    return list({(*kind(r), r["shape"], r["contender"]): r for r in rows}.values())
 
 
-def section(device: str, dtype: str, rows: list[dict]) -> list[str]:
-    shapes = {r["shape"]: r for r in rows}
-    versions = sorted(
-        {f"torch {r['torch']}, Triton {r['triton']}, commit {r['commit']}, {r['date']}" for r in rows}
-    )
-    lines = [f"**{device}**, {dtype} ({'; '.join(versions)})\n"]
-    for title, figures in TABLES.items():
-        heads = [f"{name} ({sizes(row)})" for name, row in sorted(shapes.items())]
-        table = [[title, *heads], ["---"] * (len(shapes) + 1)]
-        for contender in dict.fromkeys(r["contender"] for r in rows):
-            by_shape = {r["shape"]: r for r in rows if r["contender"] == contender}
-            cells = [cell(by_shape[name], figures) if name in by_shape else "" for name in sorted(shapes)]
-            table.append([contender, *cells])
-        lines += ["".join(f"| {' | '.join(row)} |\n" for row in table)]
-    return lines
+def versions(rows: list[dict]) -> str:
+    runs = {f"torch {r['torch']}, Triton {r['triton']}, commit {r['commit']}, {r['date']}" for r in rows}
+    return "; ".join(sorted(runs))
+
+
+def written_table(title: str, rows: list[dict]) -> str:
+    """One table in Markdown; empty where nobody has its figures."""
+    columns = TABLES[title]
+    if not any(r[columns[-1]] for r in rows):
+        return ""
+    shapes = {r["shape"]: r for r in sorted(rows, key=lambda r: ORDER.get(r["shape"], len(ORDER)))}
+    table = [[title, *(f"{name} ({sizes(row)})" for name, row in shapes.items())]]
+    table.append(["---"] * len(table[0]))
+    for contender, theirs in grouped(rows, lambda r: r["contender"]):
+        by_shape = {r["shape"]: r for r in theirs}
+        table.append([contender, *(cell(by_shape[n], columns) if n in by_shape else "" for n in shapes)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in table)
 
 
 def sizes(row: dict) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from .contenders import Contender
+from .contender import Contender
 from .memory import hand_back
 from .problem import Problem
 
 L2_BYTES = 256 * 2**20  # more than any GPU's L2 cache
 WARMUP = 2
+SLOW, SPARSE = 4, 5  # whose step takes that many times the fastest one's runs in one round of five
 PASSES = {"inference": 1, "forward": 1, "step": 3}  # and their products, in forward passes
 
 
@@ -35,17 +36,24 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
     if problem.x.is_cuda:
         measure, flush = measure_gpu, problem.x.new_empty(L2_BYTES, dtype=torch.int8).zero_
     samples: list[list[tuple[float, ...]]] = [[] for _ in contenders]
+    slow: set[int] = set()
     for round in range(WARMUP + reps):
         problem.renew(round)
         results = []
         for i in range(len(contenders)):
             turn = (i + round) % len(contenders)
+            if turn in slow and (round - WARMUP) % SPARSE:
+                continue
             with contenders[turn].context():
                 results.append((turn, measure(contenders[turn], problem, flush)))
         # read only now: a wait between contenders would time the host's launches, which training overlaps
-        for turn, elapsed in results:
-            if round >= WARMUP:
-                samples[turn].append(elapsed())
+        times = {turn: elapsed() for turn, elapsed in results}
+        if round == WARMUP - 1:
+            fastest = min((step for *_, step in times.values()), default=0)
+            slow = {turn for turn, (*_, step) in times.items() if step > SLOW * fastest}
+        elif round >= WARMUP:
+            for turn, passes in times.items():
+                samples[turn].append(passes)
     return [dict(zip(PASSES, map(summary, zip(*s, strict=True)), strict=True)) for s in samples]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_aiter import bench, cli
-from moe_aiter.bench import contenders, layer, report
+from moe_aiter.bench import contenders, layer, roofline, timing
 from moe_aiter.bench.memory import MIB, measure_memory
 from moe_aiter.bench.problem import new_problem
 from moe_aiter.bench.shapes import DEFAULT, SHAPES
@@ -111,12 +111,26 @@ def test_rows_are_appended(tmp_path, capsys):
     for row in rows:
         assert list(row) == layer.FIELDS
         empty = {f for f in layer.FIELDS if not row[f]}
-        assert empty <= {"held_mib", "peak_mib"}, row["contender"]  # nothing to read them from but on Linux
+        unknown = {"held_mib", "peak_mib"}  # nothing to read them from but on Linux
+        if row["device"] not in roofline.CEILINGS:
+            unknown |= {"forward_roofline", "step_roofline"}
+        assert empty <= unknown, row["contender"]
         for name in PASSES:
             assert float(row[f"{name}_p20"]) <= float(row[f"{name}_ms"]) <= float(row[f"{name}_p80"])
         assert float(row["forward_ms"]) < float(row["step_ms"])
         flops = 6 * 64 * 2 * 32 * 24
         assert float(row["step_tflops"]) == pytest.approx(3 * flops / float(row["step_ms"]) / 1e9, rel=1e-2)
+
+
+def test_a_file_of_before_gets_new_columns(tmp_path, capsys):
+    path = tmp_path / "layer.csv"
+    old = [f for f in layer.FIELDS if f not in layer.ADDED]
+    path.write_text(",".join(old) + "\n" + ",".join(f"old {f}" for f in old) + "\n")
+    flags = "--device", "cpu", "--shape", "toy", "--reps", 1, "--only", "host", "loop", "--routing", "zipf"
+    assert run("layer", *flags, "--out", path) == 0
+    first, *others = read(path)
+    assert first == {f: f"old {f}" for f in old} | dict.fromkeys(layer.ADDED, "")
+    assert others and all(list(r) == layer.FIELDS and r["routing"] == "zipf" for r in others)
 
 
 def test_other_columns_are_left_alone(tmp_path, capsys):
@@ -144,6 +158,27 @@ def test_flags_that_make_no_sense(flags, message, capsys):
     printed = capsys.readouterr()
     assert status == 2 and message in printed.err and printed.err.count("\n") == 1
     assert " ms " not in printed.out
+
+
+def test_the_slow_run_less_often(problem, monkeypatch):
+    calls = {"slow": 0, "fast": 0}
+
+    def contender(name):
+        def run():
+            calls[name] += 1
+            return problem.x * 1
+
+        return contenders.Contender(name, run, (problem.x,))
+
+    def measure(contender, problem, flush):
+        contender.run()
+        return lambda: (1.0, 1.0, 9.0 if contender.name == "slow" else 2.0)
+
+    monkeypatch.setattr(timing, "measure_cpu", measure)
+    monkeypatch.setattr(timing, "measure_gpu", measure)
+    slow, fast = timing.time_all([contender("slow"), contender("fast")], problem, 11)
+    assert calls == {"slow": timing.WARMUP + 3, "fast": timing.WARMUP + 11}
+    assert (slow["step"].median, fast["step"].median) == (9, 2)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
@@ -177,71 +212,6 @@ def test_shapes_are_known():
         assert str(SHAPES[name]) in protocol
     with pytest.raises(SystemExit):
         run("layer", "--shape", "Z")
-
-
-def row(**cells):
-    cells = {
-        "device": "Abacus",
-        "dtype": "bfloat16",
-        "torch": "2",
-        "triton": "3",
-        "date": "2026-01-01",
-    } | cells
-    shape = {"tokens": "64", "hidden": "32", "intermediate": "24", "experts": "5", "top_k": "2"}
-    return dict.fromkeys(layer.FIELDS, "") | shape | cells
-
-
-def test_the_report_takes_the_last_run(tmp_path):
-    path, document = tmp_path / "layer.csv", tmp_path / "README.md"
-    cells = {
-        "forward_tflops": "1.234",
-        "step_ms": "5",
-        "step_tflops": "123.4",
-        "held_mib": "10.2",
-        "peak_mib": "20.9",
-    }
-    rows = [
-        row(commit="old", shape="A", contender="gone", **cells),
-        row(commit="new", shape="A", contender="layer", **cells),
-        row(commit="new", shape="B", contender="wrong", error="0.3"),
-    ]
-    layer.append(path, rows)
-    document.write_text(f"head\n{report.BEGIN}\nstale\n{report.END}\ntail\n")
-    assert run("report", "--csv", path, "--readme", document) == 0
-    text = document.read_text()
-    assert text.startswith("head\n") and text.endswith("tail\n")
-    assert "stale" not in text and "gone" not in text and "commit new" in text
-    assert "| layer | – / 1.2 / 123 |  |" in text and "| layer | 10 / 21 |  |" in text
-    assert "| wrong |  | error 0.3 |" in text
-    once = text
-    assert run("report", "--csv", path, "--readme", document) == 0
-    assert document.read_text() == once
-
-
-def test_the_report_says_what_is_missing(tmp_path, capsys):
-    document = tmp_path / "README.md"
-    document.write_text("no markers\n")
-    assert run("report", "--csv", tmp_path / "none.csv", "--readme", document) == 2
-    layer.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")])
-    assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 2
-    assert "lacks <!-- bench: begin -->" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", ",".join(layer.FIELDS) + "\n", "a,b\n1,2\n", "\0\n\n"])
-def test_a_damaged_csv_leaves_the_document_alone(text, tmp_path, capsys):
-    path, document = tmp_path / "layer.csv", tmp_path / "README.md"
-    path.write_text(text)
-    document.write_text(f"{report.BEGIN}\nfigures\n{report.END}\n")
-    assert run("report", "--csv", path, "--readme", document) == 2
-    assert "layer.csv is damaged: " in capsys.readouterr().err
-    assert "figures" in document.read_text()
-
-
-def test_the_readme_holds_the_figures_of_the_csv():
-    text, source = (ROOT / "README.md").read_text(), ROOT / bench.CSV
-    tables = report.report(source) if source.exists() else ""
-    assert report.BEGIN in text and report.END in text
-    assert report.replaced(text, tables) == text, "run `moe-aiter bench report`"
 
 
 def test_arguments_have_help():

@@ -1,0 +1,118 @@
+"""What the benchmark asks, and what it holds for true."""
+
+import pytest
+import torch
+
+from moe_aiter.bench import contenders, layer, problem, roofline
+from moe_aiter.bench.problem import for_loop, new_problem, truth
+from moe_aiter.bench.shapes import GROUPS, SHAPES, named
+from moe_aiter.kernels.activations import ACTIVATIONS
+
+TOYS = ["toy", "toy-oai"]
+
+
+def toy(device, name="toy", dtype=torch.float32, routing="normal"):
+    return new_problem(SHAPES[name], dtype, device, routing)
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("routed", [False, True])
+def test_truth_is_the_gradient_of_the_loop(device, name, routed):
+    p = toy(device, name, torch.float64)
+    if routed:
+        weights = problem.chosen_weights(p.x, p.router, p.expert_ids, torch.float64)
+        last, p.routing_weights = p.router, weights
+    else:
+        last = p.routing_weights = p.routing_weights.detach().double().requires_grad_()
+    out = for_loop(p)
+    expected = [out, *torch.autograd.grad(out, (p.x, p.gate_up, p.down, last, *p.biases), p.dout)]
+    p.routing_weights = p.routing_weights.detach()
+    for found, exact in zip(truth(p, p.expert_ids, routed, torch.float64), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+def test_the_activation_of_gpt_oss():
+    z = torch.tensor([[9.0, 1.0, -9.0, 9.0, 2.0, -9.0]])  # gate and up in turn
+    gate, up = torch.tensor([7.0, -9.0, 2.0]), torch.tensor([1.0, 7.0, -7.0])
+    expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    torch.testing.assert_close(problem.activation(z, SHAPES["gpt-oss"])[0], expected)
+
+
+def test_contenders_with_biases(device, capsys):
+    if "swiglu_oai" not in ACTIVATIONS:
+        pytest.skip("the layer does not know swiglu_oai")
+    p = toy(device, "toy-oai")
+    field = list(contenders.contenders(p))
+    assert len(field) >= 3 and "SwiGLU without biases" in capsys.readouterr().out
+    assert [f for f in layer.check_all(field, p) if f["refused"]] == []
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_grouped_products_of_torch(device, name):
+    p = toy(device, name, torch.bfloat16)
+    assert not layer.check_all([contenders.torch_grouped_mm(p)], p)[0]["refused"]
+
+
+def test_some_experts_are_enough(device, monkeypatch):
+    p = toy(device)
+    monkeypatch.setattr(problem, "CHECKED", 3 * 3 * 32 * 24)
+    assert problem.checked_experts(p.shape) == [0, 2, 4]
+    good = next(contenders.our_experts(p))
+    wrong = contenders.Contender("wrong for expert 4", good.run, good.leaves)
+
+    def spoiled(gradients):
+        gradients[2][4] *= 1.01
+        return gradients
+
+    wrong.as_ours = spoiled
+    good_row, wrong_row = layer.check_all([good, wrong], p)
+    assert not good_row["refused"] and wrong_row["refused"]
+
+
+def test_a_large_layer_is_checked_in_parts():
+    assert problem.checked_experts(SHAPES["A"]) == list(range(128))
+    some = problem.checked_experts(SHAPES["dsv3"])
+    assert 32 <= len(some) < 64 and (some[0], some[-1]) == (0, 255)
+
+
+def test_zipf(device):
+    """The shares of ten tokens out of a hundred thousand, and the layer's own router agrees."""
+    p = toy(device)
+    T, E = 20000, p.shape.num_experts
+    shape = type(p.shape)(T, *p.shape.sizes[1:4], 1)
+    chosen = problem.zipf_logits(shape, device).argmax(1)
+    shares = chosen.bincount(minlength=E).sort(descending=True).values / T
+    chances = 1 / torch.arange(1, E + 1, device=device)
+    torch.testing.assert_close(shares.double(), (chances / chances.sum()).double(), atol=0.015, rtol=0)
+
+    p = toy(device, routing="zipf")
+    popular = p.expert_ids.flatten().bincount(minlength=E).argmax()
+    p.renew(1)
+    assert p.expert_ids.flatten().bincount(minlength=E).argmax() == popular
+    assert [f for f in layer.check_all([contenders.our_layer(p)], p) if f["refused"]] == []
+
+
+def test_steering_reaches_the_logits(device):
+    p = toy(device)
+    logits = torch.randn(p.shape.num_tokens, p.shape.num_experts, device=device)
+    steered = problem.steered(p.x.detach(), p.router.detach(), logits)
+    torch.testing.assert_close(steered @ p.router.detach().T, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name, forward, backward", [("A", 8.91, 17.26), ("B", 0.745, 1.418), ("1.4B-256", 0.626, 1.276)]
+)
+def test_floors(name, forward, backward):
+    floor = roofline.floors(SHAPES[name], "NVIDIA H200")
+    assert floor["forward"] == pytest.approx(forward, rel=1e-3)
+    assert floor["step"] == pytest.approx(forward + backward, rel=1e-3)
+    assert roofline.floors(SHAPES[name], "Abacus") == {}
+    row = layer.shares({"forward_ms": 2 * forward, "step_ms": 4 * (forward + backward)}, floor)
+    assert row == pytest.approx({"forward_roofline": 50, "step_roofline": 25}, rel=1e-3)
+
+
+def test_groups():
+    assert {name for names in GROUPS.values() for name in names} <= set(SHAPES)
+    assert named(["A", "top-k", "30B-512", "A"]) == ["A", "30B-1024", "30B-512", "30B-256"]
+    assert len({SHAPES[name].forward_flops for name in GROUPS["top-k"]}) == 1
+    assert len({s.sizes for s in SHAPES.values()}) == len(SHAPES) - 2  # toy twice, and C
