@@ -23,6 +23,7 @@ def stand_in(monkeypatch, **modules):
         module = types.ModuleType(".".join(parts))
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, module.__name__, module)
+        setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
 
 
 def looped(x, gate_up, down, ids, weights):
@@ -39,7 +40,11 @@ def liger(monkeypatch):
             assert ids.dtype == torch.int32 and weights.dtype == x.dtype
             return looped(x, gate_up, down, ids, weights)
 
-    stand_in(monkeypatch, liger_kernel__ops__fused_moe={"LigerFusedMoEFunction": Function})
+    stand_in(
+        monkeypatch,
+        liger_kernel__ops__fused_moe={"LigerFusedMoEFunction": Function},
+        liger_kernel__ops__fused_moe_kernels={"_AUTOTUNE_DISABLED": True},
+    )
     return peers.liger
 
 
@@ -114,6 +119,11 @@ def test_layouts(peer, monkeypatch):
     assert not layer.check_all([contender], p)[0]["refused"]
     with torch.no_grad():
         assert contender.run().shape == p.x.shape
+
+
+def test_a_name_says_what_was_not_tuned(monkeypatch):
+    p = new_problem(SHAPES["toy"], torch.bfloat16, torch.device("cpu"))
+    assert liger(monkeypatch)(p).name == "Liger, not tuned"
 
 
 def test_an_error_of_its_own_kind_leaves_a_peer_out(monkeypatch, capsys):
