@@ -12,7 +12,7 @@ from .problem import Problem
 
 L2_BYTES = 256 * 2**20  # more than any GPU's L2 cache
 WARMUP = 2
-SLOW, SPARSE = 4, 5  # whose step takes that many times the fastest one's runs in one round of five
+SLOW, SLOW_MS, SPARSE = 4, 50, 5  # on a GPU, where time is dear: see `who_is_slow`
 PASSES = {"inference": 1, "forward": 1, "step": 3}  # and their products, in forward passes
 
 
@@ -48,13 +48,18 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
                 results.append((turn, measure(contenders[turn], problem, flush)))
         # read only now: a wait between contenders would time the host's launches, which training overlaps
         times = {turn: elapsed() for turn, elapsed in results}
-        if round == WARMUP - 1:
-            fastest = min((step for *_, step in times.values()), default=0)
-            slow = {turn for turn, (*_, step) in times.items() if step > SLOW * fastest}
+        if round == WARMUP - 1 and problem.x.is_cuda:
+            slow = who_is_slow(contenders, {turn: step for turn, (*_, step) in times.items()})
         elif round >= WARMUP:
             for turn, passes in times.items():
                 samples[turn].append(passes)
     return [dict(zip(PASSES, map(summary, zip(*s, strict=True)), strict=True)) for s in samples]
+
+
+def who_is_slow(contenders: list[Contender], steps: dict[int, float]) -> set[int]:
+    """Who takes SLOW times as long as the fastest, and SLOW_MS at least: one round in SPARSE is enough."""
+    fastest = min((step for i, step in steps.items() if contenders[i].checked), default=0)
+    return {i for i, step in steps.items() if step > max(SLOW * fastest, SLOW_MS)}
 
 
 def run_passes(contender: Contender, problem: Problem, flush: Callable, mark: Callable) -> None:

@@ -4,6 +4,7 @@ import argparse
 import csv
 import pathlib
 import re
+import types
 
 import pytest
 import torch
@@ -160,25 +161,23 @@ def test_flags_that_make_no_sense(flags, message, capsys):
     assert " ms " not in printed.out
 
 
-def test_the_slow_run_less_often(problem, monkeypatch):
-    calls = {"slow": 0, "fast": 0}
-
-    def contender(name):
-        def run():
-            calls[name] += 1
-            return problem.x * 1
-
-        return contenders.Contender(name, run, (problem.x,))
+@pytest.mark.parametrize("is_cuda, slow_runs", [(True, 3), (False, 11)])
+def test_the_slow_run_less_often_on_a_gpu(is_cuda, slow_runs, monkeypatch):
+    steps = {"slow": 90.0, "twice": 40.0, "fast": 20.0, "yardstick": 1.0}
+    calls = dict.fromkeys(steps, 0)
 
     def measure(contender, problem, flush):
-        contender.run()
-        return lambda: (1.0, 1.0, 9.0 if contender.name == "slow" else 2.0)
+        calls[contender.name] += 1
+        return lambda: (1.0, 1.0, steps[contender.name])
 
     monkeypatch.setattr(timing, "measure_cpu", measure)
     monkeypatch.setattr(timing, "measure_gpu", measure)
-    slow, fast = timing.time_all([contender("slow"), contender("fast")], problem, 11)
-    assert calls == {"slow": timing.WARMUP + 3, "fast": timing.WARMUP + 11}
-    assert (slow["step"].median, fast["step"].median) == (9, 2)
+    x = types.SimpleNamespace(is_cuda=is_cuda, new_empty=lambda *_, dtype: torch.empty(1, dtype=dtype))
+    problem = types.SimpleNamespace(x=x, renew=lambda round: None)
+    field = [contenders.Contender(name, None, (), checked=name != "yardstick") for name in steps]
+    times = timing.time_all(field, problem, 11)
+    assert [t["step"].median for t in times] == list(steps.values())
+    assert calls == dict.fromkeys(steps, timing.WARMUP + 11) | {"slow": timing.WARMUP + slow_runs}
 
 
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
