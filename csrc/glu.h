@@ -16,7 +16,7 @@ ALWAYS_INLINE void glu_rows(const T* z, T* out, int64_t begin, int64_t end, int6
     T* __restrict to = out + r * I;
     for (int64_t i = 0; i < I; ++i) {
       float a = F::value(load(gate[i * step]));
-      if constexpr (parts == 2) a *= load(up[i * step]);
+      if constexpr (parts == 2) a *= F::up(load(up[i * step]));
       store(to[i], a);
     }
   }
@@ -45,8 +45,8 @@ ALWAYS_INLINE void glu_gradient_chunk(const T* __restrict dout, const T* __restr
     F::both(load(gate[i * step]), value, slope);
     const float da = load(dout[i]), dwa = w * da;
     if constexpr (gated) {
-      const float other = load(up[i * step]);
-      store(dup[i], dwa * value);
+      const float x = load(up[i * step]), other = F::up(x);
+      store(dup[i], dwa * value * F::up_slope(x));
       value *= other;
       slope *= other;
     }

@@ -186,6 +186,7 @@ static void with_activation(const std::string& name, const Fn& fn) {
   if (name == "gelu") return fn(host::Gelu{});
   if (name == "relu") return fn(host::Relu{});
   if (name == "relu2") return fn(host::Relu2{});
+  if (name == "silu_oai") return fn(host::SiluOai{});
   throw py::value_error("unknown activation " + name);
 }
 

@@ -81,8 +81,13 @@ ALWAYS_INLINE float erf(float x) {
   return x < 0 ? -y : y;
 }
 
-// f and its slope, as in moe_aiter/kernels/activations.py.
-struct Silu {
+// f and its slope, and h of what f is multiplied by, as in moe_aiter/kernels/activations.py.
+struct Identity {
+  static ALWAYS_INLINE float up(float x) { return x; }
+  static ALWAYS_INLINE float up_slope(float) { return 1.0f; }
+};
+
+struct Silu : Identity {
   static ALWAYS_INLINE float value(float x) { return x / (1.0f + exp(-x)); }
   static ALWAYS_INLINE void both(float x, float& value, float& slope) {
     const float sig = 1.0f / (1.0f + exp(-x));
@@ -91,7 +96,7 @@ struct Silu {
   }
 };
 
-struct Gelu {
+struct Gelu : Identity {
   static ALWAYS_INLINE float value(float x) { return 0.5f * x * (1.0f + erf(x * 0.707106781f)); }
   static ALWAYS_INLINE void both(float x, float& value, float& slope) {
     const float phi = 0.5f * (1.0f + erf(x * 0.707106781f));
@@ -100,7 +105,7 @@ struct Gelu {
   }
 };
 
-struct Relu {
+struct Relu : Identity {
   static ALWAYS_INLINE float value(float x) { return x < 0 ? 0.0f : x; }
   static ALWAYS_INLINE void both(float x, float& value, float& slope) {
     value = x < 0 ? 0.0f : x;
@@ -108,13 +113,28 @@ struct Relu {
   }
 };
 
-struct Relu2 {
+struct Relu2 : Identity {
   static ALWAYS_INLINE float value(float x) { return (x < 0 ? 0.0f : x) * (x < 0 ? 0.0f : x); }
   static ALWAYS_INLINE void both(float x, float& value, float& slope) {
     const float y = x < 0 ? 0.0f : x;
     value = y * y;
     slope = 2.0f * y;
   }
+};
+
+struct SiluOai {
+  static constexpr float LIMIT = 7.0f, ALPHA = 1.702f;
+  static ALWAYS_INLINE float value(float x) {
+    const float y = x > LIMIT ? LIMIT : x;
+    return y / (1.0f + exp(-ALPHA * y));
+  }
+  static ALWAYS_INLINE void both(float x, float& value, float& slope) {
+    const float y = x > LIMIT ? LIMIT : x, sig = 1.0f / (1.0f + exp(-ALPHA * y));
+    value = y * sig;
+    slope = x > LIMIT ? 0.0f : sig + ALPHA * value * (1.0f - sig);
+  }
+  static ALWAYS_INLINE float up(float x) { return (x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x) + 1.0f; }
+  static ALWAYS_INLINE float up_slope(float x) { return x > LIMIT ? 0.0f : x < -LIMIT ? 0.0f : 1.0f; }
 };
 
 }  // namespace host

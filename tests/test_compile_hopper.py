@@ -9,7 +9,7 @@ import torch
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
-from moe_aiter.kernels.activations import ACTIVATIONS
+from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
 
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -25,20 +25,22 @@ def module(name):
     return importlib.import_module(f"moe_aiter.kernels.hopper.{name}")
 
 
-def run_hopper_up(activation="swiglu", bias=False, save_z=True, n=1024, dtype=torch.bfloat16):
-    s, parts = Shape(n=n, dtype=dtype), 2 if "glu" in activation else 1
+def run_hopper_up(
+    activation="swiglu", interleaved=False, bias=False, save_z=True, n=1024, dtype=torch.bfloat16
+):
+    s, parts = Shape(n=n, dtype=dtype), get_activation(activation).parts
     z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(E, parts * n, s.k)
     x, b = s.new(s.rows // TOP_K, s.k), s.new(E, parts * n) if bias else None
-    module("expert_up").launch_expert_up((z, a), x, w, b, *s.plan, activation, False, save_z, None)
+    module("expert_up").launch_expert_up((z, a), x, w, b, *s.plan, activation, interleaved, save_z, None)
 
 
-def run_hopper_down_grad(activation="swiglu", need_a=True, dtype=torch.bfloat16):
-    s, parts = Shape(n=1024, dtype=dtype), 2 if "glu" in activation else 1
+def run_hopper_down_grad(activation="swiglu", interleaved=False, need_a=True, dtype=torch.bfloat16):
+    s, parts = Shape(n=1024, dtype=dtype), get_activation(activation).parts
     z, dz, a = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n), s.new(s.rows if need_a else 0, s.n)
     order, rank, group_sizes = s.plan
     ds, weights = new(*rank.shape, dtype=torch.float32), new(*rank.shape, dtype=torch.float32)
     dout, w = s.new(s.rows // TOP_K, s.k), s.new(E, s.k, s.n)
-    inputs = dout, z, w, weights, order, rank, group_sizes, activation, False, need_a
+    inputs = dout, z, w, weights, order, rank, group_sizes, activation, interleaved, need_a
     module("down_grad").launch_down_grad((dz, a, ds), *inputs)
 
 
@@ -61,14 +63,28 @@ def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=t
         module("tgmm").launch_tgmm_accumulate(out.mT if columns_first else out, x, y, *plan)
 
 
+GATED = [a.name for a in ACTIVATIONS.values() if a.gated]
 CASES = {
     **{f"up {name}": functools.partial(run_hopper_up, name, bias=True) for name in ACTIVATIONS},
     **{f"down_grad {name}": functools.partial(run_hopper_down_grad, name) for name in ACTIVATIONS},
+    **{f"up {name} interleaved": functools.partial(run_hopper_up, name, True, bias=True) for name in GATED},
+    **{
+        f"down_grad {name} interleaved": functools.partial(run_hopper_down_grad, name, True) for name in GATED
+    },
+    "up narrow interleaved": lambda: run_hopper_up(interleaved=True, n=256),
+    "up interleaved without z": lambda: run_hopper_up(interleaved=True, save_z=False),
     "up narrow": lambda: run_hopper_up(n=256),
     "up float16": lambda: run_hopper_up(dtype=F16),
     "up without z": lambda: run_hopper_up(save_z=False),
     "down_grad geglu frozen": lambda: run_hopper_down_grad("geglu", need_a=False),
     "down_grad frozen": lambda: run_hopper_down_grad(need_a=False),
+    "down_grad swiglu_oai frozen": lambda: run_hopper_down_grad("swiglu_oai", need_a=False),
+    **{
+        f"down_grad {name} interleaved frozen": functools.partial(
+            run_hopper_down_grad, name, True, need_a=False
+        )
+        for name in GATED
+    },
     "down_grad float16": lambda: run_hopper_down_grad(dtype=F16),
     "gmm": run_hopper_gmm,
     "gmm float16": lambda: run_hopper_gmm(dtype=F16),

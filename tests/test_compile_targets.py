@@ -9,6 +9,7 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
+from moe_aiter.kernels.activations import get_activation
 from moe_aiter.kernels.expert_down import launch_expert_down_grad
 from moe_aiter.kernels.expert_up import launch_expert_up
 from moe_aiter.kernels.glu import launch_glu, launch_glu_backward
@@ -88,14 +89,14 @@ def run_tgmm_accumulate(s):
 
 
 def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True):
-    width = s.n // 2 if activation in ("swiglu", "geglu") else s.n
+    width = s.n // get_activation(activation).parts
     z, a = s.new(s.rows, s.n), s.new(s.rows, width)
     x, w, b = s.new(s.rows // TOP_K, s.k), s.new(E, s.n, s.k), s.new(E, s.n) if bias else None
     launch_expert_up((z, a), x, w, b, *s.plan, activation, interleaved, save_z, None)
 
 
 def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
-    parts = 2 if activation in ("swiglu", "geglu") else 1
+    parts = get_activation(activation).parts
     order, rank, group_sizes = s.plan
     z, dz = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n)
     ds, weights = new(*rank.shape, dtype=torch.float32), new(*rank.shape, dtype=torch.float32)
@@ -217,9 +218,11 @@ CASES: dict[str, Callable[[], None]] = {
     "tgmm columns first": lambda: run_tgmm_gather(BF16, columns_first=True),
     "tgmm accumulate": lambda: run_tgmm_accumulate(BF16),
     "up interleaved with bias": lambda: run_up(BF16, interleaved=True, bias=True),
+    "up swiglu_oai": lambda: run_up(BF16, activation="swiglu_oai", interleaved=True, bias=True),
     "up relu2 without z": lambda: run_up(BF16, activation="relu2", save_z=False),
     "up geglu odd": lambda: run_up(ODD, activation="geglu"),
     "down_grad interleaved": lambda: run_down_grad(BF16, interleaved=True),
+    "down_grad swiglu_oai": lambda: run_down_grad(BF16, activation="swiglu_oai", interleaved=True),
     "down_grad relu2 frozen": lambda: run_down_grad(BF16, activation="relu2", need_a=False),
     "down_grad geglu odd": lambda: run_down_grad(ODD, activation="geglu"),
 }

@@ -1,18 +1,24 @@
-"""The activations of an expert: name -> torch function, Triton function, gated or not.  The only such list.
+"""The activations of an expert: name -> f and h, each in torch and in Triton.  The only such list.
 
-A gated activation maps (gate, up) to f(gate) * up, a plain one maps up to f(up); f and its slope f' are
-written once each.  SwiGLU, GEGLU, ReGLU: Shazeer 2020, arXiv 2002.05202.
+A gated activation maps (gate, up) to f(gate) * h(up), a plain one maps up to f(up); f and h are written once
+each, with their slopes.  SwiGLU, GEGLU, ReGLU, where h(up) = up: Shazeer 2020, arXiv 2002.05202.
 ReLU^2: So et al. 2021, arXiv 2109.08668.
+swiglu_oai is gpt-oss's clamped SwiGLU (OpenAI 2025, arXiv 2508.10925), with the limit 7 and alpha 1.702:
+
+    g = min(gate, 7)    u = min(max(up, -7), 7)    out = g * sigmoid(1.702 * g) * (u + 1)
 """
 
 import dataclasses
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from ._triton import tl, triton
+
+LIMIT, ALPHA = 7.0, 1.702  # of swiglu_oai; written out in Triton
 
 
 @triton.jit
@@ -42,6 +48,28 @@ def relu2(x):
     return y * y, 2 * y
 
 
+@triton.jit
+def silu_oai(x):
+    """x * sigmoid(1.702 * x), from x = 7 on a constant, and its slope, 0 above 7.  NaN stays NaN."""
+    y = tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    sig = tl.sigmoid(1.702 * y)
+    value = y * sig
+    return value, tl.where(x > 7.0, 0.0, sig + 1.702 * value * (1 - sig))
+
+
+@triton.jit
+def up_oai(x):
+    """x held between -7 and 7, plus 1, and its slope, 1 at both limits and at NaN.  NaN stays NaN."""
+    y = tl.clamp(x, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    return y + 1, tl.where(tl.abs(x) > 7.0, 0.0, 1.0)
+
+
+@triton.jit
+def identity(x):
+    """x, and its slope, with which the compiler multiplies nothing."""
+    return x, 1.0
+
+
 PARTS = {False: "... (parts i)", True: "... (i parts)"}  # interleaved? -> the columns of z
 
 
@@ -64,38 +92,78 @@ def torch_relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def torch_silu_oai(x: Tensor) -> Tensor:
+    x = x.clamp(max=LIMIT)
+    return x * torch.sigmoid(ALPHA * x)
+
+
+def torch_up_oai(x: Tensor) -> Tensor:
+    return x.clamp(-LIMIT, LIMIT) + 1
+
+
+def torch_identity(x: Tensor) -> Tensor:
+    return x
+
+
+FUNCTIONS = {  # in torch; and in Triton, in float32, x -> (value, slope)
+    "silu": (F.silu, silu),
+    "gelu": (torch_gelu, gelu),
+    "relu": (F.relu, relu),
+    "relu2": (torch_relu2, relu2),
+    "silu_oai": (torch_silu_oai, silu_oai),
+    "up_oai": (torch_up_oai, up_oai),
+    "identity": (torch_identity, identity),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Activation:
     name: str
-    base: str  # silu, gelu, relu or relu2: the f below, by the name that the C++ extension knows
-    torch_fn: Callable[[Tensor], Tensor]  # f
-    triton_fn: Callable  # x -> (f(x), f'(x)), in float32
-    gated: bool
+    base: str  # f, by the name that the C++ extension knows, where the h that goes with it is known as well
+    up: str | None = None  # h, or None for a plain activation
+
+    @property
+    def gated(self) -> bool:
+        return self.up is not None
 
     @property
     def parts(self) -> int:
         """Rows of the up-projection for each intermediate channel: gate and up, or up alone."""
         return 2 if self.gated else 1
 
+    def torch_fn(self, x: Tensor) -> Tensor:
+        """f"""
+        return FUNCTIONS[self.base][0](x)
+
+    def torch_up(self, x: Tensor) -> Tensor:
+        """h"""
+        return FUNCTIONS[self.up][0](x)
+
+    @property
+    def triton_fns(self) -> dict[str, Callable | None]:
+        """f and h by the names that kernels give them; h is None for a plain activation."""
+        return {"ACTIVATION": FUNCTIONS[self.base][1], "UP": FUNCTIONS[self.up][1] if self.gated else None}
+
     def __call__(self, z: Tensor, interleaved: bool = False) -> Tensor:
         """(..., parts * I) -> (..., I), in plain torch; differentiable."""
         if not self.gated:
             return self.torch_fn(z)
         gate, up = split_parts(z, interleaved)
-        return self.torch_fn(gate) * up
+        return self.torch_fn(gate) * self.torch_up(up)
 
 
-BASES = {
-    "silu": (F.silu, silu),
-    "gelu": (torch_gelu, gelu),
-    "relu": (F.relu, relu),
-    "relu2": (torch_relu2, relu2),
-}
 ACTIVATIONS = {
-    a.name: a for a in [Activation(name, name, *fns, gated=False) for name, fns in BASES.items()]
-} | {
-    name: Activation(name, base, *BASES[base], gated=True)
-    for name, base in [("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu")]
+    a.name: a
+    for a in (
+        Activation("swiglu", "silu", "identity"),
+        Activation("swiglu_oai", "silu_oai", "up_oai"),
+        Activation("geglu", "gelu", "identity"),
+        Activation("reglu", "relu", "identity"),
+        Activation("silu", "silu"),
+        Activation("gelu", "gelu"),
+        Activation("relu", "relu"),
+        Activation("relu2", "relu2"),
+    )
 }
 
 

@@ -77,7 +77,7 @@ def expert_down_grad_kernel(
     dout_strides,  # t, k
     w_strides,  # g, k, n
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
+    UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     EPILOGUE_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -113,7 +113,7 @@ def expert_down_grad_kernel(
     s = tl.load(s_ptr + choice, mask=live, other=0.0)
     ds = down_grad_epilogue(
         u, s, m, row_end, tile_n * BLOCK_N, N, z_ptr, dz_ptr, a_ptr,
-        ACTIVATION, GATED, INTERLEAVED, EPILOGUE_N,
+        ACTIVATION, UP, INTERLEAVED, EPILOGUE_N,
     )  # fmt: skip
     tl.store(ds_ptr + tile_n.to(tl.int64) * M + m, ds, mask=m < row_end)
 
@@ -130,7 +130,7 @@ def down_grad_epilogue(
     dz_ptr,  # (M, parts * N)
     a_ptr,  # (M, N) or None
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
+    UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     EPILOGUE_N: tl.constexpr,
 ):
@@ -140,7 +140,7 @@ def down_grad_epilogue(
         half: tl.constexpr = WIDTH // 2
         left, right = halves(u)
         ds = down_grad_epilogue(
-            left, s, m, row_end, first, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, GATED, INTERLEAVED, EPILOGUE_N
+            left, s, m, row_end, first, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED, EPILOGUE_N
         )
         return ds + down_grad_epilogue(
             right,
@@ -153,7 +153,7 @@ def down_grad_epilogue(
             dz_ptr,
             a_ptr,
             ACTIVATION,
-            GATED,
+            UP,
             INTERLEAVED,
             EPILOGUE_N,
         )
@@ -162,8 +162,8 @@ def down_grad_epilogue(
         mask = (m < row_end)[:, None] & (n < N)[None, :]
         m = m.to(tl.int64)[:, None]
         du = u * s[:, None]
-        if GATED:
-            a = gated_gradient(du, m, row_end, first, N, z_ptr, dz_ptr, ACTIVATION, INTERLEAVED)
+        if UP is not None:
+            a = gated_gradient(du, m, row_end, first, N, z_ptr, dz_ptr, ACTIVATION, UP, INTERLEAVED)
         else:
             at = m * N + n[None, :]
             a, slope = ACTIVATION(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32))
@@ -183,9 +183,10 @@ def gated_gradient(
     z_ptr,  # (M, 2 * N)
     dz_ptr,  # (M, 2 * N)
     ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Write dz, given du = s * u; return f(gate) * up."""
+    """Write dz, given du = s * u; return f(gate) * h(up)."""
     WIDTH: tl.constexpr = du.shape[1]
     if INTERLEAVED:
         column = 2 * first + tl.arange(0, 2 * WIDTH)[None, :]
@@ -193,7 +194,8 @@ def gated_gradient(
         z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
         gate, up = tl.split(tl.reshape(z, (z.shape[0], WIDTH, 2)))
         value, slope = ACTIVATION(gate)
-        dz = tl.reshape(tl.join(du * up * slope, du * value), z.shape)
+        up, up_slope = UP(up)
+        dz = tl.reshape(tl.join(du * up * slope, du * value * up_slope), z.shape)
         tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
     else:
         n = first + tl.arange(0, WIDTH)[None, :]
@@ -201,8 +203,9 @@ def gated_gradient(
         gate = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(z_ptr + at + N, mask=mask, other=0.0).to(tl.float32)
         value, slope = ACTIVATION(gate)
+        up, up_slope = UP(up)
         tl.store(dz_ptr + at, (du * up * slope).to(dz_ptr.dtype.element_ty), mask=mask)
-        tl.store(dz_ptr + at + N, (du * value).to(dz_ptr.dtype.element_ty), mask=mask)
+        tl.store(dz_ptr + at + N, (du * value * up_slope).to(dz_ptr.dtype.element_ty), mask=mask)
     return value * up
 
 
@@ -281,8 +284,7 @@ def launch_expert_down_grad(
     expert_down_grad_kernel[(tiles_m * tiles_n,)](
         dout, down, z, s, dz, a if need_a else None, parts, order, group_sizes,
         R, N, K, E, rank.shape[1], tiles_m, dout.stride(), down.stride(),
-        ACTIVATION=act.triton_fn, GATED=act.gated, INTERLEAVED=interleaved,
-        EPILOGUE_N=EPILOGUE_N[interleaved],
+        **act.triton_fns, INTERLEAVED=interleaved, EPILOGUE_N=EPILOGUE_N[interleaved],
         BLOCK_G=triton.next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     sum_parts(parts, rank, ds)

@@ -2,7 +2,7 @@
 
 
     z[r] = gate_up[e] @ x[order[r] // top_k] + bias[e]
-    a[r] = f(gate of z[r]) * up of z[r]                   or f(z[r]) for a plain activation
+    a[r] = f(gate of z[r]) * h(up of z[r])                or f(z[r]) for a plain activation
 
 for each row r of each expert e.  Only x, z and the routing are kept for the backward pass:
 
@@ -59,7 +59,7 @@ def expert_up_kernel(
     w_strides,  # g, n, k
     bias_strides,  # g, n
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
+    UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -70,6 +70,7 @@ def expert_up_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    GATED: tl.constexpr = UP is not None
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     x_stride_t, x_stride_k = x_strides
@@ -99,26 +100,26 @@ def expert_up_kernel(
         tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
     if GATED:
         gate, up = split_parts(z, INTERLEAVED)
-        store_activation(gate, up, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION)
+        store_activation(gate, up, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION, UP)
     else:
-        store_activation(z, None, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION)
+        store_activation(z, None, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION, UP)
 
 
 @triton.jit
-def store_activation(gate, up, m, row_mask, first, N, a_ptr, ACTIVATION: tl.constexpr):
-    """Write f(gate) * up, or f(gate) without an up, a few columns at a time to spare registers."""
+def store_activation(gate, up, m, row_mask, first, N, a_ptr, ACTIVATION: tl.constexpr, UP: tl.constexpr):
+    """Write f(gate) * h(up), or f(gate) without an up, a few columns at a time to spare registers."""
     WIDTH: tl.constexpr = gate.shape[1]
     if WIDTH > EPILOGUE_N:
         half: tl.constexpr = WIDTH // 2
         left, right = halves(gate)
         up_left, up_right = (None, None) if up is None else halves(up)
-        store_activation(left, up_left, m, row_mask, first, N, a_ptr, ACTIVATION)
-        store_activation(right, up_right, m, row_mask, first + half, N, a_ptr, ACTIVATION)
+        store_activation(left, up_left, m, row_mask, first, N, a_ptr, ACTIVATION, UP)
+        store_activation(right, up_right, m, row_mask, first + half, N, a_ptr, ACTIVATION, UP)
     else:
         n = first + tl.arange(0, WIDTH)
         a = ACTIVATION(gate)[0]
-        if up is not None:
-            a *= up
+        if UP is not None:
+            a *= UP(up)[0]
         tl.store(a_ptr + m * N + n[None, :], a.to(a_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
 
 
@@ -179,7 +180,7 @@ def launch_expert_up(
     expert_up_kernel[(tiles_m * tiles_n,)](
         x, gate_up, bias, z if save_z else None, a, order, group_sizes, R, N, K, E, rank.shape[1], tiles_m,
         x.stride(), gate_up.stride(), (0, 0) if bias is None else bias.stride(),
-        ACTIVATION=act.triton_fn, GATED=act.gated, INTERLEAVED=interleaved,
+        **act.triton_fns, INTERLEAVED=interleaved,
         BLOCK_G=triton.next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """The activation between an expert's two products, gated or not, and its gradient.
 
-    gated   out = f(gate) * up     z = gate | up, or their columns in turn if interleaved
+    gated   out = f(gate) * h(up)  z = gate | up, or their columns in turn if interleaved
     plain   out = f(z)
 
-R rows, I intermediate channels, `parts` * I columns of z.  `activations.py` lists f.
+R rows, I intermediate channels, `parts` * I columns of z.  `activations.py` lists f and h; mostly h(up) = up.
 """
 
 import torch
@@ -14,15 +14,26 @@ from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape, check_size
 from ._host import HOST_DTYPES, array, ext, host, num_threads
 from ._triton import jit_kernel, tl, triton
-from .activations import get_activation, join_parts, split_parts
+from .activations import ALPHA, LIMIT, get_activation, join_parts, split_parts
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # elements of the output that a program of 4 warps makes
-TORCH_GRADIENTS = {  # of f: (dout, x) -> dx, as autograd has it
+
+
+def torch_silu_oai_backward(dout: Tensor, x: Tensor) -> Tensor:
+    y = x.clamp(max=LIMIT)
+    sig = torch.sigmoid(ALPHA * y)
+    return (dout * (sig + ALPHA * (y * sig) * (1 - sig))).where(~(x > LIMIT), 0)
+
+
+TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
     "relu": lambda dout, x: torch.ops.aten.threshold_backward(dout, x, 0),
     "relu2": lambda dout, x: 2 * F.relu(x) * dout,
+    "silu_oai": torch_silu_oai_backward,
+    "up_oai": lambda dout, x: dout.where(~(x.abs() > LIMIT), 0),
+    "identity": lambda dout, x: dout,
 }
 
 
@@ -33,11 +44,11 @@ def glu_reference(z, activation, interleaved):
 
 def glu_backward_reference(dout, z, activation, interleaved):
     act = get_activation(activation)
-    gradient = TORCH_GRADIENTS[act.base]
     if not act.gated:
-        return gradient(dout, z)
+        return TORCH_GRADIENTS[act.base](dout, z)
     gate, up = split_parts(z, interleaved)
-    dgate, dup = gradient(dout * up, gate), dout * act.torch_fn(gate)
+    dgate = TORCH_GRADIENTS[act.base](dout * act.torch_up(up), gate)
+    dup = TORCH_GRADIENTS[act.up](dout * act.torch_fn(gate), up)
     return join_parts(dgate, dup, interleaved)
 
 
@@ -49,8 +60,8 @@ def glu_kernel(
     R,
     I,  # noqa: E741
     z_strides,  # row, channel, from gate to up
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -58,9 +69,9 @@ def glu_kernel(
     i = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)).to(tl.int64)[None, :]
     mask = (r < R) & (i < I)
     z_ptrs = z_ptr + r * z_strides[0] + i * z_strides[1]
-    out, slope = ACT(tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32))
-    if GATED:
-        out *= tl.load(z_ptrs + z_strides[2], mask=mask, other=0.0).to(tl.float32)
+    out = ACTIVATION(tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32))[0]
+    if UP is not None:
+        out *= UP(tl.load(z_ptrs + z_strides[2], mask=mask, other=0.0).to(tl.float32))[0]
     tl.store(out_ptr + r * I + i, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -74,8 +85,8 @@ def glu_backward_kernel(
     dout_strides,  # row, channel
     z_strides,  # row, channel, from gate to up
     dz_strides,  # the same
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -85,10 +96,10 @@ def glu_backward_kernel(
     z_ptrs = z_ptr + r * z_strides[0] + i * z_strides[1]
     dz_ptrs = dz_ptr + r * dz_strides[0] + i * dz_strides[1]
     dout = tl.load(dout_ptr + r * dout_strides[0] + i * dout_strides[1], mask=mask, other=0.0).to(tl.float32)
-    value, slope = ACT(tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32))
-    if GATED:
-        up = tl.load(z_ptrs + z_strides[2], mask=mask, other=0.0).to(tl.float32)
-        tl.store(dz_ptrs + dz_strides[2], (dout * value).to(dz_ptr.dtype.element_ty), mask=mask)
+    value, slope = ACTIVATION(tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32))
+    if UP is not None:
+        up, up_slope = UP(tl.load(z_ptrs + z_strides[2], mask=mask, other=0.0).to(tl.float32))
+        tl.store(dz_ptrs + dz_strides[2], (dout * value * up_slope).to(dz_ptr.dtype.element_ty), mask=mask)
         slope *= up
     tl.store(dz_ptrs, (dout * slope).to(dz_ptr.dtype.element_ty), mask=mask)
 
@@ -136,7 +147,7 @@ def launch_glu(out, z, activation, interleaved):
     act, (rows, channels) = get_activation(activation), out.shape
     grid, blocks = tile(rows, channels)
     strides = channel_strides(z, channels, interleaved)
-    glu_kernel[grid](z, out, rows, channels, strides, ACT=act.triton_fn, GATED=act.gated, **blocks)
+    glu_kernel[grid](z, out, rows, channels, strides, **act.triton_fns, **blocks)
 
 
 @takes(*TRITON_DTYPES)
@@ -145,8 +156,7 @@ def launch_glu_backward(dz, dout, z, activation, interleaved):
     grid, blocks = tile(rows, channels)
     z_strides, dz_strides = (channel_strides(t, channels, interleaved) for t in (z, dz))
     glu_backward_kernel[grid](
-        dout, z, dz, rows, channels, dout.stride(), z_strides, dz_strides,
-        ACT=act.triton_fn, GATED=act.gated, **blocks,
+        dout, z, dz, rows, channels, dout.stride(), z_strides, dz_strides, **act.triton_fns, **blocks
     )  # fmt: skip
 
 
@@ -195,9 +205,10 @@ glu_backward_op = define_op(
 def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
     """Apply an expert's activation to `z` (R, parts * I); returns (R, I) in the dtype of `z`.
 
-    swiglu, geglu and reglu (Shazeer 2020, arXiv 2002.05202) are gated: parts is 2, the first I columns of
-    `z` are the gate and the others up, or they take turns with `interleaved`.  silu, gelu, relu and relu2 are
-    not: parts is 1.  Computed in float32 (float64 for float64); differentiable; strides are free.
+    swiglu, geglu, reglu (Shazeer 2020, arXiv 2002.05202) and swiglu_oai, gpt-oss's clamped SwiGLU, whose
+    formula is in `activations.py`, are gated: parts is 2, the first I columns of `z` are the gate and the
+    others up, or they take turns with `interleaved`.  silu, gelu, relu and relu2 are not: parts is 1.
+    Computed in float32 (float64 for float64); differentiable; strides are free.
 
     Raises ValueError for an unknown activation, an odd number of columns for a gated one, or `interleaved`
     for one that is not gated, TypeError for a dtype that is not floating.

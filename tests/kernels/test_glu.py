@@ -5,7 +5,7 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 
 from moe_aiter.backend import use
-from moe_aiter.kernels.activations import ACTIVATIONS
+from moe_aiter.kernels.activations import ACTIVATIONS, join_parts, split_parts
 from moe_aiter.kernels.glu import glu, glu_backward_op, glu_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,6 +71,23 @@ def test_no_end_differs_from_torch(backend, device, activation):
     (slope,), (want_slope,) = torch.autograd.grad(out.sum(), z), torch.autograd.grad(want.sum(), x)
     for got, expected in ((out, want), (slope, want_slope)):
         torch.testing.assert_close(got.cpu(), expected.float(), equal_nan=True)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_swiglu_oai_as_in_gpt_oss(backend, device, interleaved):
+    """Values and gradients on both sides of every limit, at it, and at the ends."""
+    ends = [float("inf"), -float("inf"), 6e4, -6e4, float("nan")]
+    points = torch.tensor([*ends, -7.0625, -7.0, -6.9375, -1.0, 0.0, 0.5, 6.9375, 7.0, 7.0625])
+    gate, up = (t.requires_grad_() for t in torch.meshgrid(points.double(), points.double(), indexing="ij"))
+    g, u = gate.clamp(max=7), up.clamp(-7, 7)
+    want = g * torch.sigmoid(1.702 * g) * (u + 1)
+    dgate, dup = torch.autograd.grad(want.sum(), (gate, up))
+    z = join_parts(gate.detach(), up.detach(), interleaved).float().to(device).requires_grad_()
+    out = glu(z, "swiglu_oai", interleaved)
+    (dz,) = torch.autograd.grad(out.sum(), z)
+    torch.testing.assert_close(out.cpu(), want.float(), equal_nan=True)
+    for ours, truth in zip(split_parts(dz, interleaved), (dgate, dup), strict=True):
+        torch.testing.assert_close(ours.cpu()[~want.isnan()], truth.float()[~want.isnan()])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -5,6 +5,7 @@ import torch
 from check import assert_as_good_as_torch
 
 from moe_aiter.backend import IMPLS, use
+from moe_aiter.kernels.activations import ACTIVATIONS
 from moe_aiter.kernels.expert_down import expert_down_grad_op, expert_down_grad_reference
 from moe_aiter.kernels.expert_up import expert_up_op, expert_up_reference
 from moe_aiter.kernels.experts import expert_mlp
@@ -29,8 +30,11 @@ EXPERTS = {  # H, I
     "tails": (192, 320),
     "narrow": (64, 64),
     "long": (1024, 128),
+    "gpt-oss": (2880, 2880),
 }
-ACTIVATIONS = ("swiglu", "geglu", "reglu", "silu", "gelu", "relu", "relu2")
+
+
+KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
 
 
 @pytest.fixture(autouse=True)
@@ -119,18 +123,18 @@ def some_ids(T=250):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", EXPERTS)
-def test_expert_up(shape, activation, dtype):
+def test_expert_up(shape, kind, dtype):
     (H, I), p = EXPERTS[shape], plan(some_ids())  # noqa: E741
-    parts = 2 if "glu" in activation else 1
+    parts = ACTIVATIONS[kind[0]].parts
     x, w, bias = (
         randn(250, H, dtype=dtype),
         randn(9, parts * I, H, dtype=dtype) * H**-0.5,
         randn(9, parts * I, dtype=dtype),
     )
     for b, save_z in ((None, True), (bias, True), (bias, False)):
-        inputs = x, w, b, p["order"], p["rank"], p["sizes"], activation, False, save_z, None
+        inputs = x, w, b, p["order"], p["rank"], p["sizes"], *kind, save_z, None
         assert IMPLS["expert_up"]["hopper"].fits(*inputs)
         assert_as_good_as_torch(expert_up_op, expert_up_reference, *inputs)
 
@@ -146,24 +150,24 @@ def rounded(reference):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", EXPERTS)
-def test_expert_down_grad(shape, activation, dtype):
+def test_expert_down_grad(shape, kind, dtype):
     (H, I), p = EXPERTS[shape], plan(some_ids())  # noqa: E741
-    parts = 2 if "glu" in activation else 1
+    parts = ACTIVATIONS[kind[0]].parts
     dout, z, w = (
         randn(250, H, dtype=dtype),
-        randn(1000, parts * I, dtype=dtype),
+        3 * randn(1000, parts * I, dtype=dtype),  # some beyond the limits of swiglu_oai
         randn(9, H, I, dtype=dtype) * H**-0.5,
     )
     s = torch.rand(250, TOP_K, device=CUDA)
     for need_a in (True, False):
-        inputs = dout, z, w, s, p["order"], p["rank"], p["sizes"], activation, False, need_a
+        inputs = dout, z, w, s, p["order"], p["rank"], p["sizes"], *kind, need_a
         assert IMPLS["expert_down_grad"]["hopper"].fits(*inputs)
         assert_as_good_as_torch(expert_down_grad_op, rounded(expert_down_grad_reference), *inputs)
 
 
-def step(ids, dtype=torch.bfloat16, H=256, I=192, seed=0):  # noqa: E741
+def step(ids, kind=("swiglu", False), dtype=torch.bfloat16, H=256, I=192, seed=0):  # noqa: E741
     """Output and gradients of the experts for these choices."""
     torch.manual_seed(seed)
     x, gate_up, down = (
@@ -172,16 +176,19 @@ def step(ids, dtype=torch.bfloat16, H=256, I=192, seed=0):  # noqa: E741
         randn(9, H, I, dtype=dtype) / 14,
     )
     s = torch.rand(ids.shape, device=CUDA)
-    leaves = [t.requires_grad_() for t in (x, gate_up, down, s)]
-    out = expert_mlp(*leaves, sort_by_expert(ids, 9))
+    biases = randn(9, 2 * I, dtype=dtype), randn(9, H, dtype=dtype)
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, s, *biases)]
+    act = dict(zip(("activation", "interleaved", "gate_up_bias", "down_bias"), (*kind, *biases), strict=True))
+    out = expert_mlp(*leaves[:4], sort_by_expert(ids, 9), **act)
     return out.detach(), *torch.autograd.grad(out, leaves, randn(*out.shape, dtype=dtype))
 
 
-def test_the_whole_step_agrees_with_the_portable_tier():
+@pytest.mark.parametrize("kind", [("swiglu", False), ("swiglu_oai", True)], ids=str)
+def test_the_whole_step_agrees_with_the_portable_tier(kind):
     ids = some_ids(777)
-    ours = step(ids)
+    ours = step(ids, kind)
     with use("triton"):
-        theirs = step(ids)
+        theirs = step(ids, kind)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2 * b.float().abs().max().item())
 

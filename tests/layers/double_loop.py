@@ -3,8 +3,14 @@
 import torch
 import torch.nn.functional as F
 
+
+def swiglu_oai(gate, up):
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 ACTIVATIONS = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
+    "swiglu_oai": lambda gate, up: swiglu_oai(gate.clamp(max=7), up.clamp(-7, 7)),
     "geglu": lambda gate, up: F.gelu(gate) * up,
     "reglu": lambda gate, up: F.relu(gate) * up,
     "silu": F.silu,
@@ -12,7 +18,7 @@ ACTIVATIONS = {
     "relu": F.relu,
     "relu2": lambda up: F.relu(up) ** 2,
 }
-GATED = ("swiglu", "geglu", "reglu")
+GATED = ("swiglu", "swiglu_oai", "geglu", "reglu")
 
 
 def mlp(x, gate_up, down, gate_up_bias, down_bias, activation, interleaved=False):

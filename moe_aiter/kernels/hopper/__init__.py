@@ -66,7 +66,7 @@ def fits_gmm(x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> 
 def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
     N = gate_up.shape[1] // get_activation(activation).parts
     fit = by_tma(x, gate_up) and gate_up.is_contiguous() and small(x)
-    return fit and not interleaved and x.shape[1] % BLOCK_K == 0 and N % 64 == 0
+    return fit and x.shape[1] % BLOCK_K == 0 and N % 64 == 0
 
 
 def fits_down_grad(
@@ -74,7 +74,7 @@ def fits_down_grad(
 ) -> bool:
     _, K, N = down.shape
     fit = by_tma(dout, z, down) and down.is_contiguous() and small(dout)
-    return fit and not interleaved and K % BLOCK_K == 0 and N % 64 == 0
+    return fit and K % BLOCK_K == 0 and N % 64 == 0
 
 
 def fits_tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, *_) -> bool:

@@ -82,7 +82,7 @@ class Weights:
     LAYOUT   tensor          box
     rows     (G * N, K)      (BLOCK_N, BLOCK_K)
     columns  (G * K, N)      (BLOCK_K, BLOCK_N)
-    halves   (G * 2, N, K)   (2, BLOCK_N // 2, BLOCK_K): the gate rows and the up rows of the same channels
+    halves   (G, 2, N, K)    (1, 2, BLOCK_N // 2, BLOCK_K): the gate rows and the up rows of the same channels
     """
 
     desc: tma.tensor_descriptor
@@ -100,7 +100,7 @@ class Weights:
         elif self.LAYOUT == "columns":
             tma_load(self.desc, [group * self.K + k, tile_n * self.BLOCK_N], ready, to)
         else:
-            tma_load(self.desc, [group * 2, tile_n * (self.BLOCK_N // 2), k], ready, to)
+            tma_load(self.desc, [group, 0, tile_n * (self.BLOCK_N // 2), k], ready, to)
 
     @gluon.jit
     def view(self, b, FLAT: gl.constexpr):
@@ -206,10 +206,39 @@ def blocks(x, COUNT: gl.constexpr):
     return out
 
 
+@gluon.constexpr_function
+def pairs_layout(ROWS, WIDTH):
+    """Of (ROWS, 2 * WIDTH) gates and ups in turn: a thread has those of its elements of an accumulator."""
+    columns = [[0, 2**i] for i in range(4, WIDTH.bit_length())]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], *columns],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS, 2 * WIDTH],
+    )
+
+
 @gluon.jit
-def add_bias(x, bias_ptr, base, first, N):
-    """x plus the elements base + first, base + first + 1, ... of a bias of which N belong to the group."""
+def join_pairs(gate, up):
+    """gate 0, up 0, gate 1, up 1, ... of each row, which no thread has to send anywhere."""
+    return gl.reshape(gl.join(gate, up), (gate.shape[0], 2 * gate.shape[1]))
+
+
+@gluon.jit
+def split_pairs(x, LAYOUT: gl.constexpr):
+    """The inverse; LAYOUT is the accumulator's, and that of x the one of `pairs_layout`."""
+    gate, up = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return (
+        gl.convert_layout(gate, LAYOUT, assert_trivial=True),
+        gl.convert_layout(up, LAYOUT, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def add_bias(x, bias_ptr, base, first, N, STEP: gl.constexpr = 1):
+    """x plus the elements first, first + 1, ... of the N that lie STEP apart in a bias from `base` on."""
     if bias_ptr is not None:
         n = first + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-        x += gl.load(bias_ptr + base + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+        x += gl.load(bias_ptr + base + STEP * n, mask=n < N, other=0.0).to(gl.float32)[None, :]
     return x

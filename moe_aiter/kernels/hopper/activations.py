@@ -1,6 +1,9 @@
-"""The activations' f and slope for accumulators; see ../activations.py."""
+"""The activations' f and h, with their slopes, for accumulators; see ../activations.py."""
+
+from collections.abc import Callable
 
 from .. import activations
+from .._triton import tl
 from ._gluon import gl, gluon
 
 
@@ -40,8 +43,23 @@ def gelu(x):
     return x * phi, phi + x * gauss * 0.3989422804014327
 
 
-ACTIVATIONS = {
+@gluon.jit
+def silu_oai(x):
+    """x * sigmoid(1.702 * x), from x = 7 on a constant, and its slope.  NaN stays NaN."""
+    y = gl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    sig = sigmoid(1.702 * y)
+    value = y * sig
+    return value, gl.where(x > 7.0, 0.0, sig + 1.702 * (value - value * sig))
+
+
+FUNCTIONS = {
     "silu": silu,
     "gelu": gelu,
-    **{name: gluon.jit(getattr(activations, name).fn) for name in ("relu", "relu2")},
+    "silu_oai": silu_oai,
+    **{name: gluon.jit(getattr(activations, name).fn) for name in ("relu", "relu2", "identity", "up_oai")},
 }
+
+
+def kernel_functions(act: activations.Activation) -> dict[str, Callable | None]:
+    """f and h by the names that kernels give them; h is None for a plain activation."""
+    return {"ACTIVATION": FUNCTIONS[act.base], "UP": FUNCTIONS[act.up] if act.gated else None}

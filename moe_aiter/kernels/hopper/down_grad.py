@@ -25,9 +25,20 @@ from ._gluon import (
     tma_store,
 )  # fmt: skip
 from ._launch import num_programs, walk
-from ._pipeline import CONSUMERS, Gather, Weights, blocks, gather, make_ring, multiply
+from ._pipeline import (
+    CONSUMERS,
+    Gather,
+    Weights,
+    blocks,
+    gather,
+    join_pairs,
+    make_ring,
+    multiply,
+    pairs_layout,
+    split_pairs,
+)
 from ._schedule import all_tiles, make_schedule
-from .activations import ACTIVATIONS
+from .activations import kernel_functions
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 AHEAD = gl.constexpr(2)  # blocks of z in shared memory
@@ -40,24 +51,25 @@ class GradStore:
     z_desc: tma.tensor_descriptor  # (M, parts * N)
     dz_desc: tma.tensor_descriptor  # (M, parts * N)
     a_desc: tma.tensor_descriptor  # (M, N)
-    z: gl.shared_memory_descriptor  # for each consumer AHEAD buffers of each part
+    z: gl.shared_memory_descriptor  # for each consumer AHEAD times PIECES buffers
     a: gl.shared_memory_descriptor  # one buffer for each consumer
     arrived: gl.shared_memory_descriptor  # a barrier for each buffer of z
     N: gl.tensor
     ACTIVATION: gl.constexpr
-    GATED: gl.constexpr
+    UP: gl.constexpr  # h, or None where there is no gate
+    PIECES: gl.constexpr  # tiles of a block of z: gates and ups, or one
+    STEP: gl.constexpr  # from a channel's column of z to the next one's: 2 if interleaved
     WRITE_A: gl.constexpr
     TILE: gl.constexpr  # the layout of a buffer as a tile
 
     @gluon.jit
-    def fetch(self, SLOT: gl.constexpr, row, end, column):
-        """Ask for the block of z whose channels begin at `column`."""
-        PARTS: gl.constexpr = 2 if self.GATED else 1
+    def fetch(self, SLOT: gl.constexpr, row, end, channel):
+        """Ask for the block of z whose channels begin at `channel`."""
         bar = self.arrived.index(SLOT)
-        mbarrier.expect(bar, PARTS * self.z_desc.block_type.nbytes)
-        tma_load(self.z_desc, ragged(row, end, column), bar, self.z.index(2 * SLOT))
-        if self.GATED:
-            tma_load(self.z_desc, ragged(row, end, self.N + column), bar, self.z.index(2 * SLOT + 1))
+        mbarrier.expect(bar, self.PIECES * self.z_desc.block_type.nbytes)
+        for p in gl.static_range(self.PIECES):
+            to = self.z.index(self.PIECES * SLOT + p)
+            tma_load(self.z_desc, ragged(row, end, self.STEP * channel + p * self.N), bar, to)
 
     @gluon.jit
     def tile(self, INDEX: gl.constexpr):
@@ -65,32 +77,40 @@ class GradStore:
         return as_tile(self.z.index(INDEX), shape, self.TILE)
 
     @gluon.jit
-    def block(self, u, ds, s, WHO: gl.constexpr, SLOT: gl.constexpr, phase, row, end, column):
-        """Write dz and s * f(z) for the channels from `column` on; ds + <u, f(z)> of each row."""
+    def block(self, u, ds, s, WHO: gl.constexpr, SLOT: gl.constexpr, phase, row, end, channel):
+        """Write dz and s * f(z) for the channels from `channel` on; ds + <u, f(z)> of each row."""
         layout: gl.constexpr = u.type.layout
-        gate_tile, up_tile = self.tile(2 * SLOT), self.tile(2 * SLOT + 1)
+        tile, last_tile = self.tile(self.PIECES * SLOT), self.tile(self.PIECES * SLOT + self.PIECES - 1)
         mbarrier.wait(self.arrived.index(SLOT), phase)
-        gate = gate_tile.load(layout).to(gl.float32)
-        value, slope = self.ACTIVATION(gate)
+        if self.STEP == 2:
+            gate, up = split_pairs(tile.load(pairs_layout(u.shape[0], u.shape[1])), layout)
+        else:
+            gate = tile.load(layout)
+        a, slope = self.ACTIVATION(gate.to(gl.float32))
         du = u * s[:, None]
-        a = value
-        dgate = du * slope
-        if self.GATED:
-            up = up_tile.load(layout).to(gl.float32)
-            a = value * up
-            dgate = dgate * up
-            up_tile.store((du * value).to(self.z_desc.dtype))
-        gate_tile.store(dgate.to(self.z_desc.dtype))
+        dz = du * slope
+        if self.UP is not None:
+            if self.STEP == 1:  # not before, to spare registers
+                up = last_tile.load(layout)
+            up, up_slope = self.UP(up.to(gl.float32))
+            dup = du * a * up_slope
+            a *= up
+            dz *= up
+            if self.STEP == 2:
+                dz = join_pairs(dz, dup)
+            else:
+                last_tile.store(dup.to(self.z_desc.dtype))
+        tile.store(dz.to(self.z_desc.dtype))
         if self.WRITE_A:
             buffer = self.a.index(WHO)
             buffer.store((a * s[:, None]).to(self.a_desc.dtype).reshape(self.a_desc.block_type.shape))
         fence_async_shared()
-        if column < self.N:
-            tma_store(self.dz_desc, ragged(row, end, column), self.z.index(2 * SLOT))
-            if self.GATED:
-                tma_store(self.dz_desc, ragged(row, end, self.N + column), self.z.index(2 * SLOT + 1))
+        if channel < self.N:
+            for p in gl.static_range(self.PIECES):
+                at = ragged(row, end, self.STEP * channel + p * self.N)
+                tma_store(self.dz_desc, at, self.z.index(self.PIECES * SLOT + p))
             if self.WRITE_A:
-                tma_store(self.a_desc, ragged(row, end, column), self.a.index(WHO))
+                tma_store(self.a_desc, ragged(row, end, channel), self.a.index(WHO))
             ds += gl.sum(u * a, axis=1)
         return ds
 
@@ -160,7 +180,8 @@ def down_grad_kernel(
     K,
     dout_stride,  # in units of 16 bytes
     ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
+    UP: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
     WRITE_A: gl.constexpr,
     TOP_K: gl.constexpr,
     A_LAYOUT: gl.constexpr,
@@ -176,15 +197,18 @@ def down_grad_kernel(
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     SLOTS: gl.constexpr = CONSUMERS * AHEAD
-    z = gl.allocate_shared_memory(w_desc.dtype, [2 * SLOTS] + z_desc.block_type.shape, z_desc.layout)
+    STEP: gl.constexpr = 2 if INTERLEAVED else 1
+    GATED: gl.constexpr = UP is not None
+    PIECES: gl.constexpr = 2 if GATED and not INTERLEAVED else 1
+    z = gl.allocate_shared_memory(w_desc.dtype, [PIECES * SLOTS] + z_desc.block_type.shape, z_desc.layout)
     sa = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(i), count=1)
-    store = GradStore(z_desc, dz_desc, a_desc, z, sa, arrived, N, ACTIVATION, GATED, WRITE_A, TILE)
+    store = GradStore(z_desc, dz_desc, a_desc, z, sa, arrived, N, ACTIVATION, UP, PIECES, STEP, WRITE_A, TILE)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "columns")
     tiles = all_tiles(schedule_ptr, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
-    COUNT: gl.constexpr = BLOCK_N // z_desc.block_type.shape[3]
+    COUNT: gl.constexpr = STEP * BLOCK_N // z_desc.block_type.shape[3]
     gl.warp_specialize(
         [
             (grad_consumer, (0, weights, ring, tiles, store, order_ptr, s_ptr, ds_ptr, M, BLOCK_M, COUNT)),
@@ -199,24 +223,31 @@ def down_grad_kernel(
 # launcher
 
 
+def tile_widths(base: str, interleaved: bool, need_a: bool) -> tuple[int, int]:
+    """Columns of a tile, and of its epilogue at a time, as registers allow."""
+    if base == "gelu" or (base == "silu_oai" and not interleaved):
+        return 128, 64 if need_a else 32
+    return BLOCK_N, 64 if need_a and base != "silu_oai" else 32
+
+
 def launch_down_grad(
     out, dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
 ) -> None:
     dz, a, ds = out
     (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
-    # columns of a tile, and of its epilogue at a time, as registers allow
-    block_n, width = 128 if act.base == "gelu" else BLOCK_N, 64 if need_a else 32
+    block_n, width = tile_widths(act.base, interleaved, need_a)
     schedule = make_schedule(group_sizes, R, BLOCK_M, dz, a)
     parts = torch.empty(-(-N // block_n), R, dtype=torch.float32, device=dout.device)
     programs = num_programs(dout)
-    z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, width) for t in (z, dz))
+    z_width = 2 * width if interleaved else width
+    z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, z_width) for t in (z, dz))
     down_grad_kernel[(programs,)](
         dout, order.contiguous(), descriptor(down.view(E * K, N), BLOCK_K, block_n), z_desc, dz_desc,
         ragged_descriptor(a, BLOCK_M // 2, width) if need_a else dz_desc,
         routing_weights.float().contiguous(), parts, schedule, R, E, N, K, dout.stride(0) // 8,
-        ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_A=need_a, TOP_K=rank.shape[1],
+        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_A=need_a, TOP_K=rank.shape[1],
         A_LAYOUT=shared_layout(dout.dtype, BLOCK_M, BLOCK_K),
-        TILE=shared_layout(dout.dtype, BLOCK_M // 2, width),
+        TILE=shared_layout(dout.dtype, BLOCK_M // 2, z_width),
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=walk(K, N), STAGES=3, PROGRAMS=programs,
         num_warps=4,
     )  # fmt: skip

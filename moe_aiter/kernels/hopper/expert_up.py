@@ -16,60 +16,70 @@ from ._gluon import (
     tma_store,
 )  # fmt: skip
 from ._launch import num_programs, walk
-from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, make_ring, multiply
+from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring, multiply
 from ._schedule import all_tiles, make_schedule
-from .activations import ACTIVATIONS
+from .activations import kernel_functions
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 
 
 @aggregate
 class UpStore:
-    """Where a consumer's z and a go: through buffers of WIDTH columns, to ragged rows."""
+    """Where a consumer's z and a go: through buffers for a block of channels, to ragged rows."""
 
     z_desc: tma.tensor_descriptor  # (M, parts * N)
     a_desc: tma.tensor_descriptor  # (M, N)
-    buffers: gl.shared_memory_descriptor  # three for each consumer
+    z: gl.shared_memory_descriptor  # for each consumer a buffer, or one for gates and one for ups
+    a: gl.shared_memory_descriptor  # one for each consumer
     bias_ptr: object  # (G, parts * N) or None
     N: gl.tensor
     ACTIVATION: gl.constexpr
-    GATED: gl.constexpr
+    UP: gl.constexpr  # h, or None where there is no gate
+    INTERLEAVED: gl.constexpr
     WRITE_Z: gl.constexpr
-
-    @gluon.jit
-    def put(self, x, WHERE: gl.constexpr):
-        self.buffers.index(WHERE).store(x.to(self.a_desc.dtype).reshape(self.a_desc.block_type.shape))
 
     @gluon.jit
     def block(self, gate, up, WHO: gl.constexpr, group, row, end, column):
         """Write z and a for the channels from `column` on; `up` is unused where there is no gate."""
-        FIRST: gl.constexpr = 3 * WHO
-        PARTS: gl.constexpr = 2 if self.GATED else 1
-        gate = add_bias(gate, self.bias_ptr, group * (PARTS * self.N), column, self.N)
+        GATED: gl.constexpr = self.UP is not None
+        WHOLE: gl.constexpr = not GATED or self.INTERLEAVED  # one block of z, not one of gates and one of ups
+        PARTS: gl.constexpr = 2 if GATED else 1
+        STEP: gl.constexpr = 2 if self.INTERLEAVED else 1
+        base = group * (PARTS * self.N)
+        gate = add_bias(gate, self.bias_ptr, base, column, self.N, STEP)
         a = self.ACTIVATION(gate)[0]
-        if self.GATED:
-            up = add_bias(up, self.bias_ptr, group * (2 * self.N) + self.N, column, self.N)
-            a *= up
+        if GATED:
+            up = add_bias(up, self.bias_ptr, base + (1 if self.INTERLEAVED else self.N), column, self.N, STEP)
+            a *= self.UP(up)[0]
         store_wait(pendings=0)
-        self.put(a, FIRST)
+        put(a, self.a.index(WHO))
         if self.WRITE_Z:
-            self.put(gate, FIRST + 1)
-            if self.GATED:
-                self.put(up, FIRST + 2)
+            if WHOLE:
+                put(join_pairs(gate, up) if GATED else gate, self.z.index(WHO))
+            else:
+                put(gate, self.z.index(2 * WHO))
+                put(up, self.z.index(2 * WHO + 1))
         fence_async_shared()
         if column < self.N:  # or the gate's columns past the last would be written over the first of up
-            tma_store(self.a_desc, ragged(row, end, column), self.buffers.index(FIRST))
+            tma_store(self.a_desc, ragged(row, end, column), self.a.index(WHO))
             if self.WRITE_Z:
-                tma_store(self.z_desc, ragged(row, end, column), self.buffers.index(FIRST + 1))
-                if self.GATED:
-                    tma_store(self.z_desc, ragged(row, end, self.N + column), self.buffers.index(FIRST + 2))
+                if WHOLE:
+                    tma_store(self.z_desc, ragged(row, end, STEP * column), self.z.index(WHO))
+                else:
+                    tma_store(self.z_desc, ragged(row, end, column), self.z.index(2 * WHO))
+                    tma_store(self.z_desc, ragged(row, end, self.N + column), self.z.index(2 * WHO + 1))
+
+
+@gluon.jit
+def put(x, buffer):
+    buffer.store(x.to(buffer.dtype).reshape(buffer.shape))
 
 
 @gluon.jit
 def up_consumer(WHO: gl.constexpr, weights, ring, tiles, store, BLOCK_M: gl.constexpr, FLAT: gl.constexpr):
     WIDTH: gl.constexpr = store.a_desc.block_type.shape[3]
     COUNT: gl.constexpr = weights.BLOCK_N // WIDTH
-    CHANNEL_BLOCKS: gl.constexpr = COUNT // 2 if store.GATED else COUNT
+    CHANNEL_BLOCKS: gl.constexpr = COUNT // 2 if store.UP is not None else COUNT
     i = 0
     next_group, next_row, next_end = tiles.peek(gl.program_id(0))
     for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
@@ -88,7 +98,7 @@ def up_consumer(WHO: gl.constexpr, weights, ring, tiles, store, BLOCK_M: gl.cons
 def expert_up_kernel(
     x_ptr,  # (T, K)
     order_ptr,  # (M,)
-    w_desc,  # the weights of G experts, (parts * N, K)
+    w_desc,  # the weights of G experts, (N, K) or (2, N, K)
     bias_ptr,  # (G, parts * N) or None
     z_desc,  # (M, parts * N), ragged
     a_desc,  # (M, N), ragged
@@ -98,7 +108,8 @@ def expert_up_kernel(
     K,
     x_stride,  # in units of 16 bytes
     ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
+    UP: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
     WRITE_Z: gl.constexpr,
     TOP_K: gl.constexpr,
     A_LAYOUT: gl.constexpr,
@@ -110,15 +121,19 @@ def expert_up_kernel(
     STAGES: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
+    GATED: gl.constexpr = UP is not None
     a = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    out = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS * 3] + a_desc.block_type.shape, a_desc.layout)
+    PIECES: gl.constexpr = 2 if GATED and not INTERLEAVED else 1
+    z_shape: gl.constexpr = [CONSUMERS * PIECES] + z_desc.block_type.shape
+    z_out = gl.allocate_shared_memory(w_desc.dtype, z_shape, z_desc.layout)
+    a_out = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     LAYOUT: gl.constexpr = "halves" if GATED else "rows"
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tiles = all_tiles(schedule_ptr, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
-    store = UpStore(z_desc, a_desc, out, bias_ptr, N, ACTIVATION, GATED, WRITE_Z)
+    store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z)
     gl.warp_specialize(
         [
             (up_consumer, (0, weights, ring, tiles, store, BLOCK_M, FLAT)),
@@ -141,16 +156,19 @@ def launch_expert_up(
     stages = 4 if N <= 512 else 3
     columns = 64 if act.gated and stages == 3 else 32  # of a store, as memory and registers allow
     schedule = make_schedule(group_sizes, R, BLOCK_M, a, z)
-    w = gate_up.view(E * 2, N, K) if act.gated else gate_up.view(E * N, K)
+    if act.gated:
+        w = gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else gate_up.view(E, 2, N, K)
+        w_desc = descriptor(w, 1, 2, BLOCK_N // 2, BLOCK_K)
+    else:
+        w_desc = descriptor(gate_up.view(E * N, K), BLOCK_N, BLOCK_K)
     programs = num_programs(x)
     a_desc = ragged_descriptor(a, BLOCK_M // 2, columns)
     expert_up_kernel[(programs,)](
-        x, order.contiguous(),
-        descriptor(w, *((2, BLOCK_N // 2, BLOCK_K) if act.gated else (BLOCK_N, BLOCK_K))),
-        None if bias is None else bias.contiguous(),
-        ragged_descriptor(z, BLOCK_M // 2, columns) if save_z else a_desc, a_desc, schedule,
+        x, order.contiguous(), w_desc, None if bias is None else bias.contiguous(),
+        ragged_descriptor(z, BLOCK_M // 2, 2 * columns if interleaved else columns) if save_z else a_desc,
+        a_desc, schedule,
         E, N, K, x.stride(0) // 8,
-        ACTIVATION=ACTIVATIONS[act.base], GATED=act.gated, WRITE_Z=save_z, TOP_K=rank.shape[1],
+        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, TOP_K=rank.shape[1],
         A_LAYOUT=shared_layout(x.dtype, BLOCK_M, BLOCK_K), FLAT=shared_layout(x.dtype, BLOCK_N, BLOCK_K),
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(K, act.parts * N), STAGES=stages,
         PROGRAMS=programs, num_warps=4,
