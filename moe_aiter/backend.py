@@ -195,7 +195,8 @@ def register(
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
     op = getattr(torch.ops.moe_aiter, name).default
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
-    short = None if "!" in schema else shortcut(name, run, backward, save)
+    mutates = "!" in schema
+    short = run if mutates else shortcut(name, run, backward, save)
 
     def call(*inputs):
         if torch.compiler.is_compiling():
@@ -204,7 +205,8 @@ def register(
             if not isinstance(given, kind):
                 raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
         check_transforms(name, inputs)
-        return short(*inputs) if short is not None and is_plain(inputs) else op(*inputs)
+        plain = is_plain(inputs) and not (mutates and torch.is_grad_enabled())
+        return short(*inputs) if plain else op(*inputs)
 
     return call
 
@@ -234,6 +236,19 @@ def is_plain(inputs: tuple) -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and all(
         type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in inputs if isinstance(t, Tensor)
     )
+
+
+def is_last_use(saved: Tensor, *grads: Tensor) -> bool:
+    """Whether the backward pass that runs is the last that can ask for a saved tensor: it may be overwritten.
+
+    Not where the graph is kept, nor where a CUDA graph may replay this pass without the forward pass, nor
+    where a compiler or another mode looks on, which had better see no memory change.
+    """
+    if torch.compiler.is_compiling() or not is_plain((saved, *grads)):
+        return False
+    kept = torch._C._autograd._get_current_graph_task_keep_graph() or torch.is_grad_enabled()
+    replayed = saved.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not kept and not replayed
 
 
 def check_transforms(name: str, inputs: tuple) -> None:

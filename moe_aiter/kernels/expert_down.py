@@ -9,16 +9,21 @@ The gradient needs neither a nor y: with u[r] = down[e].T @ dout[t] for row r of
 
 so one kernel gathers dout, multiplies, and writes dz, s * f(z) and ds in its epilogue (as in SonicMoE,
 arXiv 2512.14080).  a is given only to spare its computation: the gradient that it would carry goes to z.
+Each element of dz is made of the same element of z, and of no other, so dz may take the memory of z.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import define_op, takes
+from ..backend import copy_into, define_op, is_last_use, takes
 from . import hopper
 from ._check import check_device, check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, sum_dtype, take_rows, wide
+from ._parts import sum_parts
 from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import jit_kernel, tl, triton
 from .activations import get_activation
@@ -32,9 +37,7 @@ EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue
 # reference
 
 
-def expert_down_reference(
-    a, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad
-):
+def expert_down_reference(a, z, down, bias, routing_weights, order, rank, group_sizes, *_):
     y = gmm_reference(a, down.mT, group_sizes, bias)
     return unpermute_reference(y, order, rank, routing_weights)
 
@@ -134,7 +137,10 @@ def down_grad_epilogue(
     INTERLEAVED: tl.constexpr,
     EPILOGUE_N: tl.constexpr,
 ):
-    """Write dz and s * f(z), a few columns at a time to spare registers; return <u, f(z)> of each row."""
+    """Write dz and s * f(z), a few columns at a time to spare registers; return <u, f(z)> of each row.
+
+    dz may lie over z: behind a barrier no thread is left that has yet to read what another overwrites.
+    """
     WIDTH: tl.constexpr = u.shape[1]
     if WIDTH > EPILOGUE_N:
         half: tl.constexpr = WIDTH // 2
@@ -143,20 +149,9 @@ def down_grad_epilogue(
             left, s, m, row_end, first, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED, EPILOGUE_N
         )
         return ds + down_grad_epilogue(
-            right,
-            s,
-            m,
-            row_end,
-            first + half,
-            N,
-            z_ptr,
-            dz_ptr,
-            a_ptr,
-            ACTIVATION,
-            UP,
-            INTERLEAVED,
-            EPILOGUE_N,
-        )
+            right, s, m, row_end, first + half, N, z_ptr, dz_ptr, a_ptr,
+            ACTIVATION, UP, INTERLEAVED, EPILOGUE_N,
+        )  # fmt: skip
     else:
         n = first + tl.arange(0, WIDTH)
         mask = (m < row_end)[:, None] & (n < N)[None, :]
@@ -167,6 +162,7 @@ def down_grad_epilogue(
         else:
             at = m * N + n[None, :]
             a, slope = ACTIVATION(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32))
+            tl.debug_barrier()
             tl.store(dz_ptr + at, (du * slope).to(dz_ptr.dtype.element_ty), mask=mask)
         if a_ptr is not None:
             tl.store(a_ptr + m * N + n[None, :], (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
@@ -192,6 +188,7 @@ def gated_gradient(
         column = 2 * first + tl.arange(0, 2 * WIDTH)[None, :]
         mask, at = (m < row_end) & (column < 2 * N), m * (2 * N) + column
         z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.debug_barrier()
         gate, up = tl.split(tl.reshape(z, (z.shape[0], WIDTH, 2)))
         value, slope = ACTIVATION(gate)
         up, up_slope = UP(up)
@@ -202,6 +199,7 @@ def gated_gradient(
         mask, at = (m < row_end) & (n < N), m * (2 * N) + n
         gate = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(z_ptr + at + N, mask=mask, other=0.0).to(tl.float32)
+        tl.debug_barrier()
         value, slope = ACTIVATION(gate)
         up, up_slope = UP(up)
         tl.store(dz_ptr + at, (du * up * slope).to(dz_ptr.dtype.element_ty), mask=mask)
@@ -209,37 +207,16 @@ def gated_gradient(
     return value * up
 
 
-@jit_kernel
-def sum_parts_kernel(
-    parts_ptr,  # (P, M) float32
-    rank_ptr,  # (C,)
-    out_ptr,  # (C,)
-    P,
-    M,
-    C,
-    BLOCK: tl.constexpr,
-):
-    """out[c] = the sum of column rank[c] of parts, in order; 0 for a dropped choice."""
-    c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    r = tl.load(rank_ptr + c, mask=c < C, other=-1).to(tl.int64)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for p in range(0, P):
-        acc += tl.load(parts_ptr + p * M.to(tl.int64) + r, mask=r >= 0, other=0.0)
-    tl.store(out_ptr + c, acc, mask=c < C)
-
-
 # launcher
 
 
-def new_expert_down(
-    a, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad
-):
+def new_expert_down(a, z, down, bias, routing_weights, order, rank, group_sizes, *rest):
     check_shape("down", down, "E", "H", "I")
     N, (E, H, w_N) = a.shape[1], down.shape
     check_size("gate_up gives I={}", N, "down is (E, H, I={})", w_N)
     check_float(x=a, down=down)
     check_routing_weights(routing_weights, rank, a)
-    check_groups(group_sizes, a, down=down, bias=bias, order=order, rank=rank, main_grad=main_grad)
+    check_groups(group_sizes, a, down=down, bias=bias, order=order, rank=rank, main_grad=rest[-1])
     check_size("group_sizes is ({},)", group_sizes.shape[0], "down is (E={}, H, I)", E)
     if bias is not None and bias.shape != (E, H):
         raise ValueError(f"down_bias must be (E={E}, H={H}), but it has shape {tuple(bias.shape)}")
@@ -257,18 +234,17 @@ def check_routing_weights(routing_weights: Tensor, rank: Tensor, x: Tensor) -> N
 
 
 @takes(*TILE_DTYPES)
-def launch_expert_down(
-    out, a, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad
-):
+def launch_expert_down(out, a, z, down, bias, routing_weights, order, rank, group_sizes, *_):
     launch_unpermute(out, gmm_op(a, down.mT, group_sizes, bias), order, rank, routing_weights)
 
 
-def new_expert_down_grad(
-    dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
-):
-    R, N = order.shape[0], down.shape[2]
-    a = dout.new_empty(R if need_a else 0, N)
-    return torch.empty_like(z), a, routing_weights.new_empty(rank.shape, dtype=sum_dtype(z))
+def new_expert_down_grad(dout, z, *rest):
+    return torch.empty_like(z), *new_beside_dz(dout, z, *rest)
+
+
+def new_beside_dz(dout, z, down, routing_weights, order, rank, *rest):
+    a = dout.new_empty(order.shape[0] if rest[-1] else 0, down.shape[2])
+    return a, routing_weights.new_empty(rank.shape, dtype=sum_dtype(z))
 
 
 @takes(*TILE_DTYPES)
@@ -290,28 +266,30 @@ def launch_expert_down_grad(
     sum_parts(parts, rank, ds)
 
 
-def sum_parts(parts: Tensor, rank: Tensor, out: Tensor) -> None:
-    """out[t, j] = the sum of column rank[t, j] of `parts` (P, R); 0 for a dropped choice."""
-    block, (P, R) = 256, parts.shape
-    sum_parts_kernel[(triton.cdiv(rank.numel(), block),)](
-        parts, rank.contiguous(), out, P, R, rank.numel(), BLOCK=block, num_warps=4
-    )
+def over_z(launch: Callable) -> Callable:
+    """The launcher with dz in the place of z."""
+
+    @functools.wraps(launch)  # and what it takes and fits
+    def run(out, dout, z, *rest):
+        launch((z, *out), dout, z, *rest)
+
+    return run
 
 
 # op
 
 
 def save_expert_down(ctx, inputs, output):
-    _, z, down, bias, routing_weights, order, rank, group_sizes, activation, interleaved, main_grad = inputs
-    ctx.save_for_backward(z, down, bias, routing_weights, order, rank, group_sizes)
-    ctx.activation, ctx.interleaved = activation, interleaved
+    _, *tensors, ctx.activation, ctx.interleaved, ctx.spend_z, main_grad = inputs
+    ctx.save_for_backward(*tensors)
     ctx.main_grad = main_grad  # not saved as a tensor: other backward passes may add to it first
 
 
 def backward_expert_down(ctx, dout):
     z, down, bias, routing_weights, order, rank, group_sizes = ctx.saved_tensors
     top_k, need_dw = rank.shape[1], ctx.needs_input_grad[2]
-    dz, a, ds = expert_down_grad_op(
+    grad = down_grad_over_z if ctx.spend_z and is_last_use(z, dout) else expert_down_grad_op
+    dz, a, ds = grad(
         dout, z, down, routing_weights, order, rank, group_sizes, ctx.activation, ctx.interleaved, need_dw
     )
     dw = dbias = None
@@ -325,12 +303,20 @@ def backward_expert_down(ctx, dout):
         if ctx.needs_input_grad[3]:
             s = routing_weights.to(ds.dtype).contiguous()
             dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)
-    return None, dz, dw, dbias, ds.to(routing_weights.dtype), *[None] * 6
+    return None, dz, dw, dbias, ds.to(routing_weights.dtype), *[None] * 7
+
+
+def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
+    """dz, s * a and ds as of `expert_down_grad_op`, but dz is in the memory of z."""
+    a, ds = expert_down_grad_over_z_op(dout, z, *rest)
+    torch.autograd.graph.increment_version(z)  # if anybody had saved z after all, torch would raise
+    return z.detach(), a, ds
 
 
 expert_down_op = define_op(
     "expert_down(Tensor a, Tensor z, Tensor down, Tensor? bias, Tensor routing_weights, Tensor order, "
-    "Tensor rank, Tensor group_sizes, str activation, bool interleaved, Tensor? main_grad) -> Tensor",
+    "Tensor rank, Tensor group_sizes, str activation, bool interleaved, bool spend_z, Tensor? main_grad) "
+    "-> Tensor",
     new=new_expert_down,
     check_values=lambda a, z, down, bias, routing_weights, order, rank, group_sizes, *_: check_plan_values(
         len(order), group_sizes, order, rank
@@ -340,11 +326,21 @@ expert_down_op = define_op(
     backward=backward_expert_down,
     save=save_expert_down,
 )
+ARGUMENTS = (
+    "Tensor down, Tensor routing_weights, Tensor order, Tensor rank, Tensor group_sizes, "
+    "str activation, bool interleaved, bool need_a"
+)
 expert_down_grad_op = define_op(
-    "expert_down_grad(Tensor dout, Tensor z, Tensor down, Tensor routing_weights, Tensor order, Tensor rank, "
-    "Tensor group_sizes, str activation, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
+    f"expert_down_grad(Tensor dout, Tensor z, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     new=new_expert_down_grad,
     reference=expert_down_grad_reference,
     triton=launch_expert_down_grad,
     hopper=hopper.launch_expert_down_grad,
+)
+expert_down_grad_over_z_op = define_op(
+    f"expert_down_grad_over_z(Tensor dout, Tensor(a!) z, {ARGUMENTS}) -> (Tensor, Tensor)",
+    new=new_beside_dz,
+    torch=over_z(lambda out, *inputs: copy_into(out, expert_down_grad_reference(*inputs))),
+    triton=over_z(launch_expert_down_grad),
+    hopper=over_z(hopper.launch_expert_down_grad),
 )

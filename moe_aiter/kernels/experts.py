@@ -25,8 +25,10 @@ def by_layer(i: ExpertInputs) -> Tensor:
     """Every expert's up-projection, then every expert's down-projection."""
     routing = i.order, i.rank, i.group_sizes
     act = i.activation, i.interleaved
+    # nobody else gets z: backward may spend it
     z, a = expert_up_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z, i.gate_up_main_grad)
-    return expert_down_op(a, z, i.down, i.down_bias, i.routing_weights, *routing, *act, i.down_main_grad)
+    down = i.down, i.down_bias, i.routing_weights
+    return expert_down_op(a, z, *down, *routing, *act, True, i.down_main_grad)
 
 
 def by_expert(i: ExpertInputs) -> Tensor:

@@ -223,8 +223,9 @@ def test_opcheck(device):
     z, a = (t.detach() for t in ops.expert_up(*leaves, order, rank, group_sizes, "swiglu", False, True, None))
     routing = (weights, order, rank, group_sizes, "swiglu", False)
     leaves = [t.requires_grad_() for t in (z, down, b2)]
-    torch.library.opcheck(ops.expert_down, (a, *leaves, *routing, None))
-    torch.library.opcheck(ops.expert_down_grad, (x.detach(), z.detach(), down.detach(), *routing, True))
+    torch.library.opcheck(ops.expert_down, (a, *leaves, *routing, False, None))
+    for op in (ops.expert_down_grad, ops.expert_down_grad_over_z):
+        torch.library.opcheck(op, (x.detach(), z.detach(), down.detach(), *routing, True))
 
 
 def test_compiles_without_graph_breaks(device):

@@ -5,8 +5,8 @@ A consumer's part of z arrives by TMA while the product runs; dz is written over
 
 import torch
 
+from .._parts import sum_parts
 from ..activations import get_activation
-from ..expert_down import sum_parts
 from ._gluon import (
     aggregate,
     as_tile,
