@@ -44,9 +44,10 @@ def run_hopper_down_grad(activation="swiglu", interleaved=False, need_a=True, dt
     module("down_grad").launch_down_grad((dz, a, ds), *inputs)
 
 
-def run_hopper_gmm(rows=True, bias=False, k=4096, dtype=torch.bfloat16):
+def run_hopper_gmm(rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False):
     s = Shape(k=k, dtype=dtype)
-    w = s.new(E, s.n, k).mT if rows else s.new(E, k, s.n)
+    n = 2 * s.n if sliced else s.n
+    w = (s.new(E, n, k).mT if rows else s.new(E, k, n))[:, :, n - s.n :]
     b = s.new(E, s.n) if bias else None
     module("gmm").launch_gmm(s.new(s.rows, s.n), s.new(s.rows, k), w, ints(E), b)
 
@@ -90,6 +91,8 @@ CASES = {
     "gmm float16": lambda: run_hopper_gmm(dtype=F16),
     "gmm narrow with bias": lambda: run_hopper_gmm(bias=True, k=512),
     "gmm by columns": lambda: run_hopper_gmm(rows=False),
+    "gmm of some columns": lambda: run_hopper_gmm(sliced=True),
+    "gmm by columns, of some": lambda: run_hopper_gmm(rows=False, sliced=True),
     "gmm by columns with bias": lambda: run_hopper_gmm(rows=False, bias=True),
     "tgmm": lambda: run_hopper_tgmm(gather=False),
     "tgmm gather": run_hopper_tgmm,

@@ -155,7 +155,7 @@ def run_permute(dtype, weighted):
 
 def run_unpermute(dtype, weighted):
     rows, weights = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
-    launch_unpermute(new(4096, 2048, dtype=dtype), rows, ints(4096 * 8), ints(4096, 8), weights)
+    launch_unpermute(new(4096, 4096, dtype=dtype)[:, 2048:], rows, ints(4096 * 8), ints(4096, 8), weights)
 
 
 def run_row_dots(dtype):

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ._check import (
@@ -42,6 +43,10 @@ class ExpertInputs(NamedTuple):
     save_z: bool
     gate_up_main_grad: Tensor | None = None  # (E, parts * I, H)
     down_main_grad: Tensor | None = None  # (E, H, I)
+
+
+def needs_grad(i: ExpertInputs) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in i[:6])
 
 
 def check_experts(i: ExpertInputs) -> None:

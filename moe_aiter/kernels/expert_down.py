@@ -28,8 +28,8 @@ from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swiz
 from ._triton import jit_kernel, tl, triton
 from .activations import get_activation
 from .glu import glu_backward_reference, glu_reference
-from .gmm import gmm_op, gmm_reference
-from .permute import launch_unpermute, unpermute_reference
+from .gmm import gmm_reference
+from .gmm_unpermute import gmm_unpermute_reference, launch_gmm_unpermute
 from .tgmm import group_sum, weight_gradient
 
 EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue fits in registers
@@ -38,8 +38,7 @@ EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue
 
 
 def expert_down_reference(a, z, down, bias, routing_weights, order, rank, group_sizes, *_):
-    y = gmm_reference(a, down.mT, group_sizes, bias)
-    return unpermute_reference(y, order, rank, routing_weights)
+    return gmm_unpermute_reference(a, down.mT, group_sizes, bias, order, rank, routing_weights, None)
 
 
 def expert_down_grad_reference(
@@ -234,8 +233,9 @@ def check_routing_weights(routing_weights: Tensor, rank: Tensor, x: Tensor) -> N
 
 
 @takes(*TILE_DTYPES)
-def launch_expert_down(out, a, z, down, bias, routing_weights, order, rank, group_sizes, *_):
-    launch_unpermute(out, gmm_op(a, down.mT, group_sizes, bias), order, rank, routing_weights)
+def launch_expert_down(out, a, z, down, bias, routing_weights, order, rank, group_sizes, *rest):
+    *_, row_bytes, _ = rest
+    launch_gmm_unpermute(out, a, down.mT, group_sizes, bias, order, rank, routing_weights, row_bytes)
 
 
 def new_expert_down_grad(dout, z, *rest):
@@ -280,7 +280,7 @@ def over_z(launch: Callable) -> Callable:
 
 
 def save_expert_down(ctx, inputs, output):
-    _, *tensors, ctx.activation, ctx.interleaved, ctx.spend_z, main_grad = inputs
+    _, *tensors, ctx.activation, ctx.interleaved, ctx.spend_z, _, main_grad = inputs
     ctx.save_for_backward(*tensors)
     ctx.main_grad = main_grad  # not saved as a tensor: other backward passes may add to it first
 
@@ -303,7 +303,7 @@ def backward_expert_down(ctx, dout):
         if ctx.needs_input_grad[3]:
             s = routing_weights.to(ds.dtype).contiguous()
             dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)
-    return None, dz, dw, dbias, ds.to(routing_weights.dtype), *[None] * 7
+    return None, dz, dw, dbias, ds.to(routing_weights.dtype), *[None] * 8
 
 
 def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
@@ -315,8 +315,8 @@ def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
 
 expert_down_op = define_op(
     "expert_down(Tensor a, Tensor z, Tensor down, Tensor? bias, Tensor routing_weights, Tensor order, "
-    "Tensor rank, Tensor group_sizes, str activation, bool interleaved, bool spend_z, Tensor? main_grad) "
-    "-> Tensor",
+    "Tensor rank, Tensor group_sizes, str activation, bool interleaved, bool spend_z, "
+    "SymInt row_bytes, Tensor? main_grad) -> Tensor",
     new=new_expert_down,
     check_values=lambda a, z, down, bias, routing_weights, order, rank, group_sizes, *_: check_plan_values(
         len(order), group_sizes, order, rank

@@ -19,8 +19,8 @@ from ._groups import check_groups, check_plan_values, take_rows
 from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import jit_kernel, tl, triton
 from .activations import get_activation
-from .gmm import gmm_op, gmm_reference
-from .permute import unpermute
+from .gmm import gmm_reference
+from .gmm_unpermute import gmm_unpermute_op
 from .tgmm import group_sum, weight_gradient
 
 EPILOGUE_N = tl.constexpr(32)  # columns whose activation fits in registers beside the rest
@@ -28,9 +28,7 @@ EPILOGUE_N = tl.constexpr(32)  # columns whose activation fits in registers besi
 # reference
 
 
-def expert_up_reference(
-    x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad
-):
+def expert_up_reference(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_):
     rows = take_rows(x, order, rank.shape[1])
     z = gmm_reference(rows, gate_up.mT, group_sizes, bias)
     a = get_activation(activation)(z, interleaved)
@@ -149,7 +147,7 @@ def split_parts(z, INTERLEAVED: tl.constexpr):
 # launcher
 
 
-def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad):
+def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *rest):
     check_shape("x", x, "T", "H")
     check_shape("gate_up", gate_up, "E", "parts * I", "H")
     parts = get_activation(activation).parts
@@ -159,7 +157,7 @@ def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interl
     if width % parts:
         raise ValueError(f"gate_up is (E, {width}, H), but {activation} needs a multiple of {parts}")
     check_float(x=x, gate_up=gate_up)
-    check_groups(group_sizes, x, gate_up=gate_up, bias=bias, order=order, rank=rank, main_grad=main_grad)
+    check_groups(group_sizes, x, gate_up=gate_up, bias=bias, order=order, rank=rank, main_grad=rest[-1])
     check_size("group_sizes is ({},)", group_sizes.shape[0], "gate_up is (E={}, parts * I, H)", E)
     if bias is not None and bias.shape != (E, width):
         raise ValueError(f"gate_up_bias must be (E={E}, {width}), but it has shape {tuple(bias.shape)}")
@@ -167,9 +165,7 @@ def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interl
 
 
 @takes(*TILE_DTYPES)
-def launch_expert_up(
-    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad
-):
+def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_):
     z, a = out
     (R, N), (E, _, K) = a.shape, gate_up.shape
     order, group_sizes = dense(order, group_sizes)
@@ -189,7 +185,7 @@ def launch_expert_up(
 
 
 def save_expert_up(ctx, inputs, output):
-    x, gate_up, bias, order, rank, group_sizes, *_, main_grad = inputs
+    x, gate_up, bias, order, rank, group_sizes, *_, ctx.row_bytes, main_grad = inputs
     ctx.save_for_backward(x, gate_up, order, rank, group_sizes)
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.main_grad = main_grad  # not saved as a tensor: other backward passes may add to it first
@@ -201,19 +197,20 @@ def backward_expert_up(ctx, dz, da):
     x, gate_up, order, rank, group_sizes = ctx.saved_tensors
     dx = dw = dbias = None
     if ctx.needs_input_grad[0]:
-        dx = unpermute(gmm_op(dz, gate_up, group_sizes, None), order, rank)
+        dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, ctx.row_bytes)
     if ctx.needs_input_grad[2]:
         dbias = group_sum(dz, group_sizes).to(ctx.bias_dtype)
     if ctx.needs_input_grad[1]:
         main_grad = None if ctx.main_grad is None else ctx.main_grad.mT
         dw = weight_gradient(gate_up.mT, main_grad, x, dz, group_sizes, order, rank.shape[1])
         dw = None if dw is None else dw.mT
-    return dx, dw, dbias, None, None, None, None, None, None, None
+    return dx, dw, dbias, *[None] * 8
 
 
 expert_up_op = define_op(
     "expert_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
-    "str activation, bool interleaved, bool save_z, Tensor? main_grad) -> (Tensor, Tensor)",
+    "str activation, bool interleaved, bool save_z, SymInt row_bytes, Tensor? main_grad) "
+    "-> (Tensor, Tensor)",
     new=new_expert_up,
     check_values=lambda x, gate_up, bias, order, rank, group_sizes, *_: check_plan_values(
         len(order), group_sizes, order, rank

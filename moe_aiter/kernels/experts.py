@@ -8,36 +8,38 @@ On a GPU two autograd nodes, so that z can be freed when the first of them has r
 that takes expert by expert from end to end, while its rows are in the cache.
 """
 
-import torch
 from torch import Tensor
 
 from ..backend import IMPLS, pick
 from . import hopper
-from ._check import check_plan
-from ._expert_inputs import ExpertInputs, check_experts
+from ._check import check_plan, check_sizes
+from ._expert_inputs import ExpertInputs, check_experts, needs_grad
+from ._row_bytes import row_bytes
 from ._tile import TILE_DTYPES
 from .expert_down import expert_down_op
 from .expert_loop import expert_loop_op
 from .expert_up import expert_up_op
 
 
-def by_layer(i: ExpertInputs) -> Tensor:
+def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
     """Every expert's up-projection, then every expert's down-projection."""
     routing = i.order, i.rank, i.group_sizes
     act = i.activation, i.interleaved
-    # nobody else gets z: backward may spend it
-    z, a = expert_up_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z, i.gate_up_main_grad)
+    bytes_of_y, bytes_of_dx = row_bytes(i, row_chunks)
+    up = i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z, bytes_of_dx, i.gate_up_main_grad
+    z, a = expert_up_op(*up)
     down = i.down, i.down_bias, i.routing_weights
-    return expert_down_op(a, z, *down, *routing, *act, True, i.down_main_grad)
+    # nobody else gets z, so backward may spend it
+    return expert_down_op(a, z, *down, *routing, *act, True, bytes_of_y, i.down_main_grad)
 
 
-def by_expert(i: ExpertInputs) -> Tensor:
-    """One expert from end to end, then the next."""
+def by_expert(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
+    """One expert from end to end, then the next; there are no rows of Y or dX, only of one expert."""
     return expert_loop_op(*i)[0]
 
 
-def by_layer_on_hopper(i: ExpertInputs) -> Tensor:
-    return by_layer(i)
+def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
+    return by_layer(i, row_chunks)
 
 
 by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES
@@ -63,6 +65,7 @@ def expert_mlp(
     down_bias: Tensor | None = None,
     gate_up_main_grad: Tensor | None = None,
     down_main_grad: Tensor | None = None,
+    row_chunks: int | None = None,
 ) -> Tensor:
     """Send each token through its experts and add up what they give, weighted.
 
@@ -75,6 +78,10 @@ def expert_mlp(
     gate_up_bias: (E, 2I or I), down_bias: (E, H), any floating dtype.
     gate_up_main_grad, down_main_grad: shaped like the weights, any floating dtype, usually float32.  Where
         given, backward adds the weight's gradient there, and autograd gets None for that weight.
+    row_chunks: the rows of the output before they are summed up, (R, H), are the largest tensor of many a
+        step, as are those of dx; on a GPU they are made in so many chunks of columns, as far as there are
+        256 columns for each.  More take less memory and more time.  None: as few as keep the rows from
+        setting the peak of a training step by more than an eighth.
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, z (R, 2I) and the routing.
@@ -85,10 +92,9 @@ def expert_mlp(
     """
     check_plan(plan)
     differentiable = x, gate_up, gate_up_bias, down, down_bias, routing_weights
-    save_z = torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in differentiable
-    )
     main_grads = gate_up_main_grad, down_main_grad
-    inputs = ExpertInputs(*differentiable, *plan, activation, interleaved, save_z, *main_grads)
+    inputs = ExpertInputs(*differentiable, *plan, activation, interleaved, False, *main_grads)
     check_experts(inputs)
-    return pick("expert_mlp", x)(inputs)
+    if row_chunks is not None:
+        check_sizes(row_chunks=row_chunks)
+    return pick("expert_mlp", x)(inputs._replace(save_z=needs_grad(inputs)), row_chunks)

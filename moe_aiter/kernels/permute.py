@@ -93,6 +93,7 @@ def unpermute_kernel(
     out_ptr,  # (T, H)
     H,
     rows_strides,  # r, h
+    out_stride_t,
     TOP_K: tl.constexpr,
     UNROLLED: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -108,7 +109,7 @@ def unpermute_kernel(
     else:
         for j in range(TOP_K):
             acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
-    tl.store(out_ptr + t * H + h, acc.to(out_ptr.dtype.element_ty), mask=h_mask)
+    tl.store(out_ptr + t * out_stride_t + h, acc.to(out_ptr.dtype.element_ty), mask=h_mask)
 
 
 @jit_kernel
@@ -212,7 +213,7 @@ def launch_unpermute(out, rows, order, rank, routing_weights):
     (T, H), block, top_k = out.shape, block_of(out.shape[1]), rank.shape[1]
     weights = None if routing_weights is None else routing_weights.contiguous()
     unpermute_kernel[(T, triton.cdiv(H, block))](
-        rows, rank.contiguous(), weights, out, H, rows.stride(),
+        rows, rank.contiguous(), weights, out, H, rows.stride(), out.stride(0),
         TOP_K=top_k, UNROLLED=top_k <= UNROLL, BLOCK_H=block,
     )  # fmt: skip
 

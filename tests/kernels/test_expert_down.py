@@ -140,7 +140,7 @@ def test_who_saved_z_besides_is_told(device):
     a = torch.randn(T * K, WIDTH, device=device)
     rest = i.down, None, i.routing_weights, i.order, i.rank, i.group_sizes, "swiglu", False
     for spend_z in (False, True):
-        out = expert_down.expert_down_op(a, z, *rest, spend_z, None)
+        out = expert_down.expert_down_op(a, z, *rest, spend_z, 0, None)
         torch.autograd.grad(out, z, dout)
         assert torch.equal(z, before) != spend_z
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

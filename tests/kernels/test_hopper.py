@@ -6,7 +6,11 @@ from check import assert_as_good_as_torch
 
 from moe_aiter.backend import IMPLS, use
 from moe_aiter.kernels.activations import ACTIVATIONS
-from moe_aiter.kernels.expert_down import expert_down_grad_op, expert_down_grad_reference
+from moe_aiter.kernels.expert_down import (
+    expert_down_grad_op,
+    expert_down_grad_over_z_op,
+    expert_down_grad_reference,
+)
 from moe_aiter.kernels.expert_up import expert_up_op, expert_up_reference
 from moe_aiter.kernels.experts import expert_mlp
 from moe_aiter.kernels.gmm import gmm_op, gmm_reference
@@ -64,6 +68,19 @@ def test_gmm(sizes, K, N, layout, dtype):
     assert IMPLS["gmm"]["hopper"].fits(x, w, sizes, bias)
     assert_as_good_as_torch(gmm_op, gmm_reference, x, w, sizes, None)
     assert_as_good_as_torch(gmm_op, gmm_reference, x, w, sizes, bias)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("n", [slice(0, 256), slice(256, 512), slice(512, 520)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gmm_of_some_columns(sizes, n, layout):
+    """The same bits as in the whole product: the weights are a view of larger ones."""
+    sizes = group_sizes(sizes)
+    w = randn(len(sizes), 520, 192).mT if layout == "rows" else randn(len(sizes), 192, 520)
+    x, bias = randn(ROWS, 192), randn(len(sizes), 520)
+    assert IMPLS["gmm"]["hopper"].fits(x, w[:, :, n], sizes, bias[:, n])
+    whole = gmm_op(x, w, sizes, bias)
+    assert torch.equal(gmm_op(x, w[:, :, n], sizes, bias[:, n]), whole[:, n])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -134,7 +151,7 @@ def test_expert_up(shape, kind, dtype):
         randn(9, parts * I, dtype=dtype),
     )
     for b, save_z in ((None, True), (bias, True), (bias, False)):
-        inputs = x, w, b, p["order"], p["rank"], p["sizes"], *kind, save_z, None
+        inputs = x, w, b, p["order"], p["rank"], p["sizes"], *kind, save_z, 0, None
         assert IMPLS["expert_up"]["hopper"].fits(*inputs)
         assert_as_good_as_torch(expert_up_op, expert_up_reference, *inputs)
 
@@ -165,9 +182,13 @@ def test_expert_down_grad(shape, kind, dtype):
         inputs = dout, z, w, s, p["order"], p["rank"], p["sizes"], *kind, need_a
         assert IMPLS["expert_down_grad"]["hopper"].fits(*inputs)
         assert_as_good_as_torch(expert_down_grad_op, rounded(expert_down_grad_reference), *inputs)
+        dz, *others = expert_down_grad_op(*inputs)
+        over = z.clone()
+        others_over_z = expert_down_grad_over_z_op(dout, over, *inputs[2:])
+        assert all(torch.equal(a, b) for a, b in zip((dz, *others), (over, *others_over_z), strict=True))
 
 
-def step(ids, kind=("swiglu", False), dtype=torch.bfloat16, H=256, I=192, seed=0):  # noqa: E741
+def step(ids, kind=("swiglu", False), dtype=torch.bfloat16, H=256, I=192, seed=0, **options):  # noqa: E741
     """Output and gradients of the experts for these choices."""
     torch.manual_seed(seed)
     x, gate_up, down = (
@@ -179,7 +200,7 @@ def step(ids, kind=("swiglu", False), dtype=torch.bfloat16, H=256, I=192, seed=0
     biases = randn(9, 2 * I, dtype=dtype), randn(9, H, dtype=dtype)
     leaves = [t.requires_grad_() for t in (x, gate_up, down, s, *biases)]
     act = dict(zip(("activation", "interleaved", "gate_up_bias", "down_bias"), (*kind, *biases), strict=True))
-    out = expert_mlp(*leaves[:4], sort_by_expert(ids, 9), **act)
+    out = expert_mlp(*leaves[:4], sort_by_expert(ids, 9), **act, **options)
     return out.detach(), *torch.autograd.grad(out, leaves, randn(*out.shape, dtype=dtype))
 
 
@@ -191,6 +212,14 @@ def test_the_whole_step_agrees_with_the_portable_tier(kind):
         theirs = step(ids, kind)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2 * b.float().abs().max().item())
+
+
+def test_chunks_of_rows_give_the_same_bits():
+    ids = some_ids(777)
+    whole = step(ids, H=832, row_chunks=1)
+    for chunks in (2, 4):
+        parts = step(ids, H=832, row_chunks=chunks)
+        assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_two_runs_give_the_same_bits():

@@ -58,9 +58,16 @@ def small(x: Tensor) -> bool:
     return x.shape[0] * x.stride(0) < 2**31
 
 
+def stacked(w: Tensor) -> bool:
+    """Whether the matrices of w (G, A, B) are parts of one: some columns of it, so many rows apart."""
+    group, row, _ = w.stride()
+    return row >= w.shape[2] and (group % row == 0 or w.shape[0] == 1)
+
+
 def fits_gmm(x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> bool:
-    flat = w if w.is_contiguous() else w.mT
-    return by_tma(x, flat) and flat.is_contiguous() and x.shape[1] % BLOCK_K == 0 and w.shape[2] % 8 == 0
+    N = w.shape[2]
+    w = w if w.stride(2) == 1 else w.mT
+    return by_tma(x, w) and stacked(w) and x.shape[1] % BLOCK_K == 0 and N % 8 == 0
 
 
 def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:

@@ -91,14 +91,25 @@ class Weights:
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
     LAYOUT: gl.constexpr
+    group_rows: object  # of the tensor, where they are not N or K; or None
+
+    @gluon.jit
+    def first_row(self, group):
+        if self.group_rows is not None:
+            out = group * self.group_rows
+        elif self.LAYOUT == "rows":
+            out = group * self.N
+        else:
+            out = group * self.K
+        return out
 
     @gluon.jit
     def load(self, ring, i, group, tile_n, k):
         ready, to = ring.ready.index(i % ring.STAGES), ring.b.index(i % ring.STAGES)
         if self.LAYOUT == "rows":
-            tma_load(self.desc, [group * self.N + tile_n * self.BLOCK_N, k], ready, to)
+            tma_load(self.desc, [self.first_row(group) + tile_n * self.BLOCK_N, k], ready, to)
         elif self.LAYOUT == "columns":
-            tma_load(self.desc, [group * self.K + k, tile_n * self.BLOCK_N], ready, to)
+            tma_load(self.desc, [self.first_row(group) + k, tile_n * self.BLOCK_N], ready, to)
         else:
             tma_load(self.desc, [group, 0, tile_n * (self.BLOCK_N // 2), k], ready, to)
 

@@ -206,7 +206,7 @@ def down_grad_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(i), count=1)
     store = GradStore(z_desc, dz_desc, a_desc, z, sa, arrived, N, ACTIVATION, UP, PIECES, STEP, WRITE_A, TILE)
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "columns")
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "columns", None)
     tiles = all_tiles(schedule_ptr, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     COUNT: gl.constexpr = STEP * BLOCK_N // z_desc.block_type.shape[3]
     gl.warp_specialize(

@@ -130,7 +130,7 @@ def expert_up_kernel(
     a_out = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     LAYOUT: gl.constexpr = "halves" if GATED else "rows"
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, None)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tiles = all_tiles(schedule_ptr, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
     store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z)
@@ -149,7 +149,7 @@ def expert_up_kernel(
 
 
 def launch_expert_up(
-    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, main_grad
+    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_
 ) -> None:
     z, a = out
     (R, N), (E, _, K), act = a.shape, gate_up.shape, get_activation(activation)

@@ -23,7 +23,8 @@ BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 @jit_kernel
 def gmm_kernel(
     x_desc,  # (M, K)
-    w_desc,  # the weights of G groups, (N, K)
+    w_desc,  # the weights of G groups, (N, K), that many rows apart
+    group_rows,
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
     schedule_ptr,
@@ -43,7 +44,7 @@ def gmm_kernel(
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     out = gl.allocate_shared_memory(x_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, group_rows)
     tiles = all_tiles(schedule_ptr, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
@@ -94,13 +95,17 @@ def gmm_consumer(
 def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
     (M, K), (G, _, N) = x.shape, w.shape
     rows = w.stride(2) != 1
-    flat = w.mT.reshape(G * N, K) if rows else w.reshape(G * K, N)
+    matrices = w.mT if rows else w
+    row, group_rows = matrices.stride(1), matrices.stride(0) // matrices.stride(1)
+    height = (G - 1) * group_rows + matrices.shape[1]
+    flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
     stages, stores = (4, 2) if K <= 512 else (3, 1)
     schedule = make_schedule(group_sizes, M, BLOCK_M, out)
     programs = num_programs(x)
     gmm_kernel[(programs,)](
         descriptor(x, BLOCK_M, BLOCK_K),
         descriptor(flat, *((BLOCK_N, BLOCK_K) if rows else (BLOCK_K, BLOCK_N))),
+        group_rows,
         None if bias is None else bias.contiguous(),
         ragged_descriptor(out, BLOCK_M // 2, BLOCK_N // stores),
         schedule, G, N, K,

@@ -1,0 +1,147 @@
+"""Product and sum in one op, in any chunks of columns; and the rule that says how many."""
+
+import itertools
+
+import pytest
+import torch
+from check import assert_as_good_as_torch, error, with_gradients
+
+from moe_aiter.bench.shapes import SHAPES
+from moe_aiter.config import interpret
+from moe_aiter.kernels import gmm_unpermute
+from moe_aiter.kernels._expert_inputs import ExpertInputs
+from moe_aiter.kernels._row_bytes import row_bytes
+from moe_aiter.kernels.experts import by_layer, expert_mlp
+from moe_aiter.kernels.gmm_unpermute import column_chunks, gmm_unpermute_op, gmm_unpermute_reference
+from moe_aiter.kernels.sort import sort_by_expert
+
+DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
+MIB = 2**20
+T, K, E, CHOICES = 23, 24, 4, 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("by_rows", [True, False], ids=["by rows", "by columns"])
+@pytest.mark.parametrize("columns", [1, 16, 40, 77])
+@pytest.mark.parametrize("blocks", [1, 2, 100])
+def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
+    if backend == "host":
+        pytest.skip("no host backend")
+    monkeypatch.setattr(gmm_unpermute, "BLOCK", 16)
+    order, rank, sizes = sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
+    x = torch.randn(T * CHOICES, K).to(device, dtype)
+    w = torch.randn(E, K, columns).to(device, dtype)
+    w = w if by_rows else w.mT.contiguous().mT
+    bias, s = torch.randn(E, columns).to(device, dtype), torch.rand(T, CHOICES).to(device)
+    most = blocks * 16 * len(x) * x.element_size()
+    for b, weights in ((None, None), (bias, s)):
+        inputs = x, w, sizes, b, order, rank, weights, most
+        assert_as_good_as_torch(gmm_unpermute_op, gmm_unpermute_reference, *inputs)
+
+
+@pytest.mark.parametrize(
+    "columns, most, widths",
+    [
+        (1536, 10**9, [1536]),
+        (1536, 1000, [768, 768]),
+        (1536, 600, [512] * 3),
+        (1536, 0, [256] * 6),
+        (1300, 1100, [768, 532]),
+        (300, 1, [256, 44]),
+        (1, 0, [1]),
+    ],
+)
+def test_column_chunks(columns, most, widths):
+    chunks = column_chunks(columns, 1, most)
+    assert [n.stop - n.start for n in chunks] == widths
+    ends = [0, *itertools.accumulate(widths)]
+    assert [(n.start, n.stop) for n in chunks] == list(itertools.pairwise(ends))
+
+
+def problem(device, H=20, bias=True, dtype=torch.float32):
+    shapes = (T, H), (E, 2 * 16, H), (E, 2 * 16), (E, H, 16), (E, H), (T, CHOICES)
+    tensors = [(torch.randn(s) * s[-1] ** -0.5).to(device, dtype) for s in shapes]
+    if not bias:
+        tensors[2] = tensors[4] = None
+    return tensors, sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("H", [1, 300, 520])
+def test_the_experts_in_chunks(device, H, bias):
+    tensors, plan = problem(device, H, bias)
+
+    def run(chunks):
+        def experts(*tensors):
+            return by_layer(ExpertInputs(*tensors, *plan, "swiglu", False, True), chunks)
+
+        return with_gradients(experts)(*tensors)
+
+    whole = run(1)
+    for chunks in (2, 3, 9):
+        for got, want in zip(run(chunks), whole, strict=True):
+            assert error(got, want) < 1e-6
+
+
+def test_chunks_may_be_asked_for(device):
+    (x, gate_up, b1, down, b2, s), plan = problem(device, 300)
+    biases = dict(gate_up_bias=b1, down_bias=b2)
+    whole = expert_mlp(x, gate_up, down, s, plan, **biases)
+    assert error(expert_mlp(x, gate_up, down, s, plan, **biases, row_chunks=2), whole) < 1e-6
+    for bad, kind in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(kind, match="row_chunks must be"):
+            expert_mlp(x, gate_up, down, s, plan, **biases, row_chunks=bad)
+
+
+def large(name, trained=True, **options):
+    """The inputs of a benchmark's shape, without memory."""
+    shape = SHAPES[name]
+    T, H, I, E, k = (  # noqa: E741
+        shape.num_tokens, shape.hidden, shape.intermediate, shape.num_experts, shape.top_k,
+    )  # fmt: skip
+
+    def new(*size, dtype=torch.bfloat16):
+        grad = trained and dtype.is_floating_point
+        return torch.empty(size, dtype=dtype, device="meta", requires_grad=grad)
+
+    plan = new(T * k, dtype=torch.int32), new(T, k, dtype=torch.int32), new(E, dtype=torch.int32)
+    tensors = new(T, H), new(E, 2 * I, H), None, new(E, H, I), None, new(T, k)
+    return ExpertInputs(*tensors, *plan, "swiglu", False, trained)._replace(**options)
+
+
+def chunks_of(i, limits):
+    rows, H = i.order.shape[0], i.x.shape[1]
+    return [column_chunks(H, 2 * rows, limit) for limit in limits]
+
+
+def peak(i):
+    """MiB by the formulas of `row_bytes`, which it is to know and here are written out again."""
+    y, dx = ((n[0].stop - n[0].start) * 2 * len(i.order) for n in chunks_of(i, row_bytes(i, None)))
+    out, ddown, dgate_up = (2 * t.numel() for t in (i.x, i.down, i.gate_up))
+    a = 2 * len(i.order) * i.down.shape[2]
+    z = 2 * a
+    late = out + z + ddown + out
+    return max(out + z + a + y, out + z + ddown + a, late + dx, late + dgate_up) / MIB
+
+
+@pytest.mark.parametrize(
+    "name, chunks, mib", [("A", (1, 1), 4608), ("B", (2, 3), 648), ("C", (1, 1), 2432), ("D", (1, 1), 4736),
+                          ("E", (1, 1), 928)],
+)  # fmt: skip
+def test_the_rule(name, chunks, mib):
+    i = large(name)
+    assert tuple(map(len, chunks_of(i, row_bytes(i, None)))) == chunks
+    assert peak(i) == mib
+
+
+def test_the_rule_knows_what_costs_nothing():
+    """Frozen weights and gradients that go elsewhere leave less for the rows; inference is not slowed."""
+    frozen = large("A")
+    frozen.gate_up.requires_grad_(False)
+    main = large("A")
+    main = main._replace(gate_up_main_grad=main.gate_up)
+    for i in (frozen, main):
+        assert [len(n) for n in chunks_of(i, row_bytes(i, None))] == [2, 4]
+    inference = large("A", trained=False)
+    assert [len(n) for n in chunks_of(inference, row_bytes(inference, None))] == [1, 1]
+    assert [len(n) for n in chunks_of(inference, row_bytes(inference, 4))] == [4, 4]
