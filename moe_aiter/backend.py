@@ -238,17 +238,18 @@ def is_plain(inputs: tuple) -> bool:
     )
 
 
-def is_last_use(saved: Tensor, *grads: Tensor) -> bool:
-    """Whether the backward pass that runs is the last that can ask for a saved tensor: it may be overwritten.
+def is_unwatched(*tensors: Tensor) -> bool:
+    """Whether no compiler, mode or graph of gradients would see memory change."""
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_plain(tensors)
 
-    Not where the graph is kept, nor where a CUDA graph may replay this pass without the forward pass, nor
-    where a compiler or another mode looks on, which had better see no memory change.
+
+def is_last_use(saved: Tensor) -> bool:
+    """Whether the backward pass that runs is the last that can ask for what is saved.
+
+    Not where the graph is kept, nor where a CUDA graph may replay this pass without the forward pass.
     """
-    if torch.compiler.is_compiling() or not is_plain((saved, *grads)):
-        return False
-    kept = torch._C._autograd._get_current_graph_task_keep_graph() or torch.is_grad_enabled()
     replayed = saved.is_cuda and torch.cuda.is_current_stream_capturing()
-    return not kept and not replayed
+    return not replayed and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def check_transforms(name: str, inputs: tuple) -> None:

@@ -26,11 +26,12 @@ def module(name):
 
 
 def run_hopper_up(
-    activation="swiglu", interleaved=False, bias=False, save_z=True, n=1024, dtype=torch.bfloat16
+    activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024, dtype=torch.bfloat16
 ):
     s, parts = Shape(n=n, dtype=dtype), get_activation(activation).parts
     z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(E, parts * n, s.k)
     x, b = s.new(s.rows // TOP_K, s.k), s.new(E, parts * n) if bias else None
+    a = a if save_a else None
     module("expert_up").launch_expert_up((z, a), x, w, b, *s.plan, activation, interleaved, save_z, None)
 
 
@@ -77,6 +78,10 @@ CASES = {
     "up narrow": lambda: run_hopper_up(n=256),
     "up float16": lambda: run_hopper_up(dtype=F16),
     "up without z": lambda: run_hopper_up(save_z=False),
+    **{
+        f"up {name} without a": functools.partial(run_hopper_up, name, bias=True, save_a=False)
+        for name in ("swiglu", "relu")
+    },
     "down_grad geglu frozen": lambda: run_hopper_down_grad("geglu", need_a=False),
     "down_grad frozen": lambda: run_hopper_down_grad(need_a=False),
     "down_grad swiglu_oai frozen": lambda: run_hopper_down_grad("swiglu_oai", need_a=False),

@@ -88,9 +88,9 @@ def run_tgmm_accumulate(s):
     launch_tgmm_accumulate(out, x, y, ints(E), None, 1)
 
 
-def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True):
+def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True):
     width = s.n // get_activation(activation).parts
-    z, a = s.new(s.rows, s.n), s.new(s.rows, width)
+    z, a = s.new(s.rows, s.n), s.new(s.rows, width) if save_a else None
     x, w, b = s.new(s.rows // TOP_K, s.k), s.new(E, s.n, s.k), s.new(E, s.n) if bias else None
     launch_expert_up((z, a), x, w, b, *s.plan, activation, interleaved, save_z, None)
 
@@ -219,6 +219,7 @@ CASES: dict[str, Callable[[], None]] = {
     "tgmm accumulate": lambda: run_tgmm_accumulate(BF16),
     "up interleaved with bias": lambda: run_up(BF16, interleaved=True, bias=True),
     "up swiglu_oai": lambda: run_up(BF16, activation="swiglu_oai", interleaved=True, bias=True),
+    "up without a": lambda: run_up(BF16, save_a=False),
     "up relu2 without z": lambda: run_up(BF16, activation="relu2", save_z=False),
     "up geglu odd": lambda: run_up(ODD, activation="geglu"),
     "down_grad interleaved": lambda: run_down_grad(BF16, interleaved=True),

@@ -73,3 +73,13 @@ def check_device(**tensors: Tensor | None) -> None:
     for name, t in rest:
         if t is not None and t.device != x.device:
             raise ValueError(f"{first} is on {x.device} but {name} is on {t.device}")
+
+
+def check_routing_weights(routing_weights: Tensor, rank: Tensor, x: Tensor) -> None:
+    """Raise unless there is a floating weight for each choice."""
+    if routing_weights.shape != rank.shape:
+        shapes = tuple(routing_weights.shape), tuple(rank.shape)
+        raise ValueError("routing_weights is {} but the plan is for (T, k) = {}".format(*shapes))
+    if not routing_weights.is_floating_point():
+        raise TypeError(f"routing_weights must be floating, not {routing_weights.dtype}")
+    check_device(x=x, routing_weights=routing_weights)

@@ -55,6 +55,14 @@ def check_experts(i: ExpertInputs) -> None:
     check_kinds(i)
 
 
+def check_memory(row_chunks: int | None, recompute: str) -> None:
+    """Raise unless these say how to trade time for memory; see `expert_mlp`."""
+    if row_chunks is not None:
+        check_sizes(row_chunks=row_chunks)
+    if recompute not in ("none", "z"):
+        raise ValueError(f"unknown recompute {recompute!r}; known: none, z")
+
+
 def check_expert_values(*inputs) -> None:
     """Raise ValueError for a plan that contradicts itself; this synchronises."""
     i = ExpertInputs(*inputs)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import copy_into, define_op, is_last_use, takes
+from ..backend import copy_into, define_op, is_last_use, is_unwatched, takes
 from . import hopper
-from ._check import check_device, check_float, check_shape, check_size
+from ._check import check_float, check_routing_weights, check_shape, check_size
 from ._groups import check_groups, check_plan_values, sum_dtype, take_rows, wide
 from ._parts import sum_parts
 from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
@@ -222,16 +222,6 @@ def new_expert_down(a, z, down, bias, routing_weights, order, rank, group_sizes,
     return a.new_empty(rank.shape[0], H)
 
 
-def check_routing_weights(routing_weights: Tensor, rank: Tensor, x: Tensor) -> None:
-    """Raise unless there is a floating weight for each choice."""
-    if routing_weights.shape != rank.shape:
-        shapes = tuple(routing_weights.shape), tuple(rank.shape)
-        raise ValueError("routing_weights is {} but the plan is for (T, k) = {}".format(*shapes))
-    if not routing_weights.is_floating_point():
-        raise TypeError(f"routing_weights must be floating, not {routing_weights.dtype}")
-    check_device(x=x, routing_weights=routing_weights)
-
-
 @takes(*TILE_DTYPES)
 def launch_expert_down(out, a, z, down, bias, routing_weights, order, rank, group_sizes, *rest):
     *_, row_bytes, _ = rest
@@ -280,30 +270,38 @@ def over_z(launch: Callable) -> Callable:
 
 
 def save_expert_down(ctx, inputs, output):
-    _, *tensors, ctx.activation, ctx.interleaved, ctx.spend_z, _, main_grad = inputs
+    _, *tensors, activation, interleaved, ctx.spend_z, _, main_grad = inputs
     ctx.save_for_backward(*tensors)
-    ctx.main_grad = main_grad  # not saved as a tensor: other backward passes may add to it first
+    # the main gradient is not saved as a tensor: other backward passes may add to it first
+    ctx.rest = activation, interleaved, main_grad
 
 
 def backward_expert_down(ctx, dout):
-    z, down, bias, routing_weights, order, rank, group_sizes = ctx.saved_tensors
-    top_k, need_dw = rank.shape[1], ctx.needs_input_grad[2]
-    grad = down_grad_over_z if ctx.spend_z and is_last_use(z, dout) else expert_down_grad_op
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:4]
+    spend_z = ctx.spend_z and is_last_use(saved[0])
+    return None, *down_gradients(needs, spend_z, dout, saved, *ctx.rest), *[None] * 8
+
+
+def down_gradients(needs, spend_z, dout, saved, activation, interleaved, main_grad) -> tuple:
+    """Those of z, down, bias and routing_weights, of the second and third as needed."""
+    z, down, bias, routing_weights, order, rank, group_sizes = saved
+    top_k = rank.shape[1]
+    grad = down_grad_over_z if spend_z and is_unwatched(z, dout) else expert_down_grad_op
     dz, a, ds = grad(
-        dout, z, down, routing_weights, order, rank, group_sizes, ctx.activation, ctx.interleaved, need_dw
+        dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, needs[0]
     )
     dw = dbias = None
-    if need_dw:
-        dw = weight_gradient(down, ctx.main_grad, dout, a, group_sizes, order, top_k)
+    if needs[0]:
+        dw = weight_gradient(down, main_grad, dout, a, group_sizes, order, top_k)
     if bias is not None:
         # <dout, bias> of every expert, then of the chosen ones: E products a token instead of k rows gathered
         expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
         dots = (wide(dout) @ wide(bias).T).gather(1, expert)
         ds = ds + dots.masked_fill(rank < 0, 0)
-        if ctx.needs_input_grad[3]:
+        if needs[1]:
             s = routing_weights.to(ds.dtype).contiguous()
             dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)
-    return None, dz, dw, dbias, ds.to(routing_weights.dtype), *[None] * 8
+    return dz, dw, dbias, ds.to(routing_weights.dtype)
 
 
 def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:

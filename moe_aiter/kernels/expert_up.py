@@ -11,6 +11,9 @@ for each row r of each expert e.  Only x, z and the routing are kept for the bac
     dbias      dz[s:e].sum(0)
 """
 
+import functools
+from collections.abc import Callable
+
 from .. import tuning
 from ..backend import define_op, takes
 from . import hopper
@@ -44,7 +47,7 @@ def expert_up_kernel(
     w_ptr,  # (G, parts * N, K)
     bias_ptr,  # (G, parts * N) or None
     z_ptr,  # (M, parts * N), contiguous, or None
-    a_ptr,  # (M, N), contiguous
+    a_ptr,  # (M, N), contiguous, or None
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
     M,
@@ -96,11 +99,9 @@ def expert_up_kernel(
     if z_ptr is not None:
         z_ptrs = z_ptr + m * (2 * N if GATED else N) + column[None, :]
         tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
-    if GATED:
-        gate, up = split_parts(z, INTERLEAVED)
+    if a_ptr is not None:
+        gate, up = split_parts(z, INTERLEAVED) if GATED else (z, None)
         store_activation(gate, up, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION, UP)
-    else:
-        store_activation(z, None, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION, UP)
 
 
 @triton.jit
@@ -167,9 +168,9 @@ def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interl
 @takes(*TILE_DTYPES)
 def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_):
     z, a = out
-    (R, N), (E, _, K) = a.shape, gate_up.shape
+    (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
+    N = width // act.parts
     order, group_sizes = dense(order, group_sizes)
-    act = get_activation(activation)
     config = tuning.lookup("up", x.dtype, R, act.parts * N, K, E)
     tiles_m = row_tiles(R, E, config.block_m)
     tiles_n = triton.cdiv(N, config.block_n // act.parts)
@@ -181,30 +182,45 @@ def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation
     )  # fmt: skip
 
 
+def z_alone(launch: Callable) -> Callable:
+    """The launcher without a."""
+
+    @functools.wraps(launch)  # and what it takes and fits
+    def run(z, *inputs):
+        launch((z, None), *inputs, True)
+
+    return run
+
+
 # op
 
 
 def save_expert_up(ctx, inputs, output):
-    x, gate_up, bias, order, rank, group_sizes, *_, ctx.row_bytes, main_grad = inputs
+    x, gate_up, bias, order, rank, group_sizes, *_, row_bytes, main_grad = inputs
     ctx.save_for_backward(x, gate_up, order, rank, group_sizes)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.main_grad = main_grad  # not saved as a tensor: other backward passes may add to it first
+    # the main gradient is not saved as a tensor: other backward passes may add to it first
+    ctx.rest = None if bias is None else bias.dtype, row_bytes, main_grad
     ctx.set_materialize_grads(False)
 
 
 def backward_expert_up(ctx, dz, da):
     # da is always None: expert_down takes a as a hint, and gives the whole gradient to z
-    x, gate_up, order, rank, group_sizes = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    return *up_gradients(needs, dz, *ctx.saved_tensors, *ctx.rest), *[None] * 8
+
+
+def up_gradients(needs, dz, x, gate_up, order, rank, group_sizes, bias_dtype, row_bytes, main_grad) -> tuple:
+    """Those of x, gate_up and bias, as needed; what takes most memory comes last."""
     dx = dw = dbias = None
-    if ctx.needs_input_grad[0]:
-        dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, ctx.row_bytes)
-    if ctx.needs_input_grad[2]:
-        dbias = group_sum(dz, group_sizes).to(ctx.bias_dtype)
-    if ctx.needs_input_grad[1]:
-        main_grad = None if ctx.main_grad is None else ctx.main_grad.mT
+    if needs[0]:
+        dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes)
+    if needs[2]:
+        dbias = group_sum(dz, group_sizes).to(bias_dtype)
+    if needs[1]:
+        main_grad = None if main_grad is None else main_grad.mT
         dw = weight_gradient(gate_up.mT, main_grad, x, dz, group_sizes, order, rank.shape[1])
         dw = None if dw is None else dw.mT
-    return dx, dw, dbias, *[None] * 8
+    return dx, dw, dbias
 
 
 expert_up_op = define_op(
@@ -220,4 +236,12 @@ expert_up_op = define_op(
     hopper=hopper.launch_expert_up,
     backward=backward_expert_up,
     save=save_expert_up,
+)
+expert_z_op = define_op(
+    "expert_z(Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
+    "str activation, bool interleaved) -> Tensor",
+    new=lambda *inputs: inputs[0].new_empty(inputs[3].shape[0], inputs[1].shape[1]),
+    reference=lambda *inputs: expert_up_reference(*inputs, True)[0],
+    triton=z_alone(launch_expert_up),
+    hopper=z_alone(hopper.launch_expert_up),
 )

@@ -4,28 +4,34 @@
 
 where e is token t's choice j.
 
-On a GPU two autograd nodes, so that z can be freed when the first of them has run backward; on the CPU one op
-that takes expert by expert from end to end, while its rows are in the cache.
+On a GPU all experts' products of one kind together; on the CPU one op that takes expert by expert from end to
+end, while its rows are in the cache.
 """
 
 from torch import Tensor
 
 from ..backend import IMPLS, pick
 from . import hopper
-from ._check import check_plan, check_sizes
-from ._expert_inputs import ExpertInputs, check_experts, needs_grad
+from ._check import check_plan
+from ._expert_inputs import ExpertInputs, check_experts, check_memory, needs_grad
 from ._row_bytes import row_bytes
 from ._tile import TILE_DTYPES
+from .expert_both import expert_both_op
 from .expert_down import expert_down_op
 from .expert_loop import expert_loop_op
 from .expert_up import expert_up_op
 
 
 def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
-    """Every expert's up-projection, then every expert's down-projection."""
+    """Every expert's up-projection, then every expert's down-projection.
+
+    They are two nodes if z is saved, so that it can be freed, or become dz, when the first has run backward.
+    """
     routing = i.order, i.rank, i.group_sizes
     act = i.activation, i.interleaved
     bytes_of_y, bytes_of_dx = row_bytes(i, row_chunks)
+    if not i.save_z:
+        return expert_both_op(*i, bytes_of_y, bytes_of_dx)
     up = i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z, bytes_of_dx, i.gate_up_main_grad
     z, a = expert_up_op(*up)
     down = i.down, i.down_bias, i.routing_weights
@@ -66,6 +72,7 @@ def expert_mlp(
     gate_up_main_grad: Tensor | None = None,
     down_main_grad: Tensor | None = None,
     row_chunks: int | None = None,
+    recompute: str = "none",
 ) -> Tensor:
     """Send each token through its experts and add up what they give, weighted.
 
@@ -82,9 +89,14 @@ def expert_mlp(
         step, as are those of dx; on a GPU they are made in so many chunks of columns, as far as there are
         256 columns for each.  More take less memory and more time.  None: as few as keep the rows from
         setting the peak of a training step by more than an eighth.
+    recompute: "none", or "z" to keep x and the routing alone, without z (R, 2I), and compute z again in the
+        backward pass, which has the same results to the bit.  A step then multiplies two ninths more (a sixth
+        for a plain activation): gate_up is 4 of its 18 products of T * k * H * I numbers.  The peak of one
+        layer is lower in the forward pass alone; what falls is the sum over layers.
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
-    gradient that nobody asks for is not computed.  Kept for backward: x, z (R, 2I) and the routing.
+    gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless
+    recomputed.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.
@@ -95,6 +107,6 @@ def expert_mlp(
     main_grads = gate_up_main_grad, down_main_grad
     inputs = ExpertInputs(*differentiable, *plan, activation, interleaved, False, *main_grads)
     check_experts(inputs)
-    if row_chunks is not None:
-        check_sizes(row_chunks=row_chunks)
-    return pick("expert_mlp", x)(inputs._replace(save_z=needs_grad(inputs)), row_chunks)
+    check_memory(row_chunks, recompute)
+    save_z = recompute == "none" and needs_grad(inputs)
+    return pick("expert_mlp", x)(inputs._replace(save_z=save_z), row_chunks)

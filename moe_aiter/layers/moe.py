@@ -26,7 +26,8 @@ class MoE(nn.Module):
 
         out[t] = sum_j s[t, j] * expert[e_tj](x[t]) + shared(x[t])
 
-    Experts    `num_experts` MLPs of width `intermediate`: see `Experts` for `activation` and `interleaved`.
+    Experts    `num_experts` MLPs of width `intermediate`: see `Experts` for `activation` and `interleaved`,
+               and for `row_chunks` and `recompute`, which trade time for memory.
     Router     `top_k`, `score`, `renormalize` and `scale`: see `route`.
     Shared     `shared_intermediate` > 0 adds a dense MLP of that width which sees every token; several shared
                experts are one of their total width.  `shared_gate` multiplies its output by
@@ -62,6 +63,8 @@ class MoE(nn.Module):
         shared_gate: bool = False,
         load_balance_coef: float = 0.0,
         z_loss_coef: float = 0.0,
+        row_chunks: int | None = None,
+        recompute: str = "none",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -72,7 +75,8 @@ class MoE(nn.Module):
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
         scoring = {"score": score, "renormalize": renormalize, "scale": scale}
         self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
-        self.experts = Experts(num_experts, hidden, intermediate, **mlp)
+        memory = {"row_chunks": row_chunks, "recompute": recompute}
+        self.experts = Experts(num_experts, hidden, intermediate, **mlp, **memory)
         if shared_gate and not shared_intermediate:
             raise ValueError(
                 "shared_gate=True, but shared_intermediate is 0: there is no shared expert to gate"

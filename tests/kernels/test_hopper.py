@@ -11,7 +11,7 @@ from moe_aiter.kernels.expert_down import (
     expert_down_grad_over_z_op,
     expert_down_grad_reference,
 )
-from moe_aiter.kernels.expert_up import expert_up_op, expert_up_reference
+from moe_aiter.kernels.expert_up import expert_up_op, expert_up_reference, expert_z_op
 from moe_aiter.kernels.experts import expert_mlp
 from moe_aiter.kernels.gmm import gmm_op, gmm_reference
 from moe_aiter.kernels.hopper import is_hopper
@@ -154,6 +154,8 @@ def test_expert_up(shape, kind, dtype):
         inputs = x, w, b, p["order"], p["rank"], p["sizes"], *kind, save_z, 0, None
         assert IMPLS["expert_up"]["hopper"].fits(*inputs)
         assert_as_good_as_torch(expert_up_op, expert_up_reference, *inputs)
+        if save_z:
+            assert torch.equal(expert_z_op(*inputs[:8]), expert_up_op(*inputs)[0])
 
 
 def rounded(reference):

@@ -5,10 +5,11 @@ import io
 
 import pytest
 import torch
-from check import assert_as_good_as_torch, with_gradients
+from check import assert_as_good_as_torch, error, with_gradients
 from layers.double_loop import ACTIVATIONS, GATED, experts_loop
 
 from moe_aiter.layers.experts import Experts
+from moe_aiter.layers.moe import MoE
 from moe_aiter.routing.plan import make_plan
 
 E, H, WIDTH, T, K = 6, 12, 10, 17, 3
@@ -200,6 +201,32 @@ def test_autocast_is_a_cast(device, main_grad):
             assert p.grad.dtype == torch.float32 and torch.equal(p.grad, q.grad.float())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "memory", [{"recompute": "z"}, {"row_chunks": 2}, {"recompute": "z", "row_chunks": 3}], ids=str
+)
+def test_memory_is_traded_for_time_alone(device, memory, autocast):
+    """By MoE, with biases and a main gradient: the results are what they were."""
+    results = []
+    for options in ({}, memory):
+        torch.manual_seed(1)
+        moe = MoE(600, 24, E, 2, bias=True, device=device, **options)
+        moe.experts.down.main_grad = torch.zeros_like(moe.experts.down)
+        x = torch.randn(T, 600, device=device).requires_grad_()
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
+            out = moe(x)
+        out.float().square().sum().backward()
+        assert moe.experts.down.grad is None
+        results.append(
+            [out, x.grad, moe.experts.down.main_grad, moe.experts.gate_up.grad, moe.router.weight.grad]
+        )
+    for got, want in zip(*results, strict=True):
+        if "row_chunks" in memory:  # a product of other width may have other tiles
+            assert error(got, want) < (1e-2 if autocast else 1e-5)
+        else:
+            assert torch.equal(got, want)
+
+
 def test_autocast_leaves_float64_alone(device):
     experts = build(device, torch.float64)
     x, expert_ids, routing_weights = draw(device, torch.float64)
@@ -259,6 +286,8 @@ def test_initialised_as_linear_layers_would_be(device):
     [
         (lambda: Experts(0, 8, 8), "num_experts must be at least 1, not 0"),
         (lambda: Experts(4, 8, -1), "intermediate must be at least 1, not -1"),
+        (lambda: Experts(4, 8, 8, recompute="x"), "unknown recompute 'x'; known: none, z"),
+        (lambda: Experts(4, 8, 8, row_chunks=0), "row_chunks must be at least 1, not 0"),
         (lambda: Experts(4, 8, 8, activation="tanh"), "unknown activation 'tanh'; known: geglu, gelu"),
         (lambda: Experts(4, 8, 8, activation="gelu", interleaved=True), "'gelu' has no gate to interleave"),
     ],

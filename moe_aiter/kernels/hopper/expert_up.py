@@ -37,6 +37,7 @@ class UpStore:
     UP: gl.constexpr  # h, or None where there is no gate
     INTERLEAVED: gl.constexpr
     WRITE_Z: gl.constexpr
+    WRITE_A: gl.constexpr
 
     @gluon.jit
     def block(self, gate, up, WHO: gl.constexpr, group, row, end, column):
@@ -47,12 +48,15 @@ class UpStore:
         STEP: gl.constexpr = 2 if self.INTERLEAVED else 1
         base = group * (PARTS * self.N)
         gate = add_bias(gate, self.bias_ptr, base, column, self.N, STEP)
-        a = self.ACTIVATION(gate)[0]
+        if self.WRITE_A:
+            a = self.ACTIVATION(gate)[0]
         if GATED:
             up = add_bias(up, self.bias_ptr, base + (1 if self.INTERLEAVED else self.N), column, self.N, STEP)
-            a *= self.UP(up)[0]
+            if self.WRITE_A:
+                a *= self.UP(up)[0]
         store_wait(pendings=0)
-        put(a, self.a.index(WHO))
+        if self.WRITE_A:
+            put(a, self.a.index(WHO))
         if self.WRITE_Z:
             if WHOLE:
                 put(join_pairs(gate, up) if GATED else gate, self.z.index(WHO))
@@ -61,7 +65,8 @@ class UpStore:
                 put(up, self.z.index(2 * WHO + 1))
         fence_async_shared()
         if column < self.N:  # or the gate's columns past the last would be written over the first of up
-            tma_store(self.a_desc, ragged(row, end, column), self.a.index(WHO))
+            if self.WRITE_A:
+                tma_store(self.a_desc, ragged(row, end, column), self.a.index(WHO))
             if self.WRITE_Z:
                 if WHOLE:
                     tma_store(self.z_desc, ragged(row, end, STEP * column), self.z.index(WHO))
@@ -111,6 +116,7 @@ def expert_up_kernel(
     UP: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     WRITE_Z: gl.constexpr,
+    WRITE_A: gl.constexpr,
     TOP_K: gl.constexpr,
     A_LAYOUT: gl.constexpr,
     FLAT: gl.constexpr,
@@ -133,7 +139,7 @@ def expert_up_kernel(
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, None)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tiles = all_tiles(schedule_ptr, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
-    store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z)
+    store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
     gl.warp_specialize(
         [
             (up_consumer, (0, weights, ring, tiles, store, BLOCK_M, FLAT)),
@@ -152,23 +158,26 @@ def launch_expert_up(
     out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_
 ) -> None:
     z, a = out
-    (R, N), (E, _, K), act = a.shape, gate_up.shape, get_activation(activation)
+    (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
+    N, outs = width // act.parts, [t for t in out if t is not None]
     stages = 4 if N <= 512 else 3
     columns = 64 if act.gated and stages == 3 else 32  # of a store, as memory and registers allow
-    schedule = make_schedule(group_sizes, R, BLOCK_M, a, z)
+    schedule = make_schedule(group_sizes, R, BLOCK_M, *outs)
     if act.gated:
         w = gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else gate_up.view(E, 2, N, K)
         w_desc = descriptor(w, 1, 2, BLOCK_N // 2, BLOCK_K)
     else:
         w_desc = descriptor(gate_up.view(E * N, K), BLOCK_N, BLOCK_K)
     programs = num_programs(x)
-    a_desc = ragged_descriptor(a, BLOCK_M // 2, columns)
+    # without an a, a shape of which nothing is written
+    a_desc = ragged_descriptor(z if a is None else a, BLOCK_M // 2, columns)
     expert_up_kernel[(programs,)](
         x, order.contiguous(), w_desc, None if bias is None else bias.contiguous(),
         ragged_descriptor(z, BLOCK_M // 2, 2 * columns if interleaved else columns) if save_z else a_desc,
         a_desc, schedule,
         E, N, K, x.stride(0) // 8,
-        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, TOP_K=rank.shape[1],
+        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, WRITE_A=a is not None,
+        TOP_K=rank.shape[1],
         A_LAYOUT=shared_layout(x.dtype, BLOCK_M, BLOCK_K), FLAT=shared_layout(x.dtype, BLOCK_N, BLOCK_K),
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(K, act.parts * N), STAGES=stages,
         PROGRAMS=programs, num_warps=4,
