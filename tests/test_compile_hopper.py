@@ -53,11 +53,11 @@ def run_hopper_gmm(rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=F
     module("gmm").launch_gmm(s.new(s.rows, s.n), s.new(s.rows, k), w, ints(E), b)
 
 
-def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=torch.bfloat16):
+def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=torch.bfloat16, groups=E):
     s = Shape(n=2048, k=k, dtype=dtype)
-    shape = (E, s.n, s.k) if columns_first else (E, s.k, s.n)
+    shape = (groups, s.n, s.k) if columns_first else (groups, s.k, s.n)
     x, y = s.new(s.rows // TOP_K if gather else s.rows, s.k), s.new(s.rows, s.n)
-    plan = ints(E), ints(s.rows) if gather else None, TOP_K if gather else 1
+    plan = ints(groups), ints(s.rows) if gather else None, TOP_K if gather else 1
     if onto is None:
         module("tgmm").launch_tgmm(s.new(*shape), x, y, *plan, columns_first)
     else:
@@ -106,6 +106,8 @@ CASES = {
     "tgmm columns first": lambda: run_hopper_tgmm(columns_first=True),
     "tgmm accumulate": lambda: run_hopper_tgmm(onto=F32),
     "tgmm accumulate columns first": lambda: run_hopper_tgmm(onto=F32, columns_first=True),
+    **{f"tgmm of {g} groups": lambda g=g: run_hopper_tgmm(groups=g) for g in (8, 256)},
+    "tgmm accumulate 256 groups": lambda: run_hopper_tgmm(onto=F32, groups=256),
     "tgmm accumulate bfloat16": lambda: run_hopper_tgmm(gather=False, onto=torch.bfloat16),
 }
 
@@ -118,7 +120,7 @@ def test_case(case):
     check(target, launches)
     products = [launch for launch in launches if "wgmma.mma_async" in launch.assembly]
     assert len(products) == 1 and "setmaxnreg" in products[0].assembly
-    gathers = "gmm" not in case or "gather" in case
+    gathers = "gmm" not in case or "gather" in case or "groups" in case
     assert ("cp.async.cg" in products[0].assembly) >= gathers
 
 

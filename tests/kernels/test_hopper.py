@@ -26,6 +26,8 @@ SIZES = {  # rows of each group; what is left of 1000 rows belongs to none
     "one group": [1000],
     "no rows in a group": [0, 0, 0],
     "many": [7] * 140,
+    "more than are ranked": [3] * 300,
+    "equals and one that is large": [40, 40, 600, 40, 40, 0, 40, 40],
 }
 ROWS, TOP_K = 1000, 4
 DTYPES = (torch.bfloat16, torch.float16)

@@ -29,6 +29,7 @@ from ._pipeline import CONSUMERS, VECTOR, blocks, make_ring
 from ._schedule import Tiles
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64  # a tile of out[g] (K, N), and rows summed over at a time
+MAX_RANKED = 256  # groups; to rank more would take longer than it saves
 
 
 @aggregate
@@ -43,6 +44,7 @@ class Rows:
     M: Number
     G: Number
     K: gl.tensor  # a multiple of 8
+    ranks: object  # (BLOCK_G,) in shared memory, the place of each group by size, or None
     TOP_K: gl.constexpr
     BLOCK_G: gl.constexpr
 
@@ -56,16 +58,51 @@ class Rows:
         return source * self.x_stride * VECTOR
 
     @gluon.jit
-    def of_group(self, group):
-        """First row and end row, clamped as by `group_rows` in ../_tile.py."""
+    def of_place(self, place):
+        """The group at that place, its first row and end row, clamped as by `group_rows` in ../_tile.py."""
         # each warp has them all: a sum that needs no other warp
         layout: gl.constexpr = gl.BlockedLayout([max(self.BLOCK_G // 32, 1)], [32], [4], [0])
         g = gl.arange(0, self.BLOCK_G, layout=layout)
-        size = gl.load(self.group_sizes_ptr + g, mask=g < self.G, other=0).to(gl.int64)
-        size = gl.minimum(gl.maximum(size, 0), self.M)
+        size = clamped_sizes(self.group_sizes_ptr, g, self.M, self.G)
+        group = place
+        if self.ranks is not None:
+            group = gl.sum(gl.where(self.ranks.load(layout) == place, g, 0), 0)
         first = gl.minimum(gl.sum(gl.where(g < group, size, 0), 0), self.M)
         end = gl.minimum(gl.sum(gl.where(g <= group, size, 0), 0), self.M)
-        return first.to(gl.int32), end.to(gl.int32)
+        return group, first.to(gl.int32), end.to(gl.int32)
+
+
+@gluon.jit
+def clamped_sizes(group_sizes_ptr, g, M, G):
+    size = gl.load(group_sizes_ptr + g, mask=g < G, other=0).to(gl.int64)
+    return gl.minimum(gl.maximum(size, 0), M)
+
+
+@gluon.jit
+def rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G: gl.constexpr):
+    """The place of each group when the largest comes first, and of equals the one with the lower number."""
+    STEP: gl.constexpr = 32
+    layout: gl.constexpr = gl.BlockedLayout([1, STEP], [32, 1], [4, 1], [1, 0])
+    g = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(1, layout))
+    other = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))
+    size = clamped_sizes(group_sizes_ptr, g, M, G)[:, None]
+    rank = gl.zeros((BLOCK_G,), gl.int32, layout=gl.SliceLayout(1, layout))
+    for first in range(0, BLOCK_G, STEP):
+        rival = clamped_sizes(group_sizes_ptr, first + other, M, G)[None, :]
+        ahead = (rival > size) | ((rival == size) & ((first + other)[None, :] < g[:, None]))
+        rank += gl.sum(ahead.to(gl.int32), 1)
+    ranks.store(rank)
+
+
+@gluon.jit
+def deal(tile, count, PROGRAMS: gl.constexpr):
+    """The tile that a program takes in its turn: every second round goes backwards through the programs.
+
+    Tiles get shorter from round to round, so otherwise the first program would have the longest of each.
+    """
+    first = tile // PROGRAMS * PROGRAMS
+    back = (tile // PROGRAMS % 2 == 1) & (first + PROGRAMS <= count)
+    return gl.where(back, 2 * first + PROGRAMS - 1 - tile, tile)
 
 
 @aggregate
@@ -121,10 +158,12 @@ def tgmm_producer(rows, ring, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
     m = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     per_group = tiles.rows * tiles.columns
+    count = tiles.G * per_group
     i = 0
-    for tile in range(gl.program_id(0), tiles.G * per_group, tiles.PROGRAMS):
+    for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
+        tile = deal(turn, count, tiles.PROGRAMS)
         tile_k, tile_n = tiles.place(tile % per_group)
-        first, end = rows.of_group(tile // per_group)
+        _, first, end = rows.of_place(tile // per_group)
         k = tile_k * BLOCK_M + columns
         next_source = rows.sources(first + m, end)
         for row in range(first, end, BLOCK_K):
@@ -150,11 +189,12 @@ def tgmm_consumer(
     HALF: gl.constexpr = BLOCK_M // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     per_group = tiles.rows * tiles.columns
+    count = tiles.G * per_group
     i = 0
-    for tile in range(gl.program_id(0), tiles.G * per_group, tiles.PROGRAMS):
-        group = tile // per_group
+    for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
+        tile = deal(turn, count, tiles.PROGRAMS)
         tile_k, tile_n = tiles.place(tile % per_group)
-        first, end = rows.of_group(group)
+        group, first, end = rows.of_place(tile // per_group)
         acc = warpgroup_mma_init(gl.zeros((HALF, BLOCK_N), gl.float32, layout=layout))
         for row in range(first, end, BLOCK_K):
             ring.wait_ready(i)
@@ -191,6 +231,7 @@ def tgmm_kernel(
     ACCUMULATE: gl.constexpr,
     TOP_K: gl.constexpr,
     BLOCK_G: gl.constexpr,
+    RANKED: gl.constexpr,
     A_LAYOUT: gl.constexpr,
     FLAT: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -208,7 +249,12 @@ def tgmm_kernel(
     buffers = gl.allocate_shared_memory(
         y_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
     )
-    rows = Rows(x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, TOP_K, BLOCK_G)
+    ranks = None
+    if RANKED:
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ranks = gl.allocate_shared_memory(gl.int32, [BLOCK_G], flat)
+        rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G)
+    rows = Rows(x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, ranks, TOP_K, BLOCK_G)
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, K, N, COLUMNS_FIRST, ACCUMULATE)
     tiles = Tiles(group_sizes_ptr, gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
@@ -240,7 +286,7 @@ def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=
         x, None if order is None else order.contiguous(), y_desc, out_desc, out, group_sizes.contiguous(),
         y.shape[0], G, K // 8, N, x.stride(0) // 8, out.stride(),
         COLUMNS_FIRST=columns_first, ACCUMULATE=accumulate, TOP_K=top_k,
-        BLOCK_G=triton.next_power_of_2(G),
+        BLOCK_G=max(triton.next_power_of_2(G), 32), RANKED=G <= MAX_RANKED,
         A_LAYOUT=shared_layout(x.dtype, BLOCK_K, BLOCK_M), FLAT=shared_layout(x.dtype, BLOCK_K, BLOCK_N),
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(K, N), STAGES=3,
         STORES=stores, PROGRAMS=programs, num_warps=4,
