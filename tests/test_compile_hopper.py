@@ -7,9 +7,11 @@ import pathlib
 import pytest
 import torch
 
+from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
+from moe_aiter.tuning.candidates import HOPPER_TILES
 
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -110,6 +112,46 @@ CASES = {
     "tgmm accumulate 256 groups": lambda: run_hopper_tgmm(onto=F32, groups=256),
     "tgmm accumulate bfloat16": lambda: run_hopper_tgmm(gather=False, onto=torch.bfloat16),
 }
+
+
+# each tuned kernel where it needs the most registers
+TUNED = {
+    "hopper_up": [functools.partial(run_hopper_up, a, i, bias=True) for a in GATED for i in (False, True)],
+    "hopper_up_plain": [functools.partial(run_hopper_up, "gelu", bias=True)],
+    "hopper_gmm": [functools.partial(run_hopper_gmm, rows, bias=True) for rows in (True, False)],
+    "hopper_down_grad": [
+        functools.partial(run_hopper_down_grad, *a)
+        for a in (("swiglu",), ("swiglu", True), ("reglu",), ("silu",))
+    ],
+    "hopper_down_grad_frozen": [
+        functools.partial(run_hopper_down_grad, *a, need_a=False) for a in (("swiglu",), ("swiglu_oai", True))
+    ],
+    "hopper_down_grad_long": [
+        functools.partial(run_hopper_down_grad, *a)
+        for a in (("geglu",), ("geglu", True), ("gelu",), ("swiglu_oai",))
+    ],
+    "hopper_down_grad_long_frozen": [
+        functools.partial(run_hopper_down_grad, a, need_a=False) for a in ("geglu", "swiglu_oai")
+    ],
+    "hopper_down_grad_oai": [functools.partial(run_hopper_down_grad, "swiglu_oai", True)],
+    "hopper_tgmm": [functools.partial(run_hopper_tgmm, columns_first=c, groups=256) for c in (False, True)],
+    "hopper_tgmm_accumulate": [functools.partial(run_hopper_tgmm, onto=F32, groups=256)],
+}
+
+
+@pytest.mark.parametrize(
+    "op, tile", [pytest.param(op, t, id=f"{op}: {t}") for op, tiles in HOPPER_TILES.items() for t in tiles]
+)
+def test_tile(op, tile):
+    """Every tile that a table may name; the walk changes nothing here."""
+    for run in TUNED[op]:
+        with (
+            tuning.choose(lambda key: tile if key.op == op else None),
+            compiling_for(TARGETS["sm_90"]) as launches,
+        ):
+            run()
+        check(TARGETS["sm_90"], launches)
+        assert sum("wgmma.mma_async" in launch.assembly for launch in launches) == 1
 
 
 @pytest.mark.parametrize("case", CASES)

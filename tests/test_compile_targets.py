@@ -20,6 +20,7 @@ from moe_aiter.kernels.route_grad import launch_route_backward
 from moe_aiter.kernels.sort import launch_sort
 from moe_aiter.kernels.tgmm import launch_group_sum, launch_tgmm, launch_tgmm_accumulate
 from moe_aiter.kernels.topk import launch_topk
+from moe_aiter.tuning.table import load
 
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -232,9 +233,9 @@ CASES: dict[str, Callable[[], None]] = {
 def table_cases():
     """(target, table row) of every row of every table."""
     for name, target in TARGETS.items():
-        for i, row in enumerate(tuning.load(tuning.table_name(target.gpu.backend, target.gpu.arch))):
-            size = f"rows={row.rows} n={row.n} k={row.k}".replace("None", "any")
-            yield pytest.param(name, row, id=f"{name}-{i} {row.op} {row.bits} {size}")
+        for i, row in enumerate(load(tuning.table_name(target.gpu.backend, target.gpu.arch))):
+            size = f"rows={row.key.rows} n={row.key.n} k={row.key.k}".replace("None", "any")
+            yield pytest.param(name, row, id=f"{name}-{i} {row.key.op} {row.key.bits} {size}")
 
 
 def check(target, launches, spills=False):
@@ -253,13 +254,14 @@ def has_matrix_instruction(target, launches):
 def test_table_row(target, row):
     """The configuration of a table row, at a shape that picks it."""
     target = TARGETS[target]
-    dtype = {16: torch.bfloat16, 32: torch.float32}[row.bits]
-    shape = Shape((row.rows or 1024) * E, row.n or 4096, row.k or 4096, dtype)
+    op, bits, rows, n, k = row.key
+    dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
+    shape = Shape((rows or 1024) * E, n or 4096, k or 4096, dtype)
     with compiling_for(target) as launches:
-        assert tuning.lookup(row.op, dtype, shape.rows, shape.n, shape.k, E) == row.config
-        TUNED[row.op](shape)
+        assert tuning.lookup(op, dtype, shape.rows, shape.n, shape.k, E) == row.config
+        TUNED[op](shape)
     check(target, launches)
-    assert row.bits != 16 or has_matrix_instruction(target, launches)
+    assert bits != 16 or has_matrix_instruction(target, launches)
 
 
 @pytest.mark.parametrize("case", CASES)

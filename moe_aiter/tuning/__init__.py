@@ -1,67 +1,73 @@
-"""Tile configurations, looked up by op, GPU, dtype and shape.
+"""Tile configurations, looked up by kernel, GPU, dtype and shape.
 
-Tuning is data: `tables/<arch>.csv`, one row a choice, the most specific row first.  An empty cell matches
-anything, `rows` (rows of a group, on average) and `k` match up to their value, `n` matches exactly.
-Nothing is tuned while a model trains.
+Tuning is data.  First comes the table of that GPU, `tables/h200.csv`, which `moe-aiter tune` writes; then
+that of its architecture, `tables/sm90.csv`; then, for a Hopper kernel, the rule in `candidates.py`.  In a
+table the first row that matches is taken: `n` matches exactly, `rows` (of a group on average, up to a power
+of two) and `k` match up to their value, an empty cell matches anything.  A row without empty cells was
+measured there, and reaches only down to half of its `rows` and `k`.  Nothing is tuned while a model trains.
 """
 
-import csv
-import dataclasses
+import contextlib
 import functools
-import pathlib
+from collections.abc import Callable
 
 import torch
 
 from ..config import interpret
-
-TABLES = pathlib.Path(__file__).parent / "tables"
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """One kernel's tile: rows x columns x contraction, and how the compiler may schedule it."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int = 1  # row tiles that walk the columns together, so that weights stay in L2
-    num_warps: int = 4
-    num_stages: int = 2
-
+from .candidates import Config
+from .table import Key, find
 
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
-FIELDS = [f.name for f in dataclasses.fields(Config)]
+
+_choose: Callable[[Key], Config | None] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of a table: what it matches, and the configuration it names."""
+def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
+    """The tile of `op` for M rows in `groups` groups, N columns, and K to sum over."""
+    key = Key(op, dtype.itemsize * 8, bucket(-(-m // max(groups, 1))), n, k)
+    if _choose is not None and (config := _choose(key)) is not None:
+        return config
+    if interpret:
+        return TOY
+    import triton
 
-    op: str
-    bits: int
-    rows: int | None
-    n: int | None
-    k: int | None
-    config: Config
+    return find(tables(triton.runtime.driver.active.get_current_device()), key)
 
-    def matches(self, op: str, bits: int, rows: int, n: int, k: int) -> bool:
-        return (
-            (self.op, self.bits) == (op, bits)
-            and (self.rows is None or rows <= self.rows)
-            and (self.n is None or n == self.n)
-            and (self.k is None or k <= self.k)
-        )
+
+@contextlib.contextmanager
+def choose(function: Callable[[Key], Config | None]):
+    """Inside the block `function` is asked first, and its choice is taken unless it is None."""
+    global _choose
+    before, _choose = _choose, function
+    try:
+        yield
+    finally:
+        _choose = before
+
+
+def default(key: Key) -> Config:
+    """The choice where the table of this very GPU has none."""
+    import triton
+
+    return find(tables(triton.runtime.driver.active.get_current_device())[-1:], key)
 
 
 @functools.cache
-def load(arch: str) -> tuple[Row, ...]:
-    """Every row of the table of one architecture, in file order."""
-    with open(TABLES / f"{arch}.csv", newline="") as file:
-        rows = [
-            {k: int(v) if v.isdecimal() else v or None for k, v in r.items()} for r in csv.DictReader(file)
-        ]
-    keys = ("op", "bits", "rows", "n", "k")
-    return tuple(Row(*(r[key] for key in keys), Config(*(r[f] for f in FIELDS))) for r in rows)
+def tables(device: int) -> tuple[str, ...]:
+    """The tables that serve a device, the one of its own first."""
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    arch = table_name(target.backend, target.arch)
+    if device >= torch.cuda.device_count():  # a target to compile for, and no GPU that is there
+        return (arch,)
+    return gpu_table(torch.cuda.get_device_name(device)), arch
+
+
+def gpu_table(name: str) -> str:
+    """The table of a GPU by the name that torch gives it: NVIDIA H200 -> h200."""
+    words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
+    return "_".join(word for word in words if word not in ("nvidia", "amd", "instinct")) or "unknown"
 
 
 def table_name(backend: str, arch: int | str) -> str:
@@ -70,26 +76,6 @@ def table_name(backend: str, arch: int | str) -> str:
         return arch if arch in ("gfx942", "gfx950") else "gfx942"
     # sm_86, sm_89 and sm_12x have the 99 KiB of shared memory that the sm_80 table stays below
     return {90: "sm90", 100: "sm100", 103: "sm100"}.get(arch, "sm80")
-
-
-def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
-    """The tile of `op` for M rows in `groups` groups, N columns, and K to sum over."""
-    if interpret:
-        return TOY
-    import triton
-
-    target = triton.runtime.driver.active.get_current_target()
-    rows = bucket(triton.cdiv(m, max(groups, 1)))
-    return find(table_name(target.backend, target.arch), op, dtype.itemsize * 8, rows, n, k)
-
-
-@functools.lru_cache(maxsize=4096)
-def find(table: str, op: str, bits: int, rows: int, n: int, k: int) -> Config:
-    """The first row of a table that matches."""
-    for row in load(table):
-        if row.matches(op, bits, rows, n, k):
-            return row.config
-    raise LookupError(f"no row of {table}.csv matches {op}, {bits} bits, rows={rows}, n={n}, k={k}")
 
 
 def bucket(m: int) -> int:

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-BIG_WEIGHT = 32 * 2**20  # bytes of one expert's weight
+from ...tuning import Config
 
 
 @functools.cache
@@ -18,6 +18,13 @@ def num_programs(x: Tensor) -> int:
     return num_sms(x.device.index or 0) if x.is_cuda else 132
 
 
-def walk(K: int, N: int) -> int:
-    """Row tiles that walk the columns together: where one expert's 16-bit weight fits in L2, none need to."""
-    return 16 if 2 * K * N > BIG_WEIGHT else 1
+def tile_options(config: Config) -> dict:
+    """The launch arguments that every product takes."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+    }

@@ -5,6 +5,7 @@ A consumer's part of z arrives by TMA while the product runs; dz is written over
 
 import torch
 
+from ... import tuning
 from .._parts import sum_parts
 from ..activations import get_activation
 from ._gluon import (
@@ -24,7 +25,7 @@ from ._gluon import (
     tma_load,
     tma_store,
 )  # fmt: skip
-from ._launch import num_programs, walk
+from ._launch import num_programs, tile_options
 from ._pipeline import (
     CONSUMERS,
     Gather,
@@ -40,7 +41,6 @@ from ._pipeline import (
 from ._schedule import all_tiles, make_schedule
 from .activations import kernel_functions
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 AHEAD = gl.constexpr(2)  # blocks of z in shared memory
 
 
@@ -223,11 +223,14 @@ def down_grad_kernel(
 # launcher
 
 
-def tile_widths(base: str, interleaved: bool, need_a: bool) -> tuple[int, int]:
-    """Columns of a tile, and of its epilogue at a time, as registers allow."""
+def tuned_as(base: str, interleaved: bool, need_a: bool) -> str:
+    """The name in the tables: where registers allow less than usual, tiles are smaller or stored in parts."""
+    kind = ""
     if base == "gelu" or (base == "silu_oai" and not interleaved):
-        return 128, 64 if need_a else 32
-    return BLOCK_N, 64 if need_a and base != "silu_oai" else 32
+        kind = "_long"
+    elif base == "silu_oai" and need_a:
+        kind = "_oai"
+    return f"hopper_down_grad{kind}{'' if need_a else '_frozen'}"
 
 
 def launch_down_grad(
@@ -235,20 +238,18 @@ def launch_down_grad(
 ) -> None:
     dz, a, ds = out
     (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
-    block_n, width = tile_widths(act.base, interleaved, need_a)
-    schedule = make_schedule(group_sizes, R, BLOCK_M, dz, a)
-    parts = torch.empty(-(-N // block_n), R, dtype=torch.float32, device=dout.device)
+    c = tuning.lookup(tuned_as(act.base, interleaved, need_a), dout.dtype, R, N, K, E)
+    schedule = make_schedule(group_sizes, R, c.block_m, dz, a)
+    parts = torch.empty(-(-N // c.block_n), R, dtype=torch.float32, device=dout.device)
     programs = num_programs(dout)
-    z_width = 2 * width if interleaved else width
-    z_desc, dz_desc = (ragged_descriptor(t, BLOCK_M // 2, z_width) for t in (z, dz))
+    z_width = 2 * c.store_n if interleaved else c.store_n
+    z_desc, dz_desc = (ragged_descriptor(t, c.block_m // 2, z_width) for t in (z, dz))
     down_grad_kernel[(programs,)](
-        dout, order.contiguous(), descriptor(down.view(E * K, N), BLOCK_K, block_n), z_desc, dz_desc,
-        ragged_descriptor(a, BLOCK_M // 2, width) if need_a else dz_desc,
+        dout, order.contiguous(), descriptor(down.view(E * K, N), c.block_k, c.block_n), z_desc, dz_desc,
+        ragged_descriptor(a, c.block_m // 2, c.store_n) if need_a else dz_desc,
         routing_weights.float().contiguous(), parts, schedule, R, E, N, K, dout.stride(0) // 8,
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_A=need_a, TOP_K=rank.shape[1],
-        A_LAYOUT=shared_layout(dout.dtype, BLOCK_M, BLOCK_K),
-        TILE=shared_layout(dout.dtype, BLOCK_M // 2, z_width),
-        BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=walk(K, N), STAGES=3, PROGRAMS=programs,
-        num_warps=4,
+        A_LAYOUT=shared_layout(dout.dtype, c.block_m, c.block_k),
+        TILE=shared_layout(dout.dtype, c.block_m // 2, z_width), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sum_parts(parts, rank, ds)

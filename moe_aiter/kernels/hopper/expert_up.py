@@ -1,5 +1,6 @@
 """The up-projection of the experts on Hopper; see ../expert_up.py."""
 
+from ... import tuning
 from ..activations import get_activation
 from ._gluon import (
     aggregate,
@@ -15,12 +16,10 @@ from ._gluon import (
     tma,
     tma_store,
 )  # fmt: skip
-from ._launch import num_programs, walk
+from ._launch import num_programs, tile_options
 from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring, multiply
 from ._schedule import all_tiles, make_schedule
 from .activations import kernel_functions
-
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 
 
 @aggregate
@@ -160,25 +159,23 @@ def launch_expert_up(
     z, a = out
     (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
     N, outs = width // act.parts, [t for t in out if t is not None]
-    stages = 4 if N <= 512 else 3
-    columns = 64 if act.gated and stages == 3 else 32  # of a store, as memory and registers allow
-    schedule = make_schedule(group_sizes, R, BLOCK_M, *outs)
+    op = "hopper_up" if act.gated else "hopper_up_plain"
+    c = tuning.lookup(op, x.dtype, R, width, K, E)
+    schedule = make_schedule(group_sizes, R, c.block_m, *outs)
     if act.gated:
         w = gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else gate_up.view(E, 2, N, K)
-        w_desc = descriptor(w, 1, 2, BLOCK_N // 2, BLOCK_K)
+        w_desc = descriptor(w, 1, 2, c.block_n // 2, c.block_k)
     else:
-        w_desc = descriptor(gate_up.view(E * N, K), BLOCK_N, BLOCK_K)
+        w_desc = descriptor(gate_up.view(E * N, K), c.block_n, c.block_k)
     programs = num_programs(x)
     # without an a, a shape of which nothing is written
-    a_desc = ragged_descriptor(z if a is None else a, BLOCK_M // 2, columns)
+    a_desc = ragged_descriptor(z if a is None else a, c.block_m // 2, c.store_n)
     expert_up_kernel[(programs,)](
         x, order.contiguous(), w_desc, None if bias is None else bias.contiguous(),
-        ragged_descriptor(z, BLOCK_M // 2, 2 * columns if interleaved else columns) if save_z else a_desc,
+        ragged_descriptor(z, c.block_m // 2, c.store_n * (1 + interleaved)) if save_z else a_desc,
         a_desc, schedule,
         E, N, K, x.stride(0) // 8,
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, WRITE_A=a is not None,
-        TOP_K=rank.shape[1],
-        A_LAYOUT=shared_layout(x.dtype, BLOCK_M, BLOCK_K), FLAT=shared_layout(x.dtype, BLOCK_N, BLOCK_K),
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(K, act.parts * N), STAGES=stages,
-        PROGRAMS=programs, num_warps=4,
+        TOP_K=rank.shape[1], A_LAYOUT=shared_layout(x.dtype, c.block_m, c.block_k),
+        FLAT=shared_layout(x.dtype, c.block_n, c.block_k), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip

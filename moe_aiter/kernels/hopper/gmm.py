@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ... import tuning
 from ._gluon import (
     descriptor,
     fence_async_shared,
@@ -13,11 +14,9 @@ from ._gluon import (
     store_wait,
     tma_store,
 )  # fmt: skip
-from ._launch import num_programs, walk
+from ._launch import num_programs, tile_options
 from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_ring, multiply, produce
 from ._schedule import all_tiles, make_schedule
-
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 
 
 @jit_kernel
@@ -99,16 +98,16 @@ def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Ten
     row, group_rows = matrices.stride(1), matrices.stride(0) // matrices.stride(1)
     height = (G - 1) * group_rows + matrices.shape[1]
     flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
-    stages, stores = (4, 2) if K <= 512 else (3, 1)
-    schedule = make_schedule(group_sizes, M, BLOCK_M, out)
+    c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
+    schedule = make_schedule(group_sizes, M, c.block_m, out)
     programs = num_programs(x)
     gmm_kernel[(programs,)](
-        descriptor(x, BLOCK_M, BLOCK_K),
-        descriptor(flat, *((BLOCK_N, BLOCK_K) if rows else (BLOCK_K, BLOCK_N))),
+        descriptor(x, c.block_m, c.block_k),
+        descriptor(flat, *((c.block_n, c.block_k) if rows else (c.block_k, c.block_n))),
         group_rows,
         None if bias is None else bias.contiguous(),
-        ragged_descriptor(out, BLOCK_M // 2, BLOCK_N // stores),
+        ragged_descriptor(out, c.block_m // 2, c.store_n),
         schedule, G, N, K,
-        LAYOUT="rows" if rows else "columns", BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        GROUP_M=walk(K, N), STAGES=stages, STORES=stores, PROGRAMS=programs, num_warps=4,
+        LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
+        PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip

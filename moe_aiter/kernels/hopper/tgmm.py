@@ -1,5 +1,6 @@
 """Transposed grouped matmul on Hopper: the gradients of weights; see ../tgmm.py."""
 
+from ... import tuning
 from .._triton import triton
 from ._gluon import (
     Number,
@@ -24,11 +25,10 @@ from ._gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )  # fmt: skip
-from ._launch import num_programs, walk
+from ._launch import num_programs, tile_options
 from ._pipeline import CONSUMERS, VECTOR, blocks, make_ring
 from ._schedule import Tiles
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64  # a tile of out[g] (K, N), and rows summed over at a time
 MAX_RANKED = 256  # groups; to rank more would take longer than it saves
 
 
@@ -275,9 +275,11 @@ def tgmm_kernel(
 def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False) -> None:
     """`out` is (G, K, N), or (G, N, K) with `columns_first`; to accumulate, always (G, K, N)."""
     G, K, N = group_sizes.shape[0], x.shape[1], y.shape[1]
-    stores = 8 if accumulate else 2  # what is added to takes registers as well
-    half, width = BLOCK_M // 2, BLOCK_N // stores
-    y_desc = ragged_descriptor(y, BLOCK_K, BLOCK_N)
+    # a tile of out[g] (K, N), and block_k rows at a time; what is added to takes registers as well
+    op = "hopper_tgmm_accumulate" if accumulate else "hopper_tgmm"
+    c = tuning.lookup(op, x.dtype, y.shape[0], N, K, G)
+    half, width = c.block_m // 2, c.store_n
+    y_desc = ragged_descriptor(y, c.block_k, c.block_n)
     out_desc = (
         y_desc if accumulate else descriptor(out, 1, *((width, half) if columns_first else (half, width)))
     )
@@ -287,9 +289,9 @@ def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=
         y.shape[0], G, K // 8, N, x.stride(0) // 8, out.stride(),
         COLUMNS_FIRST=columns_first, ACCUMULATE=accumulate, TOP_K=top_k,
         BLOCK_G=max(triton.next_power_of_2(G), 32), RANKED=G <= MAX_RANKED,
-        A_LAYOUT=shared_layout(x.dtype, BLOCK_K, BLOCK_M), FLAT=shared_layout(x.dtype, BLOCK_K, BLOCK_N),
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=walk(K, N), STAGES=3,
-        STORES=stores, PROGRAMS=programs, num_warps=4,
+        A_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_m),
+        FLAT=shared_layout(x.dtype, c.block_k, c.block_n),
+        STORES=c.block_n // c.store_n, PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
 

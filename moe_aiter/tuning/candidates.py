@@ -1,0 +1,86 @@
+"""The configurations worth trying of each kernel, and the choice of the Hopper kernels by rule.
+
+A kernel that has other limits where its inputs differ, in registers say, has a name for each: `tgmm_gather`.
+Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
+"""
+
+import dataclasses
+
+BIG_WEIGHT = 32 * 2**20  # bytes of one expert's weight
+WALKS = (1, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One kernel's tile: rows x columns x contraction, and how the compiler may schedule it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 1  # row tiles that walk the columns together, so that weights stay in L2
+    num_warps: int = 4
+    num_stages: int = 2
+    store_n: int = 0  # columns of a tile that are stored at a time; Hopper only
+
+    def __str__(self) -> str:
+        store = f", {self.store_n} stored" if self.store_n else ""
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{tile}, {self.num_stages} stages, {self.num_warps} warps, walk {self.group_m}{store}"
+
+
+def hopper(block_n: int, num_stages: int, store_n: int) -> Config:
+    return Config(128, block_n, 64, num_stages=num_stages, store_n=store_n)
+
+
+# first the usual one; then, of those that have it, the one for short sums or narrow outputs
+HOPPER_TILES = {
+    "hopper_up": (hopper(256, 3, 64), hopper(256, 4, 32), hopper(128, 5, 64)),
+    "hopper_up_plain": (hopper(256, 3, 32), hopper(256, 4, 32), hopper(128, 5, 32)),
+    "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
+    "hopper_down_grad": (hopper(256, 3, 64), hopper(128, 4, 64)),
+    "hopper_down_grad_frozen": (hopper(256, 3, 32),),
+    "hopper_down_grad_long": (hopper(128, 3, 64), hopper(128, 4, 64)),
+    "hopper_down_grad_long_frozen": (hopper(128, 3, 32),),
+    "hopper_down_grad_oai": (hopper(256, 3, 32),),
+    "hopper_tgmm": (hopper(256, 3, 128), hopper(256, 4, 128), hopper(256, 3, 256)),
+    "hopper_tgmm_accumulate": (hopper(256, 3, 32), hopper(256, 3, 64)),
+}
+SHORT = {"hopper_gmm": ("k", 512), "hopper_up": ("n", 1024), "hopper_up_plain": ("n", 512)}  # up to here
+
+WIDE = (
+    Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
+    Config(128, 256, 64, 1, 8, 3), Config(128, 128, 64, 8, 4, 3), Config(64, 128, 64, 8, 4, 4),
+)  # fmt: skip
+PORTABLE = {
+    "up": WIDE,
+    "gmm": WIDE,
+    "down_grad": tuple(c for c in WIDE if c.num_stages == 3 or c.block_m == 64),
+    "tgmm": tuple(Config(128, 256, 64, group, 8, 3) for group in (1, 8, 16)),
+    "tgmm_gather": tuple(Config(128, 256, 64, group, 8, 5) for group in (1, 4, 8, 16)),
+}
+OPS = (*PORTABLE, *HOPPER_TILES)
+
+
+def candidates(op: str) -> tuple[Config, ...]:
+    """At most six."""
+    if op in PORTABLE:
+        return PORTABLE[op]
+    return tuple(dataclasses.replace(tile, group_m=w) for tile in HOPPER_TILES[op] for w in WALKS)
+
+
+def is_legal(op: str, config: Config) -> bool:
+    """Whether a table may name `config`: a Hopper kernel has no other tiles than those, in any walk."""
+    return op in PORTABLE or dataclasses.replace(config, group_m=1) in HOPPER_TILES[op]
+
+
+def rule(op: str, n: int, k: int) -> Config | None:
+    """The choice of a Hopper kernel where no table has one.
+
+    One more stage where the sum or the output is short, and its epilogue often.  Where one expert's 16-bit
+    weight fits in L2, no row tiles need to walk the columns together.
+    """
+    if op not in HOPPER_TILES:
+        return None
+    axis, limit = SHORT.get(op, ("k", 0))
+    tile = HOPPER_TILES[op][{"n": n, "k": k}[axis] <= limit]
+    return dataclasses.replace(tile, group_m=WALKS[2 * k * n > BIG_WEIGHT])

@@ -1,0 +1,127 @@
+"""The tables: `tables/<GPU or architecture>.csv`, a row a choice."""
+
+import csv
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .candidates import OPS, Config, is_legal, rule
+
+TABLES = pathlib.Path(__file__).parent / "tables"
+FIELDS = [f.name for f in dataclasses.fields(Config)]
+
+
+class Key(NamedTuple):
+    """What a configuration is looked up by.  In a table None, an empty cell, matches anything."""
+
+    op: str
+    bits: int
+    rows: int | None  # of a group, on average
+    n: int | None
+    k: int | None
+
+
+PROVENANCE = ["us", "default_us", "gpu", "torch", "triton", "commit", "date"]
+COLUMNS = [*Key._fields, *FIELDS, *PROVENANCE]  # of a table that `moe-aiter tune` writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a table: what it matches, and the configuration it names."""
+
+    key: Key
+    config: Config
+
+    def matches(self, key: Key) -> bool:
+        mine = self.key
+        if (mine.op, mine.bits) != (key.op, key.bits) or mine.n not in (None, key.n):
+            return False
+        # who gives all three was measured there, and does not speak for what is far smaller
+        near = None not in mine
+        return reaches(mine.rows, key.rows, near) and reaches(mine.k, key.k, near)
+
+
+def reaches(limit: int | None, value: int, near: bool) -> bool:
+    return limit is None or (limit // 2 if near else -1) < value <= limit
+
+
+@functools.cache
+def load(name: str) -> tuple[Row, ...]:
+    """Every row of the table of that name, in file order; none where there is no such file."""
+    path = TABLES / f"{name}.csv"
+    return tuple(row for row, _ in read(path)) if path.exists() else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def find(names: tuple[str, ...], key: Key) -> Config:
+    """The first row of these tables that matches, or what the rule says."""
+    for name in names:
+        for row in load(name):
+            if row.matches(key):
+                return row.config
+    if config := rule(key.op, key.n, key.k):
+        return config
+    raise LookupError(f"no row of {' or '.join(names)} matches {key}")
+
+
+def read(path: pathlib.Path) -> list[tuple[Row, dict]]:
+    """Every row of a table, and its cells.  Raises ValueError, in one line, where there is a mistake."""
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        needed = [*Key._fields, "block_m", "block_n", "block_k"]
+        if missing := [c for c in needed if c not in (reader.fieldnames or ())]:
+            raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
+        return [(parse(cells, f"{path}, line {reader.line_num}"), cells) for cells in reader]
+
+
+def parse(cells: dict, where: str) -> Row:
+    if None in cells or None in cells.values():
+        raise ValueError(f"{where}: a row has as many cells as there are columns")
+    numbers = {}
+    for column in (*Key._fields[1:], *FIELDS):
+        text = cells.get(column, "")
+        if text and not text.isdecimal():
+            raise ValueError(f"{where}: {column} is {text!r}; it must be a whole number or empty")
+        if text:
+            numbers[column] = int(text)
+    if cells["op"] not in OPS:
+        raise ValueError(f"{where}: op is {cells['op']!r}; known: {', '.join(OPS)}")
+    for column in ("bits", "block_m", "block_n", "block_k"):
+        if not numbers.get(column):
+            raise ValueError(f"{where}: {column} is {cells[column]!r}; it must be at least 1")
+    key = Key(cells["op"], *(numbers.get(column) for column in Key._fields[1:]))
+    config = Config(**{column: numbers[column] for column in FIELDS if column in numbers})
+    if not is_legal(key.op, config):
+        raise ValueError(f"{where}: {key.op} has no tile {config}")
+    return Row(key, config)
+
+
+def write(path: pathlib.Path, new: Iterable[dict]) -> None:
+    """Add rows, dicts with COLUMNS, to a table, which need not be there; one with an old key replaces it.
+
+    The most specific comes first, as the first that matches is taken.
+    """
+    old = read(path) if path.exists() and path.stat().st_size else []
+    if old and list(old[0][1]) != COLUMNS:
+        raise ValueError(f"{path} has other columns: {', '.join(old[0][1])}")
+    rows = {row.key: cells for row, cells in old}
+    for cells in new:
+        cells = {column: str(cells[column]) for column in COLUMNS}
+        rows[parse(cells, str(path)).key] = cells
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    with open(draft, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows, key=specific_first))
+    draft.replace(path)
+    load.cache_clear()
+    find.cache_clear()
+
+
+def specific_first(key: Key) -> tuple:
+    cells = (key.n, key.k, key.rows)
+    return key.op, key.bits, cells.count(None), *((cell is None, cell or 0) for cell in cells)
