@@ -1,4 +1,4 @@
-"""The command `moe-aiter`: info, train, plot, bench."""
+"""The command `moe-aiter`: info, train, plot, bench, tune."""
 
 import argparse
 import dataclasses
@@ -15,6 +15,7 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
     "train": ("moe_aiter.training.command", "train a byte-level language model with MoE layers"),
     "plot": ("moe_aiter.training.plots", "draw the loss curves of several runs in one picture"),
     "bench": ("moe_aiter.bench", "measure the layer"),
+    "tune": ("moe_aiter.bench.tune", "measure the tiles of each kernel, and write this GPU's table"),
 }
 
 

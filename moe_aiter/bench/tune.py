@@ -1,0 +1,244 @@
+"""`moe-aiter tune`: measure a few configurations of each kernel, and write what wins into this GPU's table.
+
+A candidate has to compute what the default computes, and to be clearly faster.  All of them run in turn, from
+CUDA graphs so that the host's time is not in theirs, each with nothing in the L2 cache.
+A table knows sizes and not activations: every shape is measured with SwiGLU, without biases.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from .. import tuning
+from ..backend import IMPLS, ORDER, runs
+from ..kernels.sort import sort_by_expert
+from ..tuning import Config
+from ..tuning.candidates import OPS, candidates
+from ..tuning.table import TABLES, Key, read, write
+from . import count
+from .layer import git_commit, triton_version
+from .shapes import GROUPS, SHAPES, Shape, named
+from .timing import L2_BYTES
+
+FASTER = 0.97  # of the default's time
+CLOSE = 2e-3  # relative distance from the default's result; rounding to bfloat16 alone is 1.7e-3 from exact
+COMPILE, FLUSH, RATE = 1.5, 1e-4, 5e14  # s for a configuration, s before a run, FLOP/s: for the estimate
+DEFAULT = ["A", "B", "C", "D", "E"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = f"of {', '.join(SHAPES)}; or a group: {', '.join(GROUPS)}"
+    parser.add_argument("--shape", nargs="+", choices=[*SHAPES, *GROUPS], metavar="NAME", help=names)
+    parser.add_argument("--tokens", nargs="+", type=count, metavar="T", help="in place of the shape's own")
+    parser.add_argument(
+        "--op",
+        nargs="+",
+        choices=OPS,
+        metavar="OP",
+        help=f"default: those that run here; of {', '.join(OPS)}",
+    )
+    parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="default: the table of this GPU")
+    parser.add_argument("--reps", type=count, default=15, metavar="N", help="timed runs of each; default 15")
+
+
+@dataclasses.dataclass
+class Product:
+    """One launch of a training step: an implementation, its outputs and its inputs."""
+
+    name: str
+    launch: Callable
+    out: Tensor | tuple[Tensor, ...]
+    inputs: tuple
+    flops: int
+
+    def run(self) -> None:
+        self.launch(self.out, *self.inputs)
+
+    def outs(self) -> tuple[Tensor, ...]:
+        return self.out if isinstance(self.out, tuple) else (self.out,)
+
+    def key(self) -> Key:
+        """What its launcher looks up, found by a run."""
+        keys: list[Key] = []
+        with tuning.choose(keys.append):
+            self.run()
+        return keys[0]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Tune every shape asked for; 1 if a candidate was wrong, 2 if nothing can be measured."""
+    if not torch.cuda.is_available():
+        return refuse("there is no GPU that torch can use")
+    gpu = torch.cuda.get_device_name()
+    out = args.out or TABLES / f"{tuning.gpu_table(gpu)}.csv"
+    try:
+        write(out, [])  # a table that cannot be written shows now, not after the measurement
+        read(out)
+    except ValueError as error:
+        return refuse(str(error))
+    where = {"gpu": gpu, "torch": torch.__version__, "triton": triton_version(), "commit": git_commit()}
+    where["date"] = datetime.date.today().isoformat()
+    print(", ".join(f"{k} {v}" for k, v in where.items()), f"-> {out}")
+    wrong = 0
+    for name in named(args.shape or DEFAULT):
+        for tokens in args.tokens or [SHAPES[name].num_tokens]:
+            shape = dataclasses.replace(SHAPES[name], num_tokens=tokens)
+            print(f"\nshape {name}: T, H, I, E, k = {shape}")
+            wrong += tune_shape(shape, args.op, args.reps, lambda row: write(out, [row | where]))
+            torch.cuda.empty_cache()
+    return int(wrong > 0)
+
+
+def refuse(mistake: str) -> int:
+    print(f"moe-aiter tune: error: {mistake}", file=sys.stderr)
+    return 2
+
+
+def tune_shape(shape: Shape, ops: list[str] | None, reps: int, save: Callable[[dict], None]) -> int:
+    """Tune each product of one shape, and print a line of it; how many candidates were wrong."""
+    found = [(p, p.key()) for p in products(shape, torch.device("cuda"), torch.bfloat16, bool(ops))]
+    found = [(p, key) for p, key in found if not ops or key.op in ops]
+    work = [(p, len({tuning.default(key), *candidates(key.op)})) for p, key in found]
+    total = sum(n for _, n in work)
+    seconds = sum(n * reps * (p.flops / RATE + FLUSH) for p, n in work)
+    print(f"{total} configurations: about {seconds:.0f} s, and up to {COMPILE * total:.0f} s of compiling")
+    print(f"{'op':<24} {'product':<10} {'rows, n, k':<20} {'default us':>10} {'best us':>9}  choice")
+    wrong = 0
+    for product, key in found:
+        default = tuning.default(key)
+        good, bad = check(product, [default, *(c for c in candidates(key.op) if c != default)])
+        wrong += len(bad)
+        times = measure(product, good, reps)
+        choice = pick(default, times)
+        save(key._asdict() | dataclasses.asdict(choice) | figures(default, choice, times))
+        sizes = f"{key.rows}, {key.n}, {key.k}"
+        kept = " (default)" if choice == default else ""
+        us, best = times[default], min(times.values())
+        print(
+            f"{key.op:<24} {product.name:<10} {sizes:<20} {us:10.1f} {best:9.1f}  {choice}{kept}", flush=True
+        )
+        for config in bad:
+            print(f"WRONG, left out: {key.op} {config}")
+    return wrong
+
+
+def pick(default: Config, times: dict[Config, float]) -> Config:
+    """The fastest, if it is clearly faster than the default."""
+    best = min(times, key=times.__getitem__)
+    return best if times[best] <= FASTER * times[default] else default
+
+
+def figures(default: Config, choice: Config, times: dict[Config, float]) -> dict:
+    return {"us": f"{times[choice]:.1f}", "default_us": f"{times[default]:.1f}"}
+
+
+def check(product: Product, configs: list[Config]) -> tuple[list[Config], list[Config]]:
+    """Those that compute what the first computes, and those that do not.  What does not fit is in neither."""
+    from triton.runtime.errors import OutOfResources
+
+    good, bad, expected = [], [], None
+    for config in configs:
+        for out in product.outs():
+            out.fill_(float("nan"))
+        try:
+            with tuning.choose(lambda key, config=config: config):
+                product.run()
+        except OutOfResources:
+            if expected is None:
+                raise
+            continue
+        if expected is None:
+            expected = [out.clone() for out in product.outs()]
+            if any(out.isnan().any() for out in expected):
+                raise RuntimeError(f"{product.name}: NaN in the result of the default, {config}")
+        right = all(is_close(got, want) for got, want in zip(product.outs(), expected, strict=True))
+        (good if right else bad).append(config)
+    return good, bad
+
+
+def is_close(got: Tensor, want: Tensor) -> bool:
+    """Within CLOSE in the Frobenius norm, in parts, since a copy in float32 might not fit."""
+    parts = zip(got.flatten().split(2**26), want.flatten().split(2**26), strict=True)
+    sums = [torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()]) for a, b in parts]
+    error, size = torch.stack(sums).double().sum(0).tolist()
+    return error <= CLOSE**2 * size
+
+
+def measure(product: Product, configs: list[Config], reps: int) -> dict[Config, float]:
+    """The median of each in microseconds; in every round another one is the first."""
+    flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    graphs = [capture(product, config) for config in configs]
+    events: list[list] = [[] for _ in configs]
+    for round in range(reps):
+        for i in range(len(configs)):
+            turn = (i + round) % len(configs)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            graphs[turn].replay()
+            end.record()
+            events[turn].append((start, end))
+        torch.cuda.synchronize()
+    return {
+        config: 1e3 * statistics.median(start.elapsed_time(end) for start, end in pairs)
+        for config, pairs in zip(configs, events, strict=True)
+    }
+
+
+def capture(product: Product, config: Config) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with tuning.choose(lambda key: config), torch.cuda.graph(graph):
+        product.run()
+    return graph
+
+
+def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool) -> Iterable[Product]:
+    """The products of a training step on ragged routing, on the tier that runs them; on all where `every`."""
+    tiers = [b for b in ORDER[device.type] if b in ("hopper", "triton")]
+    for name, op, weights, out, inputs in step(shape, device, dtype):
+        there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], *inputs)]
+        for launch in there if every else there[:1]:
+            yield Product(name, launch, out, inputs, weights * shape.forward_flops // 3)
+
+
+def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
+    """(name, op, products of H x I weights, outputs, inputs) of each launch."""
+    T, H, width, E, k = shape.sizes
+    R, f32 = T * k, torch.float32
+
+    def normal(*size: int, fan_in: int = 1) -> Tensor:
+        return torch.randn(size, device=device, dtype=dtype).mul_(fan_in**-0.5)
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(size, device=device, dtype=dtype)
+
+    torch.manual_seed(0)
+    scores = torch.randn(T, E, device=device).softmax(1)
+    weights, expert_ids = scores.topk(k)
+    order, rank, sizes = plan = sort_by_expert(expert_ids, E)
+    x, dout, z, dz, sa = (
+        normal(T, H),
+        normal(T, H),
+        normal(R, 2 * width),
+        normal(R, 2 * width),
+        normal(R, width),
+    )
+    gate_up, down = normal(E, 2 * width, H, fan_in=H), normal(E, H, width, fan_in=width)
+    rows, act = empty(R, H), ("swiglu", False, True)
+    new_z, new_a = empty(R, 2 * width), empty(R, width)
+    grad = new_z, new_a, empty(T, k, dtype=f32)
+    return [
+        ("up", "expert_up", 2, (new_z, new_a), (x, gate_up, None, *plan, *act, None)),
+        ("down", "gmm", 1, rows, (sa, down.mT, sizes, None)),
+        ("dz", "expert_down_grad", 1, grad, (dout, z, down, weights, *plan, *act)),
+        ("dx", "gmm", 2, rows, (dz, gate_up, sizes, None)),
+        ("ddown", "tgmm", 1, empty(E, H, width), (dout, sa, sizes, order, k, False)),
+        ("dgate_up", "tgmm", 2, empty(E, 2 * width, H), (x, dz, sizes, order, k, True)),
+    ]

@@ -1,0 +1,170 @@
+"""`moe-aiter tune`: what it compares, what it keeps, and what it says where it cannot measure."""
+
+import csv
+
+import pytest
+import torch
+
+from moe_aiter import cli, tuning
+from moe_aiter.bench import tune
+from moe_aiter.bench.shapes import SHAPES
+from moe_aiter.config import interpret
+from moe_aiter.tuning.candidates import candidates, rule
+from moe_aiter.tuning.table import COLUMNS, Key, read
+
+USUAL, *OTHERS = candidates("hopper_gmm")
+KEY = Key("hopper_gmm", 16, 8, 64, 1024)  # whose default is USUAL
+TOY = ("--shape", "toy")
+
+
+def run(*argv):
+    return cli.main(["tune", *map(str, argv)])
+
+
+class Fake:
+    """A product on the CPU that computes 1 under every configuration but `wrong`."""
+
+    def __init__(self, wrong=None, nan=None, unfit=None):
+        self.asked, self.wrong, self.nan, self.unfit = [], wrong, nan, unfit
+
+    def __call__(self, out, *inputs):
+        from triton.runtime.errors import OutOfResources
+
+        self.asked.append(tuning.lookup(KEY.op, torch.bfloat16, 64, KEY.n, KEY.k, 8))
+        if self.asked[-1] == self.unfit:
+            raise OutOfResources(300, 227, "shared memory")
+        out.fill_(1 if self.asked[-1] != self.wrong else 1.01)
+        if self.asked[-1] == self.nan:
+            out[0] = float("nan")
+
+    def product(self):
+        return tune.Product("down", self, torch.empty(64), (), 1000)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A GPU by name, on which the product of `fake` is all that a step has, and the third candidate wins."""
+    fake = Fake()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA Test")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(tuning, "default", lambda key: rule(key.op, key.n, key.k))
+    monkeypatch.setattr(tuning, "tables", lambda device: ("none",))
+    if not interpret:
+        import triton
+
+        monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
+    monkeypatch.setattr(tune, "products", lambda *_: [fake.product()])
+    times = dict(zip(candidates(KEY.op), (120.0, 110, 50, 100, 99, 98), strict=True))
+    monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
+    return fake
+
+
+class FakeDriver:
+    def get_current_device(self):
+        return 0
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run() == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "moe-aiter tune: error: there is no GPU that torch can use\n")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--shape nowhere", "invalid choice: 'nowhere'"),
+        ("--op matmul", "invalid choice: 'matmul'"),
+        ("--reps 0", "0 is less than 1"),
+        ("--tokens 0", "0 is less than 1"),
+    ],
+)
+def test_wrong_flags(flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(*flags.split())
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text, message", [("op,bits\n1,2\n", "lacks the columns"), (None, "Is a directory")])
+def test_a_bad_table_is_refused_before_anything_is_measured(text, message, fake, tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_text(text) if text else path.mkdir()
+    assert run("--out", path) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe-aiter tune: error: ") and message in err and err.count("\n") == 1
+    assert not fake.asked
+
+
+def test_rows_and_what_is_printed(fake, tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    for tokens in ((), ("--tokens", 8)):
+        assert run(*TOY, *tokens, "--out", path) == 0
+    out = capsys.readouterr().out
+    assert "T, H, I, E, k = 8, 32, 24, 5, 2" in out and "6 configurations: about 0 s, and up to 9 s" in out
+    assert f"50.0  {candidates(KEY.op)[2]}" in out
+    assert set(fake.asked) == set(candidates(KEY.op))
+    ((row, cells),) = read(path)  # both shapes have that key
+    assert row.key == KEY and row.config == candidates(KEY.op)[2] and list(cells) == COLUMNS
+    assert (cells["us"], cells["default_us"], cells["gpu"]) == ("50.0", "120.0", "NVIDIA Test")
+    assert all(cells[column] for column in COLUMNS)
+
+
+@pytest.mark.parametrize("op, lines", [("hopper_gmm", 1), ("gmm", 0)])
+def test_only_the_ops_asked_for(op, lines, fake, tmp_path):
+    assert run(*TOY, "--op", op, "--out", tmp_path / "t.csv") == 0
+    assert len(read(tmp_path / "t.csv")) == lines
+
+
+def test_a_wrong_candidate_is_left_out_and_fails_the_command(fake, tmp_path, capsys):
+    fake.wrong = OTHERS[0]
+    assert run(*TOY, "--out", tmp_path / "t.csv") == 1
+    assert f"WRONG, left out: hopper_gmm {fake.wrong}" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_left_out(fake):
+    fake.unfit = OTHERS[0]
+    good, bad = tune.check(fake.product(), [USUAL, *OTHERS])
+    assert good == [USUAL, *OTHERS[1:]] and not bad
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nan(place, fake):
+    """In a candidate's result it is wrong; in the default's it ends the command."""
+    fake.nan = (USUAL, *OTHERS)[place]
+    if place:
+        assert tune.check(fake.product(), [USUAL, *OTHERS])[1] == [fake.nan]
+    else:
+        with pytest.raises(RuntimeError, match="down: NaN in the result of the default"):
+            tune.check(fake.product(), [USUAL, *OTHERS])
+
+
+@pytest.mark.parametrize("us, choice", [(98, USUAL), (97, OTHERS[0]), (200, USUAL)])
+def test_the_default_stays_unless_another_is_clearly_faster(us, choice):
+    assert tune.pick(USUAL, {USUAL: 100, OTHERS[0]: us, OTHERS[1]: 99}) == choice
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
+def test_a_step_on_the_portable_tier():
+    found = list(tune.products(SHAPES["toy"], torch.device("cpu"), torch.float16, True))
+    keys = [product.key() for product in found]
+    assert [key.op for key in keys] == ["up", "gmm", "down_grad", "gmm", "tgmm_gather", "tgmm_gather"]
+    assert [(key.n, key.k) for key in keys] == [(48, 32), (32, 24), (24, 32), (32, 48), (24, 32), (48, 32)]
+    other = tuning.Config(32, 32, 16)
+    for product in found:
+        assert tune.check(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["gmm", "hopper_gmm", "hopper_tgmm"])
+def test_on_a_gpu(op, tmp_path, capsys):
+    if op.startswith("hopper") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    path = tmp_path / "t.csv"
+    assert run("--shape", "E", "--tokens", 256, "--op", op, "--reps", 3, "--out", path) == 0
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 and all(row["op"] == op and float(row["us"]) > 0 for row in rows)
