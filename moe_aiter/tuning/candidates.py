@@ -32,20 +32,20 @@ def hopper(block_n: int, num_stages: int, store_n: int) -> Config:
     return Config(128, block_n, 64, num_stages=num_stages, store_n=store_n)
 
 
-# first the usual one; then, of those that have it, the one for short sums or narrow outputs
+# the first is the usual one
 HOPPER_TILES = {
-    "hopper_up": (hopper(256, 3, 64), hopper(256, 4, 32), hopper(128, 5, 64)),
-    "hopper_up_plain": (hopper(256, 3, 32), hopper(256, 4, 32), hopper(128, 5, 32)),
+    "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
+    "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_down_grad": (hopper(256, 3, 64), hopper(128, 4, 64)),
     "hopper_down_grad_frozen": (hopper(256, 3, 32),),
     "hopper_down_grad_long": (hopper(128, 3, 64), hopper(128, 4, 64)),
     "hopper_down_grad_long_frozen": (hopper(128, 3, 32),),
     "hopper_down_grad_oai": (hopper(256, 3, 32),),
-    "hopper_tgmm": (hopper(256, 3, 128), hopper(256, 4, 128), hopper(256, 3, 256)),
-    "hopper_tgmm_accumulate": (hopper(256, 3, 32), hopper(256, 3, 64)),
+    "hopper_tgmm": (hopper(256, 4, 128), hopper(256, 3, 128), hopper(256, 3, 256)),
+    "hopper_tgmm_accumulate": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(256, 3, 64)),
 }
-SHORT = {"hopper_gmm": ("k", 512), "hopper_up": ("n", 1024), "hopper_up_plain": ("n", 512)}  # up to here
+SHORT_K = {"hopper_gmm": 512}  # the sums up to which the second is better
 
 WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
@@ -76,11 +76,10 @@ def is_legal(op: str, config: Config) -> bool:
 def rule(op: str, n: int, k: int) -> Config | None:
     """The choice of a Hopper kernel where no table has one.
 
-    One more stage where the sum or the output is short, and its epilogue often.  Where one expert's 16-bit
-    weight fits in L2, no row tiles need to walk the columns together.
+    One more stage where the sum is short, and the epilogue often.  Where one expert's 16-bit weight fits in L2,
+    no row tiles need to walk the columns together.
     """
     if op not in HOPPER_TILES:
         return None
-    axis, limit = SHORT.get(op, ("k", 0))
-    tile = HOPPER_TILES[op][{"n": n, "k": k}[axis] <= limit]
+    tile = HOPPER_TILES[op][k <= SHORT_K.get(op, 0)]
     return dataclasses.replace(tile, group_m=WALKS[2 * k * n > BIG_WEIGHT])
