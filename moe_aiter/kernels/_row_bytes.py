@@ -28,7 +28,7 @@ def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
     """The most bytes for the rows of Y and for those of dX, for as many chunks as asked, or by the rule.
 
     Without gradients, the rows may take as much as if there were all of them: what a layer's training
-    fits in is enough.  Without a comparison of sizes, which a compiler may not know.
+    fits in is enough.  Sizes that a compiler does not know are compared by `max` alone, which it can record.
     """
     (T, H), (_, width, _), R, size = i.x.shape, i.gate_up.shape, i.order.shape[0], i.x.element_size()
 
@@ -49,7 +49,7 @@ def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
     forward = out + a + (z if i.save_z else 0)
     early = out + z + gradient(i.down, i.down_main_grad)
     late = early + gradient(i.x)
-    rest = torch.sym_max(forward, early + (a if wanted(i.down) else 0))
-    rest = torch.sym_max(rest, late + gradient(i.gate_up, i.gate_up_main_grad))
+    rest = max(forward, early + (a if wanted(i.down) else 0))
+    rest = max(rest, late + gradient(i.gate_up, i.gate_up_main_grad))
     limit = rest + rest // SLACK
-    return torch.sym_max(limit - forward, in_chunks(MOST)), torch.sym_max(limit - late, in_chunks(MOST))
+    return max(limit - forward, in_chunks(MOST)), max(limit - late, in_chunks(MOST))

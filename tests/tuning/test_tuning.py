@@ -7,7 +7,7 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.tuning import table
-from moe_aiter.tuning.candidates import HOPPER_TILES, OPS, SHORT, candidates, is_legal, rule
+from moe_aiter.tuning.candidates import HOPPER_TILES, OPS, SHORT_K, candidates, is_legal, rule
 from moe_aiter.tuning.table import COLUMNS, TABLES, Key, Row, find, load, read, write
 
 HEAD = "op,bits,rows,n,k,block_m,block_n,block_k,group_m,num_warps,num_stages,store_n\n"
@@ -86,7 +86,7 @@ def test_candidates_are_few_and_legal():
         found = candidates(op)
         assert 2 <= len(set(found)) == len(found) <= 6
         assert all(is_legal(op, config) for config in found)
-    assert all(len(HOPPER_TILES[op]) > 1 for op in SHORT)
+    assert all(len(HOPPER_TILES[op]) > 1 for op in SHORT_K)
     for op in HOPPER_TILES:
         assert {rule(op, n, k) for n in (64, 2**15) for k in (64, 2**15)} <= set(candidates(op))
 
