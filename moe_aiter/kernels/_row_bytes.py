@@ -14,7 +14,6 @@ The rows may lift the highest of these by an eighth.  With T 24576, H 1536, I 25
 624 MiB; Y or dX in one piece are 576, and would lift it to 1008; in 2 and 3 chunks to 648.
 """
 
-import torch
 from torch import Tensor
 
 from ._expert_inputs import ExpertInputs, needs_grad

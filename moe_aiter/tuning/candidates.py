@@ -76,8 +76,8 @@ def is_legal(op: str, config: Config) -> bool:
 def rule(op: str, n: int, k: int) -> Config | None:
     """The choice of a Hopper kernel where no table has one.
 
-    One more stage where the sum is short, and the epilogue often.  Where one expert's 16-bit weight fits in L2,
-    no row tiles need to walk the columns together.
+    One more stage where the sum is short, and the epilogue often.  Where one expert's 16-bit weight fits in
+    L2, no row tiles need to walk the columns together.
     """
     if op not in HOPPER_TILES:
         return None
