@@ -13,6 +13,8 @@ TABLES = {  # title: the figures of a cell
     "Share of the roofline in percent, forward / step": ("forward_roofline", "step_roofline"),
     "MiB, held after forward / peak over forward and backward": ("held_mib", "peak_mib"),
 }
+MARK = " \\*"
+EARLIER = "\\* of an earlier run, perhaps on another machine, which differ by 10 %: compare within a run\n"
 ORDER = {name: i for i, name in enumerate(SHAPES)}
 IN_TABLE = {name: group for group in ("paper", "models", "tokens") for name in GROUPS[group]}
 
@@ -46,7 +48,7 @@ def replaced(text: str, tables: str) -> str:
 
 
 def figures(source: pathlib.Path) -> list[dict]:
-    """The rows of the last run of each device, dtype, routing and shape."""
+    """The last row of each contender for each device, dtype, routing and shape."""
     with open(source, newline="") as file:
         rows = newest(list(csv.DictReader(file)))
     if not rows:
@@ -66,6 +68,8 @@ def report(rows: list[dict]) -> str:
             if group != "tokens":
                 parts.append(f"**{device}**, {dtype}{skewed} ({versions(part)})\n")
                 parts += [table for title in TABLES if (table := written_table(title, part))]
+                if any(earlier(part)):
+                    parts.append(EARLIER)
     parts += [f"![{plot.title}](docs/{name})\n" for name, plot in PLOTS.items() if lines_of(rows, plot)]
     return "\n".join(parts)
 
@@ -80,9 +84,15 @@ def kind(row: dict) -> tuple[str, str, str]:
 
 
 def newest(rows: list[dict]) -> list[dict]:
-    last = {(*kind(r), r["shape"]): (r["date"], r["commit"]) for r in rows}
-    rows = [r for r in rows if last[(*kind(r), r["shape"])] == (r["date"], r["commit"])]
-    return list({(*kind(r), r["shape"], r["contender"]): r for r in rows}.values())
+    """In the order of the file, so that the rows of the last run come last."""
+    last = {(*kind(r), r["shape"], r["contender"]): i for i, r in enumerate(rows)}
+    return [rows[i] for i in sorted(last.values())]
+
+
+def earlier(rows: list[dict]) -> list[bool]:
+    """Whether each row is of an earlier run than the last one of its shape."""
+    last = {r["shape"]: (r["date"], r["commit"]) for r in rows}
+    return [(r["date"], r["commit"]) != last[r["shape"]] for r in rows]
 
 
 def versions(rows: list[dict]) -> str:
@@ -98,10 +108,19 @@ def written_table(title: str, rows: list[dict]) -> str:
     shapes = {r["shape"]: r for r in sorted(rows, key=lambda r: ORDER.get(r["shape"], len(ORDER)))}
     table = [[title, *(f"{name} ({sizes(row)})" for name, row in shapes.items())]]
     table.append(["---"] * len(table[0]))
-    for contender, theirs in grouped(rows, lambda r: r["contender"]):
-        by_shape = {r["shape"]: r for r in theirs}
-        table.append([contender, *(cell(by_shape[n], columns) if n in by_shape else "" for n in shapes)])
+    cells = {
+        (r["contender"], r["shape"]): text + MARK * old
+        for r, old in zip(rows, earlier(rows), strict=True)
+        if (text := cell(r, columns))
+    }
+    for contender in sorted(dict.fromkeys(name for name, _ in cells), key=place):
+        table.append([contender, *(cells.get((contender, name), "") for name in shapes)])
     return "".join(f"| {' | '.join(row)} |\n" for row in table)
+
+
+def place(contender: str) -> tuple[bool, bool]:
+    """Ours before peers, and whole layers before experts alone."""
+    return "moe_aiter" not in contender, not contender.startswith("layer")
 
 
 def sizes(row: dict) -> str:

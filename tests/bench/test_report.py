@@ -28,7 +28,7 @@ def row(**cells):
     return dict.fromkeys(layer.FIELDS, "") | shape | cells
 
 
-def test_the_report_takes_the_last_run(tmp_path):
+def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
     path, document = tmp_path / "layer.csv", tmp_path / "README.md"
     cells = {
         "forward_tflops": "1.234",
@@ -38,7 +38,8 @@ def test_the_report_takes_the_last_run(tmp_path):
         "peak_mib": "20.9",
     }
     rows = [
-        row(commit="old", shape="A", contender="gone", **cells),
+        row(commit="older", shape="A", contender="peer", forward_tflops="9", step_ms="5", step_tflops="9"),
+        row(commit="old", shape="A", contender="peer", **cells),
         row(commit="new", shape="A", contender="layer", **cells),
         row(commit="new", shape="B", contender="wrong", error="0.3"),
     ]
@@ -47,7 +48,8 @@ def test_the_report_takes_the_last_run(tmp_path):
     assert run("report", "--csv", path, "--readme", document) == 0
     text = document.read_text()
     assert text.startswith("head\n") and text.endswith("tail\n")
-    assert "stale" not in text and "gone" not in text and "commit new" in text
+    assert "stale" not in text and "older" not in text and "commit new" in text
+    assert r"| peer | – / 1.2 / 123 \* |  |" in text and r"\* of an earlier run" in text
     assert "| layer | – / 1.2 / 123 |  |" in text and "| layer | 10 / 21 |  |" in text
     assert "| wrong |  | error 0.3 |" in text
     once = text
