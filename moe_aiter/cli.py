@@ -60,6 +60,7 @@ def info() -> int:
 
     from .config import PREFIX, settings
     from .kernels import _host
+    from .kernels.hopper import is_hopper
 
     packages = ("moe-aiter", "torch", "triton", "numpy", "einops")
     versions = {name: version(name) for name in packages}
@@ -72,7 +73,8 @@ def info() -> int:
     triton = "ready" if gpus else "installed, but there is no GPU"
     if importlib.util.find_spec("triton") is None:
         triton = "not installed"
-    print_table("backends", {"triton": triton, "host (C++)": built, "torch": "ready"})
+    hopper = "ready" if any(is_hopper(torch.device(gpu)) for gpu in gpus) else "no H100 or H200 here"
+    print_table("backends", {"hopper": hopper, "triton": triton, "host (C++)": built, "torch": "ready"})
     print_table("settings", {PREFIX + k.upper(): v for k, v in dataclasses.asdict(settings).items()})
     return 0
 
