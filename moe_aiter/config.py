@@ -27,8 +27,12 @@ class Settings:
         known = {f.name: f for f in dataclasses.fields(cls)}
         given = {k.removeprefix(PREFIX).lower(): v for k, v in env.items() if k.startswith(PREFIX)}
         if unknown := given.keys() - known.keys():
-            raise ValueError(f"unknown setting {sorted(unknown)}; known: {sorted(known)}")
+            raise ValueError(f"unknown settings {variables(unknown)}; known: {variables(known)}")
         return cls(**{k: parse(k, v, known[k].type) for k, v in given.items()})
+
+
+def variables(names: typing.Iterable[str]) -> str:
+    return ", ".join(PREFIX + name.upper() for name in sorted(names))
 
 
 def parse(name: str, text: str, kind: type):

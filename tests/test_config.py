@@ -42,7 +42,7 @@ def test_switches(text, value):
             "MOE_AITER_BACKEND is 'cuda'; it takes auto, hopper, triton, host, torch",
         ),
         ("MOE_AITER_LOG_LEVEL", "loud", "MOE_AITER_LOG_LEVEL is 'loud'; it takes DEBUG"),
-        ("MOE_AITER_DEBGU", "1", r"unknown setting \['debgu'\]; known: .*'debug'"),
+        ("MOE_AITER_DEBGU", "1", "unknown settings MOE_AITER_DEBGU; known: .*MOE_AITER_DEBUG"),
     ],
 )
 def test_a_wrong_setting_is_an_error(variable, text, message):
@@ -62,4 +62,4 @@ def test_a_typo_stops_the_import():
         capture_output=True,
         text=True,
     )
-    assert done.returncode != 0 and "unknown setting ['bakcend']" in done.stderr
+    assert done.returncode != 0 and "unknown settings MOE_AITER_BAKCEND" in done.stderr
