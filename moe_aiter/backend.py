@@ -86,8 +86,9 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
         usable = backend in order or backend == "torch"
         if impl is not None and usable and runs(impl, x, *rest):
             return impl
+    there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
     raise LookupError(
-        f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; it has {sorted(impls)}"
+        f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}"
     )
 
 

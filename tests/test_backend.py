@@ -97,16 +97,13 @@ def test_auto_takes_the_first_that_can():
 def test_forced_never_falls_back():
     with use("host"), pytest.raises(LookupError) as caught:
         half_op(torch.ones(2, dtype=torch.float64))
-    assert str(caught.value) == f"{NAME}: no host backend for torch.float64 on cpu; it has ['host', 'torch']"
+    assert str(caught.value) == f"{NAME}: no host backend for torch.float64 on cpu; there is torch"
     with use("torch"):
         assert pick(NAME, torch.ones(2)) is IMPLS[NAME]["torch"]
 
 
 def test_forcing_what_is_not_there_names_what_is():
-    with (
-        use("triton"),
-        pytest.raises(LookupError, match=r"no triton backend .*; it has \['host', 'torch'\]"),
-    ):
+    with use("triton"), pytest.raises(LookupError, match="no triton backend .*; there is host, torch"):
         half_op(torch.ones(2))
 
 
