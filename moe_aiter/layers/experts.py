@@ -102,7 +102,8 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
         rest = f"bias={self.down_bias is not None}, interleaved={self.interleaved}"
-        return f"{sizes}, activation={self.activation!r}, {rest}"
+        memory = f"row_chunks={self.row_chunks}, recompute={self.recompute!r}"
+        return f"{sizes}, activation={self.activation!r}, {rest}, {memory}"
 
 
 def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:

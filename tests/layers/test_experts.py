@@ -268,8 +268,8 @@ def test_module_state(device):
     plan = make_plan(expert_ids, E)
     for twin in (copy.deepcopy(experts), torch.load(file, weights_only=False)):
         assert torch.equal(twin(x, routing_weights, plan), experts(x, routing_weights, plan))
-    text = "Experts(6, hidden=12, intermediate=10, activation='swiglu', bias=True, interleaved=False)"
-    assert repr(experts) == text
+    text = "Experts(6, hidden=12, intermediate=10, activation='swiglu', bias=True, interleaved=False"
+    assert repr(experts) == f"{text}, row_chunks=None, recompute='none')"
 
 
 def test_initialised_as_linear_layers_would_be(device):
