@@ -96,8 +96,13 @@ def earlier(rows: list[dict]) -> list[bool]:
 
 
 def versions(rows: list[dict]) -> str:
-    runs = {f"torch {r['torch']}, Triton {r['triton']}, commit {r['commit']}, {r['date']}" for r in rows}
-    return "; ".join(sorted(runs))
+    runs = grouped(rows, lambda r: (r["torch"], r["triton"], r["date"]))
+    commits = {run: ", ".join(sorted({r["commit"] for r in part})) for run, part in runs}
+    texts = (
+        f"torch {torch}, Triton {triton}, commit {commits[torch, triton, date]}, {date}"
+        for torch, triton, date in sorted(commits)
+    )
+    return "; ".join(texts)
 
 
 def written_table(title: str, rows: list[dict]) -> str:
