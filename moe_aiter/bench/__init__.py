@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True, metavar="layer | report")
     layer = commands.add_parser("layer", help="time forward and step of the layer and its peers")
     layer.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
-    names = f"of {', '.join(SHAPES)}; or a group: {', '.join(GROUPS)}"
+    names = (
+        f"of {', '.join(SHAPES)}; or a group: {', '.join(GROUPS)}; A to E on a GPU, cpu on a CPU unless given"
+    )
     layer.add_argument("--shape", nargs="+", choices=[*SHAPES, *GROUPS], metavar="NAME", help=names)
     layer.add_argument(
         "--routing", choices=("normal", "zipf"), default="normal", help="normal logits, or skewed experts"
