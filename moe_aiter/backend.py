@@ -277,7 +277,7 @@ def refuse(name: str) -> Callable:
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """An op means the same under torch.autocast, which would lower the float32 products inside of it."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if not x.is_meta and torch.is_autocast_enabled(device):  # torch knows no autocast of meta tensors
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 

@@ -33,6 +33,7 @@ class MoE(nn.Module):
                experts are one of their total width.  `shared_gate` multiplies its output by
                sigmoid(w . x), as in Qwen2-MoE.
     `bias` gives router, experts and shared expert biases.
+    Another module may take the place of `router`: (T, H) -> Routing, or of `experts`: as `Experts.forward`.
 
     Losses.  With `load_balance_coef` or `z_loss_coef` above 0, in training mode, every gradient is what it
     would be with coef * loss added to the training loss (see `load_balance_loss`, `z_loss`); the output is
@@ -106,14 +107,20 @@ class MoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
         tokens = x.reshape(-1, self.hidden)  # (T, H)
-        balances = self.has_losses() and self.load_balance_coef != 0
-        routing = self.router(tokens, need_scores=return_routing or balances)
+        routing = self.route(tokens, return_routing)
         plan = make_plan(routing.expert_ids, self.num_experts)
         out = self.experts(tokens, self.with_losses(routing, plan), plan)  # (T, H)
         if self.shared is not None:
             out = out + self.shared(tokens)
         out = out.view(x.shape)
         return (out, MoERouting(routing, plan)) if return_routing else out
+
+    def route(self, tokens: Tensor, return_routing: bool) -> Routing:
+        """What the router decides; without scores where nobody asks for them."""
+        if type(self.router).forward is not Router.forward:
+            return self.router(tokens)  # a router of one's own takes the tokens alone
+        balances = self.has_losses() and self.load_balance_coef != 0
+        return self.router(tokens, need_scores=return_routing or balances)
 
     def has_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backend import define_op
+from ..backend import define_op, no_autocast
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
 from ..kernels.route import choose_experts
 
@@ -112,7 +112,7 @@ def backward_logits(ctx, dlogits):
     x, weight = ctx.saved_tensors
     dtype = x.dtype if accumulates(x, weight) else dlogits.dtype
     dx = dweight = dbias = None
-    with torch.autocast(x.device.type, enabled=False):
+    with no_autocast(x):
         rounded = dlogits.to(dtype)
         if ctx.needs_input_grad[0]:
             dx = (rounded @ weight.to(dtype)).to(x.dtype)
