@@ -24,15 +24,15 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
     if not source.exists():
         return refuse(f"there is no {source}; `make bench` writes it")
     text = document.read_text()
-    if BEGIN not in text or END not in text:
-        return refuse(f"{document} lacks {BEGIN} and {END}")
+    if END not in text.partition(BEGIN)[2]:
+        return refuse(f"{document} lacks {BEGIN} and, behind it, {END}")
     try:
         rows = figures(source)
         tables = report(rows)
-    except (KeyError, TypeError, ValueError) as error:
+        draw(rows, document.parent)
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         return refuse(f"{source} is damaged: {type(error).__name__}: {error}")
     document.write_text(replaced(text, tables))
-    draw(rows, document.parent)
     return 0
 
 

@@ -24,13 +24,12 @@ from ..tuning.candidates import OPS, candidates
 from ..tuning.table import TABLES, Key, read, write
 from . import count
 from .layer import git_commit, triton_version
-from .shapes import GROUPS, SHAPES, Shape, named
+from .shapes import DEFAULT, GROUPS, SHAPES, Shape, named
 from .timing import L2_BYTES
 
 FASTER = 0.97  # of the default's time
 CLOSE = 2e-3  # relative distance from the default's result; rounding to bfloat16 alone is 1.7e-3 from exact
 COMPILE, FLUSH, RATE = 1.5, 1e-4, 5e14  # s for a configuration, s before a run, FLOP/s: for the estimate
-DEFAULT = ["A", "B", "C", "D", "E"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     where["date"] = datetime.date.today().isoformat()
     print(", ".join(f"{k} {v}" for k, v in where.items()), f"-> {out}")
     wrong = 0
-    for name in named(args.shape or DEFAULT):
+    for name in named(args.shape or DEFAULT["cuda"]):
         for tokens in args.tokens or [SHAPES[name].num_tokens]:
             shape = dataclasses.replace(SHAPES[name], num_tokens=tokens)
             print(f"\nshape {name}: T, H, I, E, k = {shape}")
@@ -105,6 +104,8 @@ def tune_shape(shape: Shape, ops: list[str] | None, reps: int, save: Callable[[d
     """Tune each product of one shape, and print a line of it; how many candidates were wrong."""
     found = [(p, p.key()) for p in products(shape, torch.device("cuda"), torch.bfloat16, bool(ops))]
     found = [(p, key) for p, key in found if not ops or key.op in ops]
+    if idle := sorted({*(ops or ())} - {key.op for _, key in found}):
+        print(f"nothing here runs {', '.join(idle)}")
     work = [(p, len({tuning.default(key), *candidates(key.op)})) for p, key in found]
     total = sum(n for _, n in work)
     seconds = sum(n * reps * (p.flops / RATE + FLUSH) for p, n in work)

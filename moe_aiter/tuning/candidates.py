@@ -69,7 +69,11 @@ def candidates(op: str) -> tuple[Config, ...]:
 
 
 def is_legal(op: str, config: Config) -> bool:
-    """Whether a table may name `config`: a Hopper kernel has no other tiles than those, in any walk."""
+    """Whether a table may name `config`: Triton wants powers of two, and a Hopper kernel has no other tiles
+    than those, in any walk."""
+    powers = config.block_m, config.block_n, config.block_k, config.num_warps
+    if min(config.group_m, config.num_stages) < 1 or any(n.bit_count() != 1 for n in powers):
+        return False
     return op in PORTABLE or dataclasses.replace(config, group_m=1) in HOPPER_TILES[op]
 
 

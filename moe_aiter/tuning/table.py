@@ -69,12 +69,15 @@ def find(names: tuple[str, ...], key: Key) -> Config:
 
 def read(path: pathlib.Path) -> list[tuple[Row, dict]]:
     """Every row of a table, and its cells.  Raises ValueError, in one line, where there is a mistake."""
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        needed = [*Key._fields, "block_m", "block_n", "block_k"]
-        if missing := [c for c in needed if c not in (reader.fieldnames or ())]:
-            raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
-        return [(parse(cells, f"{path}, line {reader.line_num}"), cells) for cells in reader]
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            needed = [*Key._fields, "block_m", "block_n", "block_k"]
+            if missing := [c for c in needed if c not in (reader.fieldnames or ())]:
+                raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
+            return [(parse(cells, f"{path}, line {reader.line_num}"), cells) for cells in reader]
+    except (csv.Error, UnicodeError) as error:
+        raise ValueError(f"{path} is not a table: {error}") from error
 
 
 def parse(cells: dict, where: str) -> Row:

@@ -62,17 +62,31 @@ def test_the_report_says_what_is_missing(tmp_path, capsys):
     document.write_text("no markers\n")
     assert run("report", "--csv", tmp_path / "none.csv", "--readme", document) == 2
     layer.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")])
-    assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 2
-    assert "lacks <!-- bench: begin -->" in capsys.readouterr().err
+    for text in ("no markers\n", f"{report.END}\n{report.BEGIN}\nthe rest\n"):
+        document.write_text(text)
+        assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 2
+        assert "lacks <!-- bench: begin -->" in capsys.readouterr().err
+        assert document.read_text() == text
 
 
-@pytest.mark.parametrize("text", ["", ",".join(layer.FIELDS) + "\n", "a,b\n1,2\n", "\0\n\n"])
+@pytest.mark.parametrize("text", ["", ",".join(layer.FIELDS) + "\n", "a,b\n1,2\n", "\0\n\n", 200_000 * "x"])
 def test_a_damaged_csv_leaves_the_document_alone(text, tmp_path, capsys):
     path, document = tmp_path / "layer.csv", tmp_path / "README.md"
     path.write_text(text)
     document.write_text(f"{report.BEGIN}\nfigures\n{report.END}\n")
     assert run("report", "--csv", path, "--readme", document) == 2
     assert "layer.csv is damaged: " in capsys.readouterr().err
+    assert "figures" in document.read_text()
+
+
+def test_a_damaged_plot_leaves_the_document_alone(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, document = tmp_path / "layer.csv", tmp_path / "README.md"
+    rows = [measured(name, contender="layer") for name in GROUPS["tokens"]]
+    layer.append(path, [*rows[1:], rows[0] | {"step_tflops": "many"}])
+    document.write_text(f"{report.BEGIN}\nfigures\n{report.END}\n")
+    assert run("report", "--csv", path, "--readme", document) == 2
+    assert "layer.csv is damaged: ValueError: could not convert" in capsys.readouterr().err
     assert "figures" in document.read_text()
 
 

@@ -113,9 +113,10 @@ def test_rows_and_what_is_printed(fake, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("op, lines", [("hopper_gmm", 1), ("gmm", 0)])
-def test_only_the_ops_asked_for(op, lines, fake, tmp_path):
+def test_only_the_ops_asked_for(op, lines, fake, tmp_path, capsys):
     assert run(*TOY, "--op", op, "--out", tmp_path / "t.csv") == 0
     assert len(read(tmp_path / "t.csv")) == lines
+    assert ("nothing here runs gmm\n" in capsys.readouterr().out) is (lines == 0)
 
 
 def test_a_wrong_candidate_is_left_out_and_fails_the_command(fake, tmp_path, capsys):

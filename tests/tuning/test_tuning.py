@@ -120,6 +120,11 @@ def test_the_table_of_a_gpu(gpu, name):
         (f"{HEAD}matmul,16,,,,{WIDE}\n", "line 2: op is 'matmul'; known: up, gmm"),
         (f"{HEAD}gmm,,,,,{WIDE}\n", "line 2: bits is ''; it must be at least 1"),
         (f"{HEAD}gmm,16,,,,0,256,64,1,8,3,0\n", "line 2: block_m is '0'; it must be at least 1"),
+        (f"{HEAD}gmm,16,,,,128,256,64,0,8,3,0\n", "line 2: gmm has no tile 128x256x64, 3 stages, 8 w"),
+        (f"{HEAD}gmm,16,,,,128,96,64,1,8,3,0\n", "line 2: gmm has no tile 128x96x64"),
+        (f"{HEAD}gmm,16,,,,{WIDE[:-3]}0,0\n", "line 2: gmm has no tile 128x256x64, 0 stages"),
+        (f"{HEAD}{200_000 * 'x'}\n", "x.csv is not a table: field larger than field limit"),
+        (b"\xff\xfe" + HEAD.encode("utf-16-le"), "x.csv is not a table: 'utf-8' codec can't decode"),
         (f"{HEAD}gmm,16,,\n", "line 2: a row has as many cells as there are columns"),
         (f"{HEAD}gmm,16,,,,{WIDE},1\n", "line 2: a row has as many cells as there are columns"),
         (f"{HEAD}hopper_gmm,16,,,,128,256,64,1,4,5,256\n", "line 2: hopper_gmm has no tile 128x256x64, 5 st"),
@@ -127,7 +132,7 @@ def test_the_table_of_a_gpu(gpu, name):
 )
 def test_a_bad_table_is_refused_in_a_line(text, message, tmp_path):
     path = tmp_path / "x.csv"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError) as error:
         read(path)
     assert message in str(error.value) and "\n" not in str(error.value)
