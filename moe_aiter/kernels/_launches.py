@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 MOST = 1024  # launches that a kernel remembers: steps of many different sizes must not fill the memory
 BY_VALUE = (int, bool, str, type(None))
+ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near memory alone have 32-bit offsets
 
 
 class Remembering(JITFunction):
@@ -46,15 +47,16 @@ class Remembering(JITFunction):
 def launch_key(args: tuple, constants: dict) -> tuple | None:
     """What decides which compiled kernel these arguments need, and a little more; None off the GPU.
 
-    Triton compiles for a tensor's dtype and whether its address is a multiple of 16, for a float's type, for
-    an int's size and divisibility.  A descriptor says its own `launch_key`.
+    Triton compiles for a tensor's dtype and whether its address is a multiple of 16, on AMD also for whether
+    its memory is below 2 GiB, which no other argument need tell; for a float's type; for an int's size and
+    divisibility.  A descriptor says its own `launch_key`.
     """
     key = [torch._C._cuda_getDevice() if torch.cuda.is_initialized() else None]
     for a in args:
         if isinstance(a, Tensor):
             if not a.is_cuda:
                 return None
-            key += a.dtype, a.data_ptr() % 16 == 0
+            key += a.dtype, a.data_ptr() % 16 == 0, ROCM and a.untyped_storage().size() < FAR
         elif isinstance(a, float):
             key.append(float)
         else:

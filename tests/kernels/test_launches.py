@@ -1,5 +1,7 @@
 """A launch that goes past Triton's Python must still be the launch that Triton would have made."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,25 @@ launches = pytest.importorskip("moe_aiter.kernels._launches")
 
 def test_nothing_is_remembered_off_the_gpu():
     assert launches.launch_key((torch.zeros(3), 1), {"BLOCK": 16}) is None
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says so, in memory of so many bytes."""
+
+    is_cuda, nbytes_below = True, 0
+
+    def untyped_storage(self):
+        return SimpleNamespace(size=lambda: self.nbytes_below)
+
+
+@pytest.mark.parametrize("rocm", [False, True])
+def test_on_amd_far_memory_needs_another_kernel(rocm, monkeypatch):
+    """Triton compiles 32-bit offsets for tensors below 2 GiB there, and permute's arguments tell no rows."""
+    monkeypatch.setattr(launches, "ROCM", rocm)
+    x, keys = torch.empty(4).as_subclass(OnGPU), []
+    for x.nbytes_below in (16, 2**31 - 1, 2**31):
+        keys.append(launches.launch_key((x, 1), {"BLOCK": 16}))
+    assert keys[0] == keys[1] and (keys[1] != keys[2]) is rocm
 
 
 def draw(rows, columns, dtype=torch.bfloat16, offset=0):
