@@ -109,3 +109,10 @@ def test_memory_is_bounded(no_debug, monkeypatch):
         launch_unpermute(torch.empty(rows, 64, device="cuda", dtype=x.dtype), x, order, rank, None)
         choose_experts(torch.randn(rows, 8, device="cuda"), 2)
     assert len(route_kernel.launches) <= 8 and len(unpermute_kernel.launches) <= 8
+
+
+@pytest.mark.parametrize("hook, watched", [(None, False), (print, True)])
+def test_a_hook_that_is_no_chain(hook, watched, monkeypatch):
+    assert not launches.is_watched()
+    monkeypatch.setattr(launches.knobs.runtime, "launch_enter_hook", hook)
+    assert launches.is_watched() == watched
