@@ -49,7 +49,7 @@ def bench_layer(args: argparse.Namespace) -> int:
         append(args.out, [])  # a place that cannot be written shows now, not after the measurement
     torch.backends.cuda.matmul.allow_tf32 = False
     dtype, device = getattr(torch, args.dtype), torch.device(kind)
-    where = provenance(device, args)
+    where = provenance(device, args.dtype, args.commit)
     print(", ".join(f"{k} {v}" for k, v in where.items()))
     wrong = False
     for name in named(args.shape or DEFAULT[kind]):
@@ -151,16 +151,16 @@ def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:
     ]
 
 
-def provenance(device: torch.device, args: argparse.Namespace) -> dict:
+def provenance(device: torch.device, dtype: str, commit: str | None = None) -> dict:
     """What the figures were measured with."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": args.commit or git_commit(),
+        "commit": commit or git_commit(),
         "device": name,
         "torch": torch.__version__,
         "triton": triton_version(),
-        "dtype": args.dtype,
+        "dtype": dtype,
     }
 
 
@@ -232,12 +232,12 @@ def widen(path: pathlib.Path) -> None:
         writer.writerows(rows)
 
 
-def append(path: pathlib.Path, rows: list[dict]) -> None:
+def append(path: pathlib.Path, rows: list[dict], fields: list[str] = FIELDS) -> None:
     """Add rows to a CSV, with its header where it is new; four digits say enough."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
         if new:
             writer.writeheader()
         for row in rows:

@@ -34,14 +34,13 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
     """The PASSES of each contender; each round has new inputs, and starts with another contender."""
     measure, flush = measure_cpu, hand_back
     if problem.x.is_cuda:
-        measure, flush = measure_gpu, problem.x.new_empty(L2_BYTES, dtype=torch.int8).zero_
+        measure, flush = measure_gpu, l2_flush(problem.x.device)
     samples: list[list[tuple[float, ...]]] = [[] for _ in contenders]
     slow: set[int] = set()
     for round in range(WARMUP + reps):
         problem.renew(round)
         results = []
-        for i in range(len(contenders)):
-            turn = (i + round) % len(contenders)
+        for turn in turns(len(contenders), round):
             if turn in slow and (round - WARMUP) % SPARSE:
                 continue
             with contenders[turn].context():
@@ -54,6 +53,15 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
             for turn, passes in times.items():
                 samples[turn].append(passes)
     return [dict(zip(PASSES, map(summary, zip(*s, strict=True)), strict=True)) for s in samples]
+
+
+def turns(count: int, round: int) -> list[int]:
+    """Everyone once; in every round another one is the first."""
+    return [(i + round) % count for i in range(count)]
+
+
+def l2_flush(device: torch.device) -> Callable:
+    return torch.empty(L2_BYTES, dtype=torch.int8, device=device).zero_
 
 
 def who_is_slow(contenders: list[Contender], steps: dict[int, float]) -> set[int]:
@@ -86,12 +94,7 @@ def measure_cpu(contender: Contender, problem: Problem, flush: Callable) -> Call
 
 def measure_gpu(contender: Contender, problem: Problem, flush: Callable) -> Callable[[], tuple]:
     marks: list[torch.cuda.Event] = []
-
-    def mark() -> None:
-        marks.append(torch.cuda.Event(enable_timing=True))
-        marks[-1].record()
-
-    run_passes(contender, problem, flush, mark)
+    run_passes(contender, problem, flush, lambda: marks.append(recorded()))
     inference, inferred, start, forward, step = marks
 
     def elapsed() -> tuple:
@@ -99,3 +102,33 @@ def measure_gpu(contender: Contender, problem: Problem, flush: Callable) -> Call
         return inference.elapsed_time(inferred), start.elapsed_time(forward), start.elapsed_time(step)
 
     return elapsed
+
+
+def recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def time_graphs(runs: list[Callable[[], object]], reps: int) -> list[float]:
+    """Microseconds of kernels that have run before: the median of each, with nothing in the L2 cache.
+
+    Each is replayed as a CUDA graph: a small one takes less time than Python needs to launch it.
+    """
+    graphs, flush = [captured(run) for run in runs], l2_flush(torch.device("cuda"))
+    marks: list[list[tuple]] = [[] for _ in runs]
+    for round in range(reps):
+        for turn in turns(len(runs), round):
+            flush()
+            start = recorded()
+            graphs[turn].replay()
+            marks[turn].append((start, recorded()))
+        torch.cuda.synchronize()
+    return [1e3 * summary([start.elapsed_time(end) for start, end in pairs]).median for pairs in marks]
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph

@@ -1,15 +1,13 @@
 """`moe-aiter tune`: measure a few configurations of each kernel, and write what wins into this GPU's table.
 
-A candidate has to compute what the default computes, and to be clearly faster.  All of them run in turn, from
-CUDA graphs so that the host's time is not in theirs, each with nothing in the L2 cache.
+A candidate has to compute what the default computes, and to be clearly faster.  All of them run in turn.
 A table knows sizes and not activations: every shape is measured with SwiGLU, without biases.
 """
 
 import argparse
 import dataclasses
-import datetime
+import functools
 import pathlib
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 
@@ -23,9 +21,9 @@ from ..tuning import Config
 from ..tuning.candidates import OPS, candidates
 from ..tuning.table import TABLES, Key, read, write
 from . import count
-from .layer import git_commit, triton_version
+from .layer import provenance
 from .shapes import DEFAULT, GROUPS, SHAPES, Shape, named
-from .timing import L2_BYTES
+from .timing import time_graphs
 
 FASTER = 0.97  # of the default's time
 CLOSE = 2e-3  # relative distance from the default's result; rounding to bfloat16 alone is 1.7e-3 from exact
@@ -60,6 +58,10 @@ class Product:
     def run(self) -> None:
         self.launch(self.out, *self.inputs)
 
+    def run_with(self, config: Config) -> None:
+        with tuning.choose(lambda key: config):
+            self.run()
+
     def outs(self) -> tuple[Tensor, ...]:
         return self.out if isinstance(self.out, tuple) else (self.out,)
 
@@ -82,8 +84,8 @@ def main(args: argparse.Namespace) -> int:
         read(out)
     except ValueError as error:
         return refuse(str(error))
-    where = {"gpu": gpu, "torch": torch.__version__, "triton": triton_version(), "commit": git_commit()}
-    where["date"] = datetime.date.today().isoformat()
+    where = provenance(torch.device("cuda"), "bfloat16")
+    where["gpu"] = where.pop("device")
     print(", ".join(f"{k} {v}" for k, v in where.items()), f"-> {out}")
     wrong = 0
     for name in named(args.shape or DEFAULT["cuda"]):
@@ -149,8 +151,7 @@ def check(product: Product, configs: list[Config]) -> tuple[list[Config], list[C
         for out in product.outs():
             out.fill_(float("nan"))
         try:
-            with tuning.choose(lambda key, config=config: config):
-                product.run()
+            product.run_with(config)
         except OutOfResources:
             if expected is None:
                 raise
@@ -173,31 +174,9 @@ def is_close(got: Tensor, want: Tensor) -> bool:
 
 
 def measure(product: Product, configs: list[Config], reps: int) -> dict[Config, float]:
-    """The median of each in microseconds; in every round another one is the first."""
-    flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
-    graphs = [capture(product, config) for config in configs]
-    events: list[list] = [[] for _ in configs]
-    for round in range(reps):
-        for i in range(len(configs)):
-            turn = (i + round) % len(configs)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            graphs[turn].replay()
-            end.record()
-            events[turn].append((start, end))
-        torch.cuda.synchronize()
-    return {
-        config: 1e3 * statistics.median(start.elapsed_time(end) for start, end in pairs)
-        for config, pairs in zip(configs, events, strict=True)
-    }
-
-
-def capture(product: Product, config: Config) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with tuning.choose(lambda key: config), torch.cuda.graph(graph):
-        product.run()
-    return graph
+    """Microseconds of each."""
+    runs = [functools.partial(product.run_with, config) for config in configs]
+    return dict(zip(configs, time_graphs(runs, reps), strict=True))
 
 
 def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool) -> Iterable[Product]:

@@ -172,7 +172,7 @@ def test_the_slow_run_less_often_on_a_gpu(is_cuda, slow_runs, monkeypatch):
 
     monkeypatch.setattr(timing, "measure_cpu", measure)
     monkeypatch.setattr(timing, "measure_gpu", measure)
-    x = types.SimpleNamespace(is_cuda=is_cuda, new_empty=lambda *_, dtype: torch.empty(1, dtype=dtype))
+    x = types.SimpleNamespace(is_cuda=is_cuda, device="cpu")
     problem = types.SimpleNamespace(x=x, renew=lambda round: None)
     field = [contenders.Contender(name, None, (), checked=name != "yardstick") for name in steps]
     times = timing.time_all(field, problem, 11)
