@@ -16,6 +16,9 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import IMPLS, ORDER, runs
+from ..kernels._expert_inputs import ExpertInputs
+from ..kernels._row_bytes import row_bytes
+from ..kernels.gmm_unpermute import column_chunks
 from ..kernels.sort import sort_by_expert
 from ..tuning import Config
 from ..tuning.candidates import OPS, candidates
@@ -53,7 +56,7 @@ class Product:
     launch: Callable
     out: Tensor | tuple[Tensor, ...]
     inputs: tuple
-    flops: int
+    flops: float
 
     def run(self) -> None:
         self.launch(self.out, *self.inputs)
@@ -185,7 +188,20 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool
     for name, op, weights, out, inputs in step(shape, device, dtype):
         there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], *inputs)]
         for launch in there if every else there[:1]:
-            yield Product(name, launch, out, inputs, weights * shape.forward_flops // 3)
+            yield Product(name, launch, out, inputs, weights * shape.forward_flops / 3)
+
+
+def distinct_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
+    """Columns of the rows of Y and of dX: one chunk of each width that a training step has."""
+    T, H, width, E, k = shape.sizes
+    x, gate_up, down, order, rank, sizes = (
+        torch.empty(size, dtype=dtype, device="meta")
+        for size in ((T, H), (E, 2 * width, H), (E, H, width), T * k, (T, k), E)
+    )
+    experts, plan = (x, gate_up, None, down, None, rank), (order, rank, sizes)
+    most_bytes = row_bytes(ExpertInputs(*experts, *plan, "swiglu", False, save_z=True), None)
+    chunks = [column_chunks(H, T * k * dtype.itemsize, most) for most in most_bytes]
+    return [list({n.stop - n.start: n for n in of_one}.values()) for of_one in chunks]
 
 
 def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
@@ -211,14 +227,21 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
         normal(R, width),
     )
     gate_up, down = normal(E, 2 * width, H, fan_in=H), normal(E, H, width, fan_in=width)
-    rows, act = empty(R, H), ("swiglu", False, True)
+    act = "swiglu", False, True
     new_z, new_a = empty(R, 2 * width), empty(R, width)
     grad = new_z, new_a, empty(T, k, dtype=f32)
+
+    def in_chunks(name: str, weights: int, x: Tensor, w: Tensor, chunks: list[slice]) -> Iterable[tuple]:
+        for n in chunks:
+            columns = n.stop - n.start
+            yield name, "gmm", weights * columns / H, empty(R, columns), (x, w[:, :, n], sizes, None)
+
+    chunks_of_y, chunks_of_dx = distinct_chunks(shape, dtype)
     return [
         ("up", "expert_up", 2, (new_z, new_a), (x, gate_up, None, *plan, *act, None)),
-        ("down", "gmm", 1, rows, (sa, down.mT, sizes, None)),
+        *in_chunks("down", 1, sa, down.mT, chunks_of_y),
         ("dz", "expert_down_grad", 1, grad, (dout, z, down, weights, *plan, *act)),
-        ("dx", "gmm", 2, rows, (dz, gate_up, sizes, None)),
+        *in_chunks("dx", 2, dz, gate_up, chunks_of_dx),
         ("ddown", "tgmm", 1, empty(E, H, width), (dout, sa, sizes, order, k, False)),
         ("dgate_up", "tgmm", 2, empty(E, 2 * width, H), (x, dz, sizes, order, k, True)),
     ]

@@ -7,8 +7,12 @@ import torch
 
 from moe_aiter import cli, tuning
 from moe_aiter.bench import tune
-from moe_aiter.bench.shapes import SHAPES
+from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.config import interpret
+from moe_aiter.kernels import _row_bytes, gmm_unpermute
+from moe_aiter.kernels._expert_inputs import ExpertInputs
+from moe_aiter.kernels.experts import expert_mlp
+from moe_aiter.kernels.sort import sort_by_expert
 from moe_aiter.tuning.candidates import candidates, rule
 from moe_aiter.tuning.table import COLUMNS, Key, read
 
@@ -157,6 +161,56 @@ def test_a_step_on_the_portable_tier():
     other = tuning.Config(32, 32, 16)
     for product in found:
         assert tune.check(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
+
+
+@pytest.mark.parametrize(
+    "name, widths",
+    [
+        ("A", {4096: {1024, 2048}}),
+        ("B", {768: {256}, 512: {512}}),
+        ("30B-256", {1536: {256}, 1024: {256, 512}}),
+    ],
+)
+def test_every_chunk_of_a_large_step_is_measured(name, widths, monkeypatch):
+    """N, and the K for each, that `gmm` gets where the rows come in chunks; of tensors without memory."""
+    (T, H, width, E, k), bf16, meta = SHAPES[name].sizes, torch.bfloat16, torch.device("meta")
+    asked = set()
+
+    def gmm(x, w, *_):
+        asked.add((w.shape[2], w.shape[1]))
+        return x.new_empty(len(x), w.shape[2])
+
+    monkeypatch.setattr(gmm_unpermute, "gmm_op", gmm)
+    monkeypatch.setattr(gmm_unpermute, "launch_unpermute", lambda *_: None)
+    sizes = (T, H), (E, 2 * width, H), (E, H, width), (T * k, width), (T * k, 2 * width)
+    x, gate_up, down, a, dz = (torch.empty(n, dtype=bf16, device=meta, requires_grad=True) for n in sizes)
+    plan = torch.empty(T * k, device=meta), torch.empty(T, k, device=meta), torch.empty(E, device=meta)
+    inputs = ExpertInputs(x, gate_up, None, down, None, plan[1], *plan, "swiglu", False, True)
+    for rows, w, most in zip((a, dz), (down.mT, gate_up), _row_bytes.row_bytes(inputs, None), strict=True):
+        gmm_unpermute.launch_gmm_unpermute(x, rows, w, *[None] * 5, most)
+    assert asked == {(n, k) for n, sums in widths.items() for k in sums}
+    measured = [
+        (out, x, w) for _, op, _, out, (x, w, *_) in tune.step(SHAPES[name], meta, bf16) if op == "gmm"
+    ]
+    assert sorted(asked) == sorted((out.shape[1], x.shape[1]) for out, x, _ in measured)
+    assert all(out.is_contiguous() and w.shape[1:] == (x.shape[1], out.shape[1]) for out, x, w in measured)
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
+def test_it_measures_what_a_step_looks_up(monkeypatch):
+    """A step with the proportions of B, and so in as many chunks of columns."""
+    for module in (_row_bytes, gmm_unpermute):
+        monkeypatch.setattr(module, "BLOCK", 8)
+    shape, device, asked = Shape(48, 48, 8, 8, 8), torch.device("cpu"), set()
+    T, H, width, E, k = shape.sizes
+    sizes = (T, H), (E, 2 * width, H), (E, H, width), (T, k)
+    tensors = [torch.randn(n, dtype=torch.float16, requires_grad=True) for n in sizes]
+    plan = sort_by_expert(torch.randint(E, (T, k)), E)
+    with tuning.choose(asked.add):
+        expert_mlp(*tensors, plan).sum().backward()
+    assert {key.n for key in asked if key.op == "gmm"} == {24, 16}
+    assert asked == {product.key() for product in tune.products(shape, device, torch.float16, True)}
 
 
 @pytest.mark.gpu
