@@ -1,274 +1,161 @@
-"""Time each tiled kernel alone, under each tile worth trying: what the tables in moe_aiter/tuning hold.
+"""Time the kernels that have no tile to choose: those of routing, and the sums that bring rows home.
 
     python benchmarks/kernels.py A B C D E --out benchmarks/results/kernels.csv
 
-Each kernel is checked against float32 on three experts, its outputs filled with NaN first; then the median of
-seven runs, each after a flush of L2, in bfloat16 with SwiGLU and the routing of softmax(randn).
-The kernels of routing, which have no tile to choose, are timed as a CUDA graph replays them; they are held
-against float64, and the plan against torch's stable sort.
+Each is checked first, against its reference in float64.  The sums are given chunks of columns as a training
+step of the shape has them, one of each width, weighted as forward and plain as backward, and stand beside a
+copy that reads and writes as many bytes.  `moe-aiter tune` measures the products.
 """
 
 import argparse
-import contextlib
-import csv
 import dataclasses
-import datetime
 import pathlib
-import subprocess
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-import triton
+from torch import Tensor
 
-from moe_aiter import sort_by_expert, tuning
-from moe_aiter.bench.shapes import SHAPES
-from moe_aiter.kernels.expert_down import launch_expert_down_grad
-from moe_aiter.kernels.expert_up import launch_expert_up
-from moe_aiter.kernels.gmm import launch_gmm
-from moe_aiter.kernels.route import choose_experts, launch_route
-from moe_aiter.kernels.route_grad import launch_route_backward
-from moe_aiter.kernels.sort import launch_sort, sort_reference
-from moe_aiter.kernels.tgmm import launch_tgmm
-from moe_aiter.tuning import Config
+from moe_aiter.backend import IMPLS, poison
+from moe_aiter.bench import count
+from moe_aiter.bench.layer import FLOOR, SLACK, append, columns, distances, provenance, shape_cells
+from moe_aiter.bench.shapes import SHAPES, Shape
+from moe_aiter.bench.timing import time_graphs
+from moe_aiter.bench.tune import distinct_chunks
+from moe_aiter.kernels.permute import new_unpermute
+from moe_aiter.kernels.route import new_route
+from moe_aiter.kernels.route_grad import new_route_backward
+from moe_aiter.kernels.sort import new_sort
 
-WIDE = [Config(128, 256, 64, group, 8, stages) for group in (1, 8, 16) for stages in (3, 4)]
-SMALL = [Config(128, 128, 64, 8, 4, 3), Config(64, 128, 64, 8, 4, 4), Config(64, 256, 64, 8, 4, 3)]
-GATHER = [Config(128, 256, 64, group, 8, 5) for group in (1, 4, 8, 16)]
-CANDIDATES = {
-    "up": WIDE + SMALL,
-    "gmm": WIDE + SMALL,
-    "down_grad": [c for c in WIDE if c.num_stages == 3] + SMALL,
-    "tgmm_gather": GATHER,
-}
+SOFTMAX = False, True, 1.0  # over E, renormalised, not scaled
+FIELDS = [
+    *("date", "commit", "device", "torch", "triton", "dtype"),
+    *("shape", "tokens", "hidden", "intermediate", "experts", "top_k"),
+    *("kernel", "columns", "us", "gb_per_s", "copy_percent", "error"),
+]
 
 
-def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(shape, device="cuda") * scale).bfloat16()
+@dataclasses.dataclass
+class Kernel:
+    """One op's launch by the portable tier, and the bytes that it has to read and write."""
+
+    name: str
+    op: str
+    new: Callable
+    inputs: tuple
+    read: tuple[Tensor, ...]
+    columns: int | str = ""
+
+    def __post_init__(self):
+        out = self.new(*self.inputs)
+        self.out = out if isinstance(out, tuple) else (out,)
+        self.bytes = sum(t.numel() * t.element_size() for t in (*self.read, *self.out))
+
+    def run(self) -> None:
+        IMPLS[self.op]["triton"](self.out if len(self.out) > 1 else self.out[0], *self.inputs)
+
+    def check(self) -> float:
+        """Run on poisoned outputs; the worst of their errors.  Raises unless they are as good as torch's."""
+        poison(self.out)
+        self.run()
+        exact = self.by_torch(lambda t: t.double() if t.is_floating_point() else t)
+        theirs = self.by_torch(lambda t: t)
+        errors = []
+        for mine, other, truth in zip(self.out, theirs, exact, strict=True):
+            if not truth.is_floating_point():
+                if not torch.equal(mine, truth):
+                    raise RuntimeError(f"{self.name}: integers differ from the reference's")
+                continue
+            error, bar = distances([mine, other], [truth, truth])
+            if not error <= SLACK * bar + FLOOR:
+                raise RuntimeError(f"{self.name}: error {error:.1e}, torch {bar:.1e}")
+            errors.append(error)
+        return max(errors, default=0.0)
+
+    def by_torch(self, cast: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        inputs = [cast(t) if isinstance(t, Tensor) else t for t in self.inputs]
+        out = self.new(*inputs)
+        IMPLS[self.op]["torch"](out, *inputs)
+        return list(out) if isinstance(out, tuple) else [out]
 
 
-def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.full(shape, float("nan"), device="cuda", dtype=dtype)
-
-
-def swiglu(z: torch.Tensor) -> torch.Tensor:
-    gate, up = z.chunk(2, 1)
-    return F.silu(gate) * up
-
-
-class Step:
-    """The kernels of one forward and backward pass over the experts, and their operands."""
-
-    def __init__(self, name: str):
-        shape = SHAPES[name]
-        T, H, I, E, k = dataclasses.astuple(shape)  # noqa: E741
-        self.top_k, self.flops = k, shape.forward_flops // 3  # of one product with H x I weights
-        ids = torch.randn(T, E, device="cuda").softmax(1).topk(k).indices
-        self.order, self.rank, self.sizes = sort_by_expert(ids, E)
-        self.x, self.dout, self.s = random(T, H), random(T, H), torch.rand(T, k, device="cuda")
-        self.gate_up, self.down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
-        self.z, self.a, self.y = poisoned(T * k, 2 * I), poisoned(T * k, I), poisoned(T * k, H)
-        self.dz, self.sa, self.ds = (
-            poisoned(T * k, 2 * I),
-            poisoned(T * k, I),
-            poisoned(T, k, dtype=torch.float32),
-        )
-        self.dx, self.dgate_up, self.ddown = poisoned(T * k, H), poisoned(E, 2 * I, H), poisoned(E, H, I)
-
-    def kernels(self) -> dict:
-        """name -> (op of the table, products of H x I weights, function)."""
-        plan, act = (self.order, self.rank, self.sizes), ("swiglu", False, True)
-        return {
-            "up": ("up", 2, lambda: launch_expert_up(
-                (self.z, self.a), self.x, self.gate_up, None, *plan, *act, None)),
-            "down": ("gmm", 1, lambda: launch_gmm(self.y, self.a, self.down.mT, self.sizes, None)),
-            "dz": ("down_grad", 1, lambda: launch_expert_down_grad(
-                (self.dz, self.sa, self.ds), self.dout, self.z, self.down, self.s, *plan, *act)),
-            "dx": ("gmm", 2, lambda: launch_gmm(self.dx, self.dz, self.gate_up, self.sizes, None)),
-            "ddown": ("tgmm_gather", 1, lambda: launch_tgmm(
-                self.ddown, self.dout, self.sa, self.sizes, self.order, self.top_k, False)),
-            "dgate_up": ("tgmm_gather", 2, lambda: launch_tgmm(
-                self.dgate_up, self.x, self.dz, self.sizes, self.order, self.top_k, True)),
-        }  # fmt: skip
-
-    def errors(self) -> dict[str, float]:
-        """The relative error of each kernel's outputs, the worst of three experts."""
-        ends = [0, *self.sizes.cumsum(0).tolist()]
-        worst: dict[str, float] = {}
-        for e in (0, len(self.sizes) // 2, len(self.sizes) - 1):
-            rows = slice(ends[e], ends[e + 1])
-            choice = self.order[rows].long()
-            x, dout = self.x[choice // self.top_k].float(), self.dout[choice // self.top_k].float()
-            s, (gate_up, down) = (
-                self.s.flatten()[choice, None],
-                (self.gate_up[e].float(), self.down[e].float()),
+def kernels(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+    """Those of one layer, forward and backward; its losses need no scores."""
+    torch.manual_seed(0)
+    T, H, _, E, k = shape.sizes
+    logits, dweights = (torch.randn(T, n, device=device) for n in (E, k))
+    route = Kernel("route", "route", new_route, (logits, k, *SOFTMAX, False), (logits,))
+    route.run()
+    _, weights, ids = route.out
+    plan = Kernel("plan", "sort_by_expert", new_sort, (ids, E), (ids,))
+    plan.run()
+    order, rank, _ = plan.out
+    grads = weights, ids, None, dweights, None, E, *SOFTMAX
+    found = [
+        route,
+        plan,
+        Kernel("dlogits", "route_backward", new_route_backward, grads, (weights, ids, dweights)),
+    ]
+    sums = ("weighted sum", weights), ("sum", None)
+    for (name, s), chunks in zip(sums, distinct_chunks(shape, dtype), strict=True):
+        for n in chunks:
+            rows = torch.randn(T * k, n.stop - n.start, device=device, dtype=dtype)
+            read = (rows, rank) if s is None else (rows, rank, s)
+            found.append(
+                Kernel(name, "unpermute", new_unpermute, (rows, order, rank, s), read, rows.shape[1])
             )
-            exact_z = x @ gate_up.T
-            z = self.z[rows].float().requires_grad_()
-            a = swiglu(z)
-            (dz,) = torch.autograd.grad(a, z, s * (dout @ down))
-            pairs = {
-                "up": [(z, exact_z), (self.a[rows], swiglu(exact_z))],
-                "down": [(self.y[rows], self.a[rows].float() @ down.T)],
-                "dz": [
-                    (self.dz[rows], dz),
-                    (self.sa[rows], s * a),
-                    (self.ds.flatten()[choice], (dout @ down * a).sum(1)),
-                ],
-                "dx": [(self.dx[rows], self.dz[rows].float() @ gate_up)],
-                "ddown": [(self.ddown[e], dout.T @ self.sa[rows].float())],
-                "dgate_up": [(self.dgate_up[e], self.dz[rows].float().T @ x)],
-            }
-            for name, results in pairs.items():
-                for got, want in results:
-                    error = ((got.float() - want).norm() / want.norm()).item()
-                    worst[name] = max(worst.get(name, 0.0), error)
-        return worst
+    return found
 
 
-class Routing:
-    """The kernels that route the tokens of one shape, as softmax over E, top-k, renormalised."""
-
-    how = (False, True, 1.0)
-
-    def __init__(self, name: str):
-        shape = SHAPES[name]
-        T, self.E, self.k = shape.num_tokens, shape.num_experts, shape.top_k
-        self.logits, self.dweights = (torch.randn(T, n, device="cuda") for n in (self.E, self.k))
-        self.scores, self.dlogits = (poisoned(T, self.E, dtype=torch.float32) for _ in range(2))
-        self.weights = poisoned(T, self.k, dtype=torch.float32)
-        self.ids = torch.full((T, self.k), -1, device="cuda")
-        ints = {"device": "cuda", "dtype": torch.int32}
-        self.plan = tuple(torch.empty(n, **ints) for n in (T * self.k, (T, self.k), self.E))
-
-    def kernels(self) -> dict:
-        """name -> (bytes that have to be read and written, function)."""
-        logits, choices = self.logits.numel(), self.ids.numel()
-        routed = self.scores, self.weights, self.ids
-        return {
-            "route": (8 * logits + 12 * choices, lambda: launch_route(
-                routed, self.logits, self.k, *self.how)),
-            "plan": (16 * choices, lambda: launch_sort(self.plan, self.ids, self.E)),
-            "dlogits": (4 * logits + 16 * choices, lambda: launch_route_backward(
-                self.dlogits, self.weights, self.ids, None, self.dweights, None, self.E, *self.how)),
-        }  # fmt: skip
-
-    def error(self) -> float:
-        """The worst relative error of what is a float; the rest must be equal."""
-        logits = self.logits.double().requires_grad_()
-        scores, weights, ids = choose_experts(logits, self.k)
-        (dlogits,) = torch.autograd.grad(weights, logits, self.dweights.double())
-        for got, want in zip((self.ids, *self.plan), (ids, *sort_reference(ids, self.E)), strict=True):
-            assert torch.equal(got.long(), want)
-        pairs = (self.scores, scores), (self.weights, weights), (self.dlogits, dlogits)
-        return max(((got - want).norm() / want.norm()).item() for got, want in pairs)
-
-
-def in_a_graph(fn):
-    """`fn` as one launch: a small kernel takes less time than Python needs to launch it."""
-    fn()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    return graph.replay
-
-
-def measure_routing(name: str) -> list[dict]:
-    """Every kernel of routing one shape; a line of each is printed."""
-    torch.manual_seed(0)
-    routing, rows = Routing(name), []
-    kernels = routing.kernels()
-    for _, run in kernels.values():
-        run()
-    error = routing.error()
-    assert error < 1e-6, f"{name} routing: error {error}"
-    kernels["route and plan"] = (
-        kernels["route"][0] + kernels["plan"][0],
-        lambda: (kernels["route"][1](), kernels["plan"][1]()),
-    )
-    untiled = dict.fromkeys((field.name for field in dataclasses.fields(Config)), "")
-    for kernel, (size, run) in kernels.items():
-        ms = median(in_a_graph(run))
-        what = {"shape": name, "kernel": kernel, "op": "routing", "error": f"{error:.1e}"}
-        rows.append(what | untiled | {"us": round(1e3 * ms, 1), "tflops": ""})
-        print(f"{name} {kernel:14s} {1e3 * ms:6.1f} us   {size / ms / 1e6:5.0f} GB/s", flush=True)
-    return rows
-
-
-def median(fn, runs: int = 7) -> float:
-    """Milliseconds on the GPU."""
-    flushed, times = torch.empty(2**26, dtype=torch.int32, device="cuda"), []
-    fn()
-    for _ in range(runs):
-        flushed.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[runs // 2]
-
-
-@contextlib.contextmanager
-def tile(op: str, config: Config):
-    """Every lookup of `op` gives `config`."""
-    before = tuning.lookup
-    tuning.lookup = lambda name, *rest: config if name == op else before(name, *rest)
-    try:
-        yield
-    finally:
-        tuning.lookup = before
-
-
-def commit() -> str:
-    """The commit that is measured, where git can say."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
-def measure(name: str) -> list[dict]:
-    """Every kernel of one shape under every candidate, best first; a line of each kernel is printed."""
-    torch.manual_seed(0)
-    step, rows = Step(name), []
-    kernels = step.kernels()
-    for _, _, run in kernels.values():
-        run()
-    errors = step.errors()
-    for kernel, (op, products, run) in kernels.items():
-        assert errors[kernel] < 3e-3, f"{name} {kernel}: error {errors[kernel]}"
-        found = []
-        for config in CANDIDATES[op]:
-            with tile(op, config):
-                ms = median(run)
-            figures = {"us": round(1e3 * ms, 1), "tflops": round(products * step.flops / ms / 1e9, 1)}
-            what = {"shape": name, "kernel": kernel, "op": op, "error": f"{errors[kernel]:.1e}"}
-            found.append(what | dataclasses.asdict(config) | figures)
-        found.sort(key=lambda row: row["us"])
-        best = [
-            f"{r['tflops']:.0f} {r['block_m']}x{r['block_n']} g{r['group_m']} s{r['num_stages']}"
-            for r in found
-        ]
-        print(f"{name} {kernel:9s} error {errors[kernel]:.1e}   " + "   ".join(best[:5]), flush=True)
-        rows += found
+def measure(shape: Shape, dtype: torch.dtype, reps: int) -> list[dict]:
+    """A row for each kernel of a shape, and for each copy; a line of each is printed."""
+    found = kernels(shape, torch.device("cuda"), dtype)
+    rows = [{"kernel": k.name, "columns": k.columns, "error": k.check()} for k in found]
+    runs, sizes = [k.run for k in found], [k.bytes for k in found]
+    route, plan = found[:2]
+    rows.append({"kernel": "route and plan", "columns": ""})
+    runs.append(lambda: (route.run(), plan.run()))
+    sizes.append(route.bytes + plan.bytes)
+    summed = [i for i, k in enumerate(found) if k.op == "unpermute"]
+    for i in summed:
+        source, target = torch.empty(2, sizes[i] // 2, dtype=torch.int8, device="cuda")
+        rows.append({"kernel": f"copy as of {rows[i]['kernel']}", "columns": rows[i]["columns"]})
+        runs.append(lambda source=source, target=target: target.copy_(source))
+        sizes.append(sizes[i])
+    times = time_graphs(runs, reps)
+    for row, us, size in zip(rows, times, sizes, strict=True):
+        row |= {"us": us, "gb_per_s": size / us / 1e3}
+    for i, copied in zip(summed, times[-len(summed) :], strict=True):
+        rows[i]["copy_percent"] = 100 * copied / times[i]
+    for row in rows:
+        share = f"{row['copy_percent']:4.0f} % of a copy" if "copy_percent" in row else ""
+        print(
+            f"{row['kernel']:<22} {row['columns']:>5} {row['us']:8.1f} us {row['gb_per_s']:6.0f} GB/s {share}"
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("shapes", nargs="*", default=["A", "B", "C", "D", "E"])
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--commit", default=commit())
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}; default A to E")
+    parser.add_argument("--reps", type=count, default=25, metavar="N", help="timed runs of each; default 25")
+    parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
+    parser.add_argument("--commit", help="what is measured, where git cannot say")
     args = parser.parse_args()
-    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    when = {"commit": args.commit, "date": datetime.date.today().isoformat()}
-    rows = [row | where | when for name in args.shapes for row in measure_routing(name) + measure(name)]
-    if args.out:
-        with open(args.out, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU that torch can use")
+    if strangers := set(args.shapes) - SHAPES.keys():
+        parser.error(f"unknown shape {', '.join(sorted(strangers))}; known: {', '.join(SHAPES)}")
+    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
+        parser.error(f"{args.out} has other columns: {', '.join(columns(args.out))}")
+    where = provenance(torch.device("cuda"), "bfloat16", args.commit)
+    print(", ".join(f"{k} {v}" for k, v in where.items()))
+    for name in args.shapes or ["A", "B", "C", "D", "E"]:
+        print(f"\nshape {name}: T, H, I, E, k = {SHAPES[name]}")
+        about = where | shape_cells(name, SHAPES[name])
+        rows = [about | row for row in measure(SHAPES[name], torch.bfloat16, args.reps)]
+        if args.out:
+            append(args.out, rows, FIELDS)
 
 
 if __name__ == "__main__":
