@@ -78,7 +78,7 @@ def test_the_experts_in_chunks(device, H, bias):
         return with_gradients(experts)(*tensors)
 
     whole = run(1)
-    for chunks in (2, 3, 9):
+    for chunks in (2, 9):
         for got, want in zip(run(chunks), whole, strict=True):
             assert error(got, want) < 1e-6
 
