@@ -42,8 +42,9 @@ test: $(READY)
 	echo "Everything, with C++ and torch:"; $(PYTEST) $(ARGS) || status=1; \
 	exit $$status
 
+# without those that compile ahead of time, which need no GPU: `make test` runs them
 test-gpu: $(READY)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --ignore-glob='*/test_compile_*' $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

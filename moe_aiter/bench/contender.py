@@ -20,7 +20,7 @@ class Contender:
     """A function without arguments from the current inputs of a problem to (T, H)."""
 
     name: str
-    run: Callable[[], Tensor]
+    run: Callable[[], Tensor | tuple[Tensor, ...]]  # one tensor, if it is checked
     leaves: tuple[Tensor, ...]  # x, gate_up, down, the router or the routing weights, and biases
     routed: bool = False  # it chooses the experts itself
     expert_ids: Callable[[], Tensor] | None = None  # what it chooses, if not what problem.expert_ids says
@@ -28,11 +28,11 @@ class Contender:
     ours: bool = False
     graphed: bool = False  # it runs from a CUDA graph, which keeps memory of its own
     backend: str | None = None  # forced, forward and backward
-    dout: Tensor | None = None  # if not problem.dout
+    dout: tuple[Tensor, ...] | None = None  # if not problem.dout
     as_ours: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = identity  # its gradients -> as in leaves
     errors: tuple[type[Exception], ...] = ()  # that it raises, beside PEER_ERRORS
 
-    def gradients(self, out: Tensor, p: Problem) -> tuple[Tensor, ...]:
+    def gradients(self, out: Tensor | tuple[Tensor, ...], p: Problem) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, p.dout if self.dout is None else self.dout)
 
     def context(self) -> contextlib.AbstractContextManager:

@@ -45,8 +45,7 @@ def peers(p: Problem) -> Iterator[Callable[[], Contender]]:
     if p.x.is_cuda and bfloat16:
         yield lambda: torch_grouped_mm(p)
         yield lambda: compiled(torch_grouped_mm(p))
-    if not p.x.is_cuda:
-        yield lambda: dense(p)
+    yield lambda: dense(p)
     if not p.shape.plain:
         print("left out: all who are called here for SwiGLU without biases, gate rows first")
         return
@@ -144,15 +143,25 @@ def compiled(contender: Contender) -> Contender:
 
 
 def dense(p: Problem) -> Contender:
-    """Two plain products with as many multiplications as the experts: what is left if all else were free."""
+    """Two plain products with as many multiplications as the experts: what is left if all else were free.
+
+    On a GPU with the experts' own weights, by the library's batched product, as many rows for each.
+    """
     shape = p.shape
-    rows = torch.randn(shape.num_tokens * shape.top_k, shape.hidden, device=p.x.device, dtype=p.x.dtype)
-    rows.requires_grad_()
-    gate_up, down = p.gate_up[0].detach().requires_grad_(), p.down[0].detach().requires_grad_()
+    rows = -(-shape.num_tokens * shape.top_k // shape.num_experts)
+    batch = (shape.num_experts, rows) if p.x.is_cuda else (shape.num_tokens * shape.top_k,)
+    gate_up, down = (parameter(w if p.x.is_cuda else w[0]) for w in (p.gate_up, p.down))
 
-    def run() -> Tensor:
-        z = F.linear(rows, gate_up)
-        return F.linear(z[:, : shape.intermediate], down)
+    def normal(columns: int) -> Tensor:
+        return torch.randn(*batch, columns, device=p.x.device, dtype=p.x.dtype)
 
-    dout = torch.randn_like(rows)
-    return Contender("dense matmuls of the same FLOPs", run, (rows, gate_up, down), checked=False, dout=dout)
+    x, a = normal(shape.hidden).requires_grad_(), normal(shape.intermediate).requires_grad_()
+
+    def run() -> tuple[Tensor, Tensor]:
+        return x @ gate_up.mT, a @ down.mT
+
+    douts = normal(2 * shape.intermediate), normal(shape.hidden)
+    name = "batched" if p.x.is_cuda else "dense"
+    return Contender(
+        f"{name} matmuls of the same FLOPs", run, (x, gate_up, a, down), checked=False, dout=douts
+    )

@@ -118,10 +118,10 @@ def check(contender: Contender, problem: Problem, given: Callable) -> dict:
     """The errors of one contender; `given(routed)` is the truth and the errors of plain torch."""
     with contender.context():
         out = contender.run()
-        got = [out.detach(), *contender.gradients(out, problem)]
+        gradients = contender.gradients(out, problem)
     if not contender.checked:
         return {"refused": False}
-    got[1:] = contender.as_ours(tuple(got[1:]))
+    got = [out.detach(), *contender.as_ours(gradients)]
     exact, torch_errors = given(contender.routed)
     if contender.expert_ids and not torch.equal(contender.expert_ids(), problem.expert_ids):
         exact = truth(problem, contender.expert_ids(), contender.routed, torch.float64)
