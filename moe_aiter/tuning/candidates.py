@@ -28,8 +28,8 @@ class Config:
         return f"{tile}, {self.num_stages} stages, {self.num_warps} warps, walk {self.group_m}{store}"
 
 
-def hopper(block_n: int, num_stages: int, store_n: int) -> Config:
-    return Config(128, block_n, 64, num_stages=num_stages, store_n=store_n)
+def hopper(block_n: int, num_stages: int, store_n: int, block_k: int = 64) -> Config:
+    return Config(128, block_n, block_k, num_stages=num_stages, store_n=store_n)
 
 
 # the first is the usual one
@@ -37,7 +37,7 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_down_grad": (hopper(256, 3, 64), hopper(128, 4, 64)),
+    "hopper_down_grad": (hopper(256, 3, 64), hopper(256, 7, 32, 32), hopper(128, 4, 64)),
     "hopper_down_grad_frozen": (hopper(256, 3, 32),),
     "hopper_down_grad_long": (hopper(128, 3, 64), hopper(128, 4, 64)),
     "hopper_down_grad_long_frozen": (hopper(128, 3, 32),),

@@ -146,7 +146,9 @@ def produce(x_desc, weights, ring, tiles):
 @gluon.jit
 def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
     """Fetch rows from where they are, and weights, tile after tile; EARLY reads indices a tile ahead."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread
+    # 16 bytes for each thread, and as much as there is of a row side by side
+    LANES: gl.constexpr = weights.BLOCK_K // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, weights.BLOCK_K, layout=gl.SliceLayout(0, layout))
     i = 0

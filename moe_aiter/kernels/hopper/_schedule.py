@@ -1,12 +1,18 @@
-"""Which row tile belongs to which group: made on the GPU for a kernel, read by its programs a tile ahead."""
+"""Which row tile belongs to which group.
+
+Listed on the GPU for kernels whose programs read it a tile ahead, or found by a program's producer, which
+tells its consumers.
+"""
 
 import torch
 from torch import Tensor
 
 from .._triton import jit_kernel, tl, triton
-from ._gluon import Number, aggregate, gl, gluon
+from ._gluon import Number, aggregate, gl, gluon, mbarrier
 
 ZERO_ROWS = 64
+SLOTS = gl.constexpr(2)  # tiles whose places are in shared memory
+ALL_FOUR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # every thread has each of four numbers
 
 
 @jit_kernel
@@ -116,3 +122,42 @@ class Tiles:
 @gluon.jit
 def all_tiles(schedule_ptr, columns, G, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr):
     return Tiles(schedule_ptr, gl.load(schedule_ptr), columns, G, GROUP_M, PROGRAMS)
+
+
+@aggregate
+class Places:
+    """Where the producer tells the consumers the group and the rows of a tile, which take it long to find."""
+
+    values: gl.shared_memory_descriptor  # (SLOTS, 4): group, first row, end row
+    there: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def put(self, n, group, first, end):
+        """The n-th tile of this program."""
+        slot, round = n % SLOTS, n // SLOTS
+        i = gl.arange(0, 4, layout=ALL_FOUR)
+        mbarrier.wait(self.empty.index(slot), (round & 1) ^ 1)
+        self.values.index(slot).store(gl.where(i == 0, group, gl.where(i == 1, first, end)))
+        mbarrier.arrive(self.there.index(slot), count=1)
+
+    @gluon.jit
+    def get(self, n):
+        slot, round = n % SLOTS, n // SLOTS
+        i = gl.arange(0, 4, layout=ALL_FOUR)
+        mbarrier.wait(self.there.index(slot), round & 1)
+        values = self.values.index(slot).load(ALL_FOUR)
+        mbarrier.arrive(self.empty.index(slot), count=1)
+        group, first = gl.sum(gl.where(i == 0, values, 0), 0), gl.sum(gl.where(i == 1, values, 0), 0)
+        return group, first, gl.sum(gl.where(i == 2, values, 0), 0)
+
+
+@gluon.jit
+def make_places(READERS: gl.constexpr):
+    values = gl.allocate_shared_memory(gl.int32, [SLOTS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    there = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(there.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Places(values, there, empty)

@@ -27,7 +27,7 @@ from ._gluon import (
 )  # fmt: skip
 from ._launch import num_programs, tile_options
 from ._pipeline import CONSUMERS, VECTOR, blocks, make_ring
-from ._schedule import Tiles
+from ._schedule import Tiles, make_places
 
 MAX_RANKED = 256  # groups; to rank more would take longer than it saves
 
@@ -49,13 +49,16 @@ class Rows:
     BLOCK_G: gl.constexpr
 
     @gluon.jit
-    def sources(self, m, end):
-        """The offsets in x of the rows m, of which those below `end` exist."""
-        if self.order_ptr is None:
-            source = m
-        else:
-            source = gl.maximum(gl.load(self.order_ptr + m, mask=m < end, other=0), 0) // self.TOP_K
-        return source * self.x_stride * VECTOR
+    def choices(self, m, end):
+        """Whose rows are m, of which those below `end` exist."""
+        return m if self.order_ptr is None else gl.load(self.order_ptr + m, mask=m < end, other=0)
+
+    @gluon.jit
+    def offsets(self, choice):
+        """Where their rows of x begin."""
+        if self.order_ptr is not None:
+            choice = gl.maximum(choice, 0) // self.TOP_K
+        return choice * self.x_stride * VECTOR
 
     @gluon.jit
     def of_place(self, place):
@@ -153,8 +156,10 @@ class Output:
 
 
 @gluon.jit
-def tgmm_producer(rows, ring, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes for each thread
+def tgmm_producer(
+    rows, ring, places, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr
+):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread
     m = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     per_group = tiles.rows * tiles.columns
@@ -163,12 +168,14 @@ def tgmm_producer(rows, ring, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
     for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
         tile = deal(turn, count, tiles.PROGRAMS)
         tile_k, tile_n = tiles.place(tile % per_group)
-        _, first, end = rows.of_place(tile // per_group)
+        group, first, end = rows.of_place(tile // per_group)
+        places.put(turn // tiles.PROGRAMS, group, first, end)
         k = tile_k * BLOCK_M + columns
-        next_source = rows.sources(first + m, end)
+        # a step ahead, and as loaded: what is made of them here would wait for them here
+        next_choice = rows.choices(first + m, end)
         for row in range(first, end, BLOCK_K):
-            source = next_source
-            next_source = rows.sources(row + BLOCK_K + m, end)
+            source = rows.offsets(next_choice)
+            next_choice = rows.choices(row + BLOCK_K + m, end)
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
             mbarrier.expect(ready, rows.y_desc.block_type.nbytes)
@@ -182,7 +189,7 @@ def tgmm_producer(rows, ring, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
 
 @gluon.jit
 def tgmm_consumer(
-    WHO: gl.constexpr, rows, ring, tiles, out,
+    WHO: gl.constexpr, ring, places, tiles, out,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STORES: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
@@ -194,7 +201,7 @@ def tgmm_consumer(
     for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
         tile = deal(turn, count, tiles.PROGRAMS)
         tile_k, tile_n = tiles.place(tile % per_group)
-        group, first, end = rows.of_place(tile // per_group)
+        group, first, end = places.get(turn // tiles.PROGRAMS)
         acc = warpgroup_mma_init(gl.zeros((HALF, BLOCK_N), gl.float32, layout=layout))
         for row in range(first, end, BLOCK_K):
             ring.wait_ready(i)
@@ -208,8 +215,8 @@ def tgmm_consumer(
         ring.release(i + ring.STAGES - 1, pred=end > first)
         parts = blocks(total, STORES)
         for j in gl.static_range(STORES):
-            n = tile_n * BLOCK_N + j * (BLOCK_N // STORES)
-            out.put(parts[j], WHO, group, tile_k * BLOCK_M + WHO * HALF, n)
+            column = tile_n * BLOCK_N + j * (BLOCK_N // STORES)
+            out.put(parts[j], WHO, group, tile_k * BLOCK_M + WHO * HALF, column)
     store_wait(pendings=0)
 
 
@@ -249,6 +256,7 @@ def tgmm_kernel(
     buffers = gl.allocate_shared_memory(
         y_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
     )
+    places = make_places(CONSUMERS)
     ranks = None
     if RANKED:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -260,9 +268,9 @@ def tgmm_kernel(
     tiles = Tiles(group_sizes_ptr, gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
-            (tgmm_consumer, (0, rows, ring, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
-            (tgmm_consumer, (1, rows, ring, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
-            (tgmm_producer, (rows, ring, tiles, BLOCK_M, BLOCK_N, BLOCK_K)),
+            (tgmm_consumer, (0, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
+            (tgmm_consumer, (1, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
+            (tgmm_producer, (rows, ring, places, tiles, BLOCK_M, BLOCK_N, BLOCK_K)),
         ],
         [4, 4],
         [216, 72],
