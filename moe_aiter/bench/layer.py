@@ -65,7 +65,8 @@ def bench_layer(args: argparse.Namespace) -> int:
         rows, refused = bench_field(field, problem, args.reps or REPS[kind])
         wrong = wrong or refused
         about = where | shape_cells(name, shape) | {"routing": args.routing}
-        rows = [about | row | shares(row, floors(shape, where["device"])) for row in rows]
+        floor = floors(shape, where["device"])  # of what is checked, which computes the same
+        rows = [about | row | (shares(row, floor) if "error" in row else {}) for row in rows]
         show(rows)
         if args.out:
             append(args.out, rows)

@@ -31,7 +31,7 @@ def summary(samples: list[float]) -> Times:
 
 
 def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[dict[str, Times]]:
-    """The PASSES of each contender; each round has new inputs, and starts with another contender."""
+    """The PASSES of each contender; each round has new inputs, and another order."""
     measure, flush = measure_cpu, hand_back
     if problem.x.is_cuda:
         measure, flush = measure_gpu, l2_flush(problem.x.device)
@@ -56,8 +56,8 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
 
 
 def turns(count: int, round: int) -> list[int]:
-    """Everyone once; in every round another one is the first."""
-    return [(i + round) % count for i in range(count)]
+    """Everyone once, in an order of each round's own: the clock of a GPU depends on who ran just before."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(round)).tolist()
 
 
 def l2_flush(device: torch.device) -> Callable:
