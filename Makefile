@@ -15,8 +15,9 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
 endif
 
-# two processes of one thread each are faster than one of two on these small shapes
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS)
+# two processes of one thread each are faster than one of two on these small shapes; those who are done take
+# tests from the others, since neighbours compile the same kernels and are slow together
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
 .PHONY: install extension train test test-gpu lint bench
