@@ -38,7 +38,7 @@ def check_size(what: str, size: int, other: str, expected: int) -> None:
 def check_sizes(**sizes: int) -> None:
     """Raise unless every size is a whole number of at least 1."""
     for name, size in sizes.items():
-        if not isinstance(size, INTEGERS):
+        if not isinstance(size, INTEGERS) or isinstance(size, bool):
             raise TypeError(f"{name} must be an int, not {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, not {size}")

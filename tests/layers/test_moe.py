@@ -287,6 +287,7 @@ def test_errors(make, text):
     "make, text",
     [
         (lambda: build(top_k=1.5), "top_k must be an int, not float"),
+        (lambda: build(row_chunks=True), "row_chunks must be an int, not bool"),
         (lambda: MoE(H, "10", E, K), "intermediate must be an int, not str"),
         (lambda: build(shared_intermediate=7.0), "shared_intermediate must be an int, not float"),
         (lambda: build()([[0.0] * H]), "x must be a tensor, not list"),
