@@ -55,6 +55,7 @@ PAPER = {
 }
 MODELS = {
     "gpt-oss": Shape(8192, 2880, 2880, 32, 4, bias=True, activation="swiglu_oai", interleaved=True),
+    "gpt-oss-plain": Shape(8192, 2880, 2880, 32, 4),  # what biases and its activation cost
     "dsv3": Shape(16384, 7168, 2048, 256, 8),  # DeepSeek-V3
 }
 TOKENS = {f"C-{T}": shape for T, shape in per_token(2048, 768, 128, 8).items()}
