@@ -119,7 +119,7 @@ def written_table(title: str, rows: list[dict]) -> str:
         if (text := cell(r, columns))
     }
     for contender in sorted(dict.fromkeys(name for name, _ in cells), key=place):
-        table.append([contender, *(cells.get((contender, name), "") for name in shapes)])
+        table.append([contender, *(cells.get((contender, name), "–") for name in shapes)])
     return "".join(f"| {' | '.join(row)} |\n" for row in table)
 
 

@@ -49,9 +49,9 @@ def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
     text = document.read_text()
     assert text.startswith("head\n") and text.endswith("tail\n")
     assert "stale" not in text and "older" not in text and "commit new, old, " in text
-    assert r"| peer | – / 1.2 / 123 \* |  |" in text and r"\* of an earlier run" in text
-    assert "| layer | – / 1.2 / 123 |  |" in text and "| layer | 10 / 21 |  |" in text
-    assert "| wrong |  | error 0.3 |" in text
+    assert r"| peer | – / 1.2 / 123 \* | – |" in text and r"\* of an earlier run" in text
+    assert "| layer | – / 1.2 / 123 | – |" in text and "| layer | 10 / 21 | – |" in text
+    assert "| wrong | – | error 0.3 |" in text
     once = text
     assert run("report", "--csv", path, "--readme", document) == 0
     assert document.read_text() == once
