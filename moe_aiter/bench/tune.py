@@ -90,12 +90,12 @@ def main(args: argparse.Namespace) -> int:
     where = provenance(torch.device("cuda"), "bfloat16")
     where["gpu"] = where.pop("device")
     print(", ".join(f"{k} {v}" for k, v in where.items()), f"-> {out}")
-    wrong = 0
+    wrong, done = 0, set()
     for name in named(args.shape or DEFAULT["cuda"]):
         for tokens in args.tokens or [SHAPES[name].num_tokens]:
             shape = dataclasses.replace(SHAPES[name], num_tokens=tokens)
             print(f"\nshape {name}: T, H, I, E, k = {shape}")
-            wrong += tune_shape(shape, args.op, args.reps, lambda row: write(out, [row | where]))
+            wrong += tune_shape(shape, args.op, args.reps, lambda row: write(out, [row | where]), done)
             torch.cuda.empty_cache()
     return int(wrong > 0)
 
@@ -105,12 +105,22 @@ def refuse(mistake: str) -> int:
     return 2
 
 
-def tune_shape(shape: Shape, ops: list[str] | None, reps: int, save: Callable[[dict], None]) -> int:
-    """Tune each product of one shape, and print a line of it; how many candidates were wrong."""
+def tune_shape(
+    shape: Shape, ops: list[str] | None, reps: int, save: Callable[[dict], None], done: set[Key]
+) -> int:
+    """Tune each product of one shape, and print a line of it; how many candidates were wrong.
+
+    Shapes that differ in the number of experts alone look up the same keys: the first of them speaks, and
+    what is `done` is left out.
+    """
     found = [(p, p.key()) for p in products(shape, torch.device("cuda"), torch.bfloat16, bool(ops))]
     found = [(p, key) for p, key in found if not ops or key.op in ops]
     if idle := sorted({*(ops or ())} - {key.op for _, key in found}):
         print(f"nothing here runs {', '.join(idle)}")
+    if shared := [p.name for p, key in found if key in done]:
+        print(f"as for a shape above: {', '.join(shared)}")
+    found = [(p, key) for p, key in found if key not in done]
+    done.update(key for _, key in found)
     work = [(p, len({tuning.default(key), *candidates(key.op)})) for p, key in found]
     total = sum(n for _, n in work)
     seconds = sum(n * reps * (p.flops / RATE + FLUSH) for p, n in work)

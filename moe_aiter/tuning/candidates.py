@@ -37,7 +37,7 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_down_grad": (hopper(256, 3, 64), hopper(256, 7, 32, 32), hopper(128, 4, 64)),
+    "hopper_down_grad": (hopper(256, 3, 64), hopper(256, 7, 32, block_k=32), hopper(128, 4, 64)),
     "hopper_down_grad_frozen": (hopper(256, 3, 32),),
     "hopper_down_grad_long": (hopper(128, 3, 64), hopper(128, 4, 64)),
     "hopper_down_grad_long_frozen": (hopper(128, 3, 32),),

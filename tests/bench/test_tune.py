@@ -116,6 +116,17 @@ def test_rows_and_what_is_printed(fake, tmp_path, capsys):
     assert all(cells[column] for column in COLUMNS)
 
 
+def test_of_shapes_with_the_same_key_the_first_speaks(fake, tmp_path, capsys, monkeypatch):
+    first = tune.measure
+    times = iter([first, lambda product, configs, reps: {c: 1.0 + (c != OTHERS[0]) for c in configs}])
+    monkeypatch.setattr(tune, "measure", lambda *inputs: next(times)(*inputs))
+    path = tmp_path / "t.csv"
+    assert run("--shape", "toy", "toy-oai", "--out", path) == 0
+    ((row, cells),) = read(path)
+    assert row.config == candidates(KEY.op)[2] and cells["us"] == "50.0"
+    assert "as for a shape above: down\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("op, lines", [("hopper_gmm", 1), ("gmm", 0)])
 def test_only_the_ops_asked_for(op, lines, fake, tmp_path, capsys):
     assert run(*TOY, "--op", op, "--out", tmp_path / "t.csv") == 0
