@@ -121,19 +121,8 @@ TUNED = {
     "hopper_gmm": [functools.partial(run_hopper_gmm, rows, bias=True) for rows in (True, False)],
     "hopper_down_grad": [
         functools.partial(run_hopper_down_grad, *a)
-        for a in (("swiglu",), ("swiglu", True), ("reglu",), ("silu",))
+        for a in (("swiglu",), ("swiglu", True), ("geglu",), ("geglu", True), ("swiglu_oai", True), ("gelu",))
     ],
-    "hopper_down_grad_frozen": [
-        functools.partial(run_hopper_down_grad, *a, need_a=False) for a in (("swiglu",), ("swiglu_oai", True))
-    ],
-    "hopper_down_grad_long": [
-        functools.partial(run_hopper_down_grad, *a)
-        for a in (("geglu",), ("geglu", True), ("gelu",), ("swiglu_oai",))
-    ],
-    "hopper_down_grad_long_frozen": [
-        functools.partial(run_hopper_down_grad, a, need_a=False) for a in ("geglu", "swiglu_oai")
-    ],
-    "hopper_down_grad_oai": [functools.partial(run_hopper_down_grad, "swiglu_oai", True)],
     "hopper_tgmm": [functools.partial(run_hopper_tgmm, columns_first=c, groups=256) for c in (False, True)],
     "hopper_tgmm_accumulate": [functools.partial(run_hopper_tgmm, onto=F32, groups=256)],
 }

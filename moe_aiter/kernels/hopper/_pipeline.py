@@ -177,10 +177,16 @@ def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
 
 
 @gluon.jit
-def multiply(WHO: gl.constexpr, weights, ring, i, BLOCK_M: gl.constexpr, FLAT: gl.constexpr):
-    """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage."""
+def multiply(
+    WHO: gl.constexpr, weights, ring, i, BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256
+):
+    """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage.
+
+    An instruction computes at most WIDEST columns.
+    """
     HALF: gl.constexpr = BLOCK_M // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, weights.BLOCK_N, 16])
+    WIDTH: gl.constexpr = min(weights.BLOCK_N, WIDEST)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     acc = warpgroup_mma_init(gl.zeros((HALF, weights.BLOCK_N), gl.float32, layout=layout))
     first = i
     for k in range(0, weights.K, weights.BLOCK_K):
@@ -200,7 +206,8 @@ def multiply(WHO: gl.constexpr, weights, ring, i, BLOCK_M: gl.constexpr, FLAT: g
 def halves(x):
     """The left and the right half of an accumulator's columns, which no thread has to send anywhere."""
     HALF: gl.constexpr = x.shape[1] // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    WIDTH: gl.constexpr = min(HALF, x.type.layout.instr_shape[1])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     left, right = gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
     return (
         gl.convert_layout(left, layout, assert_trivial=True),
@@ -219,19 +226,6 @@ def blocks(x, COUNT: gl.constexpr):
     return out
 
 
-@gluon.constexpr_function
-def pairs_layout(ROWS, WIDTH):
-    """Of (ROWS, 2 * WIDTH) gates and ups in turn: a thread has those of its elements of an accumulator."""
-    columns = [[0, 2**i] for i in range(4, WIDTH.bit_length())]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], *columns],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[ROWS, 2 * WIDTH],
-    )
-
-
 @gluon.jit
 def join_pairs(gate, up):
     """gate 0, up 0, gate 1, up 1, ... of each row, which no thread has to send anywhere."""
@@ -240,7 +234,7 @@ def join_pairs(gate, up):
 
 @gluon.jit
 def split_pairs(x, LAYOUT: gl.constexpr):
-    """The inverse; LAYOUT is the accumulator's, and that of x the one of `pairs_layout`."""
+    """The inverse; LAYOUT has half of each thread's elements in a row."""
     gate, up = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     return (
         gl.convert_layout(gate, LAYOUT, assert_trivial=True),
