@@ -43,9 +43,9 @@ test: $(READY)
 	echo "Everything, with C++ and torch:"; $(PYTEST) $(ARGS) || status=1; \
 	exit $$status
 
-# without those that compile ahead of time, which need no GPU: `make test` runs them
+# what needs a GPU; `make test` runs the rest
 test-gpu: $(READY)
-	$(PYTEST) --ignore-glob='*/test_compile_*' $(ARGS)
+	$(PYTEST) -m gpu $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .
