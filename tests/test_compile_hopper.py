@@ -68,6 +68,7 @@ def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=t
 
 
 GATED = [a.name for a in ACTIVATIONS.values() if a.gated]
+KINDS = [(name, False) for name in ACTIVATIONS] + [(name, True) for name in GATED]
 CASES = {
     **{f"up {name}": functools.partial(run_hopper_up, name, bias=True) for name in ACTIVATIONS},
     **{f"down_grad {name}": functools.partial(run_hopper_down_grad, name) for name in ACTIVATIONS},
@@ -120,8 +121,9 @@ TUNED = {
     "hopper_up_plain": [functools.partial(run_hopper_up, "gelu", bias=True)],
     "hopper_gmm": [functools.partial(run_hopper_gmm, rows, bias=True) for rows in (True, False)],
     "hopper_down_grad": [
-        functools.partial(run_hopper_down_grad, *a)
-        for a in (("swiglu",), ("swiglu", True), ("geglu",), ("geglu", True), ("swiglu_oai", True), ("gelu",))
+        functools.partial(run_hopper_down_grad, a, interleaved, need_a)
+        for a, interleaved in KINDS
+        for need_a in (True, False)
     ],
     "hopper_tgmm": [functools.partial(run_hopper_tgmm, columns_first=c, groups=256) for c in (False, True)],
     "hopper_tgmm_accumulate": [functools.partial(run_hopper_tgmm, onto=F32, groups=256)],
