@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .config import CHOICES, interpret, settings
+from .metadata import PLAIN, keep, layout, metadata
 
 log = logging.getLogger("moe_aiter")
 log.setLevel(settings.log_level)
@@ -133,20 +134,30 @@ def define_op(
     `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
     Every other backend is `impl(out, *inputs)`: it fills `out`.  A backend given as None is absent.
     """
-    name = schema.partition("(")[0]
+    name, _, results = schema.partition("(")
+    several = "->" in results and results.rpartition("-> ")[2].startswith("(")
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name].setdefault("torch", lambda out, *inputs: copy_into(out, reference(*inputs)))
+    known = {}  # metadata -> the outputs' layouts, and what fills them
 
     def run(x, *rest):
-        out = new(x, *rest)
-        outs = out if isinstance(out, tuple) else (out,)
+        key = metadata((x, *rest), _forced, *IMPLS[name].values())
+        if decided := known.get(key):
+            layouts, launch = decided
+            outs = tuple(torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts)
+            out = outs if several else outs[0]
+        else:
+            out = new(x, *rest)
+            outs = out if several else (out,)
+            # nobody launches an empty grid
+            launch = pick(name, x, *rest) if any(t.numel() for t in outs) else None
+            keep(known, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
             if check_values is not None:
                 check_values(x, *rest)
-        if any(t.numel() for t in outs):  # nobody launches an empty grid
-            with torch.cuda.device_of(x), no_autocast(x):
-                pick(name, x, *rest)(out, x, *rest)
+        if launch is not None:
+            call_launcher(launch, out, x, *rest)
         return out
 
     if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
@@ -169,16 +180,32 @@ def define_inplace_op(
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference
+    known = {}  # metadata -> what updates the output
 
     def run(out, x, *rest):
-        check(out, x, *rest)
+        key = metadata((out, x, *rest), _forced, *IMPLS[name].values())
+        if decided := known.get(key):
+            (launch,) = decided
+        else:
+            check(out, x, *rest)
+            launch = pick(name, x, *rest) if out.numel() else None
+            keep(known, key, (launch,))
         if settings.debug and check_values is not None:
             check_values(out, x, *rest)
-        if out.numel():
-            with torch.cuda.device_of(out), no_autocast(out):
-                pick(name, x, *rest)(out, x, *rest)
+        if launch is not None:
+            call_launcher(launch, out, x, *rest)
 
     return register(schema, run, check, None, None)
+
+
+def call_launcher(launch: Callable, out: Tensor | tuple[Tensor, ...], x: Tensor, *rest) -> None:
+    """On the device of `x`, and without autocast."""
+    elsewhere = x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
+    if elsewhere or torch._C._is_any_autocast_enabled():
+        with torch.cuda.device_of(x), no_autocast(x):
+            launch(out, x, *rest)
+    else:
+        launch(out, x, *rest)
 
 
 def register(
@@ -196,15 +223,20 @@ def register(
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
     op = getattr(torch.ops.moe_aiter, name).default
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
+    known = set()  # types of inputs that are what the op wants, and plain
     mutates = "!" in schema
     short = run if mutates else shortcut(name, run, backward, save)
 
     def call(*inputs):
         if torch.compiler.is_compiling():
             return op(*inputs)
-        for (argument, kind, words), given in zip(arguments, inputs, strict=True):
-            if not isinstance(given, kind):
-                raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
+        kinds = tuple(map(type, inputs))
+        if kinds not in known:
+            for (argument, kind, words), given in zip(arguments, inputs, strict=True):
+                if not isinstance(given, kind):
+                    raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
+            if PLAIN.issuperset(kinds):
+                known.add(kinds)
         check_transforms(name, inputs)
         plain = is_plain(inputs) and not (mutates and torch.is_grad_enabled())
         return short(*inputs) if plain else op(*inputs)
@@ -223,10 +255,13 @@ def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), functions)
+    apply = super(torch.autograd.Function, function).apply  # without what is for torch.func
 
     def call(*inputs):
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            return function.apply(*inputs)
+        if torch.is_grad_enabled():
+            for t in inputs:
+                if isinstance(t, Tensor) and t.requires_grad:
+                    return (function.apply if peek_interpreter_stack() is not None else apply)(*inputs)
         return run(*inputs)
 
     return call
@@ -234,9 +269,8 @@ def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None
 
 def is_plain(inputs: tuple) -> bool:
     """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
-    return torch._C._len_torch_dispatch_stack() == 0 and all(
-        type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in inputs if isinstance(t, Tensor)
-    )
+    hidden = [isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in inputs]
+    return torch._C._len_torch_dispatch_stack() == 0 and not any(hidden)
 
 
 def is_unwatched(*tensors: Tensor) -> bool:
@@ -255,6 +289,8 @@ def is_last_use(saved: Tensor) -> bool:
 
 def check_transforms(name: str, inputs: tuple) -> None:
     """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients."""
+    if peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        return
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
         forward_ad._current_level >= 0
