@@ -4,7 +4,7 @@ import torch
 
 from .. import tuning
 from ..config import interpret, settings
-from ._triton import tl, triton
+from ._triton import cdiv, tl, triton
 
 # what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
 TILE_DTYPES = (torch.float16, torch.float32) if interpret else (torch.float16, torch.bfloat16, torch.float32)
@@ -102,7 +102,7 @@ def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def row_tiles(M: int, G: int, block_m: int) -> int:
     """An upper bound on the row tiles of G groups and the rows past them, known without the group sizes."""
-    return triton.cdiv(M, block_m) + G
+    return cdiv(M, block_m) + G
 
 
 def tile_options(config: tuning.Config) -> dict:

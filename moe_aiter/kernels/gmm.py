@@ -13,7 +13,7 @@ from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, split_groups
 from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl
 from .tgmm import group_sum, weight_gradient
 
 # reference
@@ -99,10 +99,10 @@ def launch_gmm(out, x, w, group_sizes, bias):
     (M, N), (G, K, _) = out.shape, w.shape
     config = tuning.lookup("gmm", x.dtype, M, N, K, G)
     tiles_m = row_tiles(M, G, config.block_m)
-    gmm_kernel[(tiles_m * triton.cdiv(N, config.block_n),)](
+    gmm_kernel[(tiles_m * cdiv(N, config.block_n),)](
         x, w, bias, out, group_sizes.contiguous(), M, N, K, G, tiles_m,
         x.stride(), w.stride(), (0, 0) if bias is None else bias.stride(),
-        BLOCK_G=triton.next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
 
 

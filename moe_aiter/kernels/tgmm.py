@@ -16,7 +16,7 @@ from . import hopper
 from ._check import check_device, check_float, check_own_memory, check_shape
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
 from ._tile import TILE_DTYPES, dense, group_rows, halves, swizzle, tile_options
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 # reference
 
@@ -218,9 +218,9 @@ def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=
     order, group_sizes = dense(order, group_sizes)
     # the pipeline spends stages on the indices, so gathering has rows of its own
     config = tuning.lookup("tgmm" if order is None else "tgmm_gather", x.dtype, M, N, K, G)
-    tgmm_kernel[(G * triton.cdiv(K, config.block_m) * triton.cdiv(N, config.block_n),)](
+    tgmm_kernel[(G * cdiv(K, config.block_m) * cdiv(N, config.block_n),)](
         x, y, order, out, group_sizes, M, N, K, G, x.stride(), y.stride(), out.stride(),
-        TOP_K=top_k, ACCUMULATE=accumulate, BLOCK_G=triton.next_power_of_2(G), **tile_options(config),
+        TOP_K=top_k, ACCUMULATE=accumulate, BLOCK_G=next_power_of_2(G), **tile_options(config),
     )  # fmt: skip
 
 
@@ -235,9 +235,9 @@ def launch_group_sum(out, y, group_sizes, order, top_k, scale):
     M = y.shape[0] if order is None else order.shape[0]
     order, group_sizes = dense(order, group_sizes)
     block_n = 64
-    group_sum_kernel[(G, triton.cdiv(N, block_n))](
+    group_sum_kernel[(G, cdiv(N, block_n))](
         y, order, scale, out, group_sizes, M, N, G, top_k, y.stride(),
-        BLOCK_G=triton.next_power_of_2(G), BLOCK_M=32, BLOCK_N=block_n, num_warps=4,
+        BLOCK_G=next_power_of_2(G), BLOCK_M=32, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...tuning import Config
-from .._triton import triton
+from .._triton import next_power_of_2
 
 SHARED_BYTES = 226 * 1024  # of a program, less 1 KiB for barriers, places and what starts the warpgroups
 
@@ -36,7 +36,7 @@ def tile_options(config: Config) -> dict:
 
 def block_g(groups: int) -> int:
     """The length of a list of groups; each of 32 lanes reads as many of them."""
-    return max(triton.next_power_of_2(groups), 32)
+    return max(next_power_of_2(groups), 32)
 
 
 @functools.cache
