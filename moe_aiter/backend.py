@@ -144,7 +144,7 @@ def define_op(
         key = metadata((x, *rest), _forced, *IMPLS[name].values())
         if decided := known.get(key):
             layouts, launch = decided
-            outs = tuple(torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts)
+            outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
             out = outs if several else outs[0]
         else:
             out = new(x, *rest)
@@ -223,25 +223,33 @@ def register(
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
     op = getattr(torch.ops.moe_aiter, name).default
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
-    known = set()  # types of inputs that are what the op wants, and plain
     mutates = "!" in schema
     short = run if mutates else shortcut(name, run, backward, save)
+
+    known = set()  # types of inputs that are what the op wants, and plain
 
     def call(*inputs):
         if torch.compiler.is_compiling():
             return op(*inputs)
         kinds = tuple(map(type, inputs))
-        if kinds not in known:
-            for (argument, kind, words), given in zip(arguments, inputs, strict=True):
-                if not isinstance(given, kind):
-                    raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
+        if kinds not in known or is_transformed() or inputs[0].is_meta:
+            check_kinds(arguments, inputs)
+            check_transforms(name, inputs)
+            if not is_plain(inputs):
+                return op(*inputs)
             if PLAIN.issuperset(kinds):
                 known.add(kinds)
-        check_transforms(name, inputs)
-        plain = is_plain(inputs) and not (mutates and torch.is_grad_enabled())
-        return short(*inputs) if plain else op(*inputs)
+        elif torch._C._len_torch_dispatch_stack():
+            return op(*inputs)
+        return op(*inputs) if mutates and torch.is_grad_enabled() else short(*inputs)
 
     return call
+
+
+def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
+    for (argument, kind, words), given in zip(arguments, inputs, strict=True):
+        if not isinstance(given, kind):
+            raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
 
 
 def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None) -> Callable:
@@ -287,10 +295,13 @@ def is_last_use(saved: Tensor) -> bool:
     return not replayed and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def check_transforms(name: str, inputs: tuple) -> None:
     """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients."""
-    if peek_interpreter_stack() is None and forward_ad._current_level < 0:
-        return
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
         forward_ad._current_level >= 0

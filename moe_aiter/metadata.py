@@ -18,10 +18,10 @@ MOST = 1024  # what is remembered of each op: steps of many different sizes must
 def metadata(inputs: tuple, *others) -> tuple | None:
     """All but the values of these tensors, which is what checks and choices go by, and the rest as it is.
 
-    None where tensors are not what they seem: to a compiler, under a transform, of a class of their own.
+    None where tensors are not what they seem: under a transform, or of a class of their own.
     """
     kinds = tuple(map(type, inputs))
-    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or not PLAIN.issuperset(kinds):
+    if peek_interpreter_stack() is not None or not PLAIN.issuperset(kinds):
         return None
     key = [kinds, *others]  # with the kinds, since 1 == True == 1.0
     for t in inputs:
@@ -45,7 +45,7 @@ def once(check: Callable) -> Callable:
     passed = {}
 
     def run(inputs):
-        key = metadata(inputs)
+        key = None if torch.compiler.is_compiling() else metadata(inputs)
         if key not in passed:
             check(inputs)
             keep(passed, key, True)

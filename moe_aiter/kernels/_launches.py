@@ -30,16 +30,14 @@ class Remembering(JITFunction):
         return functools.partial(self.launch, grid)
 
     def launch(self, grid, *args, **constants):
-        key, known = None, None
-        if torch.cuda.is_initialized() and not is_watched():
-            device = torch._C._cuda_getDevice()
-            key, values = launch_key(device, args, constants)
-            known = self.launches.get(key)
+        key, values = launch_key(args, constants)
+        known = None if key is None or is_watched() else self.launches.get(key)
         if known is None:
             return self.first(key, grid, args, constants)
         run, kernel, rest, _ = known
         x, y, z = (*grid, 1, 1)[:3]
-        run(x, y, z, torch._C._cuda_getCurrentRawStream(device), *kernel, None, None, None, *values, *rest)
+        stream = torch._C._cuda_getCurrentRawStream(key[-1])
+        run(x, y, z, stream, *kernel, None, None, None, *values, *rest)
 
     def first(self, key: tuple | None, grid: tuple, args: tuple, constants: dict) -> None:
         """Triton's own launch, remembered."""
@@ -59,7 +57,7 @@ def is_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def launch_key(device: int, args: tuple, constants: dict) -> tuple[tuple | None, list]:
+def launch_key(args: tuple, constants: dict) -> tuple[tuple | None, list]:
     """What decides which compiled kernel these arguments need, and a little more; None off the GPU.
     And the arguments, with addresses for tensors.
 
@@ -67,7 +65,7 @@ def launch_key(device: int, args: tuple, constants: dict) -> tuple[tuple | None,
     its memory is below 2 GiB, which no other argument need tell; for a float's type; for an int's size and
     divisibility.  A descriptor says its own `launch_key`.
     """
-    key, values = [device], []
+    key, values = [], []
     for a in args:
         if type(a) in NUMBERS:
             key.append(a)
@@ -86,4 +84,5 @@ def launch_key(device: int, args: tuple, constants: dict) -> tuple[tuple | None,
         values.append(a)
     for v in constants.values():
         key.append(v if type(v) in BY_VALUE else id(v))
+    key.append(torch._C._cuda_getDevice() if torch.cuda.is_initialized() else None)
     return tuple(key), values
