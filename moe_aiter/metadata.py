@@ -45,7 +45,9 @@ def once(check: Callable) -> Callable:
     passed = {}
 
     def run(inputs):
-        key = None if torch.compiler.is_compiling() else metadata(inputs)
+        if torch.compiler.is_compiling():  # which would compile again for whatever is remembered here
+            return check(inputs)
+        key = metadata(inputs)
         if key not in passed:
             check(inputs)
             keep(passed, key, True)
