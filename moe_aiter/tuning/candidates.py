@@ -37,11 +37,11 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_down_grad": (hopper(256, 6, 0, block_k=32),),
+    "hopper_down_grad": (hopper(256, 6, 0, block_k=32), hopper(256, 3, 0)),
     "hopper_tgmm": (hopper(256, 4, 128), hopper(256, 3, 128), hopper(256, 3, 256)),
     "hopper_tgmm_accumulate": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(256, 3, 64)),
 }
-SHORT_K = {"hopper_gmm": 512}  # the sums up to which the second is better
+SHORT_K = {"hopper_gmm": 512, "hopper_down_grad": 1024}  # the sums up to which the second is better
 
 WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
@@ -76,8 +76,8 @@ def is_legal(op: str, config: Config) -> bool:
 def rule(op: str, n: int, k: int) -> Config | None:
     """The choice of a Hopper kernel where no table has one.
 
-    Where the sum is short, gmm's epilogue comes often: one more stage.  Where one expert's 16-bit weight fits
-    in L2, no row tiles need to walk the columns together.
+    Where the sum is short, gmm's epilogue comes often: one more stage; and dz gathers whole lines, 64 columns
+    at a time.  Where one expert's 16-bit weight fits in L2, no row tiles need to walk the columns together.
     """
     if op not in HOPPER_TILES:
         return None

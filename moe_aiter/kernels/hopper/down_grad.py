@@ -263,6 +263,8 @@ def down_grad_kernel(
         WIDTH,
     )
     dout = Gather(dout_ptr, dout_stride, order_ptr, TOP_K)
+    # longer rows take the warps that gather them more registers, of 512 for a thread of each warpgroup
+    REGISTERS: gl.constexpr = [160, 152, 40] if BLOCK_K == 32 else [160, 136, 56]
     gl.warp_specialize(
         [
             (grad_consumer, (0, weights, ring, tiles, places, handoff, BLOCK_M)),
@@ -271,7 +273,7 @@ def down_grad_kernel(
             (gather, (dout, weights, ring, tiles, groups, places, BLOCK_M, False)),
         ],
         [4, 4, 4],
-        [160, 152, 40],
+        REGISTERS,
     )
 
 
