@@ -22,6 +22,7 @@ LEVELS = [
     ["routing"],
     ["layers"],
     ["training", "bench"],
+    ["compat"],
     ["cli"],
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
