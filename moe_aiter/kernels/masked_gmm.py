@@ -224,14 +224,18 @@ def masked_gmm(
     `x` and `w` are 8-bit floats (e4m3fn, e4m3fnuz, e5m2, in any pair) for an `out` of 16 or 32 bits, or all
     three have one floating dtype.  Any strides.  `w` may be `shuffled`, as `shuffle_weight(w)` gives it.
     The product is multiplied by `x_scale`, float32: a number, (G,) or (G, 1, 1), or (G, M) or (G, M, 1), and
-    by `w_scale`: the same with N in place of M.  None is 1.  Not differentiable.
+    by `w_scale`: the same with N in place of M.  None is 1.
 
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, before anything is written;
-    with MOE_AITER_DEBUG=1 also ValueError for sizes outside [0, M].
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, RuntimeError where it would
+    need a gradient, which it has not, before anything is written; with MOE_AITER_DEBUG=1 also ValueError for
+    sizes outside [0, M].
     """
     check_shape("x", x, "G", "M", "K")
     check_shape("w", w, "G", "N", "K")
     scales = as_rows("x_scale", x_scale, x, x.shape[1]), as_rows("w_scale", w_scale, x, w.shape[1])
+    tensors = [t for t in (out, x, w, *scales) if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError("a masked product has no gradient: call it under torch.no_grad()")
     masked_gmm_op(out, x, w, group_sizes, *scales, shuffled)
     return out
 

@@ -172,6 +172,14 @@ def test_opcheck_and_compile(device):
         torch.testing.assert_close(compiled(out, *inputs), expected, equal_nan=True)
 
 
+def test_a_gradient_is_refused_not_forgotten(device):
+    out, x, w, sizes, *_ = make(device, [3, 0, 4])
+    with pytest.raises(RuntimeError, match="no gradient: call it under torch.no_grad()"):
+        masked_gmm(out, x, w.requires_grad_(), sizes)
+    with torch.no_grad():
+        assert not masked_gmm(out, x, w, sizes).requires_grad
+
+
 def test_two_runs_give_the_same_bits(device):
     out, *inputs = make(device, [33, 0, 140], dtypes=(E4M3, E4M3, F16))
     first, second = (masked_gmm(torch.zeros_like(out), *inputs) for _ in range(2))
