@@ -22,8 +22,7 @@ LEVELS = [
     ["routing"],
     ["layers"],
     ["training", "bench"],
-    ["compat"],
-    ["cli"],
+    ["compat", "cli"],
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 EXTENSION = "_host"
