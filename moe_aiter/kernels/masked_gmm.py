@@ -224,7 +224,8 @@ def masked_gmm(
     `x` and `w` are 8-bit floats (e4m3fn, e4m3fnuz, e5m2, in any pair) for an `out` of 16 or 32 bits, or all
     three have one floating dtype.  Any strides.  `w` may be `shuffled`, as `shuffle_weight(w)` gives it.
     The product is multiplied by `x_scale`, float32: a number, (G,) or (G, 1, 1), or (G, M) or (G, M, 1), and
-    by `w_scale`: the same with N in place of M.  None is 1.
+    by `w_scale`: the same with N in place of M.  None is 1.  Hopper's tensor cores keep some 14 bits of a sum
+    of 8-bit products; they add 256 at most, and float32 adds the rest.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, RuntimeError where it would
     need a gradient, which it has not, before anything is written; with MOE_AITER_DEBUG=1 also ValueError for

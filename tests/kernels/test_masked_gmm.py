@@ -16,7 +16,7 @@ from ..shapes import LAYOUTS, spread
 E4M3, FNUZ, E5M2 = FP8
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # x, w, out; the interpreter multiplies bfloat16 wrongly, and cuts where it rounds to it
-DTYPES = [(F16, F16, F16), (E4M3, E4M3, F16), (FNUZ, FNUZ, F16), (E4M3, E5M2, F32)]
+DTYPES = [(F16, F16, F16), (E4M3, E4M3, F16), (FNUZ, FNUZ, F16), (E4M3, E5M2, F16)]
 DTYPES += [] if interpret else [(BF16, BF16, BF16), (E4M3, E4M3, BF16), (F32, F32, F32)]
 SIZES = {
     "ragged": [5, 1, 9],
