@@ -114,6 +114,7 @@ TUNED = {
     "up": run_up,
     "down_grad": run_down_grad,
 }
+ELSEWHERE = {"masked_gmm_kernel"}  # in test_compile_masked.py
 MATRIX_KERNELS = {"gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_grad_kernel"}
 
 # The others, and the variants of these.  Name -> a function that calls a launcher.
@@ -233,7 +234,8 @@ CASES: dict[str, Callable[[], None]] = {
 def table_cases():
     """(target, table row) of every row of every table."""
     for name, target in TARGETS.items():
-        for i, row in enumerate(load(tuning.table_name(target.gpu.backend, target.gpu.arch))):
+        rows = load(tuning.table_name(target.gpu.backend, target.gpu.arch))
+        for i, row in enumerate(row for row in rows if row.key.op in TUNED):
             size = f"rows={row.key.rows} n={row.key.n} k={row.key.k}".replace("None", "any")
             yield pytest.param(name, row, id=f"{name}-{i} {row.key.op} {row.key.bits} {size}")
 
@@ -280,5 +282,5 @@ def test_every_kernel_has_a_case():
         for case in CASES.values():
             case()
     compiled = {launch.kernel for launch in launches}
-    assert written <= compiled
+    assert written <= compiled | ELSEWHERE
     assert compiled >= MATRIX_KERNELS

@@ -84,3 +84,8 @@ GROUPS = {  # names that --shape takes for several
 def named(words: list[str]) -> list[str]:
     """The names of shapes, with those of a group in its place, and none twice."""
     return list(dict.fromkeys(name for word in words for name in GROUPS.get(word, [word])))
+
+
+# of masked products, by device: groups, N and K (on a GPU those of AITER's test), and most rows of a group
+MASKED = {"cuda": (16, 4096, 7168), "cpu": (4, 128, 224)}
+MAX_M = (16, 64, 256, 1024)

@@ -1,6 +1,8 @@
 """The configurations worth trying of each kernel, and the choice of the Hopper kernels by rule.
 
 A kernel that has other limits where its inputs differ, in registers say, has a name for each: `tgmm_gather`.
+Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
+float16 of 8-bit floats that the GPU does not multiply.
 Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
 """
 
@@ -47,12 +49,24 @@ WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
     Config(128, 256, 64, 1, 8, 3), Config(128, 128, 64, 8, 4, 3), Config(64, 128, 64, 8, 4, 4),
 )  # fmt: skip
+MASKED = (  # 128x256 has no registers left for sums of 8-bit products: see `is_promoted`
+    Config(128, 128, 256, 8, 8, 3), Config(128, 128, 128, 8, 8, 4), Config(128, 128, 128, 1, 8, 4),
+    Config(64, 128, 128, 8, 4, 3), Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4),
+)  # fmt: skip
+MASKED_FEW = (
+    Config(16, 64, 256, 1, 4, 3), Config(16, 64, 256, 1, 4, 4), Config(16, 128, 128, 1, 4, 4),
+    Config(32, 64, 256, 1, 4, 3), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
+)  # fmt: skip
 PORTABLE = {
     "up": WIDE,
     "gmm": WIDE,
     "down_grad": tuple(c for c in WIDE if c.num_stages == 3 or c.block_m == 64),
     "tgmm": tuple(Config(128, 256, 64, group, 8, 3) for group in (1, 8, 16)),
     "tgmm_gather": tuple(Config(128, 256, 64, group, 8, 5) for group in (1, 4, 8, 16)),
+    "masked": MASKED,
+    "masked_few": MASKED_FEW,
+    "masked_decode": (Config(128, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 3)),
+    "masked_few_decode": (Config(16, 64, 256, 1, 4, 4), Config(64, 64, 128, 2, 4, 3)),
 }
 OPS = (*PORTABLE, *HOPPER_TILES)
 

@@ -1,0 +1,195 @@
+"""`moe-aiter bench deepgemm`: the masked product of 8-bit floats, beside ours of bfloat16 and a copy.
+
+Each is checked first.  A product has to read the weights; the copy reads and writes as many bytes.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from .. import tuning
+from ..backend import ORDER
+from ..kernels._fp8 import native_fp8
+from ..kernels.masked_gmm import masked_gmm, masked_gmm_reference
+from ..kernels.shuffle import shuffle_weight
+from ..tuning import Config
+from ..tuning.candidates import candidates
+from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
+from .shapes import MASKED
+from .timing import WARMUP, summary, time_graphs, turns
+
+FIELDS = [
+    *("date", "commit", "device", "torch", "triton", "dtype", "groups", "max_m", "rows", "n", "k"),
+    *("contender", "tile", "us", "tflops", "gb_per_s", "copy_percent", "times_bf16", "error"),
+]
+
+
+@dataclasses.dataclass
+class Product:
+    """One masked product, and what it has to come near."""
+
+    name: str
+    out: Tensor
+    inputs: tuple  # of masked_gmm, after out
+    shuffled: bool
+    exact: Tensor
+    config: Config | None = None
+
+    def run(self) -> None:
+        with tuning.choose(lambda key: self.config):
+            masked_gmm(self.out, *self.inputs, shuffled=self.shuffled)
+
+    def key(self) -> tuning.Key:
+        keys: list[tuning.Key] = []
+        with tuning.choose(keys.append):
+            self.run()
+        return keys[0]
+
+    def check(self) -> tuple[float, bool]:
+        """Its error on rows that are there, and whether it is wrong: too far, or elsewhere as well."""
+        inside = torch.arange(self.out.shape[1], device=self.out.device) < self.inputs[2][:, None]
+        self.out.fill_(float("nan"))
+        self.run()
+        got, exact = self.out[inside], self.exact[inside]
+        error, bar = distances([got, exact.to(got.dtype)], [exact.double()] * 2)
+        return error, not error <= SLACK * bar + FLOOR or not self.out[~inside].isnan().all()
+
+    def weight_bytes(self) -> int:
+        return self.inputs[1].nbytes
+
+    def row(self, error: float, us: float, copies: dict[int, float], bf16: float | None) -> dict:
+        x, w, sizes, *_ = self.inputs
+        rows, size = int(sizes.sum()), self.weight_bytes()
+        row = {"contender": self.name, "tile": str(self.config or ""), "us": us, "error": error}
+        row |= {"dtype": str(x.dtype).removeprefix("torch."), "rows": rows}
+        row |= {"tflops": 2 * rows * w[0].numel() / us / 1e6, "gb_per_s": size / us / 1e3}
+        return row | {"copy_percent": 100 * copies[size] / us} | ({"times_bf16": bf16 / us} if bf16 else {})
+
+
+def bench_masked(args: argparse.Namespace) -> int:
+    """Measure every number of rows asked for; 1 if a product was wrong."""
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        return refuse("there is no GPU that torch can use")
+    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
+        return refuse(f"{args.out} has other columns: {', '.join(columns(args.out))}")
+    if args.tiles and "triton" not in ORDER[kind]:
+        return refuse("only a GPU has tiles")
+    if args.out:
+        append(args.out, [], FIELDS)
+    device = torch.device(kind)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    given = args.groups, args.n, args.k
+    groups, n, k = (mine or usual for mine, usual in zip(given, MASKED[kind], strict=True))
+    where = provenance(device, "", args.commit)
+    print(", ".join(f"{name} {value}" for name, value in where.items() if value))
+    wrong = False
+    for max_m in args.max_m:
+        print(f"\n{groups} groups of up to {max_m} rows, K {k}, N {n}")
+        found = list(products(device, groups, max_m, n, k, args.tiles))
+        rows, bad = measure(found, args.reps or REPS[kind])
+        wrong = wrong or bad
+        if args.out:
+            sizes = {"groups": groups, "max_m": max_m, "n": n, "k": k}
+            append(args.out, [where | sizes | row for row in rows], FIELDS)
+    return int(wrong)
+
+
+def refuse(mistake: str) -> int:
+    print(f"moe-aiter bench deepgemm: error: {mistake}", file=sys.stderr)
+    return 2
+
+
+def products(device: torch.device, G: int, M: int, N: int, K: int, tiles: bool) -> Iterable[Product]:
+    """bfloat16, then 8 bits in either order of the weights; with `tiles` each at every candidate too."""
+    torch.manual_seed(0)
+    x, w = torch.randn(G, M, K, device=device), torch.randn(G, N, K, device=device)
+    sizes = (torch.rand(G, device=device) * 0.3 * M + 0.7 * M).ceil().int()  # 70 to 100 % of the rows
+    fp8 = (native_fp8() if device.type == "cuda" else ()) or (torch.float8_e4m3fn,)
+    (x8, x_scale), (w8, w_scale) = quantized(x, fp8[0]), quantized(w, fp8[0])
+    out = torch.empty(G, M, N, device=device, dtype=torch.bfloat16)
+    narrow, scaled = (x.bfloat16(), w.bfloat16(), sizes), (x8, w8, sizes, x_scale, w_scale)
+    shuffled = (x8, shuffle_weight(w8), *scaled[2:]) if N % 16 == 0 and K % 32 == 0 else None
+    of_16, of_8 = (exact(out, *inputs) for inputs in (narrow, scaled))
+    found = [Product("bfloat16", out, narrow, False, of_16), Product("8 bits", out, scaled, False, of_8)]
+    if shuffled:
+        found.append(Product("8 bits, shuffled", out, shuffled, True, of_8))
+    for product in found:
+        yield product
+        for config in candidates(product.key().op) if tiles else ():
+            yield dataclasses.replace(product, config=config)
+
+
+def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """8-bit floats, and what multiplies each row back."""
+    scale = x.abs().amax(-1) / torch.finfo(dtype).max
+    return (x / scale[..., None]).to(dtype), scale
+
+
+def exact(out: Tensor, x: Tensor, w: Tensor, sizes: Tensor, *scales: Tensor) -> Tensor:
+    whole = torch.zeros_like(out, dtype=torch.float32)
+    masked_gmm_reference(whole, x, w, sizes, *(scales or (None, None)), False)
+    return whole
+
+
+def measure(found: list[Product], reps: int) -> tuple[list[dict], bool]:
+    """A row for each product that is right, and for the copies of their weights; whether one was not."""
+    checked = list(check(found))
+    good = [(p, error) for p, error, wrong in checked if not wrong]
+    sizes = sorted({p.weight_bytes() for p, _ in good})
+    device = found[0].out.device
+    halves = [torch.empty(2, size // 2, dtype=torch.int8, device=device) for size in sizes]
+    runs = [p.run for p, _ in good] + [lambda pair=pair: pair[1].copy_(pair[0]) for pair in halves]
+    times = time_graphs(runs, reps) if device.type == "cuda" else time_cpu(runs, reps)
+    copies = dict(zip(sizes, times[len(good) :], strict=True))
+    bf16 = next((us for (p, _), us in zip(good, times, strict=False) if p.name == "bfloat16"), None)
+    rows = [p.row(e, us, copies, bf16) for (p, e), us in zip(good, times, strict=False)]
+    for size, us in copies.items():
+        rows.append({"contender": f"copy of {size} bytes", "us": us, "gb_per_s": size / us / 1e3})
+    for row in rows:
+        show(row)
+    for product, error, wrong in checked:
+        if wrong:
+            print(f"{product.name} {product.config or ''}: wrong, error {error:.1e}")
+    return rows, len(good) < len(checked)
+
+
+def check(found: list[Product]) -> Iterable[tuple[Product, float, bool]]:
+    """Each with its error and whether it is wrong, but tiles that this GPU has no shared memory for."""
+    too_big: tuple = ()
+    if found[0].out.is_cuda:
+        from triton.runtime.errors import OutOfResources
+
+        too_big = (OutOfResources,)
+    for product in found:
+        try:
+            yield product, *product.check()
+        except too_big:
+            if product.config is None:
+                raise
+
+
+def time_cpu(runs: list[Callable], reps: int) -> list[float]:
+    """Microseconds of each: the median of runs in turn."""
+    samples: list[list[float]] = [[] for _ in runs]
+    for round in range(WARMUP + reps):
+        for turn in turns(len(runs), round):
+            start = time.perf_counter()
+            runs[turn]()
+            if round >= WARMUP:
+                samples[turn].append(1e6 * (time.perf_counter() - start))
+    return [summary(s).median for s in samples]
+
+
+def show(row: dict) -> None:
+    cells = [f"{row['contender']:<32} {row.get('tile', ''):<46} {row['us']:9.1f} us"]
+    cells += [f"{row['tflops']:7.1f} TFLOP/s"] if "tflops" in row else [" " * 15]
+    cells += [f"{row['gb_per_s']:6.0f} GB/s"]
+    cells += [f"{row['copy_percent']:4.0f} % of a copy"] if "copy_percent" in row else []
+    cells += [f"{row['times_bf16']:5.2f} x bfloat16"] if "times_bf16" in row else []
+    print(" ".join(cells), flush=True)

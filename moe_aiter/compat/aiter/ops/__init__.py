@@ -1,0 +1,1 @@
+"""AITER's operators, each in the module where AITER has it."""

@@ -1,0 +1,59 @@
+"""The names of `flashinfer.gemm`."""
+
+import torch
+from torch import Tensor
+
+from ...kernels._fp8 import FP8
+from ...kernels.scaled_gemm import scaled_bmm
+
+__all__ = ["bmm_fp8"]
+
+BACKENDS = ("cublas", "cudnn", "cutlass", "cute-dsl", "auto")
+
+
+def bmm_fp8(
+    A: Tensor,
+    B: Tensor,
+    A_scale: Tensor | float,
+    B_scale: Tensor | float,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    backend: str = "cublas",
+) -> Tensor:
+    """`(A @ B) * A_scale * B_scale` of 8-bit floats, e4m3 or e5m2 in any pair: (b, m, n) in `dtype`.
+
+    `A` (b, m, k) and `B` (b, k, n) may have any strides; a column-major `B`, as FlashInfer asks for, is
+    faster.  A scale is a number or a float32 tensor of one element on the device of `A`, and multiplies to
+    dequantise.  `dtype` is float16 or bfloat16, and that of `out` where it is given; `out` is overwritten.
+    `backend` may be any of FlashInfer's; it chooses nothing here.
+
+    Raises ValueError for shapes, devices, scales and `dtype` that do not fit, TypeError for other operands.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be float16 or bfloat16, not {dtype}")
+    if out is not None and out.dtype != dtype:
+        raise ValueError(f"dtype is {dtype} but out is {out.dtype}")
+    check_operands(A=A, B=B)
+    check_scales(A, A_scale=A_scale, B_scale=B_scale)
+    return scaled_bmm(A, B, A_scale, B_scale, out_dtype=dtype, out=out)
+
+
+def check_operands(**operands: Tensor) -> None:
+    for name, x in operands.items():
+        if not isinstance(x, Tensor) or x.dtype not in FP8:
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a tensor of 8-bit floats, not {kind}")
+
+
+def check_scales(A: Tensor, **scales: Tensor | float) -> None:
+    """Raise unless every scale is one number, as FlashInfer reads the first of whatever it is given."""
+    for name, scale in scales.items():
+        if isinstance(scale, Tensor) and (scale.dtype != torch.float32 or scale.numel() != 1):
+            given = f"{scale.dtype} {tuple(scale.shape)}"
+            raise ValueError(f"{name} must be one float32 number, but it is {given}")
+        if isinstance(scale, Tensor) and scale.device != A.device:
+            raise ValueError(f"A is on {A.device} but {name} is on {scale.device}")
+        if not isinstance(scale, (Tensor, float, int)):
+            raise ValueError(f"{name} must be one float32 number, not {type(scale).__name__}")

@@ -1,0 +1,64 @@
+"""8-bit floats: which of them a GPU multiplies as they are, and how the others become float16, exactly."""
+
+import torch
+from torch import Tensor
+
+from ..config import interpret
+from ._triton import tl, triton
+
+FP8 = {  # dtype -> the format that `decode` knows
+    torch.float8_e4m3fn: "e4m3fn",
+    torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.float8_e5m2: "e5m2",
+}
+OCP = (torch.float8_e4m3fn, torch.float8_e5m2)  # the formats of the Open Compute Project
+NATIVE = {  # architecture -> what its matrix instructions multiply, where Triton emits these
+    90: OCP,
+    100: OCP,
+    103: OCP,
+    "gfx942": (torch.float8_e4m3fnuz,),
+    "gfx950": OCP,
+}
+
+
+@triton.jit
+def decode(x, FORMAT: tl.constexpr):
+    """Bytes of a FORMAT as float16; x itself without one.
+
+    Sign, exponent and mantissa move into the places of float16, whose exponent counts from elsewhere: a power
+    of two makes up for that, for subnormal numbers as well.
+    """
+    if FORMAT is None:
+        out = x
+    elif FORMAT == "e5m2":
+        out = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:
+        bits = x.to(tl.uint16)
+        moved = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+        if FORMAT == "e4m3fn":
+            out = tl.where((bits & 0x7F) == 0x7F, float("nan"), moved * 256.0)
+        else:
+            out = tl.where(bits == 0x80, float("nan"), moved * 128.0)
+    return out
+
+
+def native_fp8() -> tuple[torch.dtype, ...]:
+    """The 8-bit floats that the matrix instructions of the GPU at hand multiply, of those in NATIVE."""
+    return () if interpret else NATIVE.get(triton.runtime.driver.active.get_current_target().arch, ())
+
+
+def as_operands(*tensors: Tensor) -> tuple[list[Tensor], list[str | None]]:
+    """What a kernel loads, and what it makes of that by `decode`."""
+    formats = [FP8.get(t.dtype) for t in tensors]
+    native = native_fp8() if any(formats) else ()
+    if all(f is None or t.dtype in native for t, f in zip(tensors, formats, strict=True)):
+        return list(tensors), [None] * len(tensors)
+    return [t.view(torch.uint8) if f else t for t, f in zip(tensors, formats, strict=True)], formats
+
+
+def is_promoted(x: Tensor) -> bool:
+    """Whether the sum of each block must be added in float32, not by the tensor core.
+
+    Hopper's keep some 14 bits of a sum of 8-bit products: over K = 4096 that alone is an error of about 1 %.
+    """
+    return x.dtype in FP8 and triton.runtime.driver.active.get_current_target().arch == 90

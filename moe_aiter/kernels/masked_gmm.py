@@ -1,0 +1,257 @@
+"""Masked grouped matmul: the first rows of each group, times its weight, with a scale for each row of both.
+
+    out[g, :s] = (x[g, :s] @ w[g].T) * x_scale[g, :s, None] * w_scale[g]     s = group_sizes[g]
+
+G groups of up to M rows, K in, N out.  Rows past a group's size are neither read nor written.  Operands of 8
+bits, whose tiles are scaled sums of float32, or of 16 and 32.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import tuning
+from ..backend import define_inplace_op, takes
+from ._check import check_device, check_float, check_index, check_own_memory, check_shape, check_size
+from ._fp8 import FP8, as_operands, decode, is_promoted
+from ._groups import wide
+from ._tile import TILE_DTYPES, swizzle, tile_options
+from ._triton import jit_kernel, tl, triton
+from .shuffle import check_shuffle, unshuffle_weight
+
+FEW = 128  # below, tiles are transposed: matrix instructions want 64 rows or more, and weights have them
+
+# reference
+
+
+def masked_gmm_reference(out, x, w, group_sizes, x_scale, w_scale, shuffled):
+    (G, M, _), w = x.shape, unshuffle_weight(w) if shuffled else w
+    sizes = [M] * G if group_sizes is None else group_sizes.clamp(0, M).tolist()
+    for g, size in enumerate(sizes):
+        y = wide(x[g, :size]) @ wide(w[g]).T
+        y = y if x_scale is None else y * x_scale[g, :size, None]
+        out[g, :size] = y if w_scale is None else y * w_scale[g]
+
+
+# kernel
+
+
+@jit_kernel
+def masked_gmm_kernel(
+    x_ptr,  # (G, M, K)
+    w_ptr,  # (G, N, K)
+    x_scale_ptr,  # (G, M) float32, or None
+    w_scale_ptr,  # (G, N) float32, or None
+    out_ptr,  # (G, M, N)
+    group_sizes_ptr,  # (G,), or None where every row counts
+    G,
+    M,
+    N,
+    K,
+    x_strides,  # g, m, k
+    w_strides,  # g, n, k
+    x_scale_strides,  # g, m
+    w_scale_strides,  # g, n
+    out_strides,  # g, m, n
+    SHUFFLED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tile, tile_n = swizzle(tl.program_id(0), G * tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
+    group, row = (tile // tiles_m).to(tl.int64), tile % tiles_m * BLOCK_M
+    row_end = row_count(group, group_sizes_ptr, M)
+    if row >= row_end:
+        return
+    m = row + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+    m_read = tl.where(m < row_end, m, row).to(tl.int64)
+    n_read = (n % N).to(tl.int64)
+
+    x_ptrs = x_ptr + group * x_strides[0] + m_read[:, None] * x_strides[1] + k[None, :] * x_strides[2]
+    w_ptrs = w_ptr + group * w_strides[0]
+    if SHUFFLED:
+        w_stride_k = 16  # a block of 16 rows is whole before the next begins: see shuffle.py
+        w_ptrs += (k // VECTOR * (16 * VECTOR) + k % VECTOR)[:, None]
+        w_ptrs += (n_read // 16 * 16 * K + n_read % 16 * VECTOR)[None, :]
+    else:
+        w_stride_k = w_strides[2]
+        w_ptrs += k[:, None] * w_stride_k + n_read[None, :] * w_strides[1]
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if TRANSPOSED else (BLOCK_M, BLOCK_N), tl.float32)
+    for k_start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x, w = tl.load(x_ptrs), tl.load(w_ptrs)
+        else:
+            k_mask = k < K - k_start
+            x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+        x, w = decode(x, X_FORMAT), decode(w, W_FORMAT)
+        left, right = (w.T, x.T) if TRANSPOSED else (x, w)
+        if PROMOTED:  # max_num_imprecise_acc would do it too, and wait for each instruction
+            acc += tl.dot(left, right, input_precision=PRECISION)
+        else:
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * x_strides[2]
+        w_ptrs += BLOCK_K * w_stride_k
+    if TRANSPOSED:
+        acc = acc.T
+
+    if x_scale_ptr is not None:
+        x_scale_ptrs = x_scale_ptr + group * x_scale_strides[0] + m * x_scale_strides[1]
+        acc *= tl.load(x_scale_ptrs, mask=m < row_end, other=0.0)[:, None]
+    if w_scale_ptr is not None:
+        w_scale_ptrs = w_scale_ptr + group * w_scale_strides[0] + n * w_scale_strides[1]
+        acc *= tl.load(w_scale_ptrs, mask=n < N, other=0.0)[None, :]
+    out_ptrs = out_ptr + group * out_strides[0] + n.to(tl.int64)[None, :] * out_strides[2]
+    out_ptrs += m.to(tl.int64)[:, None] * out_strides[1]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def row_count(group, group_sizes_ptr, M):
+    """The rows of a group, at most M."""
+    rows = M
+    if group_sizes_ptr is not None:
+        rows = tl.minimum(tl.load(group_sizes_ptr + group).to(tl.int64), M).to(tl.int32)
+    return rows
+
+
+# launcher
+
+
+@takes(*TILE_DTYPES, *FP8)
+def launch_masked_gmm(out, x, w, group_sizes, x_scale, w_scale, shuffled):
+    (G, M, N), K = out.shape, x.shape[2]
+    (x, w), (x_format, w_format) = as_operands(x, w)
+    if shuffled:  # the kernel knows the order within a matrix, not strides
+        w = w if w[0].is_contiguous() else w.contiguous()
+    few, decoded = "_few" if M < FEW else "", "_decode" if x_format or w_format else ""
+    config = tuning.lookup(f"masked{few}{decoded}", x.dtype, G * M, N, K, G)
+    scales = [(0, 0) if s is None else s.stride() for s in (x_scale, w_scale)]
+    tiles = G * triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    masked_gmm_kernel[(tiles,)](
+        x, w, x_scale, w_scale, out, None if group_sizes is None else group_sizes.contiguous(),
+        G, M, N, K, x.stride(), w.stride(), *scales, out.stride(),
+        SHUFFLED=shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=bool(few),
+        X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x), EVEN_K=K % config.block_k == 0,
+        **tile_options(config),
+    )  # fmt: skip
+
+
+# op
+
+
+def check_masked_gmm(out, x, w, group_sizes, x_scale, w_scale, shuffled):
+    check_shape("x", x, "G", "M", "K")
+    check_shape("w", w, "G", "N", "K")
+    (G, M, K), (w_G, N, w_K) = x.shape, w.shape
+    check_size("x is (G={}, M, K)", G, "w is (G={}, N, K)", w_G)
+    check_size("x is (G, M, K={})", K, "w is (G, N, K={})", w_K)
+    check_product(out, x, w)
+    if out.shape != (G, M, N):
+        raise ValueError(f"out must be (G={G}, M={M}, N={N}), but it has shape {tuple(out.shape)}")
+    check_own_memory("out", out)
+    check_device(x=x, w=w, out=out, group_sizes=group_sizes, x_scale=x_scale, w_scale=w_scale)
+    if group_sizes is not None:
+        check_index(group_sizes=group_sizes)
+        if group_sizes.shape != (G,):
+            raise ValueError(f"group_sizes must be (G={G},), but it has shape {tuple(group_sizes.shape)}")
+    for name, scale, rows in (("x_scale", x_scale, M), ("w_scale", w_scale, N)):
+        if scale is not None and scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, not {scale.dtype}")
+        if scale is not None and scale.shape != (G, rows):
+            raise ValueError(f"{name} must be ({G}, {rows}), but it has shape {tuple(scale.shape)}")
+    if shuffled:
+        check_shuffle(w)
+
+
+def check_product(out: Tensor, x: Tensor, w: Tensor) -> None:
+    """Raise unless the dtypes fit: 8-bit floats of any kind for 16 or 32 bits, or one dtype for all three."""
+    if x.dtype not in FP8:
+        return check_float(x=x, w=w, out=out)
+    if w.dtype not in FP8:
+        raise TypeError(f"x is {x.dtype} but w is {w.dtype}")
+    if out.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"out must be float16, bfloat16 or float32 for {x.dtype}, not {out.dtype}")
+
+
+def check_masked_values(out, x, w, group_sizes, *_):
+    M = x.shape[1]
+    if group_sizes is not None and ((group_sizes < 0) | (group_sizes > M)).any():
+        raise ValueError(f"group_sizes {group_sizes.tolist()} must not be negative nor more than M={M}")
+
+
+masked_gmm_op = define_inplace_op(
+    "masked_gmm(Tensor(a!) out, Tensor x, Tensor w, Tensor? group_sizes, Tensor? x_scale, Tensor? w_scale, "
+    "bool shuffled) -> ()",
+    check=check_masked_gmm,
+    check_values=check_masked_values,
+    reference=masked_gmm_reference,
+    triton=launch_masked_gmm,
+)
+
+
+# public
+
+
+def masked_gmm(
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    group_sizes: Tensor | None = None,
+    x_scale: Tensor | float | None = None,
+    w_scale: Tensor | float | None = None,
+    *,
+    shuffled: bool = False,
+) -> Tensor:
+    """Multiply the first rows of each group of `x` (G, M, K) by its `w` (G, N, K), into `out` (G, M, N).
+
+    `group_sizes` (G,) int32 or int64 counts the rows of each group and stays on the device; without it every
+    row counts.  Sizes are clamped to [0, M].  The other rows of `x` are not read, those of `out` keep what
+    they held.  Returns `out`.
+
+    `x` and `w` are 8-bit floats (e4m3fn, e4m3fnuz, e5m2, in any pair) for an `out` of 16 or 32 bits, or all
+    three have one floating dtype.  Any strides.  `w` may be `shuffled`, as `shuffle_weight(w)` gives it.
+    The product is multiplied by `x_scale`, float32: a number, (G,) or (G, 1, 1), or (G, M) or (G, M, 1), and
+    by `w_scale`: the same with N in place of M.  None is 1.  Hopper's tensor cores keep some 14 bits of a sum
+    of 8-bit products; they add 256 at most, and float32 adds the rest.
+
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, RuntimeError where it would
+    need a gradient, which it has not, before anything is written; with MOE_AITER_DEBUG=1 also ValueError for
+    sizes outside [0, M].
+    """
+    check_shape("x", x, "G", "M", "K")
+    check_shape("w", w, "G", "N", "K")
+    scales = as_rows("x_scale", x_scale, x, x.shape[1]), as_rows("w_scale", w_scale, x, w.shape[1])
+    tensors = [t for t in (out, x, w, *scales) if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError("a masked product has no gradient: call it under torch.no_grad()")
+    masked_gmm_op(out, x, w, group_sizes, *scales, shuffled)
+    return out
+
+
+def as_rows(name: str, scale: Tensor | float | None, x: Tensor, rows: int) -> Tensor | None:
+    """A scale as (G, rows), without a copy."""
+    G = x.shape[0]
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        return x.new_full((1, 1), scale, dtype=torch.float32).expand(G, rows)
+    shape = tuple(scale.shape)
+    if shape in ((G, rows), (G, rows, 1)):
+        return scale.reshape(G, rows)
+    if shape in ((G,), (G, 1), (G, 1, 1)) or scale.numel() == 1:
+        return scale.reshape(-1, 1).expand(G, rows)
+    known = f"a number, ({G},), ({G}, 1, 1), ({G}, {rows}) or ({G}, {rows}, 1)"
+    raise ValueError(f"{name} must be {known}, but it has shape {shape}")

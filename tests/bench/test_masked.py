@@ -1,0 +1,81 @@
+"""`moe-aiter bench deepgemm` runs, and gives no figures to what is wrong."""
+
+import csv
+
+import pytest
+import torch
+
+from moe_aiter import cli
+from moe_aiter.bench import masked
+
+TOY = ("--device", "cpu", "--groups", "2", "--n", "32", "--k", "64", "--max-m", "8", "140", "--reps", "1")
+
+
+def run(*argv):
+    return cli.main(["bench", "deepgemm", *map(str, argv)])
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_are_appended(tmp_path, capsys):
+    path = tmp_path / "new" / "masked.csv"
+    for commit in ("one", "two"):
+        assert run(*TOY, "--commit", commit, "--out", path) == 0
+    rows = read(path)
+    assert list(rows[0]) == masked.FIELDS and {r["commit"] for r in rows} == {"one", "two"}
+    of_one = [r for r in rows if r["commit"] == "one"]
+    names = ["bfloat16", "8 bits", "8 bits, shuffled", "copy of 4096 bytes", "copy of 8192 bytes"]
+    assert [r["contender"] for r in of_one] == 2 * names
+    for row in of_one[:3]:
+        assert (row["groups"], row["max_m"], row["n"], row["k"]) == ("2", "8", "32", "64")
+        assert 12 <= int(row["rows"]) <= 16 and float(row["error"]) < 3e-3
+        assert float(row["us"]) > 0 and float(row["copy_percent"]) > 0 and float(row["times_bf16"]) > 0
+    printed = capsys.readouterr().out
+    assert "2 groups of up to 140 rows, K 64, N 32" in printed and "x bfloat16" in printed
+
+
+@pytest.mark.parametrize("spoil", [lambda out: out.mul_(1.01), lambda out: out.nan_to_num_(0)])
+def test_what_is_wrong_gets_no_time(spoil, monkeypatch, capsys):
+    right = masked.masked_gmm
+
+    def wrong(out, x, *rest, **flags):
+        right(out, x, *rest, **flags)
+        if x.dtype == torch.bfloat16:
+            spoil(out)
+
+    monkeypatch.setattr(masked, "masked_gmm", wrong)
+    assert run(*TOY) == 1
+    printed = capsys.readouterr().out
+    assert "bfloat16 : wrong, error" in printed and "x bfloat16" not in printed
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--device", "cuda"), "there is no GPU that torch can use"),
+        (("--device", "cpu", "--tiles"), "only a GPU has tiles"),
+        (("--out", "old.csv"), "old.csv has other columns: date"),
+        (("--n", "0"), "argument --n: 0 is less than 1"),
+    ],
+)
+def test_refusals(flags, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.csv").write_text("date\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        status = run(*flags)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, no_debug):
+    path = tmp_path / "m.csv"
+    flags = "--groups", 2, "--n", 256, "--k", 512, "--max-m", 16, 256, "--reps", 2
+    assert run(*flags, "--tiles", "--out", path) == 0
+    assert {r["contender"] for r in read(path)} >= {"bfloat16", "8 bits", "8 bits, shuffled"}
+    assert sum(bool(r["tile"]) for r in read(path)) > 8
