@@ -15,7 +15,7 @@ from ._check import check_device, check_float, check_index, check_own_memory, ch
 from ._fp8 import FP8, as_operands, decode, is_promoted
 from ._groups import wide
 from ._tile import TILE_DTYPES, swizzle, tile_options
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, tl, triton
 from .shuffle import check_shuffle, unshuffle_weight
 
 FEW = 128  # below, tiles are transposed: matrix instructions want 64 rows or more, and weights have them
@@ -139,7 +139,7 @@ def launch_masked_gmm(out, x, w, group_sizes, x_scale, w_scale, shuffled):
     few, decoded = "_few" if M < FEW else "", "_decode" if x_format or w_format else ""
     config = tuning.lookup(f"masked{few}{decoded}", x.dtype, G * M, N, K, G)
     scales = [(0, 0) if s is None else s.stride() for s in (x_scale, w_scale)]
-    tiles = G * triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    tiles = G * cdiv(M, config.block_m) * cdiv(N, config.block_n)
     masked_gmm_kernel[(tiles,)](
         x, w, x_scale, w_scale, out, None if group_sizes is None else group_sizes.contiguous(),
         G, M, N, K, x.stride(), w.stride(), *scales, out.stride(),
