@@ -164,7 +164,8 @@ def define_inplace_op(
 ) -> Callable:
     """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
 
-    `check` raises for bad inputs; the rest is as for `define_op`.
+    `check` raises for bad inputs; an implementation's `fits` is given the first argument last; the rest is as
+    for `define_op`.
     """
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
@@ -176,7 +177,7 @@ def define_inplace_op(
             check_values(out, x, *rest)
         if out.numel():
             with torch.cuda.device_of(out), no_autocast(out):
-                pick(name, x, *rest)(out, x, *rest)
+                pick(name, x, *rest, out)(out, x, *rest)
 
     return register(schema, run, check, None, None)
 
@@ -190,16 +191,25 @@ def register(
     """
     name = schema.partition("(")[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIB.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_aiter::{name}", fake, lib=LIB)
+    op = getattr(torch.ops.moe_aiter, name).default
+    count = len(op._schema.arguments)
+    defaults = [a.default_value for a in op._schema.arguments if a.has_default_value()]
+
+    def whole(inputs: tuple) -> tuple:
+        """With the defaults of what a caller, or torch on the way here, has left out."""
+        missing = count - len(inputs)
+        return (*inputs, *defaults[-missing:]) if missing else inputs
+
+    LIB.impl(name, lambda *inputs: run(*whole(inputs)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
     if backward is not None:
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
-    op = getattr(torch.ops.moe_aiter, name).default
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
     mutates = "!" in schema
     short = run if mutates else shortcut(name, run, backward, save)
 
     def call(*inputs):
+        inputs = whole(inputs)
         if torch.compiler.is_compiling():
             return op(*inputs)
         for (argument, kind, words), given in zip(arguments, inputs, strict=True):

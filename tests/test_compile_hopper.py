@@ -64,7 +64,7 @@ def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=t
         module("tgmm").launch_tgmm(s.new(*shape), x, y, *plan, columns_first)
     else:
         out = new(*shape, dtype=onto)
-        module("tgmm").launch_tgmm_accumulate(out.mT if columns_first else out, x, y, *plan)
+        module("tgmm").launch_tgmm_into(out.mT if columns_first else out, x, y, *plan)
 
 
 GATED = [a.name for a in ACTIVATIONS.values() if a.gated]

@@ -16,7 +16,7 @@ from moe_aiter.kernels.experts import expert_mlp
 from moe_aiter.kernels.gmm import gmm_op, gmm_reference
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.tgmm import tgmm_accumulate_op, tgmm_op, tgmm_reference
+from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_reference
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_tgmm_accumulates(K, N, dtype, columns_first):
 
     def add(before, x, y):
         out = before.clone()
-        tgmm_accumulate_op(out.mT if columns_first else out, x, y, sizes, order, TOP_K)
+        tgmm_into_op(out.mT if columns_first else out, x, y, sizes, order, TOP_K)
         return out
 
     def reference(before, x, y):

@@ -1,5 +1,8 @@
 """Grouped matmul on Hopper; see ../gmm.py."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from ... import tuning
@@ -91,7 +94,10 @@ def gmm_consumer(
 # launcher
 
 
-def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
+def launch_gmm(
+    out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
+    dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0, zero_rest: bool = True,
+) -> None:  # fmt: skip
     (M, K), (G, _, N) = x.shape, w.shape
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
@@ -99,8 +105,8 @@ def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Ten
     height = (G - 1) * group_rows + matrices.shape[1]
     flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
     c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
-    schedule = make_schedule(group_sizes, M, c.block_m, out)
-    programs = num_programs(x)
+    schedule = make_schedule(group_sizes, M, c.block_m, *([out] if zero_rest else []))
+    programs = programs or num_programs(x)
     gmm_kernel[(programs,)](
         descriptor(x, c.block_m, c.block_k),
         descriptor(flat, *((c.block_n, c.block_k) if rows else (c.block_k, c.block_n))),
@@ -111,3 +117,7 @@ def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Ten
         LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
         PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
+
+
+def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs) -> None:
+    launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)
