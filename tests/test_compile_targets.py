@@ -230,7 +230,8 @@ CASES: dict[str, Callable[[], None]] = {
     "gmm by rows": lambda: run_gmm_by_rows(BF16),
     "gmm with bias": lambda: run_gmm(BF16, bias=True),
     "gmm odd": lambda: run_gmm(ODD),
-    "gmm into": lambda: run_gmm_into(BF16),
+    "gmm walking": lambda: run_gmm_into(BF16, torch.bfloat16),
+    "gmm into float32": lambda: run_gmm_into(BF16, programs=0),
     "gmm into odd": lambda: run_gmm_into(ODD),
     "ptgmm": lambda: run_tgmm_into(BF16, torch.bfloat16),
     "ptgmm accumulate": lambda: run_tgmm_into(BF16, accumulate=True),
@@ -249,6 +250,10 @@ CASES: dict[str, Callable[[], None]] = {
     "down_grad relu2 frozen": lambda: run_down_grad(BF16, activation="relu2", need_a=False),
     "down_grad geglu odd": lambda: run_down_grad(ODD, activation="geglu"),
 }
+
+
+# a float32 result, or sums beside a product, at tiles chosen for neither: some bytes, outside of the loop
+FEW_SPILLS = {("sm_100", "gmm into float32"), ("sm_100", "ptgmm with sums of rhs"), ("sm_90", "ptgmm")}
 
 
 def table_cases():
@@ -288,10 +293,11 @@ def test_table_row(target, row):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_case(target, case):
+    few = (target, case) in FEW_SPILLS
     target = TARGETS[target]
     with compiling_for(target) as launches:
         CASES[case]()
-    check(target, launches, spills="odd" in case)
+    check(target, launches, spills=few or "odd" in case)
     assert has_matrix_instruction(target, launches)
 
 

@@ -99,6 +99,33 @@ def halves(x):
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
+@triton.jit
+def add_columns(
+    acc,  # (rows, columns) of a tile, or of a part of it
+    k,  # (rows,)
+    first,  # column
+    K,
+    N,
+    out_ptr,  # (K, N)
+    out_strides,  # g, k, n
+):
+    """out += acc, a few columns at a time: acc and all that it is added to would not fit in registers."""
+    WIDTH: tl.constexpr = acc.shape[1]
+    if WIDTH > 32:
+        half: tl.constexpr = WIDTH // 2
+        left, right = halves(acc)
+        add_columns(left, k, first, K, N, out_ptr, out_strides)
+        add_columns(right, k, first + half, K, N, out_ptr, out_strides)
+    else:
+        n = first + tl.arange(0, WIDTH)
+        out_ptrs = (
+            out_ptr + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
+        )
+        mask = (k < K)[:, None] & (n < N)[None, :]
+        acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Contiguous: kernels are not given the strides of a plan, which is small."""
     return [t if t is None else t.contiguous() for t in plan]

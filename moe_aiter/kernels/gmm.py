@@ -236,11 +236,12 @@ def gmm(
     trans_rhs: whether `rhs` is (G, N, K).  Unless given it is where only that fits: a square `rhs` is (G, K,
         N).  Strides are free either way.
 
-    `lhs` and `rhs` share a dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless there
-    is an `existing_out`, whose result is not recorded.
+    `lhs` and `rhs` share a dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless
+    there is an `existing_out`, whose result is not recorded.
 
-    Raises ValueError for shapes, devices or block sizes that do not fit, TypeError for dtypes, before anything
-    is written; with MOE_AITER_DEBUG=1 also ValueError for group sizes that are negative or sum to more than M.
+    Raises ValueError for shapes, devices or block sizes that do not fit, TypeError for dtypes, before
+    anything is written; with MOE_AITER_DEBUG=1 also ValueError for group sizes that are negative or sum to
+    more than M.
     """
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")

@@ -12,7 +12,7 @@ from ..backend import define_inplace_op, define_op, takes
 from . import hopper
 from ._check import check_device, check_float, check_own_memory, check_shape
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
-from ._tile import TILE_DTYPES, dense, given_or_found, group_rows, halves, swizzle, tile_options, walk
+from ._tile import TILE_DTYPES, add_columns, dense, given_or_found, group_rows, swizzle, tile_options, walk
 from ._triton import jit_kernel, tl, triton
 from .group_sum import group_sum_reference, sum_rows
 
@@ -60,6 +60,67 @@ def load_source(order_ptr, m, end, TOP_K: tl.constexpr):
     return m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0) // TOP_K
 
 
+@triton.jit
+def add_some(
+    acc,  # (BLOCK_M, BLOCK_N)
+    m,  # (BLOCK_K,), of which [row, row_end) count
+    row,
+    row_end,
+    x_ptrs,  # (1, BLOCK_M), of row 0
+    y_ptrs,  # (1, BLOCK_N), of row 0
+    order_ptr,
+    strides,  # m of x and of y
+    TOP_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x.T @ y over a block of rows that is not all of this group."""
+    mask = ((m >= row) & (m < row_end))[:, None]
+    source = load_source(order_ptr, m, row_end, TOP_K)
+    x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * strides[0], mask=mask, other=0.0)
+    y = tl.load(y_ptrs + m[:, None] * strides[1], mask=mask, other=0.0)
+    return tl.dot(x.T, y, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def multiply_rows(
+    acc,  # (BLOCK_M, BLOCK_N)
+    x_ptrs,  # (1, BLOCK_M), of row 0
+    y_ptrs,  # (1, BLOCK_N), of row 0
+    order_ptr,
+    row,
+    row_end,
+    x_stride_m,
+    y_stride_m,
+    TOP_K: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable."""
+    begin = row
+    if ROWS_LAST:  # where rows lie side by side they are read 8 at a time, from a multiple of 8 on
+        begin = row // 8 * 8
+        if begin < row:
+            m = begin + tl.arange(0, BLOCK_K)
+            strides = x_stride_m, y_stride_m
+            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+        begin += tl.where(begin < row, BLOCK_K, 0)
+    m = begin + tl.arange(0, BLOCK_K)
+    full_end = begin + tl.maximum(row_end - begin, 0) // BLOCK_K * BLOCK_K
+    y_ptrs_m = y_ptrs + m[:, None] * y_stride_m
+    for _ in range(begin, full_end, BLOCK_K):
+        source = load_source(order_ptr, m, full_end, TOP_K)
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
+        y = tl.load(y_ptrs_m)
+        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        m += BLOCK_K
+        y_ptrs_m += BLOCK_K * y_stride_m
+    if full_end < row_end:
+        strides = x_stride_m, y_stride_m
+        acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+    return acc
+
+
 @jit_kernel
 def tgmm_kernel(
     x_ptr,  # (M, K), or (T, K) read at order // top_k
@@ -79,6 +140,7 @@ def tgmm_kernel(
     TOP_K: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SUMS_OF_Y: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
     PERSISTENT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,7 +151,6 @@ def tgmm_kernel(
     PRECISION: tl.constexpr,
 ):
     # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
-    y_stride_m, y_stride_n = y_strides
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
     end = G * tiles_k * tiles_n if PERSISTENT else first + 1
@@ -103,30 +164,18 @@ def tgmm_kernel(
             sums_base = sums_ptr + group.to(tl.int64) * sums_strides[0]
             if SUMS_OF_Y:
                 if tile_k % tiles_k == 0:
-                    total = sum_rows(y_ptr, None, None, row, row_end, n, N, 1, y_strides, 32)
+                    total = sum_rows(y_ptr, None, None, row, row_end, n, N, 1, y_strides, 16)
                     tl.store(sums_base + n * sums_strides[1], total, mask=n < N)
             elif tile_n == 0:
-                total = sum_rows(x_ptr, order_ptr, None, row, row_end, k, K, TOP_K, x_strides, 32)
+                total = sum_rows(x_ptr, order_ptr, None, row, row_end, k, K, TOP_K, x_strides, 16)
                 tl.store(sums_base + k * sums_strides[1], total, mask=k < K)
 
-        m = row + tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + (k % K).to(tl.int64)[None, :] * x_strides[1]
-        y_ptrs = y_ptr + m[:, None] * y_stride_m + (n % N)[None, :] * y_stride_n
-        full_end = row + (row_end - row) // BLOCK_K * BLOCK_K
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for _ in range(row, full_end, BLOCK_K):
-            source = load_source(order_ptr, m, full_end, TOP_K)
-            x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_strides[0])
-            y = tl.load(y_ptrs)
-            acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-            m += BLOCK_K
-            y_ptrs += BLOCK_K * y_stride_m
-        if full_end < row_end:
-            mask = (m < row_end)[:, None]
-            source = load_source(order_ptr, m, row_end, TOP_K)
-            x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_strides[0], mask=mask, other=0.0)
-            y = tl.load(y_ptrs, mask=mask, other=0.0)
-            acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
+        acc = multiply_rows(
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptrs, y_ptrs, order_ptr, row, row_end,
+            x_strides[0], y_strides[0], TOP_K, ROWS_LAST, BLOCK_K, PRECISION,
+        )  # fmt: skip
 
         out_base = out_ptr + group.to(tl.int64) * out_strides[0]
         if ACCUMULATE:
@@ -135,33 +184,6 @@ def tgmm_kernel(
             at = k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
             mask = (k < K)[:, None] & (n < N)[None, :]
             tl.store(out_base + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def add_columns(
-    acc,  # (rows, columns) of a tile, or of a part of it
-    k,  # (rows,)
-    first,  # column
-    K,
-    N,
-    out_ptr,  # (K, N)
-    out_strides,  # g, k, n
-):
-    """out += acc, a few columns at a time: acc and all that it is added to would not fit in registers."""
-    WIDTH: tl.constexpr = acc.shape[1]
-    if WIDTH > 32:
-        half: tl.constexpr = WIDTH // 2
-        left, right = halves(acc)
-        add_columns(left, k, first, K, N, out_ptr, out_strides)
-        add_columns(right, k, first + half, K, N, out_ptr, out_strides)
-    else:
-        n = first + tl.arange(0, WIDTH)
-        out_ptrs = (
-            out_ptr + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
-        )
-        mask = (k < K)[:, None] & (n < N)[None, :]
-        acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # launcher
@@ -221,7 +243,8 @@ def launch_tgmm_into(
     tgmm_kernel[grid](
         x, y, order, out, sums, group_sizes, M, N, K, G,
         x.stride(), y.stride(), out.stride(), (0, 0) if sums is None else sums.stride(),
-        TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y, PERSISTENT=persistent,
+        TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
+        ROWS_LAST=x.stride(0) == 1 != x.stride(1), PERSISTENT=persistent,
         BLOCK_G=triton.next_power_of_2(G), **tile_options(config, amd),
     )  # fmt: skip
 

@@ -44,19 +44,21 @@ def get_config(
     """The block sizes with which the Triton kernel of `gmm_type` runs: "gmm", "ptgmm" or "nptgmm".
 
     BLOCK_SIZE_M, BLOCK_SIZE_K, BLOCK_SIZE_N, GROUP_SIZE (row tiles that walk the columns together),
-    GRID_DIM (programs; not for nptgmm), num_warps and num_stages: from a user's `{arch}-GMM.json` where there
-    is one, else from the tables of this GPU.  `dtype` is that of the operands, bfloat16 unless given; `trans`,
-    their layout, changes nothing yet.
+    GRID_DIM (programs; not for nptgmm), num_warps and num_stages: from a user's `{arch}-GMM.json` where
+    there is one, else from the tables of this GPU.  `dtype` is that of the operands, bfloat16 unless given;
+    `trans`, their layout, makes no difference here.
 
     The dict is the caller's own.  Answers are cached, M up to the next power of two, as the `cache_info` and
     `cache_clear` of this function show.  Raises ValueError for another `gmm_type`.
     """
     variant(gmm_type)
-    return dict(cached(gmm_type, bucket(M), K, N, G, bool(accumulate), dtype or torch.bfloat16, trans, arch()))
+    sizes = bucket(M), K, N, G
+    return dict(cached(gmm_type, sizes, bool(accumulate), dtype or torch.bfloat16, trans, arch()))
 
 
 @functools.lru_cache(maxsize=1024)
-def cached(gmm_type, M, K, N, G, accumulate, dtype, trans, name) -> dict[str, int]:
+def cached(gmm_type, sizes, accumulate, dtype, trans, name) -> dict[str, int]:
+    M, K, N, G = sizes
     given = from_file(gmm_type, accumulate, name) or {}
     op = "gmm" if gmm_type == "gmm" else "tgmm"
     return from_tile(gmm_type, default_tile(op, dtype, M, N, K, G)) | given

@@ -197,7 +197,11 @@ BAD = {
         ValueError,
         r"lhs must be \(M, K\), but it has shape \(2, 3, 4\)",
     ),
-    "inner sizes": (dict(rhs=torch.zeros(2, 32, 6)), ValueError, r"lhs is \(M, K=4\) but rhs is \(G, K=32, N\)"),
+    "inner sizes": (
+        dict(rhs=torch.zeros(2, 32, 6)),
+        ValueError,
+        r"lhs is \(M, K=4\) but rhs is \(G, K=32, N\)",
+    ),
     "number of groups": (
         dict(group_sizes=torch.ones(3, dtype=torch.int32)),
         ValueError,
