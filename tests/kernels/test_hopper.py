@@ -13,10 +13,11 @@ from moe_aiter.kernels.expert_down import (
 )
 from moe_aiter.kernels.expert_up import expert_up_op, expert_up_reference, expert_z_op
 from moe_aiter.kernels.experts import expert_mlp
-from moe_aiter.kernels.gmm import gmm_op, gmm_reference
+from moe_aiter.kernels.gmm import gmm_into_op, gmm_op, gmm_reference
+from moe_aiter.kernels.group_sum import group_sum_reference
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_reference
+from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_reference, tgmm_sums_op
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.gpu
@@ -119,6 +120,38 @@ def test_tgmm_accumulates(K, N, dtype, columns_first):
         return before + tgmm_reference(x, y, sizes, order, TOP_K, columns_first).to(before.dtype)
 
     assert_as_good_as_torch(add, reference, before, x, y)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_results_in_tensors_that_are_there(sizes):
+    """Rows past the last group, and what lies around the result, keep what they hold."""
+    sizes, x, y = group_sizes(sizes), randn(ROWS, 192), randn(ROWS, 256)
+    w, end = randn(len(sizes), 192, 256), int(sizes.sum())
+    buffer = torch.full((ROWS + 2, 512), 777.0, device=CUDA, dtype=x.dtype)
+    out = buffer[1:-1, 128:384]
+    gmm_into_op(out, x, w, sizes, None)
+    assert IMPLS["gmm_into"]["hopper"].fits(x, w, sizes, None, [], 0, out)
+    assert torch.equal(out[:end], gmm_op(x, w, sizes, None)[:end]) and (out[end:] == 777).all()
+    out[:] = 777
+    assert (buffer == 777).all()
+    expected, sums = tgmm_sums_op(x, y, sizes, False)
+    exact = group_sum_reference(y.double(), sizes, None, 1, None)
+    torch.testing.assert_close(sums.double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(expected, tgmm_op(x, y, sizes, None, 1, False))
+    for columns_first in (False, True):
+        shape = (len(sizes), 256, 192) if columns_first else (len(sizes), 192, 256)
+        dw, of_x = (
+            torch.full(shape, 777.0, device=CUDA, dtype=x.dtype),
+            torch.empty(len(sizes), 192, device=CUDA),
+        )
+        dw = dw.mT if columns_first else dw
+        for programs in (-1, 0, 7):
+            tgmm_into_op(dw, x, y, sizes, None, 1, False, of_x, False, [], programs)
+            assert torch.equal(dw, expected)
+        exact = group_sum_reference(x.double(), sizes, None, 1, None)
+        torch.testing.assert_close(of_x.double(), exact, rtol=1e-5, atol=1e-4)
+    some = gmm_op(x, w, sizes, None, None, [], 50)
+    assert torch.equal(some, gmm_op(x, w, sizes, None)), "as many programs as the caller says"
 
 
 def test_a_token_that_nobody_sums_may_hold_anything():

@@ -12,14 +12,6 @@ from moe_aiter.kernels.tgmm import tgmm_reference
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 SMALL = [(10, 2, 3, 4), (32, 16, 8, 4)]  # M, K, N, G of AITER's tests
-LARGE = [  # on a GPU
-    (512, 4096, 2048, 160),
-    (49152, 1408, 2048, 64),
-    (32768, 6144, 16384, 8),
-    (267424, 1280, 2560, 32),
-    (267424, 1280, 2560, 17),
-    (267424, 1280, 2560, 13),
-]
 TILE = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_K": 16, "BLOCK_SIZE_N": 16, "GROUP_SIZE": 1}
 TRANSPOSED = {"ptgmm": ptgmm, "nptgmm": nptgmm}
 every_variant = pytest.mark.parametrize("variant", TRANSPOSED.values(), ids=TRANSPOSED)
@@ -232,51 +224,6 @@ def test_compiles(device):
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     inputs = x, w, dout, sizes, bias
     torch.testing.assert_close(compiled(*inputs), both(*inputs))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shape", LARGE, ids=str)
-def test_shapes_of_models(shape, seed):
-    """AITER's, bfloat16, by cuBLAS group by group; the first with even groups, the others uneven."""
-    torch.manual_seed(seed)
-    cuda = torch.device("cuda", 0)
-    x, w, dout, bias, sizes = make(cuda, shape, torch.bfloat16)
-    if seed:
-        chosen = torch.randint(0, shape[3], (shape[0],), device=cuda)
-        sizes = torch.bincount(chosen[chosen % 7 > 0], minlength=shape[3]).int()  # some empty, some rows left
-    close = {"rtol": 1e-2, "atol": 5e-3}
-    for rhs in (w, w.mT.contiguous().mT):
-        torch.testing.assert_close(gmm(x, rhs, sizes), gmm_reference(x, rhs, sizes, None), **close)
-        out = gmm(x, rhs, sizes, bias=bias)
-        torch.testing.assert_close(out, gmm_reference(x, rhs, sizes, bias), rtol=2e-2, atol=2e-2)
-    expected = tgmm_reference(x, dout, sizes, None, 1, False)
-    bias_grad = torch.empty(shape[3], shape[1], device=cuda)
-    for variant in TRANSPOSED.values():
-        for lhs in (x.T, x.T.contiguous()):
-            torch.testing.assert_close(variant(lhs, dout, sizes, bias_grad=bias_grad), expected, **close)
-            exact = group_sum_reference(x, sizes, None, 1, None)
-            torch.testing.assert_close(bias_grad, exact, rtol=1e-3, atol=1e-2)
-
-
-@pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
-    """3145728 x 2048 -> 1408 with 8 groups: the last rows of lhs and of the result are past 2^31."""
-    M, K, N, G = 3145728, 2048, 1408, 8
-    if torch.cuda.get_device_properties(0).total_memory < 70e9:
-        pytest.skip("takes 60 GB")
-    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(G, K, N, device="cuda", dtype=torch.bfloat16) / K**0.5
-    sizes = torch.full((G,), M // G, dtype=torch.int32, device="cuda")
-    out = gmm(x, w, sizes)
-    close = {"rtol": 1e-2, "atol": 5e-3}
-    torch.testing.assert_close(out[-1000:], x[-1000:] @ w[-1], **close)
-    last = M - M // G
-    expected = x[last:].T @ out[last:]
-    for variant in TRANSPOSED.values():
-        torch.testing.assert_close(variant(x.T, out, sizes)[-1], expected, rtol=2e-2, atol=1)
-    x = x.T.contiguous()
-    torch.testing.assert_close(ptgmm(x, out, sizes)[-1], expected, rtol=2e-2, atol=1)
 
 
 SIZES = torch.tensor([2, 3])
