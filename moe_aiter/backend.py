@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .config import CHOICES, interpret, settings
+from .metadata import PLAIN, completion, keep, layout, metadata
 
 log = logging.getLogger("moe_aiter")
 log.setLevel(settings.log_level)
@@ -133,20 +134,30 @@ def define_op(
     `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
     Every other backend is `impl(out, *inputs)`: it fills `out`.  A backend given as None is absent.
     """
-    name = schema.partition("(")[0]
+    name, _, results = schema.partition("(")
+    several = "->" in results and results.rpartition("-> ")[2].startswith("(")
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name].setdefault("torch", lambda out, *inputs: copy_into(out, reference(*inputs)))
+    known = {}  # metadata -> the outputs' layouts, and what fills them
 
     def run(x, *rest):
-        out = new(x, *rest)
-        outs = out if isinstance(out, tuple) else (out,)
+        key = metadata((x, *rest), _forced, *IMPLS[name].values())
+        if decided := known.get(key):
+            layouts, launch = decided
+            outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
+            out = outs if several else outs[0]
+        else:
+            out = new(x, *rest)
+            outs = out if several else (out,)
+            # nobody launches an empty grid
+            launch = pick(name, x, *rest) if any(t.numel() for t in outs) else None
+            keep(known, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
             if check_values is not None:
                 check_values(x, *rest)
-        if any(t.numel() for t in outs):  # nobody launches an empty grid
-            with torch.cuda.device_of(x), no_autocast(x):
-                pick(name, x, *rest)(out, x, *rest)
+        if launch is not None:
+            call_launcher(launch, out, x, *rest)
         return out
 
     if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
@@ -164,22 +175,37 @@ def define_inplace_op(
 ) -> Callable:
     """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
 
-    `check` raises for bad inputs; an implementation's `fits` is given the first argument last; the rest is as
-    for `define_op`.
+    `check` raises for bad inputs; `fits` is given the first argument last; the rest is as for `define_op`.
     """
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference
+    known = {}  # metadata -> what updates the output
 
     def run(out, x, *rest):
-        check(out, x, *rest)
+        key = metadata((out, x, *rest), _forced, *IMPLS[name].values())
+        if decided := known.get(key):
+            (launch,) = decided
+        else:
+            check(out, x, *rest)
+            launch = pick(name, x, *rest, out) if out.numel() else None
+            keep(known, key, (launch,))
         if settings.debug and check_values is not None:
             check_values(out, x, *rest)
-        if out.numel():
-            with torch.cuda.device_of(out), no_autocast(out):
-                pick(name, x, *rest, out)(out, x, *rest)
+        if launch is not None:
+            call_launcher(launch, out, x, *rest)
 
     return register(schema, run, check, None, None)
+
+
+def call_launcher(launch: Callable, out: Tensor | tuple[Tensor, ...], x: Tensor, *rest) -> None:
+    """On the device of `x`, and without autocast."""
+    elsewhere = x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
+    if elsewhere or torch._C._is_any_autocast_enabled():
+        with torch.cuda.device_of(x), no_autocast(x):
+            launch(out, x, *rest)
+    else:
+        launch(out, x, *rest)
 
 
 def register(
@@ -192,14 +218,7 @@ def register(
     name = schema.partition("(")[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(torch.ops.moe_aiter, name).default
-    count = len(op._schema.arguments)
-    defaults = [a.default_value for a in op._schema.arguments if a.has_default_value()]
-
-    def whole(inputs: tuple) -> tuple:
-        """With the defaults of what a caller, or torch on the way here, has left out."""
-        missing = count - len(inputs)
-        return (*inputs, *defaults[-missing:]) if missing else inputs
-
+    whole = completion(op._schema.arguments)
     LIB.impl(name, lambda *inputs: run(*whole(inputs)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
     if backward is not None:
@@ -207,19 +226,31 @@ def register(
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
     mutates = "!" in schema
     short = run if mutates else shortcut(name, run, backward, save)
+    known = set()  # types of inputs that are what the op wants, and plain
 
     def call(*inputs):
         inputs = whole(inputs)
         if torch.compiler.is_compiling():
             return op(*inputs)
-        for (argument, kind, words), given in zip(arguments, inputs, strict=True):
-            if not isinstance(given, kind):
-                raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
-        check_transforms(name, inputs)
-        plain = is_plain(inputs) and not (mutates and torch.is_grad_enabled())
-        return short(*inputs) if plain else op(*inputs)
+        kinds = tuple(map(type, inputs))
+        if kinds not in known or is_transformed() or inputs[0].is_meta:
+            check_kinds(arguments, inputs)
+            check_transforms(name, inputs)
+            if not is_plain(inputs):
+                return op(*inputs)
+            if PLAIN.issuperset(kinds):
+                known.add(kinds)
+        elif torch._C._len_torch_dispatch_stack():
+            return op(*inputs)
+        return op(*inputs) if mutates and torch.is_grad_enabled() else short(*inputs)
 
     return call
+
+
+def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
+    for (argument, kind, words), given in zip(arguments, inputs, strict=True):
+        if not isinstance(given, kind):
+            raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
 
 
 def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None) -> Callable:
@@ -233,10 +264,13 @@ def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), functions)
+    apply = super(torch.autograd.Function, function).apply  # without what is for torch.func
 
     def call(*inputs):
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            return function.apply(*inputs)
+        if torch.is_grad_enabled():
+            for t in inputs:
+                if isinstance(t, Tensor) and t.requires_grad:
+                    return (function.apply if peek_interpreter_stack() is not None else apply)(*inputs)
         return run(*inputs)
 
     return call
@@ -244,9 +278,8 @@ def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None
 
 def is_plain(inputs: tuple) -> bool:
     """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
-    return torch._C._len_torch_dispatch_stack() == 0 and all(
-        type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in inputs if isinstance(t, Tensor)
-    )
+    hidden = [isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in inputs]
+    return torch._C._len_torch_dispatch_stack() == 0 and not any(hidden)
 
 
 def is_unwatched(*tensors: Tensor) -> bool:
@@ -261,6 +294,11 @@ def is_last_use(saved: Tensor) -> bool:
     """
     replayed = saved.is_cuda and torch.cuda.is_current_stream_capturing()
     return not replayed and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def check_transforms(name: str, inputs: tuple) -> None:

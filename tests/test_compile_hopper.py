@@ -20,6 +20,7 @@ from aot import TARGETS, compiling_for, kernels_launched_by
 from test_compile_targets import TOP_K, E, Shape, check, ints, new
 
 F16, F32 = torch.float16, torch.float32
+SIZES = ints(E)  # of the groups
 
 
 def module(name):
@@ -28,31 +29,34 @@ def module(name):
 
 
 def run_hopper_up(
-    activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024, dtype=torch.bfloat16
+    activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024,
+    dtype=torch.bfloat16, sizes=SIZES,
+):  # fmt: skip
+    s, parts, groups = Shape(n=n, dtype=dtype), get_activation(activation).parts, len(sizes)
+    z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(groups, parts * n, s.k)
+    x, b = s.new(s.rows // TOP_K, s.k), s.new(groups, parts * n) if bias else None
+    a, plan = a if save_a else None, (*s.plan[:2], sizes)
+    module("expert_up").launch_expert_up((z, a), x, w, b, *plan, activation, interleaved, save_z, None)
+
+
+def run_hopper_down_grad(
+    activation="swiglu", interleaved=False, need_a=True, dtype=torch.bfloat16, sizes=SIZES
 ):
-    s, parts = Shape(n=n, dtype=dtype), get_activation(activation).parts
-    z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(E, parts * n, s.k)
-    x, b = s.new(s.rows // TOP_K, s.k), s.new(E, parts * n) if bias else None
-    a = a if save_a else None
-    module("expert_up").launch_expert_up((z, a), x, w, b, *s.plan, activation, interleaved, save_z, None)
-
-
-def run_hopper_down_grad(activation="swiglu", interleaved=False, need_a=True, dtype=torch.bfloat16):
     s, parts = Shape(n=1024, dtype=dtype), get_activation(activation).parts
     z, dz, a = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n), s.new(s.rows if need_a else 0, s.n)
-    order, rank, group_sizes = s.plan
+    order, rank, _ = s.plan
     ds, weights = new(*rank.shape, dtype=torch.float32), new(*rank.shape, dtype=torch.float32)
-    dout, w = s.new(s.rows // TOP_K, s.k), s.new(E, s.k, s.n)
-    inputs = dout, z, w, weights, order, rank, group_sizes, activation, interleaved, need_a
+    dout, w = s.new(s.rows // TOP_K, s.k), s.new(len(sizes), s.k, s.n)
+    inputs = dout, z, w, weights, order, rank, sizes, activation, interleaved, need_a
     module("down_grad").launch_down_grad((dz, a, ds), *inputs)
 
 
-def run_hopper_gmm(rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False):
-    s = Shape(k=k, dtype=dtype)
-    n = 2 * s.n if sliced else s.n
-    w = (s.new(E, n, k).mT if rows else s.new(E, k, n))[:, :, n - s.n :]
-    b = s.new(E, s.n) if bias else None
-    module("gmm").launch_gmm(s.new(s.rows, s.n), s.new(s.rows, k), w, ints(E), b)
+def run_hopper_gmm(rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, sizes=SIZES, m=None):
+    s, groups = Shape(k=k, dtype=dtype), len(sizes)
+    m, n = m or s.rows, 2 * s.n if sliced else s.n
+    w = (s.new(groups, n, k).mT if rows else s.new(groups, k, n))[:, :, n - s.n :]
+    b = s.new(groups, s.n) if bias else None
+    module("gmm").launch_gmm(s.new(m, s.n), s.new(m, k), w, sizes, b)
 
 
 def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=torch.bfloat16, groups=E):
@@ -107,6 +111,16 @@ CASES = {
         for name in GATED
     },
     "down_grad float16": lambda: run_hopper_down_grad(dtype=F16),
+    **{
+        f"{name} of {g} experts": functools.partial(run, sizes=ints(g))
+        for g in (1, 256, hopper.MAX_GROUPS)
+        for name, run in (("up", run_hopper_up), ("down_grad", run_hopper_down_grad), ("gmm", run_hopper_gmm))
+    },
+    **{
+        f"{name} with wide sizes": functools.partial(run, sizes=ints(E, dtype=torch.int64))
+        for name, run in (("up", run_hopper_up), ("down_grad", run_hopper_down_grad), ("gmm", run_hopper_gmm))
+    },
+    "gmm of a row": lambda: run_hopper_gmm(sizes=ints(1), m=1),
     "gmm": run_hopper_gmm,
     "gmm float16": lambda: run_hopper_gmm(dtype=F16),
     "gmm narrow with bias": lambda: run_hopper_gmm(bias=True, k=512),
@@ -150,13 +164,25 @@ TUNED = {
 def test_tile(op, tile):
     """Every tile that a table may name; the walk changes nothing here."""
     for run in TUNED[op]:
-        with (
-            tuning.choose(lambda key: tile if key.op == op else None),
-            compiling_for(TARGETS["sm_90"]) as launches,
-        ):
-            run()
-        check(TARGETS["sm_90"], launches)
-        assert sum("wgmma.mma_async" in launch.assembly for launch in launches) == 1
+        check_tile(op, tile, run)
+
+
+@pytest.mark.parametrize("groups", [256, hopper.MAX_GROUPS])
+@pytest.mark.parametrize("op", ["hopper_up", "hopper_gmm", "hopper_down_grad"])
+def test_tile_of_many_groups(op, groups):
+    """Their lists have room beside the stages, or in the place of some."""
+    for tile in HOPPER_TILES[op]:
+        check_tile(op, tile, functools.partial(TUNED[op][0], sizes=ints(groups)))
+
+
+def check_tile(op, tile, run):
+    with (
+        tuning.choose(lambda key: tile if key.op == op else None),
+        compiling_for(TARGETS["sm_90"]) as launches,
+    ):
+        run()
+    check(TARGETS["sm_90"], launches)
+    assert sum("wgmma.mma_async" in launch.assembly for launch in launches) == 1
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,13 +20,14 @@ from .memory import measure_memory
 from .problem import Problem, checked_experts, new_problem, truth
 from .roofline import floors
 from .shapes import DEFAULT, SHAPES, Shape, named
-from .timing import PASSES, time_all
+from .timing import PASSES, time_all, time_host
 
 REPS = {"cuda": 25, "cpu": 11}
 SLACK, FLOOR = 2.0, 1e-7  # an error may be twice that of plain torch in the same dtype
 PARTS = ("output", "dx", "dgate_up", "ddown", "drouting", "dgate_up_bias", "ddown_bias")
 PER_EXPERT = ("dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
-ADDED = ["routing", "forward_roofline", "step_roofline"]  # columns that older files lack
+HOST = [f"{name}_host_ms" for name in PASSES]
+ADDED = ["routing", "forward_roofline", "step_roofline", *HOST]  # columns that older files may lack
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype", "shape"),
     *("tokens", "hidden", "intermediate", "experts", "top_k", "contender"),
@@ -86,13 +87,21 @@ def bench_field(field: list[Contender], problem: Problem, reps: int) -> tuple[li
     passed = [i for i, row in enumerate(rows) if not row.pop("refused")]
     times = time_all([field[i] for i in passed], problem, reps)
     for i, by_pass in zip(passed, times, strict=True):
+        host = time_host(field[i], problem) if problem.x.is_cuda else {}
         for name, t in by_pass.items():
             rows[i] |= {f"{name}_ms": t.median, f"{name}_p20": t.p20, f"{name}_p80": t.p80}
-            rows[i] |= {f"{name}_tflops": PASSES[name] * problem.shape.forward_flops / t.median / 1e9}
+            rows[i] |= {f"{name}_host_ms": host[name].median} if host else {}
+            flops = PASSES[name] * problem.shape.forward_flops
+            rows[i] |= {f"{name}_tflops": flops / sustained(rows[i], name) / 1e9}
         memory = None if field[i].graphed else measure_memory(field[i], problem)
         if memory:
             rows[i] |= {"held_mib": memory[0], "peak_mib": memory[1]}
     return rows, any(c.ours and i not in passed for i, c in enumerate(field))
+
+
+def sustained(row: dict, name: str) -> float:
+    """Milliseconds of a pass when many follow each other: of the GPU, or of the host where it is slower."""
+    return max(row[f"{name}_ms"], row.get(f"{name}_host_ms", 0.0))
 
 
 def check_all(field: list[Contender], problem: Problem) -> list[dict]:
@@ -198,18 +207,19 @@ def shape_cells(name: str, shape: Shape) -> dict:
 
 def shares(row: dict, floor: dict[str, float]) -> dict:
     """How near each pass came to its floor, in percent."""
-    return {f"{p}_roofline": 100 * ms / row[f"{p}_ms"] for p, ms in floor.items() if f"{p}_ms" in row}
+    return {f"{p}_roofline": 100 * ms / sustained(row, p) for p, ms in floor.items() if f"{p}_ms" in row}
 
 
 def show(rows: list[dict]) -> None:
     heads = "".join(f"{name + ' ms, TFLOP/s':>22}" for name in PASSES)
-    print(f"{'':<40}{heads} {'roofline %':>11} {'held':>8} {'peak MiB':>9} {'error':>9}")
+    print(f"{'':<40}{heads} {'host':>6} {'roofline %':>11} {'held':>8} {'peak MiB':>9} {'error':>9}")
     for row in rows:
         if "step_ms" not in row:
             print(f"{row['contender']:<40} refused")
             continue
         cells = [f"{row['contender']:<40}"]
         cells += [f"{row[p + '_ms']:13.2f} {row[p + '_tflops']:7.2f}" for p in PASSES]
+        cells += [f"{row['step_host_ms']:6.2f}" if "step_host_ms" in row else " " * 6]
         cells += [f"{row[f]:5.0f}" if f in row else " " * 5 for f in ("forward_roofline", "step_roofline")]
         cells += [f"{row[m]:8.0f}" if m in row else " " * 8 for m in ("held_mib", "peak_mib")]
         cells += [f"{row['error']:9.1e}" if "error" in row else ""]
@@ -222,8 +232,9 @@ def columns(path: pathlib.Path) -> list[str]:
 
 
 def widen(path: pathlib.Path) -> None:
-    """Give a file of before ADDED these columns, empty."""
-    if columns(path) != [f for f in FIELDS if f not in ADDED]:
+    """Give an older file those of ADDED that it lacks, empty."""
+    there = columns(path)
+    if there == FIELDS or there != [f for f in FIELDS if f in there or f not in ADDED]:
         return
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))

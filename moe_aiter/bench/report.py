@@ -4,12 +4,14 @@ import csv
 import pathlib
 import sys
 
+from .layer import ADDED
 from .plots import PLOTS, draw, lines_of
 from .shapes import GROUPS, SHAPES
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TABLES = {  # title: the figures of a cell
     "TFLOP/s, inference / forward / step": ("inference_tflops", "forward_tflops", "step_tflops"),
+    "The host's ms, inference / forward / step": ("inference_host_ms", "forward_host_ms", "step_host_ms"),
     "Share of the roofline in percent, forward / step": ("forward_roofline", "step_roofline"),
     "MiB, held after forward / peak over forward and backward": ("held_mib", "peak_mib"),
 }
@@ -50,7 +52,7 @@ def replaced(text: str, tables: str) -> str:
 def figures(source: pathlib.Path) -> list[dict]:
     """The last row of each contender for each device, dtype, routing and shape."""
     with open(source, newline="") as file:
-        rows = newest(list(csv.DictReader(file)))
+        rows = newest([dict.fromkeys(ADDED, "") | row for row in csv.DictReader(file)])
     if not rows:
         raise ValueError("no figures")
     return rows

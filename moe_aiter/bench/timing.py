@@ -12,6 +12,8 @@ from .problem import Problem
 
 L2_BYTES = 256 * 2**20  # more than any GPU's L2 cache
 WARMUP = 2
+LEAD_CYCLES = 12_000_000  # some 6 ms in which the GPU waits for the host, which is ahead in training as well
+HOST_REPS = 5
 SLOW, SLOW_MS, SPARSE = 4, 50, 5  # on a GPU, where time is dear: see `who_is_slow`
 PASSES = {"inference": 1, "forward": 1, "step": 3}  # and their products, in forward passes
 
@@ -34,7 +36,8 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
     """The PASSES of each contender; each round has new inputs, and another order."""
     measure, flush = measure_cpu, hand_back
     if problem.x.is_cuda:
-        measure, flush = measure_gpu, l2_flush(problem.x.device)
+        flush_l2 = l2_flush(problem.x.device)
+        measure, flush = measure_gpu, lambda: (torch.cuda._sleep(LEAD_CYCLES), flush_l2())
     samples: list[list[tuple[float, ...]]] = [[] for _ in contenders]
     slow: set[int] = set()
     for round in range(WARMUP + reps):
@@ -102,6 +105,14 @@ def measure_gpu(contender: Contender, problem: Problem, flush: Callable) -> Call
         return inference.elapsed_time(inferred), start.elapsed_time(forward), start.elapsed_time(step)
 
     return elapsed
+
+
+def time_host(contender: Contender, problem: Problem) -> dict[str, Times]:
+    """How long the host takes for each of the PASSES, from an idle GPU to the return of the last call."""
+    with contender.context():
+        samples = [measure_cpu(contender, problem, torch.cuda.synchronize)() for _ in range(HOST_REPS)]
+    torch.cuda.synchronize()
+    return dict(zip(PASSES, map(summary, zip(*samples, strict=True)), strict=True))
 
 
 def recorded() -> torch.cuda.Event:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..metadata import once
 from ._check import (
     check_device,
     check_float,
@@ -49,6 +50,7 @@ def needs_grad(i: ExpertInputs) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in i[:6])
 
 
+@once
 def check_experts(i: ExpertInputs) -> None:
     """Raise ValueError for shapes or devices that do not fit, TypeError for dtypes, naming both sides."""
     check_shapes(i)

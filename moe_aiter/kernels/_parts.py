@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, tl
 
 # kernel
 
@@ -32,6 +32,6 @@ def sum_parts_kernel(
 def sum_parts(parts: Tensor, rank: Tensor, out: Tensor) -> None:
     """out[t, j] = the sum of column rank[t, j] of `parts` (P, R); 0 for a dropped choice."""
     block, (P, R) = 256, parts.shape
-    sum_parts_kernel[(triton.cdiv(rank.numel(), block),)](
+    sum_parts_kernel[(cdiv(rank.numel(), block),)](
         parts, rank.contiguous(), out, P, R, rank.numel(), BLOCK=block, num_warps=4
     )

@@ -1,13 +1,14 @@
 """Triton helpers shared by the grouped kernels."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from .. import tuning
 from ..config import interpret, settings
 from ..tuning.aiter_json import AMD_OPTIONS, TILE
-from ._triton import tl, triton
+from ._triton import cdiv, tl, triton
 from .hopper._launch import num_programs
 
 # what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
@@ -133,7 +134,7 @@ def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def row_tiles(M: int, G: int, block_m: int) -> int:
     """An upper bound on the row tiles of G groups and the rows past them, known without the group sizes."""
-    return triton.cdiv(M, block_m) + G
+    return cdiv(M, block_m) + G
 
 
 def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
@@ -154,7 +155,7 @@ def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
 
 
 def given_or_found(
-    tile: list[int], op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int
+    tile: Sequence[int], op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int
 ) -> tuple[tuning.Config, tuple[int, ...]]:
     """The configuration that the caller of an op gave as numbers, or the one in the tables; and AMD's."""
     if not tile:

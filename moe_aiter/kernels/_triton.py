@@ -18,10 +18,20 @@ except ImportError:
     def _no_triton(*args, **kwargs):
         raise RuntimeError("this kernel needs Triton, which is not installed: pip install triton")
 
-    triton = SimpleNamespace(jit=lambda fn: _no_triton, cdiv=_no_triton, next_power_of_2=_no_triton)
+    triton = SimpleNamespace(jit=lambda fn: _no_triton)
     tl = SimpleNamespace(constexpr=lambda value: value)
     jit_kernel = triton.jit
 else:
     jit_kernel = triton.jit if interpret else Remembering  # for kernels that Python launches
 
-__all__ = ["jit_kernel", "tl", "triton"]
+__all__ = ["cdiv", "jit_kernel", "next_power_of_2", "tl", "triton"]
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up.  Triton's own serves kernels as well, and takes launchers microseconds."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0

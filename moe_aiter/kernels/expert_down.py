@@ -25,7 +25,7 @@ from ._check import check_float, check_routing_weights, check_shape, check_size
 from ._groups import check_groups, check_plan_values, sum_dtype, take_rows, wide
 from ._parts import sum_parts
 from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 from .activations import get_activation
 from .glu import glu_backward_reference, glu_reference
 from .gmm import gmm_reference
@@ -246,13 +246,13 @@ def launch_expert_down_grad(
     (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
     s, order, rank, group_sizes = dense(routing_weights.float(), order, rank, group_sizes)
     config = tuning.lookup("down_grad", dout.dtype, R, N, K, E)
-    tiles_m, tiles_n = row_tiles(R, E, config.block_m), triton.cdiv(N, config.block_n)
+    tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)
     parts = torch.empty(tiles_n, R, dtype=torch.float32, device=dout.device)
     expert_down_grad_kernel[(tiles_m * tiles_n,)](
         dout, down, z, s, dz, a if need_a else None, parts, order, group_sizes,
         R, N, K, E, rank.shape[1], tiles_m, dout.stride(), down.stride(),
         **act.triton_fns, INTERLEAVED=interleaved, EPILOGUE_N=EPILOGUE_N[interleaved],
-        BLOCK_G=triton.next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+        BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     sum_parts(parts, rank, ds)
 

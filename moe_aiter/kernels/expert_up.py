@@ -20,7 +20,7 @@ from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, take_rows
 from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 from .activations import get_activation
 from .gmm import gmm_reference
 from .gmm_unpermute import gmm_unpermute_op
@@ -174,12 +174,12 @@ def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation
     order, group_sizes = dense(order, group_sizes)
     config = tuning.lookup("up", x.dtype, R, act.parts * N, K, E)
     tiles_m = row_tiles(R, E, config.block_m)
-    tiles_n = triton.cdiv(N, config.block_n // act.parts)
+    tiles_n = cdiv(N, config.block_n // act.parts)
     expert_up_kernel[(tiles_m * tiles_n,)](
         x, gate_up, bias, z if save_z else None, a, order, group_sizes, R, N, K, E, rank.shape[1], tiles_m,
         x.stride(), gate_up.stride(), (0, 0) if bias is None else bias.stride(),
         **act.triton_fns, INTERLEAVED=interleaved,
-        BLOCK_G=triton.next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+        BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
 
 

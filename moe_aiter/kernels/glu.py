@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape, check_size
 from ._host import HOST_DTYPES, array, ext, host, num_threads
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl
 from .activations import ALPHA, LIMIT, get_activation, join_parts, split_parts
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -134,9 +134,9 @@ def channel_strides(z: Tensor, channels: int, interleaved: bool) -> tuple[int, i
 
 def tile(rows: int, channels: int) -> tuple[tuple[int, int], dict]:
     """The grid, and the launch arguments that say a program's share."""
-    block_i = min(512, triton.next_power_of_2(channels))
-    block_r = min(TILE // block_i, triton.next_power_of_2(rows))
-    return (triton.cdiv(rows, block_r), triton.cdiv(channels, block_i)), {
+    block_i = min(512, next_power_of_2(channels))
+    block_r = min(TILE // block_i, next_power_of_2(rows))
+    return (cdiv(rows, block_r), cdiv(channels, block_i)), {
         "BLOCK_R": block_r,
         "BLOCK_I": block_i,
     }

@@ -21,7 +21,7 @@ from ._groups import (
     wide,
 )
 from ._tile import TILE_DTYPES, given_or_found, locate, multiply, row_tiles, swizzle, tile_options, walk
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl
 from .group_sum import group_sum
 from .tgmm import weight_and_bias_gradient, weight_gradient
 
@@ -141,12 +141,12 @@ def launch_gmm(
     (M, N), (G, K, _) = out.shape, w.shape
     config, amd = given_or_found(tile, "gmm", x.dtype, M, N, K, G)
     tiles_m = row_tiles(M, G, config.block_m)
-    grid, persistent = walk(tiles_m * triton.cdiv(N, config.block_n), programs, x)
+    grid, persistent = walk(tiles_m * cdiv(N, config.block_n), programs, x)
     gmm_kernel[grid](
         x, w, bias, out, group_sizes.contiguous(), M, N, K, G, tiles_m,
         x.stride(), w.stride(), (0, 0) if bias is None else bias.stride(), out.stride(),
         ZERO_REST=zero_rest, PERSISTENT=persistent,
-        BLOCK_G=triton.next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config, amd),
+        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config, amd),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backend import define_op, takes
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
 from ._tile import dense, group_rows
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 # reference
 
@@ -98,9 +98,9 @@ def launch_group_sum(out, y, group_sizes, order, top_k, scale):
     M = y.shape[0] if order is None else order.shape[0]
     order, group_sizes = dense(order, group_sizes)
     block_n = 64
-    group_sum_kernel[(G, triton.cdiv(N, block_n))](
+    group_sum_kernel[(G, cdiv(N, block_n))](
         y, order, scale, out, group_sizes, M, N, G, top_k, y.stride(), out.stride(),
-        BLOCK_G=triton.next_power_of_2(G), BLOCK_M=32, BLOCK_N=block_n, num_warps=4,
+        BLOCK_G=next_power_of_2(G), BLOCK_M=32, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
 
 

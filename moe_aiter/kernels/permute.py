@@ -15,7 +15,7 @@ from ..backend import define_op, takes
 from ._check import check_device, check_float, check_index, check_shape, check_size
 from ._groups import check_plan_values, sum_dtype, wide
 from ._host import HOST_DTYPES, array, ext, host, indices, num_threads
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNROLL = 16  # choices a token up to which the loop over them is unrolled, so that its loads overlap
@@ -195,14 +195,14 @@ def new_row_dots(rows, x, order, rank):
 
 def block_of(columns: int) -> int:
     """Columns for a program of 4 warps: 16 bytes a thread, or less for a narrow row."""
-    return min(1024, triton.next_power_of_2(columns))
+    return min(1024, next_power_of_2(columns))
 
 
 @takes(*TRITON_DTYPES)
 def launch_permute(out, x, order, rank, routing_weights):
     (T, H), block = x.shape, block_of(x.shape[1])
     weights = None if routing_weights is None else routing_weights.contiguous()
-    permute_kernel[(T, triton.cdiv(H, block))](
+    permute_kernel[(T, cdiv(H, block))](
         x, order.contiguous(), rank.contiguous(), weights, out, H, x.stride(),
         TOP_K=rank.shape[1], BLOCK_H=block,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def launch_permute(out, x, order, rank, routing_weights):
 def launch_unpermute(out, rows, order, rank, routing_weights):
     (T, H), block, top_k = out.shape, block_of(out.shape[1]), rank.shape[1]
     weights = None if routing_weights is None else routing_weights.contiguous()
-    unpermute_kernel[(T, triton.cdiv(H, block))](
+    unpermute_kernel[(T, cdiv(H, block))](
         rows, rank.contiguous(), weights, out, H, rows.stride(), out.stride(0),
         TOP_K=top_k, UNROLLED=top_k <= UNROLL, BLOCK_H=block,
     )  # fmt: skip

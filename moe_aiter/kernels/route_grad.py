@@ -9,7 +9,7 @@ from torch import Tensor
 from ..backend import define_op, takes
 from ._check import check_device, check_float, check_shape
 from ._host import host
-from ._triton import jit_kernel, tl, triton
+from ._triton import jit_kernel, next_power_of_2, tl
 from .topk import row_tile
 
 EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
@@ -118,7 +118,7 @@ def route_backward_kernel(
 # launcher
 def row_tile_of_k(num_tokens: int, num_experts: int, top_k: int) -> tuple[tuple[int], dict]:
     grid, tile = row_tile(num_tokens, num_experts)
-    return grid, tile | {"K": top_k, "BLOCK_K": triton.next_power_of_2(top_k), "EPSILON": EPSILON}
+    return grid, tile | {"K": top_k, "BLOCK_K": next_power_of_2(top_k), "EPSILON": EPSILON}
 
 
 def new_route_backward(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backend import define_op
 from ._check import check_index, check_shape, check_sizes
 from ._host import array, check_built, ext, host
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 BLOCK = 128  # choices of a program; every pair of them is compared
 SCAN_BLOCK = 2048  # counts at a time
@@ -122,10 +122,10 @@ def new_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 def launch_sort(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
     order, rank, group_sizes = out
     rows = len(order)
-    blocks = triton.cdiv(rows, BLOCK) if rows else 0
+    blocks = cdiv(rows, BLOCK) if rows else 0
     counts = group_sizes.new_empty(num_experts, blocks)
     ids, sizes = expert_ids.contiguous(), (rows, num_experts, blocks, BLOCK)
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     if rows:
         count_kernel[(blocks,)](ids, counts, *sizes, BLOCK_E=max(16, min(64, block_e)), num_warps=4)
     scan_kernel[(num_experts,)](counts, group_sizes, blocks, BLOCK=SCAN_BLOCK)

@@ -13,7 +13,7 @@ from . import hopper
 from ._check import check_device, check_float, check_own_memory, check_shape
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
 from ._tile import TILE_DTYPES, add_columns, dense, given_or_found, group_rows, swizzle, tile_options, walk
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 from .group_sum import group_sum_reference, sum_rows
 
 # reference
@@ -238,14 +238,14 @@ def launch_tgmm_into(
     # the pipeline spends stages on the indices, so gathering has rows of its own
     op = "tgmm" if order is None else "tgmm_gather"
     config, amd = given_or_found(tile, op, x.dtype, M, N, K, G)
-    tiles = G * triton.cdiv(K, config.block_m) * triton.cdiv(N, config.block_n)
+    tiles = G * cdiv(K, config.block_m) * cdiv(N, config.block_n)
     grid, persistent = walk(tiles, programs, x)
     tgmm_kernel[grid](
         x, y, order, out, sums, group_sizes, M, N, K, G,
         x.stride(), y.stride(), out.stride(), (0, 0) if sums is None else sums.stride(),
         TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
         ROWS_LAST=x.stride(0) == 1 != x.stride(1), PERSISTENT=persistent,
-        BLOCK_G=triton.next_power_of_2(G), **tile_options(config, amd),
+        BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
     )  # fmt: skip
 
 

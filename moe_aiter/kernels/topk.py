@@ -13,7 +13,7 @@ from ..backend import define_op, takes
 from ._check import check_float, check_shape
 from ._groups import wide
 from ._host import HOST_DTYPES, array, ext, host, num_threads
-from ._triton import jit_kernel, tl, triton
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above the key of +inf
 NO_KEY = tl.constexpr(-(2**31))  # below the key of -inf: a column past E, or one already taken
@@ -96,11 +96,11 @@ def new_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def row_tile(num_tokens: int, num_experts: int) -> tuple[tuple[int], dict]:
     """The grid of a kernel that works on whole rows, and the launch arguments that say a program's share."""
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     # a warp holds 512 elements: 16 in each lane
     block_t = max(1, min(16, 2048 // block_e))
     num_warps = min(16, max(1, block_t * block_e // 512))
-    grid = (triton.cdiv(num_tokens, block_t),)
+    grid = (cdiv(num_tokens, block_t),)
     return grid, {"BLOCK_T": block_t, "BLOCK_E": block_e, "num_warps": num_warps}
 
 

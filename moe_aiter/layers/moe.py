@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..backend import is_plain, is_transformed
 from ..kernels._check import check_sizes, check_tensor
 from ..kernels.activations import get_activation
 from ..kernels.glu import glu
@@ -107,20 +108,33 @@ class MoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
         tokens = x.reshape(-1, self.hidden)  # (T, H)
-        routing = self.route(tokens, return_routing)
+        routing, expert_tokens = self.route(tokens, return_routing)
         plan = make_plan(routing.expert_ids, self.num_experts)
-        out = self.experts(tokens, self.with_losses(routing, plan), plan)  # (T, H)
+        out = self.experts(expert_tokens, self.with_losses(routing, plan), plan)  # (T, H)
         if self.shared is not None:
             out = out + self.shared(tokens)
         out = out.view(x.shape)
         return (out, MoERouting(routing, plan)) if return_routing else out
 
-    def route(self, tokens: Tensor, return_routing: bool) -> Routing:
-        """What the router decides; without scores where nobody asks for them."""
+    def route(self, tokens: Tensor, return_routing: bool) -> tuple[Routing, Tensor]:
+        """What the router decides, without scores where nobody asks for them; and the experts' tokens."""
         if type(self.router).forward is not Router.forward:
-            return self.router(tokens)  # a router of one's own takes the tokens alone
-        balances = self.has_losses() and self.load_balance_coef != 0
-        return self.router(tokens, need_scores=return_routing or balances)
+            return self.router(tokens), tokens  # a router of one's own takes the tokens alone
+        need_scores = return_routing or (self.has_losses() and self.load_balance_coef != 0)
+        if self.is_private(tokens):
+            return self.router.pass_on(tokens, need_scores)
+        return self.router(tokens, need_scores=need_scores), tokens
+
+    def is_private(self, tokens: Tensor) -> bool:
+        """Whether the gradient of the tokens that the experts give is for the router alone.
+
+        It is where it comes from `Experts`, by plain autograd, and nothing is hooked to either module.
+        """
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and tokens.requires_grad):
+            return False
+        router, experts = self.router, self.experts
+        own = type(experts).forward is not Experts.forward or is_changed(router) or is_changed(experts)
+        return not own and is_plain((tokens, router.weight, router.bias)) and not is_transformed()
 
     def has_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -139,6 +153,13 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"load_balance_coef={self.load_balance_coef}, z_loss_coef={self.z_loss_coef}"
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a call of this module is not just that of its class's `forward`."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    hooks = hooks or module._backward_pre_hooks or nn.modules.module._has_any_global_hook()
+    return bool(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
 
 
 class SharedExpert(nn.Module):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backend import define_op, no_autocast
+from ..backend import define_op, is_unwatched, no_autocast
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
 from ..kernels.route import choose_experts
 
@@ -106,21 +106,29 @@ def save_logits(ctx, inputs, output):
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def backward_logits(ctx, dlogits):
+def backward_logits(ctx, dlogits, dtokens=None):
     """Where the logits came from a 16-bit GEMM, so do dx and dweight, as for an nn.Linear of that dtype:
-    dlogits is rounded to 16 bits first, the sums are float32."""
+    dlogits is rounded to 16 bits first, the sums are float32.  dx is added to `dtokens`."""
     x, weight = ctx.saved_tensors
     dtype = x.dtype if accumulates(x, weight) else dlogits.dtype
     dx = dweight = dbias = None
     with no_autocast(x):
         rounded = dlogits.to(dtype)
         if ctx.needs_input_grad[0]:
-            dx = (rounded @ weight.to(dtype)).to(x.dtype)
+            dx = add_product(dtokens, rounded, weight.to(dtype), x.dtype)
         if ctx.needs_input_grad[1]:
             dweight = (rounded.T @ x.to(dtype)).to(weight.dtype)
     if ctx.needs_input_grad[2]:
         dbias = dlogits.sum(0).to(ctx.bias_dtype)
     return dx, dweight, dbias
+
+
+def add_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """out + a @ b, in the memory of `out` where one product can do it and nobody would see it."""
+    if out is not None and a.dtype == out.dtype and is_unwatched(out):
+        return out.addmm_(a, b)
+    product = (a @ b).to(dtype)
+    return product if out is None else out + product
 
 
 router_logits = define_op(
@@ -130,6 +138,27 @@ router_logits = define_op(
     save=save_logits,
     backward=backward_logits,
 )
+
+
+class LogitsAndTokens(torch.autograd.Function):
+    """The logits of tokens, and the tokens for the experts: a product adds up the two gradients of x.
+
+    Autograd alone would add them in a launch of its own, which reads and writes all of them once more.
+    The gradient that the experts give is overwritten, so it must be theirs alone.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        logits = router_logits(x, weight, bias)
+        save_logits(ctx, (x, weight, bias), logits)
+        ctx.set_materialize_grads(False)
+        return logits, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dlogits, dtokens):
+        if dlogits is None:
+            return dtokens, None, None
+        return backward_logits(ctx, dlogits, dtokens)
 
 
 class Router(nn.Module):
@@ -174,8 +203,16 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, *, need_scores: bool = True) -> Routing:
         """Route each row of `x` (T, H); `need_scores` as for `route`."""
+        return self.choose(router_logits(x, self.weight, self.bias), need_scores)
+
+    def choose(self, logits: Tensor, need_scores: bool) -> Routing:
         how = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
-        return route(router_logits(x, self.weight, self.bias), self.top_k, **how, need_scores=need_scores)
+        return route(logits, self.top_k, **how, need_scores=need_scores)
+
+    def pass_on(self, x: Tensor, need_scores: bool) -> tuple[Routing, Tensor]:
+        """`forward`, and `x` for experts that nobody else watches: see `LogitsAndTokens`."""
+        logits, x = LogitsAndTokens.apply(x, self.weight, self.bias)
+        return self.choose(logits, need_scores), x
 
     def extra_repr(self) -> str:
         text = f"{self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"

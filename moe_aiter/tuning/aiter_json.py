@@ -158,19 +158,19 @@ def tile_of(
     dtype: torch.dtype,
     grid_dim: int | None = None,
     accumulate: bool = False,
-) -> tuple[list[int], int]:
+) -> tuple[tuple[int, ...], int]:
     """What an op takes for a caller's `config` and `grid_dim`, for sizes M, K, N, G: a tile, and programs.
 
     No tile where neither the caller nor a file has one: then the op chooses, and the backend as well.
     """
     if config is None and settings.gmm_configs and from_file(gmm_type, accumulate, arch()):
         config = get_config(gmm_type, *sizes, accumulate, dtype=dtype)
-    tile, programs = [], PROGRAMS[gmm_type]
+    tile, programs = (), PROGRAMS[gmm_type]
     if config is not None:
         check_config(gmm_type, config)
         programs = config.get("GRID_DIM", programs)
         whole = get_config(gmm_type, *sizes, accumulate, dtype=dtype) | config
-        tile = [whole.get(name, 0) for name in (*NAMES[gmm_type], *AMD_OPTIONS)]
+        tile = tuple(whole.get(name, 0) for name in (*NAMES[gmm_type], *AMD_OPTIONS))
     if grid_dim is not None:
         check_config("gmm", {"GRID_DIM": grid_dim})
         programs = grid_dim

@@ -115,6 +115,7 @@ def test_rows_are_appended(tmp_path, capsys):
         unknown = {"held_mib", "peak_mib"}  # nothing to read them from but on Linux
         if row["device"] not in roofline.CEILINGS:
             unknown |= {"forward_roofline", "step_roofline"}
+        unknown |= set(layer.HOST)  # on a CPU there is nothing else
         assert empty <= unknown, row["contender"]
         for name in PASSES:
             assert float(row[f"{name}_p20"]) <= float(row[f"{name}_ms"]) <= float(row[f"{name}_p80"])
@@ -123,15 +124,30 @@ def test_rows_are_appended(tmp_path, capsys):
         assert float(row["step_tflops"]) == pytest.approx(3 * flops / float(row["step_ms"]) / 1e9, rel=1e-2)
 
 
-def test_a_file_of_before_gets_new_columns(tmp_path, capsys):
+@pytest.mark.parametrize("lacks", [layer.ADDED, layer.HOST], ids=["all that was added", "the host's"])
+def test_a_file_of_before_gets_new_columns(lacks, tmp_path, capsys):
     path = tmp_path / "layer.csv"
-    old = [f for f in layer.FIELDS if f not in layer.ADDED]
+    old = [f for f in layer.FIELDS if f not in lacks]
     path.write_text(",".join(old) + "\n" + ",".join(f"old {f}" for f in old) + "\n")
     flags = "--device", "cpu", "--shape", "toy", "--reps", 1, "--only", "host", "loop", "--routing", "zipf"
     assert run("layer", *flags, "--out", path) == 0
     first, *others = read(path)
-    assert first == {f: f"old {f}" for f in old} | dict.fromkeys(layer.ADDED, "")
+    assert first == {f: f"old {f}" for f in old} | dict.fromkeys(lacks, "")
     assert others and all(list(r) == layer.FIELDS and r["routing"] == "zipf" for r in others)
+
+
+@pytest.mark.gpu
+def test_the_host_is_timed_beside_a_gpu(tmp_path, capsys):
+    path = tmp_path / "layer.csv"
+    flags = "--shape", "toy", "--reps", 2, "--only", "moe_aiter MoE", "loop"
+    assert run("layer", "--device", "cuda", *flags, "--out", path) == 0
+    for row in read(path):
+        for name, passes in PASSES.items():
+            slower = max(float(row[f"{name}_ms"]), float(row[f"{name}_host_ms"]))
+            assert float(row[f"{name}_tflops"]) == pytest.approx(
+                passes * 6 * 64 * 2 * 32 * 24 / slower / 1e9, rel=1e-2
+            )
+        assert float(row["forward_host_ms"]) < float(row["step_host_ms"])
 
 
 def test_other_columns_are_left_alone(tmp_path, capsys):

@@ -1,9 +1,12 @@
 """The Hopper kernels: as good as plain torch, and nothing written outside of their groups."""
 
+import functools
+
 import pytest
 import torch
 from check import assert_as_good_as_torch
 
+from moe_aiter import tuning
 from moe_aiter.backend import IMPLS, use
 from moe_aiter.kernels.activations import ACTIVATIONS
 from moe_aiter.kernels.expert_down import (
@@ -13,11 +16,11 @@ from moe_aiter.kernels.expert_down import (
 )
 from moe_aiter.kernels.expert_up import expert_up_op, expert_up_reference, expert_z_op
 from moe_aiter.kernels.experts import expert_mlp
-from moe_aiter.kernels.gmm import gmm_into_op, gmm_op, gmm_reference
-from moe_aiter.kernels.group_sum import group_sum_reference
-from moe_aiter.kernels.hopper import is_hopper
+from moe_aiter.kernels.gmm import gmm_op, gmm_reference
+from moe_aiter.kernels.hopper import MAX_GROUPS, is_hopper
 from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_reference, tgmm_sums_op
+from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_reference
+from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.gpu
@@ -27,6 +30,7 @@ SIZES = {  # rows of each group; what is left of 1000 rows belongs to none
     "one group": [1000],
     "no rows in a group": [0, 0, 0],
     "many": [7] * 140,
+    "256": [0, 7] * 128,
     "more than are ranked": [3] * 300,
     "equals and one that is large": [40, 40, 600, 40, 40, 0, 40, 40],
 }
@@ -86,6 +90,30 @@ def test_gmm_of_some_columns(sizes, n, layout):
     assert torch.equal(gmm_op(x, w[:, :, n], sizes, bias[:, n]), whole[:, n])
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("groups", [MAX_GROUPS - 1, MAX_GROUPS])
+def test_gmm_of_most_groups(groups, bias):
+    sizes = torch.randint(0, 4, (groups,), device=CUDA)
+    x, w, b = randn(3 * groups, 64), randn(groups, 64, 128), randn(groups, 128) if bias else None
+    assert IMPLS["gmm"]["hopper"].fits(x, w, sizes, b)
+    assert not IMPLS["gmm"]["hopper"].fits(x, w.repeat(2, 1, 1), sizes.repeat(2), b)
+    assert_as_good_as_torch(gmm_op, gmm_reference, x, w, sizes, b)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[500, 0, 900], [-4, 300, 5], [0, 0, 1001], [2**30] * 3, [2**62] * 3], ids=str
+)
+def test_sizes_that_do_not_add_up_are_clamped(sizes, no_debug):
+    x, w, bias = randn(ROWS, 128), randn(3, 128, 320), randn(3, 320)
+    clamped, left = [], ROWS
+    for size in sizes:
+        clamped.append(min(max(size, 0), left))
+        left -= clamped[-1]
+    out = gmm_op(x, w, torch.tensor(sizes, device=CUDA), bias)
+    assert torch.equal(out, gmm_op(x, w, torch.tensor(clamped, dtype=torch.int32, device=CUDA), bias))
+    assert not out[ROWS - left :].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("gather", [False, True])
@@ -120,38 +148,6 @@ def test_tgmm_accumulates(K, N, dtype, columns_first):
         return before + tgmm_reference(x, y, sizes, order, TOP_K, columns_first).to(before.dtype)
 
     assert_as_good_as_torch(add, reference, before, x, y)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_results_in_tensors_that_are_there(sizes):
-    """Rows past the last group, and what lies around the result, keep what they hold."""
-    sizes, x, y = group_sizes(sizes), randn(ROWS, 192), randn(ROWS, 256)
-    w, end = randn(len(sizes), 192, 256), int(sizes.sum())
-    buffer = torch.full((ROWS + 2, 512), 777.0, device=CUDA, dtype=x.dtype)
-    out = buffer[1:-1, 128:384]
-    gmm_into_op(out, x, w, sizes, None)
-    assert IMPLS["gmm_into"]["hopper"].fits(x, w, sizes, None, [], 0, out)
-    assert torch.equal(out[:end], gmm_op(x, w, sizes, None)[:end]) and (out[end:] == 777).all()
-    out[:] = 777
-    assert (buffer == 777).all()
-    expected, sums = tgmm_sums_op(x, y, sizes, False)
-    exact = group_sum_reference(y.double(), sizes, None, 1, None)
-    torch.testing.assert_close(sums.double(), exact, rtol=1e-5, atol=1e-4)
-    assert torch.equal(expected, tgmm_op(x, y, sizes, None, 1, False))
-    for columns_first in (False, True):
-        shape = (len(sizes), 256, 192) if columns_first else (len(sizes), 192, 256)
-        dw, of_x = (
-            torch.full(shape, 777.0, device=CUDA, dtype=x.dtype),
-            torch.empty(len(sizes), 192, device=CUDA),
-        )
-        dw = dw.mT if columns_first else dw
-        for programs in (-1, 0, 7):
-            tgmm_into_op(dw, x, y, sizes, None, 1, False, of_x, False, [], programs)
-            assert torch.equal(dw, expected)
-        exact = group_sum_reference(x.double(), sizes, None, 1, None)
-        torch.testing.assert_close(of_x.double(), exact, rtol=1e-5, atol=1e-4)
-    some = gmm_op(x, w, sizes, None, None, [], 50)
-    assert torch.equal(some, gmm_op(x, w, sizes, None)), "as many programs as the caller says"
 
 
 def test_a_token_that_nobody_sums_may_hold_anything():
@@ -225,6 +221,34 @@ def test_expert_down_grad(shape, kind, dtype):
         assert all(torch.equal(a, b) for a, b in zip((dz, *others), (over, *others_over_z), strict=True))
 
 
+@pytest.mark.parametrize("dropped", ["some", "all"])
+@pytest.mark.parametrize(
+    "kind, experts", [(k, 9) for k in KINDS] + [(KINDS[0], e) for e in (1, 256, 300, MAX_GROUPS)], ids=str
+)
+def test_rows_in_no_group_become_zeros(kind, experts, dropped):
+    """Whatever the bias, and whatever z and the first choice's weight hold."""
+    ids = torch.randint(-1, experts if dropped == "some" else 0, (250, TOP_K), device=CUDA)
+    ids[0, 0] = -1
+    order, rank, sizes = sort_by_expert(ids, experts)
+    n, parts = int(sizes.sum()), ACTIVATIONS[kind[0]].parts
+    x, dout, s = randn(250, 64), randn(250, 64), torch.rand(250, TOP_K, device=CUDA)
+    w, bias = randn(experts, parts * 320, 64) / 8, randn(experts, parts * 320)
+    down = randn(experts, 64, 320) / 8
+
+    inputs = x, w, bias, order, rank, sizes, *kind, True, 0, None
+    assert IMPLS["expert_up"]["hopper"].fits(*inputs)
+    assert_as_good_as_torch(expert_up_op, expert_up_reference, *inputs)
+    z, a = expert_up_op(*inputs)
+    assert not z[n:].any() and not a[n:].any()
+
+    s[0, 0] = z[n:] = float("nan")
+    inputs = dout, z, down, s, order, rank, sizes, *kind, True
+    assert IMPLS["expert_down_grad"]["hopper"].fits(*inputs)
+    dz, a, ds = expert_down_grad_op(*inputs)
+    assert not dz[n:].any() and not a[n:].any() and not ds[rank < 0].any()
+    assert dz.isfinite().all() and a.isfinite().all() and ds.isfinite().all()
+
+
 def step(ids, kind=("swiglu", False), dtype=torch.bfloat16, H=256, I=192, seed=0, **options):  # noqa: E741
     """Output and gradients of the experts for these choices."""
     torch.manual_seed(seed)
@@ -264,6 +288,21 @@ def test_two_runs_give_the_same_bits():
     first = step(ids)
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, step(ids), strict=True))
+
+
+@pytest.mark.parametrize("tile", range(max(map(len, HOPPER_TILES.values()))))
+def test_the_walk_changes_no_bits(tile):
+    """Of any tile, with more tiles than there are SMs."""
+
+    def choice(key, walk):
+        found = candidates(key.op)
+        return found[(2 * tile + walk) % len(found)] if key.op in HOPPER_TILES else None
+
+    ids, runs = some_ids(3000), []
+    for walk in (0, 1):
+        with tuning.choose(functools.partial(choice, walk=walk)):
+            runs.append(step(ids, H=832))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ def test_a_partial_file_is_taken(folder, caplog):
             assert get_config("ptgmm", m, 512, 1024, 8).keys() == config.keys()
     assert len([r for r in caplog.records if "has no ptgmm" in r.message]) == 1
     tile, programs = tile_of("gmm", None, (4096, 512, 1024, 8), torch.bfloat16)
-    assert (tile[:4], programs) == ([128, 64, 64, 8], 256)
-    assert tile_of("ptgmm", None, (4096, 512, 1024, 8), torch.bfloat16) == ([], -1)
+    assert (tile[:4], programs) == ((128, 64, 64, 8), 256)
+    assert tile_of("ptgmm", None, (4096, 512, 1024, 8), torch.bfloat16) == ((), -1)
 
 
 def test_a_file_that_is_not_there(folder, caplog):

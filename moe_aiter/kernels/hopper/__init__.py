@@ -18,6 +18,7 @@ from ..activations import get_activation
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_K = 64
+MAX_GROUPS = 1024  # that a program lists in shared memory
 
 
 @functools.cache
@@ -58,6 +59,11 @@ def small(x: Tensor) -> bool:
     return x.shape[0] * x.stride(0) < 2**31
 
 
+def few(w: Tensor) -> bool:
+    """Whether a program has room for the groups of w (G, A, B)."""
+    return w.shape[0] <= MAX_GROUPS
+
+
 def stacked(w: Tensor) -> bool:
     """Whether the matrices of w (G, A, B) are parts of one: some columns of it, so many rows apart."""
     group, row, _ = w.stride()
@@ -70,7 +76,7 @@ def fits_gmm(
 ) -> bool:  # fmt: skip
     N = w.shape[2]
     w = w if w.stride(2) == 1 else w.mT
-    fit = by_tma(x, w) and stacked(w) and x.shape[1] % BLOCK_K == 0 and N % 8 == 0
+    fit = by_tma(x, w) and stacked(w) and few(w) and x.shape[1] % BLOCK_K == 0 and N % 8 == 0
     return fit and dtype in (None, x.dtype) and not tile
 
 
@@ -80,15 +86,15 @@ def fits_gmm_into(x, w, group_sizes, bias, tile, programs, out) -> bool:
 
 def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
     N = gate_up.shape[1] // get_activation(activation).parts
-    fit = by_tma(x, gate_up) and gate_up.is_contiguous() and small(x)
-    return fit and x.shape[1] % BLOCK_K == 0 and N % 64 == 0
+    fit = by_tma(x, gate_up) and gate_up.is_contiguous() and small(x) and few(gate_up)
+    return fit and order.numel() > 0 and x.shape[1] % BLOCK_K == 0 and N % 64 == 0
 
 
 def fits_down_grad(
     dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, _
 ) -> bool:
     _, K, N = down.shape
-    fit = by_tma(dout, z, down) and down.is_contiguous() and small(dout)
+    fit = by_tma(dout, z, down) and down.is_contiguous() and small(dout) and few(down)
     return fit and K % BLOCK_K == 0 and N % 64 == 0
 
 

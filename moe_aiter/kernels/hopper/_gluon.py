@@ -1,6 +1,7 @@
 """Gluon, and what differs between the versions that have it, Triton 3.6 to 3.9.  Nobody else imports it."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,27 +69,29 @@ def shared_layout(dtype: torch.dtype, *box: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])
 
 
-def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+class Descriptor(TensorDescriptor):
+    """What Triton reads of its own, without a look at each size and stride: `by_tma` has looked at them."""
+
+    def __init__(self, x: Tensor, shape: Sequence[int], strides: Sequence[int], box: tuple[int, ...]):
+        self.base, self.shape, self.strides, self.block_shape = x, shape, strides, box
+        self.layout = shared_layout(x.dtype, *box)
+        self.launch_key = x.dtype, box  # what a kernel is compiled for: the rest of a descriptor is data
+
+
+def descriptor(x: Tensor, *box: int) -> Descriptor:
     """What TMA needs to copy boxes of this shape; it clips them at the ends of `x`."""
-    return keyed(TensorDescriptor.from_tensor(x, list(box), shared_layout(x.dtype, *box)), x, box)
+    return Descriptor(x, x.shape, x.stride(), box)
 
 
-def keyed(desc: TensorDescriptor, x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """With what a kernel is compiled for: the rest of a descriptor is data."""
-    desc.launch_key = (x.dtype, box)
-    return desc
-
-
-def ragged_descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+def ragged_descriptor(x: Tensor, *box: int) -> Descriptor:
     """The same for boxes of rows of `x` (M, N) that end where a group ends: see `ragged`.
 
     An axis whose index FAR makes the address wrap around to where it was lets the row axis begin anywhere
     (the trick of triton.tools.ragged_tma).
     """
     stride = x.stride(0)
-    box = (1, 1, *box)
-    shape, strides = [0x7FFF0000, 0x7FFF0000, FAR.value, x.shape[1]], [2**34 - stride, stride, stride, 1]
-    return keyed(TensorDescriptor(x, shape, strides, list(box), shared_layout(x.dtype, *box)), x, box)
+    shape, strides = (0x7FFF0000, 0x7FFF0000, 0x40000000, x.shape[1]), (2**34 - stride, stride, stride, 1)
+    return Descriptor(x, shape, strides, (1, 1, *box))
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """A tile on its way to a warpgroup that finishes it while the consumers multiply the next."""
 
 from ._gluon import aggregate, as_tile, gl, gluon, mbarrier
-from ._pipeline import CONSUMERS
+from ._pipeline import CONSUMERS, make_barriers
 
 STRIP = gl.constexpr(32)  # rows that are finished at a time, as registers allow
 LINE = gl.constexpr(64)  # columns of a line of memory
@@ -46,11 +46,7 @@ def make_handoff(dtype: gl.constexpr, shape: gl.constexpr, COLUMNS: gl.constexpr
     ROWS: gl.constexpr = shape[0] // CONSUMERS
     BLOCKS: gl.constexpr = shape[1] // COLUMNS
     tile = gl.allocate_shared_memory(dtype, [CONSUMERS * BLOCKS, ROWS, COLUMNS], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    full, empty = make_barriers(CONSUMERS, 1), make_barriers(CONSUMERS, 1)
     return Handoff(tile, full, empty, BLOCKS, ROWS // STRIP)
 
 

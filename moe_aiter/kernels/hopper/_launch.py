@@ -1,11 +1,15 @@
 """What the launchers share."""
 
+import dataclasses
 import functools
 
 import torch
 from torch import Tensor
 
 from ...tuning import Config
+from .._triton import next_power_of_2
+
+SHARED_BYTES = 226 * 1024  # of a program, less 1 KiB for barriers, places and what starts the warpgroups
 
 
 @functools.cache
@@ -28,3 +32,16 @@ def tile_options(config: Config) -> dict:
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
     }
+
+
+def block_g(groups: int) -> int:
+    """The length of a list of groups; each of 32 lanes reads as many of them."""
+    return max(next_power_of_2(groups), 32)
+
+
+@functools.cache
+def beside_groups(config: Config, buffers: int, groups: int) -> Config:
+    """With as many stages as fit beside buffers of so many elements and the lists of the groups."""
+    stage = 2 * (config.block_m + config.block_n) * config.block_k
+    room = SHARED_BYTES - 2 * buffers - 8 * block_g(groups)
+    return dataclasses.replace(config, num_stages=min(config.num_stages, room // stage))

@@ -49,14 +49,19 @@ class Ring:
 
 
 @gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers, each of which waits for so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def make_ring(a, b, GATHERS: gl.constexpr, STAGES: gl.constexpr):
     """A ring of these buffers.  Where it GATHERS, the producer's threads tell when their rows are there."""
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=(1 + PRODUCER_THREADS if GATHERS else 1))
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    return Ring(a, b, ready, empty, STAGES)
+    ready = make_barriers(STAGES, 1 + PRODUCER_THREADS if GATHERS else 1)
+    return Ring(a, b, ready, make_barriers(STAGES, CONSUMERS), STAGES)
 
 
 @aggregate
@@ -126,25 +131,23 @@ class Weights:
 
 
 @gluon.jit
-def produce(x_desc, weights, ring, tiles):
+def produce(x_desc, weights, ring, tiles, groups, places):
     """Fetch contiguous rows and weights, tile after tile."""
     i = 0
-    group, row, _ = tiles.peek(gl.program_id(0))
-    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
-        _, tile_n = tiles.place(tile)
-        next_group, next_row, _ = tiles.peek(tile + tiles.PROGRAMS)
-        for k in range(0, weights.K, weights.BLOCK_K):
+    for n in range(tiles.mine()):
+        group, row, end, tile_n = groups.find(tiles, n)
+        places.put(n, group, row, end, tile_n)
+        for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
             mbarrier.expect(ready, x_desc.block_type.nbytes + weights.desc.block_type.nbytes)
             tma_load(x_desc, [row, k], ready, ring.a.index(i % ring.STAGES))
             weights.load(ring, i, group, tile_n, k)
             i += 1
-        group, row = next_group, next_row
 
 
 @gluon.jit
-def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
+def gather(x, weights, ring, tiles, groups, places, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
     """Fetch rows from where they are, and weights, tile after tile; EARLY reads indices a tile ahead."""
     # 16 bytes for each thread, and as much as there is of a row side by side
     LANES: gl.constexpr = weights.BLOCK_K // 8
@@ -152,19 +155,21 @@ def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, weights.BLOCK_K, layout=gl.SliceLayout(0, layout))
     i = 0
-    group, row, end = tiles.peek(gl.program_id(0))
-    next_group, next_row, next_end = tiles.peek(gl.program_id(0) + tiles.PROGRAMS)
     if EARLY:
-        source = x.sources(row + m, end)
-    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
-        _, tile_n = tiles.place(tile)
-        later_group, later_row, later_end = tiles.peek(tile + 2 * tiles.PROGRAMS)
+        next_group, next_row, next_end, next_n = groups.find(tiles, 0)
+        source = x.sources(next_row + m, tiles.used(next_group, next_end))
+    for n in range(tiles.mine()):
         if EARLY:
+            group, row, end, tile_n = next_group, next_row, next_end, next_n
+            places.put(n, group, row, end, tile_n)
             offsets = source[:, None] + columns[None, :]
-            source = x.sources(next_row + m, next_end)
+            next_group, next_row, next_end, next_n = groups.find(tiles, n + 1)
+            source = x.sources(next_row + m, tiles.used(next_group, next_end))
         else:
-            offsets = x.sources(row + m, end)[:, None] + columns[None, :]
-        for k in range(0, weights.K, weights.BLOCK_K):
+            group, row, end, tile_n = groups.find(tiles, n)
+            places.put(n, group, row, end, tile_n)
+            offsets = x.sources(row + m, tiles.used(group, end))[:, None] + columns[None, :]
+        for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
             mbarrier.expect(ready, weights.desc.block_type.nbytes)
@@ -172,24 +177,23 @@ def gather(x, weights, ring, tiles, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
             row_load(ring.a.index(i % ring.STAGES), x.x_ptr + k + offsets)
             rows_arrive(ready, increment_count=False)
             i += 1
-        group, row, end = next_group, next_row, next_end
-        next_group, next_row, next_end = later_group, later_row, later_end
 
 
 @gluon.jit
 def multiply(
-    WHO: gl.constexpr, weights, ring, i, BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256
-):
+    WHO: gl.constexpr, weights, ring, i, depth,
+    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256,
+):  # fmt: skip
     """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage.
 
-    An instruction computes at most WIDEST columns.
+    It is summed over `depth`, which may be 0.  An instruction computes at most WIDEST columns.
     """
     HALF: gl.constexpr = BLOCK_M // 2
     WIDTH: gl.constexpr = min(weights.BLOCK_N, WIDEST)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     acc = warpgroup_mma_init(gl.zeros((HALF, weights.BLOCK_N), gl.float32, layout=layout))
     first = i
-    for k in range(0, weights.K, weights.BLOCK_K):
+    for k in range(0, depth, weights.BLOCK_K):
         ring.wait_ready(i)
         a = ring.a.index(i % ring.STAGES).slice(WHO * HALF, HALF, 0)
         b = weights.view(ring.b.index(i % ring.STAGES), FLAT)
@@ -198,7 +202,7 @@ def multiply(
         ring.release(i + ring.STAGES - 1, pred=i > first)
         i += 1
     out = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    ring.release(i + ring.STAGES - 1)
+    ring.release(i + ring.STAGES - 1, pred=depth > 0)
     return out, i
 
 

@@ -24,7 +24,7 @@ from ._gluon import (
     tma_load,
 )  # fmt: skip
 from ._handoff import LINE, STRIP, Rows, line_layout, make_handoff
-from ._launch import num_programs, tile_options
+from ._launch import beside_groups, block_g, num_programs, tile_options
 from ._pipeline import (
     CONSUMERS,
     VECTOR,
@@ -33,23 +33,25 @@ from ._pipeline import (
     blocks,
     gather,
     join_pairs,
+    make_barriers,
     make_ring,
     multiply,
     split_pairs,
 )
-from ._schedule import all_tiles, make_schedule
+from ._schedule import Tiles, find_groups, make_places
 from .activations import kernel_functions
 
 SLOTS = gl.constexpr(2)  # blocks of z in shared memory
 
 
 @gluon.jit
-def grad_consumer(WHO: gl.constexpr, weights, ring, tiles, handoff, BLOCK_M: gl.constexpr):
+def grad_consumer(WHO: gl.constexpr, weights, ring, tiles, places, handoff, BLOCK_M: gl.constexpr):
     i = 0
-    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
+    for n in range(tiles.mine()):
+        group, _, _, _ = places.get(n)
         # 512 threads leave the compiler too few registers for an instruction of 256 columns
-        acc, i = multiply(WHO, weights, ring, i, BLOCK_M, None, 128)
-        handoff.put(tile // tiles.PROGRAMS, WHO, blocks(acc, handoff.BLOCKS))
+        acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, None, 128)
+        handoff.put(n, WHO, blocks(acc, handoff.BLOCKS))
 
 
 @aggregate
@@ -100,13 +102,13 @@ class Grads:
 
     @gluon.jit
     def choice(self, row, end):
-        """Whose rows a strip has."""
+        """Whose rows a strip has, of which those below `end` exist; -1 for the others."""
         m = gl.arange(0, STRIP, layout=gl.SliceLayout(1, line_layout(self.WIDTH)))
-        return gl.load(self.choices + row + m, mask=m < end - row, other=0)
+        return gl.load(self.choices + row + m, mask=m < end - row, other=-1)
 
     @gluon.jit
     def weight(self, choice):
-        return gl.load(self.s_ptr + gl.maximum(choice, 0))
+        return gl.load(self.s_ptr + choice, mask=choice >= 0, other=0.0)
 
     @gluon.jit
     def block(self, u, gate, up, s, row, end, channel):
@@ -140,47 +142,58 @@ class Grads:
 
 
 @gluon.jit
-def strip_place(tiles, i, STRIPS: gl.constexpr):
-    """First row, end row and column tile of the i-th strip that this program finishes."""
-    tile = gl.program_id(0) + i // STRIPS * tiles.PROGRAMS
-    _, row, end = tiles.peek(tile)
-    _, tile_n = tiles.place(tile)
-    return row + i % STRIPS * STRIP, end, tile_n
+def strip_place(tiles, places, i, STRIPS: gl.constexpr):
+    """First row, end row, end of what there is to read, and column tile of this program's i-th strip.
+
+    Past the last one it is a strip of the last tile.
+    """
+    n = gl.minimum(i // STRIPS, tiles.mine() - 1)
+    group, row, end, tile_n = places.look(n)
+    places.release(n, pred=i == n * STRIPS + STRIPS - 1)
+    row += i % STRIPS * STRIP
+    return row, end, gl.where(group < tiles.G, end, row), tile_n
 
 
 @gluon.jit
-def grad_finisher(tiles, handoff, grads):
+def grad_finisher(tiles, places, handoff, grads):
+    if tiles.mine() > 0:
+        finish(tiles, places, handoff, grads)
+
+
+@gluon.jit
+def finish(tiles, places, handoff, grads):
     BLOCKS: gl.constexpr = handoff.BLOCKS
     STRIPS: gl.constexpr = CONSUMERS * handoff.STRIPS  # of a tile
     layout: gl.constexpr = line_layout(grads.WIDTH)
     # the routing weights are read a strip ahead, and whose they are two
-    row, end, tile_n = strip_place(tiles, 0, STRIPS)
-    next_row, next_end, next_n = strip_place(tiles, 1, STRIPS)
-    s = grads.weight(grads.choice(row, end))
-    choice = grads.choice(next_row, next_end)
+    row, end, live, tile_n = strip_place(tiles, places, 0, STRIPS)
+    next_row, next_end, next_live, next_n = strip_place(tiles, places, 1, STRIPS)
+    s = grads.weight(grads.choice(row, live))
+    choice = grads.choice(next_row, next_live)
     c = 0
-    some = tiles.rows * tiles.columns > gl.program_id(0)
     for slot in gl.static_range(SLOTS):
-        grads.fetch(slot, row, end, tile_n * BLOCKS + slot, some)
-    my_tiles = gl.cdiv(tiles.rows * tiles.columns - gl.program_id(0), tiles.PROGRAMS)
-    for i in range(0, my_tiles * STRIPS):
-        later_row, later_end, later_n = strip_place(tiles, i + 2, STRIPS)
+        grads.fetch(slot, row, live, tile_n * BLOCKS + slot, True)
+    strips = tiles.mine() * STRIPS
+    for i in range(0, strips):
+        later_row, later_end, later_live, later_n = strip_place(tiles, places, i + 2, STRIPS)
         next_s = grads.weight(choice)
-        choice = grads.choice(later_row, later_end)
+        choice = grads.choice(later_row, later_live)
         ds = gl.zeros((STRIP,), gl.float32, layout=gl.SliceLayout(1, layout))
         for j in range(BLOCKS):
+            u = handoff.get(i // STRIPS, i % STRIPS, j, layout)
             gate, up = grads.get(c)
             here = j + SLOTS < BLOCKS
             block = gl.where(here, tile_n, next_n - 1) * BLOCKS + j + SLOTS
-            more = here | (i + 1 < my_tiles * STRIPS)
-            grads.fetch(c + SLOTS, gl.where(here, row, next_row), gl.where(here, end, next_end), block, more)
+            more = here | (i + 1 < strips)
+            grads.fetch(
+                c + SLOTS, gl.where(here, row, next_row), gl.where(here, live, next_live), block, more
+            )
             c += 1
-            u = handoff.get(i // STRIPS, i % STRIPS, j, layout)
             ds += grads.block(u, gate, up, s, row, end, (tile_n * BLOCKS + j) * grads.WIDTH)
         grads.put_ds(ds, row, end, tile_n)
         s = next_s
-        row, end, tile_n = next_row, next_end, next_n
-        next_row, next_end, next_n = later_row, later_end, later_n
+        row, end, live, tile_n = next_row, next_end, next_live, next_n
+        next_row, next_end, next_live, next_n = later_row, later_end, later_live, later_n
 
 
 @jit_kernel
@@ -193,7 +206,7 @@ def down_grad_kernel(
     a_ptr,  # (M, N)
     s_ptr,  # (T * TOP_K,) float32
     ds_ptr,  # (column tiles, M) float32
-    schedule_ptr,
+    group_sizes_ptr,
     M,
     G,
     N,  # in units of 8
@@ -207,6 +220,7 @@ def down_grad_kernel(
     A_LAYOUT: gl.constexpr,
     TILE: gl.constexpr,
     Z_TILE: gl.constexpr,
+    BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -221,13 +235,13 @@ def down_grad_kernel(
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     handoff = make_handoff(w_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
+    places = make_places(CONSUMERS + 1)  # and who finishes
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "columns", None)
-    tiles = all_tiles(schedule_ptr, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     PIECES: gl.constexpr = 1 if INTERLEAVED else PARTS
     z = gl.allocate_shared_memory(w_desc.dtype, [SLOTS * PIECES] + z_desc.block_type.shape, z_desc.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(arrived.index(i), count=1)
+    arrived = make_barriers(SLOTS, 1)
     dz, out = Rows(dz_ptr, PARTS * N), Rows(a_ptr, N)
     grads = Grads(
         z_desc,
@@ -248,14 +262,15 @@ def down_grad_kernel(
         Z_TILE,
         WIDTH,
     )
+    dout = Gather(dout_ptr, dout_stride, order_ptr, TOP_K)
     # longer rows take the warps that gather them more registers, of 512 for a thread of each warpgroup
     REGISTERS: gl.constexpr = [160, 152, 40] if BLOCK_K == 32 else [160, 136, 56]
     gl.warp_specialize(
         [
-            (grad_consumer, (0, weights, ring, tiles, handoff, BLOCK_M)),
-            (grad_consumer, (1, weights, ring, tiles, handoff, BLOCK_M)),
-            (grad_finisher, (tiles, handoff, grads)),
-            (gather, (Gather(dout_ptr, dout_stride, order_ptr, TOP_K), weights, ring, tiles, BLOCK_M, False)),
+            (grad_consumer, (0, weights, ring, tiles, places, handoff, BLOCK_M)),
+            (grad_consumer, (1, weights, ring, tiles, places, handoff, BLOCK_M)),
+            (grad_finisher, (tiles, places, handoff, grads)),
+            (gather, (dout, weights, ring, tiles, groups, places, BLOCK_M, False)),
         ],
         [4, 4, 4],
         REGISTERS,
@@ -271,17 +286,20 @@ def launch_down_grad(
     dz, a, ds = out
     (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
     c = tuning.lookup("hopper_down_grad", dout.dtype, R, N, K, E)
-    schedule = make_schedule(group_sizes, R, c.block_m, dz, a)
+    pieces = 1 if interleaved else act.parts
+    c = beside_groups(c, c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value, E)
     parts = torch.empty(-(-N // c.block_n), R, dtype=torch.float32, device=dout.device)
     programs = num_programs(dout)
     down_grad_kernel[(programs,)](
         dout, order.contiguous(), descriptor(down.view(E * K, N), c.block_k, c.block_n),
         ragged_descriptor(z, STRIP.value, LINE.value), dz,
-        a if need_a else dz, routing_weights.float().contiguous(), parts, schedule,
+        a if need_a else dz, routing_weights.float().contiguous(), parts,
+        group_sizes.contiguous(),
         R, E, N // 8, K, dout.stride(0) // 8,
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_A=need_a, TOP_K=rank.shape[1],
         A_LAYOUT=shared_layout(dout.dtype, c.block_m, c.block_k),
         TILE=shared_layout(dout.dtype, c.block_m // 2, LINE.value // (2 if interleaved else 1)),
-        Z_TILE=shared_layout(dout.dtype, STRIP.value, LINE.value), PROGRAMS=programs, **tile_options(c),
+        Z_TILE=shared_layout(dout.dtype, STRIP.value, LINE.value), BLOCK_G=block_g(E),
+        PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sum_parts(parts, rank, ds)

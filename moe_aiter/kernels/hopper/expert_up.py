@@ -16,9 +16,9 @@ from ._gluon import (
     tma,
     tma_store,
 )  # fmt: skip
-from ._launch import num_programs, tile_options
+from ._launch import beside_groups, block_g, num_programs, tile_options
 from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring, multiply
-from ._schedule import all_tiles, make_schedule
+from ._schedule import Tiles, find_groups, make_places
 from .activations import kernel_functions
 
 
@@ -39,23 +39,26 @@ class UpStore:
     WRITE_A: gl.constexpr
 
     @gluon.jit
-    def block(self, gate, up, WHO: gl.constexpr, group, row, end, column):
-        """Write z and a for the channels from `column` on; `up` is unused where there is no gate."""
+    def block(self, gate, up, WHO: gl.constexpr, group, row, end, column, live):
+        """Write z and a for the channels from `column` on; `up` is unused where there is no gate.
+
+        Zeros unless the group is `live`.
+        """
         GATED: gl.constexpr = self.UP is not None
         WHOLE: gl.constexpr = not GATED or self.INTERLEAVED  # one block of z, not one of gates and one of ups
         PARTS: gl.constexpr = 2 if GATED else 1
         STEP: gl.constexpr = 2 if self.INTERLEAVED else 1
-        base = group * (PARTS * self.N)
-        gate = add_bias(gate, self.bias_ptr, base, column, self.N, STEP)
+        base, biased = group * (PARTS * self.N), gl.where(live, self.N, 0)
+        gate = add_bias(gate, self.bias_ptr, base, column, biased, STEP)
         if self.WRITE_A:
             a = self.ACTIVATION(gate)[0]
         if GATED:
-            up = add_bias(up, self.bias_ptr, base + (1 if self.INTERLEAVED else self.N), column, self.N, STEP)
+            up = add_bias(up, self.bias_ptr, base + (1 if self.INTERLEAVED else self.N), column, biased, STEP)
             if self.WRITE_A:
                 a *= self.UP(up)[0]
         store_wait(pendings=0)
         if self.WRITE_A:
-            put(a, self.a.index(WHO))
+            put(gl.where(live, a, 0.0), self.a.index(WHO))
         if self.WRITE_Z:
             if WHOLE:
                 put(join_pairs(gate, up) if GATED else gate, self.z.index(WHO))
@@ -80,21 +83,22 @@ def put(x, buffer):
 
 
 @gluon.jit
-def up_consumer(WHO: gl.constexpr, weights, ring, tiles, store, BLOCK_M: gl.constexpr, FLAT: gl.constexpr):
+def up_consumer(
+    WHO: gl.constexpr, weights, ring, tiles, places, store, BLOCK_M: gl.constexpr, FLAT: gl.constexpr
+):
     WIDTH: gl.constexpr = store.a_desc.block_type.shape[3]
     COUNT: gl.constexpr = weights.BLOCK_N // WIDTH
     CHANNEL_BLOCKS: gl.constexpr = COUNT // 2 if store.UP is not None else COUNT
     i = 0
-    next_group, next_row, next_end = tiles.peek(gl.program_id(0))
-    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
-        _, tile_n = tiles.place(tile)
-        group, row, end = next_group, next_row + WHO * (BLOCK_M // 2), next_end
-        next_group, next_row, next_end = tiles.peek(tile + tiles.PROGRAMS)
-        acc, i = multiply(WHO, weights, ring, i, BLOCK_M, FLAT)
+    for n in range(tiles.mine()):
+        group, first, end, tile_n = places.get(n)
+        row, live = first + WHO * (BLOCK_M // 2), group < tiles.G
+        acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, FLAT)
         parts = blocks(acc, COUNT)
         for j in gl.static_range(CHANNEL_BLOCKS):
             column = (tile_n * CHANNEL_BLOCKS + j) * WIDTH
-            store.block(parts[j], parts[COUNT - CHANNEL_BLOCKS + j], WHO, group, row, end, column)
+            up = parts[COUNT - CHANNEL_BLOCKS + j]
+            store.block(parts[j], up, WHO, group, row, end, column, live)
     store_wait(pendings=0)
 
 
@@ -106,7 +110,8 @@ def expert_up_kernel(
     bias_ptr,  # (G, parts * N) or None
     z_desc,  # (M, parts * N), ragged
     a_desc,  # (M, N), ragged
-    schedule_ptr,
+    group_sizes_ptr,
+    M,
     G,
     N,
     K,
@@ -119,6 +124,7 @@ def expert_up_kernel(
     TOP_K: gl.constexpr,
     A_LAYOUT: gl.constexpr,
     FLAT: gl.constexpr,
+    BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -135,15 +141,18 @@ def expert_up_kernel(
     a_out = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     LAYOUT: gl.constexpr = "halves" if GATED else "rows"
+    places = make_places(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, None)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    tiles = all_tiles(schedule_ptr, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    tiles = Tiles(rows, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
     store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
+    x = Gather(x_ptr, x_stride, order_ptr, TOP_K)
     gl.warp_specialize(
         [
-            (up_consumer, (0, weights, ring, tiles, store, BLOCK_M, FLAT)),
-            (up_consumer, (1, weights, ring, tiles, store, BLOCK_M, FLAT)),
-            (gather, (Gather(x_ptr, x_stride, order_ptr, TOP_K), weights, ring, tiles, BLOCK_M, True)),
+            (up_consumer, (0, weights, ring, tiles, places, store, BLOCK_M, FLAT)),
+            (up_consumer, (1, weights, ring, tiles, places, store, BLOCK_M, FLAT)),
+            (gather, (x, weights, ring, tiles, groups, places, BLOCK_M, True)),
         ],
         [4, 4],
         [224, 64],
@@ -158,10 +167,10 @@ def launch_expert_up(
 ) -> None:
     z, a = out
     (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
-    N, outs = width // act.parts, [t for t in out if t is not None]
+    N = width // act.parts
     op = "hopper_up" if act.gated else "hopper_up_plain"
     c = tuning.lookup(op, x.dtype, R, width, K, E)
-    schedule = make_schedule(group_sizes, R, c.block_m, *outs)
+    c = beside_groups(c, c.block_m * c.store_n * (act.parts + 1), E)
     if act.gated:
         w = gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else gate_up.view(E, 2, N, K)
         w_desc = descriptor(w, 1, 2, c.block_n // 2, c.block_k)
@@ -173,9 +182,10 @@ def launch_expert_up(
     expert_up_kernel[(programs,)](
         x, order.contiguous(), w_desc, None if bias is None else bias.contiguous(),
         ragged_descriptor(z, c.block_m // 2, c.store_n * (1 + interleaved)) if save_z else a_desc,
-        a_desc, schedule,
-        E, N, K, x.stride(0) // 8,
+        a_desc, group_sizes.contiguous(),
+        R, E, N, K, x.stride(0) // 8,
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, WRITE_A=a is not None,
         TOP_K=rank.shape[1], A_LAYOUT=shared_layout(x.dtype, c.block_m, c.block_k),
-        FLAT=shared_layout(x.dtype, c.block_n, c.block_k), PROGRAMS=programs, **tile_options(c),
+        FLAT=shared_layout(x.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
+        PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip

@@ -17,9 +17,9 @@ from ._gluon import (
     store_wait,
     tma_store,
 )  # fmt: skip
-from ._launch import num_programs, tile_options
+from ._launch import beside_groups, block_g, num_programs, tile_options
 from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_ring, multiply, produce
-from ._schedule import all_tiles, make_schedule
+from ._schedule import Tiles, find_groups, make_places
 
 
 @jit_kernel
@@ -29,11 +29,14 @@ def gmm_kernel(
     group_rows,
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
-    schedule_ptr,
+    group_sizes_ptr,
+    M,
     G,
     N,
     K,
+    ZERO_REST: gl.constexpr,
     LAYOUT: gl.constexpr,
+    BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -46,13 +49,21 @@ def gmm_kernel(
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     out = gl.allocate_shared_memory(x_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
+    places = make_places(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, group_rows)
-    tiles = all_tiles(schedule_ptr, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
-            (gmm_consumer, (0, weights, ring, tiles, out, out_desc, bias_ptr, BLOCK_M, STORES)),
-            (gmm_consumer, (1, weights, ring, tiles, out, out_desc, bias_ptr, BLOCK_M, STORES)),
-            (produce, (x_desc, weights, ring, tiles)),
+            (
+                gmm_consumer,
+                (0, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES, ZERO_REST),
+            ),
+            (
+                gmm_consumer,
+                (1, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES, ZERO_REST),
+            ),
+            (produce, (x_desc, weights, ring, tiles, groups, places)),
         ],
         [4, 4],
         [232, 40],
@@ -65,25 +76,27 @@ def gmm_consumer(
     weights,
     ring,
     tiles,
+    places,
     out,  # buffers for a block of columns
     out_desc,
     bias_ptr,
     BLOCK_M: gl.constexpr,
     STORES: gl.constexpr,
+    ZERO_REST: gl.constexpr,
 ):
     HALF: gl.constexpr = BLOCK_M // 2
     WIDTH: gl.constexpr = weights.BLOCK_N // STORES
     i = 0
-    next_group, next_row, next_end = tiles.peek(gl.program_id(0))
-    for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
-        _, tile_n = tiles.place(tile)
-        group, row, end = next_group, next_row, next_end
-        next_group, next_row, next_end = tiles.peek(tile + tiles.PROGRAMS)
-        acc, i = multiply(WHO, weights, ring, i, BLOCK_M, None)
+    for n in range(tiles.mine()):
+        group, row, end, tile_n = places.get(n)
+        acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, None)
+        biased = tiles.used(group, weights.N)  # columns
+        if not ZERO_REST:
+            end = gl.where(group < tiles.G, end, row)  # so TMA clips the rows in no group, which stay
         parts = blocks(acc, STORES)
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH
-            part = add_bias(parts[j], bias_ptr, group * weights.N, column, weights.N)
+            part = add_bias(parts[j], bias_ptr, group * weights.N, column, biased)
             store_wait(pendings=0)
             out.index(WHO).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
             fence_async_shared()
@@ -105,7 +118,7 @@ def launch_gmm(
     height = (G - 1) * group_rows + matrices.shape[1]
     flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
     c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
-    schedule = make_schedule(group_sizes, M, c.block_m, *([out] if zero_rest else []))
+    c = beside_groups(c, c.block_m * c.store_n, G)
     programs = programs or num_programs(x)
     gmm_kernel[(programs,)](
         descriptor(x, c.block_m, c.block_k),
@@ -113,9 +126,9 @@ def launch_gmm(
         group_rows,
         None if bias is None else bias.contiguous(),
         ragged_descriptor(out, c.block_m // 2, c.store_n),
-        schedule, G, N, K,
-        LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
-        PROGRAMS=programs, **tile_options(c),
+        group_sizes.contiguous(), M, G, N, K,
+        ZERO_REST=zero_rest, LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
+        BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Transposed grouped matmul on Hopper: the gradients of weights; see ../tgmm.py."""
 
 from ... import tuning
-from .._triton import triton
 from ..group_sum import launch_group_sum
 from ._gluon import (
     Number,
@@ -26,9 +25,9 @@ from ._gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )  # fmt: skip
-from ._launch import num_programs, tile_options
+from ._launch import block_g, num_programs, tile_options
 from ._pipeline import CONSUMERS, VECTOR, blocks, make_ring
-from ._schedule import Tiles, make_places
+from ._schedule import Tiles, clamped_sizes, make_places, warp_layout
 
 MAX_RANKED = 256  # groups; to rank more would take longer than it saves
 
@@ -64,8 +63,7 @@ class Rows:
     @gluon.jit
     def of_place(self, place):
         """The group at that place, its first row and end row, clamped as by `group_rows` in ../_tile.py."""
-        # each warp has them all: a sum that needs no other warp
-        layout: gl.constexpr = gl.BlockedLayout([max(self.BLOCK_G // 32, 1)], [32], [4], [0])
+        layout: gl.constexpr = warp_layout(self.BLOCK_G)
         g = gl.arange(0, self.BLOCK_G, layout=layout)
         size = clamped_sizes(self.group_sizes_ptr, g, self.M, self.G)
         group = place
@@ -74,12 +72,6 @@ class Rows:
         first = gl.minimum(gl.sum(gl.where(g < group, size, 0), 0), self.M)
         end = gl.minimum(gl.sum(gl.where(g <= group, size, 0), 0), self.M)
         return group, first.to(gl.int32), end.to(gl.int32)
-
-
-@gluon.jit
-def clamped_sizes(group_sizes_ptr, g, M, G):
-    size = gl.load(group_sizes_ptr + g, mask=g < G, other=0).to(gl.int64)
-    return gl.minimum(gl.maximum(size, 0), M)
 
 
 @gluon.jit
@@ -170,7 +162,7 @@ def tgmm_producer(
         tile = deal(turn, count, tiles.PROGRAMS)
         tile_k, tile_n = tiles.place(tile % per_group)
         group, first, end = rows.of_place(tile // per_group)
-        places.put(turn // tiles.PROGRAMS, group, first, end)
+        places.put(turn // tiles.PROGRAMS, group, first, end, tile_n)
         k = tile_k * BLOCK_M + columns
         # a step ahead, and as loaded: what is made of them here would wait for them here
         next_choice = rows.choices(first + m, end)
@@ -201,8 +193,8 @@ def tgmm_consumer(
     i = 0
     for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
         tile = deal(turn, count, tiles.PROGRAMS)
-        tile_k, tile_n = tiles.place(tile % per_group)
-        group, first, end = places.get(turn // tiles.PROGRAMS)
+        tile_k, _ = tiles.place(tile % per_group)
+        group, first, end, tile_n = places.get(turn // tiles.PROGRAMS)
         acc = warpgroup_mma_init(gl.zeros((HALF, BLOCK_N), gl.float32, layout=layout))
         for row in range(first, end, BLOCK_K):
             ring.wait_ready(i)
@@ -266,7 +258,7 @@ def tgmm_kernel(
     rows = Rows(x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, ranks, TOP_K, BLOCK_G)
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, K, N, COLUMNS_FIRST, ACCUMULATE)
-    tiles = Tiles(group_sizes_ptr, gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    tiles = Tiles(gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
             (tgmm_consumer, (0, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
@@ -301,7 +293,7 @@ def launch_tgmm_into(
         x, None if order is None else order.contiguous(), y_desc, out_desc, out, group_sizes.contiguous(),
         y.shape[0], G, K // 8, N, x.stride(0) // 8, out.stride(),
         COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate, TOP_K=top_k,
-        BLOCK_G=max(triton.next_power_of_2(G), 32), RANKED=G <= MAX_RANKED,
+        BLOCK_G=block_g(G), RANKED=G <= MAX_RANKED,
         A_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_m),
         FLAT=shared_layout(x.dtype, c.block_k, c.block_n),
         STORES=c.block_n // c.store_n, PROGRAMS=programs, **tile_options(c),

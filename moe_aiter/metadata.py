@@ -1,0 +1,84 @@
+"""What the metadata of tensors decides is decided once.
+
+A training step gives an op the same shapes, strides and dtypes again and again.  To check them, to choose an
+implementation and to say how large the outputs are takes the host longer than a small kernel takes the GPU;
+to see that they are those of an earlier step takes a few microseconds.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+PLAIN = {
+    Tensor,
+    torch.nn.Parameter,
+    int,
+    bool,
+    float,
+    str,
+    torch.dtype,
+    tuple,
+    type(None),
+}  # in them there is nothing hidden
+MOST = 1024  # what is remembered of each op: steps of many different sizes must not fill the memory
+
+
+def metadata(inputs: tuple, *others) -> tuple | None:
+    """All but the values of these tensors, which is what checks and choices go by, and the rest as it is.
+
+    None where tensors are not what they seem: under a transform, or of a class of their own.
+    """
+    kinds = tuple(map(type, inputs))
+    if peek_interpreter_stack() is not None or not PLAIN.issuperset(kinds):
+        return None
+    key = [kinds, *others]  # with the kinds, since 1 == True == 1.0
+    for t in inputs:
+        if isinstance(t, Tensor):
+            key += t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16
+        elif type(t) is tuple and any(type(n) is not int for n in t):
+            return None
+        else:
+            key.append(t)
+    return tuple(key)
+
+
+def keep(known: dict, key: tuple | None, what) -> None:
+    """Remember what some metadata decided."""
+    if key is not None:
+        if len(known) >= MOST:
+            known.clear()
+        known[key] = what
+
+
+def once(check: Callable) -> Callable:
+    """`check(inputs)`, which looks at metadata alone, made once for all inputs with the same."""
+    passed = {}
+
+    def run(inputs):
+        if torch.compiler.is_compiling():  # which would compile again for whatever is remembered here
+            return check(inputs)
+        key = metadata(inputs)
+        if key not in passed:
+            check(inputs)
+            keep(passed, key, True)
+
+    return run
+
+
+def completion(arguments: list) -> Callable[[tuple], tuple]:
+    """What adds to an op's inputs the defaults of those that a caller, or torch on the way, has left out."""
+    count, values = len(arguments), [a.default_value for a in arguments if a.has_default_value()]
+    defaults = [tuple(v) if isinstance(v, list) else v for v in values]  # what can be part of a key
+
+    def whole(inputs: tuple) -> tuple:
+        missing = count - len(inputs)
+        return (*inputs, *defaults[-missing:]) if missing else inputs
+
+    return whole
+
+
+def layout(t: Tensor) -> tuple:
+    """The arguments of torch.empty_strided for another such tensor."""
+    return t.shape, t.stride(), {"dtype": t.dtype, "device": t.device}

@@ -1,0 +1,159 @@
+"""Inputs like earlier ones are not looked at again, and nothing else passes for them."""
+
+import uuid
+
+import pytest
+import torch
+
+from moe_aiter import backend, metadata
+from moe_aiter.backend import IMPLS, define_inplace_op, define_op, register_kernel, use
+
+seen = []
+
+
+def new_sum(x, y, scale):
+    seen.append("new")
+    if x.shape != y.shape:
+        raise ValueError("shapes")
+    return torch.empty_like(x), x.new_empty(1, dtype=torch.int64)
+
+
+def launch(out, x, y, scale):
+    seen.append("launch")
+    torch.add(x, y, alpha=scale, out=out[0])
+    out[1].fill_(x.numel())
+
+
+# a name of its own: this module can be imported twice, an op is defined once
+NAME = f"sum_{uuid.uuid4().hex}"
+sum_op = define_op(
+    f"{NAME}(Tensor x, Tensor y, float scale) -> (Tensor, Tensor)",
+    new=new_sum,
+    reference=lambda x, y, scale: (x + scale * y, torch.tensor([x.numel()])),
+    host=launch,
+)
+add_op = define_inplace_op(
+    f"add_{NAME}(Tensor(a!) out, Tensor x) -> ()",
+    check=lambda out, x: seen.append("check"),
+    reference=lambda out, x: out.add_(x),
+)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    seen.clear()
+
+
+def test_a_check_is_made_once_for_the_same_metadata():
+    for value in range(3):
+        x = torch.full((2, 3), float(value))
+        out, size = sum_op(x, x, 2.0)
+        assert torch.equal(out, 3 * x) and size == 6
+        assert out.data_ptr() not in (x.data_ptr(), 0) and size.dtype == torch.int64
+    assert seen == ["new", "launch", "launch", "launch"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.ones(4, 3), torch.ones(4, 3), 2.0),
+        (torch.ones(3, 4).T, torch.ones(4, 3), 2.0),
+        (torch.ones(4, 3).double(), torch.ones(4, 3).double(), 2.0),
+        (torch.ones(13)[1:].view(4, 3), torch.ones(4, 3), 2.0),
+        (torch.ones(4, 3), torch.ones(4, 3), 0.5),
+    ],
+    ids=["shape", "strides", "dtype", "alignment", "number"],
+)
+def test_other_metadata_are_looked_at(other):
+    x = torch.ones(5, 3)
+    sum_op(x, x, 2.0)
+    seen.clear()
+    out, _ = sum_op(*other)
+    assert seen == ["new", "launch"] and out.stride() == torch.empty_like(other[0]).stride()
+    torch.testing.assert_close(out, other[0] + other[2] * other[1])
+
+
+def test_what_was_refused_is_refused_again():
+    for _ in range(2):
+        with pytest.raises(ValueError, match="shapes"):
+            sum_op(torch.ones(2, 2), torch.ones(3, 3), 1.0)
+
+
+def test_the_choice_of_a_backend_is_made_again():
+    x = torch.ones(2, 2)
+    sum_op(x, x, 1.0)
+    with use("torch"):
+        sum_op(x, x, 1.0)
+    assert seen.count("launch") == 1
+    before = dict(IMPLS[NAME])
+    try:
+        register_kernel(op=NAME, backend="host")(lambda out, x, y, scale: out[0].fill_(7))
+        assert (sum_op(x, x, 1.0)[0] == 7).all()
+    finally:
+        IMPLS[NAME].update(before)
+    assert torch.equal(sum_op(x, x, 1.0)[0], x + x)
+
+
+def test_in_place():
+    out = torch.zeros(3)
+    for _ in range(3):
+        add_op(out, torch.ones(3))
+        add_op(torch.ones(0), torch.ones(0))
+    assert torch.equal(out, torch.full((3,), 3.0)) and seen == ["check", "check"]
+
+
+def test_a_number_and_a_truth_value_differ():
+    keys = {metadata.metadata((value,)) for value in (1, True, 1.0)}
+    assert len(keys) == 3
+
+
+class Own(torch.Tensor):
+    pass
+
+
+def test_tensors_that_hide_something_have_no_metadata():
+    x = torch.ones(3)
+    assert metadata.metadata((x, None)) == metadata.metadata((torch.zeros(3), None)) is not None
+    assert metadata.metadata((x.as_subclass(Own),)) is None
+    found = []
+    torch.func.vmap(lambda x: found.append(metadata.metadata((x,))) or x)(x)
+    assert found == [None]
+
+
+def test_memory_is_bounded_and_holds_no_tensor(monkeypatch):
+    monkeypatch.setattr(metadata, "MOST", 4)
+    known = {}
+    for size in range(10):
+        metadata.keep(known, metadata.metadata((torch.ones(size),)), size)
+    assert len(known) == 2
+    metadata.keep(known, None, 3)
+    assert len(known) == 2
+
+    def leaves(key):
+        return [leaf for part in key for leaf in (leaves(part) if isinstance(part, tuple) else [part])]
+
+    assert not any(isinstance(leaf, torch.Tensor) for key in known for leaf in leaves(key))
+
+
+def test_a_check_of_metadata_passes_once():
+    def check(inputs):
+        seen.append(inputs)
+        if inputs[0].dim() != 1:
+            raise ValueError("axes")
+
+    checked = metadata.once(check)
+    checked((torch.ones(2),))
+    checked((torch.zeros(2),))
+    assert len(seen) == 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="axes"):
+            checked((torch.ones(2, 2),))
+
+
+def test_debug_still_fills_and_checks(monkeypatch):
+    assert backend.settings.debug
+    x = torch.ones(6, 2)
+    sum_op(x, x, 1.0)
+    monkeypatch.setitem(IMPLS[NAME], "host", lambda *_: None)
+    for _ in range(2):
+        assert sum_op(x, x, 1.0)[0].isnan().all()
