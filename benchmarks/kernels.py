@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_aiter.backend import IMPLS, poison
-from moe_aiter.bench import count
+from moe_aiter.bench.arguments import count
 from moe_aiter.bench.layer import FLOOR, SLACK, append, columns, distances, provenance, shape_cells
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.bench.timing import time_graphs

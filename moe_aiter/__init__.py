@@ -11,6 +11,8 @@ from .backend import register_kernel, use
 from .kernels.experts import expert_mlp
 from .kernels.glu import glu
 from .kernels.gmm import gmm
+from .kernels.grouped_gemm import grouped_gemm
+from .kernels.ptgmm import nptgmm, ptgmm
 from .kernels.sort import sort_by_expert
 from .kernels.tgmm import tgmm
 from .kernels.topk import topk
@@ -43,10 +45,13 @@ __all__ = [
     "expert_mlp",
     "glu",
     "gmm",
+    "grouped_gemm",
     "load_balance_loss",
     "load_statistics",
     "make_plan",
+    "nptgmm",
     "permute",
+    "ptgmm",
     "register_kernel",
     "route",
     "sort_by_expert",

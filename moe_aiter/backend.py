@@ -16,7 +16,7 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .config import CHOICES, interpret, settings
-from .metadata import PLAIN, keep, layout, metadata
+from .metadata import PLAIN, completion, keep, layout, metadata
 
 log = logging.getLogger("moe_aiter")
 log.setLevel(settings.log_level)
@@ -175,7 +175,7 @@ def define_inplace_op(
 ) -> Callable:
     """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
 
-    `check` raises for bad inputs; the rest is as for `define_op`.
+    `check` raises for bad inputs; `fits` is given the first argument last; the rest is as for `define_op`.
     """
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
@@ -188,7 +188,7 @@ def define_inplace_op(
             (launch,) = decided
         else:
             check(out, x, *rest)
-            launch = pick(name, x, *rest) if out.numel() else None
+            launch = pick(name, x, *rest, out) if out.numel() else None
             keep(known, key, (launch,))
         if settings.debug and check_values is not None:
             check_values(out, x, *rest)
@@ -217,18 +217,19 @@ def register(
     """
     name = schema.partition("(")[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIB.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_aiter::{name}", fake, lib=LIB)
+    op = getattr(torch.ops.moe_aiter, name).default
+    whole = completion(op._schema.arguments)
+    LIB.impl(name, lambda *inputs: run(*whole(inputs)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
     if backward is not None:
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
-    op = getattr(torch.ops.moe_aiter, name).default
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
     mutates = "!" in schema
     short = run if mutates else shortcut(name, run, backward, save)
-
     known = set()  # types of inputs that are what the op wants, and plain
 
     def call(*inputs):
+        inputs = whole(inputs)
         if torch.compiler.is_compiling():
             return op(*inputs)
         kinds = tuple(map(type, inputs))

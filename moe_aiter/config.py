@@ -18,6 +18,7 @@ class Settings:
 
     backend: str = "auto"  # force one implementation everywhere: hopper, triton, host or torch
     debug: bool = False  # check values (expert ids, plans) and NaN-fill outputs; synchronises
+    gmm_configs: str = ""  # a folder with files of block sizes for gmm, ptgmm and nptgmm: gfx942-GMM.json
     log_level: str = "WARNING"  # of the `moe_aiter` logger
     matmul_precision: str = "ieee"  # float32 products in Triton kernels: ieee, or tf32 on tensor cores
     num_threads: int = 0  # threads of the C++ extension, at most torch.get_num_threads(); 0: as many

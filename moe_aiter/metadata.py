@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-PLAIN = {Tensor, torch.nn.Parameter, int, bool, float, str, type(None)}  # in them there is nothing hidden
+PLAIN = {
+    Tensor,
+    torch.nn.Parameter,
+    int,
+    bool,
+    float,
+    str,
+    torch.dtype,
+    tuple,
+    type(None),
+}  # in them there is nothing hidden
 MOST = 1024  # what is remembered of each op: steps of many different sizes must not fill the memory
 
 
@@ -27,6 +37,8 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     for t in inputs:
         if isinstance(t, Tensor):
             key += t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16
+        elif type(t) is tuple and any(type(n) is not int for n in t):
+            return None
         else:
             key.append(t)
     return tuple(key)
@@ -53,6 +65,18 @@ def once(check: Callable) -> Callable:
             keep(passed, key, True)
 
     return run
+
+
+def completion(arguments: list) -> Callable[[tuple], tuple]:
+    """What adds to an op's inputs the defaults of those that a caller, or torch on the way, has left out."""
+    count, values = len(arguments), [a.default_value for a in arguments if a.has_default_value()]
+    defaults = [tuple(v) if isinstance(v, list) else v for v in values]  # what can be part of a key
+
+    def whole(inputs: tuple) -> tuple:
+        missing = count - len(inputs)
+        return (*inputs, *defaults[-missing:]) if missing else inputs
+
+    return whole
 
 
 def layout(t: Tensor) -> tuple:

@@ -68,7 +68,19 @@ def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=t
         module("tgmm").launch_tgmm(s.new(*shape), x, y, *plan, columns_first)
     else:
         out = new(*shape, dtype=onto)
-        module("tgmm").launch_tgmm_accumulate(out.mT if columns_first else out, x, y, *plan)
+        module("tgmm").launch_tgmm_into(out.mT if columns_first else out, x, y, *plan)
+
+
+def run_hopper_gmm_into():
+    s = Shape()
+    x, w, b = s.new(s.rows, s.k), s.new(E, s.k, s.n), s.new(E, s.n)
+    module("gmm").launch_gmm_into(s.new(s.rows, 2 * s.n)[:, : s.n], x, w, ints(E), b, [], 100)
+
+
+def run_hopper_tgmm_sums():
+    s = Shape()
+    out, sums = s.new(E, s.k, s.n), new(E, s.n, dtype=F32)
+    module("tgmm").launch_tgmm_sums((out, sums), s.new(s.rows, s.k), s.new(s.rows, s.n), ints(E), False)
 
 
 GATED = [a.name for a in ACTIVATIONS.values() if a.gated]
@@ -113,6 +125,7 @@ CASES = {
     "gmm float16": lambda: run_hopper_gmm(dtype=F16),
     "gmm narrow with bias": lambda: run_hopper_gmm(bias=True, k=512),
     "gmm by columns": lambda: run_hopper_gmm(rows=False),
+    "gmm into": run_hopper_gmm_into,
     "gmm of some columns": lambda: run_hopper_gmm(sliced=True),
     "gmm by columns, of some": lambda: run_hopper_gmm(rows=False, sliced=True),
     "gmm by columns with bias": lambda: run_hopper_gmm(rows=False, bias=True),
@@ -120,6 +133,7 @@ CASES = {
     "tgmm gather": run_hopper_tgmm,
     "tgmm gather float16": lambda: run_hopper_tgmm(dtype=F16),
     "tgmm gather, a multiple of 8": lambda: run_hopper_tgmm(k=200),
+    "tgmm with sums": run_hopper_tgmm_sums,
     "tgmm columns first": lambda: run_hopper_tgmm(columns_first=True),
     "tgmm accumulate": lambda: run_hopper_tgmm(onto=F32),
     "tgmm accumulate columns first": lambda: run_hopper_tgmm(onto=F32, columns_first=True),
@@ -179,7 +193,7 @@ def test_case(case):
     check(target, launches)
     products = [launch for launch in launches if "wgmma.mma_async" in launch.assembly]
     assert len(products) == 1 and "setmaxnreg" in products[0].assembly
-    gathers = "gmm" not in case or "gather" in case or "groups" in case
+    gathers = "gmm" not in case or "gather" in case or "groups" in case or "sums" in case
     assert ("cp.async.cg" in products[0].assembly) >= gathers
 
 

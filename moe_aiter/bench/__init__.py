@@ -1,19 +1,38 @@
-"""`moe-aiter bench`: measure the layer and its products beside their peers; the README's tables.
+"""`moe-aiter bench`: measure the layer and its products beside their peers, and write the README's tables.
 
 The protocol is in benchmarks/README.md.
 """
 
 import argparse
+import importlib
 import pathlib
 
-from .shapes import GROUPS, MASKED, MAX_M, SHAPES
+from .arguments import add_measurement
+from .shapes import GROUPS, SHAPES
 
 CSV = pathlib.Path("benchmarks/results/layer.csv")
+PRODUCTS = {  # command: (module with add_arguments and run, help)
+    "gmm": ("gmm", "time grouped products and their peers"),
+    "deepgemm": ("masked", "time masked products of 8 and of 16 bits"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="layer | deepgemm | report")
-    layer = commands.add_parser("layer", help="time forward and step of the layer and its peers")
+    names = " | ".join(["layer", *PRODUCTS, "report"])
+    commands = parser.add_subparsers(dest="bench", required=True, metavar=names)
+    add_layer(commands.add_parser("layer", help="time forward and step of the layer and its peers"))
+    for name, (module, text) in PRODUCTS.items():
+        command = commands.add_parser(name, help=text)
+        importlib.import_module(f"{__name__}.{module}").add_arguments(command)
+        add_measurement(command)
+    report = commands.add_parser("report", help="write the README's tables and plots from the figures")
+    report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"default {CSV}")
+    report.add_argument(
+        "--readme", type=pathlib.Path, default=pathlib.Path("README.md"), help="default README.md"
+    )
+
+
+def add_layer(layer: argparse.ArgumentParser) -> None:
     names = (
         f"of {', '.join(SHAPES)}; or a group: {', '.join(GROUPS)}; A to E on a GPU, cpu on a CPU unless given"
     )
@@ -26,41 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words"
     )
     add_measurement(layer)
-    deepgemm = commands.add_parser("deepgemm", help="time masked products of 8 and of 16 bits")
-    add_sizes(deepgemm)
-    add_measurement(deepgemm)
-    report = commands.add_parser("report", help="write the README's tables and plots from the figures")
-    report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"default {CSV}")
-    report.add_argument(
-        "--readme", type=pathlib.Path, default=pathlib.Path("README.md"), help="default README.md"
-    )
-
-
-def add_measurement(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
-    parser.add_argument(
-        "--reps", type=count, metavar="N", help="timed runs of each contender: 25 on a GPU, 11 on a CPU"
-    )
-    parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
-    parser.add_argument("--commit", help="what is measured, where git cannot say")
-
-
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Those of a masked product."""
-    for name, *sizes in zip(("groups", "n", "k"), *MASKED.values(), strict=True):
-        default = "default {} on a GPU, {} on a CPU".format(*sizes)
-        parser.add_argument(f"--{name}", type=count, metavar="N", help=default)
-    rows = ", ".join(map(str, MAX_M))
-    parser.add_argument(
-        "--max-m", nargs="+", type=count, default=MAX_M, metavar="M", help=f"rows of a group; default {rows}"
-    )
-    parser.add_argument("--tiles", action="store_true", help="try every candidate for a table, on a GPU")
-
-
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -69,10 +53,8 @@ def main(args: argparse.Namespace) -> int:
         from .report import update
 
         return update(args.csv, args.readme)
-    if args.bench == "deepgemm":
-        from .masked import bench_masked
-
-        return bench_masked(args)
+    if args.bench in PRODUCTS:
+        return importlib.import_module(f"{__name__}.{PRODUCTS[args.bench][0]}").run(args)
     from .layer import bench_layer
 
     return bench_layer(args)

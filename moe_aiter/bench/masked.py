@@ -19,8 +19,9 @@ from ..kernels.masked_gmm import masked_gmm, masked_gmm_reference
 from ..kernels.shuffle import shuffle_weight
 from ..tuning import Config
 from ..tuning.candidates import candidates
+from .arguments import count
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .shapes import MASKED
+from .shapes import MASKED, MAX_M
 from .timing import WARMUP, summary, time_graphs, turns
 
 FIELDS = [
@@ -71,7 +72,18 @@ class Product:
         return row | {"copy_percent": 100 * copies[size] / us} | ({"times_bf16": bf16 / us} if bf16 else {})
 
 
-def bench_masked(args: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, *sizes in zip(("groups", "n", "k"), *MASKED.values(), strict=True):
+        default = "default {} on a GPU, {} on a CPU".format(*sizes)
+        parser.add_argument(f"--{name}", type=count, metavar="N", help=default)
+    rows = ", ".join(map(str, MAX_M))
+    parser.add_argument(
+        "--max-m", nargs="+", type=count, default=MAX_M, metavar="M", help=f"rows of a group; default {rows}"
+    )
+    parser.add_argument("--tiles", action="store_true", help="try every candidate for a table, on a GPU")
+
+
+def run(args: argparse.Namespace) -> int:
     """Measure every number of rows asked for; 1 if a product was wrong."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():

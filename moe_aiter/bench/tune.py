@@ -23,7 +23,7 @@ from ..kernels.sort import sort_by_expert
 from ..tuning import Config
 from ..tuning.candidates import OPS, candidates
 from ..tuning.table import TABLES, Key, read, write
-from . import count
+from .arguments import count
 from .layer import provenance
 from .shapes import DEFAULT, GROUPS, SHAPES, Shape, named
 from .timing import time_graphs

@@ -1,1 +1,1 @@
-"""Other libraries' names, at their own paths behind this one: no kernels and no maths, only translation."""
+"""Other packages' names at their own import paths.  Translation only: nothing is computed here."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._check import check_device, check_index, check_shape, check_size
+from ._check import FLOATS, check_device, check_index, check_shape, check_size, check_tensor
 
 
 def split_groups(x: Tensor, group_sizes: Tensor) -> tuple[Tensor, ...]:
@@ -42,11 +42,37 @@ def check_rows(name: str, x: Tensor, axis: str, order: Tensor | None, top_k: int
         check_size(f"{name} is ({{}}, {axis})", x.shape[0], "it takes {} rows", rows)
 
 
-def check_groups(group_sizes: Tensor, x: Tensor, **others: Tensor | None) -> None:
-    """Raise unless the group sizes are (G,) integers, and everything is on the device of `x`."""
+def check_groups(group_sizes: Tensor, x: Tensor, name: str = "x", **others: Tensor | None) -> None:
+    """Raise unless the group sizes are (G,) integers, and everything is on the device of `x`, called so."""
     check_shape("group_sizes", group_sizes, "G")
     check_index(group_sizes=group_sizes)
-    check_device(x=x, group_sizes=group_sizes, **others)
+    check_device(**{name: x}, group_sizes=group_sizes, **others)
+
+
+def oriented(x: Tensor, axis: int, size: int, swapped: bool | None) -> Tensor:
+    """`x` with its last two axes as documented, `axis`, -1 or -2, being of that size.
+
+    They are swapped if the caller says so, or does not say and only the other one is of that size.
+    """
+    if swapped is None:
+        swapped = x.shape[axis] != size and x.shape[-3 - axis] == size
+    return x.mT if swapped else x
+
+
+def result_dtype(preferred: torch.dtype | None, x: Tensor) -> torch.dtype:
+    """The dtype of a fresh result: as preferred, or that of `x`."""
+    if preferred is None:
+        return x.dtype
+    if preferred not in FLOATS:
+        raise TypeError(f"preferred_element_type must be a floating dtype, not {preferred}")
+    return preferred
+
+
+def check_existing(out: Tensor, preferred: torch.dtype | None) -> None:
+    """Raise unless `out` is a tensor of the dtype that is preferred, if any is."""
+    check_tensor("existing_out", out)
+    if preferred not in (None, out.dtype):
+        raise TypeError(f"existing_out is {out.dtype} but preferred_element_type is {preferred}")
 
 
 def check_plan_values(

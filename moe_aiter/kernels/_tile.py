@@ -1,10 +1,15 @@
 """Triton helpers shared by the grouped kernels."""
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from .. import tuning
 from ..config import interpret, settings
+from ..tuning.aiter_json import AMD_OPTIONS, TILE
 from ._triton import cdiv, tl, triton
+from .hopper._launch import num_programs
 
 # what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
 TILE_DTYPES = (torch.float16, torch.float32) if interpret else (torch.float16, torch.bfloat16, torch.float32)
@@ -95,6 +100,33 @@ def halves(x):
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
+@triton.jit
+def add_columns(
+    acc,  # (rows, columns) of a tile, or of a part of it
+    k,  # (rows,)
+    first,  # column
+    K,
+    N,
+    out_ptr,  # (K, N)
+    out_strides,  # g, k, n
+):
+    """out += acc, a few columns at a time: acc and all that it is added to would not fit in registers."""
+    WIDTH: tl.constexpr = acc.shape[1]
+    if WIDTH > 32:
+        half: tl.constexpr = WIDTH // 2
+        left, right = halves(acc)
+        add_columns(left, k, first, K, N, out_ptr, out_strides)
+        add_columns(right, k, first + half, K, N, out_ptr, out_strides)
+    else:
+        n = first + tl.arange(0, WIDTH)
+        out_ptrs = (
+            out_ptr + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
+        )
+        mask = (k < K)[:, None] & (n < N)[None, :]
+        acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Contiguous: kernels are not given the strides of a plan, which is small."""
     return [t if t is None else t.contiguous() for t in plan]
@@ -105,15 +137,54 @@ def row_tiles(M: int, G: int, block_m: int) -> int:
     return cdiv(M, block_m) + G
 
 
-def tile_options(config: tuning.Config) -> dict:
-    """The launch arguments that every tiled kernel takes."""
-    return {
+def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
+    """The launch arguments that every tiled kernel takes; `amd` has a value for each of AMD_OPTIONS."""
+    options = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
-        "NUM_DIES": tuning.num_dies(),
+        "NUM_DIES": num_dies(),
         "PRECISION": settings.matmul_precision,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
+    if any(amd) and not interpret and triton.runtime.driver.active.get_current_target().backend == "hip":
+        options |= {name: n for name, n in zip(AMD_OPTIONS, amd, strict=True) if n}
+    return options
+
+
+def given_or_found(
+    tile: Sequence[int], op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int
+) -> tuple[tuning.Config, tuple[int, ...]]:
+    """The configuration that the caller of an op gave as numbers, or the one in the tables; and AMD's."""
+    if not tile:
+        return tuning.lookup(op, dtype, m, n, k, groups), ()
+    return tuning.Config(*tile[: len(TILE)]), tuple(tile[len(TILE) :])
+
+
+PERSISTENT = -1  # for `programs` of an op: as many as the device runs at once; 0 is one for each tile
+
+
+def walk(tiles: int, programs: int, x: torch.Tensor) -> tuple[tuple[int], bool]:
+    """The grid for so many tiles, and whether its programs take more than one each."""
+    if programs == 0:
+        return (tiles,), False
+    return (min(tiles, num_programs(x) if programs == PERSISTENT else programs),), True
+
+
+def num_dies() -> int:
+    """Chiplets of the current GPU with an L2 cache of their own, to which programs are dealt in turn."""
+    return 1 if interpret else dies_of(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache
+def dies_of(device: int) -> int:
+    """8 on a whole MI300X or MI350, 6 on MI300A, 1 on a partition that is one chiplet and elsewhere."""
+    target = triton.runtime.driver.active.get_current_target()
+    units = {"gfx942": 38, "gfx950": 32}.get(target.arch)  # of a chiplet
+    if target.backend != "hip" or units is None:
+        return 1
+    if device >= torch.cuda.device_count():  # a target to compile for, and no GPU that is there
+        return 8
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // units)

@@ -30,7 +30,8 @@ from .activations import get_activation
 from .glu import glu_backward_reference, glu_reference
 from .gmm import gmm_reference
 from .gmm_unpermute import gmm_unpermute_reference, launch_gmm_unpermute
-from .tgmm import group_sum, weight_gradient
+from .group_sum import group_sum
+from .tgmm import weight_gradient
 
 EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue fits in registers
 

@@ -24,7 +24,8 @@ from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 from .activations import get_activation
 from .gmm import gmm_reference
 from .gmm_unpermute import gmm_unpermute_op
-from .tgmm import group_sum, weight_gradient
+from .group_sum import group_sum
+from .tgmm import weight_gradient
 
 EPILOGUE_N = tl.constexpr(32)  # columns whose activation fits in registers beside the rest
 

@@ -1,28 +1,46 @@
-"""Grouped matmul: `out[s:e] = x[s:e] @ w[g] + bias[g]` for each group g, whose rows are [s, e).
+"""Grouped matmul: `out[s:e] = lhs[s:e] @ rhs[g] + bias[g]` for each group g, whose rows are [s, e).
 
 M rows, G groups, K in, N out.
-Shapes say the maths; strides say the layout.  `w.mT` is a valid `w`.
+Shapes say the maths; strides say the layout.  `w.mT` is a valid `rhs`.
 """
 
 import torch
 from torch import Tensor
 
-from .. import tuning
-from ..backend import define_op, takes
+from ..backend import define_inplace_op, define_op, takes
+from ..tuning.aiter_json import tile_of
 from . import hopper
-from ._check import check_float, check_shape, check_size
-from ._groups import check_groups, check_plan_values, split_groups
-from ._tile import TILE_DTYPES, locate, multiply, row_tiles, swizzle, tile_options
+from ._check import check_device, check_float, check_own_memory, check_shape, check_size
+from ._groups import (
+    check_existing,
+    check_groups,
+    check_plan_values,
+    oriented,
+    result_dtype,
+    split_groups,
+    wide,
+)
+from ._tile import TILE_DTYPES, given_or_found, locate, multiply, row_tiles, swizzle, tile_options, walk
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl
-from .tgmm import group_sum, weight_gradient
+from .group_sum import group_sum
+from .tgmm import weight_and_bias_gradient, weight_gradient
 
 # reference
 
 
-def gmm_reference(x, w, group_sizes, bias):
-    *rows, rest = split_groups(x, group_sizes)
-    out = [r @ w[g] if bias is None else r @ w[g] + bias[g].to(x.dtype) for g, r in enumerate(rows)]
-    return torch.cat([*out, rest.new_zeros(len(rest), w.shape[2])])
+def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
+    dtype = dtype or lhs.dtype
+    product = torch.promote_types(lhs.dtype, dtype)  # rounded once, to what is asked for
+    *rows, rest = split_groups(lhs, group_sizes)
+    out = [r.to(product) @ rhs[g].to(product) for g, r in enumerate(rows)]
+    if bias is not None:
+        out = [(wide(o) + bias[g]).to(dtype) for g, o in enumerate(out)]
+    return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), rhs.shape[2], dtype=dtype)])
+
+
+def gmm_into_reference(out, lhs, rhs, group_sizes, bias, tile, programs):
+    rows = len(lhs) - len(split_groups(lhs, group_sizes)[-1])
+    out[:rows] = gmm_reference(lhs, rhs, group_sizes, bias, out.dtype)[:rows]
 
 
 # kernel
@@ -33,7 +51,7 @@ def gmm_kernel(
     x_ptr,  # (M, K)
     w_ptr,  # (G, K, N)
     bias_ptr,  # (G, N) or None
-    out_ptr,  # (M, N), contiguous
+    out_ptr,  # (M, N)
     group_sizes_ptr,  # (G,)
     M,
     N,
@@ -43,6 +61,9 @@ def gmm_kernel(
     x_strides,  # m, k
     w_strides,  # g, k, n
     bias_strides,  # g, n
+    out_strides,  # m, n
+    ZERO_REST: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -54,103 +75,183 @@ def gmm_kernel(
 ):
     x_stride_m, x_stride_k = x_strides
     w_stride_g, w_stride_k, w_stride_n = w_strides
-    tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
-    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
-    if group > G:
-        return
-    m = row + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
-    m_read = tl.where(m < row_end, m, row).to(tl.int64)
-    n_read = n % N
+    first = tl.program_id(0)
+    end = tiles_m * tl.cdiv(N, BLOCK_N) if PERSISTENT else first + 1
+    for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
+        tile_m, tile_n = swizzle(tile, tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
+        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+        if group < G + ZERO_REST:
+            m = row + tl.arange(0, BLOCK_M)
+            n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            k = tl.arange(0, BLOCK_K)
+            # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+            m_read = tl.where(m < row_end, m, row).to(tl.int64)
+            n_read = n % N
 
-    x_ptrs = x_ptr + m_read[:, None] * x_stride_m + k[None, :] * x_stride_k
-    w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
-    w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
-        bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
-        acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
-    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
-    acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
-    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
+            x_ptrs = x_ptr + m_read[:, None] * x_stride_m + k[None, :] * x_stride_k
+            w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
+            w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
+                bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
+                acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
+            depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
+            acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+            out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_strides[0] + n[None, :] * out_strides[1]
+            mask = (m < row_end)[:, None] & (n < N)[None, :]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # launcher
 
 
-def new_gmm(x, w, group_sizes, bias):
-    check_shape("x", x, "M", "K")
-    check_shape("w", w, "G", "K", "N")
-    (M, K), (G, w_K, N) = x.shape, w.shape
-    check_size("x is (M, K={})", K, "w is (G, K={}, N)", w_K)
-    check_float(x=x, w=w)
-    check_groups(group_sizes, x, w=w, bias=bias)
-    check_size("group_sizes is ({},)", group_sizes.shape[0], "w is (G={}, K, N)", G)
+def check_gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
+    check_shape("lhs", lhs, "M", "K")
+    check_shape("rhs", rhs, "G", "K", "N")
+    G, K, N = rhs.shape
+    check_size("lhs is (M, K={})", lhs.shape[1], "rhs is (G, K={}, N)", K)
+    check_float(lhs=lhs, rhs=rhs)
+    check_groups(group_sizes, lhs, "lhs", rhs=rhs, bias=bias)
+    check_size("group_sizes is ({},)", group_sizes.shape[0], "rhs is (G={}, K, N)", G)
     if bias is not None and (bias.shape != (G, N) or not bias.is_floating_point()):
         raise ValueError(f"bias must be floating (G={G}, N={N}), but it is {bias.dtype} {tuple(bias.shape)}")
-    return x.new_empty(M, N)
+
+
+def new_gmm(lhs, rhs, group_sizes, bias, dtype, tile, programs):
+    check_gmm(lhs, rhs, group_sizes, bias)
+    return lhs.new_empty(lhs.shape[0], rhs.shape[2], dtype=dtype)
+
+
+def check_gmm_into(out, lhs, rhs, group_sizes, bias, tile, programs):
+    check_gmm(lhs, rhs, group_sizes, bias)
+    expected = lhs.shape[0], rhs.shape[2]
+    if out.shape != expected or not out.is_floating_point():
+        raise ValueError(
+            f"existing_out must be floating (M, N) = {tuple(expected)}, "
+            f"but it is {out.dtype} {tuple(out.shape)}"
+        )
+    check_device(lhs=lhs, existing_out=out)
+    check_own_memory("existing_out", out)
 
 
 @takes(*TILE_DTYPES)
-def launch_gmm(out, x, w, group_sizes, bias):
+def launch_gmm(
+    out, x, w, group_sizes, bias, dtype=None, tile=(), programs=0, zero_rest=True
+):  # fmt: skip
     (M, N), (G, K, _) = out.shape, w.shape
-    config = tuning.lookup("gmm", x.dtype, M, N, K, G)
+    config, amd = given_or_found(tile, "gmm", x.dtype, M, N, K, G)
     tiles_m = row_tiles(M, G, config.block_m)
-    gmm_kernel[(tiles_m * cdiv(N, config.block_n),)](
+    grid, persistent = walk(tiles_m * cdiv(N, config.block_n), programs, x)
+    gmm_kernel[grid](
         x, w, bias, out, group_sizes.contiguous(), M, N, K, G, tiles_m,
-        x.stride(), w.stride(), (0, 0) if bias is None else bias.stride(),
-        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+        x.stride(), w.stride(), (0, 0) if bias is None else bias.stride(), out.stride(),
+        ZERO_REST=zero_rest, PERSISTENT=persistent,
+        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config, amd),
     )  # fmt: skip
+
+
+@takes(*TILE_DTYPES)
+def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs):
+    launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)
 
 
 # op
 
 
 def save_gmm(ctx, inputs, output):
-    x, w, group_sizes, bias = inputs
-    ctx.save_for_backward(x, w, group_sizes)
+    lhs, rhs, group_sizes, bias, *_ = inputs
+    ctx.save_for_backward(lhs, rhs, group_sizes)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def backward_gmm(ctx, dout):
-    x, w, group_sizes = ctx.saved_tensors
-    dx = dw = dbias = None
-    if ctx.needs_input_grad[0]:
-        dx = gmm(dout, w.mT, group_sizes)
-    if ctx.needs_input_grad[1]:
-        dw = weight_gradient(w, None, x, dout, group_sizes)
-    if ctx.needs_input_grad[3]:
-        dbias = group_sum(dout, group_sizes).to(ctx.bias_dtype)
-    return dx, dw, None, dbias
+    lhs, rhs, group_sizes = ctx.saved_tensors
+    dlhs = drhs = dbias = None
+    need_lhs, need_rhs, _, need_bias, *others = ctx.needs_input_grad
+    dout = dout.to(lhs.dtype)
+    if need_lhs:
+        dlhs = gmm_op(dout, rhs.mT, group_sizes, None)
+    if need_rhs and need_bias:
+        drhs, dbias = weight_and_bias_gradient(rhs, lhs, dout, group_sizes)
+    elif need_rhs:
+        drhs = weight_gradient(rhs, None, lhs, dout, group_sizes)
+    elif need_bias:
+        dbias = group_sum(dout, group_sizes)
+    dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
+    return dlhs, drhs, None, dbias, *(None for _ in others)
+
+
+def check_gmm_values(lhs, rhs, group_sizes, *_):
+    check_plan_values(len(lhs), group_sizes)
 
 
 gmm_op = define_op(
-    "gmm(Tensor x, Tensor w, Tensor group_sizes, Tensor? bias) -> Tensor",
+    "gmm(Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
+    "ScalarType? dtype=None, int[] tile=[], int programs=0) -> Tensor",
     new=new_gmm,
     reference=gmm_reference,
-    check_values=lambda x, w, group_sizes, bias: check_plan_values(len(x), group_sizes),
+    check_values=check_gmm_values,
     triton=launch_gmm,
     hopper=hopper.launch_gmm,
     backward=backward_gmm,
     save=save_gmm,
+)
+gmm_into_op = define_inplace_op(
+    "gmm_into(Tensor(a!) out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
+    "int[] tile=[], int programs=0) -> ()",
+    check=check_gmm_into,
+    check_values=lambda out, *inputs: check_gmm_values(*inputs),
+    reference=gmm_into_reference,
+    triton=launch_gmm_into,
+    hopper=hopper.launch_gmm_into,
 )
 
 
 # public
 
 
-def gmm(x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply each group of rows of `x` (M, K) by its own matrix of `w` (G, K, N); returns (M, N).
+def gmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    bias: Tensor | None = None,
+    preferred_element_type: torch.dtype | None = None,
+    existing_out: Tensor | None = None,
+    config: dict[str, int] | None = None,
+    grid_dim: int | None = None,
+    trans_rhs: bool | None = None,
+) -> Tensor:
+    """Multiply each group of rows of `lhs` (M, K) by its own matrix of `rhs` (G, K, N); returns (M, N).
 
-    `group_sizes` (G,) int32 or int64 counts the rows of each group, in order; it stays on the device.
-    Rows past its sum become zeros; sizes that are negative or reach past M are clamped.  `bias` (G, N) of
-    any floating dtype is added in float32 before the one rounding.  `x` and `w` share a dtype and may have
-    any strides; both have gradients, as `bias` has.  Sums are kept in float32.
+    group_sizes: (G,) int32 or int64, the rows of each group, in order; they stay on the device.  Sizes that
+        are negative or reach past M are clamped.
+    bias: (G, N) of any floating dtype, added in float32 before the one rounding.
+    preferred_element_type: dtype of the result; that of `lhs` unless given, float32 included.
+    existing_out: (M, N), written instead of a fresh tensor, and returned.  Rows past the last group keep what
+        they hold; in a fresh result they are zeros.
+    config: block sizes as `get_config` returns them, for the Triton kernel, which then runs.  What is left
+        out is chosen by shape.
+    grid_dim: run as so many programs, each of which takes tiles in turn, say to leave room for other kernels.
+    trans_rhs: whether `rhs` is (G, N, K).  Unless given it is where only that fits: a square `rhs` is (G, K,
+        N).  Strides are free either way.
 
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
-    ValueError for group sizes that are negative or sum to more than M.
+    `lhs` and `rhs` share a dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless
+    there is an `existing_out`, whose result is not recorded.
+
+    Raises ValueError for shapes, devices or block sizes that do not fit, TypeError for dtypes, before
+    anything is written; with MOE_AITER_DEBUG=1 also ValueError for group sizes that are negative or sum to
+    more than M.
     """
-    return gmm_op(x, w, group_sizes, bias)
+    check_shape("lhs", lhs, "M", "K")
+    check_shape("rhs", rhs, "G", "K", "N")
+    rhs = oriented(rhs, -2, lhs.shape[1], trans_rhs)
+    (M, K), (G, _, N) = lhs.shape, rhs.shape
+    tile, programs = tile_of("gmm", config, (M, K, N, G), lhs.dtype, grid_dim)
+    if existing_out is None:
+        dtype = result_dtype(preferred_element_type, lhs)
+        return gmm_op(lhs, rhs, group_sizes, bias, dtype, tile, programs)
+    check_existing(existing_out, preferred_element_type)
+    with torch.no_grad():
+        gmm_into_op(existing_out, lhs, rhs, group_sizes, bias, tile, programs)
+    return existing_out

@@ -1,22 +1,20 @@
-"""Transposed grouped matmul, and the sum of each group's rows: the gradients of a grouped matmul's weights.
+"""Transposed grouped matmul, the gradient of a grouped matmul's weights.
 
-    tgmm       out[g] = x[s:e].T @ y[s:e]     the gradient of w
-    group_sum  out[g] = y[s:e].sum(0)         the gradient of bias
+    out[g] = x[s:e].T @ y[s:e]
 
-for each group g, whose rows are [s, e).  Both can gather: with `order`, row r stands for row
-order[r] // top_k.
+for each group g, whose rows are [s, e).  With `order`, row r of x stands for row order[r] // top_k.
 """
 
 import torch
 from torch import Tensor
 
-from .. import tuning
 from ..backend import define_inplace_op, define_op, takes
 from . import hopper
 from ._check import check_device, check_float, check_own_memory, check_shape
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
-from ._tile import TILE_DTYPES, dense, group_rows, halves, swizzle, tile_options
+from ._tile import TILE_DTYPES, add_columns, dense, given_or_found, group_rows, swizzle, tile_options, walk
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
+from .group_sum import group_sum_reference, sum_rows
 
 # reference
 
@@ -32,15 +30,25 @@ def tgmm_reference(x, y, group_sizes, order, top_k, columns_first):
     )
 
 
-def tgmm_accumulate_reference(out, x, y, group_sizes, order, top_k):
-    out += tgmm_reference(wide(x), wide(y), group_sizes, order, top_k, False)
+def tgmm_sums_reference(x, y, group_sizes, columns_first):
+    return (
+        tgmm_reference(x, y, group_sizes, None, 1, columns_first),
+        group_sum_reference(y, group_sizes, None, 1, None),
+    )
 
 
-def group_sum_reference(y, group_sizes, order, top_k, scale):
-    y = wide(take_rows(y, order, top_k))
-    y = y if scale is None else y * take_rows(scale.flatten(), order, 1)[:, None]
-    parts = split_groups(y, group_sizes)[:-1]
-    return torch.stack([p.sum(0) for p in parts]) if parts else y.new_zeros(0, y.shape[1])
+def tgmm_into_reference(
+    out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
+):  # fmt: skip
+    rounds = accumulate or out.dtype != x.dtype  # once, here
+    product = tgmm_reference(*map(wide, (x, y)) if rounds else (x, y), group_sizes, order, top_k, False)
+    if accumulate:
+        out += product
+    else:
+        out.copy_(product)
+    if sums is not None:
+        summed = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
+        sums.copy_(group_sum_reference(*summed, None))
 
 
 # kernel
@@ -52,12 +60,74 @@ def load_source(order_ptr, m, end, TOP_K: tl.constexpr):
     return m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0) // TOP_K
 
 
+@triton.jit
+def add_some(
+    acc,  # (BLOCK_M, BLOCK_N)
+    m,  # (BLOCK_K,), of which [row, row_end) count
+    row,
+    row_end,
+    x_ptrs,  # (1, BLOCK_M), of row 0
+    y_ptrs,  # (1, BLOCK_N), of row 0
+    order_ptr,
+    strides,  # m of x and of y
+    TOP_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x.T @ y over a block of rows that is not all of this group."""
+    mask = ((m >= row) & (m < row_end))[:, None]
+    source = load_source(order_ptr, m, row_end, TOP_K)
+    x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * strides[0], mask=mask, other=0.0)
+    y = tl.load(y_ptrs + m[:, None] * strides[1], mask=mask, other=0.0)
+    return tl.dot(x.T, y, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def multiply_rows(
+    acc,  # (BLOCK_M, BLOCK_N)
+    x_ptrs,  # (1, BLOCK_M), of row 0
+    y_ptrs,  # (1, BLOCK_N), of row 0
+    order_ptr,
+    row,
+    row_end,
+    x_stride_m,
+    y_stride_m,
+    TOP_K: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable."""
+    begin = row
+    if ROWS_LAST:  # where rows lie side by side they are read 8 at a time, from a multiple of 8 on
+        begin = row // 8 * 8
+        if begin < row:
+            m = begin + tl.arange(0, BLOCK_K)
+            strides = x_stride_m, y_stride_m
+            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+        begin += tl.where(begin < row, BLOCK_K, 0)
+    m = begin + tl.arange(0, BLOCK_K)
+    full_end = begin + tl.maximum(row_end - begin, 0) // BLOCK_K * BLOCK_K
+    y_ptrs_m = y_ptrs + m[:, None] * y_stride_m
+    for _ in range(begin, full_end, BLOCK_K):
+        source = load_source(order_ptr, m, full_end, TOP_K)
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
+        y = tl.load(y_ptrs_m)
+        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        m += BLOCK_K
+        y_ptrs_m += BLOCK_K * y_stride_m
+    if full_end < row_end:
+        strides = x_stride_m, y_stride_m
+        acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+    return acc
+
+
 @jit_kernel
 def tgmm_kernel(
     x_ptr,  # (M, K), or (T, K) read at order // top_k
     y_ptr,  # (M, N)
     order_ptr,  # (M,) or None
     out_ptr,  # (G, K, N)
+    sums_ptr,  # (G, K) or, of y, (G, N), float32; or None
     group_sizes_ptr,  # (G,)
     M,
     N,
@@ -66,8 +136,12 @@ def tgmm_kernel(
     x_strides,  # m, k
     y_strides,  # m, n
     out_strides,  # g, k, n
+    sums_strides,  # g, k or n
     TOP_K: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    SUMS_OF_Y: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -77,100 +151,39 @@ def tgmm_kernel(
     PRECISION: tl.constexpr,
 ):
     # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
-    x_stride_m, x_stride_k = x_strides
-    y_stride_m, y_stride_n = y_strides
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    tile_k, tile_n = swizzle(tl.program_id(0), G * tiles_k, tiles_n, GROUP_M, NUM_DIES)
-    group = tile_k // tiles_k
-    row, row_end = group_rows(group, group_sizes_ptr, M, G, BLOCK_G)
-    k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0)
+    end = G * tiles_k * tiles_n if PERSISTENT else first + 1
+    for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
+        tile_k, tile_n = swizzle(tile, G * tiles_k, tiles_n, GROUP_M, NUM_DIES)
+        group = tile_k // tiles_k
+        row, row_end = group_rows(group, group_sizes_ptr, M, G, BLOCK_G)
+        k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if sums_ptr is not None:
+            sums_base = sums_ptr + group.to(tl.int64) * sums_strides[0]
+            if SUMS_OF_Y:
+                if tile_k % tiles_k == 0:
+                    total = sum_rows(y_ptr, None, None, row, row_end, n, N, 1, y_strides, 16)
+                    tl.store(sums_base + n * sums_strides[1], total, mask=n < N)
+            elif tile_n == 0:
+                total = sum_rows(x_ptr, order_ptr, None, row, row_end, k, K, TOP_K, x_strides, 16)
+                tl.store(sums_base + k * sums_strides[1], total, mask=k < K)
 
-    m = row + tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + (k % K)[None, :] * x_stride_k
-    y_ptrs = y_ptr + m[:, None] * y_stride_m + (n % N)[None, :] * y_stride_n
-    full_end = row + (row_end - row) // BLOCK_K * BLOCK_K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(row, full_end, BLOCK_K):
-        source = load_source(order_ptr, m, full_end, TOP_K)
-        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
-        y = tl.load(y_ptrs)
-        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-        m += BLOCK_K
-        y_ptrs += BLOCK_K * y_stride_m
-    if full_end < row_end:
-        mask = (m < row_end)[:, None]
-        source = load_source(order_ptr, m, row_end, TOP_K)
-        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=mask, other=0.0)
-        y = tl.load(y_ptrs, mask=mask, other=0.0)
-        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        x_ptrs = x_ptr + (k % K).to(tl.int64)[None, :] * x_strides[1]
+        y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
+        acc = multiply_rows(
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptrs, y_ptrs, order_ptr, row, row_end,
+            x_strides[0], y_strides[0], TOP_K, ROWS_LAST, BLOCK_K, PRECISION,
+        )  # fmt: skip
 
-    out_base = out_ptr + group.to(tl.int64) * out_strides[0]
-    out_ptrs = out_base + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
-    mask = (k < K)[:, None] & (n < N)[None, :]
-    if ACCUMULATE:
-        add_columns(acc, k, tile_n * BLOCK_N, K, N, out_base, out_strides)
-    else:
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def add_columns(
-    acc,  # (rows, columns) of a tile, or of a part of it
-    k,  # (rows,)
-    first,  # column
-    K,
-    N,
-    out_ptr,  # (K, N)
-    out_strides,  # g, k, n
-):
-    """out += acc, a few columns at a time: acc and all that it is added to would not fit in registers."""
-    WIDTH: tl.constexpr = acc.shape[1]
-    if WIDTH > 32:
-        half: tl.constexpr = WIDTH // 2
-        left, right = halves(acc)
-        add_columns(left, k, first, K, N, out_ptr, out_strides)
-        add_columns(right, k, first + half, K, N, out_ptr, out_strides)
-    else:
-        n = first + tl.arange(0, WIDTH)
-        out_ptrs = (
-            out_ptr + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
-        )
-        mask = (k < K)[:, None] & (n < N)[None, :]
-        acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@jit_kernel
-def group_sum_kernel(
-    y_ptr,  # (M, N), or (T, N) read at order // top_k
-    order_ptr,  # (M,) or None
-    scale_ptr,  # (M * top_k,) read at order, or None
-    out_ptr,  # (G, N) float32, contiguous
-    group_sizes_ptr,  # (G,)
-    M,
-    N,
-    G,
-    top_k,
-    y_strides,  # m, n
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    group = tl.program_id(0)
-    row, row_end = group_rows(group, group_sizes_ptr, M, G, BLOCK_G)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(row, row_end, BLOCK_M):
-        m = start + tl.arange(0, BLOCK_M)
-        m_mask = m < row_end
-        choice = m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m_mask, other=0), 0)
-        y_ptrs = y_ptr + (choice // top_k).to(tl.int64)[:, None] * y_strides[0] + n[None, :] * y_strides[1]
-        y = tl.load(y_ptrs, mask=m_mask[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
-        if scale_ptr is not None:
-            y *= tl.load(scale_ptr + choice, mask=m_mask, other=0.0)[:, None]
-        acc += y
-    tl.store(out_ptr + group.to(tl.int64) * N + n, tl.sum(acc, 0), mask=n < N)
+        out_base = out_ptr + group.to(tl.int64) * out_strides[0]
+        if ACCUMULATE:
+            add_columns(acc, k, tile_n * BLOCK_N, K, N, out_base, out_strides)
+        else:
+            at = k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
+            mask = (k < K)[:, None] & (n < N)[None, :]
+            tl.store(out_base + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # launcher
@@ -185,60 +198,67 @@ def new_tgmm(x, y, group_sizes, order, top_k, columns_first):
     return x.new_empty(G, N, K) if columns_first else x.new_empty(G, K, N)
 
 
-def check_tgmm_values(x, y, group_sizes, order, *_):
+def new_tgmm_sums(x, y, group_sizes, columns_first):
+    out = new_tgmm(x, y, group_sizes, None, 1, columns_first)
+    return out, y.new_empty(group_sizes.shape[0], y.shape[1], dtype=sum_dtype(y))
+
+
+def check_tgmm_values(x, y, group_sizes, order=None, *_):
     check_plan_values(len(y), group_sizes, order)
 
 
-def check_tgmm_accumulate(out, x, y, group_sizes, order, top_k):
+def check_tgmm_into(
+    out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
+):  # fmt: skip
     expected = new_tgmm(x, y, group_sizes, order, top_k, False).shape
     if out.shape != expected or not out.is_floating_point():
         raise ValueError(
             f"out must be floating (G, K, N) = {tuple(expected)}, but it is {out.dtype} {tuple(out.shape)}"
         )
-    check_device(x=x, out=out)
+    check_device(x=x, out=out, sums=sums)
     check_own_memory("out", out)
-
-
-def new_group_sum(y, group_sizes, order, top_k, scale):
-    rows = y.shape[0] if order is None else order.shape[0]
-    check_rows("y", y, "N", order, top_k, rows)
-    check_groups(group_sizes, y, order=order, scale=scale)
-    if scale is not None and (scale.numel() != rows or not scale.is_contiguous()):
-        raise ValueError(
-            f"scale must be contiguous with {rows} elements, but it has shape {tuple(scale.shape)}"
-        )
-    return y.new_empty(group_sizes.shape[0], y.shape[1], dtype=sum_dtype(y))
+    if sums is not None:
+        expected = expected[0], expected[2 if sums_of_y else 1]
+        if sums.shape != expected or sums.dtype != torch.float32:
+            raise ValueError(
+                f"sums must be float32 (G, {'N' if sums_of_y else 'K'}) = {tuple(expected)}, "
+                f"but it is {sums.dtype} {tuple(sums.shape)}"
+            )
+        check_own_memory("sums", sums)
 
 
 @takes(*TILE_DTYPES)
-def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False):
-    out = out.mT if columns_first else out
+def launch_tgmm_into(
+    out, x, y, group_sizes, order, top_k,
+    accumulate=True, sums=None, sums_of_y=False, tile=(), programs=0,
+):  # fmt: skip
     G, K, N = out.shape
     M = y.shape[0]
     order, group_sizes = dense(order, group_sizes)
     # the pipeline spends stages on the indices, so gathering has rows of its own
-    config = tuning.lookup("tgmm" if order is None else "tgmm_gather", x.dtype, M, N, K, G)
-    tgmm_kernel[(G * cdiv(K, config.block_m) * cdiv(N, config.block_n),)](
-        x, y, order, out, group_sizes, M, N, K, G, x.stride(), y.stride(), out.stride(),
-        TOP_K=top_k, ACCUMULATE=accumulate, BLOCK_G=next_power_of_2(G), **tile_options(config),
+    op = "tgmm" if order is None else "tgmm_gather"
+    config, amd = given_or_found(tile, op, x.dtype, M, N, K, G)
+    tiles = G * cdiv(K, config.block_m) * cdiv(N, config.block_n)
+    grid, persistent = walk(tiles, programs, x)
+    tgmm_kernel[grid](
+        x, y, order, out, sums, group_sizes, M, N, K, G,
+        x.stride(), y.stride(), out.stride(), (0, 0) if sums is None else sums.stride(),
+        TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
+        ROWS_LAST=x.stride(0) == 1 != x.stride(1), PERSISTENT=persistent,
+        BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
     )  # fmt: skip
 
 
 @takes(*TILE_DTYPES)
-def launch_tgmm_accumulate(out, x, y, group_sizes, order, top_k):
-    launch_tgmm(out, x, y, group_sizes, order, top_k, False, accumulate=True)
+def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first):
+    launch_tgmm_into(out.mT if columns_first else out, x, y, group_sizes, order, top_k, accumulate=False)
 
 
-@takes(torch.float16, torch.bfloat16, torch.float32)
-def launch_group_sum(out, y, group_sizes, order, top_k, scale):
-    G, N = out.shape
-    M = y.shape[0] if order is None else order.shape[0]
-    order, group_sizes = dense(order, group_sizes)
-    block_n = 64
-    group_sum_kernel[(G, cdiv(N, block_n))](
-        y, order, scale, out, group_sizes, M, N, G, top_k, y.stride(),
-        BLOCK_G=next_power_of_2(G), BLOCK_M=32, BLOCK_N=block_n, num_warps=4,
-    )  # fmt: skip
+@takes(*TILE_DTYPES)
+def launch_tgmm_sums(outs, x, y, group_sizes, columns_first):
+    out, sums = outs
+    out = out.mT if columns_first else out
+    launch_tgmm_into(out, x, y, group_sizes, None, 1, accumulate=False, sums=sums, sums_of_y=True)
 
 
 # op
@@ -252,22 +272,22 @@ tgmm_op = define_op(
     triton=launch_tgmm,
     hopper=hopper.launch_tgmm,
 )
-tgmm_accumulate_op = define_inplace_op(
-    "tgmm_accumulate(Tensor(a!) out, Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k) -> ()",
-    check=check_tgmm_accumulate,
-    check_values=lambda out, *inputs: check_tgmm_values(*inputs),
-    reference=tgmm_accumulate_reference,
-    triton=launch_tgmm_accumulate,
-    hopper=hopper.launch_tgmm_accumulate,
+tgmm_sums_op = define_op(
+    "tgmm_sums(Tensor x, Tensor y, Tensor group_sizes, bool columns_first) -> (Tensor, Tensor)",
+    new=new_tgmm_sums,
+    check_values=lambda x, y, group_sizes, _: check_tgmm_values(x, y, group_sizes),
+    reference=tgmm_sums_reference,
+    triton=launch_tgmm_sums,
+    hopper=hopper.launch_tgmm_sums,
 )
-group_sum_op = define_op(
-    "group_sum(Tensor y, Tensor group_sizes, Tensor? order, int top_k, Tensor? scale) -> Tensor",
-    new=new_group_sum,
-    check_values=lambda y, group_sizes, order, *_: check_plan_values(
-        len(y if order is None else order), group_sizes, order
-    ),
-    reference=group_sum_reference,
-    triton=launch_group_sum,
+tgmm_into_op = define_inplace_op(
+    "tgmm_into(Tensor(a!) out, Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, "
+    "bool accumulate=True, Tensor(b!)? sums=None, bool sums_of_y=False, int[] tile=[], int programs=0) -> ()",
+    check=check_tgmm_into,
+    check_values=lambda out, *inputs: check_tgmm_values(*inputs),
+    reference=tgmm_into_reference,
+    triton=launch_tgmm_into,
+    hopper=hopper.launch_tgmm_into,
 )
 
 
@@ -277,7 +297,7 @@ group_sum_op = define_op(
 def tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None, top_k: int = 1) -> Tensor:
     """`x[s:e].T @ y[s:e]` for each group of rows [s, e): (M, K), (M, N) -> (G, K, N).
 
-    The gradient of `gmm`'s `w`.
+    The gradient of `gmm`'s `rhs`.
 
     With `order` (M,), `x` is (T, K) with M = T * top_k, and row r stands for `x[order[r] // top_k]`: rows are
     gathered as they are loaded.  A group without rows gives exact zeros.  Not differentiable.
@@ -290,7 +310,7 @@ def tgmm_accumulate(
     out: Tensor, x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None, top_k: int = 1
 ) -> None:
     """Add `tgmm(x, y, ...)` to `out` (G, K, N), of any floating dtype: float32 `main_grad` accumulation."""
-    tgmm_accumulate_op(out, x, y, group_sizes, order, top_k)
+    tgmm_into_op(out, x, y, group_sizes, order, top_k)
 
 
 def weight_gradient(w, main_grad, x, y, group_sizes, order=None, top_k=1) -> Tensor | None:
@@ -299,18 +319,14 @@ def weight_gradient(w, main_grad, x, y, group_sizes, order=None, top_k=1) -> Ten
     With a `main_grad` it is added there, and None is returned.
     """
     if main_grad is not None:
-        return tgmm_accumulate_op(main_grad, x, y, group_sizes, order, top_k)
+        return tgmm_into_op(main_grad, x, y, group_sizes, order, top_k)
     columns_first = w.stride(1) < w.stride(2)
     dw = tgmm_op(x, y, group_sizes, order, top_k, columns_first)
     return dw.mT if columns_first else dw
 
 
-def group_sum(
-    y: Tensor, group_sizes: Tensor, order: Tensor | None = None, top_k: int = 1, scale: Tensor | None = None
-) -> Tensor:
-    """The sum of each group's rows, in float32: (M, N) -> (G, N), the gradient of `gmm`'s `bias`.
-
-    With `order`, row r stands for `y[order[r] // top_k]`, times the element order[r] of `scale` if given.
-    Not differentiable.
-    """
-    return group_sum_op(y, group_sizes, order, top_k, scale)
+def weight_and_bias_gradient(w, x, y, group_sizes) -> tuple[Tensor, Tensor]:
+    """`weight_gradient` and the sums of the rows of `y`, the gradient of a bias, in float32, in one pass."""
+    columns_first = w.stride(1) < w.stride(2)
+    dw, dbias = tgmm_sums_op(x, y, group_sizes, columns_first)
+    return dw.mT if columns_first else dw, dbias

@@ -9,6 +9,7 @@ measured there, and reaches only down to half of its `rows` and `k`.  Nothing is
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -78,15 +79,42 @@ def table_name(backend: str, arch: int | str) -> str:
     return {90: "sm90", 100: "sm100", 103: "sm100"}.get(arch, "sm80")
 
 
+def has_gpu() -> bool:
+    """Whether there is a GPU, or a stand-in for one, that Triton compiles for."""
+    if interpret or importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    try:
+        return bool(triton.runtime.driver.active.get_current_target())
+    except RuntimeError:  # no driver
+        return False
+
+
+def arch() -> str:
+    """The GPU's architecture, gfx942 or sm90 say; cpu where there is none."""
+    if not has_gpu():
+        return "cpu"
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    return target.arch if target.backend == "hip" else f"sm{target.arch}"
+
+
+def default_tile(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
+    """`lookup`, and without a GPU the tile that fits all of them."""
+    if interpret or has_gpu():
+        return lookup(op, dtype, m, n, k, groups)
+    return find(("sm80",), Key(op, dtype.itemsize * 8, bucket(-(-m // max(groups, 1))), n, k))
+
+
+def num_units() -> int:
+    """Multiprocessors of the current GPU; where there is none, of what its name stands for, or of an H200."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return {"gfx942": 304, "gfx950": 256}.get(arch(), 132)
+
+
 def bucket(m: int) -> int:
     """Round a row count up to a power of two, so that batches of similar size share a configuration."""
     return 1 << max(0, m - 1).bit_length()
-
-
-def num_dies() -> int:
-    """Chiplets with an L2 cache of their own: 8 on MI300 and MI350, 1 elsewhere."""
-    if interpret:
-        return 1
-    import triton
-
-    return 8 if triton.runtime.driver.active.get_current_target().backend == "hip" else 1

@@ -5,8 +5,9 @@ import torch
 
 from moe_aiter.backend import use
 from moe_aiter.config import interpret, settings
-from moe_aiter.kernels.gmm import gmm, gmm_reference
-from moe_aiter.kernels.tgmm import group_sum, group_sum_reference, tgmm, tgmm_accumulate, tgmm_reference
+from moe_aiter.kernels.gmm import gmm, gmm_op, gmm_reference
+from moe_aiter.kernels.group_sum import group_sum, group_sum_reference
+from moe_aiter.kernels.tgmm import tgmm, tgmm_accumulate, tgmm_reference
 
 from ..check import assert_as_good_as_torch, with_gradients
 from ..shapes import GROUP_SIZES, LAYOUTS, MATRICES, transposed
@@ -27,8 +28,8 @@ def make(device, sizes, K=20, N=24, dtype=torch.float32, tail=0):
 def test_gmm(device, sizes, dtype):
     x, w, _, group_sizes = make(device, sizes, dtype=dtype, tail=3)
     bias = torch.randn(len(sizes), w.shape[2]).to(device, dtype)
-    assert_as_good_as_torch(with_gradients(gmm), with_gradients(gmm_reference), x, w, group_sizes, bias)
-    assert_as_good_as_torch(gmm, gmm_reference, x, w, group_sizes, None)
+    assert_as_good_as_torch(with_gradients(gmm_op), with_gradients(gmm_reference), x, w, group_sizes, bias)
+    assert_as_good_as_torch(gmm_op, gmm_reference, x, w, group_sizes, None)
 
 
 @pytest.mark.parametrize("shape", MATRICES.values(), ids=MATRICES)
@@ -38,7 +39,7 @@ def test_shapes_and_layouts(device, shape, layout):
     bias = torch.randn(3, w.shape[2], device=device)
     x, w, y, bias = (layout(t) for t in (x, w, y, bias))
     few = 5e-7  # where all rows are one, or there is one column, few roundings average out
-    assert_as_good_as_torch(gmm, gmm_reference, x, w, group_sizes, bias, floor=few)
+    assert_as_good_as_torch(gmm_op, gmm_reference, x, w, group_sizes, bias, floor=few)
     assert_as_good_as_torch(plain_tgmm, tgmm_reference, x, y, group_sizes, None, 1, False, floor=few)
     assert_as_good_as_torch(group_sum, group_sum_reference, y, group_sizes, None, 1, None, floor=few)
 
@@ -130,7 +131,7 @@ def test_gradcheck():
     x, w, _, group_sizes = make("cpu", [3, 0, 4], 5, 6, torch.float64, tail=1)
     bias = torch.randn(3, 6, dtype=torch.float64)
     inputs = [t.requires_grad_() for t in (x, w, bias)]
-    assert torch.autograd.gradcheck(lambda x, w, bias: gmm(x, w, group_sizes, bias), inputs)
+    assert torch.autograd.gradcheck(lambda x, w, bias: gmm(x, w, group_sizes, bias=bias), inputs)
     assert torch.autograd.gradcheck(
         lambda x, w: gmm(x, w.mT, group_sizes), [x, transposed(w.detach()).mT.requires_grad_()]
     )
@@ -141,11 +142,12 @@ def test_opcheck(device):
     bias, order = torch.randn(3, 6, device=device), torch.randperm(7, device=device)
     ops = torch.ops.moe_aiter
     torch.library.opcheck(
-        ops.gmm.default, (x.requires_grad_(), w.requires_grad_(), group_sizes, bias.requires_grad_())
+        ops.gmm.default,
+        (x.requires_grad_(), w.requires_grad_(), group_sizes, bias.requires_grad_(), torch.float32, [], 0),
     )
     torch.library.opcheck(ops.tgmm.default, (x.detach(), y, group_sizes, order, 1, True))
     torch.library.opcheck(
-        ops.tgmm_accumulate.default,
+        ops.tgmm_into.default,
         (torch.zeros(3, 5, 6, device=device), x.detach(), y, group_sizes, None, 1),
     )
     torch.library.opcheck(ops.group_sum.default, (y, group_sizes, order, 1, torch.rand(7, device=device)))
@@ -191,30 +193,34 @@ def test_triton_is_what_ran(device):
 
 BAD = {
     "x is not a matrix": (
-        dict(x=torch.zeros(2, 3, 4)),
+        dict(lhs=torch.zeros(2, 3, 4)),
         ValueError,
-        r"x must be \(M, K\), but it has shape \(2, 3, 4\)",
+        r"lhs must be \(M, K\), but it has shape \(2, 3, 4\)",
     ),
-    "inner sizes": (dict(w=torch.zeros(2, 32, 6)), ValueError, r"x is \(M, K=4\) but w is \(G, K=32, N\)"),
+    "inner sizes": (
+        dict(rhs=torch.zeros(2, 32, 6)),
+        ValueError,
+        r"lhs is \(M, K=4\) but rhs is \(G, K=32, N\)",
+    ),
     "number of groups": (
         dict(group_sizes=torch.ones(3, dtype=torch.int32)),
         ValueError,
-        r"group_sizes is \(3,\) but w is \(G=2",
+        r"group_sizes is \(3,\) but rhs is \(G=2",
     ),
     "dtypes": (
-        dict(w=torch.zeros(2, 4, 6, dtype=torch.float16)),
+        dict(rhs=torch.zeros(2, 4, 6, dtype=torch.float16)),
         TypeError,
-        "x is torch.float32 but w is torch.float16",
+        "lhs is torch.float32 but rhs is torch.float16",
     ),
-    "integers": (dict(x=torch.zeros(5, 4, dtype=torch.int32)), TypeError, "x must be float16"),
+    "integers": (dict(lhs=torch.zeros(5, 4, dtype=torch.int32)), TypeError, "lhs must be float16"),
     "float sizes": (
         dict(group_sizes=torch.ones(2)),
         TypeError,
         "group_sizes must be int32 or int64, not torch.float32",
     ),
     "bias shape": (dict(bias=torch.zeros(6)), ValueError, r"bias must be floating \(G=2, N=6\)"),
-    "device": (dict(w=torch.zeros(2, 4, 6, device="meta")), ValueError, "x is on cpu but w is on meta"),
-    "not a tensor": (dict(x=[[1.0]]), TypeError, "x must be a tensor, not list"),
+    "device": (dict(rhs=torch.zeros(2, 4, 6, device="meta")), ValueError, "lhs is on cpu but rhs is on meta"),
+    "not a tensor": (dict(lhs=[[1.0]]), TypeError, "lhs must be a tensor, not list"),
     "sizes are a list": (dict(group_sizes=[2, 3]), TypeError, "group_sizes must be a tensor, not list"),
     "bias is a list": (dict(bias=[1.0]), TypeError, "bias must be a tensor or None, not list"),
 }
@@ -223,8 +229,8 @@ BAD = {
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
 def test_bad_input_is_named(change, kind, message):
     good = dict(
-        x=torch.zeros(5, 4),
-        w=torch.zeros(2, 4, 6),
+        lhs=torch.zeros(5, 4),
+        rhs=torch.zeros(2, 4, 6),
         group_sizes=torch.tensor([2, 3], dtype=torch.int32),
         bias=None,
     )

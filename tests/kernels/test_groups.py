@@ -8,9 +8,10 @@ import torch
 from moe_aiter.kernels._expert_inputs import ExpertInputs
 from moe_aiter.kernels.expert_down import expert_down_grad_op
 from moe_aiter.kernels.experts import by_layer, expert_mlp
+from moe_aiter.kernels.group_sum import group_sum
 from moe_aiter.kernels.permute import permute, row_dots, unpermute
 from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.tgmm import group_sum, tgmm, tgmm_accumulate
+from moe_aiter.kernels.tgmm import tgmm, tgmm_accumulate
 
 T, H, CHANNELS, E = 6, 4, 3, 3
 

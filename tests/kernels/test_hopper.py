@@ -19,7 +19,7 @@ from moe_aiter.kernels.experts import expert_mlp
 from moe_aiter.kernels.gmm import gmm_op, gmm_reference
 from moe_aiter.kernels.hopper import MAX_GROUPS, is_hopper
 from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.tgmm import tgmm_accumulate_op, tgmm_op, tgmm_reference
+from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_reference
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 
 CUDA = torch.device("cuda", 0)
@@ -141,7 +141,7 @@ def test_tgmm_accumulates(K, N, dtype, columns_first):
 
     def add(before, x, y):
         out = before.clone()
-        tgmm_accumulate_op(out.mT if columns_first else out, x, y, sizes, order, TOP_K)
+        tgmm_into_op(out.mT if columns_first else out, x, y, sizes, order, TOP_K)
         return out
 
     def reference(before, x, y):

@@ -1,6 +1,15 @@
-"""AITER's names: `aiter` in an import becomes `moe_aiter.compat.aiter`."""
+"""AITER's names: replace `aiter` by `moe_aiter.compat.aiter` in an import.  The real one stays as it is."""
 
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.grouped_gemm import grouped_gemm
 from .ops.deepgemm import deepgemm
 from .ops.shuffle import shuffle_weight, unshuffle_weight
 
-__all__ = ["deepgemm", "shuffle_weight", "unshuffle_weight"]
+__all__ = ["deepgemm", "gelu", "grouped_gemm", "shuffle_weight", "unshuffle_weight"]
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """GELU by the error function, or by its approximation with "tanh"."""
+    return F.gelu(input, approximate=approximate)

@@ -9,7 +9,7 @@ are multiples of 16 bytes; K a multiple of 64, where a part of a block would mee
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,10 +70,18 @@ def stacked(w: Tensor) -> bool:
     return row >= w.shape[2] and (group % row == 0 or w.shape[0] == 1)
 
 
-def fits_gmm(x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> bool:
+def fits_gmm(
+    x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
+    dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0,
+) -> bool:  # fmt: skip
     N = w.shape[2]
     w = w if w.stride(2) == 1 else w.mT
-    return by_tma(x, w) and stacked(w) and few(w) and x.shape[1] % BLOCK_K == 0 and N % 8 == 0
+    fit = by_tma(x, w) and stacked(w) and few(w) and x.shape[1] % BLOCK_K == 0 and N % 8 == 0
+    return fit and dtype in (None, x.dtype) and not tile
+
+
+def fits_gmm_into(x, w, group_sizes, bias, tile, programs, out) -> bool:
+    return fits_gmm(x, w, group_sizes, bias, out.dtype, tile) and by_tma(out)
 
 
 def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
@@ -90,12 +98,21 @@ def fits_down_grad(
     return fit and K % BLOCK_K == 0 and N % 64 == 0
 
 
-def fits_tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, *_) -> bool:
+def fits_tgmm(x: Tensor, y: Tensor, *_) -> bool:
     return by_tma(x, y) and small(x)
 
 
+def fits_tgmm_into(
+    x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs, out
+) -> bool:  # fmt: skip
+    plain = out.dtype == x.dtype and (by_tma(out) or by_tma(out.mT)) and out.stride(0) % 8 == 0
+    return fits_tgmm(x, y) and not tile and (accumulate or plain)
+
+
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
+launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
 launch_expert_up = implementation("expert_up", "launch_expert_up", fits_expert_up)
 launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_down_grad)
 launch_tgmm = implementation("tgmm", "launch_tgmm", fits_tgmm)
-launch_tgmm_accumulate = implementation("tgmm", "launch_tgmm_accumulate", fits_tgmm)
+launch_tgmm_sums = implementation("tgmm", "launch_tgmm_sums", fits_tgmm)
+launch_tgmm_into = implementation("tgmm", "launch_tgmm_into", fits_tgmm_into)

@@ -1,5 +1,8 @@
 """Grouped matmul on Hopper; see ../gmm.py."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from ... import tuning
@@ -31,6 +34,7 @@ def gmm_kernel(
     G,
     N,
     K,
+    ZERO_REST: gl.constexpr,
     LAYOUT: gl.constexpr,
     BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -51,8 +55,14 @@ def gmm_kernel(
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
-            (gmm_consumer, (0, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES)),
-            (gmm_consumer, (1, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES)),
+            (
+                gmm_consumer,
+                (0, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES, ZERO_REST),
+            ),
+            (
+                gmm_consumer,
+                (1, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES, ZERO_REST),
+            ),
             (produce, (x_desc, weights, ring, tiles, groups, places)),
         ],
         [4, 4],
@@ -72,6 +82,7 @@ def gmm_consumer(
     bias_ptr,
     BLOCK_M: gl.constexpr,
     STORES: gl.constexpr,
+    ZERO_REST: gl.constexpr,
 ):
     HALF: gl.constexpr = BLOCK_M // 2
     WIDTH: gl.constexpr = weights.BLOCK_N // STORES
@@ -80,6 +91,8 @@ def gmm_consumer(
         group, row, end, tile_n = places.get(n)
         acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, None)
         biased = tiles.used(group, weights.N)  # columns
+        if not ZERO_REST:
+            end = gl.where(group < tiles.G, end, row)  # so TMA clips the rows in no group, which stay
         parts = blocks(acc, STORES)
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH
@@ -94,7 +107,10 @@ def gmm_consumer(
 # launcher
 
 
-def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
+def launch_gmm(
+    out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
+    dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0, zero_rest: bool = True,
+) -> None:  # fmt: skip
     (M, K), (G, _, N) = x.shape, w.shape
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
@@ -103,7 +119,7 @@ def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Ten
     flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
     c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
     c = beside_groups(c, c.block_m * c.store_n, G)
-    programs = num_programs(x)
+    programs = programs or num_programs(x)
     gmm_kernel[(programs,)](
         descriptor(x, c.block_m, c.block_k),
         descriptor(flat, *((c.block_n, c.block_k) if rows else (c.block_k, c.block_n))),
@@ -111,6 +127,10 @@ def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Ten
         None if bias is None else bias.contiguous(),
         ragged_descriptor(out, c.block_m // 2, c.store_n),
         group_sizes.contiguous(), M, G, N, K,
-        LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
+        ZERO_REST=zero_rest, LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
+
+
+def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs) -> None:
+    launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)

@@ -1,6 +1,7 @@
 """Transposed grouped matmul on Hopper: the gradients of weights; see ../tgmm.py."""
 
 from ... import tuning
+from ..group_sum import launch_group_sum
 from ._gluon import (
     Number,
     aggregate,
@@ -272,28 +273,42 @@ def tgmm_kernel(
 # launcher
 
 
-def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False) -> None:
-    """`out` is (G, K, N), or (G, N, K) with `columns_first`; to accumulate, always (G, K, N)."""
-    G, K, N = group_sizes.shape[0], x.shape[1], y.shape[1]
+def launch_tgmm_into(
+    out, x, y, group_sizes, order, top_k,
+    accumulate=True, sums=None, sums_of_y=False, tile=(), programs=0,
+) -> None:  # fmt: skip
+    G, K, N = out.shape
     # a tile of out[g] (K, N), and block_k rows at a time; what is added to takes registers as well
     op = "hopper_tgmm_accumulate" if accumulate else "hopper_tgmm"
     c = tuning.lookup(op, x.dtype, y.shape[0], N, K, G)
     half, width = c.block_m // 2, c.store_n
+    columns_first = out.stride(2) != 1
+    stored = out.mT if columns_first else out
     y_desc = ragged_descriptor(y, c.block_k, c.block_n)
     out_desc = (
-        y_desc if accumulate else descriptor(out, 1, *((width, half) if columns_first else (half, width)))
+        y_desc if accumulate else descriptor(stored, 1, *((width, half) if columns_first else (half, width)))
     )
-    programs = num_programs(x)
+    programs = programs if programs > 0 else num_programs(x)
     tgmm_kernel[(programs,)](
         x, None if order is None else order.contiguous(), y_desc, out_desc, out, group_sizes.contiguous(),
         y.shape[0], G, K // 8, N, x.stride(0) // 8, out.stride(),
-        COLUMNS_FIRST=columns_first, ACCUMULATE=accumulate, TOP_K=top_k,
+        COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate, TOP_K=top_k,
         BLOCK_G=block_g(G), RANKED=G <= MAX_RANKED,
         A_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_m),
         FLAT=shared_layout(x.dtype, c.block_k, c.block_n),
         STORES=c.block_n // c.store_n, PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
+    if sums is not None:  # its consumers have no registers left for them
+        summed = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
+        launch_group_sum(sums, *summed, None)
 
 
-def launch_tgmm_accumulate(out, x, y, group_sizes, order, top_k) -> None:
-    launch_tgmm(out, x, y, group_sizes, order, top_k, False, accumulate=True)
+def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first) -> None:
+    """`out` is (G, K, N), or (G, N, K) with `columns_first`."""
+    launch_tgmm_into(out.mT if columns_first else out, x, y, group_sizes, order, top_k, accumulate=False)
+
+
+def launch_tgmm_sums(outs, x, y, group_sizes, columns_first) -> None:
+    out, sums = outs
+    launch_tgmm(out, x, y, group_sizes, None, 1, columns_first)
+    launch_group_sum(sums, y, group_sizes, None, 1, None)

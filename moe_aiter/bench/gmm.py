@@ -1,0 +1,252 @@
+"""`moe-aiter bench gmm`: grouped products beside torch's and AITER's: each is checked, then timed.
+
+gmm     out[s:e] = x[s:e] @ w[g]       forward
+ptgmm   dw[g] = x[s:e].T @ dout[s:e]   the weights' gradient; nptgmm the same by a program for each tile
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..backend import IMPLS, ORDER, runs, use
+from ..kernels.gmm import gmm
+from ..kernels.ptgmm import nptgmm, ptgmm
+from .contender import PEER_ERRORS
+from .layer import FLOOR, REPS, SLACK, append, columns, provenance
+from .memory import hand_back
+from .shapes import SHAPES
+from .timing import WARMUP, Times, l2_flush, recorded, summary, turns
+
+UNUSED = 0.1  # of the groups, as in AITER's benchmark
+OPS = ("gmm", "ptgmm")
+FIELDS = [
+    *("date", "commit", "device", "torch", "triton", "dtype", "op", "layout", "shape", "m", "k", "n", "g"),
+    *("contender", "ms", "p20", "p80", "tflops", "error", "torch_error"),
+]
+Size = tuple[int, int, int, int]  # M rows, K in, N out, G groups
+AITER = {
+    "deepseek-v2-16b": (49152, 1408, 2048, 64),
+    "deepseek-v2-16b-8": (3145728, 2048, 1408, 8),
+    "deepseek-v2-16b-64": (393216, 2048, 1408, 64),
+    "mixtral-8x22b-up": (32768, 6144, 16384, 8),
+    "mixtral-8x22b-down": (32768, 16384, 6144, 8),
+    "odd": (267424, 1280, 2560, 32),
+}
+
+
+def ours() -> Iterator[tuple[str, Size]]:
+    """Both products of the layers that `bench layer` measures by default."""
+    for name in "ABCDE":
+        T, H, width, E, k = SHAPES[name].sizes
+        yield f"{name}-up", (T * k, H, 2 * width, E)
+        yield f"{name}-down", (T * k, width, H, E)
+
+
+SIZES = AITER | dict(ours()) | {"cpu": (8192, 512, 512, 32), "toy": (50, 16, 24, 5)}
+DEFAULT = {"cuda": [name for name in SIZES if name not in ("cpu", "toy")], "cpu": ["cpu"]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", nargs="+", choices=SIZES, metavar="NAME", help=f"of {', '.join(SIZES)}; default all"
+    )
+    parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="default both")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--transposed",
+        action="store_true",
+        help="weights as (G, N, K), and the first operand of ptgmm as (K, M)",
+    )
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these")
+
+
+@dataclasses.dataclass
+class Product:
+    """The operands that all contenders share; a round renews the rows and how they are grouped."""
+
+    op: str
+    x: Tensor  # (M, K), for ptgmm perhaps a view of (K, M)
+    other: Tensor  # w (G, K, N), or dout (M, N)
+    group_sizes: Tensor  # (G,) int32
+    ends: Tensor  # (G,) int32, their running sum
+
+    def renew(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        G = len(self.group_sizes)
+        used = (torch.rand(G) >= UNUSED).nonzero().flatten()
+        used = used if len(used) else torch.zeros(1, dtype=torch.int64)
+        groups = used[torch.randint(len(used), (len(self.x),))]
+        self.group_sizes.copy_(torch.bincount(groups, minlength=G))
+        self.ends.copy_(self.group_sizes.cumsum(0))
+        self.x.normal_()
+
+    def exact(self, g: int, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """What the group's part of the result should be, computed in `dtype`."""
+        x, other = self.x[start:end].to(dtype), self.other
+        return x @ other[g].to(dtype) if self.op == "gmm" else x.T @ other[start:end].to(dtype)
+
+
+def new_product(op: str, size: Size, dtype: torch.dtype, device: torch.device, transposed: bool) -> Product:
+    M, K, N, G = size
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    if op == "gmm":
+        w = normal(G, N, K).mT if transposed else normal(G, K, N)
+        x, other = normal(M, K), w.mul_(K**-0.5)
+    else:
+        x, other = normal(K, M).T if transposed else normal(M, K), normal(M, N)
+    sizes, ends = (torch.zeros(G, dtype=torch.int32, device=device) for _ in range(2))
+    product = Product(op, x, other, sizes, ends)
+    product.renew(0)
+    return product
+
+
+@dataclasses.dataclass
+class Runner:
+    """One of those who are measured."""
+
+    name: str
+    run: Callable[[], Tensor]
+    ours: bool = False
+
+
+def runners(p: Product) -> Iterator[Runner]:
+    """Ours by each implementation here but the reference on a GPU, then torch's and AITER's."""
+    variants = {"gmm": gmm} if p.op == "gmm" else {"ptgmm": ptgmm, "nptgmm": nptgmm}
+    lhs = p.x if p.op == "gmm" else p.x.T
+    for backend in implementations(p):
+        for name, fn in variants.items():
+            yield Runner(f"moe_aiter {name}, {backend}", functools.partial(forced, backend, fn, lhs, p), True)
+    yield Runner("torch grouped_mm", lambda: torch._grouped_mm(lhs, p.other, offs=p.ends))
+    try:
+        theirs = __import__("aiter.ops.triton.gmm", fromlist=list(variants))
+    except PEER_ERRORS as error:
+        print(f"left out: AITER: {type(error).__name__}: {error}")
+        return
+    for name in variants:
+        fn = getattr(theirs, name)
+        how = {"preferred_element_type": p.x.dtype}
+        yield Runner(f"aiter {name}", functools.partial(fn, lhs, p.other, p.group_sizes, **how))
+
+
+def implementations(p: Product) -> list[str]:
+    """The backends that run this product here."""
+    device = p.x.device.type
+    inputs = (p.x, p.other, p.group_sizes, None)
+    op = "gmm" if p.op == "gmm" else "tgmm"
+    there = [b for b in ORDER[device] if b in IMPLS[op] and (b != "torch" or device == "cpu")]
+    return [b for b in there if runs(IMPLS[op][b], *inputs, *(() if op == "gmm" else (1, False)))]
+
+
+def forced(backend: str, fn: Callable, lhs: Tensor, p: Product) -> Tensor:
+    with use(backend), torch.no_grad():
+        return fn(lhs, p.other, p.group_sizes)
+
+
+def check(runner: Runner, p: Product) -> tuple[float, float]:
+    """Its relative distance from float64, and that of plain torch, group by group, in the Frobenius norm."""
+    out = runner.run()
+    ends = [0, *p.ends.tolist()]
+    squares = torch.zeros(3, dtype=torch.float64, device=p.x.device)  # ours, torch's and the truth's
+    for g, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        if start == end and p.op == "gmm":
+            continue
+        truth = p.exact(g, start, end, torch.float64)
+        got = out[start:end] if p.op == "gmm" else out[g]
+        if start == end:  # torch and AITER leave such a plane as they find it
+            got = got if runner.ours else torch.zeros_like(got)
+        parts = got.double() - truth, p.exact(g, start, end, p.x.dtype).double() - truth, truth
+        squares += torch.stack([part.square().sum() for part in parts])
+    error, torch_error, norm = squares.sqrt().tolist()
+    return error / max(norm, 1e-30), torch_error / max(norm, 1e-30)
+
+
+def time_all(field: list[Runner], p: Product, reps: int) -> list[Times]:
+    """Milliseconds of each, in turn, with other rows in each round and nothing in the L2 cache."""
+    flush = l2_flush(p.x.device) if p.x.is_cuda else hand_back
+    samples: list[list[float]] = [[] for _ in field]
+    for round in range(WARMUP + reps):
+        p.renew(round)
+        marks = []
+        for turn in turns(len(field), round):
+            flush()
+            start = mark(p.x.device)
+            field[turn].run()
+            marks.append((turn, start, mark(p.x.device)))
+        if p.x.is_cuda:
+            torch.cuda.synchronize()
+        for turn, start, end in marks if round >= WARMUP else ():
+            samples[turn].append(start.elapsed_time(end) if p.x.is_cuda else end - start)
+    return [summary(s) for s in samples]
+
+
+def mark(device: torch.device):
+    return recorded() if device.type == "cuda" else 1e3 * time.perf_counter()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every product asked for; 1 if one of our own contenders was not as good as torch."""
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        return refuse("there is no GPU that torch can use")
+    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
+        return refuse(f"{args.out} has other columns: {columns(args.out)}")
+    if args.out:
+        append(args.out, [], FIELDS)  # a place that cannot be written shows now, not after the measurement
+    dtype, device = getattr(torch, args.dtype), torch.device(kind)
+    where = provenance(device, args.dtype, args.commit)
+    print(", ".join(f"{k} {v}" for k, v in where.items()))
+    wrong = False
+    for name in args.shape or DEFAULT[kind]:
+        for op in args.op:
+            product = new_product(op, SIZES[name], dtype, device, args.transposed)
+            print(f"\n{op} {name}: M, K, N, G = {', '.join(map(str, SIZES[name]))}")
+            field = [r for r in runners(product) if not args.only or any(w in r.name for w in args.only)]
+            if not field:
+                return refuse(f"--only: no contender matches {', '.join(args.only)}")
+            layout = "transposed" if args.transposed else "plain"
+            about = where | {"op": op, "layout": layout, "shape": name}
+            about |= dict(zip("mkng", SIZES[name], strict=True))
+            rows, refused = bench_field(field, product, args.reps or REPS[kind], SIZES[name])
+            wrong = wrong or refused
+            if args.out:
+                append(args.out, [about | row for row in rows], FIELDS)
+            del product, field
+    return int(wrong)
+
+
+def refuse(mistake: str) -> int:
+    print(f"moe-aiter bench gmm: error: {mistake}", file=sys.stderr)
+    return 2
+
+
+def bench_field(field: list[Runner], p: Product, reps: int, size: Size) -> tuple[list[dict], bool]:
+    """A row and a line for each contender that is as good as torch, and whether one of ours is not."""
+    rows, passed, wrong = [], [], False
+    for runner in field:
+        try:
+            error, torch_error = check(runner, p)
+        except PEER_ERRORS as mistake:
+            if runner.ours:
+                raise
+            print(f"{runner.name} cannot run here: {mistake}")
+            continue
+        if error <= SLACK * torch_error + FLOOR:
+            passed.append(runner)
+            rows.append({"contender": runner.name, "error": error, "torch_error": torch_error})
+        else:
+            print(f"{runner.name}: refused, its error is {error:.1e}, torch's {torch_error:.1e}")
+            wrong = wrong or runner.ours
+    M, K, N, _ = size
+    for row, t in zip(rows, time_all(passed, p, reps), strict=True):
+        row |= {"ms": t.median, "p20": t.p20, "p80": t.p80, "tflops": 2e-9 * M * K * N / t.median}
+        print(f"{row['contender']:<32} {t.median:9.3f} ms {row['tflops']:8.2f} TFLOP/s {row['error']:9.1e}")
+    return rows, wrong
