@@ -17,6 +17,8 @@ from moe_aiter.kernels.gmm import launch_gmm
 from moe_aiter.kernels.permute import launch_permute, launch_row_dots, launch_unpermute
 from moe_aiter.kernels.route import launch_route
 from moe_aiter.kernels.route_grad import launch_route_backward
+from moe_aiter.kernels.segment_gmm import launch_segment_gmm
+from moe_aiter.kernels.segment_tgmm import launch_segment_tgmm
 from moe_aiter.kernels.sort import launch_sort
 from moe_aiter.kernels.tgmm import launch_group_sum, launch_tgmm, launch_tgmm_accumulate
 from moe_aiter.kernels.topk import launch_topk
@@ -107,14 +109,37 @@ def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
     )  # fmt: skip
 
 
+def run_segment_gmm(s, dtype=None, indices=True, segments=E):
+    """With lengths and indices, or neither."""
+    dtype = s.dtype if dtype is None else dtype
+    x, w = new(s.rows, s.k, dtype=dtype), new(E, s.n, s.k, dtype=dtype).mT
+    plan = (ints(segments), None, ints(segments)) if indices else (None, ints(segments + 1), None)
+    launch_segment_gmm(s.new(s.rows, s.n), x, w, *plan)
+
+
+def run_segment_expand(s, **kwargs):
+    run_segment_gmm(dataclasses.replace(s, k=min(s.k, 64)), **kwargs)
+
+
+def run_segment_tgmm(s, columns_first=False):
+    out = s.new(E, s.n, s.k) if columns_first else s.new(E, s.k, s.n)
+    plan = ints(2 * E), None, ints(2 * E)
+    launch_segment_tgmm(out, s.new(s.rows, s.k), s.new(s.rows, s.n), *plan, E, columns_first)
+
+
 TUNED = {
     "gmm": run_gmm,
     "tgmm": run_tgmm,
     "tgmm_gather": run_tgmm_gather,
     "up": run_up,
     "down_grad": run_down_grad,
+    "segment_gmm": run_segment_gmm,
+    "segment_expand": run_segment_expand,
+    "segment_tgmm": run_segment_tgmm,
 }
 MATRIX_KERNELS = {"gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_grad_kernel"}
+# these have small tiles as well, for which the older instruction is the only one
+SEGMENT_KERNELS = {"segment_gmm_kernel", "segment_expand_kernel", "segment_tgmm_kernel"}
 
 # The others, and the variants of these.  Name -> a function that calls a launcher.
 
@@ -180,6 +205,7 @@ def run_group_sum(scaled):
     )
 
 
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = Shape()
 ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
 ODD = Shape(rows=1000, n=2 * 331, k=333)  # masked loads of single elements: may spill, must compile
@@ -227,6 +253,17 @@ CASES: dict[str, Callable[[], None]] = {
     "down_grad swiglu_oai": lambda: run_down_grad(BF16, activation="swiglu_oai", interleaved=True),
     "down_grad relu2 frozen": lambda: run_down_grad(BF16, activation="relu2", need_a=False),
     "down_grad geglu odd": lambda: run_down_grad(ODD, activation="geglu"),
+    "segment to a rank": lambda: run_segment_gmm(Shape(4096, 16, 4096), segments=64),
+    "segment from a rank": lambda: run_segment_gmm(Shape(4096, 4096, 16), segments=64),
+    "segment decode": lambda: run_segment_gmm(Shape(256, 64, 4096), indices=False, segments=256),
+    "segment decode back": lambda: run_segment_gmm(Shape(256, 4096, 64), indices=False, segments=256),
+    "segment dense": lambda: run_segment_gmm(Shape(8000, 4096, 4096), segments=8),
+    "segment odd": lambda: run_segment_gmm(ODD),
+    "segment odd, short": lambda: run_segment_gmm(dataclasses.replace(ODD, k=21)),
+    "segment tgmm columns first": lambda: run_segment_tgmm(Shape(4096, 4096, 16), columns_first=True),
+    "segment tgmm odd": lambda: run_segment_tgmm(ODD),
+    **{f"segment {dtype}": lambda dtype=dtype: run_segment_gmm(BF16, dtype) for dtype in FP8},
+    **{f"segment short {dtype}": lambda dtype=dtype: run_segment_expand(BF16, dtype=dtype) for dtype in FP8},
 }
 
 
@@ -246,8 +283,12 @@ def check(target, launches, spills=False):
         assert launch.shared_bytes <= target.shared_bytes, f"{launch.kernel}: {launch.shared_bytes} bytes"
 
 
-def has_matrix_instruction(target, launches):
-    return all(target.matrix in launch.assembly for launch in launches if launch.kernel in MATRIX_KERNELS)
+def has_matrix_instruction(target, launches, small=True):
+    """In each product; `small` if it may be the one for tiles of less than 64 rows."""
+    usual = {target.matrix}
+    allowed = dict.fromkeys(MATRIX_KERNELS, usual)
+    allowed |= dict.fromkeys(SEGMENT_KERNELS, usual | ({"mma.sync"} if small else set()))
+    return all(any(i in launch.assembly for i in allowed.get(launch.kernel, {""})) for launch in launches)
 
 
 @pytest.mark.parametrize("target, row", list(table_cases()))
@@ -261,7 +302,7 @@ def test_table_row(target, row):
         assert tuning.lookup(op, dtype, shape.rows, shape.n, shape.k, E) == row.config
         TUNED[op](shape)
     check(target, launches)
-    assert bits != 16 or has_matrix_instruction(target, launches)
+    assert bits != 16 or has_matrix_instruction(target, launches, small=row.config.block_m < 64)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -281,4 +322,4 @@ def test_every_kernel_has_a_case():
             case()
     compiled = {launch.kernel for launch in launches}
     assert written <= compiled
-    assert compiled >= MATRIX_KERNELS
+    assert compiled >= MATRIX_KERNELS | SEGMENT_KERNELS

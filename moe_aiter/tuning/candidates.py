@@ -47,12 +47,16 @@ WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
     Config(128, 256, 64, 1, 8, 3), Config(128, 128, 64, 8, 4, 3), Config(64, 128, 64, 8, 4, 4),
 )  # fmt: skip
+SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
 PORTABLE = {
     "up": WIDE,
     "gmm": WIDE,
     "down_grad": tuple(c for c in WIDE if c.num_stages == 3 or c.block_m == 64),
     "tgmm": tuple(Config(128, 256, 64, group, 8, 3) for group in (1, 8, 16)),
     "tgmm_gather": tuple(Config(128, 256, 64, group, 8, 5) for group in (1, 4, 8, 16)),
+    "segment_gmm": (*SEGMENT, *WIDE[:2]),
+    "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
+    "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3), Config(64, 64, 32, 8, 4, 4)),
 }
 OPS = (*PORTABLE, *HOPPER_TILES)
 

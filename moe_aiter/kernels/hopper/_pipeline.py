@@ -126,10 +126,25 @@ class Weights:
 
 
 @gluon.jit
-def produce(x_desc, weights, ring, tiles):
+def weight_of(group, numbers_ptr, W):
+    """The weight of a group: its own number, or what numbers_ptr (G,) says; -1 where that is none of W.
+
+    Before the first weight TMA finds nothing but zeros.
+    """
+    if numbers_ptr is not None:
+        number = gl.load(numbers_ptr + group)
+        out = gl.where((number >= 0) & (number < W), number, -1).to(gl.int32)
+    else:
+        out = group
+    return out
+
+
+@gluon.jit
+def produce(x_desc, weights, numbers_ptr, W, ring, tiles):
     """Fetch contiguous rows and weights, tile after tile."""
     i = 0
     group, row, _ = tiles.peek(gl.program_id(0))
+    weight = weight_of(group, numbers_ptr, W)
     for tile in range(gl.program_id(0), tiles.rows * tiles.columns, tiles.PROGRAMS):
         _, tile_n = tiles.place(tile)
         next_group, next_row, _ = tiles.peek(tile + tiles.PROGRAMS)
@@ -138,9 +153,10 @@ def produce(x_desc, weights, ring, tiles):
             ready = ring.ready.index(i % ring.STAGES)
             mbarrier.expect(ready, x_desc.block_type.nbytes + weights.desc.block_type.nbytes)
             tma_load(x_desc, [row, k], ready, ring.a.index(i % ring.STAGES))
-            weights.load(ring, i, group, tile_n, k)
+            weights.load(ring, i, weight, tile_n, k)
             i += 1
-        group, row = next_group, next_row
+        row = next_row
+        weight = weight_of(next_group, numbers_ptr, W)  # last: the consumers have enough to do meanwhile
 
 
 @gluon.jit

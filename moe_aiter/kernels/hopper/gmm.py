@@ -22,12 +22,14 @@ from ._schedule import all_tiles, make_schedule
 @jit_kernel
 def gmm_kernel(
     x_desc,  # (M, K)
-    w_desc,  # the weights of G groups, (N, K), that many rows apart
+    w_desc,  # W weights (N, K), that many rows apart
     group_rows,
+    numbers_ptr,  # (G,) the weight of each group, or None
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
     schedule_ptr,
     G,
+    W,
     N,
     K,
     LAYOUT: gl.constexpr,
@@ -49,7 +51,7 @@ def gmm_kernel(
         [
             (gmm_consumer, (0, weights, ring, tiles, out, out_desc, bias_ptr, BLOCK_M, STORES)),
             (gmm_consumer, (1, weights, ring, tiles, out, out_desc, bias_ptr, BLOCK_M, STORES)),
-            (produce, (x_desc, weights, ring, tiles)),
+            (produce, (x_desc, weights, numbers_ptr, W, ring, tiles)),
         ],
         [4, 4],
         [232, 40],
@@ -91,23 +93,36 @@ def gmm_consumer(
 # launcher
 
 
-def launch_gmm(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
-    (M, K), (G, _, N) = x.shape, w.shape
+def launch_gmm(
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None,
+    numbers: Tensor | None = None,
+    zero_rest: bool = True,
+) -> None:
+    """With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
+
+    Rows past the groups become zeros, or without `zero_rest` stay as they are.
+    """
+    (M, K), (W, _, N), G = x.shape, w.shape, group_sizes.shape[0]
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
     row, group_rows = matrices.stride(1), matrices.stride(0) // matrices.stride(1)
-    height = (G - 1) * group_rows + matrices.shape[1]
+    height = (W - 1) * group_rows + matrices.shape[1]
     flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
     c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
-    schedule = make_schedule(group_sizes, M, c.block_m, out)
+    schedule = make_schedule(group_sizes, M, c.block_m, *([out] if zero_rest else []))
     programs = num_programs(x)
     gmm_kernel[(programs,)](
         descriptor(x, c.block_m, c.block_k),
         descriptor(flat, *((c.block_n, c.block_k) if rows else (c.block_k, c.block_n))),
         group_rows,
+        None if numbers is None else numbers.contiguous(),
         None if bias is None else bias.contiguous(),
         ragged_descriptor(out, c.block_m // 2, c.store_n),
-        schedule, G, N, K,
+        schedule, G, W, N, K,
         LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
         PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
