@@ -11,10 +11,19 @@ from .backend import register_kernel, use
 from .kernels.experts import expert_mlp
 from .kernels.glu import glu
 from .kernels.gmm import gmm
+from .kernels.segment_gmm import segment_gmm
 from .kernels.sort import sort_by_expert
 from .kernels.tgmm import tgmm
 from .kernels.topk import topk
-from .layers import Experts, MoE, MoERouting, OptimizedMoELayer
+from .layers import (
+    Experts,
+    LoRAExperts,
+    LoRALinear,
+    MoE,
+    MoERouting,
+    OptimizedMoELayer,
+    SegmentGEMMWrapper,
+)
 from .routing import (
     LoadStatistics,
     RoutePlan,
@@ -32,6 +41,8 @@ from .routing import (
 
 __all__ = [
     "Experts",
+    "LoRAExperts",
+    "LoRALinear",
     "LoadStatistics",
     "MoE",
     "MoERouting",
@@ -39,6 +50,7 @@ __all__ = [
     "RoutePlan",
     "Router",
     "Routing",
+    "SegmentGEMMWrapper",
     "attach_loss",
     "expert_mlp",
     "glu",
@@ -49,6 +61,7 @@ __all__ = [
     "permute",
     "register_kernel",
     "route",
+    "segment_gmm",
     "sort_by_expert",
     "tgmm",
     "topk",

@@ -262,9 +262,12 @@ CASES: dict[str, Callable[[], None]] = {
     "segment odd, short": lambda: run_segment_gmm(dataclasses.replace(ODD, k=21)),
     "segment tgmm columns first": lambda: run_segment_tgmm(Shape(4096, 4096, 16), columns_first=True),
     "segment tgmm odd": lambda: run_segment_tgmm(ODD),
+}
+FP8_CASES = {
     **{f"segment {dtype}": lambda dtype=dtype: run_segment_gmm(BF16, dtype) for dtype in FP8},
     **{f"segment short {dtype}": lambda dtype=dtype: run_segment_expand(BF16, dtype=dtype) for dtype in FP8},
 }
+CASES |= FP8_CASES
 
 
 def table_cases():
@@ -308,6 +311,8 @@ def test_table_row(target, row):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_case(target, case):
+    if case in FP8_CASES and "e4m3" in case and target == "sm_80":
+        pytest.skip("Triton has no float8_e4m3fn there, and the reference runs")
     target = TARGETS[target]
     with compiling_for(target) as launches:
         CASES[case]()

@@ -22,7 +22,7 @@ LEVELS = [
     ["routing"],
     ["layers"],
     ["training", "bench"],
-    ["cli"],
+    ["compat", "cli"],
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 EXTENSION = "_host"

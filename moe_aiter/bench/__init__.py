@@ -1,9 +1,10 @@
-"""`moe-aiter bench`: measure the layer beside its peers, and turn the figures into the README's tables.
+"""`moe-aiter bench`: measure the layer, and segment GEMM, beside peers; write the README's tables.
 
 The protocol is in benchmarks/README.md.
 """
 
 import argparse
+import importlib
 import pathlib
 
 from .shapes import GROUPS, SHAPES
@@ -12,7 +13,7 @@ CSV = pathlib.Path("benchmarks/results/layer.csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="layer | report")
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="layer | segment | report")
     layer = commands.add_parser("layer", help="time forward and step of the layer and its peers")
     layer.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
     names = (
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layer.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
     layer.add_argument("--commit", help="what is measured, where git cannot say")
+    segment = commands.add_parser("segment", help="time segment GEMM: LoRA, decoding, dense segments")
+    importlib.import_module(f"{__name__}.segment").add_arguments(segment)
     report = commands.add_parser("report", help="write the README's tables and plots from the figures")
     report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"default {CSV}")
     report.add_argument(
@@ -45,11 +48,15 @@ def count(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run one of the two commands; 0, or 1 when one of our own contenders was not as good as torch."""
+    """Run one of the commands; 0, or 1 when one of our own contenders was not as good as torch."""
     if args.bench == "report":
         from .report import update
 
         return update(args.csv, args.readme)
+    if args.bench == "segment":
+        from .segment import bench_segment
+
+        return bench_segment(args)
     from .layer import bench_layer
 
     return bench_layer(args)

@@ -28,10 +28,8 @@ def segment_sizes(lens: Tensor | None, indptr: Tensor | None) -> Tensor:
 
 def split_segments(x: Tensor, lens: Tensor | None, indptr: Tensor | None) -> tuple[Tensor, ...]:
     """The rows of each segment, and last those past them, as views; for references, as it synchronises."""
-    if indptr is None:
-        ends = lens.clamp(0, len(x)).long().cumsum(0)
-    else:
-        ends = indptr[1:].long()
+    # clamped before the sum as well, which could overflow
+    ends = lens.clamp(0, len(x)).long().cumsum(0) if indptr is None else indptr[1:]
     return x.tensor_split(ends.clamp(0, len(x)).tolist())
 
 

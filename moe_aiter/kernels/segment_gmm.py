@@ -8,6 +8,7 @@ program keeps its rows and walks over columns; else a program makes one tile, or
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -212,6 +213,13 @@ def check_segment_gmm_out(out, x, w, *segments):
     check_device(x=x, out=out)
 
 
+def fits_triton(x, *_) -> bool:
+    """Of float8, what Triton knows on this GPU."""
+    if x.dtype not in FP8 or not x.is_cuda or torch.version.hip is not None:
+        return x.is_cuda or x.dtype not in FP8
+    return x.dtype in (FP8[:2] if torch.cuda.get_device_capability(x.device) >= (8, 9) else FP8[1:2])
+
+
 @takes(*DTYPES)
 def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
     (M, N), (W, K, _), G = out.shape, w.shape, num_segments(lens, indptr)
@@ -225,7 +233,7 @@ def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
     tiles = max(triton.cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
     flags = {"INDPTR": indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": triton.next_power_of_2(G + 1)}
     options = tile_options(config)
-    if short:
+    if short:  # a program for some columns of a row tile
         width = min(max(tiles // (4 * ENOUGH), 1), 8) * config.block_n
         del options["GROUP_M"], options["NUM_DIES"]
         segment_expand_kernel[(tiles_m, triton.cdiv(N, width))](
@@ -259,7 +267,14 @@ def fits_hopper(x, w, lens, indptr, weight_indices) -> bool:
     return filled and hopper.launch_gmm.fits(x, w, lens, None)
 
 
+launch_segment_gmm.fits = fits_triton
 launch_on_hopper.takes, launch_on_hopper.fits = hopper.DTYPES, fits_hopper
+
+
+def untouched_rest(launch: Callable) -> Callable:
+    """The launcher that leaves the rows past the segments as they are."""
+    return functools.wraps(launch)(functools.partial(launch, zero_rest=False))
+
 
 # op
 
@@ -295,8 +310,8 @@ segment_gmm_out_op = define_inplace_op(
     check=check_segment_gmm_out,
     reference=fill_reference,
     check_values=lambda out, x, w, *segments: check_segment_values(len(x), segments),
-    triton=functools.partial(launch_segment_gmm, zero_rest=False),
-    hopper=functools.partial(launch_on_hopper, zero_rest=False),
+    triton=untouched_rest(launch_segment_gmm),
+    hopper=untouched_rest(launch_on_hopper),
 )
 
 
@@ -314,8 +329,8 @@ def segment_gmm(
 ) -> Tensor:
     """Multiply each segment of rows of `x` (M, K) by the matrix of `w` (W, K, N) it names; returns (M, N).
 
-    `lens` (B,) counts the rows of each segment, in order, or else `indptr` (B + 1,), which begins with 0, says
-    where they begin and the last one ends.  `weight_indices` (B,) is the number of each one's matrix, and may
+    `lens` (B,) counts the rows of each segment, in order, or else `indptr` (B + 1,), from 0 on, says where
+    they begin and the last one ends.  `weight_indices` (B,) is the number of each one's matrix, and may
     repeat; outside [0, W), usually -1, it stands for zeros.  Without it, segment i has matrix i and B = W.
     All are int32 or int64, on the device of `x`, and stay there.  Rows past the segments become zeros.
     Segments that are negative or reach past M are clamped.
@@ -325,9 +340,9 @@ def segment_gmm(
     bfloat16 for the four kinds of float8, which are multiplied as they are, without scales or gradients.
     `out` (M, N), contiguous, is overwritten where there are segments, and nowhere else; it has no gradient.
 
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, RuntimeError for `out` where
-    a gradient is asked for; with MOE_AITER_DEBUG=1 also ValueError for lengths that are negative or sum to
-    more than M, and for an indptr that does not begin with 0.
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, RuntimeError for `out` and
+    a gradient at once; with MOE_AITER_DEBUG=1 also ValueError for lengths that are negative or sum to more
+    than M, and for an indptr that does not begin with 0.
     """
     segments = lens, indptr, weight_indices
     if out is None:

@@ -56,7 +56,7 @@ PORTABLE = {
     "tgmm_gather": tuple(Config(128, 256, 64, group, 8, 5) for group in (1, 4, 8, 16)),
     "segment_gmm": (*SEGMENT, *WIDE[:2]),
     "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
-    "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3), Config(64, 64, 32, 8, 4, 4)),
+    "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3)),
 }
 OPS = (*PORTABLE, *HOPPER_TILES)
 

@@ -1,0 +1,5 @@
+"""`flashinfer.gemm`."""
+
+from ...layers.segment import SegmentGEMMWrapper
+
+__all__ = ["SegmentGEMMWrapper"]
