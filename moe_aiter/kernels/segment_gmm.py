@@ -17,12 +17,12 @@ from .. import tuning
 from ..backend import define_inplace_op, define_op, takes
 from . import hopper
 from ._check import check_device, check_shape, check_size
+from ._parts import add_parts
 from ._segments import (
     FP8,
     check_operands,
     check_segment_values,
     check_segments,
-    load_segments,
     locate_segment,
     num_segments,
     segment_sizes,
@@ -36,7 +36,6 @@ from .segment_tgmm import segment_weight_gradient
 SHORT_K = 64  # sums that a program makes in one step
 ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
 PART_K = 512  # of a sum over K that is shared among programs, the least that each takes
-BLOCK = 1024  # elements of the output whose parts a program adds
 FILLED = 64  # rows of a segment on average from which on a Hopper tile is worth it
 DTYPES = (*TILE_DTYPES, *FP8)
 
@@ -44,17 +43,22 @@ DTYPES = (*TILE_DTYPES, *FP8)
 
 
 def segment_gmm_reference(x, w, lens, indptr, weight_indices):
-    out = x.new_zeros(len(x), w.shape[2], dtype=out_dtype(x))
-    fill_reference(out, x, w, lens, indptr, weight_indices)
-    return out
+    return torch.cat(products(x, w, lens, indptr, weight_indices))
 
 
 def fill_reference(out, x, w, lens, indptr, weight_indices):
+    *outs, _ = products(x, w, lens, indptr, weight_indices)
+    for o, product in zip(split_segments(out, lens, indptr), outs, strict=False):
+        o.copy_(product)
+
+
+def products(x, w, lens, indptr, weight_indices):
+    """Each segment's, and zeros for the rows past the last one."""
+    x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
     numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
-    *rows, _ = split_segments(x, lens, indptr)
-    *outs, _ = split_segments(out, lens, indptr)
-    for r, o, i in zip(rows, outs, numbers, strict=True):
-        o.copy_(o.new_zeros(()) if i is None else r.to(out.dtype) @ w[i].to(out.dtype))
+    rows = split_segments(x, lens, indptr)
+    pairs = zip(rows, [*numbers, None], strict=True)
+    return [r.new_zeros(len(r), w.shape[2]) if i is None else r @ w[i] for r, i in pairs]
 
 
 # kernel
@@ -158,34 +162,6 @@ def segment_expand_kernel(
         tl.store(out_ptrs + n[None, :], out, mask=(m < row_end)[:, None] & (n < N)[None, :])
 
 
-@jit_kernel
-def add_parts_kernel(
-    parts_ptr,  # (parts, M, N) float32
-    out_ptr,  # (M, N), contiguous
-    bounds_ptr,  # (G,) or (G + 1,)
-    parts,
-    size,  # of a part
-    M,
-    N,
-    G,
-    INDPTR: tl.constexpr,
-    ZERO_REST: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The sum of the parts, in order, in the rows of segments."""
-    g = tl.arange(0, BLOCK_G)
-    start, _ = load_segments(g, bounds_ptr, M, G, INDPTR)
-    rest = tl.sum(tl.where(g == G, start, 0), 0)  # the first row past the segments
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mine = i < rest * N
-    acc = tl.zeros((BLOCK,), tl.float32)
-    size = tl.cast(size, tl.int64)
-    for p in range(0, parts):
-        acc += tl.load(parts_ptr + p * size + i, mask=mine, other=0.0)
-    tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=i < size if ZERO_REST else mine)
-
-
 # launcher
 
 
@@ -249,9 +225,7 @@ def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
         EVEN_K=K % config.block_k == 0, **flags | {"ZERO_REST": zero_rest and parts == 1}, **options,
     )  # fmt: skip
     if parts > 1:
-        add_parts_kernel[(triton.cdiv(M * N, BLOCK),)](
-            sums, out, bounds, parts, M * N, M, N, G, **flags, BLOCK=BLOCK, num_warps=4
-        )
+        add_parts(sums, out, bounds, **flags)
 
 
 def launch_on_hopper(out, x, w, lens, indptr, weight_indices, zero_rest=True):

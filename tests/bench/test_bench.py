@@ -216,4 +216,4 @@ def test_shapes_are_known():
 def test_arguments_have_help():
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    assert "layer | report" in parser.format_help()
+    assert "layer | segment | report" in parser.format_help()

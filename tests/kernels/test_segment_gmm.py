@@ -214,7 +214,7 @@ BAD = {
     "inner sizes": (dict(w=torch.zeros(2, 32, 6)), ValueError, r"x is \(M, K=4\) but w is \(W, K=32, N\)"),
     "weights": (dict(w=torch.zeros(3, 4, 6)), ValueError, "there are 2 segments but 3 weights and no"),
     "indices": (dict(weight_indices=torch.zeros(3, dtype=torch.int64)), ValueError, r"indices is \(3,\)"),
-    "dtypes": (dict(w=torch.zeros(2, 4, 6, dtype=torch.float16)), TypeError, "float32 but w is torch.float16"),
+    "dtypes": (dict(w=torch.zeros(2, 4, 6).half()), TypeError, "x is torch.float32 but w is torch.float16"),
     "integers": (dict(x=torch.zeros(5, 4, dtype=torch.int32)), TypeError, "x must be float16"),
     "float lens": (dict(lens=torch.ones(2)), TypeError, "lens must be int32 or int64"),
     "empty indptr": (dict(lens=None, indptr=torch.zeros(0, dtype=torch.int64)), ValueError, "it is empty"),
@@ -222,7 +222,7 @@ BAD = {
     "lens are a list": (dict(lens=[2, 3]), TypeError, "lens must be a tensor or None, not list"),
     "out shape": (dict(out=torch.zeros(5, 7)), ValueError, r"out must be contiguous \(M, N\) = \(5, 6\)"),
     "out strides": (dict(out=torch.zeros(6, 5).mT), ValueError, "out must be contiguous"),
-    "out dtype": (dict(out=torch.zeros(5, 6).half()), TypeError, "x is torch.float32 but out is torch.float16"),
+    "out dtype": (dict(out=torch.zeros(5, 6).half()), TypeError, "torch.float32 but out is torch.float16"),
     "out and gradient": (
         dict(out=torch.zeros(5, 6), x=torch.zeros(5, 4, requires_grad=True)), RuntimeError, "has no gradient",
     ),
