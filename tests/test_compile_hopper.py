@@ -47,12 +47,13 @@ def run_hopper_down_grad(activation="swiglu", interleaved=False, need_a=True, dt
     module("down_grad").launch_down_grad((dz, a, ds), *inputs)
 
 
-def run_hopper_gmm(rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False):
+def run_hopper_gmm(rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, numbers=None):
     s = Shape(k=k, dtype=dtype)
     n = 2 * s.n if sliced else s.n
     w = (s.new(E, n, k).mT if rows else s.new(E, k, n))[:, :, n - s.n :]
     b = s.new(E, s.n) if bias else None
-    module("gmm").launch_gmm(s.new(s.rows, s.n), s.new(s.rows, k), w, ints(E), b)
+    numbers = None if numbers is None else ints(E, dtype=numbers)
+    module("gmm").launch_gmm(s.new(s.rows, s.n), s.new(s.rows, k), w, ints(E), b, numbers)
 
 
 def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=torch.bfloat16, groups=E):
@@ -102,6 +103,8 @@ CASES = {
     "gmm of some columns": lambda: run_hopper_gmm(sliced=True),
     "gmm by columns, of some": lambda: run_hopper_gmm(rows=False, sliced=True),
     "gmm by columns with bias": lambda: run_hopper_gmm(rows=False, bias=True),
+    "gmm by numbers": lambda: run_hopper_gmm(numbers=torch.int64),
+    "gmm by columns and numbers": lambda: run_hopper_gmm(rows=False, numbers=torch.int32),
     "tgmm": lambda: run_hopper_tgmm(gather=False),
     "tgmm gather": run_hopper_tgmm,
     "tgmm gather float16": lambda: run_hopper_tgmm(dtype=F16),
