@@ -20,7 +20,7 @@ from ..layers.segment import SegmentGEMMWrapper
 from . import count
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .timing import WARMUP, summary, time_graphs, turns
+from .timing import WARMUP, captured, summary, time_graphs, turns
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype"),
@@ -181,6 +181,8 @@ def measure(p: Problem, reps: int) -> list[dict]:
         row = {"contender": name}
         try:
             got = run()
+            if p.x.is_cuda:
+                captured(run)
         except PEER_ERRORS as error:
             if name == "moe_aiter":
                 raise

@@ -237,7 +237,8 @@ def launch_on_hopper(out, x, w, lens, indptr, weight_indices, zero_rest=True):
 
 def fits_hopper(x, w, lens, indptr, weight_indices) -> bool:
     """Where tiles of 128 x 256 are well filled, and the grouped product itself runs."""
-    filled = x.shape[0] >= FILLED * num_segments(lens, indptr) and w.shape[2] >= 128 and w.shape[1] > SHORT_K
+    rows, segments = x.shape[0], num_segments(lens, indptr)
+    filled = rows >= FILLED * segments > 0 and w.shape[2] >= 128 and w.shape[1] > SHORT_K
     return filled and hopper.launch_gmm.fits(x, w, lens, None)
 
 

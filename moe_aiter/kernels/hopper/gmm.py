@@ -109,7 +109,8 @@ def launch_gmm(
     (M, K), (W, _, N), G = x.shape, w.shape, group_sizes.shape[0]
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
-    row, group_rows = matrices.stride(1), matrices.stride(0) // matrices.stride(1)
+    row = matrices.stride(1)
+    group_rows = matrices.stride(0) // row if W > 1 else matrices.shape[1]  # before the first nothing lies
     height = (W - 1) * group_rows + matrices.shape[1]
     flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
     c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
