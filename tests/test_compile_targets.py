@@ -121,10 +121,10 @@ def run_segment_expand(s, **kwargs):
     run_segment_gmm(dataclasses.replace(s, k=min(s.k, 64)), **kwargs)
 
 
-def run_segment_tgmm(s, columns_first=False):
-    out = s.new(E, s.n, s.k) if columns_first else s.new(E, s.k, s.n)
+def run_segment_tgmm(s, columns_first=False, weights=E):
+    out = s.new(weights, s.n, s.k) if columns_first else s.new(weights, s.k, s.n)
     plan = ints(2 * E), None, ints(2 * E)
-    launch_segment_tgmm(out, s.new(s.rows, s.k), s.new(s.rows, s.n), *plan, E, columns_first)
+    launch_segment_tgmm(out, s.new(s.rows, s.k), s.new(s.rows, s.n), *plan, weights, columns_first)
 
 
 TUNED = {
@@ -262,6 +262,7 @@ CASES: dict[str, Callable[[], None]] = {
     "segment odd, short": lambda: run_segment_gmm(dataclasses.replace(ODD, k=21)),
     "segment tgmm columns first": lambda: run_segment_tgmm(Shape(4096, 4096, 16), columns_first=True),
     "segment tgmm odd": lambda: run_segment_tgmm(ODD),
+    "segment tgmm in parts": lambda: run_segment_tgmm(Shape(16384, 16, 4096), weights=1),
 }
 FP8_CASES = {
     **{f"segment {dtype}": lambda dtype=dtype: run_segment_gmm(BF16, dtype) for dtype in FP8},

@@ -5,6 +5,7 @@ The gradient of `segment_gmm`'s weights.  M rows, B segments, W weights, K in, N
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from .. import tuning
@@ -25,6 +26,8 @@ from ._tile import TILE_DTYPES, at_least_16, dense, swizzle, tile_options
 from ._triton import jit_kernel, tl, triton
 from .tgmm import weight_gradient
 
+ENOUGH = 256  # programs that keep a GPU busy
+PART_ROWS = 512  # of those that programs share, the least that each takes
 WIDE = 128  # of K and N, from where on `tgmm`'s tiles are filled
 
 # reference
@@ -47,7 +50,7 @@ def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_
 def segment_tgmm_kernel(
     x_ptr,  # (M, K)
     y_ptr,  # (M, N)
-    out_ptr,  # (W, K, N)
+    out_ptr,  # (W, K, N), or (parts, W, K, N) float32
     bounds_ptr,  # (G,) or (G + 1,)
     indices_ptr,  # (G,) or None
     M,
@@ -55,9 +58,10 @@ def segment_tgmm_kernel(
     K,
     G,
     W,
+    part,  # of the rows, which the programs of one place on axis 1 take
     x_strides,  # m, k
     y_strides,  # m, n
-    out_strides,  # w, k, n
+    out_strides,  # w, k, n; those of a part are W * K * N apart
     INDPTR: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -73,6 +77,8 @@ def segment_tgmm_kernel(
     weight = tile_k // tiles_k
     g = tl.arange(0, BLOCK_G)
     start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
+    first = tl.program_id(1).to(tl.int64) * part
+    start, end = tl.maximum(start, first), tl.minimum(end, first + part)
     mine = load_weights(g, indices_ptr, G, W) == weight
     turn = tl.cumsum(mine.to(tl.int32), 0)
     k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,7 +96,7 @@ def segment_tgmm_kernel(
             y = tl.load(y_ptrs + m[:, None] * y_strides[0], mask=mask, other=0.0)
             acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
 
-    out_base = out_ptr + weight.to(tl.int64) * out_strides[0]
+    out_base = out_ptr + tl.program_id(1).to(tl.int64) * W * K * N + weight.to(tl.int64) * out_strides[0]
     out_ptrs = out_base + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
 
@@ -117,10 +123,16 @@ def launch_segment_tgmm(out, x, y, lens, indptr, weight_indices, weights, column
     config = tuning.lookup("segment_tgmm", x.dtype, M, N, K, W)
     block_m, block_n = min(config.block_m, at_least_16(K)), min(config.block_n, at_least_16(N))
     config = dataclasses.replace(config, block_m=block_m, block_n=block_n)
-    segment_tgmm_kernel[(W * triton.cdiv(K, config.block_m) * triton.cdiv(N, config.block_n),)](
-        x, y, out, bounds, indices, M, N, K, G, W, x.stride(), y.stride(), out.stride(),
+    tiles = W * triton.cdiv(K, config.block_m) * triton.cdiv(N, config.block_n)
+    parts = max(min(ENOUGH // tiles, M // PART_ROWS), 1)
+    sums = out if parts == 1 else out.new_empty(parts, W, K, N, dtype=torch.float32)
+    segment_tgmm_kernel[(tiles, parts)](
+        x, y, sums, bounds, indices, M, N, K, G, W, triton.cdiv(M, parts),
+        x.stride(), y.stride(), sums.stride()[-3:],
         INDPTR=indptr is not None, BLOCK_G=triton.next_power_of_2(G + 1), **tile_options(config),
     )  # fmt: skip
+    if parts > 1:
+        out.copy_(sums.sum(0))
 
 
 # op

@@ -90,6 +90,17 @@ def test_sums_in_parts(device, dtype, zero_rest, monkeypatch):
         torch.testing.assert_close(out[:27], segment_gmm(x, w, lens, weight_indices=index)[:27])
 
 
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_rows_in_parts(device, columns_first, monkeypatch):
+    """As for the gradients of a few adapters."""
+    monkeypatch.setattr("moe_aiter.kernels.segment_tgmm.PART_ROWS", 12)
+    x, _, y, lens = make(device, [7, 0, 30, 4], tail=5)
+    index = torch.tensor([1, 0, 1, 0], device=device)
+    assert_as_good_as_torch(
+        segment_tgmm_op, segment_tgmm_reference, x, y, lens, None, index, 2, columns_first
+    )
+
+
 @pytest.mark.parametrize("K", [20, 70])
 def test_out_is_overwritten_in_segments_and_nowhere_else(device, K):
     x, w, _, lens = make(device, [6, 0, 30], K, tail=4)
@@ -241,11 +252,12 @@ def test_bad_input_is_named_and_nothing_is_launched(change, kind, message, monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("weights", [3, 1])
 @pytest.mark.parametrize("sizes", [[200, 0, 56, 192], [1000, 3000], [128] * 5], ids=str)
-def test_dense_segments_that_share_weights(sizes, column_major):
+def test_dense_segments_that_share_weights(sizes, weights, column_major):
     """On a Hopper GPU the grouped product's kernel, with the numbers of weights; else the portable one."""
     device = torch.device("cuda")
-    x, w, y, lens = make(device, sizes, 256, 384, torch.bfloat16, tail=100, weights=3)
+    x, w, y, lens = make(device, sizes, 256, 384, torch.bfloat16, tail=100, weights=weights)
     w = transposed(w) if column_major else w
     index = torch.tensor((NUMBERS * 2)[: len(sizes)], device=device)
     inputs = x, w, lens, None, index
