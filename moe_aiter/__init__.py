@@ -13,10 +13,19 @@ from .kernels.glu import glu
 from .kernels.gmm import gmm
 from .kernels.grouped_gemm import grouped_gemm
 from .kernels.ptgmm import nptgmm, ptgmm
+from .kernels.segment_gmm import segment_gmm
 from .kernels.sort import sort_by_expert
 from .kernels.tgmm import tgmm
 from .kernels.topk import topk
-from .layers import Experts, MoE, MoERouting, OptimizedMoELayer
+from .layers import (
+    Experts,
+    LoRAExperts,
+    LoRALinear,
+    MoE,
+    MoERouting,
+    OptimizedMoELayer,
+    SegmentGEMMWrapper,
+)
 from .routing import (
     LoadStatistics,
     RoutePlan,
@@ -34,6 +43,8 @@ from .routing import (
 
 __all__ = [
     "Experts",
+    "LoRAExperts",
+    "LoRALinear",
     "LoadStatistics",
     "MoE",
     "MoERouting",
@@ -41,6 +52,7 @@ __all__ = [
     "RoutePlan",
     "Router",
     "Routing",
+    "SegmentGEMMWrapper",
     "attach_loss",
     "expert_mlp",
     "glu",
@@ -54,6 +66,7 @@ __all__ = [
     "ptgmm",
     "register_kernel",
     "route",
+    "segment_gmm",
     "sort_by_expert",
     "tgmm",
     "topk",

@@ -51,12 +51,15 @@ def run_hopper_down_grad(
     module("down_grad").launch_down_grad((dz, a, ds), *inputs)
 
 
-def run_hopper_gmm(rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, sizes=SIZES, m=None):
+def run_hopper_gmm(
+    rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, sizes=SIZES, m=None, numbers=None
+):
     s, groups = Shape(k=k, dtype=dtype), len(sizes)
     m, n = m or s.rows, 2 * s.n if sliced else s.n
     w = (s.new(groups, n, k).mT if rows else s.new(groups, k, n))[:, :, n - s.n :]
     b = s.new(groups, s.n) if bias else None
-    module("gmm").launch_gmm(s.new(m, s.n), s.new(m, k), w, sizes, b)
+    numbers = None if numbers is None else ints(groups, dtype=numbers)
+    module("gmm").launch_gmm(s.new(m, s.n), s.new(m, k), w, sizes, b, numbers=numbers)
 
 
 def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=torch.bfloat16, groups=E):
@@ -129,6 +132,8 @@ CASES = {
     "gmm of some columns": lambda: run_hopper_gmm(sliced=True),
     "gmm by columns, of some": lambda: run_hopper_gmm(rows=False, sliced=True),
     "gmm by columns with bias": lambda: run_hopper_gmm(rows=False, bias=True),
+    "gmm by numbers": lambda: run_hopper_gmm(numbers=torch.int64),
+    "gmm by columns and numbers": lambda: run_hopper_gmm(rows=False, numbers=torch.int32),
     "tgmm": lambda: run_hopper_tgmm(gather=False),
     "tgmm gather": run_hopper_tgmm,
     "tgmm gather float16": lambda: run_hopper_tgmm(dtype=F16),

@@ -88,10 +88,16 @@ def multiply(
             k_mask = k < K - k_start
             x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        acc = tl.dot(operand(x), operand(w), acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_stride_k
         w_ptrs += BLOCK_K * w_stride_k
     return acc
+
+
+@triton.jit
+def operand(x):
+    """What tensor cores multiply on every GPU: bfloat16 for numbers of 8 bits, which it holds exactly."""
+    return x.to(tl.bfloat16) if x.dtype.is_fp8() else x
 
 
 @triton.jit
@@ -130,6 +136,11 @@ def add_columns(
 def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Contiguous: kernels are not given the strides of a plan, which is small."""
     return [t if t is None else t.contiguous() for t in plan]
+
+
+def at_least_16(size: int) -> int:
+    """The block that holds so many; 16 is the least that tensor cores multiply."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def row_tiles(M: int, G: int, block_m: int) -> int:

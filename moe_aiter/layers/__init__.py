@@ -1,7 +1,17 @@
-"""The nn.Modules."""
+"""The nn.Modules, and what is called like one."""
 
 from .experts import Experts
+from .lora import LoRAExperts, LoRALinear
 from .moe import MoE, MoERouting
 from .optimized import OptimizedMoELayer
+from .segment import SegmentGEMMWrapper
 
-__all__ = ["Experts", "MoE", "MoERouting", "OptimizedMoELayer"]
+__all__ = [
+    "Experts",
+    "LoRAExperts",
+    "LoRALinear",
+    "MoE",
+    "MoERouting",
+    "OptimizedMoELayer",
+    "SegmentGEMMWrapper",
+]

@@ -57,6 +57,7 @@ MASKED_FEW = (
     Config(16, 64, 256, 1, 4, 3), Config(16, 64, 256, 1, 4, 4), Config(16, 128, 128, 1, 4, 4),
     Config(32, 64, 256, 1, 4, 3), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
 )  # fmt: skip
+SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
 PORTABLE = {
     "up": WIDE,
     "gmm": WIDE,
@@ -67,6 +68,9 @@ PORTABLE = {
     "masked_few": MASKED_FEW,
     "masked_decode": (Config(128, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 3)),
     "masked_few_decode": (Config(16, 64, 256, 1, 4, 4), Config(64, 64, 128, 2, 4, 3)),
+    "segment_gmm": (*SEGMENT, *WIDE[:2]),
+    "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
+    "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3)),
 }
 OPS = (*PORTABLE, *HOPPER_TILES)
 

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from ...kernels._fp8 import FP8
 from ...kernels.scaled_gemm import scaled_bmm
+from ...layers.segment import SegmentGEMMWrapper
 
-__all__ = ["bmm_fp8"]
+__all__ = ["SegmentGEMMWrapper", "bmm_fp8"]
 
 BACKENDS = ("cublas", "cudnn", "cutlass", "cute-dsl", "auto")
 

@@ -84,6 +84,10 @@ def fits_gmm_into(x, w, group_sizes, bias, tile, programs, out) -> bool:
     return fits_gmm(x, w, group_sizes, bias, out.dtype, tile) and by_tma(out)
 
 
+def fits_segments(x: Tensor, w: Tensor, segments: int) -> bool:
+    return fits_gmm(x, w, None, None) and segments <= MAX_GROUPS
+
+
 def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
     N = gate_up.shape[1] // get_activation(activation).parts
     fit = by_tma(x, gate_up) and gate_up.is_contiguous() and small(x) and few(gate_up)
@@ -111,6 +115,7 @@ def fits_tgmm_into(
 
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
+launch_segments = implementation("gmm", "launch_segments", fits_segments)
 launch_expert_up = implementation("expert_up", "launch_expert_up", fits_expert_up)
 launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_down_grad)
 launch_tgmm = implementation("tgmm", "launch_tgmm", fits_tgmm)

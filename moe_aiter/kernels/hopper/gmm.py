@@ -25,13 +25,15 @@ from ._schedule import Tiles, find_groups, make_places
 @jit_kernel
 def gmm_kernel(
     x_desc,  # (M, K)
-    w_desc,  # the weights of G groups, (N, K), that many rows apart
+    w_desc,  # W weights (N, K), that many rows apart
     group_rows,
+    numbers_ptr,  # (G,) the weight of each group, or None
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
     group_sizes_ptr,
     M,
     G,
+    W,  # or None without numbers
     N,
     K,
     ZERO_REST: gl.constexpr,
@@ -63,7 +65,7 @@ def gmm_kernel(
                 gmm_consumer,
                 (1, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES, ZERO_REST),
             ),
-            (produce, (x_desc, weights, ring, tiles, groups, places)),
+            (produce, (x_desc, weights, numbers_ptr, W, ring, tiles, groups, places)),
         ],
         [4, 4],
         [232, 40],
@@ -109,13 +111,19 @@ def gmm_consumer(
 
 def launch_gmm(
     out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
-    dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0, zero_rest: bool = True,
+    dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0,
+    numbers: Tensor | None = None, zero_rest: bool = True,
 ) -> None:  # fmt: skip
-    (M, K), (G, _, N) = x.shape, w.shape
+    """With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
+
+    Rows past the groups become zeros, or without `zero_rest` stay as they are.
+    """
+    (M, K), (W, _, N), G = x.shape, w.shape, group_sizes.shape[0]
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
-    row, group_rows = matrices.stride(1), matrices.stride(0) // matrices.stride(1)
-    height = (G - 1) * group_rows + matrices.shape[1]
+    row = matrices.stride(1)
+    group_rows = matrices.stride(0) // row if W > 1 else matrices.shape[1]  # before the first nothing lies
+    height = (W - 1) * group_rows + matrices.shape[1]
     flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
     c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
     c = beside_groups(c, c.block_m * c.store_n, G)
@@ -124,9 +132,10 @@ def launch_gmm(
         descriptor(x, c.block_m, c.block_k),
         descriptor(flat, *((c.block_n, c.block_k) if rows else (c.block_k, c.block_n))),
         group_rows,
+        None if numbers is None else numbers.contiguous(),
         None if bias is None else bias.contiguous(),
         ragged_descriptor(out, c.block_m // 2, c.store_n),
-        group_sizes.contiguous(), M, G, N, K,
+        group_sizes.contiguous(), M, G, None if numbers is None else W, N, K,
         ZERO_REST=zero_rest, LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
@@ -134,3 +143,7 @@ def launch_gmm(
 
 def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs) -> None:
     launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)
+
+
+def launch_segments(out, x, w, group_sizes, numbers, zero_rest) -> None:
+    launch_gmm(out, x, w, group_sizes, None, numbers=numbers, zero_rest=zero_rest)

@@ -1,0 +1,313 @@
+"""Low-rank adapters of linear layers and of experts, without ever making the product of their factors.
+
+    y = W x + c * B (A x),   c = alpha / r, or alpha / sqrt(r)      LoRA, Hu et al. 2021, arXiv 2106.09685
+    y = m / |W + c B A| * (W x + c * B (A x))                       DoRA, Liu et al. 2024, arXiv 2402.09353
+
+r is the rank; alpha / sqrt(r) is rsLoRA's, Kalajdzievski 2023, arXiv 2312.03732.  |.| is the norm of each row
+of the matrix, which DoRA takes as a constant in the backward pass (its section 4.3).
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels._check import check_float, check_index, check_shape, check_sizes, check_tensor
+from ..kernels._groups import sum_dtype
+from ..kernels.glu import glu
+from ..kernels.gmm import gmm
+from ..kernels.segment_gmm import segment_gmm
+from ..routing.plan import RoutePlan, make_plan, permute, unpermute
+from .experts import Experts, cast_as_linear
+
+FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by adapter
+
+
+class LoRAFactors(nn.Module):
+    """`count` pairs A (count, r, in) and B (count, out, r), and with `dora` their magnitudes (count, out).
+
+    A begins as nn.Linear's weights do, B with zeros.  In training, each rank of each pair is dropped with
+    probability `rank_dropout` in a step, for all rows, and the others are divided by the rest of it.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        count: int,
+        *,
+        rank: int,
+        alpha: float | None = None,
+        rslora: bool = False,
+        dora: bool = False,
+        rank_dropout: float = 0.0,
+    ):
+        super().__init__()
+        check_sizes(num_adapters=count, rank=rank)
+        if not 0 <= rank_dropout < 1:
+            raise ValueError(f"rank_dropout must be at least 0 and less than 1, not {rank_dropout}")
+        self.rank, self.rank_dropout = rank, rank_dropout
+        self.scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+        out_features, in_features = weight.shape[-2:]
+        where = {"device": weight.device, "dtype": weight.dtype}
+        self.A = nn.Parameter(torch.empty(count, rank, in_features, **where))
+        self.B = nn.Parameter(torch.empty(count, out_features, rank, **where))
+        self.magnitude = nn.Parameter(torch.empty(count, out_features, **where)) if dora else None
+        self.reset_parameters(weight)
+
+    def reset_parameters(self, weight: Tensor) -> None:
+        """Begin anew, with no effect on a layer of this weight, (out, in) or (count, out, in)."""
+        bound = self.A.shape[-1] ** -0.5
+        nn.init.uniform_(self.A, -bound, bound)
+        nn.init.zeros_(self.B)
+        if self.magnitude is not None:
+            with torch.no_grad():
+                self.magnitude.copy_(row_norms(weight))
+
+    def forward(self, x: Tensor, lens: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """c * B (A x) of each segment of rows of `x`, by the pair it names; zeros where it names none."""
+        x, a, b = cast_as_linear(x, self.A, self.B)
+        kept = F.dropout(a.new_ones(*a.shape[:2], 1), self.rank_dropout, self.training)
+        a = a * (self.scaling * kept)
+        low = segment_gmm(x.to(a.dtype), a.mT, lens, weight_indices=numbers)  # (R, r)
+        return segment_gmm(low, b.mT, lens, weight_indices=numbers).to(x.dtype)
+
+    @torch.no_grad()
+    def norms(self, weight: Tensor) -> Tensor:
+        """|W + c B A| (count, out), from |W|, W A^T and A A^T."""
+        wide = sum_dtype(self.A)
+        a, b = self.A.to(wide), self.B.to(wide)
+        cross = (weight @ self.A.to(weight.dtype).mT).to(wide)  # (count, out, r)
+        square = row_norms(weight).square()
+        square = square + self.scaling * (b * (2 * cross + self.scaling * (b @ (a @ a.mT)))).sum(-1)
+        return square.clamp_min(torch.finfo(wide).tiny).sqrt()
+
+    def growth(self, weight: Tensor) -> Tensor:
+        """m / |W + c B A| - 1, (count, out): what DoRA multiplies by, less the one that LoRA does."""
+        return self.magnitude / self.norms(weight).to(self.magnitude.dtype) - 1
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, number: int | slice) -> Tensor:
+        """The one weight that does the same as `weight` with these factors: here the product is made."""
+        wide = sum_dtype(weight)
+        full = weight.to(wide) + self.scaling * (self.B[number].to(wide) @ self.A[number].to(wide))
+        if self.magnitude is not None:
+            full *= (self.magnitude[number].to(wide) / row_norms(full))[..., None]
+        return full.to(weight.dtype)
+
+    def extra_repr(self) -> str:
+        count, rank, width = self.A.shape
+        sizes = f"{count} x {width} -> {rank} -> {self.B.shape[1]}"
+        return f"{sizes}, scaling={self.scaling:g}, rank_dropout={self.rank_dropout}"
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(weight, dim=-1, dtype=sum_dtype(weight))
+
+
+def spread(values: Tensor, lens: Tensor, x: Tensor) -> Tensor:
+    """The row of `values` (G, N) of each row's group, in the dtype of `x` (R, K); zeros past the groups.
+
+    As the bias of a product of nothing, whose gradient is a sum in a fixed order.
+    """
+    return gmm(x[:, :0], x.new_empty(len(values), 0, values.shape[1]), lens, values)
+
+
+class LoRALinear(nn.Module):
+    """A frozen nn.Linear and `num_adapters` low-rank adapters, of which each row of a batch uses its own.
+
+    `rank`, `alpha` (the rank unless given), `rslora`, `dora` and `rank_dropout` as in `LoRAFactors`.
+    state_dict keys: base.weight, base.bias, lora.A (num_adapters, r, in), lora.B (num_adapters, out, r) and
+    with `dora` lora.magnitude (num_adapters, out).  `base` gets no gradients from here on.
+    """
+
+    def __init__(self, base: nn.Linear, num_adapters: int = 1, **lora):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora = LoRAFactors(base.weight, num_adapters, **lora)
+        self.original: Tensor | None = None
+
+    def forward(self, x: Tensor, adapter_ids: Tensor | None = None, seg_lens: Tensor | None = None) -> Tensor:
+        """(..., in) -> (..., out).
+
+        `adapter_ids`, int32 or int64, names the adapter of each row, as (...), or of each of the first axes
+        of `x`, as (batch,) for (batch, length, in).  With `seg_lens` (B,), it is (B,), the adapter of each
+        segment of so many of the rows of `x` flattened.  -1 is none.  A single adapter need not be named.
+        Raises ValueError for shapes that do not fit, or once merged for adapter_ids; TypeError for dtypes.
+        """
+        check_tensor("x", x)
+        rows = x.reshape(-1, x.shape[-1])  # (R, in)
+        out = self.base(rows)
+        if self.original is not None and adapter_ids is not None:
+            raise ValueError("an adapter is merged into the weight: adapter_ids cannot choose another")
+        if self.original is None:
+            out = out + self.adapted(rows, *self.named(x, adapter_ids, seg_lens))
+        return out.view(*x.shape[:-1], -1)
+
+    def named(
+        self, x: Tensor, adapter_ids: Tensor | None, seg_lens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The adapter of each segment and the lengths of these, or of each row and None."""
+        if adapter_ids is None:
+            if len(self.lora.A) > 1 or seg_lens is not None:
+                raise ValueError(f"adapter_ids must say which of {len(self.lora.A)} adapters")
+            adapter_ids = torch.zeros((), dtype=torch.int32, device=x.device)
+        check_tensor("adapter_ids", adapter_ids)
+        check_index(adapter_ids=adapter_ids)
+        if seg_lens is not None:
+            check_shape("seg_lens", seg_lens, "B")
+            check_shape("adapter_ids", adapter_ids, "B")
+            return adapter_ids, seg_lens
+        axes = adapter_ids.shape
+        if axes != x.shape[: len(axes)] or len(axes) >= x.dim():
+            raise ValueError(f"adapter_ids is {tuple(axes)} but x is {tuple(x.shape)}")
+        length = math.prod(x.shape[len(axes) : -1])
+        ids = adapter_ids.flatten()
+        if length == 1 and ids.numel() > FEW_ROWS:
+            return ids, None
+        return ids, torch.full_like(ids, length)
+
+    def adapted(self, rows: Tensor, ids: Tensor, lens: Tensor | None) -> Tensor:
+        """What the adapters add to the rows (R, out)."""
+        if lens is not None:
+            return self.added(rows, lens, ids)
+        plan = make_plan(ids[:, None], len(self.lora.A))
+        return unpermute(self.added(permute(rows, plan), plan.group_sizes, None), plan)
+
+    def added(self, rows: Tensor, lens: Tensor, numbers: Tensor | None) -> Tensor:
+        delta = self.lora(rows, lens, numbers)
+        if self.lora.magnitude is None:
+            return delta
+        growth = self.lora.growth(self.base.weight)  # (num_adapters, out)
+        if numbers is not None:
+            there = (numbers >= 0) & (numbers < len(growth))
+            growth = growth[numbers.where(there, 0)] * there[:, None]
+        growth = spread(growth, lens, delta)
+        return delta + growth * (delta + F.linear(rows, self.base.weight))
+
+    def merge(self, adapter: int = 0) -> None:
+        """Put one adapter into the weight, of which a copy is kept; the others are then out of reach."""
+        if self.original is not None:
+            raise ValueError("an adapter is already merged")
+        self.original = self.base.weight.detach().clone()
+        self.base.weight.data.copy_(self.lora.merged(self.original, adapter))
+
+    def unmerge(self) -> None:
+        """The weight as it was before `merge`, to the bit."""
+        self.base.weight.data.copy_(taken(self.original))
+        self.original = None
+
+    def peft_state_dict(self, adapter: int = 0, prefix: str = "") -> dict[str, Tensor]:
+        """One adapter as PEFT saves it: lora_A.weight (r, in), lora_B.weight (out, r), and with DoRA
+        lora_magnitude_vector (out,)."""
+        A, B = self.lora.A[adapter], self.lora.B[adapter]
+        found = {f"{prefix}lora_A.weight": A, f"{prefix}lora_B.weight": B}
+        if self.lora.magnitude is not None:
+            found[f"{prefix}lora_magnitude_vector"] = self.lora.magnitude[adapter]
+        return {name: t.detach().clone() for name, t in found.items()}
+
+    def load_peft_state_dict(self, state: Mapping[str, Tensor], adapter: int = 0, prefix: str = "") -> None:
+        """The inverse.  Raises KeyError for what is not there, ValueError for another shape."""
+        copy_in(self.lora.A[adapter], state, f"{prefix}lora_A.weight")
+        copy_in(self.lora.B[adapter], state, f"{prefix}lora_B.weight")
+        if self.lora.magnitude is not None:
+            copy_in(self.lora.magnitude[adapter], state, f"{prefix}lora_magnitude_vector")
+
+
+class LoRAExperts(nn.Module):
+    """Frozen `Experts` with a low-rank adapter for each of them; takes their place in `MoE`.
+
+        moe.experts = LoRAExperts(moe.experts, rank=16)
+
+    The arguments by name are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up and down
+    each gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).
+    """
+
+    def __init__(self, base: Experts, **lora):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.gate_up_lora = LoRAFactors(base.gate_up, base.num_experts, **lora)
+        self.down_lora = LoRAFactors(base.down, base.num_experts, **lora)
+        self.original: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+        """As `Experts.forward`: (T, H) -> (T, H)."""
+        base = self.base
+        if self.original is not None:
+            return base(x, routing_weights, plan)
+        check_shape("x", x, "T", "H")
+        x, gate_up, down = cast_as_linear(x, base.gate_up, base.down)
+        check_float(x=x, gate_up=gate_up)
+        lens = plan[2]
+        rows = permute(x, plan)  # (R, H)
+        z = adapted(rows, gate_up, base.gate_up_bias, self.gate_up_lora, lens)  # (R, 2I)
+        a = glu(z, base.activation, base.interleaved)  # (R, I)
+        return unpermute(adapted(a, down, base.down_bias, self.down_lora, lens), plan, routing_weights)
+
+    def merge(self) -> None:
+        """Put the adapters into the weights, of which a copy is kept."""
+        if self.original is not None:
+            raise ValueError("the adapters are already merged")
+        weights = self.base.gate_up, self.base.down
+        self.original = tuple(w.detach().clone() for w in weights)
+        for w, lora in zip(weights, (self.gate_up_lora, self.down_lora), strict=True):
+            for e in range(len(w)):  # one by one: all of them in float32 would take twice their memory
+                w.data[e] = lora.merged(w.data[e], e)
+
+    def unmerge(self) -> None:
+        """The weights as they were before `merge`, to the bit."""
+        for w, before in zip((self.base.gate_up, self.base.down), taken(self.original), strict=True):
+            w.data.copy_(before)
+        self.original = None
+
+    def peft_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
+        """The adapters as PEFT saves those of `target_parameters` gate_up_proj and down_proj.
+
+        base_layer.lora_A.weight and base_layer.lora_B.weight are those of gate_up, lora_A.weight and
+        lora_B.weight those of down.  A is (E * r, in), expert after expert; B is (out, r * E), rank after
+        rank.  Raises ValueError with DoRA, which PEFT does not have for them.
+        """
+        found = {}
+        for name, lora in self.by_peft_name(prefix):
+            A, B = lora.A.detach(), lora.B.detach()
+            found[f"{name}lora_A.weight"] = A.flatten(0, 1).clone()
+            found[f"{name}lora_B.weight"] = B.permute(1, 2, 0).flatten(1).clone()
+        return found
+
+    def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        """The inverse.  Raises KeyError for what is not there, ValueError for another shape or with DoRA."""
+        for name, lora in self.by_peft_name(prefix):
+            E, r, _ = lora.A.shape
+            copy_in(lora.A.view(E * r, -1), state, f"{name}lora_A.weight")
+            B = lora.B.new_empty(lora.B.shape[1], r * E)
+            copy_in(B, state, f"{name}lora_B.weight")
+            lora.B.data.copy_(B.unflatten(1, (r, E)).permute(2, 0, 1))
+
+    def by_peft_name(self, prefix: str) -> list[tuple[str, LoRAFactors]]:
+        if self.gate_up_lora.magnitude is not None:
+            raise ValueError("PEFT has no DoRA for experts, and so no names for its magnitudes")
+        return [(f"{prefix}base_layer.", self.gate_up_lora), (prefix, self.down_lora)]
+
+
+def adapted(rows: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRAFactors, lens: Tensor) -> Tensor:
+    """Each expert's rows (R, in) through its weight (E, out, in), its bias and its adapter."""
+    delta = lora(rows, lens)
+    if lora.magnitude is None:
+        return gmm(rows, weight.mT, lens, bias) + delta
+    out = gmm(rows, weight.mT, lens) + delta
+    out = out + out * spread(lora.growth(weight), lens, out)
+    return out if bias is None else out + spread(bias, lens, out)
+
+
+def taken(original):
+    if original is None:
+        raise ValueError("no adapter is merged")
+    return original
+
+
+@torch.no_grad()
+def copy_in(to: Tensor, state: Mapping[str, Tensor], name: str) -> None:
+    if state[name].shape != to.shape:
+        raise ValueError(f"{name} is {tuple(state[name].shape)} but the adapter needs {tuple(to.shape)}")
+    to.copy_(state[name])

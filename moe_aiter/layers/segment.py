@@ -1,0 +1,112 @@
+"""Segment GEMM under the name, and with the call, that FlashInfer documents."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from ..backend import check_backend, use
+from ..kernels._check import check_shape, check_size, check_tensor
+from ..kernels._segments import check_count
+from ..kernels.segment_gmm import segment_gmm
+
+BACKENDS = ("auto", "sm80", "sm90", "triton", "torch")
+
+
+class SegmentGEMMWrapper:
+    """Multiply each segment of rows by a weight: `y[i] = x[i] @ W[i]`, or `x[i] @ W[weight_indices[i]]`.
+
+    `float_workspace_buffer` is kept as an attribute, as upstream does, and never used: any int8 or uint8
+    tensor will do, even an empty one.  `backend` is torch, the reference, or one of auto, triton, sm80 and
+    sm90, which all run what `segment_gmm` has for the device; `run` refuses another name.
+    """
+
+    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto"):
+        check_tensor("float_workspace_buffer", float_workspace_buffer)
+        self.backend = backend
+        other = torch.empty(2**20, dtype=torch.int8, device=float_workspace_buffer.device)
+        self.reset_workspace_buffer(float_workspace_buffer, other)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Keep these instead.  Raises TypeError unless they are tensors of bytes."""
+        for kind, buffer in (("float", float_workspace_buffer), ("int", int_workspace_buffer)):
+            check_tensor(f"{kind}_workspace_buffer", buffer)
+            if buffer.dtype not in (torch.int8, torch.uint8):
+                raise TypeError(f"{kind}_workspace_buffer must be int8 or uint8, not {buffer.dtype}")
+        self._float_workspace_buffer = float_workspace_buffer
+        self._int_workspace_buffer = int_workspace_buffer
+
+    def run(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        batch_size: int,
+        weight_column_major: bool,
+        seg_lens: Tensor | None = None,
+        seg_indptr: Tensor | None = None,
+        weight_indices: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply `batch_size` segments of rows of `x` (M, d_in); returns (M, d_out).
+
+        weights: (num_weights, d_in, d_out), or (num_weights, d_out, d_in) with `weight_column_major`.
+        seg_lens: (batch_size,) the rows of each segment, 0 included.
+        seg_indptr: (batch_size + 1,) where they begin, from 0 on, and the last one ends; of both it counts.
+        weight_indices: (batch_size,) the weight of each segment, which may repeat; without it segment i has
+            weight i, of at least `batch_size`.
+        out: (M, d_out), contiguous; overwritten in the rows of segments, and left alone past them, where a
+            fresh result has zeros.
+
+        The index tensors are int32 or int64, on any device; what is on the GPU stays there, and nothing waits
+        for it.  `x` and `weights` share a dtype: float16, bfloat16 or float32 (float64 only by torch), which
+        the result has as well, or float8, multiplied without scales into bfloat16.  d_in, d_out, lengths and
+        strides are free.  Without `out`, differentiable in `x` and `weights`; see `segment_gmm`.
+
+        Raises ValueError for shapes and devices that do not fit, for index tensors that are not of
+        `batch_size`, and where neither lengths nor indptr are given; TypeError for dtypes.
+        """
+        check_backend(self.backend, BACKENDS)
+        if seg_indptr is not None:
+            seg_lens = None
+        elif seg_lens is None:
+            raise ValueError("Either seg_lens or seg_indptr should be provided.")
+        check_tensor("x", x)
+        matrix = ("d_out", "d_in") if weight_column_major else ("d_in", "d_out")
+        check_shape("weights", weights, "num_weights", *matrix)
+        check_batch(batch_size, weights, seg_lens, seg_indptr, weight_indices)
+        if weight_indices is None:
+            weights = weights[:batch_size]
+        w = weights.mT if weight_column_major else weights
+        lens, indptr, numbers = (
+            None if t is None else t.to(x.device, non_blocking=True)
+            for t in (seg_lens, seg_indptr, weight_indices)
+        )
+        with use("torch") if self.backend == "torch" else contextlib.nullcontext():
+            return segment_gmm(x, w, lens, indptr=indptr, weight_indices=numbers, out=out)
+
+    forward = run
+
+
+def check_batch(
+    batch_size: int,
+    weights: Tensor,
+    seg_lens: Tensor | None,
+    seg_indptr: Tensor | None,
+    weight_indices: Tensor | None,
+) -> None:
+    """Raise unless what is given says of so many segments what it should."""
+    check_count("batch_size", batch_size)
+    given = {"seg_lens": seg_lens, "seg_indptr": seg_indptr, "weight_indices": weight_indices}
+    for name, t in given.items():
+        if isinstance(t, Tensor) and t.dim() == 2 and t.is_floating_point():
+            raise TypeError(f"{name} is a floating matrix; `out` is an argument by name alone")
+        if t is not None:
+            more = " + 1" if name == "seg_indptr" else ""
+            check_shape(name, t, f"batch_size{more}")
+            length = batch_size + bool(more)
+            check_size(f"{name} is ({{}},)", t.shape[0], f"batch_size{more} is {{}}", length)
+    if weight_indices is None and weights.shape[0] < batch_size:
+        raise ValueError(
+            f"batch_size is {batch_size} but there are {weights.shape[0]} weights and no indices"
+        )
