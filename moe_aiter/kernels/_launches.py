@@ -58,8 +58,8 @@ def is_watched() -> bool:
 
 
 def launch_key(args: tuple, constants: dict) -> tuple[tuple | None, list]:
-    """What decides which compiled kernel these arguments need, and a little more; None off the GPU.
-    And the arguments, with addresses for tensors.
+    """What decides which compiled kernel these arguments need, and a little more; None off the GPU.  Last
+    comes the device.  Beside it the arguments, with addresses for tensors.
 
     Triton compiles for a tensor's dtype and whether its address is a multiple of 16, on AMD also for whether
     its memory is below 2 GiB, which no other argument need tell; for a float's type; for an int's size and

@@ -34,6 +34,45 @@ def test_on_amd_far_memory_needs_another_kernel(rocm, monkeypatch):
     assert keys[0] == keys[1] and (keys[1] != keys[2]) is rocm
 
 
+def test_a_known_launch_is_given_addresses(monkeypatch):
+    """As Triton's launcher takes them, in the order of its own arguments."""
+    given, tritons = [], []
+    compiled = SimpleNamespace(run=lambda *args: given.append(args), function=11, packed_metadata=(4, 1, 0))
+    monkeypatch.setattr(launches, "CompiledKernel", SimpleNamespace)
+    monkeypatch.setattr(launches.JITFunction, "run", lambda *_, **__: tritons.append(1) or compiled)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    kernel = launches.Remembering(unpermute_kernel.fn)
+    for n in (1, 2, 3):
+        x, out = (torch.empty(4 * n).as_subclass(OnGPU) for _ in range(2))
+        where = {"TOP_K": 2, "UNROLLED": True, "BLOCK_H": 16}
+        kernel[5, n % 2](x, x, None, out, 8, (8, 1), 2.0, **where)
+    first, second, third = x.data_ptr(), None, out.data_ptr()
+    assert len(tritons) == 1 and len(given) == 2
+    assert given[1][:9] == (5, 1, 1, 103, 11, (4, 1, 0), None, None, None)
+    assert given[1][9:] == (first, first, second, third, 8, (8, 1), 2.0, 2, True, 16)
+    kernel[5, 1](x, x, None, out, 9, (8, 1), 2.0, **where)
+    assert len(tritons) == 2
+
+
+@pytest.mark.parametrize("rows, columns", [(128, 64), (200, 264)])
+def test_a_descriptor_says_what_tritons_would(rows, columns):
+    hopper = pytest.importorskip("moe_aiter.kernels.hopper._gluon")
+    x, box = torch.empty(rows, columns, dtype=torch.bfloat16), (64, 32)
+    names = "shape", "strides", "block_shape", "padding", "round_f32_to_tf32"
+
+    def said(descriptor):
+        lists = [getattr(descriptor, name, None) for name in names]
+        return [tuple(v) if isinstance(v, (list, tuple)) else v for v in lists], descriptor.layout
+
+    ours, ragged = hopper.descriptor(x, *box), hopper.ragged_descriptor(x, *box)
+    assert said(ours) == said(hopper.TensorDescriptor.from_tensor(x, list(box), ours.layout))
+    fields = list(ragged.shape), list(ragged.strides), list(ragged.block_shape), ragged.layout
+    assert said(ragged) == said(hopper.TensorDescriptor(x, *fields))  # which checks them
+    assert ours.base is ragged.base is x and ours.launch_key != ragged.launch_key
+
+
 def draw(rows, columns, dtype=torch.bfloat16, offset=0):
     """Rows and their plan; an `offset` in elements misaligns the memory."""
     memory = torch.randn(rows * 2 * columns + offset, device="cuda").to(dtype)

@@ -90,7 +90,8 @@ def ragged_descriptor(x: Tensor, *box: int) -> Descriptor:
     (the trick of triton.tools.ragged_tma).
     """
     stride = x.stride(0)
-    shape, strides = (0x7FFF0000, 0x7FFF0000, 0x40000000, x.shape[1]), (2**34 - stride, stride, stride, 1)
+    shape = 0x7FFF0000, 0x7FFF0000, FAR.value, x.shape[1]
+    strides = 2**34 - stride, stride, stride, 1
     return Descriptor(x, shape, strides, (1, 1, *box))
 
 
