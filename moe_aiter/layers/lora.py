@@ -111,7 +111,7 @@ def spread(values: Tensor, lens: Tensor, x: Tensor) -> Tensor:
 
     As the bias of a product of nothing, whose gradient is a sum in a fixed order.
     """
-    return gmm(x[:, :0], x.new_empty(len(values), 0, values.shape[1]), lens, values)
+    return gmm(x[:, :0], x.new_empty(len(values), 0, values.shape[1]), lens, bias=values)
 
 
 class LoRALinear(nn.Module):
@@ -294,7 +294,7 @@ def adapted(rows: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRAFactors
     """Each expert's rows (R, in) through its weight (E, out, in), its bias and its adapter."""
     delta = lora(rows, lens)
     if lora.magnitude is None:
-        return gmm(rows, weight.mT, lens, bias) + delta
+        return gmm(rows, weight.mT, lens, bias=bias) + delta
     out = gmm(rows, weight.mT, lens) + delta
     out = out + out * spread(lora.growth(weight), lens, out)
     return out if bias is None else out + spread(bias, lens, out)
