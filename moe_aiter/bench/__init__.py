@@ -1,4 +1,4 @@
-"""`moe-aiter bench`: measure the layer beside its peers, and turn the figures into the README's tables.
+"""`moe-aiter bench`: measure the layer beside its peers, and turn the figures into tables and plots.
 
 The protocol is in benchmarks/README.md.
 """
@@ -31,10 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layer.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
     layer.add_argument("--commit", help="what is measured, where git cannot say")
-    report = commands.add_parser("report", help="write the README's tables and plots from the figures")
+    report = commands.add_parser("report", help="write tables and plots from the figures")
     report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"default {CSV}")
     report.add_argument(
-        "--readme", type=pathlib.Path, default=pathlib.Path("README.md"), help="default README.md"
+        "--readme",
+        type=pathlib.Path,
+        default=pathlib.Path("README.md"),
+        help="default README.md; benchmarks/FIGURES.md and docs/ are beside it",
     )
 
 
