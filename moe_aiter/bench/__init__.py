@@ -1,4 +1,4 @@
-"""`moe-aiter bench`: measure the layer and its products beside their peers, and write the README's tables.
+"""`moe-aiter bench`: measure the layer and its products beside their peers; figures become tables and plots.
 
 The protocol is in benchmarks/README.md.
 """
@@ -26,10 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=text)
         importlib.import_module(f"{__name__}.{module}").add_arguments(command)
         add_measurement(command)
-    report = commands.add_parser("report", help="write the README's tables and plots from the figures")
+    report = commands.add_parser("report", help="write tables and plots from the figures")
     report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"default {CSV}")
     report.add_argument(
-        "--readme", type=pathlib.Path, default=pathlib.Path("README.md"), help="default README.md"
+        "--readme",
+        type=pathlib.Path,
+        default=pathlib.Path("README.md"),
+        help="default README.md; benchmarks/FIGURES.md and docs/ are beside it",
     )
 
 

@@ -1,20 +1,36 @@
-"""`moe-aiter bench report`: tables between two markers of a document, plots beside it, made from the CSV."""
+"""`moe-aiter bench report`: tables and plots, made from the CSV.
+
+The README gets a summary, between two markers; benchmarks/FIGURES.md gets all, and nothing else is in it.
+"""
 
 import csv
 import pathlib
 import sys
+from collections.abc import Iterable
 
 from .layer import ADDED
 from .plots import PLOTS, draw, lines_of
-from .shapes import GROUPS, SHAPES
+from .shapes import DEFAULT, GROUPS, SHAPES
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+TFLOPS = "TFLOP/s, inference / forward / step"
+MEMORY = "MiB, held after forward / peak over forward and backward"
 TABLES = {  # title: the figures of a cell
-    "TFLOP/s, inference / forward / step": ("inference_tflops", "forward_tflops", "step_tflops"),
+    TFLOPS: ("inference_tflops", "forward_tflops", "step_tflops"),
     "The host's ms, inference / forward / step": ("inference_host_ms", "forward_host_ms", "step_host_ms"),
     "Share of the roofline in percent, forward / step": ("forward_roofline", "step_roofline"),
-    "MiB, held after forward / peak over forward and backward": ("held_mib", "peak_mib"),
+    MEMORY: ("held_mib", "peak_mib"),
 }
+SUMMARY = {"cuda": (TFLOPS, MEMORY), "cpu": (TFLOPS,)}  # whose default shapes: the tables of the README
+REFERENCE = "moe_aiter experts, torch"  # on a GPU a loop over the experts, left out of the README
+FIGURES = pathlib.Path("benchmarks", "FIGURES.md")
+ALL = f"All figures, with other shapes and routings: [{FIGURES.as_posix()}]({FIGURES.as_posix()})\n"
+HEAD = """# Figures
+
+Written by `moe-aiter bench report` from what `make bench` measured, as [README.md](README.md) says; a shape
+is (tokens, hidden, intermediate, experts, experts for each token), and – was not measured.
+
+"""
 MARK = " \\*"
 EARLIER = "\\* of an earlier run, perhaps on another machine, which differ by 10 %: compare within a run\n"
 ORDER = {name: i for i, name in enumerate(SHAPES)}
@@ -22,7 +38,7 @@ IN_TABLE = {name: group for group in ("paper", "models", "tokens") for name in G
 
 
 def update(source: pathlib.Path, document: pathlib.Path) -> int:
-    """Rewrite the part of `document` between the markers, and its plots; 2 where that is not possible."""
+    """Rewrite `document` between its markers, FIGURES and the plots; 2 where that is not possible."""
     if not source.exists():
         return refuse(f"there is no {source}; `make bench` writes it")
     text = document.read_text()
@@ -30,11 +46,14 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
         return refuse(f"{document} lacks {BEGIN} and, behind it, {END}")
     try:
         rows = figures(source)
-        tables = report(rows)
+        short, full = summary(rows), whole(rows)
         draw(rows, document.parent)
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         return refuse(f"{source} is damaged: {type(error).__name__}: {error}")
-    document.write_text(replaced(text, tables))
+    figures_document = document.parent / FIGURES
+    figures_document.parent.mkdir(exist_ok=True)
+    figures_document.write_text(full)
+    document.write_text(replaced(text, short))
     return 0
 
 
@@ -43,10 +62,10 @@ def refuse(mistake: str) -> int:
     return 2
 
 
-def replaced(text: str, tables: str) -> str:
-    """`text` with other tables between its markers."""
+def replaced(text: str, part: str) -> str:
+    """`text` with another part between its markers."""
     head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{tables}{END}{rest.partition(END)[2]}"
+    return f"{head}{BEGIN}\n{part}{END}{rest.partition(END)[2]}"
 
 
 def figures(source: pathlib.Path) -> list[dict]:
@@ -58,22 +77,39 @@ def figures(source: pathlib.Path) -> list[dict]:
     return rows
 
 
-def report(rows: list[dict]) -> str:
-    """Tables for each device, dtype and routing: a row for each contender, a column for each shape.
-
-    The shapes of a group have tables of their own, but for those that are only drawn.
-    """
+def summary(rows: list[dict]) -> str:
+    """For the README: the default shapes, normal routing, the plots, and a link to the rest."""
     parts = []
-    for (device, dtype, routing), section in grouped(rows, kind):
-        skewed = ", Zipf routing" if routing == "zipf" else ""
+    for (*_, routing), section in grouped(rows, kind):
+        for device, titles in SUMMARY.items() if routing == "normal" else ():
+            part = [r for r in section if r["shape"] in DEFAULT[device]]
+            parts += tables([r for r in part if device == "cpu" or r["contender"] != REFERENCE], titles)
+    return "\n".join([*parts, *images(rows, "docs"), ALL])
+
+
+def whole(rows: list[dict]) -> str:
+    """All of FIGURES.  The shapes of a group have tables of their own, but for those that are only drawn."""
+    parts = []
+    for _, section in grouped(rows, kind):
         for group, part in grouped(section, lambda r: IN_TABLE.get(r["shape"], "")):
             if group != "tokens":
-                parts.append(f"**{device}**, {dtype}{skewed} ({versions(part)})\n")
-                parts += [table for title in TABLES if (table := written_table(title, part))]
-                if any(earlier(part)):
-                    parts.append(EARLIER)
-    parts += [f"![{plot.title}](docs/{name})\n" for name, plot in PLOTS.items() if lines_of(rows, plot)]
-    return "\n".join(parts)
+                parts += tables(part, TABLES)
+    return HEAD + "\n".join([*parts, *images(rows, "../docs")])
+
+
+def tables(rows: list[dict], titles: Iterable[str]) -> list[str]:
+    """Of one device, dtype and routing: a row for each contender, a column for each shape, below what ran."""
+    if not rows:
+        return []
+    device, dtype, routing = kind(rows[0])
+    skewed = ", Zipf routing" if routing == "zipf" else ""
+    parts = [f"**{device}**, {dtype}{skewed} ({versions(rows)})\n"]
+    parts += [table for title in titles if (table := written_table(title, rows))]
+    return parts + [EARLIER] * any(earlier(rows))
+
+
+def images(rows: list[dict], folder: str) -> list[str]:
+    return [f"![{plot.title}]({folder}/{name})\n" for name, plot in PLOTS.items() if lines_of(rows, plot)]
 
 
 def grouped(rows: list[dict], key) -> list[tuple]:

@@ -1,6 +1,7 @@
-"""The README says what the CSV says, and the plots are drawn from it."""
+"""README and FIGURES say what the CSV says, and the plots are drawn from it."""
 
 import pathlib
+import re
 import sys
 
 import pytest
@@ -46,15 +47,16 @@ def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
     layer.append(path, rows)
     document.write_text(f"head\n{report.BEGIN}\nstale\n{report.END}\ntail\n")
     assert run("report", "--csv", path, "--readme", document) == 0
-    text = document.read_text()
-    assert text.startswith("head\n") and text.endswith("tail\n")
-    assert "stale" not in text and "older" not in text and "commit new, old, " in text
-    assert r"| peer | – / 1.2 / 123 \* | – |" in text and r"\* of an earlier run" in text
-    assert "| layer | – / 1.2 / 123 | – |" in text and "| layer | 10 / 21 | – |" in text
-    assert "| wrong | – | error 0.3 |" in text
-    once = text
+    once = [document.read_text(), (tmp_path / report.FIGURES).read_text()]
+    assert once[0].startswith("head\n") and once[0].endswith("tail\n") and "stale" not in once[0]
+    assert once[1].startswith("# Figures\n")
+    for text in once:
+        assert "older" not in text and "commit new, old, " in text
+        assert r"| peer | – / 1.2 / 123 \* | – |" in text and r"\* of an earlier run" in text
+        assert "| layer | – / 1.2 / 123 | – |" in text and "| layer | 10 / 21 | – |" in text
+        assert "| wrong | – | error 0.3 |" in text
     assert run("report", "--csv", path, "--readme", document) == 0
-    assert document.read_text() == once
+    assert [document.read_text(), (tmp_path / report.FIGURES).read_text()] == once
 
 
 def test_the_report_says_what_is_missing(tmp_path, capsys):
@@ -70,31 +72,44 @@ def test_the_report_says_what_is_missing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["", ",".join(layer.FIELDS) + "\n", "a,b\n1,2\n", "\0\n\n", 200_000 * "x"])
-def test_a_damaged_csv_leaves_the_document_alone(text, tmp_path, capsys):
-    path, document = tmp_path / "layer.csv", tmp_path / "README.md"
-    path.write_text(text)
-    document.write_text(f"{report.BEGIN}\nfigures\n{report.END}\n")
-    assert run("report", "--csv", path, "--readme", document) == 2
+def test_a_damaged_csv_leaves_both_documents_alone(text, tmp_path, capsys):
+    (tmp_path / "layer.csv").write_text(text)
+    refused(tmp_path)
     assert "layer.csv is damaged: " in capsys.readouterr().err
-    assert "figures" in document.read_text()
 
 
-def test_a_damaged_plot_leaves_the_document_alone(tmp_path, capsys):
+@pytest.mark.parametrize("name, column", [("C-512", "step_tflops"), ("dsv3", "peak_mib"), ("A", "held_mib")])
+def test_a_damaged_figure_leaves_both_documents_alone(name, column, tmp_path, capsys):
+    """Also where it is only in a plot, or not in the README."""
     pytest.importorskip("matplotlib")
-    path, document = tmp_path / "layer.csv", tmp_path / "README.md"
-    rows = [measured(name, contender="layer") for name in GROUPS["tokens"]]
-    layer.append(path, [*rows[1:], rows[0] | {"step_tflops": "many"}])
-    document.write_text(f"{report.BEGIN}\nfigures\n{report.END}\n")
-    assert run("report", "--csv", path, "--readme", document) == 2
+    rows = [measured(n, contender="layer") for n in ("A", "dsv3", *GROUPS["tokens"])]
+    next(r for r in rows if r["shape"] == name)[column] = "many"
+    layer.append(tmp_path / "layer.csv", rows)
+    refused(tmp_path)
     assert "layer.csv is damaged: ValueError: could not convert" in capsys.readouterr().err
-    assert "figures" in document.read_text()
 
 
-def test_the_readme_holds_the_figures_of_the_csv():
-    text, source = (ROOT / "README.md").read_text(), ROOT / bench.CSV
-    tables = report.report(report.figures(source)) if source.exists() else ""
+def refused(tmp_path):
+    """The report of layer.csv is, and the documents stay as they were."""
+    before = {"README.md": f"{report.BEGIN}\nfigures\n{report.END}\n", report.FIGURES: "others\n"}
+    (tmp_path / report.FIGURES).parent.mkdir()
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    assert run("report", "--csv", tmp_path / "layer.csv", "--readme", tmp_path / "README.md") == 2
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+
+
+def test_the_documents_hold_the_figures_of_the_csv():
+    text, rows = (ROOT / "README.md").read_text(), report.figures(ROOT / bench.CSV)
     assert report.BEGIN in text and report.END in text
-    assert report.replaced(text, tables) == text, "run `moe-aiter bench report`"
+    assert report.replaced(text, report.summary(rows)) == text, "run `moe-aiter bench report`"
+    assert report.whole(rows) == (ROOT / report.FIGURES).read_text(), "run `moe-aiter bench report`"
+
+
+def test_figures_links_to_what_is_there():
+    document = ROOT / report.FIGURES
+    for link in re.findall(r"\]\(([^)#]+)", document.read_text()):
+        assert (document.parent / link).exists(), f"{document.name} links to {link}"
 
 
 FIGURES = {
@@ -113,12 +128,31 @@ def measured(name, **cells):
     return row(commit="one", **FIGURES) | shape | cells
 
 
-def document_of(rows, tmp_path):
+def documents_of(rows, tmp_path):
+    """README and FIGURES."""
     document = tmp_path / "README.md"
     document.write_text(f"{report.BEGIN}\n{report.END}\n")
     layer.append(tmp_path / "layer.csv", rows)
     assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 0
-    return document.read_text()
+    return document.read_text(), (tmp_path / report.FIGURES).read_text()
+
+
+def test_the_readme_has_the_default_shapes_with_normal_routing(tmp_path):
+    skewed = [
+        measured("A", contender="skewed", routing="zipf"),
+        measured("A", contender="half", dtype="float16"),
+    ]
+    ours = [measured(n, contender=c) for n in ("A", "E", "dsv3", "toy") for c in ("layer", report.REFERENCE)]
+    cpu = [measured("cpu", contender=c, device="Brain") for c in ("layer", report.REFERENCE)]
+    readme, figures = documents_of([*ours, *skewed, *cpu], tmp_path)
+    tables = re.findall(r"^\| (\S+) .*\n\| ---.*\n((?:\|.*\n)+)", readme, re.M)
+    rows = [(title, [line.split(" | ")[0][2:] for line in body.splitlines()]) for title, body in tables]
+    a_gpu = [("TFLOP/s,", ["layer"]), ("MiB,", ["layer"]), ("TFLOP/s,", ["half"]), ("MiB,", ["half"])]
+    assert rows == [*a_gpu, ("TFLOP/s,", [report.REFERENCE, "layer"])]
+    assert "| A (" in readme and "| E (" in readme and f"({report.FIGURES.as_posix()})" in readme
+    for absent in ("dsv3", "toy", "Zipf", "roofline"):
+        assert absent not in readme and absent in figures
+    assert figures.count(f"| {report.REFERENCE} |") == 9, "TFLOP/s, roofline, MiB; A and E, dsv3, cpu"
 
 
 def test_groups_and_routings_have_tables_of_their_own(tmp_path):
@@ -128,7 +162,7 @@ def test_groups_and_routings_have_tables_of_their_own(tmp_path):
         measured("A", contender="old", dtype="float16"),
     ]
     rows[3]["routing"] = "normal"  # the same as none
-    text = document_of(rows, tmp_path)
+    _, text = documents_of(rows, tmp_path)
     heads = [line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| TFLOP/s")]
     names = [[cell.split()[0] for cell in head] for head in heads]
     assert sorted(names) == sorted([["dsv3"], ["1.4B-256", "30B-512"], ["A", "E"], ["A"], ["A"]])
@@ -138,7 +172,7 @@ def test_groups_and_routings_have_tables_of_their_own(tmp_path):
 
 def test_no_table_of_the_roofline_where_it_is_not_known(tmp_path):
     unknown = {"forward_roofline": "", "step_roofline": ""}
-    assert "roofline" not in document_of([measured("A", contender="layer", **unknown)], tmp_path)
+    assert "roofline" not in documents_of([measured("A", contender="layer", **unknown)], tmp_path)[1]
 
 
 @pytest.mark.parametrize("group, name", [("tokens", "tflops.png"), ("top-k", "memory.png")])
@@ -150,8 +184,9 @@ def test_plots(group, name, tmp_path):
             r |= dict.fromkeys(FIGURES, "")
     rows += [measured(n, contender="skewed", routing="zipf") for n in GROUPS[group]]
     rows += [measured(GROUPS[group][0], contender="alone", device="one shape only")]
-    text = document_of(rows, tmp_path)
-    assert text.count("![") == 1 and f"(docs/{name})" in text
+    readme, figures = documents_of(rows, tmp_path)
+    assert readme.count("![") == figures.count("![") == 1
+    assert f"(docs/{name})" in readme and f"(../docs/{name})" in figures
     assert [path.name for path in (tmp_path / "docs").iterdir()] == [name]
     picture = image.imread(tmp_path / "docs" / name)
     assert picture.shape[0] > 400 and picture.std() > 0.01
@@ -161,11 +196,12 @@ def test_plots(group, name, tmp_path):
 
 
 def test_no_plots_before_there_are_figures(tmp_path):
-    assert "![" not in document_of([measured("A", contender="layer")], tmp_path)
+    assert "![" not in "".join(documents_of([measured("A", contender="layer")], tmp_path))
     assert not (tmp_path / "docs").exists()
 
 
 def test_a_report_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "tflops.png" in document_of([measured(n, contender="x") for n in GROUPS["tokens"]], tmp_path)
+    rows = [measured(n, contender="x") for n in GROUPS["tokens"]]
+    assert all("tflops.png" in text for text in documents_of(rows, tmp_path))
     assert "no plots: matplotlib is not installed" in capsys.readouterr().err
