@@ -82,7 +82,8 @@ def settings_table():
     for field in dataclasses.fields(Settings):
         meaning = re.search(rf"^    {field.name}: .*  # (.*)$", source, re.M)[1]
         default = int(field.default) if field.type is bool else field.default
-        lines.append(f"| `{PREFIX}{field.name.upper()}` | `{default}` | {meaning} |")
+        default = "none" if default == "" else f"`{default}`"
+        lines.append(f"| `{PREFIX}{field.name.upper()}` | {default} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -92,10 +93,10 @@ def test_the_settings_table_is_that_of_settings():
 
 
 def test_documents_are_short_and_link_to_what_is_there():
-    for name in ("README.md", "CONTRIBUTING.md"):
+    for name, cap in (("README.md", 200), ("CONTRIBUTING.md", 150)):
         text = (ROOT / name).read_text()
         written = re.sub(r"<!-- bench: begin -->.*<!-- bench: end -->", "", text, flags=re.DOTALL)
-        assert len(written.splitlines()) <= 150, "without the tables, which a command writes"
+        assert len(written.splitlines()) <= cap, "without the tables, which a command writes"
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / link).exists(), f"{name} links to {link}"
 
