@@ -14,7 +14,7 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
     "info": (None, "versions, devices, backends and settings"),
     "train": ("moe_aiter.training.command", "train a byte-level language model with MoE layers"),
     "plot": ("moe_aiter.training.plots", "draw the loss curves of several runs in one picture"),
-    "bench": ("moe_aiter.bench", "measure the layer"),
+    "bench": ("moe_aiter.bench", "measure the layer and its products beside their peers"),
     "tune": ("moe_aiter.bench.tune", "measure the tiles of each kernel, and write this GPU's table"),
 }
 
@@ -52,6 +52,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
+        """Refuse a flag that a command does not know where its --help lists those it does."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
 
 def info() -> int:

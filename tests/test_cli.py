@@ -42,6 +42,13 @@ def test_no_command_and_unknown_flags_are_errors(capsys):
     assert "--no-such-flag" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "plot runs", "bench layer", "bench segment", "tune"])
+def test_an_unknown_flag_is_refused_by_the_command_that_was_given_it(command, capsys):
+    err = one_line(capsys, command, "--no-such-flag")
+    name = f"moe-aiter {command.removesuffix(' runs')}"
+    assert err.startswith(f"{name}: error: ") and err.endswith(f"see {name} --help\n")
+
+
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path):
     assert main(["train", "--preset", "test", "--data", str(tmp_path / "none")]) == 2
     err = capsys.readouterr().err

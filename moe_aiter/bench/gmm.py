@@ -54,7 +54,11 @@ DEFAULT = {"cuda": [name for name in SIZES if name not in ("cpu", "toy")], "cpu"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shape", nargs="+", choices=SIZES, metavar="NAME", help=f"of {', '.join(SIZES)}; default all"
+        "--shape",
+        nargs="+",
+        choices=SIZES,
+        metavar="NAME",
+        help=f"of {', '.join(SIZES)}; all but the last two on a GPU, cpu on a CPU unless given",
     )
     parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="default both")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
