@@ -57,7 +57,8 @@ CASES = {
     "toy": Case(5, 3, 24, 8, 5),  # for tests
     "toy-shared": Case(5, 3, 70, 8, 2),
 }
-DEFAULT = [name for name in CASES if not name.startswith("toy")]
+REAL = [name for name in CASES if not name.startswith("toy")]
+DEFAULT = {"cuda": REAL, "cpu": [name for name in REAL if not name.startswith("dense")]}
 
 
 @dataclasses.dataclass
@@ -133,7 +134,8 @@ def flashinfer(call: tuple, x: Tensor) -> Callable[[], Tensor]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", nargs="+", choices=CASES, metavar="NAME", help=f"of {', '.join(CASES)}")
+    names = f"of {', '.join(CASES)}; on a GPU all but toys, on a CPU those of lora and decode unless given"
+    parser.add_argument("--case", nargs="+", choices=CASES, metavar="NAME", help=names)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="float16")
 
 
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     where = provenance(device, args.dtype, args.commit)
     print(", ".join(f"{k} {v}" for k, v in where.items()))
     wrong = False
-    for name in args.case or DEFAULT:
+    for name in args.case or DEFAULT[kind]:
         case = CASES[name]
         print(f"\n{name}: {case}")
         rows = measure(new_problem(case, device, dtype), args.reps or REPS[kind])
