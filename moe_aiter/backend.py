@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
 from .metadata import PLAIN, completion, keep, layout, metadata
@@ -181,6 +182,8 @@ def define_inplace_op(
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference
     known = {}  # metadata -> what updates the output
+    arguments = torch._C.parse_schema(f"moe_aiter::{schema}").arguments
+    written = [place for place, a in enumerate(arguments) if a.alias_info is not None]
 
     def run(out, x, *rest):
         key = metadata((out, x, *rest), _forced, *IMPLS[name].values())
@@ -194,6 +197,8 @@ def define_inplace_op(
             check_values(out, x, *rest)
         if launch is not None:
             call_launcher(launch, out, x, *rest)
+            inputs = out, x, *rest  # a graph that had saved what is written now must notice
+            increment_version([inputs[i] for i in written if inputs[i] is not None])
 
     return register(schema, run, check, None, None)
 

@@ -102,6 +102,29 @@ def test_in_place():
     assert torch.equal(out, torch.full((3,), 3.0)) and seen == ["check", "check"]
 
 
+two_op = define_inplace_op(
+    f"two_{NAME}(Tensor(a!) out, Tensor x, Tensor(b!)? sums=None) -> ()",
+    check=lambda out, x, sums: None,
+    reference=lambda out, x, sums: None,
+    host=lambda out, x, sums: out.numpy().fill(2),
+)
+
+
+def test_what_is_written_by_a_kernel_cannot_serve_an_earlier_graph():
+    """A kernel writes to memory that autograd does not watch."""
+    weight, out, sums, x = torch.ones(3, requires_grad=True), torch.ones(3), torch.ones(3), torch.ones(3)
+    loss = (weight * out).sum()
+    with torch.no_grad():
+        for times in (1, 2):
+            two_op(out, x, sums)
+            assert (out._version, x._version, sums._version) == (times, 0, times)
+        two_op(out, x)
+    with torch.inference_mode():
+        two_op(torch.ones(3), x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_number_and_a_truth_value_differ():
     keys = {metadata.metadata((value,)) for value in (1, True, 1.0)}
     assert len(keys) == 3

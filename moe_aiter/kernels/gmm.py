@@ -10,7 +10,7 @@ from torch import Tensor
 from ..backend import define_inplace_op, define_op, takes
 from ..tuning.aiter_json import tile_of
 from . import hopper
-from ._check import check_device, check_float, check_own_memory, check_shape, check_size
+from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape, check_size
 from ._groups import (
     check_existing,
     check_groups,
@@ -113,7 +113,7 @@ def check_gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, bias: Tensor | None
     check_float(lhs=lhs, rhs=rhs)
     check_groups(group_sizes, lhs, "lhs", rhs=rhs, bias=bias)
     check_size("group_sizes is ({},)", group_sizes.shape[0], "rhs is (G={}, K, N)", G)
-    if bias is not None and (bias.shape != (G, N) or not bias.is_floating_point()):
+    if bias is not None and (bias.shape != (G, N) or bias.dtype not in FLOATS):
         raise ValueError(f"bias must be floating (G={G}, N={N}), but it is {bias.dtype} {tuple(bias.shape)}")
 
 
@@ -125,7 +125,7 @@ def new_gmm(lhs, rhs, group_sizes, bias, dtype, tile, programs):
 def check_gmm_into(out, lhs, rhs, group_sizes, bias, tile, programs):
     check_gmm(lhs, rhs, group_sizes, bias)
     expected = lhs.shape[0], rhs.shape[2]
-    if out.shape != expected or not out.is_floating_point():
+    if out.shape != expected or out.dtype not in FLOATS:
         raise ValueError(
             f"existing_out must be floating (M, N) = {tuple(expected)}, "
             f"but it is {out.dtype} {tuple(out.shape)}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backend import INTEGERS, define_op, takes
-from ._check import check_device, check_float, check_index, check_shape, check_size, check_tensor
+from ._check import FLOATS, check_device, check_float, check_index, check_shape, check_size, check_tensor
 from ._groups import check_plan_values, sum_dtype
 from ._host import HOST_DTYPES, host
 from .gmm import gmm_op
@@ -174,7 +174,6 @@ def check_options(
     out_dtype: torch.dtype | None,
 ) -> None:
     check_float(input=input, weights=weights)
-    check_device(input=input, weights=weights, expert_ids=ids, routing_weights=routing_weights, bias=bias)
     expected = {"routing_weights": (routing_weights, "(T, k)", tuple(ids.shape))}
     expected["bias"] = bias, "(E, N)", (weights.shape[0], weights.shape[2])
     for name, (x, axes, shape) in expected.items():
@@ -182,7 +181,8 @@ def check_options(
             check_tensor(name, x)
             if x.shape != shape:
                 raise ValueError(f"{name} must be {axes} = {shape}, but it has shape {tuple(x.shape)}")
-            if not x.is_floating_point():
+            if x.dtype not in FLOATS:
                 raise TypeError(f"{name} must be floating, not {x.dtype}")
-    if out_dtype is not None and not out_dtype.is_floating_point:
+    check_device(input=input, weights=weights, expert_ids=ids, routing_weights=routing_weights, bias=bias)
+    if out_dtype not in (None, *FLOATS):
         raise TypeError(f"out_dtype must be a floating dtype, not {out_dtype}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..tuning.aiter_json import tile_of
-from ._check import check_device, check_float, check_own_memory, check_shape, check_size
+from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape, check_size
 from ._groups import check_existing, check_groups, oriented, result_dtype
 from .group_sum import group_sum
 from .tgmm import tgmm_into_op
@@ -119,7 +119,7 @@ def check_out(
     out: Tensor, preferred: torch.dtype | None, lhs: Tensor, expected: tuple[int, int, int]
 ) -> None:
     check_existing(out, preferred)
-    if out.shape != expected or not out.is_floating_point():
+    if out.shape != expected or out.dtype not in FLOATS:
         raise ValueError(
             f"existing_out must be floating (G, K, N) = {expected}, but it is {out.dtype} {tuple(out.shape)}"
         )

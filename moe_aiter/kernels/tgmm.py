@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backend import define_inplace_op, define_op, takes
 from . import hopper
-from ._check import check_device, check_float, check_own_memory, check_shape
+from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
 from ._tile import TILE_DTYPES, add_columns, dense, given_or_found, group_rows, swizzle, tile_options, walk
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
@@ -211,7 +211,7 @@ def check_tgmm_into(
     out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
 ):  # fmt: skip
     expected = new_tgmm(x, y, group_sizes, order, top_k, False).shape
-    if out.shape != expected or not out.is_floating_point():
+    if out.shape != expected or out.dtype not in FLOATS:
         raise ValueError(
             f"out must be floating (G, K, N) = {tuple(expected)}, but it is {out.dtype} {tuple(out.shape)}"
         )

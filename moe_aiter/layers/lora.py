@@ -85,7 +85,9 @@ class LoRAFactors(nn.Module):
 
     def growth(self, weight: Tensor) -> Tensor:
         """m / |W + c B A| - 1, (count, out): what DoRA multiplies by, less the one that LoRA does."""
-        return self.magnitude / self.norms(weight).to(self.magnitude.dtype) - 1
+        dtype = self.magnitude.dtype
+        least = torch.finfo(dtype).tiny  # the norm of a row of zeros, which float16 would round to 0
+        return self.magnitude / self.norms(weight).to(dtype).clamp_min(least) - 1
 
     @torch.no_grad()
     def merged(self, weight: Tensor, number: int | slice) -> Tensor:
@@ -137,13 +139,16 @@ class LoRALinear(nn.Module):
         Raises ValueError for shapes that do not fit, or once merged for adapter_ids; TypeError for dtypes.
         """
         check_tensor("x", x)
-        rows = x.reshape(-1, x.shape[-1])  # (R, in)
+        in_features = self.base.weight.shape[1]
+        if x.dim() < 1 or x.shape[-1] != in_features:
+            raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., in={in_features})")
+        rows = x.reshape(-1, in_features)  # (R, in)
         out = self.base(rows)
         if self.original is not None and adapter_ids is not None:
             raise ValueError("an adapter is merged into the weight: adapter_ids cannot choose another")
         if self.original is None:
             out = out + self.adapted(rows, *self.named(x, adapter_ids, seg_lens))
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[1])
 
     def named(
         self, x: Tensor, adapter_ids: Tensor | None, seg_lens: Tensor | None
@@ -190,8 +195,9 @@ class LoRALinear(nn.Module):
         """Put one adapter into the weight, of which a copy is kept; the others are then out of reach."""
         if self.original is not None:
             raise ValueError("an adapter is already merged")
-        self.original = self.base.weight.detach().clone()
-        self.base.weight.data.copy_(self.lora.merged(self.original, adapter))
+        original = self.base.weight.detach().clone()
+        self.base.weight.data.copy_(self.lora.merged(original, adapter))
+        self.original = original
 
     def unmerge(self) -> None:
         """The weight as it was before `merge`, to the bit."""
@@ -208,11 +214,12 @@ class LoRALinear(nn.Module):
         return {name: t.detach().clone() for name, t in found.items()}
 
     def load_peft_state_dict(self, state: Mapping[str, Tensor], adapter: int = 0, prefix: str = "") -> None:
-        """The inverse.  Raises KeyError for what is not there, ValueError for another shape."""
-        copy_in(self.lora.A[adapter], state, f"{prefix}lora_A.weight")
-        copy_in(self.lora.B[adapter], state, f"{prefix}lora_B.weight")
+        """The inverse.  Raises KeyError for what is not there, ValueError for another shape, and then copies
+        nothing."""
+        to = {f"{prefix}lora_A.weight": self.lora.A[adapter], f"{prefix}lora_B.weight": self.lora.B[adapter]}
         if self.lora.magnitude is not None:
-            copy_in(self.lora.magnitude[adapter], state, f"{prefix}lora_magnitude_vector")
+            to[f"{prefix}lora_magnitude_vector"] = self.lora.magnitude[adapter]
+        copy_in(to, state)
 
 
 class LoRAExperts(nn.Module):
@@ -276,13 +283,16 @@ class LoRAExperts(nn.Module):
         return found
 
     def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """The inverse.  Raises KeyError for what is not there, ValueError for another shape or with DoRA."""
-        for name, lora in self.by_peft_name(prefix):
-            E, r, _ = lora.A.shape
-            copy_in(lora.A.view(E * r, -1), state, f"{name}lora_A.weight")
-            B = lora.B.new_empty(lora.B.shape[1], r * E)
-            copy_in(B, state, f"{name}lora_B.weight")
-            lora.B.data.copy_(B.unflatten(1, (r, E)).permute(2, 0, 1))
+        """The inverse.  Raises KeyError for what is not there, ValueError for another shape or with DoRA, and
+        then copies nothing."""
+        to, found = {}, self.by_peft_name(prefix)
+        for name, lora in found:
+            to[f"{name}lora_A.weight"] = lora.A.view(-1, lora.A.shape[2])
+            to[f"{name}lora_B.weight"] = lora.B.new_empty(lora.B.shape[1], lora.rank * len(lora.B))
+        copy_in(to, state)
+        for name, lora in found:
+            B = to[f"{name}lora_B.weight"].unflatten(1, (lora.rank, len(lora.B)))
+            lora.B.data.copy_(B.permute(2, 0, 1))
 
     def by_peft_name(self, prefix: str) -> list[tuple[str, LoRAFactors]]:
         if self.gate_up_lora.magnitude is not None:
@@ -307,7 +317,10 @@ def taken(original):
 
 
 @torch.no_grad()
-def copy_in(to: Tensor, state: Mapping[str, Tensor], name: str) -> None:
-    if state[name].shape != to.shape:
-        raise ValueError(f"{name} is {tuple(state[name].shape)} but the adapter needs {tuple(to.shape)}")
-    to.copy_(state[name])
+def copy_in(to: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Fill each tensor of `to` with what `state` has by its name, if that fits for all of them."""
+    for name, t in to.items():
+        if state[name].shape != t.shape:
+            raise ValueError(f"{name} is {tuple(state[name].shape)} but the adapter needs {tuple(t.shape)}")
+    for name, t in to.items():
+        t.copy_(state[name])

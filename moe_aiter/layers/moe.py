@@ -14,6 +14,9 @@ from ..routing.plan import RoutePlan, make_plan
 from ..routing.router import Router, Routing
 from .experts import Experts
 
+# as they are here: a class can be given another `forward` later
+ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))
+
 
 class MoERouting(NamedTuple):
     """What one forward pass decided, for losses and statistics."""
@@ -133,8 +136,8 @@ class MoE(nn.Module):
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and tokens.requires_grad):
             return False
         router, experts = self.router, self.experts
-        own = type(experts).forward is not Experts.forward or is_changed(router) or is_changed(experts)
-        return not own and is_plain((tokens, router.weight, router.bias)) and not is_transformed()
+        changed = is_changed(router, ROUTER_CALL) or is_changed(experts, EXPERTS_CALL)
+        return not changed and is_plain((tokens, router.weight, router.bias)) and not is_transformed()
 
     def has_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -155,11 +158,13 @@ class MoE(nn.Module):
         return f"load_balance_coef={self.load_balance_coef}, z_loss_coef={self.z_loss_coef}"
 
 
-def is_changed(module: nn.Module) -> bool:
-    """Whether a call of this module is not just that of its class's `forward`."""
+def is_changed(module: nn.Module, known: tuple) -> bool:
+    """Whether a call of this module is not just that of the `forward` known for it."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     hooks = hooks or module._backward_pre_hooks or nn.modules.module._has_any_global_hook()
-    return bool(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
+    kind = type(module)
+    own = (kind.__call__, kind.forward) != known or "forward" in vars(module)
+    return own or bool(hooks) or module._compiled_call_impl is not None
 
 
 class SharedExpert(nn.Module):

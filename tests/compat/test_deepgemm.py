@@ -165,6 +165,8 @@ SIZES = torch.tensor([2, 3], dtype=torch.int32)
     [
         (dict(group_layout=None), ValueError, "give either group_layout or masked_m"),
         (dict(masked_m=SIZES), ValueError, "give either group_layout or masked_m"),
+        (dict(XQ=None), TypeError, "XQ must be a tensor, not NoneType"),
+        (dict(WQ=[1.0]), TypeError, "WQ must be a tensor, not list"),
         (dict(WQ=W.half()), TypeError, "XQ is torch.float32 but WQ is torch.float16"),
         (dict(Y=Y[:, :4]), ValueError, r"out must be \(G=2, M=5, N=16\), but it has shape \(2, 4, 16\)"),
         (dict(group_layout=SIZES + 3), ValueError, r"group_sizes \[5, 6\] must not be negative nor more th"),

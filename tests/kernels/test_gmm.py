@@ -219,6 +219,7 @@ BAD = {
         "group_sizes must be int32 or int64, not torch.float32",
     ),
     "bias shape": (dict(bias=torch.zeros(6)), ValueError, r"bias must be floating \(G=2, N=6\)"),
+    "bias dtype": (dict(bias=torch.zeros(2, 6).to(torch.float8_e4m3fn)), ValueError, "bias must be floating"),
     "device": (dict(rhs=torch.zeros(2, 4, 6, device="meta")), ValueError, "lhs is on cpu but rhs is on meta"),
     "not a tensor": (dict(lhs=[[1.0]]), TypeError, "lhs must be a tensor, not list"),
     "sizes are a list": (dict(group_sizes=[2, 3]), TypeError, "group_sizes must be a tensor, not list"),
@@ -256,8 +257,9 @@ def test_bad_rows_are_named():
         tgmm(x, y, sizes, torch.arange(4), 1)
     with pytest.raises(ValueError, match=r"x is \(T=2, K\) for top_k=2, 4 rows, but order is \(5,\)"):
         tgmm(x[:2], y[:5], sizes, torch.arange(5), 2)
-    with pytest.raises(ValueError, match="out must be floating"):
-        tgmm_accumulate(torch.zeros(2, 4, 4), x, y[:5], sizes)
+    for out in (torch.zeros(2, 4, 4), torch.zeros(2, 4, 3).to(torch.float8_e4m3fn)):
+        with pytest.raises(ValueError, match="out must be floating"):
+            tgmm_accumulate(out, x, y[:5], sizes)
 
 
 def test_tgmm_says_that_it_has_no_gradient(device):

@@ -154,9 +154,16 @@ BAD = {
     "ids": (dict(expert_ids=torch.zeros(T, 3)), TypeError, "expert_ids must be int32 or int64"),
     "weights": (dict(routing_weights=torch.zeros(T, 2)), ValueError, r"must be \(T, k\) = \(13, 3\)"),
     "whole weights": (dict(routing_weights=torch.ones(T, 3).int()), TypeError, "must be floating"),
+    "list of weights": (dict(routing_weights=[1.0]), TypeError, "routing_weights must be a tensor, not list"),
+    "bias of 8 bits": (
+        dict(bias=torch.zeros(E, N).to(torch.float8_e5m2)),
+        TypeError,
+        "bias must be floating",
+    ),
     "bias": (dict(bias=torch.zeros(N)), ValueError, r"bias must be \(E, N\) = \(5, 20\)"),
     "dtypes": (dict(input=torch.zeros(T, K).half()), TypeError, "input is torch.float16 but weights is"),
     "an id": (dict(expert_ids=torch.full((T, 3), E)), ValueError, "expert_ids holds 5 but num_experts is 5"),
+    "8 bits": (dict(out_dtype=torch.float8_e5m2), TypeError, "out_dtype must be a floating dtype"),
     "out_dtype": (dict(out_dtype=torch.int32), TypeError, "out_dtype must be a floating dtype"),
 }
 

@@ -226,7 +226,7 @@ def test_compiles(device):
     torch.testing.assert_close(compiled(*inputs), both(*inputs))
 
 
-SIZES = torch.tensor([2, 3])
+SIZES, E4M3 = torch.tensor([2, 3]), torch.float8_e4m3fn
 OPERANDS = {"lhs": torch.zeros(4, 5), "rhs": torch.zeros(5, 6), "group_sizes": SIZES}
 BAD = {
     "rows": (dict(rhs=torch.zeros(7, 6)), ValueError, r"lhs is \(K, M=5\) but rhs is \(M=7, N\)"),
@@ -241,6 +241,11 @@ BAD = {
         dict(existing_out=torch.ones(2, 4, 6), preferred_element_type=torch.float16),
         TypeError,
         "existing_out is torch.float32 but preferred_element_type is torch.float16",
+    ),
+    "out of 8 bits": (
+        dict(existing_out=torch.ones(2, 4, 6).to(E4M3)),
+        ValueError,
+        "floating .* but it is torch",
     ),
     "out expanded": (dict(existing_out=torch.ones(1, 4, 6).expand(2, 4, 6)), ValueError, "is expanded"),
     "result dtype": (dict(preferred_element_type=torch.int32), TypeError, "must be a floating dtype"),
@@ -268,7 +273,7 @@ def test_bad_input_is_named_and_nothing_written(variant, change, kind, message):
     with pytest.raises(kind, match=message):
         variant(**given)
     written = given["bias_grad"], given.get("existing_out", torch.ones(1))
-    assert all((t == 1).all() for t in written if not t.is_meta)
+    assert all((t.float() == 1).all() for t in written if not t.is_meta)
 
 
 def test_everything_but_the_operands_is_by_name():
@@ -276,5 +281,6 @@ def test_everything_but_the_operands_is_by_name():
         gmm(torch.zeros(5, 4), torch.zeros(2, 4, 6), SIZES, None)
     with pytest.raises(ValueError, match="GRID_DIM must be at least 1, not 0"):
         gmm(torch.zeros(5, 4), torch.zeros(2, 4, 6), SIZES, grid_dim=0)
-    with pytest.raises(ValueError, match=r"existing_out must be floating \(M, N\) = \(5, 6\)"):
-        gmm(torch.zeros(5, 4), torch.zeros(2, 4, 6), SIZES, existing_out=torch.zeros(5, 4))
+    for out in (torch.zeros(5, 4), torch.zeros(5, 6).to(E4M3)):
+        with pytest.raises(ValueError, match=r"existing_out must be floating \(M, N\) = \(5, 6\)"):
+            gmm(torch.zeros(5, 4), torch.zeros(2, 4, 6), SIZES, existing_out=out)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_aiter import MoE
+from moe_aiter import Experts, MoE
 from moe_aiter.layers import moe as module
 from moe_aiter.routing import router
 
@@ -162,7 +162,7 @@ class Other(nn.Module):
     """Experts of one's own, whose gradient of the tokens is that of the output."""
 
     def forward(self, x, routing_weights, plan):
-        return x + routing_weights.sum() * 0
+        return x + routing_weights.square().sum()
 
 
 def keep(module, inputs):
@@ -189,11 +189,22 @@ def test_a_gradient_that_others_see_is_left_alone(device, watch, added):
     assert not any(added) and torch.equal(dout, before)
 
 
+@pytest.mark.parametrize("method", ["forward", "__call__"])
+def test_a_class_that_was_given_another_method(device, method, added, monkeypatch):
+    moe, x = MoE(H, WIDTH, E, K, device=device), torch.randn(T, H, device=device, requires_grad=True)
+    other = Other.forward
+    monkeypatch.setattr(Experts, method, lambda self, *inputs: other(self, *inputs), raising=False)
+    dout = torch.randn(T, H, device=device)
+    before = dout.clone()
+    moe(x).backward(dout)
+    assert not any(added) and torch.equal(dout, before)
+
+
 def test_a_global_hook(device, added):
     moe, x = MoE(H, WIDTH, E, K, device=device), torch.randn(T, H, device=device, requires_grad=True)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert module.is_changed(moe.router)
+        assert module.is_changed(moe.router, module.ROUTER_CALL)
         moe(x).sum().backward()
     finally:
         handle.remove()

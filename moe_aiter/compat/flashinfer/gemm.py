@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...kernels._check import check_tensor
 from ...kernels._fp8 import FP8
 from ...kernels.scaled_gemm import scaled_bmm
 from ...layers.segment import SegmentGEMMWrapper
@@ -34,8 +35,10 @@ def bmm_fp8(
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be float16 or bfloat16, not {dtype}")
-    if out is not None and out.dtype != dtype:
-        raise ValueError(f"dtype is {dtype} but out is {out.dtype}")
+    if out is not None:
+        check_tensor("out", out)
+        if out.dtype != dtype:
+            raise ValueError(f"dtype is {dtype} but out is {out.dtype}")
     check_operands(A=A, B=B)
     check_scales(A, A_scale=A_scale, B_scale=B_scale)
     return scaled_bmm(A, B, A_scale, B_scale, out_dtype=dtype, out=out)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ....kernels._check import check_tensor
 from ....kernels.masked_gmm import masked_gmm
 
 __all__ = ["deepgemm"]
@@ -32,6 +33,8 @@ def deepgemm(
     """
     if (group_layout is None) == (masked_m is None):
         raise ValueError("give either group_layout or masked_m, which are the same")
+    check_tensor("XQ", XQ)
+    check_tensor("WQ", WQ)
     if XQ.dtype != WQ.dtype:
         raise TypeError(f"XQ is {XQ.dtype} but WQ is {WQ.dtype}")
     if weight_shuffled is None:
