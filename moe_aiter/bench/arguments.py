@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+import sys
 
 
 def count(text: str) -> int:
@@ -17,3 +18,9 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
     parser.add_argument("--commit", help="what is measured, where git cannot say")
+
+
+def refuse(command: str, mistake: str) -> int:
+    """Say what is wrong with a command in one line; its status."""
+    print(f"moe-aiter {command}: error: {mistake}", file=sys.stderr)
+    return 2

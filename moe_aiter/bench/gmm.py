@@ -7,7 +7,6 @@ ptgmm   dw[g] = x[s:e].T @ dout[s:e]   the weights' gradient; nptgmm the same by
 import argparse
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from ..backend import IMPLS, ORDER, runs, use
 from ..kernels.gmm import gmm
 from ..kernels.ptgmm import nptgmm, ptgmm
+from .arguments import refuse
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, provenance
 from .memory import hand_back
@@ -200,9 +200,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure every product asked for; 1 if one of our own contenders was not as good as torch."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("there is no GPU that torch can use")
+        return refuse("bench gmm", "there is no GPU that torch can use")
     if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse(f"{args.out} has other columns: {columns(args.out)}")
+        return refuse("bench gmm", f"{args.out} has other columns: {columns(args.out)}")
     if args.out:
         append(args.out, [], FIELDS)  # a place that cannot be written shows now, not after the measurement
     dtype, device = getattr(torch, args.dtype), torch.device(kind)
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{op} {name}: M, K, N, G = {', '.join(map(str, SIZES[name]))}")
             field = [r for r in runners(product) if not args.only or any(w in r.name for w in args.only)]
             if not field:
-                return refuse(f"--only: no contender matches {', '.join(args.only)}")
+                return refuse("bench gmm", f"--only: no contender matches {', '.join(args.only)}")
             layout = "transposed" if args.transposed else "plain"
             about = where | {"op": op, "layout": layout, "shape": name}
             about |= dict(zip("mkng", SIZES[name], strict=True))
@@ -225,11 +225,6 @@ def run(args: argparse.Namespace) -> int:
                 append(args.out, [about | row for row in rows], FIELDS)
             del product, field
     return int(wrong)
-
-
-def refuse(mistake: str) -> int:
-    print(f"moe-aiter bench gmm: error: {mistake}", file=sys.stderr)
-    return 2
 
 
 def bench_field(field: list[Runner], p: Product, reps: int, size: Size) -> tuple[list[dict], bool]:

@@ -8,12 +8,12 @@ import importlib.metadata
 import pathlib
 import platform
 import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from .arguments import refuse
 from .contender import PEER_ERRORS, Contender
 from .contenders import contenders
 from .memory import measure_memory
@@ -41,11 +41,11 @@ def bench_layer(args: argparse.Namespace) -> int:
     """Measure every shape asked for; 1 if one of our own contenders was not as good as torch."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("there is no GPU that torch can use")
+        return refuse("bench layer", "there is no GPU that torch can use")
     if args.out and args.out.is_file():
         widen(args.out)
         if columns(args.out) != FIELDS:
-            return refuse(f"{args.out} has other columns: {columns(args.out)}")
+            return refuse("bench layer", f"{args.out} has other columns: {columns(args.out)}")
     if args.out:
         append(args.out, [])  # a place that cannot be written shows now, not after the measurement
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -61,7 +61,9 @@ def bench_layer(args: argparse.Namespace) -> int:
         words = args.only or [""]
         if strangers := [word for word in words if not any(word in c.name for c in field)]:
             there = ", ".join(repr(c.name) for c in field)
-            return refuse(f"--only: no contender matches {', '.join(strangers)}; there are {there}")
+            return refuse(
+                "bench layer", f"--only: no contender matches {', '.join(strangers)}; there are {there}"
+            )
         field = [c for c in field if any(word in c.name for word in words)]
         rows, refused = bench_field(field, problem, args.reps or REPS[kind])
         wrong = wrong or refused
@@ -72,11 +74,6 @@ def bench_layer(args: argparse.Namespace) -> int:
         if args.out:
             append(args.out, rows)
     return int(wrong)
-
-
-def refuse(mistake: str) -> int:
-    print(f"moe-aiter bench layer: error: {mistake}", file=sys.stderr)
-    return 2
 
 
 def bench_field(field: list[Contender], problem: Problem, reps: int) -> tuple[list[dict], bool]:

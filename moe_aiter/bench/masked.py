@@ -5,9 +5,7 @@ Each is checked first.  A product has to read the weights; the copy reads and wr
 
 import argparse
 import dataclasses
-import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,10 +17,10 @@ from ..kernels.masked_gmm import masked_gmm, masked_gmm_reference
 from ..kernels.shuffle import shuffle_weight
 from ..tuning import Config
 from ..tuning.candidates import candidates
-from .arguments import count
+from .arguments import count, refuse
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
 from .shapes import MASKED, MAX_M
-from .timing import WARMUP, summary, time_graphs, turns
+from .timing import time_calls, time_graphs
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype", "groups", "max_m", "rows", "n", "k"),
@@ -87,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
     """Measure every number of rows asked for; 1 if a product was wrong."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("there is no GPU that torch can use")
+        return refuse("bench deepgemm", "there is no GPU that torch can use")
     if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse(f"{args.out} has other columns: {', '.join(columns(args.out))}")
+        return refuse("bench deepgemm", f"{args.out} has other columns: {', '.join(columns(args.out))}")
     if args.tiles and "triton" not in ORDER[kind]:
-        return refuse("only a GPU has tiles")
+        return refuse("bench deepgemm", "only a GPU has tiles")
     if args.out:
         append(args.out, [], FIELDS)
     device = torch.device(kind)
@@ -110,11 +108,6 @@ def run(args: argparse.Namespace) -> int:
             sizes = {"groups": groups, "max_m": max_m, "n": n, "k": k}
             append(args.out, [where | sizes | row for row in rows], FIELDS)
     return int(wrong)
-
-
-def refuse(mistake: str) -> int:
-    print(f"moe-aiter bench deepgemm: error: {mistake}", file=sys.stderr)
-    return 2
 
 
 def products(device: torch.device, G: int, M: int, N: int, K: int, tiles: bool) -> Iterable[Product]:
@@ -157,7 +150,7 @@ def measure(found: list[Product], reps: int) -> tuple[list[dict], bool]:
     device = found[0].out.device
     halves = [torch.empty(2, size // 2, dtype=torch.int8, device=device) for size in sizes]
     runs = [p.run for p, _ in good] + [lambda pair=pair: pair[1].copy_(pair[0]) for pair in halves]
-    times = time_graphs(runs, reps) if device.type == "cuda" else time_cpu(runs, reps)
+    times = time_graphs(runs, reps) if device.type == "cuda" else time_calls(runs, reps)
     copies = dict(zip(sizes, times[len(good) :], strict=True))
     bf16 = next((us for (p, _), us in zip(good, times, strict=False) if p.name == "bfloat16"), None)
     rows = [p.row(e, us, copies, bf16) for (p, e), us in zip(good, times, strict=False)]
@@ -184,18 +177,6 @@ def check(found: list[Product]) -> Iterable[tuple[Product, float, bool]]:
         except too_big:
             if product.config is None:
                 raise
-
-
-def time_cpu(runs: list[Callable], reps: int) -> list[float]:
-    """Microseconds of each: the median of runs in turn."""
-    samples: list[list[float]] = [[] for _ in runs]
-    for round in range(WARMUP + reps):
-        for turn in turns(len(runs), round):
-            start = time.perf_counter()
-            runs[turn]()
-            if round >= WARMUP:
-                samples[turn].append(1e6 * (time.perf_counter() - start))
-    return [summary(s).median for s in samples]
 
 
 def show(row: dict) -> None:

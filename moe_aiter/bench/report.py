@@ -5,9 +5,9 @@ The README gets a summary, between two markers; benchmarks/FIGURES.md gets all, 
 
 import csv
 import pathlib
-import sys
 from collections.abc import Iterable
 
+from .arguments import refuse
 from .layer import ADDED
 from .plots import PLOTS, draw, lines_of
 from .shapes import DEFAULT, GROUPS, SHAPES
@@ -40,26 +40,21 @@ IN_TABLE = {name: group for group in ("paper", "models", "tokens") for name in G
 def update(source: pathlib.Path, document: pathlib.Path) -> int:
     """Rewrite `document` between its markers, FIGURES and the plots; 2 where that is not possible."""
     if not source.exists():
-        return refuse(f"there is no {source}; `make bench` writes it")
+        return refuse("bench report", f"there is no {source}; `make bench` writes it")
     text = document.read_text()
     if END not in text.partition(BEGIN)[2]:
-        return refuse(f"{document} lacks {BEGIN} and, behind it, {END}")
+        return refuse("bench report", f"{document} lacks {BEGIN} and, behind it, {END}")
     try:
         rows = figures(source)
         short, full = summary(rows), whole(rows)
         draw(rows, document.parent)
     except (KeyError, TypeError, ValueError, csv.Error) as error:
-        return refuse(f"{source} is damaged: {type(error).__name__}: {error}")
+        return refuse("bench report", f"{source} is damaged: {type(error).__name__}: {error}")
     figures_document = document.parent / FIGURES
     figures_document.parent.mkdir(exist_ok=True)
     figures_document.write_text(full)
     document.write_text(replaced(text, short))
     return 0
-
-
-def refuse(mistake: str) -> int:
-    print(f"moe-aiter bench report: error: {mistake}", file=sys.stderr)
-    return 2
 
 
 def replaced(text: str, part: str) -> str:

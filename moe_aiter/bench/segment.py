@@ -7,8 +7,6 @@ nothing in the L2 cache.  A copy that reads and writes as many bytes as the prod
 import argparse
 import dataclasses
 import functools
-import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -16,9 +14,10 @@ from torch import Tensor
 
 from ..kernels.segment_gmm import segment_gmm_reference
 from ..layers.segment import SegmentGEMMWrapper
+from .arguments import refuse
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .timing import WARMUP, captured, summary, time_graphs, turns
+from .timing import captured, time_calls, time_graphs
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype"),
@@ -143,9 +142,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure every case asked for; 1 if ours was not as good as torch."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("there is no GPU that torch can use")
+        return refuse("bench segment", "there is no GPU that torch can use")
     if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse(f"{args.out} has other columns: {', '.join(columns(args.out))}")
+        return refuse("bench segment", f"{args.out} has other columns: {', '.join(columns(args.out))}")
     device, dtype = torch.device(kind), getattr(torch, args.dtype)
     where = provenance(device, args.dtype, args.commit)
     print(", ".join(f"{k} {v}" for k, v in where.items()))
@@ -160,11 +159,6 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             append(args.out, [about | row for row in rows], FIELDS)
     return int(wrong)
-
-
-def refuse(mistake: str) -> int:
-    print(f"moe-aiter bench segment: error: {mistake}", file=sys.stderr)
-    return 2
 
 
 @torch.no_grad()
@@ -192,7 +186,7 @@ def measure(p: Problem, reps: int) -> list[dict]:
         rows.append(row)
         runs.append(run)
     del exact
-    times = (time_graphs if p.x.is_cuda else time_eager)(runs, reps)
+    times = (time_graphs if p.x.is_cuda else time_calls)(runs, reps)
     for row, us in zip(rows, times, strict=True):
         row |= {"us": us, "gb_per_s": p.bytes / us / 1e3, "copy_percent": 100 * times[-1] / us}
         if row["contender"] != "copy":
@@ -202,15 +196,3 @@ def measure(p: Problem, reps: int) -> list[dict]:
             f"{row['gb_per_s']:7.0f} GB/s {row['copy_percent']:4.0f} % of a copy"
         )
     return rows
-
-
-def time_eager(runs: list[Callable[[], object]], reps: int) -> list[float]:
-    """Microseconds on a CPU: the median of each, all in turn."""
-    samples: list[list[float]] = [[] for _ in runs]
-    for round in range(WARMUP + reps):
-        for turn in turns(len(runs), round):
-            start = time.perf_counter()
-            runs[turn]()
-            if round >= WARMUP:
-                samples[turn].append(1e6 * (time.perf_counter() - start))
-    return [summary(s).median for s in samples]

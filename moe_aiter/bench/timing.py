@@ -121,6 +121,18 @@ def recorded() -> torch.cuda.Event:
     return event
 
 
+def time_calls(runs: list[Callable[[], object]], reps: int) -> list[float]:
+    """Microseconds on a CPU: the median of each, all in turn."""
+    samples: list[list[float]] = [[] for _ in runs]
+    for round in range(WARMUP + reps):
+        for turn in turns(len(runs), round):
+            start = time.perf_counter()
+            runs[turn]()
+            if round >= WARMUP:
+                samples[turn].append(1e6 * (time.perf_counter() - start))
+    return [summary(s).median for s in samples]
+
+
 def time_graphs(runs: list[Callable[[], object]], reps: int) -> list[float]:
     """Microseconds of kernels that have run before: the median of each, with nothing in the L2 cache.
 

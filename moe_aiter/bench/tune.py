@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import functools
 import pathlib
-import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -23,7 +22,7 @@ from ..kernels.sort import sort_by_expert
 from ..tuning import Config
 from ..tuning.candidates import OPS, candidates
 from ..tuning.table import TABLES, Key, read, write
-from .arguments import count
+from .arguments import count, refuse
 from .layer import provenance
 from .shapes import DEFAULT, GROUPS, SHAPES, Shape, named
 from .timing import time_graphs
@@ -79,14 +78,14 @@ class Product:
 def main(args: argparse.Namespace) -> int:
     """Tune every shape asked for; 1 if a candidate was wrong, 2 if nothing can be measured."""
     if not torch.cuda.is_available():
-        return refuse("there is no GPU that torch can use")
+        return refuse("tune", "there is no GPU that torch can use")
     gpu = torch.cuda.get_device_name()
     out = args.out or TABLES / f"{tuning.gpu_table(gpu)}.csv"
     try:
         write(out, [])  # a table that cannot be written shows now, not after the measurement
         read(out)
     except ValueError as error:
-        return refuse(str(error))
+        return refuse("tune", str(error))
     where = provenance(torch.device("cuda"), "bfloat16")
     where["gpu"] = where.pop("device")
     print(", ".join(f"{k} {v}" for k, v in where.items()), f"-> {out}")
@@ -98,11 +97,6 @@ def main(args: argparse.Namespace) -> int:
             wrong += tune_shape(shape, args.op, args.reps, lambda row: write(out, [row | where]), done)
             torch.cuda.empty_cache()
     return int(wrong > 0)
-
-
-def refuse(mistake: str) -> int:
-    print(f"moe-aiter tune: error: {mistake}", file=sys.stderr)
-    return 2
 
 
 def tune_shape(
