@@ -43,3 +43,15 @@ def no_debug():
     object.__setattr__(settings, "debug", False)
     yield
     object.__setattr__(settings, "debug", before)
+
+
+@pytest.fixture
+def most_of_the_gpu(tmp_path_factory):
+    """For tests that take tens of gigabytes: of all processes one at a time, which gives them back."""
+    import fcntl  # not on Windows
+
+    with open(tmp_path_factory.getbasetemp().parent / "gpu.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        yield
+        torch.cuda.empty_cache()

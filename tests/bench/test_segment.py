@@ -55,7 +55,7 @@ def test_refusals(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
+def test_on_a_gpu(tmp_path, no_debug):
     path = tmp_path / "s.csv"
     assert (
         cli.main(["bench", "segment", "--case", "toy", "toy-shared", "--reps", "3", "--out", str(path)]) == 0

@@ -31,7 +31,7 @@ def make(shape, sizes=None):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", LARGE, ids=str)
-def test_shapes_of_models(shape, seed):
+def test_shapes_of_models(shape, seed, most_of_the_gpu):
     """AITER's, bfloat16, by cuBLAS group by group; the first with even groups, the others uneven."""
     torch.manual_seed(seed)
     x, w, dout, bias, sizes = make(shape)
@@ -52,7 +52,7 @@ def test_shapes_of_models(shape, seed):
             torch.testing.assert_close(bias_grad, exact, rtol=1e-3, atol=1e-2)
 
 
-def test_more_than_two_to_the_31_elements():
+def test_more_than_two_to_the_31_elements(most_of_the_gpu):
     """3145728 x 2048 -> 1408 with 8 groups: the last rows of lhs and of the result are past 2^31."""
     M, K, N, G = 3145728, 2048, 1408, 8
     if torch.cuda.get_device_properties(0).total_memory < 70e9:
