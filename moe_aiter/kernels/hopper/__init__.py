@@ -102,15 +102,15 @@ def fits_down_grad(
     return fit and K % BLOCK_K == 0 and N % 64 == 0
 
 
-def fits_tgmm(x: Tensor, y: Tensor, *_) -> bool:
-    return by_tma(x, y) and small(x)
+def fits_tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, *_) -> bool:
+    return by_tma(x, y) and (order is None or small(x))
 
 
 def fits_tgmm_into(
     x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs, out
 ) -> bool:  # fmt: skip
     plain = out.dtype == x.dtype and (by_tma(out) or by_tma(out.mT)) and out.stride(0) % 8 == 0
-    return fits_tgmm(x, y) and not tile and (accumulate or plain)
+    return fits_tgmm(x, y, group_sizes, order) and not tile and (accumulate or plain)
 
 
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
@@ -119,5 +119,5 @@ launch_segments = implementation("gmm", "launch_segments", fits_segments)
 launch_expert_up = implementation("expert_up", "launch_expert_up", fits_expert_up)
 launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_down_grad)
 launch_tgmm = implementation("tgmm", "launch_tgmm", fits_tgmm)
-launch_tgmm_sums = implementation("tgmm", "launch_tgmm_sums", fits_tgmm)
+launch_tgmm_sums = implementation("tgmm", "launch_tgmm_sums", lambda x, y, *_: by_tma(x, y))
 launch_tgmm_into = implementation("tgmm", "launch_tgmm_into", fits_tgmm_into)

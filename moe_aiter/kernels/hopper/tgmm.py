@@ -34,11 +34,12 @@ MAX_RANKED = 256  # groups; to rank more would take longer than it saves
 
 @aggregate
 class Rows:
-    """The rows of both operands, summed over group by group."""
+    """The rows of both operands, summed over group by group: x by TMA, or gathered."""
 
-    x_ptr: gl.tensor  # (T, K), or (M, K) where order_ptr is None
+    x_desc: object  # (M, K), ragged, or None
+    x_ptr: object  # (T, K), or None
     x_stride: Number  # in units of 16 bytes, as in Gather
-    order_ptr: object  # (M,) or None
+    order_ptr: object  # (M,), or None
     y_desc: tma.tensor_descriptor  # (M, N), ragged
     group_sizes_ptr: gl.tensor
     M: Number
@@ -51,14 +52,12 @@ class Rows:
     @gluon.jit
     def choices(self, m, end):
         """Whose rows are m, of which those below `end` exist."""
-        return m if self.order_ptr is None else gl.load(self.order_ptr + m, mask=m < end, other=0)
+        return gl.load(self.order_ptr + m, mask=m < end, other=0)
 
     @gluon.jit
     def offsets(self, choice):
         """Where their rows of x begin."""
-        if self.order_ptr is not None:
-            choice = gl.maximum(choice, 0) // self.TOP_K
-        return choice * self.x_stride * VECTOR
+        return gl.maximum(choice, 0) // self.TOP_K * self.x_stride * VECTOR
 
     @gluon.jit
     def of_place(self, place):
@@ -152,9 +151,6 @@ class Output:
 def tgmm_producer(
     rows, ring, places, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr
 ):
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread
-    m = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     per_group = tiles.rows * tiles.columns
     count = tiles.G * per_group
     i = 0
@@ -163,28 +159,47 @@ def tgmm_producer(
         tile_k, tile_n = tiles.place(tile % per_group)
         group, first, end = rows.of_place(tile // per_group)
         places.put(turn // tiles.PROGRAMS, group, first, end, tile_n)
-        k = tile_k * BLOCK_M + columns
-        # a step ahead, and as loaded: what is made of them here would wait for them here
-        next_choice = rows.choices(first + m, end)
-        for row in range(first, end, BLOCK_K):
-            source = rows.offsets(next_choice)
-            next_choice = rows.choices(row + BLOCK_K + m, end)
-            ring.wait_empty(i)
-            ready = ring.ready.index(i % ring.STAGES)
-            mbarrier.expect(ready, rows.y_desc.block_type.nbytes)
-            tma_load(rows.y_desc, ragged(row, end, tile_n * BLOCK_N), ready, ring.b.index(i % ring.STAGES))
-            # past the end zeros, as TMA gives: another row's infinity times zero would be NaN
-            mask = (row + m < end)[:, None] & (k < rows.K)[None, :]
-            row_load(ring.a.index(i % ring.STAGES), rows.x_ptr + source[:, None] + k[None, :], mask=mask)
-            rows_arrive(ready, increment_count=False)
-            i += 1
+        k, n = tile_k * BLOCK_M, tile_n * BLOCK_N
+        if rows.x_desc is None:
+            i = gather_rows(rows, ring, i, first, end, k, n, BLOCK_M, BLOCK_K)
+        else:
+            for row in range(first, end, BLOCK_K):
+                ring.wait_empty(i)
+                ready = ring.ready.index(i % ring.STAGES)
+                mbarrier.expect(ready, rows.x_desc.block_type.nbytes + rows.y_desc.block_type.nbytes)
+                tma_load(rows.x_desc, ragged(row, end, k), ready, ring.a.index(i % ring.STAGES))
+                tma_load(rows.y_desc, ragged(row, end, n), ready, ring.b.index(i % ring.STAGES))
+                i += 1
+
+
+@gluon.jit
+def gather_rows(rows, ring, i, first, end, k, n, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Fetch the columns from k on of the rows of x that are chosen, and from n on of y; the next stage."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread
+    m = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
+    columns = k + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    # a step ahead, and as loaded: what is made of them here would wait for them here
+    next_choice = rows.choices(first + m, end)
+    for row in range(first, end, BLOCK_K):
+        source = rows.offsets(next_choice)
+        next_choice = rows.choices(row + BLOCK_K + m, end)
+        ring.wait_empty(i)
+        ready = ring.ready.index(i % ring.STAGES)
+        mbarrier.expect(ready, rows.y_desc.block_type.nbytes)
+        tma_load(rows.y_desc, ragged(row, end, n), ready, ring.b.index(i % ring.STAGES))
+        # past the end zeros, as TMA gives: another row's infinity times zero would be NaN
+        mask = (row + m < end)[:, None] & (columns < rows.K)[None, :]
+        row_load(ring.a.index(i % ring.STAGES), rows.x_ptr + source[:, None] + columns[None, :], mask=mask)
+        rows_arrive(ready, increment_count=False)
+        i += 1
+    return i
 
 
 @gluon.jit
 def tgmm_consumer(
     WHO: gl.constexpr, ring, places, tiles, out,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STORES: gl.constexpr, FLAT: gl.constexpr,
+    STORES: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK_M // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -198,9 +213,9 @@ def tgmm_consumer(
         acc = warpgroup_mma_init(gl.zeros((HALF, BLOCK_N), gl.float32, layout=layout))
         for row in range(first, end, BLOCK_K):
             ring.wait_ready(i)
-            a = ring.a.index(i % ring.STAGES).slice(WHO * HALF, HALF, 1).permute((1, 0))
-            b = as_tile(ring.b.index(i % ring.STAGES), [BLOCK_K, BLOCK_N], FLAT)
-            acc = warpgroup_mma(a, b, acc, is_async=True)
+            a = as_tile(ring.a.index(i % ring.STAGES), [BLOCK_K, BLOCK_M], A_LAYOUT)
+            b = as_tile(ring.b.index(i % ring.STAGES), [BLOCK_K, BLOCK_N], B_LAYOUT)
+            acc = warpgroup_mma(a.slice(WHO * HALF, HALF, 1).permute((1, 0)), b, acc, is_async=True)
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
             ring.release(i + ring.STAGES - 1, pred=row > first)
             i += 1
@@ -215,8 +230,9 @@ def tgmm_consumer(
 
 @jit_kernel
 def tgmm_kernel(
-    x_ptr,  # (M, K), or (T, K) read at order // TOP_K
-    order_ptr,  # (M,) or None
+    x_desc,  # (M, K), ragged, or None: then
+    x_ptr,  # (T, K) read at order // TOP_K
+    order_ptr,  # (M,), or None
     y_desc,  # (M, N), ragged
     out_desc,  # (G, K, N), or (G, N, K) where columns come first
     out_ptr,  # (G, K, N)
@@ -233,7 +249,7 @@ def tgmm_kernel(
     BLOCK_G: gl.constexpr,
     RANKED: gl.constexpr,
     A_LAYOUT: gl.constexpr,
-    FLAT: gl.constexpr,
+    B_LAYOUT: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -243,9 +259,12 @@ def tgmm_kernel(
     PROGRAMS: gl.constexpr,
 ):
     K *= VECTOR  # the compiler sees that it is a multiple
-    a = gl.allocate_shared_memory(y_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], A_LAYOUT)
+    if x_desc is None:
+        a = gl.allocate_shared_memory(y_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], A_LAYOUT)
+    else:
+        a = gl.allocate_shared_memory(y_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
     b = gl.allocate_shared_memory(y_desc.dtype, [STAGES] + y_desc.block_type.shape, y_desc.layout)
-    ring = make_ring(a, b, True, STAGES)
+    ring = make_ring(a, b, x_desc is None, STAGES)
     buffers = gl.allocate_shared_memory(
         y_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
     )
@@ -255,14 +274,20 @@ def tgmm_kernel(
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         ranks = gl.allocate_shared_memory(gl.int32, [BLOCK_G], flat)
         rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G)
-    rows = Rows(x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, ranks, TOP_K, BLOCK_G)
+    rows = Rows(x_desc, x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, ranks, TOP_K, BLOCK_G)
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, K, N, COLUMNS_FIRST, ACCUMULATE)
     tiles = Tiles(gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
-            (tgmm_consumer, (0, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
-            (tgmm_consumer, (1, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, FLAT)),
+            (
+                tgmm_consumer,
+                (0, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, A_LAYOUT, B_LAYOUT),
+            ),
+            (
+                tgmm_consumer,
+                (1, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, A_LAYOUT, B_LAYOUT),
+            ),
             (tgmm_producer, (rows, ring, places, tiles, BLOCK_M, BLOCK_N, BLOCK_K)),
         ],
         [4, 4],
@@ -289,13 +314,15 @@ def launch_tgmm_into(
         y_desc if accumulate else descriptor(stored, 1, *((width, half) if columns_first else (half, width)))
     )
     programs = programs if programs > 0 else num_programs(x)
+    gathered = order is not None
     tgmm_kernel[(programs,)](
-        x, None if order is None else order.contiguous(), y_desc, out_desc, out, group_sizes.contiguous(),
+        None if gathered else ragged_descriptor(x, c.block_k, c.block_m), x if gathered else None,
+        order.contiguous() if gathered else None, y_desc, out_desc, out, group_sizes.contiguous(),
         y.shape[0], G, K // 8, N, x.stride(0) // 8, out.stride(),
         COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate, TOP_K=top_k,
         BLOCK_G=block_g(G), RANKED=G <= MAX_RANKED,
         A_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_m),
-        FLAT=shared_layout(x.dtype, c.block_k, c.block_n),
+        B_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_n),
         STORES=c.block_n // c.store_n, PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     if sums is not None:  # its consumers have no registers left for them
