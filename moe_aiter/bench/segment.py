@@ -1,7 +1,8 @@
 """`moe-aiter bench segment`: segment GEMM beside its peers, for LoRA, decoding and dense segments.
 
-Every contender is checked against float64 first, then all are timed in turn, on a GPU from CUDA graphs with
-nothing in the L2 cache.  A copy that reads and writes as many bytes as the product must stands beside them.
+Every contender is checked against float64 first, then all are timed in turn, on a GPU with nothing in the L2
+cache: as a CUDA graph or, if that cannot be, launched one by one while the GPU waits for them.  The host's time
+stands beside.  So does a copy that reads and writes as many bytes as the product must.
 """
 
 import argparse
@@ -17,12 +18,12 @@ from ..layers.segment import SegmentGEMMWrapper
 from .arguments import refuse
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .timing import captured, time_calls, time_graphs
+from .timing import captured, time_calls, time_kernels
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype"),
     *("case", "segments", "rows", "d_in", "d_out", "weights"),
-    *("contender", "us", "tflops", "gb_per_s", "copy_percent", "error"),
+    *("contender", "launch", "us", "host_us", "tflops", "gb_per_s", "copy_percent", "error"),
 ]
 
 
@@ -166,13 +167,12 @@ def measure(p: Problem, reps: int) -> list[dict]:
     """A row for each contender that is right, and for the copy; a line of each is printed."""
     exact = p.reference(torch.float64)
     (bar,) = distances([p.reference(p.x.dtype)], [exact])
-    rows, runs = [], []
-    for name, run in contenders(p).items():
+    rows, runs, calls = [], [], []
+    for name, call in contenders(p).items():
         row = {"contender": name}
         try:
-            got = run()
-            if p.x.is_cuda:
-                captured(run)
+            got = call()
+            run, row["launch"] = kernels(call, p.x.is_cuda, name == "moe_aiter")
         except PEER_ERRORS as error:
             if name == "moe_aiter":
                 raise
@@ -185,14 +185,37 @@ def measure(p: Problem, reps: int) -> list[dict]:
                 continue
         rows.append(row)
         runs.append(run)
+        calls.append(call)
     del exact
-    times = (time_graphs if p.x.is_cuda else time_calls)(runs, reps)
-    for row, us in zip(rows, times, strict=True):
-        row |= {"us": us, "gb_per_s": p.bytes / us / 1e3, "copy_percent": 100 * times[-1] / us}
+    if p.x.is_cuda:
+        times = time_kernels(runs, reps, lead=True)
+        hosts = time_calls(calls, reps, wait=torch.cuda.synchronize)
+    else:
+        times = hosts = time_calls(calls, reps)
+    for row, us, host in zip(rows, times, hosts, strict=True):
+        row |= {
+            "us": us,
+            "host_us": host,
+            "gb_per_s": p.bytes / us / 1e3,
+            "copy_percent": 100 * times[-1] / us,
+        }
         if row["contender"] != "copy":
             row["tflops"] = p.flops / us / 1e6
         print(
-            f"{row['contender']:<20} {us:10.1f} us {row.get('tflops', 0):8.2f} TFLOP/s "
-            f"{row['gb_per_s']:7.0f} GB/s {row['copy_percent']:4.0f} % of a copy"
+            f"{row['contender']:<18} {us:10.1f} us {host:8.1f} us of the host {row.get('tflops', 0):8.2f} TFLOP/s "
+            f"{row['gb_per_s']:7.0f} GB/s {row['copy_percent']:4.0f} % of a copy, {row['launch']}"
         )
     return rows
+
+
+def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Callable[[], object], str]:
+    """What launches the kernels of a call, and how: ours must be what a CUDA graph can hold."""
+    if not on_gpu:
+        return call, "eager"
+    try:
+        return captured(call).replay, "graph"
+    except PEER_ERRORS:
+        if ours:
+            raise
+        torch.cuda.synchronize()
+        return call, "eager"

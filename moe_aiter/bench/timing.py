@@ -121,11 +121,12 @@ def recorded() -> torch.cuda.Event:
     return event
 
 
-def time_calls(runs: list[Callable[[], object]], reps: int) -> list[float]:
-    """Microseconds on a CPU: the median of each, all in turn."""
+def time_calls(runs: list[Callable[[], object]], reps: int, wait: Callable[[], object] = int) -> list[float]:
+    """Microseconds until each call returns: the median, all in turn, after a `wait` for those before."""
     samples: list[list[float]] = [[] for _ in runs]
     for round in range(WARMUP + reps):
         for turn in turns(len(runs), round):
+            wait()
             start = time.perf_counter()
             runs[turn]()
             if round >= WARMUP:
@@ -138,13 +139,20 @@ def time_graphs(runs: list[Callable[[], object]], reps: int) -> list[float]:
 
     Each is replayed as a CUDA graph: a small one takes less time than Python needs to launch it.
     """
-    graphs, flush = [captured(run) for run in runs], l2_flush(torch.device("cuda"))
+    return time_kernels([captured(run).replay for run in runs], reps, lead=False)
+
+
+def time_kernels(runs: list[Callable[[], object]], reps: int, lead: bool) -> list[float]:
+    """The same of whatever launches them, with a `lead` if the host needs longer than the GPU."""
+    flush = l2_flush(torch.device("cuda"))
     marks: list[list[tuple]] = [[] for _ in runs]
     for round in range(reps):
         for turn in turns(len(runs), round):
+            if lead:
+                torch.cuda._sleep(LEAD_CYCLES)
             flush()
             start = recorded()
-            graphs[turn].replay()
+            runs[turn]()
             marks[turn].append((start, recorded()))
         torch.cuda.synchronize()
     return [1e3 * summary([start.elapsed_time(end) for start, end in pairs]).median for pairs in marks]
