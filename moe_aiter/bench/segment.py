@@ -1,8 +1,8 @@
 """`moe-aiter bench segment`: segment GEMM beside its peers, for LoRA, decoding and dense segments.
 
 Every contender is checked against float64 first, then all are timed in turn, on a GPU with nothing in the L2
-cache: as a CUDA graph or, if that cannot be, launched one by one while the GPU waits for them.  The host's time
-stands beside.  So does a copy that reads and writes as many bytes as the product must.
+cache: as a CUDA graph or, if that cannot be, launched one by one while the GPU waits.  The host's time stands
+beside.  So does a copy that reads and writes as many bytes as the product must.
 """
 
 import argparse
@@ -193,17 +193,13 @@ def measure(p: Problem, reps: int) -> list[dict]:
     else:
         times = hosts = time_calls(calls, reps)
     for row, us, host in zip(rows, times, hosts, strict=True):
-        row |= {
-            "us": us,
-            "host_us": host,
-            "gb_per_s": p.bytes / us / 1e3,
-            "copy_percent": 100 * times[-1] / us,
-        }
+        row |= {"us": us, "host_us": host, "gb_per_s": p.bytes / us / 1e3}
+        row["copy_percent"] = 100 * times[-1] / us
         if row["contender"] != "copy":
             row["tflops"] = p.flops / us / 1e6
         print(
-            f"{row['contender']:<18} {us:10.1f} us {host:8.1f} us of the host {row.get('tflops', 0):8.2f} TFLOP/s "
-            f"{row['gb_per_s']:7.0f} GB/s {row['copy_percent']:4.0f} % of a copy, {row['launch']}"
+            f"{row['contender']:<18} {us:9.1f} us, host {host:7.1f} us, {row.get('tflops', 0):7.2f} TFLOP/s, "
+            f"{row['gb_per_s']:5.0f} GB/s, {row['copy_percent']:3.0f} % of a copy, {row['launch']}"
         )
     return rows
 
