@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from .arguments import refuse
 from .layer import ADDED
 from .plots import PLOTS, draw, lines_of
+from .product_report import products
 from .shapes import DEFAULT, GROUPS, SHAPES
+from .tables import EARLIER, MARK, earlier, grouped, markdown, versions, written
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TFLOPS = "TFLOP/s, inference / forward / step"
@@ -31,8 +33,6 @@ Written by `moe-aiter bench report` from what `make bench` measured, as [README.
 is (tokens, hidden, intermediate, experts, experts for each token), and – was not measured.
 
 """
-MARK = " \\*"
-EARLIER = "\\* of an earlier run, perhaps on another machine, which differ by 10 %: compare within a run\n"
 ORDER = {name: i for i, name in enumerate(SHAPES)}
 IN_TABLE = {name: group for group in ("paper", "models", "tokens") for name in GROUPS[group]}
 
@@ -46,7 +46,7 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
         return refuse("bench report", f"{document} lacks {BEGIN} and, behind it, {END}")
     try:
         rows = figures(source)
-        short, full = summary(rows), whole(rows)
+        short, full = summary(rows), whole(rows) + products(source.parent)
         draw(rows, document.parent)
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         return refuse("bench report", f"{source} is damaged: {type(error).__name__}: {error}")
@@ -107,11 +107,6 @@ def images(rows: list[dict], folder: str) -> list[str]:
     return [f"![{plot.title}]({folder}/{name})\n" for name, plot in PLOTS.items() if lines_of(rows, plot)]
 
 
-def grouped(rows: list[dict], key) -> list[tuple]:
-    """(key, rows with that key), in the order in which the keys come."""
-    return [(value, [r for r in rows if key(r) == value]) for value in dict.fromkeys(map(key, rows))]
-
-
 def kind(row: dict) -> tuple[str, str, str]:
     return row["device"], row["dtype"], row["routing"] or "normal"
 
@@ -122,22 +117,6 @@ def newest(rows: list[dict]) -> list[dict]:
     return [rows[i] for i in sorted(last.values())]
 
 
-def earlier(rows: list[dict]) -> list[bool]:
-    """Whether each row is of an earlier run than the last one of its shape."""
-    last = {r["shape"]: (r["date"], r["commit"]) for r in rows}
-    return [(r["date"], r["commit"]) != last[r["shape"]] for r in rows]
-
-
-def versions(rows: list[dict]) -> str:
-    runs = grouped(rows, lambda r: (r["torch"], r["triton"], r["date"]))
-    commits = {run: ", ".join(sorted({r["commit"] for r in part})) for run, part in runs}
-    texts = (
-        f"torch {torch}, Triton {triton}, commit {commits[torch, triton, date]}, {date}"
-        for torch, triton, date in sorted(commits)
-    )
-    return "; ".join(texts)
-
-
 def written_table(title: str, rows: list[dict]) -> str:
     """One table in Markdown; empty where nobody has its figures."""
     columns = TABLES[title]
@@ -145,7 +124,6 @@ def written_table(title: str, rows: list[dict]) -> str:
         return ""
     shapes = {r["shape"]: r for r in sorted(rows, key=lambda r: ORDER.get(r["shape"], len(ORDER)))}
     table = [[title, *(f"{name} ({sizes(row)})" for name, row in shapes.items())]]
-    table.append(["---"] * len(table[0]))
     cells = {
         (r["contender"], r["shape"]): text + MARK * old
         for r, old in zip(rows, earlier(rows), strict=True)
@@ -153,7 +131,7 @@ def written_table(title: str, rows: list[dict]) -> str:
     }
     for contender in sorted(dict.fromkeys(name for name, _ in cells), key=place):
         table.append([contender, *(cells.get((contender, name), "–") for name in shapes)])
-    return "".join(f"| {' | '.join(row)} |\n" for row in table)
+    return markdown(table)
 
 
 def place(contender: str) -> tuple[bool, bool]:
@@ -170,9 +148,3 @@ def cell(row: dict, figures: tuple[str, ...]) -> str:
     if not row["step_ms"]:
         return f"error {row['error']}"
     return " / ".join(written(row[f]) if row[f] else "–" for f in figures) if row[figures[-1]] else ""
-
-
-def written(figure: str) -> str:
-    """Whole numbers from 10 on, and two digits below."""
-    value = float(figure)
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

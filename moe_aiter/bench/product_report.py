@@ -1,0 +1,86 @@
+"""The tables of `bench gmm`, `bench deepgemm` and `bench segment`, from the CSV of each."""
+
+import csv
+import dataclasses
+import pathlib
+
+from .tables import EARLIER, MARK, earlier, grouped, markdown, versions, written
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the figures of one CSV are, and which of its columns say whose they are."""
+
+    title: str
+    figures: tuple[str, ...]  # of a cell
+    unit: str
+    tables: tuple[str, ...]  # what has a table of its own
+    subject: str  # what has a row of its own, by its name
+    sizes: tuple[str, ...]  # and these beside it
+
+
+REPORTS = {
+    "gmm.csv": Report(
+        "Grouped products",
+        ("tflops",),
+        "TFLOP/s",
+        ("device", "dtype", "op", "layout"),
+        "shape",
+        ("m", "k", "n", "g"),
+    ),
+    "segment.csv": Report(
+        "Segments",
+        ("us", "host_us"),
+        "us, GPU / host",
+        ("device", "dtype"),
+        "case",
+        ("segments", "rows", "d_in", "d_out", "weights"),
+    ),
+    "masked.csv": Report(
+        "Masked products",
+        ("us", "tflops", "copy_percent"),
+        "us / TFLOP/s / percent of the bandwidth of a copy",
+        ("device",),
+        "max_m",
+        ("groups", "rows", "k", "n"),
+    ),
+}
+
+
+def products(folder: pathlib.Path) -> str:
+    """All that there are in a folder of results."""
+    return "".join(section(REPORTS[name], folder / name) for name in REPORTS if (folder / name).exists())
+
+
+def section(report: Report, source: pathlib.Path) -> str:
+    with open(source, newline="") as file:
+        # one name for what has a row; tiles beside the chosen one are trials
+        rows = [row | {"shape": row[report.subject]} for row in csv.DictReader(file) if not row.get("tile")]
+    rows = newest(rows, (*report.tables, "shape", "contender"))
+    parts = [f"\n## {report.title}\n"]
+    for names, part in grouped(rows, lambda row: tuple(row[name] for name in report.tables)):
+        device, *others = names
+        parts.append(f"**{device}**{''.join(f', {name}' for name in others)} ({versions(part)})\n")
+        parts.append(written_table(report, part))
+        parts += [EARLIER] * any(earlier(part))
+    return "\n".join(parts)
+
+
+def newest(rows: list[dict], names: tuple[str, ...]) -> list[dict]:
+    """The last row of those that differ in other columns only, in the order of the file."""
+    last = {tuple(row[name] for name in names): i for i, row in enumerate(rows)}
+    return [rows[i] for i in sorted(last.values())]
+
+
+def written_table(report: Report, rows: list[dict]) -> str:
+    """A row for each shape, a column for each contender."""
+    sizes = {row["shape"]: ", ".join(row[size] for size in report.sizes if row[size]) for row in rows}
+    names = sorted({row["contender"]: None for row in rows}, key=lambda name: "moe_aiter" not in name)
+    cells = {
+        (row["contender"], row["shape"]): " / ".join(written(row[f]) for f in report.figures if row[f])
+        + MARK * old
+        for row, old in zip(rows, earlier(rows), strict=True)
+    }
+    head = [f"{report.unit}, of {report.subject} ({', '.join(report.sizes)})", *names]
+    table = [[f"{s} ({sizes[s]})", *(cells.get((name, s), "–") for name in names)] for s in sizes]
+    return markdown([head, *table])

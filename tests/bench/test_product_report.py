@@ -1,0 +1,46 @@
+"""FIGURES has the tables of the products whose CSV is there."""
+
+import pathlib
+
+from moe_aiter.bench import gmm, product_report, segment
+from moe_aiter.bench.layer import append
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+WHERE = {"device": "Abacus", "torch": "2", "triton": "3", "dtype": "bfloat16", "date": "2026-01-01"}
+
+
+def row(fields, **cells):
+    return dict.fromkeys(fields, "") | WHERE | {"commit": "new"} | cells
+
+
+def test_a_table_for_each_op_and_the_last_row_of_each_contender(tmp_path):
+    sizes = {"layout": "plain", "m": "5", "k": "6", "n": "7", "g": "2"}
+    a, b = sizes | {"shape": "A-up"}, sizes | {"shape": "odd"}
+    rows = [
+        row(gmm.FIELDS, op="gmm", contender="torch", tflops="1.25", **a | {"commit": "older"}),
+        row(gmm.FIELDS, op="gmm", contender="torch", tflops="3.21", **a | {"commit": "old"}),
+        row(gmm.FIELDS, op="gmm", contender="moe_aiter gmm", tflops="99.6", **a),
+        row(gmm.FIELDS, op="gmm", contender="moe_aiter gmm", tflops="12.4", **b),
+        row(gmm.FIELDS, op="ptgmm", contender="torch", tflops="8", **a),
+    ]
+    append(tmp_path / "gmm.csv", rows, gmm.FIELDS)
+    text = product_report.products(tmp_path)
+    assert "## Grouped products" in text and "## Segments" not in text
+    assert "**Abacus**, bfloat16, gmm, plain (torch 2, Triton 3, commit new, old, 2026-01-01)" in text
+    assert "| TFLOP/s, of shape (m, k, n, g) | moe_aiter gmm | torch |" in text
+    assert r"| A-up (5, 6, 7, 2) | 100 | 3.2 \* |" in text and "| odd (5, 6, 7, 2) | 12 | – |" in text
+    assert r"\* of an earlier run" in text and "| A-up (5, 6, 7, 2) | 8 |" in text
+
+
+def test_tiles_are_no_contenders_of_their_own(tmp_path):
+    fields = [*segment.FIELDS, "tile"]
+    cells = {"case": "dense", "segments": "2", "contender": "moe_aiter", "us": "50", "host_us": "20"}
+    rows = [row(fields, **cells), row(fields, **cells | {"us": "40"}, tile="16x64x128")]
+    append(tmp_path / "segment.csv", rows, fields)
+    assert "| dense (2) | 50 / 20 |" in product_report.products(tmp_path)
+
+
+def test_figures_holds_them():
+    results = ROOT / "benchmarks" / "results"
+    figures = (ROOT / "benchmarks" / "FIGURES.md").read_text()
+    assert figures.endswith(product_report.products(results))
