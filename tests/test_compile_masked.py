@@ -1,5 +1,7 @@
 """The masked product compiles for every target at every tile of its tables: see test_compile_targets.py."""
 
+import re
+
 import pytest
 import torch
 
@@ -75,6 +77,9 @@ CASES = {
     "fnuz": lambda: run(x=FNUZ, scaled=False),
     "fnuz, few": lambda: run(16, x=FNUZ),
     "bfloat16 columns": lambda: run(x=torch.bfloat16, columns=True, masked=False),
+    "odd, shuffled": lambda: run(1000, 336, 352, shuffled=True),
+    "odd, shuffled, few": lambda: run(16, 336, 352, shuffled=True),
+    "odd, shuffled bfloat16": lambda: run(100, 336, 352, x=torch.bfloat16, shuffled=True),
     "odd": lambda: run(1000, 331, 333),
     "odd, few": lambda: run(10, 331, 333, x=torch.float16),
 }
@@ -101,6 +106,30 @@ def test_native_products(target, dtype, rows):
         assert any(tail in line for line in text.splitlines() if head in line)
         if target == "sm_90":
             assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [16, 32, 100, 1024])
+def test_shuffled_weights_are_read_in_their_order(dtype, rows):
+    """Neighbouring threads copy neighbouring vectors, which become a left operand without another copy."""
+    with compiling_for(TARGETS["sm_90"]) as launches:
+        run(rows, x=dtype, shuffled=True)
+    code, vector = launches[0].compiled.asm["ttgir"], 16 // dtype.itemsize
+    copies = re.findall(
+        r"async_copy_global_to_local .*contiguity = (\d+).* tensor<\d+x!tt.ptr<\w+>, (#\w+)>", code
+    )
+    assert copies and {int(contiguity) for contiguity, _ in copies} == {vector}
+    for _, layout in copies:
+        assert f"{layout} = #ttg.blocked<{{sizePerThread = [{vector}], threadsPerWarp = [32]" in code
+    loop = code[code.index("scf.for") : code.index("scf.yield")]
+    assert "ldmatrix" in launches[0].assembly and "local_store" not in loop and "local_alloc %" not in loop
+
+
+@pytest.mark.parametrize("dtype", [FNUZ, torch.bfloat16], ids=str)
+def test_few_rows_on_gfx942_need_no_shared_memory_for_shuffled_weights(dtype):
+    with compiling_for(TARGETS["gfx942"]) as launches:
+        run(16, x=dtype, shuffled=True)
+    assert launches[0].shared_bytes == 4096  # a tile of x
 
 
 @pytest.mark.parametrize("op", [op for op in PORTABLE if op.startswith("masked")])

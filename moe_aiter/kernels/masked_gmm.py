@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import define_inplace_op, takes
+from ..config import interpret
 from ._check import check_device, check_float, check_index, check_own_memory, check_shape, check_size
 from ._fp8 import FP8, as_operands, decode, is_promoted
 from ._groups import wide
@@ -81,10 +82,12 @@ def masked_gmm_kernel(
 
     x_ptrs = x_ptr + group * x_strides[0] + m_read[:, None] * x_strides[1] + k[None, :] * x_strides[2]
     w_ptrs = w_ptr + group * w_strides[0]
-    if SHUFFLED:
-        w_stride_k = 16  # a block of 16 rows is whole before the next begins: see shuffle.py
-        w_ptrs += (k // VECTOR * (16 * VECTOR) + k % VECTOR)[:, None]
-        w_ptrs += (n_read // 16 * 16 * K + n_read % 16 * VECTOR)[None, :]
+    if SHUFFLED:  # a tile has one run of memory in each block of 16 rows
+        w_stride_k = 16
+        i = tl.arange(0, BLOCK_N * BLOCK_K)
+        run = i % (16 * BLOCK_K)
+        block = (tile_n * (BLOCK_N // 16) + i // (16 * BLOCK_K)) % (N // 16)
+        w_ptrs += block.to(tl.int64) * (16 * K) + run
     else:
         w_stride_k = w_strides[2]
         w_ptrs += k[:, None] * w_stride_k + n_read[None, :] * w_strides[1]
@@ -95,7 +98,10 @@ def masked_gmm_kernel(
         else:
             k_mask = k < K - k_start
             x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+            w_mask = run < 16 * (K - k_start) if SHUFFLED else k_mask[:, None]
+            w = tl.load(w_ptrs, mask=w_mask, other=0.0)
+        if SHUFFLED:
+            w = unshuffle(w, BLOCK_N, BLOCK_K, VECTOR)
         x, w = decode(x, X_FORMAT), decode(w, W_FORMAT)
         left, right = (w.T, x.T) if TRANSPOSED else (x, w)
         if PROMOTED:  # max_num_imprecise_acc would do it too, and wait for each instruction
@@ -119,6 +125,17 @@ def masked_gmm_kernel(
 
 
 @triton.jit
+def unshuffle(w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr):
+    """A shuffled tile, as memory has it, as (BLOCK_K, BLOCK_N): see shuffle.py.
+
+    It is loaded in one dimension: of a tile with more, Triton gives neighbouring threads what lies apart, or
+    AMD's shared memory bytes instead of vectors.  Matrix instructions then find their operand by its address.
+    """
+    vectors = tl.reshape(w, (BLOCK_N // 16, BLOCK_K // VECTOR, 16, VECTOR))
+    return tl.reshape(tl.permute(vectors, (0, 2, 1, 3)), (BLOCK_N, BLOCK_K)).T
+
+
+@triton.jit
 def row_count(group, group_sizes_ptr, M):
     """The rows of a group, at most M."""
     rows = M
@@ -138,15 +155,26 @@ def launch_masked_gmm(out, x, w, group_sizes, x_scale, w_scale, shuffled):
         w = w if w[0].is_contiguous() else w.contiguous()
     few, decoded = "_few" if M < FEW else "", "_decode" if x_format or w_format else ""
     config = tuning.lookup(f"masked{few}{decoded}", x.dtype, G * M, N, K, G)
+    from_registers, amd = shuffled_options(w) if shuffled else (False, ())
     scales = [(0, 0) if s is None else s.stride() for s in (x_scale, w_scale)]
     tiles = G * cdiv(M, config.block_m) * cdiv(N, config.block_n)
     masked_gmm_kernel[(tiles,)](
         x, w, x_scale, w_scale, out, None if group_sizes is None else group_sizes.contiguous(),
         G, M, N, K, x.stride(), w.stride(), *scales, out.stride(),
-        SHUFFLED=shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=bool(few),
+        SHUFFLED=shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=bool(few) or from_registers,
         X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x), EVEN_K=K % config.block_k == 0,
-        **tile_options(config),
+        **tile_options(config, amd),
     )  # fmt: skip
+
+
+def shuffled_options(w: Tensor) -> tuple[bool, tuple[int, ...]]:
+    """Whether every tile of shuffled weights is transposed, and what AMD's compiler is told.
+
+    Hopper multiplies from registers only what is on the left.  A lane of gfx942 has one vector of a row for
+    two instructions, which is this order: with few rows the weights come to them straight from memory.
+    """
+    arch = None if interpret else triton.runtime.driver.active.get_current_target().arch
+    return arch == 90 and w.itemsize <= 2, (0, 0, 2) if arch == "gfx942" else ()
 
 
 # op

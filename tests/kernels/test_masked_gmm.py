@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_aiter import tuning
 from moe_aiter.backend import use
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels._fp8 import FP8
@@ -62,6 +63,18 @@ def test_masked_gmm(device, sizes, dtypes, shuffled):
     _, *inputs = make(device, sizes, dtypes=dtypes)
     assert_as_good_as_torch(result(fn), reference, *inputs, dtypes[2])
     assert_as_good_as_torch(result(fn), reference, *inputs[:3], None, None, dtypes[2])
+
+
+@pytest.mark.parametrize("N, K", [(80, 96), (16, 32), (48, 160)])
+@pytest.mark.parametrize("max_m", [10, 140])
+def test_shuffled_weights_that_end_within_a_tile(device, N, K, max_m):
+    def fn(out, x, w, *rest):
+        with tuning.choose(lambda key: tuning.Config(16, 64, 64)):
+            masked_gmm(out, x, shuffle_weight(w), *rest, shuffled=True)
+
+    for dtypes in [(F16, F16, F16), (E4M3, E4M3, F16)]:
+        _, *inputs = make(device, [3, 10, 0], N, K, dtypes, max_m)
+        assert_as_good_as_torch(result(fn), reference, *inputs, F16)
 
 
 @pytest.mark.parametrize("N, K", [(1, 1), (37, 23), (80, 257), (300, 16)])
