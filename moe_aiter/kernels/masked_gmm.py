@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import define_inplace_op, takes
+from . import hopper
 from ._check import check_device, check_float, check_index, check_own_memory, check_shape, check_size
 from ._fp8 import FP8, as_operands, decode, is_promoted
 from ._groups import wide
@@ -199,6 +200,7 @@ masked_gmm_op = define_inplace_op(
     check_values=check_masked_values,
     reference=masked_gmm_reference,
     triton=launch_masked_gmm,
+    hopper=hopper.launch_masked_gmm,
 )
 
 
