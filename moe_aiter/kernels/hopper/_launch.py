@@ -40,7 +40,7 @@ def block_g(groups: int) -> int:
 
 
 def flatten(x: Tensor) -> tuple[Tensor, int]:
-    """The matrix that has the `stacked` ones of x (G, M, N) as its parts, and how many rows these are apart."""
+    """x (G, M, N), whose matrices are `stacked`, as one matrix, and how many of its rows they lie apart."""
     row = x.stride(1)
     apart = x.stride(0) // row if x.shape[0] > 1 else x.shape[1]  # before the first nothing lies
     height = (x.shape[0] - 1) * apart + x.shape[1]
