@@ -19,7 +19,7 @@ if interpret:
 from aot import TARGETS, compiling_for, kernels_launched_by
 from test_compile_targets import TOP_K, E, Shape, check, ints, new
 
-F16, F32 = torch.float16, torch.float32
+F16, F32, E4M3 = torch.float16, torch.float32, torch.float8_e4m3fn
 SIZES = ints(E)  # of the groups
 
 
@@ -86,6 +86,19 @@ def run_hopper_tgmm_sums():
     module("tgmm").launch_tgmm_sums((out, sums), s.new(s.rows, s.k), s.new(s.rows, s.n), ints(E), False)
 
 
+def run_hopper_masked(
+    x=torch.bfloat16, w=None, out=torch.bfloat16, groups=16, m=1024, k=7168, scales=True, sizes=torch.int32
+):
+    """`scales`: by rows of both, or those strides of x's."""
+    n, out = 4096, new(groups, m, 4096, dtype=out)
+    of_x, of_w = new(groups, m, dtype=F32), new(groups, n, dtype=F32)
+    if scales is not True:
+        of_x, of_w = of_x.as_strided(of_x.shape, scales) if scales else None, None
+    sizes = None if sizes is None else ints(groups, dtype=sizes)
+    operands = new(groups, m, k, dtype=x), new(groups, n, k, dtype=w or x)
+    module("masked_gmm").launch_masked_gmm(out, *operands, sizes, of_x, of_w, False)
+
+
 GATED = [a.name for a in ACTIVATIONS.values() if a.gated]
 KINDS = [(name, False) for name in ACTIVATIONS] + [(name, True) for name in GATED]
 CASES = {
@@ -134,6 +147,19 @@ CASES = {
     "gmm by columns with bias": lambda: run_hopper_gmm(rows=False, bias=True),
     "gmm by numbers": lambda: run_hopper_gmm(numbers=torch.int64),
     "gmm by columns and numbers": lambda: run_hopper_gmm(rows=False, numbers=torch.int32),
+    "masked gmm": run_hopper_masked,
+    "masked gmm float16": lambda: run_hopper_masked(F16, out=F16, sizes=torch.int64),
+    "masked gmm, nothing but operands": lambda: run_hopper_masked(scales=None, sizes=None),
+    **{
+        f"masked gmm {x}, {w}": functools.partial(run_hopper_masked, x, w)
+        for x in hopper.OCP
+        for w in hopper.OCP
+    },
+    "masked gmm of a number": lambda: run_hopper_masked(E4M3, scales=(0, 0)),
+    "masked gmm of a number for each group": lambda: run_hopper_masked(E4M3, scales=(1, 0)),
+    "masked gmm, odd blocks": lambda: run_hopper_masked(E4M3, k=2880, scales=None, sizes=None),
+    "masked gmm, short": lambda: run_hopper_masked(E4M3, k=16, m=128, out=F16),
+    "masked gmm, float32 out": lambda: run_hopper_masked(E4M3, out=F32),
     "tgmm": lambda: run_hopper_tgmm(gather=False),
     "tgmm gather": run_hopper_tgmm,
     "tgmm gather float16": lambda: run_hopper_tgmm(dtype=F16),
@@ -157,6 +183,19 @@ TUNED = {
         functools.partial(run_hopper_down_grad, a, interleaved, need_a)
         for a, interleaved in KINDS
         for need_a in (True, False)
+    ],
+    "hopper_masked": [run_hopper_masked],
+    "hopper_masked_fp8": [
+        functools.partial(run_hopper_masked, E4M3, k=k, groups=groups, scales=scales)
+        for k in (2880, 7168)  # of which blocks are added one or two at a time
+        for groups in (16, hopper.MAX_GROUPS)
+        for scales in (True, (1, 0), (1024, 1))
+    ],
+    "hopper_masked_fp8_plain": [
+        functools.partial(run_hopper_masked, E4M3, out=out, k=k, groups=groups, scales=scales)
+        for k in (2880, 7168)
+        for groups in (16, hopper.MAX_GROUPS)
+        for out, scales in ((torch.bfloat16, None), (F32, None), (F32, True))
     ],
     "hopper_tgmm": [
         functools.partial(run_hopper_tgmm, gather, columns_first, groups=256)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import ORDER
+from ..backend import IMPLS, ORDER, runs, use
 from ..kernels._fp8 import native_fp8
 from ..kernels.masked_gmm import masked_gmm, masked_gmm_reference
 from ..kernels.shuffle import shuffle_weight
@@ -38,13 +38,22 @@ class Product:
     shuffled: bool
     exact: Tensor
     config: Config | None = None
+    backend: str = "auto"
 
     def run(self) -> None:
         with tuning.choose(lambda key: self.config):
             self.launch()
 
     def launch(self) -> None:
-        masked_gmm(self.out, *self.inputs, shuffled=self.shuffled)
+        with use(self.backend):
+            masked_gmm(self.out, *self.inputs, shuffled=self.shuffled)
+
+    def backends(self) -> list[str]:
+        """Those that have tiles and run it, the first choice first."""
+        x, *rest = (*self.inputs, None, None)[:5]
+        impls = IMPLS["masked_gmm"]
+        tiled = [b for b in ORDER[x.device.type] if b in impls and b != "torch"]
+        return [b for b in tiled if runs(impls[b], x, *rest, self.shuffled, self.out)]
 
     def key(self) -> tuning.Key:
         """What its launcher looks up, found by a run."""
@@ -115,7 +124,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def products(device: torch.device, G: int, M: int, N: int, K: int, tiles: bool) -> Iterable[Product]:
-    """bfloat16, then 8 bits in either order of the weights; with `tiles` each at every candidate too."""
+    """bfloat16, then 8 bits in either order of the weights.
+
+    With `tiles` each also on every backend that runs it, as it chooses and at every candidate.
+    """
     torch.manual_seed(0)
     x, w = torch.randn(G, M, K, device=device), torch.randn(G, N, K, device=device)
     sizes = (torch.rand(G, device=device) * 0.3 * M + 0.7 * M).ceil().int()  # 70 to 100 % of the rows
@@ -130,8 +142,11 @@ def products(device: torch.device, G: int, M: int, N: int, K: int, tiles: bool) 
         found.append(Product("8 bits, shuffled", out, shuffled, True, of_8))
     for product in found:
         yield product
-        for config in candidates(product.key().op) if tiles else ():
-            yield dataclasses.replace(product, config=config)
+        for backend in product.backends() if tiles else ():
+            of_one = dataclasses.replace(product, name=f"{product.name}, {backend}", backend=backend)
+            yield of_one
+            for config in candidates(of_one.key().op):
+                yield dataclasses.replace(of_one, config=config)
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

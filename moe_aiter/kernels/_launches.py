@@ -63,7 +63,7 @@ def launch_key(args: tuple, constants: dict) -> tuple[tuple | None, list]:
 
     Triton compiles for a tensor's dtype and whether its address is a multiple of 16, on AMD also for whether
     its memory is below 2 GiB, which no other argument need tell; for a float's type; for an int's size and
-    divisibility.  A descriptor says its own `launch_key`.
+    divisibility.  A descriptor says its own `launch_key`, None off the GPU.
     """
     key, values = [], []
     for a in args:
@@ -80,7 +80,10 @@ def launch_key(args: tuple, constants: dict) -> tuple[tuple | None, list]:
         elif isinstance(a, float):
             key.append(float)
         else:
-            key.append(getattr(a, "launch_key", a))
+            what = getattr(a, "launch_key", a)
+            if what is None:
+                return None, values
+            key.append(what)
         values.append(a)
     for v in constants.values():
         key.append(v if type(v) in BY_VALUE else id(v))

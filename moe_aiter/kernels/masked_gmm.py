@@ -2,8 +2,8 @@
 
     out[g, :s] = (x[g, :s] @ w[g].T) * x_scale[g, :s, None] * w_scale[g]     s = group_sizes[g]
 
-G groups of up to M rows, K in, N out.  Rows past a group's size are neither read nor written.  Operands of 8
-bits, whose tiles are scaled sums of float32, or of 16 and 32.
+G groups of up to M rows, K in, N out.  Rows past a group's size do not count and are not written.  Operands
+of 8 bits, whose tiles are scaled sums of float32, or of 16 and 32.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import tuning
 from ..backend import define_inplace_op, takes
 from ..config import interpret
+from . import hopper
 from ._check import check_device, check_float, check_index, check_own_memory, check_shape, check_size
 from ._fp8 import FP8, as_operands, decode, is_promoted
 from ._groups import wide
@@ -227,6 +228,7 @@ masked_gmm_op = define_inplace_op(
     check_values=check_masked_values,
     reference=masked_gmm_reference,
     triton=launch_masked_gmm,
+    hopper=hopper.launch_masked_gmm,
 )
 
 
@@ -246,7 +248,7 @@ def masked_gmm(
     """Multiply the first rows of each group of `x` (G, M, K) by its `w` (G, N, K), into `out` (G, M, N).
 
     `group_sizes` (G,) int32 or int64 counts the rows of each group and stays on the device; without it every
-    row counts.  Sizes are clamped to [0, M].  The other rows of `x` are not read, those of `out` keep what
+    row counts.  Sizes are clamped to [0, M].  The other rows of `x` do not count, those of `out` keep what
     they held.  Returns `out`.
 
     `x` and `w` are 8-bit floats (e4m3fn, e4m3fnuz, e5m2, in any pair) for an `out` of 16 or 32 bits, or all

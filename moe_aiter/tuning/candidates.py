@@ -3,6 +3,7 @@
 A kernel that has other limits where its inputs differ, in registers say, has a name for each: `tgmm_gather`.
 Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
 float16 of 8-bit floats that the GPU does not multiply.
+On Hopper `_fp8` adds the sums of 8-bit products in float32, `_plain` without scales or for a float32 result.
 Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
 """
 
@@ -39,11 +40,15 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
+    "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
+    "hopper_masked_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
+    "hopper_masked_fp8_plain": (hopper(128, 6, 128, block_k=128), hopper(128, 5, 128, block_k=128)),
     "hopper_down_grad": (hopper(256, 6, 0, block_k=32), hopper(256, 3, 0)),
     "hopper_tgmm": (hopper(256, 4, 128), hopper(256, 3, 128), hopper(256, 3, 256)),
     "hopper_tgmm_accumulate": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(256, 3, 64)),
 }
-SHORT_K = {"hopper_gmm": 512, "hopper_down_grad": 1024}  # the sums up to which the second is better
+# the sums up to which the second is better
+SHORT_K = {"hopper_gmm": 512, "hopper_masked": 512, "hopper_down_grad": 1024}
 
 WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),

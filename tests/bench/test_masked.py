@@ -5,8 +5,10 @@ import csv
 import pytest
 import torch
 
-from moe_aiter import cli
+from moe_aiter import cli, tuning
 from moe_aiter.bench import masked
+from moe_aiter.kernels import hopper
+from moe_aiter.tuning.candidates import candidates
 
 TOY = ("--device", "cpu", "--groups", "2", "--n", "32", "--k", "64", "--max-m", "8", "140", "--reps", "1")
 
@@ -70,6 +72,24 @@ def test_refusals(flags, message, monkeypatch, tmp_path, capsys):
     except SystemExit as stop:
         status = stop.code
     assert status == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("max_m, tiers", [(64, ["triton"]), (256, ["hopper", "triton"])])
+def test_tiles_of_every_backend(max_m, tiers, monkeypatch):
+    """Those of Hopper's kernel, where it runs, and those of the portable one."""
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setitem(masked.ORDER, "cpu", ("hopper", "triton", "torch"))
+    ops = {"hopper": "hopper_masked", "triton": "masked"}
+    keys = {name: tuning.Key(op, 8, 64, 32, 64) for name, op in ops.items()}
+    monkeypatch.setattr(masked.Product, "key", lambda product: keys[product.backend])
+    found = list(masked.products(torch.device("cpu"), 2, max_m, 32, 64, True))
+    for name in ("bfloat16", "8 bits", "8 bits, shuffled"):
+        these = [b for b in tiers if b == "triton" or "shuffled" not in name]
+        expected = [(name, "auto", None)]
+        for b in these:
+            expected += [(f"{name}, {b}", b, c) for c in (None, *candidates(ops[b]))]
+        mine = [p for p in found if p.name in {name, *(f"{name}, {b}" for b in ops)}]
+        assert [(p.name, p.backend, p.config) for p in mine] == expected
 
 
 @pytest.mark.gpu

@@ -128,6 +128,27 @@ def test_each_tile_is_found_once(schedule, sizes, M, columns, group_m):
         assert together == [(*tile, n) for n in range(columns) for tile in expected[first : first + group_m]]
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("M", [128, 200, 1024])
+@pytest.mark.parametrize("sizes", [*SIZES, None])
+def test_each_tile_of_masked_groups_is_found_once(schedule, sizes, M, columns):
+    """Groups lie M rows apart, whatever they hold; without sizes they hold all."""
+    given = [M] * 7 if sizes is None else SIZES[sizes]
+    block_g = max(1 << (len(given) - 1).bit_length(), 32)
+    pointer = None if sizes is None else Pointer(given)
+    groups, rows = schedule.find_masked_groups(pointer, M, len(given), block_g, 128)
+    tiles = schedule.Tiles(rows, columns, len(given), 4, PROGRAMS)
+    expected = []
+    for g, size in enumerate(given):
+        end = g * M + min(max(size, 0), M)
+        expected += [(g, row, end) for row in range(g * M, end, 128)]
+    assert rows == len(expected)
+    found = []
+    for GL.program in range(PROGRAMS):
+        found += [tuple(map(int, groups.find(tiles, n))) for n in range(tiles.mine())]
+    assert sorted(found) == sorted((*tile, n) for tile in expected for n in range(columns))
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_what_is_used_of_a_tile(schedule, sizes):
     G = len(SIZES[sizes])

@@ -70,7 +70,10 @@ def test_a_descriptor_says_what_tritons_would(rows, columns):
     assert said(ours) == said(hopper.TensorDescriptor.from_tensor(x, list(box), ours.layout))
     fields = list(ragged.shape), list(ragged.strides), list(ragged.block_shape), ragged.layout
     assert said(ragged) == said(hopper.TensorDescriptor(x, *fields))  # which checks them
-    assert ours.base is ragged.base is x and ours.launch_key != ragged.launch_key
+    assert ours.base is ragged.base is x and ours.launch_key is ragged.launch_key is None
+    keys = [d(x.as_subclass(OnGPU), *box).launch_key for d in (hopper.descriptor, hopper.ragged_descriptor)]
+    assert None not in keys and keys[0] != keys[1]
+    assert launches.launch_key((ours, 1), {})[0] is None
 
 
 def draw(rows, columns, dtype=torch.bfloat16, offset=0):

@@ -3,8 +3,9 @@
 Each of them has the meaning and the schema of the op in the file of the same name one level up, and is chosen
 by `backend.pick` where the GPU and the inputs allow it.  Gluon is imported when the first of them runs.
 
-Needed everywhere: a Hopper GPU; bfloat16 or float16; columns in a row, as TMA copies them, at addresses that
-are multiples of 16 bytes; K a multiple of 64, where a part of a block would meet the next group's weights.
+Needed everywhere: a Hopper GPU; bfloat16 or float16, or for masked products 8-bit floats; columns in a row,
+as TMA copies them, at addresses that are multiples of 16 bytes; K a multiple of 64, where a part of a block
+would meet the next group's weights.
 """
 
 import functools
@@ -14,11 +15,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .._fp8 import OCP
 from ..activations import get_activation
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_K = 64
 MAX_GROUPS = 1024  # that a program lists in shared memory
+MANY = 128  # rows of a group that a tile is for
 
 
 @functools.cache
@@ -26,13 +29,13 @@ def is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def implementation(module: str, launch: str, fits: Callable) -> Callable:
+def implementation(module: str, launch: str, fits: Callable, takes: tuple = DTYPES) -> Callable:
     """The launcher of that name, imported at its first use, for the inputs that `fits`."""
 
     def run(out, *inputs):
         launcher(module, launch)(out, *inputs)
 
-    run.takes = DTYPES
+    run.takes = takes
     run.fits = lambda x, *rest: is_hopper(x.device) and fits(x, *rest)
     return run
 
@@ -47,8 +50,8 @@ def by_tma(*tensors: Tensor) -> bool:
     return all(
         x.numel() > 0
         and x.stride(-1) == 1
-        and x.stride(-2) % 8 == 0
-        and x.shape[-1] % 8 == 0
+        and x.stride(-2) % (16 // x.itemsize) == 0
+        and x.shape[-1] % (16 // x.itemsize) == 0
         and x.data_ptr() % 16 == 0
         for x in tensors
     )
@@ -68,6 +71,11 @@ def stacked(w: Tensor) -> bool:
     """Whether the matrices of w (G, A, B) are parts of one: some columns of it, so many rows apart."""
     group, row, _ = w.stride()
     return row >= w.shape[2] and (group % row == 0 or w.shape[0] == 1)
+
+
+def short(w: Tensor) -> bool:
+    """Whether the matrices of w (G, A, B), which are `stacked`, have fewer rows than `ragged` can count."""
+    return w.shape[0] * max(w.shape[1], w.stride(0) // w.stride(1)) < 2**30
 
 
 def fits_gmm(
@@ -113,8 +121,15 @@ def fits_tgmm_into(
     return fits_tgmm(x, y, group_sizes, order) and not tile and (accumulate or plain)
 
 
+def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
+    near = all(s is None or s.shape[1] * s.stride(1) < 2**31 for s in (x_scale, w_scale))
+    fit = not shuffled and near and few(w) and w.dtype in (OCP if x.dtype in OCP else DTYPES)
+    return fit and x.shape[1] >= MANY and all(by_tma(t) and stacked(t) and short(t) for t in (x, w, out))
+
+
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
+launch_masked_gmm = implementation("masked_gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
 launch_segments = implementation("gmm", "launch_segments", fits_segments)
 launch_expert_up = implementation("expert_up", "launch_expert_up", fits_expert_up)
 launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_down_grad)

@@ -38,7 +38,13 @@ store_wait = tma.store_wait
 Number = object  # in an aggregate a number that the compiler may know, 1 say, and so a tensor or a constexpr
 FAR = gl.constexpr(0x40000000)
 PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
 
 
 class GluonKernel(Remembering, GluonJITFunction):
@@ -75,7 +81,8 @@ class Descriptor(TensorDescriptor):
     def __init__(self, x: Tensor, shape: Sequence[int], strides: Sequence[int], box: tuple[int, ...]):
         self.base, self.shape, self.strides, self.block_shape = x, shape, strides, box
         self.layout = shared_layout(x.dtype, *box)
-        self.launch_key = x.dtype, box  # what a kernel is compiled for: the rest of a descriptor is data
+        # what a kernel is compiled for: the rest of a descriptor is data
+        self.launch_key = (x.dtype, box) if x.is_cuda else None
 
 
 def descriptor(x: Tensor, *box: int) -> Descriptor:

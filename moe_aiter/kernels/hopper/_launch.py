@@ -39,9 +39,18 @@ def block_g(groups: int) -> int:
     return max(next_power_of_2(groups), 32)
 
 
+def flatten(x: Tensor) -> tuple[Tensor, int]:
+    """x (G, M, N), whose matrices are `stacked`, as one matrix, and how many of its rows they lie apart."""
+    row = x.stride(1)
+    apart = x.stride(0) // row if x.shape[0] > 1 else x.shape[1]  # before the first nothing lies
+    height = (x.shape[0] - 1) * apart + x.shape[1]
+    return x.as_strided((height, x.shape[2]), (row, 1)), apart
+
+
 @functools.cache
-def beside_groups(config: Config, buffers: int, groups: int) -> Config:
-    """With as many stages as fit beside buffers of so many elements and the lists of the groups."""
-    stage = 2 * (config.block_m + config.block_n) * config.block_k
+def beside_groups(config: Config, buffers: int, groups: int, itemsize: int = 2) -> Config:
+    """With as many stages, of elements of so many bytes, as fit beside buffers of so many elements of 16 bits
+    and the lists of the groups."""
+    stage = itemsize * (config.block_m + config.block_n) * config.block_k
     room = SHARED_BYTES - 2 * buffers - 8 * block_g(groups)
     return dataclasses.replace(config, num_stages=min(config.num_stages, room // stage))

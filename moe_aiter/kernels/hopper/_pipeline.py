@@ -145,13 +145,18 @@ def weight_of(group, G, numbers_ptr, W):
 
 
 @gluon.jit
-def produce(x_desc, weights, numbers_ptr, W, ring, tiles, groups, places):
-    """Fetch contiguous rows and weights, tile after tile."""
+def produce(x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, gap=None):
+    """Fetch contiguous rows and weights, tile after tile.
+
+    In x, groups lie `gap` rows farther apart than their places say.
+    """
     i = 0
     for n in range(tiles.mine()):
         group, row, end, tile_n = groups.find(tiles, n)
         places.put(n, group, row, end, tile_n)
         weight = weight_of(group, tiles.G, numbers_ptr, W)
+        if gap is not None:
+            row += group * gap
         for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
@@ -222,11 +227,58 @@ def multiply(
 
 
 @gluon.jit
+def multiply_promoted(WHO: gl.constexpr, weights, ring, i, depth, BLOCK_M: gl.constexpr, SPAN: gl.constexpr):
+    """The same of 8-bit floats, as a tuple of tensors of at most 128 columns.
+
+    The tensor core keeps some 14 bits of a sum, so it adds SPAN stages at a time, of which `depth` holds a
+    whole number, and float32 adds the rest, while the tensor core works for the other consumer.
+    """
+    HALF: gl.constexpr = BLOCK_M // 2
+    WIDTH: gl.constexpr = min(weights.BLOCK_N, 128)  # registers hold one such sum of the tensor core's
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    zeros = gl.zeros((HALF, WIDTH), gl.float32, layout=layout)
+    left, right = zeros, zeros
+    for _ in range(0, depth, SPAN * weights.BLOCK_K):
+        acc = warpgroup_mma_init(zeros)
+        for s in gl.static_range(SPAN):
+            ring.wait_ready(i + s)
+            acc = add_stage(acc, ring, i + s, WHO * HALF, 0, s > 0)
+        if weights.BLOCK_N > WIDTH:
+            left += warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            acc = warpgroup_mma_init(zeros)
+            for s in gl.static_range(SPAN):
+                acc = add_stage(acc, ring, i + s, WHO * HALF, WIDTH, s > 0)
+        for s in gl.static_range(SPAN - 1):
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=SPAN - 1 - s, deps=(acc,)))
+            ring.release(i + s)
+        part = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        ring.release(i + SPAN - 1)
+        if weights.BLOCK_N > WIDTH:
+            right += part
+        else:
+            left += part
+        i += SPAN
+    out = (left, right) if weights.BLOCK_N > WIDTH else (left,)
+    return out, i
+
+
+@gluon.jit
+def add_stage(acc, ring, i, ROW: gl.constexpr, COLUMN: gl.constexpr, SUMMED: gl.constexpr):
+    """Start the product of some rows of a and some of b in stage i: added to acc, or in its place."""
+    ROWS: gl.constexpr = acc.type.tensor_type.shape[0]
+    COLUMNS: gl.constexpr = acc.type.tensor_type.shape[1]
+    a = ring.a.index(i % ring.STAGES).slice(ROW, ROWS, 0)
+    b = ring.b.index(i % ring.STAGES).slice(COLUMN, COLUMNS, 0).permute((1, 0))
+    return warpgroup_mma(a, b, acc, use_acc=SUMMED, is_async=True)
+
+
+@gluon.jit
 def halves(x):
     """The left and the right half of an accumulator's columns, which no thread has to send anywhere."""
     HALF: gl.constexpr = x.shape[1] // 2
     WIDTH: gl.constexpr = min(HALF, x.type.layout.instr_shape[1])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    INSTRUCTION: gl.constexpr = [16, WIDTH, x.type.layout.instr_shape[2]]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], INSTRUCTION)
     left, right = gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
     return (
         gl.convert_layout(left, layout, assert_trivial=True),

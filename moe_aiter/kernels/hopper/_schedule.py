@@ -54,13 +54,17 @@ class Tiles:
 
 @aggregate
 class Groups:
-    """The groups, by number; group G stands for the rows past the last group, which become zeros."""
+    """The groups, by number; group G stands for the rows past the last group, which become zeros.
+
+    Each begins where the last one ends, or `apart` rows after it began.
+    """
 
     ends: gl.shared_memory_descriptor  # (chunks, up to CHUNK): the row where each ends
     tiles: gl.shared_memory_descriptor  # the same of the row tiles up to its last
     M: Number
     G: Number
     BLOCK_M: gl.constexpr
+    apart: object  # or None
 
     @gluon.jit
     def of_tile(self, row_tile):
@@ -74,6 +78,8 @@ class Groups:
             row = gl.maximum(row, gl.max(gl.where(before, ends, 0), 0))
             end = gl.minimum(end, gl.min(gl.where(before, self.M, ends), 0))
             first = gl.maximum(first, gl.max(gl.where(before, tiles, 0), 0))
+        if self.apart is not None:
+            row = group * self.apart
         # behind group G - 1 the lists repeat what they say of it
         return gl.minimum(group, self.G), row + (row_tile - first) * self.BLOCK_M, end
 
@@ -113,13 +119,31 @@ def group_ends(group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constex
 def find_groups(group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr):
     """The groups, listed in shared memory, and the number of row tiles."""
     end, tiles, rows = group_ends(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    return list_groups(end, tiles, M, G, BLOCK_G, BLOCK_M, None), rows
+
+
+@gluon.jit
+def find_masked_groups(group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The same of groups that lie M rows apart, and have as many rows where there are no sizes."""
+    g = gl.arange(0, BLOCK_G, layout=warp_layout(BLOCK_G))
+    if group_sizes_ptr is not None:
+        size = clamped_sizes(group_sizes_ptr, g, M, G).to(gl.int32)
+    else:
+        size = gl.where(g < G, M, 0)
+    end = gl.where(g < G, g * M + size, G * M)
+    tiles = gl.associative_scan(gl.cdiv(size, BLOCK_M), 0, add)
+    return list_groups(end, tiles, G * M, G, BLOCK_G, BLOCK_M, M), gl.max(tiles, 0)
+
+
+@gluon.jit
+def list_groups(end, tiles, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, apart):
     WIDTH: gl.constexpr = min(BLOCK_G, CHUNK)
     shape: gl.constexpr = [BLOCK_G // WIDTH, WIDTH]
     ends_list = gl.allocate_shared_memory(gl.int32, shape, FLAT)
     tiles_list = gl.allocate_shared_memory(gl.int32, shape, FLAT)
     as_tile(ends_list, [BLOCK_G], FLAT).store(end)
     as_tile(tiles_list, [BLOCK_G], FLAT).store(tiles)
-    return Groups(ends_list, tiles_list, M, G, BLOCK_M), rows
+    return Groups(ends_list, tiles_list, M, G, BLOCK_M, apart)
 
 
 @aggregate

@@ -17,7 +17,7 @@ from ._gluon import (
     store_wait,
     tma_store,
 )  # fmt: skip
-from ._launch import beside_groups, block_g, num_programs, tile_options
+from ._launch import beside_groups, block_g, flatten, num_programs, tile_options
 from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_ring, multiply, produce
 from ._schedule import Tiles, find_groups, make_places
 
@@ -121,10 +121,7 @@ def launch_gmm(
     (M, K), (W, _, N), G = x.shape, w.shape, group_sizes.shape[0]
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
-    row = matrices.stride(1)
-    group_rows = matrices.stride(0) // row if W > 1 else matrices.shape[1]  # before the first nothing lies
-    height = (W - 1) * group_rows + matrices.shape[1]
-    flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
+    flat, group_rows = flatten(matrices)
     c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
     c = beside_groups(c, c.block_m * c.store_n, G)
     programs = programs or num_programs(x)
