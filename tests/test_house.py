@@ -17,6 +17,7 @@ TEST_FILES = sorted(REPOSITORY.glob("tests/**/*.py"))
 SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
     ["config", "metadata"],
+    ["dispatch"],
     ["backend", "tuning"],
     ["kernels"],
     ["routing"],

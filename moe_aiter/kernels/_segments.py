@@ -9,7 +9,7 @@ is its own number if there are none; an index outside [0, W), usually -1, names 
 import torch
 from torch import Tensor
 
-from ..backend import INTEGERS
+from ..dispatch import INTEGERS
 from ._check import FLOATS, check_device, check_index, check_shape, check_size
 from ._triton import tl, triton
 
