@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
 from .dispatch import refuse, register
-from .metadata import keep, layout, metadata
+from .metadata import keep, layout, metadata, resolved
 
 log = logging.getLogger("moe_aiter")
 log.setLevel(settings.log_level)
@@ -132,6 +132,8 @@ def define_op(
 
     def run(x, *rest):
         key = metadata((x, *rest), _forced, *IMPLS[name].values())
+        if key is None:
+            x, *rest = resolved(x, *rest)
         if decided := known.get(key):
             layouts, launch = decided
             outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
@@ -176,6 +178,9 @@ def define_inplace_op(
 
     def run(out, x, *rest):
         key = metadata((out, x, *rest), _forced, *IMPLS[name].values())
+        given = out, x, *rest
+        if key is None:
+            out, x, *rest = resolved(*given)
         if decided := known.get(key):
             (launch,) = decided
         else:
@@ -186,8 +191,11 @@ def define_inplace_op(
             check_values(out, x, *rest)
         if launch is not None:
             call_launcher(launch, out, x, *rest)
-            inputs = out, x, *rest  # a graph that had saved what is written now must notice
-            increment_version([inputs[i] for i in written if inputs[i] is not None])
+            for i, t in enumerate((out, x, *rest)):
+                if t is not given[i] and i in written:
+                    given[i].copy_(t)
+            # a graph that had saved what is written now must notice
+            increment_version([given[i] for i in written if given[i] is not None])
 
     return register(schema, run, check, None, None)
 

@@ -197,6 +197,17 @@ def test_gradients_with_a_result_in_another_dtype(device):
     assert all(torch.equal(a, b) and a.dtype == torch.float16 for a, b in zip(wide, plain, strict=True))
 
 
+def test_operands_stored_as_their_negatives(device):
+    x, w, dout, bias, sizes = make(device, (30, 12, 20, 3))
+    back = [t._neg_view() for t in (x, w, bias, dout)]
+    expected = gmm(-x, -w, sizes, bias=-bias), ptgmm((-x).T, -dout, sizes)
+    assert torch.equal(gmm(*back[:2], sizes, bias=back[2]), expected[0])
+    assert torch.equal(ptgmm(back[0].T, back[3], sizes), expected[1])
+    memory = torch.empty(30, 20, device=device)
+    gmm(*back[:2], sizes, bias=back[2], existing_out=memory._neg_view())
+    assert torch.equal(memory, -expected[0])
+
+
 def test_an_existing_out_is_not_recorded(device):
     x, w, dout, _, sizes = make(device, (30, 12, 20, 3))
     out = gmm(x.requires_grad_(), w.requires_grad_(), sizes, existing_out=torch.empty(30, 20, device=device))
