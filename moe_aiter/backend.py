@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from .config import CHOICES, interpret, settings
 from .dispatch import refuse, register
 from .metadata import keep, layout, metadata, resolved
+from .overlap import check_apart
 
 log = logging.getLogger("moe_aiter")
 log.setLevel(settings.log_level)
@@ -167,13 +168,15 @@ def define_inplace_op(
 ) -> Callable:
     """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
 
-    `check` raises for bad inputs; `fits` is given the first argument last; the rest is as for `define_op`.
+    `check` raises for bad inputs, and each call for one that shares memory with what is updated.  `fits` is
+    given the first argument last; the rest is as for `define_op`.
     """
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference
     known = {}  # metadata -> what updates the output
     arguments = torch._C.parse_schema(f"moe_aiter::{schema}").arguments
+    names = [a.name for a in arguments]
     written = [place for place, a in enumerate(arguments) if a.alias_info is not None]
 
     def run(out, x, *rest):
@@ -187,6 +190,7 @@ def define_inplace_op(
             check(out, x, *rest)
             launch = pick(name, x, *rest, out) if out.numel() else None
             keep(known, key, (launch,))
+        check_apart(names, given, written)
         if settings.debug and check_values is not None:
             check_values(out, x, *rest)
         if launch is not None:

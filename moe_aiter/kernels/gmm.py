@@ -197,7 +197,7 @@ gmm_op = define_op(
     save=save_gmm,
 )
 gmm_into_op = define_inplace_op(
-    "gmm_into(Tensor(a!) out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
+    "gmm_into(Tensor(a!) existing_out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
     "int[] tile=[], int programs=0) -> ()",
     check=check_gmm_into,
     check_values=lambda out, *inputs: check_gmm_values(*inputs),
@@ -239,9 +239,9 @@ def gmm(
     `lhs` and `rhs` share a dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless
     there is an `existing_out`, whose result is not recorded.
 
-    Raises ValueError for shapes, devices or block sizes that do not fit, TypeError for dtypes, before
-    anything is written; with MOE_AITER_DEBUG=1 also ValueError for group sizes that are negative or sum to
-    more than M.
+    Raises ValueError for shapes, devices or block sizes that do not fit and for an `existing_out` that shares
+    memory with an operand, TypeError for dtypes, before anything is written; with MOE_AITER_DEBUG=1 also
+    ValueError for group sizes that are negative or sum to more than M.
     """
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")

@@ -315,9 +315,10 @@ def segment_gmm(
     bfloat16 for the four kinds of float8, which are multiplied as they are, without scales or gradients.
     `out` (M, N), contiguous, is overwritten where there are segments, and nowhere else; it has no gradient.
 
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, RuntimeError for `out` and
-    a gradient at once; with MOE_AITER_DEBUG=1 also ValueError for lengths that are negative or sum to more
-    than M, and for an indptr that does not begin with 0.
+    Raises ValueError for shapes or devices that do not fit and for an `out` that shares memory with another
+    argument, TypeError for dtypes, RuntimeError for `out` and a gradient at once; with MOE_AITER_DEBUG=1 also
+    ValueError for lengths that are negative or sum to more than M, and for an indptr that does not begin with
+    0.
     """
     segments = lens, indptr, weight_indices
     if out is None:

@@ -29,7 +29,8 @@ def deepgemm(
     `WQ` is shuffled, as `shuffle_weight(weight)` makes it, unless `weight_shuffled` is False, or None and
     `WQ` says so itself by `is_shuffled = False`.
 
-    Raises ValueError for shapes and devices, TypeError for dtypes that do not fit; nothing is written then.
+    Raises ValueError for shapes and devices, and where `Y` shares memory with another argument, TypeError for
+    dtypes that do not fit; nothing is written then.
     """
     if (group_layout is None) == (masked_m is None):
         raise ValueError("give either group_layout or masked_m, which are the same")
