@@ -10,6 +10,7 @@ from torch import Tensor
 from ..backend import define_inplace_op, define_op, takes
 from ..tuning.aiter_json import tile_of
 from . import hopper
+from ._by_group import fill_gmm, fill_gmm_into
 from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape, check_size
 from ._groups import (
     check_existing,
@@ -36,11 +37,6 @@ def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
     if bias is not None:
         out = [(wide(o) + bias[g]).to(dtype) for g, o in enumerate(out)]
     return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), rhs.shape[2], dtype=dtype)])
-
-
-def gmm_into_reference(out, lhs, rhs, group_sizes, bias, tile, programs):
-    rows = len(lhs) - len(split_groups(lhs, group_sizes)[-1])
-    out[:rows] = gmm_reference(lhs, rhs, group_sizes, bias, out.dtype)[:rows]
 
 
 # kernel
@@ -190,6 +186,7 @@ gmm_op = define_op(
     "ScalarType? dtype=None, int[] tile=[], int programs=0) -> Tensor",
     new=new_gmm,
     reference=gmm_reference,
+    torch=fill_gmm,
     check_values=check_gmm_values,
     triton=launch_gmm,
     hopper=hopper.launch_gmm,
@@ -201,7 +198,7 @@ gmm_into_op = define_inplace_op(
     "int[] tile=[], int programs=0) -> ()",
     check=check_gmm_into,
     check_values=lambda out, *inputs: check_gmm_values(*inputs),
-    reference=gmm_into_reference,
+    reference=fill_gmm_into,
     triton=launch_gmm_into,
     hopper=hopper.launch_gmm_into,
 )
