@@ -94,7 +94,7 @@ def gmm_consumer(
         acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, None)
         biased = tiles.used(group, weights.N)  # columns
         if not ZERO_REST:
-            end = gl.where(group < tiles.G, end, row)  # so TMA clips the rows in no group, which stay
+            end = gl.where(group != tiles.G, end, row)  # so TMA clips the rows in no group, which stay
         parts = blocks(acc, STORES)
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH
@@ -122,7 +122,7 @@ def launch_gmm(
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
     row = matrices.stride(1)
-    group_rows = matrices.stride(0) // row if W > 1 else matrices.shape[1]  # before the first nothing lies
+    group_rows = matrices.stride(0) // row if W > 1 else matrices.shape[1]
     height = (W - 1) * group_rows + matrices.shape[1]
     flat = matrices.as_strided((height, matrices.shape[2]), (row, 1))
     c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
