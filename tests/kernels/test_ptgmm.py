@@ -114,6 +114,11 @@ def test_persistent_or_not_the_bits_are_the_same(device):
     torch.testing.assert_close(gmm(x, rhs, sizes, bias=bias, grid_dim=3), whole)
 
 
+def test_work_stealing_changes_nothing(device):
+    x, rhs, _, bias, sizes = make(device, (70, 40, 33, 4), sizes=[33, 0, 30, 2])
+    assert torch.equal(gmm(x, rhs, sizes, bias=bias, work_stealing=True), gmm(x, rhs, sizes, bias=bias))
+
+
 @pytest.mark.parametrize("size", [8, 24])
 def test_a_square_operand_is_as_documented(device, size):
     x, rhs, dout, _, sizes = make(device, (size, size, size, 2))
