@@ -7,33 +7,23 @@ An op has one schema, one reference in plain torch, and any number of implementa
 
 import contextlib
 import logging
-import numbers
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
-from .metadata import PLAIN, completion, keep, layout, metadata
+from .dispatch import refuse, register
+from .metadata import keep, layout, metadata, resolved
+from .overlap import check_apart
 
 log = logging.getLogger("moe_aiter")
 log.setLevel(settings.log_level)
 
-LIB = torch.library.Library("moe_aiter", "DEF")
 ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs the reference
     "cuda": ("hopper", "triton", "torch"),
     "cpu": ("triton", "host", "torch") if interpret else ("host", "torch"),
-}
-INTEGERS = (int, torch.SymInt, numbers.Integral)
-KINDS = {  # in a schema -> in Python, and in words
-    "Tensor": (Tensor, "a tensor"),
-    "Optional[Tensor]": ((Tensor, type(None)), "a tensor or None"),
-    "int": (INTEGERS, "an int"),
-    "bool": ((int, torch.SymBool), "a bool"),
-    "str": (str, "a str"),
 }
 IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
 
@@ -143,6 +133,8 @@ def define_op(
 
     def run(x, *rest):
         key = metadata((x, *rest), _forced, *IMPLS[name].values())
+        if key is None:
+            x, *rest = resolved(x, *rest)
         if decided := known.get(key):
             layouts, launch = decided
             outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
@@ -176,29 +168,38 @@ def define_inplace_op(
 ) -> Callable:
     """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
 
-    `check` raises for bad inputs; `fits` is given the first argument last; the rest is as for `define_op`.
+    `check` raises for bad inputs, and each call for one that shares memory with what is updated.  `fits` is
+    given the first argument last; the rest is as for `define_op`.
     """
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference
     known = {}  # metadata -> what updates the output
     arguments = torch._C.parse_schema(f"moe_aiter::{schema}").arguments
+    names = [a.name for a in arguments]
     written = [place for place, a in enumerate(arguments) if a.alias_info is not None]
 
     def run(out, x, *rest):
         key = metadata((out, x, *rest), _forced, *IMPLS[name].values())
+        given = out, x, *rest
+        if key is None:
+            out, x, *rest = resolved(*given)
         if decided := known.get(key):
             (launch,) = decided
         else:
             check(out, x, *rest)
             launch = pick(name, x, *rest, out) if out.numel() else None
             keep(known, key, (launch,))
+        check_apart(names, given, written)
         if settings.debug and check_values is not None:
             check_values(out, x, *rest)
         if launch is not None:
             call_launcher(launch, out, x, *rest)
-            inputs = out, x, *rest  # a graph that had saved what is written now must notice
-            increment_version([inputs[i] for i in written if inputs[i] is not None])
+            for i, t in enumerate((out, x, *rest)):
+                if t is not given[i] and i in written:
+                    given[i].copy_(t)
+            # a graph that had saved what is written now must notice
+            increment_version([given[i] for i in written if given[i] is not None])
 
     return register(schema, run, check, None, None)
 
@@ -211,120 +212,6 @@ def call_launcher(launch: Callable, out: Tensor | tuple[Tensor, ...], x: Tensor,
             launch(out, x, *rest)
     else:
         launch(out, x, *rest)
-
-
-def register(
-    schema: str, run: Callable, fake: Callable, backward: Callable | None, save: Callable | None
-) -> Callable:
-    """Tell torch about an op: its implementation on every device, its fake and its gradient.
-
-    Returns a function that calls it, after a look for what torch would pass over or refuse obscurely.
-    """
-    name = schema.partition("(")[0]
-    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    op = getattr(torch.ops.moe_aiter, name).default
-    whole = completion(op._schema.arguments)
-    LIB.impl(name, lambda *inputs: run(*whole(inputs)), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
-    if backward is not None:
-        torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
-    arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
-    mutates = "!" in schema
-    short = run if mutates else shortcut(name, run, backward, save)
-    known = set()  # types of inputs that are what the op wants, and plain
-
-    def call(*inputs):
-        inputs = whole(inputs)
-        if torch.compiler.is_compiling():
-            return op(*inputs)
-        kinds = tuple(map(type, inputs))
-        if kinds not in known or is_transformed() or inputs[0].is_meta:
-            check_kinds(arguments, inputs)
-            check_transforms(name, inputs)
-            if not is_plain(inputs):
-                return op(*inputs)
-            if PLAIN.issuperset(kinds):
-                known.add(kinds)
-        elif torch._C._len_torch_dispatch_stack():
-            return op(*inputs)
-        return op(*inputs) if mutates and torch.is_grad_enabled() else short(*inputs)
-
-    return call
-
-
-def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
-    for (argument, kind, words), given in zip(arguments, inputs, strict=True):
-        if not isinstance(given, kind):
-            raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
-
-
-def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None) -> Callable:
-    """The op without torch's dispatcher, whose way to an op from Python takes longer than a small kernel."""
-
-    def forward(ctx, *inputs):
-        out = run(*inputs)
-        if save is not None:
-            save(ctx, inputs, out)
-        return out
-
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(name, (torch.autograd.Function,), functions)
-    apply = super(torch.autograd.Function, function).apply  # without what is for torch.func
-
-    def call(*inputs):
-        if torch.is_grad_enabled():
-            for t in inputs:
-                if isinstance(t, Tensor) and t.requires_grad:
-                    return (function.apply if peek_interpreter_stack() is not None else apply)(*inputs)
-        return run(*inputs)
-
-    return call
-
-
-def is_plain(inputs: tuple) -> bool:
-    """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
-    hidden = [isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in inputs]
-    return torch._C._len_torch_dispatch_stack() == 0 and not any(hidden)
-
-
-def is_unwatched(*tensors: Tensor) -> bool:
-    """Whether no compiler, mode or graph of gradients would see memory change."""
-    return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_plain(tensors)
-
-
-def is_last_use(saved: Tensor) -> bool:
-    """Whether the backward pass that runs is the last that can ask for what is saved.
-
-    Not where the graph is kept, nor where a CUDA graph may replay this pass without the forward pass.
-    """
-    replayed = saved.is_cuda and torch.cuda.is_current_stream_capturing()
-    return not replayed and not torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def is_transformed() -> bool:
-    """Whether torch.func or forward-mode AD is at work."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def check_transforms(name: str, inputs: tuple) -> None:
-    """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients."""
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    if any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
-        forward_ad._current_level >= 0
-        and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
-    ):
-        raise NotImplementedError(
-            f"moe_aiter::{name} has gradients by torch.autograd only, not by forward-mode AD or torch.func"
-        )
-
-
-def refuse(name: str) -> Callable:
-    """A backward for ops without one: torch alone would warn, and go on without this op's share."""
-
-    def backward(ctx, *grads):
-        raise RuntimeError(f"moe_aiter::{name} has no gradient; a second derivative may have asked for it")
-
-    return backward
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:

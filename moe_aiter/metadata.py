@@ -28,7 +28,8 @@ MOST = 1024  # what is remembered of each op: steps of many different sizes must
 def metadata(inputs: tuple, *others) -> tuple | None:
     """All but the values of these tensors, which is what checks and choices go by, and the rest as it is.
 
-    None where tensors are not what they seem: under a transform, or of a class of their own.
+    None where tensors are not what they seem: under a transform, of a class of their own, or the negative of
+    what their memory holds.
     """
     kinds = tuple(map(type, inputs))
     if peek_interpreter_stack() is not None or not PLAIN.issuperset(kinds):
@@ -36,12 +37,19 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     key = [kinds, *others]  # with the kinds, since 1 == True == 1.0
     for t in inputs:
         if isinstance(t, Tensor):
+            if t.is_neg():
+                return None
             key += t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16
         elif type(t) is tuple and any(type(n) is not int for n in t):
             return None
         else:
             key.append(t)
     return tuple(key)
+
+
+def resolved(*inputs) -> list:
+    """The same with tensors that hold what they say, as the imaginary part of a conjugate does not."""
+    return [t.resolve_neg() if isinstance(t, Tensor) else t for t in inputs]
 
 
 def keep(known: dict, key: tuple | None, what) -> None:

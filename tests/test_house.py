@@ -16,7 +16,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 TEST_FILES = sorted(REPOSITORY.glob("tests/**/*.py"))
 SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
-    ["config", "metadata"],
+    ["config", "metadata", "overlap"],
+    ["dispatch"],
     ["backend", "tuning"],
     ["kernels"],
     ["routing"],

@@ -141,6 +141,30 @@ def test_tensors_that_hide_something_have_no_metadata():
     found = []
     torch.func.vmap(lambda x: found.append(metadata.metadata((x,))) or x)(x)
     assert found == [None]
+    assert metadata.metadata((x._neg_view(),)) is None
+
+
+def test_launchers_read_memory_that_means_what_it_says(monkeypatch):
+    def only_plain(out, *inputs):
+        assert not any(isinstance(t, torch.Tensor) and t.is_neg() for t in inputs)
+        launch(out, *inputs)
+
+    monkeypatch.setitem(IMPLS[NAME], "host", only_plain)
+    x = torch.ones(2, 3)
+    out, _ = sum_op(x, torch.complex(x, 3 * x).conj().imag, 2.0)
+    assert torch.equal(out, torch.full((2, 3), -5.0))
+
+
+def test_what_is_written_can_be_seen_as_its_negative(monkeypatch):
+    def only_plain(out, x):
+        assert not out.is_neg() and not x.is_neg()
+        out.add_(x)
+
+    monkeypatch.setitem(IMPLS[f"add_{NAME}"], "torch", only_plain)
+    memory, x = torch.full((3,), 5.0), torch.full((3,), 7.0)
+    with torch.no_grad():
+        add_op(memory._neg_view(), x._neg_view())
+    assert torch.equal(memory, torch.full((3,), 12.0))
 
 
 def test_memory_is_bounded_and_holds_no_tensor(monkeypatch):

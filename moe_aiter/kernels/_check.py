@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..backend import INTEGERS
+from ..dispatch import INTEGERS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)

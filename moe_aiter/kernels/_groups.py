@@ -8,9 +8,16 @@ from ._check import FLOATS, check_device, check_index, check_shape, check_size, 
 
 def split_groups(x: Tensor, group_sizes: Tensor) -> tuple[Tensor, ...]:
     """The rows of each group, and last the rows past them; sizes are clamped to the rows there are."""
-    # clamped before the sum as well, which could overflow
-    ends = group_sizes.clamp(0, len(x)).long().cumsum(0).clamp(max=len(x)).tolist()
-    return x.tensor_split(ends)
+    return x.tensor_split(group_ends(group_sizes, len(x)))
+
+
+def group_ends(group_sizes: Tensor, rows: int) -> list[int]:
+    """Where each group ends, of so many rows; this synchronises."""
+    ends, end = [], 0
+    for size in group_sizes.tolist():
+        end = min(end + max(size, 0), rows)
+        ends.append(end)
+    return ends
 
 
 def take_rows(x: Tensor, order: Tensor | None, top_k: int) -> Tensor:

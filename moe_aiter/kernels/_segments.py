@@ -1,16 +1,19 @@
 """Segments of rows, and the weight of each: what the ops on them share.
 
 B segments lie one behind the other in M rows.  `lens` (B,) counts their rows, or else `indptr` (B + 1,) says
-where they begin and the last one ends; its first element is 0.  Both stay on the device.  Values are clamped,
-so that nothing outside (M,) is ever touched.  `weight_indices` (B,) names the matrix of each segment, which
-is its own number if there are none; an index outside [0, W), usually -1, names a matrix of zeros.
+where they begin and the last one ends; its first element is 0.  Both stay on the device.  Lengths, for an
+indptr the steps from one element to the next, are clamped to [0, M], and segments to the rows that are left:
+no row belongs to two, and nothing outside (M,) is ever touched.  `weight_indices` (B,) names the matrix of
+each segment, which is its own number if there are none; an index outside [0, W), usually -1, names one of
+zeros.
 """
 
 import torch
 from torch import Tensor
 
-from ..backend import INTEGERS
+from ..dispatch import INTEGERS
 from ._check import FLOATS, check_device, check_index, check_shape, check_size
+from ._groups import group_ends
 from ._triton import tl, triton
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -23,14 +26,12 @@ def num_segments(lens: Tensor | None, indptr: Tensor | None) -> int:
 
 def segment_sizes(lens: Tensor | None, indptr: Tensor | None) -> Tensor:
     """The rows of each segment, for ops on groups."""
-    return lens if indptr is None else indptr.diff()
+    return lens if indptr is None else indptr.diff()  # negative where an indptr decreases, which counts as 0
 
 
 def split_segments(x: Tensor, lens: Tensor | None, indptr: Tensor | None) -> tuple[Tensor, ...]:
     """The rows of each segment, and last those past them, as views; for references, as it synchronises."""
-    # clamped before the sum as well, which could overflow
-    ends = lens.clamp(0, len(x)).long().cumsum(0) if indptr is None else indptr[1:]
-    return x.tensor_split(ends.clamp(0, len(x)).tolist())
+    return x.tensor_split(group_ends(segment_sizes(lens, indptr), len(x)))
 
 
 def weight_numbers(weight_indices: Tensor | None, segments: int, weights: int) -> list[int | None]:
@@ -101,18 +102,14 @@ def load_segments(
 ):
     """The first and the end row of the segments g.  Segment G stands for the rows past the last one."""
     if INDPTR:
-        start = tl.load(bounds_ptr + g, mask=(g > 0) & (g <= G), other=0).to(tl.int64)
-        end = tl.load(bounds_ptr + g + 1, mask=g < G, other=0).to(tl.int64)
-        start = tl.minimum(tl.maximum(start, 0), M)
-        end = tl.where(g < G, tl.maximum(tl.minimum(end, M), start), M)
-        start = tl.where(g <= G, start, M)
+        start = tl.load(bounds_ptr + g, mask=g < G, other=0).to(tl.int64)
+        size = tl.load(bounds_ptr + g + 1, mask=g < G, other=0).to(tl.int64) - start
     else:
         size = tl.load(bounds_ptr + g, mask=g < G, other=0).to(tl.int64)
-        size = tl.where(g == G, M, tl.minimum(tl.maximum(size, 0), M))  # or the sum could overflow
-        end = tl.cumsum(size, 0)
-        start = tl.minimum(end - size, M)
-        end = tl.minimum(end, M)
-    return start, end
+    size = tl.where(g == G, M, tl.minimum(tl.maximum(size, 0), M))  # or the sum could overflow
+    end = tl.cumsum(size, 0)
+    start = tl.minimum(end - size, M)
+    return start, tl.minimum(end, M)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..backend import define_inplace_op, define_op, takes
 from ..tuning.aiter_json import tile_of
 from . import hopper
+from ._by_group import fill_gmm, fill_gmm_into
 from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape, check_size
 from ._groups import (
     check_existing,
@@ -36,11 +37,6 @@ def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
     if bias is not None:
         out = [(wide(o) + bias[g]).to(dtype) for g, o in enumerate(out)]
     return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), rhs.shape[2], dtype=dtype)])
-
-
-def gmm_into_reference(out, lhs, rhs, group_sizes, bias, tile, programs):
-    rows = len(lhs) - len(split_groups(lhs, group_sizes)[-1])
-    out[:rows] = gmm_reference(lhs, rhs, group_sizes, bias, out.dtype)[:rows]
 
 
 # kernel
@@ -190,6 +186,7 @@ gmm_op = define_op(
     "ScalarType? dtype=None, int[] tile=[], int programs=0) -> Tensor",
     new=new_gmm,
     reference=gmm_reference,
+    torch=fill_gmm,
     check_values=check_gmm_values,
     triton=launch_gmm,
     hopper=hopper.launch_gmm,
@@ -197,11 +194,11 @@ gmm_op = define_op(
     save=save_gmm,
 )
 gmm_into_op = define_inplace_op(
-    "gmm_into(Tensor(a!) out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
+    "gmm_into(Tensor(a!) existing_out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
     "int[] tile=[], int programs=0) -> ()",
     check=check_gmm_into,
     check_values=lambda out, *inputs: check_gmm_values(*inputs),
-    reference=gmm_into_reference,
+    reference=fill_gmm_into,
     triton=launch_gmm_into,
     hopper=hopper.launch_gmm_into,
 )
@@ -218,6 +215,7 @@ def gmm(
     bias: Tensor | None = None,
     preferred_element_type: torch.dtype | None = None,
     existing_out: Tensor | None = None,
+    work_stealing: bool = False,
     config: dict[str, int] | None = None,
     grid_dim: int | None = None,
     trans_rhs: bool | None = None,
@@ -230,6 +228,8 @@ def gmm(
     preferred_element_type: dtype of the result; that of `lhs` unless given, float32 included.
     existing_out: (M, N), written instead of a fresh tensor, and returned.  Rows past the last group keep what
         they hold; in a fresh result they are zeros.
+    work_stealing: a hint that is accepted and changes nothing, neither results nor speed.  In AITER programs
+        then take tiles as they come free; here each has its own, as without it.
     config: block sizes as `get_config` returns them, for the Triton kernel, which then runs.  What is left
         out is chosen by shape.
     grid_dim: run as so many programs, each of which takes tiles in turn, say to leave room for other kernels.
@@ -239,9 +239,9 @@ def gmm(
     `lhs` and `rhs` share a dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless
     there is an `existing_out`, whose result is not recorded.
 
-    Raises ValueError for shapes, devices or block sizes that do not fit, TypeError for dtypes, before
-    anything is written; with MOE_AITER_DEBUG=1 also ValueError for group sizes that are negative or sum to
-    more than M.
+    Raises ValueError for shapes, devices or block sizes that do not fit and for an `existing_out` that shares
+    memory with an operand, TypeError for dtypes, before anything is written; with MOE_AITER_DEBUG=1 also
+    ValueError for group sizes that are negative or sum to more than M.
     """
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")

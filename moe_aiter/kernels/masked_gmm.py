@@ -257,9 +257,9 @@ def masked_gmm(
     by `w_scale`: the same with N in place of M.  None is 1.  Hopper's tensor cores keep some 14 bits of a sum
     of 8-bit products; they add 256 at most, and float32 adds the rest.
 
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, RuntimeError where it would
-    need a gradient, which it has not, before anything is written; with MOE_AITER_DEBUG=1 also ValueError for
-    sizes outside [0, M].
+    Raises ValueError for shapes or devices that do not fit and for an `out` that shares memory with another
+    argument, TypeError for dtypes, RuntimeError where it would need a gradient, which it has not, before
+    anything is written; with MOE_AITER_DEBUG=1 also ValueError for sizes outside [0, M].
     """
     check_shape("x", x, "G", "M", "K")
     check_shape("w", w, "G", "N", "K")

@@ -49,8 +49,9 @@ def ptgmm(
 
     `lhs` and `rhs` share a dtype; sums are kept in float32.  No gradients are recorded.
 
-    Raises ValueError for shapes, devices or block sizes that do not fit and for `accumulate` without an
-    `existing_out`, TypeError for dtypes, before anything is written.
+    Raises ValueError for shapes, devices or block sizes that do not fit, for `accumulate` without an
+    `existing_out` and for results that share memory with an operand or with each other, TypeError for
+    dtypes, before anything is written.
     """
     how = preferred_element_type, existing_out, accumulate, config, grid_dim, trans_lhs
     return transposed("ptgmm", lhs, rhs, group_sizes, bias_grad, bias_grad_from, *how)

@@ -317,16 +317,18 @@ def segment_gmm(
     they begin and the last one ends.  `weight_indices` (B,) is the number of each one's matrix, and may
     repeat; outside [0, W), usually -1, it stands for zeros.  Without it, segment i has matrix i and B = W.
     All are int32 or int64, on the device of `x`, and stay there.  Rows past the segments become zeros.
-    Segments that are negative or reach past M are clamped.
+    Segments that are negative or reach past M are clamped, and no row is multiplied twice: where an indptr
+    decreases, that segment has no rows, and those behind it begin as if it had none.
 
     `x` and `w` share a dtype and may have any strides; both have gradients, those of a matrix summed over its
     segments in order.  Sums are kept in float32 (float64 for float64).  The result has that dtype, and
     bfloat16 for the four kinds of float8, which are multiplied as they are, without scales or gradients.
     `out` (M, N), contiguous, is overwritten where there are segments, and nowhere else; it has no gradient.
 
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, RuntimeError for `out` and
-    a gradient at once; with MOE_AITER_DEBUG=1 also ValueError for lengths that are negative or sum to more
-    than M, and for an indptr that does not begin with 0.
+    Raises ValueError for shapes or devices that do not fit and for an `out` that shares memory with another
+    argument, TypeError for dtypes, RuntimeError for `out` and a gradient at once; with MOE_AITER_DEBUG=1 also
+    ValueError for lengths that are negative or sum to more than M, and for an indptr that does not begin with
+    0.
     """
     segments = lens, indptr, weight_indices
     if out is None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..backend import define_inplace_op, define_op, takes
 from . import hopper
+from ._by_group import fill_tgmm, fill_tgmm_into, fill_tgmm_sums
 from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape
-from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
+from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows
 from ._tile import TILE_DTYPES, add_columns, dense, given_or_found, group_rows, swizzle, tile_options, walk
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 from .group_sum import group_sum_reference, sum_rows
@@ -35,20 +36,6 @@ def tgmm_sums_reference(x, y, group_sizes, columns_first):
         tgmm_reference(x, y, group_sizes, None, 1, columns_first),
         group_sum_reference(y, group_sizes, None, 1, None),
     )
-
-
-def tgmm_into_reference(
-    out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
-):  # fmt: skip
-    rounds = accumulate or out.dtype != x.dtype  # once, here
-    product = tgmm_reference(*map(wide, (x, y)) if rounds else (x, y), group_sizes, order, top_k, False)
-    if accumulate:
-        out += product
-    else:
-        out.copy_(product)
-    if sums is not None:
-        summed = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
-        sums.copy_(group_sum_reference(*summed, None))
 
 
 # kernel
@@ -269,6 +256,7 @@ tgmm_op = define_op(
     new=new_tgmm,
     check_values=check_tgmm_values,
     reference=tgmm_reference,
+    torch=fill_tgmm,
     triton=launch_tgmm,
     hopper=hopper.launch_tgmm,
 )
@@ -277,6 +265,7 @@ tgmm_sums_op = define_op(
     new=new_tgmm_sums,
     check_values=lambda x, y, group_sizes, _: check_tgmm_values(x, y, group_sizes),
     reference=tgmm_sums_reference,
+    torch=fill_tgmm_sums,
     triton=launch_tgmm_sums,
     hopper=hopper.launch_tgmm_sums,
 )
@@ -285,7 +274,7 @@ tgmm_into_op = define_inplace_op(
     "bool accumulate=True, Tensor(b!)? sums=None, bool sums_of_y=False, int[] tile=[], int programs=0) -> ()",
     check=check_tgmm_into,
     check_values=lambda out, *inputs: check_tgmm_values(*inputs),
-    reference=tgmm_into_reference,
+    reference=fill_tgmm_into,
     triton=launch_tgmm_into,
     hopper=hopper.launch_tgmm_into,
 )

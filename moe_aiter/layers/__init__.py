@@ -5,6 +5,7 @@ from .lora import LoRAExperts, LoRALinear
 from .moe import MoE, MoERouting
 from .optimized import OptimizedMoELayer
 from .segment import SegmentGEMMWrapper
+from .shuffled import ShuffledWeight
 
 __all__ = [
     "Experts",
@@ -14,4 +15,5 @@ __all__ = [
     "MoERouting",
     "OptimizedMoELayer",
     "SegmentGEMMWrapper",
+    "ShuffledWeight",
 ]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backend import is_plain, is_transformed
+from ..dispatch import is_plain, is_transformed
 from ..kernels._check import check_sizes, check_tensor
 from ..kernels.activations import get_activation
 from ..kernels.glu import glu

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backend import define_op, is_unwatched, no_autocast
+from ..backend import define_op, no_autocast
+from ..dispatch import is_unwatched
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
 from ..kernels.route import choose_experts
 

@@ -53,7 +53,9 @@ class Pointer:
         return Pointer(self.values, self.at + offset)
 
 
-def load(pointer, mask, other):
+def load(pointer, mask=None, other=0):
+    if mask is None:
+        return np.array(pointer.values[int(pointer.at)]).view(Array)
     padded = np.full(mask.shape, other, np.int64)
     padded[mask] = np.asarray(pointer.values, np.int64)[pointer.at[mask]]
     return padded.view(Array)
@@ -154,3 +156,16 @@ def test_what_is_used_of_a_tile(schedule, sizes):
     G = len(SIZES[sizes])
     tiles = schedule.Tiles(1, 1, G, 1, PROGRAMS)
     assert tiles.used(G - 1, 64) == 64 and tiles.used(G, 64) == 0
+
+
+def test_a_group_without_weight_has_nothing_to_sum_over(schedule):
+    """Or an infinity in its rows, times the zeros that TMA finds before the first weight, would be NaN."""
+    tiles = schedule.Tiles(1, 1, 5, 1, PROGRAMS)
+    numbers = [2, -1, 0, 3, 2**40]
+    seen = [tiles.weight_of(group, Pointer(numbers), 3) for group in range(5)]
+    assert [int(weight) for weight, _ in seen[::2]][:2] == [2, 0]
+    assert [int(tiles.used(group, 64)) for _, group in seen] == [64, 0, 64, 0, 0]
+    # their rows become zeros, those in no group, which stay, do not
+    assert tiles.G not in [int(group) for _, group in seen]
+    assert int(tiles.weight_of(5, Pointer(numbers), 3)[1]) == tiles.G
+    assert tiles.weight_of(4, None, None) == (4, 4)

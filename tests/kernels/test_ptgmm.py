@@ -114,6 +114,11 @@ def test_persistent_or_not_the_bits_are_the_same(device):
     torch.testing.assert_close(gmm(x, rhs, sizes, bias=bias, grid_dim=3), whole)
 
 
+def test_work_stealing_changes_nothing(device):
+    x, rhs, _, bias, sizes = make(device, (70, 40, 33, 4), sizes=[33, 0, 30, 2])
+    assert torch.equal(gmm(x, rhs, sizes, bias=bias, work_stealing=True), gmm(x, rhs, sizes, bias=bias))
+
+
 @pytest.mark.parametrize("size", [8, 24])
 def test_a_square_operand_is_as_documented(device, size):
     x, rhs, dout, _, sizes = make(device, (size, size, size, 2))
@@ -142,7 +147,7 @@ def test_nothing_outside_the_groups_is_written(device, sizes, grid_dim, dtype, n
     ends = sizes.clamp(0, 30).cumsum(0)[-1]
     buffer, out = poisoned((30, 20), device, dtype)
     assert gmm(lhs, rhs, sizes, bias=bias, existing_out=out, grid_dim=grid_dim) is out
-    torch.testing.assert_close(out[:ends], gmm(lhs, rhs, sizes, bias=bias)[:ends], rtol=0, atol=0)
+    torch.testing.assert_close(out[:ends], gmm(lhs, rhs, sizes, bias=bias)[:ends])
     assert (out[ends:] == VALUE).all(), "rows past the last group"
     out[:] = VALUE
     assert (buffer == VALUE).all(), "around it"
@@ -195,6 +200,17 @@ def test_gradients_with_a_result_in_another_dtype(device):
     wide = torch.autograd.grad(out, leaves, dout.float())
     plain = torch.autograd.grad(gmm(*leaves[:2], sizes, bias=bias), leaves, dout)
     assert all(torch.equal(a, b) and a.dtype == torch.float16 for a, b in zip(wide, plain, strict=True))
+
+
+def test_operands_stored_as_their_negatives(device):
+    x, w, dout, bias, sizes = make(device, (30, 12, 20, 3))
+    back = [t._neg_view() for t in (x, w, bias, dout)]
+    expected = gmm(-x, -w, sizes, bias=-bias), ptgmm((-x).T, -dout, sizes)
+    assert torch.equal(gmm(*back[:2], sizes, bias=back[2]), expected[0])
+    assert torch.equal(ptgmm(back[0].T, back[3], sizes), expected[1])
+    memory = torch.empty(30, 20, device=device)
+    gmm(*back[:2], sizes, bias=back[2], existing_out=memory._neg_view())
+    assert torch.equal(memory, -expected[0])
 
 
 def test_an_existing_out_is_not_recorded(device):

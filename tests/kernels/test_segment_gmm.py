@@ -138,6 +138,27 @@ def test_bounds_that_do_not_fit_are_clamped(device, no_debug):
     torch.testing.assert_close(segment_gmm(x, w, indptr=indptr)[4:], x[4:] @ w[1])
 
 
+@pytest.mark.parametrize("K", [20, 70])
+@pytest.mark.parametrize(
+    "indptr", [[0, 10, 4, 12], [0, 9, 2, 9], [0, -3, 5, 4], [2, 5, 4, 9], [0, 2**40, 3, 6]], ids=str
+)
+def test_no_row_belongs_to_two_segments(device, indptr, K, no_debug):
+    """An indptr that decreases means what the lengths between its elements mean."""
+    x, w, y, _ = make(device, [5, 5, 5], K, tail=3)
+    indptr = torch.tensor(indptr, device=device)
+    lens = indptr.diff()
+    sizes = lens.clamp(0, 18)
+    assert torch.equal(segment_gmm(x, w, indptr=indptr), segment_gmm(x, w, lens))
+    ends = sizes.cumsum(0).clamp(max=18).tolist()
+    for i, (s, e) in enumerate(zip([0, *ends], ends, strict=False)):
+        torch.testing.assert_close(segment_gmm(x, w, indptr=indptr)[s:e], x[s:e] @ w[i])
+        dw = segment_tgmm_op(x, y, None, indptr, None, 3, False)
+        torch.testing.assert_close(dw[i], x[s:e].T @ y[s:e], rtol=1e-4, atol=1e-4)
+    out = torch.full((18, 24), 7.0, device=device)
+    segment_gmm(x, w, indptr=indptr, out=out)
+    assert (out[ends[-1] :] == 7).all() and (out[: ends[-1]] != 7).all()
+
+
 def test_debug_names_segments_that_do_not_fit(device):
     assert settings.debug, "the tests run with MOE_AITER_DEBUG=1"
     x, w, _, _ = make(device, [4, 4])
@@ -260,6 +281,8 @@ def test_dense_segments_that_share_weights(sizes, weights, column_major):
     x, w, y, lens = make(device, sizes, 256, 384, torch.bfloat16, tail=100, weights=weights)
     w = transposed(w) if column_major else w
     index = torch.tensor((NUMBERS * 2)[: len(sizes)], device=device)
+    for i, rows in enumerate(x[: sum(sizes)].split(sizes)):  # nothing is multiplied there, not even by 0
+        rows[:, ::7] = rows[:, ::7] if 0 <= NUMBERS[i] < weights else float("inf")
     inputs = x, w, lens, None, index
     assert_as_good_as_torch(segment_gmm_op, segment_gmm_reference, *inputs)
     assert not segment_gmm(x, w, lens, weight_indices=index)[-100:].any()

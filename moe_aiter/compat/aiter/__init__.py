@@ -5,9 +5,9 @@ from torch import Tensor
 
 from ...kernels.grouped_gemm import grouped_gemm
 from .ops.deepgemm import deepgemm
-from .ops.shuffle import shuffle_weight, unshuffle_weight
+from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 
-__all__ = ["deepgemm", "gelu", "grouped_gemm", "shuffle_weight", "unshuffle_weight"]
+__all__ = ["ShuffledWeight", "deepgemm", "gelu", "grouped_gemm", "shuffle_weight", "unshuffle_weight"]
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:

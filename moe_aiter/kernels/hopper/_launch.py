@@ -42,7 +42,7 @@ def block_g(groups: int) -> int:
 def flatten(x: Tensor) -> tuple[Tensor, int]:
     """x (G, M, N), whose matrices are `stacked`, as one matrix, and how many of its rows they lie apart."""
     row = x.stride(1)
-    apart = x.stride(0) // row if x.shape[0] > 1 else x.shape[1]  # before the first nothing lies
+    apart = x.stride(0) // row if x.shape[0] > 1 else x.shape[1]
     height = (x.shape[0] - 1) * apart + x.shape[1]
     return x.as_strided((height, x.shape[2]), (row, 1)), apart
 

@@ -131,20 +131,6 @@ class Weights:
 
 
 @gluon.jit
-def weight_of(group, G, numbers_ptr, W):
-    """The weight of a group: its own number, or what numbers_ptr (G,) says; -1 where that is none of W.
-
-    Before the first weight TMA finds nothing but zeros.
-    """
-    if numbers_ptr is not None:
-        number = gl.load(numbers_ptr + gl.minimum(group, G - 1))
-        out = gl.where((number >= 0) & (number < W), number, -1).to(gl.int32)
-    else:
-        out = group
-    return out
-
-
-@gluon.jit
 def produce(x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, gap=None):
     """Fetch contiguous rows and weights, tile after tile.
 
@@ -153,8 +139,8 @@ def produce(x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, gap=No
     i = 0
     for n in range(tiles.mine()):
         group, row, end, tile_n = groups.find(tiles, n)
+        weight, group = tiles.weight_of(group, numbers_ptr, W)
         places.put(n, group, row, end, tile_n)
-        weight = weight_of(group, tiles.G, numbers_ptr, W)
         if gap is not None:
             row += group * gap
         for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):

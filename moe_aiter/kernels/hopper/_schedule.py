@@ -36,8 +36,22 @@ class Tiles:
 
     @gluon.jit
     def used(self, group, n):
-        """How much of n there is to read or to sum over: nothing for the rows in no group."""
+        """How much of n there is to read or to sum over: nothing for rows in no group or without weight."""
         return gl.where(group < self.G, n, 0)
+
+    @gluon.jit
+    def weight_of(self, group, numbers_ptr, W):
+        """The weight of a group, its own number or what numbers_ptr (G,) says, and the group for consumers.
+
+        That is G + 1 where the number is none of W: as for the rows in no group there is nothing to sum over.
+        """
+        if numbers_ptr is not None:
+            number = gl.load(numbers_ptr + gl.minimum(group, self.G - 1)).to(gl.int64)
+            there = (number >= 0) & (number < W) | (group == self.G)
+            out = number.to(gl.int32), gl.where(there, group, self.G + 1)
+        else:
+            out = group, group
+        return out
 
     @gluon.jit
     def place(self, tile):
@@ -150,7 +164,7 @@ def list_groups(end, tiles, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, 
 class Places:
     """Where the producer tells the others the place of a tile."""
 
-    values: gl.shared_memory_descriptor  # (SLOTS, 4): group, first row, end row, column tile
+    values: gl.shared_memory_descriptor  # (SLOTS, 4): group, or G + 1 without weight; rows; column tile
     there: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 

@@ -94,7 +94,7 @@ def gmm_consumer(
         acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, None)
         biased = tiles.used(group, weights.N)  # columns
         if not ZERO_REST:
-            end = gl.where(group < tiles.G, end, row)  # so TMA clips the rows in no group, which stay
+            end = gl.where(group != tiles.G, end, row)  # so TMA clips the rows in no group, which stay
         parts = blocks(acc, STORES)
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH

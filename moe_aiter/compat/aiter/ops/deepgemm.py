@@ -4,13 +4,15 @@ from torch import Tensor
 
 from ....kernels._check import check_tensor
 from ....kernels.masked_gmm import masked_gmm
+from ....kernels.shuffle import LAYOUT
+from ....layers.shuffled import ShuffledWeight
 
 __all__ = ["deepgemm"]
 
 
 def deepgemm(
     XQ: Tensor,
-    WQ: Tensor,
+    WQ: Tensor | ShuffledWeight,
     Y: Tensor,
     group_layout: Tensor | None = None,
     x_scale: Tensor | float | None = None,
@@ -27,12 +29,19 @@ def deepgemm(
     number, (G,), (G, 1, 1), or for each row `x_scale` (G, max_m[, 1]) and `w_scale` (G, N[, 1]).
 
     `WQ` is shuffled, as `shuffle_weight(weight)` makes it, unless `weight_shuffled` is False, or None and
-    `WQ` says so itself by `is_shuffled = False`.
+    `WQ` says so itself by `is_shuffled = False`.  A `ShuffledWeight` always is, in the layout (16, 16).
 
-    Raises ValueError for shapes and devices, TypeError for dtypes that do not fit; nothing is written then.
+    Raises ValueError for shapes and devices, and where `Y` shares memory with another argument, TypeError for
+    dtypes that do not fit; nothing is written then.
     """
     if (group_layout is None) == (masked_m is None):
         raise ValueError("give either group_layout or masked_m, which are the same")
+    if isinstance(WQ, ShuffledWeight):
+        if WQ.layout != LAYOUT or WQ.use_int4:
+            raise ValueError(f"WQ must be shuffled by {LAYOUT}, not {WQ.layout} with use_int4={WQ.use_int4}")
+        if weight_shuffled is False:
+            raise ValueError("weight_shuffled is False but WQ is a ShuffledWeight")
+        WQ, weight_shuffled = WQ.shuffled, True
     check_tensor("XQ", XQ)
     check_tensor("WQ", WQ)
     if XQ.dtype != WQ.dtype:

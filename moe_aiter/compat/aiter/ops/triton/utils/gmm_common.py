@@ -1,0 +1,68 @@
+"""Of AITER's `aiter.ops.triton.utils.gmm_common` what callers of products use: sizes, drawn or looked up."""
+
+import torch
+from torch import Tensor
+
+from ......kernels._check import check_shape, check_size
+
+__all__ = ["gen_group_sizes", "gen_uniform_group_sizes", "get_gmm_shape", "get_tgmm_shape", "is_power_of_2"]
+
+
+def is_power_of_2(x: int) -> bool:
+    return x > 0 and not x & (x - 1)
+
+
+def gen_uniform_group_sizes(M: int, G: int, device: torch.device | str = "cuda") -> Tensor:
+    """(G,) int32: M rows in G groups of as equal sizes as there are, the larger ones first."""
+    check_counts(M, G)
+    sizes = torch.full((G,), M // G, dtype=torch.int32, device=device)
+    sizes[: M % G] += 1
+    return sizes
+
+
+def gen_group_sizes(
+    M: int,
+    G: int,
+    device: torch.device | str = "cuda",
+    rng_seed: int | None = 0,
+    unused_tokens_prob: float = 0.0,
+    unused_experts_prob: float = 0.1,
+) -> Tensor:
+    """(G,) int32: each of M rows in a random group of those, one at least, that are drawn to have rows.
+
+    A row is in no group with `unused_tokens_prob`, a group has no rows with `unused_experts_prob`.
+    `rng_seed` starts a generator of this call's own, so the sizes are not AITER's; None goes on with torch's.
+    """
+    check_counts(M, G)
+    generator = None if rng_seed is None else torch.Generator().manual_seed(rng_seed)
+    used = (torch.rand(G, generator=generator) >= unused_experts_prob).nonzero().flatten()
+    used = used if len(used) else torch.randint(G, (1,), generator=generator)
+    rows = int((torch.rand(M, generator=generator) >= unused_tokens_prob).sum())
+    groups = used[torch.randint(len(used), (rows,), generator=generator)]
+    return torch.bincount(groups, minlength=G).to(device, torch.int32)
+
+
+def get_gmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, int, int, int]:
+    """M, K, N and G of `gmm(lhs, rhs, group_sizes)`.  Raises ValueError where they do not agree."""
+    check_shape("lhs", lhs, "M", "K")
+    check_shape("rhs", rhs, "G", "K", "N")
+    check_shape("group_sizes", group_sizes, "G")
+    (M, K), (G, _, N) = lhs.shape, rhs.shape
+    check_size("lhs is (M, K={})", K, "rhs is (G, K={}, N)", rhs.shape[1])
+    check_size("group_sizes is ({},)", group_sizes.shape[0], "rhs is (G={}, K, N)", G)
+    return M, K, N, G
+
+
+def get_tgmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, int, int, int]:
+    """M, K, N and G of `ptgmm(lhs, rhs, group_sizes)`.  Raises ValueError where they do not agree."""
+    check_shape("lhs", lhs, "K", "M")
+    check_shape("rhs", rhs, "M", "N")
+    check_shape("group_sizes", group_sizes, "G")
+    (K, M), N = lhs.shape, rhs.shape[1]
+    check_size("lhs is (K, M={})", M, "rhs is (M={}, N)", rhs.shape[0])
+    return M, K, N, group_sizes.shape[0]
+
+
+def check_counts(M: int, G: int) -> None:
+    if M < 0 or G < 1:
+        raise ValueError(f"there must be rows, or none, and a group at least, but M={M} and G={G}")

@@ -1,0 +1,69 @@
+"""The products of groups by torch, which a CPU runs: rounded once, and each written where it belongs."""
+
+import pytest
+import torch
+
+from moe_aiter.backend import use
+from moe_aiter.kernels.gmm import gmm
+from moe_aiter.kernels.ptgmm import ptgmm
+
+from ..check import error
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def by_torch():
+    with use("torch"):
+        yield
+
+
+def make(dtype, K=64, N=96):
+    sizes = torch.tensor([100, 0, 150, 40])
+    x, w, y = torch.randn(300, K), torch.randn(4, K, N) / K**0.5, torch.randn(300, N)
+    return *(t.to(dtype) for t in (x, w, y)), sizes
+
+
+def pieces(sizes, *tensors):
+    return zip(*(t.split([*sizes.tolist(), len(t) - int(sizes.sum())])[:-1] for t in tensors), strict=True)
+
+
+def assert_rounded_once(got, exact):
+    assert error(got, exact) <= 1.01 * error(exact.to(got.dtype), exact) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("bias_dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [*HALVES, torch.float32], ids=str)
+def test_a_bias_is_added_before_the_rounding(dtype, bias_dtype, out_dtype):
+    x, w, _, sizes = make(dtype)
+    bias = torch.randn(4, 96).to(bias_dtype)
+    exact = [
+        r.double() @ m.double() + b for (r,), m, b in zip(pieces(sizes, x), w, bias.double(), strict=True)
+    ]
+    out = gmm(x, w, sizes, bias=bias, preferred_element_type=out_dtype)
+    assert_rounded_once(out[:290], torch.cat(exact))
+    assert not out[290:].any()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("out_dtype", [*HALVES, torch.float32], ids=str)
+def test_what_is_there_is_added_before_the_rounding(dtype, out_dtype):
+    x, _, y, sizes = make(dtype)
+    out = torch.randn(4, 64, 96).to(out_dtype)
+    exact = torch.stack([a.double().T @ b.double() for a, b in pieces(sizes, x, y)]) + out.double()
+    ptgmm(x.T, y, sizes, existing_out=out, accumulate=True)
+    assert_rounded_once(out, exact)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_no_result_is_gathered_from_copies(dtype, monkeypatch):
+    x, w, y, sizes = make(dtype)
+    expected = gmm(x, w, sizes), ptgmm(x.T, y, sizes)
+    for name in ("cat", "stack"):
+        monkeypatch.setattr(torch, name, lambda *_: pytest.fail("another copy of the result"))
+    assert torch.equal(gmm(x, w, sizes), expected[0])
+    assert torch.equal(ptgmm(x.T, y, sizes), expected[1])
+    given = torch.full_like(y, 7.0)
+    gmm(x, w, sizes, existing_out=given)
+    assert torch.equal(given[:290], expected[0][:290]) and (given[290:] == 7).all()
