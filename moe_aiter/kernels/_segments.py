@@ -127,11 +127,6 @@ def load_weights(
 
 
 @triton.jit
-def add_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
-
-
-@triton.jit
 def locate_segment(
     tile,
     bounds_ptr,
@@ -150,12 +145,11 @@ def locate_segment(
     g = tl.arange(0, BLOCK_G)
     start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
     weight = load_weights(g, indices_ptr, G, W)
-    tiles = ((end - start + BLOCK_M - 1) // BLOCK_M).to(tl.int32)
+    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
     last_tile = tl.cumsum(tiles, 0)
-    first_tile = last_tile - tiles
-    here = (first_tile <= tile) & (tile < last_tile)
-    row = tl.where(here, start + (tile - first_tile).to(tl.int64) * BLOCK_M, 0)
-    row_end, weight = tl.where(here, end, 0), tl.where(here, weight, 0)
-    before = (last_tile <= tile).to(tl.int32)
-    segment, weight, row, row_end = tl.reduce((before, weight, row, row_end), 0, add_four)
+    segment = tl.sum((last_tile <= tile).to(tl.int32), 0)
+    here = g == segment
+    row = tl.sum(tl.where(here, start + (tile - last_tile + tiles) * BLOCK_M, 0), 0)
+    row_end = tl.sum(tl.where(here, end, 0), 0)
+    weight = tl.sum(tl.where(here, weight, 0), 0)
     return segment, weight, row, row_end
