@@ -77,21 +77,16 @@ def multiply(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
-    x_rows=None,  # (BLOCK_M, 1)
 ):
-    """acc + x @ w over K, in steps of BLOCK_K.  Rows and columns must be readable; only K has a mask.
-
-    Rows that are not in `x_rows` count as zeros and are not read.
-    """
+    """acc + x @ w over K, in steps of BLOCK_K.  Rows and columns must be readable; only K has a mask."""
     k = tl.arange(0, BLOCK_K)
     for k_start in range(0, K, BLOCK_K):
         if EVEN_K:
-            x = tl.load(x_ptrs) if x_rows is None else tl.load(x_ptrs, mask=x_rows, other=0.0)
+            x = tl.load(x_ptrs)
             w = tl.load(w_ptrs)
         else:
             k_mask = k < K - k_start
-            x_mask = k_mask[None, :] if x_rows is None else k_mask[None, :] & x_rows
-            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+            x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
         acc = tl.dot(operand(x), operand(w), acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_stride_k

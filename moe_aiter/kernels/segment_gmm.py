@@ -36,7 +36,6 @@ from .segment_tgmm import segment_weight_gradient
 SHORT_K = 64  # sums that a program makes in one step
 ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
 PART_K = 512  # of a sum over K that is shared among programs, the least that each takes
-SPARSE = 16  # rows of a tile up to which those past a segment's end are masked
 FILLED = 64  # rows of a segment on average from which on a Hopper tile is worth it
 DTYPES = (*TILE_DTYPES, *FP8)
 
@@ -91,7 +90,6 @@ def segment_gmm_kernel(
     NUM_DIES: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
 ):
     x_stride_m, x_stride_k = x_strides
     w_stride_w, w_stride_k, w_stride_n = w_strides
@@ -106,8 +104,7 @@ def segment_gmm_kernel(
     m = row + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # rows and columns past the end read others' values, which are never stored: cheaper than a mask, unless
-    # a segment's only row would be fetched again and again while its weight is read once
+    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
     m_read = tl.where(m < row_end, m, row).to(tl.int64)
     n_read = n % N
 
@@ -116,8 +113,7 @@ def segment_gmm_kernel(
     w_base = w_ptr + tl.maximum(weight, 0) * w_stride_w + k_start * w_stride_k
     w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    x_rows = (m < row_end)[:, None] if MASK_ROWS else None
-    acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, x_rows)
+    acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
     out_base = out_ptr + tl.program_id(1).to(tl.int64) * M * N
     out_ptrs = out_base + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
@@ -220,21 +216,16 @@ def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
             x, w, out, bounds, indices, M, N, K, G, W, width, x.stride(), w.stride(), **flags, **options
         )
         return
-    part = part_of(K, config.block_k, tiles)
+    steps = cdiv(K, config.block_k)
+    part = max(cdiv(steps * tiles, ENOUGH), cdiv(PART_K, config.block_k)) * config.block_k
     parts = cdiv(K, part)
     sums = out if parts == 1 else out.new_empty(parts, M, N, dtype=torch.float32)
     segment_gmm_kernel[(tiles_m * tiles_n, parts)](
         x, w, sums, bounds, indices, M, N, K, G, W, tiles_m, part, x.stride(), w.stride(),
-        EVEN_K=K % config.block_k == 0, MASK_ROWS=config.block_m <= SPARSE,
-        **flags | {"ZERO_REST": zero_rest and parts == 1}, **options,
+        EVEN_K=K % config.block_k == 0, **flags | {"ZERO_REST": zero_rest and parts == 1}, **options,
     )  # fmt: skip
     if parts > 1:
         add_parts(sums, out, bounds, **flags)
-
-
-def part_of(K: int, block_k: int, tiles: int) -> int:
-    """How much of a sum over K one program takes, in whole blocks: all of it where there are ENOUGH tiles."""
-    return max(cdiv(cdiv(K, block_k) * tiles, ENOUGH), cdiv(PART_K, block_k)) * block_k
 
 
 def launch_on_hopper(out, x, w, lens, indptr, weight_indices, zero_rest=True):
