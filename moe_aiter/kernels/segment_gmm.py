@@ -210,7 +210,7 @@ def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
     flags = {"INDPTR": indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(G + 1)}
     options = tile_options(config)
     if short:  # a program for some columns of a row tile
-        width = min(max(tiles // (4 * ENOUGH), 1), 8) * config.block_n
+        width = min(max(tiles // ENOUGH, 1), 8) * config.block_n
         del options["GROUP_M"], options["NUM_DIES"]
         segment_expand_kernel[(tiles_m, cdiv(N, width))](
             x, w, out, bounds, indices, M, N, K, G, W, width, x.stride(), w.stride(), **flags, **options
