@@ -1,7 +1,8 @@
 """Grouped products by torch, a group after another, each into its place: what runs on a CPU.
 
 With one dtype for all, that of the result too, torch's product reads operands as they are, sums in float32
-and rounds once.  Where dtypes differ it has no such product: there all are widened first.
+and rounds once.  Where dtypes differ it has no such product, nor under torch.func's vmap: there all are
+widened first.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..dispatch import is_transformed
 from ._groups import group_ends, sum_dtype, take_rows
 from .group_sum import group_sum_reference
 
@@ -19,14 +21,15 @@ def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
 
 
 def multiply_wide(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
-    """The same of several dtypes."""
+    """The same of several dtypes, or of what vmap makes of tensors."""
     wide = torch.promote_types(sum_dtype(x), out.dtype)
     x, y = x.to(wide), y.to(wide)
     out.copy_(x @ y if plus is None else torch.addmm(plus.to(wide), x, y))
 
 
 def chosen(out: Tensor, x: Tensor, plus: Tensor | None) -> Callable:
-    return multiply if {x.dtype, out.dtype if plus is None else plus.dtype} == {out.dtype} else multiply_wide
+    same = {x.dtype, out.dtype if plus is None else plus.dtype} == {out.dtype}
+    return multiply if same and not is_transformed() else multiply_wide
 
 
 def fill_gmm(out, lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0, zero_rest=True):
