@@ -70,6 +70,21 @@ def test_no_result_is_gathered_from_copies(dtype, monkeypatch):
     assert torch.equal(given[:290], expected[0][:290]) and (given[290:] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_main_gradient_is_summed_where_it_is(dtype, monkeypatch):
+    """Not in another tensor as large."""
+    x, _, y, sizes = make(dtype)
+    out, written, add = torch.zeros(4, 64, 96), [], torch.addmm
+
+    def noted(plus, a, b, *, out):
+        written.append((plus.data_ptr(), out.data_ptr()))
+        return add(plus, a, b, out=out)
+
+    monkeypatch.setattr(torch, "addmm", noted)
+    tgmm_accumulate(out, x, y, sizes)
+    assert written == [(out[g].data_ptr(), out[g].data_ptr()) for g in (0, 2, 3)]
+
+
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 def test_products_of_many_at_once_by_vmap(dtype):
     x, w, y, sizes = make(dtype)
