@@ -12,6 +12,7 @@ from moe_aiter.config import interpret, settings
 
 TESTS = pathlib.Path(__file__).parent
 GPU = torch.cuda.is_available() and not interpret
+MUCH = 2 * 2**30  # bytes
 DEVICES = [torch.device("cpu")]
 if GPU:
     DEVICES.append(pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu))
@@ -45,13 +46,20 @@ def no_debug():
     object.__setattr__(settings, "debug", before)
 
 
+@pytest.fixture(autouse=GPU)
+def freed():
+    """What a test took of the GPU is for the other processes again, if that was much."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MUCH:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
-def most_of_the_gpu(tmp_path_factory):
-    """For tests that take tens of gigabytes: of all processes one at a time, which gives them back."""
+def most_of_the_gpu(tmp_path_factory, freed):
+    """For tests that take tens of gigabytes: of all processes one at a time."""
     import fcntl  # not on Windows
 
     with open(tmp_path_factory.getbasetemp().parent / "gpu.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        torch.cuda.empty_cache()
         yield
         torch.cuda.empty_cache()

@@ -89,13 +89,13 @@ def test_upstreams_shapes_made_small(expect_m, dtype, fp8):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [None, E4M3, FNUZ], ids=str)
 @pytest.mark.parametrize("expect_m", EXPECT_M)
-def test_upstreams_shapes(expect_m, fp8):
+def test_upstreams_shapes(expect_m, fp8, most_of_the_gpu):
     for dtype in (F16, BF16):
         check(*make("cuda", 16, expect_m, 7168, 4096, dtype, fp8))
 
 
 @pytest.mark.gpu
-def test_more_than_2_31_elements(no_debug):
+def test_more_than_2_31_elements(no_debug, most_of_the_gpu):
     """Weights, rows and results of 33 groups are each past 32 bits; the last group is like the first."""
     G, n = 33, 8192
     x, w = (torch.randn(1, n, n, device="cuda").to(E4M3).expand(G, -1, -1).contiguous() for _ in "xw")

@@ -272,7 +272,7 @@ def test_large(shape, mode):
 
 
 @pytest.mark.gpu
-def test_rows_past_two_billion_elements():
+def test_rows_past_two_billion_elements(most_of_the_gpu):
     logits = torch.randn(2**31 // 128 + 5, 128, device="cuda")
     how = (True, True, 1.0)
 

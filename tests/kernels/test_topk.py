@@ -151,7 +151,7 @@ def test_large(num_tokens, num_experts, k):
 
 
 @pytest.mark.gpu
-def test_rows_past_two_billion_elements():
+def test_rows_past_two_billion_elements(most_of_the_gpu):
     scores = torch.randn(2**31 // 128 + 5, 128, device="cuda", dtype=torch.bfloat16)
     values, ids = topk(scores, 2)
     assert torch.equal(ids[-7:], topk_reference(scores[-7:], 2)[1])
