@@ -8,7 +8,7 @@ import torch
 from .. import tuning
 from ..config import interpret, settings
 from ..tuning.aiter_json import AMD_OPTIONS, TILE
-from ._triton import cdiv, tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
 from .hopper._launch import num_programs
 
 # what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
@@ -140,7 +140,7 @@ def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def at_least_16(size: int) -> int:
     """The block that holds so many; 16 is the least that tensor cores multiply."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def row_tiles(M: int, G: int, block_m: int) -> int:

@@ -196,15 +196,21 @@ def fits_triton(x, *_) -> bool:
     return x.dtype in (FP8[:2] if torch.cuda.get_device_capability(x.device) >= (8, 9) else FP8[1:2])
 
 
+@functools.cache
+def no_larger(config: tuning.Config, N: int, K: int) -> tuning.Config:
+    """A tile with no more columns than there are, nor more to sum over; a short sum is one step."""
+    block_k = at_least_16(K)
+    block_k = block_k if K <= SHORT_K else min(config.block_k, block_k)
+    return dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)), block_k=block_k)
+
+
 @takes(*DTYPES)
 def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
     (M, N), (W, K, _), G = out.shape, w.shape, num_segments(lens, indptr)
     bounds, indices = dense(lens if indptr is None else indptr, weight_indices)
     short = K <= SHORT_K
     op, dtype = "segment_expand" if short else "segment_gmm", out.dtype
-    config = tuning.lookup(op, dtype, M, N, K, G)
-    block_k = at_least_16(K) if short else min(config.block_k, at_least_16(K))
-    config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)), block_k=block_k)
+    config = no_larger(tuning.lookup(op, dtype, M, N, K, G), N, K)
     tiles_m, tiles_n = row_tiles(M, G, config.block_m), cdiv(N, config.block_n)
     tiles = max(cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
     flags = {"INDPTR": indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(G + 1)}
