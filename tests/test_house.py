@@ -22,7 +22,7 @@ LEVELS = [
     ["kernels"],
     ["routing"],
     ["layers"],
-    ["training", "bench"],
+    ["training", "bench", "integrations"],
     ["compat", "cli"],
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
