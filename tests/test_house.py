@@ -22,7 +22,8 @@ LEVELS = [
     ["kernels"],
     ["routing"],
     ["layers"],
-    ["training", "bench", "integrations"],
+    ["integrations"],
+    ["training", "bench"],
     ["compat", "cli"],
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
