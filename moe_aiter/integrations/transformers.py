@@ -67,7 +67,7 @@ def unregister() -> None:
 def interface() -> type:
     """transformers' registry of experts implementations."""
     needed = (
-        f"experts_implementation={NAME!r} needs transformers 5.7 or newer: pip install -U 'moe-aiter[hf]'"
+        f"experts_implementation={NAME!r} needs transformers 5.7 or newer: pip install -U 'transformers>=5.7'"
     )
     try:
         import transformers
