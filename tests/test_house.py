@@ -22,6 +22,7 @@ LEVELS = [
     ["kernels"],
     ["routing"],
     ["layers"],
+    ["integrations"],
     ["training", "bench"],
     ["compat", "cli"],
 ]

@@ -52,6 +52,7 @@ def peers(p: Problem) -> Iterator[Callable[[], Contender]]:
     yield lambda: hugging_face(p, "eager")
     if bfloat16:
         yield lambda: hugging_face(p, "grouped_mm")
+    yield lambda: hugging_face(p, "moe_aiter")
     if p.x.is_cuda:
         yield lambda: scattermoe(p)
         yield lambda: liger(p)

@@ -8,15 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..integrations.transformers import NAME, register
 from .contender import Contender, parameter
 from .problem import Problem
 
 
 def hugging_face(p: Problem, experts: str) -> Contender:
-    """The Qwen3-MoE block, with the given implementation of its experts."""
+    """The Qwen3-MoE block, with the given implementation of its experts; moe_aiter is ours."""
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+    if experts == NAME:
+        register()
     config = Qwen3MoeConfig(
         hidden_size=p.shape.hidden,
         moe_intermediate_size=p.shape.intermediate,

@@ -43,7 +43,7 @@ def test_every_contender_is_as_good_as_torch(problem):
     assert [(n, f) for n, f in zip(names, found, strict=True) if f["refused"]] == []
 
 
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "moe_aiter"])
 def test_hugging_face(device, experts):
     pytest.importorskip("transformers")
     problem = new_problem(SHAPES["toy"], torch.bfloat16, device)

@@ -1,0 +1,207 @@
+"""The experts of transformers' models: `experts_implementation="moe_aiter"`.
+
+    from moe_aiter.integrations.transformers import register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_aiter")
+
+or later `model.set_experts_implementation("moe_aiter")`.  It is for every model whose experts are decorated
+with transformers' `use_experts_implementation`: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, gpt-oss and more.
+Parameters keep their names, shapes and values, so checkpoints do too.
+"""
+
+import types
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.experts import expert_mlp
+from ..kernels.glu import glu
+from ..kernels.gmm import gmm
+from ..layers.experts import cast_as_linear
+from ..layers.moe import is_changed
+from ..routing.plan import RoutePlan, make_plan, permute, unpermute
+
+NAME = "moe_aiter"
+OLDEST = (5, 7)  # those before know a fixed list of names
+
+# activation functions by what they are called: f of a plain activation; f of a gated one, f(gate) * up
+FUNCTIONS = {
+    "torch.nn.modules.activation.SiLU": ("silu", "swiglu"),
+    "transformers.activations.SiLUActivation": ("silu", "swiglu"),
+    "transformers.activations.GELUActivation": ("gelu", "geglu"),
+    "torch.nn.modules.activation.ReLU": ("relu", "reglu"),
+    "transformers.activations.ReLUSquaredActivation": ("relu2", None),
+}
+BY_FUNCTION = None
+OAI = {"limit": 7.0, "alpha": 1.702}
+# methods `_apply_gate` by what they are called: whether gate and up come in turn, and which constants of the
+# module must be what they are in "swiglu_oai", or BY_FUNCTION for f(gate) * up with f = module.act_fn
+GATES = {
+    "transformers.integrations.moe._default_apply_gate": (False, BY_FUNCTION),
+    "transformers.models.beam.modeling_beam.BeamExperts._apply_gate": (False, BY_FUNCTION),
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": (True, OAI),
+    "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter."
+    "OpenAIPrivacyFilterExperts._apply_gate": (False, OAI),
+    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": (
+        False,
+        {f"swiglu_{name}": value for name, value in OAI.items()},
+    ),
+}
+
+
+def register() -> None:
+    """Make `experts_implementation="moe_aiter"` known to transformers.  Once or more often.
+
+    Raises ImportError if transformers is missing or older than 5.7.
+    """
+    interface().register(NAME, experts_forward)
+
+
+def unregister() -> None:
+    """Take the name back; a model that still uses it fails at its next forward pass, by name."""
+    interface()._global_mapping.pop(NAME, None)
+
+
+def interface() -> type:
+    """transformers' registry of experts implementations."""
+    needed = (
+        f"experts_implementation={NAME!r} needs transformers 5.7 or newer: pip install -U 'transformers>=5.7'"
+    )
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(needed) from error
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise ImportError(f"{needed} (here is {transformers.__version__})")
+    from transformers.integrations.moe import ExpertsInterface
+
+    return ExpertsInterface
+
+
+class Weights(NamedTuple):
+    """Those of an experts module, in the orientation of `expert_mlp`: views where the module has another."""
+
+    gate_up: Tensor  # (E, parts * I, H)
+    gate_up_bias: Tensor | None  # (E, parts * I)
+    gate_up_main_grad: Tensor | None
+    down: Tensor  # (E, H, I)
+    down_bias: Tensor | None  # (E, H)
+    down_main_grad: Tensor | None
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What transformers calls instead of the `forward` of an experts module.
+
+    hidden_states: (T, H).  top_k_index: (T, k), int32 or int64; num_experts, with which expert parallelism
+    marks the experts of other ranks, and negative ids drop the choice.  top_k_weights: (T, k), any floating
+    dtype, used in float32.  Returns (T, H) in the dtype of `hidden_states`; products are in that of the
+    weights, or of torch.autocast.  Differentiable in all floating inputs; a frozen one costs nothing.
+
+    A gate in `GATES` is computed inside the products, by `expert_mlp`; any other by calling the module's own
+    `_apply_gate` between two grouped products, as is one whose activation function has hooks.  What decides
+    about gate and up side by side or in turn is the gate: it is what all of transformers' own
+    implementations obey.
+
+    Transposed weights, (E, H, 2I) in gpt-oss, are not copied: every kernel takes them as strided views, and
+    their gradients come in their own order of memory.  On a Hopper GPU the two kernels with the activation
+    inside then are Triton's, since the Gluon ones copy rows of columns; the other products are the same.  A
+    transposed copy would cost each step the memory of the weights, and a second one for the gradients.
+
+    A weight with a `main_grad` gets its gradient added there, as in `Experts`.  Raises ValueError where that
+    cannot be, with a gate that is not fused; else as `expert_mlp` does.
+    """
+    weights = weights_of(module)
+    gate_up, down = cast_as_linear(weights.gate_up, weights.down)
+    x, num_experts = hidden_states.to(gate_up.dtype), down.shape[0]
+    plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
+    weights = weights._replace(gate_up=gate_up, down=down)
+    gate = known_gate(module)
+    if gate is None or has_norm(module):
+        out = unfused(module, gate, weights, x, top_k_weights, plan)
+    else:
+        activation, interleaved = gate
+        out = expert_mlp(
+            x, gate_up, down, top_k_weights, plan, activation=activation, interleaved=interleaved,
+            gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias,
+            gate_up_main_grad=weights.gate_up_main_grad, down_main_grad=weights.down_main_grad,
+        )  # fmt: skip
+    return out.to(hidden_states.dtype)
+
+
+def weights_of(module: nn.Module) -> Weights:
+    def read(name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        weight = getattr(module, name)  # once: with an adapter, it is computed here
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        main_grad = getattr(weight, "main_grad", None)
+        if not module.is_transposed:
+            return weight, bias, main_grad
+        return weight.mT, bias, None if main_grad is None else main_grad.mT
+
+    return Weights(*read("gate_up_proj" if module.has_gate else "up_proj"), *read("down_proj"))
+
+
+def has_norm(module: nn.Module) -> bool:
+    """Whether the output of each expert is normalised before it is weighted, as in newer transformers."""
+    return getattr(module, "has_post_expert_norm", False)
+
+
+def known_gate(module: nn.Module) -> tuple[str, bool] | None:
+    """The activation of `expert_mlp` that is the module's, and whether gate and up come in turn; or None.
+
+    By what a method is called rather than by what the configuration says: that names the activation
+    function alone, and models clamp.
+    """
+    functions = FUNCTIONS.get(function_name(getattr(module, "act_fn", None)), (None, None))
+    if not module.has_gate:
+        return functions[0] and (functions[0], False)
+    gate = type(module)._apply_gate
+    if "_apply_gate" in vars(module) or full_name(gate) not in GATES:
+        return None
+    interleaved, constants = GATES[full_name(gate)]
+    if constants is BY_FUNCTION:
+        return functions[1] and (functions[1], interleaved)
+    if any(getattr(module, name, None) != value for name, value in constants.items()):
+        return None
+    return "swiglu_oai", interleaved
+
+
+def full_name(kind) -> str:
+    """Of a class, or of a function that wraps no other, whose name it might have taken."""
+    if not isinstance(kind, (type, types.FunctionType)) or hasattr(kind, "__wrapped__"):
+        return ""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def function_name(act_fn) -> str:
+    """Of the class of a module, unless this one has hooks or a `forward` of its own; some functions too."""
+    if not isinstance(act_fn, nn.Module):
+        return "torch.nn.modules.activation.SiLU" if act_fn is F.silu else ""
+    kind = type(act_fn)
+    return "" if is_changed(act_fn, (kind.__call__, kind.forward)) else full_name(kind)
+
+
+def unfused(
+    module: nn.Module,
+    gate: tuple[str, bool] | None,
+    w: Weights,
+    x: Tensor,
+    routing_weights: Tensor,
+    plan: RoutePlan,
+) -> Tensor:
+    """The experts step by step, with the module's own gate and norm of each expert's output: (T, H)."""
+    if w.gate_up_main_grad is not None or w.down_main_grad is not None:
+        raise ValueError(
+            f"a weight of {type(module).__name__} has a main_grad, which its gate or norm does not allow"
+        )
+    lens = plan.group_sizes
+    z = gmm(permute(x, plan), w.gate_up.mT, lens, bias=w.gate_up_bias, trans_rhs=False)  # (R, parts * I)
+    own = module._apply_gate if module.has_gate else module.act_fn
+    a = own(z) if gate is None else glu(z, *gate)  # (R, I)
+    y = gmm(a.to(z.dtype), w.down.mT, lens, bias=w.down_bias, trans_rhs=False)  # (R, H)
+    if has_norm(module):
+        y = module.post_expert_norm(y)
+    return unpermute(y, plan, routing_weights)

@@ -1,0 +1,56 @@
+"""Tiny models of transformers' families, with random weights."""
+
+import torch
+
+E, H, TOP_K, VOCAB = 6, 16, 2, 32
+COMMON = {
+    "hidden_size": H,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": TOP_K,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+FAMILIES = {  # the class of the configuration, and what it calls the rest
+    "mixtral": ("MixtralConfig", {"num_local_experts": E, "intermediate_size": 24}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": E, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": E, "intermediate_size": 24}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "n_routed_experts": E, "moe_intermediate_size": 24, "intermediate_size": 32, "n_group": 2,
+            "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+        },
+    ),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": E, "intermediate_size": 24, "head_dim": 8}),
+}  # fmt: skip
+
+
+def tiny_config(family: str, **changes):
+    import transformers
+
+    kind, sizes = FAMILIES[family]
+    return getattr(transformers, kind)(**COMMON | sizes | changes)
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, experts: str = "eager", **changes):
+    """A causal language model; all parameters random, those that begin as zeros or ones included."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype)
+    for name, p in model.named_parameters():
+        p.data = p.data + 0.1 * torch.randn_like(p)
+        if "experts" in name and "bias" not in name:
+            p.data *= 3  # far enough from zero that a gate bends
+    model.set_experts_implementation(experts)
+    return model
+
+
+def experts_of(model) -> list[torch.nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "_apply_gate")]

@@ -1,0 +1,162 @@
+"""Whole models of transformers with `experts_implementation="moe_aiter"`, and how it gets its name."""
+
+import functools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from check import error
+from integrations.families import FAMILIES, VOCAB, tiny_model
+
+from moe_aiter.integrations import transformers as ours
+from moe_aiter.integrations.transformers import NAME, register, unregister
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+    yield
+    register()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Which of the two ways through the experts was taken."""
+    seen = []
+    for name in ("expert_mlp", "unfused"):
+        monkeypatch.setattr(ours, name, spy(getattr(ours, name), name, seen))
+    return seen
+
+
+def spy(fn, name, seen):
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        seen.append(name)
+        return fn(*args, **kwargs)
+
+    return run
+
+
+def step(model, experts, tokens):
+    """Logits, loss and every gradient."""
+    model.set_experts_implementation(experts)
+    model.zero_grad()
+    logits = model(tokens).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+    loss.backward()
+    return {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+@families
+def test_model_in_float64(family, calls):
+    model, tokens = tiny_model(family, torch.float64), torch.randint(1, VOCAB, (2, 9))
+    want, got = step(model, "eager", tokens), step(model, NAME, tokens)
+    assert set(calls) == {"expert_mlp"}
+    for name, value in want.items():
+        assert (value is None) == (got[name] is None), name
+        assert value is None or error(got[name], value) < 1e-12, name
+
+
+@families
+def test_model_in_bfloat16(family):
+    """No further from float64 than twice what eager is, in the logits."""
+    model, tokens = tiny_model(family, torch.bfloat16), torch.randint(1, VOCAB, (1, 8))
+    with torch.no_grad():
+        got = step_logits(model, NAME, tokens)
+        want = step_logits(model, "eager", tokens)
+        exact = step_logits(model.double(), "eager", tokens)
+    # a choice that two roundings decide differently moves a whole token: compare the others
+    near = (want - exact).norm(dim=-1) < 0.1 * exact.norm(dim=-1)
+    near &= (got - exact).norm(dim=-1) < 0.1 * exact.norm(dim=-1)
+    assert near.float().mean() > 0.5
+    assert error(got[near], exact[near]) <= 2 * error(want[near], exact[near]) + 1e-3
+
+
+def step_logits(model, experts, tokens):
+    model.set_experts_implementation(experts)
+    return model(tokens).logits.double()
+
+
+@families
+def test_save_and_load(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, tokens = tiny_model(family, experts=NAME), torch.randint(1, VOCAB, (1, 6))
+    keys = {k: v.shape for k, v in tiny_model(family).state_dict().items()}
+    assert {k: v.shape for k, v in model.state_dict().items()} == keys
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=NAME)
+    assert again.config._experts_implementation == NAME
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+        assert error(plain(tokens).logits, model(tokens).logits) < 1e-5
+
+
+@families
+def test_generate(family):
+    model, tokens = tiny_model(family).eval(), torch.randint(1, VOCAB, (2, 4))
+    outs = []
+    for name in ("eager", NAME):
+        model.set_experts_implementation(name)
+        outs.append(model.generate(tokens, max_new_tokens=4, do_sample=False))
+    assert torch.equal(*outs)
+
+
+@families
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(family, reentrant):
+    model, tokens = tiny_model(family), torch.randint(1, VOCAB, (1, 7))
+    want = step(model, NAME, tokens)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    got = step(model, NAME, tokens)
+    for name, value in want.items():
+        assert (value is None and got[name] is None) or torch.equal(got[name], value), name
+
+
+@families
+def test_compile_without_a_graph_break(family):
+    model, tokens = tiny_model(family, experts=NAME), torch.randint(1, VOCAB, (2, 8))
+    want = model(tokens).logits
+    got = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).logits
+    got.sum().backward()
+    assert error(got, want) < 1e-5
+    experts = {n: p for n, p in model.named_parameters() if ".experts." in n}
+    assert experts and all(p.grad.abs().sum() > 0 for p in experts.values())
+
+
+def test_registering(monkeypatch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    register()
+    assert ALL_EXPERTS_FUNCTIONS[NAME] is ours.experts_forward
+    unregister(), unregister()
+    assert NAME not in ALL_EXPERTS_FUNCTIONS
+    with pytest.raises(ValueError, match=NAME):
+        tiny_model("mixtral").set_experts_implementation(NAME)
+
+
+def test_transformers_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"needs transformers 5\.7 or newer: pip install"):
+        register()
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.6.2"])
+def test_transformers_is_too_old(version, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", version)
+    with pytest.raises(ImportError, match=rf"5\.7 or newer.*{version}"):
+        register()
+
+
+def test_unknown_names_are_refused():
+    register()
+    with pytest.raises(ValueError, match="moe_eiter"):
+        tiny_model("mixtral").set_experts_implementation("moe_eiter")
