@@ -27,6 +27,7 @@ from .layers import (
     SegmentGEMMWrapper,
 )
 from .routing import (
+    GroupLimit,
     LoadStatistics,
     RoutePlan,
     Router,
@@ -43,6 +44,7 @@ from .routing import (
 
 __all__ = [
     "Experts",
+    "GroupLimit",
     "LoRAExperts",
     "LoRALinear",
     "LoadStatistics",

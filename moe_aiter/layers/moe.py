@@ -9,6 +9,7 @@ from ..dispatch import is_plain, is_transformed
 from ..kernels._check import check_sizes, check_tensor
 from ..kernels.activations import get_activation
 from ..kernels.glu import glu
+from ..routing.choices import GroupLimit
 from ..routing.losses import attach_loss, load_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
 from ..routing.router import Router, Routing
@@ -32,7 +33,7 @@ class MoE(nn.Module):
 
     Experts    `num_experts` MLPs of width `intermediate`: see `Experts` for `activation` and `interleaved`,
                and for `row_chunks` and `recompute`, which trade time for memory.
-    Router     `top_k`, `score`, `renormalize` and `scale`: see `route`.
+    Router     `top_k`, `score`, `renormalize`, `scale` and `choice`: see `route`.
     Shared     `shared_intermediate` > 0 adds a dense MLP of that width which sees every token; several shared
                experts are one of their total width.  `shared_gate` multiplies its output by
                sigmoid(w . x), as in Qwen2-MoE.
@@ -64,6 +65,7 @@ class MoE(nn.Module):
         score: str = "softmax",
         renormalize: bool = True,
         scale: float = 1.0,
+        choice: GroupLimit | None = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         load_balance_coef: float = 0.0,
@@ -78,7 +80,7 @@ class MoE(nn.Module):
         self.load_balance_coef, self.z_loss_coef = load_balance_coef, z_loss_coef
         where = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
-        scoring = {"score": score, "renormalize": renormalize, "scale": scale}
+        scoring = {"score": score, "renormalize": renormalize, "scale": scale, "choice": choice}
         self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
         memory = {"row_chunks": row_chunks, "recompute": recompute}
         self.experts = Experts(num_experts, hidden, intermediate, **mlp, **memory)

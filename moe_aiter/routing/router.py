@@ -9,8 +9,9 @@ from ..backend import define_op, no_autocast
 from ..dispatch import is_unwatched
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
 from ..kernels.route import choose_experts
-
-SCORES = ("softmax", "topk_softmax", "sigmoid")
+from ..kernels.topk import topk
+from .choices import GroupLimit
+from .scores import FUSED, check_score, scores_of, weigh
 
 
 class Routing(NamedTuple):
@@ -33,40 +34,50 @@ def route(
     renormalize: bool = True,
     scale: float = 1.0,
     need_scores: bool = True,
+    choice: GroupLimit | None = None,
 ) -> Routing:
     """Choose `top_k` experts for each row of `logits` (T, E) and weigh them.  Ties go to the lower expert.
 
     score          scores, choice and weights                                 used by
     softmax        p = softmax(z) over E; top-k of p; weights p               Mixtral, Qwen-MoE, OLMoE
     topk_softmax   top-k of z; weights softmax over the k chosen z            gpt-oss
-    sigmoid        p = sigmoid(z); top-k of p; weights p                      DeepSeek-V3 without its bias
+    sigmoid        p = sigmoid(z); top-k of p; weights p                      DeepSeek-V3, MiniMax-M2
+    sqrt_softplus  p = sqrt(log(1 + exp(z))); top-k of p; weights p           DeepSeek-V4
 
-    `renormalize` divides the weights of a token by their sum (plus 1e-20 for sigmoid, whose sum can
-    be 0), so that `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
+    `renormalize` divides the weights of a token by their sum (plus 1e-20 where that can be 0), so that
+    `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
     With top_k=1 a renormalised weight is 1, and carries no gradient to the router.
     `scale` multiplies the weights.  Without `need_scores` the result's `scores` may be None, which saves
-    writing them: they are for losses.  All of it in float32, also under autocast; float64 stays float64.
+    writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit`.
+    All of it in float32, also under autocast; float64 stays float64.
 
-    Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E),
-    and for `topk_softmax` with renormalize=False, which could change nothing.
+    Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E), for
+    `topk_softmax` with renormalize=False, which could change nothing, and for a `choice` that does not fit.
     """
     check_score(score, renormalize)
     check_shape("logits", logits, "T", "E")
-    check_sizes(top_k=top_k)
-    if top_k > logits.shape[1]:
-        raise ValueError(f"top_k is {top_k} but logits is (T, E={logits.shape[1]})")
+    check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})")
+    check_float(logits=logits)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    sigmoid = score == "sigmoid"
-    how = {"sigmoid": sigmoid, "renormalize": renormalize, "scale": scale, "need_scores": need_scores}
-    scores, weights, expert_ids = choose_experts(logits, top_k, **how)
+    if score in FUSED and choice is None:
+        how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
+        scores, weights, expert_ids = choose_experts(logits, top_k, **how, need_scores=need_scores)
+    else:
+        scores = scores_of(logits, score)
+        ranked = scores.detach()
+        expert_ids = topk(ranked, top_k)[1] if choice is None else choice.pick(ranked, top_k)
+        weights = weigh(scores, expert_ids, renormalize, scale)
     return Routing(expert_ids, weights, scores, logits)
 
 
-def check_score(score: str, renormalize: bool) -> None:
-    if score not in SCORES:
-        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
-    if score == "topk_softmax" and not renormalize:
-        raise ValueError("renormalize=False, but the weights of score='topk_softmax' always sum to 1")
+def check_choice(choice: GroupLimit | None, top_k: int, num_experts: int, what: str) -> None:
+    check_sizes(top_k=top_k)
+    if top_k > num_experts:
+        raise ValueError(f"top_k is {top_k} but {what.format(num_experts)}")
+    if choice is not None:
+        if not isinstance(choice, GroupLimit):
+            raise TypeError(f"choice must be a GroupLimit, not {type(choice).__name__}")
+        choice.check(top_k, num_experts)
 
 
 # logits: x (T, H) @ weight.T (H, E) + bias (E,), in float32
@@ -168,8 +179,8 @@ class Router(nn.Module):
     Parameters `weight` (E, H) and, with bias=True, `bias` (E,), initialised as nn.Linear does.
     The logits are float32 for any dtype of `x` and `weight`, which may differ, and also under autocast.
     Two float16 or two bfloat16 tensors on a GPU are not upcast: a 16-bit GEMM sums in float32 and
-    stores float32, the same numbers for half of the traffic.  `score`, `renormalize` and `scale` are
-    those of `route`.
+    stores float32, the same numbers for half of the traffic.  `score`, `renormalize`, `scale` and `choice`
+    are those of `route`.
     """
 
     def __init__(
@@ -181,17 +192,18 @@ class Router(nn.Module):
         score: str = "softmax",
         renormalize: bool = True,
         scale: float = 1.0,
+        choice: GroupLimit | None = None,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_score(score, renormalize)
-        check_sizes(hidden=hidden, num_experts=num_experts, top_k=top_k)
-        if top_k > num_experts:
-            raise ValueError(f"top_k is {top_k} but num_experts is {num_experts}")
+        check_sizes(hidden=hidden, num_experts=num_experts)
+        check_choice(choice, top_k, num_experts, "num_experts is {}")
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
+        self.choice = choice
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -208,7 +220,7 @@ class Router(nn.Module):
 
     def choose(self, logits: Tensor, need_scores: bool) -> Routing:
         how = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
-        return route(logits, self.top_k, **how, need_scores=need_scores)
+        return route(logits, self.top_k, **how, choice=self.choice, need_scores=need_scores)
 
     def pass_on(self, x: Tensor, need_scores: bool) -> tuple[Routing, Tensor]:
         """`forward`, and `x` for experts that nobody else watches: see `LogitsAndTokens`."""
@@ -217,4 +229,6 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"{self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
-        return f"{text}, renormalize={self.renormalize}, scale={self.scale}, bias={self.bias is not None}"
+        text = f"{text}, renormalize={self.renormalize}, scale={self.scale}"
+        text = text if self.choice is None else f"{text}, choice={self.choice}"
+        return f"{text}, bias={self.bias is not None}"
