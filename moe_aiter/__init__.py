@@ -25,6 +25,7 @@ from .layers import (
     MoERouting,
     OptimizedMoELayer,
     SegmentGEMMWrapper,
+    balance_step,
 )
 from .routing import (
     GroupLimit,
@@ -56,6 +57,7 @@ __all__ = [
     "Routing",
     "SegmentGEMMWrapper",
     "attach_loss",
+    "balance_step",
     "expert_mlp",
     "glu",
     "gmm",

@@ -9,6 +9,7 @@ from ..dispatch import is_plain, is_transformed
 from ..kernels._check import check_sizes, check_tensor
 from ..kernels.activations import get_activation
 from ..kernels.glu import glu
+from ..routing.balance import count_choices
 from ..routing.choices import GroupLimit
 from ..routing.losses import attach_loss, load_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
@@ -37,6 +38,8 @@ class MoE(nn.Module):
     Shared     `shared_intermediate` > 0 adds a dense MLP of that width which sees every token; several shared
                experts are one of their total width.  `shared_gate` multiplies its output by
                sigmoid(w . x), as in Qwen2-MoE.
+    Balance    `selection_bias` lets experts be chosen by score + router.selection_bias, which `balance_step`
+               moves after each optimizer step by the choices counted in `load` since the last.
     `bias` gives router, experts and shared expert biases.
     Another module may take the place of `router`: (T, H) -> Routing, or of `experts`: as `Experts.forward`.
 
@@ -49,7 +52,9 @@ class MoE(nn.Module):
 
     state_dict keys: router.weight (E, H), experts.gate_up (E, 2I, H), experts.down (E, H, I), and where asked
     for router.bias, experts.gate_up_bias, experts.down_bias, shared.gate_up.weight, shared.down.weight,
-    shared.gate.weight, and their biases.  There is no other state.
+    shared.gate.weight, and their biases, and router.selection_bias (E,).  `load` (E,) int64 counts the choices
+    since the last `balance_step`, in training mode and once under activation checkpointing; it is 0 between
+    two steps, and not saved.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class MoE(nn.Module):
         renormalize: bool = True,
         scale: float = 1.0,
         choice: GroupLimit | None = None,
+        selection_bias: bool = False,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         load_balance_coef: float = 0.0,
@@ -81,6 +87,7 @@ class MoE(nn.Module):
         where = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
         scoring = {"score": score, "renormalize": renormalize, "scale": scale, "choice": choice}
+        scoring["selection_bias"] = selection_bias
         self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
         memory = {"row_chunks": row_chunks, "recompute": recompute}
         self.experts = Experts(num_experts, hidden, intermediate, **mlp, **memory)
@@ -94,12 +101,16 @@ class MoE(nn.Module):
             else None
         )
         self.shared = shared
+        load = torch.zeros(num_experts, dtype=torch.int64, device=device) if selection_bias else None
+        self.register_buffer("load", load, persistent=False)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew; after `to_empty`, say."""
         for part in (self.router, self.experts, self.shared):
             if part is not None:
                 part.reset_parameters()
+        if self.load is not None:
+            self.load.zero_()
 
     def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, MoERouting]:
         """(..., H) -> (..., H), in the dtype of `x`; with `return_routing` also the MoERouting of the tokens,
@@ -115,6 +126,8 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, self.hidden)  # (T, H)
         routing, expert_tokens = self.route(tokens, return_routing)
         plan = make_plan(routing.expert_ids, self.num_experts)
+        if self.load is not None and self.training:
+            count_choices(self.load, plan.group_sizes)
         out = self.experts(expert_tokens, self.with_losses(routing, plan), plan)  # (T, H)
         if self.shared is not None:
             out = out + self.shared(tokens)

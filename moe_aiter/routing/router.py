@@ -35,6 +35,7 @@ def route(
     scale: float = 1.0,
     need_scores: bool = True,
     choice: GroupLimit | None = None,
+    selection_bias: Tensor | None = None,
 ) -> Routing:
     """Choose `top_k` experts for each row of `logits` (T, E) and weigh them.  Ties go to the lower expert.
 
@@ -49,6 +50,8 @@ def route(
     With top_k=1 a renormalised weight is 1, and carries no gradient to the router.
     `scale` multiplies the weights.  Without `need_scores` the result's `scores` may be None, which saves
     writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit`.
+    With `selection_bias` (E,) float experts are chosen by p + selection_bias, without a gradient, and weighed
+    by p: DeepSeek-V3's balancing without a loss (arXiv 2408.15664).
     All of it in float32, also under autocast; float64 stays float64.
 
     Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E), for
@@ -59,15 +62,26 @@ def route(
     check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})")
     check_float(logits=logits)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if score in FUSED and choice is None:
+    if score in FUSED and choice is None and selection_bias is None:
         how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
         scores, weights, expert_ids = choose_experts(logits, top_k, **how, need_scores=need_scores)
     else:
         scores = scores_of(logits, score)
-        ranked = scores.detach()
+        ranked = rank(scores, selection_bias)
         expert_ids = topk(ranked, top_k)[1] if choice is None else choice.pick(ranked, top_k)
         weights = weigh(scores, expert_ids, renormalize, scale)
     return Routing(expert_ids, weights, scores, logits)
+
+
+def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
+    """What experts are chosen by, which has no gradient."""
+    if selection_bias is None:
+        return scores.detach()
+    check_shape("selection_bias", selection_bias, "E")
+    check_device(logits=scores, selection_bias=selection_bias)
+    what = "logits is (T, E={})", scores.shape[1]
+    check_size(*what, "selection_bias is (E={},)", selection_bias.shape[0])
+    return scores.detach() + selection_bias.detach()
 
 
 def check_choice(choice: GroupLimit | None, top_k: int, num_experts: int, what: str) -> None:
@@ -181,6 +195,9 @@ class Router(nn.Module):
     Two float16 or two bfloat16 tensors on a GPU are not upcast: a 16-bit GEMM sums in float32 and
     stores float32, the same numbers for half of the traffic.  `score`, `renormalize`, `scale` and `choice`
     are those of `route`.
+
+    With selection_bias=True there is a buffer `selection_bias` (E,), zeros at first and float32 whatever the
+    module is cast to, by which `route` chooses; `balance_step` updates it.
     """
 
     def __init__(
@@ -193,6 +210,7 @@ class Router(nn.Module):
         renormalize: bool = True,
         scale: float = 1.0,
         choice: GroupLimit | None = None,
+        selection_bias: bool = False,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -206,6 +224,8 @@ class Router(nn.Module):
         self.choice = choice
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        chosen_by = torch.zeros(num_experts, device=device, dtype=torch.float32) if selection_bias else None
+        self.register_buffer("selection_bias", chosen_by)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -213,6 +233,16 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
+        if self.selection_bias is not None:
+            self.selection_bias.zero_()
+
+    def _apply(self, fn, recurse=True):
+        before = self.selection_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.selection_bias.dtype != before.dtype:
+            # steps of 0.001 are lost in 16 bits
+            self.selection_bias = before.to(self.selection_bias.device)
+        return self
 
     def forward(self, x: Tensor, *, need_scores: bool = True) -> Routing:
         """Route each row of `x` (T, H); `need_scores` as for `route`."""
@@ -220,7 +250,8 @@ class Router(nn.Module):
 
     def choose(self, logits: Tensor, need_scores: bool) -> Routing:
         how = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
-        return route(logits, self.top_k, **how, choice=self.choice, need_scores=need_scores)
+        how |= {"choice": self.choice, "selection_bias": self.selection_bias, "need_scores": need_scores}
+        return route(logits, self.top_k, **how)
 
     def pass_on(self, x: Tensor, need_scores: bool) -> tuple[Routing, Tensor]:
         """`forward`, and `x` for experts that nobody else watches: see `LogitsAndTokens`."""
@@ -231,4 +262,5 @@ class Router(nn.Module):
         text = f"{self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
         text = f"{text}, renormalize={self.renormalize}, scale={self.scale}"
         text = text if self.choice is None else f"{text}, choice={self.choice}"
+        text = text if self.selection_bias is None else f"{text}, selection_bias=True"
         return f"{text}, bias={self.bias is not None}"
