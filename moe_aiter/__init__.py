@@ -39,6 +39,7 @@ from .routing import (
     make_plan,
     permute,
     route,
+    sequence_balance_loss,
     unpermute,
     z_loss,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "register_kernel",
     "route",
     "segment_gmm",
+    "sequence_balance_loss",
     "sort_by_expert",
     "tgmm",
     "topk",

@@ -17,10 +17,12 @@ def balance_step(
 
         optimizer.register_step_post_hook(lambda *_: balance_step(model))
 
-    With c[e] the choices of expert e since the last call, summed over the ranks of the process group `group` if
-    given (one all-reduce for all layers), and v[e] = mean(c) - c[e]: bias[e] += rate * sign(v[e]), as
+    With c[e] the choices of expert e since the last call, summed over the ranks of the process group `group`
+    if given (one all-reduce for all layers), and v[e] = mean(c) - c[e]: bias[e] += rate * sign(v[e]), as
     DeepSeek-V3 does (arXiv 2408.15664), or with rule="proportional" bias[e] += rate * v[e] / mean(c).
     `zero_mean` takes the mean of these steps off them.  No synchronisation with the host.
+
+    A layer with a `global_balance_coef` and no bias begins to count anew.
 
     Under DistributedDataParallel use broadcast_buffers=False, or the counts of rank 0 replace the others'.
     Raises ValueError for a model without such a layer, an unknown rule and a rate that is not above 0.
@@ -28,7 +30,9 @@ def balance_step(
     check_rule(rate, rule)
     layers = [m for m in model.modules() if isinstance(m, MoE) and m.load is not None]
     if not layers:
-        raise ValueError("the model has no MoE with selection_bias=True: there is nothing to balance")
+        raise ValueError(
+            "the model has no MoE with selection_bias=True or a global_balance_coef: nothing to do"
+        )
     loads = [layer.load for layer in layers]
     if group is not None:
         loads = sum_over_ranks(loads, group)

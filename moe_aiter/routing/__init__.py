@@ -1,7 +1,7 @@
 """Which token goes to which experts, with what weight and in which row; how evenly, and the losses for it."""
 
 from .choices import GroupLimit
-from .losses import attach_loss, load_balance_loss, z_loss
+from .losses import attach_loss, load_balance_loss, sequence_balance_loss, z_loss
 from .plan import RoutePlan, make_plan, permute, unpermute
 from .router import Router, Routing, route
 from .stats import LoadStatistics, load_statistics
@@ -18,6 +18,7 @@ __all__ = [
     "make_plan",
     "permute",
     "route",
+    "sequence_balance_loss",
     "unpermute",
     "z_loss",
 ]

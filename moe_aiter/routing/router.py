@@ -11,6 +11,7 @@ from ..kernels._check import check_device, check_float, check_shape, check_size,
 from ..kernels.route import choose_experts
 from ..kernels.topk import topk
 from .choices import GroupLimit
+from .losses import check_mask
 from .scores import FUSED, check_score, scores_of, weigh
 
 
@@ -36,6 +37,7 @@ def route(
     need_scores: bool = True,
     choice: GroupLimit | None = None,
     selection_bias: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Routing:
     """Choose `top_k` experts for each row of `logits` (T, E) and weigh them.  Ties go to the lower expert.
 
@@ -52,6 +54,7 @@ def route(
     writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit`.
     With `selection_bias` (E,) float experts are chosen by p + selection_bias, without a gradient, and weighed
     by p: DeepSeek-V3's balancing without a loss (arXiv 2408.15664).
+    Where `mask` (T,) bool is False, at padding say, a token goes to no expert: its ids are -1.
     All of it in float32, also under autocast; float64 stays float64.
 
     Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E), for
@@ -70,7 +73,15 @@ def route(
         ranked = rank(scores, selection_bias)
         expert_ids = topk(ranked, top_k)[1] if choice is None else choice.pick(ranked, top_k)
         weights = weigh(scores, expert_ids, renormalize, scale)
+    if mask is not None:
+        expert_ids = without_padding(expert_ids, mask)
     return Routing(expert_ids, weights, scores, logits)
+
+
+def without_padding(expert_ids: Tensor, mask: Tensor) -> Tensor:
+    check_mask(mask, "logits", expert_ids.shape[0])
+    check_device(logits=expert_ids, mask=mask)
+    return expert_ids.masked_fill(~mask[:, None], -1)
 
 
 def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
@@ -244,19 +255,19 @@ class Router(nn.Module):
             self.selection_bias = before.to(self.selection_bias.device)
         return self
 
-    def forward(self, x: Tensor, *, need_scores: bool = True) -> Routing:
-        """Route each row of `x` (T, H); `need_scores` as for `route`."""
-        return self.choose(router_logits(x, self.weight, self.bias), need_scores)
+    def forward(self, x: Tensor, *, need_scores: bool = True, mask: Tensor | None = None) -> Routing:
+        """Route each row of `x` (T, H); `need_scores` and `mask` as for `route`."""
+        return self.choose(router_logits(x, self.weight, self.bias), need_scores, mask)
 
-    def choose(self, logits: Tensor, need_scores: bool) -> Routing:
+    def choose(self, logits: Tensor, need_scores: bool, mask: Tensor | None = None) -> Routing:
         how = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
         how |= {"choice": self.choice, "selection_bias": self.selection_bias, "need_scores": need_scores}
-        return route(logits, self.top_k, **how)
+        return route(logits, self.top_k, **how, mask=mask)
 
-    def pass_on(self, x: Tensor, need_scores: bool) -> tuple[Routing, Tensor]:
+    def pass_on(self, x: Tensor, need_scores: bool, mask: Tensor | None) -> tuple[Routing, Tensor]:
         """`forward`, and `x` for experts that nobody else watches: see `LogitsAndTokens`."""
         logits, x = LogitsAndTokens.apply(x, self.weight, self.bias)
-        return self.choose(logits, need_scores), x
+        return self.choose(logits, need_scores, mask), x
 
     def extra_repr(self) -> str:
         text = f"{self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
