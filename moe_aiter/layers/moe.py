@@ -10,10 +10,12 @@ from ..kernels._check import check_device, check_sizes, check_tensor
 from ..kernels.activations import get_activation
 from ..kernels.glu import glu
 from ..routing.balance import count_choices, sum_over_ranks
-from ..routing.choices import GroupLimit
+from ..routing.capacity import Capacity, drop_over_capacity
+from ..routing.choices import Choice
+from ..routing.given import route_to
 from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
-from ..routing.router import Router, Routing, without_padding
+from ..routing.router import Router, Routing, router_logits, without_padding
 from .experts import Experts
 
 # as they are here: a class can be given another `forward` later
@@ -34,7 +36,8 @@ class MoE(nn.Module):
 
     Experts    `num_experts` MLPs of width `intermediate`: see `Experts` for `activation` and `interleaved`,
                and for `row_chunks` and `recompute`, which trade time for memory.
-    Router     `top_k`, `score`, `renormalize`, `scale` and `choice`: see `route`.
+    Router     `top_k`, `score`, `renormalize`, `scale` and `choice`: see `route`; `jitter`: see `Router`.
+    Capacity   `capacity` limits the choices that an expert takes: see `Capacity`.
     Shared     `shared_intermediate` > 0 adds a dense MLP of that width which sees every token; several shared
                experts are one of their total width.  `shared_gate` multiplies its output by
                sigmoid(w . x), as in Qwen2-MoE.
@@ -76,8 +79,10 @@ class MoE(nn.Module):
         score: str = "softmax",
         renormalize: bool = True,
         scale: float = 1.0,
-        choice: GroupLimit | None = None,
+        choice: Choice | None = None,
         selection_bias: bool = False,
+        jitter: float = 0.0,
+        capacity: Capacity | None = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         load_balance_coef: float = 0.0,
@@ -100,7 +105,10 @@ class MoE(nn.Module):
         where = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
         scoring = {"score": score, "renormalize": renormalize, "scale": scale, "choice": choice}
-        scoring["selection_bias"] = selection_bias
+        scoring |= {"selection_bias": selection_bias, "jitter": jitter}
+        if capacity is not None and not isinstance(capacity, Capacity):
+            raise TypeError(f"capacity must be a Capacity, not {type(capacity).__name__}")
+        self.capacity = capacity
         self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
         memory = {"row_chunks": row_chunks, "recompute": recompute}
         self.experts = Experts(num_experts, hidden, intermediate, **mlp, **memory)
@@ -118,13 +126,22 @@ class MoE(nn.Module):
             self.load.zero_()
 
     def forward(
-        self, x: Tensor, *, mask: Tensor | None = None, return_routing: bool = False
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        expert_ids: Tensor | None = None,
+        routing_weights: Tensor | None = None,
+        return_routing: bool = False,
     ) -> Tensor | tuple[Tensor, MoERouting]:
         """(..., H) -> (..., H), in the dtype of `x`; with `return_routing` also the MoERouting of the tokens,
         which are the leading axes of `x` flattened.
 
         Where `mask` (...) bool is False, at padding, a token goes to no expert and its output is that of the
         shared expert, or 0; it is in no loss and in no count.
+
+        `expert_ids` (..., k) takes the place of the router's choice, `routing_weights` (..., k) that of its
+        weights: to replay a recorded routing, or to route by a hash.  See `route_to`.
 
         `x` must have the dtype of the weights; under torch.autocast the result has its dtype, as from
         nn.Linear, and the router stays float32.  Raises ValueError if the last axis is not H, TypeError for
@@ -137,7 +154,12 @@ class MoE(nn.Module):
         if mask is not None:
             check_padding(mask, x)
             mask = mask.reshape(-1)
-        routing, expert_tokens = self.route(tokens, return_routing, mask)
+        if expert_ids is not None:
+            routing, expert_tokens = self.route_as_given(x, expert_ids, routing_weights, mask), tokens
+        elif routing_weights is not None:
+            raise ValueError("routing_weights are given without their expert_ids")
+        else:
+            routing, expert_tokens = self.route(tokens, return_routing, mask)
         plan = make_plan(routing.expert_ids, self.num_experts)
         if self.load is not None and self.training:
             count_choices(self.load, plan.group_sizes)
@@ -146,6 +168,8 @@ class MoE(nn.Module):
             length = x.shape[-2] if x.dim() > 1 else 1
             for loss in self.losses(routing, plan, length, mask):
                 weights = attach_loss(weights, loss)
+        if self.capacity is not None:
+            routing, plan = self.within_capacity(routing, plan)
         out = self.experts(expert_tokens, weights, plan)  # (T, H)
         if self.shared is not None:
             out = out + self.shared(tokens)
@@ -162,9 +186,30 @@ class MoE(nn.Module):
                 routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
             return routing, tokens
         need_scores = return_routing or (self.has_losses() and self.needs_scores())
-        if self.is_private(tokens):
+        if self.is_private(tokens) and not self.router.adds_noise():
             return self.router.pass_on(tokens, need_scores, mask)
         return self.router(tokens, need_scores=need_scores, mask=mask), tokens
+
+    def route_as_given(
+        self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor | None, mask: Tensor | None
+    ) -> Routing:
+        router = self.router
+        if type(router).forward is not Router.forward:
+            raise ValueError(f"expert_ids are given, but {type(router).__name__} has a forward of its own")
+        given, tokens = [], x.reshape(-1, self.hidden)
+        for name, t in (("expert_ids", expert_ids), ("routing_weights", routing_weights)):
+            if t is not None:
+                check_tensor(name, t)
+                if t.dim() != x.dim() or t.shape[:-1] != x.shape[:-1]:
+                    raise ValueError(f"{name} is {tuple(t.shape)} but x is {tuple(x.shape)}, (..., H)")
+                t = t.reshape(tokens.shape[0], t.shape[-1])
+            given.append(t)
+        how = {"score": router.score, "renormalize": router.renormalize, "scale": router.scale}
+        logits = router_logits(tokens, router.weight, router.bias)
+        routing = route_to(logits, *given, **how)
+        if mask is not None:
+            routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
+        return routing
 
     def needs_scores(self) -> bool:
         return bool(self.load_balance_coef or self.sequence_balance_coef or self.global_balance_coef)
@@ -182,6 +227,10 @@ class MoE(nn.Module):
 
     def has_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()
+
+    def within_capacity(self, routing: Routing, plan: RoutePlan) -> tuple[Routing, RoutePlan]:
+        expert_ids = drop_over_capacity(*routing[:2], plan, self.capacity)
+        return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_experts)
 
     def losses(
         self, routing: Routing, plan: RoutePlan, sequence_length: int, mask: Tensor | None
@@ -209,7 +258,8 @@ class MoE(nn.Module):
         names = "load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef"
         always = names[0], names[-1]
         shown = {name: getattr(self, name) for name in names}
-        return ", ".join(f"{name}={coef}" for name, coef in shown.items() if coef or name in always)
+        text = ", ".join(f"{name}={coef}" for name, coef in shown.items() if coef or name in always)
+        return text if self.capacity is None else f"{text}, capacity={self.capacity}"
 
 
 def check_padding(mask: Tensor, x: Tensor) -> None:

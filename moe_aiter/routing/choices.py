@@ -64,3 +64,34 @@ class GroupLimit:
         ids = topk(best, self.top_groups)[1]
         kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, ids, True)
         return topk(groups.masked_fill(~kept[:, :, None], self.masked).view_as(ranked), top_k)[1]
+
+
+@dataclass(frozen=True)
+class Forced:
+    """An even load whatever the logits are: for measurements, not for training.
+
+    how="round_robin"  choice j of token t is expert (t * k + j) mod E: as even as can be
+    how="random"       k distinct experts for each token, drawn anew each time
+
+    The weights are those of the router.
+    """
+
+    how: str = "round_robin"
+
+    def __post_init__(self):
+        if self.how not in ("round_robin", "random"):
+            raise ValueError(f"unknown how {self.how!r}; known: round_robin, random")
+
+    def check(self, top_k: int, num_experts: int) -> None:
+        pass
+
+    def pick(self, ranked: Tensor, top_k: int) -> Tensor:
+        if self.how == "random":
+            return topk(torch.rand_like(ranked), top_k)[1]
+        num_tokens, num_experts = ranked.shape
+        choices = torch.arange(num_tokens * top_k, device=ranked.device)
+        return (choices % num_experts).view(num_tokens, top_k)
+
+
+CHOICES = (GroupLimit, Forced)
+Choice = GroupLimit | Forced

@@ -10,7 +10,7 @@ from ..dispatch import is_unwatched
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
 from ..kernels.route import choose_experts
 from ..kernels.topk import topk
-from .choices import GroupLimit
+from .choices import CHOICES, Choice
 from .losses import check_mask
 from .scores import FUSED, check_score, scores_of, weigh
 
@@ -35,7 +35,7 @@ def route(
     renormalize: bool = True,
     scale: float = 1.0,
     need_scores: bool = True,
-    choice: GroupLimit | None = None,
+    choice: Choice | None = None,
     selection_bias: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Routing:
@@ -51,7 +51,8 @@ def route(
     `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
     With top_k=1 a renormalised weight is 1, and carries no gradient to the router.
     `scale` multiplies the weights.  Without `need_scores` the result's `scores` may be None, which saves
-    writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit`.
+    writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit` and
+    `Forced`.
     With `selection_bias` (E,) float experts are chosen by p + selection_bias, without a gradient, and weighed
     by p: DeepSeek-V3's balancing without a loss (arXiv 2408.15664).
     Where `mask` (T,) bool is False, at padding say, a token goes to no expert: its ids are -1.
@@ -95,13 +96,14 @@ def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
     return scores.detach() + selection_bias.detach()
 
 
-def check_choice(choice: GroupLimit | None, top_k: int, num_experts: int, what: str) -> None:
+def check_choice(choice: Choice | None, top_k: int, num_experts: int, what: str) -> None:
     check_sizes(top_k=top_k)
     if top_k > num_experts:
         raise ValueError(f"top_k is {top_k} but {what.format(num_experts)}")
     if choice is not None:
-        if not isinstance(choice, GroupLimit):
-            raise TypeError(f"choice must be a GroupLimit, not {type(choice).__name__}")
+        if not isinstance(choice, CHOICES):
+            known = ", ".join(kind.__name__ for kind in CHOICES)
+            raise TypeError(f"choice must be one of {known}, not {type(choice).__name__}")
         choice.check(top_k, num_experts)
 
 
@@ -209,6 +211,9 @@ class Router(nn.Module):
 
     With selection_bias=True there is a buffer `selection_bias` (E,), zeros at first and float32 whatever the
     module is cast to, by which `route` chooses; `balance_step` updates it.
+
+    `jitter` above 0 multiplies, in training mode, each number that the router sees by one drawn from
+    [1 - jitter, 1 + jitter] (Fedus et al. 2021, arXiv 2101.03961, 2.2); the experts see x itself.
     """
 
     def __init__(
@@ -220,8 +225,9 @@ class Router(nn.Module):
         score: str = "softmax",
         renormalize: bool = True,
         scale: float = 1.0,
-        choice: GroupLimit | None = None,
+        choice: Choice | None = None,
         selection_bias: bool = False,
+        jitter: float = 0.0,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -232,7 +238,9 @@ class Router(nn.Module):
         check_choice(choice, top_k, num_experts, "num_experts is {}")
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
-        self.choice = choice
+        self.choice, self.jitter = choice, jitter
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter must be from 0 to below 1, not {jitter}")
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         chosen_by = torch.zeros(num_experts, device=device, dtype=torch.float32) if selection_bias else None
@@ -257,7 +265,16 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, *, need_scores: bool = True, mask: Tensor | None = None) -> Routing:
         """Route each row of `x` (T, H); `need_scores` and `mask` as for `route`."""
+        if self.adds_noise():
+            x = self.with_noise(x)
         return self.choose(router_logits(x, self.weight, self.bias), need_scores, mask)
+
+    def adds_noise(self) -> bool:
+        return self.jitter > 0 and self.training
+
+    def with_noise(self, x: Tensor) -> Tensor:
+        noise = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        return (x * noise.uniform_(1 - self.jitter, 1 + self.jitter)).to(x.dtype)
 
     def choose(self, logits: Tensor, need_scores: bool, mask: Tensor | None = None) -> Routing:
         how = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
@@ -274,4 +291,5 @@ class Router(nn.Module):
         text = f"{text}, renormalize={self.renormalize}, scale={self.scale}"
         text = text if self.choice is None else f"{text}, choice={self.choice}"
         text = text if self.selection_bias is None else f"{text}, selection_bias=True"
+        text = f"{text}, jitter={self.jitter}" if self.jitter else text
         return f"{text}, bias={self.bias is not None}"
