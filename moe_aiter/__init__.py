@@ -29,12 +29,16 @@ from .layers import (
 )
 from .routing import (
     Capacity,
+    ExpertChoice,
     Forced,
     GroupLimit,
     LoadStatistics,
     RoutePlan,
     Router,
     Routing,
+    Sinkhorn,
+    TokenRounding,
+    TopP,
     attach_loss,
     hash_experts,
     load_balance_loss,
@@ -50,6 +54,7 @@ from .routing import (
 
 __all__ = [
     "Capacity",
+    "ExpertChoice",
     "Experts",
     "Forced",
     "GroupLimit",
@@ -63,6 +68,9 @@ __all__ = [
     "Router",
     "Routing",
     "SegmentGEMMWrapper",
+    "Sinkhorn",
+    "TokenRounding",
+    "TopP",
     "attach_loss",
     "balance_step",
     "expert_mlp",

@@ -108,6 +108,8 @@ class MoE(nn.Module):
         scoring |= {"selection_bias": selection_bias, "jitter": jitter}
         if capacity is not None and not isinstance(capacity, Capacity):
             raise TypeError(f"capacity must be a Capacity, not {type(capacity).__name__}")
+        if capacity is not None and choice is not None and not choice.takes_capacity:
+            raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
         self.capacity = capacity
         self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
         memory = {"row_chunks": row_chunks, "recompute": recompute}

@@ -1,7 +1,7 @@
 """Which token goes to which experts, with what weight and in which row; how evenly, and the losses for it."""
 
 from .capacity import Capacity
-from .choices import Forced, GroupLimit
+from .choices import ExpertChoice, Forced, GroupLimit, Sinkhorn, TokenRounding, TopP
 from .given import hash_experts, route_to
 from .losses import attach_loss, load_balance_loss, sequence_balance_loss, z_loss
 from .plan import RoutePlan, make_plan, permute, unpermute
@@ -10,12 +10,16 @@ from .stats import LoadStatistics, load_statistics
 
 __all__ = [
     "Capacity",
+    "ExpertChoice",
     "Forced",
     "GroupLimit",
     "LoadStatistics",
     "RoutePlan",
     "Router",
     "Routing",
+    "Sinkhorn",
+    "TokenRounding",
+    "TopP",
     "attach_loss",
     "hash_experts",
     "load_balance_loss",

@@ -10,7 +10,7 @@ from ..dispatch import is_unwatched
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
 from ..kernels.route import choose_experts
 from ..kernels.topk import topk
-from .choices import CHOICES, Choice
+from .choices import Choice
 from .losses import check_mask
 from .scores import FUSED, check_score, scores_of, weigh
 
@@ -51,8 +51,8 @@ def route(
     `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
     With top_k=1 a renormalised weight is 1, and carries no gradient to the router.
     `scale` multiplies the weights.  Without `need_scores` the result's `scores` may be None, which saves
-    writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit` and
-    `Forced`.
+    writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit`,
+    `ExpertChoice`, `TopP`, `Sinkhorn`, `TokenRounding` and `Forced`.
     With `selection_bias` (E,) float experts are chosen by p + selection_bias, without a gradient, and weighed
     by p: DeepSeek-V3's balancing without a loss (arXiv 2408.15664).
     Where `mask` (T,) bool is False, at padding say, a token goes to no expert: its ids are -1.
@@ -63,7 +63,10 @@ def route(
     """
     check_score(score, renormalize)
     check_shape("logits", logits, "T", "E")
-    check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})")
+    check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})", selection_bias is not None)
+    if mask is not None:
+        check_mask(mask, "logits", logits.shape[0])
+        check_device(logits=logits, mask=mask)
     check_float(logits=logits)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score in FUSED and choice is None and selection_bias is None:
@@ -72,8 +75,12 @@ def route(
     else:
         scores = scores_of(logits, score)
         ranked = rank(scores, selection_bias)
-        expert_ids = topk(ranked, top_k)[1] if choice is None else choice.pick(ranked, top_k)
-        weights = weigh(scores, expert_ids, renormalize, scale)
+        if choice is None:
+            expert_ids = topk(ranked, top_k)[1]
+            weights = weigh(scores, expert_ids, renormalize, scale)
+        else:
+            ranked = logits.detach() if choice.by_logits else ranked
+            expert_ids, weights = choice.choose(scores, ranked, top_k, mask, renormalize, scale)
     if mask is not None:
         expert_ids = without_padding(expert_ids, mask)
     return Routing(expert_ids, weights, scores, logits)
@@ -96,15 +103,16 @@ def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
     return scores.detach() + selection_bias.detach()
 
 
-def check_choice(choice: Choice | None, top_k: int, num_experts: int, what: str) -> None:
+def check_choice(choice: Choice | None, top_k: int, num_experts: int, what: str, biased: bool) -> None:
     check_sizes(top_k=top_k)
     if top_k > num_experts:
         raise ValueError(f"top_k is {top_k} but {what.format(num_experts)}")
     if choice is not None:
-        if not isinstance(choice, CHOICES):
-            known = ", ".join(kind.__name__ for kind in CHOICES)
-            raise TypeError(f"choice must be one of {known}, not {type(choice).__name__}")
+        if not isinstance(choice, Choice):
+            raise TypeError(f"choice must be a Choice, as GroupLimit is one, not {type(choice).__name__}")
         choice.check(top_k, num_experts)
+        if biased and not choice.takes_bias:
+            raise ValueError(f"a selection bias would change nothing for {choice}")
 
 
 # logits: x (T, H) @ weight.T (H, E) + bias (E,), in float32
@@ -213,7 +221,7 @@ class Router(nn.Module):
     module is cast to, by which `route` chooses; `balance_step` updates it.
 
     `jitter` above 0 multiplies, in training mode, each number that the router sees by one drawn from
-    [1 - jitter, 1 + jitter] (Fedus et al. 2021, arXiv 2101.03961, 2.2); the experts see x itself.
+    [1 - jitter, 1 + jitter] (Fedus et al. 2021, arXiv 2101.03961); the experts see x itself.
     """
 
     def __init__(
@@ -235,7 +243,7 @@ class Router(nn.Module):
         super().__init__()
         check_score(score, renormalize)
         check_sizes(hidden=hidden, num_experts=num_experts)
-        check_choice(choice, top_k, num_experts, "num_experts is {}")
+        check_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
         self.choice, self.jitter = choice, jitter
