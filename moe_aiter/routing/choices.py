@@ -209,8 +209,8 @@ class ExpertChoice(Choice):
 class TokenRounding(Choice):
     """Top-k, after which each expert's number of tokens is rounded to a multiple of `tile`.
 
-    Guo et al. 2025 (SonicMoE), arXiv 2512.14080: no tile of the grouped products is filled in part.  With c[e]
-    the tokens of expert e, it keeps the first c'[e] of all tokens in this order: those that chose it, by
+    Guo et al. 2025 (SonicMoE), arXiv 2512.14080: no tile of the grouped products is filled in part.  With
+    c[e] the tokens of expert e, it keeps the first c'[e] of all tokens in this order: those that chose it, by
     weight, then the others, by score.
 
         to="down"     c' = the multiple below c          drops the lowest weights
