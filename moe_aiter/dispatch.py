@@ -32,12 +32,14 @@ def register(
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(torch.ops.moe_aiter, name).default
     whole = completion(op._schema.arguments)
-    LIB.impl(name, lambda *inputs: run(*whole(inputs)), "CompositeExplicitAutograd")
+    mutates = "!" in schema
+    # torch would record what is written in place by products of its own, or refuse them
+    unrecorded = torch.no_grad()(run) if mutates else run
+    LIB.impl(name, lambda *inputs: unrecorded(*whole(inputs)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
     if backward is not None:
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
-    mutates = "!" in schema
     short = run if mutates else shortcut(name, run, backward, save)
     known = set()  # types of inputs that are what the op wants, and plain
 

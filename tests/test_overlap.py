@@ -93,13 +93,13 @@ def test_weight_gradients_are_not_written_over_their_operands(variant):
     out, sums = memory[200:328].view(2, 8, 8), memory[96:112].view(2, 8)
     before = memory.clone()
     for name, bad in {
-        "out shares memory with x": {"existing_out": memory[40:168].view(2, 8, 8)},
-        "out shares memory with sums": {"existing_out": memory[110:238].view(2, 8, 8)},
-        "sums shares memory with y": {"existing_out": out, "bias_grad": memory[90:106].view(2, 8)},
+        "existing_out shares memory with x": {"existing_out": memory[40:168].view(2, 8, 8)},
+        "existing_out shares memory with bias_grad": {"existing_out": memory[110:238].view(2, 8, 8)},
+        "bias_grad shares memory with y": {"existing_out": out, "bias_grad": memory[90:106].view(2, 8)},
     }.items():
         with pytest.raises(ValueError, match=name):
             variant(x.T, y, sizes, **({"bias_grad": sums} | bad))
-    with pytest.raises(ValueError, match="out shares memory with y"):
+    with pytest.raises(ValueError, match="existing_out shares memory with y"):
         tgmm_accumulate(memory[90:218].view(2, 8, 8), x, y, sizes)
     assert torch.equal(memory, before)
     variant(x.T, y, sizes, bias_grad=sums, existing_out=out)

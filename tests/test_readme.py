@@ -104,7 +104,7 @@ def test_documents_are_short_and_link_to_what_is_there():
         written = re.sub(r"<!-- bench: begin -->.*<!-- bench: end -->", "", text, flags=re.DOTALL)
         assert len(written.splitlines()) <= cap, "without the tables, which a command writes"
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-            assert (ROOT / link).exists(), f"{name} links to {link}"
+            assert ((ROOT / name).parent / link).exists(), f"{name} links to {link}"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import pathlib
 
-from .tables import EARLIER, MARK, earlier, grouped, markdown, versions, written
+from .tables import EARLIER, MARK, earlier, grouped, markdown, newest, reading, versions, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +48,20 @@ REPORTS = {
 
 
 def products(folder: pathlib.Path) -> str:
-    """All that there are in a folder of results."""
-    return "".join(section(REPORTS[name], folder / name) for name in REPORTS if (folder / name).exists())
+    """All that there are in a folder of results; one that is damaged raises `Damaged`."""
+    parts = []
+    for source in (folder / name for name in REPORTS):
+        if source.exists():
+            with reading(source):
+                parts.append(section(REPORTS[source.name], source))
+    return "".join(parts)
 
 
 def section(report: Report, source: pathlib.Path) -> str:
     with open(source, newline="") as file:
         # one name for what has a row; tiles beside the chosen one are trials
         rows = [row | {"shape": row[report.subject]} for row in csv.DictReader(file) if not row.get("tile")]
-    rows = newest(rows, (*report.tables, "shape", "contender"))
+    rows = newest(rows, lambda row: tuple(row[name] for name in (*report.tables, "shape", "contender")))
     parts = [f"\n## {report.title}\n"]
     for names, part in grouped(rows, lambda row: tuple(row[name] for name in report.tables)):
         device, *others = names
@@ -64,12 +69,6 @@ def section(report: Report, source: pathlib.Path) -> str:
         parts.append(written_table(report, part))
         parts += [EARLIER] * any(earlier(part))
     return "\n".join(parts)
-
-
-def newest(rows: list[dict], names: tuple[str, ...]) -> list[dict]:
-    """The last row of those that differ in other columns only, in the order of the file."""
-    last = {tuple(row[name] for name in names): i for i, row in enumerate(rows)}
-    return [rows[i] for i in sorted(last.values())]
 
 
 def written_table(report: Report, rows: list[dict]) -> str:

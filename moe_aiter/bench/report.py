@@ -12,7 +12,7 @@ from .layer import ADDED
 from .plots import PLOTS, draw, lines_of
 from .product_report import products
 from .shapes import DEFAULT, GROUPS, SHAPES
-from .tables import EARLIER, MARK, earlier, grouped, markdown, versions, written
+from .tables import EARLIER, MARK, Damaged, earlier, grouped, markdown, newest, reading, versions, written
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TFLOPS = "TFLOP/s, inference / forward / step"
@@ -45,11 +45,12 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
     if END not in text.partition(BEGIN)[2]:
         return refuse("bench report", f"{document} lacks {BEGIN} and, behind it, {END}")
     try:
-        rows = figures(source)
-        short, full = summary(rows), whole(rows) + products(source.parent)
-        draw(rows, document.parent)
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        return refuse("bench report", f"{source} is damaged: {type(error).__name__}: {error}")
+        with reading(source):
+            rows = figures(source)
+            short, full = summary(rows), whole(rows) + products(source.parent)
+            draw(rows, document.parent)
+    except Damaged as error:
+        return refuse("bench report", str(error))
     figures_document = document.parent / FIGURES
     figures_document.parent.mkdir(exist_ok=True)
     figures_document.write_text(full)
@@ -66,10 +67,10 @@ def replaced(text: str, part: str) -> str:
 def figures(source: pathlib.Path) -> list[dict]:
     """The last row of each contender for each device, dtype, routing and shape."""
     with open(source, newline="") as file:
-        rows = newest([dict.fromkeys(ADDED, "") | row for row in csv.DictReader(file)])
+        rows = [dict.fromkeys(ADDED, "") | row for row in csv.DictReader(file)]
     if not rows:
         raise ValueError("no figures")
-    return rows
+    return newest(rows, lambda r: (*kind(r), r["shape"], r["contender"]))
 
 
 def summary(rows: list[dict]) -> str:
@@ -109,12 +110,6 @@ def images(rows: list[dict], folder: str) -> list[str]:
 
 def kind(row: dict) -> tuple[str, str, str]:
     return row["device"], row["dtype"], row["routing"] or "normal"
-
-
-def newest(rows: list[dict]) -> list[dict]:
-    """In the order of the file, so that the rows of the last run come last."""
-    last = {(*kind(r), r["shape"], r["contender"]): i for i, r in enumerate(rows)}
-    return [rows[i] for i in sorted(last.values())]
 
 
 def written_table(title: str, rows: list[dict]) -> str:

@@ -1,9 +1,33 @@
 """What tables of figures have in common: rows are those of a CSV, as dicts of text."""
 
-from collections.abc import Callable, Hashable
+import contextlib
+import csv
+import pathlib
+from collections.abc import Callable, Hashable, Iterator
 
 MARK = " \\*"
 EARLIER = "\\* of an earlier run, perhaps on another machine, which differ by 10 %: compare within a run\n"
+
+
+class Damaged(ValueError):
+    """A CSV without the figures that it should have; the message names it."""
+
+
+@contextlib.contextmanager
+def reading(source: pathlib.Path) -> Iterator[None]:
+    """Whatever its rows raise inside the block becomes `Damaged`."""
+    try:
+        yield
+    except Damaged:  # of another file
+        raise
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise Damaged(f"{source} is damaged: {type(error).__name__}: {error}") from error
+
+
+def newest(rows: list[dict], key: Callable[[dict], Hashable]) -> list[dict]:
+    """The last row with each key in the order of the file, so that the rows of the last run come last."""
+    last = {key(row): i for i, row in enumerate(rows)}
+    return [rows[i] for i in sorted(last.values())]
 
 
 def grouped(rows: list[dict], key: Callable[[dict], Hashable]) -> list[tuple]:

@@ -1,7 +1,8 @@
 """Grouped products by torch, a group after another, each into its place: what runs on a CPU.
 
 With one dtype for all, that of the result too, torch's product reads operands as they are, sums in float32
-and rounds once.  Where dtypes differ it has no such product: there all are widened first.
+and rounds once.  Where dtypes differ it has no such product, nor under torch.func's vmap: there all are
+widened first.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..dispatch import is_transformed
 from ._groups import group_ends, sum_dtype, take_rows
 from .group_sum import group_sum_reference
 
@@ -19,14 +21,19 @@ def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
 
 
 def multiply_wide(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
-    """The same of several dtypes."""
+    """The same of several dtypes, or of what vmap makes of tensors."""
+    x, y = widened(out, x, y)
+    out.copy_(x @ y if plus is None else torch.addmm(plus.to(x.dtype), x, y))
+
+
+def widened(out: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(sum_dtype(x), out.dtype)
-    x, y = x.to(wide), y.to(wide)
-    out.copy_(x @ y if plus is None else torch.addmm(plus.to(wide), x, y))
+    return x.to(wide), y.to(wide)
 
 
 def chosen(out: Tensor, x: Tensor, plus: Tensor | None) -> Callable:
-    return multiply if {x.dtype, out.dtype if plus is None else plus.dtype} == {out.dtype} else multiply_wide
+    same = {x.dtype, out.dtype if plus is None else plus.dtype} == {out.dtype}
+    return multiply if same and not is_transformed() else multiply_wide
 
 
 def fill_gmm(out, lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0, zero_rest=True):
@@ -47,6 +54,8 @@ def fill_gmm_into(out, lhs, rhs, group_sizes, bias, tile, programs):
 def fill_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False):
     x = take_rows(x, order, top_k)
     x, y = (y, x) if columns_first else (x, y)
+    if x.dtype != out.dtype:  # all groups at once, whose float32 result is then written in place
+        x, y = widened(out, x, y)
     product, ends = chosen(out, x, None), group_ends(group_sizes, len(x))
     for o, a, b in zip(out.unbind(), x.tensor_split(ends), y.tensor_split(ends), strict=False):
         if len(a):

@@ -270,8 +270,9 @@ tgmm_sums_op = define_op(
     hopper=hopper.launch_tgmm_sums,
 )
 tgmm_into_op = define_inplace_op(
-    "tgmm_into(Tensor(a!) out, Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, "
-    "bool accumulate=True, Tensor(b!)? sums=None, bool sums_of_y=False, int[] tile=[], int programs=0) -> ()",
+    "tgmm_into(Tensor(a!) existing_out, Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, "
+    "bool accumulate=True, Tensor(b!)? bias_grad=None, bool sums_of_y=False, int[] tile=[], int programs=0) "
+    "-> ()",
     check=check_tgmm_into,
     check_values=lambda out, *inputs: check_tgmm_values(*inputs),
     reference=fill_tgmm_into,

@@ -49,6 +49,6 @@ class ShuffledWeight(nn.Module):
         before = self.shuffled
         super()._apply(fn, recurse)
         if self.shuffled.itemsize != before.itemsize:
-            usual = unshuffle_weight(before, self.layout, self.use_int4)
-            self.shuffled = shuffle_weight(fn(usual), self.layout, self.use_int4)
+            self.shuffled = before  # what stays where the cast has no such order
+            self.shuffled = shuffle_weight(fn(self.unshuffled()), self.layout, self.use_int4)
         return self

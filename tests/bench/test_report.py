@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from moe_aiter import bench, cli
-from moe_aiter.bench import layer, plots, report
+from moe_aiter.bench import layer, plots, report, segment
 from moe_aiter.bench.shapes import GROUPS, SHAPES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -87,6 +87,14 @@ def test_a_damaged_figure_leaves_both_documents_alone(name, column, tmp_path, ca
     layer.append(tmp_path / "layer.csv", rows)
     refused(tmp_path)
     assert "layer.csv is damaged: ValueError: could not convert" in capsys.readouterr().err
+
+
+def test_a_damaged_csv_of_products_is_named(tmp_path, capsys):
+    layer.append(tmp_path / "layer.csv", [measured("A", contender="layer")])
+    older = [name for name in segment.FIELDS if name != "host_us"]
+    layer.append(tmp_path / "segment.csv", [dict.fromkeys(older, "1")], older)
+    refused(tmp_path)
+    assert f"{tmp_path / 'segment.csv'} is damaged: KeyError: 'host_us'" in capsys.readouterr().err
 
 
 def refused(tmp_path):

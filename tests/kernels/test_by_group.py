@@ -6,6 +6,7 @@ import torch
 from moe_aiter.backend import use
 from moe_aiter.kernels.gmm import gmm
 from moe_aiter.kernels.ptgmm import ptgmm
+from moe_aiter.kernels.tgmm import tgmm_accumulate
 
 from ..check import error
 
@@ -67,3 +68,40 @@ def test_no_result_is_gathered_from_copies(dtype, monkeypatch):
     given = torch.full_like(y, 7.0)
     gmm(x, w, sizes, existing_out=given)
     assert torch.equal(given[:290], expected[0][:290]) and (given[290:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_main_gradient_is_summed_where_it_is(dtype, monkeypatch):
+    """Not in another tensor as large."""
+    x, _, y, sizes = make(dtype)
+    out, written, add = torch.zeros(4, 64, 96), [], torch.addmm
+
+    def noted(plus, a, b, *, out):
+        written.append((plus.data_ptr(), out.data_ptr()))
+        return add(plus, a, b, out=out)
+
+    monkeypatch.setattr(torch, "addmm", noted)
+    tgmm_accumulate(out, x, y, sizes)
+    assert written == [(out[g].data_ptr(), out[g].data_ptr()) for g in (0, 2, 3)]
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_products_of_many_at_once_by_vmap(dtype):
+    x, w, y, sizes = make(dtype)
+    xs = torch.stack([x, x.flip(0)])
+
+    def both(x):
+        return gmm(x, w, sizes), ptgmm(x.T, y, sizes)
+
+    for i, got in enumerate(zip(*torch.func.vmap(both)(xs), strict=True)):
+        for one, alone in zip(got, both(xs[i]), strict=True):
+            torch.testing.assert_close(one, alone)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_written_in_place_is_not_recorded(out_dtype):
+    x, _, y, sizes = make(torch.bfloat16)
+    out, expected = torch.zeros(2, 4, 64, 96, dtype=out_dtype)
+    tgmm_accumulate(expected, x, y, sizes)
+    tgmm_accumulate(out, x.requires_grad_(), y.requires_grad_(), sizes)
+    assert torch.equal(out, expected) and not out.requires_grad

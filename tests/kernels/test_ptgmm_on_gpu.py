@@ -71,6 +71,15 @@ def test_more_than_two_to_the_31_elements(most_of_the_gpu):
     torch.testing.assert_close(ptgmm(x, out, sizes)[-1], expected, rtol=2e-2, atol=1)
 
 
+def test_one_row_repeated():
+    """A stride of 0, as the gradient of a sum has it, in copies of whole tiles."""
+    x, w, dout, _, sizes = make((300, 64, 128, 4), [100, 0, 150, 50])
+    x, dout = x[:1].expand_as(x), dout[:1].expand_as(dout)
+    torch.testing.assert_close(gmm(x, w, sizes), gmm(x.contiguous(), w, sizes), rtol=0, atol=0)
+    expected = ptgmm(x.contiguous().T, dout.contiguous(), sizes)
+    torch.testing.assert_close(ptgmm(x.T, dout, sizes), expected, rtol=0, atol=0)
+
+
 def test_a_cuda_graph_takes_other_groups(no_debug):
     x, w, dout, bias, sizes = make((300, 64, 128, 4), [100, 0, 150, 50])
     ids, bias_grad = torch.randint(0, 4, (300, 2), device="cuda"), torch.empty(4, 64, device="cuda")

@@ -32,6 +32,14 @@ def test_a_cast_shuffles_again(dtype):
     assert torch.equal(module.unshuffled(), weight.to(dtype))
 
 
+def test_a_cast_that_has_no_such_order_changes_nothing():
+    weight = torch.randn(32, 64)
+    module = ShuffledWeight(weight, (16, 2))
+    with pytest.raises(ValueError, match="must be a multiple of the 8 elements"):
+        module.half()
+    assert torch.equal(module.unshuffled(), weight)
+
+
 def test_a_state_in_another_order_is_refused():
     module = ShuffledWeight(torch.randn(32, 64).bfloat16())
     for other in (
