@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_aiter import MoE, Router, balance_step, load_statistics, route
 from moe_aiter.routing.balance import count_choices, selection_bias_step
@@ -78,7 +78,26 @@ def test_step_by_hand(device, load, rule, zero_mean):
     torch.testing.assert_close(step.tolist(), want, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("mode", ["plain", "reentrant", "non-reentrant", "compiled", "compiled inside"])
+def keep_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keeping_products():
+    return create_selective_checkpoint_contexts(keep_products)
+
+
+MODES = [
+    "plain",
+    "reentrant",
+    "non-reentrant",
+    "selective",
+    "compiled",
+    "compiled inside",
+    "compiled outside",
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_every_choice_counts_once(device, mode):
     """Under every kind of checkpointing, over micro-batches; not in evaluation."""
     torch.compiler.reset()
@@ -88,8 +107,12 @@ def test_every_choice_counts_once(device, mode):
         "plain": moe,
         "reentrant": lambda x: checkpoint(moe, x, use_reentrant=True),
         "non-reentrant": lambda x: checkpoint(moe, x, use_reentrant=False),
+        "selective": lambda x: checkpoint(moe, x, use_reentrant=False, context_fn=keeping_products),
         "compiled": compiled,
         "compiled inside": lambda x: checkpoint(compiled, x, use_reentrant=False),
+        "compiled outside": torch.compile(
+            lambda x: checkpoint(moe, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
+        ),
     }[mode]
     want = torch.zeros(E, dtype=torch.int64, device=device)
     for _ in range(3):
@@ -104,6 +127,12 @@ def test_every_choice_counts_once(device, mode):
     assert moe.load.count_nonzero() == 0
     step = step_by_hand([0.0] * E, want.tolist(), 0.01, "sign", False)
     torch.testing.assert_close(moe.router.selection_bias.tolist(), step, rtol=1e-6, atol=0)
+
+
+def test_a_balance_of_numbers_beyond_float32_moves_nothing(device):
+    load = torch.full((E,), 2**24 + 1, device=device)
+    for rule in ("sign", "proportional"):
+        assert selection_bias_step(torch.zeros(E, device=device), load, 0.01, rule).count_nonzero() == 0
 
 
 def test_a_hook_of_the_optimizer(device):

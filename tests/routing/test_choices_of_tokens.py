@@ -53,6 +53,12 @@ def test_top_p_by_hand(device, p, score):
         torch.testing.assert_close(routing.routing_weights[t].tolist(), weights_by_hand(q, ids, scale=1.5))
 
 
+def test_top_p_stops_where_the_share_is_reached(device):
+    logits = torch.zeros(3, 4, device=device)
+    assert route(logits, 4, choice=TopP(0.5)).expert_ids.tolist() == [[0, 1, -1, -1]] * 3
+    assert route(logits, 1, choice=TopP(0.5)).expert_ids.tolist() == [[0]] * 3
+
+
 def sinkhorn_by_hand(z, iterations):
     v = [0.0] * len(z[0])
     for _ in range(iterations):
