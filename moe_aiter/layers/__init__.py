@@ -1,5 +1,6 @@
 """The nn.Modules, and what is called like one."""
 
+from .balance import balance_step
 from .experts import Experts
 from .lora import LoRAExperts, LoRALinear
 from .moe import MoE, MoERouting
@@ -16,4 +17,5 @@ __all__ = [
     "OptimizedMoELayer",
     "SegmentGEMMWrapper",
     "ShuffledWeight",
+    "balance_step",
 ]

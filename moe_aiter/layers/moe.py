@@ -6,12 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch import is_plain, is_transformed
-from ..kernels._check import check_sizes, check_tensor
+from ..kernels._check import check_device, check_sizes, check_tensor
 from ..kernels.activations import get_activation
 from ..kernels.glu import glu
-from ..routing.losses import attach_loss, load_balance_loss, z_loss
+from ..routing.balance import count_choices, sum_over_ranks
+from ..routing.capacity import Capacity, drop_over_capacity
+from ..routing.choices import Choice
+from ..routing.given import route_to
+from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
-from ..routing.router import Router, Routing
+from ..routing.router import Router, Routing, router_logits, without_padding
 from .experts import Experts
 
 # as they are here: a class can be given another `forward` later
@@ -32,23 +36,34 @@ class MoE(nn.Module):
 
     Experts    `num_experts` MLPs of width `intermediate`: see `Experts` for `activation` and `interleaved`,
                and for `row_chunks` and `recompute`, which trade time for memory.
-    Router     `top_k`, `score`, `renormalize` and `scale`: see `route`.
+    Router     `top_k`, `score`, `renormalize`, `scale` and `choice`: see `route`; `jitter`: see `Router`.
+    Capacity   `capacity` limits the choices that an expert takes: see `Capacity`.
     Shared     `shared_intermediate` > 0 adds a dense MLP of that width which sees every token; several shared
                experts are one of their total width.  `shared_gate` multiplies its output by
                sigmoid(w . x), as in Qwen2-MoE.
+    Balance    `selection_bias` lets experts be chosen by score + router.selection_bias, which `balance_step`
+               moves after each optimizer step by the choices counted in `load` since the last.
     `bias` gives router, experts and shared expert biases.
     Another module may take the place of `router`: (T, H) -> Routing, or of `experts`: as `Experts.forward`.
 
-    Losses.  With `load_balance_coef` or `z_loss_coef` above 0, in training mode, every gradient is what it
-    would be with coef * loss added to the training loss (see `load_balance_loss`, `z_loss`); the output is
-    unchanged.  Their gradient enters as the backward pass comes by, and knows nothing of what the training
+    Losses.  With a coefficient above 0, in training mode, every gradient is what it would be with coef * loss
+    added to the training loss; the output is unchanged.
+      load_balance_coef      `load_balance_loss` of the tokens of a call
+      sequence_balance_coef  `sequence_balance_loss`, a sequence being the axis of `x` before the last
+      global_balance_coef    `load_balance_loss`, its f of all tokens since the last `balance_step`, which is
+                             to follow each optimizer step, and of all ranks of the process group
+                             `global_balance_group` if given: one all-reduce of E numbers a call
+      z_loss_coef            `z_loss`
+    Their gradient enters as the backward pass comes by, and knows nothing of what the training
     loss was multiplied by.  So if you scale that, by a GradScaler for float16 or by 1/n for n
     micro-batches, either scale the coefficients alike or leave them 0, take `return_routing=True` and add the
     losses yourself.
 
     state_dict keys: router.weight (E, H), experts.gate_up (E, 2I, H), experts.down (E, H, I), and where asked
     for router.bias, experts.gate_up_bias, experts.down_bias, shared.gate_up.weight, shared.down.weight,
-    shared.gate.weight, and their biases.  There is no other state.
+    shared.gate.weight, and their biases, and router.selection_bias (E,).  `load` (E,) int64 counts the
+    choices since the last `balance_step`, in training mode and once under activation checkpointing; it is 0
+    between two steps, and not saved.
     """
 
     def __init__(
@@ -64,9 +79,16 @@ class MoE(nn.Module):
         score: str = "softmax",
         renormalize: bool = True,
         scale: float = 1.0,
+        choice: Choice | None = None,
+        selection_bias: bool = False,
+        jitter: float = 0.0,
+        capacity: Capacity | None = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         load_balance_coef: float = 0.0,
+        sequence_balance_coef: float = 0.0,
+        global_balance_coef: float = 0.0,
+        global_balance_group=None,
         z_loss_coef: float = 0.0,
         row_chunks: int | None = None,
         recompute: str = "none",
@@ -76,32 +98,52 @@ class MoE(nn.Module):
         super().__init__()
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.load_balance_coef, self.z_loss_coef = load_balance_coef, z_loss_coef
+        self.sequence_balance_coef, self.global_balance_coef = sequence_balance_coef, global_balance_coef
+        if global_balance_group is not None and not global_balance_coef:
+            raise ValueError("global_balance_group is given, but global_balance_coef is 0")
+        self.global_balance_group = global_balance_group
         where = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
-        scoring = {"score": score, "renormalize": renormalize, "scale": scale}
+        scoring = {"score": score, "renormalize": renormalize, "scale": scale, "choice": choice}
+        scoring |= {"selection_bias": selection_bias, "jitter": jitter}
+        if capacity is not None and not isinstance(capacity, Capacity):
+            raise TypeError(f"capacity must be a Capacity, not {type(capacity).__name__}")
+        if capacity is not None and choice is not None and not choice.takes_capacity:
+            raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
+        self.capacity = capacity
         self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
         memory = {"row_chunks": row_chunks, "recompute": recompute}
         self.experts = Experts(num_experts, hidden, intermediate, **mlp, **memory)
-        if shared_gate and not shared_intermediate:
-            raise ValueError(
-                "shared_gate=True, but shared_intermediate is 0: there is no shared expert to gate"
-            )
-        shared = (
-            SharedExpert(hidden, shared_intermediate, gate=shared_gate, **mlp)
-            if shared_intermediate
-            else None
-        )
-        self.shared = shared
+        self.shared = new_shared(hidden, shared_intermediate, shared_gate, mlp)
+        counts = selection_bias or global_balance_coef
+        load = torch.zeros(num_experts, dtype=torch.int64, device=device) if counts else None
+        self.register_buffer("load", load, persistent=False)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew; after `to_empty`, say."""
         for part in (self.router, self.experts, self.shared):
             if part is not None:
                 part.reset_parameters()
+        if self.load is not None:
+            self.load.zero_()
 
-    def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, MoERouting]:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        expert_ids: Tensor | None = None,
+        routing_weights: Tensor | None = None,
+        return_routing: bool = False,
+    ) -> Tensor | tuple[Tensor, MoERouting]:
         """(..., H) -> (..., H), in the dtype of `x`; with `return_routing` also the MoERouting of the tokens,
         which are the leading axes of `x` flattened.
+
+        Where `mask` (...) bool is False, at padding, a token goes to no expert and its output is that of the
+        shared expert, or 0; it is in no loss and in no count.
+
+        `expert_ids` (..., k) takes the place of the router's choice, `routing_weights` (..., k) that of its
+        weights: to replay a recorded routing, or to route by a hash.  See `route_to`.
 
         `x` must have the dtype of the weights; under torch.autocast the result has its dtype, as from
         nn.Linear, and the router stays float32.  Raises ValueError if the last axis is not H, TypeError for
@@ -111,22 +153,68 @@ class MoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
         tokens = x.reshape(-1, self.hidden)  # (T, H)
-        routing, expert_tokens = self.route(tokens, return_routing)
+        if mask is not None:
+            check_padding(mask, x)
+            mask = mask.reshape(-1)
+        if expert_ids is not None:
+            routing, expert_tokens = self.route_as_given(x, expert_ids, routing_weights, mask), tokens
+        elif routing_weights is not None:
+            raise ValueError("routing_weights are given without their expert_ids")
+        else:
+            routing, expert_tokens = self.route(tokens, return_routing, mask)
         plan = make_plan(routing.expert_ids, self.num_experts)
-        out = self.experts(expert_tokens, self.with_losses(routing, plan), plan)  # (T, H)
+        if self.load is not None and self.training:
+            count_choices(self.load, plan.group_sizes)
+        weights = routing.routing_weights
+        if self.has_losses():
+            length = x.shape[-2] if x.dim() > 1 else 1
+            for loss in self.losses(routing, plan, length, mask):
+                weights = attach_loss(weights, loss)
+        if self.capacity is not None:
+            routing, plan = self.within_capacity(routing, plan)
+        out = self.experts(expert_tokens, weights, plan)  # (T, H)
         if self.shared is not None:
             out = out + self.shared(tokens)
         out = out.view(x.shape)
         return (out, MoERouting(routing, plan)) if return_routing else out
 
-    def route(self, tokens: Tensor, return_routing: bool) -> tuple[Routing, Tensor]:
+    def route(
+        self, tokens: Tensor, return_routing: bool, mask: Tensor | None = None
+    ) -> tuple[Routing, Tensor]:
         """What the router decides, without scores where nobody asks for them; and the experts' tokens."""
         if type(self.router).forward is not Router.forward:
-            return self.router(tokens), tokens  # a router of one's own takes the tokens alone
-        need_scores = return_routing or (self.has_losses() and self.load_balance_coef != 0)
-        if self.is_private(tokens):
-            return self.router.pass_on(tokens, need_scores)
-        return self.router(tokens, need_scores=need_scores), tokens
+            routing = self.router(tokens)  # a router of one's own takes the tokens alone
+            if mask is not None:
+                routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
+            return routing, tokens
+        need_scores = return_routing or (self.has_losses() and self.needs_scores())
+        if self.is_private(tokens) and not self.router.adds_noise():
+            return self.router.pass_on(tokens, need_scores, mask)
+        return self.router(tokens, need_scores=need_scores, mask=mask), tokens
+
+    def route_as_given(
+        self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor | None, mask: Tensor | None
+    ) -> Routing:
+        router = self.router
+        if type(router).forward is not Router.forward:
+            raise ValueError(f"expert_ids are given, but {type(router).__name__} has a forward of its own")
+        given, tokens = [], x.reshape(-1, self.hidden)
+        for name, t in (("expert_ids", expert_ids), ("routing_weights", routing_weights)):
+            if t is not None:
+                check_tensor(name, t)
+                if t.dim() != x.dim() or t.shape[:-1] != x.shape[:-1]:
+                    raise ValueError(f"{name} is {tuple(t.shape)} but x is {tuple(x.shape)}, (..., H)")
+                t = t.reshape(tokens.shape[0], t.shape[-1])
+            given.append(t)
+        how = {"score": router.score, "renormalize": router.renormalize, "scale": router.scale}
+        logits = router_logits(tokens, router.weight, router.bias)
+        routing = route_to(logits, *given, **how)
+        if mask is not None:
+            routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
+        return routing
+
+    def needs_scores(self) -> bool:
+        return bool(self.load_balance_coef or self.sequence_balance_coef or self.global_balance_coef)
 
     def is_private(self, tokens: Tensor) -> bool:
         """Whether the gradient of the tokens that the experts give is for the router alone.
@@ -142,20 +230,53 @@ class MoE(nn.Module):
     def has_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
-    def with_losses(self, routing: Routing, plan: RoutePlan) -> Tensor:
-        """The routing weights, whose backward pass also starts those of the losses."""
-        weights = routing.routing_weights
-        if not self.has_losses():
-            return weights
+    def within_capacity(self, routing: Routing, plan: RoutePlan) -> tuple[Routing, RoutePlan]:
+        expert_ids = drop_over_capacity(*routing[:2], plan, self.capacity)
+        return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_experts)
+
+    def losses(
+        self, routing: Routing, plan: RoutePlan, sequence_length: int, mask: Tensor | None
+    ) -> list[Tensor]:
+        """Each loss that has a coefficient, times that."""
+        losses, scores = [], routing.scores
+        if mask is not None and scores is not None:
+            scores = scores.masked_fill(~mask[:, None], 0)
         if self.load_balance_coef:
-            loss = load_balance_loss(routing.scores, group_sizes=plan.group_sizes)
-            weights = attach_loss(weights, self.load_balance_coef * loss)
+            losses.append(self.load_balance_coef * balance_of(scores, plan.group_sizes, mask))
+        if self.sequence_balance_coef:
+            length = max(sequence_length, 1)
+            loss = sequence_balance_loss(scores, routing.expert_ids, length, mask)
+            losses.append(self.sequence_balance_coef * loss)
+        if self.global_balance_coef:
+            load = self.load.clone()
+            if self.global_balance_group is not None:
+                (load,) = sum_over_ranks([load], self.global_balance_group)
+            losses.append(self.global_balance_coef * balance_of(scores, load, mask))
         if self.z_loss_coef:
-            weights = attach_loss(weights, self.z_loss_coef * z_loss(routing.logits))
-        return weights
+            losses.append(self.z_loss_coef * z_loss(routing.logits, mask))
+        return losses
 
     def extra_repr(self) -> str:
-        return f"load_balance_coef={self.load_balance_coef}, z_loss_coef={self.z_loss_coef}"
+        names = "load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef"
+        always = names[0], names[-1]
+        shown = {name: getattr(self, name) for name in names}
+        text = ", ".join(f"{name}={coef}" for name, coef in shown.items() if coef or name in always)
+        return text if self.capacity is None else f"{text}, capacity={self.capacity}"
+
+
+def check_padding(mask: Tensor, x: Tensor) -> None:
+    check_tensor("mask", mask)
+    if mask.shape != x.shape[:-1]:
+        raise ValueError(f"mask is {tuple(mask.shape)} but x is {tuple(x.shape)}, (..., H)")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool, not {mask.dtype}")
+    check_device(x=x, mask=mask)
+
+
+def new_shared(hidden: int, intermediate: int, gate: bool, mlp: dict) -> "SharedExpert | None":
+    if gate and not intermediate:
+        raise ValueError("shared_gate=True, but shared_intermediate is 0: there is no shared expert to gate")
+    return SharedExpert(hidden, intermediate, gate=gate, **mlp) if intermediate else None
 
 
 def is_changed(module: nn.Module, known: tuple) -> bool:

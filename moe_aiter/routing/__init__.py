@@ -1,21 +1,34 @@
 """Which token goes to which experts, with what weight and in which row; how evenly, and the losses for it."""
 
-from .losses import attach_loss, load_balance_loss, z_loss
+from .capacity import Capacity
+from .choices import ExpertChoice, Forced, GroupLimit, Sinkhorn, TokenRounding, TopP
+from .given import hash_experts, route_to
+from .losses import attach_loss, load_balance_loss, sequence_balance_loss, z_loss
 from .plan import RoutePlan, make_plan, permute, unpermute
 from .router import Router, Routing, route
 from .stats import LoadStatistics, load_statistics
 
 __all__ = [
+    "Capacity",
+    "ExpertChoice",
+    "Forced",
+    "GroupLimit",
     "LoadStatistics",
     "RoutePlan",
     "Router",
     "Routing",
+    "Sinkhorn",
+    "TokenRounding",
+    "TopP",
     "attach_loss",
+    "hash_experts",
     "load_balance_loss",
     "load_statistics",
     "make_plan",
     "permute",
     "route",
+    "route_to",
+    "sequence_balance_loss",
     "unpermute",
     "z_loss",
 ]

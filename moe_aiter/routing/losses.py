@@ -6,7 +6,7 @@ One normalisation, whatever the score, k or number of tokens: the load-balance l
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_device, check_shape, check_size, check_tensor
+from ..kernels._check import check_device, check_shape, check_size, check_sizes, check_tensor
 from .plan import make_plan
 
 
@@ -25,8 +25,10 @@ def load_balance_loss(
     Fedus et al. 2021, arXiv 2101.03961, eq. 4-6, for any k.  (Hugging Face's version is k at balance.)
 
     `scores` (T, E), summed in float32.  The choices: `expert_ids` (T, k), or `group_sizes` (E,) if there is a
-    plan already.  `mask` (T,) bool leaves out tokens where it is False, padding say; it needs `expert_ids`.
-    Returns a float32 scalar, 0 without tokens.  Raises ValueError for sizes that disagree.
+    plan already.  The `group_sizes` of all micro-batches and ranks make it the global-batch loss (Qiu et al.
+    2025, arXiv 2501.11873): f is of all their tokens, and P of these.  `mask` (T,) bool leaves out
+    tokens where it is False, padding say; it needs `expert_ids`.  Returns a float32 scalar, 0 without tokens.
+    Raises ValueError for sizes that disagree.
     """
     check_shape("scores", scores, "T", "E")
     num_tokens, num_experts = scores.shape
@@ -44,14 +46,65 @@ def load_balance_loss(
         scores = scores.masked_fill(~mask[:, None], 0)
     if group_sizes is None:
         group_sizes = make_plan(expert_ids, num_experts).group_sizes
+    return balance_of(scores, group_sizes, mask)
+
+
+def balance_of(scores: Tensor, group_sizes: Tensor, mask: Tensor | None) -> Tensor:
+    """The load-balance loss of a load that is counted: where `mask` is False a row of `scores` is zeros."""
     check_shape("group_sizes", group_sizes, "E")
-    check_size("scores is (T, E={})", num_experts, "group_sizes is (E={},)", group_sizes.shape[0])
+    check_size("scores is (T, E={})", scores.shape[1], "group_sizes is (E={},)", group_sizes.shape[0])
     check_device(scores=scores, group_sizes=group_sizes)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     load = group_sizes / group_sizes.sum().clamp_min(1)  # (E,)
-    # a row of zeros, masked or underflown, stays zeros
-    shares = scores / scores.sum(1, keepdim=True).clamp_min(1e-20)  # (T, E)
-    return num_experts * (load * mean_over_tokens(shares, mask)).sum()
+    return scores.shape[1] * (load * mean_over_tokens(shares_of(scores), mask)).sum()
+
+
+def shares_of(scores: Tensor) -> Tensor:
+    """Scores over their sum, in float32; a row of zeros, masked or underflown, stays zeros."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores / scores.sum(1, keepdim=True).clamp_min(1e-20)
+
+
+def sequence_balance_loss(
+    scores: Tensor, expert_ids: Tensor, sequence_length: int, mask: Tensor | None = None
+) -> Tensor:
+    """The load-balance loss of each sequence by itself, and of these the mean: 1 where each is balanced.
+
+    DeepSeek-V3, arXiv 2412.19437, eq. 17-20: E * sum_e f_e * P_e with both f and P of one sequence.
+
+    `scores` (T, E) and `expert_ids` (T, k) are of T / `sequence_length` sequences, one after the other; an id
+    outside [0, E) is a dropped slot.  `mask` (T,) bool leaves out tokens where it is False, and sequences
+    without any other.  Returns a float32 scalar, 0 without tokens.  Raises ValueError for sizes that
+    disagree.
+    """
+    check_shape("scores", scores, "T", "E")
+    check_shape("expert_ids", expert_ids, "T", "k")
+    check_sizes(sequence_length=sequence_length)
+    num_tokens, num_experts = scores.shape
+    check_size("scores is (T={}, E)", num_tokens, "expert_ids is (T={}, k)", expert_ids.shape[0])
+    check_device(scores=scores, expert_ids=expert_ids)
+    if num_tokens % sequence_length:
+        raise ValueError(
+            f"scores is (T={num_tokens}, E), which is no multiple of sequence_length={sequence_length}"
+        )
+    if mask is None:
+        mask = torch.ones(num_tokens, dtype=torch.bool, device=scores.device)
+    check_mask(mask, "scores", num_tokens)
+    check_device(scores=scores, mask=mask)
+    num_sequences = num_tokens // sequence_length
+    used = mask[:, None] & (expert_ids >= 0) & (expert_ids < num_experts)
+    sequence = torch.arange(num_tokens, device=scores.device)[:, None] // sequence_length
+    # whole numbers: their sum has no order
+    choices = torch.zeros(num_sequences * num_experts, dtype=torch.int64, device=scores.device)
+    place = sequence * num_experts + expert_ids.where(used, 0)
+    choices = choices.scatter_add(0, place.flatten(), used.long().flatten()).view(num_sequences, num_experts)
+    load = choices / choices.sum(1, keepdim=True).clamp_min(1)
+
+    shares = shares_of(scores.masked_fill(~mask[:, None], 0)).view(
+        num_sequences, sequence_length, num_experts
+    )
+    tokens = mask.view(num_sequences, sequence_length).sum(1)  # (sequences,)
+    mean = shares.sum(1) / tokens.clamp_min(1)[:, None]  # (sequences, E)
+    return num_experts * (load * mean).sum() / (tokens > 0).sum().clamp_min(1)
 
 
 def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -9,8 +9,10 @@ from ..backend import define_op, no_autocast
 from ..dispatch import is_unwatched
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
 from ..kernels.route import choose_experts
-
-SCORES = ("softmax", "topk_softmax", "sigmoid")
+from ..kernels.topk import topk
+from .choices import Choice
+from .losses import check_mask
+from .scores import FUSED, check_score, scores_of, weigh
 
 
 class Routing(NamedTuple):
@@ -33,40 +35,84 @@ def route(
     renormalize: bool = True,
     scale: float = 1.0,
     need_scores: bool = True,
+    choice: Choice | None = None,
+    selection_bias: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Routing:
     """Choose `top_k` experts for each row of `logits` (T, E) and weigh them.  Ties go to the lower expert.
 
     score          scores, choice and weights                                 used by
     softmax        p = softmax(z) over E; top-k of p; weights p               Mixtral, Qwen-MoE, OLMoE
     topk_softmax   top-k of z; weights softmax over the k chosen z            gpt-oss
-    sigmoid        p = sigmoid(z); top-k of p; weights p                      DeepSeek-V3 without its bias
+    sigmoid        p = sigmoid(z); top-k of p; weights p                      DeepSeek-V3, MiniMax-M2
+    sqrt_softplus  p = sqrt(log(1 + exp(z))); top-k of p; weights p           DeepSeek-V4
 
-    `renormalize` divides the weights of a token by their sum (plus 1e-20 for sigmoid, whose sum can
-    be 0), so that `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
+    `renormalize` divides the weights of a token by their sum (plus 1e-20 where that can be 0), so that
+    `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
     With top_k=1 a renormalised weight is 1, and carries no gradient to the router.
     `scale` multiplies the weights.  Without `need_scores` the result's `scores` may be None, which saves
-    writing them: they are for losses.  All of it in float32, also under autocast; float64 stays float64.
+    writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit`,
+    `ExpertChoice`, `TopP`, `Sinkhorn`, `TokenRounding` and `Forced`.
+    With `selection_bias` (E,) float experts are chosen by p + selection_bias, without a gradient, and weighed
+    by p: DeepSeek-V3's balancing without a loss (arXiv 2408.15664).
+    Where `mask` (T,) bool is False, at padding say, a token goes to no expert: its ids are -1.
+    All of it in float32, also under autocast; float64 stays float64.
 
-    Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E),
-    and for `topk_softmax` with renormalize=False, which could change nothing.
+    Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E), for
+    `topk_softmax` with renormalize=False, which could change nothing, and for a `choice` that does not fit.
     """
     check_score(score, renormalize)
     check_shape("logits", logits, "T", "E")
-    check_sizes(top_k=top_k)
-    if top_k > logits.shape[1]:
-        raise ValueError(f"top_k is {top_k} but logits is (T, E={logits.shape[1]})")
+    check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})", selection_bias is not None)
+    if mask is not None:
+        check_mask(mask, "logits", logits.shape[0])
+        check_device(logits=logits, mask=mask)
+    check_float(logits=logits)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    sigmoid = score == "sigmoid"
-    how = {"sigmoid": sigmoid, "renormalize": renormalize, "scale": scale, "need_scores": need_scores}
-    scores, weights, expert_ids = choose_experts(logits, top_k, **how)
+    if score in FUSED and choice is None and selection_bias is None:
+        how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
+        scores, weights, expert_ids = choose_experts(logits, top_k, **how, need_scores=need_scores)
+    else:
+        scores = scores_of(logits, score)
+        ranked = rank(scores, selection_bias)
+        if choice is None:
+            expert_ids = topk(ranked, top_k)[1]
+            weights = weigh(scores, expert_ids, renormalize, scale)
+        else:
+            ranked = logits.detach() if choice.by_logits else ranked
+            expert_ids, weights = choice.choose(scores, ranked, top_k, mask, renormalize, scale)
+    if mask is not None:
+        expert_ids = without_padding(expert_ids, mask)
     return Routing(expert_ids, weights, scores, logits)
 
 
-def check_score(score: str, renormalize: bool) -> None:
-    if score not in SCORES:
-        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
-    if score == "topk_softmax" and not renormalize:
-        raise ValueError("renormalize=False, but the weights of score='topk_softmax' always sum to 1")
+def without_padding(expert_ids: Tensor, mask: Tensor) -> Tensor:
+    check_mask(mask, "logits", expert_ids.shape[0])
+    check_device(logits=expert_ids, mask=mask)
+    return expert_ids.masked_fill(~mask[:, None], -1)
+
+
+def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
+    """What experts are chosen by, which has no gradient."""
+    if selection_bias is None:
+        return scores.detach()
+    check_shape("selection_bias", selection_bias, "E")
+    check_device(logits=scores, selection_bias=selection_bias)
+    what = "logits is (T, E={})", scores.shape[1]
+    check_size(*what, "selection_bias is (E={},)", selection_bias.shape[0])
+    return scores.detach() + selection_bias.detach()
+
+
+def check_choice(choice: Choice | None, top_k: int, num_experts: int, what: str, biased: bool) -> None:
+    check_sizes(top_k=top_k)
+    if top_k > num_experts:
+        raise ValueError(f"top_k is {top_k} but {what.format(num_experts)}")
+    if choice is not None:
+        if not isinstance(choice, Choice):
+            raise TypeError(f"choice must be a Choice, as GroupLimit is one, not {type(choice).__name__}")
+        choice.check(top_k, num_experts)
+        if biased and not choice.takes_bias:
+            raise ValueError(f"a selection bias would change nothing for {choice}")
 
 
 # logits: x (T, H) @ weight.T (H, E) + bias (E,), in float32
@@ -168,8 +214,14 @@ class Router(nn.Module):
     Parameters `weight` (E, H) and, with bias=True, `bias` (E,), initialised as nn.Linear does.
     The logits are float32 for any dtype of `x` and `weight`, which may differ, and also under autocast.
     Two float16 or two bfloat16 tensors on a GPU are not upcast: a 16-bit GEMM sums in float32 and
-    stores float32, the same numbers for half of the traffic.  `score`, `renormalize` and `scale` are
-    those of `route`.
+    stores float32, the same numbers for half of the traffic.  `score`, `renormalize`, `scale` and `choice`
+    are those of `route`.
+
+    With selection_bias=True there is a buffer `selection_bias` (E,), zeros at first and float32 whatever the
+    module is cast to, by which `route` chooses; `balance_step` updates it.
+
+    `jitter` above 0 multiplies, in training mode, each number that the router sees by one drawn from
+    [1 - jitter, 1 + jitter] (Fedus et al. 2021, arXiv 2101.03961); the experts see x itself.
     """
 
     def __init__(
@@ -181,19 +233,26 @@ class Router(nn.Module):
         score: str = "softmax",
         renormalize: bool = True,
         scale: float = 1.0,
+        choice: Choice | None = None,
+        selection_bias: bool = False,
+        jitter: float = 0.0,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_score(score, renormalize)
-        check_sizes(hidden=hidden, num_experts=num_experts, top_k=top_k)
-        if top_k > num_experts:
-            raise ValueError(f"top_k is {top_k} but num_experts is {num_experts}")
+        check_sizes(hidden=hidden, num_experts=num_experts)
+        check_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
+        self.choice, self.jitter = choice, jitter
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter must be from 0 to below 1, not {jitter}")
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        chosen_by = torch.zeros(num_experts, device=device, dtype=torch.float32) if selection_bias else None
+        self.register_buffer("selection_bias", chosen_by)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -201,20 +260,44 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
+        if self.selection_bias is not None:
+            self.selection_bias.zero_()
 
-    def forward(self, x: Tensor, *, need_scores: bool = True) -> Routing:
-        """Route each row of `x` (T, H); `need_scores` as for `route`."""
-        return self.choose(router_logits(x, self.weight, self.bias), need_scores)
+    def _apply(self, fn, recurse=True):
+        before = self.selection_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.selection_bias.dtype != before.dtype:
+            # steps of 0.001 are lost in 16 bits
+            self.selection_bias = before.to(self.selection_bias.device)
+        return self
 
-    def choose(self, logits: Tensor, need_scores: bool) -> Routing:
+    def forward(self, x: Tensor, *, need_scores: bool = True, mask: Tensor | None = None) -> Routing:
+        """Route each row of `x` (T, H); `need_scores` and `mask` as for `route`."""
+        if self.adds_noise():
+            x = self.with_noise(x)
+        return self.choose(router_logits(x, self.weight, self.bias), need_scores, mask)
+
+    def adds_noise(self) -> bool:
+        return self.jitter > 0 and self.training
+
+    def with_noise(self, x: Tensor) -> Tensor:
+        noise = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        return (x * noise.uniform_(1 - self.jitter, 1 + self.jitter)).to(x.dtype)
+
+    def choose(self, logits: Tensor, need_scores: bool, mask: Tensor | None = None) -> Routing:
         how = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
-        return route(logits, self.top_k, **how, need_scores=need_scores)
+        how |= {"choice": self.choice, "selection_bias": self.selection_bias, "need_scores": need_scores}
+        return route(logits, self.top_k, **how, mask=mask)
 
-    def pass_on(self, x: Tensor, need_scores: bool) -> tuple[Routing, Tensor]:
+    def pass_on(self, x: Tensor, need_scores: bool, mask: Tensor | None) -> tuple[Routing, Tensor]:
         """`forward`, and `x` for experts that nobody else watches: see `LogitsAndTokens`."""
         logits, x = LogitsAndTokens.apply(x, self.weight, self.bias)
-        return self.choose(logits, need_scores), x
+        return self.choose(logits, need_scores, mask), x
 
     def extra_repr(self) -> str:
         text = f"{self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
-        return f"{text}, renormalize={self.renormalize}, scale={self.scale}, bias={self.bias is not None}"
+        text = f"{text}, renormalize={self.renormalize}, scale={self.scale}"
+        text = text if self.choice is None else f"{text}, choice={self.choice}"
+        text = text if self.selection_bias is None else f"{text}, selection_bias=True"
+        text = f"{text}, jitter={self.jitter}" if self.jitter else text
+        return f"{text}, bias={self.bias is not None}"

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from moe_aiter.routing.router import SCORES, Router, route, router_logits
+from moe_aiter.routing.router import Router, route, router_logits
+from moe_aiter.routing.scores import SCORES
 
 MODES = [("softmax", True), ("softmax", False), ("topk_softmax", True), ("sigmoid", True), ("sigmoid", False)]
 modes = pytest.mark.parametrize("score, renormalize", MODES)
@@ -193,7 +194,7 @@ def test_module_state(device):
     [
         (
             lambda: route(torch.zeros(2, 4), 2, score="tanh"),
-            "unknown score 'tanh'; known: softmax, topk_softmax, sigmoid",
+            "unknown score 'tanh'; known: softmax, topk_softmax, sigmoid, sqrt_softplus",
         ),
         (lambda: route(torch.zeros(2, 4), 5), r"top_k is 5 but logits is \(T, E=4\)"),
         (lambda: route(torch.zeros(4), 2), r"logits must be \(T, E\)"),

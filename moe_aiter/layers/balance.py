@@ -1,0 +1,43 @@
+"""The step that keeps the experts of a model balanced, after each of the optimizer's."""
+
+import torch
+from torch import nn
+
+from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
+from .moe import MoE
+
+
+@torch.no_grad()
+def balance_step(
+    model: nn.Module, rate: float = 1e-3, *, rule: str = "sign", zero_mean: bool = False, group=None
+) -> None:
+    """Move the selection bias of every `MoE` in `model` by its counted choices, and count from 0 again.
+
+    To be called once per optimizer step, whatever the number of micro-batches:
+
+        optimizer.register_step_post_hook(lambda *_: balance_step(model))
+
+    With c[e] the choices of expert e since the last call, summed over the ranks of the process group `group`
+    if given (one all-reduce for all layers), and v[e] = mean(c) - c[e]: bias[e] += rate * sign(v[e]), as
+    DeepSeek-V3 does (arXiv 2408.15664), or with rule="proportional" bias[e] += rate * v[e] / mean(c).
+    `zero_mean` takes the mean of these steps off them.  No synchronisation with the host.
+
+    A layer with a `global_balance_coef` and no bias begins to count anew.
+
+    Under DistributedDataParallel use broadcast_buffers=False, or the counts of rank 0 replace the others'.
+    Raises ValueError for a model without such a layer, an unknown rule and a rate that is not above 0.
+    """
+    check_rule(rate, rule)
+    layers = [m for m in model.modules() if isinstance(m, MoE) and m.load is not None]
+    if not layers:
+        raise ValueError(
+            "the model has no MoE with selection_bias=True or a global_balance_coef: nothing to do"
+        )
+    loads = [layer.load for layer in layers]
+    if group is not None:
+        loads = sum_over_ranks(loads, group)
+    for layer, load in zip(layers, loads, strict=True):
+        bias = getattr(layer.router, "selection_bias", None)
+        if bias is not None:
+            bias += selection_bias_step(bias, load.to(bias.device), rate, rule, zero_mean)
+        layer.load.zero_()

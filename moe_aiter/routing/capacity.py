@@ -1,0 +1,58 @@
+"""Experts that take a limited number of choices; the rest are dropped."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels._check import check_shape
+from .plan import RoutePlan, make_plan
+
+POLICIES = ("position", "probability")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """At most ceil(factor * T * k / E) choices for each expert; what is dropped has the id -1.
+
+    Lepikhin et al. 2020 (GShard), arXiv 2006.16668, and Fedus et al. 2021 (Switch), arXiv 2101.03961, eq. 3.
+
+    drop="position"     an expert keeps the choices that come first: lower t, then lower j
+    drop="probability"  it keeps those of the highest routing weight, of equal ones those that come first
+
+    A dropped choice adds nothing to its token, whose other weights stay as they are.  The losses and the
+    selection bias see the choices before any is dropped.
+    """
+
+    factor: float
+    drop: str = "position"
+
+    def __post_init__(self):
+        if not self.factor > 0 or math.isinf(self.factor):
+            raise ValueError(f"factor must be above 0 and finite, not {self.factor}")
+        if self.drop not in POLICIES:
+            raise ValueError(f"unknown drop {self.drop!r}; known: {', '.join(POLICIES)}")
+
+
+def drop_over_capacity(
+    expert_ids: Tensor, routing_weights: Tensor, plan: RoutePlan, capacity: Capacity
+) -> Tensor:
+    """`expert_ids` (T, k) with -1 for each choice over its expert's capacity; `plan` is that of `expert_ids`.
+
+    Deterministic, without a synchronisation.  Raises ValueError for weights of another shape.
+    """
+    check_shape("expert_ids", expert_ids, "T", "k")
+    if routing_weights.shape != expert_ids.shape:
+        shapes = tuple(routing_weights.shape), tuple(expert_ids.shape)
+        raise ValueError("routing_weights is {} but expert_ids is {}".format(*shapes))
+    num_experts = plan.group_sizes.shape[0]
+    limit = math.ceil(capacity.factor * expert_ids.numel() / num_experts)
+    rank = plan.rank
+    if capacity.drop == "probability":
+        best = routing_weights.detach().flatten().sort(descending=True, stable=True).indices
+        ranked = make_plan(expert_ids.flatten()[best][:, None], num_experts).rank.flatten()
+        rank = torch.empty_like(ranked).scatter(0, best, ranked).view_as(expert_ids)
+    first = plan.group_sizes.cumsum(0) - plan.group_sizes  # (E,) the first row of each expert
+    place = rank - first[expert_ids.clamp(0, num_experts - 1).long()]
+    return expert_ids.masked_fill(place >= limit, -1)

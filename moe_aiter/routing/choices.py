@@ -1,0 +1,279 @@
+"""Ways to choose experts other than each token's k highest scores: values for `choice` of `route`.
+
+All on the device, without a synchronisation; ties go to the lower expert, and to the lower token.  A token
+with fewer experts than there are slots has the id -1 in the rest, which the kernels skip.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels._check import check_sizes
+from ..kernels.topk import topk
+from .scores import weigh
+
+
+class Choice:
+    """How experts are chosen and weighed."""
+
+    by_logits = False  # ranked by logits, not by scores
+    takes_bias = True  # whether a selection bias changes anything
+    takes_capacity = True
+
+    def check(self, top_k: int, num_experts: int) -> None:
+        """Raise ValueError for sizes that do not fit."""
+
+    def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
+        """The experts (T, slots) int64, -1 for none, by what they are ranked by: (T, E), without gradient.
+
+        Where `mask` (T,) is False no other token is to depend on this one, whose own experts do not matter.
+        """
+        raise NotImplementedError
+
+    def choose(
+        self, scores: Tensor, ranked: Tensor, top_k: int, mask: Tensor | None, renormalize: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The experts (T, slots), and their weights."""
+        expert_ids = self.pick(ranked, top_k, mask)
+        return expert_ids, weigh(scores, expert_ids, renormalize, scale)
+
+
+@dataclass(frozen=True)
+class GroupLimit(Choice):
+    """Top-k among the experts of a token's best `top_groups` of `num_groups` equal groups.
+
+    DeepSeek-V2 (arXiv 2405.04434, 2.2.2) and DeepSeek-V3 (arXiv 2412.19437, 2.1.2).  With q the scores,
+
+        best[g] = max of q over group g               score="max", DeepSeek-V2
+        best[g] = sum of the 2 highest q of group g   score="top2", DeepSeek-V3
+        chosen  = top-k of q[e] where e's group is among the top_groups highest of best, else `masked`
+
+    `masked` is -inf, or 0 as in DeepSeek's first code, which differs where a selection bias makes q negative:
+    then an expert outside the groups may be chosen.
+    """
+
+    num_groups: int
+    top_groups: int
+    score: str = "top2"
+    masked: float = -math.inf
+
+    def __post_init__(self):
+        check_sizes(num_groups=self.num_groups, top_groups=self.top_groups)
+        if self.top_groups > self.num_groups:
+            raise ValueError(f"top_groups is {self.top_groups} but num_groups is {self.num_groups}")
+        if self.score not in ("max", "top2"):
+            raise ValueError(f"unknown score {self.score!r} of a group; known: max, top2")
+        if self.masked not in (0, -math.inf):
+            raise ValueError(f"masked must be 0 or -inf, not {self.masked}")
+
+    def check(self, top_k: int, num_experts: int) -> None:
+        if num_experts % self.num_groups:
+            raise ValueError(
+                f"num_experts is {num_experts}, which {self.num_groups} groups cannot share evenly"
+            )
+        size = num_experts // self.num_groups
+        if self.score == "top2" and size < 2:
+            raise ValueError("score='top2' needs groups of at least 2 experts, but they have 1")
+        if self.top_groups * size < top_k:
+            raise ValueError(
+                f"top_k is {top_k} but {self.top_groups} groups have {self.top_groups * size} experts"
+            )
+
+    def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
+        num_tokens, num_experts = ranked.shape
+        size = num_experts // self.num_groups
+        groups = ranked.view(num_tokens, self.num_groups, size)
+        best = groups.amax(2) if self.score == "max" else groups.topk(2, 2).values.sum(2)  # (T, groups)
+        ids = topk(best, self.top_groups)[1]
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, ids, True)
+        return topk(groups.masked_fill(~kept[:, :, None], self.masked).view_as(ranked), top_k)[1]
+
+
+@dataclass(frozen=True)
+class Forced(Choice):
+    """An even load whatever the logits are: for measurements, not for training.
+
+    how="round_robin"  choice j of token t is expert (t * k + j) mod E: as even as can be
+    how="random"       k distinct experts for each token, drawn anew each time
+
+    The weights are those of the router.
+    """
+
+    how: str = "round_robin"
+    takes_bias = False
+
+    def __post_init__(self):
+        if self.how not in ("round_robin", "random"):
+            raise ValueError(f"unknown how {self.how!r}; known: round_robin, random")
+
+    def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
+        if self.how == "random":
+            return topk(torch.rand_like(ranked), top_k)[1]
+        num_tokens, num_experts = ranked.shape
+        choices = torch.arange(num_tokens * top_k, device=ranked.device)
+        return (choices % num_experts).view(num_tokens, top_k)
+
+
+@dataclass(frozen=True)
+class TopP(Choice):
+    """As many experts as it takes to reach a share `p` of a token's scores, at least 1 and at most `top_k`.
+
+    Huang et al. 2024, arXiv 2403.07652: in the order of rank, an expert is chosen where the scores of those
+    before it sum to less than p * sum_e score[e].
+    """
+
+    p: float
+
+    def __post_init__(self):
+        if not 0 < self.p <= 1:
+            raise ValueError(f"p must be above 0 and at most 1, not {self.p}")
+
+    def choose(self, scores, ranked, top_k, mask, renormalize, scale):
+        expert_ids = topk(ranked, top_k)[1]
+        chosen = scores.detach().gather(1, expert_ids)
+        before = chosen.cumsum(1) - chosen  # of the first exactly 0
+        enough = before >= self.p * scores.detach().sum(1, keepdim=True)
+        enough = enough & (torch.arange(top_k, device=scores.device) > 0)
+        expert_ids = expert_ids.masked_fill(enough, -1)
+        return expert_ids, weigh(scores, expert_ids, renormalize, scale)
+
+
+@dataclass(frozen=True)
+class Sinkhorn(Choice):
+    """Top-k of logits that are balanced first: each token's sum to 1, each expert's to T / E.
+
+    Clark et al. 2022 (S-BASE), arXiv 2202.01169, as Megatron does for k > 1 too.  `iterations` times
+
+        u[t] = -log sum_e exp(z[t, e] + v[e])
+        v[e] = log(T / E) - log sum_t exp(z[t, e] + u[t])
+
+    from v = 0; then top-k of z + v.  The weights are the router's own scores of the chosen.  A token's
+    experts depend on the other tokens, later ones included: not causal.
+    """
+
+    iterations: int = 8
+    by_logits = True
+    takes_bias = False
+
+    def __post_init__(self):
+        check_sizes(iterations=self.iterations)
+
+    def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
+        num_experts = ranked.shape[1]
+        v = ranked.new_zeros(num_experts)
+        for _ in range(self.iterations):
+            balanced = ranked - (ranked + v).logsumexp(1, keepdim=True)  # z + u
+            if mask is not None:
+                balanced = balanced.masked_fill(~mask[:, None], -math.inf)
+            # log(T / E) is the same for all, and changes no order
+            v = -balanced.logsumexp(0)
+            v = v.nan_to_num(posinf=0.0)  # without tokens
+        return topk(ranked + v, top_k)[1]
+
+
+@dataclass(frozen=True)
+class ExpertChoice(Choice):
+    """Each expert takes its C = ceil(T * top_k / E) highest tokens; a token has from 0 to E experts.
+
+    Zhou et al. 2022, arXiv 2202.09368, where the weights are the scores (renormalize=False) of a softmax.
+    `top_k` is the mean number of experts of a token.  A token's experts depend on the other tokens, later
+    ones included: not causal.
+
+    `max_per_token` limits the experts of a token to its best few, and the memory of the layer to as many rows
+    for each token; None is E.
+    """
+
+    max_per_token: int | None = None
+    takes_bias = False  # it would be the same for all tokens of an expert
+    takes_capacity = False
+
+    def __post_init__(self):
+        if self.max_per_token is not None:
+            check_sizes(max_per_token=self.max_per_token)
+
+    def check(self, top_k: int, num_experts: int) -> None:
+        check_slots("max_per_token", self.max_per_token, num_experts)
+
+    def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
+        num_tokens, num_experts = ranked.shape
+        capacity = -(-num_tokens * top_k // num_experts)
+        by_expert = ranked if mask is None else ranked.masked_fill(~mask[:, None], -math.inf)
+        best = by_expert.sort(dim=0, descending=True, stable=True).indices[:capacity]  # (C, E)
+        taken = torch.zeros_like(ranked, dtype=torch.bool).scatter(0, best, True)
+        return highest_of(ranked, taken, self.max_per_token or num_experts)
+
+
+@dataclass(frozen=True)
+class TokenRounding(Choice):
+    """Top-k, after which each expert's number of tokens is rounded to a multiple of `tile`.
+
+    Guo et al. 2025 (SonicMoE), arXiv 2512.14080: no tile of the grouped products is filled in part.  With
+    c[e] the tokens of expert e, it keeps the first c'[e] of all tokens in this order: those that chose it, by
+    weight, then the others, by score.
+
+        to="down"     c' = the multiple below c          drops the lowest weights
+        to="up"       c' = the multiple above c          adds the highest scores
+        to="nearest"  c' = the nearer one, up at half
+
+    An expert keeps c where c' is more than there are tokens.  A weight that is dropped changes no other; one
+    that is added is scale * score, not renormalised.  `max_added` limits the experts that are added to a
+    token, its best few, and the memory of the layer to top_k + max_added rows for each; None is
+    E - top_k, with which c' is always reached.  Not causal.
+    """
+
+    tile: int = 128
+    to: str = "nearest"
+    max_added: int | None = None
+    takes_capacity = False
+
+    def __post_init__(self):
+        check_sizes(tile=self.tile)
+        if self.to not in ("down", "up", "nearest"):
+            raise ValueError(f"unknown to {self.to!r}; known: down, up, nearest")
+        if self.max_added is not None:
+            check_sizes(max_added=self.max_added)
+            if self.to == "down":
+                raise ValueError("max_added is given, but to='down' adds nothing")
+
+    def check(self, top_k: int, num_experts: int) -> None:
+        check_slots("max_added", self.max_added, num_experts - top_k)
+
+    def choose(self, scores, ranked, top_k, mask, renormalize, scale):
+        own = topk(ranked, top_k)[1]
+        weights = weigh(scores, own, renormalize, scale)
+        chose = torch.zeros_like(ranked, dtype=torch.bool).scatter(1, own, True)
+        value = ranked.scatter(1, own, weights.detach().to(ranked.dtype))
+        if mask is not None:
+            chose, value = chose & mask[:, None], value.masked_fill(~mask[:, None], -math.inf)
+        order = value.sort(dim=0, descending=True, stable=True).indices
+        first = chose.gather(0, order).byte().sort(dim=0, descending=True, stable=True).indices
+        place = torch.arange(len(ranked), device=ranked.device)[:, None]
+        kept = torch.zeros_like(chose).scatter(0, order.gather(0, first), place < self.rounded(chose, mask))
+        expert_ids = own.masked_fill(~kept.gather(1, own), -1)
+        slots = self.max_added or ranked.shape[1] - top_k
+        if self.to == "down" or not slots:
+            return expert_ids, weights
+        added = highest_of(ranked, kept & ~chose, slots)
+        weights = torch.cat([weights, weigh(scores, added, False, scale)], 1)
+        return torch.cat([expert_ids, added], 1), weights
+
+    def rounded(self, chose: Tensor, mask: Tensor | None) -> Tensor:
+        """(T, E) -> c' (E,)."""
+        count = chose.sum(0)
+        rest = {"down": 0, "up": self.tile - 1, "nearest": self.tile // 2}[self.to]
+        target = (count + rest) // self.tile * self.tile
+        num_tokens = len(chose) if mask is None else mask.sum()
+        return target.where(target <= num_tokens, count)
+
+
+def highest_of(ranked: Tensor, chosen: Tensor, slots: int) -> Tensor:
+    """The highest ranked of the `chosen` (T, E) experts of each token: (T, slots), -1 past the last."""
+    ids = topk(ranked.masked_fill(~chosen, -math.inf), slots)[1]
+    return ids.masked_fill(~chosen.gather(1, ids), -1)
+
+
+def check_slots(name: str, slots: int | None, most: int) -> None:
+    if slots is not None and slots > most:
+        raise ValueError(f"{name} is {slots} but there are only {most} experts for it")

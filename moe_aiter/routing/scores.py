@@ -1,0 +1,37 @@
+"""Scores of any kind and the weights of any choice, in plain torch: what has no fused kernel."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.route_grad import EPSILON
+
+SCORES = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
+FUSED = ("softmax", "topk_softmax", "sigmoid")
+EXACT_FROM = 40.0  # softplus(z) is z from here on, in float64 too
+
+
+def check_score(score: str, renormalize: bool) -> None:
+    if score not in SCORES:
+        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
+    if score == "topk_softmax" and not renormalize:
+        raise ValueError("renormalize=False, but the weights of score='topk_softmax' always sum to 1")
+
+
+def scores_of(logits: Tensor, score: str) -> Tensor:
+    """(T, E) -> (T, E), in the dtype of the logits."""
+    if score == "sigmoid":
+        return logits.sigmoid()
+    if score == "sqrt_softplus":
+        # the root of 0 has no finite slope, and softplus underflows to 0
+        return F.softplus(logits, threshold=EXACT_FROM).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+    return logits.softmax(1)
+
+
+def weigh(scores: Tensor, expert_ids: Tensor, renormalize: bool, scale: float) -> Tensor:
+    """The weights of `expert_ids` (T, k), of which one outside [0, E) weighs 0: (T, k)."""
+    used = (expert_ids >= 0) & (expert_ids < scores.shape[1])
+    chosen = scores.gather(1, expert_ids.where(used, 0).long()).where(used, 0)
+    if renormalize:
+        chosen = chosen / (chosen.sum(1, keepdim=True) + EPSILON)
+    return chosen * scale if scale != 1.0 else chosen

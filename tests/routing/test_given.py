@@ -1,0 +1,177 @@
+"""Routes that are given: replayed, by a hash, forced; and jitter."""
+
+import pytest
+import torch
+
+from moe_aiter import Forced, MoE, Router, hash_experts, route, route_to
+from moe_aiter.routing.scores import SCORES
+
+H, WIDTH, E, K, T = 16, 8, 6, 2, 13
+MODES = [(score, renormalize) for score in SCORES for renormalize in (True, False)]
+MODES.remove(("topk_softmax", False))
+
+
+@pytest.mark.parametrize("score, renormalize", MODES)
+def test_a_replay_weighs_as_the_choice_did(device, score, renormalize):
+    logits = torch.randn(T, E, device=device, dtype=torch.float64).requires_grad_()
+    how = {"score": score, "renormalize": renormalize, "scale": 2.5}
+    routing = route(logits, K, **how)
+    replayed = route_to(logits, routing.expert_ids.int(), **how)
+    for got, want in zip(replayed, routing, strict=True):
+        torch.testing.assert_close(got, want)
+    ids = routing.expert_ids.clone()
+    ids[2, 1], ids[5] = -1, -1
+    assert torch.autograd.gradcheck(lambda z: route_to(z, ids, **how)[1:3], logits)
+    weights = route_to(logits, ids, **how).routing_weights
+    assert (weights[ids < 0] == 0).all() and (weights[ids >= 0] > 0).all()
+
+
+def test_a_layer_replays_ids_and_weights(device):
+    """Whatever the logits are now, the output is that of the recorded routing, to the bit."""
+    moe = MoE(H, WIDTH, E, K, score="sigmoid", device=device)
+    x = torch.randn(3, 5, H, device=device)
+    out, (routing, _) = moe(x, return_routing=True)
+    ids, weights = (t.detach().view(3, 5, K) for t in routing[:2])
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(moe(x, expert_ids=ids), out)
+    with torch.no_grad():
+        moe.router.weight.neg_()
+    assert not torch.allclose(moe(x), out) and not torch.allclose(moe(x, expert_ids=ids), out)
+    again, (same, _) = moe(x, expert_ids=ids, routing_weights=weights, return_routing=True)
+    assert torch.equal(again, out) and torch.equal(same.expert_ids, routing.expert_ids)
+    again.sum().backward()
+    assert moe.router.weight.grad is None or moe.router.weight.grad.count_nonzero() == 0
+    moe(x, expert_ids=ids).sum().backward()
+    assert moe.router.weight.grad.abs().sum() > 0
+
+
+def test_a_replay_with_losses_and_padding(device):
+    coefs = {"load_balance_coef": 0.1, "sequence_balance_coef": 0.1, "z_loss_coef": 0.1}
+    moe = MoE(H, WIDTH, E, K, device=device, **coefs)
+    x, mask = torch.randn(3, 5, H, device=device), torch.ones(3, 5, dtype=torch.bool, device=device)
+    mask[1, 2:] = False
+    ids = moe(x, return_routing=True)[1].routing.expert_ids.view(3, 5, K)
+    grads = []
+    for given in ({}, {"expert_ids": ids}):
+        out = moe(x, mask=mask, **given)
+        grads.append((out, *torch.autograd.grad(out.square().sum(), list(moe.parameters()))))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_hash(device):
+    table = hash_experts(1000, E, 3, device=device)
+    assert table.shape == (1000, 3) and table.dtype == torch.int64 and table.device.type == device.type
+    assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < E for row in table.tolist())
+    assert torch.equal(table, hash_experts(1000, E, 3, device=device))
+    assert not torch.equal(table, hash_experts(1000, E, 3, seed=1, device=device))
+    assert table.flatten().bincount(minlength=E).min() > 400
+    moe = MoE(H, WIDTH, E, K, device=device)
+    token_ids = torch.randint(0, 1000, (3, 5), device=device)
+    out, (routing, _) = moe(
+        torch.randn(3, 5, H, device=device), expert_ids=table[token_ids], return_routing=True
+    )
+    assert torch.equal(routing.expert_ids.view(3, 5, 3), table[token_ids])
+    out.sum().backward()
+    assert moe.router.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["round_robin", "random"])
+def test_forced(device, how):
+    moe = MoE(H, WIDTH, E, 4, choice=Forced(how), device=device)
+    x = torch.ones(3 * 30, H, device=device)  # all alike
+    out, (routing, plan) = moe(x, return_routing=True)
+    if how == "round_robin":
+        want = [[(t * 4 + j) % E for j in range(4)] for t in range(90)]
+        assert routing.expert_ids.tolist() == want
+        assert plan.group_sizes.tolist() == [60] * E
+    else:
+        assert plan.group_sizes.min() > 40
+        assert not torch.equal(moe(x, return_routing=True)[1].routing.expert_ids, routing.expert_ids)
+    assert all(len(set(row)) == 4 for row in routing.expert_ids.tolist())
+    replayed = route_to(routing.logits, routing.expert_ids)
+    torch.testing.assert_close(routing.routing_weights, replayed.routing_weights)
+    out.sum().backward()
+    assert moe.router.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_jitter(device, dtype):
+    moe = MoE(H, WIDTH, E, K, jitter=0.1, device=device, dtype=dtype)
+    plain = MoE(H, WIDTH, E, K, device=device, dtype=dtype)
+    plain.load_state_dict(moe.state_dict())
+    x = torch.randn(T, H, device=device, dtype=dtype).requires_grad_()
+    before = x.detach().clone()
+    torch.manual_seed(1)
+    out, (routing, _) = moe(x, return_routing=True)
+    torch.manual_seed(1)
+    noise = torch.empty(T, H, device=device).uniform_(0.9, 1.1)
+    want = plain.router((x * noise).to(dtype))
+    torch.testing.assert_close(routing.logits, want.logits)
+    # the experts see x itself
+    rest = plain(x, expert_ids=routing.expert_ids, routing_weights=routing.routing_weights)
+    torch.testing.assert_close(out, rest)
+    (out.sum() + 0.0).backward()
+    assert torch.equal(x, before) and moe.router.weight.grad.abs().sum() > 0
+    assert torch.equal(moe.eval()(x), plain(x)) and "jitter=0.1" in repr(moe)
+
+
+def test_the_gradient_goes_through_the_jitter(device):
+    router = Router(H, E, K, jitter=0.5, device=device, dtype=torch.float64)
+    x = torch.randn(4, H, device=device, dtype=torch.float64).requires_grad_()
+
+    def weights(x):
+        torch.manual_seed(2)
+        return router(x).routing_weights
+
+    assert torch.autograd.gradcheck(weights, x)
+
+
+X = torch.zeros(3, 5, H)
+IDS = torch.zeros(3, 5, K, dtype=torch.int64)
+
+
+class Mine(Router):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def with_mine():
+    moe = MoE(H, WIDTH, E, K)
+    moe.router = Mine(H, E, K)
+    return moe
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda m: m(X, expert_ids=IDS[0]), ValueError, r"expert_ids is \(5, 2\) but x is \(3, 5, 16\)"),
+        (lambda m: m(X, routing_weights=IDS.float()), ValueError, "without their expert_ids"),
+        (
+            lambda m: m(X, expert_ids=IDS, routing_weights=torch.ones(3, 5, 1)),
+            ValueError,
+            r"routing_weights is \(15, 1\) but expert_ids is \(15, 2\)",
+        ),
+        (lambda m: m(X, expert_ids=IDS.float()), TypeError, "expert_ids must be int32 or int64"),
+        (lambda m: m(X, expert_ids=[1]), TypeError, "expert_ids must be a tensor, not list"),
+        (lambda m: m(X, expert_ids=IDS, routing_weights=IDS), TypeError, "routing_weights must be floating"),
+        (lambda m: with_mine()(X, expert_ids=IDS), ValueError, "Mine has a forward of its own"),
+        (lambda m: m(X, expert_ids=IDS[..., :0]), ValueError, "k must be at least 1, not 0"),
+        (
+            lambda m: route_to(torch.zeros(2, E), IDS[0]),
+            ValueError,
+            r"\(T=2, E\) but expert_ids is \(T=5, k\)",
+        ),
+        (lambda m: hash_experts(9, 4, 5), ValueError, "top_k is 5 but num_experts is 4"),
+        (lambda m: Forced("evenly"), ValueError, "unknown how 'evenly'; known: round_robin, random"),
+        (lambda m: Router(H, E, K, jitter=1.0), ValueError, "jitter must be from 0 to below 1, not 1.0"),
+        (
+            lambda m: MoE(H, WIDTH, E, K, jitter=-0.1),
+            ValueError,
+            "jitter must be from 0 to below 1, not -0.1",
+        ),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call(MoE(H, WIDTH, E, K))

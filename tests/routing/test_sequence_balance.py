@@ -1,0 +1,98 @@
+"""The balance loss of each sequence, against its formula in plain Python."""
+
+import pytest
+import torch
+
+from moe_aiter.routing.losses import load_balance_loss, sequence_balance_loss
+from moe_aiter.routing.router import route
+
+B, S, E, K = 4, 7, 6, 2
+
+
+def routed(score="sigmoid", device="cpu", dtype=torch.float64, top_k=K):
+    logits = torch.randn(B * S, E, dtype=torch.float64).to(device, dtype).requires_grad_()
+    return route(logits, top_k, score=score)
+
+
+def mask_of(device):
+    """The ends of two sequences, and a whole one."""
+    mask = torch.ones(B, S, dtype=torch.bool, device=device)
+    mask[0, 5:], mask[1, 1:], mask[2] = False, False, False
+    return mask.flatten()
+
+
+def by_hand(scores, expert_ids, mask):
+    losses = []
+    for b in range(B):
+        kept = [t for t in range(b * S, b * S + S) if mask[t]]
+        if not kept:
+            continue
+        choices = [e for t in kept for e in expert_ids[t] if e >= 0]
+        loss = 0.0
+        for e in range(E):
+            f = choices.count(e) / max(len(choices), 1)
+            loss += E * f * sum(scores[t][e] / sum(scores[t]) for t in kept) / len(kept)
+        losses.append(loss)
+    return sum(losses) / max(len(losses), 1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_by_hand(device, score, masked):
+    routing = routed(score, device)
+    ids = routing.expert_ids.clone()
+    ids[3, 1] = -1  # a dropped slot
+    mask = mask_of(device) if masked else None
+    want = by_hand(routing.scores.tolist(), ids.tolist(), mask.tolist() if masked else [True] * B * S)
+    loss = sequence_balance_loss(routing.scores, ids, S, mask)
+    assert loss.shape == () and loss.item() == pytest.approx(want, rel=1e-6)
+    assert torch.autograd.gradcheck(lambda s: sequence_balance_loss(s, ids, S, mask), routing.scores)
+
+
+def test_one_sequence_is_the_load_balance_loss(device):
+    routing = routed("softmax", device)
+    whole = load_balance_loss(routing.scores, routing.expert_ids)
+    torch.testing.assert_close(sequence_balance_loss(routing.scores, routing.expert_ids, B * S), whole)
+
+
+def test_opposite_sequences_do_not_balance_each_other(device):
+    scores = torch.zeros(8, 2, device=device)
+    scores[:4, 0] = scores[4:, 1] = 1.0
+    ids = scores.argmax(1, keepdim=True)
+    assert load_balance_loss(scores, ids) == 1 and sequence_balance_loss(scores, ids, 4) == 2
+
+
+def test_what_is_masked_counts_for_nothing(device):
+    routing, mask = routed(device=device), mask_of(device)
+    scores, ids = routing.scores.detach().clone(), routing.expert_ids.clone()
+    want = sequence_balance_loss(scores, ids, S, mask)
+    scores[~mask], ids[~mask] = float("nan"), 0
+    scores.requires_grad_()
+    loss = sequence_balance_loss(scores, ids, S, mask)
+    assert torch.equal(loss, want)
+    (dscores,) = torch.autograd.grad(loss, scores)
+    assert dscores[~mask].count_nonzero() == 0 and dscores.isfinite().all()
+
+
+def test_no_tokens_give_0(device):
+    routing = routed(device=device)
+    nothing = torch.zeros(B * S, dtype=torch.bool, device=device)
+    assert sequence_balance_loss(routing.scores, routing.expert_ids, S, nothing) == 0
+    assert sequence_balance_loss(routing.scores[:0], routing.expert_ids[:0], S) == 0
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (
+            lambda s, i, m: sequence_balance_loss(s, i, 3),
+            r"\(T=4, E\), which is no multiple of sequence_length=3",
+        ),
+        (lambda s, i, m: sequence_balance_loss(s, i, 0), "sequence_length must be at least 1, not 0"),
+        (lambda s, i, m: sequence_balance_loss(s, i[1:], 2), r"\(T=4, E\) but expert_ids is \(T=3, k\)"),
+        (lambda s, i, m: sequence_balance_loss(s, i, 2, m[1:]), r"\(T=4, E\) but mask is \(T=3,\)"),
+    ],
+)
+def test_errors(call, text):
+    with pytest.raises(ValueError, match=text):
+        call(torch.rand(4, 5), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, dtype=torch.bool))
