@@ -27,10 +27,15 @@ def arguments(gpu: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--experts", default="moe_aiter", choices=["moe_aiter", "grouped_mm", "eager"])
     parser.add_argument("--text", type=pathlib.Path, nargs="+", help="files; the documents here unless given")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="default 0.001")
     for name, defaults in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=defaults[gpu])
-    return parser.parse_args()
+        parser.add_argument(f"--{name}", type=int, default=defaults[gpu], help=f"default {defaults[gpu]}")
+    args = parser.parse_args()
+    if missing := [str(f) for f in args.text or () if not f.is_file()]:
+        parser.error(f"no file {', '.join(missing)}")
+    if args.steps < 1 or not 1 <= args.top_k <= args.num_experts:
+        parser.error("there must be at least one step, and from 1 to num-experts experts for each token")
+    return args
 
 
 def build(args: argparse.Namespace, device: str) -> torch.nn.Module:

@@ -32,6 +32,8 @@ def test_every_block_is_run():
 def test_python(code, tmp_path):
     if "import transformers" in code or "from transformers" in code:
         pytest.importorskip("transformers", reason="transformers is not installed")
+    if "from peft" in code:
+        pytest.importorskip("peft", reason="PEFT is not installed")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment(), text=True, capture_output=True
     )

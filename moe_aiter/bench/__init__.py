@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         importlib.import_module(f"{__name__}.{module}").add_arguments(command)
         add_measurement(command)
     report = commands.add_parser("report", help="write tables and plots from the figures")
-    report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"default {CSV}")
+    report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"of bench layer; default {CSV}")
     report.add_argument(
         "--readme",
         type=pathlib.Path,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from .arguments import refuse
 from .layer import ADDED
 from .plots import PLOTS, draw, lines_of
-from .product_report import products
+from .product_report import REPORTS, products
 from .shapes import DEFAULT, GROUPS, SHAPES
 from .tables import EARLIER, MARK, Damaged, earlier, grouped, markdown, newest, reading, versions, written
 
@@ -41,6 +41,8 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
     """Rewrite `document` between its markers, FIGURES and the plots; 2 where that is not possible."""
     if not source.exists():
         return refuse("bench report", f"there is no {source}; `make bench` writes it")
+    if source.name in REPORTS:
+        return refuse("bench report", f"--csv is that of `bench layer`; {source.name} beside it is read too")
     text = document.read_text()
     if END not in text.partition(BEGIN)[2]:
         return refuse("bench report", f"{document} lacks {BEGIN} and, behind it, {END}")

@@ -229,10 +229,13 @@ class LoRAExperts(nn.Module):
 
     The arguments by name are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up and down
     each gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).
+    The router stays trainable.  Raises TypeError for what is no `Experts`, adapters included.
     """
 
     def __init__(self, base: Experts, **lora):
         super().__init__()
+        if not isinstance(base, Experts):
+            raise TypeError(f"base must be an Experts, such as MoE(...).experts, not {type(base).__name__}")
         self.base = base.requires_grad_(False)
         self.gate_up_lora = LoRAFactors(base.gate_up, base.num_experts, **lora)
         self.down_lora = LoRAFactors(base.down, base.num_experts, **lora)

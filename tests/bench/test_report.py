@@ -97,6 +97,12 @@ def test_a_damaged_csv_of_products_is_named(tmp_path, capsys):
     assert f"{tmp_path / 'segment.csv'} is damaged: KeyError: 'host_us'" in capsys.readouterr().err
 
 
+def test_a_csv_of_products_is_not_the_one_to_name(tmp_path, capsys):
+    layer.append(tmp_path / "segment.csv", [dict.fromkeys(segment.FIELDS, "1")], segment.FIELDS)
+    assert run("report", "--csv", tmp_path / "segment.csv", "--readme", tmp_path / "README.md") == 2
+    assert "--csv is that of `bench layer`; segment.csv beside it" in capsys.readouterr().err
+
+
 def refused(tmp_path):
     """The report of layer.csv is, and the documents stay as they were."""
     before = {"README.md": f"{report.BEGIN}\nfigures\n{report.END}\n", report.FIGURES: "others\n"}

@@ -37,3 +37,13 @@ def test_hf_finetune_on_a_text(tmp_path):
     text.write_text("abc")
     done = run("--text", text)
     assert done.returncode and "the text has 3 bytes, but a sequence needs 33" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flag, said",
+    [("--text=none.txt", "no file none.txt"), ("--top-k=9", "num-experts"), ("--steps=0", "step")],
+)
+def test_a_mistake_is_one_line(flag, said):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    done = run(flag)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_aiter import LoRALinear
+from moe_aiter import LoRAExperts, LoRALinear, MoE
 
 from .test_lora import KINDS, H, kinds, make_experts, make_linear
 
@@ -56,3 +56,12 @@ def test_a_refused_state_changes_nothing(make, kind):
             layer.load_peft_state_dict(state | wrong)
         assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
         state |= {last: torch.zeros(1)}
+
+
+def test_what_has_no_place_for_adapters_is_named():
+    moe = MoE(hidden=8, intermediate=4, num_experts=2, top_k=1)
+    with pytest.raises(TypeError, match="base must be an Experts.* not MoE"):
+        LoRAExperts(moe, rank=2)
+    assert moe.router.weight.requires_grad
+    with pytest.raises(TypeError, match="not LoRAExperts"):
+        LoRAExperts(LoRAExperts(moe.experts, rank=2), rank=2)
