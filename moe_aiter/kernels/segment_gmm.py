@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import tuning
 from ..backend import define_inplace_op, define_op, takes
 from . import hopper
+from ._by_group import chosen
 from ._check import check_device, check_shape, check_size
 from ._parts import add_parts
 from ._segments import (
@@ -43,22 +44,28 @@ DTYPES = (*TILE_DTYPES, *FP8)
 
 
 def segment_gmm_reference(x, w, lens, indptr, weight_indices):
-    return torch.cat(products(x, w, lens, indptr, weight_indices))
-
-
-def fill_reference(out, x, w, lens, indptr, weight_indices):
-    *outs, _ = products(x, w, lens, indptr, weight_indices)
-    for o, product in zip(split_segments(out, lens, indptr), outs, strict=False):
-        o.copy_(product)
-
-
-def products(x, w, lens, indptr, weight_indices):
-    """Each segment's, and zeros for the rows past the last one."""
+    """Each segment's product, and zeros for the rows past the last one."""
     x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
     numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
-    rows = split_segments(x, lens, indptr)
-    pairs = zip(rows, [*numbers, None], strict=True)
-    return [r.new_zeros(len(r), w.shape[2]) if i is None else r @ w[i] for r, i in pairs]
+    pairs = zip(split_segments(x, lens, indptr), [*numbers, None], strict=True)
+    return torch.cat([r.new_zeros(len(r), w.shape[2]) if i is None else r @ w[i] for r, i in pairs])
+
+
+def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
+    """By torch, each segment straight into its place."""
+    x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
+    product, numbers = (
+        chosen(out, x, None),
+        weight_numbers(weight_indices, num_segments(lens, indptr), len(w)),
+    )
+    *outs, rest = split_segments(out, lens, indptr)
+    for o, r, i in zip(outs, split_segments(x, lens, indptr), numbers, strict=False):
+        if i is None:
+            o.zero_()
+        elif len(r):
+            product(o, r, w[i], None)
+    if zero_rest:
+        rest.zero_()
 
 
 # kernel
@@ -279,6 +286,7 @@ segment_gmm_op = define_op(
     "segment_gmm(Tensor x, Tensor w, Tensor? lens, Tensor? indptr, Tensor? weight_indices) -> Tensor",
     new=new_segment_gmm,
     reference=segment_gmm_reference,
+    torch=fill_segment_gmm,
     check_values=lambda x, w, *segments: check_segment_values(len(x), segments),
     triton=launch_segment_gmm,
     hopper=launch_on_hopper,
@@ -289,7 +297,7 @@ segment_gmm_out_op = define_inplace_op(
     "segment_gmm_out(Tensor(a!) out, Tensor x, Tensor w, Tensor? lens, Tensor? indptr, "
     "Tensor? weight_indices) -> ()",
     check=check_segment_gmm_out,
-    reference=fill_reference,
+    reference=untouched_rest(fill_segment_gmm),
     check_values=lambda out, x, w, *segments: check_segment_values(len(x), segments),
     triton=untouched_rest(launch_segment_gmm),
     hopper=untouched_rest(launch_on_hopper),
