@@ -54,10 +54,8 @@ def segment_gmm_reference(x, w, lens, indptr, weight_indices):
 def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
     """By torch, each segment straight into its place."""
     x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
-    product, numbers = (
-        chosen(out, x, None),
-        weight_numbers(weight_indices, num_segments(lens, indptr), len(w)),
-    )
+    product = chosen(out, x, None)
+    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
     *outs, rest = split_segments(out, lens, indptr)
     for o, r, i in zip(outs, split_segments(x, lens, indptr), numbers, strict=False):
         if i is None:
