@@ -2,18 +2,23 @@
 
 from .balance import balance_step
 from .experts import Experts
+from .live import LiveTable
 from .lora import LoRAExperts, LoRALinear
 from .moe import MoE, MoERouting
+from .monitor import LayerStatistics, Monitor
 from .optimized import OptimizedMoELayer
 from .segment import SegmentGEMMWrapper
 from .shuffled import ShuffledWeight
 
 __all__ = [
     "Experts",
+    "LayerStatistics",
+    "LiveTable",
     "LoRAExperts",
     "LoRALinear",
     "MoE",
     "MoERouting",
+    "Monitor",
     "OptimizedMoELayer",
     "SegmentGEMMWrapper",
     "ShuffledWeight",

@@ -66,6 +66,8 @@ class MoE(nn.Module):
     between two steps, and not saved.
     """
 
+    monitor = None  # a Monitor's recorder, while there is one
+
     def __init__(
         self,
         hidden: int,
@@ -170,8 +172,11 @@ class MoE(nn.Module):
             length = x.shape[-2] if x.dim() > 1 else 1
             for loss in self.losses(routing, plan, length, mask):
                 weights = attach_loss(weights, loss)
+        chosen = plan.group_sizes
         if self.capacity is not None:
             routing, plan = self.within_capacity(routing, plan)
+        if self.monitor is not None:
+            self.monitor.record(routing, chosen, plan.group_sizes, mask, self.training)
         out = self.experts(expert_tokens, weights, plan)  # (T, H)
         if self.shared is not None:
             out = out + self.shared(tokens)

@@ -1,0 +1,81 @@
+"""A `Monitor` for transformers' models, and the way of its numbers into the logs of transformers' Trainer."""
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from ..layers.monitor import Monitor, Recorder, scalars_of
+from ..routing.plan import make_plan
+from ..routing.router import Routing
+
+
+class ExpertsMonitor(Monitor):
+    """`Monitor`, which also counts the experts modules of transformers' models.
+
+    That is every module whose class has transformers' decorator `use_experts_implementation`, whichever
+    implementation runs.  The routers are transformers' own: logits and selection biases are not seen, and
+    logit_norm, logit_max, logsumexp and bias_range are None.  An id outside [0, E) is no choice.
+    """
+
+    def find(self, model: nn.Module) -> dict[str, nn.Module]:
+        return super().find(model) | {name: m for name, m in model.named_modules() if is_experts(m)}
+
+    def attach(self, layer: nn.Module) -> Recorder:
+        if not is_experts(layer):
+            return super().attach(layer)
+        weight = layer.down_proj  # (E, H, I) or (E, I, H)
+        layer.monitor = Recorder(weight.shape[0], weight.device, self.evaluation)
+        layer.monitor.hook = layer.register_forward_pre_hook(record_experts, with_kwargs=True)
+        return layer.monitor
+
+    def detach(self, layer: nn.Module) -> None:
+        if is_experts(layer):
+            layer.monitor.hook.remove()
+        super().detach(layer)
+
+
+def is_experts(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("_apply_gate", "is_transposed", "down_proj"))
+
+
+def record_experts(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """A hook.  It asks the module for its recorder, since a copy of the module has the hook alone."""
+    recorder = module.monitor
+    if recorder is None:
+        return
+    expert_ids = (kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]).detach()
+    chosen = make_plan(expert_ids, recorder.num_experts).group_sizes
+    routing = Routing(expert_ids, None, None, None)
+    recorder.record(routing, chosen, chosen, None, module.training)
+
+
+class MonitorCallback(TrainerCallback):
+    """Adds the scalars of each layer to what transformers' Trainer logs of the training.
+
+    They are those that `Monitor.log` hands on, over the steps since the last log; with `group` summed over
+    its ranks.  The Trainer's own reporters see them if this callback comes before them: see `watch`.
+    """
+
+    def __init__(self, *, prefix: str = "moe", group: "torch.distributed.ProcessGroup | None" = None):
+        self.prefix, self.group, self.monitor = prefix, group, None
+
+    def on_train_begin(self, args, state, control, model: nn.Module, **_) -> None:
+        self.monitor = ExpertsMonitor(model, group=self.group)
+
+    def on_log(self, args, state, control, logs: dict, **_) -> None:
+        if self.monitor is not None and "loss" in logs:  # not those of an evaluation
+            scalars = {f"{self.prefix}/{k}": v for k, v in scalars_of(self.monitor.read()).items()}
+            logs.update(scalars)
+            state.log_history[-1].update(scalars)
+            self.monitor.reset()
+
+    def on_train_end(self, args, state, control, **_) -> None:
+        self.monitor.remove()
+        self.monitor = None
+
+
+def watch(trainer, **options) -> MonitorCallback:
+    """Give a transformers Trainer a `MonitorCallback` with these options, in front of its reporters."""
+    callback = MonitorCallback(**options)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback

@@ -1,0 +1,219 @@
+"""What the routers of a model do, summed on the device while it runs and read when somebody asks."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..routing.balance import sum_over_ranks
+from ..routing.record import SCALARS, record_routing
+from ..routing.router import Routing
+from ..routing.stats import load_statistics
+from .moe import MoE
+
+
+class LayerStatistics(NamedTuple):
+    """Of one layer, over all that it routed since the monitor was reset.  Numbers and NumPy arrays.
+
+    Without any token the load and its figures are 0, and every expert is dead.
+    """
+
+    tokens: int  # without padding
+    choices: np.ndarray  # (E,) int64, of each expert, before any is dropped
+    load: np.ndarray  # (E,) float32, each expert's share of the choices; sums to 1
+    entropy: float  # of the load, over log E: 1 at balance, 0 when one expert takes all
+    max_violation: float  # the largest load over the mean, minus 1 (MaxVio of arXiv 2408.15664)
+    dead_experts: int  # those that nobody chose
+    drop_rate: float  # share of the choices that were over the capacity
+    bias_range: tuple[float, float] | None  # smallest and largest selection bias; None without one
+    logit_norm: float | None  # mean over the tokens of the Euclidean norm of their E logits
+    logit_max: float | None  # the largest |logit|
+    logsumexp: float | None  # mean over the tokens of log sum_e exp(logit); None where no logits are seen
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers among these by name, for a log; those that are None are left out."""
+        values = self._asdict()
+        bias = values.pop("bias_range")
+        if bias is not None:
+            values["bias_min"], values["bias_max"] = bias
+        return {k: v for k, v in values.items() if v is not None and not isinstance(v, np.ndarray)}
+
+
+class Monitor:
+    """Counts what every `MoE` in `model` routes, from now on until `remove`.
+
+        with Monitor(model) as monitor:
+            for step, batch in enumerate(batches):
+                ...
+                if step % 100 == 0:
+                    monitor.log(writer, step)
+
+    A layer adds to a few numbers on its device in each forward pass in training mode, with
+    `evaluation=True` in every forward pass: nothing waits for the device until `read`.  Outputs and
+    gradients are the same to the bit.  Activation checkpointing, torch.compile and CUDA graphs count once;
+    what was captured or compiled goes on as it was: attach the monitor first.  A copy of the model has no
+    monitor, a checkpoint does not know of it, and without one a layer does nothing.
+
+    `group` is the process group whose ranks `read` sums over; all of them must call it together.
+
+    Raises ValueError for a model without a layer to count, and for one that has a monitor already.
+    """
+
+    def __init__(self, model: nn.Module, *, evaluation: bool = False, group=None):
+        self.evaluation, self.group = evaluation, group
+        layers = {plain_name(name) or type(m).__name__: m for name, m in self.find(model).items()}
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no layer that a monitor can count")
+        for name, layer in layers.items():
+            if getattr(layer, "monitor", None) is not None:
+                raise ValueError(f"{name} has a monitor already: remove() that one first")
+        self.layers = layers
+        self.recorders = {name: self.attach(layer) for name, layer in layers.items()}
+
+    def find(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The layers to count, by their names in the model."""
+        return {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
+
+    def attach(self, layer: nn.Module) -> "Recorder":
+        layer.monitor = Recorder(layer.num_experts, next(layer.parameters()).device, self.evaluation)
+        return layer.monitor
+
+    def detach(self, layer: nn.Module) -> None:
+        layer.monitor = None
+
+    def read(self) -> dict[str, LayerStatistics]:
+        """The statistics of each layer, by name.  One wait for the device, however many layers there are.
+
+        With a `group`, two all-reduces on each device: of what is summed, and of the largest logits.
+        """
+        totals = [recorder.totals for recorder in self.recorders.values()]
+        if self.group is not None:
+            totals = by_device(totals, lambda group: totals_over_ranks(group, self.group))
+        biases = [selection_bias_of(layer) for layer in self.layers.values()]
+        totals = [torch.cat([t, bias.to(t)]) for t, bias in zip(totals, biases, strict=True)]
+        totals = by_device(totals, lambda group: split_like(torch.cat(group).cpu(), group))
+        return {
+            name: statistics_of(t, recorder.num_experts)
+            for (name, recorder), t in zip(self.recorders.items(), totals, strict=True)
+        }
+
+    def reset(self) -> None:
+        """Begin anew."""
+        for recorder in self.recorders.values():
+            recorder.totals.zero_()
+
+    def log(self, sink, step: int | None = None, *, prefix: str = "moe") -> dict[str, LayerStatistics]:
+        """Read, hand the scalars to `sink`, begin anew; returns what was read.
+
+        They are called "{prefix}/{layer}/{name of the scalar}".  The sink is a TensorBoard SummaryWriter, or
+        anything with add_scalar(tag, value, step); a W&B run, or anything with log(dict, step=step); or a
+        function of (dict, step).  Raises TypeError for anything else.
+        """
+        statistics = self.read()
+        write = writer_of(sink)
+        write({f"{prefix}/{k}": v for k, v in scalars_of(statistics).items()}, step)
+        self.reset()
+        return statistics
+
+    def remove(self) -> None:
+        """Detach from the model.  What was counted can still be read."""
+        for name, layer in self.layers.items():
+            if getattr(layer, "monitor", None) is self.recorders[name]:
+                self.detach(layer)
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.remove()
+
+
+class Recorder:
+    """The sums of one layer."""
+
+    def __init__(self, num_experts: int, device: torch.device, evaluation: bool):
+        self.num_experts, self.evaluation = num_experts, evaluation
+        device = "cpu" if device.type == "meta" else device
+        self.totals = torch.zeros(2 * num_experts + SCALARS, dtype=torch.float64, device=device)
+        torch._dynamo.mark_static_address(self.totals)  # a CUDA graph of torch.compile may write to it
+
+    def record(
+        self, routing: Routing, chosen: Tensor, kept: Tensor, mask: Tensor | None, training: bool
+    ) -> None:
+        """Add what was routed: the choices of each expert (E,) before any was dropped, and those kept."""
+        if training or self.evaluation:
+            if self.totals.device != chosen.device:  # the model was moved
+                self.totals = self.totals.to(chosen.device)
+            record_routing(self.totals, routing.expert_ids, chosen, kept, routing.logits, mask)
+
+    def __reduce__(self):
+        return type(None), ()  # copy.deepcopy and pickle leave None in its place
+
+
+def plain_name(name: str) -> str:
+    """Without what torch.compile adds to it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def scalars_of(statistics: dict[str, LayerStatistics]) -> dict[str, float]:
+    """All scalars of all layers: "{layer}/{name}"."""
+    return {f"{layer}/{k}": v for layer, s in statistics.items() for k, v in s.scalars().items()}
+
+
+def writer_of(sink) -> Callable[[dict[str, float], int | None], None]:
+    if hasattr(sink, "add_scalar"):
+        return lambda scalars, step: [sink.add_scalar(k, v, step) for k, v in scalars.items()]
+    if hasattr(sink, "log"):
+        return lambda scalars, step: sink.log(scalars, step=step)
+    if callable(sink):
+        return sink
+    raise TypeError(f"sink must have add_scalar or log, or be a function, not {type(sink).__name__}")
+
+
+def statistics_of(totals: Tensor, num_experts: int) -> LayerStatistics:
+    """Of what a recorder has summed, followed by the selection bias (E,) or nothing; on the CPU."""
+    choices, dropped, rest = totals.tensor_split([num_experts, 2 * num_experts])
+    scalars, bias = rest.tensor_split([SCALARS])
+    load = load_statistics(choices)
+    tokens, seen, norm, logsumexp, largest = scalars.tolist()
+    return LayerStatistics(
+        tokens=int(tokens),
+        choices=choices.long().numpy(),
+        load=load.load.numpy(),
+        entropy=load.entropy.item(),
+        max_violation=load.imbalance.item(),
+        dead_experts=load.idle.item(),
+        drop_rate=dropped.sum().item() / max(choices.sum().item(), 1),
+        bias_range=(bias.min().item(), bias.max().item()) if len(bias) else None,
+        logit_norm=norm / seen if seen else None,
+        logit_max=largest if seen else None,
+        logsumexp=logsumexp / seen if seen else None,
+    )
+
+
+def selection_bias_of(layer: nn.Module) -> Tensor:
+    bias = getattr(getattr(layer, "router", None), "selection_bias", None)
+    return torch.empty(0) if bias is None else bias
+
+
+def by_device(tensors: list[Tensor], change: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    """`change` of all tensors of a device at once, in the order of the tensors."""
+    changed = list(tensors)
+    for device in dict.fromkeys(t.device for t in tensors):
+        places = [i for i, t in enumerate(tensors) if t.device == device]
+        for i, t in zip(places, change([tensors[i] for i in places]), strict=True):
+            changed[i] = t
+    return changed
+
+
+def split_like(joined: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    return list(joined.split([len(t) for t in tensors]))
+
+
+def totals_over_ranks(totals: list[Tensor], group) -> list[Tensor]:
+    sums = sum_over_ranks([t[:-1] for t in totals], group)
+    largest = torch.stack([t[-1] for t in totals])
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    return [torch.cat([t, m[None]]) for t, m in zip(sums, largest, strict=True)]
