@@ -1,4 +1,4 @@
-"""The command `moe-aiter`: info, train, plot, bench, tune."""
+"""The command `moe-aiter`: info, train, plot, report, bench, tune."""
 
 import argparse
 import dataclasses
@@ -14,6 +14,7 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
     "info": (None, "versions, devices, backends and settings"),
     "train": ("moe_aiter.training.command", "train a byte-level language model with MoE layers"),
     "plot": ("moe_aiter.training.plots", "draw the loss curves of several runs in one picture"),
+    "report": ("moe_aiter.training.report", "write one HTML page about a run, with plots of its experts"),
     "bench": ("moe_aiter.bench", "measure the layer and its products beside their peers"),
     "tune": ("moe_aiter.bench.tune", "measure the tiles of each kernel, and write this GPU's table"),
 }

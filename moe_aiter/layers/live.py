@@ -58,7 +58,7 @@ def new_table(statistics: dict[str, LayerStatistics], title: str, width: int, as
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     for name in columns:  # where there is little room the names of layers go on in a second line
         left = name in ("layer", "load")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "layer")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "layer", overflow="fold")
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*map(text, cells))
     return table

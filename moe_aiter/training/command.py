@@ -27,11 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "continue a run; by default the newest in runs/"
     parser.add_argument("--resume", nargs="?", type=path, const=True, metavar="RUN", help=text)
+    text = "show a table of what each layer's experts do, in place of the progress bar"
+    parser.add_argument("--live", action="store_true", help=text)
     add_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    for module in ("tqdm", "safetensors", "matplotlib"):
+    for module in ("tqdm", "safetensors", "matplotlib", *(["rich"] if args.live else [])):
         need(module)  # now, not after the training
     if torch.cuda.is_available():
         repeat_on_gpu()
@@ -68,7 +70,7 @@ def start_run(args: argparse.Namespace) -> Trainer:
         raise UsageError(f"--out {run} is a file; a run needs a folder")
     if any((run / part).exists() for part in PARTS):
         raise UsageError(f"{run} holds a run already: use --resume {run}, or choose another --out")
-    trainer = Trainer(config, run)
+    trainer = Trainer(config, run, args.live)
     run.mkdir(parents=True, exist_ok=True)
     config.save(run / "config.json")
     return trainer
@@ -87,7 +89,7 @@ def resume_run(args: argparse.Namespace) -> Trainer:
         raise UsageError("--resume takes neither --preset nor --out")
     values = vars(TrainConfig.load(run / "config.json")) | given
     config = make_config("cpu", values)
-    trainer = Trainer(config, run)
+    trainer = Trainer(config, run, args.live)
     trainer.resume()
     config.save(run / "config.json")
     return trainer

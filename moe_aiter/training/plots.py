@@ -14,7 +14,7 @@ def new_figure(rows: int = 1, height: float = 4.5):
     return figure, figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
 
 
-def plot_loss(runs: dict[str, list[dict]], out: Path) -> None:
+def draw_loss(runs: dict[str, list[dict]]):
     """Training loss (smoothed, thin) and validation loss (points) of one or more runs, label -> rows."""
     figure, (axis,) = new_figure()
     settled = []  # without the first steep tenth, which would flatten the rest
@@ -33,7 +33,11 @@ def plot_loss(runs: dict[str, list[dict]], out: Path) -> None:
         axis.set_ylim(0.95 * min(settled), 1.05 * max(settled))
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(out, dpi=150)
+    return figure
+
+
+def plot_loss(runs: dict[str, list[dict]], out: Path) -> None:
+    draw_loss(runs).savefig(out, dpi=150)
 
 
 def plain(label: str) -> str:
@@ -51,7 +55,7 @@ def smooth(values: list[float], decay: float = 0.95) -> list[float]:
     return out
 
 
-def plot_load(rows: list[dict], out: Path) -> None:
+def draw_load(rows: list[dict]):
     """A heat map for each layer: experts upwards, steps to the right, load as a multiple of the mean."""
     rows = [row for row in rows if "load" in row]
     layers = len(rows[0]["load"])
@@ -59,7 +63,7 @@ def plot_load(rows: list[dict], out: Path) -> None:
     first, last = rows[0]["step"], rows[-1]["step"]
     for layer, axis in enumerate(axes):
         columns = [row["load"][layer] for row in rows]  # each (E,)
-        shares = [[load * len(column) / sum(column) for load in column] for column in columns]
+        shares = [[load * len(column) / max(sum(column), 1) for load in column] for column in columns]
         extent = (first, max(last, first + 1), -0.5, len(columns[0]) - 0.5)
         image = axis.imshow(
             list(zip(*shares, strict=True)), aspect="auto", origin="lower", extent=extent, vmin=0, vmax=2,
@@ -68,7 +72,11 @@ def plot_load(rows: list[dict], out: Path) -> None:
         axis.set_ylabel(f"layer {layer}\nexpert")
     axes[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(axes), label="load, 1 at balance")
-    figure.savefig(out, dpi=150)
+    return figure
+
+
+def plot_load(rows: list[dict], out: Path) -> None:
+    draw_load(rows).savefig(out, dpi=150)
 
 
 def plot_run(run: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layers import LayerStatistics, LiveTable, Monitor
 from ..routing.losses import load_balance_loss, z_loss
 from ..routing.stats import load_statistics
 from .checkpoint import load_newest, save_checkpoint, sync
@@ -22,18 +23,23 @@ from .sample import generate, readable
 from .stop import Stop
 
 LOSSES = {"loss": "the loss", "val_loss": "the validation loss"}
+MONITORED = "entropy", "dead_experts", "logit_norm", "logit_max", "logsumexp"  # written for each layer
 
 
 class Trainer:
-    """A model, its optimizer, its text and its run folder, at some step."""
+    """A model, its optimizer, its text and its run folder, at some step.
 
-    def __init__(self, config: TrainConfig, run: Path):
-        self.config, self.run, self.step = config, run, 0
+    `live` shows a table of the layers while it trains, in place of a bar.
+    """
+
+    def __init__(self, config: TrainConfig, run: Path, live: bool = False):
+        self.config, self.run, self.live, self.step = config, run, live, 0
         self.device = torch.device(config.device)
         torch.manual_seed(config.seed)
         self.corpus = load_corpus(config.data, config.val_fraction, config.sequence).to(self.device)
         torch.empty(config.tokens_per_step, VOCAB, device=self.device)  # its logits: a huge batch fails here
         self.model = Transformer(config).to(self.device)
+        self.monitor = None if config.dense else Monitor(self.model)
         self.forward = torch.compile(self.model) if config.compile else self.model
         self.optimizer = make_optimizer(self.model, config)
 
@@ -53,7 +59,7 @@ class Trainer:
         flops = flops_per_token(self.model, config) * config.tokens_per_step
         peak = peak_flops(self.device) if config.dtype == "bfloat16" else None
         metrics = Metrics(self.run / "metrics.jsonl", config.tokens_per_step, flops, peak)
-        with Stop() as stop, self.progress_bar() as bar:
+        with Stop() as stop, LiveTable() if self.live else self.progress_bar() as display:
             while self.step < config.steps:
                 metrics.add(*self.take_step())
                 status = stop.status  # read once: a signal that comes later waits for the next step
@@ -61,11 +67,13 @@ class Trainer:
                 validates = last or self.step % config.val_every == 0
                 saves = last or status or self.step % config.save_every == 0
                 if validates or saves or self.step % config.log_every == 0:
-                    rows = metrics.collect()
+                    rows, layers = metrics.collect(), self.read_monitor()
+                    if layers:
+                        rows[-1] |= {name: [getattr(s, name) for s in layers.values()] for name in MONITORED}
                     rows[-1] |= self.validate() if validates else {}
                     metrics.write(rows)
                     self.check(rows, saves)
-                    self.report(bar, rows[-1])
+                    self.report(display, rows[-1], layers)
                 if saves:
                     self.save()
                 if status:
@@ -89,16 +97,27 @@ class Trainer:
             step, name, value = lost[0]
             raise UsageError(f"{name} is {value} at step {step}: try a smaller --lr, or a longer --warmup")
 
-    def report(self, bar, row: dict) -> None:
-        """Move the progress bar to this step."""
+    def read_monitor(self) -> dict[str, LayerStatistics]:
+        """What each MoE layer routed since this was last asked; nothing in a dense model."""
+        layers = {} if self.monitor is None else self.monitor.read()
+        if layers:
+            self.monitor.reset()
+        return layers
+
+    def report(self, display, row: dict, layers: dict[str, LayerStatistics]) -> None:
+        """Move the progress bar to this step, or draw the table anew."""
         parts = [f"loss {row['loss']:.3f}", f"{row['bits_per_byte']:.2f} bits/byte"]
         parts += [f"{row['tokens_per_s'] / 1000:.1f}k tokens/s"]
         if "imbalance" in row:
             parts += [f"imbalance {max(row['imbalance']):.2f}"]
         if "mfu" in row:
             parts += [f"MFU {row['mfu']:.0%}"]
-        bar.set_postfix_str(", ".join(parts), refresh=False)
-        bar.update(self.step - bar.n)
+        text = ", ".join(parts)
+        if self.live:
+            display.show(layers, f"step {self.step} of {self.config.steps}: {text}")
+        else:
+            display.set_postfix_str(text, refresh=False)
+            display.update(self.step - display.n)
 
     def take_step(self) -> tuple[dict, dict[str, Tensor]]:
         """One optimizer step; returns what to log, numbers and tensors that may still be on their way."""

@@ -1,0 +1,215 @@
+"""`moe-aiter report`: one HTML page about a run, with its plots inside; it asks no network and no other file."""
+
+import base64
+import html
+import io
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from ..routing.stats import load_statistics
+from .errors import UsageError, summary
+from .plots import draw_load, draw_loss, name, new_figure, rows_of
+
+CURVES = {  # a number in each line of metrics.jsonl -> what it is
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradient, before it is clipped",
+    "tokens_per_s": "tokens per second",
+}
+OF_LAYERS = {  # a list in some lines, a number for each layer; of the step, or of all since the last such line
+    "imbalance": "MaxVio of a step: the largest load over the mean, minus 1",
+    "max_violation": "MaxVio: the largest load over the mean, minus 1",
+    "entropy": "entropy of the load, over log E",
+    "dead_experts": "dead experts",
+    "drop_rate": "share of the choices that is dropped",
+    "bias_min": "smallest selection bias",
+    "bias_max": "largest selection bias",
+    "logit_norm": "norm of a token's logits, mean",
+    "logit_max": "largest |logit|",
+    "logsumexp": "log-sum-exp of a token's logits, mean",
+}
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+img { max-width: 100%; display: block; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { padding: 0.2rem 0.8rem; border-bottom: 1px solid #ccc; text-align: left; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+"""
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder or a metrics.jsonl file")
+    parser.add_argument("--out", type=Path, help="where the page goes; by default report.html beside the run")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def main(args) -> int:
+    folder = args.run if args.run.is_dir() else args.run.parent
+    out = args.out or folder / "report.html"
+    rows, settings = rows_of(args.run), read_settings(folder / "config.json")
+    if out.exists() and not args.force:
+        raise UsageError(f"{out} is there already: --force replaces it, --out names another")
+    out.write_text(page(name(args.run), rows, settings), encoding="utf-8")
+    print(out)
+    return 0
+
+
+def read_settings(path: Path) -> dict | None:
+    """What config.json says, of whatever version; None without one."""
+    if not path.exists():
+        return None
+    try:
+        settings = json.loads(path.read_text(errors="replace"))
+        if not isinstance(settings, dict):
+            raise TypeError("it holds no settings")
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path} is not the configuration of a run: {summary(error)}") from error
+    return settings
+
+
+def page(title: str, rows: list[dict], settings: dict | None) -> str:
+    """The HTML of a run's rows, of which there is at least one."""
+    curves = {key: found for key in CURVES if (found := numbers(rows, key))}
+    loads = with_load(rows)
+    layers = {key: found for key in OF_LAYERS if (found := lists(rows, key) or from_loads(loads, key))}
+    parts = [f"<h1>{html.escape(title)}</h1>", table(overview(rows).items())]
+    if numbers(rows, "loss"):
+        parts += [heading("Loss"), picture(draw_loss({title: rows}), "the loss by step")]
+    if curves:
+        text = ", ".join(CURVES[key] for key in curves)
+        parts += [heading("Speed and optimizer"), picture(draw_curves(curves, CURVES), f"{text}, by step")]
+    if loads:
+        parts += [heading("Load of the experts"), picture(draw_load(loads), "load by layer, expert and step")]
+    if layers:
+        text = ", ".join(OF_LAYERS[key] for key in layers)
+        parts += [heading("Layers"), picture(draw_curves(layers, OF_LAYERS), f"{text}, by step and layer")]
+        parts += [heading("Layers at the end"), table(*last_of_layers(layers))]
+    else:
+        parts.append("<p>No layer of experts in these metrics.</p>")
+    parts.append(heading("Settings"))
+    parts.append("<p>No config.json here.</p>" if settings is None else table(settings.items()))
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n'
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def overview(rows: list[dict]) -> dict:
+    last = {key: found[-1] for key in ("loss", "val_loss", "seconds") if (found := numbers(rows, key))}
+    out = {"steps": rows[-1]["step"]}
+    if "loss" in last:
+        out["training loss of the last step"] = last["loss"][1]
+    if "val_loss" in last:
+        out["validation loss"] = "{1:.4f} at step {0}".format(*last["val_loss"])
+    if "seconds" in last:
+        out["seconds"] = last["seconds"][1]
+    return out
+
+
+def is_number(value) -> bool:
+    return type(value) in (int, float)
+
+
+def damaged(key: str, row: dict, wanted: str) -> UsageError:
+    return UsageError(f"the metrics are damaged: {key} of step {row['step']} is not {wanted}")
+
+
+def finite(value: float | None) -> float:
+    """A gap in a curve instead of what cannot be drawn."""
+    return value if value is not None and math.isfinite(value) else math.nan
+
+
+def numbers(rows: list[dict], key: str) -> list[tuple[int, float]]:
+    """(step, value) of the rows that have it."""
+    for row in rows:
+        if key in row and not is_number(row[key]):
+            raise damaged(key, row, "a number")
+    return [(row["step"], finite(row[key])) for row in rows if key in row]
+
+
+def lists(rows: list[dict], key: str) -> list[tuple[int, list[float]]]:
+    """(step, a value for each layer) of the rows that have it."""
+    rows = [row for row in rows if key in row]
+    for row in rows:
+        values = row[key]
+        if not isinstance(values, list) or not all(v is None or is_number(v) for v in values):
+            raise damaged(key, row, "a list of numbers")
+        if len(values) != len(rows[0][key]) or not values:
+            raise damaged(key, row, "of as many layers as before")
+    return [(row["step"], [finite(v) for v in row[key]]) for row in rows]
+
+
+def with_load(rows: list[dict]) -> list[dict]:
+    """The rows with the choices of each expert of each layer."""
+    rows = [row for row in rows if "load" in row]
+    for row in rows:
+        load = row["load"]
+        nested = isinstance(load, list) and all(isinstance(layer, list) and layer for layer in load)
+        if not nested or not all(is_number(n) and 0 <= n < math.inf for layer in load for n in layer):
+            raise damaged("load", row, "a list of counts for each layer")
+        if not load or [len(layer) for layer in load] != [len(layer) for layer in rows[0]["load"]]:
+            raise damaged("load", row, "of as many layers and experts as before")
+    return rows
+
+
+def from_loads(rows: list[dict], key: str) -> list[tuple[int, list[float]]]:
+    """What the counts alone tell, of a run whose lines do not have it."""
+    if key not in ("entropy", "dead_experts"):
+        return []
+    field = "idle" if key == "dead_experts" else key
+    found = [[load_statistics(torch.tensor(layer)) for layer in row["load"]] for row in rows]
+    values = [[getattr(layer, field).item() for layer in layers] for layers in found]
+    return list(zip([row["step"] for row in rows], values, strict=True))
+
+
+def draw_curves(series: dict[str, list], labels: dict[str, str]):
+    """A panel for each name: a curve, or one for each layer."""
+    figure, axes = new_figure(len(series), height=0.6 + 1.9 * len(series))
+    for axis, (key, found) in zip(axes, series.items(), strict=True):
+        steps, values = zip(*found, strict=True)
+        several = isinstance(values[0], list)
+        lines = axis.plot(steps, values, linewidth=1, marker="." if len(steps) == 1 else None)
+        axis.set_title(labels[key], fontsize="medium", loc="left")
+        axis.grid(alpha=0.3)
+        if several and axis is axes[0]:
+            shown = lines if len(lines) <= 12 else [lines[0], lines[-1]]  # a model of many layers
+            axis.legend(shown, [f"layer {lines.index(line)}" for line in shown], fontsize="small", ncols=4)
+    axes[-1].set_xlabel("step")
+    return figure
+
+
+def last_of_layers(layers: dict[str, list]) -> tuple[list, list[str]]:
+    """The rows and the head of the table: what each layer was at the last step that has it."""
+    lasts = [found[-1][1] for found in layers.values()]
+    count = max(map(len, lasts))
+    rows = [[f"layer {i}", *(last[i] if i < len(last) else "" for last in lasts)] for i in range(count)]
+    return rows, ["", *(OF_LAYERS[key] for key in layers)]
+
+
+def picture(figure, text: str) -> str:
+    """The figure as an image in the page, and what it shows for those who cannot see it."""
+    svg = io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    data = base64.b64encode(svg.getvalue()).decode()
+    return f'<img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def heading(text: str) -> str:
+    return f"<h2>{html.escape(text)}</h2>"
+
+
+def table(rows, head: list[str] | None = None) -> str:
+    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)] if head else []
+    lines += ["".join(map(cell, row)) for row in rows]
+    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
+
+
+def cell(value) -> str:
+    if is_number(value):
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        return f'<td class="number">{text}</td>'
+    return f"<td>{html.escape(value if isinstance(value, str) else json.dumps(value))}</td>"
