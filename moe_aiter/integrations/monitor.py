@@ -14,7 +14,8 @@ class ExpertsMonitor(Monitor):
 
     That is every module whose class has transformers' decorator `use_experts_implementation`, whichever
     implementation runs.  The routers are transformers' own: logits and selection biases are not seen, and
-    logit_norm, logit_max, logsumexp and bias_range are None.  An id outside [0, E) is no choice.
+    logit_norm, logit_max, logsumexp and bias_range are None.  The id E, with which expert parallelism marks
+    the experts of other ranks, and negative ones are no choice.
     """
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -44,6 +45,7 @@ def record_experts(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if recorder is None:
         return
     expert_ids = (kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]).detach()
+    expert_ids = expert_ids.masked_fill(expert_ids == recorder.num_experts, -1)
     chosen = make_plan(expert_ids, recorder.num_experts).group_sizes
     routing = Routing(expert_ids, None, None, None)
     recorder.record(routing, chosen, chosen, None, module.training)

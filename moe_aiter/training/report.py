@@ -1,4 +1,4 @@
-"""`moe-aiter report`: one HTML page about a run, with its plots inside; it asks no network and no other file."""
+"""`moe-aiter report`: one HTML page about a run; it needs no other file and no network."""
 
 import base64
 import html
@@ -18,7 +18,7 @@ CURVES = {  # a number in each line of metrics.jsonl -> what it is
     "grad_norm": "norm of the gradient, before it is clipped",
     "tokens_per_s": "tokens per second",
 }
-OF_LAYERS = {  # a list in some lines, a number for each layer; of the step, or of all since the last such line
+OF_LAYERS = {  # lists in some lines, a number for each layer; of the step, or of all since the last such line
     "imbalance": "MaxVio of a step: the largest load over the mean, minus 1",
     "max_violation": "MaxVio: the largest load over the mean, minus 1",
     "entropy": "entropy of the load, over log E",

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_aiter import cli
+from moe_aiter import cli, load_statistics
 from moe_aiter.training import trainer
 from moe_aiter.training.checkpoint import checkpoints
 from moe_aiter.training.command import add_arguments, main
 from moe_aiter.training.errors import UsageError
 from moe_aiter.training.metrics import read_metrics
+from moe_aiter.training.trainer import MONITORED
 
 for module in ("tqdm", "safetensors", "matplotlib"):
     pytest.importorskip(module)
@@ -83,15 +84,45 @@ def test_a_run_leaves_everything_and_learns():
     assert [row["step"] for row in rows if "val_loss" in row] == list(range(10, 61, 10))
     assert len(rows[0]["load"]) == len(rows[0]["imbalance"]) == 2 and sum(rows[0]["load"][0]) == 4 * 32 * 2
     assert {"lr", "grad_norm", "balance_loss", "z_loss", "seconds", "tokens_per_s"} <= rows[-1].keys()
+    for row in rows:
+        assert {len(row[name]) for name in MONITORED} == {2}
+        if "load" in row:
+            assert row["entropy"] == pytest.approx(
+                load_statistics(torch.tensor(row["load"])).entropy.tolist()
+            )
     assert len((run / "sample.txt").read_text(errors="replace")) > 10
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000050", "step-00000060"]
     assert json.loads((run / "config.json").read_text())["steps"] == 60
 
 
+def test_layers_are_written_when_the_steps_are():
+    """Of all steps since the last time."""
+    assert train(*arguments("--out", "run", "--log-every", "4", "--steps", "8")) == 0
+    rows = read_metrics(Path("run/metrics.jsonl"))
+    assert [row["step"] for row in rows if "entropy" in row] == [4, 8]
+    assert rows[3]["entropy"] != load_statistics(torch.tensor(rows[3]["load"])).entropy.tolist()
+
+
+def test_a_live_table_in_place_of_the_bar(capsys):
+    pytest.importorskip("rich")
+    assert train(*arguments("--out", "run", "--live")) == 0
+    assert train(*arguments("--out", "bar")) == 0
+    assert losses("run") == losses("bar")
+    err = capsys.readouterr().err
+    assert "step 20 of 20: loss" in err and "blocks.1.mlp" in err and "MaxVio" in err
+    assert train(*arguments("--out", "dense", "--dense", "--live", "--steps", "3")) == 0
+    assert "step 3 of 3: loss" in capsys.readouterr().err
+    assert train("--resume", "run", "--steps", "21", "--live") == 0
+    assert "step 21 of 21: loss" in capsys.readouterr().err
+
+
 def test_dense_run_has_no_experts_to_show():
     assert train(*arguments("--out", "run", "--dense")) == 0
     assert "load.png" not in os.listdir("run")
-    assert not {"load", "imbalance", "balance_loss"} & read_metrics(Path("run/metrics.jsonl"))[-1].keys()
+    assert (
+        not {"load", "imbalance", "balance_loss", *MONITORED}
+        & read_metrics(Path("run/metrics.jsonl"))[-1].keys()
+    )
 
 
 def test_two_runs_have_the_same_losses_and_seeds_matter():

@@ -1,0 +1,205 @@
+"""The page of a run: what it shows, that it is whole, and what it says of a run that is damaged."""
+
+import base64
+import html.parser
+import json
+import pathlib
+import re
+
+import pytest
+import torch
+
+from moe_aiter import cli, load_statistics
+from moe_aiter.training.report import OF_LAYERS, page
+
+pytest.importorskip("matplotlib")
+ROOT = pathlib.Path(__file__).parents[2]
+VOID = {"meta", "img"}
+
+
+class Page(html.parser.HTMLParser):
+    """Headings, images and cells of a page whose tags all close."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.headings, self.images, self.rows, self.tags = [], [], [], [], set()
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        if tag == "img":
+            self.images.append(dict(attributes))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def rows(layers=2, experts=4, count=6):
+    return [
+        {
+            "step": step, "loss": 5.0 / step, "lr": 0.1, "grad_norm": 1.0,
+            "tokens_per_s": 100.0 * step, "seconds": step,
+            "load": [[step, 2, 3, 0][:experts]] * layers, "imbalance": [0.5] * layers,
+            "entropy": [0.25 * i for i in range(layers)], "dead_experts": [i for i in range(layers)],
+            "logit_norm": [None] + [step + 0.5] * (layers - 1),
+        }
+        for step in range(1, count + 1)
+    ]  # fmt: skip
+
+
+def write(run, lines, settings=None):
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if settings is not None:
+        (run / "config.json").write_text(json.dumps(settings))
+    return run
+
+
+def report(run, *words):
+    return cli.main(["report", str(run), *words])
+
+
+def test_a_page_has_every_part(tmp_path, capsys):
+    run = write(tmp_path / "run", rows(), {"layers": 2, "data": ["a", "b"], "dense": False, "lr": 0.003})
+    assert report(run) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")
+    text = (run / "report.html").read_text()
+    shown = Page(text)
+    parts = ["Loss", "Speed and optimizer", "Load of the experts", "Layers", "Layers at the end", "Settings"]
+    assert shown.headings == ["run", *parts]
+    assert len(shown.images) == 4 and "entropy" in shown.images[3]["alt"]
+    for image in shown.images:
+        kind, _, data = image["src"].partition(";base64,")
+        assert kind == "data:image/svg+xml" and b"</svg>" in base64.b64decode(data)
+    at_end = shown.rows[next(i for i, row in enumerate(shown.rows) if OF_LAYERS["entropy"] in row) :]
+    assert at_end[0] == ["", *(OF_LAYERS[k] for k in ("imbalance", "entropy", "dead_experts", "logit_norm"))]
+    assert at_end[1] == ["layer 0", "0.5", "0", "0", "nan"]
+    assert at_end[2] == ["layer 1", "0.5", "0.25", "1", "6.5"]
+    assert (
+        ["data", '["a", "b"]'] in shown.rows
+        and ["lr", "0.003"] in shown.rows
+        and ["steps", "6"] in shown.rows
+    )
+
+
+def test_a_page_asks_nothing_of_the_network(tmp_path):
+    text = page("run", rows(), {"data": []})
+    assert not re.search(r"https?:|//|@import|<script|<link", re.sub(r'src="data:[^"]*"', "", text))
+    assert Page(text).tags <= {
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "img", "table", "tr", "td", "th")
+    }
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_runs_of_before_there_was_a_monitor(kind, tmp_path):
+    """What their counts tell of the layers is there all the same."""
+    run, out = ROOT / "docs" / "runs" / kind, tmp_path / "page.html"
+    before = sorted(run.iterdir())
+    assert report(run, "--out", str(out)) == 0 and sorted(run.iterdir()) == before
+    shown = Page(out.read_text())
+    assert ("Load of the experts" in shown.headings) == ("Layers" in shown.headings) == (kind == "moe")
+    if kind == "moe":
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        last = torch.tensor([line for line in lines if "load" in line][-1]["load"])
+        table = [row for row in shown.rows if row[0].startswith("layer ")]
+        entropy = [float(row[2]) for row in table]
+        assert entropy == pytest.approx(load_statistics(last).entropy.tolist(), rel=1e-5)
+        assert len(table) == 4 and len(table[0]) == 4
+
+
+def test_text_of_a_run_is_text(tmp_path):
+    name = "<b>run</b> & $x"
+    text = page(name, rows(), {"<script>": "</table><script>alert(1)</script>", "quote": '"'})
+    shown = Page(text)
+    assert "script" not in shown.tags and "b" not in shown.tags and shown.headings[0] == name
+    assert ["<script>", "</table><script>alert(1)</script>"] in shown.rows
+
+
+def test_a_page_is_replaced_only_with_force(tmp_path, capsys):
+    run = write(tmp_path / "run", rows())
+    (run / "report.html").write_text("mine")
+    assert report(run) == 2
+    err = capsys.readouterr().err
+    assert "report.html is there already: --force replaces it, --out names another" in err
+    assert (run / "report.html").read_text() == "mine"
+    assert report(run, "--force") == 0
+    assert "<h1>run</h1>" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"step": 1}],
+        [{"step": 1, "loss": float("nan")}],
+        [{"step": 1, "loss": 2.0, "load": [[0, 0], [0, 0]], "entropy": [None, None]}],
+        rows(count=1),
+        rows(layers=1, experts=1),
+        rows(layers=30, count=2),
+    ],
+    ids=["nothing", "no number", "no tokens", "one step", "one expert", "many layers"],
+)
+def test_runs_with_little_to_draw(lines, tmp_path):
+    run = write(tmp_path / "run", lines)
+    assert report(run / "metrics.jsonl") == 0
+    assert Page((run / "report.html").read_text()).headings[-1] == "Settings"
+    assert "No config.json here" in (run / "report.html").read_text()
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    run = write(tmp_path / "run", rows())
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    assert report(run) == 0
+    assert ["steps", "6"] in Page((run / "report.html").read_text()).rows
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lr": "fast"}, "the metrics are damaged: lr of step 2 is not a number"),
+        ({"entropy": 3}, "entropy of step 2 is not a list of numbers"),
+        ({"entropy": [0.5, "x"]}, "entropy of step 2 is not a list of numbers"),
+        ({"entropy": [0.5]}, "entropy of step 2 is not of as many layers as before"),
+        ({"load": [[1, 2, 3, 4]]}, "load of step 2 is not of as many layers and experts as before"),
+        ({"load": [[1, 2], 3]}, "load of step 2 is not a list of counts for each layer"),
+        ({"load": [[1, 2, 3, -4]] * 2}, "load of step 2 is not a list of counts for each layer"),
+    ],
+)
+def test_damaged_rows_are_refused(change, message, tmp_path, capsys):
+    lines = rows()
+    lines[1] |= change
+    run = write(tmp_path / "run", lines)
+    assert report(run) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe-aiter report: error: ") and message in err and err.count("\n") == 1
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), "is neither a run folder nor a metrics file"),
+        (lambda run: (run / "metrics.jsonl").write_text(""), "metrics.jsonl holds no step to draw"),
+        (lambda run: (run / "metrics.jsonl").write_text("x\n{}\n"), "metrics.jsonl: line 1 is damaged"),
+        (lambda run: (run / "config.json").write_text("{"), "config.json is not the configuration of a run"),
+        (lambda run: (run / "config.json").write_text("[]"), "config.json is not the configuration of a run"),
+    ],
+)
+def test_damaged_runs_are_refused(damage, message, tmp_path, capsys):
+    run = write(tmp_path / "run", rows(), {})
+    damage(run)
+    assert report(run) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and not (run / "report.html").exists()
