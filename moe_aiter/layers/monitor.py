@@ -52,8 +52,8 @@ class Monitor:
 
     A layer adds to a few numbers on its device in each forward pass in training mode, with
     `evaluation=True` in every forward pass: nothing waits for the device until `read`.  Outputs and
-    gradients are the same to the bit.  Activation checkpointing, torch.compile and CUDA graphs count once;
-    what was captured or compiled goes on as it was: attach the monitor first.  A copy of the model has no
+    gradients are the same to the bit.  Activation checkpointing, torch.compile and CUDA graphs count once; a
+    graph that was captured goes on as it was: attach the monitor first.  A copy of the model has no
     monitor, a checkpoint does not know of it, and without one a layer does nothing.
 
     `group` is the process group whose ranks `read` sums over; all of them must call it together.
@@ -137,7 +137,6 @@ class Recorder:
         self.num_experts, self.evaluation = num_experts, evaluation
         device = "cpu" if device.type == "meta" else device
         self.totals = torch.zeros(2 * num_experts + SCALARS, dtype=torch.float64, device=device)
-        torch._dynamo.mark_static_address(self.totals)  # a CUDA graph of torch.compile may write to it
 
     def record(
         self, routing: Routing, chosen: Tensor, kept: Tensor, mask: Tensor | None, training: bool

@@ -51,7 +51,7 @@ def main(args) -> int:
     rows, settings = rows_of(args.run), read_settings(folder / "config.json")
     if out.exists() and not args.force:
         raise UsageError(f"{out} is there already: --force replaces it, --out names another")
-    out.write_text(page(name(args.run), rows, settings), encoding="utf-8")
+    out.write_text(page(name(args.run), rows, settings), encoding="utf-8", errors="replace")
     print(out)
     return 0
 
@@ -210,6 +210,6 @@ def table(rows, head: list[str] | None = None) -> str:
 
 def cell(value) -> str:
     if is_number(value):
-        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        text = "–" if math.isnan(value) else f"{value:.6g}" if isinstance(value, float) else str(value)
         return f'<td class="number">{text}</td>'
     return f"<td>{html.escape(value if isinstance(value, str) else json.dumps(value))}</td>"

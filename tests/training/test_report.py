@@ -85,7 +85,7 @@ def test_a_page_has_every_part(tmp_path, capsys):
         assert kind == "data:image/svg+xml" and b"</svg>" in base64.b64decode(data)
     at_end = shown.rows[next(i for i, row in enumerate(shown.rows) if OF_LAYERS["entropy"] in row) :]
     assert at_end[0] == ["", *(OF_LAYERS[k] for k in ("imbalance", "entropy", "dead_experts", "logit_norm"))]
-    assert at_end[1] == ["layer 0", "0.5", "0", "0", "nan"]
+    assert at_end[1] == ["layer 0", "0.5", "0", "0", "–"]
     assert at_end[2] == ["layer 1", "0.5", "0.25", "1", "6.5"]
     assert (
         ["data", '["a", "b"]'] in shown.rows
@@ -108,7 +108,7 @@ def test_runs_of_before_there_was_a_monitor(kind, tmp_path):
     run, out = ROOT / "docs" / "runs" / kind, tmp_path / "page.html"
     before = sorted(run.iterdir())
     assert report(run, "--out", str(out)) == 0 and sorted(run.iterdir()) == before
-    shown = Page(out.read_text())
+    shown = Page(out.read_text(encoding="utf-8"))
     assert ("Load of the experts" in shown.headings) == ("Layers" in shown.headings) == (kind == "moe")
     if kind == "moe":
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -153,7 +153,7 @@ def test_a_page_is_replaced_only_with_force(tmp_path, capsys):
 def test_runs_with_little_to_draw(lines, tmp_path):
     run = write(tmp_path / "run", lines)
     assert report(run / "metrics.jsonl") == 0
-    assert Page((run / "report.html").read_text()).headings[-1] == "Settings"
+    assert Page((run / "report.html").read_text(encoding="utf-8")).headings[-1] == "Settings"
     assert "No config.json here" in (run / "report.html").read_text()
 
 
@@ -162,7 +162,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     assert report(run) == 0
-    assert ["steps", "6"] in Page((run / "report.html").read_text()).rows
+    assert ["steps", "6"] in Page((run / "report.html").read_text(encoding="utf-8")).rows
 
 
 @pytest.mark.parametrize(
