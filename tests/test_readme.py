@@ -35,6 +35,8 @@ def test_every_block_is_run():
 def test_python(code, tmp_path):
     if "import transformers" in code or "from transformers" in code:
         pytest.importorskip("transformers", reason="transformers is not installed")
+    if "LiveTable" in code:
+        pytest.importorskip("rich", reason="rich is not installed")
     if "from peft" in code:
         pytest.importorskip("peft", reason="PEFT is not installed")
     done = subprocess.run(

@@ -1,6 +1,5 @@
 """A table in the terminal that follows what a `Monitor` reads."""
 
-import importlib
 from typing import TextIO
 
 import numpy as np
@@ -28,16 +27,21 @@ class LiveTable:
 
     def __init__(self, file: TextIO | None = None):
         try:
-            console, live = (importlib.import_module(f"rich.{name}") for name in ("console", "live"))
+            from rich.console import Console
+            from rich.live import Live
         except ImportError as error:
             raise ImportError("LiveTable needs the package rich: pip install rich") from error
-        self.console = console.Console(file=file, stderr=file is None)
-        self.live = live.Live(console=self.console, auto_refresh=False)
+        self.console = Console(file=file, stderr=file is None)
+        self.live = Live(console=self.console, auto_refresh=False)
 
     def show(self, statistics: dict[str, LayerStatistics], title: str = "") -> None:
         """Draw the statistics of layers, by name, as `Monitor.read` and `Monitor.log` return them."""
+        from rich.console import Group
+        from rich.text import Text
+
         width = 16 if self.console.width < WIDE else 32
-        self.live.update(new_table(statistics, title, width, self.console.options.ascii_only), refresh=True)
+        table = new_table(statistics, width, self.console.options.ascii_only)
+        self.live.update(Group(*([Text(title)] if title else []), table), refresh=True)
 
     def __enter__(self) -> "LiveTable":
         self.live.start()
@@ -47,20 +51,20 @@ class LiveTable:
         self.live.stop()
 
 
-def new_table(statistics: dict[str, LayerStatistics], title: str, width: int, ascii_only: bool):
+def new_table(statistics: dict[str, LayerStatistics], width: int, ascii_only: bool):
     """The statistics as a table of rich's."""
-    rich = {name: importlib.import_module(f"rich.{name}") for name in ("box", "table", "text")}
-    text = rich["text"].Text  # a plain string could hold marks of style
-    table = rich["table"].Table(
-        title=text(title), title_justify="left", box=rich["box"].SIMPLE_HEAD, padding=0
-    )
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, padding=0)
     columns = {"layer": list(statistics)} | columns_of(list(statistics.values()), width, ascii_only)
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     for name in columns:  # where there is little room the names of layers go on in a second line
         left = name in ("layer", "load")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "layer", overflow="fold")
     for cells in zip(*columns.values(), strict=True):
-        table.add_row(*map(text, cells))
+        table.add_row(*map(Text, cells))  # a plain string could hold marks of style
     return table
 
 

@@ -67,6 +67,10 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch):
     assert "…" not in text and all(f"{s.logit_max:.2f}" in text for s in statistics.values())
 
 
+def test_without_a_layer_there_is_the_title(monkeypatch):
+    assert lines_of({}, monkeypatch) == ["step 3 [bold]"]
+
+
 def test_bars():
     load = np.array([0, 0.001, 1, 2, 3, 1.5, 0.5, 0]) / 8
     assert bars(load, 32) == " ▁▄██▆▂ "
