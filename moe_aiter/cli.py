@@ -1,4 +1,4 @@
-"""The command `moe-aiter`: info, train, plot, bench, tune."""
+"""The command `moe-aiter`: info, train, plot, bench, tune, convert."""
 
 import argparse
 import dataclasses
@@ -16,6 +16,10 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
     "plot": ("moe_aiter.training.plots", "draw the loss curves of several runs in one picture"),
     "bench": ("moe_aiter.bench", "measure the layer and its products beside their peers"),
     "tune": ("moe_aiter.bench.tune", "measure the tiles of each kernel, and write this GPU's table"),
+    "convert": (
+        "moe_aiter.integrations.checkpoints.command",
+        "checkpoints of Hugging Face to the layout of MoE and back, and from dense to MoE",
+    ),
 }
 
 
