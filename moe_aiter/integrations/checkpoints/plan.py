@@ -145,7 +145,7 @@ def check_block(
     wanted = {block + name: tuple(shape) for name, shape in expected.items()}
     if there:
         problems += [f"{key} is missing" for key in wanted if key not in there]
-    problems += [f"{key} is unknown in a block of experts" for key in there if key not in wanted]
+    problems += [f"{key} is unknown in the MLP of a layer" for key in there if key not in wanted]
     by_dtype: dict[str, list[str]] = {}
     for key, spec in there.items():
         if key in wanted and spec.shape != wanted[key]:

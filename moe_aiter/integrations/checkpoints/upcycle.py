@@ -6,6 +6,7 @@ dense model until training moves the copies apart.
 """
 
 import math
+import re
 import zlib
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,10 @@ DENSE = {
     "llama": ("mixtral", {"rms_norm_eps": 1e-6, "sliding_window": None, "max_position_embeddings": 2048}),
     "mistral": ("mixtral", {"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8}),
     "qwen3": ("qwen3_moe", {"head_dim": 128, "num_key_value_heads": 32}),
+}
+KEPT = {  # in a layer and outside of its experts, what a family has
+    "mixtral": r"self_attn\.[qkvo]_proj\.weight",
+    "qwen3_moe": r"self_attn\.([qkvo]_proj\.(weight|bias)|[qk]_norm\.weight)",
 }
 THETA = 10000.0  # of rotary embeddings, where nothing is said; Mixtral's own is another
 
@@ -114,6 +119,12 @@ def plan_to_experts(source: Checkpoint, num_experts: int, top_k: int, to: str, g
                     Output(f"{block}.{part.name}", Spec(dtype, part.shape), (make,))
                     for part, make in zip(piece.parts, made, strict=True)
                 ]
+    known = re.compile(
+        r"(model\.)?((embed_tokens|norm|lm_head)\.weight"
+        rf"|layers\.\d+\.((input|post_attention)_layernorm\.weight|{KEPT[family.name]}))"
+    )
+    rest = (key for key in source.specs if key not in used and not known.fullmatch(key))
+    problems += [f"{key} is unknown to {family.name}" for key in rest]
     if to == "moe_aiter":
         record = {"version": 1, "family": family.name, "fused": False, "layers": layers}
         config = config | {RECORD: record | {"moe": to_json(kwargs)}}
@@ -139,8 +150,6 @@ def moe_config(source: Checkpoint, num_experts: int, top_k: int) -> tuple[dict, 
     problems = family.problems(config)
     if config.get("use_sliding_window"):
         problems.append("use_sliding_window is set, which Qwen3-MoE understands otherwise")
-    if name == "mixtral" and config.get("attention_bias"):
-        problems.append("attention_bias is set, but Mixtral's attention has none")
     if config.get("hidden_act", "silu") not in ACTIVATIONS:
         problems.append(f"hidden_act is {config['hidden_act']!r}; known: {', '.join(ACTIVATIONS)}")
     return config, family, problems
