@@ -206,6 +206,9 @@ def test_the_way_back_has_its_own_faults(tmp_path):
         "model.layers.0.mlp.shared.down.weight is unknown in the MLP of a layer",
         "model.layers.1.mlp.router.weight is missing",
     ]
+    record = json.loads((tmp_path / "converted" / "config.json").read_text())["moe_aiter"]
+    change_config(tmp_path / "converted", moe_aiter=record | {"moe": record["moe"] | {"top_k": 7}})
+    assert "is damaged: ValueError: top_k is 7" in refused(tmp_path, "huggingface", "converted")[0]
     change_config(tmp_path / "converted", moe_aiter={"version": 2})
     assert "is damaged: ValueError: version 2" in refused(tmp_path, "huggingface", "converted")[0]
 

@@ -112,8 +112,9 @@ def read_record(checkpoint: Checkpoint) -> tuple[Family, bool, dict, list[str]]:
     try:
         if record["version"] != 1:
             raise ValueError(f"version {record['version']!r}")
-        family = family_of({"model_type": record["family"]})
-        return family, bool(record["fused"]), from_json(record["moe"]), list(map(str, record["layers"]))
+        family, kwargs = family_of({"model_type": record["family"]}), from_json(record["moe"])
+        MoE(**kwargs, device="meta")
+        return family, bool(record["fused"]), kwargs, list(map(str, record["layers"]))
     except (KeyError, TypeError, ValueError) as error:
         problem = f"config.json: {RECORD!r} is damaged: {type(error).__name__}: {error}"
         raise CheckpointError(where, [problem]) from error
