@@ -1,4 +1,4 @@
-"""The command `moe-aiter`: info, train, plot, report, bench, tune."""
+"""The command `moe-aiter`: info, train, plot, report, bench, tune, convert."""
 
 import argparse
 import dataclasses
@@ -17,6 +17,10 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
     "report": ("moe_aiter.training.report", "write one HTML page about a run, with plots of its experts"),
     "bench": ("moe_aiter.bench", "measure the layer and its products beside their peers"),
     "tune": ("moe_aiter.bench.tune", "measure the tiles of each kernel, and write this GPU's table"),
+    "convert": (
+        "moe_aiter.integrations.checkpoints.command",
+        "checkpoints of Hugging Face to the layout of MoE and back, and from dense to MoE",
+    ),
 }
 
 

@@ -28,7 +28,7 @@ def test_help_lists_every_command(capsys):
     assert all(name in out for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["train", "plot", "report", "bench"])
+@pytest.mark.parametrize("command", ["train", "plot", "report", "bench", "convert"])
 def test_help_of_a_command(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
@@ -43,11 +43,11 @@ def test_no_command_and_unknown_flags_are_errors(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "plot runs", "report runs", "bench layer", "bench segment", "tune"]
+    "command", ["train", "plot runs", "report runs", "bench layer", "bench segment", "tune", "convert a b"]
 )
 def test_an_unknown_flag_is_refused_by_the_command_that_was_given_it(command, capsys):
     err = one_line(capsys, command, "--no-such-flag")
-    name = f"moe-aiter {command.removesuffix(' runs')}"
+    name = f"moe-aiter {command.removesuffix(' runs').removesuffix(' a b')}"
     assert err.startswith(f"{name}: error: ") and err.endswith(f"see {name} --help\n")
 
 

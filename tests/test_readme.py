@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = (
     README,
-    *(ROOT / "docs" / f"{name}.md" for name in ("products", "integrations", "routing", "monitoring")),
+    *(ROOT / "docs" / f"{n}.md" for n in ("products", "integrations", "routing", "monitoring", "convert")),
 )
 BLOCKS = [b for d in DOCUMENTS for b in re.findall(r"^```(\w*)\n(.*?)^```", d.read_text(), re.S | re.M)]
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
@@ -110,6 +110,7 @@ def test_documents_are_short_and_link_to_what_is_there():
         ("docs/integrations.md", 100),
         ("docs/routing.md", 100),
         ("docs/monitoring.md", 100),
+        ("docs/convert.md", 80),
     )
     for name, cap in documents:
         text = (ROOT / name).read_text()

@@ -1,0 +1,25 @@
+"""Checkpoints of Hugging Face's models to our layout and back, and from dense to MoE.
+
+    from moe_aiter.integrations.checkpoints import convert, load_moe
+
+    convert("Qwen3-30B-A3B", "converted")
+    moe = load_moe("converted", "model.layers.3.mlp")
+    convert("converted", "for-transformers", to="huggingface")
+
+or `moe-aiter convert`.  It needs safetensors: pip install 'moe-aiter[convert]'.
+"""
+
+from .blocks import load_moe, moe_from_huggingface, state_dict_to_huggingface
+from .convert import Report, convert
+from .errors import CheckpointError
+from .upcycle import upcycle
+
+__all__ = [
+    "CheckpointError",
+    "Report",
+    "convert",
+    "load_moe",
+    "moe_from_huggingface",
+    "state_dict_to_huggingface",
+    "upcycle",
+]

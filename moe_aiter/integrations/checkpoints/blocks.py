@@ -1,0 +1,121 @@
+"""Single layers: transformers' blocks to MoE and back in memory, and MoE from a converted checkpoint."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.moe import MoE
+from ..transformers import known_gate
+from .errors import CheckpointError
+from .families import FAMILIES, Piece
+from .files import Checkpoint
+from .plan import read_record
+
+
+def moe_from_huggingface(block: nn.Module) -> MoE:
+    """An `MoE` that computes what a block of transformers does, on the same memory where that can be.
+
+    block: MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock, OlmoeSparseMoeBlock, DeepseekV3MoE or GptOssMLP, of
+    transformers 5.  The experts' and the router's weights are views of the block's, (E, H, 2I) transposed
+    ones in gpt-oss; only the gate and up projections of a shared expert are two tensors there and one here,
+    which is a copy.  The parameters are new, so an optimizer of the block does not know them.
+
+    Raises TypeError for another class, ValueError where the block does what an MoE would not.
+    """
+    families = {family.block_class: family for family in FAMILIES.values()}
+    family = families.get(type(block).__name__)
+    if family is None:
+        raise TypeError(f"block is a {type(block).__name__}; known: {', '.join(families)}")
+    gate = known_gate(block.experts)
+    if gate is None:
+        raise ValueError(f"the experts of {type(block).__name__} have a gate of their own, which MoE has not")
+    if getattr(block, "jitter_noise", 0):
+        raise ValueError("block.jitter_noise is not 0: it moves what the experts see too")
+    theirs = dict(block.state_dict())
+    config = config_of(block, family.width, family.num_experts[0], family.router)
+    kwargs = family.moe_kwargs(config) | dict(zip(("activation", "interleaved"), gate, strict=True))
+    return new_moe(kwargs, ours_from(family.pieces(kwargs, fused=True), theirs.__getitem__)).train(
+        block.training
+    )
+
+
+def config_of(block: nn.Module, width: str, num_experts: str, router: str) -> dict:
+    """What the block was built from, by the names of config.json."""
+    router = getattr(block, router)
+    down = block.experts.down_proj.mT if block.experts.is_transposed else block.experts.down_proj
+    E, H, intermediate = down.shape
+    config = {num_experts: E, "hidden_size": H, width: intermediate, "num_experts_per_tok": router.top_k}
+    names = {"norm_topk_prob": "norm_topk_prob", "n_group": "num_group", "topk_group": "topk_group"}
+    names["routed_scaling_factor"] = "routed_scaling_factor"
+    config |= {key: getattr(router, name) for key, name in names.items() if hasattr(router, name)}
+    if hasattr(block, "shared_experts"):
+        config["n_shared_experts"] = block.shared_experts.gate_proj.weight.shape[0] // intermediate
+    return config
+
+
+def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
+    """The state_dict of transformers' block for an `MoE`: views, for `block.load_state_dict`.
+
+    model_type: mixtral, qwen3_moe, olmoe, deepseek_v3 or gpt_oss.  Raises ValueError for another, and for an
+    MoE whose tensors are not those of such a block.
+    """
+    if model_type not in FAMILIES:
+        raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(FAMILIES)}")
+    ours, experts = dict(moe.state_dict()), moe.experts
+    kwargs = {"num_experts": moe.num_experts, "hidden": moe.hidden, "intermediate": experts.intermediate}
+    kwargs |= {"bias": model_type == "gpt_oss", "selection_bias": model_type == "deepseek_v3"}
+    if model_type == "deepseek_v3" and moe.shared is not None:
+        kwargs["shared_intermediate"] = moe.shared.down.in_features
+    pieces = list(FAMILIES[model_type].pieces(kwargs, fused=True))
+    here = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+    there = {piece.name: piece.shape for piece in pieces}
+    if here != there or experts.interleaved != (model_type == "gpt_oss"):
+        layout = f"{here}, interleaved={experts.interleaved}"
+        raise ValueError(f"an MoE of {model_type} has {there}, but this one has {layout}")
+    return {part.name: part.from_ours(ours[piece.name]) for piece in pieces for part in piece.parts}
+
+
+def load_moe(folder: str | Path, layer: str) -> MoE:
+    """The `MoE` of a layer, such as model.layers.3.mlp, of a checkpoint that `convert` has written.
+
+    Raises CheckpointError if there is no such layer, or the checkpoint is damaged.
+    """
+    checkpoint = Checkpoint(folder)
+    family, fused, kwargs, layers = read_record(checkpoint)
+    if layer not in layers:
+        raise CheckpointError(f"{folder}", [f"there is no layer {layer!r}; there are {', '.join(layers)}"])
+    names = [f"{layer}.{piece.name}" for piece in family.pieces(kwargs, fused)]
+    if missing := [f"{name} is missing" for name in names if name not in checkpoint.specs]:
+        raise CheckpointError(f"{folder}", missing)
+    state = {name.removeprefix(f"{layer}."): checkpoint.read(name).clone() for name in names}
+    return new_moe(kwargs, state)
+
+
+def new_moe(kwargs: dict, state: dict[str, Tensor]) -> MoE:
+    """An MoE whose tensors are those of `state`, not copies."""
+    moe = MoE(**kwargs, device="meta")
+    moe.load_state_dict(state, assign=True)
+    device = moe.experts.down.device
+    if moe.router.selection_bias is not None:
+        moe.router.selection_bias = moe.router.selection_bias.float()
+    if moe.load is not None:
+        moe.load = torch.zeros_like(moe.load, device=device)
+    return moe
+
+
+def ours_from(pieces: Iterable[Piece], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Our state_dict: a view of theirs where a piece is of one tensor, else a copy of several."""
+    state = {}
+    for piece in pieces:
+        if len(piece.parts) == 1:
+            state[piece.name] = piece.parts[0].from_theirs(read(piece.parts[0].name))
+            continue
+        whole = None
+        for part in piece.parts:
+            theirs = part.from_theirs(read(part.name))
+            whole = theirs.new_empty(piece.shape) if whole is None else whole
+            whole[part.place] = theirs
+        state[piece.name] = whole
+    return state

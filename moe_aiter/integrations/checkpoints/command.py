@@ -1,0 +1,114 @@
+"""`moe-aiter convert`: the flags, the progress, and what is printed at the end."""
+
+import argparse
+import math
+import re
+import sys
+from pathlib import Path
+
+from .convert import LAYOUTS, SHARD, Report, convert
+from .errors import CheckpointError, need
+from .files import read_json
+from .plan import RECORD
+from .upcycle import upcycle
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, help="a folder with config.json and safetensors files")
+    parser.add_argument("target", type=Path, help="the folder to write: a new one, or an empty one")
+    text = "the layout to write; by default the other one than the source's"
+    parser.add_argument("--to", choices=LAYOUTS, help=text)
+    text = "bytes of a file at most, as 5GB; a larger tensor has a file of its own"
+    parser.add_argument("--shard-size", type=size, default=SHARD, metavar="SIZE", help=text)
+    text = "do not hold each written layer against what was read"
+    parser.add_argument("--no-check", action="store_true", help=text)
+    text = "make the MLPs of a dense Llama, Mistral or Qwen3 the experts of an MoE"
+    parser.add_argument("--upcycle", action="store_true", help=text)
+    group = parser.add_argument_group("with --upcycle")
+    group.add_argument("--experts", type=int, metavar="E", help="copies of each MLP")
+    group.add_argument("--top-k", type=int, metavar="K", help="experts of a token")
+    text = "of each weight of an expert, in standard deviations of its matrix; 0"
+    group.add_argument("--noise", type=amount, help=text)
+    group.add_argument("--router-std", type=amount, help="of the router's random weights; 0.02")
+    group.add_argument("--seed", type=seed, help="of both; 0")
+
+
+def size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+)([KMG]B)?", text.upper())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+    return int(match[1]) * UNITS[match[2] or ""]
+
+
+def amount(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and finite")
+    return value
+
+
+def seed(text: str) -> int:
+    if not 0 <= (value := int(text)) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and below 2^63")
+    return value
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        print_report(args.target, run(args))
+    except (CheckpointError, ImportError) as error:
+        print(f"moe-aiter convert: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace) -> Report:
+    given = {name: getattr(args, name) for name in ("noise", "router_std", "seed")}
+    given = {name: value for name, value in given.items() if value is not None}
+    common = {"shard_bytes": args.shard_size, "check": not args.no_check}
+    if not args.upcycle:
+        if given or args.experts is not None or args.top_k is not None:
+            raise CheckpointError("the flags", ["--experts, --top-k, --noise, --router-std and --seed are for"
+                                                " --upcycle"])  # fmt: skip
+        to = args.to or LAYOUTS[RECORD in read_json(args.source / "config.json")]
+        with Bar() as bar:
+            return convert(args.source, args.target, to, **common, progress=bar)
+    if args.experts is None or args.top_k is None:
+        raise CheckpointError("the flags", ["--upcycle needs --experts and --top-k"])
+    with Bar() as bar:
+        common |= {"to": args.to or LAYOUTS[0], "progress": bar}
+        return upcycle(args.source, args.target, args.experts, args.top_k, **given, **common)
+
+
+class Bar:
+    """Progress by tqdm: a bar for the bytes written, then one for the layers checked."""
+
+    def __init__(self):
+        self.tqdm, self.bar = need("tqdm").tqdm, None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self.bar is None or self.bar.desc.strip(": ") != what:
+            self.close()
+            scale = what == "bytes"
+            self.bar = self.tqdm(total=total, desc=what, unit="B" if scale else "", unit_scale=scale)
+        self.bar.update(done - self.bar.n)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def print_report(target: Path, report: Report) -> None:
+    for layer, difference in report.differences.items():
+        print(f"  {layer:<40} relative difference {difference:.1e}")
+    if report.left_out:
+        print(f"not of the checkpoint, and left out: {', '.join(report.left_out)}")
+    print(f"{report.converted} tensors of MoE layers converted and {report.copied} copied:"
+          f" {report.written} tensors in {len(report.files)} files in {target}/")  # fmt: skip

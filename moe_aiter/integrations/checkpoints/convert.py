@@ -1,0 +1,128 @@
+"""A checkpoint in one layout to a checkpoint in the other."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from ...layers.moe import MoE
+from .blocks import new_moe
+from .errors import CheckpointError
+from .files import Checkpoint, check_target, whole_or_nothing, write_checkpoint
+from .formula import Formula, difference, tolerance
+from .plan import Plan, plan_to_ours, plan_to_theirs
+
+SHARD = 5 * 10**9  # bytes
+LAYOUTS = "moe_aiter", "huggingface"
+Progress = Callable[[str, int, int], None]  # what is counted, how many are done, of how many
+
+
+@dataclass
+class Report:
+    """What a conversion did."""
+
+    converted: int  # tensors of the source that belong to an MoE
+    copied: int  # and those that do not
+    written: int  # tensors of the target
+    files: list[str]  # that hold them
+    left_out: list[str]  # weights in the source folder that are none of the checkpoint's
+    differences: dict[str, float] = field(default_factory=dict)  # of each MoE from the formula, if checked
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str = "moe_aiter",
+    *,
+    shard_bytes: int = SHARD,
+    check: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert the checkpoint in the folder `source` into a new one in `target`.
+
+    to="moe_aiter"    from Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss, in safetensors: each block of
+                      experts gets the keys of `MoE`, model.layers.3.mlp.router.weight say; every other key
+                      and file stays as it is.  config.json gets what `load_moe` needs, and the way back.
+    to="huggingface"  the way back, to the same bytes of every tensor
+
+    Nothing is rounded: dtypes stay.  Tensors are read and written one by one, those of experts matrix by
+    matrix, in files of at most `shard_bytes` (a larger tensor has one of its own).  `check` then builds each
+    MoE from our side's files and holds it against its family's formula, computed from theirs.
+
+    Raises CheckpointError, a ValueError, with every reason in `problems`: keys that are missing, unknown,
+    misshapen or of mixed dtypes, quantised weights, a damaged file, a model that is not known, a layer that
+    differs from the formula, a `target` that is not empty.  Then `target` is as it was before.
+    ImportError if safetensors is missing.
+    """
+    if to not in LAYOUTS:
+        raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS)}")
+    target = check_target(target, shard_bytes)
+    found = Checkpoint(source)
+    plan = plan_to_ours(found) if to == "moe_aiter" else plan_to_theirs(found)
+
+    def compare(new: Checkpoint, layer: str) -> tuple[float, float]:
+        ours, theirs = (new, found) if to == "moe_aiter" else (found, new)
+        moe = read_moe(ours, layer, plan)
+        formula = Formula(plan.family, plan.fused, theirs.config, partial(read_in, theirs, plan.block(layer)))
+        return difference(moe, formula), tolerance(moe.experts.down.dtype)
+
+    return write(found, target, plan, compare if check else None, shard_bytes, progress)
+
+
+def read_moe(checkpoint: Checkpoint, layer: str, plan: Plan) -> MoE:
+    """The MoE of a layer in our layout, on the mapped file."""
+    pieces = plan.family.pieces(plan.kwargs, plan.fused)
+    moe = new_moe(plan.kwargs, {piece.name: checkpoint.read(f"{layer}.{piece.name}") for piece in pieces})
+    return moe.eval()
+
+
+def read_in(checkpoint: Checkpoint, block: str, name: str, place: tuple = ()) -> Tensor:
+    return checkpoint.read(f"{block}.{name}", place)
+
+
+def write(
+    source: Checkpoint,
+    target: Path,
+    plan: Plan,
+    compare: Callable[[Checkpoint, str], tuple[float, float]] | None,
+    shard_bytes: int,
+    progress: Progress | None,
+) -> Report:
+    """Write what `plan` says, and `compare` each layer, before `target` is there."""
+    progress = progress or (lambda *count: None)
+    total, done = sum(output.spec.bytes for output in plan.outputs), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("bytes", done, total)
+
+    others, left_out = source.other_files()
+    with whole_or_nothing(target) as draft:
+        files = write_checkpoint(draft, plan.outputs, plan.config, shard_bytes, advance)
+        for path in others:
+            shutil.copyfile(path, draft / path.name)
+        names = [path.name for path in left_out]
+        report = Report(plan.converted, plan.copied, len(plan.outputs), files, names)
+        new = Checkpoint(draft)
+        if compare is not None:
+            report.differences = compare_all(new, plan, compare, progress)
+        new.close()
+        source.close()
+    return report
+
+
+def compare_all(new: Checkpoint, plan: Plan, compare: Callable, progress: Progress) -> dict[str, float]:
+    differences, problems = {}, []
+    for done, layer in enumerate(plan.layers, 1):
+        differences[layer], limit = compare(new, layer)
+        if not differences[layer] <= limit:  # NaN is not
+            found = f"{differences[layer]:.1e}, more than {limit:.1e}"
+            problems.append(f"{layer} differs from the formula of {plan.family.name} by {found}")
+        progress("layers", done, len(plan.layers))
+    if problems:
+        raise CheckpointError("what was written does not compute what was read", problems)
+    return differences

@@ -1,0 +1,241 @@
+"""Folders of safetensors files: read a tensor at a time, written a piece of a tensor at a time.
+
+A safetensors file is 8 bytes with the length of its header, the header, JSON with dtype, shape and place of
+each tensor, and the tensors' bytes.  All of the header is known before the first tensor is read, so nothing
+need be held until a file is whole.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError, need
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+UNFINISHED = "unfinished-"
+BYTES = {
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+class Spec(NamedTuple):
+    """What a tensor is, as safetensors says it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return BYTES[self.dtype] * math.prod(self.shape)
+
+
+class Checkpoint:
+    """A folder with config.json and the safetensors files of a model.
+
+    Files are opened one at a time and mapped, never read whole.  Raises CheckpointError if a file is missing
+    or damaged, or holds other tensors than the index says.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{folder}", ["there is no such folder"])
+        self.config = read_json(self.folder / "config.json")
+        self.opened: tuple[str, object] = ("", None)
+        self.file_of: dict[str, str] = {}
+        self.specs: dict[str, Spec] = {}
+        problems = []
+        for name, keys in self.files().items():
+            try:
+                problems += self.register(name, keys)
+            except (OSError, need("safetensors").SafetensorError) as error:
+                problems.append(f"{name} is missing or damaged: {error}")
+        if problems:
+            raise CheckpointError(f"{folder}", problems)
+
+    def files(self) -> dict[str, set[str] | None]:
+        """The files, and what the index says that each holds."""
+        if (self.folder / INDEX).exists():
+            files: dict[str, set[str] | None] = {}
+            places = read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(places, dict) or not all(is_name(file) for file in places.values()):
+                raise CheckpointError(f"{self.folder / INDEX}", ["it has no weight_map of names to files"])
+            for key, file in places.items():
+                files.setdefault(file, set()).add(key)
+            return dict(sorted(files.items()))
+        if not (self.folder / SINGLE).exists():
+            raise CheckpointError(f"{self.folder}", [f"there is neither {SINGLE} nor {INDEX}"])
+        return {SINGLE: None}
+
+    def register(self, file: str, keys: set[str] | None) -> list[str]:
+        problems = []
+        opened = self.open(file)
+        found = set(opened.keys())
+        for key in sorted(found):
+            part = opened.get_slice(key)
+            self.file_of[key], self.specs[key] = file, Spec(part.get_dtype(), tuple(part.get_shape()))
+            if self.specs[key].dtype not in BYTES:
+                problems.append(f"{key} is {self.specs[key].dtype}, a dtype that is not known here")
+        if keys is not None:
+            problems += [f"{key} is not in {file}, where the index has it" for key in sorted(keys - found)]
+            problems += [f"{key} is in {file}, but not in the index" for key in sorted(found - keys)]
+        return problems
+
+    def open(self, file: str):
+        if self.opened[0] != file:
+            self.close()  # before the next, so that one is mapped
+            self.opened = file, need("safetensors").safe_open(self.folder / file, framework="pt")
+        return self.opened[1]
+
+    def close(self) -> None:
+        self.opened = "", None
+
+    def read(self, key: str, place: tuple = ()) -> Tensor:
+        """A tensor, or the part of it at `place`, an index; it may be a view of the mapped file."""
+        opened = self.open(self.file_of[key])
+        return opened.get_slice(key)[place] if place else opened.get_tensor(key)
+
+    def other_files(self) -> tuple[list[Path], list[Path]]:
+        """Those beside the weights: the tokenizer's and such, and weights that are of no use here."""
+        known = {*self.file_of.values(), INDEX, "config.json"}
+        files = [p for p in sorted(self.folder.iterdir()) if p.is_file() and p.name not in known]
+        weights = [p for p in files if p.name.endswith(WEIGHTS)]
+        return [p for p in files if p not in weights], weights
+
+
+def is_name(file) -> bool:
+    """Of a file in the folder itself, and nowhere else."""
+    return isinstance(file, str) and file == os.path.basename(file) and file not in ("", ".", "..")
+
+
+class Output(NamedTuple):
+    """A tensor to write: its pieces are made one after the other, in the order of its memory."""
+
+    name: str
+    spec: Spec
+    pieces: tuple[Callable[[], Tensor], ...]
+
+
+def write_checkpoint(
+    folder: Path, outputs: Iterable[Output], config: dict, limit: int, advance: Callable[[int], None]
+) -> list[str]:
+    """Write config.json, and `outputs` in files of at most `limit` bytes of tensors, or of a single tensor.
+
+    Returns the files' names.  `advance` is told of each number of bytes.
+    """
+    shards = split(sorted(outputs, key=natural), limit)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [SINGLE] if len(shards) == 1 else names
+    places = {}
+    for name, shard in zip(names, shards, strict=True):
+        write_shard(folder / name, shard, advance)
+        places |= {output.name: name for output in shard}
+    if len(shards) > 1:
+        specs = [output.spec for shard in shards for output in shard]
+        total = {"total_parameters": sum(math.prod(spec.shape) for spec in specs)}
+        total["total_size"] = sum(spec.bytes for spec in specs)
+        write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))})
+    write_json(folder / "config.json", config)
+    return names
+
+
+def natural(output: Output) -> list:
+    """Layer 2 before layer 10."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", output.name)]
+
+
+def split(outputs: list[Output], limit: int) -> list[list[Output]]:
+    shards, size = [[]], 0
+    for output in outputs:
+        if shards[-1] and size + output.spec.bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(output)
+        size += output.spec.bytes
+    return shards
+
+
+def write_shard(path: Path, outputs: list[Output], advance: Callable[[int], None]) -> None:
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    outputs = sorted(outputs, key=lambda output: -BYTES[output.spec.dtype])  # then all of them are aligned
+    for name, spec, _ in outputs:
+        places = [end, end := end + spec.bytes]
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": places}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, spec, pieces in outputs:
+            written = sum(write_piece(file, make(), advance) for make in pieces)
+            if written != spec.bytes:
+                raise AssertionError(f"{name} is {spec.bytes} bytes, but {written} were written")
+
+
+def write_piece(file, tensor: Tensor, advance: Callable[[int], None]) -> int:
+    file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    advance(tensor.nbytes)
+    return tensor.nbytes
+
+
+@contextlib.contextmanager
+def whole_or_nothing(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `target` at the end, and is removed if anything goes wrong."""
+    draft = target.with_name(f"{UNFINISHED}{target.name}-{os.getpid()}")
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        for path in (*draft.iterdir(), draft):
+            sync(path)
+        if target.exists():
+            target.rmdir()  # fails if somebody has put something there meanwhile
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def check_target(target: str | Path, shard_bytes: int) -> Path:
+    """The folder to write, which must not be there, or be empty."""
+    target = Path(os.path.abspath(target))
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be at least 1, not {shard_bytes}")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}", ["it is a file; a checkpoint needs a folder"])
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target}", ["it is not empty, and nothing is overwritten"])
+    return target
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent}", [f"there is no {path.name}"]) from error
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}", [f"it is not JSON: {error}"]) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}", ["it is not a JSON object"])
+    return found
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,205 @@
+"""What becomes of every key of a checkpoint, decided before anything is written."""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from ...layers.moe import MoE
+from .errors import CheckpointError
+from .families import OURS, Family, Part, Piece, family_of, from_json, to_json
+from .files import Checkpoint, Output, Spec
+
+RECORD = "moe_aiter"  # in config.json: what was converted
+LAYER = re.compile(r"((?:model\.)?layers\.(\d+)\.)((?:mlp|block_sparse_moe)\.)(.+)")
+EXPERT = re.compile(r"\b(experts|shared_experts|block_sparse_moe|mlp\.gate|mlp\.router)\.")
+QUANTISED = re.compile(r"(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.scales|\.absmax)$")
+DTYPES = ("F32", "BF16", "F16")
+ADVICE = "save it dequantised, in bfloat16 say, and convert that"
+
+
+class Plan(NamedTuple):
+    """A conversion: the tensors to write, and what both sides are."""
+
+    outputs: list[Output]
+    config: dict  # of the target
+    family: Family
+    fused: bool  # whether theirs are
+    kwargs: dict  # of each MoE
+    layers: list[str]  # the names of our modules, model.layers.3.mlp
+    converted: int  # keys of the source
+    copied: int
+
+    def block(self, layer: str) -> str:
+        """The name of their module."""
+        return f"{layer.removesuffix(OURS)}{self.family.block_of(self.fused)}"
+
+
+def plan_to_ours(source: Checkpoint) -> Plan:
+    """Raises CheckpointError with all that is missing, extra, misshapen, of a mixed dtype or quantised."""
+    config = source.config
+    if RECORD in config:
+        raise CheckpointError(f"{source.folder}", ["it has the layout of moe_aiter already"])
+    family = family_of(config)
+    problems = family.problems(config)
+    if problems:
+        raise CheckpointError(f"{source.folder}", problems)
+    kwargs = family.moe_kwargs(config)
+    check_kwargs(kwargs, problems)
+    fused = family.always_fused or any(key.endswith(".mlp.experts.gate_up_proj") for key in source.specs)
+    pieces = list(family.pieces(kwargs, fused))
+    expected = {part.name: part.shape for piece in pieces for part in piece.parts}
+    outputs, layers, used = [], [], set()
+    for stem, sparse in sparse_layers(source, family, problems).items():
+        block = f"{stem}{family.block_of(fused)}."
+        specs, found = check_block(source, stem, block, expected, problems)
+        used |= specs.keys()
+        if not found:
+            if sparse:
+                problems.append(f"{block[:-1]} has none of its {len(expected)} tensors")
+            continue
+        layers.append(f"{stem}{OURS}")
+        if not problems:
+            for piece in pieces:
+                dtype = specs[block + piece.parts[0].name].dtype
+                made = (m for part in piece.parts for m in from_theirs(source, block, part))
+                outputs.append(Output(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
+    check_rest(source, used, problems)
+    record = {"version": 1, "family": family.name, "fused": fused, "layers": layers, "moe": to_json(kwargs)}
+    config = config | {RECORD: record}
+    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, len(used), 0), used)
+
+
+def plan_to_theirs(source: Checkpoint) -> Plan:
+    """The way back.  Raises CheckpointError as `plan_to_ours` does."""
+    config = dict(source.config)
+    family, fused, kwargs, layers = read_record(source)
+    del config[RECORD]
+    pieces = list(family.pieces(kwargs, fused))
+    expected = {piece.name: piece.shape for piece in pieces}
+    outputs, problems, used = [], [], set()
+    for layer in layers:
+        stem, block = layer.removesuffix(OURS), f"{layer}."
+        theirs = f"{stem}{family.block_of(fused)}."
+        specs, found = check_block(source, stem, block, expected, problems)
+        used |= specs.keys()
+        if not found:
+            problems.append(f"{layer} has none of its {len(expected)} tensors")
+        if not problems:
+            for piece in pieces:
+                dtype = specs[block + piece.name].dtype
+                for part in piece.parts:
+                    made = tuple(from_ours(source, block, piece, part))
+                    outputs.append(Output(theirs + part.name, Spec(dtype, part.shape), made))
+    check_rest(source, used, problems)
+    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, len(used), 0), used)
+
+
+def check_kwargs(kwargs: dict, problems: list[str]) -> None:
+    """Sizes that no MoE can have, such as more choices than experts."""
+    try:
+        MoE(**kwargs, device="meta")
+    except (TypeError, ValueError) as error:
+        problems.append(f"config.json: {error}")
+
+
+def read_record(checkpoint: Checkpoint) -> tuple[Family, bool, dict, list[str]]:
+    """What config.json says of a checkpoint in our layout."""
+    record = checkpoint.config.get(RECORD)
+    where = f"{checkpoint.folder}"
+    if record is None:
+        raise CheckpointError(where, [f"config.json has no {RECORD!r}: it was not converted by moe_aiter"])
+    try:
+        if record["version"] != 1:
+            raise ValueError(f"version {record['version']!r}")
+        family, kwargs = family_of({"model_type": record["family"]}), from_json(record["moe"])
+        MoE(**kwargs, device="meta")
+        return family, bool(record["fused"]), kwargs, list(map(str, record["layers"]))
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"config.json: {RECORD!r} is damaged: {type(error).__name__}: {error}"
+        raise CheckpointError(where, [problem]) from error
+
+
+def sparse_layers(source: Checkpoint, family: Family, problems: list[str]) -> dict[str, bool]:
+    """The stems of the layers that should have experts, or may: model.layers.3. -> whether it must."""
+    matches = [m for m in map(LAYER.fullmatch, source.specs) if m]
+    prefix = "model." if any(m[1].startswith("model.") for m in matches) else ""
+    stems = {f"{prefix}layers.{n}.": n for n in range(source.config["num_hidden_layers"])}
+    stems |= {m[1]: int(m[2]) for m in sorted(matches, key=lambda m: int(m[2]))}
+    return {
+        stem: bool(sparse)
+        for stem, n in stems.items()
+        if (sparse := family.is_sparse(source.config, n)) is not False
+    }
+
+
+def check_block(
+    source: Checkpoint, stem: str, block: str, expected: dict[str, tuple], problems: list[str]
+) -> tuple[dict[str, Spec], bool]:
+    """Hold the keys of a layer's MoE against `expected`; their specs by key, and whether there are any."""
+    pattern = re.compile(re.escape(stem) + r"(?:mlp|block_sparse_moe)\..+")
+    there = {key: spec for key, spec in source.specs.items() if key.startswith(stem) and pattern.match(key)}
+    quantised = [key for key in there if QUANTISED.search(key)]
+    if quantised:
+        problems += [f"{key} belongs to quantised weights: {ADVICE}" for key in quantised]
+        return there, True
+    wanted = {block + name: tuple(shape) for name, shape in expected.items()}
+    if there:
+        problems += [f"{key} is missing" for key in wanted if key not in there]
+    problems += [f"{key} is unknown in the MLP of a layer" for key in there if key not in wanted]
+    by_dtype: dict[str, list[str]] = {}
+    for key, spec in there.items():
+        if key in wanted and spec.shape != wanted[key]:
+            problems.append(f"{key} is {spec.shape}; it should be {wanted[key]}")
+        if key in wanted and spec.dtype not in DTYPES:
+            problems.append(f"{key} is {spec.dtype}; known: {', '.join(DTYPES)}; {ADVICE}")
+        if not key.endswith(("e_score_correction_bias", "selection_bias")):  # float32 in any model
+            by_dtype.setdefault(spec.dtype, []).append(key)
+    if len(by_dtype) > 1:
+        *fewer, (most, _) = sorted(by_dtype.items(), key=lambda item: len(item[1]))
+        problems += [f"{key} is {dtype}, but most of {block[:-1]} is {most}" for dtype, keys in fewer
+                     for key in keys]  # fmt: skip
+    return there, bool(there)
+
+
+def check_rest(source: Checkpoint, used: set[str], problems: list[str]) -> None:
+    """Keys of experts that no layer claims: in a dense layer, say, or past the last."""
+    rest = [key for key in source.specs if key not in used]
+    problems += [
+        f"{key} belongs to experts, where config.json has none" for key in rest if EXPERT.search(key)
+    ]
+
+
+def finish(source: Checkpoint, problems: list[str], plan: Plan, used: set[str]) -> Plan:
+    if not plan.layers and not problems:
+        problems = ["no layer has experts"]
+    rest = [key for key in source.specs if key not in used]
+    written = {output.name for output in plan.outputs}
+    problems = problems + [f"{key} would be written twice" for key in rest if key in written]
+    if problems:
+        raise CheckpointError(f"{source.folder}", problems)
+    outputs = plan.outputs + [copy_of(source, key) for key in rest]
+    return plan._replace(outputs=outputs, copied=len(rest))
+
+
+def copy_of(source: Checkpoint, key: str) -> Output:
+    return Output(key, source.specs[key], (partial(source.read, key),))
+
+
+def from_theirs(source: Checkpoint, block: str, part: Part) -> Iterable[Callable]:
+    """The pieces of ours that `part` makes; a transposed one an expert at a time."""
+    key = block + part.name
+    if not part.transposed:
+        return [partial(source.read, key)]
+    return [partial(transposed, source, key, (e,)) for e in range(part.shape[0])]
+
+
+def from_ours(source: Checkpoint, block: str, piece: Piece, part: Part) -> Iterable[Callable]:
+    key = block + piece.name
+    if not part.transposed:
+        return [partial(source.read, key, part.place)]
+    return [partial(transposed, source, key, (e,)) for e in range(part.shape[0])]
+
+
+def transposed(source: Checkpoint, key: str, place: tuple):
+    return source.read(key, place).mT

@@ -1,0 +1,315 @@
+"""A checkpoint with a fault is refused, with every fault in a list, and nothing is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+from integrations.checkpoints import INDEX, change, change_config, save  # noqa: E402
+
+from moe_aiter.cli import main  # noqa: E402
+from moe_aiter.integrations.checkpoints import CheckpointError, convert, load_moe  # noqa: E402
+from moe_aiter.integrations.checkpoints.formula import Formula  # noqa: E402
+
+MIXTRAL = "model.layers.{}.block_sparse_moe."
+DEEPSEEK = "model.layers.1.mlp."
+
+
+def refused(folder: Path, to: str = "moe_aiter", source: str = "theirs") -> list[str]:
+    """The problems; and that the folder is as it was, however far the conversion went."""
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(CheckpointError) as refusal:
+        convert(folder / source, folder / "ours", to)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert all(problem in str(refusal.value) for problem in refusal.value.problems[:50])
+    return refusal.value.problems
+
+
+def test_every_fault_is_listed_at_once(tmp_path):
+    save(tmp_path / "theirs", "mixtral")
+    zero, one = MIXTRAL.format(0), MIXTRAL.format(1)
+
+    def spoil(found):
+        del found[f"{zero}experts.3.w2.weight"]
+        found[f"{zero}experts.1.w1.weight"] = found[f"{zero}experts.1.w1.weight"].T.contiguous()
+        found[f"{one}gate.weight"] = found[f"{one}gate.weight"].bfloat16()
+        found[f"{one}experts.6.w1.weight"] = torch.zeros(24, 16)
+        found["model.layers.7.mlp.experts.0.w1.weight"] = torch.zeros(1)
+
+    change(tmp_path / "theirs", spoil)
+    assert sorted(refused(tmp_path)) == [
+        f"{zero}experts.1.w1.weight is (16, 24); it should be (24, 16)",
+        f"{zero}experts.3.w2.weight is missing",
+        f"{one}experts.6.w1.weight is unknown in the MLP of a layer",
+        f"{one}gate.weight is BF16, but most of {one[:-1]} is F32",
+        "model.layers.7.mlp.experts.0.w1.weight belongs to experts, where config.json has none",
+    ]
+
+
+def test_a_layer_without_any_expert_is_missing(tmp_path):
+    save(tmp_path / "theirs", "mixtral")
+    change(tmp_path / "theirs", lambda found: [found.pop(k) for k in list(found) if MIXTRAL.format(1) in k])
+    assert refused(tmp_path) == [f"{MIXTRAL.format(1)[:-1]} has none of its 19 tensors"]
+
+
+def test_experts_in_a_layer_that_should_be_dense(tmp_path):
+    save(tmp_path / "theirs", "olmoe")
+    change_config(tmp_path / "theirs", num_hidden_layers=1)
+    problems = refused(tmp_path)
+    assert len(problems) == 19 and all("layers.1.mlp." in problem for problem in problems)
+
+
+def test_layers_for_further_tokens_may_be_there_or_not(tmp_path):
+    """DeepSeek-V3's layer 61, past the last."""
+    save(tmp_path / "theirs", "deepseek_v3")
+
+    def add(found):
+        for key in [key for key in found if key.startswith("model.layers.1.")]:
+            found[key.replace("layers.1.", "layers.2.")] = found[key].clone()
+
+    change(tmp_path / "theirs", add)
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert list(report.differences) == ["model.layers.1.mlp", "model.layers.2.mlp"]
+
+
+@pytest.mark.parametrize(
+    "family, names, dtype",
+    [
+        ("gpt_oss", ["experts.gate_up_proj_blocks", "experts.gate_up_proj_scales"], torch.uint8),
+        ("deepseek_v3", ["experts.0.up_proj.weight_scale_inv"], torch.float32),
+    ],
+)
+def test_quantised_weights_are_refused_by_name(family, names, dtype, tmp_path):
+    save(tmp_path / "theirs", family)
+
+    def quantise(found):
+        found.pop(DEEPSEEK + "experts.gate_up_proj", None)
+        found.update({DEEPSEEK + name: torch.zeros(1, dtype=dtype) for name in names})
+
+    change(tmp_path / "theirs", quantise)
+    problems = refused(tmp_path)
+    assert [problem.split()[0] for problem in problems] == [DEEPSEEK + name for name in names]
+    assert all("belongs to quantised weights: save it dequantised" in problem for problem in problems)
+
+
+def test_dtypes_that_no_layer_has_are_refused(tmp_path):
+    save(tmp_path / "theirs", "olmoe")
+
+    def cast(found):
+        for key in [key for key in found if "layers.0.mlp" in key]:
+            found[key] = found[key].to(torch.float8_e4m3fn)
+
+    change(tmp_path / "theirs", cast)
+    problems = refused(tmp_path)
+    assert len(problems) == 19 and all("is F8_E4M3; known: F32, BF16, F16" in text for text in problems)
+
+
+@pytest.mark.parametrize(
+    "family, changes, problem",
+    [
+        ("mixtral", {"model_type": "dbrx"}, "model_type is 'dbrx'; known: mixtral, qwen3_moe,"),
+        ("mixtral", {"num_local_experts": ...}, "config.json has no num_local_experts"),
+        ("mixtral", {"num_experts_per_tok": 7}, "top_k is 7 but num_experts is 6"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
+        ("mixtral", {"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is known"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ("deepseek_v3", {"n_group": 4}, "which 4 groups cannot share evenly"),
+    ],
+)
+def test_configurations_that_are_something_else(family, changes, problem, tmp_path):
+    save(tmp_path / "theirs", family)
+    change_config(tmp_path / "theirs", **changes)
+    (found,) = refused(tmp_path)
+    assert problem in found
+
+
+def cut(folder):
+    path = sorted(folder.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose(folder):
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def move(folder):
+    """One key to another file, in the index alone."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "model-00004-of-00005.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def leave(folder):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "damage, problems",
+    [
+        (cut, ["model-00002-of-00005.safetensors is missing or damaged: "]),
+        (lose, ["model-00002-of-00005.safetensors is missing or damaged: "]),
+        (move, ["lm_head.weight is in model-0000", "lm_head.weight is not in model-00004-of-00005"]),
+        (leave, ["it has no weight_map of names to files"]),
+        (lambda folder: (folder / INDEX).write_text("{"), ["it is not JSON"]),
+        (lambda folder: (folder / INDEX).unlink(), ["there is neither model.safetensors nor model.safe"]),
+        (lambda folder: (folder / "config.json").unlink(), ["there is no config.json"]),
+        (lambda folder: (folder / "config.json").write_text("[]"), ["it is not a JSON object"]),
+    ],
+    ids=["cut", "lose", "move", "leave", "index", "no-index", "no-config", "config"],
+)
+def test_damaged_files(damage, problems, tmp_path):
+    save(tmp_path / "theirs", "mixtral")
+    damage(tmp_path / "theirs")
+    found = sorted(refused(tmp_path))
+    assert len(found) == len(problems)
+    assert all(text.startswith(start) for text, start in zip(found, problems, strict=True)), found
+
+
+def test_a_target_that_is_not_empty_is_left_alone(tmp_path):
+    save(tmp_path / "theirs", "mixtral")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "notes.txt").write_text("mine")
+    assert refused(tmp_path) == ["it is not empty, and nothing is overwritten"]
+    (tmp_path / "ours" / "notes.txt").unlink()
+    convert(tmp_path / "theirs", tmp_path / "ours")  # an empty folder is as good as none
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="it is a file"):
+        convert(tmp_path / "theirs", tmp_path / "file")
+
+
+def test_the_way_back_has_its_own_faults(tmp_path):
+    save(tmp_path / "theirs", "mixtral")
+    assert "was not converted by moe_aiter" in refused(tmp_path, "huggingface")[0]
+    convert(tmp_path / "theirs", tmp_path / "converted")
+    assert refused(tmp_path, "moe_aiter", "converted") == ["it has the layout of moe_aiter already"]
+    with pytest.raises(CheckpointError, match="there is no layer 'model.layers.2.mlp'"):
+        load_moe(tmp_path / "converted", "model.layers.2.mlp")
+
+    def spoil(found):
+        found["model.layers.0.mlp.shared.down.weight"] = torch.zeros(1)
+        found["model.layers.0.mlp.experts.down"] = found["model.layers.0.mlp.experts.down"][:5].clone()
+        del found["model.layers.1.mlp.router.weight"]
+
+    change(tmp_path / "converted", spoil)
+    assert sorted(refused(tmp_path, "huggingface", "converted")) == [
+        "model.layers.0.mlp.experts.down is (5, 16, 24); it should be (6, 16, 24)",
+        "model.layers.0.mlp.shared.down.weight is unknown in the MLP of a layer",
+        "model.layers.1.mlp.router.weight is missing",
+    ]
+    record = json.loads((tmp_path / "converted" / "config.json").read_text())["moe_aiter"]
+    change_config(tmp_path / "converted", moe_aiter=record | {"moe": record["moe"] | {"top_k": 7}})
+    assert "is damaged: ValueError: top_k is 7" in refused(tmp_path, "huggingface", "converted")[0]
+    change_config(tmp_path / "converted", moe_aiter={"version": 2})
+    assert "is damaged: ValueError: version 2" in refused(tmp_path, "huggingface", "converted")[0]
+
+
+@pytest.mark.parametrize("fault", ["gate and up", "two experts", "scale"])
+def test_a_wrong_layer_is_found_and_nothing_kept(fault, tmp_path, monkeypatch):
+    """The formula is changed here, which is as far from what was written as if that were wrong."""
+    save(tmp_path / "theirs", "deepseek_v3")
+    read = Formula.__new__
+
+    def wrong(kind, family, fused, config, get):
+        swap = {"gate and up": ("gate_proj", "up_proj"), "two experts": ("experts.4.", "experts.5.")}
+        a, b = swap.get(fault, ("", ""))
+        config = config | {"routed_scaling_factor": 2.4} if fault == "scale" else config
+
+        def other(name, place=()):
+            swapped = name.replace(a, "\0").replace(b, a).replace("\0", b) if a else name
+            return get(swapped, place)
+
+        return read(kind, family, fused, config, other)
+
+    monkeypatch.setattr(Formula, "__new__", wrong)
+    (problem,) = refused(tmp_path)
+    assert problem.startswith("model.layers.1.mlp differs from the formula of deepseek_v3 by ")
+
+
+def test_weights_that_are_not_numbers_fail_the_check(tmp_path):
+    save(tmp_path / "theirs", "olmoe")
+    change(
+        tmp_path / "theirs",
+        lambda found: found["model.layers.1.mlp.experts.5.up_proj.weight"].fill_(torch.nan),
+    )
+    (problem,) = refused(tmp_path)
+    assert problem.startswith("model.layers.1.mlp differs from the formula of olmoe by nan")
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path):
+    save(tmp_path / "theirs", "olmoe")
+
+    def stop(what, done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "theirs", tmp_path / "ours", progress=stop)
+    assert os.listdir(tmp_path) == ["theirs"]
+
+
+def test_other_weights_in_the_folder_are_named_and_left_out(tmp_path):
+    save(tmp_path / "theirs", "olmoe")
+    (tmp_path / "theirs" / "consolidated.safetensors").write_bytes(b"")
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert report.left_out == ["consolidated.safetensors"]
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "ours" / "consolidated.safetensors").exists()
+
+
+@pytest.mark.parametrize("package", ["safetensors", "tqdm"])
+def test_a_missing_package_says_how_to_install_it(package, tmp_path):
+    """In a process of its own, where it cannot be imported; what needs none of them still can."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
+    (tmp_path / "theirs" / "model.safetensors").write_text("")
+    code = (
+        f"import sys; sys.modules['{package}'] = sys.modules['transformers'] = None\n"
+        "import moe_aiter.integrations.checkpoints\n"
+        "from moe_aiter.cli import main\n"
+        "sys.exit(main(['convert', sys.argv[1], sys.argv[2]]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "theirs"), str(tmp_path / "ours")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"moe-aiter convert: error: {package} is missing: pip install 'moe-aiter[convert]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--shard-size 0", "'0' is no size such as 500MB or 5GB"),
+        ("--to olmoe", "invalid choice"),
+        ("--noise 1", "are for --upcycle"),
+        ("--upcycle --top-k 2", "--upcycle needs --experts and --top-k"),
+        ("--upcycle --experts 2 --top-k 3", "top_k is 3 but num_experts is 2"),
+        ("--upcycle --experts 2 --top-k 1 --noise -1", "-1 must be at least 0 and finite"),
+        ("--upcycle --experts 2 --top-k 1 --seed 99999999999999999999", "must be at least 0 and below 2^63"),
+    ],
+)
+def test_the_command_refuses(flags, message, tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    (tmp_path / "theirs").mkdir()
+    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    import safetensors.torch
+
+    safetensors.torch.save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "theirs/model.safetensors")
+    try:
+        status = main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), *flags.split()])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and message in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["theirs"]

@@ -1,0 +1,204 @@
+"""Hugging Face's checkpoints in our layout: the layers compute the same, and the way back is exact."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+from check import error  # noqa: E402
+from integrations.checkpoints import CHANGES, save, tensors  # noqa: E402
+from integrations.checkpoints import same as identical  # noqa: E402
+from integrations.families import FAMILIES, E, H, tiny_model  # noqa: E402
+
+from moe_aiter.cli import main  # noqa: E402
+from moe_aiter.integrations.checkpoints import (  # noqa: E402
+    convert,
+    load_moe,
+    moe_from_huggingface,
+    state_dict_to_huggingface,
+)
+
+FUSED = {family: [False] if family == "gpt_oss" else [False, True] for family in FAMILIES}
+CASES = [(family, fused) for family in FAMILIES for fused in FUSED[family]]
+IDS = [f"{family}{'-fused' * fused}" for family, fused in CASES]
+
+
+def blocks(model) -> dict[str, torch.nn.Module]:
+    """transformers' blocks of experts, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "experts")}
+
+
+def run(block, x):
+    out = block(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("family, fused", CASES, ids=IDS)
+def test_each_layer_computes_what_transformers_block_does(family, fused, tmp_path):
+    model = save(tmp_path / "theirs", family, fused=fused)
+    report = convert(tmp_path / "theirs", tmp_path / "ours", shard_bytes=30_000)
+    found = blocks(model)
+    assert len(report.files) > 1 and list(report.differences) == list(found)
+    assert max(report.differences.values()) < 1e-6
+    x = torch.randn(2, 20, H)
+    for name, block in found.items():
+        moe = load_moe(tmp_path / "ours", name)
+        with torch.no_grad():
+            assert error(moe(x), run(block, x)) < 1e-6
+    assert (tmp_path / "ours" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("family, fused", CASES, ids=IDS)
+def test_the_way_back_is_exact(family, fused, tmp_path):
+    dtype = torch.float16 if fused else torch.bfloat16  # and float32 below
+    save(tmp_path / "theirs", family, dtype, fused=fused)
+    there = convert(tmp_path / "theirs", tmp_path / "ours", shard_bytes=9000)
+    back = convert(tmp_path / "ours", tmp_path / "back", to="huggingface", shard_bytes=20_000)
+    before, after = tensors(tmp_path / "theirs"), tensors(tmp_path / "back")
+    assert identical(before, after)
+    assert there.converted + there.copied == back.written == len(before)
+    assert back.converted + back.copied == there.written == len(tensors(tmp_path / "ours"))
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "back")]
+    assert configs[0] == configs[1]
+    assert back.differences.keys() == there.differences.keys() != set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_came_back(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = save(tmp_path / "theirs", family)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "back", to="huggingface")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert identical(dict(model.state_dict()), dict(loaded.state_dict()))
+
+
+def test_every_other_key_is_unchanged(tmp_path):
+    save(tmp_path / "theirs", "deepseek_v3")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    theirs, ours = tensors(tmp_path / "theirs"), tensors(tmp_path / "ours")
+    rest = {k: v for k, v in theirs.items() if ".mlp." not in k or k.startswith("model.layers.0.")}
+    assert len(rest) == 24 and identical(rest, {k: ours[k] for k in rest})
+    prefix = "model.layers.1.mlp."
+    assert {k.removeprefix(prefix): tuple(v.shape) for k, v in ours.items() if k not in rest} == {
+        "router.weight": (E, H),
+        "router.selection_bias": (E,),
+        "experts.gate_up": (E, 48, H),
+        "experts.down": (E, H, 24),
+        "shared.gate_up.weight": (96, H),
+        "shared.down.weight": (H, 48),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_in_memory_are_shared(family):
+    model = tiny_model(family, **CHANGES.get(family, {}))
+    for block in blocks(model).values():
+        block.eval()
+        moe = moe_from_huggingface(block)
+        assert not moe.training
+        x = torch.randn(30, H)
+        with torch.no_grad():
+            assert error(moe(x), run(block, x[None])[0]) < 1e-6
+            experts = block.experts
+            assert moe.experts.gate_up.data_ptr() == experts.gate_up_proj.data_ptr()
+            assert moe.experts.down.data_ptr() == experts.down_proj.data_ptr()
+            back = state_dict_to_huggingface(moe, family)
+            assert identical(back, dict(block.state_dict()))
+            assert back["experts.down_proj"].data_ptr() == experts.down_proj.data_ptr()
+            moe.experts.down.mul_(2)
+            assert error(moe(x), run(block, x[None])[0]) < 1e-6
+
+
+def test_what_is_no_known_block_is_refused():
+    block = next(iter(blocks(tiny_model("mixtral")).values()))
+    with pytest.raises(TypeError, match="block is a MixtralExperts; known: MixtralSparseMoeBlock"):
+        moe_from_huggingface(block.experts)
+    with pytest.raises(ValueError, match="an MoE of deepseek_v3 has"):
+        state_dict_to_huggingface(moe_from_huggingface(block), "deepseek_v3")
+    with pytest.raises(ValueError, match="unknown model_type 'dbrx'"):
+        state_dict_to_huggingface(moe_from_huggingface(block), "dbrx")
+    block.jitter_noise = 0.1
+    with pytest.raises(ValueError, match="jitter_noise"):
+        moe_from_huggingface(block)
+    block.jitter_noise = 0.0
+    block.experts._apply_gate = lambda z: z
+    with pytest.raises(ValueError, match="a gate of their own"):
+        moe_from_huggingface(block)
+
+
+def test_the_command_goes_there_and_back(tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    save(tmp_path / "theirs", "olmoe")
+    names = [str(tmp_path / name) for name in ("theirs", "ours", "back")]
+    assert main(["convert", *names[:2], "--shard-size", "20KB"]) == 0
+    out = capsys.readouterr().out
+    assert "model.layers.1.mlp" in out and "38 tensors of MoE layers converted and 19 copied" in out
+    assert main(["convert", *names[1:], "--no-check"]) == 0
+    assert "difference" not in capsys.readouterr().out
+    assert identical(tensors(tmp_path / "theirs"), tensors(tmp_path / "back"))
+    assert main(["convert", *names[:2]]) == 2
+    assert "it is not empty, and nothing is overwritten" in capsys.readouterr().err
+
+
+MEMORY = """
+import json, pathlib, resource, sys, torch
+from safetensors.torch import save_file
+from moe_aiter.integrations.checkpoints import convert
+
+def write(folder, E, H, I, layers):
+    folder.mkdir()
+    places = {}
+    for n in range(layers):
+        block = f"model.layers.{n}.mlp"
+        shapes = {f"{block}.gate.weight": (E, H)}
+        for e in range(E):
+            for name, shape in {"gate": (I, H), "up": (I, H), "down": (H, I)}.items():
+                shapes[f"{block}.experts.{e}.{name}_proj.weight"] = shape
+        save_file({k: torch.randn(s).bfloat16() for k, s in shapes.items()}, folder / f"{n}.safetensors")
+        places |= {k: f"{n}.safetensors" for k in shapes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    config = {"model_type": "qwen3_moe", "hidden_size": H, "moe_intermediate_size": I, "num_experts": E}
+    config |= {"num_experts_per_tok": 2, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+here = pathlib.Path(sys.argv[1])
+torch.set_num_threads(1)
+if sys.argv[2] == "write":
+    write(here / "small", 4, 64, 64, 1)
+    write(here / "large", 8, 1024, 1024, 8)
+else:
+    convert(here / "small", here / "small.ours")  # what is loaded once
+    convert(here / "small.ours", here / "small.back", to="huggingface")
+    before = peak()
+    convert(here / "large", here / "large.ours", shard_bytes=60_000_000)
+    convert(here / "large.ours", here / "large.back", to="huggingface", shard_bytes=60_000_000)
+    print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+def test_memory_stays_below_a_shard_and_a_layer(tmp_path):
+    """Eight layers of 50 MB, a file each, there and back, checks included, in a process of its own."""
+    root = Path(__file__).parents[2]
+    for task in ("write", "convert"):
+        command = [sys.executable, "-c", MEMORY, str(tmp_path), task]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    layer = 3 * 8 * 1024 * 1024 * 2
+    written = sum(path.stat().st_size for path in (tmp_path / "large.ours").iterdir())
+    assert written > 8 * layer
+    assert int(done.stdout) < 60_000_000 + layer
+    assert math.isclose(written, sum(p.stat().st_size for p in (tmp_path / "large").iterdir()), rel_tol=1e-3)
