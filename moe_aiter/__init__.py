@@ -26,6 +26,7 @@ from .layers import (
     OptimizedMoELayer,
     SegmentGEMMWrapper,
     balance_step,
+    use_main_grad,
 )
 from .routing import (
     Capacity,
@@ -94,5 +95,6 @@ __all__ = [
     "topk",
     "unpermute",
     "use",
+    "use_main_grad",
     "z_loss",
 ]

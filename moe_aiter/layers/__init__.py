@@ -3,6 +3,7 @@
 from .balance import balance_step
 from .experts import Experts
 from .lora import LoRAExperts, LoRALinear
+from .main_grad import use_main_grad
 from .moe import MoE, MoERouting
 from .optimized import OptimizedMoELayer
 from .segment import SegmentGEMMWrapper
@@ -18,4 +19,5 @@ __all__ = [
     "SegmentGEMMWrapper",
     "ShuffledWeight",
     "balance_step",
+    "use_main_grad",
 ]
