@@ -14,7 +14,10 @@ from moe_aiter.config import PREFIX, Settings
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCUMENTS = README, *(ROOT / "docs" / f"{name}.md" for name in ("products", "integrations", "routing"))
+DOCUMENTS = (
+    README,
+    *(ROOT / "docs" / f"{name}.md" for name in ("products", "integrations", "routing", "training")),
+)
 BLOCKS = [b for d in DOCUMENTS for b in re.findall(r"^```(\w*)\n(.*?)^```", d.read_text(), re.S | re.M)]
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 
@@ -104,6 +107,7 @@ def test_documents_are_short_and_link_to_what_is_there():
         ("docs/products.md", 150),
         ("docs/integrations.md", 100),
         ("docs/routing.md", 100),
+        ("docs/training.md", 100),
     )
     for name, cap in documents:
         text = (ROOT / name).read_text()
