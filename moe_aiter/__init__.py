@@ -29,6 +29,7 @@ from .layers import (
     OptimizedMoELayer,
     SegmentGEMMWrapper,
     balance_step,
+    use_main_grad,
 )
 from .routing import (
     Capacity,
@@ -100,5 +101,6 @@ __all__ = [
     "topk",
     "unpermute",
     "use",
+    "use_main_grad",
     "z_loss",
 ]

@@ -4,6 +4,8 @@ import os
 import pathlib
 
 os.environ.setdefault("MOE_AITER_DEBUG", "1")  # before moe_aiter is imported, which reads it once
+# before the first product: cuBLAS is not deterministic without, and torch then refuses to call it so
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch

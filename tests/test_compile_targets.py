@@ -154,11 +154,12 @@ def routed(num_experts, k):
     return *floats, ints(4096, k, dtype=torch.int64)
 
 
-def run_route(num_experts, k, sigmoid, renormalize, need_scores=True):
+def run_route(num_experts, k, sigmoid, renormalize, need_scores=True, given=False):
     logits = new(4096, num_experts, dtype=torch.float32)
     scores, *rest = routed(num_experts, k)
     out = scores if need_scores else scores[:0], *rest
-    launch_route(out, logits, k, sigmoid, renormalize, 1.0, need_scores)
+    ids = new(4096, k, dtype=torch.int16) if given else None
+    launch_route(out, logits, k, sigmoid, renormalize, 1.0, need_scores, ids)
 
 
 def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_weights=True):
@@ -212,6 +213,7 @@ CASES: dict[str, Callable[[], None]] = {
     "route softmax": lambda: run_route(128, 8, False, False),
     "route without scores": lambda: run_route(128, 8, False, True, need_scores=False),
     "route sigmoid": lambda: run_route(128, 8, True, True),
+    "route given": lambda: run_route(128, 8, False, True, given=True),
     "route backward": lambda: run_route_backward(128, 8, False, True, of_scores=False),
     "route backward of the scores": lambda: run_route_backward(128, 8, True, True, of_weights=False),
     "route backward of the weights": lambda: run_route_backward(128, 8, True, True, of_scores=False),

@@ -7,28 +7,44 @@
 A sum of sigmoids may be 0, so it gets EPSILON.  A renormalised softmax is the softmax of the k chosen logits,
 and they are chosen by logit: p may underflow.  Its backward keeps (T, k) numbers; the (T, E) scores are kept
 by a node of their own, only as long as somebody has them.  One launch forward, one backward.
+
+Experts that are `given` (T, k), by an earlier run of the same pass, are weighed in the place of the highest:
+to the bit as they were then, if the logits are.
 """
 
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
-from ._check import check_float, check_shape
+from ..backend import copy_into, define_op, takes
+from ..replay import always_save, once
+from ._check import check_device, check_float, check_shape
 from ._groups import wide
 from ._host import array, ext, host, num_threads
 from ._triton import jit_kernel, tl, triton
 from .route_grad import EPSILON, route_backward_op, row_tile_of_k, softmax_backward
-from .topk import NO_KEY, from_key, take_highest, to_key, topk_reference
+from .topk import NO_KEY, from_key, take_given, take_highest, to_key, topk_reference
 
 
 # reference
 def route_reference(
-    logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, scale: float, need_scores: bool
+    logits: Tensor,
+    top_k: int,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    need_scores: bool,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores = logits.sigmoid() if sigmoid else logits.softmax(1)
-    chosen, ids = topk_reference(logits if renormalize and not sigmoid else scores, top_k)
+    ranked = logits if renormalize and not sigmoid else scores
+    chosen, ids = topk_reference(ranked, top_k) if given is None else chosen_of(ranked, given)
     scores = scores if writes_scores(sigmoid, renormalize, need_scores) else scores[:0]
     return scores, weigh(chosen, sigmoid, renormalize, scale), ids
+
+
+def chosen_of(ranked: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    given = given.long()
+    return ranked.gather(1, given), given
 
 
 def writes_scores(sigmoid: bool, renormalize: bool, need_scores: bool) -> bool:
@@ -50,6 +66,7 @@ def route_kernel(
     scores_ptr,  # (T, E) or None
     weights_ptr,  # (T, K)
     ids_ptr,  # (T, K) int64
+    given_ptr,  # (T, K) or None
     T,
     E,
     scale,
@@ -79,7 +96,11 @@ def route_kernel(
     ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     keys = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for j in range(K):
-        best, expert, key = take_highest(key, e, BLOCK_E)
+        if given_ptr is None:
+            best, expert, key = take_highest(key, e, BLOCK_E)
+        else:
+            expert = tl.load(given_ptr + t * K + j, mask=t < T, other=0).to(tl.int32).reshape(BLOCK_T)
+            best = take_given(key, e, expert)
         ids = tl.where(slot == j, expert[:, None], ids)
         keys = tl.where(slot == j, best[:, None], keys)
     chosen = tl.where(slot < K, from_key(keys), NOTHING)
@@ -101,7 +122,13 @@ def softmax(z):
 
 # launcher
 def new_route(
-    logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, scale: float, need_scores: bool
+    logits: Tensor,
+    top_k: int,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    need_scores: bool,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_shape("logits", logits, "T", "E")
     if logits.dtype not in (torch.float32, torch.float64):
@@ -109,37 +136,47 @@ def new_route(
     num_tokens, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={num_experts}); top_k must be from 1 to E")
+    if given is not None:
+        check_device(logits=logits, given=given)
+        if given.shape != (num_tokens, top_k):
+            raise ValueError(f"given is {tuple(given.shape)} but must be {(num_tokens, top_k)}")
     written = num_tokens if writes_scores(sigmoid, renormalize, need_scores) else 0
     scores, weights = logits.new_empty(written, num_experts), logits.new_empty(num_tokens, top_k)
     return scores, weights, logits.new_empty(num_tokens, top_k, dtype=torch.int64)
 
 
 @takes(torch.float32)
-def launch_route(out, logits, top_k, sigmoid, renormalize, scale, need_scores):
+def launch_route(out, logits, top_k, sigmoid, renormalize, scale, need_scores, given=None):
     scores, weights, ids = out
     grid, tile = row_tile_of_k(*logits.shape, top_k)
+    given = None if given is None else given.contiguous()
     route_kernel[grid](
-        logits, scores if scores.numel() else None, weights, ids, *logits.shape, scale, logits.stride(),
-        SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
+        logits, scores if scores.numel() else None, weights, ids, given, *logits.shape, scale,
+        logits.stride(), SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
     )  # fmt: skip
 
 
 @takes(torch.float32)
-def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scores):
+def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scores, given=None):
     """torch's scores, and the extension's choice."""
     scores, weights, ids = out
     if sigmoid:
         torch.sigmoid(logits, out=scores)
     elif scores.numel():
         torch.softmax(logits, 1, out=scores)
-    ext.topk(*map(array, (logits if renormalize and not sigmoid else scores, weights, ids)), num_threads())
+    ranked = logits if renormalize and not sigmoid else scores
+    if given is None:
+        ext.topk(*map(array, (ranked, weights, ids)), num_threads())
+    else:
+        torch.gather(ranked, 1, ids.copy_(given), out=weights)
     weights.copy_(weigh(weights, sigmoid, renormalize, scale))
 
 
 # op
 def save_route(ctx, inputs, output):
-    logits, _, *ctx.how, _ = inputs
-    scores, weights, ids = output
+    _, _, *ctx.how, _ = inputs[:6]
+    logits, (scores, weights, ids) = inputs[0], output
+    ctx.rest = (None,) * (len(inputs) - 1)
     sigmoid, renormalize, _ = ctx.how
     ctx.num_experts = logits.shape[1]
     if renormalize and not sigmoid:
@@ -156,7 +193,7 @@ def backward_route(ctx, dscores, dweights, dids):
     if dscores is not None or dweights is not None:
         grads = dweights, dscores, ctx.num_experts
         dlogits = route_backward_op(*ctx.saved_tensors, *grads, *ctx.how)
-    return dlogits, None, None, None, None, None
+    return dlogits, *ctx.rest
 
 
 class SoftmaxScores(torch.autograd.Function):
@@ -173,16 +210,30 @@ class SoftmaxScores(torch.autograd.Function):
         return softmax_backward(dscores, scores), None
 
 
+def fill_route(out, *inputs):
+    copy_into(out, route_reference(*inputs))
+
+
+HOW = "Tensor logits, int top_k, bool sigmoid, bool renormalize, float scale, bool need_scores"
+RESULT = "(Tensor, Tensor, Tensor)"
+GRADIENT = {"save": save_route, "backward": backward_route}
 route_op = define_op(
-    "route(Tensor logits, int top_k, bool sigmoid, bool renormalize, float scale, bool need_scores)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"route({HOW}, Tensor? given=None) -> {RESULT}",
     new=new_route,
-    reference=route_reference,
+    torch=fill_route,
     triton=launch_route,
     host=host(launch_route_host),
-    save=save_route,
-    backward=backward_route,
+    **GRADIENT,
 )
+route_once_op = define_op(
+    f"route_once({HOW}) -> {RESULT}",
+    new=new_route,
+    torch=once(fill_route),
+    triton=once(launch_route),
+    host=once(launch_route_host) if host(launch_route_host) else None,
+    **GRADIENT,
+)
+always_save("moe_aiter::route_once")
 
 
 # public
@@ -194,17 +245,23 @@ def choose_experts(
     renormalize: bool = True,
     scale: float = 1.0,
     need_scores: bool = True,
+    given: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Scores (T, E), weights (T, k) and experts (T, k) int64, the best first, for `logits` (T, E).
 
     The floats are float32, float64 for float64 logits.  Differentiable once in `logits`: float16, bfloat16,
     float32 or float64, with any strides.  NaN is chosen first; the experts of a row are distinct and within
     [0, E) whatever the logits are.  A renormalised softmax without `need_scores` gives None for them.
+    Experts `given` (T, k) of any integer dtype, within [0, E), are taken instead of the highest.
     Raises ValueError unless `logits` has two axes and 1 <= top_k <= E, TypeError for another dtype.
     """
     check_float(logits=logits)
     logits = wide(logits)
-    scores, weights, ids = route_op(logits, top_k, sigmoid, renormalize, scale, need_scores)
+    how = top_k, sigmoid, renormalize, scale, need_scores
+    if torch.compiler.is_compiling() and given is None:
+        scores, weights, ids = route_once_op(logits, *how)
+    else:
+        scores, weights, ids = route_op(logits, *how, given)
     if not writes_scores(sigmoid, renormalize, need_scores):
         scores = None
     elif renormalize and not sigmoid:

@@ -55,6 +55,12 @@ def take_highest(key, e, BLOCK_E: tl.constexpr):
     return best, expert, tl.where(e[None, :] == expert[:, None], NO_KEY, key)
 
 
+@triton.jit
+def take_given(key, e, expert):
+    """Of each row the key of an expert that is given."""
+    return tl.max(tl.where(e[None, :] == expert[:, None], key, NO_KEY), 1)
+
+
 @jit_kernel
 def topk_kernel(
     scores_ptr,  # (T, E)

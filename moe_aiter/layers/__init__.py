@@ -4,6 +4,7 @@ from .balance import balance_step
 from .experts import Experts
 from .live import LiveTable
 from .lora import LoRAExperts, LoRALinear
+from .main_grad import use_main_grad
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, Monitor
 from .optimized import OptimizedMoELayer
@@ -23,4 +24,5 @@ __all__ = [
     "SegmentGEMMWrapper",
     "ShuffledWeight",
     "balance_step",
+    "use_main_grad",
 ]

@@ -26,7 +26,7 @@ class Experts(nn.Module):
     clamped), geglu, reglu, silu, gelu, relu or relu2.
 
     A weight with a `main_grad` attribute, a tensor of its shape and usually float32, gets its gradient added
-    there, without a rounding between micro-batches, and its `.grad` stays None.
+    there, without a rounding between micro-batches, and its `.grad` stays None: see `use_main_grad`.
 
     Memory.  `recompute="z"` keeps the input and the routing for the backward pass and nothing else, at the
     price of two ninths more products in a step (a sixth for a plain activation).  `row_chunks` says how many

@@ -1,14 +1,15 @@
 """The mixture-of-experts layer: a token is routed, its experts run, their outputs add up."""
 
+import copy
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..dispatch import is_plain, is_transformed
-from ..kernels._check import check_device, check_sizes, check_tensor
-from ..kernels.activations import get_activation
-from ..kernels.glu import glu
+from ..kernels._check import check_device, check_tensor
+from ..kernels.decide import decide
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
 from ..routing.choices import Choice
@@ -17,6 +18,7 @@ from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_l
 from ..routing.plan import RoutePlan, make_plan
 from ..routing.router import Router, Routing, router_logits, without_padding
 from .experts import Experts
+from .shared import new_shared
 
 # as they are here: a class can be given another `forward` later
 ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))
@@ -58,6 +60,9 @@ class MoE(nn.Module):
     loss was multiplied by.  So if you scale that, by a GradScaler for float16 or by 1/n for n
     micro-batches, either scale the coefficients alike or leave them 0, take `return_routing=True` and add the
     losses yourself.
+
+    Activation checkpointing, of any kind, repeats the first routing, whatever the router would decide in the
+    repetition, and counts it once: see docs/training.md.
 
     state_dict keys: router.weight (E, H), experts.gate_up (E, 2I, H), experts.down (E, H, I), and where asked
     for router.bias, experts.gate_up_bias, experts.down_bias, shared.gate_up.weight, shared.down.weight,
@@ -121,6 +126,12 @@ class MoE(nn.Module):
         load = torch.zeros(num_experts, dtype=torch.int64, device=device) if counts else None
         self.register_buffer("load", load, persistent=False)
 
+    def __deepcopy__(self, memo: dict) -> "MoE":
+        memo[id(self.global_balance_group)] = self.global_balance_group  # a process group has no copies
+        memo[id(self)] = other = type(self).__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return other
+
     def reset_parameters(self) -> None:
         """Draw every parameter anew; after `to_empty`, say."""
         for part in (self.router, self.experts, self.shared):
@@ -165,12 +176,11 @@ class MoE(nn.Module):
         else:
             routing, expert_tokens = self.route(tokens, return_routing, mask)
         plan = make_plan(routing.expert_ids, self.num_experts)
-        if self.load is not None and self.training:
-            count_choices(self.load, plan.group_sizes)
+        load = self.count(plan) if self.load is not None and self.training else None
         weights = routing.routing_weights
         if self.has_losses():
             length = x.shape[-2] if x.dim() > 1 else 1
-            for loss in self.losses(routing, plan, length, mask):
+            for loss in self.losses(routing, plan, load, length, mask):
                 weights = attach_loss(weights, loss)
         chosen = plan.group_sizes
         if self.capacity is not None:
@@ -236,11 +246,28 @@ class MoE(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def within_capacity(self, routing: Routing, plan: RoutePlan) -> tuple[Routing, RoutePlan]:
-        expert_ids = drop_over_capacity(*routing[:2], plan, self.capacity)
+        limited = partial(drop_over_capacity, *routing[:2], plan, self.capacity)
+        expert_ids = decide("kept", limited, len(routing.expert_ids), self.num_experts)
         return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_experts)
 
+    def count(self, plan: RoutePlan) -> Tensor:
+        """Count the choices; returns those that `global_balance_coef` goes by.
+
+        These are decided once: when a forward pass is repeated, later ones have been counted too.
+        """
+        count_choices(self.load, plan.group_sizes)
+        if not self.global_balance_coef:
+            return self.load
+        group = self.global_balance_group
+        return decide("load", lambda: sum_over_ranks([self.load], group)[0], self.num_experts)
+
     def losses(
-        self, routing: Routing, plan: RoutePlan, sequence_length: int, mask: Tensor | None
+        self,
+        routing: Routing,
+        plan: RoutePlan,
+        load: Tensor | None,
+        sequence_length: int,
+        mask: Tensor | None,
     ) -> list[Tensor]:
         """Each loss that has a coefficient, times that."""
         losses, scores = [], routing.scores
@@ -253,9 +280,6 @@ class MoE(nn.Module):
             loss = sequence_balance_loss(scores, routing.expert_ids, length, mask)
             losses.append(self.sequence_balance_coef * loss)
         if self.global_balance_coef:
-            load = self.load.clone()
-            if self.global_balance_group is not None:
-                (load,) = sum_over_ranks([load], self.global_balance_group)
             losses.append(self.global_balance_coef * balance_of(scores, load, mask))
         if self.z_loss_coef:
             losses.append(self.z_loss_coef * z_loss(routing.logits, mask))
@@ -278,12 +302,6 @@ def check_padding(mask: Tensor, x: Tensor) -> None:
     check_device(x=x, mask=mask)
 
 
-def new_shared(hidden: int, intermediate: int, gate: bool, mlp: dict) -> "SharedExpert | None":
-    if gate and not intermediate:
-        raise ValueError("shared_gate=True, but shared_intermediate is 0: there is no shared expert to gate")
-    return SharedExpert(hidden, intermediate, gate=gate, **mlp) if intermediate else None
-
-
 def is_changed(module: nn.Module, known: tuple) -> bool:
     """Whether a call of this module is not just that of the `forward` known for it."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
@@ -291,40 +309,3 @@ def is_changed(module: nn.Module, known: tuple) -> bool:
     kind = type(module)
     own = (kind.__call__, kind.forward) != known or "forward" in vars(module)
     return own or bool(hooks) or module._compiled_call_impl is not None
-
-
-class SharedExpert(nn.Module):
-    """A dense MLP, gated or plain: down(act(gate_up(x))), times sigmoid(gate(x)) with `gate`."""
-
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        *,
-        activation: str = "swiglu",
-        bias: bool = False,
-        interleaved: bool = False,
-        gate: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        check_sizes(shared_intermediate=intermediate)
-        self.activation, self.interleaved = activation, interleaved
-        where = {"device": device, "dtype": dtype}
-        width = get_activation(activation).parts * intermediate
-        self.gate_up = nn.Linear(hidden, width, bias=bias, **where)
-        self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
-        self.gate = nn.Linear(hidden, 1, bias=False, **where) if gate else None
-
-    def reset_parameters(self) -> None:
-        for part in self.children():
-            part.reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, H) -> (T, H)."""
-        out = self.down(glu(self.gate_up(x), self.activation, self.interleaved))
-        return out if self.gate is None else out * self.gate(x).sigmoid()
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, interleaved={self.interleaved}"

@@ -72,7 +72,11 @@ def check_rule(rate: float, rule: str) -> None:
 
 
 def sum_over_ranks(totals: list[Tensor], group) -> list[Tensor]:
-    """The sums of `totals`, all (E,) of any lengths, over the ranks of a process group, in one all-reduce."""
+    """The sums of `totals`, all (E,) of any lengths, over the ranks of a process group, in one all-reduce.
+
+    Copies of them for the group None, which is this process alone.
+    """
     joined = torch.cat(totals)
-    torch.distributed.all_reduce(joined, group=group)
+    if group is not None:
+        torch.distributed.all_reduce(joined, group=group)
     return list(joined.split([len(t) for t in totals]))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels._check import check_sizes
+from ..kernels.decide import decide
 from ..kernels.topk import topk
 from .scores import weigh
 
@@ -36,7 +37,7 @@ class Choice:
         self, scores: Tensor, ranked: Tensor, top_k: int, mask: Tensor | None, renormalize: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """The experts (T, slots), and their weights."""
-        expert_ids = self.pick(ranked, top_k, mask)
+        expert_ids = decide("experts", lambda: self.pick(ranked, top_k, mask), *ranked.shape)
         return expert_ids, weigh(scores, expert_ids, renormalize, scale)
 
 
@@ -131,13 +132,17 @@ class TopP(Choice):
             raise ValueError(f"p must be above 0 and at most 1, not {self.p}")
 
     def choose(self, scores, ranked, top_k, mask, renormalize, scale):
-        expert_ids = topk(ranked, top_k)[1]
-        chosen = scores.detach().gather(1, expert_ids)
-        before = chosen.cumsum(1) - chosen  # of the first exactly 0
-        enough = before >= self.p * scores.detach().sum(1, keepdim=True)
-        enough = enough & (torch.arange(top_k, device=scores.device) > 0)
-        expert_ids = expert_ids.masked_fill(enough, -1)
+        expert_ids = decide("experts", lambda: self.fewest(scores.detach(), ranked, top_k), *ranked.shape)
         return expert_ids, weigh(scores, expert_ids, renormalize, scale)
+
+    def fewest(self, scores: Tensor, ranked: Tensor, top_k: int) -> Tensor:
+        expert_ids = topk(ranked, top_k)[1]
+        chosen = scores.gather(1, expert_ids)
+        # of the first exactly 0; torch calls its cumsum of floats on a GPU nondeterministic, and refuses it
+        before = (chosen[:, None] * chosen.new_ones(top_k, top_k).tril(-1)).sum(2)
+        enough = before >= self.p * scores.sum(1, keepdim=True)
+        enough = enough & (torch.arange(top_k, device=scores.device) > 0)
+        return expert_ids.masked_fill(enough, -1)
 
 
 @dataclass(frozen=True)
@@ -241,7 +246,7 @@ class TokenRounding(Choice):
         check_slots("max_added", self.max_added, num_experts - top_k)
 
     def choose(self, scores, ranked, top_k, mask, renormalize, scale):
-        own = topk(ranked, top_k)[1]
+        own = decide("experts", lambda: topk(ranked, top_k)[1], *ranked.shape)
         weights = weigh(scores, own, renormalize, scale)
         chose = torch.zeros_like(ranked, dtype=torch.bool).scatter(1, own, True)
         value = ranked.scatter(1, own, weights.detach().to(ranked.dtype))
@@ -251,11 +256,11 @@ class TokenRounding(Choice):
         first = chose.gather(0, order).byte().sort(dim=0, descending=True, stable=True).indices
         place = torch.arange(len(ranked), device=ranked.device)[:, None]
         kept = torch.zeros_like(chose).scatter(0, order.gather(0, first), place < self.rounded(chose, mask))
-        expert_ids = own.masked_fill(~kept.gather(1, own), -1)
+        expert_ids = decide("kept", lambda: own.masked_fill(~kept.gather(1, own), -1), *ranked.shape)
         slots = self.max_added or ranked.shape[1] - top_k
         if self.to == "down" or not slots:
             return expert_ids, weights
-        added = highest_of(ranked, kept & ~chose, slots)
+        added = decide("added", lambda: highest_of(ranked, kept & ~chose, slots), *ranked.shape)
         weights = torch.cat([weights, weigh(scores, added, False, scale)], 1)
         return torch.cat([expert_ids, added], 1), weights
 

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from ..backend import define_op, no_autocast
 from ..dispatch import is_unwatched
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
+from ..kernels.decide import decide
 from ..kernels.route import choose_experts
 from ..kernels.topk import topk
+from ..replay import current_pass
 from .choices import Choice
 from .losses import check_mask
 from .scores import FUSED, check_score, scores_of, weigh
@@ -57,6 +59,7 @@ def route(
     by p: DeepSeek-V3's balancing without a loss (arXiv 2408.15664).
     Where `mask` (T,) bool is False, at padding say, a token goes to no expert: its ids are -1.
     All of it in float32, also under autocast; float64 stays float64.
+    What activation checkpointing repeats chooses as it did at first: see replay.py.
 
     Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E), for
     `topk_softmax` with renormalize=False, which could change nothing, and for a `choice` that does not fit.
@@ -71,12 +74,12 @@ def route(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score in FUSED and choice is None and selection_bias is None:
         how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
-        scores, weights, expert_ids = choose_experts(logits, top_k, **how, need_scores=need_scores)
+        scores, weights, expert_ids = choose_once(logits, top_k, **how, need_scores=need_scores)
     else:
         scores = scores_of(logits, score)
         ranked = rank(scores, selection_bias)
         if choice is None:
-            expert_ids = topk(ranked, top_k)[1]
+            expert_ids = decide("experts", lambda: topk(ranked, top_k)[1], *ranked.shape)
             weights = weigh(scores, expert_ids, renormalize, scale)
         else:
             ranked = logits.detach() if choice.by_logits else ranked
@@ -84,6 +87,15 @@ def route(
     if mask is not None:
         expert_ids = without_padding(expert_ids, mask)
     return Routing(expert_ids, weights, scores, logits)
+
+
+def choose_once(logits: Tensor, top_k: int, **how) -> tuple[Tensor | None, Tensor, Tensor]:
+    """`choose_experts`, or in a repetition the experts of the first run: see replay.py."""
+    here = current_pass()
+    given = here.recall("experts", len(logits), top_k)
+    chosen = choose_experts(logits, top_k, **how, given=given)
+    here.keep("experts", chosen[2], logits.shape[1])
+    return chosen
 
 
 def without_padding(expert_ids: Tensor, mask: Tensor) -> Tensor:

@@ -68,6 +68,32 @@ def test_values_and_gradients(backend, device, shape, mode, dtype):
     assert_as_good_as_torch(with_gradients(run), with_gradients(composed), *inputs, floor=3e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+@modes
+def test_given_experts(backend, device, mode, dtype):
+    """Those that would be chosen weigh the same to the bit, of others each what the definition says."""
+    logits = draw(37, 12, device=device).requires_grad_()
+    how = {"sigmoid": mode[0], "renormalize": mode[1], "scale": 2.5}
+    want = choose_experts(logits, 3, **how)
+    got = choose_experts(logits, 3, **how, given=want[2].to(dtype))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) and got[2].dtype == torch.int64
+    others = torch.rand(37, 12, device=device).argsort(1)[:, :3]
+    scores, weights, ids = choose_experts(logits, 3, **how, given=others.T.to(dtype).contiguous().T)
+    assert torch.equal(ids, others)
+    exact = logits.detach().double().requires_grad_()
+    with use("torch"):
+        _, true, _ = choose_experts(exact, 3, **how, given=others)
+    chosen = exact.sigmoid() if mode[0] else exact.softmax(1)
+    chosen = chosen.gather(1, others)
+    torch.testing.assert_close(true, 2.5 * (chosen / chosen.sum(1, keepdim=True) if mode[1] else chosen))
+    dweights = draw(37, 3, device=device, seed=1)
+    (grad,) = torch.autograd.grad(weights, logits, dweights)
+    with use("torch"):
+        (true_grad,) = torch.autograd.grad(true, exact, dweights.double())
+    torch.testing.assert_close(weights, true.float(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(grad, true_grad.float(), rtol=1e-5, atol=1e-6)
+
+
 @modes
 def test_without_scores(backend, device, mode):
     """The same weights, experts and gradients, to the bit."""

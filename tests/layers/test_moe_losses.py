@@ -131,6 +131,8 @@ def one_rank(rank, folder, world):
     torch.manual_seed(0)
     group = torch.distributed.group.WORLD
     moe = build(global_balance_coef=0.5, global_balance_group=group)
+    moe = copy.deepcopy(moe)  # shares the group, of which there is one
+    assert moe.global_balance_group is group
     torch.manual_seed(1 + rank)
     x = torch.randn(1, 4 + rank, H)  # uneven
     moe(x).sum().backward()

@@ -1,0 +1,181 @@
+"""A decision is taken once: where activation checkpointing runs a forward pass again, the first one holds.
+
+Which experts a token goes to can turn on the last bit of a logit, and a repetition need not have the bits of
+the first run: autocast, an attention that sums in any order, noise.  Its gradient would then be that of
+another function than the one whose loss was computed, or the shapes would not fit.
+
+So each checkpointed region of a forward pass keeps the decisions taken in it, in their order, and its
+repetition is given them.  What stands for a region is an object that torch itself keeps from the first run to
+the repetition, and for each call anew: micro-batches in flight, in any order, cannot be mixed up, and the
+decisions are freed with the graph.  torch says nothing of it in public, so this file looks:
+
+  use_reentrant=True   the `ctx` of CheckpointFunction, in the frames of its `forward` and `backward` that are
+                       on Python's stack; Megatron's and DeepSpeed's have the same name and form
+  use_reentrant=False  the `_CheckpointFrame`, which the hooks for saved tensors hold
+
+Where torch changed, or a repetition asks for more than the first run decided, a decision is taken anew.
+"""
+
+import functools
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils import checkpoint
+
+STORED = "_moe_aiter_decisions"  # the attribute of a region
+CONTEXT = "CheckpointFunctionBackward"
+BACKWARD = _engine_run_backward.__code__
+saved = torch._C._autograd  # the stack of hooks for saved tensors
+
+
+class Decisions:
+    """Of one region: by what they are about, in the order in which they were taken."""
+
+    def __init__(self):
+        self.taken: dict[str, list[Tensor]] = defaultdict(list)
+        self.repetition = None
+        self.asked: dict[str, int] = {}
+
+    def next(self, what: str, repetition: Any) -> Tensor | None:
+        if repetition != self.repetition:  # the backward pass of a graph that was kept repeats once more
+            self.repetition, self.asked = repetition, defaultdict(int)
+        place = self.asked[what]
+        self.asked[what] += 1
+        taken = self.taken[what]
+        return taken[place] if place < len(taken) else None
+
+
+class Pass:
+    """The regions that a forward pass is in: those which run first, and the one that is repeated."""
+
+    def __init__(self, first: list, repeated: Any = None, repetition: Any = None):
+        self.first, self.repeated, self.repetition = first, repeated, repetition
+
+    def recall(self, what: str, *shape: int) -> Tensor | None:
+        """What was decided about `what` here, if its shape starts with `shape`; its integers may be small."""
+        decisions = getattr(self.repeated, STORED, None)
+        decision = None if decisions is None else decisions.next(what, self.repetition)
+        return decision if decision is not None and decision.shape[: len(shape)] == shape else None
+
+    def keep(self, what: str, decision: Tensor, below: int) -> None:
+        """Integers `below` a bound, for the repetitions of this pass."""
+        if not self.first:
+            return
+        if below <= 2**15:
+            decision = decision.to(torch.int16)
+        for region in self.first:
+            if not hasattr(region, STORED):
+                setattr(region, STORED, Decisions())
+            getattr(region, STORED).taken[what].append(decision)
+
+
+ALONE = Pass([])
+
+
+def current_pass() -> Pass:
+    """Where this forward pass is; without checkpointing that takes three calls of torch's."""
+    if torch.compiler.is_compiling():
+        return ALONE  # its ops ask as they run
+    task = torch._C._current_graph_task_id()
+    # of all that runs without gradients only an autograd.Function disables both modes
+    within = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+    hooked = saved._top_saved_tensors_default_hooks(True) is not None
+    if task == -1 and not within and not hooked:
+        return ALONE
+    found = reentrant_regions(task) if within or task != -1 else ALONE
+    if not hooked or not saved._saved_tensors_hooks_is_enabled():
+        return found
+    other = hooked_regions()
+    # a reentrant repetition is the inner one: a non-reentrant one ends where it unpacks
+    inner = found if found.repeated is not None else other
+    return Pass(found.first + other.first, inner.repeated, inner.repetition)
+
+
+def reentrant_regions(task: int) -> Pass:
+    first, frame = [], sys._getframe(1)
+    while frame is not None and (code := frame.f_code) is not BACKWARD:  # past that, another backward pass
+        if code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
+            break  # a non-reentrant repetition, for which another node's backward pass waits
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if type(ctx).__name__ == CONTEXT:
+                if code.co_name == "backward":
+                    return Pass(first, ctx, task)
+                first.append(ctx)
+        frame = frame.f_back
+    return Pass(first)
+
+
+def hooked_regions() -> Pass:
+    first = []
+    for pack in map(inspect.unwrap, pack_hooks()):
+        if getattr(pack, "__module__", "") != checkpoint.__name__:
+            continue
+        cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
+        inside = {name: cell.cell_contents for name, cell in cells}
+        if "target_frame_ref" in inside:
+            return Pass(first, inside["target_frame_ref"](), inside["gid"])
+        if "frame" in inside:
+            first.append(inside["frame"])
+    return Pass(first)
+
+
+def pack_hooks() -> list:
+    """Of the hooks for saved tensors, the last first.  torch shows the last alone, so each is lifted off."""
+    lifted = []
+    while (pair := saved._top_saved_tensors_default_hooks(True)) is not None:
+        saved._pop_saved_tensors_default_hooks()
+        lifted.append(pair)
+    for pair in reversed(lifted):
+        saved._push_saved_tensors_default_hooks(*pair)
+    return [pack for pack, _ in lifted]
+
+
+def once(launch: Callable) -> Callable:
+    """For a compiled graph, the launcher of an op: `launch(out, logits, *how, given)`, ids last in `out`.
+
+    Nothing but its ops runs in one, so the op has to see for itself whether it is a repetition.
+    """
+
+    @functools.wraps(launch)
+    def run(out, logits, *how):
+        here = current_pass()
+        launch(out, logits, *how, here.recall("experts", *out[-1].shape))
+        here.keep("experts", out[-1], logits.shape[1])
+
+    return run
+
+
+def always_save(op: str) -> None:
+    """Have activation checkpointing save what an op gives, whatever its policy.
+
+    For compiled graphs, whose forward and backward pass are two functions that know nothing of each other.
+    """
+
+    def rule(mode, func, types, args=(), kwargs=None):
+        policy, mode.policy_fn = mode.policy_fn, lambda *_, **__: checkpoint.CheckpointPolicy.MUST_SAVE
+        try:
+            return mode.__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            mode.policy_fn = policy
+
+    def tag(mode, func, types, args=(), kwargs=None):
+        meta, before = traceback.current_meta, traceback.current_meta.get("recompute")
+        if before is not None:  # within a region that torch 2.11 tags node by node
+            meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
+        try:
+            return mode.__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            if before is not None:
+                meta["recompute"] = before
+
+    torch.library.register_torch_dispatch(op, checkpoint._CachingTorchDispatchMode, rule)
+    torch.library.register_torch_dispatch(op, ProxyTorchDispatchMode, tag)

@@ -1,0 +1,113 @@
+"""Float32 main gradients in a plain training loop."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from moe_aiter import MoE, OptimizedMoELayer, use_main_grad
+
+H, WIDTH, E, K, T = 16, 12, 6, 2, 13
+
+
+def build(device, dtype=torch.float32):
+    return nn.Sequential(
+        nn.Linear(H, H, device=device, dtype=dtype), MoE(H, WIDTH, E, K, device=device, dtype=dtype)
+    )
+
+
+def train(model, optimizer, batches, hand_over=lambda: None, clip=True, set_to_none=True):
+    norms = []
+    for batch in batches:
+        for x in batch:
+            model(x).square().mean().backward()
+        if clip:
+            hand_over()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    return norms
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_loop_stays_as_it_was(device, clip, foreach, set_to_none):
+    """AdamW, clipped and not, three steps of three micro-batches."""
+    plain = build(device)
+    model = copy.deepcopy(plain)
+    batches = torch.randn(3, 3, T, H, device=device)
+    want, got = (torch.optim.AdamW(m.parameters(), 1e-2, foreach=foreach) for m in (plain, model))
+    hand_over = use_main_grad(model, got)
+    want_norms = train(plain, want, batches, clip=clip)
+    norms = train(model, got, batches, hand_over, clip, set_to_none)
+    torch.testing.assert_close(norms, want_norms)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda m, name=name: f"{name}: {m}")
+    weight = model[1].experts.down
+    assert weight.grad is None and weight.main_grad.dtype == torch.float32
+    assert weight.main_grad.count_nonzero() == 0
+
+
+def test_sixteen_bit_weights_get_the_rounded_sum(device):
+    """A micro-batch that alone changes nothing in bfloat16 counts."""
+    model = build(device, torch.bfloat16)
+    weight = model[1].experts.down
+    hand_over = use_main_grad(model, torch.optim.SGD(model.parameters(), 1.0))
+    x = torch.randn(T, H, device=device, dtype=torch.bfloat16)
+    weight.main_grad.fill_(256.0)
+    for _ in range(4):
+        model(x).sum().backward()
+    assert weight.grad is None
+    hand_over()
+    assert weight.grad.dtype == torch.bfloat16 and weight.main_grad.dtype == torch.float32
+    assert torch.equal(weight.grad, weight.main_grad.bfloat16())
+    added = weight.main_grad - 256
+    assert ((added.abs() > 1e-3) & (added.abs() < 1)).any()
+
+
+def test_what_is_handed_over_twice_is_what_there_is(device):
+    model = build(device, torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    hand_over = use_main_grad(model, optimizer)
+    x, weight = torch.randn(T, H, device=device, dtype=torch.bfloat16), model[1].experts.gate_up
+    for _ in range(2):
+        model(x).float().square().mean().backward()
+        hand_over()
+        assert torch.equal(weight.grad, weight.main_grad.bfloat16())
+    clipped = weight.grad.zero_()
+    before = weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(weight, before), "the step took what was handed over, not what was clipped"
+    assert weight.grad is None and clipped.count_nonzero() == 0
+
+
+def test_which_weights(device):
+    frozen = MoE(H, WIDTH, E, K, device=device)
+    frozen.experts.down.requires_grad_(False)
+    wide = MoE(H, WIDTH, E, K, device=device, dtype=torch.float64)
+    other, left_out = OptimizedMoELayer(H, E, WIDTH), MoE(H, WIDTH, E, K, device=device)
+    model = nn.ModuleList([frozen, wide, other, left_out])
+    optimizer = torch.optim.SGD(nn.ModuleList([frozen, wide, other]).parameters(), 1.0)
+    use_main_grad(model, optimizer)
+    has = {name for name, p in model.named_parameters() if hasattr(p, "main_grad")}
+    assert has == {"0.experts.gate_up", "1.experts.gate_up", "1.experts.down", "2.w1", "2.w2"}
+    assert wide.experts.down.main_grad.dtype == torch.float64
+    with pytest.raises(ValueError, match="no experts whose weights"):
+        use_main_grad(nn.Linear(2, 2), optimizer)
+
+
+@pytest.mark.gpu
+def test_no_gradient_is_written_beside_the_sum(no_debug):
+    """The second micro-batch's backward pass takes less memory than one of the two gradients would."""
+    model = MoE(1024, 1024, 32, 2, device="cuda", dtype=torch.bfloat16)
+    use_main_grad(model, torch.optim.SGD(model.parameters(), 1.0))
+    x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
+    model(x).sum().backward()
+    out = model(x).sum()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out.backward()
+    assert torch.cuda.max_memory_allocated() - before < model.experts.down.nbytes
