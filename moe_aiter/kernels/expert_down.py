@@ -296,14 +296,20 @@ def down_gradients(needs, spend_z, dout, saved, activation, interleaved, main_gr
     if needs[0]:
         dw = weight_gradient(down, main_grad, dout, a, group_sizes, order, top_k)
     if bias is not None:
-        # <dout, bias> of every expert, then of the chosen ones: E products a token instead of k rows gathered
-        expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
-        dots = (wide(dout) @ wide(bias).T).gather(1, expert)
-        ds = ds + dots.masked_fill(rank < 0, 0)
+        ds = ds + bias_dots(dout, bias, rank, group_sizes)
         if needs[1]:
             s = routing_weights.to(ds.dtype).contiguous()
             dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)
     return dz, dw, dbias, ds.to(routing_weights.dtype)
+
+
+def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> Tensor:
+    """<dout, bias> of each choice (T, k), 0 for a dropped one: of every expert, then of the chosen ones.
+
+    E products a token instead of k rows gathered.
+    """
+    expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
+    return (wide(dout) @ wide(bias).T).gather(1, expert).masked_fill(rank < 0, 0)
 
 
 def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
