@@ -75,7 +75,8 @@ def lora_experts(p: Problem, adapters: Adapters) -> Contender:
         lora.A, lora.B = pair
 
     def run() -> Tensor:
-        return layer(p.x, p.routing_weights, make_plan(p.expert_ids, p.shape.num_experts))
+        plan = make_plan(p.expert_ids, p.shape.num_experts)
+        return layer(p.x, p.routing_weights.to(p.x.dtype), plan)
 
     return Contender("moe_aiter LoRAExperts", run, (p.x, p.routing_weights, *leaves), ours=True)
 

@@ -65,7 +65,7 @@ def param_wrapper() -> type:
     try:
         from peft.tuners.lora.layer import ParamWrapper
     except ImportError as error:
-        raise ImportError("adapters of experts need PEFT 0.21: pip install 'peft>=0.21'") from error
+        raise ImportError("adapters of experts need PEFT 0.21: pip install '.[peft]'") from error
     return ParamWrapper
 
 

@@ -19,10 +19,9 @@ from ._check import check_float, check_routing_weights, check_shape, check_size
 from ._groups import check_groups, check_plan_values
 from ._tile import TILE_DTYPES
 from .add_low_rank import add_low_rank_op
-from .expert_down import bias_dots
 from .expert_up import expert_up_reference, up_gradients
 from .gmm import gmm_op, gmm_reference
-from .group_sum import group_sum
+from .group_sum import bias_dots, group_sum
 from .permute import check_rows, permute_op, unpermute_reference
 from .segment_gmm import segment_gmm_op
 from .segment_tgmm import segment_weight_gradient

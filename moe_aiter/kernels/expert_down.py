@@ -31,7 +31,7 @@ from .activations import get_activation
 from .glu import glu_backward_reference, glu_reference
 from .gmm import gmm_reference
 from .gmm_unpermute import gmm_unpermute_reference, launch_gmm_unpermute
-from .group_sum import group_sum
+from .group_sum import bias_dots, group_sum
 from .tgmm import weight_gradient
 
 EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue fits in registers
@@ -301,15 +301,6 @@ def down_gradients(needs, spend_z, dout, saved, activation, interleaved, main_gr
             s = routing_weights.to(ds.dtype).contiguous()
             dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)
     return dz, dw, dbias, ds.to(routing_weights.dtype)
-
-
-def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> Tensor:
-    """<dout, bias> of each choice (T, k), 0 for a dropped one: of every expert, then of the chosen ones.
-
-    E products a token instead of k rows gathered.
-    """
-    expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
-    return (wide(dout) @ wide(bias).T).gather(1, expert).masked_fill(rank < 0, 0)
 
 
 def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
