@@ -1,14 +1,16 @@
 """Adapters of the experts of transformers' models, with what PEFT refuses for them: dropout, DoRA.
 
-    from moe_aiter.integrations.lora import add_lora, load_lora, save_lora
+    from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 
     add_lora(model, rank=16, alpha=32, dropout=0.05)    # the model is frozen, the adapters are not
     ...
     save_lora(model, directory)                         # for PEFT's `target_parameters`
     save_lora(model, directory, per_expert=True)        # for a model with a linear layer for each expert
+    merge_lora(model)                                   # for everybody else
 
 Both directories hold adapter_config.json and adapter_model.safetensors as PEFT writes them.  The second form
-is the only one that has a place for DoRA's magnitudes, and what vLLM documents for the experts of a model.
+is the only one that has a place for DoRA's magnitudes.  Its names, `<experts>.{e}.gate_proj.lora_A.weight`,
+are what vLLM's loader looks for; it refuses DoRA, and so needs weights into which that has been merged.
 """
 
 import json
@@ -80,9 +82,7 @@ def save_lora(
     """
     from safetensors.torch import save_file
 
-    modules = {name: getattr(m, ADAPTERS) for name, m in experts_of(model) if hasattr(m, ADAPTERS)}
-    if not modules:
-        raise ValueError(f"the experts of this {type(model).__name__} have no adapters: call add_lora first")
+    modules = {name: getattr(module, ADAPTERS) for name, module in adapted_experts(model).items()}
     if per_expert:
         tensors = {}
         for name in modules:
@@ -123,6 +123,28 @@ def load_lora(model: nn.Module, directory: str | pathlib.Path, **lora) -> list[s
     state = load_file(directory / TENSORS)
     load_stacked(by_prefix({name: getattr(model.get_submodule(name), ADAPTERS) for name in added}), state)
     return added
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> None:
+    """Put the adapters of `add_lora` into the weights, and take them off: a model as any other, still frozen.
+
+    Raises ValueError for a model without adapters.
+    """
+    for module in adapted_experts(model).values():
+        for name, lora in getattr(module, ADAPTERS).items():
+            weight = getattr(module, name)
+            weight = weight.mT if module.is_transposed else weight
+            for e in range(len(weight)):  # one by one: all of them in float32 would take twice their memory
+                weight[e].copy_(lora.merged(weight[e], e))
+        delattr(module, ADAPTERS)
+
+
+def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
+    found = {name: module for name, module in experts_of(model) if hasattr(module, ADAPTERS)}
+    if not found:
+        raise ValueError(f"the experts of this {type(model).__name__} have no adapters: call add_lora first")
+    return found
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

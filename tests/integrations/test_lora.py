@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from moe_aiter.integrations.lora import add_lora, experts_of, load_lora, save_lora  # noqa: E402
+from moe_aiter.integrations.lora import add_lora, experts_of, load_lora, merge_lora, save_lora  # noqa: E402
 from moe_aiter.integrations.transformers import ADAPTERS, NAME  # noqa: E402
 
 TOKENS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -67,6 +67,18 @@ def test_the_same_as_merged_weights(family, dora):
     assert error(logits(model), logits(base(family))) > 1e-3
     logits(model).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters(model))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_merge(family, dora):
+    model = with_lora(family, dora=dora).eval()
+    expected = logits(model)
+    merge_lora(model)
+    assert model.state_dict().keys() == base(family).state_dict().keys()
+    assert error(logits(model), expected) < 1e-12
+    with pytest.raises(ValueError, match="call add_lora first"):
+        merge_lora(model)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
