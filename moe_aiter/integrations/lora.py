@@ -108,7 +108,7 @@ def load_lora(model: nn.Module, directory: str | pathlib.Path, **lora) -> list[s
     """`add_lora` with the adapters that PEFT or `save_lora` wrote there for `target_parameters`.
 
     lora: what the directory does not say, such as `dropout`.  Raises ValueError for a directory of another
-    kind, KeyError and ValueError for tensors that are missing or of another shape.
+    kind, KeyError and ValueError for tensors that are missing or of another shape; then there are no adapters.
     """
     from safetensors.torch import load_file
 
@@ -120,8 +120,13 @@ def load_lora(model: nn.Module, directory: str | pathlib.Path, **lora) -> list[s
     targets = tuple({name.rpartition(".")[2] for name in names})
     how = {"rank": config["r"], "alpha": config["lora_alpha"], "rslora": config.get("use_rslora", False)}
     added = add_lora(model, targets=targets, **how | lora)
-    state = load_file(directory / TENSORS)
-    load_stacked(by_prefix({name: getattr(model.get_submodule(name), ADAPTERS) for name in added}), state)
+    modules = {name: getattr(model.get_submodule(name), ADAPTERS) for name in added}
+    try:
+        load_stacked(by_prefix(modules), load_file(directory / TENSORS))
+    except (KeyError, ValueError):
+        for name in added:
+            delattr(model.get_submodule(name), ADAPTERS)
+        raise
     return added
 
 

@@ -227,3 +227,9 @@ def test_mistakes(tmp_path):
     save_lora(with_lora(), tmp_path, per_expert=True)
     with pytest.raises(ValueError, match="target_parameters alone"):
         load_lora(base(), tmp_path)
+    save_lora(with_lora(), tmp_path)
+    model = base()
+    with pytest.raises(ValueError, match="but the adapter needs"):
+        load_lora(model, tmp_path, rank=4)
+    assert not adapters(model)
+    load_lora(model, tmp_path)
