@@ -108,7 +108,7 @@ def load_lora(model: nn.Module, directory: str | pathlib.Path, **lora) -> list[s
     """`add_lora` with the adapters that PEFT or `save_lora` wrote there for `target_parameters`.
 
     lora: what the directory does not say, such as `dropout`.  Raises ValueError for a directory of another
-    kind, KeyError and ValueError for tensors that are missing or of another shape; then there are no adapters.
+    kind, KeyError and ValueError for tensors that are missing or of another shape, and then adds nothing.
     """
     from safetensors.torch import load_file
 

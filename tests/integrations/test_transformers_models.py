@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from check import error
-from integrations.families import FAMILIES, VOCAB, tiny_model
+from integrations.families import FAMILIES, VOCAB, tiny_config, tiny_model
 
 from moe_aiter.integrations import transformers as ours
 from moe_aiter.integrations.transformers import NAME, register, unregister
@@ -80,6 +80,25 @@ def test_model_in_bfloat16(family):
 def step_logits(model, experts, tokens):
     model.set_experts_implementation(experts)
     return model(tokens).logits.double()
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_outputs_as_transformers_compares_them(family, dtype, device, tmp_path):
+    """One reloaded model by each implementation, with the tolerance of transformers' own test of this."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family, rms_norm_eps=1.0)  # nor there does a norm blow up a rounding
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval().to(device)
+    tokens, outs = torch.randint(1, VOCAB, (13, 7), device=device), {}
+    for name in ("eager", "grouped_mm", NAME):
+        model.set_experts_implementation(name)
+        with torch.no_grad():
+            outs[name] = model(tokens).logits
+    assert outs["eager"].abs().max() > 1e-3
+    torch.testing.assert_close(outs["grouped_mm"], outs["eager"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outs[NAME], outs["eager"], rtol=1e-4, atol=1e-4)
 
 
 @families

@@ -1,0 +1,126 @@
+"""The routed experts of torchtitan's MoE, by torchtitan's own overrides:
+
+    --override.imports moe_aiter.integrations.torchtitan.experts
+
+or, for a model at hand that is not parallelised yet, `convert(model)`.  The parameters keep their names,
+shapes and values, and with them checkpoints, state-dict adapters, shardings and initialisers.
+
+torchtitan's MoE routes; then its dispatcher sends tokens to experts, its experts multiply, and its dispatcher
+brings home what they give.  Where the experts are all here, dispatcher and experts become one `expert_mlp`,
+and no rows of tokens are made.  Under expert parallelism its dispatcher sends as before.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..kernels.expert_split import split_expert_mlp
+from ..routing.plan import RoutePlan, make_plan
+
+try:
+    from torchtitan.config import derive, override
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+except ImportError as error:
+    raise ImportError(
+        "moe_aiter.integrations.torchtitan needs torchtitan 0.3 or newer: pip install 'torchtitan>=0.3'"
+    ) from error
+
+
+@dataclass(frozen=True)  # no tuple: FSDP rounds the tensors in one to its own dtype, unless told not to
+class Routing:
+    """What the experts get with tokens, in place of how many rows each has with rows."""
+
+    weights: Tensor  # (T, k), float32
+    plan: RoutePlan
+
+
+class Dispatcher(AllToAllTokenDispatcher):
+    """torchtitan's standard one under expert parallelism; else it leaves tokens where they are."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def dispatch(self, x: Tensor, scores: Tensor, expert_ids: Tensor, counts: Tensor) -> tuple:
+        if self.ep_mesh is not None:
+            return super().dispatch(x, scores, expert_ids, counts)
+        return x, Routing(scores, make_plan(expert_ids, self.num_experts)), None
+
+    def combine(self, out: Tensor, metadata, x: Tensor) -> Tensor:
+        return out if metadata is None else super().combine(out, metadata, x)
+
+
+class Experts(GroupedExperts):
+    """torchtitan's SwiGLU experts, as one `split_expert_mlp`; products are in bfloat16, as torchtitan's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x: Tensor, routing: Routing | Tensor) -> Tensor:
+        """x (T, H) and their routing, or rows (R, H) sorted by expert and how many each has, (E,).
+
+        Returns as many rows in the dtype of x: weighted sums, or rows as they are.  Rows past the last
+        expert's, which a dispatcher may have, become zeros.
+        """
+        weights = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
+        if isinstance(self.w1_EFD, DTensor):
+            weights = (w.to_local() for w in weights)
+        if not isinstance(routing, Routing):
+            routing = each_row_once(len(x), routing)
+        return split_expert_mlp(x.bfloat16(), *weights, routing.weights, routing.plan).type_as(x)
+
+
+def each_row_once(rows: int, group_sizes: Tensor) -> Routing:
+    """The routing of rows that are sorted already: tokens of one choice each, whose weight is one."""
+    group_sizes = group_sizes.int()
+    order = torch.arange(rows, dtype=torch.int32, device=group_sizes.device)
+    order = order.masked_fill(order >= group_sizes.sum(), -1)
+    weights = torch.ones(rows, 1, device=group_sizes.device)
+    return Routing(weights, RoutePlan(order, order[:, None], group_sizes))
+
+
+STANDARD = LocalTokenDispatcher, AllToAllTokenDispatcher
+
+
+@override(target=RoutedExperts.Config, description="Routed experts on moe_aiter's kernels.")
+def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
+    """The override: torchtitan calls it with the configuration of the routed experts of each layer.
+
+    Raises TypeError for experts of another kind, such as those of gpt-oss, and for quantised ones.
+    """
+    check_kind(type(config.inner_experts), GroupedExperts.Config)
+    changed = {"inner_experts": derive(config.inner_experts, Experts.Config)}
+    if type(config.token_dispatcher) in [kind.Config for kind in STANDARD]:
+        changed["token_dispatcher"] = derive(config.token_dispatcher, Dispatcher.Config)
+    return replace(config, **changed)
+
+
+def convert(model: nn.Module) -> nn.Module:
+    """Give every MoE of `model` these experts, in place; returns the model.
+
+    Once or more often, before the model is parallelised, compiled or checkpointed.  The parameters remain the
+    very same.  Raises TypeError as `experts` does, and ValueError for a model without a MoE or whose MoE is
+    parallelised already.
+    """
+    found = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no RoutedExperts of torchtitan")
+    for module in found:
+        check_kind(type(module.inner_experts), GroupedExperts, Experts)
+        if module._parallelized:
+            raise ValueError("convert the model before it is parallelised: its experts are wrapped already")
+    for module in found:
+        module.inner_experts.__class__ = Experts
+        if type(old := module.token_dispatcher) in STANDARD:
+            sizes = {"num_experts": old.num_experts, "top_k": old.top_k}
+            module.token_dispatcher = Dispatcher(Dispatcher.Config(**sizes))
+    return model
+
+
+def check_kind(kind: type, *known: type) -> None:
+    if kind not in known:
+        raise TypeError(f"no moe_aiter experts for {kind.__qualname__}, only for {known[0].__qualname__}")
