@@ -7,6 +7,7 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
+from moe_aiter.kernels.add_low_rank import launch_add_low_rank
 from moe_aiter.kernels.segment_gmm import launch_segment_gmm
 from moe_aiter.kernels.segment_tgmm import launch_segment_tgmm
 from moe_aiter.tuning.table import load
@@ -39,6 +40,10 @@ def run_segment_tgmm(s, columns_first=False, weights=E):
     launch_segment_tgmm(out, s.new(s.rows, s.k), s.new(s.rows, s.n), *plan, weights, columns_first)
 
 
+def run_add_low_rank(s):
+    launch_add_low_rank(s.new(s.rows, s.n), s.new(s.rows, s.k), s.new(E, s.n, s.k).mT, ints(E))
+
+
 TUNED = {
     "segment_gmm": run_segment_gmm,
     "segment_expand": run_segment_expand,
@@ -47,6 +52,7 @@ TUNED = {
 CASES = {
     "to a rank": lambda: run_segment_gmm(Shape(4096, 16, 4096), segments=64),
     "from a rank": lambda: run_segment_gmm(Shape(4096, 4096, 16), segments=64),
+    "added, from a rank": lambda: run_add_low_rank(Shape(k=16)),
     "decode": lambda: run_segment_gmm(Shape(256, 64, 4096), indices=False, segments=256),
     "decode back": lambda: run_segment_gmm(Shape(256, 4096, 64), indices=False, segments=256),
     "dense": lambda: run_segment_gmm(Shape(8000, 4096, 4096), segments=8),

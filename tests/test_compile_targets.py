@@ -22,6 +22,7 @@ from moe_aiter.kernels.route_grad import launch_route_backward
 from moe_aiter.kernels.sort import launch_sort
 from moe_aiter.kernels.tgmm import launch_tgmm, launch_tgmm_into
 from moe_aiter.kernels.topk import launch_topk
+from moe_aiter.kernels.weigh_rows import launch_weigh_rows
 from moe_aiter.tuning.table import load
 
 if interpret:
@@ -184,6 +185,11 @@ def run_row_dots(dtype):
     launch_row_dots(new(4096, 8, dtype=torch.float32), rows, x, ints(4096 * 8), ints(4096, 8))
 
 
+def run_weigh_rows(dtype):
+    x, s = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32)
+    launch_weigh_rows((x, s), x, x, s, ints(4096 * 8), ints(4096, 8))
+
+
 def run_glu(activation, dtype=torch.bfloat16):
     launch_glu(new(4096, 1024, dtype=dtype), new(4096, 2048, dtype=dtype), activation, False)
 
@@ -229,6 +235,7 @@ CASES: dict[str, Callable[[], None]] = {
     "unpermute": lambda: run_unpermute(torch.bfloat16, False),
     "unpermute weighted": lambda: run_unpermute(torch.bfloat16, True),
     "row_dots": lambda: run_row_dots(torch.bfloat16),
+    "weigh_rows": lambda: run_weigh_rows(torch.bfloat16),
     "glu swiglu": lambda: run_glu("swiglu"),
     "glu geglu backward": lambda: run_glu_backward("geglu"),
     "group_sum": lambda: run_group_sum(False),
@@ -250,6 +257,8 @@ CASES: dict[str, Callable[[], None]] = {
     "up swiglu_oai": lambda: run_up(BF16, activation="swiglu_oai", interleaved=True, bias=True),
     "up without a": lambda: run_up(BF16, save_a=False),
     "up relu2 without z": lambda: run_up(BF16, activation="relu2", save_z=False),
+    "up to a rank": lambda: run_up(Shape(n=16), activation="relu", save_a=False),
+    "gmm from a rank": lambda: run_gmm(Shape(k=16)),
     "up geglu odd": lambda: run_up(ODD, activation="geglu"),
     "down_grad interleaved": lambda: run_down_grad(BF16, interleaved=True),
     "down_grad swiglu_oai": lambda: run_down_grad(BF16, activation="swiglu_oai", interleaved=True),

@@ -11,6 +11,7 @@ Parameters keep their names, shapes and values, so checkpoints do too.
 """
 
 import types
+from functools import partial
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 
 from ..kernels.experts import expert_mlp
 from ..kernels.glu import glu
-from ..kernels.gmm import gmm
 from ..layers.experts import cast_as_linear
+from ..layers.low_rank import Projection, experts_by_step
 from ..layers.moe import is_changed
-from ..routing.plan import RoutePlan, make_plan, permute, unpermute
+from ..routing.plan import RoutePlan, make_plan
 
 NAME = "moe_aiter"
+ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
 OLDEST = (5, 7)  # those before know a fixed list of names
 
 # activation functions by what they are called: f of a plain activation; f of a gated one, f(gate) * up
@@ -111,8 +113,11 @@ def experts_forward(
     inside then are Triton's, since the Gluon ones copy rows of columns; the other products are the same.  A
     transposed copy would cost each step the memory of the weights, and a second one for the gradients.
 
+    Adapters, PEFT's after `integrations.peft.register()` or those of `integrations.lora`, are two thin
+    products beside each weight's; then the activation is an op of its own as well.
+
     A weight with a `main_grad` gets its gradient added there, as in `Experts`.  Raises ValueError where that
-    cannot be, with a gate that is not fused; else as `expert_mlp` does.
+    cannot be, with an adapter or a gate that is not fused; else as `expert_mlp` does.
     """
     weights = weights_of(module)
     gate_up, down = cast_as_linear(weights.gate_up, weights.down)
@@ -120,7 +125,7 @@ def experts_forward(
     plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
     weights = weights._replace(gate_up=gate_up, down=down)
     gate = known_gate(module)
-    if gate is None or has_norm(module):
+    if gate is None or has_norm(module) or getattr(module, ADAPTERS, None):
         out = unfused(module, gate, weights, x, top_k_weights, plan)
     else:
         activation, interleaved = gate
@@ -141,7 +146,13 @@ def weights_of(module: nn.Module) -> Weights:
             return weight, bias, main_grad
         return weight.mT, bias, None if main_grad is None else main_grad.mT
 
-    return Weights(*read("gate_up_proj" if module.has_gate else "up_proj"), *read("down_proj"))
+    up, down = names_of(module)
+    return Weights(*read(up), *read(down))
+
+
+def names_of(module: nn.Module) -> tuple[str, str]:
+    """What the two weights are called."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def has_norm(module: nn.Module) -> bool:
@@ -192,16 +203,24 @@ def unfused(
     routing_weights: Tensor,
     plan: RoutePlan,
 ) -> Tensor:
-    """The experts step by step, with the module's own gate and norm of each expert's output: (T, H)."""
+    """The experts step by step, with the module's own gate, adapters and norm of each output: (T, H).
+
+    Each adapter's two products beside its weight's: never a weight with the product of the factors in it.
+    """
     if w.gate_up_main_grad is not None or w.down_main_grad is not None:
         raise ValueError(
-            f"a weight of {type(module).__name__} has a main_grad, which its gate or norm does not allow"
+            f"a weight of {type(module).__name__} has a main_grad, which its gate, norm or adapter forbids"
         )
-    lens = plan.group_sizes
-    z = gmm(permute(x, plan), w.gate_up.mT, lens, bias=w.gate_up_bias, trans_rhs=False)  # (R, parts * I)
-    own = module._apply_gate if module.has_gate else module.act_fn
-    a = own(z) if gate is None else glu(z, *gate)  # (R, I)
-    y = gmm(a.to(z.dtype), w.down.mT, lens, bias=w.down_bias, trans_rhs=False)  # (R, H)
-    if has_norm(module):
-        y = module.post_expert_norm(y)
-    return unpermute(y, plan, routing_weights)
+    adapters = getattr(module, ADAPTERS, None) or {}
+    low_rank = [
+        adapters[name].low_rank(weight) if name in adapters else None
+        for name, weight in zip(names_of(module), (w.gate_up, w.down), strict=True)
+    ]
+    up = Projection(w.gate_up, w.gate_up_bias, low_rank[0])
+    down = Projection(w.down, w.down_bias, low_rank[1])
+    if gate is not None:
+        act = partial(glu, activation=gate[0], interleaved=gate[1])
+    else:
+        act = module._apply_gate if module.has_gate else module.act_fn
+    norm = module.post_expert_norm if has_norm(module) else None
+    return experts_by_step(x, up, act, down, routing_weights, plan, norm=norm)

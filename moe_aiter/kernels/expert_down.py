@@ -31,7 +31,7 @@ from .activations import get_activation
 from .glu import glu_backward_reference, glu_reference
 from .gmm import gmm_reference
 from .gmm_unpermute import gmm_unpermute_reference, launch_gmm_unpermute
-from .group_sum import group_sum
+from .group_sum import bias_dots, group_sum
 from .tgmm import weight_gradient
 
 EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue fits in registers
@@ -296,10 +296,7 @@ def down_gradients(needs, spend_z, dout, saved, activation, interleaved, main_gr
     if needs[0]:
         dw = weight_gradient(down, main_grad, dout, a, group_sizes, order, top_k)
     if bias is not None:
-        # <dout, bias> of every expert, then of the chosen ones: E products a token instead of k rows gathered
-        expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
-        dots = (wide(dout) @ wide(bias).T).gather(1, expert)
-        ds = ds + dots.masked_fill(rank < 0, 0)
+        ds = ds + bias_dots(dout, bias, rank, group_sizes)
         if needs[1]:
             s = routing_weights.to(ds.dtype).contiguous()
             dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)

@@ -11,6 +11,7 @@ for each row r of each expert e.  Only x, z and the routing are kept for the bac
     dbias      dz[s:e].sum(0)
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from ..backend import define_op, takes
 from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, take_rows
-from ._tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
+from ._tile import TILE_DTYPES, at_least_16, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 from .activations import get_activation
 from .gmm import gmm_reference
@@ -173,6 +174,8 @@ def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation
     N = width // act.parts
     order, group_sizes = dense(order, group_sizes)
     config = tuning.lookup("up", x.dtype, R, act.parts * N, K, E)
+    if not act.gated:  # an adapter's rank is less than a tile
+        config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
     tiles_n = cdiv(N, config.block_n // act.parts)
     expert_up_kernel[(tiles_m * tiles_n,)](

@@ -130,3 +130,12 @@ def group_sum(
     Not differentiable.
     """
     return group_sum_op(y, group_sizes, order, top_k, scale)
+
+
+def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> Tensor:
+    """<dout, bias> of each choice (T, k), 0 for a dropped one: of every expert, then of the chosen ones.
+
+    E products a token instead of k rows gathered.
+    """
+    expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
+    return (wide(dout) @ wide(bias).T).gather(1, expert).masked_fill(rank < 0, 0)

@@ -139,6 +139,7 @@ def segment_expand_kernel(
     width,  # columns of a program
     x_strides,  # m, k
     w_strides,  # w, k, n
+    ADD: tl.constexpr,  # to what out holds
     INDPTR: tl.constexpr,
     ZERO_REST: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -163,8 +164,11 @@ def segment_expand_kernel(
     for n_start in range(first, tl.minimum(first + width, N), BLOCK_N):
         n = n_start + tl.arange(0, BLOCK_N)
         w = tl.load(w_ptrs + (n % N)[None, :] * w_strides[2], mask=k_mask[:, None], other=0.0)
-        out = tl.dot(x, operand(w), input_precision=PRECISION).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptrs + n[None, :], out, mask=(m < row_end)[:, None] & (n < N)[None, :])
+        mask = (m < row_end)[:, None] & (n < N)[None, :]
+        out = tl.dot(x, operand(w), input_precision=PRECISION)
+        if ADD:
+            out += tl.load(out_ptrs + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptrs + n[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # launcher
@@ -210,7 +214,7 @@ def no_larger(config: tuning.Config, N: int, K: int) -> tuning.Config:
 
 
 @takes(*DTYPES)
-def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
+def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True, add=False):
     (M, N), (W, K, _), G = out.shape, w.shape, num_segments(lens, indptr)
     bounds, indices = dense(lens if indptr is None else indptr, weight_indices)
     short = K <= SHORT_K
@@ -224,8 +228,9 @@ def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
         width = min(max(tiles // ENOUGH, 1), 8) * config.block_n
         del options["GROUP_M"], options["NUM_DIES"]
         segment_expand_kernel[(tiles_m, cdiv(N, width))](
-            x, w, out, bounds, indices, M, N, K, G, W, width, x.stride(), w.stride(), **flags, **options
-        )
+            x, w, out, bounds, indices, M, N, K, G, W, width, x.stride(), w.stride(),
+            ADD=add, **flags, **options,
+        )  # fmt: skip
         return
     steps = cdiv(K, config.block_k)
     part = max(cdiv(steps * tiles, ENOUGH), cdiv(PART_K, config.block_k)) * config.block_k

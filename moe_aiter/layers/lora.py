@@ -9,18 +9,27 @@ of the matrix, which DoRA takes as a constant in the backward pass (its section 
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels._check import check_float, check_index, check_shape, check_sizes, check_tensor
+from ..kernels._check import (
+    check_float,
+    check_index,
+    check_plan,
+    check_shape,
+    check_sizes,
+    check_tensor,
+)
 from ..kernels._groups import sum_dtype
 from ..kernels.glu import glu
-from ..kernels.gmm import gmm
 from ..kernels.segment_gmm import segment_gmm
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .experts import Experts, cast_as_linear
+from .low_rank import LowRank, Projection, experts_by_step, spread
+from .peft_format import copy_in, load_stacked, stacked
 
 FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by adapter
 
@@ -28,8 +37,9 @@ FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by a
 class LoRAFactors(nn.Module):
     """`count` pairs A (count, r, in) and B (count, out, r), and with `dora` their magnitudes (count, out).
 
-    A begins as nn.Linear's weights do, B with zeros.  In training, each rank of each pair is dropped with
-    probability `rank_dropout` in a step, for all rows, and the others are divided by the rest of it.
+    A begins as nn.Linear's weights do, B with zeros.  In training, each number of what A is given is dropped
+    with probability `dropout`, as by F.dropout, and each rank of each pair with probability `rank_dropout`
+    in a step, for all rows; the others are divided by the rest of it.
     """
 
     def __init__(
@@ -41,14 +51,17 @@ class LoRAFactors(nn.Module):
         alpha: float | None = None,
         rslora: bool = False,
         dora: bool = False,
+        dropout: float = 0.0,
         rank_dropout: float = 0.0,
     ):
         super().__init__()
         check_sizes(num_adapters=count, rank=rank)
-        if not 0 <= rank_dropout < 1:
-            raise ValueError(f"rank_dropout must be at least 0 and less than 1, not {rank_dropout}")
-        self.rank, self.rank_dropout = rank, rank_dropout
-        self.scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+        for name, chance in (("dropout", dropout), ("rank_dropout", rank_dropout)):
+            if not 0 <= chance < 1:
+                raise ValueError(f"{name} must be at least 0 and less than 1, not {chance}")
+        self.rank, self.dropout, self.rank_dropout = rank, dropout, rank_dropout
+        self.alpha, self.rslora = rank if alpha is None else alpha, rslora
+        self.scaling = self.alpha / (math.sqrt(rank) if rslora else rank)
         out_features, in_features = weight.shape[-2:]
         where = {"device": weight.device, "dtype": weight.dtype}
         self.A = nn.Parameter(torch.empty(count, rank, in_features, **where))
@@ -67,11 +80,21 @@ class LoRAFactors(nn.Module):
 
     def forward(self, x: Tensor, lens: Tensor, numbers: Tensor | None = None) -> Tensor:
         """c * B (A x) of each segment of rows of `x`, by the pair it names; zeros where it names none."""
-        x, a, b = cast_as_linear(x, self.A, self.B)
-        kept = F.dropout(a.new_ones(*a.shape[:2], 1), self.rank_dropout, self.training)
-        a = a * (self.scaling * kept)
-        low = segment_gmm(x.to(a.dtype), a.mT, lens, weight_indices=numbers)  # (R, r)
+        x, a, b = cast_as_linear(x, self.scaled_a(), self.B)
+        rows = F.dropout(x.to(a.dtype), self.dropout, self.training)
+        low = segment_gmm(rows, a.mT, lens, weight_indices=numbers)  # (R, r)
         return segment_gmm(low, b.mT, lens, weight_indices=numbers).to(x.dtype)
+
+    def scaled_a(self) -> Tensor:
+        """c * A, in training without the ranks that are dropped: (count, r, in)."""
+        kept = F.dropout(self.A.new_ones(*self.A.shape[:2], 1), self.rank_dropout, self.training)
+        return self.A * (self.scaling * kept)
+
+    def low_rank(self, weight: Tensor) -> LowRank:
+        """The adapters of the weight (count, out, in) as `experts_by_step` takes them, in its dtype."""
+        a, b = (t.to(weight.dtype) for t in (self.scaled_a(), self.B))
+        growth = None if self.magnitude is None else self.growth(weight)
+        return LowRank(a, b, growth, self.dropout if self.training else 0.0)
 
     @torch.no_grad()
     def norms(self, weight: Tensor) -> Tensor:
@@ -101,25 +124,19 @@ class LoRAFactors(nn.Module):
     def extra_repr(self) -> str:
         count, rank, width = self.A.shape
         sizes = f"{count} x {width} -> {rank} -> {self.B.shape[1]}"
-        return f"{sizes}, scaling={self.scaling:g}, rank_dropout={self.rank_dropout}"
+        dropout = f"dropout={self.dropout}, rank_dropout={self.rank_dropout}"
+        return f"{sizes}, scaling={self.scaling:g}, {dropout}"
 
 
 def row_norms(weight: Tensor) -> Tensor:
     return torch.linalg.vector_norm(weight, dim=-1, dtype=sum_dtype(weight))
 
 
-def spread(values: Tensor, lens: Tensor, x: Tensor) -> Tensor:
-    """The row of `values` (G, N) of each row's group, in the dtype of `x` (R, K); zeros past the groups.
-
-    As the bias of a product of nothing, whose gradient is a sum in a fixed order.
-    """
-    return gmm(x[:, :0], x.new_empty(len(values), 0, values.shape[1]), lens, bias=values)
-
-
 class LoRALinear(nn.Module):
     """A frozen nn.Linear and `num_adapters` low-rank adapters, of which each row of a batch uses its own.
 
-    `rank`, `alpha` (the rank unless given), `rslora`, `dora` and `rank_dropout` as in `LoRAFactors`.
+    `rank`, `alpha` (the rank unless given), `rslora`, `dora`, `dropout` and `rank_dropout` as in
+    `LoRAFactors`.
     state_dict keys: base.weight, base.bias, lora.A (num_adapters, r, in), lora.B (num_adapters, out, r) and
     with `dora` lora.magnitude (num_adapters, out).  `base` gets no gradients from here on.
     """
@@ -249,11 +266,11 @@ class LoRAExperts(nn.Module):
         check_shape("x", x, "T", "H")
         x, gate_up, down = cast_as_linear(x, base.gate_up, base.down)
         check_float(x=x, gate_up=gate_up)
-        lens = plan[2]
-        rows = permute(x, plan)  # (R, H)
-        z = adapted(rows, gate_up, base.gate_up_bias, self.gate_up_lora, lens)  # (R, 2I)
-        a = glu(z, base.activation, base.interleaved)  # (R, I)
-        return unpermute(adapted(a, down, base.down_bias, self.down_lora, lens), plan, routing_weights)
+        check_plan(plan)
+        up = Projection(gate_up, base.gate_up_bias, self.gate_up_lora.low_rank(gate_up))
+        down = Projection(down, base.down_bias, self.down_lora.low_rank(down))
+        act = partial(glu, activation=base.activation, interleaved=base.interleaved)
+        return experts_by_step(x, up, act, down, routing_weights, RoutePlan(*plan))
 
     def merge(self) -> None:
         """Put the adapters into the weights, of which a copy is kept."""
@@ -278,52 +295,22 @@ class LoRAExperts(nn.Module):
         lora_B.weight those of down.  A is (E * r, in), expert after expert; B is (out, r * E), rank after
         rank.  Raises ValueError with DoRA, which PEFT does not have for them.
         """
-        found = {}
-        for name, lora in self.by_peft_name(prefix):
-            A, B = lora.A.detach(), lora.B.detach()
-            found[f"{name}lora_A.weight"] = A.flatten(0, 1).clone()
-            found[f"{name}lora_B.weight"] = B.permute(1, 2, 0).flatten(1).clone()
-        return found
+        return {
+            name: t
+            for inner, lora in self.by_peft_name(prefix).items()
+            for name, t in stacked(inner, lora).items()
+        }
 
     def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """The inverse.  Raises KeyError for what is not there, ValueError for another shape or with DoRA, and
         then copies nothing."""
-        to, found = {}, self.by_peft_name(prefix)
-        for name, lora in found:
-            to[f"{name}lora_A.weight"] = lora.A.view(-1, lora.A.shape[2])
-            to[f"{name}lora_B.weight"] = lora.B.new_empty(lora.B.shape[1], lora.rank * len(lora.B))
-        copy_in(to, state)
-        for name, lora in found:
-            B = to[f"{name}lora_B.weight"].unflatten(1, (lora.rank, len(lora.B)))
-            lora.B.data.copy_(B.permute(2, 0, 1))
+        load_stacked(self.by_peft_name(prefix), state)
 
-    def by_peft_name(self, prefix: str) -> list[tuple[str, LoRAFactors]]:
-        if self.gate_up_lora.magnitude is not None:
-            raise ValueError("PEFT has no DoRA for experts, and so no names for its magnitudes")
-        return [(f"{prefix}base_layer.", self.gate_up_lora), (prefix, self.down_lora)]
-
-
-def adapted(rows: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRAFactors, lens: Tensor) -> Tensor:
-    """Each expert's rows (R, in) through its weight (E, out, in), its bias and its adapter."""
-    delta = lora(rows, lens)
-    if lora.magnitude is None:
-        return gmm(rows, weight.mT, lens, bias=bias) + delta
-    out = gmm(rows, weight.mT, lens) + delta
-    out = out + out * spread(lora.growth(weight), lens, out)
-    return out if bias is None else out + spread(bias, lens, out)
+    def by_peft_name(self, prefix: str) -> dict[str, LoRAFactors]:
+        return {f"{prefix}base_layer.": self.gate_up_lora, prefix: self.down_lora}
 
 
 def taken(original):
     if original is None:
         raise ValueError("no adapter is merged")
     return original
-
-
-@torch.no_grad()
-def copy_in(to: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Fill each tensor of `to` with what `state` has by its name, if that fits for all of them."""
-    for name, t in to.items():
-        if state[name].shape != t.shape:
-            raise ValueError(f"{name} is {tuple(state[name].shape)} but the adapter needs {tuple(t.shape)}")
-    for name, t in to.items():
-        t.copy_(state[name])

@@ -1,4 +1,4 @@
-"""PEFT's adapters of the experts of transformers models: with ours as with the eager ones."""
+"""PEFT's adapters of the experts of transformers models, in its own way: with ours as with the eager ones."""
 
 import pytest
 import torch

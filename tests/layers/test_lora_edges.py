@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from moe_aiter import LoRAExperts, LoRALinear, MoE
 
-from .test_lora import KINDS, H, kinds, make_experts, make_linear
+from .test_lora import CHANNELS, KINDS, E, H, kinds, make_experts, make_linear, routed
 
 
 @kinds
@@ -65,3 +66,60 @@ def test_what_has_no_place_for_adapters_is_named():
     assert moe.router.weight.requires_grad
     with pytest.raises(TypeError, match="not LoRAExperts"):
         LoRAExperts(LoRAExperts(moe.experts, rank=2), rank=2)
+
+
+def dropped(monkeypatch, *masks):
+    """What F.dropout makes of tensors of these widths, in training and if asked for."""
+    by_width = {mask.shape[1]: mask for mask in masks}
+
+    def dropout(x, p=0.5, training=True):
+        return x * by_width[x.shape[1]] if p and training else x
+
+    monkeypatch.setattr(F, "dropout", dropout)
+    return by_width
+
+
+def factor(weight, lora, n):
+    """What DoRA multiplies each row by; 1 without."""
+    return 1 if lora.magnitude is None else lora.magnitude[n] / (weight + product(lora, n)).norm(dim=1)
+
+
+def product(lora, n):
+    return lora.scaling * lora.B[n] @ lora.A[n]
+
+
+@kinds
+def test_dropout_of_what_an_adapter_is_given(kind, monkeypatch):
+    layer, x = make_linear(kind | {"dropout": 0.5}, bias=False), torch.randn(4, H, dtype=torch.float64)
+    mask = dropped(monkeypatch, 2.0 * (torch.rand(4, H) < 0.5))[H]
+    weight, lora = layer.base.weight, layer.lora
+    expected = factor(weight, lora, 0) * (x @ weight.T + (x * mask) @ product(lora, 0).T)
+    torch.testing.assert_close(layer.train()(x), expected)
+    torch.testing.assert_close(layer.eval()(x), factor(weight, lora, 0) * (x @ (weight + product(lora, 0)).T))
+
+
+@kinds
+def test_dropout_in_experts(kind, monkeypatch):
+    """Once for a token before gate_up, once for a row before down."""
+    layer, (x, s, plan) = make_experts(kind | {"dropout": 0.5}), routed()
+    rows, order = int(plan.group_sizes.sum()), plan.order.tolist()
+    masks = (2.0 * (torch.rand(n, width) < 0.5) for n, width in ((len(x), H), (len(order), CHANNELS)))
+    masks = dropped(monkeypatch, *masks)
+    experts = torch.arange(E).repeat_interleave(plan.group_sizes).tolist()
+    expected = torch.zeros_like(x)
+    for r, c, e in zip(range(rows), order, experts, strict=False):
+        a, t = x[c // 2], c // 2
+        for weight, lora, mask in (
+            (layer.base.gate_up[e], layer.gate_up_lora, masks[H][t]),
+            (layer.base.down[e], layer.down_lora, masks[CHANNELS][r]),
+        ):
+            y = factor(weight, lora, e) * (weight @ a + product(lora, e) @ (a * mask))
+            gate, up = y.chunk(2)
+            a = F.silu(gate) * up
+        expected[t] += s[t, c % 2] * y
+    torch.testing.assert_close(layer.train()(x, s, plan), expected)
+
+
+def test_chances_are_checked():
+    with pytest.raises(ValueError, match="dropout must be at least 0 and less than 1, not 1"):
+        make_linear({"dropout": 1})

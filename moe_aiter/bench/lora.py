@@ -1,0 +1,238 @@
+"""`moe-aiter bench lora`: frozen experts with adapters, PEFT's on each implementation of the experts.
+
+Qwen3-MoE's experts with the routing given, and PEFT's adapters of both weights in float32, as it makes them.
+Every contender is checked against float64 first, the gradients of the adapters included, then all are timed
+in turn, and last their memory is measured: as `moe-aiter bench layer`, but the weights get no gradients.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..integrations import peft as integration
+from ..integrations.transformers import NAME
+from ..layers.experts import Experts
+from ..layers.lora import LoRAExperts
+from ..routing.plan import make_plan
+from .arguments import count, refuse
+from .contender import PEER_ERRORS, Contender
+from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance, shape_cells
+from .memory import measure_memory
+from .problem import Problem, expert, new_problem
+from .shapes import SHAPES
+from .timing import PASSES, time_all
+
+DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}
+PLAIN = [name for name, shape in SHAPES.items() if shape.plain]
+PARTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of down", "dB of down")
+FIELDS = [
+    *("date", "commit", "device", "torch", "triton", "dtype", "shape"),
+    *("tokens", "hidden", "intermediate", "experts", "top_k", "rank", "contender"),
+    *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80")),
+    *("held_mib", "peak_mib", "error", "torch_error"),
+]
+
+
+@dataclasses.dataclass
+class Adapters:
+    """Of both weights: A (E, r, in) and B (E, out, r), float32, scaled by 2 as PEFT's alpha of 2 r has it."""
+
+    factors: tuple[Tensor, ...]  # A and B of gate_up, A and B of down
+    rank: int
+    scaling: float = 2.0
+
+
+def new_adapters(p: Problem, rank: int) -> Adapters:
+    E = p.shape.num_experts
+    sizes = [(w.shape[1], w.shape[2]) for w in (p.gate_up, p.down)]
+    shapes = [s for out, width in sizes for s in ((E, rank, width), (E, out, rank))]
+    factors = (torch.randn(s, device=p.x.device).mul_(0.3 * s[-1] ** -0.5) for s in shapes)
+    return Adapters(tuple(factors), rank)
+
+
+def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
+    """Who can run here, ours first; a line for who is left out."""
+    yield lora_experts(p, adapters)
+    implementations = [NAME, f"{NAME}, whole weights", "grouped_mm", "eager"]
+    if p.x.dtype != torch.bfloat16:
+        implementations.remove("grouped_mm")
+    for name in implementations:
+        try:
+            yield peft_experts(p, adapters, name)
+        except PEER_ERRORS as error:
+            print(f"left out: {type(error).__name__}: {error}")
+
+
+def lora_experts(p: Problem, adapters: Adapters) -> Contender:
+    base = Experts(*frozen_sizes(p), device="meta", dtype=p.x.dtype)
+    base.gate_up, base.down = frozen(p.gate_up), frozen(p.down)
+    layer = LoRAExperts(base, rank=adapters.rank, alpha=adapters.scaling * adapters.rank)
+    leaves = [nn.Parameter(t.clone()) for t in adapters.factors]
+    for lora, pair in zip((layer.gate_up_lora, layer.down_lora), pairs(leaves), strict=True):
+        lora.A, lora.B = pair
+
+    def run() -> Tensor:
+        plan = make_plan(p.expert_ids, p.shape.num_experts)
+        return layer(p.x, p.routing_weights.to(p.x.dtype), plan)
+
+    return Contender("moe_aiter LoRAExperts", run, (p.x, p.routing_weights, *leaves), ours=True)
+
+
+def peft_experts(p: Problem, adapters: Adapters, name: str) -> Contender:
+    """Those of transformers in PEFT's wrappers; moe_aiter with `integrations.peft`, or PEFT as it comes."""
+    import peft
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    integration.register()
+    _, hidden, width, num_experts, top_k = p.shape.sizes
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "num_experts": num_experts}
+    config = Qwen3MoeConfig(**sizes, num_experts_per_tok=top_k)
+    config._experts_implementation = name.partition(",")[0]
+    holder = nn.Module()
+    with torch.device("meta"):
+        holder.experts = Qwen3MoeExperts(config)
+    holder.experts.gate_up_proj, holder.experts.down_proj = frozen(p.gate_up), frozen(p.down)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    alpha = adapters.scaling * adapters.rank
+    how = peft.LoraConfig(r=adapters.rank, lora_alpha=alpha, target_modules=[], target_parameters=targets)
+    outer = peft.get_peft_model(holder, how).base_model.model.experts  # of down_proj, around gate_up_proj's
+    leaves = []
+    for wrapper, (a, b) in zip((outer.base_layer, outer), pairs(adapters.factors), strict=True):
+        wrapper.lora_A["default"].weight = nn.Parameter(a.flatten(0, 1).clone())
+        wrapper.lora_B["default"].weight = nn.Parameter(b.permute(1, 2, 0).flatten(1).clone())
+        leaves += [wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight]
+
+    def run() -> Tensor:
+        return outer(p.x, p.expert_ids, p.routing_weights.to(p.x.dtype))
+
+    def run_without() -> Tensor:
+        integration.unregister()
+        try:
+            return run()
+        finally:
+            integration.register()
+
+    def as_ours(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        dx, ds, *rest = gradients
+        split = [
+            (a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1))
+            for a, b in pairs(rest)
+        ]
+        return dx, ds, *split[0], *split[1]
+
+    whole = name.endswith("whole weights")
+    leaves = (p.x, p.routing_weights, *leaves)
+    call, ours = run_without if whole else run, name == NAME
+    return Contender(f"PEFT, {name}", call, leaves, as_ours=as_ours, ours=ours)
+
+
+def frozen(weight: Tensor) -> nn.Parameter:
+    """The same memory, without gradients."""
+    return nn.Parameter(weight.detach(), requires_grad=False)
+
+
+def frozen_sizes(p: Problem) -> tuple[int, int, int]:
+    return p.shape.num_experts, p.shape.hidden, p.shape.intermediate
+
+
+def pairs(factors) -> list[tuple[Tensor, Tensor]]:
+    """A and B of gate_up, A and B of down."""
+    return list(zip(factors[::2], factors[1::2], strict=True))
+
+
+def truth(p: Problem, adapters: Adapters, dtype: torch.dtype) -> list[Tensor]:
+    """The PARTS in `dtype`: expert by expert, with weights that have the product of the factors in them."""
+    x, dout, s = p.x.detach().to(dtype), p.dout.to(dtype), p.routing_weights.detach()
+    s = s.to(p.x.dtype).to(torch.promote_types(dtype, torch.float32))  # as a model of this dtype gives them
+    out, dx, ds = torch.zeros_like(dout), torch.zeros_like(dout), torch.zeros_like(s)
+    stacks = [torch.empty_like(t, dtype=dtype) for t in adapters.factors]
+    for e in range(p.shape.num_experts):
+        token, j = torch.where(p.expert_ids == e)
+        leaves = [x[token], s[token, j], *(t[e].to(dtype) for t in adapters.factors)]
+        leaves = [t.requires_grad_() for t in leaves]
+        bases = p.gate_up[e].detach().to(dtype), p.down[e].detach().to(dtype)
+        weights = [w + adapters.scaling * (b @ a) for w, (a, b) in zip(bases, pairs(leaves[2:]), strict=True)]
+        y = (expert(leaves[0], weights, p.shape) * leaves[1][:, None]).to(dtype)
+        drows, ds[token, j], *grads = torch.autograd.grad(y, leaves, dout[token])
+        out.index_add_(0, token, y.detach())
+        dx.index_add_(0, token, drows)
+        for stack, grad in zip(stacks, grads, strict=True):
+            stack[e] = grad
+    return [out, dx, ds, *stacks]
+
+
+def check(contender: Contender, p: Problem, exact: list[Tensor], torch_errors: list[float]) -> dict | None:
+    """The worst of its errors beside its bar, or None and a line if it is over it."""
+    out = contender.run()
+    got = [out.detach(), *contender.as_ours(contender.gradients(out, p))]
+    errors = distances(got, exact)
+    bars = [SLACK * error + FLOOR for error in torch_errors]
+    worst = max(range(len(errors)), key=lambda i: errors[i] / bars[i])
+    if not errors[worst] <= bars[worst]:
+        part = f"{PARTS[worst]} has error {errors[worst]:.1e}, torch {torch_errors[worst]:.1e}"
+        print(f"{contender.name}: {part}")
+        return None
+    return {"contender": contender.name, "error": errors[worst], "torch_error": torch_errors[worst]}
+
+
+def measure(p: Problem, adapters: Adapters, reps: int, words: list[str]) -> tuple[list[dict], bool]:
+    """A row for each contender that is right, and whether one of ours was not."""
+    exact = truth(p, adapters, torch.float64)
+    torch_errors = distances(truth(p, adapters, p.x.dtype), exact)
+    right, rows, wrong = [], [], False
+    for contender in contenders(p, adapters):
+        if not any(word in contender.name for word in words):
+            continue
+        row = check(contender, p, exact, torch_errors)
+        wrong = wrong or row is None and contender.ours
+        if row is not None:
+            right.append(contender)
+            rows.append(row)
+    del exact
+    for row, contender, times in zip(rows, right, time_all(right, p, reps), strict=True):
+        for name, t in times.items():
+            row |= {f"{name}_ms": t.median, f"{name}_p20": t.p20, f"{name}_p80": t.p80}
+        memory = measure_memory(contender, p)
+        row |= dict(zip(("held_mib", "peak_mib"), memory, strict=True)) if memory else {}
+        show(row)
+    return rows, wrong
+
+
+def show(row: dict) -> None:
+    cells = [f"{name} {row[name + '_ms']:8.2f} ms" for name in PASSES]
+    cells += [f"{what} {row[f'{what}_mib']:6.0f} MiB" for what in ("held", "peak") if f"{what}_mib" in row]
+    print(f"{row['contender']:<32} {', '.join(cells)}, error {row['error']:.1e}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = f"of {', '.join(PLAIN)}; C on a GPU, cpu on a CPU unless given"
+    parser.add_argument("--shape", nargs="+", choices=PLAIN, metavar="NAME", help=names)
+    parser.add_argument("--rank", type=count, default=16, help="of the adapters; 16 unless given")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds such a word")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every shape asked for; 1 if one of ours was not as good as torch."""
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        return refuse("bench lora", "there is no GPU that torch can use")
+    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
+        return refuse("bench lora", f"{args.out} has other columns: {', '.join(columns(args.out))}")
+    device, dtype = torch.device(kind), getattr(torch, args.dtype)
+    where = provenance(device, args.dtype, args.commit)
+    print(", ".join(f"{k} {v}" for k, v in where.items()))
+    any_wrong = False
+    for name in args.shape or DEFAULT[kind]:
+        print(f"\nshape {name}: T, H, I, E, k = {SHAPES[name]}; rank {args.rank}")
+        p = new_problem(SHAPES[name], dtype, device)
+        rows, wrong = measure(p, new_adapters(p, args.rank), args.reps or REPS[kind], args.only or [""])
+        any_wrong = any_wrong or wrong
+        about = where | shape_cells(name, SHAPES[name]) | {"rank": args.rank}
+        if args.out:
+            append(args.out, [about | row for row in rows], FIELDS)
+    return int(any_wrong)

@@ -1,0 +1,208 @@
+"""Adapters of the experts of transformers' models, with what PEFT refuses for them: dropout, DoRA.
+
+    from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora
+
+    add_lora(model, rank=16, alpha=32, dropout=0.05)    # the model is frozen, the adapters are not
+    ...
+    save_lora(model, directory)                         # for PEFT's `target_parameters`
+    save_lora(model, directory, per_expert=True)        # for a model with a linear layer for each expert
+    merge_lora(model)                                   # for everybody else
+
+Both directories hold adapter_config.json and adapter_model.safetensors as PEFT writes them.  The second form
+is the only one that has a place for DoRA's magnitudes.  Its names, `<experts>.{e}.gate_proj.lora_A.weight`,
+are what vLLM's loader looks for; it refuses DoRA, and so needs weights into which that has been merged.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.lora import LoRAFactors
+from ..layers.peft_format import load_stacked, per_expert, stacked
+from .transformers import ADAPTERS, NAME, known_gate, names_of, register, weights_of
+
+TARGETS = ("gate_up_proj", "up_proj", "down_proj")
+CONFIG, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+
+
+def add_lora(
+    model: nn.Module, *, targets: tuple[str, ...] = TARGETS, dtype: torch.dtype = torch.float32, **lora
+) -> list[str]:
+    """Freeze `model` and give its experts adapters of `dtype`; returns the names of the experts' modules.
+
+    targets: which weights, of gate_up_proj (up_proj in a model without gates) and down_proj.
+    lora: `rank`, `alpha` (the rank unless given), `rslora`, `dora`, `dropout` and `rank_dropout` of
+        `LoRAFactors`.  A dropout draws once for each token before gate_up_proj, whose experts then see the
+        same, and once for each row of an expert before down_proj.
+
+    The model then runs `experts_implementation="moe_aiter"`.  Its parameters keep their names; the adapters
+    are further ones, `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
+    `.magnitude` (E, out).  Other parameters may be unfrozen again.
+
+    Raises ValueError where there are no experts with transformers' decorator, or adapters already.
+    """
+    register()
+    experts = dict(experts_of(model))
+    if not experts:
+        raise ValueError(f"{type(model).__name__} has no experts with transformers' decorator")
+    if any(hasattr(module, ADAPTERS) for module in experts.values()):
+        raise ValueError(f"the experts of this {type(model).__name__} have adapters already")
+    model.set_experts_implementation(NAME)
+    model.requires_grad_(False)
+    for module in experts.values():
+        weights = weights_of(module)
+        found = zip(names_of(module), (weights.gate_up, weights.down), strict=True)
+        factors = {n: LoRAFactors(w, len(w), **lora).to(dtype) for n, w in found if n in targets}
+        if not factors:
+            raise ValueError(f"none of targets {targets} is one of {names_of(module)}")
+        module.add_module(ADAPTERS, nn.ModuleDict(factors).train(module.training))
+    return list(experts)
+
+
+def save_lora(
+    model: nn.Module,
+    directory: str | pathlib.Path,
+    *,
+    per_expert: bool = False,
+    layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    base_model: str | None = None,
+) -> None:
+    """Write the adapters of `add_lora` as PEFT does: adapter_config.json and adapter_model.safetensors.
+
+    As they are, a pair of tensors for each weight, they are for PEFT's `target_parameters` on the same model,
+    without the dropout, which PEFT would refuse.  With `per_expert` there is a pair for each expert and
+    layer, `<experts>.{e}.{layer}.lora_A.weight`, gate and up with the same A, for a model whose experts are
+    linear layers of these names.
+
+    Raises ValueError for a model without adapters and, unless `per_expert`, with DoRA; ImportError without
+    safetensors.
+    """
+    from safetensors.torch import save_file
+
+    modules = {name: getattr(module, ADAPTERS) for name, module in adapted_experts(model).items()}
+    if per_expert:
+        tensors = {}
+        for name in modules:
+            tensors |= split(f"{PREFIX}{name}.", model.get_submodule(name), layers)
+    else:
+        tensors = {k: t for p, lora in by_prefix(modules).items() for k, t in stacked(p, lora).items()}
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / TENSORS)
+    targets = [n for n in TARGETS if any(n in factors for factors in modules.values())]
+    some = next(lora for factors in modules.values() for lora in factors.values())
+    config = peft_config(some, base_model or getattr(model, "name_or_path", None) or None)
+    if per_expert:
+        there = [layer for layer in layers if any(f".{layer}." in name for name in tensors)]
+        config |= {"target_modules": there, "lora_dropout": some.dropout}
+    else:
+        parents = sorted({".".join(name.split(".")[-2:]) for name in modules})
+        config |= {"target_parameters": [f"{parent}.{n}" for parent in parents for n in targets]}
+    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def load_lora(model: nn.Module, directory: str | pathlib.Path, **lora) -> list[str]:
+    """`add_lora` with the adapters that PEFT or `save_lora` wrote there for `target_parameters`.
+
+    lora: what the directory does not say, such as `dropout`.  Raises ValueError for a directory of another
+    kind, KeyError and ValueError for tensors that are missing or of another shape, and then adds nothing.
+    """
+    from safetensors.torch import load_file
+
+    directory = pathlib.Path(directory)
+    config = json.loads((directory / CONFIG).read_text())
+    names = config.get("target_parameters") or []
+    if config.get("peft_type") != "LORA" or not names or config.get("target_modules"):
+        raise ValueError(f"{directory / CONFIG} is not of a LoRA of target_parameters alone")
+    targets = tuple({name.rpartition(".")[2] for name in names})
+    how = {"rank": config["r"], "alpha": config["lora_alpha"], "rslora": config.get("use_rslora", False)}
+    added = add_lora(model, targets=targets, **how | lora)
+    modules = {name: getattr(model.get_submodule(name), ADAPTERS) for name in added}
+    try:
+        load_stacked(by_prefix(modules), load_file(directory / TENSORS))
+    except (KeyError, ValueError):
+        for name in added:
+            delattr(model.get_submodule(name), ADAPTERS)
+        raise
+    return added
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> None:
+    """Put the adapters of `add_lora` into the weights, and take them off: a model as any other, still frozen.
+
+    Raises ValueError for a model without adapters.
+    """
+    for module in adapted_experts(model).values():
+        for name, lora in getattr(module, ADAPTERS).items():
+            weight = getattr(module, name)
+            weight = weight.mT if module.is_transposed else weight
+            for e in range(len(weight)):  # one by one: all of them in float32 would take twice their memory
+                weight[e].copy_(lora.merged(weight[e], e))
+        delattr(module, ADAPTERS)
+
+
+def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
+    found = {name: module for name, module in experts_of(model) if hasattr(module, ADAPTERS)}
+    if not found:
+        raise ValueError(f"the experts of this {type(model).__name__} have no adapters: call add_lora first")
+    return found
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with transformers' decorator, by their names."""
+    for name, module in model.named_modules():
+        if all(
+            hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+        ):
+            yield name, module
+
+
+def by_prefix(modules: Mapping[str, nn.ModuleDict]) -> dict[str, LoRAFactors]:
+    """The adapters by what PEFT puts before their tensors' names: a module's last has the outer wrapper."""
+    found = {}
+    for name, factors in modules.items():
+        for depth, lora in enumerate(reversed(list(factors.values()))):
+            found[f"{PREFIX}{name}.{'base_layer.' * depth}"] = lora
+    return found
+
+
+def split(prefix: str, module: nn.Module, layers: tuple[str, str, str]) -> dict[str, Tensor]:
+    """The adapters of one module, for linear layers of each expert."""
+    gate, up, down = layers
+    up_name, down_name = names_of(module)
+    factors, tensors = getattr(module, ADAPTERS), {}
+    if up_name in factors:
+        rows = factors[up_name].B.shape[1]
+        if not module.has_gate:
+            parts = {up: slice(rows)}
+        elif known_gate(module) is not None and known_gate(module)[1]:  # in turn
+            parts = {gate: slice(0, rows, 2), up: slice(1, rows, 2)}
+        elif module.is_concatenated:
+            parts = {gate: slice(rows // 2), up: slice(rows // 2, rows)}
+        else:
+            raise ValueError(f"it is not known which rows of {type(module).__name__} are gates")
+        tensors |= per_expert(prefix, factors[up_name], parts)
+    if down_name in factors:
+        tensors |= per_expert(prefix, factors[down_name], {down: slice(None)})
+    return tensors
+
+
+def peft_config(lora: LoRAFactors, base_model: str | None) -> dict:
+    """What PEFT needs to know about a LoRA of any form."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.magnitude is not None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [],
+    }

@@ -1,0 +1,86 @@
+"""`moe-aiter bench lora`: gradients of the adapters are checked, and what is wrong gets no figures."""
+
+import csv
+
+import pytest
+import torch
+
+from moe_aiter import cli
+from moe_aiter.bench import lora
+from moe_aiter.bench.problem import new_problem
+from moe_aiter.bench.shapes import SHAPES
+
+OURS = ["moe_aiter LoRAExperts"]
+
+
+def run(*argv):
+    common = "--device", "cpu", "--dtype", "float32", "--reps", "2", "--shape", "toy", "--rank", "3"
+    return cli.main(["bench", "lora", *common, *argv])
+
+
+def test_rows(tmp_path):
+    path = tmp_path / "lora.csv"
+    assert run("--out", str(path)) == 0
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == lora.FIELDS
+    assert [r["contender"] for r in rows][:1] == OURS
+    assert all(float(r["step_ms"]) > 0 and float(r["error"]) < 1e-5 and r["rank"] == "3" for r in rows)
+
+
+def test_peft_on_each_implementation(capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    assert run("--only", "PEFT") == 0
+    out = capsys.readouterr().out
+    assert all(f"PEFT, {name} " in out for name in ("moe_aiter", "moe_aiter, whole weights", "eager"))
+
+
+def test_the_truth_is_that_of_whole_weights():
+    """All experts at once, as the definition has it."""
+    p = new_problem(SHAPES["toy"], torch.float32, torch.device("cpu"))
+    adapters = lora.new_adapters(p, 3)
+    leaves = [
+        t.double().requires_grad_() for t in (p.x.detach(), p.routing_weights.detach(), *adapters.factors)
+    ]
+    x, s, *factors = leaves
+    gate_up, down = (
+        w.detach().double() + adapters.scaling * b @ a
+        for w, (a, b) in zip((p.gate_up, p.down), lora.pairs(factors), strict=True)
+    )
+    gate, up = torch.einsum("th,enh->ten", x, gate_up).chunk(2, -1)
+    y = torch.einsum("ten,ehn->teh", torch.nn.functional.silu(gate) * up, down)
+    dense = torch.zeros(len(x), len(down), dtype=torch.float64).scatter_add(1, p.expert_ids, s)
+    out = torch.einsum("te,teh->th", dense, y)
+    expected = [out, *torch.autograd.grad(out, leaves, p.dout.double())]
+    for got, want in zip(lora.truth(p, adapters, torch.float64), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_wrong_gradient_is_refused(monkeypatch, capsys):
+    plain = lora.lora_experts
+
+    def wrong(*inputs):
+        contender = plain(*inputs)
+        contender.as_ours = lambda gradients: (*gradients[:-1], 2 * gradients[-1])
+        return contender
+
+    monkeypatch.setattr(lora, "lora_experts", wrong)
+    assert run("--only", *OURS) == 1
+    assert "dB of down has error" in capsys.readouterr().out
+
+
+def test_refusals(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "old.csv"
+    path.write_text("case,us\n")
+    assert run("--out", str(path)) == 2
+    assert "old.csv has other columns: case, us" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "lora", "--device", "cuda"]) == 2
+    assert "there is no GPU that torch can use" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, no_debug):
+    path = tmp_path / "lora.csv"
+    assert cli.main(["bench", "lora", "--shape", "toy", "--reps", "3", "--out", str(path)]) == 0

@@ -1,0 +1,235 @@
+"""Adapters that PEFT refuses for the experts of transformers' models, and the directories that it reads."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from check import assert_output_as_good, error
+from integrations.families import VOCAB, tiny_model
+from torch import nn
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+from moe_aiter.integrations.lora import add_lora, experts_of, load_lora, merge_lora, save_lora  # noqa: E402
+from moe_aiter.integrations.transformers import ADAPTERS, NAME  # noqa: E402
+
+TOKENS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
+FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
+
+
+def base(family="qwen3_moe", experts="eager", dtype=torch.float64):
+    torch.manual_seed(0)
+    return tiny_model(family, dtype, experts)
+
+
+def with_lora(family="qwen3_moe", dtype=torch.float64, **lora):
+    """A model whose adapters are as after some training."""
+    model = base(family, dtype=dtype)
+    add_lora(model, **{"rank": 3, "alpha": 7.0, "dtype": dtype} | lora)
+    torch.manual_seed(2)
+    for p in adapters(model):
+        p.data = p.data + 0.2 * torch.randn_like(p)
+    return model
+
+
+def adapters(model):
+    return [p for n, p in model.named_parameters() if ADAPTERS in n]
+
+
+def logits(model):
+    return model(input_ids=TOKENS).logits
+
+
+def merged(model, family, dtype=torch.float64):
+    """A model without adapters, whose weights have the product of the factors in them."""
+    plain = base(family, dtype=dtype)
+    for name, module in experts_of(model):
+        for weight, lora in getattr(module, ADAPTERS).items():
+            swap = module.is_transposed
+            w = getattr(module, weight).detach()
+            full = lora.merged(w.mT if swap else w, slice(None))
+            getattr(plain.get_submodule(name), weight).data.copy_(full.mT if swap else full)
+    return plain
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_as_merged_weights(family, dora):
+    model = with_lora(family, dora=dora)
+    assert model.config._experts_implementation == NAME
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if ADAPTERS in n
+    }
+    assert error(logits(model), logits(merged(model, family))) < 1e-12
+    assert error(logits(model), logits(base(family))) > 1e-3
+    logits(model).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters(model))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_merge(family, dora):
+    model = with_lora(family, dora=dora).eval()
+    expected = logits(model)
+    merge_lora(model)
+    assert model.state_dict().keys() == base(family).state_dict().keys()
+    assert error(logits(model), expected) < 1e-12
+    with pytest.raises(ValueError, match="call add_lora first"):
+        merge_lora(model)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_begin_without_effect(dora):
+    model = base()
+    names = add_lora(model, rank=2, dora=dora, dropout=0.5, dtype=torch.float64)
+    assert names == [name for name, _ in experts_of(model)]
+    assert error(logits(model.train()), logits(base().train())) < 1e-12
+    with pytest.raises(ValueError, match="adapters already"):
+        add_lora(model, rank=2)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_dropout_is_of_what_the_adapters_are_given(dora, monkeypatch):
+    """In training; each number is kept or not, and on average nothing changes."""
+    model = with_lora(dropout=0.5, dora=dora)
+    expected = logits(model.eval())
+    assert error(expected, logits(with_lora(dora=dora))) < 1e-12
+    model.train()
+    masks, plain = [], F.dropout
+
+    def recorded(x, p=0.5, training=True):
+        out = plain(x, p, training)
+        masks.append((tuple(x.shape), (out != 0).double().mean().item()))
+        return out
+
+    monkeypatch.setattr(F, "dropout", recorded)
+    first, second = logits(model), logits(model)
+    assert error(first, expected) > 1e-3 and error(first, second) > 1e-3
+    T, k = TOKENS.numel(), model.config.num_experts_per_tok
+    widths = model.config.hidden_size, model.config.moe_intermediate_size
+    kept = {size: share for size, share in masks if size in ((T, widths[0]), (T * k, widths[1]))}
+    assert len(kept) == 2 and all(0.3 < share < 0.7 for share in kept.values())
+    torch.manual_seed(5)
+    again = logits(model)
+    torch.manual_seed(5)
+    assert torch.equal(logits(model), again)
+
+
+def test_float32_adapters_of_a_bfloat16_model():
+    """No further from the truth than weights of bfloat16 with the product in them."""
+    model = base(dtype=torch.bfloat16)
+    add_lora(model, rank=3, alpha=7.0)
+    for p in adapters(model):
+        p.data += 0.2 * torch.randn_like(p)
+        assert p.dtype == torch.float32
+    plain = merged(model, "qwen3_moe", torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    assert_output_as_good("logits", logits(model), logits(plain), logits(exact))
+
+
+@pytest.mark.parametrize(
+    "targets", [("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj")], ids=len
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_what_we_save_and_the_reverse(family, targets, tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model = with_lora(family, targets=targets, dropout=0.1, rslora=True).eval()
+    save_lora(model, tmp_path / "ours")
+    theirs = peft.PeftModel.from_pretrained(base(family), tmp_path / "ours", autocast_adapter_dtype=False)
+    assert error(logits(theirs), logits(model)) < 1e-12
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = base(family)
+    load_lora(again, tmp_path / "theirs", dtype=torch.float64)
+    for p, q in zip(adapters(again), adapters(model), strict=True):
+        assert torch.equal(p, q)
+    assert torch.equal(logits(again), logits(model))
+
+
+class Expert(nn.Module):
+    """One of a model whose experts are linear layers, as in older transformers."""
+
+    def __init__(self, gate_up, down):
+        super().__init__()
+        half, H = gate_up.shape[0] // 2, gate_up.shape[1]
+        self.gate_proj, self.up_proj = (nn.Linear(H, half, bias=False, dtype=down.dtype) for _ in range(2))
+        self.down_proj = nn.Linear(half, H, bias=False, dtype=down.dtype)
+        self.gate_proj.weight.data.copy_(gate_up[:half])
+        self.up_proj.weight.data.copy_(gate_up[half:])
+        self.down_proj.weight.data.copy_(down)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ListOfExperts(nn.ModuleList):
+    def forward(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self):
+            token, j = torch.where(ids == e)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, j, None])
+        return out
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_peft_loads_a_pair_for_each_expert(dora, tmp_path):
+    """Into a model with linear layers, of a kind that PEFT has no conversion for; DoRA's magnitudes too."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model = with_lora(dora=dora, dropout=0.25).eval()
+    save_lora(model, tmp_path, per_expert=True)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["gate_proj", "up_proj", "down_proj"]
+    assert (config["use_dora"], config["lora_dropout"]) == (dora, 0.25)
+    plain = base()
+    plain.config.model_type = "another"
+    for name, module in list(experts_of(plain)):
+        pairs = zip(module.gate_up_proj.detach(), module.down_proj.detach(), strict=True)
+        plain.set_submodule(name, ListOfExperts([Expert(*pair) for pair in pairs]))
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path, autocast_adapter_dtype=False).eval()
+    assert error(logits(theirs), logits(model)) < 1e-12
+
+
+def test_peft_loads_a_pair_for_each_expert_into_stacked_weights(tmp_path):
+    """By its own conversion, which doubles the rank of gate_up_proj."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model = with_lora().eval()
+    save_lora(model, tmp_path, per_expert=True)
+    theirs = peft.PeftModel.from_pretrained(base(), tmp_path, autocast_adapter_dtype=False).eval()
+    assert error(logits(theirs), logits(model)) < 1e-12
+
+
+def test_rows_in_turn_are_told_apart(tmp_path):
+    """gpt-oss: gates are the even rows of the weight."""
+    from safetensors.torch import load_file
+
+    model = with_lora("gpt_oss")
+    save_lora(model, tmp_path, per_expert=True)
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    name, module = next(iter(experts_of(model)))
+    B = getattr(module, ADAPTERS)["gate_up_proj"].B
+    assert torch.equal(state[f"base_model.model.{name}.1.gate_proj.lora_B.weight"], B[1, ::2])
+    assert torch.equal(state[f"base_model.model.{name}.1.up_proj.lora_B.weight"], B[1, 1::2])
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(ValueError, match="no experts"):
+        add_lora(nn.Linear(2, 2), rank=2)
+    with pytest.raises(ValueError, match="call add_lora first"):
+        save_lora(base(), tmp_path)
+    with pytest.raises(ValueError, match="none of targets"):
+        add_lora(base(), rank=2, targets=("up_proj",))
+    with pytest.raises(ValueError, match="dropout must be"):
+        add_lora(base(), rank=2, dropout=1.0)
+    with pytest.raises(ValueError, match="no DoRA for experts in one tensor"):
+        save_lora(with_lora(dora=True), tmp_path)
+    save_lora(with_lora(), tmp_path, per_expert=True)
+    with pytest.raises(ValueError, match="target_parameters alone"):
+        load_lora(base(), tmp_path)
+    save_lora(with_lora(), tmp_path)
+    model = base()
+    with pytest.raises(ValueError, match="but the adapter needs"):
+        load_lora(model, tmp_path, rank=4)
+    assert not adapters(model)
+    load_lora(model, tmp_path)

@@ -1,0 +1,170 @@
+"""Projections with low-rank adapters, and what they are made of."""
+
+import pytest
+import torch
+from check import assert_as_good_as_torch, with_gradients
+
+from moe_aiter.config import interpret
+from moe_aiter.kernels.adapted import (
+    adapted_down,
+    adapted_down_reference,
+    adapted_up,
+    adapted_up_reference,
+)
+from moe_aiter.kernels.add_low_rank import add_low_rank, add_low_rank_op, add_low_rank_reference
+from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.weigh_rows import weigh_rows_op, weigh_rows_reference
+
+DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+T, H, N, E, CHOICES = 23, 24, 40, 5, 3
+SHAPES = {  # rank, bias, order of the weight's memory
+    "rank 3": (3, False, False),
+    "rank 16, bias, transposed": (16, True, True),
+    "rank 70": (70, False, False),
+    "no adapter": (None, True, False),
+}
+shapes = pytest.mark.parametrize("rank, bias, transposed", SHAPES.values(), ids=SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def no_host(request):
+    if "backend" in request.fixturenames and request.getfixturevalue("backend") == "host":
+        pytest.skip("no host backend")
+
+
+def plan(device):
+    """Dropped choices, and an expert without rows."""
+    ids = torch.randint(-1, E, (T, CHOICES), generator=torch.Generator().manual_seed(3))
+    return sort_by_expert(ids.masked_fill(ids == 2, 1).to(device), E)
+
+
+def new(*shape, device, dtype, scale=1.0):
+    return (scale * torch.randn(shape)).to(device, dtype)
+
+
+def problem(device, dtype, rows, width, out, rank, bias, transposed):
+    """x or a, w, bias, low, b."""
+    where = {"device": device, "dtype": dtype}
+    w = new(E, width, out, **where, scale=width**-0.5)
+    w = w.mT if transposed else w.mT.contiguous()
+    biases = new(E, out, **where) if bias else None
+    if rank is None:
+        return new(rows, width, **where), w, biases, None, None
+    low, b = new(T * CHOICES, rank, **where), new(E, out, rank, **where, scale=rank**-0.5)
+    return new(rows, width, **where), w, biases, low, b
+
+
+@dtypes
+@shapes
+def test_up(backend, device, dtype, rank, bias, transposed):
+    inputs = problem(device, dtype, T, H, N, rank, bias, transposed)
+    ops = with_gradients(adapted_up), with_gradients(adapted_up_reference)
+    assert_as_good_as_torch(*ops, *inputs, *plan(device))
+
+
+@dtypes
+@shapes
+def test_down(backend, device, dtype, rank, bias, transposed):
+    inputs = problem(device, dtype, T * CHOICES, N, H, rank, bias, transposed)
+    order, rank, sizes = plan(device)
+    s = torch.rand(T, CHOICES).to(device)
+    ops = with_gradients(adapted_down), with_gradients(adapted_down_reference)
+    assert_as_good_as_torch(*ops, *inputs, s, order, rank, sizes)
+
+
+@dtypes
+@pytest.mark.parametrize("rank", [1, 16, 64, 65])
+@pytest.mark.parametrize("strided", [False, True])
+def test_add_low_rank(backend, device, dtype, rank, strided):
+    rows = T * CHOICES
+    out = new(rows, 2 * N if strided else N, device=device, dtype=dtype)
+    out = out[:, ::2] if strided else out
+    x, w = new(rows, rank, device=device, dtype=dtype), new(E, N, rank, device=device, dtype=dtype).mT
+    sizes = plan(device)[2]
+
+    def by(add):
+        def run(out, x, w):
+            out = out.clone(memory_format=torch.preserve_format)
+            add(out, x, w, sizes)
+            return out
+
+        return run
+
+    assert_as_good_as_torch(by(add_low_rank_op), by(add_low_rank_reference), out, x, w)
+    rest = int(sizes.sum())
+    assert rest < rows and torch.equal(by(add_low_rank_op)(out, x, w)[rest:], out[rest:])
+
+
+@dtypes
+@pytest.mark.parametrize("columns", [1, 40, 1100])
+def test_weigh_rows(backend, device, dtype, columns):
+    order, rank, _ = plan(device)
+    x, y = (new(T * CHOICES, columns, device=device, dtype=dtype) for _ in range(2))
+    s = torch.rand(T, CHOICES).to(device).masked_fill(rank < 0, float("nan"))  # of what nobody chose
+    inputs = x, y.T.contiguous().T, s, order, rank
+    assert_as_good_as_torch(weigh_rows_op, weigh_rows_reference, *inputs)
+
+
+def test_no_tokens(device):
+    order, rank, sizes = sort_by_expert(torch.zeros(0, 2, dtype=torch.int64, device=device), E)
+
+    def leaf(*shape):
+        return torch.randn(shape, device=device).requires_grad_()
+
+    up = leaf(0, H), leaf(E, N, H), None, leaf(0, 3), leaf(E, N, 3)
+    down = leaf(0, N), leaf(E, H, N), leaf(E, H), leaf(0, 3), leaf(E, H, 3), leaf(0, 2)
+    for op, inputs, shape in ((adapted_up, up, (0, N)), (adapted_down, down, (0, H))):
+        out = op(*inputs, order, rank, sizes)
+        assert out.shape == shape
+        out.sum().backward()
+        assert all(t.grad is not None and not t.grad.any() for t in inputs if t is not None)
+
+
+@pytest.mark.skipif(interpret, reason="the interpreter is slow")
+@pytest.mark.parametrize("rank", [None, 2])
+def test_gradcheck(rank):
+    order, ranks, sizes = sort_by_expert(torch.tensor([[0, 2], [-1, 0], [2, 2]]), 3)
+
+    def leaves(*shapes):
+        return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+    factors = leaves((6, rank), (3, 5, rank)) if rank else [None, None]
+    up = *leaves((3, 4), (3, 5, 4), (3, 5)), *factors
+    assert torch.autograd.gradcheck(lambda *t: adapted_up(*t, order, ranks, sizes), up)
+    down = *leaves((6, 4), (3, 5, 4), (3, 5)), *factors, *leaves((3, 2))
+    assert torch.autograd.gradcheck(lambda *t: adapted_down(*t, order, ranks, sizes), down)
+
+
+@pytest.mark.skipif(interpret, reason="the interpreter is slow")
+def test_opcheck(device):
+    routing, ops = plan(device), torch.ops.moe_aiter
+    leaves = [t.requires_grad_() for t in problem(device, torch.float32, T, H, N, 3, True, False)]
+    torch.library.opcheck(ops.adapted_up, (*leaves, *routing))
+    s = torch.rand(T, CHOICES).to(device).requires_grad_()
+    leaves = [t.requires_grad_() for t in problem(device, torch.float32, T * CHOICES, N, H, 3, True, False)]
+    torch.library.opcheck(ops.adapted_down, (*leaves, s, *routing))
+    a, _, _, low, b = (t.detach() for t in leaves)
+    torch.library.opcheck(ops.weigh_rows, (a, a, s.detach(), *routing[:2]))
+    out = new(len(low), H, device=device, dtype=torch.float32)
+    torch.library.opcheck(ops.add_low_rank, (out, low, b.mT, routing[2]))
+
+
+def test_mistakes(device):
+    x, w, _, low, b = problem(device, torch.float32, T, H, N, 3, False, False)
+    routing = plan(device)
+    for inputs, message in (
+        ((x, w, None, low, None), "low and b go together"),
+        ((x, w[..., 1:], None, low, b), "x is .T, H=24. but w is .E, N, H=23."),
+        ((x, w, None, low, b[..., 1:]), "b must be .E, N, r. = .5, 40, 3."),
+        ((x, w, None, low[1:], b), "low is .R=68, r. but order is .R=69"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapted_up(*inputs, *routing)
+    with pytest.raises(TypeError, match="w is torch.float32 but low is torch.float64"):
+        adapted_up(x, w, None, low.double(), b, *routing)
+    out = new(len(low), N, device=device, dtype=torch.float32)
+    with pytest.raises(ValueError, match="out must be .M, N. = .69, 40."):
+        add_low_rank(out[:, 1:], low, b.mT, routing[2])
+    with pytest.raises(ValueError, match="shares memory"):
+        add_low_rank(out, out[:, :3], b.mT, routing[2])
