@@ -19,7 +19,8 @@ if interpret:
 from aot import TARGETS, compiling_for, kernels_launched_by
 from test_compile_targets import TOP_K, E, Shape, check, ints, new
 
-F16, F32, E4M3 = torch.float16, torch.float32, torch.float8_e4m3fn
+F16, F32 = torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = ints(E)  # of the groups
 
 
@@ -28,38 +29,57 @@ def module(name):
     return importlib.import_module(f"moe_aiter.kernels.hopper.{name}")
 
 
+def eight_bits(x, dtype=E4M3):
+    """Strides and all."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+
+
 def run_hopper_up(
     activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024,
-    dtype=torch.bfloat16, sizes=SIZES,
+    dtype=torch.bfloat16, sizes=SIZES, fp8=False,
 ):  # fmt: skip
     s, parts, groups = Shape(n=n, dtype=dtype), get_activation(activation).parts, len(sizes)
     z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(groups, parts * n, s.k)
     x, b = s.new(s.rows // TOP_K, s.k), s.new(groups, parts * n) if bias else None
-    a, plan = a if save_a else None, (*s.plan[:2], sizes)
-    module("expert_up").launch_expert_up((z, a), x, w, b, *plan, activation, interleaved, save_z, None)
+    a, plan, scales = a if save_a else None, (*s.plan[:2], sizes), (None, None)
+    if fp8:
+        x, w = eight_bits(x), eight_bits(w)
+        scales = new(s.rows, dtype=F32), new(groups, parts * n, dtype=F32)
+    inputs = x, w, b, *plan, activation, interleaved, save_z, None
+    module("expert_up").launch_expert_up((z, a), *inputs, scales=scales)
 
 
 def run_hopper_down_grad(
-    activation="swiglu", interleaved=False, need_a=True, dtype=torch.bfloat16, sizes=SIZES
+    activation="swiglu", interleaved=False, need_a=True, dtype=torch.bfloat16, sizes=SIZES, fp8=None
 ):
+    """`fp8`: the format of dout, whose weights are e4m3."""
     s, parts = Shape(n=1024, dtype=dtype), get_activation(activation).parts
     z, dz, a = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n), s.new(s.rows if need_a else 0, s.n)
     order, rank, _ = s.plan
     ds, weights = new(*rank.shape, dtype=torch.float32), new(*rank.shape, dtype=torch.float32)
     dout, w = s.new(s.rows // TOP_K, s.k), s.new(len(sizes), s.k, s.n)
+    scales = None, None
+    if fp8 is not None:
+        dout, w = eight_bits(dout, fp8), eight_bits(w.mT.contiguous()).mT
+        scales = new(s.rows, dtype=F32), new(len(sizes), s.n, dtype=F32)
     inputs = dout, z, w, weights, order, rank, sizes, activation, interleaved, need_a
-    module("down_grad").launch_down_grad((dz, a, ds), *inputs)
+    module("down_grad").launch_down_grad((dz, a, ds), *inputs, scales=scales)
 
 
 def run_hopper_gmm(
-    rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, sizes=SIZES, m=None, numbers=None
-):
+    rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, sizes=SIZES, m=None, numbers=None,
+    fp8=None,
+):  # fmt: skip
     s, groups = Shape(k=k, dtype=dtype), len(sizes)
     m, n = m or s.rows, 2 * s.n if sliced else s.n
     w = (s.new(groups, n, k).mT if rows else s.new(groups, k, n))[:, :, n - s.n :]
     b = s.new(groups, s.n) if bias else None
     numbers = None if numbers is None else ints(groups, dtype=numbers)
-    module("gmm").launch_gmm(s.new(m, s.n), s.new(m, k), w, sizes, b, numbers=numbers)
+    x, scales = s.new(m, k), {}
+    if fp8 is not None:
+        x, w = eight_bits(x, fp8), eight_bits(w.mT).mT
+        scales = {"x_scale": new(m, dtype=F32), "w_scale": new(groups, n, dtype=F32)[:, n - s.n :]}
+    module("gmm").launch_gmm(s.new(m, s.n), x, w, sizes, b, numbers=numbers, **scales)
 
 
 def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=torch.bfloat16, groups=E):
@@ -160,6 +180,15 @@ CASES = {
     "masked gmm, odd blocks": lambda: run_hopper_masked(E4M3, k=2880, scales=None, sizes=None),
     "masked gmm, short": lambda: run_hopper_masked(E4M3, k=16, m=128, out=F16),
     "masked gmm, float32 out": lambda: run_hopper_masked(E4M3, out=F32),
+    **{f"up fp8 {name}": functools.partial(run_hopper_up, name, fp8=True) for name in ACTIVATIONS},
+    "up fp8 float16": lambda: run_hopper_up(dtype=F16, fp8=True),
+    "up fp8 interleaved": lambda: run_hopper_up(interleaved=True, bias=True, fp8=True),
+    "up fp8 without z": lambda: run_hopper_up(save_z=False, fp8=True),
+    "up fp8 without a": lambda: run_hopper_up(save_a=False, fp8=True),
+    **{f"down_grad fp8 {f}": functools.partial(run_hopper_down_grad, fp8=f) for f in hopper.OCP},
+    **{f"gmm fp8 {f}": functools.partial(run_hopper_gmm, fp8=f) for f in hopper.OCP},
+    "gmm fp8 of some columns": lambda: run_hopper_gmm(sliced=True, bias=True, fp8=E4M3),
+    "gmm fp8, odd blocks": lambda: run_hopper_gmm(k=2880, fp8=E4M3),
     "tgmm": lambda: run_hopper_tgmm(gather=False),
     "tgmm gather": run_hopper_tgmm,
     "tgmm gather float16": lambda: run_hopper_tgmm(dtype=F16),
@@ -196,6 +225,16 @@ TUNED = {
         for k in (2880, 7168)
         for groups in (16, hopper.MAX_GROUPS)
         for out, scales in ((torch.bfloat16, None), (F32, None), (F32, True))
+    ],
+    "hopper_up_fp8": [
+        functools.partial(run_hopper_up, a, i, bias=True, fp8=True) for a in GATED for i in (False, True)
+    ],
+    "hopper_up_plain_fp8": [functools.partial(run_hopper_up, "gelu", bias=True, fp8=True)],
+    "hopper_gmm_fp8": [functools.partial(run_hopper_gmm, bias=True, k=k, fp8=E5M2) for k in (2880, 4096)],
+    "hopper_down_grad_fp8": [
+        functools.partial(run_hopper_down_grad, a, interleaved, need_a, fp8=E5M2)
+        for a, interleaved in KINDS
+        for need_a in (True, False)
     ],
     "hopper_tgmm": [
         functools.partial(run_hopper_tgmm, gather, columns_first, groups=256)

@@ -30,6 +30,8 @@ def contenders(p: Problem) -> Iterator[Contender]:
     yield our_layer(p)
     if p.x.is_cuda and not settings.debug and keeps_room(p):  # debug's checks synchronise
         yield our_layer(p, graphed=True)
+    if multiplies_8_bits(p):
+        yield our_layer(p, fp8="e4m3")
     yield from our_experts(p)
     yield loop(p)
     for build in peers(p):
@@ -77,16 +79,26 @@ def loop(p: Problem) -> Contender:
     return Contender("for-loop over experts", lambda: for_loop(p), given(p))
 
 
-def our_layer(p: Problem, graphed: bool = False) -> Contender:
+def multiplies_8_bits(p: Problem) -> bool:
+    """Whether there are kernels for it, and not just their emulation."""
+    up = IMPLS["expert_up_fp8"]["hopper"]
+    plan = (p.expert_ids.flatten(), p.expert_ids, p.expert_ids)  # of which the sizes count
+    return p.x.is_cuda and runs(up, p.x, p.gate_up, None, *plan, p.shape.activation, p.shape.interleaved)
+
+
+def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Contender:
     shape = p.shape
     how = {"activation": shape.activation, "bias": shape.bias, "interleaved": shape.interleaved}
-    layer = MoE(*shape.sizes[1:], **how, device="meta", dtype=p.x.dtype)
+    layer = MoE(*shape.sizes[1:], **how, fp8=fp8, device="meta", dtype=p.x.dtype)
     router, experts = layer.router, layer.experts
     router.weight, router.bias = parameter(p.router), None
     experts.gate_up, experts.down = parameter(p.gate_up), parameter(p.down)
     biases = tuple(map(parameter, p.biases))
     experts.gate_up_bias, experts.down_bias = biases or (None, None)
     leaves = (p.x, experts.gate_up, experts.down, router.weight, *biases)
+    if fp8 is not None:  # it computes something else, on purpose
+        name = f"layer: moe_aiter MoE, FP8 ({fp8})"
+        return Contender(name, lambda: layer(p.x), leaves, routed=True, checked=False, ours=True)
     if not graphed:
         return Contender("layer: moe_aiter MoE", lambda: layer(p.x), leaves, routed=True, ours=True)
     name = "layer: moe_aiter MoE, CUDA graph"

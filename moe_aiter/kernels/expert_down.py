@@ -284,11 +284,12 @@ def backward_expert_down(ctx, dout):
     return None, *down_gradients(needs, spend_z, dout, saved, *ctx.rest), *[None] * 8
 
 
-def down_gradients(needs, spend_z, dout, saved, activation, interleaved, main_grad) -> tuple:
-    """Those of z, down, bias and routing_weights, of the second and third as needed."""
+def down_gradients(needs, spend_z, dout, saved, activation, interleaved, main_grad, grad=None) -> tuple:
+    """Those of z, down, bias and routing_weights, of the second and third as needed; `grad` in place of the
+    op that begins."""
     z, down, bias, routing_weights, order, rank, group_sizes = saved
     top_k = rank.shape[1]
-    grad = down_grad_over_z if spend_z and is_unwatched(z, dout) else expert_down_grad_op
+    grad = grad or (down_grad_over_z if spend_z and is_unwatched(z, dout) else expert_down_grad_op)
     dz, a, ds = grad(
         dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, needs[0]
     )

@@ -7,6 +7,7 @@ from ..kernels._check import check_sizes, check_tensor
 from ..kernels._expert_inputs import check_memory
 from ..kernels.activations import get_activation
 from ..kernels.experts import expert_mlp
+from ..kernels.experts_fp8 import check_fp8
 from ..routing.plan import RoutePlan
 
 
@@ -33,6 +34,10 @@ class Experts(nn.Module):
     chunks of columns the rows between the products and the sums over a token's experts come in, on a GPU;
     more take less memory and more time, and None leaves it to a rule.  Neither changes what is computed; see
     `expert_mlp`.
+
+    8 bits.  `fp8` makes most products those of 8-bit floats with a scale for each row; "e4m3" or "e5m2" is
+    the format of the gradients.  Parameters, their gradients and what is saved keep their dtype; see
+    `expert_mlp`.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class Experts(nn.Module):
         interleaved: bool = False,
         row_chunks: int | None = None,
         recompute: str = "none",
+        fp8: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -56,8 +62,9 @@ class Experts(nn.Module):
             raise ValueError(f"interleaved=True, but the activation {activation!r} has no gate to interleave")
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
         check_memory(row_chunks, recompute)
+        check_fp8(fp8)
         self.activation, self.interleaved = activation, interleaved
-        self.row_chunks, self.recompute = row_chunks, recompute
+        self.row_chunks, self.recompute, self.fp8 = row_chunks, recompute, fp8
 
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
@@ -97,12 +104,13 @@ class Experts(nn.Module):
             down_main_grad=getattr(self.down, "main_grad", None),
             row_chunks=self.row_chunks,
             recompute=self.recompute,
+            fp8=self.fp8,
         )
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
         rest = f"bias={self.down_bias is not None}, interleaved={self.interleaved}"
-        memory = f"row_chunks={self.row_chunks}, recompute={self.recompute!r}"
+        memory = f"row_chunks={self.row_chunks}, recompute={self.recompute!r}, fp8={self.fp8!r}"
         return f"{sizes}, activation={self.activation!r}, {rest}, {memory}"
 
 

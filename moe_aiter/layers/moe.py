@@ -37,7 +37,7 @@ class MoE(nn.Module):
         out[t] = sum_j s[t, j] * expert[e_tj](x[t]) + shared(x[t])
 
     Experts    `num_experts` MLPs of width `intermediate`: see `Experts` for `activation` and `interleaved`,
-               and for `row_chunks` and `recompute`, which trade time for memory.
+               for `row_chunks` and `recompute`, which trade time for memory, and `fp8`, precision for time.
     Router     `top_k`, `score`, `renormalize`, `scale` and `choice`: see `route`; `jitter`: see `Router`.
     Capacity   `capacity` limits the choices that an expert takes: see `Capacity`.
     Shared     `shared_intermediate` > 0 adds a dense MLP of that width which sees every token; several shared
@@ -99,6 +99,7 @@ class MoE(nn.Module):
         z_loss_coef: float = 0.0,
         row_chunks: int | None = None,
         recompute: str = "none",
+        fp8: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -119,7 +120,7 @@ class MoE(nn.Module):
             raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
         self.capacity = capacity
         self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
-        memory = {"row_chunks": row_chunks, "recompute": recompute}
+        memory = {"row_chunks": row_chunks, "recompute": recompute, "fp8": fp8}
         self.experts = Experts(num_experts, hidden, intermediate, **mlp, **memory)
         self.shared = new_shared(hidden, shared_intermediate, shared_gate, mlp)
         counts = selection_bias or global_balance_coef

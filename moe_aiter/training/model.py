@@ -63,6 +63,7 @@ class Block(nn.Module):
             self.mlp = MoE(
                 config.hidden, config.intermediate, config.num_experts, config.top_k,
                 shared_intermediate=config.shared_intermediate,
+                fp8=None if config.fp8 == "none" else config.fp8,
             )  # fmt: skip
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple | None]:

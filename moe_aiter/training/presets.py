@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.quantize import FORMATS
 from .errors import UsageError, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,6 +63,7 @@ class TrainConfig:
 
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU where there is one")
     dtype: str = option("auto", "of activations and matmuls: float32 or bfloat16; weights stay float32")
+    fp8: str = option("none", "experts' products of 8-bit floats: none, or gradients as e4m3 or e5m2")
     compile: bool = option(False, "compile the model with torch.compile")
     log_every: int = option(1, "steps between two updates of the progress bar and of metrics.jsonl", **SIZE)
     val_every: int = option(100, "steps between two validations", **SIZE)
@@ -81,6 +83,10 @@ class TrainConfig:
             )
         if self.dtype not in ("auto", *DTYPES):
             raise UsageError(f"--dtype is {self.dtype!r}; it takes auto, {', '.join(DTYPES)}")
+        if self.fp8 not in ("none", *FORMATS):
+            raise UsageError(f"--fp8 is {self.fp8!r}; it takes none, {', '.join(FORMATS)}")
+        if self.fp8 != "none" and self.dense:
+            raise UsageError(f"--fp8 is {self.fp8!r}, but --dense has no experts")
 
     @property
     def active_intermediate(self) -> int:

@@ -44,6 +44,10 @@ HOPPER_TILES = {
     "hopper_masked_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_masked_fp8_plain": (hopper(128, 6, 128, block_k=128), hopper(128, 5, 128, block_k=128)),
     "hopper_down_grad": (hopper(256, 6, 0, block_k=32), hopper(256, 3, 0)),
+    "hopper_up_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
+    "hopper_up_plain_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 5, 32, block_k=128)),
+    "hopper_gmm_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
+    "hopper_down_grad_fp8": (hopper(128, 5, 0, block_k=128), hopper(128, 4, 0, block_k=128)),
     "hopper_tgmm": (hopper(256, 4, 128), hopper(256, 3, 128), hopper(256, 3, 256)),
     "hopper_tgmm_accumulate": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(256, 3, 64)),
 }

@@ -269,7 +269,7 @@ def test_module_state(device):
     for twin in (copy.deepcopy(experts), torch.load(file, weights_only=False)):
         assert torch.equal(twin(x, routing_weights, plan), experts(x, routing_weights, plan))
     text = "Experts(6, hidden=12, intermediate=10, activation='swiglu', bias=True, interleaved=False"
-    assert repr(experts) == f"{text}, row_chunks=None, recompute='none')"
+    assert repr(experts) == f"{text}, row_chunks=None, recompute='none', fp8=None)"
 
 
 def test_initialised_as_linear_layers_would_be(device):

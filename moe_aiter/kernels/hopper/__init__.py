@@ -20,6 +20,7 @@ from ..activations import get_activation
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_K = 64
+PROMOTED_K = 256  # of 8-bit floats, gathered: a whole number of the sums that float32 adds up
 MAX_GROUPS = 1024  # that a program lists in shared memory
 MANY = 128  # rows of a group that a tile is for
 
@@ -108,6 +109,23 @@ def fits_down_grad(
     _, K, N = down.shape
     fit = by_tma(dout, z, down) and down.is_contiguous() and small(dout) and few(down)
     return fit and K % BLOCK_K == 0 and N % 64 == 0
+
+
+def fits_up_fp8(x, gate_up, bias, order, rank, group_sizes, activation, *_) -> bool:
+    N = gate_up.shape[1] // get_activation(activation).parts
+    fit = is_hopper(x.device) and few(gate_up) and order.numel() > 0 and x.numel() < 2**31
+    return fit and x.shape[1] % PROMOTED_K == 0 and N % 64 == 0
+
+
+def fits_home_fp8(x, w, *_) -> bool:
+    _, K, N = w.shape
+    return is_hopper(x.device) and few(w) and x.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
+
+
+def fits_down_grad_fp8(dout, z, down, *_) -> bool:
+    _, K, N = down.shape
+    fit = is_hopper(dout.device) and few(down) and by_tma(z) and dout.numel() < 2**31
+    return fit and K % PROMOTED_K == 0 and N % 64 == 0
 
 
 def fits_tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, *_) -> bool:

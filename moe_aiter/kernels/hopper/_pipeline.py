@@ -21,7 +21,7 @@ from ._gluon import (
 )  # fmt: skip
 
 CONSUMERS = gl.constexpr(2)
-VECTOR = gl.constexpr(8)  # elements in 16 bytes, which a thread copies at a time
+VECTOR = gl.constexpr(8)  # 16-bit elements in 16 bytes, which a thread copies at a time
 PRODUCER_THREADS = gl.constexpr(128)
 
 
@@ -72,12 +72,13 @@ class Gather:
     stride: Number  # of rows, in units of 16 bytes, so that the compiler sees that rows are aligned
     order_ptr: gl.tensor
     TOP_K: gl.constexpr
+    VECTOR: gl.constexpr  # elements in 16 bytes
 
     @gluon.jit
     def sources(self, m, end):
         """The offsets of the rows m, of which those below `end` exist."""
         choice = gl.load(self.order_ptr + m, mask=m < end, other=0)
-        return gl.maximum(choice, 0) // self.TOP_K * self.stride * VECTOR
+        return gl.maximum(choice, 0) // self.TOP_K * self.stride * self.VECTOR
 
 
 @aggregate
@@ -121,13 +122,12 @@ class Weights:
     @gluon.jit
     def view(self, b, FLAT: gl.constexpr):
         """A buffer as (BLOCK_K, BLOCK_N); FLAT is the layout of (BLOCK_N, BLOCK_K), for halves."""
-        if self.LAYOUT == "rows":
-            out = b.permute((1, 0))
-        elif self.LAYOUT == "columns":
-            out = b
-        else:
-            out = as_tile(b, [self.BLOCK_N, self.BLOCK_K], FLAT).permute((1, 0))
-        return out
+        return b if self.LAYOUT == "columns" else self.rows(b, FLAT).permute((1, 0))
+
+    @gluon.jit
+    def rows(self, b, FLAT: gl.constexpr):
+        """A buffer of another LAYOUT than columns as (BLOCK_N, BLOCK_K)."""
+        return b if self.LAYOUT == "rows" else as_tile(b, [self.BLOCK_N, self.BLOCK_K], FLAT)
 
 
 @gluon.jit
@@ -156,8 +156,8 @@ def produce(x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, gap=No
 def gather(x, weights, ring, tiles, groups, places, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
     """Fetch rows from where they are, and weights, tile after tile; EARLY reads indices a tile ahead."""
     # 16 bytes for each thread, and as much as there is of a row side by side
-    LANES: gl.constexpr = weights.BLOCK_K // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    LANES: gl.constexpr = weights.BLOCK_K // x.VECTOR
+    layout: gl.constexpr = gl.BlockedLayout([1, x.VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, weights.BLOCK_K, layout=gl.SliceLayout(0, layout))
     i = 0
@@ -210,52 +210,6 @@ def multiply(
     out = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     ring.release(i + ring.STAGES - 1, pred=depth > 0)
     return out, i
-
-
-@gluon.jit
-def multiply_promoted(WHO: gl.constexpr, weights, ring, i, depth, BLOCK_M: gl.constexpr, SPAN: gl.constexpr):
-    """The same of 8-bit floats, as a tuple of tensors of at most 128 columns.
-
-    The tensor core keeps some 14 bits of a sum, so it adds SPAN stages at a time, of which `depth` holds a
-    whole number, and float32 adds the rest, while the tensor core works for the other consumer.
-    """
-    HALF: gl.constexpr = BLOCK_M // 2
-    WIDTH: gl.constexpr = min(weights.BLOCK_N, 128)  # registers hold one such sum of the tensor core's
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    zeros = gl.zeros((HALF, WIDTH), gl.float32, layout=layout)
-    left, right = zeros, zeros
-    for _ in range(0, depth, SPAN * weights.BLOCK_K):
-        acc = warpgroup_mma_init(zeros)
-        for s in gl.static_range(SPAN):
-            ring.wait_ready(i + s)
-            acc = add_stage(acc, ring, i + s, WHO * HALF, 0, s > 0)
-        if weights.BLOCK_N > WIDTH:
-            left += warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            acc = warpgroup_mma_init(zeros)
-            for s in gl.static_range(SPAN):
-                acc = add_stage(acc, ring, i + s, WHO * HALF, WIDTH, s > 0)
-        for s in gl.static_range(SPAN - 1):
-            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=SPAN - 1 - s, deps=(acc,)))
-            ring.release(i + s)
-        part = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        ring.release(i + SPAN - 1)
-        if weights.BLOCK_N > WIDTH:
-            right += part
-        else:
-            left += part
-        i += SPAN
-    out = (left, right) if weights.BLOCK_N > WIDTH else (left,)
-    return out, i
-
-
-@gluon.jit
-def add_stage(acc, ring, i, ROW: gl.constexpr, COLUMN: gl.constexpr, SUMMED: gl.constexpr):
-    """Start the product of some rows of a and some of b in stage i: added to acc, or in its place."""
-    ROWS: gl.constexpr = acc.type.tensor_type.shape[0]
-    COLUMNS: gl.constexpr = acc.type.tensor_type.shape[1]
-    a = ring.a.index(i % ring.STAGES).slice(ROW, ROWS, 0)
-    b = ring.b.index(i % ring.STAGES).slice(COLUMN, COLUMNS, 0).permute((1, 0))
-    return warpgroup_mma(a, b, acc, use_acc=SUMMED, is_async=True)
 
 
 @gluon.jit

@@ -4,11 +4,15 @@ The consumers leave dout times the weights, rounded to 16 bits, to a warpgroup t
 writes dz and s * a while they multiply the next tile.
 """
 
+import functools
+
 import torch
 
 from ... import tuning
+from ...tuning import Config
 from .._parts import sum_parts
 from ..activations import get_activation
+from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
     aggregate,
     as_tile,
@@ -27,7 +31,6 @@ from ._handoff import LINE, STRIP, Rows, line_layout, make_handoff
 from ._launch import beside_groups, block_g, num_programs, tile_options
 from ._pipeline import (
     CONSUMERS,
-    VECTOR,
     Gather,
     Weights,
     blocks,
@@ -35,7 +38,6 @@ from ._pipeline import (
     join_pairs,
     make_barriers,
     make_ring,
-    multiply,
     split_pairs,
 )
 from ._schedule import Tiles, find_groups, make_places
@@ -45,12 +47,18 @@ SLOTS = gl.constexpr(2)  # blocks of z in shared memory
 
 
 @gluon.jit
-def grad_consumer(WHO: gl.constexpr, weights, ring, tiles, places, handoff, BLOCK_M: gl.constexpr):
+def grad_consumer(
+    WHO: gl.constexpr, weights, ring, tiles, places, scales, handoff,
+    BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
     i = 0
     for n in range(tiles.mine()):
-        group, _, _, _ = places.get(n)
+        group, first, end, tile_n = places.get(n)
+        depth, row = tiles.used(group, weights.K), first + WHO * (BLOCK_M // 2)
         # 512 threads leave the compiler too few registers for an instruction of 256 columns
-        acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, None, 128)
+        parts, i = multiply_parts(WHO, weights, ring, i, depth, BLOCK_M, 1, SPAN, None, 128)
+        end, limit = gl.where(depth > 0, end, row), tiles.used(group, weights.N)
+        acc = scales.apply(parts[0], group, row, end, tile_n * weights.BLOCK_N, limit)
         handoff.put(n, WHO, blocks(acc, handoff.BLOCKS))
 
 
@@ -200,13 +208,15 @@ def finish(tiles, places, handoff, grads):
 def down_grad_kernel(
     dout_ptr,  # (T, K)
     order_ptr,  # (M,)
-    w_desc,  # the weights of G experts, (K, N)
+    w_desc,  # the weights of G experts, (K, N), or of 8 bits (N, K)
     z_desc,  # (M, parts * N), ragged
     dz_ptr,  # (M, parts * N)
     a_ptr,  # (M, N)
     s_ptr,  # (T * TOP_K,) float32
     ds_ptr,  # (column tiles, M) float32
     group_sizes_ptr,
+    dout_scale_ptr,  # (M,) float32, or None
+    w_scale_ptr,  # (G, N) float32, or None
     M,
     G,
     N,  # in units of 8
@@ -217,30 +227,32 @@ def down_grad_kernel(
     INTERLEAVED: gl.constexpr,
     WRITE_A: gl.constexpr,
     TOP_K: gl.constexpr,
-    A_LAYOUT: gl.constexpr,
-    TILE: gl.constexpr,
-    Z_TILE: gl.constexpr,
+    LAYOUTS: gl.constexpr,  # in shared memory: of the rows gathered, of a half of a tile, of a strip of z
     BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
+    SPAN: gl.constexpr,  # stages that the tensor core sums, or 0: all
     PROGRAMS: gl.constexpr,
 ):
-    N *= VECTOR  # the compiler sees that it is a multiple
+    N *= 8  # the compiler sees that it is a multiple
     PARTS: gl.constexpr = 1 if UP is None else 2
     WIDTH: gl.constexpr = LINE // 2 if INTERLEAVED else LINE
-    a = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
+    A_LAYOUT: gl.constexpr = LAYOUTS[0]
+    TILE: gl.constexpr = LAYOUTS[1]
+    Z_TILE: gl.constexpr = LAYOUTS[2]
+    a = gl.allocate_shared_memory(dout_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     ring = make_ring(a, b, True, STAGES)
-    handoff = make_handoff(w_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
+    handoff = make_handoff(z_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
     places = make_places(CONSUMERS + 1)  # and who finishes
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "columns", None)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows" if SPAN > 0 else "columns", None)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     PIECES: gl.constexpr = 1 if INTERLEAVED else PARTS
-    z = gl.allocate_shared_memory(w_desc.dtype, [SLOTS * PIECES] + z_desc.block_type.shape, z_desc.layout)
+    z = gl.allocate_shared_memory(z_desc.dtype, [SLOTS * PIECES] + z_desc.block_type.shape, z_desc.layout)
     arrived = make_barriers(SLOTS, 1)
     dz, out = Rows(dz_ptr, PARTS * N), Rows(a_ptr, N)
     grads = Grads(
@@ -262,13 +274,15 @@ def down_grad_kernel(
         Z_TILE,
         WIDTH,
     )
-    dout = Gather(dout_ptr, dout_stride, order_ptr, TOP_K)
+    scales = Scales(dout_scale_ptr, 0, 1, w_scale_ptr, N, 1, M)
+    VECTOR: gl.constexpr = 128 // dout_ptr.dtype.element_ty.primitive_bitwidth
+    dout = Gather(dout_ptr, dout_stride, order_ptr, TOP_K, VECTOR)
     # longer rows take the warps that gather them more registers, of 512 for a thread of each warpgroup
     REGISTERS: gl.constexpr = [160, 152, 40] if BLOCK_K == 32 else [160, 136, 56]
     gl.warp_specialize(
         [
-            (grad_consumer, (0, weights, ring, tiles, places, handoff, BLOCK_M)),
-            (grad_consumer, (1, weights, ring, tiles, places, handoff, BLOCK_M)),
+            (grad_consumer, (0, weights, ring, tiles, places, scales, handoff, BLOCK_M, SPAN)),
+            (grad_consumer, (1, weights, ring, tiles, places, scales, handoff, BLOCK_M, SPAN)),
             (grad_finisher, (tiles, places, handoff, grads)),
             (gather, (dout, weights, ring, tiles, groups, places, BLOCK_M, False)),
         ],
@@ -280,26 +294,41 @@ def down_grad_kernel(
 # launcher
 
 
+@functools.cache  # so that a launch knows them again
+def layouts(dtype: torch.dtype, z_dtype: torch.dtype, c: Config, interleaved: bool) -> tuple:
+    """Those of the rows gathered, of a block of a consumer's half of a tile, and of a strip of z."""
+    return (
+        shared_layout(dtype, c.block_m, c.block_k),
+        shared_layout(z_dtype, c.block_m // 2, LINE.value // (2 if interleaved else 1)),
+        shared_layout(z_dtype, STRIP.value, LINE.value),
+    )
+
+
 def launch_down_grad(
-    out, dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
-) -> None:
+    out, dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a,
+    scales=(None, None),
+) -> None:  # fmt: skip
+    """With `scales`, float32, of the rows (R,) and of the weights (E, I), dout and down have 8 bits, the
+    latter K-major."""
     dz, a, ds = out
     (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
-    c = tuning.lookup("hopper_down_grad", dout.dtype, R, N, K, E)
+    fp8 = dout.itemsize == 1
+    c = tuning.lookup("hopper_down_grad_fp8" if fp8 else "hopper_down_grad", dout.dtype, R, N, K, E)
     pieces = 1 if interleaved else act.parts
-    c = beside_groups(c, c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value, E)
+    buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
+    c = beside_groups(c, buffers, E, dout.itemsize)
     parts = torch.empty(-(-N // c.block_n), R, dtype=torch.float32, device=dout.device)
     programs = num_programs(dout)
     down_grad_kernel[(programs,)](
-        dout, order.contiguous(), descriptor(down.view(E * K, N), c.block_k, c.block_n),
+        dout, order.contiguous(),
+        descriptor(down.mT.view(E * N, K), c.block_n, c.block_k) if fp8
+        else descriptor(down.view(E * K, N), c.block_k, c.block_n),
         ragged_descriptor(z, STRIP.value, LINE.value), dz,
         a if need_a else dz, routing_weights.float().contiguous(), parts,
-        group_sizes.contiguous(),
-        R, E, N // 8, K, dout.stride(0) // 8,
+        group_sizes.contiguous(), *scales,
+        R, E, N // 8, K, dout.stride(0) * dout.itemsize // 16,
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_A=need_a, TOP_K=rank.shape[1],
-        A_LAYOUT=shared_layout(dout.dtype, c.block_m, c.block_k),
-        TILE=shared_layout(dout.dtype, c.block_m // 2, LINE.value // (2 if interleaved else 1)),
-        Z_TILE=shared_layout(dout.dtype, STRIP.value, LINE.value), BLOCK_G=block_g(E),
-        PROGRAMS=programs, **tile_options(c),
+        LAYOUTS=layouts(dout.dtype, z.dtype, c, interleaved), BLOCK_G=block_g(E),
+        SPAN=span_of(dout, c), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sum_parts(parts, rank, ds)

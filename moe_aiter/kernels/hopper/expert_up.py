@@ -2,6 +2,7 @@
 
 from ... import tuning
 from ..activations import get_activation
+from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
     aggregate,
     descriptor,
@@ -17,7 +18,7 @@ from ._gluon import (
     tma_store,
 )  # fmt: skip
 from ._launch import beside_groups, block_g, num_programs, tile_options
-from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring, multiply
+from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring
 from ._schedule import Tiles, find_groups, make_places
 from .activations import kernel_functions
 
@@ -39,7 +40,7 @@ class UpStore:
     WRITE_A: gl.constexpr
 
     @gluon.jit
-    def block(self, gate, up, WHO: gl.constexpr, group, row, end, column, live):
+    def block(self, gate, up, scales, WHO: gl.constexpr, group, row, end, column, live):
         """Write z and a for the channels from `column` on; `up` is unused where there is no gate.
 
         Zeros unless the group is `live`.
@@ -49,11 +50,15 @@ class UpStore:
         PARTS: gl.constexpr = 2 if GATED else 1
         STEP: gl.constexpr = 2 if self.INTERLEAVED else 1
         base, biased = group * (PARTS * self.N), gl.where(live, self.N, 0)
+        scaled = gl.where(live, end, row)  # rows before this one
+        gate = scales.apply(gate, group, row, scaled, column, biased)
         gate = add_bias(gate, self.bias_ptr, base, column, biased, STEP)
         if self.WRITE_A:
             a = self.ACTIVATION(gate)[0]
         if GATED:
-            up = add_bias(up, self.bias_ptr, base + (1 if self.INTERLEAVED else self.N), column, biased, STEP)
+            offset = 1 if self.INTERLEAVED else self.N
+            up = scales.apply(up, group, row, scaled, column, biased, offset)
+            up = add_bias(up, self.bias_ptr, base + offset, column, biased, STEP)
             if self.WRITE_A:
                 a *= self.UP(up)[0]
         store_wait(pendings=0)
@@ -84,21 +89,26 @@ def put(x, buffer):
 
 @gluon.jit
 def up_consumer(
-    WHO: gl.constexpr, weights, ring, tiles, places, store, BLOCK_M: gl.constexpr, FLAT: gl.constexpr
-):
+    WHO: gl.constexpr, weights, ring, tiles, places, scales, store,
+    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
     WIDTH: gl.constexpr = store.a_desc.block_type.shape[3]
     COUNT: gl.constexpr = weights.BLOCK_N // WIDTH
     CHANNEL_BLOCKS: gl.constexpr = COUNT // 2 if store.UP is not None else COUNT
+    WIDE: gl.constexpr = 2 if SPAN > 0 and weights.BLOCK_N > 128 else 1
     i = 0
     for n in range(tiles.mine()):
         group, first, end, tile_n = places.get(n)
         row, live = first + WHO * (BLOCK_M // 2), group < tiles.G
-        acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, FLAT)
-        parts = blocks(acc, COUNT)
+        depth = tiles.used(group, weights.K)
+        wide, i = multiply_parts(WHO, weights, ring, i, depth, BLOCK_M, WIDE, SPAN, FLAT)
+        parts = blocks(wide[0], COUNT // WIDE)
+        if WIDE == 2:
+            parts = parts + blocks(wide[1], COUNT // 2)
         for j in gl.static_range(CHANNEL_BLOCKS):
             column = (tile_n * CHANNEL_BLOCKS + j) * WIDTH
             up = parts[COUNT - CHANNEL_BLOCKS + j]
-            store.block(parts[j], up, WHO, group, row, end, column, live)
+            store.block(parts[j], up, scales, WHO, group, row, end, column, live)
     store_wait(pendings=0)
 
 
@@ -111,6 +121,8 @@ def expert_up_kernel(
     z_desc,  # (M, parts * N), ragged
     a_desc,  # (M, N), ragged
     group_sizes_ptr,
+    x_scale_ptr,  # (M,) float32 or None
+    w_scale_ptr,  # (G, parts * N) float32 or None
     M,
     G,
     N,
@@ -130,15 +142,16 @@ def expert_up_kernel(
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
+    SPAN: gl.constexpr,  # stages that the tensor core sums, or 0: all
     PROGRAMS: gl.constexpr,
 ):
     GATED: gl.constexpr = UP is not None
-    a = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
+    a = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     PIECES: gl.constexpr = 2 if GATED and not INTERLEAVED else 1
     z_shape: gl.constexpr = [CONSUMERS * PIECES] + z_desc.block_type.shape
-    z_out = gl.allocate_shared_memory(w_desc.dtype, z_shape, z_desc.layout)
-    a_out = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
+    z_out = gl.allocate_shared_memory(z_desc.dtype, z_shape, z_desc.layout)
+    a_out = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     LAYOUT: gl.constexpr = "halves" if GATED else "rows"
     places = make_places(CONSUMERS)
@@ -147,15 +160,17 @@ def expert_up_kernel(
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
     store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
-    x = Gather(x_ptr, x_stride, order_ptr, TOP_K)
+    x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    PARTS: gl.constexpr = 2 if GATED else 1
+    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, PARTS * N, 2 if INTERLEAVED else 1, M)
     gl.warp_specialize(
         [
-            (up_consumer, (0, weights, ring, tiles, places, store, BLOCK_M, FLAT)),
-            (up_consumer, (1, weights, ring, tiles, places, store, BLOCK_M, FLAT)),
+            (up_consumer, (0, weights, ring, tiles, places, scales, store, BLOCK_M, FLAT, SPAN)),
+            (up_consumer, (1, weights, ring, tiles, places, scales, store, BLOCK_M, FLAT, SPAN)),
             (gather, (x, weights, ring, tiles, groups, places, BLOCK_M, True)),
         ],
         [4, 4],
-        [224, 64],
+        [224, 56] if SPAN > 0 else [224, 64],
     )
 
 
@@ -163,14 +178,15 @@ def expert_up_kernel(
 
 
 def launch_expert_up(
-    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_
+    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_, scales=(None, None)
 ) -> None:
+    """With `scales`, float32, of the rows (R,) and of the weights (E, width), x and gate_up have 8 bits."""
     z, a = out
     (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
     N = width // act.parts
-    op = "hopper_up" if act.gated else "hopper_up_plain"
+    op = f"hopper_up{'' if act.gated else '_plain'}{'_fp8' if x.itemsize == 1 else ''}"
     c = tuning.lookup(op, x.dtype, R, width, K, E)
-    c = beside_groups(c, c.block_m * c.store_n * (act.parts + 1), E)
+    c = beside_groups(c, c.block_m * c.store_n * (act.parts + 1), E, x.itemsize)
     if act.gated:
         w = gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else gate_up.view(E, 2, N, K)
         w_desc = descriptor(w, 1, 2, c.block_n // 2, c.block_k)
@@ -182,10 +198,10 @@ def launch_expert_up(
     expert_up_kernel[(programs,)](
         x, order.contiguous(), w_desc, None if bias is None else bias.contiguous(),
         ragged_descriptor(z, c.block_m // 2, c.store_n * (1 + interleaved)) if save_z else a_desc,
-        a_desc, group_sizes.contiguous(),
-        R, E, N, K, x.stride(0) // 8,
+        a_desc, group_sizes.contiguous(), *scales,
+        R, E, N, K, x.stride(0) * x.itemsize // 16,
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, WRITE_A=a is not None,
         TOP_K=rank.shape[1], A_LAYOUT=shared_layout(x.dtype, c.block_m, c.block_k),
-        FLAT=shared_layout(x.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
-        PROGRAMS=programs, **tile_options(c),
+        FLAT=shared_layout(gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
+        SPAN=span_of(x, c), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip

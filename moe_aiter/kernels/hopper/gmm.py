@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
+from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
     descriptor,
     fence_async_shared,
@@ -18,7 +19,7 @@ from ._gluon import (
     tma_store,
 )  # fmt: skip
 from ._launch import beside_groups, block_g, flatten, num_programs, tile_options
-from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_ring, multiply, produce
+from ._pipeline import CONSUMERS, Weights, add_bias, make_ring, produce
 from ._schedule import Tiles, find_groups, make_places
 
 
@@ -31,6 +32,9 @@ def gmm_kernel(
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
     group_sizes_ptr,
+    x_scale_ptr,  # (M,) float32 or None
+    w_scale_ptr,  # (G, N) float32 or None
+    w_scale_stride,  # of its groups
     M,
     G,
     W,  # or None without numbers
@@ -45,31 +49,29 @@ def gmm_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     STORES: gl.constexpr,
+    SPAN: gl.constexpr,  # stages that the tensor core sums, or 0: all
     PROGRAMS: gl.constexpr,
 ):
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    b = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    out = gl.allocate_shared_memory(x_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
+    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
     places = make_places(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, group_rows)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_scale_stride, 1, M)
     gl.warp_specialize(
         [
-            (
-                gmm_consumer,
-                (0, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES, ZERO_REST),
-            ),
-            (
-                gmm_consumer,
-                (1, weights, ring, tiles, places, out, out_desc, bias_ptr, BLOCK_M, STORES, ZERO_REST),
-            ),
+            (gmm_consumer, (0, weights, ring, tiles, places, scales, out, out_desc, bias_ptr,
+                            BLOCK_M, STORES, ZERO_REST, SPAN)),
+            (gmm_consumer, (1, weights, ring, tiles, places, scales, out, out_desc, bias_ptr,
+                            BLOCK_M, STORES, ZERO_REST, SPAN)),
             (produce, (x_desc, weights, numbers_ptr, W, ring, tiles, groups, places)),
         ],
         [4, 4],
         [232, 40],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -79,26 +81,30 @@ def gmm_consumer(
     ring,
     tiles,
     places,
+    scales,
     out,  # buffers for a block of columns
     out_desc,
     bias_ptr,
     BLOCK_M: gl.constexpr,
     STORES: gl.constexpr,
     ZERO_REST: gl.constexpr,
+    SPAN: gl.constexpr,
 ):
     HALF: gl.constexpr = BLOCK_M // 2
     WIDTH: gl.constexpr = weights.BLOCK_N // STORES
     i = 0
     for n in range(tiles.mine()):
         group, row, end, tile_n = places.get(n)
-        acc, i = multiply(WHO, weights, ring, i, tiles.used(group, weights.K), BLOCK_M, None)
+        depth = tiles.used(group, weights.K)
+        parts, i = multiply_parts(WHO, weights, ring, i, depth, BLOCK_M, STORES, SPAN)
         biased = tiles.used(group, weights.N)  # columns
         if not ZERO_REST:
             end = gl.where(group != tiles.G, end, row)  # so TMA clips the rows in no group, which stay
-        parts = blocks(acc, STORES)
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH
-            part = add_bias(parts[j], bias_ptr, group * weights.N, column, biased)
+            scaled_end = gl.where(group < tiles.G, end, row)
+            part = scales.apply(parts[j], group, row + WHO * HALF, scaled_end, column, biased)
+            part = add_bias(part, bias_ptr, group * weights.N, column, biased)
             store_wait(pendings=0)
             out.index(WHO).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
             fence_async_shared()
@@ -113,17 +119,19 @@ def launch_gmm(
     out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
     dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0,
     numbers: Tensor | None = None, zero_rest: bool = True,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
 
-    Rows past the groups become zeros, or without `zero_rest` stay as they are.
+    Rows past the groups become zeros, or without `zero_rest` stay as they are.  x and w of 8 bits, the
+    latter K-major, have scales in float32, x_scale (M,) and w_scale (G, N).
     """
     (M, K), (W, _, N), G = x.shape, w.shape, group_sizes.shape[0]
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
     flat, group_rows = flatten(matrices)
-    c = tuning.lookup("hopper_gmm", x.dtype, M, N, K, G)
-    c = beside_groups(c, c.block_m * c.store_n, G)
+    c = tuning.lookup("hopper_gmm_fp8" if x.itemsize == 1 else "hopper_gmm", x.dtype, M, N, K, G)
+    c = beside_groups(c, c.block_m * c.store_n, G, x.itemsize)
     programs = programs or num_programs(x)
     gmm_kernel[(programs,)](
         descriptor(x, c.block_m, c.block_k),
@@ -132,8 +140,10 @@ def launch_gmm(
         None if numbers is None else numbers.contiguous(),
         None if bias is None else bias.contiguous(),
         ragged_descriptor(out, c.block_m // 2, c.store_n),
-        group_sizes.contiguous(), M, G, None if numbers is None else W, N, K,
+        group_sizes.contiguous(), x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
+        M, G, None if numbers is None else W, N, K,
         ZERO_REST=zero_rest, LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
+        SPAN=span_of(x, c),
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 

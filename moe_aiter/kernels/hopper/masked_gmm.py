@@ -3,10 +3,8 @@
 from torch import Tensor
 
 from ... import tuning
-from .._triton import cdiv
+from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
-    Number,
-    aggregate,
     descriptor,
     fence_async_shared,
     gl,
@@ -18,37 +16,8 @@ from ._gluon import (
     tma_store,
 )  # fmt: skip
 from ._launch import beside_groups, block_g, flatten, num_programs, tile_options
-from ._pipeline import CONSUMERS, Weights, blocks, make_ring, multiply, multiply_promoted, produce
+from ._pipeline import CONSUMERS, Weights, make_ring, produce
 from ._schedule import Tiles, find_masked_groups, make_places
-
-MOST_IMPRECISE = 256  # the 8-bit products that the tensor core adds up, with some 14 bits
-
-
-@aggregate
-class Scales:
-    """What the rows of x and of the weights are multiplied by, float32; None is 1."""
-
-    x_ptr: object  # (G, M)
-    x_group: Number  # strides
-    x_row: Number
-    w_ptr: object  # (G, N)
-    w_group: Number
-    w_row: Number
-    M: Number
-    N: Number
-
-    @gluon.jit
-    def apply(self, acc, group, row, end, column):
-        """Multiply acc, which begins at a row and a column of a group, where it lies before row `end`."""
-        if self.x_ptr is not None:
-            m = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
-            ptrs = self.x_ptr + group.to(gl.int64) * self.x_group + m * self.x_row
-            acc *= gl.load(ptrs, mask=m < end, other=0.0)[:, None]
-        if self.w_ptr is not None:
-            n = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-            ptrs = self.w_ptr + group.to(gl.int64) * self.w_group + n * self.w_row
-            acc *= gl.load(ptrs, mask=n < self.N, other=0.0)[None, :]
-        return acc
 
 
 @jit_kernel
@@ -85,7 +54,7 @@ def masked_gmm_kernel(
     places = make_places(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows", w_rows)
     scales = Scales(x_scale_ptr, x_scale_strides[0], x_scale_strides[1],
-                    w_scale_ptr, w_scale_strides[0], w_scale_strides[1], M, N)  # fmt: skip
+                    w_scale_ptr, w_scale_strides[0], w_scale_strides[1], M)  # fmt: skip
     groups, rows = find_masked_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gap = out_rows - M
@@ -126,15 +95,11 @@ def masked_consumer(
     for n in range(tiles.mine()):
         group, first, end, tile_n = places.get(n)
         row = first + WHO * (BLOCK_M // 2)
-        if SPAN > 0:
-            parts, i = multiply_promoted(WHO, weights, ring, i, weights.K, BLOCK_M, SPAN)
-            gl.static_assert(len(parts) == STORES)
-        else:
-            acc, i = multiply(WHO, weights, ring, i, weights.K, BLOCK_M, None)
-            parts = blocks(acc, STORES)
+        parts, i = multiply_parts(WHO, weights, ring, i, weights.K, BLOCK_M, STORES, SPAN)
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH
-            part = scales.apply(parts[j], group, row - group * scales.M, end - group * scales.M, column)
+            first_row = group * scales.M
+            part = scales.apply(parts[j], group, row - first_row, end - first_row, column, weights.N)
             store_wait(pendings=0)
             out.index(WHO).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
             fence_async_shared()
@@ -154,9 +119,6 @@ def launch_masked_gmm(
     op = f"hopper_masked{'_fp8' if promoted else ''}{'_plain' if promoted and plain else ''}"
     c = tuning.lookup(op, x.dtype, G * M, N, K, G)
     c = beside_groups(c, c.block_m * c.store_n * out.itemsize // 2, G, x.itemsize)
-    span = MOST_IMPRECISE // c.block_k if promoted else 0
-    if promoted and cdiv(K, c.block_k) % span:  # the last sum would wait for a stage that never comes
-        span = 1
     (x, x_rows), (w, w_rows), (flat, out_rows) = map(flatten, (x, w, out))
     scales = [(0, 0) if s is None else s.stride() for s in (x_scale, w_scale)]
     programs = num_programs(x)
@@ -166,6 +128,6 @@ def launch_masked_gmm(
         ragged_descriptor(flat, c.block_m // 2, c.store_n), out_rows,
         x_scale, w_scale, *scales, None if group_sizes is None else group_sizes.contiguous(),
         G, M, N, K,
-        SPAN=span, STORES=c.block_n // c.store_n,
+        SPAN=span_of(x, c), STORES=c.block_n // c.store_n,
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Products of 8-bit floats: sums that float32 takes over from the tensor core, and scales."""
+
+from torch import Tensor
+
+from ...tuning import Config
+from .._triton import cdiv
+from ._gluon import Number, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from ._pipeline import blocks, multiply
+
+MOST_IMPRECISE = 256  # the 8-bit products that the tensor core adds up, with some 14 bits
+
+
+def span_of(x: Tensor, c: Config) -> int:
+    """How many stages the tensor core sums before float32 adds: 0 for all of them, where x has more bits."""
+    if x.itemsize > 1:
+        return 0
+    span = MOST_IMPRECISE // c.block_k
+    # or the last sum would wait for a stage that never comes
+    return 1 if cdiv(x.shape[-1], c.block_k) % span else span
+
+
+@aggregate
+class Scales:
+    """What the rows of x and of the weights are multiplied by, float32; None is 1."""
+
+    x_ptr: object  # (G, M)
+    x_group: Number  # strides
+    x_row: Number
+    w_ptr: object  # (G, N)
+    w_group: Number
+    w_row: Number
+    M: Number  # rows from one group to the next, where groups lie apart
+
+    @gluon.jit
+    def apply(self, acc, group, row, end, column, limit, offset=0):
+        """Multiply acc, which begins at a row and a column of a group, by zeros past row `end` and past
+        column `limit`.  The scales of the columns begin `offset` numbers into those of the group."""
+        if self.x_ptr is not None:
+            m = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+            ptrs = self.x_ptr + group.to(gl.int64) * self.x_group + m * self.x_row
+            acc *= gl.load(ptrs, mask=m < end, other=0.0)[:, None]
+        if self.w_ptr is not None:
+            n = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+            ptrs = self.w_ptr + group.to(gl.int64) * self.w_group + offset + n * self.w_row
+            acc *= gl.load(ptrs, mask=n < limit, other=0.0)[None, :]
+        return acc
+
+
+@gluon.jit
+def multiply_parts(
+    WHO: gl.constexpr, weights, ring, i, depth,
+    BLOCK_M: gl.constexpr, COUNT: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr = None,
+    WIDEST: gl.constexpr = 256,
+):  # fmt: skip
+    """This consumer's half of a tile as COUNT blocks of columns, promoted where there is a SPAN."""
+    if SPAN > 0:
+        parts, i = multiply_promoted(WHO, weights, ring, i, depth, BLOCK_M, SPAN, FLAT)
+        gl.static_assert(len(parts) == COUNT)
+    else:
+        acc, i = multiply(WHO, weights, ring, i, depth, BLOCK_M, FLAT, WIDEST)
+        parts = blocks(acc, COUNT)
+    return parts, i
+
+
+@gluon.jit
+def multiply_promoted(
+    WHO: gl.constexpr, weights, ring, i, depth, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr
+):
+    """`multiply` of 8-bit floats, as a tuple of tensors of at most 128 columns.
+
+    The tensor core keeps some 14 bits of a sum, so it adds SPAN stages at a time, of which `depth` holds a
+    whole number, and float32 adds the rest, while the tensor core works for the other consumer.
+    """
+    HALF: gl.constexpr = BLOCK_M // 2
+    WIDTH: gl.constexpr = min(weights.BLOCK_N, 128)  # registers hold one such sum of the tensor core's
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    zeros = gl.zeros((HALF, WIDTH), gl.float32, layout=layout)
+    left, right = zeros, zeros
+    for _ in range(0, depth, SPAN * weights.BLOCK_K):
+        acc = warpgroup_mma_init(zeros)
+        for s in gl.static_range(SPAN):
+            ring.wait_ready(i + s)
+            acc = add_stage(acc, weights, ring, i + s, WHO * HALF, 0, s > 0, FLAT)
+        if weights.BLOCK_N > WIDTH:
+            left += warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            acc = warpgroup_mma_init(zeros)
+            for s in gl.static_range(SPAN):
+                acc = add_stage(acc, weights, ring, i + s, WHO * HALF, WIDTH, s > 0, FLAT)
+        for s in gl.static_range(SPAN - 1):
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=SPAN - 1 - s, deps=(acc,)))
+            ring.release(i + s)
+        part = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        ring.release(i + SPAN - 1)
+        if weights.BLOCK_N > WIDTH:
+            right += part
+        else:
+            left += part
+        i += SPAN
+    out = (left, right) if weights.BLOCK_N > WIDTH else (left,)
+    return out, i
+
+
+@gluon.jit
+def add_stage(
+    acc, weights, ring, i,
+    ROW: gl.constexpr, COLUMN: gl.constexpr, SUMMED: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    """Start the product of some rows of a and some of b in stage i: added to acc, or in its place."""
+    ROWS: gl.constexpr = acc.type.tensor_type.shape[0]
+    COLUMNS: gl.constexpr = acc.type.tensor_type.shape[1]
+    a = ring.a.index(i % ring.STAGES).slice(ROW, ROWS, 0)
+    b = weights.rows(ring.b.index(i % ring.STAGES), FLAT).slice(COLUMN, COLUMNS, 0).permute((1, 0))
+    return warpgroup_mma(a, b, acc, use_acc=SUMMED, is_async=True)

@@ -1,0 +1,228 @@
+"""8-bit experts against their definition, row by row in float64; the Hopper kernels against the same."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_aiter.backend import IMPLS, pick, use
+from moe_aiter.config import interpret
+from moe_aiter.kernels.activations import get_activation
+from moe_aiter.kernels.experts import expert_mlp
+from moe_aiter.kernels.hopper import is_hopper
+from moe_aiter.kernels.quantize import FORMATS, dequantize_rows, quantize_rows
+from moe_aiter.kernels.sort import sort_by_expert
+
+from ..check import error
+from ..shapes import expert_ids, transposed
+from .test_experts import make
+
+every_format = pytest.mark.parametrize("fp8", FORMATS)
+NAMES = ("out", "x", "gate_up", "down", "routing_weights", "gate_up_bias", "down_bias")
+CUDA = torch.device("cuda", 0)
+
+
+def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
+    return dequantize_rows(*quantize_rows(x, format), torch.float64)
+
+
+def definition(ids, activation, interleaved, fp8, dout, x, gate_up, down, weights, *biases) -> list[Tensor]:
+    """The output, and the gradients of all seven inputs, one row at a time."""
+    act = get_activation(activation)
+    inputs = x, gate_up, down, weights, *biases
+    up_bias, down_bias = biases or (gate_up.new_zeros(gate_up.shape[:2]), down.new_zeros(down.shape[:2]))
+    out, grads = (
+        torch.zeros_like(x),
+        [torch.zeros_like(t) for t in (x, gate_up, down, weights, up_bias, down_bias)],
+    )
+    dx, dgate_up, ddown, ds, dup_bias, ddown_bias = grads
+    down_by_columns = rounded(down.mT)  # (E, I, H)
+    up_by_columns = rounded(gate_up.mT)  # (E, H, width)
+    for t, j in [(t, j) for t in range(len(x)) for j in range(ids.shape[1]) if ids[t, j] >= 0]:
+        e, s = ids[t, j], weights[t, j]
+        z = (rounded(gate_up[e]) @ rounded(x[t : t + 1])[0] + up_bias[e]).requires_grad_()
+        with torch.enable_grad():
+            a = act(z, interleaved)
+        out[t] += s * (rounded(down[e]) @ rounded(a[None].detach())[0] + down_bias[e])
+        u = down_by_columns[e] @ rounded(dout[t : t + 1], fp8)[0]
+        ds[t, j] = u @ a.detach() + dout[t] @ down_bias[e]
+        (dz,) = torch.autograd.grad(a, z, s * u)
+        dx[t] += up_by_columns[e] @ rounded(dz[None], fp8)[0]
+        dgate_up[e] += torch.outer(dz, x[t])
+        ddown[e] += torch.outer(dout[t], s * a.detach())
+        dup_bias[e] += dz
+        ddown_bias[e] += s * dout[t]
+    return [out, *grads][: 1 + len(inputs)]
+
+
+def run(ids, activation, interleaved, fp8, dout, *inputs, **how) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    x, gate_up, down, weights, *biases = leaves
+    how |= dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
+    plan = sort_by_expert(ids, len(down))
+    out = expert_mlp(
+        x, gate_up, down, weights, plan, activation=activation, interleaved=interleaved, fp8=fp8, **how
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def compare(got, exact, most):
+    for name, a, b in zip(NAMES, got, exact, strict=False):
+        assert a.isfinite().all() and error(a, b) <= most, f"{name}: {error(a, b):.2e}"
+
+
+CASES = {
+    "swiglu": {},
+    "interleaved": {"activation": "swiglu_oai", "interleaved": True},
+    "plain": {"activation": "relu2"},
+    "no bias": {"bias": False},
+    "one expert": {"E": 1, "k": 1},
+    "one token": {"T": 1},
+    "empty experts": {"T": 3, "E": 9},
+    "dropped choices": {"drop": True},
+}
+
+
+def case(name, dtype, device="cpu", **sizes):
+    how = {"T": 13, "E": 5, "k": 2, **CASES[name], **sizes}
+    act, interleaved, drop = (
+        how.get("activation", "swiglu"),
+        how.pop("interleaved", False),
+        how.pop("drop", 0),
+    )
+    ids = expert_ids(how["T"], how["E"], how["k"])
+    if drop:
+        ids[::3, 0] = -1
+    inputs = make(device, dtype=dtype, **how)
+    dout = torch.randn(inputs[0].shape).to(device, dtype)
+    return ids.to(device), act, interleaved, dout, inputs
+
+
+@pytest.mark.skipif(interpret, reason="plain torch, whoever multiplies")
+@every_format
+@pytest.mark.parametrize("name", CASES)
+def test_definition(name, fp8):
+    """In float64 nothing else is rounded; the scales are float32."""
+    ids, act, interleaved, dout, inputs = case(name, torch.float64)
+    got = run(ids, act, interleaved, fp8, dout, *inputs)
+    compare(got, definition(ids, act, interleaved, fp8, dout, *inputs), 1e-9)
+
+
+@pytest.mark.skipif(interpret, reason="plain torch, whoever multiplies")
+@every_format
+def test_not_far_from_no_quantisation(fp8):
+    ids, act, interleaved, dout, inputs = case("swiglu", torch.float32, T=64, H=64, I=48)
+    got = run(ids, act, interleaved, fp8, dout, *inputs)
+    exact = run(ids, act, interleaved, None, dout, *inputs)
+    assert error(got[0], exact[0]) > 1e-3  # it did quantise
+    compare(got, exact, 0.15)
+
+
+@every_format
+@pytest.mark.parametrize("how", [{"recompute": "z"}, {"row_chunks": 3}], ids=str)
+def test_memory_changes_nothing(device, how, fp8):
+    ids, act, interleaved, dout, inputs = case("swiglu", torch.float32, device)
+    plain = run(ids, act, interleaved, fp8, dout, *inputs)
+    for name, a, b in zip(NAMES, plain, run(ids, act, interleaved, fp8, dout, *inputs, **how), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_any_strides(device):
+    ids, act, interleaved, dout, inputs = case("swiglu", torch.float32, device)
+    plain = run(ids, act, interleaved, "e4m3", dout, *inputs)
+    other = run(ids, act, interleaved, "e4m3", dout, *map(transposed, inputs[:4]), *inputs[4:])
+    compare(other, plain, 1e-6)
+
+
+def test_main_grads_and_frozen_weights(device):
+    ids, _, _, dout, (x, gate_up, down, weights, *_) = case("no bias", torch.float32, device)
+    plan = sort_by_expert(ids, len(down))
+    _, dx, dgate_up, ddown, _ = run(ids, "swiglu", False, "e4m3", dout, x, gate_up, down, weights)
+    x, gate_up = x.requires_grad_(), gate_up.requires_grad_()
+    main_grad = torch.ones_like(gate_up)
+    out = expert_mlp(x, gate_up, down, weights, plan, fp8="e4m3", gate_up_main_grad=main_grad)
+    out.backward(dout)
+    assert gate_up.grad is None and torch.allclose(x.grad, dx, atol=1e-5)
+    assert torch.allclose(main_grad - 1, dgate_up, atol=1e-4)
+
+
+def test_saved_memory(device):
+    """As much as without 8 bits: the inputs and z."""
+    ids, _, _, _, inputs = case("no bias", torch.float32, device)
+    plan = sort_by_expert(ids, len(inputs[2]))
+
+    def saved(fp8, recompute):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            expert_mlp(*leaves, plan, fp8=fp8, recompute=recompute)
+        return {t.data_ptr(): t.nbytes for t in kept if t.numel()}
+
+    inside = {t.data_ptr() for t in (*inputs, *plan)}
+    own = {p: n for p, n in saved("e4m3", "none").items() if p not in inside}
+    z = ids.numel() * inputs[1].shape[1] * inputs[0].itemsize
+    assert sum(own.values()) == z
+    assert not {p for p in saved("e4m3", "z") if p not in inside}
+
+
+def test_a_row_that_is_not_finite(device):
+    """It spoils its own token, and no other."""
+    ids, act, interleaved, _, (x, gate_up, down, weights, *_) = case("no bias", torch.float32, device)
+    plan = sort_by_expert(ids, len(down))
+    clean = expert_mlp(x, gate_up, down, weights, plan, fp8="e4m3")
+    x[3, 2] = float("inf")
+    out = expert_mlp(x, gate_up, down, weights, plan, fp8="e4m3")
+    assert out[3].isnan().all()
+    others = torch.arange(len(x), device=device) != 3
+    assert torch.equal(out[others], clean[others])
+
+
+def test_compiles():
+    ids, _, _, dout, (x, gate_up, down, weights, *_) = case("no bias", torch.float32)
+    plan = sort_by_expert(ids, len(down))
+
+    def step(x, gate_up):
+        return expert_mlp(x, gate_up, down, weights, plan, fp8="e5m2")
+
+    leaves = x.requires_grad_(), gate_up.requires_grad_()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for a, b in zip(
+        torch.autograd.grad(compiled(*leaves), leaves, dout),
+        torch.autograd.grad(step(*leaves), leaves, dout),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_refuses():
+    _, _, _, _, (x, gate_up, down, weights, *_) = case("no bias", torch.float32)
+    plan = sort_by_expert(expert_ids(13, 5, 2), 5)
+    with pytest.raises(ValueError, match="unknown fp8 'e8m0'; known: None, e4m3, e5m2"):
+        expert_mlp(x, gate_up, down, weights, plan, fp8="e8m0")
+
+
+# on Hopper
+
+FITS = {  # H, I, and rows of many sizes
+    "even": dict(T=512, H=512, I=256, E=8, k=2),
+    "tails": dict(T=777, H=256, I=448, E=40, k=4),
+}
+
+
+@pytest.mark.gpu
+@every_format
+@pytest.mark.parametrize("sizes", FITS.values(), ids=FITS)
+@pytest.mark.parametrize("name", CASES)
+def test_hopper(name, sizes, fp8):
+    """No further from the definition than twice its emulation in bfloat16."""
+    if not is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
+    sizes = sizes | {n: v for n, v in CASES[name].items() if n in sizes}
+    ids, act, interleaved, dout, inputs = case(name, torch.bfloat16, CUDA, **sizes)
+    up = inputs[0], inputs[1], None, *sort_by_expert(ids, sizes["E"]), act, interleaved, True
+    assert pick("expert_up_fp8", *up) is IMPLS["expert_up_fp8"]["hopper"]
+    got = run(ids, act, interleaved, fp8, dout, *inputs)
+    exact = run(ids, act, interleaved, fp8, dout.double(), *(t.double() for t in inputs))
+    with use("torch"):
+        emulated = run(ids, act, interleaved, fp8, dout, *inputs)
+    for label, a, b, truth in zip(NAMES, got, emulated, exact, strict=False):
+        assert error(a, truth) <= 2 * error(b, truth) + 1e-3, (label, error(a, truth), error(b, truth))
