@@ -32,9 +32,10 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
         optimizer.step()
         optimizer.zero_grad()
 
-    What autograd itself has put into `.grad`, of a penalty on a weight say, is added.  A weight that is frozen
-    later is left alone.  It is for weights on one device: what reduces gradients as autograd gives them, DistributedDataParallel
-    and FSDP, would wait for these in vain.  Raises ValueError if `model` has no such weight in `optimizer`.
+    What autograd itself has put into `.grad`, of a penalty on a weight say, is added.  A weight that is
+    frozen later is left alone.  It is for weights on one device: what reduces gradients as autograd gives
+    them, DistributedDataParallel and FSDP, would wait for these in vain.  Raises ValueError if `model` has no
+    such weight in `optimizer`.
     """
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     weights = [
