@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..layers.lora import LoRAFactors
 from ..layers.peft_format import load_stacked, per_expert, stacked
-from .transformers import ADAPTERS, NAME, known_gate, names_of, register, weights_of
+from .transformers import ADAPTERS, NAME, is_experts, known_gate, names_of, register, weights_of
 
 TARGETS = ("gate_up_proj", "up_proj", "down_proj")
 CONFIG, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -38,7 +38,8 @@ def add_lora(
         `LoRAFactors`.  A dropout draws once for each token before gate_up_proj, whose experts then see the
         same, and once for each row of an expert before down_proj.
 
-    The model then runs `experts_implementation="moe_aiter"`.  Its parameters keep their names; the adapters
+    The model then runs `experts_implementation="moe_aiter"`; set to another one it would run without the
+    adapters.  Its parameters keep their names; the adapters
     are further ones, `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
     `.magnitude` (E, out).  Other parameters may be unfrozen again.
 
@@ -189,11 +190,7 @@ def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules with transformers' decorator, by their names."""
-    for name, module in model.named_modules():
-        if all(
-            hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-        ):
-            yield name, module
+    return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
 def by_prefix(modules: Mapping[str, nn.ModuleDict]) -> dict[str, LoRAFactors]:

@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 from ..layers.monitor import Monitor, Recorder, scalars_of
 from ..routing.plan import make_plan
 from ..routing.router import Routing
+from .transformers import is_experts
 
 
 class ExpertsMonitor(Monitor):
@@ -35,10 +36,6 @@ class ExpertsMonitor(Monitor):
         super().detach(layer)
 
 
-def is_experts(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("_apply_gate", "is_transposed", "down_proj"))
-
-
 def record_experts(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """A hook.  It asks the module for its recorder, since a copy of the module has the hook alone."""
     recorder = module.monitor
@@ -62,6 +59,8 @@ class MonitorCallback(TrainerCallback):
         self.prefix, self.group, self.monitor = prefix, group, None
 
     def on_train_begin(self, args, state, control, model: nn.Module, **_) -> None:
+        if self.monitor is not None:  # a training that broke off has no end
+            self.monitor.remove()
         self.monitor = ExpertsMonitor(model, group=self.group)
 
     def on_log(self, args, state, control, logs: dict, **_) -> None:

@@ -134,5 +134,6 @@ def factors_of(wrapper: nn.Module, active_adapters: list[str]) -> Factors | None
 
 def runs_ours(experts: nn.Module) -> bool:
     """Whether transformers' decorator is around it, and calls our function."""
-    decorated = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config"))
-    return decorated and getattr(experts.config, "_experts_implementation", None) == transformers.NAME
+    config = getattr(experts, "config", None)
+    ours = getattr(config, "_experts_implementation", None) == transformers.NAME
+    return ours and transformers.is_experts(experts)

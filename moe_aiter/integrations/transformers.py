@@ -150,6 +150,12 @@ def weights_of(module: nn.Module) -> Weights:
     return Weights(*read(up), *read(down))
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether its class has transformers' decorator."""
+    flags = "has_gate", "has_bias", "is_transposed", "is_concatenated"
+    return all(hasattr(module, flag) for flag in flags)
+
+
 def names_of(module: nn.Module) -> tuple[str, str]:
     """What the two weights are called."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"

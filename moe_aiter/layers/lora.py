@@ -248,7 +248,9 @@ class LoRAExperts(nn.Module):
 
     The arguments by name are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up and down
     each gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).
-    The router stays trainable.  Raises TypeError for what is no `Experts`, adapters included.
+    The router stays trainable.  `row_chunks`, `recompute` and `fp8` of the experts hold once merged: beside
+    adapters the products are those of the weights' dtype.  Raises TypeError for what is no `Experts`,
+    adapters included.
     """
 
     def __init__(self, base: Experts, **lora):

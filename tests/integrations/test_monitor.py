@@ -129,3 +129,12 @@ def test_the_logs_of_a_trainer():
     assert [len(seen) for seen in reporter.seen[2:]] == [1, 1]
     assert state.log_history[0] == reporter.seen[0] | {"step": 0}
     assert not any(m._forward_pre_hooks for m in experts_of(model))
+
+
+def test_a_training_that_broke_off_can_begin_again():
+    model, state = tiny_model("mixtral"), TrainerState()
+    callback = MonitorCallback()
+    for _ in range(2):
+        callback.on_train_begin(None, state, TrainerControl(), model)
+    callback.on_train_end(None, state, TrainerControl())
+    assert not any(m._forward_pre_hooks for m in experts_of(model))
