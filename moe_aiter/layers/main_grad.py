@@ -52,57 +52,55 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
         dtype = torch.promote_types(weight.dtype, torch.float32)
         weight.main_grad = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
 
-    handed = {}  # what each weight was given; it may have been clipped since
+    sums = Sums(weights, optimizer.zero_grad)
+    optimizer.zero_grad = sums.zero_grad
+    optimizer.register_step_pre_hook(sums.before_step)
+    optimizer.register_step_post_hook(sums.after_step)
+    return sums.hand_over
 
-    def hand_over() -> None:
-        for weight in filter(is_trained, weights):
-            own = None if weight.grad is handed.get(weight) else weight.grad  # autograd's
+
+class Sums:
+    """The main gradients of `weights`, and when an optimizer sees and forgets them."""
+
+    def __init__(self, weights: list[nn.Parameter], zero_grad: Callable):
+        self.weights, self.zero_others = weights, zero_grad
+        self.handed = {}  # what each weight was given; it may have been clipped since
+
+    def trained(self) -> list[nn.Parameter]:
+        return [weight for weight in self.weights if weight.requires_grad]
+
+    def hand_over(self) -> None:
+        for weight in self.trained():
+            own = None if weight.grad is self.handed.get(weight) else weight.grad  # autograd's
             if own is not None and own is not weight.main_grad:
                 weight.main_grad += own
-            weight.grad = handed[weight] = weight.main_grad.to(weight.dtype)
+            weight.grad = self.handed[weight] = weight.main_grad.to(weight.dtype)
 
-    def clear(*_) -> None:
-        for weight in weights:
-            weight.main_grad.zero_()
-        handed.clear()
-
-    def before_step(optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
-            return args[:1], kwargs | {"closure": handing_over(closure, hand_over)}
-        trained = filter(is_trained, weights)
-        if any(weight.grad is None or weight.grad is not handed.get(weight) for weight in trained):
-            hand_over()
+            return args[:1], kwargs | {"closure": functools.partial(self.evaluate, closure)}
+        if any(w.grad is None or w.grad is not self.handed.get(w) for w in self.trained()):
+            self.hand_over()
+        return None
 
-    def after_step(*_) -> None:
-        clear()
-        for weight in filter(is_trained, weights):
-            weight.grad = None
-
-    zero_grad = optimizer.zero_grad
-
-    @functools.wraps(zero_grad)
-    def zero_all(*args, **kwargs) -> None:
-        zero_grad(*args, **kwargs)
-        clear()
-
-    optimizer.zero_grad = zero_all
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
-    return hand_over
-
-
-def is_trained(weight: nn.Parameter) -> bool:
-    return weight.requires_grad
-
-
-def handing_over(closure: Callable, hand_over: Callable[[], None]) -> Callable:
-    """What an optimizer calls for the loss and the gradients."""
-
-    def run():
+    def evaluate(self, closure: Callable):
+        """What an optimizer calls for the loss and the gradients."""
         with torch.enable_grad():
             loss = closure()
-        hand_over()
+        self.hand_over()
         return loss
 
-    return run
+    def after_step(self, *_) -> None:
+        self.clear()
+        for weight in self.trained():
+            weight.grad = None
+
+    def zero_grad(self, *args, **kwargs) -> None:
+        self.zero_others(*args, **kwargs)
+        self.clear()
+
+    def clear(self) -> None:
+        for weight in self.weights:
+            weight.main_grad.zero_()
+        self.handed.clear()
