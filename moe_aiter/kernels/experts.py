@@ -117,5 +117,5 @@ def expert_mlp(
     check_fp8(fp8)
     inputs = inputs._replace(save_z=recompute == "none" and needs_grad(inputs))
     if fp8 is not None:
-        return experts_fp8_op(*inputs, *row_bytes(inputs, row_chunks), fp8)[0]
+        return experts_fp8_op(*inputs, *row_bytes(inputs, row_chunks), x.requires_grad, fp8)[0]
     return pick("expert_mlp", x)(inputs, row_chunks)
