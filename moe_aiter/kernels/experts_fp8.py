@@ -5,9 +5,10 @@
 
 Every operand has a scale for each row along the axis that is summed over (`quantize_rows`), so backward
 quantises the weights again, by columns, whose largest magnitudes forward has kept beside z.  Weights and what
-goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the weights, 3 of the 9 units of product, are of rows that are not quantised:
-x, dout, dz and s * f(z), in the dtype of x, as is all that is saved.  It is the recipe that torchao calls
-rowwise_with_gw_hp.  To the quantisation the gradient is that of the identity.
+goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the weights, 3 of the 9
+units of product, are of rows that are not quantised: x, dout, dz and s * f(z), in the dtype of x, as is all
+else that is saved.  It is the recipe that torchao calls rowwise_with_gw_hp.  To the quantisation the gradient
+is that of the identity.
 
 On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that do not fit
 them, the quantised numbers are multiplied in the dtype of x, which costs time instead of saving it.
