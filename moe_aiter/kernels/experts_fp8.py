@@ -31,7 +31,7 @@ from .expert_up import up_gradients, z_alone
 from .gmm_unpermute import column_chunks
 from .permute import launch_unpermute
 from .quantize import FORMATS, dequantize_rows, quantize_rows
-from .quantize_amax import quantize_by_amax, quantize_rows_and_amax
+from .quantize_amax import is_read_once, quantize_by_amax, quantize_rows_and_amax
 
 
 def check_fp8(fp8: str | None) -> None:
@@ -176,12 +176,13 @@ expert_down_grad_fp8_over_z_op = define_op(
 
 
 def new_experts(*inputs):
-    """The output, z, and the largest magnitudes of the columns of gate_up and down, as far as backward
-    asks for them."""
+    """The output, z, and the largest magnitudes of the columns of gate_up and down: as far as backward asks
+    for them, and where they cost no other look at the weight."""
     i, need_dx = ExpertInputs(*inputs[:14]), inputs[-2]
     (E, width, H), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
     z = i.x.new_empty(i.order.shape[0] if i.save_z else 0, width)
-    kept = (E if i.save_z and need_dx else 0, H), (E if i.save_z else 0, I)
+    once = need_dx and is_read_once(i.gate_up), is_read_once(i.down)
+    kept = [(E if i.save_z and seen else 0, n) for seen, n in zip(once, (H, I), strict=True)]
     return i.x.new_empty(i.x.shape), z, *(z.new_empty(size, dtype=torch.float32) for size in kept)
 
 

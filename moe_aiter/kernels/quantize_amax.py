@@ -132,6 +132,11 @@ def new_quantize_by_amax(x, amax, format):
     return out
 
 
+def is_read_once(x: Tensor) -> bool:
+    """Whether the kernel below finds the columns' largest magnitudes by the way."""
+    return x.stride(-1) == 1 and x.shape[-1] <= LONGEST
+
+
 def tile_with_amax(K: int) -> tuple[int, int, int, int]:
     """Rows, elements of each, warps and stages: 32 columns' largest magnitudes in each thread's registers."""
     block_k = max(next_power_of_2(K), 16)
@@ -146,7 +151,7 @@ def tile_by_amax(K: int) -> tuple[int, int, int]:
 @takes(*TILE_DTYPES)
 def launch_quantize_rows_and_amax(out, x, format):
     x8, scale, amax = out
-    if x8.dtype not in native_fp8() or x.stride(-1) != 1 or x.shape[-1] > LONGEST:
+    if x8.dtype not in native_fp8() or not is_read_once(x):
         launch_quantize_rows((x8, scale), x, format)
         return amax.copy_(amax_reference(x, -2))
     x = x if x.dim() == 3 else x[None]
@@ -164,8 +169,10 @@ def launch_quantize_rows_and_amax(out, x, format):
 @takes(*TILE_DTYPES)
 def launch_quantize_by_amax(out, x, amax, format):
     x8, scale = out
-    if x8.dtype not in native_fp8() or x.stride(-2) != 1:
+    if x8.dtype not in native_fp8():
         return copy_into(out, quantize_by_amax_reference(x, amax, format))
+    if x.stride(-2) != 1:
+        return launch_quantize_rows(out, x, format)
     x = x if x.dim() == 3 else x[None]
     G, M, K = x.shape
     block_m, block_k, warps = tile_by_amax(K)
