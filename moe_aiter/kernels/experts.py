@@ -102,7 +102,7 @@ def expert_mlp(
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless
-    recomputed.
+    recomputed; with `fp8` beside z a float32 for each column of the weights.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.

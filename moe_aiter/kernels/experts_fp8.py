@@ -222,7 +222,9 @@ def backward_experts(ctx, dout, *_):
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
-        z = expert_z_fp8_op(i.x, *quantize_rows(i.gate_up), i.gate_up_bias, *routing, *act)
+        if needs.x and is_read_once(i.gate_up):
+            gate_up_amax = i.x.new_empty(i.gate_up.shape[::2], dtype=torch.float32)
+        z = expert_z_fp8_op(i.x, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act)
     over_z = spend_z and is_unwatched(z, dout)
     grad = functools.partial(down_grad_over_z if over_z else down_grad, down_amax, format)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
