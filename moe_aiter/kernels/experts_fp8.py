@@ -180,9 +180,10 @@ def new_experts(*inputs):
     for them, and where they cost no other look at the weight."""
     i, need_dx = ExpertInputs(*inputs[:14]), inputs[-2]
     (E, width, H), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
-    z = i.x.new_empty(i.order.shape[0] if i.save_z else 0, width)
+    rows = i.order.shape[0] if i.save_z else 0
+    z = i.x.new_empty(rows, width)
     once = need_dx and is_read_once(i.gate_up), is_read_once(i.down)
-    kept = [(E if i.save_z and seen else 0, n) for seen, n in zip(once, (H, I), strict=True)]
+    kept = [(E if rows and seen else 0, n) for seen, n in zip(once, (H, I), strict=True)]
     return i.x.new_empty(i.x.shape), z, *(z.new_empty(size, dtype=torch.float32) for size in kept)
 
 
@@ -217,7 +218,7 @@ def save_experts(ctx, inputs, output):
 
 def backward_experts(ctx, dout, *_):
     *saved, z, gate_up_amax, down_amax = ctx.saved_tensors
-    *others, _, bytes_of_dx, need_dx, format = ctx.others
+    *others, _, bytes_of_dx, _, format = ctx.others
     i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:14])
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)

@@ -157,6 +157,14 @@ def test_frozen_tokens(device):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("recompute", ["none", "z"])
+def test_no_tokens(device, recompute):
+    _, act, interleaved, _, (x, *rest) = case("swiglu", torch.float32, device)
+    ids, rest[2] = torch.empty(0, 2, dtype=torch.int64, device=device), rest[2][:0]
+    out, *grads = run(ids, act, interleaved, "e4m3", x[:0], x[:0], *rest, recompute=recompute)
+    assert out.shape == x[:0].shape and all(not grad.any() for grad in grads)
+
+
 def test_saved_memory(device):
     """What is saved without 8 bits, the inputs and z, and a float32 for each column of the weights."""
     ids, _, _, _, inputs = case("no bias", torch.float32, device)
