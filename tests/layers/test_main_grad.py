@@ -83,6 +83,65 @@ def test_what_is_handed_over_twice_is_what_there_is(device):
     assert weight.grad is None and clipped.count_nonzero() == 0
 
 
+def test_a_step_that_is_skipped_leaves_nothing(device):
+    """As GradScaler skips one whose gradients are not finite."""
+    model = build(device)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    hand_over = use_main_grad(model, optimizer)
+    model(torch.full((T, H), torch.inf, device=device)).sum().backward()
+    hand_over()
+    optimizer.zero_grad()
+    weight = model[1].experts.down
+    assert weight.grad is None and weight.main_grad.count_nonzero() == 0
+
+
+def with_closure(model, optimizer, x):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+
+
+def with_penalty(model, optimizer, x):
+    """Its gradient is autograd's."""
+    (model(x).square().mean() + model[1].experts.down.square().sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def with_zeros(model, optimizer, x):
+    """Gradients that are there already."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def frozen(model, optimizer, x):
+    """A weight that is frozen is not even decayed, and its sister stays clipped."""
+    model[1].experts.down.requires_grad_(False)
+    model(x).square().mean().backward()
+    getattr(optimizer, "hand_over", lambda: None)()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("step", [with_closure, with_penalty, with_zeros, frozen])
+def test_other_loops(device, step):
+    plain = build(device)
+    model = copy.deepcopy(plain)
+    want, got = (torch.optim.SGD(m.parameters(), 0.1, weight_decay=0.5) for m in (plain, model))
+    got.hand_over = use_main_grad(model, got)
+    for x in torch.randn(3, T, H, device=device):
+        step(plain, want, x)
+        step(model, got, x)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_which_weights(device):
     frozen = MoE(H, WIDTH, E, K, device=device)
     frozen.experts.down.requires_grad_(False)
