@@ -1,4 +1,4 @@
-"""The tables of `bench gmm`, `bench deepgemm` and `bench segment`, from the CSV of each."""
+"""The tables of `bench gmm`, `deepgemm`, `segment` and `lora`, from the CSV of each."""
 
 import csv
 import dataclasses
@@ -43,6 +43,14 @@ REPORTS = {
         ("device",),
         "max_m",
         ("groups", "rows", "k", "n"),
+    ),
+    "lora.csv": Report(
+        "Frozen experts with adapters",
+        ("inference_ms", "forward_ms", "step_ms"),
+        "ms, inference / forward / step",
+        ("device", "dtype"),
+        "shape",
+        ("tokens", "hidden", "intermediate", "experts", "top_k", "rank"),
     ),
 }
 
