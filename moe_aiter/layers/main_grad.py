@@ -19,9 +19,9 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     dtype.  Float64 weights have a float64 one.
 
     `optimizer.step()` takes the sum as `.grad`: itself where the weight has its dtype, else rounded to that
-    of the weight, and afterwards sets it to 0.  So a loop stays as it was, but for what looks at gradients
-    before: call what is returned, which hands over what there is, ahead of clip_grad_norm_ or
-    GradScaler.unscale_.
+    of the weight, and afterwards sets it to 0, as `optimizer.zero_grad()` does where a step was left out.  So
+    a loop stays as it was, but for what looks at gradients before: call what is returned, which hands over
+    what there is, ahead of clip_grad_norm_ or GradScaler.unscale_.
 
         hand_over = use_main_grad(model, optimizer)
         for micro_batch in batch:
@@ -57,11 +57,18 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
         if any(weight.grad is None for weight in weights):  # else they may have been clipped
             hand_over()
 
-    def after_step(*_) -> None:
+    def clear(*_) -> None:
         for weight in weights:
             weight.main_grad.zero_()
             weight.grad = None
 
+    zero_grad = optimizer.zero_grad
+
+    def zero_all(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        clear()
+
     optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
+    optimizer.register_step_post_hook(clear)
+    optimizer.zero_grad = zero_all  # the one call that follows a step which GradScaler has left out
     return hand_over

@@ -1,6 +1,7 @@
 """Float32 main gradients in a plain training loop."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -81,6 +82,22 @@ def test_what_is_handed_over_twice_is_what_there_is(device):
     optimizer.step()
     assert torch.equal(weight, before), "the step took what was handed over, not what was clipped"
     assert weight.grad is None and clipped.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_is_left_out_leaves_no_gradient(device, dtype):
+    """As GradScaler leaves out the step after an overflow, and a loop the batch that it does not like."""
+    model = build(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    hand_over = use_main_grad(model, optimizer)
+    weights = [weight for weight in model.parameters() if hasattr(weight, "main_grad")]
+    for handed_over in (True, False):
+        (model(torch.randn(20, 16, device=device, dtype=dtype)).sum() * math.inf).backward()
+        assert not any(weight.main_grad.isfinite().all() for weight in weights)
+        if handed_over:
+            hand_over()
+        optimizer.zero_grad()
+        assert all(weight.grad is None and not weight.main_grad.count_nonzero() for weight in weights)
 
 
 def test_which_weights(device):
