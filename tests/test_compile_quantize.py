@@ -1,9 +1,12 @@
 """Rows become 8-bit floats where the GPU multiplies these: the kernel compiles there, without spills."""
 
+import re
+
 import pytest
 import torch
 
 from moe_aiter.config import interpret
+from moe_aiter.kernels import quantize_amax
 from moe_aiter.kernels.quantize import FORMATS, launch_quantize_rows
 
 if interpret:
@@ -30,6 +33,31 @@ def test_compiles(target, shape, dtype, columns):
         assert len(launches) == 1
         if target == "sm_90":
             assert f"{format}x2" in launches[0].assembly  # converted by the hardware
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 200, 130), (8, 4096, 14336)], ids=str)
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx950"])
+def test_both_ways_compile(target, shape, dtype, monkeypatch):
+    """Rows with the columns' largest magnitudes, and the columns by these."""
+    monkeypatch.setattr(torch, "amax", lambda *_, out: out)
+    x = new(*shape, dtype=dtype)
+    amax = new(*x.mT.shape[:-1], dtype=torch.float32)
+    for format, small in FORMATS.items():
+        rows, columns = (
+            (new(*t.shape, dtype=small), new(*t.shape[:-1], dtype=torch.float32)) for t in (x, x.mT)
+        )
+        with compiling_for(TARGETS[target]) as launches:
+            quantize_amax.launch_quantize_rows_and_amax((*rows, amax), x, format)
+            quantize_amax.launch_quantize_by_amax(columns, x.mT, amax, format)
+        check(TARGETS[target], launches)
+        one_pass = shape[-1] <= quantize_amax.LONGEST
+        rows_kernel = "quantize_rows_and_amax_kernel" if one_pass else "quantize_rows_kernel"
+        assert [launch.kernel for launch in launches] == [rows_kernel, "quantize_columns_kernel"]
+        if target == "sm_90" and dtype == torch.bfloat16 and shape[-1] % 16 == 0:
+            for launch in launches:  # whole 16 bytes
+                assert re.search(r"st\.global\.v4\.b32", launch.assembly), launch.kernel
+                assert re.search(r"(ld|cp\.async\.cg\.shared)\.global.*(v4|0x10)", launch.assembly)
 
 
 def test_elsewhere_by_the_reference():

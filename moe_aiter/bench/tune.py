@@ -15,9 +15,12 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import IMPLS, ORDER, runs
+from ..kernels import hopper
 from ..kernels._expert_inputs import ExpertInputs
+from ..kernels._groups import take_rows
 from ..kernels._row_bytes import row_bytes
 from ..kernels.gmm_unpermute import column_chunks
+from ..kernels.quantize import quantize_rows
 from ..kernels.sort import sort_by_expert
 from ..tuning import Config
 from ..tuning.candidates import OPS, candidates
@@ -187,12 +190,43 @@ def measure(product: Product, configs: list[Config], reps: int) -> dict[Config, 
 
 
 def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool) -> Iterable[Product]:
-    """The products of a training step on ragged routing, on the tier that runs them; on all where `every`."""
+    """The products of a training step on ragged routing, on the tier that runs them; on all where `every`.
+    On Hopper those of 8-bit floats as well."""
     tiers = [b for b in ORDER[device.type] if b in ("hopper", "triton")]
     for name, op, weights, out, inputs in step(shape, device, dtype):
         there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], *inputs)]
         for launch in there if every else there[:1]:
             yield Product(name, launch, out, inputs, weights * shape.forward_flops / 3)
+        if device.type == "cuda" and hopper.is_hopper(device) and (small := of_8_bits(op, *inputs)):
+            yield Product(name, small[0], out, small[1], weights * shape.forward_flops / 3)
+
+
+def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
+    """The same product of 8-bit floats, as under `fp8=`: what launches it, and its inputs.
+
+    None for a product that stays as it is, and for sizes that do not fit the kernels.
+    """
+    if op == "gmm":
+        w, *after = rest
+        w, before, module, fits = w.mT, (), "gmm", hopper.fits_home_fp8(x, w.mT)
+    elif op == "expert_up":
+        w, *after = rest
+        before, module, fits = (), "expert_up", hopper.fits_up_fp8(x, w, None, *after)
+    elif op == "expert_down_grad":
+        z, w, *after = rest
+        w, before, module, fits = w.mT, (z,), "down_grad", hopper.fits_down_grad_fp8(x, z, w.mT)
+    else:
+        return None
+    if not fits:
+        return None
+    (x8, x_scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
+    launch = hopper.launcher(module, f"launch_{module}")
+    if op == "gmm":
+        launch = functools.partial(launch, x_scale=x_scale, w_scale=w_scale)
+    else:
+        order, rank = after[1:3]
+        launch = functools.partial(launch, scales=(take_rows(x_scale, order, rank.shape[1]), w_scale))
+    return launch, (x8, *before, w8 if op == "expert_up" else w8.mT, *after)
 
 
 def distinct_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:

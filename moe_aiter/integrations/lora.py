@@ -42,24 +42,41 @@ def add_lora(
     are further ones, `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
     `.magnitude` (E, out).  Other parameters may be unfrozen again.
 
-    Raises ValueError where there are no experts with transformers' decorator, or adapters already.
+    Raises ValueError where there are no experts with transformers' decorator, or adapters already, and as
+    `LoRAFactors` does; the model is then as it was.
     """
+    return attach(model, new_adapters(model, targets, dtype, lora))
+
+
+def new_adapters(
+    model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, lora: dict
+) -> dict[str, nn.ModuleDict]:
+    """By the names of the experts' modules, which do not have them yet."""
     register()
     experts = dict(experts_of(model))
+    if isinstance(targets, str) or not set(targets) <= set(TARGETS):
+        raise ValueError(f"targets is {targets!r}, but must be a tuple of some of {', '.join(TARGETS)}")
     if not experts:
         raise ValueError(f"{type(model).__name__} has no experts with transformers' decorator")
     if any(hasattr(module, ADAPTERS) for module in experts.values()):
         raise ValueError(f"the experts of this {type(model).__name__} have adapters already")
-    model.set_experts_implementation(NAME)
-    model.requires_grad_(False)
-    for module in experts.values():
+    adapters = {}
+    for name, module in experts.items():
         weights = weights_of(module)
         found = zip(names_of(module), (weights.gate_up, weights.down), strict=True)
         factors = {n: LoRAFactors(w, len(w), **lora).to(dtype) for n, w in found if n in targets}
         if not factors:
             raise ValueError(f"none of targets {targets} is one of {names_of(module)}")
-        module.add_module(ADAPTERS, nn.ModuleDict(factors).train(module.training))
-    return list(experts)
+        adapters[name] = nn.ModuleDict(factors).train(module.training)
+    return adapters
+
+
+def attach(model: nn.Module, adapters: Mapping[str, nn.ModuleDict]) -> list[str]:
+    model.set_experts_implementation(NAME)
+    model.requires_grad_(False)
+    for name, factors in adapters.items():
+        model.get_submodule(name).add_module(ADAPTERS, factors)
+    return list(adapters)
 
 
 def save_lora(
@@ -89,9 +106,6 @@ def save_lora(
             tensors |= split(f"{PREFIX}{name}.", model.get_submodule(name), layers)
     else:
         tensors = {k: t for p, lora in by_prefix(modules).items() for k, t in stacked(p, lora).items()}
-    directory = pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / TENSORS)
     targets = [n for n in TARGETS if any(n in factors for factors in modules.values())]
     some = next(lora for factors in modules.values() for lora in factors.values())
     config = peft_config(some, base_model or getattr(model, "name_or_path", None) or None)
@@ -101,33 +115,54 @@ def save_lora(
     else:
         parents = sorted({".".join(name.split(".")[-2:]) for name in modules})
         config |= {"target_parameters": [f"{parent}.{n}" for parent in parents for n in targets]}
-    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    new = [directory / f"unfinished-{name}" for name in (TENSORS, CONFIG)]
+    try:  # what was saved before stays until both are whole
+        save_file({name: t.contiguous() for name, t in tensors.items()}, new[0])
+        new[1].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for path, name in zip(new, (TENSORS, CONFIG), strict=True):
+            path.replace(directory / name)
+    finally:
+        for path in new:
+            path.unlink(missing_ok=True)
 
 
-def load_lora(model: nn.Module, directory: str | pathlib.Path, **lora) -> list[str]:
+def load_lora(
+    model: nn.Module, directory: str | pathlib.Path, *, dtype: torch.dtype = torch.float32, **lora
+) -> list[str]:
     """`add_lora` with the adapters that PEFT or `save_lora` wrote there for `target_parameters`.
 
     lora: what the directory does not say, such as `dropout`.  Raises ValueError for a directory of another
-    kind, KeyError and ValueError for tensors that are missing or of another shape, and then adds nothing.
+    kind and for tensors that the experts have no place for, KeyError and ValueError for tensors that are
+    missing or of another shape; the model is then as it was.
     """
     from safetensors.torch import load_file
 
     directory = pathlib.Path(directory)
     config = json.loads((directory / CONFIG).read_text())
-    names = config.get("target_parameters") or []
-    if config.get("peft_type") != "LORA" or not names or config.get("target_modules"):
-        raise ValueError(f"{directory / CONFIG} is not of a LoRA of target_parameters alone")
-    targets = tuple({name.rpartition(".")[2] for name in names})
-    how = {"rank": config["r"], "alpha": config["lora_alpha"], "rslora": config.get("use_rslora", False)}
-    added = add_lora(model, targets=targets, **how | lora)
-    modules = {name: getattr(model.get_submodule(name), ADAPTERS) for name in added}
-    try:
-        load_stacked(by_prefix(modules), load_file(directory / TENSORS))
-    except (KeyError, ValueError):
-        for name in added:
-            delattr(model.get_submodule(name), ADAPTERS)
-        raise
-    return added
+    targets, how = read_config(config, directory / CONFIG)
+    state = load_file(directory / TENSORS)
+    adapters = new_adapters(model, targets, dtype, how | lora)
+    places = by_prefix(adapters)
+    if extra := sorted(state.keys() - {f"{prefix}lora_{m}.weight" for prefix in places for m in "AB"}):
+        raise ValueError(f"{directory / TENSORS} has {extra[0]}, which no experts of this model have")
+    load_stacked(places, state)
+    return attach(model, adapters)
+
+
+def read_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]:
+    """Which weights have adapters, and the arguments of `LoRAFactors`."""
+    names = (config.get("target_parameters") or []) if isinstance(config, dict) else []
+    if not names or config.get("peft_type") != "LORA" or config.get("target_modules"):
+        raise ValueError(f"{path} is not of a LoRA of target_parameters alone")
+    if missing := [key for key in ("r", "lora_alpha") if key not in config]:
+        raise ValueError(f"{path} has no {missing[0]}")
+    if other := [key for key in ("rank_pattern", "alpha_pattern", "use_dora") if config.get(key)]:
+        raise ValueError(f"{path} has {other[0]}, which add_lora has not for experts in one tensor")
+    targets = tuple({str(name).rpartition(".")[2] for name in names})
+    rslora = config.get("use_rslora", False)
+    return targets, {"rank": config["r"], "alpha": config["lora_alpha"], "rslora": rslora}
 
 
 @torch.no_grad()

@@ -102,7 +102,7 @@ def expert_mlp(
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless
-    recomputed.
+    recomputed; with `fp8` beside z a float32 for each column of the weights.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.
@@ -117,5 +117,5 @@ def expert_mlp(
     check_fp8(fp8)
     inputs = inputs._replace(save_z=recompute == "none" and needs_grad(inputs))
     if fp8 is not None:
-        return experts_fp8_op(*inputs, *row_bytes(inputs, row_chunks), fp8)[0]
+        return experts_fp8_op(*inputs, *row_bytes(inputs, row_chunks), x.requires_grad, fp8)[0]
     return pick("expert_mlp", x)(inputs, row_chunks)

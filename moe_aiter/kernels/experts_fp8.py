@@ -4,10 +4,11 @@
     u = down8'.T dout8,   dx = gate_up8'.T dz8                       backward
 
 Every operand has a scale for each row along the axis that is summed over (`quantize_rows`), so backward
-quantises the weights again, by columns.  Weights and what goes forward are e4m3, dout and dz of the format of
-the gradients.  The gradients of the weights, 3 of the 9 units of product, are of rows that are not quantised:
-x, dout, dz and s * f(z), in the dtype of x, as is all that is saved.  It is the recipe that torchao calls
-rowwise_with_gw_hp.  To the quantisation the gradient is that of the identity.
+quantises the weights again, by columns, whose largest magnitudes forward has kept beside z.  Weights and what
+goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the weights, 3 of the 9
+units of product, are of rows that are not quantised: x, dout, dz and s * f(z), in the dtype of x, as is all
+else that is saved.  It is the recipe that torchao calls rowwise_with_gw_hp.  To the quantisation the gradient
+is that of the identity.
 
 On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that do not fit
 them, the quantised numbers are multiplied in the dtype of x, which costs time instead of saving it.
@@ -22,13 +23,15 @@ from ..backend import define_op, pick
 from ..dispatch import is_last_use, is_unwatched
 from . import hopper
 from ._expert_inputs import ExpertInputs, check_expert_values
-from ._groups import take_rows
-from .expert_down import down_gradients, new_beside_dz, new_expert_down_grad
+from ._groups import sum_dtype, take_rows
+from .activations import get_activation
+from .expert_down import down_gradients
 from .expert_loop import ARGUMENTS
-from .expert_up import new_expert_up, up_gradients, z_alone
-from .gmm_unpermute import column_chunks, new_gmm_unpermute
+from .expert_up import up_gradients, z_alone
+from .gmm_unpermute import column_chunks
 from .permute import launch_unpermute
 from .quantize import FORMATS, dequantize_rows, quantize_rows
+from .quantize_amax import is_read_once, quantize_by_amax, quantize_rows_and_amax
 
 
 def check_fp8(fp8: str | None) -> None:
@@ -45,61 +48,58 @@ def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
     return dequantize_rows(*quantize_rows(x, format), x.dtype)
 
 
-def rounded_up(out, x, gate_up, *rest) -> None:
-    inputs = rounded(x), rounded(gate_up), *rest, 0, None
+def rounded_up(out, x, w8, w_scale, *rest) -> None:
+    inputs = rounded(x), dequantize_rows(w8, w_scale, x.dtype), *rest, 0, None
     pick("expert_up", *inputs)(out, *inputs)
 
 
-def rounded_z(z, x, gate_up, *rest) -> None:
-    inputs = rounded(x), rounded(gate_up), *rest
+def rounded_z(z, x, w8, w_scale, *rest) -> None:
+    inputs = rounded(x), dequantize_rows(w8, w_scale, x.dtype), *rest
     pick("expert_z", *inputs)(z, *inputs)
 
 
-def rounded_home(out, x, w, *rest) -> None:
-    *rest, gradients = rest
-    inputs = rounded(x, gradients), rounded(w.mT).mT, *rest
+def rounded_home(out, x, w8, w_scale, *rest) -> None:
+    *rest, format = rest
+    inputs = rounded(x, format), dequantize_rows(w8, w_scale, x.dtype).mT, *rest
     pick("gmm_unpermute", *inputs)(out, *inputs)
 
 
-def rounded_down_grad(out, dout, z, down, *rest) -> None:
-    *rest, gradients = rest
-    inputs = rounded(dout, gradients), z, rounded(down.mT).mT, *rest
-    pick("expert_down_grad", *inputs)(out, *inputs)
+def rounded_down_grad(out, dout, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
+    *rest, format = rest
+    inputs = rounded(dout, format), z, dequantize_rows(w8, w_scale, z.dtype).mT, *rest
+    pick(op, *inputs)(out, *inputs)
 
 
-def rounded_over_z(out, dout, z, down, *rest) -> None:
-    *rest, gradients = rest
-    inputs = rounded(dout, gradients), z, rounded(down.mT).mT, *rest
-    pick("expert_down_grad_over_z", *inputs)(out, *inputs)
+rounded_over_z = functools.partial(rounded_down_grad, op="expert_down_grad_over_z")
 
 
 # launcher
 
 
-def launch_up(out, x, gate_up, bias, order, rank, *rest) -> None:
-    (x, x_scale), (gate_up, w_scale) = quantize_rows(x), quantize_rows(gate_up)
+def launch_up(out, x, w8, w_scale, bias, order, rank, *rest) -> None:
+    x8, x_scale = quantize_rows(x)
     scales = take_rows(x_scale, order, rank.shape[1]), w_scale
     launch = hopper.launcher("expert_up", "launch_expert_up")
-    launch(out, x, gate_up, bias, order, rank, *rest, scales=scales)
+    launch(out, x8, w8, bias, order, rank, *rest, scales=scales)
 
 
-def launch_home(out, x, w, group_sizes, bias, order, rank, routing_weights, row_bytes, gradients) -> None:
-    (x8, x_scale), (w8, w_scale) = quantize_rows(x, gradients), quantize_rows(w.mT)
+def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, row_bytes, format) -> None:
+    x8, x_scale = quantize_rows(x, format)
     launch = hopper.launcher("gmm", "launch_gmm")
     for n in column_chunks(out.shape[1], x.shape[0] * x.element_size(), row_bytes):
         rows = x.new_empty(x.shape[0], n.stop - n.start)
         some_bias = None if bias is None else bias[:, n]
         launch(rows, x8, w8[:, n].mT, group_sizes, some_bias, x_scale=x_scale, w_scale=w_scale[:, n])
-        launch_unpermute(out[:, n], rows, order, rank, routing_weights)
+        launch_unpermute(out[:, n], rows, order, rank, weights)
         del rows  # before the next chunk's
 
 
-def launch_down_grad(out, dout, z, down, routing_weights, order, rank, *rest) -> None:
-    *rest, gradients = rest
-    (dout, dout_scale), (w8, w_scale) = quantize_rows(dout, gradients), quantize_rows(down.mT)
+def launch_down_grad(out, dout, z, w8, w_scale, routing_weights, order, rank, *rest) -> None:
+    *rest, format = rest
+    dout8, dout_scale = quantize_rows(dout, format)
     scales = take_rows(dout_scale, order, rank.shape[1]), w_scale
     launch = hopper.launcher("down_grad", "launch_down_grad")
-    launch(out, dout, z, w8.mT, routing_weights, order, rank, *rest, scales=scales)
+    launch(out, dout8, z, w8.mT, routing_weights, order, rank, *rest, scales=scales)
 
 
 def launch_over_z(out, dout, z, *rest) -> None:
@@ -118,113 +118,150 @@ for launch, fits in (
 # op
 
 
+def new_up(x, w8, w_scale, bias, order, rank, group_sizes, activation, interleaved, save_z):
+    R, width = order.shape[0], w8.shape[1]
+    return x.new_empty(R if save_z else 0, width), x.new_empty(R, width // get_activation(activation).parts)
+
+
+def new_beside(dout, z, w8, w_scale, routing_weights, order, rank, *rest):
+    a = dout.new_empty(order.shape[0] if rest[-2] else 0, w8.shape[1])
+    return a, routing_weights.new_empty(rank.shape, dtype=sum_dtype(z))
+
+
 def everywhere(launch) -> dict:
     """Of an op whose other implementations are those of another op."""
     return {"torch": launch, "triton": launch}
 
 
+# w8 and w_scale: a weight's rows, or its columns as rows, whichever the product sums over
 UP = (
-    "Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
+    "Tensor x, Tensor w8, Tensor w_scale, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
     "str activation, bool interleaved"
 )
 DOWN = (
-    "Tensor down, Tensor routing_weights, Tensor order, Tensor rank, Tensor group_sizes, "
-    "str activation, bool interleaved, bool need_a, str gradients"
+    "Tensor w8, Tensor w_scale, Tensor routing_weights, Tensor order, Tensor rank, Tensor group_sizes, "
+    "str activation, bool interleaved, bool need_a, str format"
 )
 expert_up_fp8_op = define_op(
     f"expert_up_fp8({UP}, bool save_z) -> (Tensor, Tensor)",
-    new=lambda *inputs: new_expert_up(*inputs, None),
+    new=new_up,
     **everywhere(rounded_up),
     hopper=launch_up,
 )
 expert_z_fp8_op = define_op(
     f"expert_z_fp8({UP}) -> Tensor",
-    new=lambda *inputs: inputs[0].new_empty(inputs[3].shape[0], inputs[1].shape[1]),
+    new=lambda *inputs: new_up(*inputs, True)[0],
     **everywhere(rounded_z),
     hopper=z_alone(launch_up),
 )
 gmm_unpermute_fp8_op = define_op(
-    "gmm_unpermute_fp8(Tensor x, Tensor w, Tensor group_sizes, Tensor? bias, Tensor order, Tensor rank, "
-    "Tensor? routing_weights, SymInt row_bytes, str gradients) -> Tensor",
-    new=lambda *inputs: new_gmm_unpermute(*inputs[:8]),
+    "gmm_unpermute_fp8(Tensor x, Tensor w8, Tensor w_scale, Tensor group_sizes, Tensor? bias, Tensor order, "
+    "Tensor rank, Tensor? routing_weights, SymInt row_bytes, str format) -> Tensor",
+    new=lambda x, w8, w_scale, group_sizes, bias, order, rank, *_: x.new_empty(rank.shape[0], w8.shape[1]),
     **everywhere(rounded_home),
     hopper=launch_home,
 )
 expert_down_grad_fp8_op = define_op(
     f"expert_down_grad_fp8(Tensor dout, Tensor z, {DOWN}) -> (Tensor, Tensor, Tensor)",
-    new=lambda *inputs: new_expert_down_grad(*inputs[:-1]),
+    new=lambda dout, z, *rest: (torch.empty_like(z), *new_beside(dout, z, *rest)),
     **everywhere(rounded_down_grad),
     hopper=launch_down_grad,
 )
 expert_down_grad_fp8_over_z_op = define_op(
     f"expert_down_grad_fp8_over_z(Tensor dout, Tensor(a!) z, {DOWN}) -> (Tensor, Tensor)",
-    new=lambda *inputs: new_beside_dz(*inputs[:-1]),
+    new=new_beside,
     **everywhere(rounded_over_z),
     hopper=launch_over_z,
 )
 
 
 def new_experts(*inputs):
-    i = ExpertInputs(*inputs[:14])
-    return i.x.new_empty(i.x.shape), i.x.new_empty(i.order.shape[0] if i.save_z else 0, i.gate_up.shape[1])
+    """The output, z, and the largest magnitudes of the columns of gate_up and down: as far as backward asks
+    for them, and where they cost no other look at the weight."""
+    i, need_dx = ExpertInputs(*inputs[:14]), inputs[-2]
+    (E, width, H), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
+    rows = i.order.shape[0] if i.save_z else 0
+    z = i.x.new_empty(rows, width)
+    once = need_dx and is_read_once(i.gate_up), is_read_once(i.down)
+    kept = [(E if rows and seen else 0, n) for seen, n in zip(once, (H, I), strict=True)]
+    return i.x.new_empty(i.x.shape), z, *(z.new_empty(size, dtype=torch.float32) for size in kept)
 
 
 def launch_experts(out, *inputs) -> None:
-    *inputs, bytes_of_y, _, _ = inputs
-    i, (y, z) = ExpertInputs(*inputs), out
+    *inputs, bytes_of_y, _, _, _ = inputs
+    i, (y, z, gate_up_amax, down_amax) = ExpertInputs(*inputs), out
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     a = i.x.new_empty(i.order.shape[0], i.down.shape[2])
-    up = i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z
+    up = i.x, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act, i.save_z
     pick("expert_up_fp8", *up)((z, a), *up)
-    home = a, i.down.mT, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, bytes_of_y, "e4m3"
+    del up  # and with it 8 bits of each weight
+    w8 = quantize_weight(i.down, down_amax)
+    home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, bytes_of_y, "e4m3"
     pick("gmm_unpermute_fp8", *home)(y, *home)
+
+
+def quantize_weight(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of w (E, A, B); the columns' largest magnitudes go into `amax` (E, B), unless it is empty."""
+    if not amax.numel():
+        return quantize_rows(w)
+    *w8, found = quantize_rows_and_amax(w)
+    amax.copy_(found)
+    return tuple(w8)
 
 
 def save_experts(ctx, inputs, output):
     # a main gradient is not saved: another backward pass may change it first
-    ctx.save_for_backward(*inputs[:9], output[1])
+    ctx.save_for_backward(*inputs[:9], *output[1:])
     ctx.others = inputs[9:]
     ctx.set_materialize_grads(False)
 
 
-def backward_experts(ctx, dout, _):
-    *saved, z = ctx.saved_tensors
-    *others, _, bytes_of_dx, gradients = ctx.others
+def backward_experts(ctx, dout, *_):
+    *saved, z, gate_up_amax, down_amax = ctx.saved_tensors
+    *others, _, bytes_of_dx, _, format = ctx.others
     i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:14])
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
-        z = expert_z_fp8_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
+        if needs.x and is_read_once(i.gate_up):
+            gate_up_amax = i.x.new_empty(i.gate_up.shape[::2], dtype=torch.float32)
+        z = expert_z_fp8_op(i.x, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act)
     over_z = spend_z and is_unwatched(z, dout)
-    grad = functools.partial(down_grad_over_z if over_z else down_grad, gradients)
+    grad = functools.partial(down_grad_over_z if over_z else down_grad, down_amax, format)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
     needs_down = needs.down, needs.down_bias
     dz, ddown, ddown_bias, ds = down_gradients(needs_down, False, dout, saved, *act, i.down_main_grad, grad)
     del z, saved  # where dz is not in its memory
     dx = None
     if needs.x:
-        home = i.group_sizes, None, i.order, i.rank, None, bytes_of_dx, gradients
-        dx = gmm_unpermute_fp8_op(dz, i.gate_up, *home)
+        w8 = quantize_columns(i.gate_up, gate_up_amax)
+        dx = gmm_unpermute_fp8_op(dz, *w8, i.group_sizes, None, i.order, i.rank, None, bytes_of_dx, format)
+        del w8
     rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad
     needs_up = False, needs.gate_up, needs.gate_up_bias
     _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest)
-    return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 11
+    return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 12
 
 
-def down_grad(gradients: str, *inputs) -> tuple[Tensor, ...]:
-    return expert_down_grad_fp8_op(*inputs, gradients)
+def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of w (E, A, B) as rows, whose largest magnitudes are `amax` (E, B) unless that is empty."""
+    return quantize_by_amax(w.mT, amax) if amax.numel() else quantize_rows(w.mT)
 
 
-def down_grad_over_z(gradients: str, dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
+def down_grad(amax: Tensor, format: str, dout: Tensor, z: Tensor, down: Tensor, *rest) -> tuple[Tensor, ...]:
+    return expert_down_grad_fp8_op(dout, z, *quantize_columns(down, amax), *rest, format)
+
+
+def down_grad_over_z(amax: Tensor, format: str, dout: Tensor, z: Tensor, down: Tensor, *rest):
     """The same, but dz is in the memory of z."""
-    a, ds = expert_down_grad_fp8_over_z_op(dout, z, *rest, gradients)
+    a, ds = expert_down_grad_fp8_over_z_op(dout, z, *quantize_columns(down, amax), *rest, format)
     torch.autograd.graph.increment_version(z)  # if anybody had saved z after all, torch would raise
     return z.detach(), a, ds
 
 
 experts_fp8_op = define_op(
     f"experts_fp8({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad, SymInt bytes_of_y, "
-    "SymInt bytes_of_dx, str gradients) -> (Tensor, Tensor)",
+    "SymInt bytes_of_dx, bool need_dx, str format) -> (Tensor, Tensor, Tensor, Tensor)",
     new=new_experts,
     check_values=lambda *inputs: check_expert_values(*inputs[:14]),
     torch=launch_experts,

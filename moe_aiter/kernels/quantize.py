@@ -4,6 +4,9 @@
 
 so the largest number of a row is exact but for a rounding, and nothing overflows.  A row of zeros stays one.
 A row that holds an infinity or a NaN becomes NaN as a whole: a product would spread it there anyway.
+
+A scale is the product of two float32 and its inverse a quotient, both correctly rounded, so it has the same
+bits wherever it is computed.  Columns that lie side by side are read twice: see `quantize_amax`.
 """
 
 import torch
@@ -23,14 +26,41 @@ ELEMENTS = 8192  # of a tile of rows that lie in memory as rows
 # reference
 
 
+def scale_of(amax: Tensor, format: str) -> Tensor:
+    """The scales of rows whose largest magnitudes are these, float32."""
+    scale = (amax * (1 / torch.finfo(FORMATS[format]).max)).clamp(min=LEAST)
+    return scale.masked_fill(~amax.isfinite(), float("nan"))
+
+
+def amax_reference(x, dim):
+    """The largest magnitudes in float32; infinity for a NaN as well."""
+    amax = x.abs().amax(dim).to(torch.float32)
+    return amax.masked_fill(amax.isnan(), float("inf"))
+
+
+def quantize_by_amax_reference(x, amax, format):
+    scale = scale_of(amax, format)
+    return (wide(x) * (1 / scale)[..., None]).to(FORMATS[format]), scale
+
+
 def quantize_rows_reference(x, format):
-    dtype = FORMATS[format]
-    amax = x.abs().amax(-1).to(torch.float32)
-    scale = (amax / torch.finfo(dtype).max).clamp(min=LEAST).masked_fill(~amax.isfinite(), float("nan"))
-    return (wide(x) * (1 / scale)[..., None]).to(dtype), scale
+    return quantize_by_amax_reference(x, amax_reference(x, -1), format)
 
 
 # kernel
+
+
+@triton.jit
+def magnitude(x):
+    """In float32; infinity for a NaN as well."""
+    x = tl.abs(x.to(tl.float32))
+    return tl.where(x == x, x, float("inf"))
+
+
+@triton.jit
+def scale_and_inverse(amax, MOST: tl.constexpr, LEAST: tl.constexpr):
+    scale = tl.where(amax == float("inf"), float("nan"), tl.maximum(amax * (1 / MOST), LEAST))
+    return scale, tl.div_rn(1.0, scale)
 
 
 @jit_kernel
@@ -58,31 +88,27 @@ def quantize_rows_kernel(
     if WHOLE:
         mask = row_mask & (k < K)[None, :]
         x = tl.load(x_ptrs + k.to(tl.int64)[None, :] * x_stride_k, mask=mask, other=0.0)
-        amax = largest(x)
+        amax = tl.max(magnitude(x), 1)
     else:
         amax = tl.zeros((BLOCK_M,), tl.float32)
         for first in range(0, K, BLOCK_K):
             mask = row_mask & (k < K - first)[None, :]
             at = (first + k).to(tl.int64)[None, :] * x_stride_k
-            amax = tl.maximum(amax, largest(tl.load(x_ptrs + at, mask=mask, other=0.0)))
-    scale = tl.where(amax == float("inf"), float("nan"), tl.maximum(tl.div_rn(amax, MOST), LEAST))
-    inverse = tl.div_rn(1.0, scale)[:, None]
+            amax = tl.maximum(amax, tl.max(magnitude(tl.load(x_ptrs + at, mask=mask, other=0.0)), 1))
+    scale, inverse = scale_and_inverse(amax, MOST, LEAST)
     tl.store(scale_ptr + group * M + m, scale, mask=m < M)
     if WHOLE:
-        tl.store(out_ptrs + k[None, :], (x.to(tl.float32) * inverse).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            out_ptrs + k[None, :],
+            (x.to(tl.float32) * inverse[:, None]).to(out_ptr.dtype.element_ty),
+            mask=mask,
+        )
     else:
         for first in range(0, K, BLOCK_K):
             mask = row_mask & (k < K - first)[None, :]
             at = (first + k).to(tl.int64)[None, :] * x_stride_k
-            x = tl.load(x_ptrs + at, mask=mask, other=0.0).to(tl.float32) * inverse
+            x = tl.load(x_ptrs + at, mask=mask, other=0.0).to(tl.float32) * inverse[:, None]
             tl.store(out_ptrs + first + k[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def largest(x):
-    """The largest magnitude of each row, in float32; infinity for a NaN as well."""
-    x = tl.abs(x.to(tl.float32))
-    return tl.max(tl.where(x == x, x, float("inf")), 1)
 
 
 # launcher
@@ -96,6 +122,7 @@ def new_quantize_rows(x, format):
         raise TypeError(f"x must be float16, bfloat16, float32 or float64, not {x.dtype}")
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+
     return x.new_empty(x.shape, dtype=FORMATS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -106,9 +133,12 @@ def tile_of_rows(K: int) -> tuple[int, int, int]:
 
 
 def tile_of_columns(K: int) -> tuple[int, int, int]:
-    """The same for columns that lie side by side: one program at a time on an SM, or what it reads twice
-    would leave L2 in between."""
-    return 32, min(max(next_power_of_2(K), 32), 1024), 16
+    """The same for columns that lie side by side, where they are read twice."""
+    return 64, min(max(next_power_of_2(K), 32), 128), 4
+
+
+def limits(x8) -> dict:
+    return {"MOST": torch.finfo(x8.dtype).max, "LEAST": LEAST}
 
 
 @takes(*TILE_DTYPES)
@@ -122,8 +152,7 @@ def launch_quantize_rows(out, x, format):
     tiles = cdiv(M, block_m)
     quantize_rows_kernel[(G * tiles,)](
         x, x8, scale, M, K, tiles, x.stride(),
-        MOST=torch.finfo(x8.dtype).max, LEAST=LEAST, WHOLE=block_k >= K, BLOCK_M=block_m, BLOCK_K=block_k,
-        num_warps=warps,
+        **limits(x8), WHOLE=block_k >= K, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
 
 
@@ -135,7 +164,6 @@ quantize_rows_op = define_op(
     reference=quantize_rows_reference,
     triton=launch_quantize_rows,
 )
-
 
 # public
 

@@ -59,6 +59,8 @@ class LoRAFactors(nn.Module):
         for name, chance in (("dropout", dropout), ("rank_dropout", rank_dropout)):
             if not 0 <= chance < 1:
                 raise ValueError(f"{name} must be at least 0 and less than 1, not {chance}")
+        if alpha is not None and not math.isfinite(alpha):
+            raise ValueError(f"alpha must be finite, not {alpha}")
         self.rank, self.dropout, self.rank_dropout = rank, dropout, rank_dropout
         self.alpha, self.rslora = rank if alpha is None else alpha, rslora
         self.scaling = self.alpha / (math.sqrt(rank) if rslora else rank)

@@ -136,15 +136,17 @@ class Recorder:
     def __init__(self, num_experts: int, device: torch.device, evaluation: bool):
         self.num_experts, self.evaluation = num_experts, evaluation
         device = "cpu" if device.type == "meta" else device
-        self.totals = torch.zeros(2 * num_experts + SCALARS, dtype=torch.float64, device=device)
+        with torch.inference_mode(False):  # of which a tensor would be of no use outside it
+            self.totals = torch.zeros(2 * num_experts + SCALARS, dtype=torch.float64, device=device)
 
     def record(
         self, routing: Routing, chosen: Tensor, kept: Tensor, mask: Tensor | None, training: bool
     ) -> None:
         """Add what was routed: the choices of each expert (E,) before any was dropped, and those kept."""
-        if training or self.evaluation:
+        if (training or self.evaluation) and not chosen.is_meta:  # there, nothing is chosen
             if self.totals.device != chosen.device:  # the model was moved
-                self.totals = self.totals.to(chosen.device)
+                with torch.inference_mode(False):
+                    self.totals = self.totals.to(chosen.device)
             record_routing(self.totals, routing.expert_ids, chosen, kept, routing.logits, mask)
 
     def __reduce__(self):

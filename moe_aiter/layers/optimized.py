@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ..kernels._check import check_float, check_shape, check_size, check_sizes
 from ..kernels.activations import get_activation
 from ..kernels.experts import expert_mlp
+from ..kernels.experts_fp8 import check_fp8
 from ..routing.plan import make_plan
 from .experts import cast_as_linear
 
@@ -20,7 +21,8 @@ class OptimizedMoELayer(nn.Module):
 
     Parameters `w1` (E, H, F) and `w2` (E, F, H), drawn from N(0, 1) as in the example: unscaled, to be
     overwritten by a checkpoint or an initialisation of yours.  For a gated activation w1 is (E, H, 2F),
-    gate columns first.  No copy is made to use them.
+    gate columns first.  No copy is made to use them, but of 8 bits where `fp8` asks for such products, as for
+    Experts.
 
     Without `device` and `dtype` the layer is float16 on a GPU, as in the example, and float32 on the CPU,
     where float16 is slow, if there is no GPU.  torch.set_default_device and `with torch.device(...)` are
@@ -34,6 +36,7 @@ class OptimizedMoELayer(nn.Module):
         expert_dim: int,
         *,
         activation: str = "gelu",
+        fp8: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -46,7 +49,8 @@ class OptimizedMoELayer(nn.Module):
         if dtype is None:
             dtype = torch.float32 if torch.device(device).type == "cpu" else torch.float16
         self.hidden_dim, self.num_experts, self.expert_dim = hidden_dim, num_experts, expert_dim
-        self.activation = activation
+        check_fp8(fp8)
+        self.activation, self.fp8 = activation, fp8
         width = get_activation(activation).parts * expert_dim
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, width, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num_experts, expert_dim, hidden_dim, device=device, dtype=dtype))
@@ -81,8 +85,9 @@ class OptimizedMoELayer(nn.Module):
             activation=self.activation,
             gate_up_main_grad=gate_up_main_grad,
             down_main_grad=down_main_grad,
+            fp8=self.fp8,
         )
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden_dim}, num_experts={self.num_experts}, expert_dim={self.expert_dim}"
-        return f"{sizes}, activation={self.activation!r}"
+        return f"{sizes}, activation={self.activation!r}, fp8={self.fp8!r}"

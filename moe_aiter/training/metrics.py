@@ -63,13 +63,18 @@ def read_metrics(path: Path) -> list[dict]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if type(row["step"]) is not int or not isinstance(row.get("loss", 0), (int, float)):
+            if type(row["step"]) is not int or not (is_number(row["step"]) and is_number(row.get("loss", 0))):
                 raise TypeError("its step or its loss is no number")
             rows.append(row)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number < len(lines):
                 raise UsageError(f"{path}: line {number} is damaged: {summary(error)}") from error
     return rows
+
+
+def is_number(value) -> bool:
+    """One that a plot can take: JSON's whole numbers have no end."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def truncate_metrics(path: Path, step: int) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from ..routing.stats import load_statistics
 from .errors import UsageError, summary
+from .metrics import is_number
 from .plots import draw_load, draw_loss, name, new_figure, rows_of
 
 CURVES = {  # a number in each line of metrics.jsonl -> what it is
@@ -48,12 +49,21 @@ def add_arguments(parser) -> None:
 
 def main(args) -> int:
     folder = args.run if args.run.is_dir() else args.run.parent
-    out = args.out or folder / "report.html"
+    out = (args.out or folder / "report.html").resolve()
     rows, settings = rows_of(args.run), read_settings(folder / "config.json")
-    if out.exists() and not args.force:
-        raise UsageError(f"{out} is there already: --force replaces it, --out names another")
-    out.write_text(page(name(args.run), rows, settings), encoding="utf-8", errors="replace")
-    print(out)
+    if out in [path.resolve() for path in (args.run, folder / "metrics.jsonl", folder / "config.json")]:
+        raise UsageError(f"{out} is what the page is about: --out names another")
+    if out.exists() and not (args.force and out.is_file()):
+        how = "--force replaces it, --out" if out.is_file() else "--out"
+        raise UsageError(f"{out} is there already: {how} names another")
+    text = page(name(args.run), rows, settings)
+    draft = out.with_name(f"{out.name}.draft")
+    try:  # a page that is there stays until the new one is whole
+        draft.write_text(text, encoding="utf-8", errors="replace")
+        draft.replace(out)
+    finally:
+        draft.unlink(missing_ok=True)
+    print(args.out or folder / "report.html")
     return 0
 
 
@@ -65,7 +75,7 @@ def read_settings(path: Path) -> dict | None:
         settings = json.loads(path.read_text(errors="replace"))
         if not isinstance(settings, dict):
             raise TypeError("it holds no settings")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} is not the configuration of a run: {summary(error)}") from error
     return settings
 
@@ -109,10 +119,6 @@ def overview(rows: list[dict]) -> dict:
     if "seconds" in last:
         out["seconds"] = last["seconds"][1]
     return out
-
-
-def is_number(value) -> bool:
-    return type(value) in (int, float)
 
 
 def damaged(key: str, row: dict, wanted: str) -> UsageError:

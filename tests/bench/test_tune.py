@@ -9,12 +9,14 @@ from moe_aiter import cli, tuning
 from moe_aiter.bench import tune
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.config import interpret
-from moe_aiter.kernels import _row_bytes, gmm_unpermute
+from moe_aiter.kernels import _row_bytes, gmm_unpermute, hopper
 from moe_aiter.kernels._expert_inputs import ExpertInputs
 from moe_aiter.kernels.experts import expert_mlp
 from moe_aiter.kernels.sort import sort_by_expert
 from moe_aiter.tuning.candidates import candidates, rule
 from moe_aiter.tuning.table import COLUMNS, Key, read
+
+from ..check import error
 
 USUAL, *OTHERS = candidates("hopper_gmm")
 KEY = Key("hopper_gmm", 16, 8, 64, 1024)  # whose default is USUAL
@@ -224,8 +226,35 @@ def test_it_measures_what_a_step_looks_up(monkeypatch):
     assert asked == {product.key() for product in tune.products(shape, device, torch.float16, True)}
 
 
+def test_products_of_8_bits(monkeypatch):
+    """What a step under `fp8=` launches: the same products, of rows that were quantised along the sum."""
+    launched = []
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(
+        hopper, "launcher", lambda *name: lambda out, *given, **how: launched.append((name, given, how))
+    )
+    T, H, width, E, k = 32, 256, 64, 4, 2
+    step = tune.step(Shape(T, H, width, E, k), torch.device("cpu"), torch.bfloat16)
+    for name, op, _, out, inputs in step:
+        found = tune.of_8_bits(op, *inputs)
+        assert (found is None) == (op == "tgmm"), name
+        if found:
+            found[0](out, *found[1])
+    assert [module for (module, _), *_ in launched] == ["expert_up", "gmm", "down_grad", "gmm"]
+    R, same = T * k, [inputs for _, op, _, _, inputs in step if op != "tgmm"]
+    by_columns = [False, True, True, True]
+    for (_, given, how), inputs, columns in zip(launched, same, by_columns, strict=True):
+        x_scale, w_scale = how["scales"] if "scales" in how else (how["x_scale"], how["w_scale"])
+        place = 2 if given[1] is inputs[1] else 1  # z comes before the weight
+        w8, w = given[place], inputs[place]
+        assert given[0].dtype == w8.dtype == torch.float8_e4m3fn and x_scale.shape == (R,)
+        assert w8.shape == w.shape and given[place + 1 :] == inputs[place + 1 :]
+        back = w8.float() * (w_scale[:, None] if columns else w_scale[..., None])
+        assert error(back, w) < 0.05
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", ["gmm", "hopper_gmm", "hopper_tgmm"])
+@pytest.mark.parametrize("op", ["gmm", "hopper_gmm", "hopper_gmm_fp8", "hopper_tgmm"])
 def test_on_a_gpu(op, tmp_path, capsys):
     if op.startswith("hopper") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")

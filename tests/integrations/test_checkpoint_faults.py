@@ -119,6 +119,16 @@ def test_dtypes_that_no_layer_has_are_refused(tmp_path):
         ("mixtral", {"num_experts_per_tok": 7}, "top_k is 7 but num_experts is 6"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
         ("mixtral", {"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'"),
+        ("mixtral", {"hidden_act": []}, "hidden_act is []"),
+        ("mixtral", {"model_type": {}}, "model_type is {}; known: mixtral, qwen3_moe,"),
+        ("mixtral", {"num_hidden_layers": "3"}, "num_hidden_layers is '3'; it should be a whole number"),
+        ("mixtral", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it should be"),
+        ("mixtral", {"num_local_experts": 6.0}, "num_local_experts is 6.0; it should be a whole number"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it should be a whole number"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3; it should be of type list"),
+        ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob is 'false'; it should be of type bool"),
+        ("deepseek_v3", {"topk_group": 0}, "topk_group is 0; it should be a whole number from 1"),
+        ("deepseek_v3", {"routed_scaling_factor": True}, "routed_scaling_factor is True; it should be of"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is known"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ("deepseek_v3", {"n_group": 4}, "which 4 groups cannot share evenly"),
@@ -164,8 +174,9 @@ def leave(folder):
         (lambda folder: (folder / INDEX).unlink(), ["there is neither model.safetensors nor model.safe"]),
         (lambda folder: (folder / "config.json").unlink(), ["there is no config.json"]),
         (lambda folder: (folder / "config.json").write_text("[]"), ["it is not a JSON object"]),
+        (lambda folder: (folder / "config.json").write_text("[" * 10**5), ["it is not JSON: "]),
     ],
-    ids=["cut", "lose", "move", "leave", "index", "no-index", "no-config", "config"],
+    ids=["cut", "lose", "move", "leave", "index", "no-index", "no-config", "config", "deep"],
 )
 def test_damaged_files(damage, problems, tmp_path):
     save(tmp_path / "theirs", "mixtral")
@@ -209,6 +220,13 @@ def test_the_way_back_has_its_own_faults(tmp_path):
     record = json.loads((tmp_path / "converted" / "config.json").read_text())["moe_aiter"]
     change_config(tmp_path / "converted", moe_aiter=record | {"moe": record["moe"] | {"top_k": 7}})
     assert "is damaged: ValueError: top_k is 7" in refused(tmp_path, "huggingface", "converted")[0]
+    change_config(tmp_path / "converted", moe_aiter=record | {"moe": record["moe"] | {"num_experts": 10**9}})
+    assert (
+        "is damaged: ValueError: num_experts is 1000000000"
+        in refused(tmp_path, "huggingface", "converted")[0]
+    )
+    change_config(tmp_path / "converted", moe_aiter=record | {"moe": None})
+    assert "is damaged: AttributeError" in refused(tmp_path, "huggingface", "converted")[0]
     change_config(tmp_path / "converted", moe_aiter={"version": 2})
     assert "is damaged: ValueError: version 2" in refused(tmp_path, "huggingface", "converted")[0]
 

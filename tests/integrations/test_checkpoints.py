@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 from check import error  # noqa: E402
-from integrations.checkpoints import CHANGES, save, tensors  # noqa: E402
+from integrations.checkpoints import CHANGES, change, save, tensors  # noqa: E402
 from integrations.checkpoints import same as identical  # noqa: E402
 from integrations.families import FAMILIES, E, H, tiny_model  # noqa: E402
 
@@ -202,3 +202,23 @@ def test_memory_stays_below_a_shard_and_a_layer(tmp_path):
     assert written > 8 * layer
     assert int(done.stdout) < 60_000_000 + layer
     assert math.isclose(written, sum(p.stat().st_size for p in (tmp_path / "large").iterdir()), rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_to_an_empty_folder_is_that_folder(there, tmp_path):
+    save(tmp_path / "theirs", "mixtral")
+    if there:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    convert(tmp_path / "theirs", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real", "theirs"]
+
+
+def test_names_with_digits_of_any_kind(tmp_path):
+    """Of other writing systems, and more than an int has."""
+    odd = {"1²3": torch.ones(2), f"model.layers.{'9' * 5000}.mlp.x": torch.ones(2), "٣": torch.ones(2)}
+    save(tmp_path / "theirs", "mixtral")
+    change(tmp_path / "theirs", lambda found: found.update(odd))
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert identical({k: v for k, v in tensors(tmp_path / "ours").items() if k in odd}, odd)

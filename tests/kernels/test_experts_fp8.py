@@ -145,8 +145,28 @@ def test_main_grads_and_frozen_weights(device):
     assert torch.allclose(main_grad - 1, dgate_up, atol=1e-4)
 
 
+def test_frozen_tokens(device):
+    """Without a gradient of x the columns of gate_up are not quantised."""
+    ids, act, interleaved, dout, (x, *rest) = case("swiglu", torch.float32, device)
+    _, _, *expected = run(ids, act, interleaved, "e4m3", dout, x, *rest)
+    leaves = [t.requires_grad_() for t in rest]
+    plan = sort_by_expert(ids, len(rest[1]))
+    biases = dict(zip(("gate_up_bias", "down_bias"), leaves[3:], strict=True))
+    out = expert_mlp(x, *leaves[:3], plan, activation=act, interleaved=interleaved, fp8="e4m3", **biases)
+    for name, a, b in zip(NAMES[2:], torch.autograd.grad(out, leaves, dout), expected, strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "z"])
+def test_no_tokens(device, recompute):
+    _, act, interleaved, _, (x, *rest) = case("swiglu", torch.float32, device)
+    ids, rest[2] = torch.empty(0, 2, dtype=torch.int64, device=device), rest[2][:0]
+    out, *grads = run(ids, act, interleaved, "e4m3", x[:0], x[:0], *rest, recompute=recompute)
+    assert out.shape == x[:0].shape and all(not grad.any() for grad in grads)
+
+
 def test_saved_memory(device):
-    """As much as without 8 bits: the inputs and z."""
+    """What is saved without 8 bits, the inputs and z, and a float32 for each column of the weights."""
     ids, _, _, _, inputs = case("no bias", torch.float32, device)
     plan = sort_by_expert(ids, len(inputs[2]))
 
@@ -160,7 +180,8 @@ def test_saved_memory(device):
     inside = {t.data_ptr() for t in (*inputs, *plan)}
     own = {p: n for p, n in saved("e4m3", "none").items() if p not in inside}
     z = ids.numel() * inputs[1].shape[1] * inputs[0].itemsize
-    assert sum(own.values()) == z
+    E, H, I = inputs[2].shape  # noqa: E741
+    assert sum(own.values()) == z + E * (H + I) * 4
     assert not {p for p in saved("e4m3", "z") if p not in inside}
 
 
@@ -218,7 +239,7 @@ def test_hopper(name, sizes, fp8):
         pytest.skip("no Hopper GPU")
     sizes = sizes | {n: v for n, v in CASES[name].items() if n in sizes}
     ids, act, interleaved, dout, inputs = case(name, torch.bfloat16, CUDA, **sizes)
-    up = inputs[0], inputs[1], None, *sort_by_expert(ids, sizes["E"]), act, interleaved, True
+    up = inputs[0], *quantize_rows(inputs[1]), None, *sort_by_expert(ids, sizes["E"]), act, interleaved, True
     assert pick("expert_up_fp8", *up) is IMPLS["expert_up_fp8"]["hopper"]
     got = run(ids, act, interleaved, fp8, dout, *inputs)
     exact = run(ids, act, interleaved, fp8, dout.double(), *(t.double() for t in inputs))

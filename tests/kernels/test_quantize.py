@@ -5,7 +5,9 @@ import torch
 
 from moe_aiter.backend import use
 from moe_aiter.config import interpret
+from moe_aiter.kernels import quantize, quantize_amax
 from moe_aiter.kernels.quantize import FORMATS, LEAST, dequantize_rows, quantize_rows
+from moe_aiter.kernels.quantize_amax import quantize_by_amax, quantize_rows_and_amax
 
 from ..shapes import LAYOUTS
 
@@ -63,21 +65,87 @@ def test_strides(device, layout, format):
         assert torch.equal(scale, expected[1])
 
 
+@every_format
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_columns_whose_largest_are_known(device, layout, dtype, format):
+    x = LAYOUTS[layout](odd(torch.randn(3, 37, 48).to(device, dtype)))
+    for w in (x, x[1]):
+        *rows, amax = quantize_rows_and_amax(w, format)
+        assert same(rows, quantize_rows(w, format))
+        assert same([amax], [w.abs().amax(-2).float().nan_to_num(*3 * [float("inf")])])
+        assert same(quantize_by_amax(w.mT, amax, format), quantize_rows(w.mT, format))
+
+
+@every_format
+def test_the_definition_of_a_scale(device, format):
+    """One product and one quotient, each correctly rounded, so that it has no choice of its bits."""
+    x = draw(50, 20, dtype=torch.float32, device=device)
+    x8, scale = quantize_rows(x, format)
+    most = torch.tensor(torch.finfo(FORMATS[format]).max, device=device)
+    expected = (x.abs().amax(1).double() * (1 / most.double()).float().double()).float()
+    assert torch.equal(scale, expected)
+    inverse = (1 / scale.double()).float()
+    assert torch.equal(x8.float(), (x * inverse[:, None]).to(x8.dtype).float())
+    # a largest number whose rounded scale is too small still becomes the largest 8-bit float
+    assert (x * inverse[:, None]).abs().max() > most and (x8.float().abs().amax(1) == most).all()
+
+
+def odd(x):
+    """With rows of zeros and of tiny numbers, an infinity and a NaN."""
+    x[..., 0, :] = 0
+    x[..., 1, 2], x[..., 2, 1] = float("inf"), float("nan")
+    x[..., 3, :] = 6e-8
+    return x
+
+
+def same(some, others):
+    """Bit for bit, but for the bits of a NaN."""
+    pairs = list(zip(some, others, strict=True))
+    kinds = [(a.dtype, a.shape) == (b.dtype, b.shape) for a, b in pairs]
+    return all(kinds) and all(torch.equal(*(t.float().nan_to_num(-1, 9e9) for t in pair)) for pair in pairs)
+
+
+SHAPES = [(5, 16), (37, 256), (64, 9000), (70, 20000), (3, 200, 130), (2, 2304, 96), (4, 65, 1024)]
+
+
 @pytest.mark.gpu
 @every_format
 @every_dtype
-@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("shape", [(1, 16), (37, 256), (64, 9000), (3, 200, 130), (2, 2304, 96)], ids=str)
-def test_kernel_is_reference(shape, columns, dtype, format):
-    x = draw(*shape, dtype=dtype, device="cuda")
-    x[..., 0, :] = 0
-    x = x.mT if columns else x
-    with use("triton"):
-        x8, scale = quantize_rows(x, format)
-    with use("torch"):
-        expected, expected_scale = quantize_rows(x, format)
-    assert torch.equal(x8.view(torch.uint8), expected.view(torch.uint8))
-    assert torch.equal(scale, expected_scale)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_are_the_reference(shape, dtype, format):
+    x = odd(draw(*shape, dtype=dtype, device="cuda"))
+    found = {}
+    for backend in ("triton", "torch"):
+        with use(backend):
+            *_, amax = results = quantize_rows_and_amax(x, format)
+            columns, known = quantize_rows(x.mT, format), quantize_by_amax(x.mT, amax, format)
+            found[backend] = *results, *quantize_rows(x, format), *columns, *known
+    assert same(found["triton"], found["torch"])
+    assert same(found["triton"][5:7], found["triton"][7:])
+
+
+@pytest.mark.skipif(not interpret, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("shape", [(5, 16), (37, 256), (70, 4100), (3, 200, 130), (2, 65, 33)], ids=str)
+def test_kernels_without_the_last_rounding(shape, monkeypatch):
+    """The interpreter rounds to 8 bits in its own way, so the kernels write what they would round."""
+    most = torch.finfo(FORMATS["e4m3"]).max
+    for module in (quantize, quantize_amax):
+        monkeypatch.setattr(module, "native_fp8", lambda: (torch.float32,))
+        monkeypatch.setattr(module, "limits", lambda _: {"MOST": most, "LEAST": LEAST})
+    x = odd(draw(*shape, dtype=torch.float32, device="cpu"))
+    amax = quantize.amax_reference(x, -2)
+    for given, launch, inputs, more in (
+        (x, quantize.launch_quantize_rows, (), ()),
+        (x.mT, quantize.launch_quantize_rows, (), ()),
+        (x, quantize_amax.launch_quantize_rows_and_amax, (), (amax,)),
+        (x.mT, quantize_amax.launch_quantize_by_amax, (amax,), ()),
+    ):
+        scale = quantize.quantize_rows_reference(given, "e4m3")[1]
+        expected = given * (1 / scale)[..., None], scale, *more
+        out = tuple(torch.full(t.shape, 5.0) for t in expected)
+        launch(out, given, *inputs, "e4m3")
+        assert same(out, expected), launch.__name__
 
 
 def test_refuses():
@@ -87,3 +155,6 @@ def test_refuses():
         quantize_rows(torch.ones(2, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"\(M, K\) or \(G, M, K\)"):
         quantize_rows(torch.randn(3))
+    for amax in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"amax must be \(2,\) in float32, not "):
+            quantize_by_amax(torch.randn(2, 3), amax)

@@ -1,7 +1,6 @@
 """Float32 main gradients in a plain training loop."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -84,20 +83,63 @@ def test_what_is_handed_over_twice_is_what_there_is(device):
     assert weight.grad is None and clipped.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_is_left_out_leaves_no_gradient(device, dtype):
-    """As GradScaler leaves out the step after an overflow, and a loop the batch that it does not like."""
-    model = build(device, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def test_a_step_that_is_skipped_leaves_nothing(device):
+    """As GradScaler skips one whose gradients are not finite."""
+    model = build(device)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
     hand_over = use_main_grad(model, optimizer)
-    weights = [weight for weight in model.parameters() if hasattr(weight, "main_grad")]
-    for handed_over in (True, False):
-        (model(torch.randn(20, 16, device=device, dtype=dtype)).sum() * math.inf).backward()
-        assert not any(weight.main_grad.isfinite().all() for weight in weights)
-        if handed_over:
-            hand_over()
+    model(torch.full((T, H), torch.inf, device=device)).sum().backward()
+    hand_over()
+    optimizer.zero_grad()
+    weight = model[1].experts.down
+    assert weight.grad is None and weight.main_grad.count_nonzero() == 0
+
+
+def with_closure(model, optimizer, x):
+    def closure():
         optimizer.zero_grad()
-        assert all(weight.grad is None and not weight.main_grad.count_nonzero() for weight in weights)
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+
+
+def with_penalty(model, optimizer, x):
+    """Its gradient is autograd's."""
+    (model(x).square().mean() + model[1].experts.down.square().sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def with_zeros(model, optimizer, x):
+    """Gradients that are there already."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def frozen(model, optimizer, x):
+    """A weight that is frozen is not even decayed, and its sister stays clipped."""
+    model[1].experts.down.requires_grad_(False)
+    model(x).square().mean().backward()
+    getattr(optimizer, "hand_over", lambda: None)()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("step", [with_closure, with_penalty, with_zeros, frozen])
+def test_other_loops(device, step):
+    plain = build(device)
+    model = copy.deepcopy(plain)
+    want, got = (torch.optim.SGD(m.parameters(), 0.1, weight_decay=0.5) for m in (plain, model))
+    got.hand_over = use_main_grad(model, got)
+    for x in torch.randn(3, T, H, device=device):
+        step(plain, want, x)
+        step(model, got, x)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_which_weights(device):

@@ -200,6 +200,21 @@ def test_a_model_that_is_materialised_after(device):
     assert monitor.read()["MoE"].tokens == T
 
 
+def test_attached_in_inference_mode(device):
+    moe = build(device)
+    with torch.inference_mode():
+        monitor = Monitor(moe)
+    moe(tokens(device))
+    assert monitor.read()["MoE"].tokens == T
+
+
+def test_what_runs_on_no_device_is_not_counted():
+    moe = build("meta")
+    monitor = Monitor(moe)
+    moe(tokens("meta"))
+    assert monitor.read()["MoE"].tokens == 0
+
+
 class WithoutLogits(nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,7 +8,9 @@ from check import assert_as_good_as_torch, with_gradients
 from layers.double_loop import ACTIVATIONS, GATED, experts_loop
 from torch.utils.checkpoint import checkpoint
 
+from moe_aiter.kernels.experts import expert_mlp
 from moe_aiter.layers.optimized import OptimizedMoELayer
+from moe_aiter.routing.plan import make_plan
 
 H, E, F, T, K = 12, 5, 10, 17, 2
 
@@ -188,6 +190,16 @@ def test_learns(device):
     assert losses[-1] < losses[0] / 10
 
 
+def test_8_bits(device):
+    """The products of `expert_mlp` with 8 bits, of weights whose columns lie side by side."""
+    layer, (x, ids, s) = build(device, fp8="e5m2"), draw(device)
+    weights = layer.w1.mT.contiguous(), layer.w2.mT.contiguous()
+    expected = expert_mlp(x, *weights, s, make_plan(ids, E), activation="gelu", fp8="e5m2")
+    assert torch.allclose(layer(x, ids, s), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="unknown fp8 'e3m4'"):
+        build(device, fp8="e3m4")
+
+
 def test_state_dict(device):
     layer = build(device)
     assert list(layer.state_dict()) == ["w1", "w2"]
@@ -195,7 +207,7 @@ def test_state_dict(device):
     other.load_state_dict(layer.state_dict())
     inputs = draw(device)
     assert torch.equal(other(*inputs), layer(*inputs))
-    assert repr(layer) == "OptimizedMoELayer(12, num_experts=5, expert_dim=10, activation='gelu')"
+    assert repr(layer) == "OptimizedMoELayer(12, num_experts=5, expert_dim=10, activation='gelu', fp8=None)"
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,36 @@ def test_a_page_is_replaced_only_with_force(tmp_path, capsys):
     assert "<h1>run</h1>" in (run / "report.html").read_text()
 
 
+@pytest.mark.parametrize("out", ["metrics.jsonl", "config.json", "folder"])
+def test_nothing_but_a_page_is_replaced(out, tmp_path, capsys):
+    run = write(tmp_path / "run", rows(), {})
+    (run / "folder").mkdir()
+    before = {path: path.is_dir() or path.read_bytes() for path in run.iterdir()}
+    assert report(run, "--out", str(run / out), "--force") == 2
+    assert capsys.readouterr().err.endswith(": --out names another\n")
+    assert {path: path.is_dir() or path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(tmp_path, monkeypatch):
+    run = write(tmp_path / "run", rows())
+    (run / "report.html").write_text("mine")
+    write_text = pathlib.Path.write_text
+
+    def full(path, text, **how):
+        write_text(path, text[:100], **how)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    assert report(run, "--force") == 2
+    assert (run / "report.html").read_text() == "mine" and len(list(run.iterdir())) == 2
+
+
+def test_settings_of_any_size(tmp_path):
+    run = write(tmp_path / "run", rows(), {"big": 10**400})
+    assert report(run) == 0
+    assert str(10**400) in (run / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -175,6 +205,11 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
         ({"load": [[1, 2, 3, 4]]}, "load of step 2 is not of as many layers and experts as before"),
         ({"load": [[1, 2], 3]}, "load of step 2 is not a list of counts for each layer"),
         ({"load": [[1, 2, 3, -4]] * 2}, "load of step 2 is not a list of counts for each layer"),
+        ({"lr": 10**400}, "lr of step 2 is not a number"),
+        ({"entropy": [0.5, 10**400]}, "entropy of step 2 is not a list of numbers"),
+        ({"load": [[10**400, 2, 3, 4]] * 2}, "load of step 2 is not a list of counts for each layer"),
+        ({"loss": 10**400}, "metrics.jsonl: line 2 is damaged"),
+        ({"step": 10**20}, "metrics.jsonl: line 2 is damaged"),
     ],
 )
 def test_damaged_rows_are_refused(change, message, tmp_path, capsys):
@@ -195,6 +230,8 @@ def test_damaged_rows_are_refused(change, message, tmp_path, capsys):
         (lambda run: (run / "metrics.jsonl").write_text("x\n{}\n"), "metrics.jsonl: line 1 is damaged"),
         (lambda run: (run / "config.json").write_text("{"), "config.json is not the configuration of a run"),
         (lambda run: (run / "config.json").write_text("[]"), "config.json is not the configuration of a run"),
+        (lambda run: (run / "config.json").write_text("[" * 10**5), "config.json is not the configuration"),
+        (lambda run: (run / "metrics.jsonl").write_text("[" * 10**5 + "\n{}\n"), "line 1 is damaged"),
     ],
 )
 def test_damaged_runs_are_refused(damage, message, tmp_path, capsys):

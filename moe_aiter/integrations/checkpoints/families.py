@@ -28,6 +28,14 @@ from ...routing.choices import GroupLimit
 from .errors import CheckpointError
 
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}  # by `hidden_act`
+MOST = 2**20  # of whatever config.json counts; more is damage, and would fit no memory
+COUNTS = {  # by name, the least
+    "hidden_size": 1, "intermediate_size": 1, "moe_intermediate_size": 1, "num_hidden_layers": 1,
+    "num_experts": 1, "num_local_experts": 1, "n_routed_experts": 1, "num_experts_per_tok": 1,
+    "n_shared_experts": 0, "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1,
+    "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "num_mtp_layers": 0,
+}  # fmt: skip
+TYPES = {"norm_topk_prob": (bool,), "mlp_only_layers": (list,), "routed_scaling_factor": (int, float)}
 OURS = "mlp"  # our block, in every family: it is what transformers 5 calls the module
 
 
@@ -75,7 +83,7 @@ class Family:
 
     def problems(self, config: dict) -> list[str]:
         """What the configuration asks for that an MoE would not do."""
-        found = []
+        found = damage(config)
         for names in (*self.required(), ("num_hidden_layers",)):
             if first(config, names) is None:
                 found.append(f"config.json has no {names[0]}")
@@ -85,7 +93,7 @@ class Family:
             for name, value in {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}.items():
                 if config.get(name, value) != value:
                     found.append(f"{name} is {config[name]}; only {value} is known")
-        elif config.get("hidden_act", "silu") not in ACTIVATIONS:
+        elif first(config, ("hidden_act",), "silu") not in list(ACTIVATIONS):
             found.append(f"hidden_act is {config['hidden_act']!r}; known: {', '.join(ACTIVATIONS)}")
         if self.name == "deepseek_v3":
             for name, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
@@ -103,12 +111,12 @@ class Family:
         if self.name == "gpt_oss":
             act = {"activation": "swiglu_oai", "bias": True, "interleaved": True}
             return kwargs | act | {"score": "topk_softmax"}
-        kwargs["activation"] = ACTIVATIONS[config.get("hidden_act", "silu")]
+        kwargs["activation"] = ACTIVATIONS[first(config, ("hidden_act",), "silu")]
         if self.renormalizes is not None:
             kwargs["renormalize"] = first(config, ("norm_topk_prob",), self.renormalizes)
         if self.name == "deepseek_v3":
             kwargs |= {"score": "sigmoid", "selection_bias": True}
-            kwargs["scale"] = config.get("routed_scaling_factor", 2.5)
+            kwargs["scale"] = first(config, ("routed_scaling_factor",), 2.5)
             groups, best = first(config, ("n_group",), 8), first(config, ("topk_group",), 4)
             if best < groups:
                 kwargs["choice"] = GroupLimit(groups, best)
@@ -125,7 +133,8 @@ class Family:
             step = first(config, ("decoder_sparse_step",), 1)
             return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
         if self.name == "deepseek_v3":
-            start, step = (config.get(k, d) for k, d in (("first_k_dense_replace", 3), ("moe_layer_freq", 1)))
+            start = first(config, ("first_k_dense_replace",), 3)
+            step = first(config, ("moe_layer_freq",), 1)
             return layer >= start and layer % step == 0
         return True
 
@@ -173,6 +182,20 @@ def side_by_side(ours: str, outer: tuple, width: int, H: int, places: list, gate
     return Piece(ours, (*outer, 2 * width, H), tuple(parts))
 
 
+def damage(config: dict) -> list[str]:
+    """What is not of its type."""
+    found = []
+    for name, least in COUNTS.items():
+        value = config.get(name)
+        if value is not None and not (type(value) is int and least <= value <= MOST):
+            found.append(f"{name} is {value!r}; it should be a whole number from {least} to {MOST}")
+    for name, types in TYPES.items():
+        value = config.get(name)
+        if value is not None and type(value) not in types:
+            found.append(f"{name} is {value!r}; it should be of type {types[-1].__name__}")
+    return found
+
+
 def first(config: dict, names: tuple[str, ...], default=None):
     found = (config[name] for name in names if config.get(name) is not None)
     return next(found, default)
@@ -208,7 +231,7 @@ FAMILIES = {
 
 def family_of(config: dict) -> Family:
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in list(FAMILIES):  # it need not be a string
         known = ", ".join(FAMILIES)
         raise CheckpointError(
             "config.json", [f"model_type is {kind!r}; known: {known}; dense ones are for --upcycle"]

@@ -59,7 +59,7 @@ class Checkpoint:
         for name, keys in self.files().items():
             try:
                 problems += self.register(name, keys)
-            except (OSError, need("safetensors").SafetensorError) as error:
+            except (OSError, UnicodeError, need("safetensors").SafetensorError) as error:
                 problems.append(f"{name} is missing or damaged: {error}")
         if problems:
             raise CheckpointError(f"{folder}", problems)
@@ -152,7 +152,8 @@ def write_checkpoint(
 
 def natural(output: Output) -> list:
     """Layer 2 before layer 10."""
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", output.name)]
+    parts = re.split(r"([0-9]{1,18})", output.name)  # every second one is a number
+    return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(parts)]
 
 
 def split(outputs: list[Output], limit: int) -> list[list[Output]]:
@@ -206,7 +207,7 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
 
 def check_target(target: str | Path, shard_bytes: int) -> Path:
     """The folder to write, which must not be there, or be empty."""
-    target = Path(os.path.abspath(target))
+    target = Path(os.path.realpath(target))  # a link's own place could not be taken by a folder
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, not {shard_bytes}")
     if target.exists() and not target.is_dir():
@@ -227,10 +228,10 @@ def sync(path: Path) -> None:
 
 def read_json(path: Path) -> dict:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent}", [f"there is no {path.name}"]) from error
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}", [f"it is not JSON: {error}"]) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}", ["it is not a JSON object"])

@@ -51,7 +51,7 @@ class Formula(NamedTuple):
         elif renormalizes is None or first(config, ("norm_topk_prob",), renormalizes):
             weights = weights / weights.sum(1, keepdim=True)
         if self.family.name == "deepseek_v3":
-            weights = weights * config.get("routed_scaling_factor", 2.5)
+            weights = weights * first(config, ("routed_scaling_factor",), 2.5)
         return torch.zeros_like(logits).scatter(1, ids, weights), margin
 
     def limited(self, scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ class Formula(NamedTuple):
 
 
 def mlp(config: dict, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    act = FUNCTIONS[config.get("hidden_act", "silu")]
+    act = FUNCTIONS[first(config, ("hidden_act",), "silu")]
     return F.linear(act(F.linear(x, gate.float())) * F.linear(x, up.float()), down.float())
 
 

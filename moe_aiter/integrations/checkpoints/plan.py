@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from ...layers.moe import MoE
 from .errors import CheckpointError
-from .families import OURS, Family, Part, Piece, family_of, from_json, to_json
+from .families import MOST, OURS, Family, Part, Piece, family_of, from_json, to_json
 from .files import Checkpoint, Output, Spec
 
 RECORD = "moe_aiter"  # in config.json: what was converted
-LAYER = re.compile(r"((?:model\.)?layers\.(\d+)\.)((?:mlp|block_sparse_moe)\.)(.+)")
+LAYER = re.compile(r"((?:model\.)?layers\.([0-9]{1,9})\.)((?:mlp|block_sparse_moe)\.)(.+)")
 EXPERT = re.compile(r"\b(experts|shared_experts|block_sparse_moe|mlp\.gate|mlp\.router)\.")
 QUANTISED = re.compile(r"(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.scales|\.absmax)$")
 DTYPES = ("F32", "BF16", "F16")
@@ -77,7 +77,7 @@ def plan_to_theirs(source: Checkpoint) -> Plan:
     del config[RECORD]
     pieces = list(family.pieces(kwargs, fused))
     expected = {piece.name: piece.shape for piece in pieces}
-    outputs, problems, used = [], [], set()
+    outputs, problems, used = [], family.problems(config), set()
     for layer in layers:
         stem, block = layer.removesuffix(OURS), f"{layer}."
         theirs = f"{stem}{family.block_of(fused)}."
@@ -99,7 +99,7 @@ def check_kwargs(kwargs: dict, problems: list[str]) -> None:
     """Sizes that no MoE can have, such as more choices than experts."""
     try:
         MoE(**kwargs, device="meta")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last from sizes whose product overflows
         problems.append(f"config.json: {error}")
 
 
@@ -114,8 +114,10 @@ def read_record(checkpoint: Checkpoint) -> tuple[Family, bool, dict, list[str]]:
             raise ValueError(f"version {record['version']!r}")
         family, kwargs = family_of({"model_type": record["family"]}), from_json(record["moe"])
         MoE(**kwargs, device="meta")
+        if kwargs["num_experts"] > MOST:
+            raise ValueError(f"num_experts is {kwargs['num_experts']}")
         return family, bool(record["fused"]), kwargs, list(map(str, record["layers"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         problem = f"config.json: {RECORD!r} is damaged: {type(error).__name__}: {error}"
         raise CheckpointError(where, [problem]) from error
 

@@ -111,20 +111,20 @@ def fits_down_grad(
     return fit and K % BLOCK_K == 0 and N % 64 == 0
 
 
-def fits_up_fp8(x, gate_up, bias, order, rank, group_sizes, activation, *_) -> bool:
-    N = gate_up.shape[1] // get_activation(activation).parts
-    fit = is_hopper(x.device) and few(gate_up) and order.numel() > 0 and x.numel() < 2**31
+def fits_up_fp8(x, w8, w_scale, bias, order, rank, group_sizes, activation, *_) -> bool:
+    N = w8.shape[1] // get_activation(activation).parts
+    fit = is_hopper(x.device) and few(w8) and order.numel() > 0 and x.numel() < 2**31
     return fit and x.shape[1] % PROMOTED_K == 0 and N % 64 == 0
 
 
-def fits_home_fp8(x, w, *_) -> bool:
-    _, K, N = w.shape
-    return is_hopper(x.device) and few(w) and x.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
+def fits_home_fp8(x, w8, *_) -> bool:
+    _, N, K = w8.shape
+    return is_hopper(x.device) and few(w8) and x.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
 
 
-def fits_down_grad_fp8(dout, z, down, *_) -> bool:
-    _, K, N = down.shape
-    fit = is_hopper(dout.device) and few(down) and by_tma(z) and dout.numel() < 2**31
+def fits_down_grad_fp8(dout, z, w8, *_) -> bool:
+    _, N, K = w8.shape
+    fit = is_hopper(dout.device) and few(w8) and by_tma(z) and dout.numel() < 2**31
     return fit and K % PROMOTED_K == 0 and N % 64 == 0
 
 
