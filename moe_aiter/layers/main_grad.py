@@ -37,15 +37,7 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     them, DistributedDataParallel and FSDP, would wait for these in vain.  Raises ValueError if `model` has no
     such weight in `optimizer`.
     """
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    weights = [
-        weight
-        for module in model.modules()
-        for kind, names in WEIGHTS.items()
-        if isinstance(module, kind)
-        for weight in (getattr(module, name) for name in names)
-        if weight.requires_grad and id(weight) in known
-    ]
+    weights = trained_weights(model, optimizer)
     if not weights:
         raise ValueError("the model has no experts whose weights the optimizer trains: nothing to do")
     for weight in weights:
@@ -90,6 +82,19 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
     return hand_over
+
+
+def trained_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The weights of the experts in `model` that `optimizer` trains."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [
+        weight
+        for module in model.modules()
+        for kind, names in WEIGHTS.items()
+        if isinstance(module, kind)
+        for weight in (getattr(module, name) for name in names)
+        if weight.requires_grad and id(weight) in known
+    ]
 
 
 def is_trained(weight: nn.Parameter) -> bool:
