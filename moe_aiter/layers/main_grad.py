@@ -43,7 +43,11 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     for weight in weights:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         weight.main_grad = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+    return hook_up(optimizer, weights)
 
+
+def hook_up(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> Callable[[], None]:
+    """Have the step of `optimizer` take the main gradients, and it and zero_grad clear them."""
     handed = {}  # what each weight was given; it may have been clipped since
 
     def hand_over() -> None:
