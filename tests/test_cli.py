@@ -144,4 +144,4 @@ def test_a_missing_extra_says_how_to_install_it(tmp_path):
     code = "import sys; sys.modules['tqdm'] = None; from moe_aiter.cli import main; sys.exit(main(['train']))"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install 'moe-aiter[train]'" in done.stderr
+    assert done.returncode == 2 and "pip install '.[train]'" in done.stderr

@@ -22,12 +22,14 @@ PRODUCTS = {  # command: (module with add_arguments and run, help)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = " | ".join(["layer", *PRODUCTS, "report"])
     commands = parser.add_subparsers(dest="bench", required=True, metavar=names)
-    add_layer(commands.add_parser("layer", help="time forward and step of the layer and its peers"))
+    text = "time forward and step of the layer and its peers"
+    add_layer(commands.add_parser("layer", help=text, description=text))
     for name, (module, text) in PRODUCTS.items():
-        command = commands.add_parser(name, help=text)
+        command = commands.add_parser(name, help=text, description=text)
         importlib.import_module(f"{__name__}.{module}").add_arguments(command)
         add_measurement(command)
-    report = commands.add_parser("report", help="write tables and plots from the figures")
+    text = "write tables and plots from the figures"
+    report = commands.add_parser("report", help=text, description=text)
     report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"of bench layer; default {CSV}")
     report.add_argument(
         "--readme",

@@ -108,8 +108,7 @@ def describe(trainer: Trainer) -> None:
     total = sum(p.numel() for p in trainer.model.parameters())
     kind = "dense" if config.dense else f"{config.num_experts} experts, {config.top_k} active"
     print(f"run      {trainer.run}")
-    print(f"model    {kind}; {total / 1e6:.1f} M parameters,"
-          f" {active_params(trainer.model, config) / 1e6:.1f} M active")  # fmt: skip
+    print(f"model    {kind}; {total:,} parameters, {active_params(trainer.model, config):,} active")
     print(f"text     {corpus.files} files; {len(corpus.train) / 1e6:.2f} MB for training,"
           f" {len(corpus.val) / 1e6:.2f} MB for validation")  # fmt: skip
     print(f"machine  {config.device}, {config.dtype}; steps {trainer.step} to {config.steps}"

@@ -18,7 +18,7 @@ def need(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise UsageError(f"{package} is missing: pip install 'moe-aiter[train]'") from error
+        raise UsageError(f"{package} is missing: pip install '.[train]' in the source tree") from error
 
 
 def summary(error: BaseException) -> str:

@@ -32,7 +32,8 @@ def draw_loss(runs: dict[str, list[dict]]):
     if settled:
         axis.set_ylim(0.95 * min(settled), 1.05 * max(settled))
     axis.grid(alpha=0.3)
-    axis.legend()
+    validated = any("val_loss" in row for rows in runs.values() for row in rows)
+    axis.legend(title="last validation loss" if validated else None)
     return figure
 
 
@@ -71,7 +72,7 @@ def draw_load(rows: list[dict]):
         )  # fmt: skip
         axis.set_ylabel(f"layer {layer}\nexpert")
     axes[-1].set_xlabel("step")
-    figure.colorbar(image, ax=list(axes), label="load, 1 at balance")
+    figure.colorbar(image, ax=list(axes), label="load, 1 at balance", extend="max")
     return figure
 
 

@@ -142,7 +142,7 @@ PRESETS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each field; a flag that is not given leaves no trace in the parsed arguments."""
     for field in dataclasses.fields(TrainConfig):
-        keywords = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}
+        keywords = {"default": argparse.SUPPRESS, "help": field.metadata["help"] + defaults_of(field)}
         if field.type is bool:
             parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         elif field.name == "data":
@@ -151,6 +151,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 flag(field.name), type=field.type, metavar=field.type.__name__.upper(), **keywords
             )
+
+
+def defaults_of(field: dataclasses.Field) -> str:
+    """For the help: what the presets of a user's own runs say, both where they differ."""
+    cpu, gpu = (getattr(PRESETS[name], field.name) for name in ("cpu", "gpu"))
+    if field.type is bool or field.name == "data":
+        return ""
+    return f" [{cpu}]" if cpu == gpu else f" [{cpu}, gpu {gpu}]"
 
 
 def path(text: str) -> Path:

@@ -36,6 +36,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 img { max-width: 100%; display: block; }
 table { border-collapse: collapse; margin: 1rem 0; }
 th, td { padding: 0.2rem 0.8rem; border-bottom: 1px solid #ccc; text-align: left; }
+td:first-child { white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 """
 

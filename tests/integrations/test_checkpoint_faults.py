@@ -301,7 +301,8 @@ def test_a_missing_package_says_how_to_install_it(package, tmp_path):
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 2
     assert (
-        done.stderr == f"moe-aiter convert: error: {package} is missing: pip install 'moe-aiter[convert]'\n"
+        done.stderr
+        == f"moe-aiter convert: error: {package} is missing: pip install '.[convert]' in the source tree\n"
     )
 
 

@@ -55,7 +55,7 @@ def test_runs_of_one_name_are_both_drawn(paths, labels, tmp_path, monkeypatch):
         run.mkdir(parents=True, exist_ok=True)
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n')
     drawn = []
-    monkeypatch.setattr(Axes, "legend", lambda axis: drawn.extend(axis.get_legend_handles_labels()[1]))
+    monkeypatch.setattr(Axes, "legend", lambda axis, **_: drawn.extend(axis.get_legend_handles_labels()[1]))
     assert cli.main(["plot", *paths]) == 0
     assert [label.strip().replace(r"\$", "$") for label in drawn] == labels
 

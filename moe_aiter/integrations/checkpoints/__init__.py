@@ -6,7 +6,7 @@
     moe = load_moe("converted", "model.layers.3.mlp")
     convert("converted", "for-transformers", to="huggingface")
 
-or `moe-aiter convert`.  It needs safetensors: pip install 'moe-aiter[convert]'.
+or `moe-aiter convert`.  It needs safetensors: pip install '.[convert]'.
 """
 
 from .blocks import load_moe, moe_from_huggingface, state_dict_to_huggingface

@@ -23,4 +23,4 @@ def need(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"{package} is missing: pip install 'moe-aiter[convert]'") from error
+        raise ImportError(f"{package} is missing: pip install '.[convert]' in the source tree") from error

@@ -233,7 +233,9 @@ def family_of(config: dict) -> Family:
     kind = config.get("model_type")
     if kind not in list(FAMILIES):  # it need not be a string
         known = ", ".join(FAMILIES)
-        raise CheckpointError("config.json", [f"model_type is {kind!r}; known: {known}"])
+        raise CheckpointError(
+            "config.json", [f"model_type is {kind!r}; known: {known}; dense ones are for --upcycle"]
+        )
     return FAMILIES[kind]
 
 
