@@ -13,7 +13,8 @@ decisions are freed with the graph.  torch says nothing of it in public, so this
                        on Python's stack; Megatron's and DeepSpeed's have the same name and form
   use_reentrant=False  the `_CheckpointFrame`, which the hooks for saved tensors hold
 
-Where torch changed, or a repetition asks for more than the first run decided, a decision is taken anew.
+Where no region is recognised, or a repetition asks for more than the first run decided, a decision is taken
+anew.
 """
 
 import functools

@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 TEST_FILES = sorted(REPOSITORY.glob("tests/**/*.py"))
 SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
-    ["config", "metadata", "overlap", "replay"],
+    ["config", "files", "metadata", "overlap", "replay"],
     ["dispatch"],
     ["backend", "tuning"],
     ["kernels"],

@@ -36,7 +36,7 @@ from .quantize_amax import is_read_once, quantize_by_amax, quantize_rows_and_ama
 
 def check_fp8(fp8: str | None) -> None:
     """Raise ValueError unless this is None or the name of the gradients' format."""
-    if fp8 is not None and fp8 not in FORMATS:
+    if fp8 not in (None, *FORMATS):
         raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(FORMATS)}")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..files import sync
 from .errors import UsageError, need, out_of_memory, summary
 
 UNFINISHED = "unfinished-"
@@ -115,15 +116,6 @@ def discard(path: Path) -> None:
     doomed = path.with_name(f"{UNFINISHED}{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

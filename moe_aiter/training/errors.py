@@ -1,9 +1,10 @@
 """What a user can do wrong, and what a disk and a memory can, said in one line."""
 
-import importlib
 from types import ModuleType
 
 import torch
+
+from .. import files
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 
@@ -14,11 +15,7 @@ class UsageError(ValueError):
 
 def need(module: str) -> ModuleType:
     """Import a module that only training and its plots need, or say how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise UsageError(f"{package} is missing: pip install '.[train]' in the source tree") from error
+    return files.need(module, "train", UsageError)
 
 
 def summary(error: BaseException) -> str:

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..files import sync
 from ..layers import LayerStatistics, LiveTable, Monitor
 from ..routing.losses import load_balance_loss, z_loss
 from ..routing.stats import load_statistics
-from .checkpoint import load_newest, save_checkpoint, sync
+from .checkpoint import load_newest, save_checkpoint
 from .data import load_corpus, train_batch, val_batch
 from .errors import UsageError, need
 from .metrics import Metrics, peak_flops, truncate_metrics

@@ -1,7 +1,8 @@
 """What is wrong with a checkpoint, all of it at once; and a package that is missing."""
 
-import importlib
 from types import ModuleType
+
+from ... import files
 
 SHOWN = 50
 
@@ -19,8 +20,4 @@ class CheckpointError(ValueError):
 
 def need(module: str) -> ModuleType:
     """Import a module that only conversions need, or say how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(f"{package} is missing: pip install '.[convert]' in the source tree") from error
+    return files.need(module, "convert")

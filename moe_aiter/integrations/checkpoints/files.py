@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...files import sync
 from .errors import CheckpointError, need
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -215,15 +216,6 @@ def check_target(target: str | Path, shard_bytes: int) -> Path:
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}", ["it is not empty, and nothing is overwritten"])
     return target
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_json(path: Path) -> dict:
