@@ -284,9 +284,11 @@ def backward_expert_down(ctx, dout):
     return None, *down_gradients(needs, spend_z, dout, saved, *ctx.rest), *[None] * 8
 
 
-def down_gradients(needs, spend_z, dout, saved, activation, interleaved, main_grad, grad=None) -> tuple:
+def down_gradients(
+    needs, spend_z, dout, saved, activation, interleaved, main_grad, grad=None, of_weight=weight_gradient
+) -> tuple:
     """Those of z, down, bias and routing_weights, of the second and third as needed; `grad` in place of the
-    op that begins."""
+    op that begins, and `of_weight` of the product for down."""
     z, down, bias, routing_weights, order, rank, group_sizes = saved
     top_k = rank.shape[1]
     grad = grad or (down_grad_over_z if spend_z and is_unwatched(z, dout) else expert_down_grad_op)
@@ -295,7 +297,7 @@ def down_gradients(needs, spend_z, dout, saved, activation, interleaved, main_gr
     )
     dw = dbias = None
     if needs[0]:
-        dw = weight_gradient(down, main_grad, dout, a, group_sizes, order, top_k)
+        dw = of_weight(down, main_grad, dout, a, group_sizes, order, top_k)
     if bias is not None:
         ds = ds + bias_dots(dout, bias, rank, group_sizes)
         if needs[1]:

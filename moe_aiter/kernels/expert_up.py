@@ -213,8 +213,12 @@ def backward_expert_up(ctx, dz, da):
     return *up_gradients(needs, dz, *ctx.saved_tensors, *ctx.rest), *[None] * 8
 
 
-def up_gradients(needs, dz, x, gate_up, order, rank, group_sizes, bias_dtype, row_bytes, main_grad) -> tuple:
-    """Those of x, gate_up and bias, as needed; what takes most memory comes last."""
+def up_gradients(
+    needs, dz, x, gate_up, order, rank, group_sizes, bias_dtype, row_bytes, main_grad,
+    of_weight=weight_gradient,
+) -> tuple:  # fmt: skip
+    """Those of x, gate_up and bias, as needed; what takes most memory comes last.  `of_weight` in place of the
+    product for gate_up."""
     dx = dw = dbias = None
     if needs[0]:
         dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes)
@@ -222,7 +226,7 @@ def up_gradients(needs, dz, x, gate_up, order, rank, group_sizes, bias_dtype, ro
         dbias = group_sum(dz, group_sizes).to(bias_dtype)
     if needs[1]:
         main_grad = None if main_grad is None else main_grad.mT
-        dw = weight_gradient(gate_up.mT, main_grad, x, dz, group_sizes, order, rank.shape[1])
+        dw = of_weight(gate_up.mT, main_grad, x, dz, group_sizes, order, rank.shape[1])
         dw = None if dw is None else dw.mT
     return dx, dw, dbias
 

@@ -97,8 +97,10 @@ def expert_mlp(
         layer is lower in the forward pass alone; what falls is the sum over layers.
 
     fp8: "e4m3" or "e5m2": z, the output and the gradients of z and x, six of nine units of product, are sums
-        of 8-bit floats with a scale for each row; gradients in that format, the rest e4m3.  For H a multiple
-        of 256 and I of 64 an H200 multiplies these; elsewhere their numbers are multiplied in the dtype of x.
+        of 8-bit floats with a scale for each row; gradients in that format, the rest e4m3.  "e4m3_all" or
+        "e5m2_all": those of the weights too, with a scale for each token and for each channel of 128 rows of
+        an expert.  For H a multiple of 256 and I of 64 an H200 multiplies these; elsewhere their numbers are
+        multiplied in the dtype of x.
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless

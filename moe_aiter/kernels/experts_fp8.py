@@ -2,19 +2,22 @@
 
     z = gate_up8 x8,      y = down8 a8         a = f(z)              forward
     u = down8'.T dout8,   dx = gate_up8'.T dz8                       backward
+    dgate_up = dz8' outer x8,   ddown = dout8 outer (s a)8'          where all products are of 8 bits
 
 Every operand has a scale for each row along the axis that is summed over (`quantize_rows`), so backward
 quantises the weights again, by columns, whose largest magnitudes forward has kept beside z.  Weights and what
 goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the weights, 3 of the 9
-units of product, are of rows that are not quantised: x, dout, dz and s * f(z), in the dtype of x, as is all
-else that is saved.  It is the recipe that torchao calls rowwise_with_gw_hp.  To the quantisation the gradient
-is that of the identity.
+units of product, are either of rows that are not quantised, x, dout, dz and s * f(z) in the dtype of x, the
+recipe that torchao calls rowwise_with_gw_hp; or of 8 bits too, with scales as in `tgmm_fp8`, to which its
+rowwise is the relative.  What is saved is in the dtype of x.  To the quantisation the gradient is that of the
+identity.
 
 On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that do not fit
 them, the quantised numbers are multiplied in the dtype of x, which costs time instead of saving it.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,12 +35,27 @@ from .gmm_unpermute import column_chunks
 from .permute import launch_unpermute
 from .quantize import FORMATS, dequantize_rows, quantize_rows
 from .quantize_amax import is_read_once, quantize_by_amax, quantize_rows_and_amax
+from .tgmm import weight_gradient
+from .tgmm_fp8 import weight_gradient_fp8
+
+
+ALL = "_all"
+RECIPES = (*FORMATS, *(format + ALL for format in FORMATS))
 
 
 def check_fp8(fp8: str | None) -> None:
-    """Raise ValueError unless this is None or the name of the gradients' format."""
-    if fp8 not in (None, *FORMATS):
-        raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(FORMATS)}")
+    """Raise ValueError unless this is None or the name of the gradients' format, with or without ALL."""
+    if fp8 not in (None, *RECIPES):
+        raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
+
+
+def products_of_weights(recipe: str) -> tuple[Callable, Callable]:
+    """What multiplies for the gradients of gate_up and of down."""
+    if not recipe.endswith(ALL):
+        return weight_gradient, weight_gradient
+    format = recipe.removesuffix(ALL)
+    gate_up, down = ("e4m3", format), (format, "e4m3")  # of x and dz, and of dout and s * f(z)
+    return functools.partial(weight_gradient_fp8, *gate_up), functools.partial(weight_gradient_fp8, *down)
 
 
 # reference
@@ -218,7 +236,8 @@ def save_experts(ctx, inputs, output):
 
 def backward_experts(ctx, dout, *_):
     *saved, z, gate_up_amax, down_amax = ctx.saved_tensors
-    *others, _, bytes_of_dx, _, format = ctx.others
+    *others, _, bytes_of_dx, _, recipe = ctx.others
+    format, (of_gate_up, of_down) = recipe.removesuffix(ALL), products_of_weights(recipe)
     i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:14])
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
@@ -230,14 +249,16 @@ def backward_experts(ctx, dout, *_):
     grad = functools.partial(down_grad_over_z if over_z else down_grad, down_amax, format)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
     needs_down = needs.down, needs.down_bias
-    dz, ddown, ddown_bias, ds = down_gradients(needs_down, False, dout, saved, *act, i.down_main_grad, grad)
+    dz, ddown, ddown_bias, ds = down_gradients(
+        needs_down, False, dout, saved, *act, i.down_main_grad, grad, of_down
+    )
     del z, saved  # where dz is not in its memory
     dx = None
     if needs.x:
         w8 = quantize_columns(i.gate_up, gate_up_amax)
         dx = gmm_unpermute_fp8_op(dz, *w8, i.group_sizes, None, i.order, i.rank, None, bytes_of_dx, format)
         del w8
-    rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad
+    rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad, of_gate_up
     needs_up = False, needs.gate_up, needs.gate_up_bias
     _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest)
     return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 12
@@ -261,7 +282,7 @@ def down_grad_over_z(amax: Tensor, format: str, dout: Tensor, z: Tensor, down: T
 
 experts_fp8_op = define_op(
     f"experts_fp8({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad, SymInt bytes_of_y, "
-    "SymInt bytes_of_dx, bool need_dx, str format) -> (Tensor, Tensor, Tensor, Tensor)",
+    "SymInt bytes_of_dx, bool need_dx, str recipe) -> (Tensor, Tensor, Tensor, Tensor)",
     new=new_experts,
     check_values=lambda *inputs: check_expert_values(*inputs[:14]),
     torch=launch_experts,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.quantize import FORMATS
+from ..kernels.experts_fp8 import RECIPES
 from .errors import UsageError, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,7 +63,7 @@ class TrainConfig:
 
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU where there is one")
     dtype: str = option("auto", "of activations and matmuls: float32 or bfloat16; weights stay float32")
-    fp8: str = option("none", "experts' products of 8-bit floats: none, or gradients as e4m3 or e5m2")
+    fp8: str = option("none", "experts' products of 8-bit floats: none, or gradients as e4m3 or e5m2, or with _all")
     compile: bool = option(False, "compile the model with torch.compile")
     log_every: int = option(1, "steps between two updates of the progress bar and of metrics.jsonl", **SIZE)
     val_every: int = option(100, "steps between two validations", **SIZE)
@@ -83,8 +83,8 @@ class TrainConfig:
             )
         if self.dtype not in ("auto", *DTYPES):
             raise UsageError(f"--dtype is {self.dtype!r}; it takes auto, {', '.join(DTYPES)}")
-        if self.fp8 not in ("none", *FORMATS):
-            raise UsageError(f"--fp8 is {self.fp8!r}; it takes none, {', '.join(FORMATS)}")
+        if self.fp8 not in ("none", *RECIPES):
+            raise UsageError(f"--fp8 is {self.fp8!r}; it takes none, {', '.join(RECIPES)}")
         if self.fp8 != "none" and self.dense:
             raise UsageError(f"--fp8 is {self.fp8!r}, but --dense has no experts")
 

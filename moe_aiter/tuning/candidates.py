@@ -50,6 +50,8 @@ HOPPER_TILES = {
     "hopper_down_grad_fp8": (hopper(128, 5, 0, block_k=128), hopper(128, 4, 0, block_k=128)),
     "hopper_tgmm": (hopper(256, 4, 128), hopper(256, 3, 128), hopper(256, 3, 256)),
     "hopper_tgmm_accumulate": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(256, 3, 64)),
+    "hopper_tgmm_fp8": (hopper(256, 4, 64, block_k=128), hopper(128, 6, 128, block_k=128)),
+    "hopper_tgmm_accumulate_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
 }
 # the sums up to which the second is better
 SHORT_K = {"hopper_gmm": 512, "hopper_masked": 512, "hopper_down_grad": 1024}

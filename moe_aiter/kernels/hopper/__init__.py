@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._fp8 import OCP
+from .._fp8 import CHUNK, OCP
 from ..activations import get_activation
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -137,6 +137,13 @@ def fits_tgmm_into(
 ) -> bool:  # fmt: skip
     plain = out.dtype == x.dtype and (by_tma(out) or by_tma(out.mT)) and out.stride(0) % 8 == 0
     return fits_tgmm(x, y, group_sizes, order) and not tile and (accumulate or plain)
+
+
+def fits_tgmm_fp8(x, y, group_sizes, *_) -> bool:
+    K, N = x.shape[1], y.shape[1]
+    chunks = y.shape[0] // CHUNK + group_sizes.shape[0]
+    fit = is_hopper(x.device) and min(x.numel(), y.numel()) > 0 and K % 16 == 0 and N % 16 == 0
+    return fit and chunks * max(K, N) < 2**31
 
 
 def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
