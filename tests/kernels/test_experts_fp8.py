@@ -10,21 +10,33 @@ from moe_aiter.backend import IMPLS, pick, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels.activations import get_activation
 from moe_aiter.kernels.experts import expert_mlp
+from moe_aiter.kernels.experts_fp8 import ALL, RECIPES
 from moe_aiter.kernels.hopper import is_hopper
-from moe_aiter.kernels.quantize import FORMATS, dequantize_rows, quantize_rows
+from moe_aiter.kernels.quantize import dequantize_rows, quantize_rows
 from moe_aiter.kernels.sort import sort_by_expert
 
 from ..check import error
 from ..shapes import expert_ids, transposed
 from .test_experts import make
 
-every_format = pytest.mark.parametrize("fp8", FORMATS)
+every_recipe = pytest.mark.parametrize("fp8", RECIPES)
 NAMES = ("out", "x", "gate_up", "down", "routing_weights", "gate_up_bias", "down_bias")
 CUDA = torch.device("cuda", 0)
 
 
 def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
     return dequantize_rows(*quantize_rows(x, format), torch.float64)
+
+
+def outer(x: Tensor, y: Tensor, fp8: str, x_format: str, y_format: str) -> Tensor:
+    """The sum of the rows' outer products, an expert's (n, K) and (n, N); what has to be summed over is not
+    scaled by rows, so y takes the scales of x over, and 128 rows have a scale for each column."""
+    if not fp8.endswith(ALL):
+        return x.T @ y
+    x8, scale = quantize_rows(x, x_format)
+    y = y * scale[:, None]
+    parts = zip(x8.double().split(128), y.split(128), strict=True)
+    return sum((a.T @ rounded(b.T, y_format).T for a, b in parts), x.new_zeros(x.shape[1], y.shape[1]))
 
 
 def definition(ids, activation, interleaved, fp8, dout, x, gate_up, down, weights, *biases) -> list[Tensor]:
@@ -37,6 +49,7 @@ def definition(ids, activation, interleaved, fp8, dout, x, gate_up, down, weight
         [torch.zeros_like(t) for t in (x, gate_up, down, weights, up_bias, down_bias)],
     )
     dx, dgate_up, ddown, ds, dup_bias, ddown_bias = grads
+    format, rows = fp8.removesuffix(ALL), [[] for _ in down]  # of each expert, in order
     down_by_columns = rounded(down.mT)  # (E, I, H)
     up_by_columns = rounded(gate_up.mT)  # (E, H, width)
     for t, j in [(t, j) for t in range(len(x)) for j in range(ids.shape[1]) if ids[t, j] >= 0]:
@@ -45,14 +58,18 @@ def definition(ids, activation, interleaved, fp8, dout, x, gate_up, down, weight
         with torch.enable_grad():
             a = act(z, interleaved)
         out[t] += s * (rounded(down[e]) @ rounded(a[None].detach())[0] + down_bias[e])
-        u = down_by_columns[e] @ rounded(dout[t : t + 1], fp8)[0]
+        u = down_by_columns[e] @ rounded(dout[t : t + 1], format)[0]
         ds[t, j] = u @ a.detach() + dout[t] @ down_bias[e]
         (dz,) = torch.autograd.grad(a, z, s * u)
-        dx[t] += up_by_columns[e] @ rounded(dz[None], fp8)[0]
-        dgate_up[e] += torch.outer(dz, x[t])
-        ddown[e] += torch.outer(dout[t], s * a.detach())
+        dx[t] += up_by_columns[e] @ rounded(dz[None], format)[0]
+        rows[e].append((x[t], dz, dout[t], s * a.detach()))
         dup_bias[e] += dz
         ddown_bias[e] += s * dout[t]
+    for e, of_expert in enumerate(rows):
+        if of_expert:
+            x_rows, dz_rows, dout_rows, a_rows = map(torch.stack, zip(*of_expert, strict=True))
+            dgate_up[e] = outer(x_rows, dz_rows, fp8, "e4m3", format).T
+            ddown[e] = outer(dout_rows, a_rows, fp8, format, "e4m3")
     return [out, *grads][: 1 + len(inputs)]
 
 
@@ -79,6 +96,7 @@ CASES = {
     "no bias": {"bias": False},
     "one expert": {"E": 1, "k": 1},
     "one token": {"T": 1},
+    "two chunks of an expert": {"T": 150, "E": 1, "k": 1},
     "empty experts": {"T": 3, "E": 9},
     "dropped choices": {"drop": True},
 }
@@ -100,7 +118,7 @@ def case(name, dtype, device="cpu", **sizes):
 
 
 @pytest.mark.skipif(interpret, reason="plain torch, whoever multiplies")
-@every_format
+@every_recipe
 @pytest.mark.parametrize("name", CASES)
 def test_definition(name, fp8):
     """In float64 nothing else is rounded; the scales are float32."""
@@ -110,7 +128,7 @@ def test_definition(name, fp8):
 
 
 @pytest.mark.skipif(interpret, reason="plain torch, whoever multiplies")
-@every_format
+@every_recipe
 def test_not_far_from_no_quantisation(fp8):
     ids, act, interleaved, dout, inputs = case("swiglu", torch.float32, T=64, H=64, I=48)
     got = run(ids, act, interleaved, fp8, dout, *inputs)
@@ -119,7 +137,7 @@ def test_not_far_from_no_quantisation(fp8):
     compare(got, exact, 0.15)
 
 
-@every_format
+@every_recipe
 @pytest.mark.parametrize("how", [{"recompute": "z"}, {"row_chunks": 3}], ids=str)
 def test_memory_changes_nothing(device, how, fp8):
     ids, act, interleaved, dout, inputs = case("swiglu", torch.float32, device)
@@ -135,13 +153,14 @@ def test_any_strides(device):
     compare(other, plain, 1e-6)
 
 
-def test_main_grads_and_frozen_weights(device):
+@pytest.mark.parametrize("fp8", ["e4m3", "e4m3_all"])
+def test_main_grads_and_frozen_weights(device, fp8):
     ids, _, _, dout, (x, gate_up, down, weights, *_) = case("no bias", torch.float32, device)
     plan = sort_by_expert(ids, len(down))
-    _, dx, dgate_up, ddown, _ = run(ids, "swiglu", False, "e4m3", dout, x, gate_up, down, weights)
+    _, dx, dgate_up, ddown, _ = run(ids, "swiglu", False, fp8, dout, x, gate_up, down, weights)
     x, gate_up = x.requires_grad_(), gate_up.requires_grad_()
     main_grad = torch.ones_like(gate_up)
-    out = expert_mlp(x, gate_up, down, weights, plan, fp8="e4m3", gate_up_main_grad=main_grad)
+    out = expert_mlp(x, gate_up, down, weights, plan, fp8=fp8, gate_up_main_grad=main_grad)
     out.backward(dout)
     assert gate_up.grad is None and torch.allclose(x.grad, dx, atol=1e-5)
     assert torch.allclose(main_grad - 1, dgate_up, atol=1e-4)
@@ -204,7 +223,7 @@ def test_compiles():
     plan = sort_by_expert(ids, len(down))
 
     def step(x, gate_up):
-        return expert_mlp(x, gate_up, down, weights, plan, fp8="e5m2")
+        return expert_mlp(x, gate_up, down, weights, plan, fp8="e5m2_all")
 
     leaves = x.requires_grad_(), gate_up.requires_grad_()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -219,8 +238,8 @@ def test_compiles():
 def test_refuses():
     _, _, _, _, (x, gate_up, down, weights, *_) = case("no bias", torch.float32)
     plan = sort_by_expert(expert_ids(13, 5, 2), 5)
-    for fp8 in ("e8m0", ["e4m3"]):
-        with pytest.raises(ValueError, match=re.escape(f"unknown fp8 {fp8!r}; known: None, e4m3, e5m2")):
+    for fp8 in ("e8m0", "_all", ["e4m3"]):
+        with pytest.raises(ValueError, match=re.escape(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")):
             expert_mlp(x, gate_up, down, weights, plan, fp8=fp8)
 
 
@@ -233,7 +252,7 @@ FITS = {  # H, I, and rows of many sizes
 
 
 @pytest.mark.gpu
-@every_format
+@every_recipe
 @pytest.mark.parametrize("sizes", FITS.values(), ids=FITS)
 @pytest.mark.parametrize("name", CASES)
 def test_hopper(name, sizes, fp8):

@@ -65,7 +65,7 @@ def test_preset_follows_the_device():
         ({"hidden": 30, "heads": 4}, "--hidden is 30 but --heads is 4"),
         ({"steps": 0}, "--steps is 0; it must be at least 1"),
         ({"dtype": "int8"}, "dtype is 'int8'; it takes auto, float32, bfloat16"),
-        ({"fp8": "e8m0"}, "--fp8 is 'e8m0'; it takes none, e4m3, e5m2"),
+        ({"fp8": "e8m0"}, "--fp8 is 'e8m0'; it takes none, e4m3, e5m2, e4m3_all, e5m2_all"),
         ({"fp8": "e4m3", "dense": True}, "--fp8 is 'e4m3', but --dense has no experts"),
         ({"device": "toaster"}, "--device is 'toaster'; it takes auto, cpu, cuda or cuda:N"),
         ({"device": "meta"}, "--device is 'meta'; it takes auto, cpu, cuda or cuda:N"),
