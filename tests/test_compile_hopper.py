@@ -94,6 +94,16 @@ def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=t
         module("tgmm").launch_tgmm_into(out.mT if columns_first else out, x, y, *plan)
 
 
+def run_hopper_tgmm_fp8(y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, k=4096, groups=E):
+    """n columns of y, the rows of the result, and k of x."""
+    chunks = 262144 // 128 + groups
+    shape = (groups, k, n) if columns_first else (groups, n, k)
+    out = new(*shape, dtype=onto or torch.bfloat16)
+    operands = new(chunks, k, 128, dtype=x), new(chunks, n, 128, dtype=y), new(chunks, n, dtype=F32)
+    out = out.mT if columns_first else out
+    module("tgmm_fp8").launch_tgmm_fp8(out, *operands, ints(groups, 3), onto is not None)
+
+
 def run_hopper_gmm_into():
     s = Shape()
     x, w, b = s.new(s.rows, s.k), s.new(E, s.k, s.n), s.new(E, s.n)
@@ -199,6 +209,15 @@ CASES = {
     "tgmm accumulate columns first": lambda: run_hopper_tgmm(onto=F32, columns_first=True),
     **{f"tgmm of {g} groups": lambda g=g: run_hopper_tgmm(groups=g) for g in (8, 256)},
     "tgmm accumulate 256 groups": lambda: run_hopper_tgmm(onto=F32, groups=256),
+    **{
+        f"tgmm fp8 {y}, {x}": functools.partial(run_hopper_tgmm_fp8, y, x)
+        for y in hopper.OCP
+        for x in hopper.OCP
+    },
+    "tgmm fp8 columns first": lambda: run_hopper_tgmm_fp8(columns_first=True),
+    "tgmm fp8, odd blocks": lambda: run_hopper_tgmm_fp8(n=656, k=208),
+    "tgmm fp8 accumulate": lambda: run_hopper_tgmm_fp8(onto=F32),
+    "tgmm fp8 accumulate bfloat16": lambda: run_hopper_tgmm_fp8(onto=torch.bfloat16),
     "tgmm accumulate bfloat16": lambda: run_hopper_tgmm(gather=False, onto=torch.bfloat16),
 }
 
@@ -241,6 +260,10 @@ TUNED = {
         for gather in (False, True)
         for columns_first in (False, True)
     ],
+    "hopper_tgmm_fp8": [functools.partial(run_hopper_tgmm_fp8, columns_first=c) for c in (False, True)],
+    "hopper_tgmm_accumulate_fp8": [
+        functools.partial(run_hopper_tgmm_fp8, columns_first=c, onto=F32) for c in (False, True)
+    ],
     "hopper_tgmm_accumulate": [functools.partial(run_hopper_tgmm, onto=F32, groups=256)],
 }
 
@@ -280,7 +303,7 @@ def test_case(case):
     check(target, launches)
     products = [launch for launch in launches if "wgmma.mma_async" in launch.assembly]
     assert len(products) == 1 and "setmaxnreg" in products[0].assembly
-    gathers = not case.startswith(("gmm", "masked")) and case not in (
+    gathers = not case.startswith(("gmm", "masked", "tgmm fp8")) and case not in (
         "tgmm",
         "tgmm with sums",
         "tgmm accumulate bfloat16",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import quantize_amax
+from moe_aiter.kernels import chunk_plan, quantize_amax, token_chunks
 from moe_aiter.kernels.quantize import FORMATS, launch_quantize_rows
 
 if interpret:
@@ -58,6 +58,32 @@ def test_both_ways_compile(target, shape, dtype, monkeypatch):
             for launch in launches:  # whole 16 bytes
                 assert re.search(r"st\.global\.v4\.b32", launch.assembly), launch.kernel
                 assert re.search(r"(ld|cp\.async\.cg\.shared)\.global.*(v4|0x10)", launch.assembly)
+
+
+@pytest.mark.parametrize("rows, tokens, n, k", [(262144, 32768, 2048, 4096), (96, 48, 40, 24)])
+@pytest.mark.parametrize("target", TARGETS)
+def test_chunks_compile(target, rows, tokens, n, k):
+    """Rows in chunks: on a GPU without 8-bit products the reference quantises them."""
+    groups, top_k = 128, rows // tokens
+    sizes, order = new(groups, dtype=torch.int32), new(rows, dtype=torch.int32)
+    plan = chunk_plan.new_plan_chunks(sizes, rows)
+    y, factor, x8 = new(rows, n), new(tokens, dtype=torch.float32), new(tokens, k, dtype=FORMATS["e4m3"])
+    names = ["plan_chunks_kernel", "transpose_chunks_kernel"]
+    with compiling_for(TARGETS[target]) as launches:
+        chunk_plan.launch_plan_chunks(plan, sizes, rows)
+        inputs = x8, order, top_k, plan[1]
+        token_chunks.launch_transpose_chunks(token_chunks.new_transpose_chunks(*inputs), *inputs)
+        for format in FORMATS if target in ("sm_90", "sm_100", "gfx950") else ():
+            inputs = y, factor, order, top_k, plan[1], format
+            token_chunks.launch_quantize_chunks(token_chunks.new_quantize_chunks(*inputs), *inputs)
+            names.append("quantize_chunks_kernel")
+    check(TARGETS[target], launches)
+    assert [launch.kernel for launch in launches] == names
+    if target == "sm_90" and rows > 96:
+        for launch in launches[1:]:  # whole 16 bytes, and bytes rather than float32 through shared memory
+            assert re.search(r"st\.global\.v4\.b32", launch.assembly), launch.kernel
+            assert re.search(r"ld\.global.*v4\.b32", launch.assembly), launch.kernel
+            assert launch.shared_bytes <= 16384
 
 
 def test_elsewhere_by_the_reference():

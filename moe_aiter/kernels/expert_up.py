@@ -217,8 +217,8 @@ def up_gradients(
     needs, dz, x, gate_up, order, rank, group_sizes, bias_dtype, row_bytes, main_grad,
     of_weight=weight_gradient,
 ) -> tuple:  # fmt: skip
-    """Those of x, gate_up and bias, as needed; what takes most memory comes last.  `of_weight` in place of the
-    product for gate_up."""
+    """Those of x, gate_up and bias, as needed; what takes most memory comes last.  `of_weight` is the product
+    for gate_up."""
     dx = dw = dbias = None
     if needs[0]:
         dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes)

@@ -96,11 +96,9 @@ def expert_mlp(
         for a plain activation): gate_up is 4 of its 18 products of T * k * H * I numbers.  The peak of one
         layer is lower in the forward pass alone; what falls is the sum over layers.
 
-    fp8: "e4m3" or "e5m2": z, the output and the gradients of z and x, six of nine units of product, are sums
-        of 8-bit floats with a scale for each row; gradients in that format, the rest e4m3.  "e4m3_all" or
-        "e5m2_all": those of the weights too, with a scale for each token and for each channel of 128 rows of
-        an expert.  For H a multiple of 256 and I of 64 an H200 multiplies these; elsewhere their numbers are
-        multiplied in the dtype of x.
+    fp8: "e4m3" or "e5m2", the format of gradients: products are sums of 8-bit floats with scales of rows,
+        but for the weights' gradients, 3 of 9 units; with "_all" after it these too (`tgmm_fp8`).  An H200
+        multiplies them for H a multiple of 256 and I of 64; elsewhere their numbers get the dtype of x.
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless

@@ -38,7 +38,6 @@ from .quantize_amax import is_read_once, quantize_by_amax, quantize_rows_and_ama
 from .tgmm import weight_gradient
 from .tgmm_fp8 import weight_gradient_fp8
 
-
 ALL = "_all"
 RECIPES = (*FORMATS, *(format + ALL for format in FORMATS))
 
@@ -258,9 +257,9 @@ def backward_experts(ctx, dout, *_):
         w8 = quantize_columns(i.gate_up, gate_up_amax)
         dx = gmm_unpermute_fp8_op(dz, *w8, i.group_sizes, None, i.order, i.rank, None, bytes_of_dx, format)
         del w8
-    rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad, of_gate_up
+    rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad
     needs_up = False, needs.gate_up, needs.gate_up_bias
-    _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest)
+    _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest, of_gate_up)
     return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 12
 
 

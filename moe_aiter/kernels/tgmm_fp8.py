@@ -15,9 +15,10 @@ from torch import Tensor
 from ..backend import define_inplace_op, define_op, pick
 from . import hopper
 from ._groups import sum_dtype, take_rows
+from .chunk_plan import plan_chunks, rows_of_chunks
 from .quantize import FORMATS, dequantize_rows, quantize_rows
 from .tgmm import check_tgmm_into, check_tgmm_values, new_tgmm
-from .token_chunks import plan_chunks, quantize_chunks, rows_of_chunks, transpose_chunks
+from .token_chunks import quantize_chunks, transpose_chunks
 
 # reference
 
@@ -50,7 +51,7 @@ def rounded_tgmm_into(out, x, y, group_sizes, order, top_k, *formats) -> None:
 def launch_tgmm_into(
     out, x, y, group_sizes, order, top_k, x_format, y_format, accumulate=True
 ):  # fmt: skip
-    """`out` is (G, K, N).  The rows of the product are y's columns, whose scales are then few for a thread."""
+    """`out` is (G, K, N).  The rows of the product are y's columns: of their scales a thread needs few."""
     x8, factor = quantize_rows(x, x_format)
     places, chunks = plan_chunks(group_sizes, len(y))
     y8 = quantize_chunks(y, factor, order, top_k, chunks, y_format)

@@ -3,9 +3,8 @@
     row r of group g  ->  chunk first[g] + (r - s) // CHUNK, place (r - s) % CHUNK        where g begins at s
 
 Tensor cores want 8-bit operands with what they sum over side by side, so of each chunk the result holds
-column after column, (C, columns, CHUNK); places past a group's end are zero.  How many chunks there are is
-known on the device alone: C is the most that there can be, and what lies past the last chunk in use is not
-written.
+column after column, (C, columns, CHUNK).  Places past a group's end are zero.  C is the most chunks that
+there can be (`plan_chunks`); those that are not in use are not written.
 
 `quantize_chunks` gives each column of a chunk a scale of its own (the 1 x 128 scales of DeepSeek-V3,
 arXiv 2412.19437), `transpose_chunks` moves the bytes of rows that are 8-bit floats already.
@@ -20,36 +19,20 @@ from ._fp8 import CHUNK, native_fp8
 from ._groups import check_rows, wide
 from ._tile import TILE_DTYPES, dense
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
-from .quantize import FORMATS, amax_reference, limits, magnitude, quantize_by_amax_reference, scale_and_inverse
+from .chunk_plan import places_of
+from .quantize import (
+    FORMATS,
+    amax_reference,
+    limits,
+    magnitude,
+    quantize_by_amax_reference,
+    scale_and_inverse,
+)
 
 TRITON_DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
-def most_chunks(rows: int, groups: int) -> int:
-    return rows // CHUNK + groups
-
-
 # reference
-
-
-def plan_chunks_reference(group_sizes, rows):
-    G = len(group_sizes)
-    size = group_sizes.long().clamp(0, rows)
-    end = size.cumsum(0)
-    start, end = (end - size).clamp(max=rows), end.clamp(max=rows)
-    last = ((end - start + CHUNK - 1) // CHUNK).cumsum(0)
-    first = torch.cat((last.new_zeros(1), last[:-1]))
-    chunk = torch.arange(most_chunks(rows, G), device=size.device)
-    group = torch.searchsorted(last, chunk, right=True).clamp(max=G - 1)
-    chunks = torch.stack((start[group] + (chunk - first[group]) * CHUNK, end[group]), 1)
-    by_size = (end - start).argsort(descending=True, stable=True)
-    return torch.stack((by_size, first[by_size], last[by_size]), 1), chunks
-
-
-def places_of(chunks: Tensor) -> tuple[Tensor, Tensor]:
-    """The row at each place of each chunk, (C, CHUNK), and whether there is one."""
-    row = chunks[:, :1].long() + torch.arange(CHUNK, device=chunks.device)
-    return row, row < chunks[:, 1:]
 
 
 def take_chunks(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
@@ -78,52 +61,7 @@ def transpose_chunks_reference(x8, order, top_k, chunks):
     return take_chunks(x8.view(torch.uint8), *tokens_of(chunks, order, top_k)).contiguous().view(x8.dtype)
 
 
-def rows_of_chunks(y: Tensor, chunks: Tensor, rows: int) -> Tensor:
-    """The inverse: (C, columns, CHUNK) as (rows, columns), zeros for rows in no group."""
-    row, there = places_of(chunks)
-    out = y.new_zeros(rows + 1, y.shape[1])  # the last one takes what is at places without a row
-    out[row.where(there, rows)] = y.mT
-    return out[:rows]
-
-
 # kernel
-
-
-@jit_kernel
-def plan_chunks_kernel(
-    group_sizes_ptr,  # (G,)
-    places_ptr,  # (G, 3): group, its first chunk and its end, the group of most rows first
-    chunks_ptr,  # (C, 2): first row, and the row where the group ends
-    M,
-    G,
-    C,
-    CHUNK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    group = tl.program_id(0)
-    g = tl.arange(0, BLOCK_G)
-    size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
-    size = tl.minimum(tl.maximum(size, 0), M)  # or the sum could overflow
-    end = tl.cumsum(size, 0)
-    start, end = tl.minimum(end - size, M), tl.minimum(end, M)
-    size = end - start
-    count = (size + CHUNK - 1) // CHUNK
-    mine = g == group
-    my_size, my_count = tl.sum(tl.where(mine, size, 0), 0), tl.sum(tl.where(mine, count, 0), 0)
-    my_start, my_end = tl.sum(tl.where(mine, start, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
-    first = tl.sum(tl.where(g < group, count, 0), 0)
-    ahead = (g < G) & ((size > my_size) | ((size == my_size) & (g < group)))
-    place_ptr = places_ptr + 3 * tl.sum(ahead.to(tl.int32), 0)
-    tl.store(place_ptr, group)
-    tl.store(place_ptr + 1, first.to(tl.int32))
-    tl.store(place_ptr + 2, (first + my_count).to(tl.int32))
-    last = tl.where(group == G - 1, C, first + my_count)  # past the last chunk, rows past the end
-    for begin in range(first, last, BLOCK):
-        chunk = begin + tl.arange(0, BLOCK)
-        row = my_start + (chunk - first) * CHUNK
-        tl.store(chunks_ptr + 2 * chunk, row.to(tl.int32), mask=chunk < last)
-        tl.store(chunks_ptr + 2 * chunk + 1, tl.zeros_like(row).to(tl.int32) + my_end.to(tl.int32), mask=chunk < last)
 
 
 @jit_kernel
@@ -168,7 +106,11 @@ def quantize_chunks_kernel(
     scaled = ()
     for i in tl.static_range(4):
         scaled = scaled + (parts[i] * inverse[:, None],)
-    y8 = tl.join(tl.join(scaled[0], scaled[2]), tl.join(scaled[1], scaled[3])).to(FORMAT).reshape(BLOCK_N, CHUNK)
+    y8 = (
+        tl.join(tl.join(scaled[0], scaled[2]), tl.join(scaled[1], scaled[3]))
+        .to(FORMAT)
+        .reshape(BLOCK_N, CHUNK)
+    )
     places = tl.arange(0, CHUNK)[None, :]
     tl.store(out_ptr + (chunk * N + n[:, None]) * CHUNK + places, y8, mask=(n < N)[:, None])
 
@@ -231,14 +173,6 @@ def transpose_chunks_kernel(
 # launcher
 
 
-def new_plan_chunks(group_sizes, rows):
-    check_shape("group_sizes", group_sizes, "G")
-    check_index(group_sizes=group_sizes)
-    G = group_sizes.shape[0]
-    sizes = (G, 3), (most_chunks(rows, G), 2)
-    return tuple(group_sizes.new_empty(size, dtype=torch.int32) for size in sizes)
-
-
 def check_chunks(x: Tensor, order: Tensor, chunks: Tensor, **others: Tensor) -> None:
     check_shape("order", order, "M")
     check_shape("chunks", chunks, "C", "2")
@@ -264,14 +198,6 @@ def new_transpose_chunks(x8, order, top_k, chunks):
     if x8.dtype not in FORMATS.values():
         raise TypeError(f"x8 must be of 8-bit floats, not {x8.dtype}")
     return x8.new_empty(chunks.shape[0], x8.shape[1], CHUNK)
-
-
-def launch_plan_chunks(out, group_sizes, rows):
-    places, chunks = out
-    plan_chunks_kernel[(len(group_sizes),)](
-        group_sizes.contiguous(), places, chunks, rows, len(group_sizes), len(chunks),
-        CHUNK=CHUNK, BLOCK_G=next_power_of_2(len(group_sizes)), BLOCK=128, num_warps=1,
-    )  # fmt: skip
 
 
 @takes(*TILE_DTYPES)
@@ -305,12 +231,6 @@ launch_transpose_chunks.fits = lambda x8, *_: x8.shape[1] % 4 == 0
 # op
 
 
-plan_chunks_op = define_op(
-    "plan_chunks(Tensor group_sizes, SymInt rows) -> (Tensor, Tensor)",
-    new=new_plan_chunks,
-    reference=plan_chunks_reference,
-    triton=launch_plan_chunks,
-)
 quantize_chunks_op = define_op(
     "quantize_chunks(Tensor y, Tensor factor, Tensor order, int top_k, Tensor chunks, str format) "
     "-> (Tensor, Tensor)",
@@ -327,16 +247,6 @@ transpose_chunks_op = define_op(
 
 
 # public
-
-
-def plan_chunks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where so many rows, of which groups have `group_sizes` (G,), lie in chunks; nothing synchronises.
-
-    Returns two int32 tensors: `places` (G, 3), of each group its number, first chunk and end chunk, the group
-    of most rows first; and `chunks` (C, 2) with C = rows // CHUNK + G, of each chunk its first row and the
-    row where its group ends.  Chunks that are not in use begin past an end.
-    """
-    return plan_chunks_op(group_sizes, rows)
 
 
 def quantize_chunks(

@@ -35,9 +35,9 @@ class Experts(nn.Module):
     more take less memory and more time, and None leaves it to a rule.  Neither changes what is computed; see
     `expert_mlp`.
 
-    8 bits.  `fp8` makes most products those of 8-bit floats with a scale for each row; "e4m3" or "e5m2" is
-    the format of the gradients.  Parameters, their gradients and what is saved keep their dtype; see
-    `expert_mlp`.
+    8 bits.  `fp8` makes products those of 8-bit floats with scales: "e4m3" or "e5m2", the format of the
+    gradients, most of them; "e4m3_all" or "e5m2_all" those of the weights' gradients too.  Parameters, their
+    gradients and what is saved keep their dtype; see `expert_mlp`.
     """
 
     def __init__(

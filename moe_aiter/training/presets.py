@@ -63,7 +63,9 @@ class TrainConfig:
 
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU where there is one")
     dtype: str = option("auto", "of activations and matmuls: float32 or bfloat16; weights stay float32")
-    fp8: str = option("none", "experts' products of 8-bit floats: none, or gradients as e4m3 or e5m2, or with _all")
+    fp8: str = option(
+        "none", "experts' products of 8-bit floats: none, or gradients as e4m3 or e5m2, or with _all"
+    )
     compile: bool = option(False, "compile the model with torch.compile")
     log_every: int = option(1, "steps between two updates of the progress bar and of metrics.jsonl", **SIZE)
     val_every: int = option(100, "steps between two validations", **SIZE)

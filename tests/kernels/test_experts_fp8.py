@@ -239,7 +239,9 @@ def test_refuses():
     _, _, _, _, (x, gate_up, down, weights, *_) = case("no bias", torch.float32)
     plan = sort_by_expert(expert_ids(13, 5, 2), 5)
     for fp8 in ("e8m0", "_all", ["e4m3"]):
-        with pytest.raises(ValueError, match=re.escape(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
+        ):
             expert_mlp(x, gate_up, down, weights, plan, fp8=fp8)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of weights from 8-bit rows on Hopper: see ../tgmm_fp8.py, and ../token_chunks.py for the operands.
+"""Gradients of weights from 8-bit rows on Hopper: see ../tgmm_fp8.py, and ../token_chunks.py for operands.
 
 A stage is one chunk of rows: the tensor core sums it, and float32 adds that sum times the scales of the
 chunk, one for each row of the result, so that to promote sums and to scale them is one instruction.

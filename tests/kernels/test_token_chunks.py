@@ -1,0 +1,125 @@
+"""Rows in chunks, against loops over groups: the same places, the same bytes."""
+
+import pytest
+import torch
+
+from moe_aiter.config import interpret
+from moe_aiter.kernels._fp8 import CHUNK
+from moe_aiter.kernels.chunk_plan import plan_chunks, rows_of_chunks
+from moe_aiter.kernels.quantize import FORMATS, dequantize_rows, quantize_rows
+from moe_aiter.kernels.token_chunks import quantize_chunks, transpose_chunks
+
+TOP_K = 2
+SIZES = {  # of the groups, and how many rows there are
+    "even": ([256, 256], 512),
+    "ragged": ([1, 0, 127, 128, 129, 0, 31], 420),
+    "all in one": ([0, 0, 300], 300),
+    "rows in no group": ([77, 0, 5], 90),
+    "more than there are": ([100, 2**31 - 1, 7], 260),
+    "negative": ([100, -3, 60], 160),
+    "no rows": ([0, 0], 0),
+    "many": ([i * 37 % 90 for i in range(70)], 3000),
+}
+every_size = pytest.mark.parametrize("name", SIZES)
+every_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def chunks_of(sizes: list[int], rows: int) -> list[list[range]]:
+    """The rows of each chunk of each group."""
+    found, start = [], 0
+    for size in sizes:
+        end = min(start + max(size, 0), rows)
+        found.append([range(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK)])
+        start = end
+    return found
+
+
+def draw(name, device, n=48):
+    sizes, rows = SIZES[name]
+    y = torch.randn(rows, n, device=device) * torch.logspace(-2, 2, n, device=device)
+    order = torch.randperm(rows).to(device, torch.int32)
+    order[sum(map(len, (r for of_group in chunks_of(sizes, rows) for r in of_group))) :] = -1
+    return y, order, torch.tensor(sizes, device=device), sizes, rows
+
+
+@every_size
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_plan(device, name, dtype):
+    sizes, rows = SIZES[name]
+    places, chunks = plan_chunks(torch.tensor(sizes, device=device).to(dtype), rows)
+    expected = chunks_of(sizes, rows)
+    assert places.dtype == chunks.dtype == torch.int32 and len(chunks) == rows // CHUNK + len(sizes)
+    flat = [(part.start, of_group[-1].stop) for of_group in expected for part in of_group]
+    assert chunks.tolist()[: len(flat)] == [list(pair) for pair in flat]
+    assert (chunks[len(flat) :, 0] >= chunks[len(flat) :, 1]).all()
+    lasts = torch.tensor([len(of_group) for of_group in expected]).cumsum(0).tolist()
+    lengths = [sum(map(len, of_group)) for of_group in expected]
+    by_size = sorted(range(len(sizes)), key=lambda g: (-lengths[g], g))
+    assert places.tolist() == [[g, lasts[g] - len(expected[g]), lasts[g]] for g in by_size]
+
+
+@every_format
+@every_size
+def test_transpose(device, name, format):
+    _, order, group_sizes, sizes, rows = draw(name, device)
+    x8, _ = quantize_rows(torch.randn(rows // TOP_K, 20, device=device), format)
+    _, chunks = plan_chunks(group_sizes, rows)
+    got = transpose_chunks(x8, order, TOP_K, chunks)
+    assert got.shape == (len(chunks), 20, CHUNK) and got.is_contiguous()
+    for c, part in enumerate(part for of_group in chunks_of(sizes, rows) for part in of_group):
+        expected = torch.zeros(20, CHUNK, dtype=torch.uint8, device=device)
+        expected[:, : len(part)] = x8.view(torch.uint8)[order[part.start : part.stop].long() // TOP_K].T
+        assert torch.equal(got[c].view(torch.uint8), expected)
+
+
+@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@every_format
+@every_size
+def test_quantize(device, name, format):
+    """Each column of a chunk as `quantize_rows` has it, once its rows are multiplied."""
+    y, order, group_sizes, sizes, rows = draw(name, device)
+    factor = torch.rand(rows // TOP_K, device=device) + 0.1
+    _, chunks = plan_chunks(group_sizes, rows)
+    got, scale = quantize_chunks(y, factor, order, TOP_K, chunks, format)
+    assert got.dtype == FORMATS[format] and got.shape == (len(chunks), 48, CHUNK)
+    for c, part in enumerate(part for of_group in chunks_of(sizes, rows) for part in of_group):
+        m = slice(part.start, part.stop)
+        expected, expected_scale = quantize_rows((y[m] * factor[order[m].long() // TOP_K][:, None]).T, format)
+        assert torch.equal(scale[c], expected_scale)
+        assert torch.equal(got[c, :, : len(part)].float(), expected.float())
+        assert not got[c, :, len(part) :].float().any()
+
+
+@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+def test_what_is_not_finite_stays_in_its_column(device):
+    y, order, group_sizes, _, rows = draw("ragged", device)
+    y[200, 3], y[201, 5] = float("inf"), float("nan")
+    _, chunks = plan_chunks(group_sizes, rows)
+    _, scale = quantize_chunks(y, y.new_ones(rows // TOP_K), order, TOP_K, chunks)
+    spoilt = scale[:4].isnan().nonzero().tolist()
+    assert spoilt == [[2, 3], [2, 5]]
+
+
+@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@every_size
+def test_there_and_back(device, name):
+    y, order, group_sizes, sizes, rows = draw(name, device)
+    _, chunks = plan_chunks(group_sizes, rows)
+    y8, scale = quantize_chunks(y, y.new_ones(rows // TOP_K), order, TOP_K, chunks)
+    used = chunks[:, :1] < chunks[:, 1:]
+    numbers = dequantize_rows(y8, scale, torch.float32).where(used[..., None], 0)
+    back, live = rows_of_chunks(numbers, chunks, rows), sum(map(len, sum(chunks_of(sizes, rows), [])))
+    assert torch.allclose(back[:live], y[:live], rtol=2**-4, atol=0.05)
+    assert not back[live:].any()
+
+
+def test_refuses(device):
+    y, order, group_sizes, _, rows = draw("even", device)
+    _, chunks = plan_chunks(group_sizes, rows)
+    factor = y.new_ones(rows // TOP_K)
+    with pytest.raises(ValueError, match="unknown format 'e3m4'; known: e4m3, e5m2"):
+        quantize_chunks(y, factor, order, TOP_K, chunks, "e3m4")
+    with pytest.raises(ValueError, match=r"y is \(M=510, N\) but order is \(M=512,\)"):
+        quantize_chunks(y[:-2], factor, order, TOP_K, chunks)
+    with pytest.raises(TypeError, match="x8 must be of 8-bit floats, not torch.float32"):
+        transpose_chunks(y[: rows // TOP_K], order, TOP_K, chunks)
