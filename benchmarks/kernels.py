@@ -1,10 +1,12 @@
-"""Time the kernels that have no tile to choose: those of routing, and the sums that bring rows home.
+"""Time the kernels that have no tile to choose: those of routing, the sums that bring rows home, and, where
+the GPU multiplies 8-bit floats, those that make them.
 
     python benchmarks/kernels.py A B C D E --out benchmarks/results/kernels.csv
 
-Each is checked first, against its reference in float64.  The sums are given chunks of columns as a training
-step of the shape has them, one of each width, weighted as forward and plain as backward, and stand beside a
-copy that reads and writes as many bytes.  `moe-aiter tune` measures the products.
+Each is checked first, against its reference in float64, or where it quantises against the reference's bits.
+The sums are given chunks of columns as a training step of the shape has them, one of each width, weighted as
+forward and plain as backward, and stand beside a copy that reads and writes as many bytes.  `moe-aiter tune`
+measures the products.
 """
 
 import argparse
@@ -21,10 +23,15 @@ from moe_aiter.bench.layer import FLOOR, SLACK, append, columns, distances, prov
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.bench.timing import time_graphs
 from moe_aiter.bench.tune import distinct_chunks
+from moe_aiter.kernels._fp8 import native_fp8
+from moe_aiter.kernels.chunk_plan import plan_chunks
 from moe_aiter.kernels.permute import new_unpermute
+from moe_aiter.kernels.quantize import new_quantize_rows, quantize_rows
+from moe_aiter.kernels.quantize_amax import new_quantize_by_amax, new_quantize_rows_and_amax
 from moe_aiter.kernels.route import new_route
 from moe_aiter.kernels.route_grad import new_route_backward
-from moe_aiter.kernels.sort import new_sort
+from moe_aiter.kernels.sort import new_sort, sort_by_expert
+from moe_aiter.kernels.token_chunks import new_quantize_chunks, new_transpose_chunks
 
 SOFTMAX = False, True, 1.0  # over E, renormalised, not scaled
 FIELDS = [
@@ -78,6 +85,55 @@ class Kernel:
         return list(out) if isinstance(out, tuple) else [out]
 
 
+@dataclasses.dataclass
+class Quantising(Kernel):
+    """The same for 8-bit floats, in a format that leaves no choice of bits; of chunks those in use."""
+
+    used: object = ...  # an index
+
+    def check(self) -> float:
+        poison(self.out)
+        self.run()
+        for mine, other in zip(self.out, self.by_torch(lambda t: t), strict=True):
+            if not torch.equal(mine.float()[self.used], other.float()[self.used]):
+                raise RuntimeError(f"{self.name}: not the reference's bits")
+        return 0.0
+
+
+def quantising(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+    """What a step under `fp8=` quantises: rows, weights both ways, and rows in chunks."""
+    torch.manual_seed(0)
+    T, H, I, E, k = shape.sizes  # noqa: E741
+    R = T * k
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, device=device, dtype=dtype)
+
+    order, _, sizes = sort_by_expert(normal(T, E).topk(k).indices, E)
+    rows = {"x": normal(T, H), "a": normal(R, I), "dz": normal(R, 2 * I)}
+    weights = {"gate_up": normal(E, 2 * I, H), "down": normal(E, H, I)}
+    found = []
+
+    def add(name: str, op: str, new: Callable, *inputs, used: object = ...) -> None:
+        read = (inputs[0],)
+        found.append(Quantising(name, op, new, inputs, read, inputs[0].shape[-1], used))
+
+    for name, t in (rows | weights).items():
+        add(f"rows of {name}", "quantize_rows", new_quantize_rows, t, "e4m3")
+    for name, w in weights.items():
+        add(f"rows, maxima of {name}", "quantize_rows_and_amax", new_quantize_rows_and_amax, w, "e4m3")
+        amax = w.abs().amax(-2).float()
+        add(f"columns of {name}", "quantize_by_amax", new_quantize_by_amax, w.mT, amax, "e4m3")
+    _, chunks = plan_chunks(sizes, R)
+    used = chunks[:, 0] < chunks[:, 1]
+    x8, factor = quantize_rows(rows["x"])
+    for name in ("a", "dz"):
+        given = rows[name], factor, order, k, chunks, "e4m3"
+        add(f"chunks of {name}", "quantize_chunks", new_quantize_chunks, *given, used=used)
+    add("chunks of x8", "transpose_chunks", new_transpose_chunks, x8, order, k, chunks, used=used)
+    return found
+
+
 def kernels(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
     """Those of one layer, forward and backward; its losses need no scores."""
     torch.manual_seed(0)
@@ -109,6 +165,8 @@ def kernels(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kern
 def measure(shape: Shape, dtype: torch.dtype, reps: int) -> list[dict]:
     """A row for each kernel of a shape, and for each copy; a line of each is printed."""
     found = kernels(shape, torch.device("cuda"), dtype)
+    if torch.float8_e4m3fn in native_fp8():
+        found += quantising(shape, torch.device("cuda"), dtype)
     rows = [{"kernel": k.name, "columns": k.columns, "error": k.check()} for k in found]
     runs, sizes = [k.run for k in found], [k.bytes for k in found]
     route, plan = found[:2]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import IMPLS, ORDER, runs
-from ..kernels import hopper
+from ..kernels import hopper, tgmm_fp8
 from ..kernels._expert_inputs import ExpertInputs
 from ..kernels._groups import take_rows
 from ..kernels._row_bytes import row_bytes
@@ -215,6 +215,12 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     elif op == "expert_down_grad":
         z, w, *after = rest
         w, before, module, fits = w.mT, (z,), "down_grad", hopper.fits_down_grad_fp8(x, z, w.mT)
+    elif op == "tgmm":
+        y, *plan, columns_first = rest
+        if not hopper.fits_tgmm_fp8(x, y, *plan):
+            return None
+        operands = tgmm_fp8.lay_out(x, y, *plan, "e4m3", "e4m3")
+        return lambda out, *given: tgmm_fp8.multiply(out.mT if columns_first else out, *given), operands
     else:
         return None
     if not fits:

@@ -48,22 +48,26 @@ def rounded_tgmm_into(out, x, y, group_sizes, order, top_k, *formats) -> None:
 # launcher
 
 
-def launch_tgmm_into(
-    out, x, y, group_sizes, order, top_k, x_format, y_format, accumulate=True
-):  # fmt: skip
-    """`out` is (G, K, N).  The rows of the product are y's columns: of their scales a thread needs few."""
+def lay_out(x, y, group_sizes, order, top_k, x_format, y_format) -> tuple[Tensor, ...]:
+    """The operands of a product by tensor cores: x (C, K, CHUNK), y (C, N, CHUNK) and its scales, places."""
     x8, factor = quantize_rows(x, x_format)
     places, chunks = plan_chunks(group_sizes, len(y))
     y8 = quantize_chunks(y, factor, order, top_k, chunks, y_format)
-    columns = transpose_chunks(x8, order, top_k, chunks)
-    del x8
-    launch = hopper.launcher("tgmm_fp8", "launch_tgmm_fp8")
-    launch(out.mT, columns, *y8, places, accumulate)
+    return transpose_chunks(x8, order, top_k, chunks), *y8, places
+
+
+def multiply(out, *operands, accumulate=False) -> None:
+    """`out` is (G, K, N).  The rows of the product are y's columns: of their scales a thread needs few."""
+    hopper.launcher("tgmm_fp8", "launch_tgmm_fp8")(out.mT, *operands, accumulate)
+
+
+def launch_tgmm_into(out, *inputs) -> None:
+    multiply(out, *lay_out(*inputs), accumulate=True)
 
 
 def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first, *formats) -> None:
     out = out.mT if columns_first else out
-    launch_tgmm_into(out, x, y, group_sizes, order, top_k, *formats, accumulate=False)
+    multiply(out, *lay_out(x, y, group_sizes, order, top_k, *formats))
 
 
 launch_tgmm.takes = launch_tgmm_into.takes = hopper.DTYPES

@@ -29,9 +29,6 @@ from .quantize import (
     scale_and_inverse,
 )
 
-TRITON_DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
-
-
 # reference
 
 
@@ -70,14 +67,13 @@ def quantize_chunks_kernel(
     factor_ptr,  # (T,) float32
     order_ptr,  # (M,)
     chunks_ptr,  # (C, 2)
-    out_ptr,  # (C, N, CHUNK // 4) words of four bytes
+    out_ptr,  # (C, N, CHUNK)
     scale_ptr,  # (C, N) float32
     N,
     tiles,  # of a chunk
     y_strides,  # m, n
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
-    FORMAT: tl.constexpr,  # Triton's name of the result's dtype
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -108,7 +104,7 @@ def quantize_chunks_kernel(
         scaled = scaled + (parts[i] * inverse[:, None],)
     y8 = (
         tl.join(tl.join(scaled[0], scaled[2]), tl.join(scaled[1], scaled[3]))
-        .to(FORMAT)
+        .to(out_ptr.dtype.element_ty)
         .reshape(BLOCK_N, CHUNK)
     )
     places = tl.arange(0, CHUNK)[None, :]
@@ -211,7 +207,7 @@ def launch_quantize_chunks(out, y, factor, order, top_k, chunks, format):
     tiles = cdiv(N, block_n)
     quantize_chunks_kernel[(C * tiles,)](
         y, factor, order, chunks, y8, scale, N, tiles, y.stride(),
-        **limits(y8), FORMAT=TRITON_DTYPES[format], TOP_K=top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=4,
+        **limits(y8),  TOP_K=top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
 
 

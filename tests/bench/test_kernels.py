@@ -44,6 +44,15 @@ def test_an_output_that_is_not_written_is_refused(i, message, found, monkeypatch
         found[i].check()
 
 
+@pytest.mark.interpret
+@pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
+def test_kernels_that_quantise():
+    found = kernels.quantising(SHAPES["toy"], torch.device("cpu"), torch.float16)
+    assert not any(kernel.check() for kernel in found) and len({kernel.name for kernel in found}) == 12
+    T, H, _, E, k = SHAPES["toy"].sizes
+    assert found[-1].bytes == T * H + (T * k // 128 + E) * H * 128
+
+
 @pytest.mark.parametrize(
     "gpu, argv, message",
     [

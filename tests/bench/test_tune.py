@@ -230,17 +230,23 @@ def test_products_of_8_bits(monkeypatch):
     """What a step under `fp8=` launches: the same products, of rows that were quantised along the sum."""
     launched = []
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    monkeypatch.setattr(
-        hopper, "launcher", lambda *name: lambda out, *given, **how: launched.append((name, given, how))
-    )
+
+    def launcher(*name):
+        return lambda out, *given, **how: launched.append((name, given, how | {"out": out}))
+
+    monkeypatch.setattr(hopper, "launcher", launcher)
     T, H, width, E, k = 32, 256, 64, 4, 2
     step = tune.step(Shape(T, H, width, E, k), torch.device("cpu"), torch.bfloat16)
-    for name, op, _, out, inputs in step:
+    for _, op, _, out, inputs in step:
         found = tune.of_8_bits(op, *inputs)
-        assert (found is None) == (op == "tgmm"), name
-        if found:
-            found[0](out, *found[1])
-    assert [module for (module, _), *_ in launched] == ["expert_up", "gmm", "down_grad", "gmm"]
+        found[0](out, *found[1])
+    modules = [module for (module, _), *_ in launched]
+    assert modules == ["expert_up", "gmm", "down_grad", "gmm", "tgmm_fp8", "tgmm_fp8"]
+    for (_, given, how), (name, *_, out, (x, y, *_)) in zip(launched[4:], step[4:], strict=True):
+        product, (x8, y8, scale, _, accumulate) = how["out"], given
+        assert product.data_ptr() == out.data_ptr() and product.shape == (E, y.shape[1], x.shape[1]), name
+        assert x8.shape[1:] == (x.shape[1], 128) and y8.shape == (*scale.shape, 128) and not accumulate
+    launched = launched[:4]
     R, same = T * k, [inputs for _, op, _, _, inputs in step if op != "tgmm"]
     by_columns = [False, True, True, True]
     for (_, given, how), inputs, columns in zip(launched, same, by_columns, strict=True):

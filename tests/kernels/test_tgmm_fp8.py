@@ -138,7 +138,7 @@ def test_hopper_accumulates(hopper, name, dtype, columns_first):
     out = out.mT if columns_first else out
     exact += out.double()
     tgmm_fp8_into_op(out, *inputs, "e4m3", "e5m2")
-    assert error(out, exact) < (3e-4 if dtype == torch.float32 else 2.5e-3)
+    assert error(out, exact) < (1e-3 if dtype == torch.float32 else 2.5e-3)
 
 
 @pytest.mark.gpu
