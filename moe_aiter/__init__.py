@@ -12,6 +12,7 @@ from .kernels.experts import expert_mlp
 from .kernels.glu import glu
 from .kernels.gmm import gmm
 from .kernels.grouped_gemm import grouped_gemm
+from .kernels.keep_fp8 import keep_fp8_weights
 from .kernels.ptgmm import nptgmm, ptgmm
 from .kernels.segment_gmm import segment_gmm
 from .kernels.sort import sort_by_expert
@@ -85,6 +86,7 @@ __all__ = [
     "gmm",
     "grouped_gemm",
     "hash_experts",
+    "keep_fp8_weights",
     "load_balance_loss",
     "load_statistics",
     "make_plan",

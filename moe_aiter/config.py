@@ -17,6 +17,7 @@ class Settings:
     """Each field is set by `MOE_AITER_<FIELD>`; an unknown `MOE_AITER_*` variable is an error."""
 
     backend: str = "auto"  # force one implementation everywhere: hopper, triton, host or torch
+    cache_size: int = 1024  # MB of what is computed from weights and kept; 0 keeps nothing
     debug: bool = False  # check values (expert ids, plans) and NaN-fill outputs; synchronises
     gmm_configs: str = ""  # a folder with files of block sizes for gmm, ptgmm and nptgmm: gfx942-GMM.json
     log_level: str = "WARNING"  # of the `moe_aiter` logger

@@ -18,7 +18,7 @@ SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
     ["config", "files", "metadata", "overlap", "replay"],
     ["dispatch"],
-    ["backend", "tuning"],
+    ["backend", "derived", "tuning"],
     ["kernels"],
     ["routing"],
     ["layers"],

@@ -32,6 +32,7 @@ from .expert_down import down_gradients
 from .expert_loop import ARGUMENTS
 from .expert_up import up_gradients, z_alone
 from .gmm_unpermute import column_chunks
+from .keep_fp8 import keeps_fp8, kept_fp8
 from .permute import launch_unpermute
 from .quantize import FORMATS, dequantize_rows, quantize_rows
 from .quantize_amax import is_read_once, quantize_by_amax, quantize_rows_and_amax
@@ -219,11 +220,13 @@ def launch_experts(out, *inputs) -> None:
 
 def quantize_weight(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of w (E, A, B); the columns' largest magnitudes go into `amax` (E, B), unless it is empty."""
-    if not amax.numel():
-        return quantize_rows(w)
-    *w8, found = quantize_rows_and_amax(w)
-    amax.copy_(found)
-    return tuple(w8)
+    # what is kept serves whoever asks for the magnitudes later
+    if amax.numel() or (is_read_once(w) and keeps_fp8(w)):
+        *w8, found = kept_fp8(w, "rows and amax", lambda: quantize_rows_and_amax(w))
+        if amax.numel():
+            amax.copy_(found)
+        return tuple(w8)
+    return kept_fp8(w, "rows", lambda: quantize_rows(w))
 
 
 def save_experts(ctx, inputs, output):
@@ -265,7 +268,9 @@ def backward_experts(ctx, dout, *_):
 
 def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """The columns of w (E, A, B) as rows, whose largest magnitudes are `amax` (E, B) unless that is empty."""
-    return quantize_by_amax(w.mT, amax) if amax.numel() else quantize_rows(w.mT)
+    if amax.numel():
+        return kept_fp8(w, "columns", lambda: quantize_by_amax(w.mT, amax))
+    return kept_fp8(w, "columns", lambda: quantize_rows(w.mT))
 
 
 def down_grad(amax: Tensor, format: str, dout: Tensor, z: Tensor, down: Tensor, *rest) -> tuple[Tensor, ...]:
