@@ -28,6 +28,7 @@ class Contender:
     ours: bool = False
     graphed: bool = False  # it runs from a CUDA graph, which keeps memory of its own
     backend: str | None = None  # forced, forward and backward
+    around: Callable[[], contextlib.AbstractContextManager] | None = None  # what is entered before, untimed
     dout: tuple[Tensor, ...] | None = None  # if not problem.dout
     as_ours: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = identity  # its gradients -> as in leaves
     errors: tuple[type[Exception], ...] = ()  # that it raises, beside PEER_ERRORS
@@ -36,6 +37,8 @@ class Contender:
         return torch.autograd.grad(out, self.leaves, p.dout if self.dout is None else self.dout)
 
     def context(self) -> contextlib.AbstractContextManager:
+        if self.around is not None:
+            return self.around()
         return use(self.backend) if self.backend else contextlib.nullcontext()
 
 

@@ -3,6 +3,7 @@
 Those whose name begins with "layer" route the tokens themselves; the others are given the routing.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..backend import IMPLS, ORDER, runs
 from ..config import settings
 from ..kernels.experts import expert_mlp
+from ..kernels.keep_fp8 import keep_fp8_weights
 from ..layers.moe import MoE
 from ..routing.plan import make_plan
 from .contender import PEER_ERRORS, Contender, parameter
@@ -32,6 +34,7 @@ def contenders(p: Problem) -> Iterator[Contender]:
         yield our_layer(p, graphed=True)
     if multiplies_8_bits(p):
         yield our_layer(p, fp8="e4m3")
+        yield later_micro_batch(our_layer(p, fp8="e4m3"), p)
     yield from our_experts(p)
     yield loop(p)
     for build in peers(p):
@@ -106,6 +109,18 @@ def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Cont
     name = "layer: moe_aiter MoE, CUDA graph"
     replay = torch.cuda.make_graphed_callables(layer, (p.x,))
     return Contender(name, lambda: replay(p.x), leaves, routed=True, ours=True, graphed=True)
+
+
+def later_micro_batch(contender: Contender, p: Problem) -> Contender:
+    """The same behind another micro-batch of its optimizer step, which has quantised the weights."""
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with keep_fp8_weights():
+            contender.gradients(contender.run(), p)
+            yield
+
+    return dataclasses.replace(contender, name=f"{contender.name}, later micro-batch", around=around)
 
 
 def our_experts(p: Problem) -> Iterator[Contender]:

@@ -1,11 +1,14 @@
 """What the benchmark asks, and what it holds for true."""
 
+import functools
+
 import pytest
 import torch
 
 from moe_aiter.bench import contenders, layer, problem, roofline
 from moe_aiter.bench.problem import for_loop, new_problem, truth
 from moe_aiter.bench.shapes import GROUPS, SHAPES, named
+from moe_aiter.kernels import experts_fp8
 from moe_aiter.kernels.activations import ACTIVATIONS
 
 TOYS = ["toy", "toy-oai"]
@@ -90,6 +93,27 @@ def test_zipf(device):
     p.renew(1)
     assert p.expert_ids.flatten().bincount(minlength=E).argmax() == popular
     assert [f for f in layer.check_all([contenders.our_layer(p)], p) if f["refused"]] == []
+
+
+def test_a_later_micro_batch_has_its_weights(device, monkeypatch):
+    """Nothing but tokens and gradients is quantised where it is timed, with the same results."""
+    p, quantised = toy(device), []
+    first = contenders.our_layer(p, fp8="e4m3")
+    later = contenders.later_micro_batch(first, p)
+
+    def watched(quantize, x, *rest):
+        quantised.append(x.dim())
+        return quantize(x, *rest)
+
+    for name in ("quantize_rows", "quantize_rows_and_amax", "quantize_by_amax"):
+        monkeypatch.setattr(experts_fp8, name, functools.partial(watched, getattr(experts_fp8, name)))
+    want = first.gradients(first.run(), p)
+    assert quantised.count(3) == 4
+    with later.context():
+        quantised.clear()
+        with torch.no_grad():
+            later.run()
+        assert all(map(torch.equal, later.gradients(later.run(), p), want)) and 3 not in quantised
 
 
 def test_steering_reaches_the_logits(device):
