@@ -10,7 +10,17 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from moe_aiter import derived as module
-from moe_aiter.derived import Cache, cache_size, derived, forget, set_cache_size, tensors
+from moe_aiter.derived import (
+    Cache,
+    Entry,
+    cache_size,
+    derived,
+    forget,
+    key_of,
+    set_cache_size,
+    state_of,
+    tensors,
+)
 
 
 class Calls:
@@ -123,6 +133,14 @@ def test_another_weight_at_the_same_address_is_another():
         del w
 
 
+def test_a_dead_weight_in_the_place_of_another():
+    """Which is there as long as its burial waits."""
+    cache, w = Cache(), torch.randn(3)
+    dead = weakref.ref(torch.randn(3).untyped_storage())
+    cache.entries[key_of(w, "twice")] = Entry(dead, state_of(w), "wrong", 0)
+    assert dead() is None and torch.equal(cache.get(w, "twice", lambda: w * 2), w * 2)
+
+
 def test_a_weight_that_dies_while_the_lock_is_held():
     """The collector may run anywhere, and calls back in that very thread."""
     w = torch.randn(3)
@@ -216,11 +234,12 @@ def test_a_change_while_it_is_made(w):
     assert torch.equal(derived(w, "twice", lambda: w * 2), 2 * w)
 
 
-def test_dropped_while_it_is_made():
+@pytest.mark.parametrize("drop", [Cache.forget, Cache.close])
+def test_dropped_while_it_is_made(drop):
     cache, w = Cache(), torch.randn(3)
 
     def make():
-        cache.close()  # as another thread may
+        drop(cache)  # as another thread may
         return w * 2
 
     cache.get(w, "twice", make)
