@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.grouped_gemm import grouped_gemm
+from .gemm import batched_gemm, cutlass_gemm, gemm_bias, gemm_gelu, gemm_relu, linear, matmul
 from .ops.deepgemm import deepgemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 
