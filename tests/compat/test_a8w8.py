@@ -85,7 +85,11 @@ X, W = torch.zeros(5, 32, dtype=INT8), torch.zeros(16, 32, dtype=INT8)
         (dict(input=[1]), TypeError, "input must be a tensor, not list"),
         (dict(weight=W.mT), ValueError, r"x is \(M, K=32\) but w is \(K=16, N\)"),
         (dict(weight_scale=torch.ones(5)), ValueError, r"w_scale must be .*has shape \(5,\)"),
-        (dict(output_dtype=INT8), TypeError, "out_dtype must be float16, bfloat16 or float32, not torch.int8"),
+        (
+            dict(output_dtype=INT8),
+            TypeError,
+            "out_dtype must be float16, bfloat16 or float32, not torch.int8",
+        ),
     ],
 )
 def test_bad_input_is_named(change, kind, message):

@@ -20,6 +20,7 @@ from .configuration import (
     tensor_cores_enabled,
 )
 from .ops.deepgemm import deepgemm
+from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 
 __all__ = [
@@ -32,10 +33,12 @@ __all__ = [
     "enable_tensor_cores",
     "fusion_enabled",
     "gelu",
+    "gemm_a8w8",
     "get_cache_size",
     "get_default_precision",
     "get_log_level",
     "grouped_gemm",
+    "int8_gemm",
     "set_cache_size",
     "set_default_precision",
     "set_log_level",
