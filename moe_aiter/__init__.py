@@ -30,6 +30,10 @@ from .layers import (
     OptimizedMoELayer,
     SegmentGEMMWrapper,
     balance_step,
+    fuse_gate_up,
+    fuse_projections,
+    fuse_qkv,
+    unfuse,
     use_main_grad,
 )
 from .routing import (
@@ -82,6 +86,9 @@ __all__ = [
     "attach_loss",
     "balance_step",
     "expert_mlp",
+    "fuse_gate_up",
+    "fuse_projections",
+    "fuse_qkv",
     "glu",
     "gmm",
     "grouped_gemm",
@@ -101,6 +108,7 @@ __all__ = [
     "sort_by_expert",
     "tgmm",
     "topk",
+    "unfuse",
     "unpermute",
     "use",
     "use_main_grad",

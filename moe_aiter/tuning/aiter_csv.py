@@ -242,6 +242,11 @@ def chosen(cells: dict[str, str], column: str, where: str, known: dict):
     return known[text]
 
 
+def to_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype, which may be given as rows name it."""
+    return dtype if isinstance(dtype, torch.dtype) else chosen({name: dtype}, name, "the product", dtypes())
+
+
 @functools.cache
 def dtypes() -> dict[str, torch.dtype]:
     """The dtypes of products, by torch's names."""
