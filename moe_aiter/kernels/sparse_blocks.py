@@ -61,9 +61,8 @@ def sparse_blocks_kernel(
     x_ptrs = x_ptr + m_read[:, None] * x_strides[0] + k[None, :] * x_strides[1]
     w_ptrs = values_ptr + k[:, None] * values_strides[1] + n_read[None, :] * values_strides[2]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # a block is looked up two steps before it is read, or the copies of x would wait for the list
+    # a block is looked up a step before it is read: Triton would halve the stages between list and product
     other, place = find(lists_ptr, others, places, first, end)
-    next_other, next_place = find(lists_ptr, others, places, first + 1 // STEPS, end)
     for step in range(first * STEPS, end * STEPS):
         k_start = step % STEPS * BLOCK_K
         x_step = x_ptrs + (other.to(tl.int64) * BLOCK_IN + k_start) * x_strides[1]
@@ -75,8 +74,7 @@ def sparse_blocks_kernel(
             x = tl.load(x_step, mask=k_mask[None, :], other=0.0)
             w = tl.load(w_step, mask=k_mask[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        other, place = next_other, next_place
-        next_other, next_place = find(lists_ptr, others, places, (step + 2) // STEPS, end)
+        other, place = find(lists_ptr, others, places, (step + 1) // STEPS, end)
 
     n_out = column * BLOCK_OUT + n
     n_mask = (n < BLOCK_OUT) & (n_out < N)
@@ -182,9 +180,7 @@ def launch_blocks(
     )  # fmt: skip
 
 
-def launch_blocks_grad(
-    out: Tensor, left: Tensor, right: Tensor, lists: Tensor
-) -> None:
+def launch_blocks_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor) -> None:
     (M, N), K, block = left.shape, right.shape[1], tuple(out.shape[1:])
     L, base = out.shape[0], len(lists) - 4 * out.shape[0]
     c = tuning.lookup("sparse_blocks_grad", left.dtype, block[0], block[1], M, 1)

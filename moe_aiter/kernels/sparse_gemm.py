@@ -1,4 +1,4 @@
-"""A dense input times a sparse weight: torch's layouts for `sparse_matmul`, whose pattern is made only once."""
+"""A dense input times a sparse weight: torch's layouts for `sparse_matmul`, whose patterns are read once."""
 
 from collections.abc import Callable
 
@@ -49,8 +49,11 @@ def sparse_gemm(
     three have gradients.  That of a sparse weight is sparse, in its own layout and places; of a COO weight
     with repeated places coalesced; that of a dense one is dense, and zero where it has no entry or block.
 
-    What is computed of a pattern is kept while the weight's indices, or of a dense weight its numbers, stay
-    as they are (see `moe_aiter.derived`), optimizer steps included; until then a call waits for nothing.
+    What is computed of a pattern is kept (see `moe_aiter.derived`), and the calls after the first wait for
+    nothing, while the memory of the weight's indices, or of a dense weight, stays as it is.  To torch a write
+    to a sparse weight's values is one to its indices as well: for training give a SparsePattern, or build the
+    weight around the same indices in each step.  Who writes to indices from which a weight was made, and
+    makes another of them, says `moe_aiter.derived.forget()`.
 
     Raises ValueError for shapes, devices and patterns that do not fit, TypeError for dtypes, before anything
     is launched.
@@ -76,14 +79,11 @@ def sparse_gemm(
             transposed ^= weight.layout in COLUMNS
     K = pattern.shape[0 if transposed else 1]
     if input.shape[-1] != K:
-        raise ValueError(f"input is (..., K={input.shape[-1]}) but weight is {described(K, transpose_weight)}")
+        wanted = f"(N, K={K})" if transpose_weight else f"(K={K}, N)"
+        raise ValueError(f"input is (..., K={input.shape[-1]}) but weight is {wanted}")
     x = input if input.dim() == 2 else input[None] if input.dim() == 1 else input.flatten(0, -2)
     out = sparse_matmul_op(x, values, bias, pattern.lists, *pattern.shape, transposed)
     return out if input.dim() == 2 else out.view(*input.shape[:-1], out.shape[1])
-
-
-def described(K: int, transpose_weight: bool) -> str:
-    return f"(N, K={K})" if transpose_weight else f"(K={K}, N)"
 
 
 def check_kind(weight: Tensor, kind: str | None, blocksize: int | tuple[int, int] | None) -> str:
@@ -97,9 +97,9 @@ def check_kind(weight: Tensor, kind: str | None, blocksize: int | tuple[int, int
         raise ValueError(f"unknown sparsity_pattern {kind!r}; known: {known}, or a SparsePattern")
     if kind != "block" and blocksize is not None:
         raise ValueError(f"blocksize is for sparsity_pattern='block', not {kind!r}")
-    check_shape("weight", weight, "N", "K")
     if weight.layout != torch.strided and weight.dense_dim():
         raise ValueError(f"weight must not be hybrid, but it has {weight.dense_dim()} dense dimensions")
+    check_shape("weight", weight, "N", "K")
     return kind
 
 

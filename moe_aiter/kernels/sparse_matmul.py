@@ -121,9 +121,9 @@ def check_lists(lists: Tensor, rows: int, columns: int, a: int, b: int) -> int:
     if lists.dim() != 1 or lists.dtype != torch.int32 or not lists.is_contiguous():
         raise ValueError("lists must be one contiguous int32 tensor, as make_lists returns it")
     R, C = count((rows, columns), (a, b))
-    L, rest = divmod(len(lists) - R - C - 2, 4)
-    if L < 0 or rest:
-        raise ValueError(f"lists have {len(lists)} numbers, which is none of a matrix of {R} x {C} blocks")
+    L = num_blocks(lists, R, C)
+    if L < 0 or lists.shape[0] != R + C + 2 + 4 * L:
+        raise ValueError(f"lists have {lists.shape[0]} numbers, as none of {R} x {C} blocks")
     return L
 
 

@@ -135,7 +135,7 @@ def lists_of_compressed(start: Tensor, col: Tensor, columns: int) -> Tensor:
 
 
 def num_blocks(lists: Tensor, R: int, C: int) -> int:
-    return (len(lists) - R - C - 2) // 4
+    return (lists.shape[0] - R - C - 2) // 4
 
 
 def places(lists: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:

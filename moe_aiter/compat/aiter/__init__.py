@@ -4,10 +4,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.grouped_gemm import grouped_gemm
+from ...kernels.sparse_gemm import sparse_gemm
 from .ops.deepgemm import deepgemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 
-__all__ = ["ShuffledWeight", "deepgemm", "gelu", "grouped_gemm", "shuffle_weight", "unshuffle_weight"]
+__all__ = [
+    "ShuffledWeight",
+    "deepgemm",
+    "gelu",
+    "grouped_gemm",
+    "shuffle_weight",
+    "sparse_gemm",
+    "unshuffle_weight",
+]
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
