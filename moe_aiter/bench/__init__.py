@@ -15,6 +15,7 @@ PRODUCTS = {  # command: (module with add_arguments and run, help)
     "gmm": ("gmm", "time grouped products and their peers"),
     "deepgemm": ("masked", "time masked products of 8 and of 16 bits"),
     "segment": ("segment", "time segment GEMM: LoRA, decoding, dense segments"),
+    "gemm": ("products", "time dense and other products, family by family"),
     "lora": ("lora", "time frozen experts with PEFT's adapters"),
 }
 

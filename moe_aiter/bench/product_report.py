@@ -1,4 +1,4 @@
-"""The tables of `bench gmm`, `deepgemm`, `segment` and `lora`, from the CSV of each."""
+"""The tables of `bench gmm`, `deepgemm`, `segment`, `lora` and `gemm`, from the CSV of each."""
 
 import csv
 import dataclasses
@@ -53,6 +53,8 @@ REPORTS = {
         ("tokens", "hidden", "intermediate", "experts", "top_k", "rank"),
     ),
 }
+FAMILIES = "products.csv"  # of `bench gemm`
+OURS = "moe_aiter"
 
 
 def products(folder: pathlib.Path) -> str:
@@ -62,6 +64,9 @@ def products(folder: pathlib.Path) -> str:
         if source.exists():
             with reading(source):
                 parts.append(section(REPORTS[source.name], source))
+    if (source := folder / FAMILIES).exists():
+        with reading(source):
+            parts.append(families(source))
     return "".join(parts)
 
 
@@ -77,6 +82,35 @@ def section(report: Report, source: pathlib.Path) -> str:
         parts.append(written_table(report, part))
         parts += [EARLIER] * any(earlier(part))
     return "\n".join(parts)
+
+
+def families(source: pathlib.Path) -> str:
+    """A table for each family, a row for each case."""
+    with open(source, newline="") as file:
+        rows = newest(list(csv.DictReader(file)), lambda row: (*about(row), row["case"], row["contender"]))
+    parts = ["\n## Products by family\n"]
+    for (device, family, dtype), part in grouped(rows, about):
+        parts.append(f"**{device}**, {family}, {dtype} ({versions(part)})\n")
+        cases = grouped(part, lambda row: (row["case"], row["shape"]))
+        head = ["case", "ms", "TFLOP/s", "GB/s", "times as fast as", "goal"]
+        parts.append(markdown([head, *(case_row(f"{case} ({shape})", own) for (case, shape), own in cases)]))
+    return "\n".join(parts)
+
+
+def about(row: dict) -> tuple[str, str, str]:
+    return row["device"], row["family"], row["dtype"]
+
+
+def case_row(case: str, rows: list[dict]) -> list[str]:
+    """What ours takes, and beside whom; a figure of an earlier run than the last is left out."""
+    rows = [row for row, old in zip(rows, earlier(rows), strict=True) if not old]
+    ours = next((row for row in rows if row["contender"] == OURS), None)
+    figures = [written(ours[f]) if ours and ours[f] else "–" for f in ("ms", "tflops", "gb_per_s")]
+    others = [row for row in rows if row is not ours and row["ratio"]]
+    beside = "; ".join(f"{row['contender']} {float(row['ratio']):.2f}" for row in others)
+    goals = [(float(row["goal"]), float(row["ratio"]), row["contender"]) for row in others if row["goal"]]
+    verdicts = [f"{name} {goal:g}: {'met' if ratio >= goal else 'missed'}" for goal, ratio, name in goals]
+    return [case, *figures, beside or "–", "; ".join(verdicts) or "–"]
 
 
 def written_table(report: Report, rows: list[dict]) -> str:

@@ -20,7 +20,7 @@ PASSES = {"inference": 1, "forward": 1, "step": 3}  # and their products, in for
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Milliseconds: median, 20th and 80th percentile."""
+    """Median, 20th and 80th percentile."""
 
     median: float
     p20: float
@@ -122,7 +122,12 @@ def recorded() -> torch.cuda.Event:
 
 
 def time_calls(runs: list[Callable[[], object]], reps: int, wait: Callable[[], object] = int) -> list[float]:
-    """Microseconds until each call returns: the median, all in turn, after a `wait` for those before."""
+    """The median of `call_times`."""
+    return [times.median for times in call_times(runs, reps, wait)]
+
+
+def call_times(runs: list[Callable[[], object]], reps: int, wait: Callable[[], object] = int) -> list[Times]:
+    """Microseconds until each call returns, all in turn, after a `wait` for those before."""
     samples: list[list[float]] = [[] for _ in runs]
     for round in range(WARMUP + reps):
         for turn in turns(len(runs), round):
@@ -131,7 +136,7 @@ def time_calls(runs: list[Callable[[], object]], reps: int, wait: Callable[[], o
             runs[turn]()
             if round >= WARMUP:
                 samples[turn].append(1e6 * (time.perf_counter() - start))
-    return [summary(s).median for s in samples]
+    return [summary(s) for s in samples]
 
 
 def time_graphs(runs: list[Callable[[], object]], reps: int) -> list[float]:
@@ -144,6 +149,11 @@ def time_graphs(runs: list[Callable[[], object]], reps: int) -> list[float]:
 
 def time_kernels(runs: list[Callable[[], object]], reps: int, lead: bool) -> list[float]:
     """The same of whatever launches them, with a `lead` if the host needs longer than the GPU."""
+    return [times.median for times in kernel_times(runs, reps, lead)]
+
+
+def kernel_times(runs: list[Callable[[], object]], reps: int, lead: bool) -> list[Times]:
+    """Microseconds, with more than the median; see `time_kernels`."""
     flush = l2_flush(torch.device("cuda"))
     marks: list[list[tuple]] = [[] for _ in runs]
     for round in range(reps):
@@ -155,7 +165,7 @@ def time_kernels(runs: list[Callable[[], object]], reps: int, lead: bool) -> lis
             runs[turn]()
             marks[turn].append((start, recorded()))
         torch.cuda.synchronize()
-    return [1e3 * summary([start.elapsed_time(end) for start, end in pairs]).median for pairs in marks]
+    return [summary([1e3 * start.elapsed_time(end) for start, end in pairs]) for pairs in marks]
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -1,0 +1,166 @@
+"""`moe-aiter bench gemm` checks before it times, says which goals were met, and becomes a table."""
+
+import csv
+import importlib
+
+import pytest
+import torch
+
+from moe_aiter import cli
+from moe_aiter.bench import dense, product_report, products
+from moe_aiter.bench.products import Case, Problem
+
+TOY = ("--device", "cpu", "--family", "dense", "--shape", "grouped-toy", "--reps", "1")
+
+
+def run(*argv):
+    return cli.main(["bench", "gemm", *map(str, argv)])
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def square(x, contenders, plain=None, **named):
+    """A case of x @ x, in float32."""
+    problem = Problem(contenders, lambda: x.double() @ x.double(), plain)
+    sizes = {"flops": 2 * len(x) ** 3, "bytes": 8 * len(x) ** 2}
+    return Case("square", "8x8x8", lambda *_: problem, **sizes, dtypes=("float32",), **named)
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(0)
+    return torch.randn(8, 8)
+
+
+def measure(case):
+    problem = case.make(torch.device("cpu"), torch.float32, 0)
+    return products.measure(case, problem, torch.device("cpu"), only=None, reps=2)
+
+
+def test_rows_are_appended(tmp_path, capsys):
+    path = tmp_path / "new" / "products.csv"
+    for commit in ("one", "two"):
+        assert run(*TOY, "--commit", commit, "--out", path) == 0
+    rows = read(path)
+    assert list(rows[0]) == products.FIELDS and [r["commit"] for r in rows] == ["one"] * 2 + ["two"] * 2
+    ours, loop = rows[:2]
+    assert (ours["family"], ours["case"], ours["dtype"]) == ("dense", "grouped-toy", "float32")
+    assert ours["contender"] == "moe_aiter" and ours["launch"] == "eager" and ours["goal"] == ""
+    assert float(ours["ms"]) > 0 and float(ours["tflops"]) > 0 and float(ours["gb_per_s"]) > 0
+    assert float(ours["error"]) < 1e-6 and float(ours["ratio"]) == 1
+    assert float(loop["goal"]) == 3
+    assert float(loop["ratio"]) == pytest.approx(float(loop["ms"]) / float(ours["ms"]), rel=1e-3)
+    assert "of 1 goals met" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_what_is_wrong_gets_no_time(x, capsys):
+    contenders = {
+        "moe_aiter": lambda: 1.01 * (x @ x),
+        "moe_aiter, forgetful": lambda: torch.full_like(x, float("nan")),
+        "torch": lambda: x @ x,
+        "peer": lambda: x @ x[:3],
+    }
+    rows, wrong = measure(square(x, contenders, goals={"torch": 0.97}))
+    assert wrong and [row["contender"] for row in rows] == ["torch"] and "ratio" not in rows[0]
+    printed = capsys.readouterr().out
+    assert "moe_aiter: refused, its error is 1.0e-02" in printed and "forgetful: refused" in printed
+    assert "peer cannot run here: RuntimeError" in printed
+
+
+def test_a_peer_that_is_wrong_is_not_our_fault(x):
+    rows, wrong = measure(square(x, {"moe_aiter": lambda: x @ x, "peer": lambda: -x}, plain=lambda: x @ x))
+    assert not wrong and [row["contender"] for row in rows] == ["moe_aiter"]
+
+
+def test_an_error_of_ours_is_not_swallowed(x):
+    with pytest.raises(ValueError, match=r"an output is \(3, 8\) instead of \(8, 8\)"):
+        measure(square(x, {"moe_aiter": lambda: x[:3] @ x}))
+
+
+def test_the_copy_is_there_where_a_goal_names_it(x):
+    rows, _ = measure(square(x, {"moe_aiter": lambda: x @ x}, goals={"copy": 0.85}))
+    copy = rows[-1]
+    assert copy["contender"] == "copy" and copy["goal"] == 0.85 and "tflops" not in copy
+    assert copy["gb_per_s"] == pytest.approx(8 * 64 / copy["ms"] / 1e6)
+
+
+def test_goals_in_words():
+    rows = [
+        {"contender": "moe_aiter", "ratio": 1.0, "goal": ""},
+        {"contender": "torch", "ratio": 0.98, "goal": 0.97},
+        {"contender": "copy", "ratio": 0.8, "goal": 0.85},
+    ]
+    verdicts = list(products.judged(Case("a", "1x1x1", None), rows))
+    assert [met for _, met in verdicts] == [True, False]
+    line = products.summed_up("dense", verdicts)
+    assert line == "dense: 1 of 2 goals met; missed: a 0.80 of 0.85 x copy"
+    assert products.summed_up("dense", verdicts[:1]) == "dense: 1 of 1 goals met"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--device", "cuda"), "there is no GPU that torch can use"),
+        (("--device", "cpu", "--shape", "nothing"), "there is no such case"),
+        (("--device", "cpu", "--dtype", "int3"), "there is no such case"),
+        (("--out", "old.csv"), "old.csv has other columns: date"),
+        (("--family", "nothing"), "invalid choice: 'nothing'"),
+    ],
+)
+def test_refusals(flags, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.csv").write_text("date\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        status = run(*flags)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", products.FAMILIES)
+def test_names_and_goals_of_a_family(family):
+    """No name comes twice, and what a goal names can be there."""
+    cases = importlib.import_module(f"moe_aiter.bench.{products.FAMILIES[family]}").CASES
+    names = [case.name for case in cases]
+    assert len(names) == len(set(names))
+    for case in cases:
+        assert all(hasattr(torch, dtype) for dtype in case.dtypes), case.name
+        assert products.COPY not in case.goals or case.bytes, case.name
+
+
+@pytest.mark.parametrize("case", [c for c in dense.CASES if "toy" in c.name], ids=lambda case: case.name)
+def test_toys_are_accurate_and_their_goals_name_contenders(case):
+    for dtype in case.dtypes:
+        problem = case.make(torch.device("cpu"), getattr(torch, dtype), 0)
+        rows, wrong = products.measure(case, problem, torch.device("cpu"), only=None, reps=1)
+        assert not wrong and case.goals.keys() <= {row["contender"] for row in rows}
+
+
+def test_the_report_has_a_row_for_each_case(tmp_path):
+    where = {"device": "Abacus", "torch": "2", "triton": "3", "date": "2026-01-01", "dtype": "bfloat16"}
+    where |= {"family": "dense", "case": "gelu", "shape": "8x8x8"}
+    path = tmp_path / product_report.FAMILIES
+    cells = [
+        ("old", "torch, unfused", {"ms": "9", "ratio": "9", "goal": "1.15"}),
+        ("old", "peer", {"ms": "9", "ratio": "9"}),
+        ("new", "moe_aiter", {"ms": "0.5", "tflops": "612.3", "ratio": "1"}),
+        ("new", "torch", {"ms": "0.6", "ratio": "1.2"}),
+        ("new", "torch, unfused", {"ms": "0.55", "ratio": "1.1", "goal": "1.15"}),
+    ]
+    rows = [where | {"commit": commit, "contender": name} | more for commit, name, more in cells]
+    products.append(path, rows, products.FIELDS)
+    text = product_report.products(tmp_path)
+    assert "**Abacus**, dense, bfloat16 (torch 2, Triton 3" in text
+    beside = "torch 1.20; torch, unfused 1.10 | torch, unfused 1.15: missed"
+    assert f"| gelu (8x8x8) | 0.5 | 612 | – | {beside} |" in text
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    path = tmp_path / "p.csv"
+    assert run("--family", "dense", "--shape", "toy", "--reps", 2, "--out", path) == 0
+    assert {row["launch"] for row in read(path) if row["contender"] == "moe_aiter"} == {"graph"}
