@@ -3,18 +3,46 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
 from ...kernels.sparse_gemm import sparse_gemm
+from .configuration import (
+    dynamic_shapes_enabled,
+    enable_dynamic_shapes,
+    enable_fusion,
+    enable_tensor_cores,
+    fusion_enabled,
+    get_cache_size,
+    get_default_precision,
+    get_log_level,
+    set_cache_size,
+    set_default_precision,
+    set_log_level,
+    tensor_cores_enabled,
+)
 from .ops.deepgemm import deepgemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 
 __all__ = [
     "ShuffledWeight",
+    "__version__",
     "deepgemm",
+    "dynamic_shapes_enabled",
+    "enable_dynamic_shapes",
+    "enable_fusion",
+    "enable_tensor_cores",
+    "fusion_enabled",
     "gelu",
+    "get_cache_size",
+    "get_default_precision",
+    "get_log_level",
     "grouped_gemm",
+    "set_cache_size",
+    "set_default_precision",
+    "set_log_level",
     "shuffle_weight",
     "sparse_gemm",
+    "tensor_cores_enabled",
     "unshuffle_weight",
 ]
 
