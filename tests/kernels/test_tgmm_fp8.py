@@ -142,7 +142,7 @@ def test_hopper_accumulates(hopper, name, dtype, columns_first):
 
 
 @pytest.mark.gpu
-def test_hopper_captured(hopper):
+def test_hopper_captured(hopper, no_debug):
     """A graph follows the routing, whatever it becomes."""
     x, y, sizes, order, top_k = draw("ragged", torch.bfloat16, CUDA, 256, 128)
     sizes, formats = sizes.int(), ("e4m3", "e4m3")
