@@ -5,6 +5,7 @@ from .experts import Experts
 from .live import LiveTable
 from .lora import LoRAExperts, LoRALinear
 from .main_grad import use_main_grad
+from .mha import mha_fwd
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, Monitor
 from .optimized import OptimizedMoELayer
@@ -24,5 +25,6 @@ __all__ = [
     "SegmentGEMMWrapper",
     "ShuffledWeight",
     "balance_step",
+    "mha_fwd",
     "use_main_grad",
 ]

@@ -155,7 +155,7 @@ def test_hopper_accumulates(hopper, name, dtype, columns_first):
 
 
 @pytest.mark.gpu
-def test_hopper_captured(hopper):
+def test_hopper_captured(hopper, no_debug):
     """A graph follows the routing, whatever it becomes."""
     *operands, sizes, order, top_k = quantised(*draw("ragged", torch.bfloat16, CUDA, 256, 128))
     inputs = *operands, (sizes := sizes.int()), order, top_k, False, "e4m3"
