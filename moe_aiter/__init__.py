@@ -16,6 +16,8 @@ from .kernels.keep_fp8 import keep_fp8_weights
 from .kernels.ptgmm import nptgmm, ptgmm
 from .kernels.segment_gmm import segment_gmm
 from .kernels.sort import sort_by_expert
+from .kernels.sparse_gemm import sparse_gemm
+from .kernels.sparse_pattern import SparsePattern
 from .kernels.tgmm import tgmm
 from .kernels.topk import topk
 from .layers import (
@@ -81,6 +83,7 @@ __all__ = [
     "Routing",
     "SegmentGEMMWrapper",
     "Sinkhorn",
+    "SparsePattern",
     "TokenRounding",
     "TopP",
     "attach_loss",
@@ -106,6 +109,7 @@ __all__ = [
     "segment_gmm",
     "sequence_balance_loss",
     "sort_by_expert",
+    "sparse_gemm",
     "tgmm",
     "topk",
     "unfuse",

@@ -6,6 +6,7 @@ from .fuse import fuse_gate_up, fuse_projections, fuse_qkv, unfuse
 from .live import LiveTable
 from .lora import LoRAExperts, LoRALinear
 from .main_grad import use_main_grad
+from .mha import mha_fwd
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, Monitor
 from .optimized import OptimizedMoELayer
@@ -28,6 +29,7 @@ __all__ = [
     "fuse_gate_up",
     "fuse_projections",
     "fuse_qkv",
+    "mha_fwd",
     "unfuse",
     "use_main_grad",
 ]
