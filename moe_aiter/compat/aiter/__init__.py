@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
+from ...kernels.sparse_gemm import sparse_gemm
 from .configuration import (
     dynamic_shapes_enabled,
     enable_dynamic_shapes,
@@ -43,6 +44,7 @@ __all__ = [
     "set_default_precision",
     "set_log_level",
     "shuffle_weight",
+    "sparse_gemm",
     "tensor_cores_enabled",
     "unshuffle_weight",
 ]

@@ -122,9 +122,9 @@ def fits_home_fp8(x, w8, *_) -> bool:
     return is_hopper(x.device) and few(w8) and x.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
 
 
-def fits_down_grad_fp8(dout, z, w8, *_) -> bool:
+def fits_down_grad_fp8(dout8, dout_scale, z, w8, *_) -> bool:
     _, N, K = w8.shape
-    fit = is_hopper(dout.device) and few(w8) and by_tma(z) and dout.numel() < 2**31
+    fit = is_hopper(z.device) and z.dtype in DTYPES and few(w8) and by_tma(z) and dout8.numel() < 2**31
     return fit and K % PROMOTED_K == 0 and N % 64 == 0
 
 
@@ -139,11 +139,11 @@ def fits_tgmm_into(
     return fits_tgmm(x, y, group_sizes, order) and not tile and (accumulate or plain)
 
 
-def fits_tgmm_fp8(x, y, group_sizes, *_) -> bool:
-    K, N = x.shape[1], y.shape[1]
+def fits_tgmm_fp8(x8, factor, y, group_sizes, *_) -> bool:
+    K, N = x8.shape[1], y.shape[1]
     chunks = y.shape[0] // CHUNK + group_sizes.shape[0]
-    fit = is_hopper(x.device) and min(x.numel(), y.numel()) > 0 and K % 16 == 0 and N % 16 == 0
-    return fit and chunks * max(K, N) < 2**31
+    fit = is_hopper(y.device) and y.dtype in DTYPES and min(x8.numel(), y.numel()) > 0
+    return fit and K % 16 == 0 and N % 16 == 0 and chunks * max(K, N) < 2**31
 
 
 def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
