@@ -4,53 +4,73 @@ import dataclasses
 import os
 import typing
 
+VERSION = "0.1.0"
 PREFIX = "MOE_AITER_"
+# settings that AITER's documents call AITER_<FIELD>: that counts where ours is not given
+AITER = {"cache_size", "debug", "default_precision", "enable_fusion", "enable_tensor_cores", "log_level"}
+AITER |= {"config_gemm_bf16", "log_tuned_config", "tune_gemm"}
 CHOICES = {
     "backend": ("auto", "hopper", "triton", "host", "torch"),
     "matmul_precision": ("ieee", "tf32"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "default_precision": ("", "FP16", "BF16", "TF32", "FP32"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Each field is set by `MOE_AITER_<FIELD>`; an unknown `MOE_AITER_*` variable is an error."""
+    """Each field is set by `MOE_AITER_<FIELD>`, some by `AITER_<FIELD>` as well.  An unknown `MOE_AITER_*`
+    variable is an error; what else is called `AITER_*` is AITER's own."""
 
     backend: str = "auto"  # force one implementation everywhere: hopper, triton, host or torch
     cache_size: int = 1024  # MB of what is computed from weights and kept; 0 keeps nothing
+    config_gemm_bf16: str = ""  # files of tuned products, as AITER writes them: mine.csv:theirs.csv
     debug: bool = False  # check values (expert ids, plans) and NaN-fill outputs; synchronises
+    default_precision: str = ""  # of float32 inputs of AITER's functions: FP16, BF16, TF32 or FP32
+    enable_dynamic_shapes: bool = False  # convolutions do not search the fastest kernel of each new shape
+    enable_fusion: bool = True  # 0: AITER's functions run as the separate steps that they stand for
+    enable_tensor_cores: bool = True  # 0: AITER's functions multiply in float32, without tensor cores
     gmm_configs: str = ""  # a folder with files of block sizes for gmm, ptgmm and nptgmm: gfx942-GMM.json
     log_level: str = "WARNING"  # of the `moe_aiter` logger
+    log_tuned_config: bool = False  # log, from INFO on, which implementation each tuned product gets
     matmul_precision: str = "ieee"  # float32 products in Triton kernels: ieee, or tf32 on tensor cores
     num_threads: int = 0  # threads of the C++ extension, at most torch.get_num_threads(); 0: as many
+    preshuffle_m_threshold: int = 64  # rows from which on a patched Linear takes its shuffled weight
+    tune_gemm: str = ""  # a file that gets the sizes of tuned products; 1: bf16_untuned_gemm.csv
 
     @classmethod
     def from_env(cls, env: typing.Mapping[str, str] = os.environ) -> "Settings":
         known = {f.name: f for f in dataclasses.fields(cls)}
-        given = {k.removeprefix(PREFIX).lower(): v for k, v in env.items() if k.startswith(PREFIX)}
+        given = {k.removeprefix(PREFIX).lower(): k for k in env if k.startswith(PREFIX)}
         if unknown := given.keys() - known.keys():
             raise ValueError(f"unknown settings {variables(unknown)}; known: {variables(known)}")
-        return cls(**{k: parse(k, v, known[k].type) for k, v in given.items()})
+        aiter = {name: f"AITER_{name.upper()}" for name in AITER}
+        given = {name: variable for name, variable in aiter.items() if variable in env} | given
+        return cls(**{k: parse(variable, env[variable], known[k]) for k, variable in given.items()})
 
 
 def variables(names: typing.Iterable[str]) -> str:
     return ", ".join(PREFIX + name.upper() for name in sorted(names))
 
 
-def parse(name: str, text: str, kind: type):
+def parse(variable: str, text: str, field: dataclasses.Field):
     """The value of one setting, or a ValueError that names its variable and the choices."""
-    variable = PREFIX + name.upper()
-    if kind is bool:
+    if field.type is bool:
         if text.lower() not in ("", "0", "false", "1", "true"):
             raise ValueError(f"{variable} is {text!r}; it takes 0 or 1")
         return text.lower() in ("1", "true")
-    if kind is int:
+    if field.type is int:
         if not text.isdecimal():
             raise ValueError(f"{variable} is {text!r}; it takes a whole number, 0 or more")
         return int(text)
-    if name in CHOICES and text not in CHOICES[name]:
-        raise ValueError(f"{variable} is {text!r}; it takes {', '.join(CHOICES[name])}")
-    return text
+    return check_choice(variable, text, CHOICES.get(field.name, (text,)))
+
+
+def check_choice(what: str, given: str, choices: tuple[str, ...]) -> str:
+    """What is given, or a ValueError that names it and what it may be."""
+    if given not in choices:
+        raise ValueError(f"{what} is {given!r}; it takes {', '.join(filter(None, choices))}")
+    return given
 
 
 settings = Settings.from_env()

@@ -62,6 +62,12 @@ def register(
     return call
 
 
+def compose(schema: str, fn: Callable) -> None:
+    """Tell torch about an op that consists of torch's: its gradient, fake and compiled form are theirs."""
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIB.impl(schema.partition("(")[0], fn, "CompositeImplicitAutograd")
+
+
 def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
     for (argument, kind, words), given in zip(arguments, inputs, strict=True):
         if not isinstance(given, kind):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moe_aiter.config import CHOICES, PREFIX, Settings
+from moe_aiter.config import AITER, CHOICES, PREFIX, Settings
 
 
 def test_defaults():
@@ -16,12 +16,28 @@ def test_defaults():
 
 
 def test_each_field_has_its_variable():
-    texts = {bool: "1", int: "3"}
+    texts = {"True": "0", "False": "1", "0": "3", "64": "3", "1024": "3"}  # by default
     for field in dataclasses.fields(Settings):
-        text = texts.get(field.type) or CHOICES.get(field.name, ["folder"])[-1]
+        text = texts.get(str(field.default)) or CHOICES.get(field.name, ["folder"])[-1]
         got = getattr(Settings.from_env({PREFIX + field.name.upper(): text}), field.name)
-        assert str(got) == {"1": "True"}.get(text, text)
+        assert str(got) == {"0": "False", "1": "True"}.get(text, text)
         assert got != field.default or len(CHOICES.get(field.name, ())) == 1
+
+
+@pytest.mark.parametrize("name", sorted(AITER))
+def test_aiters_variables_count_where_ours_are_not_given(name):
+    default = getattr(Settings(), name)
+    other = {bool: str(int(not default)), int: "5", str: CHOICES.get(name, ["file.csv"])[-1]}[type(default)]
+    variable = f"AITER_{name.upper()}"
+    changed = getattr(Settings.from_env({variable: other}), name)
+    assert changed != default
+    ours = str(int(default)) if isinstance(default, bool) else str(default)
+    given = {variable: other, PREFIX + name.upper(): ours}
+    assert getattr(Settings.from_env(given), name) == default
+
+
+def test_other_variables_of_aiter_are_its_own():
+    assert Settings.from_env({"AITER_JIT_DIR": "x", "AITER_REBUILD": "1"}) == Settings()
 
 
 @pytest.mark.parametrize(
@@ -42,6 +58,10 @@ def test_switches(text, value):
             "MOE_AITER_BACKEND is 'cuda'; it takes auto, hopper, triton, host, torch",
         ),
         ("MOE_AITER_LOG_LEVEL", "loud", "MOE_AITER_LOG_LEVEL is 'loud'; it takes DEBUG"),
+        ("AITER_LOG_LEVEL", "loud", "^AITER_LOG_LEVEL is 'loud'; it takes DEBUG, INFO, WARNING, ERROR"),
+        ("AITER_DEFAULT_PRECISION", "INT3", "^AITER_DEFAULT_PRECISION is 'INT3'; it takes FP16, BF16, TF32"),
+        ("AITER_ENABLE_FUSION", "no", "^AITER_ENABLE_FUSION is 'no'; it takes 0 or 1"),
+        ("AITER_CACHE_SIZE", "1 GB", "^AITER_CACHE_SIZE is '1 GB'; it takes a whole number"),
         ("MOE_AITER_DEBGU", "1", "unknown settings MOE_AITER_DEBGU; known: .*MOE_AITER_DEBUG"),
     ],
 )

@@ -19,6 +19,7 @@ LEVELS = [
     ["config", "files", "metadata", "overlap", "replay"],
     ["dispatch"],
     ["backend", "derived", "tuning"],
+    ["switches"],
     ["kernels"],
     ["routing"],
     ["layers"],

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..backend import IMPLS, ORDER, runs
 from ..config import settings
 from ..kernels.experts import expert_mlp
+from ..kernels.experts_fp8 import ALL
 from ..kernels.keep_fp8 import keep_fp8_weights
 from ..layers.moe import MoE
 from ..routing.plan import make_plan
@@ -32,9 +33,9 @@ def contenders(p: Problem) -> Iterator[Contender]:
     yield our_layer(p)
     if p.x.is_cuda and not settings.debug and keeps_room(p):  # debug's checks synchronise
         yield our_layer(p, graphed=True)
-    if multiplies_8_bits(p):
-        yield our_layer(p, fp8="e4m3")
-        yield later_micro_batch(our_layer(p, fp8="e4m3"), p)
+    for fp8 in ("e4m3", "e4m3" + ALL) if multiplies_8_bits(p) else ():
+        yield our_layer(p, fp8=fp8)
+        yield later_micro_batch(our_layer(p, fp8=fp8), p)
     yield from our_experts(p)
     yield loop(p)
     for build in peers(p):

@@ -214,12 +214,12 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
         before, module, fits = (), "expert_up", hopper.fits_up_fp8(x, w, None, *after)
     elif op == "expert_down_grad":
         z, w, *after = rest
-        w, before, module, fits = w.mT, (z,), "down_grad", hopper.fits_down_grad_fp8(x, z, w.mT)
+        w, before, module, fits = w.mT, (z,), "down_grad", hopper.fits_down_grad_fp8(x, None, z, w.mT)
     elif op == "tgmm":
         y, *plan, columns_first = rest
-        if not hopper.fits_tgmm_fp8(x, y, *plan):
+        if not hopper.fits_tgmm_fp8(x, None, y, *plan):
             return None
-        operands = tgmm_fp8.lay_out(x, y, *plan, "e4m3", "e4m3")
+        operands = tgmm_fp8.lay_out(*quantize_rows(x), y, *plan, "e4m3")
         return lambda out, *given: tgmm_fp8.multiply(out.mT if columns_first else out, *given), operands
     else:
         return None

@@ -49,13 +49,13 @@ def check_fp8(fp8: str | None) -> None:
         raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
 
 
-def products_of_weights(recipe: str) -> tuple[Callable, Callable]:
-    """What multiplies for the gradients of gate_up and of down."""
+def products_of_weights(recipe: str, dout8: tuple[Tensor, Tensor]) -> tuple[Callable, Callable]:
+    """What multiplies for the gradients of gate_up, x and dz, and of down, dout, which is quantised already,
+    and s * f(z)."""
     if not recipe.endswith(ALL):
         return weight_gradient, weight_gradient
-    format = recipe.removesuffix(ALL)
-    gate_up, down = ("e4m3", format), (format, "e4m3")  # of x and dz, and of dout and s * f(z)
-    return functools.partial(weight_gradient_fp8, *gate_up), functools.partial(weight_gradient_fp8, *down)
+    of_gate_up = functools.partial(weight_gradient_fp8, quantize_rows, recipe.removesuffix(ALL))
+    return of_gate_up, functools.partial(weight_gradient_fp8, lambda dout: dout8, "e4m3")
 
 
 # reference
@@ -82,9 +82,9 @@ def rounded_home(out, x, w8, w_scale, *rest) -> None:
     pick("gmm_unpermute", *inputs)(out, *inputs)
 
 
-def rounded_down_grad(out, dout, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
-    *rest, format = rest
-    inputs = rounded(dout, format), z, dequantize_rows(w8, w_scale, z.dtype).mT, *rest
+def rounded_down_grad(out, dout8, dout_scale, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
+    dout, w = dequantize_rows(dout8, dout_scale, z.dtype), dequantize_rows(w8, w_scale, z.dtype).mT
+    inputs = dout, z, w, *rest
     pick(op, *inputs)(out, *inputs)
 
 
@@ -112,25 +112,19 @@ def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, ro
         del rows  # before the next chunk's
 
 
-def launch_down_grad(out, dout, z, w8, w_scale, routing_weights, order, rank, *rest) -> None:
-    *rest, format = rest
-    dout8, dout_scale = quantize_rows(dout, format)
+def launch_down_grad(out, dout8, dout_scale, z, w8, w_scale, routing_weights, order, rank, *rest) -> None:
     scales = take_rows(dout_scale, order, rank.shape[1]), w_scale
     launch = hopper.launcher("down_grad", "launch_down_grad")
     launch(out, dout8, z, w8.mT, routing_weights, order, rank, *rest, scales=scales)
 
 
-def launch_over_z(out, dout, z, *rest) -> None:
-    launch_down_grad((z, *out), dout, z, *rest)
+def launch_over_z(out, dout8, dout_scale, z, *rest) -> None:
+    launch_down_grad((z, *out), dout8, dout_scale, z, *rest)
 
 
-for launch, fits in (
-    (launch_up, hopper.fits_up_fp8),
-    (launch_home, hopper.fits_home_fp8),
-    (launch_down_grad, hopper.fits_down_grad_fp8),
-    (launch_over_z, hopper.fits_down_grad_fp8),
-):
-    launch.takes, launch.fits = hopper.DTYPES, fits
+launch_up.takes = launch_home.takes = hopper.DTYPES
+launch_up.fits, launch_home.fits = hopper.fits_up_fp8, hopper.fits_home_fp8
+launch_down_grad.fits = launch_over_z.fits = hopper.fits_down_grad_fp8
 
 
 # op
@@ -141,8 +135,8 @@ def new_up(x, w8, w_scale, bias, order, rank, group_sizes, activation, interleav
     return x.new_empty(R if save_z else 0, width), x.new_empty(R, width // get_activation(activation).parts)
 
 
-def new_beside(dout, z, w8, w_scale, routing_weights, order, rank, *rest):
-    a = dout.new_empty(order.shape[0] if rest[-2] else 0, w8.shape[1])
+def new_beside(dout8, dout_scale, z, w8, w_scale, routing_weights, order, rank, *rest):
+    a = z.new_empty(order.shape[0] if rest[-1] else 0, w8.shape[1])
     return a, routing_weights.new_empty(rank.shape, dtype=sum_dtype(z))
 
 
@@ -158,7 +152,7 @@ UP = (
 )
 DOWN = (
     "Tensor w8, Tensor w_scale, Tensor routing_weights, Tensor order, Tensor rank, Tensor group_sizes, "
-    "str activation, bool interleaved, bool need_a, str format"
+    "str activation, bool interleaved, bool need_a"
 )
 expert_up_fp8_op = define_op(
     f"expert_up_fp8({UP}, bool save_z) -> (Tensor, Tensor)",
@@ -180,13 +174,13 @@ gmm_unpermute_fp8_op = define_op(
     hopper=launch_home,
 )
 expert_down_grad_fp8_op = define_op(
-    f"expert_down_grad_fp8(Tensor dout, Tensor z, {DOWN}) -> (Tensor, Tensor, Tensor)",
-    new=lambda dout, z, *rest: (torch.empty_like(z), *new_beside(dout, z, *rest)),
+    f"expert_down_grad_fp8(Tensor dout8, Tensor dout_scale, Tensor z, {DOWN}) -> (Tensor, Tensor, Tensor)",
+    new=lambda *inputs: (torch.empty_like(inputs[2]), *new_beside(*inputs)),
     **everywhere(rounded_down_grad),
     hopper=launch_down_grad,
 )
 expert_down_grad_fp8_over_z_op = define_op(
-    f"expert_down_grad_fp8_over_z(Tensor dout, Tensor(a!) z, {DOWN}) -> (Tensor, Tensor)",
+    f"expert_down_grad_fp8_over_z(Tensor dout8, Tensor dout_scale, Tensor(a!) z, {DOWN}) -> (Tensor, Tensor)",
     new=new_beside,
     **everywhere(rounded_over_z),
     hopper=launch_over_z,
@@ -239,7 +233,9 @@ def save_experts(ctx, inputs, output):
 def backward_experts(ctx, dout, *_):
     *saved, z, gate_up_amax, down_amax = ctx.saved_tensors
     *others, _, bytes_of_dx, _, recipe = ctx.others
-    format, (of_gate_up, of_down) = recipe.removesuffix(ALL), products_of_weights(recipe)
+    format = recipe.removesuffix(ALL)
+    dout8 = quantize_rows(dout, format)
+    of_gate_up, of_down = products_of_weights(recipe, dout8)
     i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:14])
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
@@ -248,13 +244,13 @@ def backward_experts(ctx, dout, *_):
             gate_up_amax = i.x.new_empty(i.gate_up.shape[::2], dtype=torch.float32)
         z = expert_z_fp8_op(i.x, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act)
     over_z = spend_z and is_unwatched(z, dout)
-    grad = functools.partial(down_grad_over_z if over_z else down_grad, down_amax, format)
+    grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, down_amax)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
     needs_down = needs.down, needs.down_bias
     dz, ddown, ddown_bias, ds = down_gradients(
         needs_down, False, dout, saved, *act, i.down_main_grad, grad, of_down
     )
-    del z, saved  # where dz is not in its memory
+    del z, saved, dout8, grad, of_down  # where dz is not in the memory of z
     dx = None
     if needs.x:
         w8 = quantize_columns(i.gate_up, gate_up_amax)
@@ -273,13 +269,13 @@ def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     return kept_fp8(w, "columns", lambda: quantize_rows(w.mT))
 
 
-def down_grad(amax: Tensor, format: str, dout: Tensor, z: Tensor, down: Tensor, *rest) -> tuple[Tensor, ...]:
-    return expert_down_grad_fp8_op(dout, z, *quantize_columns(down, amax), *rest, format)
+def down_grad(dout8: tuple, amax: Tensor, dout: Tensor, z: Tensor, down: Tensor, *rest) -> tuple[Tensor, ...]:
+    return expert_down_grad_fp8_op(*dout8, z, *quantize_columns(down, amax), *rest)
 
 
-def down_grad_over_z(amax: Tensor, format: str, dout: Tensor, z: Tensor, down: Tensor, *rest):
+def down_grad_over_z(dout8: tuple, amax: Tensor, dout: Tensor, z: Tensor, down: Tensor, *rest):
     """The same, but dz is in the memory of z."""
-    a, ds = expert_down_grad_fp8_over_z_op(dout, z, *quantize_columns(down, amax), *rest, format)
+    a, ds = expert_down_grad_fp8_over_z_op(*dout8, z, *quantize_columns(down, amax), *rest)
     torch.autograd.graph.increment_version(z)  # if anybody had saved z after all, torch would raise
     return z.detach(), a, ds
 

@@ -58,6 +58,18 @@ def magnitude(x):
 
 
 @triton.jit
+def magnitude_bits(x):
+    """The bits of |x| in float32, ordered as magnitudes are, where a NaN comes last."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def magnitude_of(bits):
+    """In float32; infinity for a NaN as well."""
+    return tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scale_and_inverse(amax, MOST: tl.constexpr, LEAST: tl.constexpr):
     scale = tl.where(amax == float("inf"), float("nan"), tl.maximum(amax * (1 / MOST), LEAST))
     return scale, tl.div_rn(1.0, scale)

@@ -18,7 +18,8 @@ from .quantize import (
     amax_reference,
     launch_quantize_rows,
     limits,
-    magnitude,
+    magnitude_bits,
+    magnitude_of,
     new_quantize_rows,
     quantize_by_amax_reference,
     quantize_rows_reference,
@@ -60,18 +61,18 @@ def quantize_rows_and_amax_kernel(
     x_stride_g, x_stride_m, x_stride_k = x_strides
     x_ptr += group * x_stride_g
     at = k.to(tl.int64)[None, :] * x_stride_k
-    columns = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    columns = tl.zeros((BLOCK_K,), tl.int32)
     for first in tl.range(block * ROWS, min(block * ROWS + ROWS, M), BLOCK_M, num_stages=STAGES):
         m = first + tl.arange(0, BLOCK_M)
         mask = (m < M)[:, None] & (k < K)[None, :]
         x = tl.load(x_ptr + m.to(tl.int64)[:, None] * x_stride_m + at, mask=mask, other=0.0)
-        size = magnitude(x)
-        columns = tl.maximum(columns, size)
-        scale, inverse = scale_and_inverse(tl.max(size, 1), MOST, LEAST)
+        bits = magnitude_bits(x)
+        columns = tl.maximum(columns, tl.max(bits, 0))
+        scale, inverse = scale_and_inverse(magnitude_of(tl.max(bits, 1)), MOST, LEAST)
         tl.store(scale_ptr + group * M + m, scale, mask=m < M)
         x8 = (x.to(tl.float32) * inverse[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (group * M + m[:, None]) * K + k[None, :], x8, mask=mask)
-    tl.store(amax_ptr + (group * blocks + block) * K + k, tl.max(columns, 0), mask=k < K)
+    tl.store(amax_ptr + (group * blocks + block) * K + k, magnitude_of(columns), mask=k < K)
 
 
 @jit_kernel

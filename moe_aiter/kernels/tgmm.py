@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backend import define_inplace_op, define_op, takes
 from . import hopper
 from ._by_group import fill_tgmm, fill_tgmm_into, fill_tgmm_sums
-from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape
+from ._check import FLOATS, check_float, check_own_memory, check_shape
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows
 from ._tile import TILE_DTYPES, add_columns, dense, given_or_found, group_rows, swizzle, tile_options, walk
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
@@ -176,12 +176,17 @@ def tgmm_kernel(
 # launcher
 
 
-def new_tgmm(x, y, group_sizes, order, top_k, columns_first):
+def shape_of_tgmm(x, y, group_sizes, order, top_k, **others: Tensor) -> tuple[int, int, int]:
+    """(G, K, N), once x and y fit the groups, and everything is on one device."""
     check_shape("y", y, "M", "N")
     check_rows("x", x, "K", order, top_k, y.shape[0])
+    check_groups(group_sizes, x, y=y, order=order, **others)
+    return group_sizes.shape[0], x.shape[1], y.shape[1]
+
+
+def new_tgmm(x, y, group_sizes, order, top_k, columns_first):
+    G, K, N = shape_of_tgmm(x, y, group_sizes, order, top_k)
     check_float(x=x, y=y)
-    check_groups(group_sizes, x, y=y, order=order)
-    G, K, N = group_sizes.shape[0], x.shape[1], y.shape[1]
     return x.new_empty(G, N, K) if columns_first else x.new_empty(G, K, N)
 
 
@@ -197,13 +202,9 @@ def check_tgmm_values(x, y, group_sizes, order=None, *_):
 def check_tgmm_into(
     out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
 ):  # fmt: skip
-    expected = new_tgmm(x, y, group_sizes, order, top_k, False).shape
-    if out.shape != expected or out.dtype not in FLOATS:
-        raise ValueError(
-            f"out must be floating (G, K, N) = {tuple(expected)}, but it is {out.dtype} {tuple(out.shape)}"
-        )
-    check_device(x=x, out=out, sums=sums)
-    check_own_memory("out", out)
+    expected = shape_of_tgmm(x, y, group_sizes, order, top_k, out=out, sums=sums)
+    check_float(x=x, y=y)
+    check_sum("out", out, expected)
     if sums is not None:
         expected = expected[0], expected[2 if sums_of_y else 1]
         if sums.shape != expected or sums.dtype != torch.float32:
@@ -212,6 +213,15 @@ def check_tgmm_into(
                 f"but it is {sums.dtype} {tuple(sums.shape)}"
             )
         check_own_memory("sums", sums)
+
+
+def check_sum(name: str, out: Tensor, expected: tuple[int, int, int]) -> None:
+    """Raise unless the gradient of a weight can be added to `out`."""
+    if out.shape != expected or out.dtype not in FLOATS:
+        raise ValueError(
+            f"{name} must be floating (G, K, N) = {expected}, but it is {out.dtype} {tuple(out.shape)}"
+        )
+    check_own_memory(name, out)
 
 
 @takes(*TILE_DTYPES)

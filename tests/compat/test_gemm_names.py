@@ -123,3 +123,21 @@ def test_linear_is_that_of_torch(xwb, dtype):
             F.linear(given, weight, bias) - exact
         ).norm() + 1e-6 * exact.norm()
     assert aiter.linear(x, weight[0]).shape == (7,)
+
+
+def test_the_switches_count(xwb):
+    """Steps instead of a fused product, and float32 computed as another dtype."""
+    x, weight, bias = xwb
+    expected = F.gelu(F.linear(x, weight, bias))
+    aiter.enable_fusion(False)
+    try:
+        close(aiter.gemm_gelu(x, weight, bias), expected)
+        close(aiter.gemm_bias(x, weight, bias), F.linear(x, weight, bias))
+    finally:
+        aiter.enable_fusion(True)
+    aiter.set_default_precision("BF16")
+    try:
+        got = aiter.gemm_gelu(x, weight, bias)
+    finally:
+        aiter.set_default_precision(None)
+    assert got.dtype == torch.float32 and 1e-4 < (got - expected).norm() / expected.norm() < 2e-2

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from check import error
-from integrations.families import FAMILIES, VOCAB, tiny_config, tiny_model
+from integrations.families import FAMILIES, VOCAB, experts_of, tiny_config, tiny_model
 
 from moe_aiter.integrations import transformers as ours
 from moe_aiter.integrations.transformers import NAME, register, unregister
@@ -116,10 +116,14 @@ def steps_with_the_same_choices(family: str, device: str) -> list[dict]:
 
 @contextlib.contextmanager
 def choices(model):
-    """The experts that each layer's router chooses, (T, k) in order of their numbers."""
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    """The experts that each layer is given, (T, k) in order of their numbers: some routers return none."""
     seen = []
-    hooks = [m.register_forward_hook(lambda _, __, out: seen.append(out[2].sort(-1)[0])) for m in routers]
+
+    def see(_, args, kwargs):
+        ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        seen.append(ids.sort(-1)[0])
+
+    hooks = [m.register_forward_pre_hook(see, with_kwargs=True) for m in experts_of(model)]
     yield seen
     for hook in hooks:
         hook.remove()

@@ -7,7 +7,7 @@ from moe_aiter.backend import IMPLS, ORDER, pick, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels._gemm_torch import gemm_reference
-from moe_aiter.kernels.gemm import ACTIVATIONS, gemm, gemm_op, splits_of
+from moe_aiter.kernels.gemm import ACTIVATIONS, gemm, splits_of
 from moe_aiter.tuning import choice
 
 from ..check import assert_as_good_as_torch, error, with_gradients
@@ -51,7 +51,9 @@ def compare(*inputs, gradients=True, floor=1e-7, **options):
 
     if gradients:
         ours, theirs = with_gradients(ours), with_gradients(theirs)
-    assert_as_good_as_torch(ours, theirs, *inputs, floor=floor)
+    # the gradient behind an activation is rounded before it is multiplied, as torch's own steps round it
+    slack = 3.0 if gradients and options.get("activation") else 2.0
+    assert_as_good_as_torch(ours, theirs, *inputs, floor=floor, slack=slack)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,12 +3,59 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
+from ...kernels.sparse_gemm import sparse_gemm
+from .configuration import (
+    dynamic_shapes_enabled,
+    enable_dynamic_shapes,
+    enable_fusion,
+    enable_tensor_cores,
+    fusion_enabled,
+    get_cache_size,
+    get_default_precision,
+    get_log_level,
+    set_cache_size,
+    set_default_precision,
+    set_log_level,
+    tensor_cores_enabled,
+)
 from .gemm import batched_gemm, cutlass_gemm, gemm_bias, gemm_gelu, gemm_relu, linear, matmul
 from .ops.deepgemm import deepgemm
+from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 
-__all__ = ["ShuffledWeight", "deepgemm", "gelu", "grouped_gemm", "shuffle_weight", "unshuffle_weight"]
+__all__ = [
+    "ShuffledWeight",
+    "__version__",
+    "batched_gemm",
+    "cutlass_gemm",
+    "deepgemm",
+    "dynamic_shapes_enabled",
+    "enable_dynamic_shapes",
+    "enable_fusion",
+    "enable_tensor_cores",
+    "fusion_enabled",
+    "gelu",
+    "gemm_a8w8",
+    "gemm_bias",
+    "gemm_gelu",
+    "gemm_relu",
+    "get_cache_size",
+    "get_default_precision",
+    "get_log_level",
+    "grouped_gemm",
+    "int8_gemm",
+    "linear",
+    "matmul",
+    "set_cache_size",
+    "set_default_precision",
+    "set_log_level",
+    "shuffle_weight",
+    "sparse_gemm",
+    "tensor_cores_enabled",
+    "unshuffle_weight",
+]
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:

@@ -3,11 +3,14 @@
 from torch import Tensor
 
 from ...kernels._check import check_shape, check_tensor
+from ...kernels.activations import FUNCTIONS
 from ...kernels.gemm import gemm
+from ...switches import computed, switches
 
 __all__ = ["batched_gemm", "cutlass_gemm", "gemm_bias", "gemm_gelu", "gemm_relu", "linear", "matmul"]
 
 
+@computed
 def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
     """`a @ b` of batches: a (batch, m, k) and b (batch, k, n), which give (batch, m, n).
 
@@ -20,11 +23,16 @@ def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: b
     return gemm(a.mT if transpose_a else a, b.mT if transpose_b else b)
 
 
+@computed
 def gemm_bias(input: Tensor, weight: Tensor, bias: Tensor, transpose_weight: bool = True) -> Tensor:
-    """`input @ weight.T + bias`: input (..., m, k), weight (n, k), or (k, n) without transpose_weight; bias (n,)."""
-    return gemm(input, as_w(weight, transpose_weight), bias)
+    """`input @ weight.T + bias`: input (..., m, k), weight (n, k) and bias (n,).
+
+    Without `transpose_weight` the weight is (k, n) and the result `input @ weight + bias`.
+    """
+    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias)
 
 
+@computed
 def gemm_gelu(
     input: Tensor,
     weight: Tensor,
@@ -36,16 +44,18 @@ def gemm_gelu(
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
     activation = "gelu_tanh" if approximate == "tanh" else "gelu"
-    return gemm(input, as_w(weight, transpose_weight), bias, activation=activation)
+    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias, activation)
 
 
+@computed
 def gemm_relu(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = True
 ) -> Tensor:
     """ReLU of `gemm_bias`."""
-    return gemm(input, as_w(weight, transpose_weight), bias, activation="relu")
+    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias, "relu")
 
 
+@computed
 def cutlass_gemm(
     a: Tensor, b: Tensor, alpha: float = 1.0, beta: float = 0.0, c: Tensor | None = None
 ) -> Tensor:
@@ -55,14 +65,16 @@ def cutlass_gemm(
     return gemm(a, b, alpha=alpha, beta=beta, c=c)
 
 
+@computed
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`input @ weight.T + bias`: input (..., in), weight (out, in), bias (out,); see torch.nn.functional.linear."""
+    """torch.nn.functional.linear: input (..., in), weight (out, in) and bias (out,)."""
     check_tensor("weight", weight)
     if weight.dim() == 1:  # one output, without an axis
         return gemm(input, weight[:, None], None if bias is None else bias.reshape(1)).squeeze(-1)
-    return gemm(input, as_w(weight, True), bias)
+    return in_one_or_in_steps(input, as_w(weight, True), bias)
 
 
+@computed
 def matmul(x: Tensor, y: Tensor) -> Tensor:
     """torch.matmul: vectors, matrices, and batches whose leading axes are broadcast."""
     check_tensor("x", x)
@@ -77,3 +89,13 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
 def as_w(weight: Tensor, transposed: bool) -> Tensor:
     check_shape("weight", weight, *("nk" if transposed else "kn"))
     return weight.mT if transposed else weight
+
+
+def in_one_or_in_steps(
+    input: Tensor, w: Tensor, bias: Tensor | None, activation: str | None = None
+) -> Tensor:
+    """As one product with its epilogue, or where `enable_fusion(False)` says so as separate steps."""
+    if switches.fusion:
+        return gemm(input, w, bias, activation=activation)
+    out = gemm(input, w) if bias is None else gemm(input, w) + bias
+    return FUNCTIONS[activation][0](out) if activation else out

@@ -123,9 +123,9 @@ def fits_home_fp8(x, w8, *_) -> bool:
     return is_hopper(x.device) and few(w8) and x.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
 
 
-def fits_down_grad_fp8(dout, z, w8, *_) -> bool:
+def fits_down_grad_fp8(dout8, dout_scale, z, w8, *_) -> bool:
     _, N, K = w8.shape
-    fit = is_hopper(dout.device) and few(w8) and by_tma(z) and dout.numel() < 2**31
+    fit = is_hopper(z.device) and z.dtype in DTYPES and few(w8) and by_tma(z) and dout8.numel() < 2**31
     return fit and K % PROMOTED_K == 0 and N % 64 == 0
 
 
@@ -140,11 +140,11 @@ def fits_tgmm_into(
     return fits_tgmm(x, y, group_sizes, order) and not tile and (accumulate or plain)
 
 
-def fits_tgmm_fp8(x, y, group_sizes, *_) -> bool:
-    K, N = x.shape[1], y.shape[1]
+def fits_tgmm_fp8(x8, factor, y, group_sizes, *_) -> bool:
+    K, N = x8.shape[1], y.shape[1]
     chunks = y.shape[0] // CHUNK + group_sizes.shape[0]
-    fit = is_hopper(x.device) and min(x.numel(), y.numel()) > 0 and K % 16 == 0 and N % 16 == 0
-    return fit and chunks * max(K, N) < 2**31
+    fit = is_hopper(y.device) and y.dtype in DTYPES and min(x8.numel(), y.numel()) > 0
+    return fit and K % 16 == 0 and N % 16 == 0 and chunks * max(K, N) < 2**31
 
 
 def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
@@ -161,6 +161,12 @@ def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
     return fit and (rows or x.shape[2] % BLOCK_K == 0 or x.shape[0] == 1) and w.shape[1 + (not rows)] % 8 == 0
 
 
+def fits_scaled_gemm(x, w, x_scale, w_scale, bias, dtype) -> bool:
+    x, w, whole = x[None], w.mT[None], w.shape[1] * dtype.itemsize % 16 == 0
+    fit = bias is None and whole and x.shape[1] >= MANY and w.dtype in OCP
+    return fit and all(by_tma(t) and stacked(t) and short(t) for t in (x, w))
+
+
 launch_gemm = implementation("gemm", "launch_gemm", fits_gemm)
 launch_gemm.wants = wants("hopper")
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
@@ -172,3 +178,4 @@ launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_d
 launch_tgmm = implementation("tgmm", "launch_tgmm", fits_tgmm)
 launch_tgmm_sums = implementation("tgmm", "launch_tgmm_sums", lambda x, y, *_: by_tma(x, y))
 launch_tgmm_into = implementation("tgmm", "launch_tgmm_into", fits_tgmm_into)
+launch_scaled_gemm = implementation("masked_gmm", "launch_scaled_gemm", fits_scaled_gemm, OCP)

@@ -127,7 +127,8 @@ def gemm_kernel(
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, w_rows)
     rows = gl.cdiv(M, BLOCK_M)
     tiles = Tiles(B * rows, gl.cdiv(N, BLOCK_N), B, GROUP_M, PROGRAMS)
-    finish = Epilogue(out_desc, z_desc, out, bias_ptr, bias_end, c_ptr, c_strides[0], c_strides[1], c_strides[2],
+    c_matrix, c_row, c_column = c_strides
+    finish = Epilogue(out_desc, z_desc, out, bias_ptr, bias_end, c_ptr, c_matrix, c_row, c_column,
                       alpha, beta, M, N, ACTIVATION)  # fmt: skip
     gap = x_rows - M
     gl.warp_specialize(

@@ -1,0 +1,222 @@
+"""Attention by torch's kernels, with one meaning on all of them: masks, causality, windows, grouped heads.
+
+Query i of Sq stands at the place of key i + Sk - Sq: the last query at the last key, as in decoding with a
+cache ("lower right").  torch's own `is_causal` puts the first query at the first key.  A query that sees no
+key gives zeros, with zero gradients.
+"""
+
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from ..backend import check_backend, log
+from ..switches import switches
+from .attention_call import Call, agree, apart, together, with_band
+
+BACKENDS = "auto", "flash", "sdpa", "math"
+TORCHS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # what `torch._fused_sdp_choice` answers
+HEAD_SIZE = 256  # the most that torch's flash kernel takes
+logged: set[tuple] = set()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`softmax(q @ k.T * scale + mask) @ v` for each head: (B, Hq, Sq, Dv).
+
+    Args:
+        q: (B, Hq, Sq, D).
+        k: (B, Hk, Sk, D); Hk divides Hq, and Hq / Hk heads of q share one of k and v, without a copy.
+        v: (B, Hk, Sk, Dv).
+        mask: (B, Sk), (B, Sq, Sk) or (B, Hq, Sq, Sk), where any axis may be 1.  bool keeps where it is True,
+            integers where they are not 0, and floats are added to the scores.
+        is_causal: a query sees keys up to its own place, which is that of the last key for the last query.
+        scale: 1 / sqrt(D) unless given.
+        dropout_p: the share of probabilities that become 0.
+        window: (left, right): a query sees so many keys before and behind its place; -1 for all.  With
+            `is_causal` none behind.
+        backend: "flash", torch's FlashAttention kernel; "sdpa", F.scaled_dot_product_attention, which chooses
+            one of its kernels; "math", a product, a softmax and a product; or "auto": math where fusion or
+            tensor cores are switched off, flash for what it alone does without a mask of all pairs, and sdpa.
+
+    `attention_backend` of the same arguments says which one, and so does the log at INFO.  Differentiable in
+    q, k, v and a mask of floats; on every device, in every floating dtype, under autocast in its own, and
+    under torch.compile(fullgraph=True).
+
+    Raises ValueError for shapes, windows and devices that do not fit and for what the backend that is asked
+    for cannot do, TypeError for dtypes; nothing is computed then.
+    """
+    call, dead, alive = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
+    chosen = choose(call, backend)
+    report(chosen, call)
+    out = KERNELS[chosen](call)
+    if alive is not None:
+        out = out.masked_fill(~alive, 0)
+    return F.pad(out, (0, 0, dead, 0)) if dead else out
+
+
+def attention_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    backend: str = "auto",
+) -> str:
+    """What `attention` of these would run: "flash", "math", or "sdpa: " and torch's choice of its kernels."""
+    call, *_ = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
+    return name_of(choose(call, backend), call)
+
+
+# which kernel
+
+
+def choose(call: Call, backend: str) -> str:
+    check_backend(backend, BACKENDS)
+    empty = not all(t.numel() for t in call[:3])
+    if backend == "auto":
+        if empty or not (switches.fusion and switches.tensor_cores):
+            return "math"
+        apart = call.is_banded and not call.is_torchs_causal
+        return "flash" if apart and call.q.is_cuda and not flash_lacks(call) else "sdpa"
+    if backend == "flash" and (lack := flash_lacks(call)):
+        raise ValueError(f"backend 'flash' {lack}; 'auto' takes another where it has to")
+    return "math" if empty else backend
+
+
+def flash_lacks(call: Call) -> str | None:
+    """What keeps torch's flash kernel from this call."""
+    q, _, v, mask = call[:4]
+    if q.device.type == "cpu":
+        fits = torch._fused_sdp_choice(*sdpa_arguments(call), **sdpa_options(call)) == 1
+        return None if fits else "has on a CPU no dropout, no v of another head size, no gradient of a mask"
+    if not q.is_cuda:
+        return f"is not there on {q.device.type}"
+    if mask is not None:
+        return "takes no mask on a GPU"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16 on a GPU, not {q.dtype}"
+    if q.shape[3] != v.shape[3] or q.shape[3] > HEAD_SIZE:
+        return f"takes head sizes that are equal and at most {HEAD_SIZE}, not {q.shape[3]} and {v.shape[3]}"
+    if torch.version.hip is None and torch.cuda.get_device_properties(q.device).major < 8:
+        return "wants a GPU of compute capability 8.0 or newer"
+    if torch.version.hip is not None and call.is_banded and not call.is_torchs_causal:
+        return "has no windows and no lower-right causality on AMD's GPUs"
+    return None
+
+
+def name_of(chosen: str, call: Call) -> str:
+    if chosen != "sdpa":
+        return chosen
+    call = share_rows(call)
+    answer = torch._fused_sdp_choice(*sdpa_arguments(call), **sdpa_options(call))
+    return f"sdpa: {TORCHS.get(answer, answer)}"
+
+
+def report(chosen: str, call: Call) -> None:
+    """Once for each kind of call."""
+    if torch.compiler.is_compiling() or not log.isEnabledFor(logging.INFO):
+        return
+    shapes = tuple(call.q.shape), tuple(call.k.shape), call.q.dtype, call.q.device
+    kind = *shapes, chosen, call.mask is None, call.left, call.right
+    if kind not in logged:
+        logged.add(kind)
+        log.info("attention of q %s, k %s, %s on %s: %s", *shapes, name_of(chosen, call))
+
+
+# the kernels
+
+
+def run_flash(call: Call) -> Tensor:
+    if not call.q.is_cuda:
+        return run_sdpa(call)
+    return flash(call)[0]
+
+
+def flash(call: Call) -> tuple[Tensor, ...]:
+    """torch's kernel of a GPU: the result, the log of each softmax's sum (B, Hq, Sq), dropout's seed."""
+    D = call.q.shape[3]
+    q, k, v = (rows_of_16_bytes(t).transpose(1, 2) for t in call[:3])
+    out, lse, rng_state, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        call.dropout_p,
+        call.is_causal,
+        False,
+        scale=call.scale,
+        window_size_left=call.left,
+        window_size_right=call.right,
+    )
+    return out[..., :D].transpose(1, 2), lse, rng_state
+
+
+def rows_of_16_bytes(t: Tensor) -> Tensor:
+    """(B, H, S, D) with D filled up by zeros to a multiple of 8, in rows."""
+    short = -t.shape[3] % 8
+    t = F.pad(t, (0, short)) if short else t
+    return t if t.stride(3) == 1 else t.contiguous()
+
+
+def run_sdpa(call: Call) -> Tensor:
+    shared = share_rows(call)
+    arguments = sdpa_arguments(shared)
+    lower_right = shared.is_causal and shared.mask is None and not shared.is_torchs_causal
+    if lower_right and call.q.is_cuda and not torch.compiler.is_compiling():  # torch cannot compile it
+        arguments[3] = causal_lower_right(shared.q.shape[2], shared.k.shape[2])
+    out = F.scaled_dot_product_attention(*arguments, **sdpa_options(shared))
+    return out if shared is call else apart(out, call.group)
+
+
+def sdpa_arguments(call: Call) -> list:
+    """q, k, v, mask, dropout and is_causal as torch's own attention takes them."""
+    causal = call.mask is None and call.is_torchs_causal
+    return [*call[:3], None if causal else with_band(call), call.dropout_p, causal]
+
+
+def sdpa_options(call: Call) -> dict:
+    return {"scale": call.scale, "enable_gqa": call.group > 1}
+
+
+def share_rows(call: Call) -> Call:
+    """Queries whose heads share a head of k as more queries of one head, where torch would repeat k and v.
+
+    On a GPU, and where a query's row and head make no difference to what it sees: all do in decoding.
+    """
+    mask = call.mask
+    if call.group == 1 or not call.q.is_cuda or call.is_banded:
+        return call
+    if not flash_lacks(call) or (mask is not None and (mask.shape[1] > 1 or mask.shape[2] > 1)):
+        return call
+    return call._replace(q=together(call.q, call.group))
+
+
+def run_math(call: Call) -> Tensor:
+    q, k, v, mask, dropout_p, causal = sdpa_arguments(call)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    math = torch.ops.aten._scaled_dot_product_attention_math
+    return math(q, k, v, mask, dropout_p, causal, None, **sdpa_options(call))[0]
+
+
+KERNELS = {"flash": run_flash, "sdpa": run_sdpa, "math": run_math}

@@ -1,0 +1,216 @@
+"""What can be switched while a program runs.  It starts as `config.py` read it; a call counts from then on.
+
+Process-wide, as torch's own switches are: CUDA gradients run on threads of autograd's own.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .backend import log, no_autocast
+from .config import CHOICES, check_choice, settings
+
+HALVES = {"FP16": torch.float16, "BF16": torch.bfloat16}
+FLOAT32 = {"TF32": "tf32", "FP32": "ieee"}  # in torch's words, which are Triton's
+FLOAT32_SWITCHES = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,
+    torch.backends.mkldnn.matmul,
+    torch.backends.mkldnn.conv,
+)
+
+
+@dataclasses.dataclass
+class Switches:
+    precision: str = settings.default_precision
+    tensor_cores: bool = settings.enable_tensor_cores
+    fusion: bool = settings.enable_fusion
+    dynamic_shapes: bool = settings.enable_dynamic_shapes
+    matmul: str = settings.matmul_precision  # of float32 products in Triton kernels
+
+
+switches = Switches()
+
+
+# precision
+
+
+def set_default_precision(precision: str | None) -> None:
+    """Compute float32 inputs of AITER's functions as FP16, BF16, TF32 or FP32; the result is float32 again.
+
+    None, the default, leaves them to torch's own switches.  FP32 is strict, whatever torch's switches say.
+    float16, bfloat16 and float64 inputs are computed as they are.  Raises ValueError for another name.
+    """
+    choices = CHOICES["default_precision"]
+    switches.precision = "" if precision is None else check_choice("the precision", precision, choices[1:])
+
+
+def get_default_precision() -> str | None:
+    return switches.precision or None
+
+
+def enable_tensor_cores(on: bool = True) -> None:
+    """Without them AITER's functions compute 16- and 32-bit inputs in float32, by multiply-add instructions.
+
+    The result has its usual dtype, and the default precision does not count.  To find out whether a number
+    is due to the arithmetic; slow.
+    """
+    switches.tensor_cores = check_bool(on)
+
+
+def tensor_cores_enabled() -> bool:
+    return switches.tensor_cores
+
+
+def enable_fusion(on: bool = True) -> None:
+    """Without it AITER's functions run as the separate steps that they stand for, each with a result of its
+    own: product, bias, activation; scores, softmax, weighted sum."""
+    switches.fusion = check_bool(on)
+
+
+def fusion_enabled() -> bool:
+    return switches.fusion
+
+
+def enable_dynamic_shapes(on: bool = True) -> None:
+    """With it `conv2d` and `dynamic_conv2d` take cuDNN's or MIOpen's first choice for a shape; without, as
+    `torch.backends.cudnn.benchmark` says, they may time all kernels whenever a shape is new."""
+    switches.dynamic_shapes = check_bool(on)
+
+
+def dynamic_shapes_enabled() -> bool:
+    return switches.dynamic_shapes
+
+
+def check_bool(on: bool) -> bool:
+    if not isinstance(on, bool):
+        raise TypeError(f"a switch is True or False, not {type(on).__name__}")
+    return on
+
+
+def computed(fn: Callable) -> Callable:
+    """`fn` of tensors, computed as the default precision and the switch for tensor cores say.
+
+    Its first floating tensor decides: that is the dtype of the result too, unless `out_dtype` names another.
+    FP16 and BF16 compile; the others set torch's switches around forward and backward pass, which breaks a
+    graph, and such a result has no second derivative.
+    """
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        if switches.tensor_cores and not switches.precision:
+            return fn(*args, **kwargs)
+        return compute(fn, args, kwargs)
+
+    return run
+
+
+def compute(fn: Callable, args: tuple, kwargs: dict):
+    tensors = [t for t in (*args, *kwargs.values()) if is_float(t)]
+    if not tensors:
+        return fn(*args, **kwargs)
+    x, precision = tensors[0], None
+    if not switches.tensor_cores and x.dtype in (torch.float32, *HALVES.values()):
+        dtype, precision = torch.float32, "ieee"
+    elif x.dtype == torch.float32:
+        dtype, precision = HALVES.get(switches.precision, x.dtype), FLOAT32.get(switches.precision)
+    else:
+        return fn(*args, **kwargs)
+
+    def cast(t):
+        return t.to(dtype) if is_float(t) and t.dtype == x.dtype else t
+
+    args, kwargs = [cast(t) for t in args], {name: cast(t) for name, t in kwargs.items()}
+    with no_autocast(x):
+        out = fn(*args, **kwargs) if precision is None else strictly(precision, fn, args, kwargs)
+    return out if kwargs.get("out_dtype") else out.to(x.dtype)
+
+
+def is_float(t) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
+
+
+@contextlib.contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Inside, float32 products are "ieee" or "tf32", in cuBLAS, cuDNN, oneDNN and our Triton kernels."""
+    before, switches.matmul = switches.matmul, precision
+    torchs = [switch.fp32_precision for switch in FLOAT32_SWITCHES]
+    try:
+        for switch in FLOAT32_SWITCHES:
+            switch.fp32_precision = precision
+        yield
+    finally:
+        switches.matmul = before
+        for switch, value in zip(FLOAT32_SWITCHES, torchs, strict=True):
+            switch.fp32_precision = value
+
+
+@torch.compiler.disable(reason="a precision of float32 products is a switch of torch's, set around the call")
+def strictly(precision: str, fn: Callable, args: list, kwargs: dict) -> Tensor:
+    """`fn(*args, **kwargs)` and its gradient, with float32 products of this precision."""
+    names = [*range(len(args)), *kwargs]
+    given = dict(zip(names, (*args, *kwargs.values()), strict=True))
+    tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+
+    def call(*inputs):
+        now = given | dict(zip(tensors, inputs, strict=True))
+        with float32_products(precision):
+            return fn(*[now[i] for i in range(len(args))], **{name: now[name] for name in kwargs})
+
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors.values()):
+        return call(*tensors.values())
+    return Strictly.apply(precision, call, *tensors.values())
+
+
+class Strictly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, precision: str, call: Callable, *tensors: Tensor) -> Tensor:
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with torch.enable_grad():
+            out = call(*inputs)
+        ctx.precision, ctx.inputs, ctx.out = precision, inputs, out
+        return out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor):
+        wanted = [t for t in ctx.inputs if t.requires_grad]
+        with float32_products(ctx.precision):
+            grads = iter(torch.autograd.grad(ctx.out, wanted, dout, retain_graph=True, allow_unused=True))
+        return None, None, *(next(grads) if t.requires_grad else None for t in ctx.inputs)
+
+
+# log
+
+
+class Console(logging.StreamHandler):
+    """Writes to stderr what no handler of the program's would, as Python does by itself from WARNING on."""
+
+    def __init__(self):
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        others = [h for h in (*log.handlers, *logging.getLogger().handlers) if h is not self]
+        return not others and super().filter(record)
+
+
+def set_log_level(level: str) -> None:
+    """Log from DEBUG, INFO, WARNING or ERROR on, to stderr unless the program has handlers for its log.
+
+    Raises ValueError for another name."""
+    log.setLevel(check_choice("the log level", level, CHOICES["log_level"]))
+
+
+def get_log_level() -> str:
+    return logging.getLevelName(log.level)
+
+
+log.addHandler(Console())

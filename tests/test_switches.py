@@ -1,0 +1,201 @@
+"""What can be switched while a program runs is switched, and says what it may be switched to."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_aiter import switches as s
+from moe_aiter.compat import aiter
+from moe_aiter.switches import computed, float32_products, switches
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = dataclasses.asdict(switches), s.get_log_level(), aiter.get_cache_size()
+    yield
+    for name, value in before[0].items():
+        setattr(switches, name, value)
+    s.set_log_level(before[1])
+    aiter.set_cache_size(before[2])
+
+
+@computed
+def product(x, w, *, out_dtype=None):
+    seen.append((x.dtype, w.dtype, switches.matmul, torch.backends.cuda.matmul.fp32_precision))
+    return (x @ w.T).to(out_dtype or x.dtype)
+
+
+seen = []
+
+
+@pytest.fixture
+def operands():
+    seen.clear()
+    return torch.randn(5, 7, requires_grad=True), torch.randn(3, 7, requires_grad=True)
+
+
+@pytest.mark.parametrize("name, dtype", [("FP16", torch.float16), ("BF16", torch.bfloat16)])
+def test_float32_is_computed_in_16_bits(name, dtype, operands):
+    s.set_default_precision(name)
+    out = product(*operands)
+    assert seen[0][:2] == (dtype, dtype) and out.dtype == torch.float32
+    x, w = (t.detach().to(dtype).requires_grad_() for t in operands)
+    expected = (x @ w.T).float()
+    assert torch.equal(out, expected)
+    dout = torch.randn_like(out)
+    for got, best in zip(
+        torch.autograd.grad(out, operands, dout), torch.autograd.grad(expected, (x, w), dout), strict=True
+    ):
+        assert torch.equal(got, best.float())
+
+
+@pytest.mark.parametrize("name", ["FP16", "BF16", "TF32", "FP32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_computed_as_they_are(name, dtype, operands):
+    s.set_default_precision(name)
+    out = product(*(t.to(dtype) for t in operands))
+    assert seen[0][0] == dtype and out.dtype == dtype
+
+
+@pytest.mark.parametrize("name, word", [("TF32", "tf32"), ("FP32", "ieee")])
+def test_float32_products_have_the_precision_forward_and_backward(name, word, operands):
+    s.set_default_precision(name)
+    before = torch.backends.cuda.matmul.fp32_precision
+    states = []
+    x, w = operands
+    x.register_hook(lambda g: states.append(torch.backends.cuda.matmul.fp32_precision))
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            states.append((torch.backends.cuda.matmul.fp32_precision, switches.matmul))
+            return dx
+
+    out = computed(lambda x, w: product.__wrapped__(Watched.apply(x), w))(x, w)
+    assert seen[0][2:] == (word, word) and torch.backends.cuda.matmul.fp32_precision == before
+    out.sum().backward()
+    assert states == [(word, word), before]
+    torch.testing.assert_close(x.grad, w.detach().sum(0).expand(5, 7))
+    torch.testing.assert_close(w.grad, x.detach().sum(0).expand(3, 7))
+
+
+def test_a_second_derivative_through_torchs_switches_is_refused(operands):
+    s.set_default_precision("FP32")
+    x, w = operands
+    (dx,) = torch.autograd.grad((product(x, w) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_without_tensor_cores_all_is_float32(dtype, operands):
+    s.enable_tensor_cores(False)
+    s.set_default_precision("BF16")  # does not count then
+    out = product(*(t.to(dtype) for t in operands))
+    assert seen[0] == (torch.float32, torch.float32, "ieee", "ieee") and out.dtype == dtype
+    best = operands[0].to(dtype).double() @ operands[1].to(dtype).double().T
+    torch.testing.assert_close(out, best.to(dtype))
+
+
+def test_a_dtype_that_is_asked_for_stays(operands):
+    s.set_default_precision("FP16")
+    assert product(*operands, out_dtype=torch.float64).dtype == torch.float64
+
+
+def test_autocast_does_not_change_what_is_asked_for(operands):
+    s.set_default_precision("FP16")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = product(*operands)
+    assert torch.equal(out, (operands[0].half() @ operands[1].half().T).float())
+
+
+def test_16_bits_compile_into_one_graph(operands):
+    s.set_default_precision("BF16")
+    compiled = torch.compile(computed(lambda x, w: x @ w.T), backend="aot_eager", fullgraph=True)
+    low = compiled(*operands)
+    assert torch.equal(low, product(*operands))
+    s.set_default_precision(None)  # the graph notices
+    exact = compiled(*operands)
+    assert torch.equal(exact, product(*operands)) and not torch.equal(exact, low)
+
+
+def test_torchs_switches_are_put_back_after_an_error():
+    before = [switch.fp32_precision for switch in s.FLOAT32_SWITCHES], switches.matmul
+    with pytest.raises(KeyError), float32_products("tf32"):
+        assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+        raise KeyError
+    assert ([switch.fp32_precision for switch in s.FLOAT32_SWITCHES], switches.matmul) == before
+
+
+def test_each_switch_is_read_back():
+    for name, values in {"tensor_cores": (False, True), "fusion": (False, True)}.items():
+        for value in values:
+            getattr(aiter, f"enable_{name}")(value)
+            assert getattr(aiter, f"{name}_enabled")() is value
+    aiter.enable_dynamic_shapes(True)
+    assert aiter.dynamic_shapes_enabled() is True
+    for precision in ("FP16", "BF16", "TF32", "FP32", None):
+        aiter.set_default_precision(precision)
+        assert aiter.get_default_precision() == precision
+    aiter.set_log_level("INFO")
+    aiter.set_cache_size(5)
+    assert (aiter.get_log_level(), aiter.get_cache_size()) == ("INFO", 5)
+
+
+@pytest.mark.parametrize(
+    "function, value, error, message",
+    [
+        ("set_default_precision", "INT8", ValueError, "the precision is 'INT8'; it takes FP16, BF16"),
+        ("set_default_precision", "", ValueError, "the precision is ''; it takes FP16"),
+        ("set_log_level", "LOUD", ValueError, "the log level is 'LOUD'; it takes DEBUG, INFO"),
+        ("set_cache_size", -1, ValueError, "-1 MB"),
+        ("set_cache_size", "1024", TypeError, "not str"),
+        ("enable_fusion", 1, TypeError, "not int"),
+        ("enable_tensor_cores", "no", TypeError, "not str"),
+        ("enable_dynamic_shapes", None, TypeError, "not NoneType"),
+    ],
+)
+def test_what_is_unknown_is_refused(function, value, error, message):
+    before = dataclasses.asdict(switches)
+    with pytest.raises(error, match=message):
+        getattr(aiter, function)(value)
+    assert dataclasses.asdict(switches) == before
+
+
+SCRIPT = """
+from moe_aiter.compat import aiter
+from moe_aiter.backend import log
+from moe_aiter.config import settings
+assert aiter.get_log_level() == "INFO" and aiter.get_cache_size() == 7 and not aiter.fusion_enabled()
+assert aiter.get_default_precision() == "BF16" and not aiter.tensor_cores_enabled() and settings.debug
+log.info("shown")
+aiter.set_log_level("WARNING")
+log.info("hidden")
+aiter.enable_fusion(True)
+assert aiter.fusion_enabled()
+"""
+
+
+def test_the_environment_is_where_a_program_starts_and_a_call_wins():
+    given = {"LOG_LEVEL": "INFO", "CACHE_SIZE": "7", "ENABLE_FUSION": "0", "DEFAULT_PRECISION": "BF16"}
+    given |= {"ENABLE_TENSOR_CORES": "0", "DEBUG": "1"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MOE_AITER_")}
+    env |= {f"AITER_{name}": value for name, value in given.items()}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "moe_aiter: shown\n")
+
+
+def test_a_program_with_handlers_of_its_own_sees_each_line_once():
+    script = "import logging; logging.basicConfig(level=0, format='%(message)s')\n" + (
+        "from moe_aiter.backend import log\nfrom moe_aiter.switches import log\nlog.warning('one line')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "one line\n")
