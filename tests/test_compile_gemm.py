@@ -16,7 +16,7 @@ if interpret:
 
 from aot import TARGETS, compiling_for
 from test_compile_hopper import module
-from test_compile_targets import check, new
+from test_compile_targets import ELSEWHERE, check, new
 
 OPS = "gemm", "gemm_full"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -55,7 +55,13 @@ class Case:
 
 EVERYTHING = Case(activation="gelu", bias=True, beta=0.5, alpha=2.0, save_z=True)
 EPILOGUES = {"gemm": Case(bias=True), "gemm_full": EVERYTHING}
-EPILOGUES |= {f"hopper_{op}": case for op, case in EPILOGUES.items()}
+HOPPER_EPILOGUES = {  # where each needs the most registers
+    "hopper_gemm": [Case(bias=True, alpha=2.0), Case()],
+    "hopper_gemm_act": [
+        Case(activation=name, alpha=a, save_z=True) for name in ACTIVATIONS for a in (1.0, 2.0)
+    ],
+    "hopper_gemm_full": [EVERYTHING, Case(beta=0.5)],
+}
 CASES = {
     "plain": Case(),
     "columns": Case(rows=False),
@@ -139,14 +145,17 @@ def test_hopper_case(case):
 
 
 @pytest.mark.parametrize(
-    "op, tile",
-    [pytest.param(f"hopper_{op}", t, id=f"{op}: {t}") for op in OPS for t in HOPPER_TILES[f"hopper_{op}"]],
+    "op, tile", [pytest.param(op, t, id=f"{op}: {t}") for op in HOPPER_EPILOGUES for t in HOPPER_TILES[op]]
 )
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "columns"])
 def test_hopper_tile(op, tile, rows):
-    """Where it needs the most registers."""
-    with tuning.choose(lambda key: tile):
-        check_hopper(dataclasses.replace(EPILOGUES[op], rows=rows).run_on_hopper)
+    with tuning.choose(lambda key: tile if key.op == op else None):
+        for case in HOPPER_EPILOGUES[op]:
+            check_hopper(dataclasses.replace(case, rows=rows).run_on_hopper)
+
+
+def test_every_dense_tile_is_compiled():
+    assert HOPPER_EPILOGUES.keys() == {op for op in HOPPER_TILES if op.startswith("hopper_gemm")}
 
 
 def check_hopper(run):
@@ -156,3 +165,10 @@ def check_hopper(run):
     check(target, launches)
     (product,) = launches
     assert "wgmma.mma_async" in product.assembly and "setmaxnreg" in product.assembly
+
+
+def test_every_kernel_has_a_case():
+    with compiling_for(TARGETS["sm_90"], compile=False) as launches:
+        for case in CASES.values():
+            case.run()
+    assert {launch.kernel for launch in launches} == {"gemm_kernel", "finish_kernel"} <= ELSEWHERE

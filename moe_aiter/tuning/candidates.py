@@ -3,7 +3,7 @@
 A kernel that has other limits where its inputs differ, in registers say, has a name for each: `tgmm_gather`.
 Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
 float16 of 8-bit floats that the GPU does not multiply.  `scaled_long` adds sums of int8 that int32 overflows.
-Of the dense ones `_full` has an epilogue with an activation or a matrix to add.
+Of the dense ones `_full` has an activation or a matrix to add, on Hopper the latter, and `_act` the former.
 On Hopper `_fp8` adds the sums of 8-bit products in float32, `_plain` without scales or for a float32 result.
 Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
 """
@@ -42,7 +42,8 @@ HOPPER_TILES = {
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_gemm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_gemm_full": (hopper(256, 4, 64), hopper(256, 4, 32), hopper(128, 6, 64)),
+    "hopper_gemm_act": (hopper(256, 4, 64), hopper(256, 4, 32), hopper(128, 6, 64)),
+    "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32)),
     "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_masked_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_masked_fp8_plain": (hopper(128, 6, 128, block_k=128), hopper(128, 5, 128, block_k=128)),

@@ -167,14 +167,16 @@ def launch_gemm(
 ) -> None:  # fmt: skip
     out, z = outs
     (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
-    full = activation or c is not None
-    config = tuning.lookup("hopper_gemm_full" if full else "hopper_gemm", x.dtype, B * M, N, K, B)
+    op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
+    config = tuning.lookup(op, x.dtype, B * M, N, K, B)
     config = beside_groups(config, config.block_m * config.store_n, 1, x.itemsize)
     (x, x_rows), (w, w_rows), (out, _) = flatten(x), flatten(w.mT if rows else w), flatten(out)
     box = config.block_m // 2, config.store_n
     w_box = (config.block_n, config.block_k) if rows else (config.block_k, config.block_n)
     bias, bias_end = (None, 0) if bias is None else (bias.contiguous(), N)
-    if bias is None and full:  # of which nothing is read: what waits for a bias is not computed early, for
+    if (
+        bias is None and op != "hopper_gemm"
+    ):  # of which nothing is read: what waits for a bias is not computed early, for
         bias = out  # which there are no registers
     programs = num_programs(x)
     gemm_kernel[(programs,)](
