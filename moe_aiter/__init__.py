@@ -16,6 +16,8 @@ from .kernels.keep_fp8 import keep_fp8_weights
 from .kernels.ptgmm import nptgmm, ptgmm
 from .kernels.segment_gmm import segment_gmm
 from .kernels.sort import sort_by_expert
+from .kernels.sparse_gemm import sparse_gemm
+from .kernels.sparse_pattern import SparsePattern
 from .kernels.tgmm import tgmm
 from .kernels.topk import topk
 from .layers import (
@@ -30,6 +32,10 @@ from .layers import (
     OptimizedMoELayer,
     SegmentGEMMWrapper,
     balance_step,
+    fuse_gate_up,
+    fuse_projections,
+    fuse_qkv,
+    unfuse,
     use_main_grad,
 )
 from .routing import (
@@ -77,11 +83,15 @@ __all__ = [
     "Routing",
     "SegmentGEMMWrapper",
     "Sinkhorn",
+    "SparsePattern",
     "TokenRounding",
     "TopP",
     "attach_loss",
     "balance_step",
     "expert_mlp",
+    "fuse_gate_up",
+    "fuse_projections",
+    "fuse_qkv",
     "glu",
     "gmm",
     "grouped_gemm",
@@ -99,8 +109,10 @@ __all__ = [
     "segment_gmm",
     "sequence_balance_loss",
     "sort_by_expert",
+    "sparse_gemm",
     "tgmm",
     "topk",
+    "unfuse",
     "unpermute",
     "use",
     "use_main_grad",

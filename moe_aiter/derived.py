@@ -7,7 +7,8 @@ lies, and by its version counter.  What is kept goes
   with the weight, at once, when its storage is freed,
   when it is asked for and the weight has another version or another address,
   when any optimizer has made a step, which may write where no counter sees it: through `.data`, or in the
-    shards from which FSDP2 fills the same storage again, with the version that it had,
+    shards from which FSDP2 fills the same storage again, with the version that it had; not what is made of
+    integers, the indices of a sparse weight say, which no optimizer writes,
   when more than `cache_size()` is kept, that first which was not asked for longest.
 
 What leaves no such trace is not noticed, and wants a `forget()`: a write through `.data` by hand, shards
@@ -94,10 +95,17 @@ class Cache:
                 self.size += size
                 self.shrink()
                 if self.hook is None:
-                    self.hook = register_optimizer_step_post_hook(self.forget)
+                    self.hook = register_optimizer_step_post_hook(self.on_step)
         return value
 
-    def forget(self, *_) -> None:
+    def on_step(self, *_) -> None:
+        """Of an optimizer, which writes floats only."""
+        with self.lock:
+            self.age += 1
+            for key in [key for key in self.entries if dtype_of(key).is_floating_point]:
+                self.drop(key)
+
+    def forget(self) -> None:
         """Drop everything."""
         with self.lock:
             self.age += 1
@@ -147,6 +155,10 @@ def is_keepable(w: Tensor) -> bool:
 def key_of(w: Tensor, what: str) -> tuple:
     where = id(w.untyped_storage()), w.storage_offset(), w.shape, w.stride()
     return what, *where, w.dtype, w.is_neg(), w.is_conj()
+
+
+def dtype_of(key: tuple) -> torch.dtype:
+    return key[5]
 
 
 def state_of(w: Tensor) -> tuple[int, int]:

@@ -69,6 +69,14 @@ MASKED_FEW = (
     Config(32, 64, 256, 1, 4, 3), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
 )  # fmt: skip
 SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
+SPARSE = (  # the last ones for blocks of 64, 128 and 32
+    Config(128, 128, 64, 8, 4, 4), Config(128, 128, 64, 8, 8, 4), Config(256, 64, 64, 8, 8, 3),
+    Config(128, 64, 64, 8, 4, 4), Config(128, 128, 64, 1, 4, 4), Config(128, 32, 32, 8, 4, 5),
+)  # fmt: skip
+SPARSE_GRAD = (
+    Config(128, 128, 64, 1, 8, 4), Config(128, 64, 64, 1, 4, 4), Config(64, 64, 64, 1, 4, 4),
+    Config(64, 64, 128, 1, 4, 3), Config(64, 64, 128, 1, 8, 3), Config(32, 32, 128, 1, 4, 3),
+)  # fmt: skip
 PORTABLE = {
     "up": WIDE,
     "gmm": WIDE,
@@ -82,6 +90,8 @@ PORTABLE = {
     "segment_gmm": (*SEGMENT, *WIDE[:2]),
     "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
     "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3)),
+    "sparse_blocks": SPARSE,
+    "sparse_blocks_grad": SPARSE_GRAD,
 }
 OPS = (*PORTABLE, *HOPPER_TILES)
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
+from ...kernels.sparse_gemm import sparse_gemm
 from ...registry import get_kernel, list_kernels, register_kernel
 from .configuration import (
     dynamic_shapes_enabled,
@@ -53,6 +54,7 @@ __all__ = [
     "set_default_precision",
     "set_log_level",
     "shuffle_weight",
+    "sparse_gemm",
     "tensor_cores_enabled",
     "unshuffle_weight",
 ]
