@@ -23,6 +23,7 @@ from .configuration import (
 )
 from .modules import AITERAttention, AITERConv2d, AITERLinear
 from .ops.deepgemm import deepgemm
+from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 from .torchlike import attention, conv2d, dynamic_conv2d, linear
 
@@ -42,6 +43,7 @@ __all__ = [
     "enable_tensor_cores",
     "fusion_enabled",
     "gelu",
+    "gemm_a8w8",
     "get_cache_size",
     "get_default_precision",
     "get_kernel",
@@ -50,6 +52,7 @@ __all__ = [
     "linear",
     "list_kernels",
     "register_kernel",
+    "int8_gemm",
     "set_cache_size",
     "set_default_precision",
     "set_log_level",
