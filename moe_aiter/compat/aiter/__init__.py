@@ -6,6 +6,7 @@ from torch import Tensor
 from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
 from ...kernels.sparse_gemm import sparse_gemm
+from ...registry import get_kernel, list_kernels, register_kernel
 from .configuration import (
     dynamic_shapes_enabled,
     enable_dynamic_shapes,
@@ -21,16 +22,24 @@ from .configuration import (
     tensor_cores_enabled,
 )
 from .gemm import batched_gemm, cutlass_gemm, gemm_bias, gemm_gelu, gemm_relu, linear, matmul
+from .modules import AITERAttention, AITERConv2d, AITERLinear
 from .ops.deepgemm import deepgemm
 from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
+from .torchlike import attention, conv2d, dynamic_conv2d
 
 __all__ = [
+    "AITERAttention",
+    "AITERConv2d",
+    "AITERLinear",
     "ShuffledWeight",
     "__version__",
+    "attention",
     "batched_gemm",
+    "conv2d",
     "cutlass_gemm",
     "deepgemm",
+    "dynamic_conv2d",
     "dynamic_shapes_enabled",
     "enable_dynamic_shapes",
     "enable_fusion",
@@ -43,11 +52,14 @@ __all__ = [
     "gemm_relu",
     "get_cache_size",
     "get_default_precision",
+    "get_kernel",
     "get_log_level",
     "grouped_gemm",
     "int8_gemm",
     "linear",
+    "list_kernels",
     "matmul",
+    "register_kernel",
     "set_cache_size",
     "set_default_precision",
     "set_log_level",
