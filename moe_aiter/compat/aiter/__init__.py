@@ -6,6 +6,7 @@ from torch import Tensor
 from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
 from ...kernels.sparse_gemm import sparse_gemm
+from ...layers.quantized import quantize
 from .configuration import (
     dynamic_shapes_enabled,
     enable_dynamic_shapes,
@@ -40,6 +41,7 @@ __all__ = [
     "get_log_level",
     "grouped_gemm",
     "int8_gemm",
+    "quantize",
     "set_cache_size",
     "set_default_precision",
     "set_log_level",
