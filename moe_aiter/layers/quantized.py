@@ -195,7 +195,9 @@ def kind_of(module: nn.Module) -> type | None:
     """Which of KINDS this is, and does nothing else when it is called."""
     if isinstance(module, NonDynamicallyQuantizableLinear) or "forward" in vars(module):
         return None
-    return next((kind for kind in KINDS if type(module).forward is kind.forward), None)
+    own = type(module)
+    same = getattr(own, "computes_linear", False)  # a forward of its own, with the same meaning
+    return next((k for k in KINDS if own.forward is k.forward or (same and issubclass(own, k))), None)
 
 
 def convert(module: nn.Module, kind: type, dtype: str, found: dict) -> None:

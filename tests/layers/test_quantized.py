@@ -252,6 +252,7 @@ def test_the_example_of_the_guide(device):
     quantized_model = aiter.quantize(model, dtype="int8")
     input_data = torch.randn(32, 1024, device=device)
     output = quantized_model(input_data)
+    assert type(aiter.quantize(aiter.AITERLinear(8, 8))) is QuantizedLinear
     assert output.shape == (32, 1024) and error(output, model(input_data).detach()) < 0.03
 
 
