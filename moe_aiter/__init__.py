@@ -14,6 +14,7 @@ from .kernels.gmm import gmm
 from .kernels.grouped_gemm import grouped_gemm
 from .kernels.keep_fp8 import keep_fp8_weights
 from .kernels.ptgmm import nptgmm, ptgmm
+from .kernels.scaled_gemm import scaled_gemm
 from .kernels.segment_gmm import segment_gmm
 from .kernels.sort import sort_by_expert
 from .kernels.sparse_gemm import sparse_gemm
@@ -32,6 +33,10 @@ from .layers import (
     OptimizedMoELayer,
     SegmentGEMMWrapper,
     balance_step,
+    fuse_gate_up,
+    fuse_projections,
+    fuse_qkv,
+    unfuse,
     use_main_grad,
 )
 from .routing import (
@@ -85,6 +90,9 @@ __all__ = [
     "attach_loss",
     "balance_step",
     "expert_mlp",
+    "fuse_gate_up",
+    "fuse_projections",
+    "fuse_qkv",
     "glu",
     "gmm",
     "grouped_gemm",
@@ -99,12 +107,14 @@ __all__ = [
     "register_kernel",
     "route",
     "route_to",
+    "scaled_gemm",
     "segment_gmm",
     "sequence_balance_loss",
     "sort_by_expert",
     "sparse_gemm",
     "tgmm",
     "topk",
+    "unfuse",
     "unpermute",
     "use",
     "use_main_grad",

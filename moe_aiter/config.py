@@ -8,6 +8,7 @@ VERSION = "0.1.0"
 PREFIX = "MOE_AITER_"
 # settings that AITER's documents call AITER_<FIELD>: that counts where ours is not given
 AITER = {"cache_size", "debug", "default_precision", "enable_fusion", "enable_tensor_cores", "log_level"}
+AITER |= {"config_gemm_bf16", "log_tuned_config", "tune_gemm"}
 CHOICES = {
     "backend": ("auto", "hopper", "triton", "host", "torch"),
     "matmul_precision": ("ieee", "tf32"),
@@ -23,6 +24,7 @@ class Settings:
 
     backend: str = "auto"  # force one implementation everywhere: hopper, triton, host or torch
     cache_size: int = 1024  # MB of what is computed from weights and kept; 0 keeps nothing
+    config_gemm_bf16: str = ""  # files of tuned products, as AITER writes them: mine.csv:theirs.csv
     debug: bool = False  # check values (expert ids, plans) and NaN-fill outputs; synchronises
     default_precision: str = ""  # of float32 inputs of AITER's functions: FP16, BF16, TF32 or FP32
     enable_dynamic_shapes: bool = False  # convolutions do not search the fastest kernel of each new shape
@@ -30,8 +32,11 @@ class Settings:
     enable_tensor_cores: bool = True  # 0: AITER's functions multiply in float32, without tensor cores
     gmm_configs: str = ""  # a folder with files of block sizes for gmm, ptgmm and nptgmm: gfx942-GMM.json
     log_level: str = "WARNING"  # of the `moe_aiter` logger
+    log_tuned_config: bool = False  # log, from INFO on, which implementation each tuned product gets
     matmul_precision: str = "ieee"  # float32 products in Triton kernels: ieee, or tf32 on tensor cores
     num_threads: int = 0  # threads of the C++ extension, at most torch.get_num_threads(); 0: as many
+    preshuffle_m_threshold: int = 64  # rows from which on a patched Linear takes its shuffled weight
+    tune_gemm: str = ""  # a file that gets the sizes of tuned products; 1: bf16_untuned_gemm.csv
 
     @classmethod
     def from_env(cls, env: typing.Mapping[str, str] = os.environ) -> "Settings":

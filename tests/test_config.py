@@ -16,7 +16,7 @@ def test_defaults():
 
 
 def test_each_field_has_its_variable():
-    texts = {"True": "0", "False": "1", "0": "3", "1024": "3"}  # by default
+    texts = {"True": "0", "False": "1", "0": "3", "64": "3", "1024": "3"}  # by default
     for field in dataclasses.fields(Settings):
         text = texts.get(str(field.default)) or CHOICES.get(field.name, ["folder"])[-1]
         got = getattr(Settings.from_env({PREFIX + field.name.upper(): text}), field.name)
@@ -27,7 +27,7 @@ def test_each_field_has_its_variable():
 @pytest.mark.parametrize("name", sorted(AITER))
 def test_aiters_variables_count_where_ours_are_not_given(name):
     default = getattr(Settings(), name)
-    other = {bool: str(int(not default)), int: "5", str: CHOICES.get(name, [""])[-1]}[type(default)]
+    other = {bool: str(int(not default)), int: "5", str: CHOICES.get(name, ["file.csv"])[-1]}[type(default)]
     variable = f"AITER_{name.upper()}"
     changed = getattr(Settings.from_env({variable: other}), name)
     assert changed != default

@@ -2,6 +2,7 @@
 
 from .balance import balance_step
 from .experts import Experts
+from .fuse import fuse_gate_up, fuse_projections, fuse_qkv, unfuse
 from .live import LiveTable
 from .lora import LoRAExperts, LoRALinear
 from .main_grad import use_main_grad
@@ -25,6 +26,10 @@ __all__ = [
     "SegmentGEMMWrapper",
     "ShuffledWeight",
     "balance_step",
+    "fuse_gate_up",
+    "fuse_projections",
+    "fuse_qkv",
     "mha_fwd",
+    "unfuse",
     "use_main_grad",
 ]

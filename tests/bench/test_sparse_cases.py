@@ -1,4 +1,4 @@
-"""`moe-aiter bench gemm --family sparse` measures each kind of its cases, and its goals are those of the family."""
+"""`moe-aiter bench gemm --family sparse` measures each kind of its cases."""
 
 import pytest
 

@@ -1,0 +1,270 @@
+"""Several nn.Linear of one input as one product, under their old names.
+
+    attention.q_proj, attention.k_proj, attention.v_proj = fuse_qkv(
+        attention.q_proj, attention.k_proj, attention.v_proj
+    )
+
+The weights become one, and the projections parts of it.  The first part that is called with an input computes
+for all of them, and the others hand out their share: a model's own code goes on to call them one by one.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels._check import check_size
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclasses.dataclass
+class Round:
+    """One input's results, until each part has taken its own."""
+
+    state: tuple = ()
+    x: Tensor | None = None
+    parts: list[Tensor | None] = dataclasses.field(default_factory=list)
+
+    def __deepcopy__(self, memo) -> "Round":
+        return Round()  # results belong to a graph
+
+    def __reduce__(self):
+        return Round, ()
+
+
+class FusedLinear(nn.Module):
+    """`weight` (sum of N, K) and `bias` of several projections; `forward(x)` is a tuple of their results.
+
+    Both are Parameters if they are trained, else buffers that state dicts leave out: the parts save and load
+    them under the old names.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], trainable: bool):
+        super().__init__()
+        self.sizes = [linear.out_features for linear in linears]
+        self.round = Round()
+        for name in ("weight", "bias"):
+            tensors = [getattr(linear, name) for linear in linears]
+            fused = None if tensors[0] is None else torch.cat([t.detach() for t in tensors])
+            if trainable:
+                self.register_parameter(name, None if fused is None else nn.Parameter(fused))
+            else:
+                self.register_buffer(name, fused, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x (..., K) -> (..., N) for each projection: views of one tensor."""
+        return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """One of the results; all are computed with the first that is asked for."""
+        state = self.state(x)
+        found = self.round
+        if found.x is not x or found.state != state or found.parts[index] is None:
+            found = self.round = Round(state, x, list(self(x)))
+        out, found.parts[index] = found.parts[index], None
+        if all(part is None for part in found.parts):
+            self.round = Round()
+        return out
+
+    def state(self, x: Tensor) -> tuple:
+        """What results depend on beside the input's identity."""
+        if torch.compiler.is_compiling():  # which sees no versions
+            return (torch.is_grad_enabled(),)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        device = "cpu" if x.is_meta else x.device.type
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        versions = (0 if t is None or t.is_inference() else t._version for t in (x, self.weight, self.bias))
+        return *modes, *autocast, *versions
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        """Nothing: the parts do."""
+
+    def _load_from_state_dict(self, *args) -> None:
+        """Nothing: the parts do."""
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.shape[1]}, sizes={self.sizes}, bias={self.bias is not None}"
+
+
+class FusedPart(nn.Module):
+    """A projection that is rows of a FusedLinear; takes the place of an nn.Linear, state dict included.
+
+    The first of them holds it as a submodule, `fused`, so that its weight is one Parameter to an optimizer.
+    """
+
+    def __init__(self, fused: FusedLinear, index: int):
+        super().__init__()
+        self.index = index
+        self.shared = (fused,)  # in a tuple a module is no submodule
+        if index == 0:
+            self.fused = fused
+
+    @property
+    def rows(self) -> slice:
+        sizes = self.shared[0].sizes
+        return slice(sum(sizes[: self.index]), sum(sizes[: self.index + 1]))
+
+    @property
+    def weight(self) -> Tensor:
+        """(N, K), a view."""
+        return self.shared[0].weight[self.rows]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(N,), a view, or None."""
+        bias = self.shared[0].bias
+        return None if bias is None else bias[self.rows]
+
+    @property
+    def in_features(self) -> int:
+        return self.shared[0].weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.shared[0].sizes[self.index]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.shared[0].part(self.index, input)
+
+    def to_linear(self) -> nn.Linear:
+        """An nn.Linear with a copy of these rows."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        trained = isinstance(self.shared[0].weight, nn.Parameter)
+        for name, t in self.tensors():
+            setattr(linear, name, nn.Parameter(t.detach().clone(), requires_grad=trained and t.requires_grad))
+        return linear.train(self.training)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that a state dict has."""
+        for name in ("weight", "bias"):
+            if (t := getattr(self, name)) is not None:
+                yield name, t
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        for name, t in self.tensors():
+            destination[prefix + name] = t if keep_vars else t.detach()
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        mine = dict(self.tensors())
+        for name, t in mine.items():
+            key = prefix + name
+            given = state_dict.get(key)
+            if given is None:
+                missing_keys.append(key)
+            elif given.shape != t.shape:
+                sizes = f"{tuple(given.shape)} in the checkpoint and {tuple(t.shape)} here"
+                error_msgs.append(f"size mismatch for {key}: {sizes}")
+            elif t.is_meta and not given.is_meta:
+                error_msgs.append(
+                    f"{key} is on the meta device: give fused projections memory before loading"
+                )
+            else:
+                with torch.no_grad():
+                    t.copy_(given)
+        known = {prefix + name for name in mine}
+        others = (k for k in state_dict if k.startswith(prefix) and k not in known)
+        unexpected_keys.extend(others if strict else ())
+
+    def extra_repr(self) -> str:
+        bias = self.shared[0].bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, fused"
+
+
+def fuse_qkv(
+    q: nn.Linear, k: nn.Linear, v: nn.Linear, *, trainable: bool | None = None
+) -> tuple[FusedPart, FusedPart, FusedPart]:
+    """The same three projections as parts of one product, to be assigned where they were.
+
+    `q.fused(x)` gives all three results.  `trainable`: whether the weight is a Parameter or a buffer; unless
+    given, as it is now.  Raises ValueError or TypeError where they do not fit one product: they must be plain
+    nn.Linear of one input size, dtype and device, all with biases or none, trained or not.
+
+    Fuse after loading, before torch.compile, and before the optimizer is made, which has to know the new
+    Parameter.  A compiled model must not change an input in place between two of its projections.
+    """
+    return fuse((q, k, v), trainable)
+
+
+def fuse_gate_up(
+    gate: nn.Linear, up: nn.Linear, *, trainable: bool | None = None
+) -> tuple[FusedPart, FusedPart]:
+    """The same for an MLP's `gate` and `up`: see `fuse_qkv`."""
+    return fuse((gate, up), trainable)
+
+
+def fuse(linears: Sequence[nn.Linear], trainable: bool | None) -> tuple[FusedPart, ...]:
+    check_fits(linears)
+    trained = linears[0].weight.requires_grad if trainable is None else trainable
+    fused = FusedLinear(linears, trained)
+    return tuple(FusedPart(fused, i).train(linear.training) for i, linear in enumerate(linears))
+
+
+def check_fits(linears: Sequence[nn.Linear]) -> None:
+    """Raise unless these can be one product."""
+    first, *others = linears
+    for linear in linears:
+        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+            kinds = f"{type(linear).__name__} with a {type(getattr(linear, 'weight', None)).__name__}"
+            raise TypeError(f"only plain nn.Linear are fused, not {kinds}")
+        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+            raise ValueError("a projection with hooks is not fused: they would be lost")
+    for linear in others:
+        check_size("a projection is of {} features", linear.in_features, "another of {}", first.in_features)
+        for what in ("dtype", "device", "requires_grad"):
+            mine, theirs = getattr(first.weight, what), getattr(linear.weight, what)
+            if mine != theirs:
+                raise ValueError(f"{what} is {mine} of one projection but {theirs} of another")
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if len(biases) not in (0, len(linears)):
+        raise ValueError(f"{len(biases)} of {len(linears)} projections have a bias; it must be all or none")
+    if any(b.requires_grad != first.weight.requires_grad or b.dtype != first.weight.dtype for b in biases):
+        raise ValueError("biases must be trained, and of the dtype, as the weights are")
+
+
+def fuse_projections(
+    model: nn.Module, *, trainable: bool | None = None, groups: Sequence[Sequence[str]] = GROUPS
+) -> int:
+    """Fuse q_proj, k_proj and v_proj, and gate_proj and up_proj, wherever they are siblings; how many groups.
+
+    A model's code, its state dict and what it computes stay as they are: transformers' Llama and Qwen, say,
+    call their projections one after another, with one input.  What does not fit one product stays as well,
+    as do weights that are shared with other modules.  `groups` are the names to look for.  See `fuse_qkv` for
+    the rest, and `unfuse` for the way back.
+    """
+    uses = Counter()
+    for module in model.modules():
+        uses.update(id(t) for t in (*module._parameters.values(), *module._modules.values()))
+    count = 0
+    for parent in list(model.modules()):
+        for names in groups:
+            linears = [parent._modules.get(name) for name in names]
+            if can_fuse(linears) and all(uses[id(t)] == 1 for one in linears for t in (one, one.weight)):
+                for name, part in zip(names, fuse(linears, trainable), strict=True):
+                    setattr(parent, name, part)
+                count += 1
+    return count
+
+
+def can_fuse(linears: Sequence[nn.Module | None]) -> bool:
+    try:
+        check_fits(linears)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def unfuse(model: nn.Module) -> int:
+    """Give every fused projection in a model a weight of its own, as it was before; how many."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, part in list(parent._modules.items()):
+            if isinstance(part, FusedPart):
+                setattr(parent, name, part.to_linear())
+                count += 1
+    return count
