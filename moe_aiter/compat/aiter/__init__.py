@@ -6,6 +6,7 @@ from torch import Tensor
 from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
 from ...kernels.sparse_gemm import sparse_gemm
+from ...layers.quantized import quantize
 from ...registry import get_kernel, list_kernels, register_kernel
 from .configuration import (
     dynamic_shapes_enabled,
@@ -59,6 +60,7 @@ __all__ = [
     "linear",
     "list_kernels",
     "matmul",
+    "quantize",
     "register_kernel",
     "set_cache_size",
     "set_default_precision",
