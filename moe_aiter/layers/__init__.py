@@ -10,6 +10,8 @@ from .mha import mha_fwd
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, Monitor
 from .optimized import OptimizedMoELayer
+from .quantization_report import QuantizationReport, quantization_report
+from .quantized import quantize
 from .segment import SegmentGEMMWrapper
 from .shuffled import ShuffledWeight
 
@@ -23,6 +25,7 @@ __all__ = [
     "MoERouting",
     "Monitor",
     "OptimizedMoELayer",
+    "QuantizationReport",
     "SegmentGEMMWrapper",
     "ShuffledWeight",
     "balance_step",
@@ -30,6 +33,8 @@ __all__ = [
     "fuse_projections",
     "fuse_qkv",
     "mha_fwd",
+    "quantization_report",
+    "quantize",
     "unfuse",
     "use_main_grad",
 ]
