@@ -37,6 +37,7 @@ from .timing import call_times, kernel_times
 FAMILIES = {  # name -> module
     "dense": "dense",
     "sparse": "sparse",
+    "scaled": "scaled",
 }
 OURS, COPY = "moe_aiter", "copy"
 FIELDS = [
