@@ -14,6 +14,7 @@ from .kernels.gmm import gmm
 from .kernels.grouped_gemm import grouped_gemm
 from .kernels.keep_fp8 import keep_fp8_weights
 from .kernels.ptgmm import nptgmm, ptgmm
+from .kernels.scaled_gemm import scaled_gemm
 from .kernels.segment_gmm import segment_gmm
 from .kernels.sort import sort_by_expert
 from .kernels.sparse_gemm import sparse_gemm
@@ -106,6 +107,7 @@ __all__ = [
     "register_kernel",
     "route",
     "route_to",
+    "scaled_gemm",
     "segment_gmm",
     "sequence_balance_loss",
     "sort_by_expert",

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -129,7 +129,10 @@ def compute(fn: Callable, args: tuple, kwargs: dict):
 
     args, kwargs = [cast(t) for t in args], {name: cast(t) for name, t in kwargs.items()}
     with no_autocast(x):
-        out = fn(*args, **kwargs) if precision is None else strictly(precision, fn, args, kwargs)
+        if precision is None:
+            out = fn(*args, **kwargs)
+        else:
+            out = inside(functools.partial(float32_products, precision), fn, args, kwargs)
     return out if kwargs.get("out_dtype") else out.to(x.dtype)
 
 
@@ -152,37 +155,40 @@ def float32_products(precision: str) -> Iterator[None]:
             switch.fp32_precision = value
 
 
-@torch.compiler.disable(reason="a precision of float32 products is a switch of torch's, set around the call")
-def strictly(precision: str, fn: Callable, args: list, kwargs: dict) -> Tensor:
-    """`fn(*args, **kwargs)` and its gradient, with float32 products of this precision."""
+Context = Callable[[], contextlib.AbstractContextManager]
+
+
+@torch.compiler.disable(reason="switches of torch's are set around the call")
+def inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tensor:
+    """`fn(*args, **kwargs)` inside of `context()`, as is its gradient."""
     names = [*range(len(args)), *kwargs]
     given = dict(zip(names, (*args, *kwargs.values()), strict=True))
     tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
 
     def call(*inputs):
         now = given | dict(zip(tensors, inputs, strict=True))
-        with float32_products(precision):
+        with context():
             return fn(*[now[i] for i in range(len(args))], **{name: now[name] for name in kwargs})
 
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors.values()):
         return call(*tensors.values())
-    return Strictly.apply(precision, call, *tensors.values())
+    return Inside.apply(context, call, *tensors.values())
 
 
-class Strictly(torch.autograd.Function):
+class Inside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, precision: str, call: Callable, *tensors: Tensor) -> Tensor:
+    def forward(ctx, context: Context, call: Callable, *tensors: Tensor) -> Tensor:
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         with torch.enable_grad():
             out = call(*inputs)
-        ctx.precision, ctx.inputs, ctx.out = precision, inputs, out
+        ctx.context, ctx.inputs, ctx.out = context, inputs, out
         return out.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor):
         wanted = [t for t in ctx.inputs if t.requires_grad]
-        with float32_products(ctx.precision):
+        with ctx.context():
             grads = iter(torch.autograd.grad(ctx.out, wanted, dout, retain_graph=True, allow_unused=True))
         return None, None, *(next(grads) if t.requires_grad else None for t in ctx.inputs)
 

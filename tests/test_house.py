@@ -18,7 +18,7 @@ SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
     ["config", "files", "metadata", "overlap", "replay"],
     ["dispatch"],
-    ["backend", "derived", "tuning"],
+    ["backend", "derived", "registry", "tuning"],
     ["switches"],
     ["kernels"],
     ["routing"],

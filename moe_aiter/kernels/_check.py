@@ -83,3 +83,9 @@ def check_routing_weights(routing_weights: Tensor, rank: Tensor, x: Tensor) -> N
     if not routing_weights.is_floating_point():
         raise TypeError(f"routing_weights must be floating, not {routing_weights.dtype}")
     check_device(x=x, routing_weights=routing_weights)
+
+
+def refuse_gradient(what: str, *tensors: Tensor | None) -> None:
+    """Raise where one of these would need a gradient through what has none."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(f"{what} has no gradient: call it under torch.no_grad()")

@@ -43,6 +43,27 @@ def decode(x, FORMAT: tl.constexpr):
     return out
 
 
+@triton.jit
+def add_product(
+    acc,  # (rows of x, columns of w), or TRANSPOSED
+    x,
+    w,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x @ w of what `decode` makes of both; int32 for int8."""
+    x, w = decode(x, X_FORMAT), decode(w, W_FORMAT)
+    left, right = (w.T, x.T) if TRANSPOSED else (x, w)
+    if PROMOTED:  # max_num_imprecise_acc would do it too, and wait for each instruction
+        acc += tl.dot(left, right, input_precision=PRECISION)
+    else:
+        acc = tl.dot(left, right, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    return acc
+
+
 def native_fp8() -> tuple[torch.dtype, ...]:
     """The 8-bit floats that the matrix instructions of the GPU at hand multiply, of those in NATIVE."""
     return () if interpret else NATIVE.get(triton.runtime.driver.active.get_current_target().arch, ())

@@ -13,8 +13,16 @@ from .. import tuning
 from ..backend import define_inplace_op, takes
 from ..config import interpret
 from . import hopper
-from ._check import check_device, check_float, check_index, check_own_memory, check_shape, check_size
-from ._fp8 import FP8, as_operands, decode, is_promoted
+from ._check import (
+    check_device,
+    check_float,
+    check_index,
+    check_own_memory,
+    check_shape,
+    check_size,
+    refuse_gradient,
+)
+from ._fp8 import FP8, add_product, as_operands, is_promoted
 from ._groups import wide
 from ._tile import TILE_DTYPES, swizzle, tile_options
 from ._triton import cdiv, jit_kernel, tl, triton
@@ -103,12 +111,7 @@ def masked_gmm_kernel(
             w = tl.load(w_ptrs, mask=w_mask, other=0.0)
         if SHUFFLED:
             w = unshuffle(w, BLOCK_N, BLOCK_K, VECTOR)
-        x, w = decode(x, X_FORMAT), decode(w, W_FORMAT)
-        left, right = (w.T, x.T) if TRANSPOSED else (x, w)
-        if PROMOTED:  # max_num_imprecise_acc would do it too, and wait for each instruction
-            acc += tl.dot(left, right, input_precision=PRECISION)
-        else:
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc = add_product(acc, x, w, X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, PRECISION)
         x_ptrs += BLOCK_K * x_strides[2]
         w_ptrs += BLOCK_K * w_stride_k
     if TRANSPOSED:
@@ -264,9 +267,7 @@ def masked_gmm(
     check_shape("x", x, "G", "M", "K")
     check_shape("w", w, "G", "N", "K")
     scales = as_rows("x_scale", x_scale, x, x.shape[1]), as_rows("w_scale", w_scale, x, w.shape[1])
-    tensors = [t for t in (out, x, w, *scales) if isinstance(t, Tensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise RuntimeError("a masked product has no gradient: call it under torch.no_grad()")
+    refuse_gradient("a masked product", out, x, w, *scales)
     masked_gmm_op(out, x, w, group_sizes, *scales, shuffled)
     return out
 

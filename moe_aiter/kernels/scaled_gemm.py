@@ -1,33 +1,326 @@
-"""Products of operands with scales: what multiplies them back to the numbers that they stand for."""
+"""Products of 8-bit operands with scales: what multiplies them back to the numbers that they stand for.
+
+    out = (x @ w) * x_scale[:, None] * w_scale + bias
+
+M rows, K to sum over, N columns; the kernel also has G groups of rows, each with its own w, for `scaled_gmm`.
+Sums of int8 are exact, those of 8-bit floats are in float32.
+"""
+
+import functools
 
 import torch
 from torch import Tensor
 
-from ._check import check_shape, check_size
-from .masked_gmm import masked_gmm
+from .. import tuning
+from ..backend import define_op, takes
+from . import hopper
+from ._check import FLOATS, check_device, check_shape, check_size, check_tensor, refuse_gradient
+from ._fp8 import FP8, add_product, as_operands, is_promoted
+from ._groups import wide
+from ._tile import locate, row_tiles, swizzle, tile_options
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
+
+MOST_K = 131071  # products of -128 and -128 of which int32 holds a sum
+SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
+MANY = (
+    128  # rows for which an operand is first laid out along K, as the matrix instructions of 8 bits want it
+)
+
+# reference
 
 
-def scaled_bmm(
+def sums(x, w):
+    """x @ w in float32: of int8 exact, and rounded once."""
+    if x.dtype != torch.int8:
+        return wide(x) @ wide(w)
+    # torch's own is wrong where there is one number to sum, and for strides of 0
+    fits = 1 < x.shape[1] <= MOST_K and 0 not in (*x.stride(), *w.stride())
+    if x.is_cpu and fits and has_exact_int8():
+        return torch._int_mm(x, w).to(torch.float32)
+    return (x.to(torch.float64) @ w.to(torch.float64)).to(torch.float32)
+
+
+@functools.cache
+def has_exact_int8() -> bool:
+    """Whether this CPU multiplies int8 as it should: an old one saturates the sums of two products."""
+    x = torch.tensor([[-128, 127], [127, 127]], dtype=torch.int8).repeat(32, 64)
+    return torch.equal(torch._int_mm(x, x.T).double(), x.double() @ x.T.double())
+
+
+def scaled_gemm_reference(x, w, x_scale, w_scale, bias, dtype):
+    y = sums(x, w)
+    y = y if x_scale is None else y * x_scale[:, None]
+    y = y if w_scale is None else y * w_scale
+    return (y if bias is None else y + bias).to(dtype)
+
+
+# kernel
+
+
+@jit_kernel
+def scaled_gemm_kernel(
+    x_ptr,  # (T, K)
+    w_ptr,  # (G, K, N)
+    x_scale_ptr,  # (T,) float32, or None
+    w_scale_ptr,  # (G, N) float32, or None
+    bias_ptr,  # (G, N), or None
+    out_ptr,  # (M, N), contiguous
+    order_ptr,  # (M,), or None where row r is x's own
+    group_sizes_ptr,  # (G,), or None where there is one group, of all rows
+    M,
+    N,
+    K,
+    G,
+    top_k,
+    strides,  # of x: t, and of w: g, n; along K both are contiguous
+    scale_strides,  # the same
+    bias_strides,  # g, n
+    LONG: tl.constexpr,  # more numbers to sum than int32 has room for
+    TRANSPOSED: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    group, row, row_end, tile_n = place(
+        M, N, G, group_sizes_ptr, BLOCK_G, BLOCK_M, BLOCK_N, GROUP_M, NUM_DIES
+    )
+    if group > G:
+        return
+    m = row + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+    m_read = tl.where(m < row_end, m, row).to(tl.int64)
+    n_read = (n % N).to(tl.int64)
+    if order_ptr is not None:
+        m_read = tl.maximum(tl.load(order_ptr + m_read), 0).to(tl.int64) // top_k
+    real_group = tl.minimum(group, G - 1).to(tl.int64)
+
+    x_ptrs = x_ptr + m_read[:, None] * strides[0] + k[None, :]
+    w_ptrs = w_ptr + real_group * strides[1] + n_read[None, :] * strides[2] + k[:, None]
+    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
+    integers: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    acc = tl.zeros(
+        (BLOCK_N, BLOCK_M) if TRANSPOSED else (BLOCK_M, BLOCK_N), tl.int32 if integers else tl.float32
+    )
+    if LONG:
+        total = acc.to(tl.int64)
+        for first in range(0, depth, SPAN):
+            part = scaled_products(
+                acc, x_ptrs + first, w_ptrs + first, tl.minimum(depth - first, SPAN),
+                X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, BLOCK_K, EVEN_K, PRECISION,
+            )  # fmt: skip
+            total += part.to(tl.int64)
+        out = total.to(tl.float32)
+    else:
+        acc = scaled_products(
+            acc, x_ptrs, w_ptrs, depth,
+            X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, BLOCK_K, EVEN_K, PRECISION,
+        )  # fmt: skip
+        out = acc.to(tl.float32)
+    if TRANSPOSED:
+        out = out.T
+
+    rows, columns = (m < row_end) & (group < G), (n < N) & (group < G)
+    if x_scale_ptr is not None:
+        out *= tl.load(x_scale_ptr + m_read * scale_strides[0], mask=rows, other=0.0)[:, None]
+    if w_scale_ptr is not None:
+        w_scale_ptrs = w_scale_ptr + real_group * scale_strides[1] + n_read * scale_strides[2]
+        out *= tl.load(w_scale_ptrs, mask=columns, other=0.0)[None, :]
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + real_group * bias_strides[0] + n_read * bias_strides[1]
+        out += tl.load(bias_ptrs, mask=columns, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def place(
+    M,
+    N,
+    G,
+    group_sizes_ptr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+):
+    """Where this program's tile is: group, first and end row, column tile."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    if group_sizes_ptr is None:
+        tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tiles_n, GROUP_M, NUM_DIES)
+        group, row, row_end = tile_m * 0, tile_m * BLOCK_M, M
+    else:
+        tile_m, tile_n = swizzle(tl.program_id(0), tiles_m + G, tiles_n, GROUP_M, NUM_DIES)
+        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    return group, row, row_end, tile_n
+
+
+@triton.jit
+def scaled_products(
+    acc,
+    x_ptrs,  # (BLOCK_M, BLOCK_K)
+    w_ptrs,  # (BLOCK_K, BLOCK_N)
+    depth,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x @ w over `depth` numbers."""
+    k = tl.arange(0, BLOCK_K)
+    for k_start in range(0, depth, BLOCK_K):
+        if EVEN_K:
+            x, w = tl.load(x_ptrs), tl.load(w_ptrs)
+        else:
+            k_mask = k < depth - k_start
+            x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+        acc = add_product(acc, x, w, X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, PRECISION)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    return acc
+
+
+# launcher
+
+
+@takes(torch.int8, *FP8)
+def launch_scaled_gemm(out, x, w, x_scale, w_scale, bias, dtype):
+    w_scale, bias = (None if t is None else t[None] for t in (w_scale, bias))
+    launch(out, x, w[None], None, x_scale, w_scale, bias, None, 1)
+
+
+def launch(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k):
+    (M, N), (G, K, _) = out.shape, w.shape
+    # matrix instructions of 8 bits want both along K, and a copy is cheaper than turning tiles in registers
+    x = x if x.stride(1) == 1 else x.contiguous()
+    w = w if w.stride(1) == 1 else w.mT.contiguous().mT
+    (x, w), (x_format, w_format) = as_operands(x, w)
+    long = x.dtype == torch.int8 and K > MOST_K
+    kind = "int8" if x.dtype == torch.int8 else "decode" if x_format or w_format else "fp8"
+    config = tuning.lookup(f"scaled_{'long' if long else kind}", x.dtype, M, N, K, G)
+    rows = cdiv(M, config.block_m) if group_sizes is None else row_tiles(M, G, config.block_m)
+    of_x = 0 if x_scale is None else x_scale.stride(0)
+    of_w, of_bias = ((0, 0) if t is None else t.stride() for t in (w_scale, bias))
+    scaled_gemm_kernel[(rows * cdiv(N, config.block_n),)](
+        x, w, x_scale, w_scale, bias, out, order, group_sizes, M, N, K, G, top_k,
+        (x.stride(0), *w.stride()[::2]), (of_x, *of_w), of_bias,
+        LONG=long, TRANSPOSED=config.block_m < 64 <= config.block_n,
+        X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x),
+        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+    )  # fmt: skip
+
+
+# op
+
+
+def check_operands(x: Tensor, w: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless these are int8, or 8-bit floats of any kind, for a result of 16 or 32 bits."""
+    known = torch.int8, *FP8
+    if x.dtype not in known:
+        raise TypeError(f"x must be int8 or 8-bit floats, not {x.dtype}")
+    if w.dtype not in known or (x.dtype == torch.int8) != (w.dtype == torch.int8):
+        raise TypeError(f"x is {x.dtype} but w is {w.dtype}")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"out_dtype must be float16, bfloat16 or float32, not {dtype}")
+
+
+def check_beside(shape_of_x: tuple, shape_of_w: tuple, x_scale, w_scale, bias) -> None:
+    """Raise unless the scales are float32 of these shapes, and the bias is of any floating dtype."""
+    for name, t, shape in (
+        ("x_scale", x_scale, shape_of_x),
+        ("w_scale", w_scale, shape_of_w),
+        ("bias", bias, shape_of_w),
+    ):
+        if t is None:
+            continue
+        if t.dtype not in (FLOATS if name == "bias" else (torch.float32,)):
+            raise TypeError(f"{name} must be {'floating' if name == 'bias' else 'float32'}, not {t.dtype}")
+        if t.shape != shape:
+            raise ValueError(f"{name} must be {tuple(shape)}, but it has shape {tuple(t.shape)}")
+
+
+def new_scaled_gemm(x, w, x_scale, w_scale, bias, dtype):
+    check_shape("x", x, "M", "K")
+    check_shape("w", w, "K", "N")
+    (M, K), (w_K, N) = x.shape, w.shape
+    check_size("x is (M, K={})", K, "w is (K={}, N)", w_K)
+    check_operands(x, w, dtype)
+    check_beside((M,), (N,), x_scale, w_scale, bias)
+    check_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
+    return x.new_empty(M, N, dtype=dtype)
+
+
+scaled_gemm_op = define_op(
+    "scaled_gemm(Tensor x, Tensor w, Tensor? x_scale, Tensor? w_scale, Tensor? bias, ScalarType? dtype) "
+    "-> Tensor",
+    new=new_scaled_gemm,
+    reference=scaled_gemm_reference,
+    triton=launch_scaled_gemm,
+    hopper=hopper.launch_scaled_gemm,
+)
+
+
+# public
+
+
+def scaled_gemm(
     x: Tensor,
     w: Tensor,
     x_scale: Tensor | float | None = None,
     w_scale: Tensor | float | None = None,
+    bias: Tensor | None = None,
     *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """`(x @ w) * x_scale * w_scale` of batches: `x` (G, M, K), `w` (G, K, N), both of any strides; (G, M, N).
+    """`(x @ w) * x_scale * w_scale + bias`: `x` (M, K) and `w` (K, N) of 8 bits, the result in `out_dtype`.
 
-    8-bit floats in any pair give `out_dtype`, float16, bfloat16 or float32; other dtypes are one for all.
-    Scales are float32: a number, one for each matrix (G,), or one for each row of `x`, (G, M), or column of
-    `w`, (G, N).  They multiply sums in float32, which are rounded once, into `out` where it is given.  With
-    8 bits a `w` whose K lies in a row, `w.mT` contiguous, is faster.  Not differentiable.
+    `x` and `w` are both int8, whose sums are exact for any K, or both 8-bit floats (e4m3fn, e4m3fnuz, e5m2,
+    in any pair), with sums in float32.  Any strides; a `w` whose K lies in a row, `weight.mT` of an
+    nn.Linear's (N, K) say, is the fastest.  Scales are float32 and 1 where they are missing: a number or a
+    tensor of one element, for each row of `x` (M,) or (M, 1), for each column of `w` (N,), (N, 1) or (1, N).
+    `bias` (N,) is of any floating dtype.  All of it is computed in float32 and rounded once, to float16,
+    bfloat16 or float32; what is too large for float16 becomes infinite.
+
+    Raises ValueError for shapes and devices that do not fit, TypeError for dtypes, RuntimeError where it
+    would need a gradient, which it has not; all before anything is launched.
     """
-    check_shape("x", x, "G", "M", "K")
-    check_shape("w", w, "G", "K", "N")
-    check_size("x is (G, M, K={})", x.shape[2], "w is (G, K={}, N)", w.shape[1])
-    if out is None:
-        out = x.new_empty(x.shape[0], x.shape[1], w.shape[2], dtype=out_dtype)
-    elif out_dtype not in (None, out.dtype):
-        raise ValueError(f"out is {out.dtype} but out_dtype is {out_dtype}")
-    return masked_gmm(out, x, w.mT, None, x_scale, w_scale)
+    check_shape("x", x, "M", "K")
+    check_shape("w", w, "K", "N")
+    (M, _), (_, N) = x.shape, w.shape
+    x_scale = as_vector("x_scale", x_scale, x, M, ((M,), (M, 1)))
+    w_scale = as_vector("w_scale", w_scale, x, N, ((N,), (N, 1), (1, N)))
+    refuse_gradient("a scaled product", x, w, x_scale, w_scale, bias)
+    return scaled_gemm_op(x, w, x_scale, w_scale, bias, out_dtype)
+
+
+def as_vector(
+    name: str, scale: Tensor | float | None, x: Tensor, size: int, shapes: tuple[tuple[int, ...], ...]
+) -> Tensor | None:
+    """A scale of one of these shapes, or of one element, as (size,), without a copy."""
+    if scale is None:
+        return None
+    if isinstance(scale, (int, float)):
+        return x.new_full((1,), scale, dtype=torch.float32).expand(size)
+    check_tensor(name, scale)
+    if scale.numel() == 1:
+        return scale.reshape(1).expand(size)
+    if scale.shape in shapes:
+        return scale.reshape(size)
+    known = ", ".join(map(str, shapes))
+    raise ValueError(
+        f"{name} must be a number, of one element, or {known}, but it has shape {tuple(scale.shape)}"
+    )

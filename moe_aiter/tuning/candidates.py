@@ -2,7 +2,7 @@
 
 A kernel that has other limits where its inputs differ, in registers say, has a name for each: `tgmm_gather`.
 Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
-float16 of 8-bit floats that the GPU does not multiply.
+float16 of 8-bit floats that the GPU does not multiply.  `scaled_long` adds sums of int8 that int32 overflows.
 On Hopper `_fp8` adds the sums of 8-bit products in float32, `_plain` without scales or for a float32 result.
 Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
 """
@@ -69,6 +69,10 @@ MASKED_FEW = (
     Config(32, 64, 256, 1, 4, 3), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
 )  # fmt: skip
 SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
+SCALED = (
+    Config(128, 256, 128, 8, 8, 3), Config(128, 256, 128, 8, 8, 4), Config(128, 128, 128, 16, 8, 6),
+    Config(64, 128, 128, 8, 4, 4), Config(16, 64, 256, 1, 4, 4), Config(16, 32, 256, 1, 4, 5),
+)  # fmt: skip
 SPARSE = (  # the last ones for blocks of 64, 128 and 32
     Config(128, 128, 64, 8, 4, 4), Config(128, 128, 64, 8, 8, 4), Config(256, 64, 64, 8, 8, 3),
     Config(128, 64, 64, 8, 4, 4), Config(128, 128, 64, 1, 4, 4), Config(128, 32, 32, 8, 4, 5),
@@ -87,6 +91,10 @@ PORTABLE = {
     "masked_few": MASKED_FEW,
     "masked_decode": (Config(128, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 3)),
     "masked_few_decode": (Config(16, 64, 256, 1, 4, 4), Config(64, 64, 128, 2, 4, 3)),
+    "scaled_int8": SCALED,
+    "scaled_fp8": (Config(128, 128, 256, 8, 8, 3), *SCALED[2:]),
+    "scaled_decode": (Config(128, 128, 64, 8, 8, 3), Config(16, 64, 256, 1, 4, 4)),
+    "scaled_long": (Config(64, 128, 128, 8, 8, 3), Config(64, 64, 128, 8, 4, 3)),
     "segment_gmm": (*SEGMENT, *WIDE[:2]),
     "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
     "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3)),

@@ -6,6 +6,7 @@ from torch import Tensor
 from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
 from ...kernels.sparse_gemm import sparse_gemm
+from ...registry import get_kernel, list_kernels, register_kernel
 from .configuration import (
     dynamic_shapes_enabled,
     enable_dynamic_shapes,
@@ -20,23 +21,38 @@ from .configuration import (
     set_log_level,
     tensor_cores_enabled,
 )
+from .modules import AITERAttention, AITERConv2d, AITERLinear
 from .ops.deepgemm import deepgemm
+from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
+from .torchlike import attention, conv2d, dynamic_conv2d, linear
 
 __all__ = [
+    "AITERAttention",
+    "AITERConv2d",
+    "AITERLinear",
     "ShuffledWeight",
     "__version__",
+    "attention",
+    "conv2d",
     "deepgemm",
+    "dynamic_conv2d",
     "dynamic_shapes_enabled",
     "enable_dynamic_shapes",
     "enable_fusion",
     "enable_tensor_cores",
     "fusion_enabled",
     "gelu",
+    "gemm_a8w8",
     "get_cache_size",
     "get_default_precision",
+    "get_kernel",
     "get_log_level",
     "grouped_gemm",
+    "linear",
+    "list_kernels",
+    "register_kernel",
+    "int8_gemm",
     "set_cache_size",
     "set_default_precision",
     "set_log_level",

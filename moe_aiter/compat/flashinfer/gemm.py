@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...kernels._check import check_tensor
 from ...kernels._fp8 import FP8
-from ...kernels.scaled_gemm import scaled_bmm
+from ...kernels.scaled_bmm import scaled_bmm
 from ...layers.segment import SegmentGEMMWrapper
 
 __all__ = ["SegmentGEMMWrapper", "bmm_fp8"]

@@ -152,6 +152,12 @@ def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
     return fit and x.shape[1] >= MANY and all(by_tma(t) and stacked(t) and short(t) for t in (x, w, out))
 
 
+def fits_scaled_gemm(x, w, x_scale, w_scale, bias, dtype) -> bool:
+    x, w, whole = x[None], w.mT[None], w.shape[1] * dtype.itemsize % 16 == 0
+    fit = bias is None and whole and x.shape[1] >= MANY and w.dtype in OCP
+    return fit and all(by_tma(t) and stacked(t) and short(t) for t in (x, w))
+
+
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
 launch_masked_gmm = implementation("masked_gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
@@ -161,3 +167,4 @@ launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_d
 launch_tgmm = implementation("tgmm", "launch_tgmm", fits_tgmm)
 launch_tgmm_sums = implementation("tgmm", "launch_tgmm_sums", lambda x, y, *_: by_tma(x, y))
 launch_tgmm_into = implementation("tgmm", "launch_tgmm_into", fits_tgmm_into)
+launch_scaled_gemm = implementation("masked_gmm", "launch_scaled_gemm", fits_scaled_gemm, OCP)

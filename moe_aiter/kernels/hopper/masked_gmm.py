@@ -131,3 +131,11 @@ def launch_masked_gmm(
         SPAN=span_of(x, c), STORES=c.block_n // c.store_n,
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
+
+
+def launch_scaled_gemm(
+    out: Tensor, x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, bias: None, dtype
+) -> None:
+    """One group of which every row counts."""
+    scales = (None if s is None else s[None] for s in (x_scale, w_scale))
+    launch_masked_gmm(out[None], x[None], w.mT[None], None, *scales, False)

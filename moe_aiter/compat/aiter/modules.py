@@ -1,0 +1,88 @@
+"""The modules of AITER's guide, on the functions of this package."""
+
+import torch
+from torch import Tensor, nn
+
+from .torchlike import attention, conv2d, linear
+
+__all__ = ["AITERAttention", "AITERConv2d", "AITERLinear"]
+
+
+class AITERConv2d(nn.Conv2d):
+    """`conv2d` with a weight (out_channels, in_channels / groups, kH, kW) of randn and a bias of zeros."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        options = {"dilation": dilation, "groups": groups, "bias": bias, "device": device, "dtype": dtype}
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, **options)
+
+    def reset_parameters(self) -> None:
+        fill(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, in_channels, H, W) -> (N, out_channels, H', W')."""
+        options = self.stride, self.padding, self.dilation, self.groups
+        return conv2d(input, self.weight, self.bias, *options)
+
+
+class AITERLinear(nn.Linear):
+    """`linear` with a weight (out_features, in_features) of randn and a bias of zeros; any size."""
+
+    def reset_parameters(self) -> None:
+        fill(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return linear(input, self.weight, self.bias)
+
+
+class AITERAttention(nn.Module):
+    """Self-attention with projections query, key, value and output, and dropout after the last of them.
+
+    Raises ValueError unless num_heads divides hidden_size.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout_prob: float = 0.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if num_heads < 1 or hidden_size % num_heads:
+            raise ValueError(f"hidden_size is {hidden_size}, which num_heads={num_heads} does not divide")
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.head_size = hidden_size // num_heads
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(hidden_size, hidden_size, device=device, dtype=dtype) for _ in range(4)
+        )
+        self.dropout = nn.Dropout(dropout_prob)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """(B, S, hidden_size) and a mask as `attention` takes it, (B, S) say -> (B, S, hidden_size)."""
+        projections = self.query, self.key, self.value
+        heads = [p(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in projections]
+        context = attention(*heads, attention_mask)  # (B, num_heads, S, head_size)
+        return self.dropout(self.output(context.transpose(1, 2).flatten(2)))
+
+
+def fill(module: nn.Module) -> None:
+    """As the guide has it: nothing scales the weight."""
+    nn.init.normal_(module.weight)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
