@@ -18,7 +18,7 @@ from ..dispatch import is_transformed
 from ..metadata import keep
 from ..tuning.aiter_csv import Problem, find
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
-from ._tuned_choice import choose, note
+from ._tuned_choice import choose, note, tile_named
 from .gemm import gemm
 from .masked_gmm import masked_gmm
 from .shuffle import unshuffle_weight
@@ -60,10 +60,12 @@ def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
         said = x.dtype, scaled or dtype, scaled is not None
         problem = Problem(len(x), *weight.shape, bias is not None, *said)
         backend = choose(problem, inputs)
+    backend, _, tile = backend.partition("/")
     launch = IMPLS["gemm"][backend]
     if not runs(launch, *inputs):  # of other strides than when it was chosen
         launch = pick("gemm", *inputs)
-    launch((out[None], out.new_empty(0)), *inputs)
+    with tile_named(tile):
+        launch((out[None], out.new_empty(0)), *inputs)
 
 
 def save_tuned_gemm(ctx, inputs, output):
@@ -199,7 +201,9 @@ def choice_for(
     )
     backend = choose(problem, gemm_inputs(rows, weight, bias, dtype))
     if is_shuffled:
-        return backend if own else "torch"  # the kernel for shuffled weights rounds to their dtype
+        return (
+            backend.partition("/")[0] if own else "torch"
+        )  # the kernel for shuffled weights rounds to their dtype
     return TORCHS_OWN if backend == "torch" and own else backend
 
 

@@ -1,4 +1,4 @@
-"""AITER's tuned_gemm, and the page on linear layers as it is printed, but for the import and the device."""
+"""AITER's tuned_gemm: its names, its files, and the page's patch as it is printed."""
 
 import importlib
 import os
@@ -52,63 +52,11 @@ def _patched_forward(self, x):
 nn.Linear.forward = _patched_forward
 """
 
-PRESHUFFLE = """
-from moe_aiter.compat.aiter.ops.shuffle import shuffle_weight
-
-def preshuffle_weights(model, require_multiple=256, layout=(16, 16)):
-    count = 0
-    for module in model.modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        w = module.weight
-        if w.dtype != torch.bfloat16 or w.ndim != 2:
-            continue
-        n, k = w.shape
-        if n % require_multiple != 0 or k % require_multiple != 0:
-            continue
-        if module.bias is not None:
-            continue
-        w_shuffled = shuffle_weight(w, layout=layout)
-        module._preshuffled_weight = w_shuffled
-        count += 1
-    return count
-"""
-
-GATED = """
-from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
-def patched_forward(self, x):
-    w = self.weight
-    w_shuf = getattr(self, "_preshuffled_weight", None)
-    if w_shuf is not None:
-        m = x.numel() // x.shape[-1]  # total rows
-        if m >= M_THRESHOLD:  # tune this threshold for your workload
-            w = w_shuf
-    return gemm_a16w16(x, w, bias=self.bias, otype=x.dtype)
-"""
-
-SPLIT = """
-from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
-def linear_with_split_bias(x, weight, bias):
-    out = gemm_a16w16(x, weight, bias=None, otype=x.dtype)
-    if bias is not None:
-        out = out + bias
-    return out
-"""
-
 
 def run(code, **names):
     names = {"torch": torch, "nn": nn, "F": F} | names
     exec(code, names)
     return names
-
-
-def test_usage(device):
-    x, weight = torch.randn(2, 7, 64, device=device).half(), torch.randn(32, 64, device=device).half()
-    code = "from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16\n"
-    out = run(code + "output = gemm_a16w16(x, weight, bias=None, otype=x.dtype)", x=x, weight=weight)[
-        "output"
-    ]
-    torch.testing.assert_close(out, F.linear(x, weight), rtol=1e-2, atol=1e-2)
 
 
 def test_the_page_s_patch(device, monkeypatch):
@@ -123,34 +71,6 @@ def test_the_page_s_patch(device, monkeypatch):
     out.sum().backward()
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close((x.grad, one.weight.grad), want)
-
-
-def test_the_page_s_shuffled_weights(device):
-    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256)).to(device, torch.bfloat16)
-    model.requires_grad_(False)
-    assert run(PRESHUFFLE)["preshuffle_weights"](model) == 1
-    forward = run(GATED, M_THRESHOLD=64)["patched_forward"]
-    for rows in (63, 64):
-        x = torch.randn(rows, 256, device=device).bfloat16()
-        torch.testing.assert_close(forward(model[0], x), F.linear(x, model[0].weight), rtol=2e-2, atol=2e-2)
-
-
-def test_the_page_s_split_bias(device):
-    x, w, b = (torch.randn(*s, device=device).bfloat16() for s in ((5, 64), (32, 64), (32,)))
-    split = run(SPLIT)["linear_with_split_bias"]
-    torch.testing.assert_close(split(x, w, b), F.linear(x, w, b), rtol=2e-2, atol=2e-2)
-    assert torch.equal(split(x, w, None), gemm_a16w16(x, w))
-
-
-def test_the_page_s_fusions():
-    names = run(
-        "fused_qkv_weight = torch.cat([q_proj.weight, k_proj.weight, v_proj.weight], dim=0)\n"
-        "q, k, v = gemm_a16w16(x, fused_qkv_weight).split([D, Dkv, Dkv], dim=-1)\n",
-        **{n: nn.Linear(16, s, bias=False) for n, s in (("q_proj", 16), ("k_proj", 8), ("v_proj", 8))},
-        **{"D": 16, "Dkv": 8, "x": torch.randn(2, 3, 16), "gemm_a16w16": gemm_a16w16},
-    )
-    for name in "qkv":
-        torch.testing.assert_close(names[name], names[f"{name}_proj"](names["x"]))
 
 
 def test_the_page_s_file_is_followed(files, as_mi300, caplog):
