@@ -159,7 +159,7 @@ def test_only_what_is_clearly_faster_than_torch_wins(us, expected):
 
 
 def test_a_row_s_tile_is_the_one_that_runs(files, monkeypatch):
-    """Of the kernels that have several; other names of kernels, as AITER's files have them, say nothing here."""
+    """Names of kernels as AITER's own files have them say nothing here."""
     tile = str(candidates("gemm")[1])
     assert _tuned_choice.named_tile("gemm", tile) == candidates("gemm")[1]
     assert _tuned_choice.named_tile("gmm", tile) is None and _tuned_choice.named_tile("gemm", "asm") is None
