@@ -239,4 +239,4 @@ def copy_into(out: Tensor | tuple[Tensor, ...], result: Tensor | tuple[Tensor, .
 def poison(outs: tuple[Tensor, ...]) -> None:
     """Make an element that an implementation forgets visible: NaN, or an index far out of range."""
     for t in outs:
-        t.fill_(float("nan") if t.is_floating_point() else -(2**30))
+        t.fill_(float("nan") if t.is_floating_point() else max(-(2**30), torch.iinfo(t.dtype).min))

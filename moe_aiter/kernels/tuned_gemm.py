@@ -18,12 +18,15 @@ from ..dispatch import is_transformed
 from ..metadata import keep
 from ..tuning.aiter_csv import Problem, find
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
+from ._fp8 import FP8
 from ._tuned_choice import choose, note, tile_named
 from .gemm import gemm
 from .masked_gmm import masked_gmm
+from .scaled_gemm import scaled_gemm
 from .shuffle import unshuffle_weight
 
 TORCHS_OWN = "F.linear"  # torch, where nothing has to be cast
+EIGHT_BITS = (torch.int8, *FP8)
 PARAMETERS = {Tensor, torch.nn.Parameter}
 
 
@@ -118,12 +121,17 @@ def tuned_gemm(
         `is_shuffled` says.  On a GPU it is multiplied as it is, without bias and gradients and unless a row
         for shuffled weights names torch; else by way of a copy in the usual order, which `derived` keeps.
 
+    `x` and `weight` may also be both int8 or both 8-bit floats: then it is `scaled_gemm` that multiplies, into
+    bfloat16 unless `out_dtype` is given, and without gradients.
+
     Differentiable in x, weight, bias and scales.  Means the same under torch.autocast.
 
     Raises ValueError for shapes, devices and malformed files of tuned products, FileNotFoundError where of
     several none is there, TypeError for dtypes, NotSupportedError for what torch alone could do.
     Source: AITER's `tuned_gemm.gemm_a16w16`.
     """
+    if isinstance(x, Tensor) and x.dtype in EIGHT_BITS:
+        return of_8_bits(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
     if x_scale is not None or w_scale is not None or out_scale is not None:
         return scaled_product(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
     return product(x, weight, bias, out_dtype, is_shuffled)
@@ -250,6 +258,21 @@ def as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
 
 
 # scales
+
+
+def of_8_bits(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:
+    """By `scaled_gemm`, whatever the files say."""
+    check_shape("weight", weight, "N", "K")
+    x_scale, w_scale, out_scale = scales
+    if isinstance(x_scale, Tensor) and x_scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
+        x_scale = x_scale.reshape(-1)
+    if is_shuffled or (is_shuffled is None and getattr(weight, "is_shuffled", False) is True):
+        weight = usual_order(weight)
+    dtype = dtype or torch.bfloat16
+    wide = dtype if out_scale is None else torch.float32
+    out = scaled_gemm(as_rows(x), weight.mT, x_scale, w_scale, bias, out_dtype=wide)
+    out = out if out_scale is None else (out * factor("out_scale", out_scale, ())).to(dtype)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:

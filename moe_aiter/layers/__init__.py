@@ -11,6 +11,8 @@ from .mha import mha_fwd
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, Monitor
 from .optimized import OptimizedMoELayer
+from .quantization_report import QuantizationReport, quantization_report
+from .quantized import quantize
 from .segment import SegmentGEMMWrapper
 from .shuffled import ShuffledWeight
 
@@ -25,6 +27,7 @@ __all__ = [
     "MoERouting",
     "Monitor",
     "OptimizedMoELayer",
+    "QuantizationReport",
     "SegmentGEMMWrapper",
     "ShuffledWeight",
     "balance_step",
@@ -35,6 +38,8 @@ __all__ = [
     "mha_fwd",
     "patch_linear",
     "preshuffle_weights",
+    "quantization_report",
+    "quantize",
     "unfuse",
     "unpatch_linear",
     "use_main_grad",

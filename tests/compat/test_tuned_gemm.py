@@ -177,7 +177,9 @@ def test_the_default_precision_counts(files):
 
 def test_all_of_its_names_are_at_aiters_path():
     module = importlib.import_module("moe_aiter.compat.aiter.tuned_gemm")
-    assert set(module.__all__) >= {"TunedGemm", "gemm_a16w16", "get_GEMM_A16W16_config", "tgemm"}
+    names = {"TunedGemm", "gemm_a16w16", "gemm_a8w8", "get_GEMM_A16W16_config", "tgemm"}
+    assert set(module.__all__) == names and all(hasattr(module, name) for name in names)
+    assert module.gemm_a8w8 is importlib.import_module("moe_aiter.compat.aiter").gemm_a8w8
 
 
 @pytest.mark.gpu

@@ -319,6 +319,21 @@ def test_scales_of_rows_with_several_axes_and_their_gradients(files):
     assert torch.autograd.gradcheck(fn, inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_operands_of_8_bits(device, dtype, shuffled):
+    x, w = (torch.randint(-9, 9, s, device=device).to(dtype) for s in ((2, 3, 64), (32, 64)))
+    scales = torch.rand(2, 3, 1, device=device), torch.rand(32, device=device)
+    b = torch.randn(32, device=device)
+    exact = F.linear(x.double(), w.double()) * scales[0] * scales[1] + b
+    given = shuffle_weight(w) if shuffled else w
+    out = tuned_gemm(x, given, b, x_scale=scales[0], w_scale=scales[1], out_scale=2.0)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), 2 * exact, rtol=1e-2, atol=1e-2)
+    out = tuned_gemm(x, given, out_dtype=torch.float32)
+    torch.testing.assert_close(out.double(), F.linear(x.double(), w.double()))
+
+
 # mistakes
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from ...config import VERSION as __version__
 from ...kernels.grouped_gemm import grouped_gemm
 from ...kernels.sparse_gemm import sparse_gemm
+from ...layers.quantized import quantize
 from ...registry import get_kernel, list_kernels, register_kernel
 from .configuration import (
     dynamic_shapes_enabled,
@@ -53,6 +54,7 @@ __all__ = [
     "list_kernels",
     "register_kernel",
     "int8_gemm",
+    "quantize",
     "set_cache_size",
     "set_default_precision",
     "set_log_level",

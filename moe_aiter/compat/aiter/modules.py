@@ -40,6 +40,8 @@ class AITERConv2d(nn.Conv2d):
 class AITERLinear(nn.Linear):
     """`linear` with a weight (out_features, in_features) of randn and a bias of zeros; any size."""
 
+    computes_linear = True  # for `quantize`
+
     def reset_parameters(self) -> None:
         fill(self)
 

@@ -7,8 +7,9 @@ from ...kernels._tuned_choice import tuned_config
 from ...kernels.tuned_gemm import forget_choices, tuned_gemm
 from ...switches import computed
 from ...tuning.aiter_csv import Problem, find, to_dtype
+from .ops.gemm_op_a8w8 import gemm_a8w8
 
-__all__ = ["TunedGemm", "gemm_a16w16", "get_GEMM_A16W16_config", "tgemm"]
+__all__ = ["TunedGemm", "gemm_a16w16", "gemm_a8w8", "get_GEMM_A16W16_config", "tgemm"]
 
 product = computed(tuned_gemm)
 
