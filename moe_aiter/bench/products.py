@@ -36,6 +36,7 @@ from .timing import call_times, kernel_times
 
 FAMILIES = {  # name -> module
     "dense": "dense",
+    "torchlike": "torchlike",
     "sparse": "sparse",
 }
 OURS, COPY = "moe_aiter", "copy"
