@@ -69,7 +69,8 @@ def takes(*dtypes: torch.dtype):
 
 
 def pick(name: str, x: Tensor, *rest) -> Callable:
-    """The forced backend, which never falls back, or the first in ORDER that takes these.
+    """The forced backend, which never falls back, or the first in ORDER that takes these and, where it says
+    so by `wants`, wants them: it could compute what another is faster at.
 
     An op that is nothing but torch has no other backend to force.  Under "hopper" an op without such
     a kernel runs the one of any GPU.
@@ -82,7 +83,9 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
         impl = impls.get(backend)
         usable = backend in order or backend == "torch"
         if impl is not None and usable and runs(impl, x, *rest):
-            return impl
+            wants = getattr(impl, "wants", None) if forced == "auto" else None
+            if wants is None or wants(x, *rest):
+                return impl
     there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
     raise LookupError(
         f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}"

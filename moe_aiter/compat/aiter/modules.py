@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from .torchlike import attention, conv2d, linear
+from .gemm import linear
+from .torchlike import attention, conv2d
 
 __all__ = ["AITERAttention", "AITERConv2d", "AITERLinear"]
 
