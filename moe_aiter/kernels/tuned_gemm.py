@@ -121,7 +121,7 @@ def tuned_gemm(
         `is_shuffled` says.  On a GPU it is multiplied as it is, without bias and gradients and unless a row
         for shuffled weights names torch; else by way of a copy in the usual order, which `derived` keeps.
 
-    `x` and `weight` may also be both int8 or both 8-bit floats: then it is `scaled_gemm` that multiplies, into
+    `x` and `weight` may also be both int8 or both 8-bit floats: then `scaled_gemm` multiplies them, into
     bfloat16 unless `out_dtype` is given, and without gradients.
 
     Differentiable in x, weight, bias and scales.  Means the same under torch.autocast.
