@@ -1,9 +1,13 @@
-"""Files of tuned products for tests."""
+"""Files of tuned products for tests, and nn.Linear as it is patched to use them."""
 
 import os
 
+import torch
+from torch import nn
+
 from moe_aiter.config import settings
-from moe_aiter.kernels.tuned_gemm import forget_choices
+from moe_aiter.kernels.tuned_gemm import forget_choices, tuned_gemm
+from moe_aiter.layers import linear
 from moe_aiter.tuning.aiter_csv import this_device
 
 KEY = "cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,"
@@ -43,3 +47,35 @@ def rows_for(device, libtype, M, N=16, K=32, *, dtype="fp32", bias=0, shuffled=0
     """A row for this very device."""
     gfx, units = this_device(device)
     return f"{gfx},{units},{M},{N},{K},{bias},{dtype},{dtype},0,{shuffled},{libtype},0,0,{us},kernel,0,0,0\n"
+
+
+def tuned_calls(monkeypatch):
+    """A fixture: what patched Linears give to tuned_gemm, the weight and whether it is shuffled."""
+    seen = []
+
+    def watched(x, weight, bias=None, **kwargs):
+        seen.append((weight, kwargs.get("is_shuffled", False)))
+        return tuned_gemm(x, weight, bias, **kwargs)
+
+    monkeypatch.setattr(linear, "tuned_gemm", watched)
+    return seen
+
+
+def unpatched_after():
+    """A fixture: nn.Linear is torch's own before a test and after it."""
+    original = nn.Linear.forward
+    assert original.__module__.startswith("torch.")
+    yield
+    linear.unpatch_linear()
+    nn.Linear.forward = original
+
+
+def layer(K=32, N=16, dtype=torch.bfloat16, **kind):
+    return nn.Linear(K, N, dtype=dtype, **kind)
+
+
+class Own(nn.Linear):
+    """With a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
