@@ -106,11 +106,16 @@ def computed(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
-        if switches.tensor_cores and not switches.precision:
+        if is_as_given():
             return fn(*args, **kwargs)
         return compute(fn, args, kwargs)
 
     return run
+
+
+def is_as_given() -> bool:
+    """Whether `computed` leaves every dtype as it is."""
+    return switches.tensor_cores and not switches.precision
 
 
 def compute(fn: Callable, args: tuple, kwargs: dict):

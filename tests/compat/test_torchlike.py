@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_aiter.compat import aiter
+from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
 from moe_aiter.registry import KERNELS
 from moe_aiter.switches import switches
 
@@ -168,6 +169,19 @@ def test_without_tensor_cores_a_result_is_that_of_float32_rounded(name, dtype, d
     aiter.enable_tensor_cores(False)
     for mine, truth in zip(with_gradients(fn)(*inputs), exact, strict=True):
         assert mine.dtype == dtype and error(mine, truth) <= 1.1 * error(truth.to(dtype), truth) + 2e-6
+
+
+@pytest.mark.parametrize("dtype, switch", [(BF16, "tensor cores"), (F32, "FP16"), (F32, "TF32")])
+def test_a_shuffled_weight_is_multiplied_in_another_dtype_as_well(dtype, switch, device):
+    x, w = (torch.randn(n, 64, device=device).to(dtype) for n in (5, 32))
+    if switch == "tensor cores":
+        aiter.enable_tensor_cores(False)
+    else:
+        aiter.set_default_precision(switch)
+    exact, shuffled = x.double() @ w.double().T, aiter.shuffle_weight(w)
+    assert error(gemm_a16w16(x, shuffled), exact) < 1e-2
+    assert error(gemm_a16w16(x, shuffled.clone(), is_shuffled=True), exact) < 1e-2
+    assert error(gemm_a16w16(x, w), exact) < 1e-2
 
 
 # modules

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from ...kernels._tuned_choice import tuned_config
+from ...kernels.shuffle import unshuffle_weight
 from ...kernels.tuned_gemm import forget_choices, tuned_gemm
-from ...switches import computed
+from ...switches import computed, is_as_given
 from ...tuning.aiter_csv import Problem, find, to_dtype
 from .ops.gemm_op_a8w8 import gemm_a8w8
 
@@ -31,6 +32,10 @@ def gemm_a16w16(
     that is known.  Differentiable.  `B` may be as `shuffle_weight` makes it: `is_shuffled` says so, or else
     its attribute of that name.  Scales, errors and the rest: `moe_aiter.kernels.tuned_gemm.tuned_gemm`.
     """
+    if is_shuffled is None:
+        is_shuffled = getattr(B, "is_shuffled", None)
+    if is_shuffled and not is_as_given():  # the order is that of its dtype, and no attribute survives a cast
+        B, is_shuffled = unshuffle_weight(B), False
     scales = {"x_scale": scale_a, "w_scale": scale_b, "out_scale": scale_c}
     return product(A, B, bias, out_dtype=otype, is_shuffled=is_shuffled, **scales)
 
