@@ -3,11 +3,14 @@
 import contextlib
 import functools
 
+import torch
+
 from .. import tuning
 from ..backend import IMPLS, ORDER, forced, log, pick, runs
 from ..config import settings
 from ..tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
 from ..tuning.candidates import Config, candidates
+from ..tuning.choice import choose_backend
 
 LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
     "torch": "torch",
@@ -84,6 +87,19 @@ def words(problem: Problem) -> str:
 
 
 def tuned_config(problem: Problem) -> dict:
-    """The cells of this device's row for a product, or `libtype` "torch"; a dict of the caller's own."""
-    row = find(problem, this_device(current_device()))
-    return {"libtype": "torch", **DEFAULT} if row is None else row.config()
+    """The cells of this device's row for a product, or the `libtype` that it gets without one; a dict of the
+    caller's own."""
+    device = current_device()
+    row = find(problem, this_device(device))
+    return {"libtype": usual(problem, device), **DEFAULT} if row is None else row.config()
+
+
+def usual(problem: Problem, device: torch.device) -> str:
+    """Who multiplies where no row says so."""
+    if device.type == "cpu":
+        return "torch"
+    if problem.shuffled or problem.dtype != problem.out_dtype:
+        return "triton"
+    M, N, K, bias, *_ = problem
+    x = torch.empty(0, dtype=problem.dtype, device=device)
+    return choose_backend("gemm", x, "nt", "bias" if bias else "none", M, N, K)

@@ -62,7 +62,10 @@ def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
     if not backend:
         said = x.dtype, scaled or dtype, scaled is not None
         problem = Problem(len(x), *weight.shape, bias is not None, *said)
-        backend = choose(problem, inputs)
+        key = problem, x.device, forced()
+        if key not in known:
+            keep(known, key, choose(problem, inputs))
+        backend = known[key]
     backend, _, tile = backend.partition("/")
     launch = IMPLS["gemm"][backend]
     if not runs(launch, *inputs):  # of other strides than when it was chosen
@@ -228,9 +231,10 @@ def by_op(x, weight, bias, dtype, scaled: torch.dtype | None, backend: str) -> T
 
 
 def compiled(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:
-    """What torch.compile traces: torch's own product, or where there are files an op that reads them."""
+    """What torch.compile traces: torch's own product, or an op that asks the files, and notes and logs."""
     own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
-    if settings.config_gemm_bf16 or forced() != "auto" or not own:
+    asks = settings.config_gemm_bf16 or settings.tune_gemm or settings.log_tuned_config
+    if asks or forced() != "auto" or not own:
         return by_op(x, weight, bias, dtype, scaled, "")
     with no_autocast(x):
         return F.linear(x, weight, bias)

@@ -121,7 +121,8 @@ def test_get_config_is_the_callers_own_and_cached(files):
     assert get_GEMM_A16W16_config(5, 16, 32, False, torch.float32, torch.float32)["libtype"] == "triton"
     assert get_GEMM_A16W16_config.cache_info().hits == 1
     default = get_GEMM_A16W16_config(5, 16, 32, False, torch.float32, torch.float32, True, True)
-    assert default == {"libtype": "torch", "solidx": 0, "splitK": 0, "kernelName": ""}
+    usual = "torch" if device.type == "cpu" else "triton"  # of a shuffled weight
+    assert default == {"libtype": usual, "solidx": 0, "splitK": 0, "kernelName": ""}
     assert this_device(device).units >= 1
 
 

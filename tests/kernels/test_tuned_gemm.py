@@ -233,6 +233,20 @@ def test_a_compiled_graph_asks_the_files_when_it_runs(device, files, chosen):
     assert chosen == ["torch", "triton" if has_triton else "torch"]
 
 
+def test_a_compiled_graph_notes_and_logs_each_size_once(files, tmp_path, caplog):
+    path = tmp_path / "untuned.csv"
+    files("")
+    files.set_to("tune_gemm", str(path))
+    files.set_to("log_tuned_config", True)
+    compiled = torch.compile(tuned_gemm, fullgraph=True, dynamic=True, backend="aot_eager")
+    w = torch.randn(16, 32)
+    with caplog.at_level(logging.INFO, "moe_aiter"):
+        for M in (5, 6, 5):
+            torch.testing.assert_close(compiled(x := torch.randn(M, 32), w), F.linear(x, w))
+    assert [problem.M for problem in read_untuned(path)] == [5, 6]
+    assert len([m for m in caplog.messages if m.startswith("M=")]) == 2
+
+
 def test_it_means_the_same_under_autocast(device, files):
     files("")
     x, w = torch.randn(5, 32, device=device), torch.randn(16, 32, device=device)

@@ -52,7 +52,7 @@ def get_GEMM_A16W16_config(
 ) -> dict:
     """What the files say of a product on this device: `libtype`, `solidx`, `splitK`, `us`, `kernelName`...
 
-    The row for M, or for the M that AITER pads it to; `{"libtype": "torch", ...}` where there is none.
+    The row for M, or for the M that AITER pads it to; where there is none, who multiplies then.
     Dtypes by torch's names or AITER's: torch.bfloat16, "torch.bfloat16", "bf16".  The dict is the caller's
     own.  Raises ValueError for malformed files and unknown dtypes, FileNotFoundError where of several files
     none is there.
