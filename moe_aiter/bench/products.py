@@ -38,6 +38,7 @@ FAMILIES = {  # name -> module
     "dense": "dense",
     "torchlike": "torchlike",
     "sparse": "sparse",
+    "scaled": "scaled",
 }
 OURS, COPY = "moe_aiter", "copy"
 FIELDS = [
