@@ -33,7 +33,7 @@ def steps(q, k, v, keep=None, causal=False):
 
 
 def check(ours, theirs, *inputs):
-    """Results and gradients, within twice the distance of single steps; not relative: some gradients are 0."""
+    """Results and gradients, within twice what single steps are off: not relative, some gradients are 0."""
     ours, theirs = with_gradients(ours), with_gradients(theirs)
     floor = max(torch.finfo(inputs[0].dtype).eps, 3e-6)
     exact = theirs(*(t.double() for t in inputs))
