@@ -20,7 +20,7 @@ from .expert_both import expert_both_op
 from .expert_down import expert_down_op
 from .expert_loop import expert_loop_op
 from .expert_up import expert_up_op
-from .experts_fp8 import check_fp8, experts_fp8_op
+from .experts_fp8 import ALL, check_fp8, experts_fp8_op
 
 
 def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
@@ -102,7 +102,8 @@ def expert_mlp(
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless
-    recomputed; with `fp8` beside z a float32 for each column of the weights.
+    recomputed; with `fp8` beside z a float32 for each column of the weights, and with "_all" x in 8 bits
+    instead of x.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.
@@ -117,5 +118,8 @@ def expert_mlp(
     check_fp8(fp8)
     inputs = inputs._replace(save_z=recompute == "none" and needs_grad(inputs))
     if fp8 is not None:
-        return experts_fp8_op(*inputs, *row_bytes(inputs, row_chunks), x.requires_grad, fp8)[0]
+        # what else backward wants x for, in these recipes it wants 8-bit rows for
+        again = gate_up.requires_grad or not inputs.save_z
+        save_x8 = fp8.endswith(ALL) and again and needs_grad(inputs)
+        return experts_fp8_op(*inputs, *row_bytes(inputs, row_chunks), x.requires_grad, save_x8, fp8)[0]
     return pick("expert_mlp", x)(inputs, row_chunks)
