@@ -48,6 +48,11 @@ def use(backend: str):
         _forced = before
 
 
+def forced() -> str:
+    """The backend that is forced now, or auto."""
+    return _forced
+
+
 def check_backend(backend: str, known: tuple[str, ...] = CHOICES["backend"]) -> None:
     if backend not in known:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(known)}")
@@ -64,7 +69,8 @@ def takes(*dtypes: torch.dtype):
 
 
 def pick(name: str, x: Tensor, *rest) -> Callable:
-    """The forced backend, which never falls back, or the first in ORDER that takes these.
+    """The forced backend, which never falls back, or the first in ORDER that takes these and, where it says
+    so by `wants`, wants them: it could compute what another is faster at.
 
     An op that is nothing but torch has no other backend to force.  Under "hopper" an op without such
     a kernel runs the one of any GPU.
@@ -77,7 +83,9 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
         impl = impls.get(backend)
         usable = backend in order or backend == "torch"
         if impl is not None and usable and runs(impl, x, *rest):
-            return impl
+            wants = getattr(impl, "wants", None) if forced == "auto" else None
+            if wants is None or wants(x, *rest):
+                return impl
     there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
     raise LookupError(
         f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}"
@@ -234,4 +242,4 @@ def copy_into(out: Tensor | tuple[Tensor, ...], result: Tensor | tuple[Tensor, .
 def poison(outs: tuple[Tensor, ...]) -> None:
     """Make an element that an implementation forgets visible: NaN, or an index far out of range."""
     for t in outs:
-        t.fill_(float("nan") if t.is_floating_point() else -(2**30))
+        t.fill_(float("nan") if t.is_floating_point() else max(-(2**30), torch.iinfo(t.dtype).min))

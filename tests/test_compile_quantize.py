@@ -100,6 +100,16 @@ def test_chunks_compile(target, rows, tokens, n, k):
             assert launch.shared_bytes <= 16384
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_int8_compiles_everywhere(target, shape):
+    out = new(*shape, dtype=torch.int8), new(*shape[:-1], dtype=torch.float32)
+    with compiling_for(TARGETS[target]) as launches:
+        launch_quantize_rows(out, new(*shape), "int8")
+    check(TARGETS[target], launches)
+    assert len(launches) == 1
+
+
 def test_elsewhere_by_the_reference():
     x = new(16, 32)
     with compiling_for(TARGETS["sm_80"]) as launches:

@@ -1,10 +1,16 @@
 """Dense products, for `bench gemm`: see products.py."""
 
 import functools
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..backend import IMPLS, runs, use
+from ..kernels._gemm_torch import FUSED
+from ..kernels.activations import FUNCTIONS
+from ..kernels.gemm import gemm
 from ..kernels.grouped_gemm import grouped_gemm
 from .products import Case, Problem
 
@@ -44,9 +50,123 @@ def grouped_case(name: str, *sizes: int, **named) -> Case:
     )
 
 
+def linear(
+    M: int, K: int, N: int, activation: str, with_bias: bool, device, dtype, seed: int
+) -> Problem:  # fmt: skip
+    """An nn.Linear, and what comes after it."""
+    torch.manual_seed(seed)
+    x = normal(M, K, device=device, dtype=dtype)
+    weight = normal(N, K, device=device, dtype=dtype, scale=K**-0.5)
+    bias = normal(N, device=device, dtype=dtype) if with_bias else None
+    function = FUNCTIONS[activation or "identity"][0]
+
+    def torchs(kind: torch.dtype = dtype) -> Tensor:
+        cast = [None if t is None else t.to(kind) for t in (x, weight, bias)]
+        return function(F.linear(*cast))
+
+    ours = functools.partial(gemm, x, weight.mT, bias, activation=activation or None)
+    contenders = ours_by_backend(
+        ours, x[None], weight.mT[None], bias, None, activation, 1.0, 0.0, None, False
+    )
+    contenders["torch, unfused" if activation else "torch"] = torchs
+    if activation in FUSED and with_bias:
+        contenders["torch, fused"] = functools.partial(
+            torch._addmm_activation, bias, x, weight.mT, use_gelu=FUSED[activation]
+        )
+    return Problem(contenders, exact=lambda: torchs(torch.float64), plain=torchs)
+
+
+def ours_by_backend(ours: Callable[[], Tensor], *inputs) -> dict[str, Callable[[], Tensor]]:
+    """What a user gets, and on a GPU by each of the kernels that run it."""
+    found = {"moe_aiter": ours}
+    for backend in ("hopper", "triton") if inputs[0].is_cuda else ():
+        if runs(IMPLS["gemm"][backend], *inputs):
+            found[f"moe_aiter, {backend}"] = functools.partial(forced, backend, ours)
+    return found
+
+
+def forced(backend: str, run: Callable[[], Tensor]) -> Tensor:
+    with use(backend):
+        return run()
+
+
+def added(M: int, K: int, N: int, device, dtype, seed: int) -> Problem:
+    """alpha * a @ b + beta * c, as cutlass_gemm is called."""
+    torch.manual_seed(seed)
+    a, c = normal(M, K, device=device, dtype=dtype), normal(M, N, device=device, dtype=dtype)
+    b = normal(K, N, device=device, dtype=dtype, scale=K**-0.5)
+    ours = functools.partial(gemm, a, b, alpha=0.5, beta=2.0, c=c)
+
+    def torchs(kind: torch.dtype = dtype) -> Tensor:
+        return torch.addmm(c.to(kind), a.to(kind), b.to(kind), alpha=0.5, beta=2.0)
+
+    contenders = ours_by_backend(ours, a[None], b[None], None, c[None], "", 0.5, 2.0, None, False)
+    return Problem(contenders | {"torch": torchs}, exact=lambda: torchs(torch.float64), plain=torchs)
+
+
+def batched(B: int, M: int, K: int, N: int, device, dtype, seed: int) -> Problem:
+    torch.manual_seed(seed)
+    a, b = normal(B, M, K, device=device, dtype=dtype), normal(B, K, N, device=device, dtype=dtype)
+    contenders = ours_by_backend(lambda: gemm(a, b), a, b, None, None, "", 1.0, 0.0, None, False)
+    contenders["torch"] = lambda: torch.bmm(a, b)
+    contenders["torch, one after another"] = lambda: torch.stack([x @ y for x, y in zip(a, b, strict=True)])
+    return Problem(contenders, exact=lambda: a.double() @ b.double(), plain=lambda: a @ b)
+
+
+def linear_case(name: str, M: int, K: int, N: int, activation: str = "", bias: bool = True, **named) -> Case:
+    """Behind GELU the goal is what its fusion saves; in few rows it is a copy of the weight."""
+    least = 1.15 if activation.startswith("gelu") else 0.97
+    goals = {"torch, unfused" if activation else "torch": least}
+    if M <= FEW:
+        goals["copy"] = 0.85
+    make = functools.partial(linear, M, K, N, activation, bias)
+    sizes = {"flops": 2 * M * K * N, "bytes": 2 * (M * K + K * N + M * N)}
+    return Case(name, f"{M}x{K}x{N}", make, **sizes, goals=goals, **named)
+
+
+def batched_case(name: str, B: int, M: int, K: int, N: int, **named) -> Case:
+    make = functools.partial(batched, B, M, K, N)
+    sizes = {"flops": 2 * B * M * K * N, "bytes": 2 * B * (M * K + K * N + M * N)}
+    goals = {"torch": 1.0, "torch, one after another": 2.0}  # the latter is what AITER's page claims
+    return Case(name, f"{B}x{M}x{K}x{N}", make, **sizes, goals=goals, **named)
+
+
+def added_case(name: str, M: int, K: int, N: int, **named) -> Case:
+    make = functools.partial(added, M, K, N)
+    return Case(name, f"{M}x{K}x{N}", make, flops=2 * M * K * N, goals={"torch": 0.97}, **named)
+
+
+FEW = 16  # rows up to which the weight is what takes time
+CPU_TOO = ("cuda", "cpu")
+HALF = ("float16", "bfloat16", "float32")
+SQUARES = (512, 1024, 2048, 4096, 8192)
+PROJECTIONS = {"4096": (4096, 4096), "8192": (8192, 8192), "up": (4096, 14336), "down": (14336, 4096)}
 CASES = [
+    *(linear_case(f"square-{n}", n, n, n, bias=False, devices=CPU_TOO) for n in SQUARES[:2]),
+    *(linear_case(f"square-{n}", n, n, n, bias=False) for n in SQUARES[2:]),
+    *(linear_case(f"{name}-4096", 4096, k, n, bias=False) for name, (k, n) in PROJECTIONS.items() if k != n),
+    *(
+        linear_case(f"decode-{name}-{m}", m, k, n, bias=False)
+        for name, (k, n) in PROJECTIONS.items()
+        for m in (1, 4, 16)
+    ),
+    linear_case("bias-aiter", 1024, 512, 2048, dtypes=HALF),
+    *(linear_case(f"bias-{n}", n, n, n) for n in (2048, 4096, 8192)),
+    *(linear_case(f"{a}-4096", 4096, 4096, 4096, a) for a in ("gelu", "gelu_tanh", "relu", "silu")),
+    *(linear_case(f"gelu-{n}", 4096, n, 4 * n, "gelu") for n in (1024, 2048)),
+    linear_case("gelu-up", 4096, 4096, 16384, "gelu"),
+    linear_case("gelu-decode", 16, 4096, 16384, "gelu"),
+    *(added_case(f"cutlass-{n}", n, n, n) for n in (2048, 4096)),
+    batched_case("batched-64", 64, 512, 512, 512),
+    batched_case("batched-scores", 256, 1024, 128, 1024),
+    batched_case("batched-small", 512, 64, 128, 64),
+    linear_case("matmul-guide", 1024, 1024, 1024, bias=False, dtypes=("float32",)),
     grouped_case("grouped-aiter", 4096, 512, 2048, 8, 2, dtypes=("float16", "bfloat16", "float32")),
     grouped_case("grouped-E", 4096, 2048, 1024, 64, 8),
     grouped_case("grouped-C", 32768, 2048, 768, 128, 8),
+    linear_case("linear-toy", 20, 24, 40, "gelu", dtypes=("float32", "bfloat16"), devices=()),
+    linear_case("decode-toy", 2, 24, 40, dtypes=("float32", "float16"), devices=()),
+    added_case("cutlass-toy", 20, 24, 40, dtypes=("float32", "float16"), devices=()),
+    batched_case("batched-toy", 3, 20, 24, 40, dtypes=("float32", "float16"), devices=()),
     grouped_case("grouped-toy", 48, 32, 24, 5, 2, dtypes=("float32", "bfloat16"), devices=()),
 ]

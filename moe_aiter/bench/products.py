@@ -36,6 +36,9 @@ from .timing import call_times, kernel_times
 
 FAMILIES = {  # name -> module
     "dense": "dense",
+    "torchlike": "torchlike",
+    "sparse": "sparse",
+    "scaled": "scaled",
 }
 OURS, COPY = "moe_aiter", "copy"
 FIELDS = [

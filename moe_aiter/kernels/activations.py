@@ -36,6 +36,14 @@ def gelu(x):
 
 
 @triton.jit
+def gelu_tanh(x):
+    """x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 * x^3), and its slope."""
+    y = 1.5957691216057308 * x * (1 + 0.044715 * x * x)  # 2 * u
+    sig = tl.sigmoid(y)
+    return x * sig, sig + x * sig * (1 - sig) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+
+
+@triton.jit
 def relu(x):
     """max(x, 0), and its slope, 0 at 0 and 1 at NaN as in torch.  NaN stays NaN."""
     return tl.where(x < 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)
@@ -88,6 +96,10 @@ def torch_gelu(x: Tensor) -> Tensor:
     return F.gelu(x).where(x < 10, x)  # from 9 on, float64 does not know the two apart
 
 
+def torch_gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 def torch_relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -108,6 +120,7 @@ def torch_identity(x: Tensor) -> Tensor:
 FUNCTIONS = {  # in torch; and in Triton, in float32, x -> (value, slope)
     "silu": (F.silu, silu),
     "gelu": (torch_gelu, gelu),
+    "gelu_tanh": (torch_gelu_tanh, gelu_tanh),
     "relu": (F.relu, relu),
     "relu2": (torch_relu2, relu2),
     "silu_oai": (torch_silu_oai, silu_oai),

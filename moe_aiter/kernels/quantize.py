@@ -1,9 +1,10 @@
-"""Rows as 8-bit floats, each with a scale of its own.
+"""Rows as 8-bit floats or as int8, each with a scale of its own.
 
-    x[..., m, :] ~ x8[..., m, :] * scale[..., m]      scale = the row's largest |x| / the largest 8-bit float
+    x[..., m, :] ~ x8[..., m, :] * scale[..., m]      scale = the row's largest |x| / the largest 8-bit number
 
 so the largest number of a row is exact but for a rounding, and nothing overflows.  A row of zeros stays one.
-A row that holds an infinity or a NaN becomes NaN as a whole: a product would spread it there anyway.
+A row that holds an infinity or a NaN becomes NaN as a whole, of int8 by its scale: a product would spread it
+there anyway.
 
 A scale is the product of two float32 and its inverse a quotient, both correctly rounded, so it has the same
 bits wherever it is computed.  Columns that lie side by side are read twice: see `quantize_amax`.
@@ -20,15 +21,21 @@ from ._tile import TILE_DTYPES
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+OF_ROWS = {**FORMATS, "int8": torch.int8}
 LEAST = 2.0**-126  # the smallest scale, whose reciprocal is finite as well
 ELEMENTS = 8192  # of a tile of rows that lie in memory as rows
 
 # reference
 
 
+def most(dtype: torch.dtype) -> float:
+    """The largest number; of int8 that of either sign."""
+    return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
+
+
 def scale_of(amax: Tensor, format: str) -> Tensor:
     """The scales of rows whose largest magnitudes are these, float32."""
-    scale = (amax * (1 / torch.finfo(FORMATS[format]).max)).clamp(min=LEAST)
+    scale = (amax * (1 / most(OF_ROWS[format]))).clamp(min=LEAST)
     return scale.masked_fill(~amax.isfinite(), float("nan"))
 
 
@@ -40,7 +47,9 @@ def amax_reference(x, dim):
 
 def quantize_by_amax_reference(x, amax, format):
     scale = scale_of(amax, format)
-    return (wide(x) * (1 / scale)[..., None]).to(FORMATS[format]), scale
+    x8 = wide(x) * (1 / scale)[..., None]
+    x8 = x8.round().nan_to_num(0) if format == "int8" else x8  # to even, as floats are
+    return x8.to(OF_ROWS[format]), scale
 
 
 def quantize_rows_reference(x, format):
@@ -73,6 +82,14 @@ def magnitude_of(bits):
 def scale_and_inverse(amax, MOST: tl.constexpr, LEAST: tl.constexpr):
     scale = tl.where(amax == float("inf"), float("nan"), tl.maximum(amax * (1 / MOST), LEAST))
     return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def rounded_to(x, DTYPE: tl.constexpr):
+    """float32 as 8 bits, to the nearest and to even; NaN, which int8 has not, as 0."""
+    if tl.int8 == DTYPE:
+        x = tl.where(x == x, x + 12582912.0 - 12582912.0, 0.0)  # 1.5 * 2**23 leaves no bits for a fraction
+    return x.to(DTYPE)
 
 
 @jit_kernel
@@ -112,7 +129,7 @@ def quantize_rows_kernel(
     if WHOLE:
         tl.store(
             out_ptrs + k[None, :],
-            (x.to(tl.float32) * inverse[:, None]).to(out_ptr.dtype.element_ty),
+            rounded_to(x.to(tl.float32) * inverse[:, None], out_ptr.dtype.element_ty),
             mask=mask,
         )
     else:
@@ -120,7 +137,7 @@ def quantize_rows_kernel(
             mask = row_mask & (k < K - first)[None, :]
             at = (first + k).to(tl.int64)[None, :] * x_stride_k
             x = tl.load(x_ptrs + at, mask=mask, other=0.0).to(tl.float32) * inverse[:, None]
-            tl.store(out_ptrs + first + k[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptrs + first + k[None, :], rounded_to(x, out_ptr.dtype.element_ty), mask=mask)
 
 
 # launcher
@@ -132,10 +149,10 @@ def new_quantize_rows(x, format):
         raise ValueError(f"x must be (M, K) or (G, M, K), but it has shape {tuple(x.shape)}")
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be float16, bfloat16, float32 or float64, not {x.dtype}")
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    if format not in OF_ROWS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(OF_ROWS)}")
 
-    return x.new_empty(x.shape, dtype=FORMATS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=OF_ROWS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def tile_of_rows(K: int) -> tuple[int, int, int]:
@@ -150,13 +167,14 @@ def tile_of_columns(K: int) -> tuple[int, int, int]:
 
 
 def limits(x8) -> dict:
-    return {"MOST": torch.finfo(x8.dtype).max, "LEAST": LEAST}
+    return {"MOST": most(x8.dtype), "LEAST": LEAST}
 
 
 @takes(*TILE_DTYPES)
 def launch_quantize_rows(out, x, format):
     x8, scale = out
-    if x8.dtype not in native_fp8():  # nor does Triton convert to what a GPU does not multiply
+    # nor does Triton convert to floats that a GPU does not multiply
+    if format != "int8" and x8.dtype not in native_fp8():
         return copy_into(out, quantize_rows_reference(x, format))
     x = x if x.dim() == 3 else x[None]
     G, M, K = x.shape
@@ -181,9 +199,9 @@ quantize_rows_op = define_op(
 
 
 def quantize_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
-    """The rows of `x`, (M, K) or (G, M, K) of any floating dtype and strides, as 8-bit floats with scales.
+    """The rows of `x`, (M, K) or (G, M, K) of any floating dtype and strides, as 8 bits with scales.
 
-    Returns x8, contiguous, float8_e4m3fn or with `format` "e5m2" float8_e5m2, and float32 scales (M,) or
+    Returns x8, contiguous, float8_e4m3fn, or float8_e5m2 or int8 by `format`, and float32 scales (M,) or
     (G, M), with x ~ x8 * scale[..., None].  `x.mT` gives the columns of x, as rows.  Not differentiable.
     Raises ValueError for another shape or format, TypeError for a dtype that is not floating.
     Source: row-wise scaling as in torchao.float8, whose scales are these in float32.

@@ -48,6 +48,7 @@ def sparse_gemm(
     `input`, `weight` and `bias` share a floating dtype; sums are kept in float32 (float64 for float64).  All
     three have gradients.  That of a sparse weight is sparse, in its own layout and places; of a COO weight
     with repeated places coalesced; that of a dense one is dense, and zero where it has no entry or block.
+    `backward()` cannot put what is BSR, BSC or CSC into `.grad`, in torch; `torch.autograd.grad` returns it.
 
     What is computed of a pattern is kept (see `moe_aiter.derived`), and the calls after the first wait for
     nothing, while the memory of the weight's indices, or of a dense weight, stays as it is.  To torch a write

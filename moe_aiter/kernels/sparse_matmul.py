@@ -17,6 +17,9 @@ from .sparse_blocks import launch_blocks, launch_blocks_grad
 from .sparse_entries import launch_entries, launch_entries_grad
 from .sparse_pattern import as_blocks, block_of, count, num_blocks, places, to_dense
 
+LARGE = 64  # sides of blocks that are worth a product of their own on a CPU
+FEW = 1024  # places for each entry, from which on a CPU takes them one by one
+
 # reference
 
 
@@ -33,12 +36,24 @@ def sparse_matmul_grad_reference(left, right, lists, a, b):
 
 
 def fill_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
-    """By torch; on a CPU by the blocks of each of the result's columns, unless they are tiny."""
-    (a, b), (R, C) = block_of(values), count((rows, columns), block_of(values))
+    """By torch; on a CPU by the blocks of each of the result's columns, where they are large, and by
+    torch.sparse where entries are few."""
+    (a, b), L = block_of(values), values.shape[0]
     whole = rows % a == 0 and columns % b == 0
-    if x.device.type != "cpu" or not whole or min(a, b) < 16:
+    if x.device.type == "cpu" and whole and min(a, b) >= LARGE:
+        fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed)
+    elif x.device.type == "cpu" and values.dim() == 1 and rows * columns > L * FEW:
+        w = torch.sparse_coo_tensor(
+            torch.stack(places(lists, rows, columns)), wide(values), (rows, columns), is_coalesced=True
+        )
+        product = torch.sparse.mm(w.t() if transposed else w, wide(x).T).T
+        out.copy_(product if bias is None else product + bias)
+    else:
         out.copy_(sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed))
-        return
+
+
+def fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed):
+    R, C = count((rows, columns), block_of(values))
     L = num_blocks(lists, R, C)
     start, start_t, col, _, row_t, place_t = lists.long().split([R + 1, C + 1, L, L, L, L])
     if transposed:
@@ -48,26 +63,26 @@ def fill_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
     _, depth, width = values.shape
     x_blocks = x.unflatten(1, (-1, depth))
     for n, (first, end) in enumerate(pairwise(start.tolist())):
-        columns_out = out[:, n * width : (n + 1) * width]
-        x_part = x_blocks[:, other[first:end]].flatten(1)
-        w_part = values[first:end].reshape(-1, width)
-        if bias is None:
-            columns_out.copy_(x_part @ w_part)
-        else:
-            columns_out.copy_(torch.addmm(bias[n * width : (n + 1) * width], x_part, w_part))
+        mine = slice(n * width, (n + 1) * width)
+        x_part, w_part = x_blocks[:, other[first:end]].flatten(1), values[first:end].reshape(-1, width)
+        out[:, mine] = x_part @ w_part if bias is None else torch.addmm(bias[mine], x_part, w_part)
 
 
 def fill_sparse_matmul_grad(out, left, right, lists, a, b):
-    """By torch; on a CPU block by block, unless they are tiny."""
-    R, C = count((left.shape[1], right.shape[1]), (a, b))
-    whole = left.shape[1] % a == 0 and right.shape[1] % b == 0
-    if left.device.type != "cpu" or not whole or min(a, b) < 16:
+    """By torch; on a CPU block by block, where they are large, or entry by entry, where they are few."""
+    (M, rows), columns, L = left.shape, right.shape[1], out.shape[0]
+    whole = rows % a == 0 and columns % b == 0
+    row, col = places(lists, *count((rows, columns), (a, b)))
+    if left.device.type == "cpu" and whole and min(a, b) >= LARGE:
+        left, right = left.T.unflatten(0, (-1, a)), right.unflatten(1, (-1, b))
+        for j, (r, c) in enumerate(zip(row.tolist(), col.tolist(), strict=True)):
+            out[j] = left[r] @ right[:, c]
+    elif left.device.type == "cpu" and (a, b) == (1, 1) and rows * columns > L * FEW:
+        left, right, step = wide(left).T, wide(right).T, max(1, 2**22 // max(M, 1))
+        for j in (slice(start, start + step) for start in range(0, L, step)):
+            out[j] = (left[row[j]] * right[col[j]]).sum(1)
+    else:
         out.copy_(sparse_matmul_grad_reference(left, right, lists, a, b))
-        return
-    row, col = places(lists, R, C)
-    left, right = left.T.unflatten(0, (R, a)), right.unflatten(1, (C, b))
-    for j, (r, c) in enumerate(zip(row.tolist(), col.tolist(), strict=True)):
-        out[j] = left[r] @ right[:, c]
 
 
 # launcher

@@ -157,12 +157,12 @@ def as_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def to_dense(values: Tensor, lists: Tensor, rows: int, columns: int) -> Tensor:
-    """Blocks of values as a matrix; those in the same place are added."""
+    """Blocks of values as a matrix."""
     a, b = block_of(values)
     R, C = count((rows, columns), (a, b))
-    zeros = values.new_zeros(R, C, a, b)
-    blocks = zeros.index_put(places(lists, R, C), values.reshape(-1, a, b), accumulate=True)
-    return blocks.transpose(1, 2).reshape(R * a, C * b)[:rows, :columns]
+    w = values.new_zeros(R, a, C, b)
+    w.transpose(1, 2)[places(lists, R, C)] = values.reshape(-1, a, b)
+    return w.view(R * a, C * b)[:rows, :columns]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from .balance import balance_step
 from .experts import Experts
 from .fuse import fuse_gate_up, fuse_projections, fuse_qkv, unfuse
+from .linear import LinearPatch, linear_with_split_bias, patch_linear, preshuffle_weights, unpatch_linear
 from .live import LiveTable
 from .lora import LoRAExperts, LoRALinear
 from .main_grad import use_main_grad
@@ -10,12 +11,15 @@ from .mha import mha_fwd
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, Monitor
 from .optimized import OptimizedMoELayer
+from .quantization_report import QuantizationReport, quantization_report
+from .quantized import quantize
 from .segment import SegmentGEMMWrapper
 from .shuffled import ShuffledWeight
 
 __all__ = [
     "Experts",
     "LayerStatistics",
+    "LinearPatch",
     "LiveTable",
     "LoRAExperts",
     "LoRALinear",
@@ -23,13 +27,20 @@ __all__ = [
     "MoERouting",
     "Monitor",
     "OptimizedMoELayer",
+    "QuantizationReport",
     "SegmentGEMMWrapper",
     "ShuffledWeight",
     "balance_step",
     "fuse_gate_up",
     "fuse_projections",
     "fuse_qkv",
+    "linear_with_split_bias",
     "mha_fwd",
+    "patch_linear",
+    "preshuffle_weights",
+    "quantization_report",
+    "quantize",
     "unfuse",
+    "unpatch_linear",
     "use_main_grad",
 ]

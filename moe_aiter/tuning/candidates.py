@@ -3,6 +3,7 @@
 A kernel that has other limits where its inputs differ, in registers say, has a name for each: `tgmm_gather`.
 Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
 float16 of 8-bit floats that the GPU does not multiply.  `scaled_long` adds sums of int8 that int32 overflows.
+Of the dense ones `_full` has an activation or a matrix to add, on Hopper the latter, and `_act` the former.
 On Hopper `_fp8` adds the sums of 8-bit products in float32, `_plain` without scales or for a float32 result.
 Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
 """
@@ -40,6 +41,9 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
+    "hopper_gemm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
+    "hopper_gemm_act": (hopper(256, 4, 64), hopper(256, 4, 32), hopper(128, 6, 64)),
+    "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32)),
     "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_masked_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_masked_fp8_plain": (hopper(128, 6, 128, block_k=128), hopper(128, 5, 128, block_k=128)),
@@ -54,7 +58,7 @@ HOPPER_TILES = {
     "hopper_tgmm_accumulate_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
 }
 # the sums up to which the second is better
-SHORT_K = {"hopper_gmm": 512, "hopper_masked": 512, "hopper_down_grad": 1024}
+SHORT_K = {"hopper_gemm": 512, "hopper_gmm": 512, "hopper_masked": 512, "hopper_down_grad": 1024}
 
 WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
@@ -69,6 +73,7 @@ MASKED_FEW = (
     Config(32, 64, 256, 1, 4, 3), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
 )  # fmt: skip
 SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
+GEMM_FEW = Config(16, 64, 128, 1, 4, 6), Config(16, 32, 256, 1, 4, 4), Config(16, 64, 256, 1, 4, 4)
 SCALED = (
     Config(128, 256, 128, 8, 8, 3), Config(128, 256, 128, 8, 8, 4), Config(128, 128, 128, 16, 8, 6),
     Config(64, 128, 128, 8, 4, 4), Config(16, 64, 256, 1, 4, 4), Config(16, 32, 256, 1, 4, 5),
@@ -100,6 +105,8 @@ PORTABLE = {
     "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3)),
     "sparse_blocks": SPARSE,
     "sparse_blocks_grad": SPARSE_GRAD,
+    "gemm": (*GEMM_FEW, Config(64, 128, 64, 8, 4, 4), *WIDE[:2]),
+    "gemm_full": (*GEMM_FEW, Config(64, 128, 64, 8, 4, 4), Config(128, 128, 64, 8, 8, 4)),
 }
 OPS = (*PORTABLE, *HOPPER_TILES)
 

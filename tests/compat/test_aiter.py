@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_aiter.compat import aiter
 from moe_aiter.kernels.gmm import gmm_reference
 from moe_aiter.kernels.tgmm import tgmm_reference
 
@@ -156,3 +157,12 @@ def test_configurations_have_both_paths():
 
     assert gmm.get_config is get_config
     assert get_config("gmm", 49152, 1408, 2048, 64)["BLOCK_SIZE_M"] >= 16
+
+
+def test_sparse_gemm():
+    """By the names and the order of AITER's page, with each of its patterns."""
+    x, w = torch.randn(5, 8), torch.eye(8)[[1, 0, 2, 3, 3]]
+    for pattern, weight in (("csr", w.to_sparse_csr()), ("coo", w.to_sparse_coo()), ("block", w)):
+        out = aiter.sparse_gemm(x, weight, pattern)
+        torch.testing.assert_close(out, x[:, [1, 0, 2, 3, 3]])
+        assert torch.equal(aiter.sparse_gemm(input=x, weight=weight, sparsity_pattern=pattern), out)

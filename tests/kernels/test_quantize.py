@@ -65,6 +65,28 @@ def test_strides(device, layout, format):
         assert torch.equal(scale, expected[1])
 
 
+@every_dtype
+@pytest.mark.parametrize("shape", [(1, 1), (13, 40), (5, 300), (70, 9000), (3, 7, 24)], ids=str)
+def test_int8_is_the_nearest_and_of_two_the_even(device, shape, dtype):
+    x = draw(*shape, dtype=dtype, device=device)
+    x8, scale = quantize_rows(x, "int8")
+    assert x8.dtype == torch.int8 and scale.shape == shape[:-1] and scale.dtype == torch.float32
+    torch.testing.assert_close(scale, x.float().abs().amax(-1) / 127)
+    assert torch.equal(x8.float(), (x.float() * (1 / scale)[..., None]).round())
+    assert (x8.float().abs().amax(-1) == 127).all()
+    halves = torch.tensor([[127, 0.5, 1.5, -2.5, -0.5]], dtype=dtype, device=device)
+    assert quantize_rows(halves, "int8")[0].tolist() == [[127, 0, 2, -2, 0]]
+    assert torch.equal(quantize_rows(x.mT, "int8")[0], quantize_rows(x.mT.contiguous(), "int8")[0])
+
+
+def test_int8_of_what_is_not_a_number(device):
+    x = torch.randn(5, 20, device=device)
+    x[1], x[2, 3], x[3, 4], x[4] = 0, float("inf"), float("nan"), 1e-44
+    x8, scale = quantize_rows(x, "int8")
+    back = dequantize_rows(x8, scale, torch.float32)
+    assert back[1].eq(0).all() and back[2:4].isnan().all() and back[[0, 4]].isfinite().all()
+
+
 @every_format
 @every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)

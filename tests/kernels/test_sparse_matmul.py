@@ -5,6 +5,7 @@ import torch
 
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels import sparse_entries
+from moe_aiter.kernels import sparse_matmul as file
 from moe_aiter.kernels.sparse_matmul import (
     fill_sparse_matmul,
     fill_sparse_matmul_grad,
@@ -101,19 +102,28 @@ def test_the_same_bits_twice(device, matrix, few):
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["A.T", "A"])
-@pytest.mark.parametrize("matrix", ["blocks of 16 x 32", "blocks larger than a tile"])
-def test_by_torch(matrix, turned):
-    """By the blocks, and not as a dense matrix, which is the reference."""
+@pytest.mark.parametrize("matrix", ["blocks of 16 x 32", "blocks larger than a tile", "entries"])
+def test_by_torch(matrix, turned, monkeypatch):
+    """By the blocks or the entries, and not as a dense matrix, which is the reference."""
     inputs = make("cpu", *MATRICES[matrix], turned=turned)
     exact = sparse_matmul_reference(*inputs)
-    out = torch.full_like(exact, float("nan"))
-    fill_sparse_matmul(out, *inputs)
-    torch.testing.assert_close(out, exact)
     x, values, _, lists, *_ = inputs
     sides = (x, exact) if turned else (exact, x)
+    block = values.shape[1:] or (1, 1)
+    exact_grad = sparse_matmul_grad_reference(*sides, lists, *block)
+    monkeypatch.setattr(file, "LARGE", 16)
+    monkeypatch.setattr(file, "FEW", 1)
+    for name in ("sparse_matmul_reference", "sparse_matmul_grad_reference"):
+        monkeypatch.delattr(file, name)
+    for bias in (inputs[2], None):
+        out = torch.full_like(exact, float("nan"))
+        fill_sparse_matmul(out, x, values, bias, *inputs[3:])
+        torch.testing.assert_close(
+            out, exact if bias is not None else exact - inputs[2], atol=1e-4, rtol=1e-4
+        )
     grad = torch.full_like(values, float("nan"))
-    fill_sparse_matmul_grad(grad, *sides, lists, *values.shape[1:])
-    torch.testing.assert_close(grad, sparse_matmul_grad_reference(*sides, lists, *values.shape[1:]))
+    fill_sparse_matmul_grad(grad, *sides, lists, *block)
+    torch.testing.assert_close(grad, exact_grad)
 
 
 @pytest.mark.parametrize("block", [(4, 2), (1, 1)])

@@ -4,8 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import VERSION as __version__
-from ...kernels.grouped_gemm import grouped_gemm
-from ...kernels.sparse_gemm import sparse_gemm
+from ...layers.quantized import quantize
 from ...registry import get_kernel, list_kernels, register_kernel
 from .configuration import (
     dynamic_shapes_enabled,
@@ -21,11 +20,22 @@ from .configuration import (
     set_log_level,
     tensor_cores_enabled,
 )
+from .gemm import (
+    batched_gemm,
+    cutlass_gemm,
+    gemm_bias,
+    gemm_gelu,
+    gemm_relu,
+    grouped_gemm,
+    linear,
+    matmul,
+    sparse_gemm,
+)
 from .modules import AITERAttention, AITERConv2d, AITERLinear
 from .ops.deepgemm import deepgemm
 from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
-from .torchlike import attention, conv2d, dynamic_conv2d, linear
+from .torchlike import attention, conv2d, dynamic_conv2d
 
 __all__ = [
     "AITERAttention",
@@ -34,7 +44,9 @@ __all__ = [
     "ShuffledWeight",
     "__version__",
     "attention",
+    "batched_gemm",
     "conv2d",
+    "cutlass_gemm",
     "deepgemm",
     "dynamic_conv2d",
     "dynamic_shapes_enabled",
@@ -44,15 +56,20 @@ __all__ = [
     "fusion_enabled",
     "gelu",
     "gemm_a8w8",
+    "gemm_bias",
+    "gemm_gelu",
+    "gemm_relu",
     "get_cache_size",
     "get_default_precision",
     "get_kernel",
     "get_log_level",
     "grouped_gemm",
+    "int8_gemm",
     "linear",
     "list_kernels",
+    "matmul",
+    "quantize",
     "register_kernel",
-    "int8_gemm",
     "set_cache_size",
     "set_default_precision",
     "set_log_level",

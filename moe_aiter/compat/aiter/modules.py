@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from .torchlike import attention, conv2d, linear
+from .gemm import linear
+from .torchlike import attention, conv2d
 
 __all__ = ["AITERAttention", "AITERConv2d", "AITERLinear"]
 
@@ -39,6 +40,8 @@ class AITERConv2d(nn.Conv2d):
 
 class AITERLinear(nn.Linear):
     """`linear` with a weight (out_features, in_features) of randn and a bias of zeros; any size."""
+
+    computes_linear = True  # for `quantize`
 
     def reset_parameters(self) -> None:
         fill(self)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._fp8 import CHUNK, OCP
+from .._gemm_choice import wants
 from ..activations import get_activation
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -152,12 +153,22 @@ def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
     return fit and x.shape[1] >= MANY and all(by_tma(t) and stacked(t) and short(t) for t in (x, w, out))
 
 
+def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
+    rows = w.stride(2) != 1
+    w = w.mT if rows else w
+    fit = by_tma(x, w) and all(stacked(t) and short(t) for t in (x, w)) and dtype in (None, x.dtype)
+    # where w lies by columns, a part of a block would meet the next matrix
+    return fit and (rows or x.shape[2] % BLOCK_K == 0 or x.shape[0] == 1) and w.shape[1 + (not rows)] % 8 == 0
+
+
 def fits_scaled_gemm(x, w, x_scale, w_scale, bias, dtype) -> bool:
     x, w, whole = x[None], w.mT[None], w.shape[1] * dtype.itemsize % 16 == 0
     fit = bias is None and whole and x.shape[1] >= MANY and w.dtype in OCP
     return fit and all(by_tma(t) and stacked(t) and short(t) for t in (x, w))
 
 
+launch_gemm = implementation("gemm", "launch_gemm", fits_gemm)
+launch_gemm.wants = wants("hopper")
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
 launch_masked_gmm = implementation("masked_gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))

@@ -1,0 +1,141 @@
+"""Products with sparse weights, for `bench gemm`: see products.py.
+
+The weight (N, K) has N = K, and so many percent of its blocks, or of its entries, are zeros.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.sparse_gemm import sparse_gemm
+from ..kernels.sparse_pattern import SparsePattern
+from .products import Case, Problem
+
+DENSE, BSR, MM = "torch, dense", "torch, F.linear of BSR", "torch.sparse.mm"
+ROWS = 4096  # of x
+TOY = {"dtypes": ("float32", "bfloat16"), "devices": ()}
+
+
+def weight(N: int, percent: int, block: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    kept = (torch.rand(N // block, N // block, device=device) * 100 >= percent).to(dtype)
+    kept[0, 0] = kept[-1, -1] = 1  # whose gradients are compared
+    w = torch.randn(N, N, device=device, dtype=dtype).mul_((N * (100 - percent) / 100) ** -0.5)
+    return w.mul_(kept.repeat_interleave(block, 0).repeat_interleave(block, 1))
+
+
+def blocks(M: int, N: int, percent: int, block: int, device, dtype, seed: int) -> Problem:
+    """The whole call, with a weight in BSR."""
+    torch.manual_seed(seed)
+    x, w = torch.randn(M, N, device=device, dtype=dtype), weight(N, percent, block, device, dtype)
+    bsr = w.to_sparse_bsr(block)
+    return Problem(
+        {
+            "moe_aiter": lambda: sparse_gemm(x, bsr),
+            DENSE: lambda: F.linear(x, w),
+            BSR: lambda: F.linear(x, bsr),
+        },
+        exact=lambda: F.linear(x.double(), w.double()),
+        plain=lambda: F.linear(x, w),
+    )
+
+
+def blocks_step(M: int, N: int, percent: int, block: int, device, dtype, seed: int) -> Problem:
+    """Forward and backward: values with their pattern, and a weight of BSR that is made around them.
+
+    The first and the last block stand for the weight's gradient, of which each contender has others.
+    """
+    torch.manual_seed(seed)
+    x, dout = torch.randn(2, M, N, device=device, dtype=dtype)
+    w = weight(N, percent, block, device, dtype)
+    pattern, bsr = SparsePattern.from_dense(w, block), w.to_sparse_bsr(block)
+    start, col = bsr.crow_indices(), bsr.col_indices()
+
+    def around(values: Tensor) -> Tensor:
+        return torch.sparse_bsr_tensor(start, col, values, (N, N), check_invariants=False)
+
+    def of_blocks(dw: Tensor) -> tuple[Tensor, Tensor]:
+        return dw[0], dw[-1]
+
+    def of_matrix(dw: Tensor) -> tuple[Tensor, Tensor]:
+        return dw[:block, :block], dw[-block:, -block:]
+
+    def step(product: Callable, x: Tensor, w: Tensor, dout: Tensor, part: Callable) -> tuple[Tensor, ...]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        with torch.enable_grad():
+            out = product(x, w)
+            dx, dw = torch.autograd.grad(out, (x, w), dout)
+        return out.detach(), dx, *part(dw)
+
+    def ours(product: Callable) -> Callable:
+        return functools.partial(step, product, x, pattern.take(w), dout, of_blocks)
+
+    dense = functools.partial(step, F.linear, x, w, dout, of_matrix)
+    return Problem(
+        {
+            "moe_aiter": ours(lambda x, values: sparse_gemm(x, values, pattern)),
+            "moe_aiter, BSR": ours(lambda x, values: sparse_gemm(x, around(values))),
+            DENSE: dense,
+        },
+        exact=lambda: step(F.linear, x.double(), w.double(), dout.double(), of_matrix),
+        plain=dense,
+    )
+
+
+def entries(layout: str, M: int, N: int, percent: float, device, dtype, seed: int) -> Problem:
+    torch.manual_seed(seed)
+    x, w = torch.randn(M, N, device=device, dtype=dtype), weight(N, percent, 1, device, dtype)
+    sparse = w.to_sparse_csr() if layout == "csr" else w.to_sparse_coo().coalesce()
+    return Problem(
+        {
+            "moe_aiter": lambda: sparse_gemm(x, sparse),
+            MM: lambda: torch.sparse.mm(sparse, x.T).T,
+            DENSE: lambda: F.linear(x, w),
+        },
+        exact=lambda: F.linear(x.double(), w.double()),
+        plain=lambda: F.linear(x, w),
+    )
+
+
+def work(M: int, N: int, percent: float, passes: int = 1) -> dict:
+    """FLOPs and bytes of what is not zero."""
+    kept = N * N * (100 - percent) / 100
+    return {"flops": passes * 2 * M * kept, "bytes": int(passes * 2 * (2 * M * N + kept))}
+
+
+def block_cases(M: int, N: int, percent: int, block: int, name: str, **named) -> list[Case]:
+    shape, sizes = f"{M}x{N}x{N}, {percent} % zeros in blocks of {block}", (M, N, percent, block)
+    goals = {DENSE: 3.0} if percent == 90 and block >= 64 else {}
+    forward, step = functools.partial(blocks, *sizes), functools.partial(blocks_step, *sizes)
+    return [
+        Case(name, shape, forward, **work(M, N, percent), goals=goals, **named),
+        Case(
+            f"{name}-step", f"{shape}, with gradients", step, **work(M, N, percent, 3), goals=goals, **named
+        ),
+    ]
+
+
+def entry_case(layout: str, M: int, N: int, percent: float, name: str, **named) -> Case:
+    make = functools.partial(entries, layout, M, N, percent)
+    shape = f"{M}x{N}x{N}, {percent} % zeros in {layout.upper()}"
+    return Case(name, shape, make, **work(M, N, percent), goals={MM: 0.97}, **named)
+
+
+CASES = [
+    *(
+        case
+        for block in (32, 64, 128)
+        for percent in (50, 80, 90, 95)
+        for case in block_cases(ROWS, 4096, percent, block, f"block{block}-{percent}")
+    ),
+    *(case for b in (64, 128) for case in block_cases(ROWS, 8192, 90, b, f"block{b}-90-8192")),
+    *(
+        entry_case(layout, ROWS, 4096, percent, f"{layout}-{percent}")
+        for layout in ("csr", "coo")
+        for percent in (90, 95, 99, 99.9)
+    ),
+    *block_cases(33, 64, 50, 16, "block-toy", **TOY),
+    *(entry_case(layout, 33, 64, 90, f"{layout}-toy", **TOY) for layout in ("csr", "coo")),
+]

@@ -1,0 +1,116 @@
+"""AITER's dense products: see `moe_aiter/kernels/gemm.py`."""
+
+from torch import Tensor
+
+from ...kernels._check import check_shape, check_tensor
+from ...kernels.activations import FUNCTIONS
+from ...kernels.gemm import gemm
+from ...kernels.grouped_gemm import grouped_gemm as _grouped_gemm
+from ...kernels.sparse_gemm import sparse_gemm as _sparse_gemm
+from ...switches import computed, switches
+
+__all__ = [
+    "batched_gemm",
+    "cutlass_gemm",
+    "gemm_bias",
+    "gemm_gelu",
+    "gemm_relu",
+    "grouped_gemm",
+    "linear",
+    "matmul",
+    "sparse_gemm",
+]
+
+grouped_gemm = computed(_grouped_gemm)
+sparse_gemm = computed(_sparse_gemm)
+
+
+@computed
+def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
+    """`a @ b` of batches: a (batch, m, k) and b (batch, k, n), which give (batch, m, n).
+
+    With `transpose_a` the tensor a is (batch, k, m), with `transpose_b` b is (batch, n, k).
+    """
+    check_shape("a", a, "batch", *("km" if transpose_a else "mk"))
+    check_shape("b", b, "batch", *("nk" if transpose_b else "kn"))
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"a is (batch={a.shape[0]}, ...) but b is (batch={b.shape[0]}, ...)")
+    return gemm(a.mT if transpose_a else a, b.mT if transpose_b else b)
+
+
+@computed
+def gemm_bias(input: Tensor, weight: Tensor, bias: Tensor, transpose_weight: bool = True) -> Tensor:
+    """`input @ weight.T + bias`: input (..., m, k), weight (n, k) and bias (n,).
+
+    Without `transpose_weight` the weight is (k, n) and the result `input @ weight + bias`.
+    """
+    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias)
+
+
+@computed
+def gemm_gelu(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    transpose_weight: bool = True,
+    approximate: str = "none",
+) -> Tensor:
+    """GELU of `gemm_bias`, by the error function, or by its approximation with "tanh"."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
+    activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias, activation)
+
+
+@computed
+def gemm_relu(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = True
+) -> Tensor:
+    """ReLU of `gemm_bias`."""
+    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias, "relu")
+
+
+@computed
+def cutlass_gemm(
+    a: Tensor, b: Tensor, alpha: float = 1.0, beta: float = 0.0, c: Tensor | None = None
+) -> Tensor:
+    """`alpha * (a @ b) + beta * c`: a (m, k), b (k, n), and c, which stays as it is, broadcasts to (m, n)."""
+    check_shape("a", a, "m", "k")
+    check_shape("b", b, "k", "n")
+    return gemm(a, b, alpha=alpha, beta=beta, c=c)
+
+
+@computed
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear: input (..., in), weight (out, in) and bias (out,)."""
+    check_tensor("weight", weight)
+    if weight.dim() == 1:  # one output, without an axis
+        return gemm(input, weight[:, None], None if bias is None else bias.reshape(1)).squeeze(-1)
+    return in_one_or_in_steps(input, as_w(weight, True), bias)
+
+
+@computed
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """torch.matmul: vectors, matrices, and batches whose leading axes are broadcast."""
+    check_tensor("x", x)
+    check_tensor("y", y)
+    if x.dim() == 0 or y.dim() == 0:
+        raise ValueError(f"x and y must have an axis, but they are {tuple(x.shape)} and {tuple(y.shape)}")
+    if x.dim() == 1 and y.dim() > 2:
+        return gemm(x[None], y).squeeze(-2)
+    return gemm(x, y[:, None]).squeeze(-1) if y.dim() == 1 else gemm(x, y)
+
+
+def as_w(weight: Tensor, transposed: bool) -> Tensor:
+    check_shape("weight", weight, *("nk" if transposed else "kn"))
+    return weight.mT if transposed else weight
+
+
+def in_one_or_in_steps(
+    input: Tensor, w: Tensor, bias: Tensor | None, activation: str | None = None
+) -> Tensor:
+    """As one product with its epilogue, or where `enable_fusion(False)` says so as separate steps."""
+    if switches.fusion:
+        return gemm(input, w, bias, activation=activation)
+    out = gemm(input, w) if bias is None else gemm(input, w) + bias
+    return FUNCTIONS[activation][0](out) if activation else out

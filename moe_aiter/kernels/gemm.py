@@ -1,0 +1,341 @@
+"""Dense and batched matmul with an epilogue in float32: `act(alpha * x @ w + beta * c + bias)`.
+
+B matrices of M rows, K in, N out.  Shapes say the maths; strides say the layout.  `weight.mT` is the `w` of
+an nn.Linear.  On a GPU a measured table chooses between torch's BLAS and the kernels here: see tuning/choice.
+"""
+
+import math
+import numbers
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import tuning
+from ..backend import define_op, takes
+from . import hopper
+from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
+from ._gemm_choice import wants
+from ._gemm_torch import activation_gradient, fill_gemm, gemm_reference
+from ._groups import sum_dtype
+from ._tile import TILE_DTYPES, multiply, swizzle, tile_options
+from ._triton import cdiv, jit_kernel, tl, triton
+from .activations import FUNCTIONS
+from .hopper._launch import num_programs
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+FULL = 2  # programs for each multiprocessor, where a sum is split: enough loads are then under way
+FINISHED = 1024  # elements that a program finishes after a split sum
+WIDEST_STEP = 256  # the most of K that a tile has
+
+# kernel
+
+
+@triton.jit
+def finish(
+    acc,  # float32: elements (m, n) of a matrix
+    m,  # int64
+    n,
+    mask,
+    offsets,  # of the elements in out and z
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (M, N) or None
+    z_ptr,  # or None
+    out_ptr,
+    alpha,
+    beta,
+    N,
+    bias_stride,
+    c_stride_m,
+    c_stride_n,
+    ACTIVATION: tl.constexpr,
+):
+    """The epilogue."""
+    acc *= alpha
+    if c_ptr is not None:
+        c_ptrs = c_ptr + (m * c_stride_m + n.to(tl.int64) * c_stride_n)
+        acc += beta * tl.load(c_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n.to(tl.int64) * bias_stride, mask=n < N, other=0.0).to(tl.float32)
+    if z_ptr is not None:
+        tl.store(z_ptr + offsets, acc.to(z_ptr.dtype.element_ty), mask=mask)
+    if ACTIVATION is not None:
+        acc = ACTIVATION(acc)[0]
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit_kernel
+def gemm_kernel(
+    x_ptr,  # (B, M, K)
+    w_ptr,  # (B, K, N)
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (B, M, N) or None
+    z_ptr,  # (B, M, N) contiguous, as is out, or None
+    out_ptr,
+    parts_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
+    B,
+    M,
+    N,
+    K,
+    part,  # of K that a program sums
+    alpha,
+    beta,
+    x_strides,  # b, m, k
+    w_strides,  # b, k, n
+    bias_stride,
+    c_strides,  # b, m, n
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    x_stride_b, x_stride_m, x_stride_k = x_strides
+    w_stride_b, w_stride_k, w_stride_n = w_strides
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tile, rest = tl.program_id(0) % (tiles_m * tiles_n), tl.program_id(0) // (tiles_m * tiles_n)
+    b, split = (rest % B).to(tl.int64), rest // B
+    tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M, NUM_DIES)
+    m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+    first = tl.cast(split * part, tl.int64)
+    x_base = x_ptr + b * x_stride_b + first * x_stride_k
+    w_base = w_ptr + b * w_stride_b + first * w_stride_k
+    m_read, n_read = (m % M).to(tl.int64), (n % N).to(tl.int64)
+    x_ptrs = x_base + m_read[:, None] * x_stride_m + k[None, :] * x_stride_k
+    w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    depth = tl.minimum(K - split * part, part)
+    acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    m, n = m.to(tl.int64)[:, None], n[None, :]
+    if parts_ptr is not None:
+        tl.store(parts_ptr + (split * B + b) * M * N + (m * N + n), acc, mask=mask)
+    else:
+        matrix = b * M * N
+        c_base = c_ptr if c_ptr is None else c_ptr + b * c_strides[0]
+        z_base = z_ptr if z_ptr is None else z_ptr + matrix
+        finish(acc, m, n, mask, m * N + n, bias_ptr, c_base, z_base, out_ptr + matrix, alpha, beta,
+               N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
+
+
+@jit_kernel
+def finish_kernel(
+    parts_ptr,  # (splits, B, M, N) float32
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (B, M, N) or None
+    z_ptr,  # (B, M, N), contiguous, as is out, or None
+    out_ptr,
+    splits,
+    size,  # B * M * N
+    M,
+    N,
+    alpha,
+    beta,
+    bias_stride,
+    c_strides,  # b, m, n
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of splits, added up in order, and their epilogue."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    acc = tl.zeros((BLOCK,), tl.float32)
+    size = tl.cast(size, tl.int64)
+    for split in range(0, splits):
+        acc += tl.load(parts_ptr + split * size + i, mask=mask, other=0.0)
+    row, n = i // N, i % N
+    c_base = c_ptr if c_ptr is None else c_ptr + row // M * c_strides[0]
+    finish(acc, row % M, n, mask, i, bias_ptr, c_base, z_ptr, out_ptr, alpha, beta,
+           N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
+
+
+# launcher
+
+
+def new_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z):
+    check_shape("x", x, "B", "M", "K")
+    check_shape("w", w, "B", "K", "N")
+    check_float(x=x, w=w)
+    (B, M, K), (w_B, w_K, N) = x.shape, w.shape
+    check_size("x is (B={}, M, K)", B, "w is (B={}, K, N)", w_B)
+    check_size("x is (..., K={})", K, "w is (..., K={}, N)", w_K)
+    if activation not in ("", *ACTIVATIONS):
+        raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {activation!r}")
+    for name, t, shape in (("bias", bias, (N,)), ("c", c, (B, M, N))):
+        if t is not None and (tuple(t.shape) != shape or t.dtype not in FLOATS):
+            raise ValueError(f"{name} must be floating {shape}, but it is {t.dtype} {tuple(t.shape)}")
+    if dtype not in (None, *FLOATS):
+        raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
+    check_device(x=x, w=w, bias=bias, c=c)
+    out = x.new_empty(B, M, N, dtype=dtype)
+    return out, x.new_empty((B, M, N) if save_z else 0, dtype=dtype)
+
+
+def splits_of(tiles: int, K: int, block_k: int, units: int) -> tuple[int, int]:
+    """How many programs share a sum, and how much of K each has: several where tiles leave units idle."""
+    most = cdiv(K, 4 * block_k)  # or there is little to wait for
+    wanted = max(min(FULL * units // max(tiles, 1), most), 1) if 2 * tiles <= units else 1
+    part = cdiv(cdiv(K, wanted), block_k) * block_k
+    return (cdiv(K, part), part) if wanted > 1 else (1, max(K, 1))
+
+
+@takes(*TILE_DTYPES)
+def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z):
+    out, z = outs
+    (B, M, K), N = x.shape, w.shape[2]
+    full = activation or c is not None
+    config = tuning.lookup("gemm_full" if full else "gemm", x.dtype, B * M, N, K, B)
+    tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n) * B
+    splits, part = splits_of(tiles, K, config.block_k, num_programs(x))
+    parts = x.new_empty(splits, B, M, N, dtype=torch.float32) if splits > 1 else None
+    z, c_strides = z if save_z else None, (0, 0, 0) if c is None else c.stride()
+    bias_stride, function = 0 if bias is None else bias.stride(0), FUNCTIONS.get(activation, (None, None))[1]
+    gemm_kernel[(tiles * splits,)](
+        x, w, bias, c, z, out, parts, B, M, N, K, part, float(alpha), float(beta),
+        x.stride(), w.stride(), bias_stride, c_strides,
+        ACTIVATION=function, EVEN_K=K % config.block_k == 0, **tile_options(config),
+    )  # fmt: skip
+    if parts is not None:
+        finish_kernel[(cdiv(out.numel(), FINISHED),)](
+            parts, bias, c, z, out, splits, out.numel(), M, N, float(alpha), float(beta),
+            bias_stride, c_strides, ACTIVATION=function, BLOCK=FINISHED, num_warps=4,
+        )  # fmt: skip
+
+
+def steps_are_near(x, w, *_) -> bool:
+    """Whether 32 bits hold a step over K."""
+    return WIDEST_STEP * max(x.stride(2), w.stride(1)) < 2**31
+
+
+launch_gemm.fits, launch_gemm.wants = steps_are_near, wants("triton")
+
+# op
+
+
+def save_gemm(ctx, inputs, output):
+    x, w, bias, c, activation, alpha, beta, _, _ = inputs
+    out, z = output
+    ctx.mark_non_differentiable(z)
+    ctx.set_materialize_grads(False)
+    # a second derivative needs them again
+    bias_and_c = (bias, c) if activation else (None, None)
+    ctx.save_for_backward(x, w, *bias_and_c, out if activation == "relu" else z)
+    ctx.rest = activation, alpha, beta, *(None if t is None else t.dtype for t in (bias, c))
+
+
+def backward_gemm(ctx, dout, _):
+    x, w, bias, c, saved = ctx.saved_tensors
+    activation, alpha, beta, bias_dtype, c_dtype = ctx.rest
+    need_x, need_w, need_bias, need_c, *others = ctx.needs_input_grad
+    dx = dw = dbias = dc = None
+    if dout is not None:
+        dz = dout
+        if activation:
+            if torch.is_grad_enabled() and activation != "relu":  # z has no gradient of its own
+                saved, _ = gemm_op(x, w, bias, c, "", alpha, beta, dout.dtype, False)
+            dz = activation_gradient(dout, saved, activation)
+        dc = (beta * dz).to(c_dtype) if need_c else None
+        dbias = dz.sum((0, 1), dtype=sum_dtype(dz)).to(bias_dtype) if need_bias else None
+        dz = dz.to(x.dtype)
+        dx = gemm_op(dz, w.mT, None, None, "", alpha, 0.0, None, False)[0] if need_x else None
+        dw = gemm_op(x.mT, dz, None, None, "", alpha, 0.0, None, False)[0] if need_w else None
+    return dx, dw, dbias, dc, *(None for _ in others)
+
+
+gemm_op = define_op(
+    "gemm(Tensor x, Tensor w, Tensor? bias, Tensor? c, str activation, float alpha, float beta, "
+    "ScalarType? dtype, bool save_z) -> (Tensor, Tensor)",
+    new=new_gemm,
+    reference=gemm_reference,
+    torch=fill_gemm,
+    triton=launch_gemm,
+    hopper=hopper.launch_gemm,
+    backward=backward_gemm,
+    save=save_gemm,
+)
+
+
+# public
+
+
+def gemm(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`act(alpha * x @ w + beta * c + bias)`: x (..., M, K) and w (K, N), or (..., K, N) for batches.
+
+    Leading axes are broadcast as in torch.matmul; x may also be (K,) where w is (K, N).  Any strides: the
+    weight (N, K) of an nn.Linear is `weight.mT`.
+    bias: (N,); c: what broadcasts to the result, (..., M, N).  Both of any floating dtype.  Where beta is 0,
+        c is not read, NaN or not, and gets no gradient.
+    activation: None, "relu", "gelu" (by the error function), "gelu_tanh" or "silu".
+    out_dtype: dtype of the result; that of `x` unless given.
+
+    Sums and all that is added are float32, rounded once; where the table of the GPU says that torch's BLAS is
+    faster, and on a CPU, what an activation is applied to has been rounded before.  float32 is multiplied
+    as IEEE says unless MOE_AITER_MATMUL_PRECISION is tf32.
+
+    Differentiable in x, w, bias and c.  "relu" saves the result for that, other activations what they were
+    applied to, in `out_dtype`, as torch does; without a gradient to come nothing is saved.
+
+    Raises ValueError for shapes, devices, an unknown activation, and a beta without c, TypeError for dtypes.
+    Source: torch.addmm; the epilogues are those of AITER's `gemm_a16w16`.
+    """
+    for name, t in (("x", x), ("w", w)):
+        check_tensor(name, t)
+    for name, number in (("alpha", alpha), ("beta", beta)):
+        if not isinstance(number, numbers.Real):
+            raise TypeError(f"{name} must be a number, not {type(number).__name__}")
+    if c is None and beta != 0:
+        raise ValueError(f"beta is {beta} but c is None")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {activation!r}")
+    x3, w3, shape = as_batches(x, w)
+    c = None if beta == 0 else broadcast(c, shape, (len(x3), x3.shape[1], w3.shape[2]))
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias, c))
+    save_z = needed and activation not in (None, "relu")
+    inputs = activation or "", float(alpha), float(beta), out_dtype, save_z
+    return gemm_op(x3, w3, bias, c, *inputs)[0].view(shape)
+
+
+def as_batches(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """x (B, M, K), w (B, K, N) and the shape of the result; one w for all is one matrix of all rows."""
+    if w.dim() < 2 or x.dim() < 1 or (x.dim() == 1 and w.dim() > 2):
+        raise ValueError(f"x must be (..., M, K) and w (..., K, N), but they are {shapes(x, w)}")
+    *lead, K, N = w.shape
+    check_size("x is (..., K={})", x.shape[-1], "w is (..., K={}, N)", K)
+    try:
+        batch = torch.broadcast_shapes(x.shape[:-2], tuple(lead))
+    except RuntimeError as mistake:
+        raise ValueError(f"the leading axes of x and w do not fit: {shapes(x, w)}") from mistake
+    if all(size == 1 for size in lead):
+        rows = math.prod(x.shape[:-1])
+        return x.reshape(1, rows, K), w.reshape(1, K, N), (*batch, *x.shape[-2:-1], N)
+    M, B = x.shape[-2], math.prod(batch)
+    x3, w3 = x.expand(*batch, M, K).reshape(B, M, K), w.expand(*batch, K, N).reshape(B, K, N)
+    return x3, w3, (*batch, M, N)
+
+
+def broadcast(c: Tensor, shape: Sequence[int], flat: Sequence[int]) -> Tensor:
+    check_tensor("c", c)
+    try:
+        return c.expand(shape).reshape(flat)
+    except RuntimeError as mistake:
+        raise ValueError(f"c is {tuple(c.shape)} but the result is {tuple(shape)}") from mistake
+
+
+def shapes(x: Tensor, w: Tensor) -> str:
+    return f"{tuple(x.shape)} and {tuple(w.shape)}"

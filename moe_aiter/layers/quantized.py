@@ -1,0 +1,215 @@
+"""Layers whose weights are quantised once, for inference: `quantize(model, dtype)`.
+
+Weights have a scale for each output channel, activations one for each token, found as they come (dynamic).
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ..kernels._check import check_shape, check_size, check_tensor, refuse_gradient
+from ..kernels.experts import expert_mlp
+from ..kernels.quantize import quantize_rows
+from ..kernels.quantized_experts import quantized_experts
+from ..kernels.scaled_gemm import scaled_gemm
+from ..routing.plan import RoutePlan, make_plan
+from .experts import Experts, cast_as_linear
+from .lora import LoRAExperts, LoRALinear
+from .optimized import OptimizedMoELayer
+
+FORMATS = {"int8": "int8", "fp8": "e4m3", "fp16": torch.float16, "bf16": torch.bfloat16}
+WHOLE = LoRALinear, LoRAExperts  # what reads the weights of its parts itself
+PRODUCTS = torch.float16, torch.bfloat16, torch.float32
+
+
+class Quantized(nn.Module):
+    """What the converted layers share: `dtype`, one of FORMATS, and weights that keep theirs.
+
+    `.to(dtype)`, `.half()` and the like change the dtype of biases alone.
+    """
+
+    dtype: str
+
+    def _apply(self, fn, recurse=True):
+        names = [name for name in self._parameters if not name.endswith("bias")]
+        fixed = [self._parameters[name] for name in names]
+
+        def keep_dtype(t: Tensor) -> Tensor:
+            moved = fn(t)
+            changed = moved.dtype != t.dtype and any(t is w for w in fixed)
+            return t.to(moved.device) if changed else moved
+
+        return super()._apply(keep_dtype, recurse)
+
+    def set_weight(self, name: str, weight: Tensor, bias: Tensor | None, found: dict) -> None:
+        """Take a weight (..., out, in), quantised as it is `found` or made, with its scale and its bias."""
+        format = FORMATS[self.dtype]
+        if weight not in found:
+            narrow = quantize_rows(weight, format) if isinstance(format, str) else (weight.to(format), None)
+            found[weight] = [None if t is None else nn.Parameter(t, requires_grad=False) for t in narrow]
+        beside = name.removesuffix("weight")
+        beside = f"{beside}_" if beside else ""
+        self.register_parameter(name, found[weight][0])
+        self.register_parameter(f"{beside}scale", found[weight][1])
+        if bias is not None and not isinstance(format, str):
+            bias = nn.Parameter(bias.to(format), requires_grad=False)
+        self.register_parameter(f"{beside}bias", bias)
+
+
+class QuantizedLinear(Quantized):
+    """nn.Linear for inference: a `weight` (out, in) of int8 or float8_e4m3fn and a float32 `scale` (out,).
+
+        y = (x8 @ weight.T) * x_scale * scale + bias       x8, x_scale = quantize_rows(x)
+
+    in the dtype of `x`, any floating one; under torch.autocast in its dtype, as from nn.Linear.  With `dtype`
+    "fp16" or "bf16" the weight has that dtype, so has `x` in the product, and `scale` is None.
+    Made by `quantize`.  Raises RuntimeError where 8 bits would need a gradient.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        check_tensor("x", x)
+        if x.dim() < 1 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., in={self.in_features})")
+        (x,) = cast_as_linear(x)
+        if self.scale is None:
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+        refuse_gradient("a quantised layer", x)
+        x8, x_scale = quantize_rows(x.reshape(-1, self.in_features), FORMATS[self.dtype])
+        product = x.dtype if x.dtype in PRODUCTS else torch.float32
+        out = scaled_gemm(x8, self.weight.mT, x_scale, self.scale, self.bias, out_dtype=product)
+        return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, dtype={self.dtype!r}"
+
+
+class QuantizedExperts(Quantized):
+    """`Experts` for inference with 8-bit `gate_up` (E, 2I, H) and `down` (E, H, I), and a float32 scale for
+    each row of each expert, `gate_up_scale` (E, 2I) and `down_scale` (E, H); else as QuantizedLinear."""
+
+    def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+        """As `Experts.forward`: (T, H) -> (T, H) in the dtype of `x`."""
+        check_shape("x", x, "T", "H")
+        check_size("x is (T, H={})", x.shape[1], "gate_up is (E, 2I, H={})", self.gate_up.shape[2])
+        (x,) = cast_as_linear(x)
+        act = {"activation": self.activation, "interleaved": self.interleaved}
+        if self.gate_up_scale is None:
+            biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+            narrow = x.to(self.gate_up.dtype)
+            return expert_mlp(narrow, self.gate_up, self.down, routing_weights, plan, **act, **biases).to(
+                x.dtype
+            )
+        gate_up = self.gate_up, self.gate_up_scale, self.gate_up_bias
+        down = self.down, self.down_scale, self.down_bias
+        return quantized_experts(x, gate_up, down, routing_weights, plan, **act)
+
+    def extra_repr(self) -> str:
+        E, H, I = self.down.shape  # noqa: E741
+        sizes = f"{E}, hidden={H}, intermediate={I}, activation={self.activation!r}"
+        return f"{sizes}, bias={self.down_bias is not None}, dtype={self.dtype!r}"
+
+
+class QuantizedMoELayer(QuantizedExperts):
+    """`OptimizedMoELayer` with weights of 8 bits, laid out as in QuantizedExperts."""
+
+    interleaved = False
+
+    def forward(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> Tensor:
+        """As `OptimizedMoELayer.forward`: (T, H) -> (T, H) in the dtype of `x`."""
+        check_shape("x", x, "T", "H")
+        check_shape("expert_ids", expert_ids, "T", "k")
+        return super().forward(x, routing_weights, make_plan(expert_ids, len(self.down)))
+
+
+KINDS = {  # what is converted -> to what, from which weights and biases
+    nn.Linear: (QuantizedLinear, {"weight": ("weight", "bias")}),
+    Experts: (
+        QuantizedExperts,
+        {"gate_up": ("gate_up", "gate_up_bias"), "down": ("down", "down_bias")},
+    ),
+    OptimizedMoELayer: (QuantizedMoELayer, {"gate_up": ("w1", None), "down": ("w2", None)}),
+}
+
+
+def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = ()) -> nn.Module:
+    """A copy of `model` for inference with narrower weights; `model` stays as it is.
+
+    Every nn.Linear, `Experts` and `OptimizedMoELayer` in it, and `model` itself if it is one, gets weights of
+    `dtype`: "int8" or "fp8" (float8_e4m3fn) with a scale for each output channel, and activations that are
+    quantised row by row as they come; or "fp16" or "bf16".  What a layer returns has the dtype of its input.
+    Biases stay, and so does everything else: convolutions, norms, embeddings, routers.  Layers that share a
+    weight share what it becomes, but a weight that an embedding, say, uses as well stays as it is.
+
+    skip: names, as in `model.named_modules()`, of modules that stay as they are, with all that is in them.
+
+    Not converted either: a subclass with a forward of its own, adapters (`LoRALinear`, `LoRAExperts`; merge
+    them first), projections that are fused, and nn.MultiheadAttention, which reads its weights itself.  No
+    parameter of the copy requires a gradient.  Its state_dict loads into another such copy.
+    Raises ValueError for an unknown `dtype`, or a name in `skip` that the model has not.
+    """
+    if dtype not in FORMATS:
+        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(FORMATS)}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, not {type(model).__name__}")
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    skip = {skip} if isinstance(skip, str) else set(skip)
+    if unknown := skip - names:
+        raise ValueError(f"skip names {', '.join(map(repr, sorted(unknown)))}, which the model has not")
+    other = copy.deepcopy(model).requires_grad_(False)
+    other.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        found: dict[Tensor, list] = {}
+        for module, kind in list(convertible(other, skip)):
+            convert(module, kind, dtype, found)
+    for module in other.modules():  # its fast path in C++ would read the weights
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+    return other
+
+
+def convertible(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[nn.Module, type]]:
+    """The modules to convert and which of KINDS they are, but those with a weight that others use."""
+    chosen: dict[nn.Module, type] = {}
+    kept: set[nn.Module] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in skip or isinstance(module, WHOLE):
+            kept.update(module.modules())
+        elif kind := kind_of(module):
+            chosen[module] = kind
+    everywhere = Counter(p for m in model.modules() for p in set(m._parameters.values()))
+    mine = {m: {p for p in m._parameters.values() if p is not None} for m in chosen.keys() - kept}
+    here = Counter(p for parameters in mine.values() for p in parameters)
+    for module, parameters in mine.items():
+        if all(here[p] == everywhere[p] for p in parameters):
+            yield module, chosen[module]
+
+
+def kind_of(module: nn.Module) -> type | None:
+    """Which of KINDS this is, and does nothing else when it is called."""
+    if isinstance(module, NonDynamicallyQuantizableLinear) or "forward" in vars(module):
+        return None
+    own = type(module)
+    same = getattr(own, "computes_linear", False)  # a forward of its own, with the same meaning
+    return next((k for k in KINDS if own.forward is k.forward or (same and issubclass(own, k))), None)
+
+
+def convert(module: nn.Module, kind: type, dtype: str, found: dict) -> None:
+    """Make a module what it is converted to: in place, so that its hooks and all that refers to it stay."""
+    quantized, weights = KINDS[kind]
+    given = [(name, *(getattr(module, n or "", None) for n in pair)) for name, pair in weights.items()]
+    module._modules.pop(
+        "parametrizations", None
+    )  # torch's way to remove them would change the original's class
+    for name in {n for pair in weights.values() for n in pair}:
+        for place in (module._parameters, module._buffers, vars(module)):
+            place.pop(name, None)
+    module.__class__, module.dtype = quantized, dtype
+    for name, weight, bias in given:
+        module.set_weight(name, weight.mT if kind is OptimizedMoELayer else weight, bias, found)

@@ -1,0 +1,97 @@
+"""Which backend computes a product that torch could compute as well: what was measured decides.
+
+`tables/choice/<GPU>.csv` has a row for each measured case.  The first row that matches is taken: `op`, `bits`
+and `layout` match exactly, `n` and `k` too, `rows` up to a power of two; an empty cell matches anything.
+Where no row matches, torch computes.
+"""
+
+import csv
+import functools
+import pathlib
+from typing import NamedTuple
+
+import torch
+
+from . import bucket, gpu_table
+from .table import TABLES
+
+BACKENDS = ("hopper", "triton", "torch")
+CHOICES = TABLES / "choice"
+
+
+class Case(NamedTuple):
+    """What a choice is looked up by.  In a table None, an empty cell, matches anything."""
+
+    op: str
+    bits: int
+    layout: str | None  # of both operands, as the op defines it
+    epilogue: str | None
+    rows: int | None  # of all matrices, up to a power of two
+    n: int | None
+    k: int | None
+
+
+class Choice(NamedTuple):
+    case: Case
+    backend: str
+
+    def matches(self, case: Case) -> bool:
+        rows = self.case.rows
+        near = rows is None or rows // 2 < case.rows <= rows
+        others = zip(self.case._replace(rows=None), case, strict=True)
+        return near and all(mine in (None, theirs) for mine, theirs in others)
+
+
+PROVENANCE = ("us", "torch_us", "gpu", "torch", "triton", "commit", "date")
+COLUMNS = (*Case._fields, "backend", *PROVENANCE)
+
+
+def choose_backend(
+    op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int
+) -> str:  # fmt: skip
+    """hopper, triton or torch, for `rows` rows of all matrices on the GPU of x."""
+    case = Case(op, x.itemsize * 8, layout, epilogue, bucket(rows), n, k)
+    return find_choice(table_of(x.device), case)
+
+
+@functools.cache
+def table_of(device: torch.device) -> str:
+    return gpu_table(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
+
+
+@functools.lru_cache(maxsize=4096)
+def find_choice(name: str, case: Case) -> str:
+    return next((choice.backend for choice in load_choices(name) if choice.matches(case)), "torch")
+
+
+@functools.cache
+def load_choices(name: str) -> tuple[Choice, ...]:
+    """Every row of the table of that name, in file order; none where there is no such file."""
+    path = CHOICES / f"{name}.csv"
+    return tuple(read_choices(path)) if path.exists() else ()
+
+
+def read_choices(path: pathlib.Path) -> list[Choice]:
+    """Every row of a table.  Raises ValueError, in one line, where there is a mistake."""
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"{path} has other columns than {', '.join(COLUMNS)}")
+        return [parse_choice(cells, f"{path}, line {reader.line_num}") for cells in reader]
+
+
+def parse_choice(cells: dict, where: str) -> Choice:
+    if None in cells or None in cells.values():
+        raise ValueError(f"{where}: a row has as many cells as there are columns")
+    numbers = {}
+    for column in ("bits", "rows", "n", "k"):
+        text = cells[column]
+        if not (text.isdecimal() or (not text and column != "bits")):
+            raise ValueError(f"{where}: {column} is {text!r}; it must be a whole number")
+        numbers[column] = int(text) if text else None
+    if cells["backend"] not in BACKENDS:
+        raise ValueError(f"{where}: backend is {cells['backend']!r}; it takes {', '.join(BACKENDS)}")
+    if not cells["op"]:
+        raise ValueError(f"{where}: op is empty")
+    words = {column: cells[column] or None for column in ("op", "layout", "epilogue")}
+    return Choice(Case(**words, **numbers), cells["backend"])

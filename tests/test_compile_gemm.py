@@ -1,0 +1,174 @@
+"""The dense product compiles for every target at every tile of its tables: see test_compile_targets.py."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_aiter import tuning
+from moe_aiter.config import interpret
+from moe_aiter.kernels.gemm import ACTIVATIONS, launch_gemm
+from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
+from moe_aiter.tuning.table import load
+
+if interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from aot import TARGETS, compiling_for
+from test_compile_hopper import module
+from test_compile_targets import ELSEWHERE, check, new
+
+OPS = "gemm", "gemm_full"
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One launch: sizes, how w lies, and the epilogue."""
+
+    m: int = 4096
+    n: int = 4096
+    k: int = 4096
+    batch: int = 1
+    dtype: torch.dtype = BF16
+    rows: bool = True  # w.mT is contiguous
+    activation: str = ""
+    bias: bool = False
+    beta: float = 0.0
+    alpha: float = 1.0
+    save_z: bool = False
+    out: torch.dtype | None = None
+
+    def run(self, launch=launch_gemm):
+        B, M, N, K = self.batch, self.m, self.n, self.k
+        out = new(B, M, N, dtype=self.out or self.dtype)
+        x = new(B, M, K, dtype=self.dtype)
+        w = new(B, N, K, dtype=self.dtype).mT if self.rows else new(B, K, N, dtype=self.dtype)
+        bias = new(N, dtype=self.dtype) if self.bias else None
+        c = new(M, N, dtype=self.dtype).expand(B, M, N) if self.beta else None
+        z = torch.empty_like(out) if self.save_z else out[:0]
+        launch((out, z), x, w, bias, c, self.activation, self.alpha, self.beta, self.out, self.save_z)
+
+    def run_on_hopper(self):
+        self.run(module("gemm").launch_gemm)
+
+
+EVERYTHING = Case(activation="gelu", bias=True, beta=0.5, alpha=2.0, save_z=True)
+EPILOGUES = {"gemm": Case(bias=True), "gemm_full": EVERYTHING}
+HOPPER_EPILOGUES = {  # where each needs the most registers
+    "hopper_gemm": [Case(bias=True, alpha=2.0), Case()],
+    "hopper_gemm_act": [
+        Case(activation=name, alpha=a, save_z=True) for name in ACTIVATIONS for a in (1.0, 2.0)
+    ],
+    "hopper_gemm_full": [EVERYTHING, Case(beta=0.5)],
+}
+CASES = {
+    "plain": Case(),
+    "columns": Case(rows=False),
+    "float16": Case(dtype=F16, bias=True),
+    "float32": Case(dtype=F32, bias=True),
+    "float32 out": Case(out=F32),
+    "batched": Case(m=300, n=528, k=320, batch=7),
+    "batched, odd": Case(m=300, n=520, k=328, batch=7),
+    "everything": EVERYTHING,
+    "few rows": Case(m=16, activation="silu", bias=True),
+    "few rows, columns": Case(m=1, n=14336, rows=False),
+    "split": Case(m=64, n=256, k=65536, beta=1.0, bias=True, activation="gelu", save_z=True),
+    "odd": Case(m=333, n=331, k=77, bias=True),
+    **{name: Case(activation=name) for name in ACTIVATIONS},
+}
+HOPPER_CASES = {
+    **{
+        name: case for name, case in CASES.items() if case.dtype != F32 and case.out is None and name != "odd"
+    },
+    "batched columns": Case(m=300, n=520, k=320, batch=7, rows=False),
+    "everything, columns": dataclasses.replace(EVERYTHING, rows=False),
+    **{f"{name}, kept": Case(activation=name, save_z=True) for name in ACTIVATIONS},
+    **{f"{name}, kept, with bias": Case(activation=name, bias=True, save_z=True) for name in ACTIVATIONS},
+}
+
+
+def table_cases():
+    for name, target in TARGETS.items():
+        rows = load(tuning.table_name(target.gpu.backend, target.gpu.arch))
+        for row in (row for row in rows if row.key.op in ("gemm", "gemm_full")):
+            op, bits, most = row.key[:3]
+            yield pytest.param(name, row, id=f"{name}-{op} {bits} {most or 'any'}")
+
+
+def assert_matrix_instruction(target, launches, small):
+    """`small`: the older one will do, the only one for tiles of less than 64 rows."""
+    allowed = {target.matrix} | ({"mma.sync"} if small else set())
+    products = [launch for launch in launches if launch.kernel == "gemm_kernel"]
+    assert len(products) == 1 and any(name in products[0].assembly for name in allowed)
+
+
+@pytest.mark.parametrize("target, row", list(table_cases()))
+def test_table_row(target, row):
+    """The configuration of a table row, at a shape that picks it."""
+    op, bits, rows, n, k = row.key
+    sizes = {"m": rows or 4096, "n": n or 4096, "k": k or 4096, "dtype": {16: BF16, 32: F32}[bits]}
+    case = dataclasses.replace(EPILOGUES[op], **sizes)
+    target = TARGETS[target]
+    with compiling_for(target) as launches:
+        assert tuning.lookup(op, case.dtype, case.m, case.n, case.k, 1) == row.config
+        case.run()
+    check(target, launches)
+    if bits == 16:
+        assert_matrix_instruction(target, launches, small=row.config.block_m < 64)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_case(target, case):
+    gpu = TARGETS[target]
+    with compiling_for(gpu) as launches:
+        CASES[case].run()
+    check(gpu, launches, spills="odd" in case)
+    if CASES[case].dtype != F32:
+        assert_matrix_instruction(gpu, launches, small=CASES[case].m < 64 or case == "odd")
+
+
+@pytest.mark.parametrize(
+    "op, config", [pytest.param(op, c, id=f"{op}: {c}") for op in OPS for c in PORTABLE[op]]
+)
+def test_candidate(op, config):
+    """Every tile that is worth trying, on the GPU that it is for."""
+    with tuning.choose(lambda key: config), compiling_for(TARGETS["sm_90"]) as launches:
+        dataclasses.replace(EPILOGUES[op], m=16 if config.block_m == 16 else 4096).run()
+    check(TARGETS["sm_90"], launches)
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES)
+def test_hopper_case(case):
+    check_hopper(HOPPER_CASES[case].run_on_hopper)
+
+
+@pytest.mark.parametrize(
+    "op, tile", [pytest.param(op, t, id=f"{op}: {t}") for op in HOPPER_EPILOGUES for t in HOPPER_TILES[op]]
+)
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "columns"])
+def test_hopper_tile(op, tile, rows):
+    with tuning.choose(lambda key: tile if key.op == op else None):
+        for case in HOPPER_EPILOGUES[op]:
+            check_hopper(dataclasses.replace(case, rows=rows).run_on_hopper)
+
+
+def test_every_dense_tile_is_compiled():
+    assert HOPPER_EPILOGUES.keys() == {op for op in HOPPER_TILES if op.startswith("hopper_gemm")}
+
+
+def check_hopper(run):
+    target = TARGETS["sm_90"]
+    with compiling_for(target) as launches:
+        run()
+    check(target, launches)
+    (product,) = launches
+    assert "wgmma.mma_async" in product.assembly and "setmaxnreg" in product.assembly
+
+
+def test_every_kernel_has_a_case():
+    with compiling_for(TARGETS["sm_90"], compile=False) as launches:
+        for case in CASES.values():
+            case.run()
+    assert {launch.kernel for launch in launches} == {"gemm_kernel", "finish_kernel"} <= ELSEWHERE
