@@ -48,6 +48,11 @@ def use(backend: str):
         _forced = before
 
 
+def forced() -> str:
+    """The backend that is forced now, or auto."""
+    return _forced
+
+
 def check_backend(backend: str, known: tuple[str, ...] = CHOICES["backend"]) -> None:
     if backend not in known:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(known)}")

@@ -45,7 +45,8 @@ switches = Switches()
 def set_default_precision(precision: str | None) -> None:
     """Compute float32 inputs of AITER's functions as FP16, BF16, TF32 or FP32; the result is float32 again.
 
-    None, the default, leaves them to torch's own switches.  FP32 is strict, whatever torch's switches say.
+    None, the default, computes them as they are: products as MOE_AITER_MATMUL_PRECISION says, convolution and
+    attention as torch's own switches do.  FP32 is strict, whatever those say.
     float16, bfloat16 and float64 inputs are computed as they are.  Raises ValueError for another name.
     """
     choices = CHOICES["default_precision"]
@@ -105,11 +106,16 @@ def computed(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
-        if switches.tensor_cores and not switches.precision:
+        if is_as_given():
             return fn(*args, **kwargs)
         return compute(fn, args, kwargs)
 
     return run
+
+
+def is_as_given() -> bool:
+    """Whether `computed` leaves every dtype as it is."""
+    return switches.tensor_cores and not switches.precision
 
 
 def compute(fn: Callable, args: tuple, kwargs: dict):

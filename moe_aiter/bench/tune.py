@@ -25,6 +25,7 @@ from ..kernels.sort import sort_by_expert
 from ..tuning import Config
 from ..tuning.candidates import OPS, candidates
 from ..tuning.table import TABLES, Key, read, write
+from . import tune_gemm
 from .arguments import count, refuse
 from .layer import provenance
 from .shapes import DEFAULT, GROUPS, SHAPES, Shape, named
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="default: the table of this GPU")
     parser.add_argument("--reps", type=count, default=15, metavar="N", help="timed runs of each; default 15")
+    text = "measure dense products, and write rows of AITER's files: see its --help"
+    products = parser.add_subparsers(dest="product", metavar="gemm")
+    tune_gemm.add_arguments(products.add_parser("gemm", help=text, description=text.partition(":")[0]))
 
 
 @dataclasses.dataclass
@@ -80,6 +84,8 @@ class Product:
 
 def main(args: argparse.Namespace) -> int:
     """Tune every shape asked for; 1 if a candidate was wrong, 2 if nothing can be measured."""
+    if args.product == "gemm":
+        return tune_gemm.run(args)
     if not torch.cuda.is_available():
         return refuse("tune", "there is no GPU that torch can use")
     gpu = torch.cuda.get_device_name()

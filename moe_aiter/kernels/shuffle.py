@@ -60,7 +60,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def copied(blocks: Tensor, x: Tensor) -> Tensor:
     """The blocks one after another in new memory, in the shape and the dtype of `x`."""
-    return blocks.clone(memory_format=torch.contiguous_format).view(x.shape).view(x.dtype)
+    out = blocks.clone(memory_format=torch.contiguous_format).view(x.shape)
+    return out if out.dtype == x.dtype else out.view(x.dtype)  # which has no gradient
 
 
 def tag(x: Tensor, is_shuffled: bool) -> Tensor:

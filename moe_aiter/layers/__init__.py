@@ -3,6 +3,7 @@
 from .balance import balance_step
 from .experts import Experts
 from .fuse import fuse_gate_up, fuse_projections, fuse_qkv, unfuse
+from .linear import LinearPatch, linear_with_split_bias, patch_linear, preshuffle_weights, unpatch_linear
 from .live import LiveTable
 from .lora import LoRAExperts, LoRALinear
 from .main_grad import use_main_grad
@@ -18,6 +19,7 @@ from .shuffled import ShuffledWeight
 __all__ = [
     "Experts",
     "LayerStatistics",
+    "LinearPatch",
     "LiveTable",
     "LoRAExperts",
     "LoRALinear",
@@ -32,9 +34,13 @@ __all__ = [
     "fuse_gate_up",
     "fuse_projections",
     "fuse_qkv",
+    "linear_with_split_bias",
     "mha_fwd",
+    "patch_linear",
+    "preshuffle_weights",
     "quantization_report",
     "quantize",
     "unfuse",
+    "unpatch_linear",
     "use_main_grad",
 ]

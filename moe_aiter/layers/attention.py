@@ -20,6 +20,10 @@ BACKENDS = "auto", "flash", "sdpa", "math"
 TORCHS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # what `torch._fused_sdp_choice` answers
 HEAD_SIZE = 256  # the most that torch's flash kernel takes
 logged: set[tuple] = set()
+simple: dict[
+    tuple, tuple[bool, bool]
+] = {}  # kinds of calls that are torch's as they come -> is_causal, enable_gqa
+MOST = 4096
 
 
 def attention(
@@ -58,9 +62,17 @@ def attention(
     Raises ValueError for shapes, windows and devices that do not fit and for what the backend that is asked
     for cannot do, TypeError for dtypes; nothing is computed then.
     """
+    window = None if window is None else tuple(window)
+    key = None if mask is not None else kind_of(q, k, v, is_causal, dropout_p, window, backend)
+    if key in simple:
+        causal, shared = simple[key]
+        return F.scaled_dot_product_attention(
+            q, k, v, None, dropout_p, causal, scale=scale, enable_gqa=shared
+        )
     call, dead, alive = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
     chosen = choose(call, backend)
     report(chosen, call)
+    remember(key, chosen, call, q)
     out = KERNELS[chosen](call)
     if alive is not None:
         out = out.masked_fill(~alive, 0)
@@ -82,6 +94,27 @@ def attention_backend(
     """What `attention` of these would run: "flash", "math", or "sdpa: " and torch's choice of its kernels."""
     call, *_ = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
     return name_of(choose(call, backend), call)
+
+
+# what need not be looked at again: that takes the host as long as a small kernel takes the GPU
+
+
+def kind_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
+    """All that the choice depends on; None where torch or the log wants to hear of each call."""
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or log.isEnabledFor(logging.INFO):
+        return None
+    if not type(q) is type(k) is type(v) is Tensor:
+        return None
+    kinds = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return *kinds, *options, switches.fusion, switches.tensor_cores
+
+
+def remember(key: tuple | None, chosen: str, call: Call, q: Tensor) -> None:
+    plain = chosen == "sdpa" and call.q is q and call.mask is None and share_rows(call) is call
+    if key is not None and plain and (not call.is_banded or call.is_torchs_causal):
+        if len(simple) >= MOST:
+            simple.clear()
+        simple[key] = call.is_torchs_causal, call.group > 1
 
 
 # which kernel

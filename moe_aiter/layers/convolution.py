@@ -27,11 +27,19 @@ def conv2d(
 
     Raises ValueError for shapes and devices that do not fit, TypeError for dtypes.
     """
-    check_inputs(input, weight, bias, groups)
-    options = stride, padding, dilation, groups
-    if switches.dynamic_shapes and torch.backends.cudnn.benchmark:
-        return inside(without_search, F.conv2d, (input, weight, bias, *options), {})
-    return F.conv2d(input, weight, bias, *options)
+    given = input, weight, bias, stride, padding, dilation, groups
+    if len({t.device for t in given[:3] if isinstance(t, Tensor)}) > 1:
+        check_inputs(input, weight, bias, groups)
+    try:
+        if switches.dynamic_shapes and torch.backends.cudnn.benchmark:
+            return inside(without_search, F.conv2d, given, {})
+        return F.conv2d(*given)
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # torch looks before it launches: only what it refused is looked at again
+        check_inputs(input, weight, bias, groups)
+        raise
 
 
 def check_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:

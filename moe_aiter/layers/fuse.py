@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels._check import check_size
+from .linear import multiply
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -57,7 +57,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (..., K) -> (..., N) for each projection: views of one tensor."""
-        return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
+        return multiply(x, self.weight, self.bias).split(self.sizes, -1)
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """One of the results; all are computed with the first that is asked for."""

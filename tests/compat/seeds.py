@@ -1,15 +1,6 @@
 """What the tests of the documents' examples share."""
 
-import pytest
 import torch
-
-import moe_aiter.compat.aiter as aiter
-
-
-def there(*names):
-    """Skip a test of names that the package does not have yet."""
-    if missing := [name for name in names if not hasattr(aiter, name)]:
-        pytest.skip(f"there is no {', '.join(missing)} yet")
 
 
 def near(got, exact, rtol=None):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import moe_aiter.compat.aiter as aiter
 
-from .seeds import near, there
+from .seeds import near
 
 F16 = torch.float16
 
@@ -21,7 +21,6 @@ def fused(device):
 
 
 def test_gemm_bias(fused):
-    there("gemm_bias")
     x, weight, bias = fused
     # Fused: y = x @ weight.T + bias
     output = aiter.gemm_bias(x, weight, bias, transpose_weight=True)
@@ -32,7 +31,6 @@ def test_gemm_bias(fused):
 
 @pytest.mark.parametrize("name, activation", [("gemm_gelu", F.gelu), ("gemm_relu", F.relu)])
 def test_gemm_with_an_activation(name, activation, fused):
-    there(name)
     x, weight, bias = fused
     exact = x.double() @ weight.double().T
     near(getattr(aiter, name)(x, weight), activation(exact))
@@ -42,7 +40,6 @@ def test_gemm_with_an_activation(name, activation, fused):
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_batched_gemm(transpose_a, transpose_b, device):
-    there("batched_gemm")
     a = torch.randn(8, 64, 96, device=device, dtype=F16)  # (batch, m, k)
     b = torch.randn(8, 96, 32, device=device, dtype=F16)  # (batch, k, n)
     exact = torch.bmm(a.double(), b.double())
@@ -52,7 +49,6 @@ def test_batched_gemm(transpose_a, transpose_b, device):
 
 
 def test_cutlass_gemm(device):
-    there("cutlass_gemm")
     a, b, c = (torch.randn(128, 128, device=device, dtype=F16) for _ in range(3))
     before = c.clone()
     near(aiter.cutlass_gemm(a, b), a.double() @ b.double())
@@ -62,7 +58,6 @@ def test_cutlass_gemm(device):
 
 @pytest.mark.parametrize("pattern", ["csr", "coo", "block"])
 def test_sparse_gemm(pattern, device):
-    there("sparse_gemm")
     x = torch.randn(40, 64, device=device)
     weight = torch.randn(32, 64, device=device) * (torch.rand(32, 64, device=device) < 0.2)
     exact = x.double() @ weight.double().T
@@ -76,7 +71,6 @@ def test_sparse_gemm(pattern, device):
 
 
 def test_int8_gemm(device):
-    there("int8_gemm")
     # Quantized matrices (simulated)
     x_int8 = torch.randint(-127, 127, (1024, 512), device=device, dtype=torch.int8)
     w_int8 = torch.randint(-127, 127, (2048, 512), device=device, dtype=torch.int8)

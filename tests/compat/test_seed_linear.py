@@ -4,7 +4,6 @@ Two of them are not kept to the letter: the patched forward swallowed every exce
 example's `is_causal=True` lets a query see the first key alone.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from moe_aiter.compat.aiter.ops.shuffle import shuffle_weight
+from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
 from moe_aiter.layers.attention import attention
 
 from .seeds import near
@@ -27,16 +27,7 @@ cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,ke
 """
 
 
-@pytest.fixture
-def gemm_a16w16():
-    if importlib.util.find_spec("moe_aiter.compat.aiter.tuned_gemm") is None:
-        pytest.skip("there is no tuned_gemm yet")
-    from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
-
-    return gemm_a16w16
-
-
-def test_tuned_gemm(gemm_a16w16, device):
+def test_tuned_gemm(device):
     weight = torch.randn(48, 64, device=device, dtype=BF16)
     bias = torch.randn(48, device=device, dtype=BF16)
     for shape in ((64,), (10, 64), (2, 5, 64), (0, 64)):
@@ -59,7 +50,7 @@ assert (output.double() - exact).norm() < 1e-2 * exact.norm()
 """
 
 
-def test_the_pages_table_is_taken_as_it_is(gemm_a16w16, tmp_path):
+def test_the_pages_table_is_taken_as_it_is(tmp_path):
     """Appended to a list of files, of which one is not there; none is written to."""
     table = tmp_path / "your" / "tuned_gemm.csv"
     table.parent.mkdir()
@@ -71,7 +62,7 @@ def test_the_pages_table_is_taken_as_it_is(gemm_a16w16, tmp_path):
     assert table.read_text() == CSV
 
 
-def test_monkey_patch(gemm_a16w16, monkeypatch, device):
+def test_monkey_patch(monkeypatch, device):
     _original_linear_forward = nn.Linear.forward
     routed = []
 
@@ -142,7 +133,7 @@ def test_preshuffle_weights(device):
 
 
 @pytest.mark.parametrize("m", [4, 100])
-def test_m_threshold_gating(gemm_a16w16, m, monkeypatch, device):
+def test_m_threshold_gating(m, monkeypatch, device):
     M_THRESHOLD = 64
     shuffled = []
 
@@ -167,7 +158,7 @@ def test_m_threshold_gating(gemm_a16w16, m, monkeypatch, device):
     assert shuffled == ([100] if m == 100 else [])
 
 
-def test_bias_splitting(gemm_a16w16, device):
+def test_bias_splitting(device):
     def linear_with_split_bias(x, weight, bias):
         out = gemm_a16w16(x, weight, bias=None, otype=x.dtype)
         if bias is not None:

@@ -1,12 +1,14 @@
 """AITER's names for what torch has as well: torch's results, under AITER's configuration, and its modules."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moe_aiter.compat import aiter
+from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
 from moe_aiter.registry import KERNELS
 from moe_aiter.switches import switches
 
@@ -96,6 +98,13 @@ def test_dynamic_shapes_search_no_kernels(monkeypatch, device):
 
 
 OPERATIONS = {
+    "matmul": ((6, 33), (33, 5)),
+    "gemm_bias": ((6, 33), (5, 33), (5,)),
+    "gemm_gelu": ((6, 33), (5, 33), (5,)),
+    "gemm_relu": ((6, 33), (5, 33), (5,)),
+    "batched_gemm": ((3, 6, 33), (3, 33, 5)),
+    "cutlass_gemm": ((6, 33), (33, 5)),
+    "sparse_gemm": ((6, 33), (5, 33)),
     "linear": ((6, 33), (5, 33), (5,)),
     "conv2d": ((2, 3, 9, 9), (4, 3, 3, 3), (4,)),
     "attention": ((2, 4, 6, 8), (2, 2, 7, 8), (2, 2, 7, 8)),
@@ -109,43 +118,70 @@ def inputs_of(name, device):
 def plain(name):
     """torch's own in float64, to hold against."""
     attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # noqa: E731
-    return {"linear": F.linear, "conv2d": F.conv2d, "attention": attention}[name]
+    return {
+        "conv2d": F.conv2d,
+        "attention": attention,
+        "matmul": torch.matmul,
+        "batched_gemm": torch.bmm,
+        "cutlass_gemm": torch.mm,
+        "gemm_gelu": lambda *inputs: F.gelu(F.linear(*inputs)),
+        "gemm_relu": lambda *inputs: F.relu(F.linear(*inputs)),
+    }.get(name, F.linear)
+
+
+def ours(name):
+    if name == "sparse_gemm":
+        return functools.partial(aiter.sparse_gemm, sparsity_pattern="csr")
+    return getattr(aiter, name)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("precision, dtype", [("FP16", F16), ("BF16", BF16)])
 def test_float32_in_16_bits_is_as_inexact_as_they_are(name, precision, dtype, device):
-    fn, inputs = getattr(aiter, name), inputs_of(name, device)
+    fn, inputs = ours(name), inputs_of(name, device)
     exact = with_gradients(plain(name))(*(t.double() for t in inputs))
     aiter.set_default_precision("FP32")
     strict = fn(*inputs)
     aiter.set_default_precision(precision)
     got = with_gradients(fn)(*inputs)
     low = with_gradients(plain(name))(*(t.to(dtype) for t in inputs))
-    for ours, theirs, truth in zip(got, low, exact, strict=True):
-        assert ours.dtype == F32
-        assert error(ours, truth) <= 2 * error(theirs, truth) + 1e-6
+    for mine, theirs, truth in zip(got, low, exact, strict=True):
+        assert mine.dtype == F32
+        assert error(mine, truth) <= 2 * error(theirs, truth) + 1e-6
     assert error(got[0], exact[0]) > 10 * error(strict, exact[0])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("precision, most", [("TF32", 3e-3), ("FP32", 2e-6)])
 def test_float32_by_torchs_switches(name, precision, most, device):
-    fn, inputs = getattr(aiter, name), inputs_of(name, device)
+    fn, inputs = ours(name), inputs_of(name, device)
     exact = with_gradients(plain(name))(*(t.double() for t in inputs))
     aiter.set_default_precision(precision)
-    for ours, truth in zip(with_gradients(fn)(*inputs), exact, strict=True):
-        assert ours.dtype == F32 and error(ours, truth) < most
+    for mine, truth in zip(with_gradients(fn)(*inputs), exact, strict=True):
+        assert mine.dtype == F32 and error(mine, truth) < most
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
 def test_without_tensor_cores_a_result_is_that_of_float32_rounded(name, dtype, device):
-    fn, inputs = getattr(aiter, name), [t.to(dtype) for t in inputs_of(name, device)]
+    fn, inputs = ours(name), [t.to(dtype) for t in inputs_of(name, device)]
     exact = with_gradients(plain(name))(*(t.double() for t in inputs))
     aiter.enable_tensor_cores(False)
-    for ours, truth in zip(with_gradients(fn)(*inputs), exact, strict=True):
-        assert ours.dtype == dtype and error(ours, truth) <= 1.1 * error(truth.to(dtype), truth) + 2e-6
+    for mine, truth in zip(with_gradients(fn)(*inputs), exact, strict=True):
+        assert mine.dtype == dtype and error(mine, truth) <= 1.1 * error(truth.to(dtype), truth) + 2e-6
+
+
+@pytest.mark.parametrize("dtype, switch", [(BF16, "tensor cores"), (F32, "FP16"), (F32, "TF32")])
+def test_a_shuffled_weight_is_multiplied_in_another_dtype_as_well(dtype, switch, device):
+    x, w = (torch.randn(n, 64, device=device).to(dtype) for n in (5, 32))
+    if switch == "tensor cores":
+        aiter.enable_tensor_cores(False)
+    else:
+        aiter.set_default_precision(switch)
+    exact, shuffled = x.double() @ w.double().T, aiter.shuffle_weight(w)
+    assert error(gemm_a16w16(x, shuffled), exact) < 1e-2
+    assert error(gemm_a16w16(x, shuffled.clone(), is_shuffled=True), exact) < 1e-2
+    assert error(gemm_a16w16(x, w), exact) < 1e-2
 
 
 # modules

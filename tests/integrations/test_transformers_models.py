@@ -104,6 +104,7 @@ def steps_with_the_same_choices(family: str, device: str) -> list[dict]:
     for seed in range(50):
         torch.manual_seed(seed)
         model, tokens = tiny_model(family, torch.bfloat16).to(device), torch.randint(1, VOCAB, (1, 8))
+        model.set_attn_implementation("eager")  # torch's fused one is wrong on CUDA for heads so narrow
         runs, chosen = [], []
         for dtype, experts in ((torch.bfloat16, "eager"), (torch.bfloat16, NAME), (torch.float64, "eager")):
             with choices(model.to(dtype)) as ids:

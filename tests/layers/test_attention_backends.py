@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moe_aiter.layers.attention import attention, attention_backend, logged
+from moe_aiter.layers.attention import attention, attention_backend, logged, simple
 from moe_aiter.switches import enable_fusion, enable_tensor_cores
 
 from ..check import assert_as_good_as_torch, with_gradients
@@ -57,6 +57,28 @@ def test_without_fusion_or_tensor_cores_it_is_separate_steps():
         finally:
             switch(True)
         assert attention_backend(q, k, v) == "sdpa: flash"
+
+
+def test_a_call_that_is_known_is_torchs_as_it_comes():
+    q, k, v = make(Hk=2)
+    for options in ({}, {"is_causal": True}, {"window": [9, 9]}):
+        first = attention(q, k, v, scale=0.5, **options)
+        again = attention(q, k, v, scale=0.5, **options)
+        assert torch.equal(first, again)
+        assert not torch.equal(again, attention(q, k, v, scale=0.7, **options))
+        assert simple
+    with pytest.raises(ValueError, match="dropout_p"):
+        attention(q, k, v, dropout_p=-1.0)
+    with pytest.raises(TypeError, match="q is torch.float32 but v is torch.float16"):
+        attention(q, k, v.half())
+    with torch.autocast("cpu", BF16):
+        assert attention(q, k, v).dtype == BF16
+    try:
+        enable_fusion(False)
+        steps = attention(q, k, v, scale=0.5)
+    finally:
+        enable_fusion(True)
+    torch.testing.assert_close(steps, attention(q, k, v, scale=0.5))
 
 
 def test_the_log_names_the_kernel_of_a_call_once(caplog):

@@ -4,8 +4,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import VERSION as __version__
-from ...kernels.grouped_gemm import grouped_gemm
-from ...kernels.sparse_gemm import sparse_gemm
 from ...layers.quantized import quantize
 from ...registry import get_kernel, list_kernels, register_kernel
 from .configuration import (
@@ -22,7 +20,17 @@ from .configuration import (
     set_log_level,
     tensor_cores_enabled,
 )
-from .gemm import batched_gemm, cutlass_gemm, gemm_bias, gemm_gelu, gemm_relu, linear, matmul
+from .gemm import (
+    batched_gemm,
+    cutlass_gemm,
+    gemm_bias,
+    gemm_gelu,
+    gemm_relu,
+    grouped_gemm,
+    linear,
+    matmul,
+    sparse_gemm,
+)
 from .modules import AITERAttention, AITERConv2d, AITERLinear
 from .ops.deepgemm import deepgemm
 from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm

@@ -5,9 +5,24 @@ from torch import Tensor
 from ...kernels._check import check_shape, check_tensor
 from ...kernels.activations import FUNCTIONS
 from ...kernels.gemm import gemm
+from ...kernels.grouped_gemm import grouped_gemm as _grouped_gemm
+from ...kernels.sparse_gemm import sparse_gemm as _sparse_gemm
 from ...switches import computed, switches
 
-__all__ = ["batched_gemm", "cutlass_gemm", "gemm_bias", "gemm_gelu", "gemm_relu", "linear", "matmul"]
+__all__ = [
+    "batched_gemm",
+    "cutlass_gemm",
+    "gemm_bias",
+    "gemm_gelu",
+    "gemm_relu",
+    "grouped_gemm",
+    "linear",
+    "matmul",
+    "sparse_gemm",
+]
+
+grouped_gemm = computed(_grouped_gemm)
+sparse_gemm = computed(_sparse_gemm)
 
 
 @computed

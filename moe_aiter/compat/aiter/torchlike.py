@@ -8,6 +8,5 @@ __all__ = ["attention", "conv2d", "dynamic_conv2d"]
 
 attention = computed(_attention)
 conv2d = computed(_conv2d)
-dynamic_conv2d = (
-    conv2d  # every shape is welcome to it; what `enable_dynamic_shapes` decides, it does for both
-)
+# every shape is welcome to both; what `enable_dynamic_shapes` decides, it decides for both
+dynamic_conv2d = conv2d

@@ -1,0 +1,83 @@
+"""AITER's `tuned_gemm`: see `moe_aiter/kernels/tuned_gemm.py`."""
+
+import torch
+from torch import Tensor
+
+from ...kernels._tuned_choice import tuned_config
+from ...kernels.shuffle import unshuffle_weight
+from ...kernels.tuned_gemm import forget_choices, tuned_gemm
+from ...switches import computed, is_as_given
+from ...tuning.aiter_csv import Problem, find, to_dtype
+from .ops.gemm_op_a8w8 import gemm_a8w8
+
+__all__ = ["TunedGemm", "gemm_a16w16", "gemm_a8w8", "get_GEMM_A16W16_config", "tgemm"]
+
+product = computed(tuned_gemm)
+
+
+def gemm_a16w16(
+    A: Tensor,
+    B: Tensor,
+    bias: Tensor | None = None,
+    otype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    scale_c: Tensor | None = None,
+    *,
+    is_shuffled: bool | None = None,
+) -> Tensor:
+    """`A @ B.mT + bias` for A (..., K) and B (N, K), in `otype` or else the dtype of `A`.
+
+    By the implementation that the files of `AITER_CONFIG_GEMM_BF16` name for these sizes, or else the fastest
+    that is known.  Differentiable.  `B` may be as `shuffle_weight` makes it: `is_shuffled` says so, or else
+    its attribute of that name.  Scales, errors and the rest: `moe_aiter.kernels.tuned_gemm.tuned_gemm`.
+    """
+    if is_shuffled is None:
+        is_shuffled = getattr(B, "is_shuffled", None)
+    if is_shuffled and not is_as_given():  # the order is that of its dtype, and no attribute survives a cast
+        B, is_shuffled = unshuffle_weight(B), False
+    scales = {"x_scale": scale_a, "w_scale": scale_b, "out_scale": scale_c}
+    return product(A, B, bias, out_dtype=otype, is_shuffled=is_shuffled, **scales)
+
+
+def get_GEMM_A16W16_config(
+    M: int,
+    N: int,
+    K: int,
+    bias: bool,
+    dtype: torch.dtype | str,
+    otype: torch.dtype | str,
+    scaleAB: bool = False,
+    bpreshuffle: bool = False,
+) -> dict:
+    """What the files say of a product on this device: `libtype`, `solidx`, `splitK`, `us`, `kernelName`...
+
+    The row for M, or for the M that AITER pads it to; where there is none, who multiplies then.
+    Dtypes by torch's names or AITER's: torch.bfloat16, "torch.bfloat16", "bf16".  The dict is the caller's
+    own.  Raises ValueError for malformed files and unknown dtypes, FileNotFoundError where of several files
+    none is there.
+    """
+    dtypes = to_dtype("dtype", dtype), to_dtype("otype", otype)
+    return tuned_config(Problem(M, N, K, bool(bias), *dtypes, bool(scaleAB), bool(bpreshuffle)))
+
+
+get_GEMM_A16W16_config.cache_info, get_GEMM_A16W16_config.cache_clear = find.cache_info, forget_choices
+
+
+class TunedGemm:
+    """`gemm_a16w16` as a method."""
+
+    def mm(
+        self,
+        inp: Tensor,
+        weights: Tensor,
+        bias: Tensor | None = None,
+        otype: torch.dtype | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+        scale_c: Tensor | None = None,
+    ) -> Tensor:
+        return gemm_a16w16(inp, weights, bias, otype, scale_a, scale_b, scale_c)
+
+
+tgemm = TunedGemm()

@@ -1,0 +1,205 @@
+"""nn.Linear by `tuned_gemm`: for a whole program, without a change to a model."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import settings
+from ..kernels.shuffle import LAYOUT, shuffle_weight
+from ..kernels.tuned_gemm import PARAMETERS, NotSupportedError, needs_gradient, tuned_gemm
+from ..tuning.aiter_csv import Problem, find, this_device
+
+HALVES = (torch.bfloat16, torch.float16)
+BUFFER = "_preshuffled_weight"
+
+# the switch
+
+_handles: list["LinearPatch"] = []  # those that are in force
+_switches: list[dict[str, bool]] = []  # of the forward that they share
+
+
+class LinearPatch:
+    """What `patch_linear()` returns: `undo()` takes it back, as does the end of a `with` block."""
+
+    def undo(self) -> None:
+        """Take this one back; others that are in force stay.  Again it does nothing."""
+        if self in _handles:
+            _handles.remove(self)
+            if not _handles:
+                uninstall()
+
+    def __enter__(self) -> "LinearPatch":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.undo()
+
+
+def patch_linear() -> LinearPatch:
+    """From now on every nn.Linear multiplies by `tuned_gemm` where its input and weight are both bfloat16 or
+    both float16; all others, and what `tuned_gemm` does not support, run as before.
+
+    Patched twice is patched once: it lasts until both have been undone.
+
+        with patch_linear():
+            model(x)
+
+    It holds for what inherits nn.Linear's own forward, gradients included; weights that are no plain tensors
+    (sharded or quantised ones), and autocast to another dtype, are left to torch.  Patch before torch.compile
+    rather than after: what was compiled before is compiled again.  Errors are not hidden.
+    """
+    handle = LinearPatch()
+    if not _handles:
+        install()
+    _handles.append(handle)
+    return handle
+
+
+def unpatch_linear() -> None:
+    """Undo every `patch_linear()`."""
+    for handle in list(_handles):
+        handle.undo()
+
+
+def install() -> None:
+    original, switch = nn.Linear.forward, {"on": True}
+
+    @functools.wraps(original)
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        # off: somebody has wrapped this one in turn, and goes on to call it
+        return linear(self, input, original) if switch["on"] else original(self, input)
+
+    switch["forward"] = forward
+    _switches.append(switch)
+    nn.Linear.forward = forward
+
+
+def uninstall() -> None:
+    switch = _switches.pop()
+    switch["on"] = False
+    forward = switch.pop("forward")
+    if nn.Linear.forward is forward:
+        nn.Linear.forward = forward.__wrapped__
+
+
+def linear(module: nn.Linear, x: Tensor, original: Callable) -> Tensor:
+    """What a patched nn.Linear computes."""
+    weight = module.weight
+    if not is_ours(x, weight):
+        return original(module, x)
+    shuffled = preshuffled(module, x, weight)
+    try:
+        if shuffled is not None:
+            return tuned_gemm(x, shuffled, is_shuffled=True)
+        return tuned_gemm(x, weight, module.bias)
+    except NotSupportedError:
+        return original(module, x)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a patched nn.Linear with this weight would compute."""
+    if is_ours(x, weight):
+        try:
+            return tuned_gemm(x, weight, bias)
+        except NotSupportedError:
+            pass  # torch's own may be able to
+    return F.linear(x, weight, bias)
+
+
+def is_ours(x: Tensor, weight: Tensor) -> bool:
+    if type(x) not in PARAMETERS or type(weight) not in PARAMETERS:
+        return False
+    if x.dtype not in HALVES or weight.dtype != x.dtype:
+        return False
+    device = x.device.type
+    if x.is_meta:  # torch knows no autocast of meta tensors
+        return False
+    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == x.dtype
+
+
+def linear_with_split_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`tuned_gemm(x, weight) + bias`: in two steps, for implementations that have no bias.
+
+    The product is rounded before the bias is added, and the sum again: one more unit in the last place than
+    in one step.  x (..., K), weight (N, K), bias (N,); returns (..., N) in the dtype of `x`.
+    """
+    out = tuned_gemm(x, weight)
+    return out if bias is None else out + bias
+
+
+# shuffled weights
+
+
+def preshuffle_weights(
+    model: nn.Module, require_multiple: int = 256, layout: tuple[int, int] = LAYOUT
+) -> int:
+    """Give each eligible nn.Linear of a model a copy of its weight as `shuffle_weight` orders it; how many.
+
+    Eligible is a bfloat16 weight (N, K), N and K multiples of `require_multiple`, without bias.  The copy is
+    the buffer `_preshuffled_weight`, which state dicts leave out.  A patched Linear (`patch_linear`) takes it
+
+      where a file of tuned products has a row for both orders, and the one for shuffled weights is faster;
+      else from `MOE_AITER_PRESHUFFLE_M_THRESHOLD` rows on, 64 unless given,
+
+    while its weight needs no gradient, and outside of torch.compile.  A weight that has changed since is
+    shuffled again when it is next asked for; writes through `.data` leave no trace and want another call.
+
+    Shuffled weights are for AMD's matrix instructions: measure before and after.  On NVIDIA's GPUs and on
+    CPUs they gain nothing.  Kernels here read the layout (16, 16); in another one weights are only kept.
+    Raises ValueError where a weight does not fall into blocks of the layout, before anything is changed.
+    """
+    eligible = [m for m in model.modules() if is_eligible(m, require_multiple)]
+    copies: dict[int, Tensor] = {}  # of weights, which several modules may share
+    for module in eligible:
+        weight = module.weight
+        if id(weight) not in copies:
+            copies[id(weight)] = shuffle_weight(weight.detach(), layout)
+    for module in eligible:
+        module.register_buffer(BUFFER, copies[id(module.weight)], persistent=False)
+        module._preshuffled_layout = tuple(layout)
+        module._preshuffled_state = state_of(module.weight)
+    return len(eligible)
+
+
+def is_eligible(module: nn.Module, multiple: int) -> bool:
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    weight = module._parameters.get("weight")  # None where it is computed
+    if type(weight) not in PARAMETERS or weight.dtype != torch.bfloat16 or module.bias is not None:
+        return False
+    return weight.dim() == 2 and all(size % multiple == 0 for size in weight.shape)
+
+
+def state_of(weight: Tensor) -> tuple:
+    """What changes where a weight does."""
+    version = 0 if weight.is_inference() else weight._version
+    return version, weight.data_ptr(), weight.dtype
+
+
+def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
+    """The shuffled weight, as new as the weight itself, if there is one and it is for this input."""
+    shuffled = module._buffers.get(BUFFER)
+    if shuffled is None or torch.compiler.is_compiling() or needs_gradient(weight):
+        return None
+    if weight.dtype != torch.bfloat16 or module._preshuffled_layout != LAYOUT or module.bias is not None:
+        return None
+    if not takes_shuffled(x.numel() // max(x.shape[-1], 1), weight):
+        return None
+    if module._preshuffled_state != state_of(weight):
+        shuffled = shuffle_weight(weight.detach(), LAYOUT)
+        module._buffers[BUFFER], module._preshuffled_state = shuffled, state_of(weight)
+    return shuffled
+
+
+def takes_shuffled(rows: int, weight: Tensor) -> bool:
+    """Whether so many rows are multiplied by the shuffled weight."""
+    if settings.config_gemm_bf16:
+        usual = Problem(rows, *weight.shape, False, weight.dtype, weight.dtype)
+        device = this_device(weight.device)
+        found = [find(problem, device) for problem in (usual, usual._replace(shuffled=True))]
+        if None not in found:
+            return found[1].us < found[0].us
+    return rows >= settings.preshuffle_m_threshold
