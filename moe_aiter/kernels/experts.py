@@ -49,6 +49,13 @@ def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor
     return by_layer(i, row_chunks)
 
 
+def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
+    """What backward wants x for, z again and the gradient of gate_up, takes 8-bit rows in some recipes."""
+    wants_x = needs_grad(i) and (i.gate_up.requires_grad or not i.save_z)
+    save_x8 = fp8.endswith(ALL) and wants_x
+    return experts_fp8_op(*i, *row_bytes(i, row_chunks), i.x.requires_grad, save_x8, fp8)[0]
+
+
 by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES
 by_layer_on_hopper.fits = lambda x: hopper.is_hopper(x.device)
 IMPLS["expert_mlp"] = {
@@ -118,8 +125,5 @@ def expert_mlp(
     check_fp8(fp8)
     inputs = inputs._replace(save_z=recompute == "none" and needs_grad(inputs))
     if fp8 is not None:
-        # what else backward wants x for, in these recipes it wants 8-bit rows for
-        again = gate_up.requires_grad or not inputs.save_z
-        save_x8 = fp8.endswith(ALL) and again and needs_grad(inputs)
-        return experts_fp8_op(*inputs, *row_bytes(inputs, row_chunks), x.requires_grad, save_x8, fp8)[0]
+        return in_8_bits(inputs, row_chunks, fp8)
     return pick("expert_mlp", x)(inputs, row_chunks)
