@@ -109,8 +109,7 @@ def expert_mlp(
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless
-    recomputed; with `fp8` beside z a float32 for each column of the weights, and with "_all" x in 8 bits
-    instead of x.
+    recomputed; with `fp8` beside z a float32 for each column of the weights, with "_all" x in 8 bits alone.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.
