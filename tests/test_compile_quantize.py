@@ -36,7 +36,7 @@ def test_compiles(target, shape, dtype, columns):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (3, 200, 130), (8, 4096, 14336)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 200, 130), (8, 512, 8192), (8, 4096, 14336)], ids=str)
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx950"])
 def test_both_ways_compile(target, shape, dtype, monkeypatch):
     """Rows with the columns' largest magnitudes, and the columns by these."""
@@ -60,6 +60,20 @@ def test_both_ways_compile(target, shape, dtype, monkeypatch):
                 assert re.search(r"(ld|cp\.async\.cg\.shared)\.global.*(v4|0x10)", launch.assembly)
 
 
+@pytest.mark.parametrize("k", [2**n for n in range(6, 15)])
+def test_warps_do_not_meet_at_each_row(k, monkeypatch):
+    """Maxima of columns that several warps share would go through shared memory at every step."""
+    monkeypatch.setattr(torch, "amax", lambda *_, out: out)
+    x, scale, amax = new(128, 4096, k), new(128, 4096, dtype=torch.float32), new(128, k, dtype=torch.float32)
+    with compiling_for(TARGETS["sm_90"]) as launches:
+        quantize_amax.launch_quantize_rows_and_amax(
+            (new(*x.shape, dtype=FORMATS["e4m3"]), scale, amax), x, "e4m3"
+        )
+    (launch,) = launches
+    assert not launch.spilled()
+    assert len(re.findall(r"(ld|st)\.shared", launch.assembly)) <= 16
+
+
 @pytest.mark.parametrize("rows, tokens, n, k", [(262144, 32768, 2048, 4096), (96, 48, 40, 24)])
 @pytest.mark.parametrize("target", TARGETS)
 def test_chunks_compile(target, rows, tokens, n, k):
@@ -81,7 +95,7 @@ def test_chunks_compile(target, rows, tokens, n, k):
     assert [launch.kernel for launch in launches] == names
     if target == "sm_90" and rows > 96:
         for launch in launches[1:]:  # whole 16 bytes, and bytes rather than float32 through shared memory
-            assert re.search(r"st\.global\.v4\.b32", launch.assembly), launch.kernel
+            assert re.search(r"st\.global(\.cs)?\.v4\.b32", launch.assembly), launch.kernel
             assert re.search(r"ld\.global.*v4\.b32", launch.assembly), launch.kernel
             assert launch.shared_bytes <= 16384
 

@@ -87,9 +87,8 @@ def multiplies_8_bits(p: Problem) -> bool:
     """Whether there are kernels for it, and not just their emulation."""
     up = IMPLS["expert_up_fp8"]["hopper"]
     plan = (p.expert_ids.flatten(), p.expert_ids, p.expert_ids)  # of which the sizes count
-    return p.x.is_cuda and runs(
-        up, p.x, p.gate_up, None, None, *plan, p.shape.activation, p.shape.interleaved
-    )
+    act = p.shape.activation, p.shape.interleaved, True
+    return p.x.is_cuda and runs(up, p.x, None, p.gate_up, None, None, *plan, *act, p.x.dtype)
 
 
 def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Contender:

@@ -217,7 +217,7 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
         w, before, module, fits = w.mT, (), "gmm", hopper.fits_home_fp8(x, w.mT)
     elif op == "expert_up":
         w, *after = rest
-        before, module, fits = (), "expert_up", hopper.fits_up_fp8(x, w, None, *after)
+        before, module, fits = (), "expert_up", hopper.fits_up_fp8(x, None, w, None, *after, x.dtype)
     elif op == "expert_down_grad":
         z, w, *after = rest
         w, before, module, fits = w.mT, (z,), "down_grad", hopper.fits_down_grad_fp8(x, None, z, w.mT)

@@ -20,7 +20,7 @@ from .expert_both import expert_both_op
 from .expert_down import expert_down_op
 from .expert_loop import expert_loop_op
 from .expert_up import expert_up_op
-from .experts_fp8 import check_fp8, experts_fp8_op
+from .experts_fp8 import ALL, check_fp8, experts_fp8_op
 
 
 def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
@@ -47,6 +47,13 @@ def by_expert(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
 
 def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
     return by_layer(i, row_chunks)
+
+
+def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
+    """What backward wants x for, z again and the gradient of gate_up, takes 8-bit rows in some recipes."""
+    wants_x = needs_grad(i) and (i.gate_up.requires_grad or not i.save_z)
+    save_x8 = fp8.endswith(ALL) and wants_x
+    return experts_fp8_op(*i, *row_bytes(i, row_chunks), i.x.requires_grad, save_x8, fp8)[0]
 
 
 by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES
@@ -102,7 +109,7 @@ def expert_mlp(
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
     gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless
-    recomputed; with `fp8` beside z a float32 for each column of the weights.
+    recomputed; with `fp8` beside z a float32 for each column of the weights, with "_all" x in 8 bits alone.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.
@@ -117,5 +124,5 @@ def expert_mlp(
     check_fp8(fp8)
     inputs = inputs._replace(save_z=recompute == "none" and needs_grad(inputs))
     if fp8 is not None:
-        return experts_fp8_op(*inputs, *row_bytes(inputs, row_chunks), x.requires_grad, fp8)[0]
+        return in_8_bits(inputs, row_chunks, fp8)
     return pick("expert_mlp", x)(inputs, row_chunks)

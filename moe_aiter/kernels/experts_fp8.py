@@ -9,8 +9,8 @@ quantises the weights again, by columns, whose largest magnitudes forward has ke
 goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the weights, 3 of the 9
 units of product, are either of rows that are not quantised, x, dout, dz and s * f(z) in the dtype of x, the
 recipe that torchao calls rowwise_with_gw_hp; or of 8 bits too, with scales as in `tgmm_fp8`, to which its
-rowwise is the relative.  What is saved is in the dtype of x.  To the quantisation the gradient is that of the
-identity.
+rowwise is the relative.  Then backward has no use for x but as 8-bit rows, which are saved in its place; all
+else that is saved is in the dtype of x.  To the quantisation the gradient is that of the identity.
 
 On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that do not fit
 them, the quantised numbers are multiplied in the dtype of x, which costs time instead of saving it.
@@ -30,11 +30,11 @@ from ._groups import sum_dtype, take_rows
 from .activations import get_activation
 from .expert_down import down_gradients
 from .expert_loop import ARGUMENTS
-from .expert_up import up_gradients, z_alone
+from .expert_up import up_gradients
 from .gmm_unpermute import column_chunks
 from .keep_fp8 import keeps_fp8, kept_fp8
 from .permute import launch_unpermute
-from .quantize import FORMATS, dequantize_rows, quantize_rows
+from .quantize import FORMATS, dequantize_rows, new_quantize_rows, quantize_rows
 from .quantize_amax import is_read_once, quantize_by_amax, quantize_rows_and_amax
 from .tgmm import weight_gradient
 from .tgmm_fp8 import weight_gradient_fp8
@@ -49,13 +49,13 @@ def check_fp8(fp8: str | None) -> None:
         raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
 
 
-def products_of_weights(recipe: str, dout8: tuple[Tensor, Tensor]) -> tuple[Callable, Callable]:
-    """What multiplies for the gradients of gate_up, x and dz, and of down, dout, which is quantised already,
-    and s * f(z)."""
+def products_of_weights(recipe: str, x8: tuple, dout8: tuple) -> tuple[Callable, Callable]:
+    """What multiplies for the gradients of gate_up, x and dz, and of down, dout and s * f(z), given the rows
+    of x and dout as 8-bit floats with their scales."""
     if not recipe.endswith(ALL):
         return weight_gradient, weight_gradient
-    of_gate_up = functools.partial(weight_gradient_fp8, quantize_rows, recipe.removesuffix(ALL))
-    return of_gate_up, functools.partial(weight_gradient_fp8, lambda dout: dout8, "e4m3")
+    of_gate_up = functools.partial(weight_gradient_fp8, x8, recipe.removesuffix(ALL))
+    return of_gate_up, functools.partial(weight_gradient_fp8, dout8, "e4m3")
 
 
 # reference
@@ -66,14 +66,13 @@ def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
     return dequantize_rows(*quantize_rows(x, format), x.dtype)
 
 
-def rounded_up(out, x, w8, w_scale, *rest) -> None:
-    inputs = rounded(x), dequantize_rows(w8, w_scale, x.dtype), *rest, 0, None
-    pick("expert_up", *inputs)(out, *inputs)
+def rounded_up(out, x8, x_scale, w8, w_scale, *rest, op="expert_up", after=(0, None)) -> None:
+    *rest, dtype = rest
+    inputs = dequantize_rows(x8, x_scale, dtype), dequantize_rows(w8, w_scale, dtype), *rest, *after
+    pick(op, *inputs)(out, *inputs)
 
 
-def rounded_z(z, x, w8, w_scale, *rest) -> None:
-    inputs = rounded(x), dequantize_rows(w8, w_scale, x.dtype), *rest
-    pick("expert_z", *inputs)(z, *inputs)
+rounded_z = functools.partial(rounded_up, op="expert_z", after=())
 
 
 def rounded_home(out, x, w8, w_scale, *rest) -> None:
@@ -94,11 +93,16 @@ rounded_over_z = functools.partial(rounded_down_grad, op="expert_down_grad_over_
 # launcher
 
 
-def launch_up(out, x, w8, w_scale, bias, order, rank, *rest) -> None:
-    x8, x_scale = quantize_rows(x)
+def launch_up(out, x8, x_scale, w8, w_scale, bias, order, rank, *rest) -> None:
+    *rest, _ = rest
     scales = take_rows(x_scale, order, rank.shape[1]), w_scale
     launch = hopper.launcher("expert_up", "launch_expert_up")
     launch(out, x8, w8, bias, order, rank, *rest, scales=scales)
+
+
+def launch_z(z, *inputs) -> None:
+    *inputs, dtype = inputs
+    launch_up((z, None), *inputs, True, dtype)
 
 
 def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, row_bytes, format) -> None:
@@ -122,17 +126,18 @@ def launch_over_z(out, dout8, dout_scale, z, *rest) -> None:
     launch_down_grad((z, *out), dout8, dout_scale, z, *rest)
 
 
-launch_up.takes = launch_home.takes = hopper.DTYPES
-launch_up.fits, launch_home.fits = hopper.fits_up_fp8, hopper.fits_home_fp8
+launch_home.takes, launch_home.fits = hopper.DTYPES, hopper.fits_home_fp8
+launch_up.fits = launch_z.fits = hopper.fits_up_fp8
 launch_down_grad.fits = launch_over_z.fits = hopper.fits_down_grad_fp8
 
 
 # op
 
 
-def new_up(x, w8, w_scale, bias, order, rank, group_sizes, activation, interleaved, save_z):
-    R, width = order.shape[0], w8.shape[1]
-    return x.new_empty(R if save_z else 0, width), x.new_empty(R, width // get_activation(activation).parts)
+def new_up(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, interleaved, save_z, dtype):
+    R, width, parts = order.shape[0], w8.shape[1], get_activation(activation).parts
+    z = x8.new_empty(R if save_z else 0, width, dtype=dtype)
+    return z, z.new_empty(R, width // parts)
 
 
 def new_beside(dout8, dout_scale, z, w8, w_scale, routing_weights, order, rank, *rest):
@@ -147,24 +152,24 @@ def everywhere(launch) -> dict:
 
 # w8 and w_scale: a weight's rows, or its columns as rows, whichever the product sums over
 UP = (
-    "Tensor x, Tensor w8, Tensor w_scale, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
-    "str activation, bool interleaved"
+    "Tensor x8, Tensor x_scale, Tensor w8, Tensor w_scale, Tensor? bias, Tensor order, Tensor rank, "
+    "Tensor group_sizes, str activation, bool interleaved"
 )
 DOWN = (
     "Tensor w8, Tensor w_scale, Tensor routing_weights, Tensor order, Tensor rank, Tensor group_sizes, "
     "str activation, bool interleaved, bool need_a"
 )
 expert_up_fp8_op = define_op(
-    f"expert_up_fp8({UP}, bool save_z) -> (Tensor, Tensor)",
+    f"expert_up_fp8({UP}, bool save_z, ScalarType? dtype) -> (Tensor, Tensor)",
     new=new_up,
     **everywhere(rounded_up),
     hopper=launch_up,
 )
 expert_z_fp8_op = define_op(
-    f"expert_z_fp8({UP}) -> Tensor",
-    new=lambda *inputs: new_up(*inputs, True)[0],
+    f"expert_z_fp8({UP}, ScalarType? dtype) -> Tensor",
+    new=lambda *inputs: new_up(*inputs[:-1], True, inputs[-1])[0],
     **everywhere(rounded_z),
-    hopper=z_alone(launch_up),
+    hopper=launch_z,
 )
 gmm_unpermute_fp8_op = define_op(
     "gmm_unpermute_fp8(Tensor x, Tensor w8, Tensor w_scale, Tensor group_sizes, Tensor? bias, Tensor order, "
@@ -188,25 +193,31 @@ expert_down_grad_fp8_over_z_op = define_op(
 
 
 def new_experts(*inputs):
-    """The output, z, and the largest magnitudes of the columns of gate_up and down: as far as backward asks
-    for them, and where they cost no other look at the weight."""
-    i, need_dx = ExpertInputs(*inputs[:14]), inputs[-2]
+    """The output, z, the largest magnitudes of the columns of gate_up and down: as far as backward asks for
+    them, and where they cost no other look at the weight; and x as 8-bit rows with scales, where these serve
+    backward in its place."""
+    i, need_dx, save_x8 = ExpertInputs(*inputs[:14]), *inputs[-3:-1]
     (E, width, H), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
     rows = i.order.shape[0] if i.save_z else 0
     z = i.x.new_empty(rows, width)
     once = need_dx and is_read_once(i.gate_up), is_read_once(i.down)
     kept = [(E if rows and seen else 0, n) for seen, n in zip(once, (H, I), strict=True)]
-    return i.x.new_empty(i.x.shape), z, *(z.new_empty(size, dtype=torch.float32) for size in kept)
+    amax = [z.new_empty(size, dtype=torch.float32) for size in kept]
+    return i.x.new_empty(i.x.shape), z, *amax, *new_quantize_rows(i.x if save_x8 else i.x[:0], "e4m3")
 
 
 def launch_experts(out, *inputs) -> None:
-    *inputs, bytes_of_y, _, _, _ = inputs
-    i, (y, z, gate_up_amax, down_amax) = ExpertInputs(*inputs), out
+    *inputs, bytes_of_y, _, _, save_x8, _ = inputs
+    i, (y, z, gate_up_amax, down_amax), x8 = ExpertInputs(*inputs), out[:4], out[4:]
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
+    if save_x8:
+        pick("quantize_rows", i.x, "e4m3")(x8, i.x, "e4m3")
+    else:
+        x8 = quantize_rows(i.x)
     a = i.x.new_empty(i.order.shape[0], i.down.shape[2])
-    up = i.x, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act, i.save_z
+    up = *x8, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
     pick("expert_up_fp8", *up)((z, a), *up)
-    del up  # and with it 8 bits of each weight
+    del up, x8  # and with them 8 bits of each weight
     w8 = quantize_weight(i.down, down_amax)
     home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, bytes_of_y, "e4m3"
     pick("gmm_unpermute_fp8", *home)(y, *home)
@@ -225,24 +236,28 @@ def quantize_weight(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 def save_experts(ctx, inputs, output):
     # a main gradient is not saved: another backward pass may change it first
-    ctx.save_for_backward(*inputs[:9], *output[1:])
+    x, *rest = inputs[:9]
+    ctx.save_for_backward(None if inputs[-2] else x, *rest, *output[1:])
     ctx.others = inputs[9:]
     ctx.set_materialize_grads(False)
 
 
 def backward_experts(ctx, dout, *_):
-    *saved, z, gate_up_amax, down_amax = ctx.saved_tensors
-    *others, _, bytes_of_dx, _, recipe = ctx.others
-    format = recipe.removesuffix(ALL)
+    *saved, z, gate_up_amax, down_amax, x8, x_scale = ctx.saved_tensors
+    *others, _, bytes_of_dx, _, save_x8, recipe = ctx.others
+    format, x8 = recipe.removesuffix(ALL), (x8, x_scale)
     dout8 = quantize_rows(dout, format)
-    of_gate_up, of_down = products_of_weights(recipe, dout8)
+    of_gate_up, of_down = products_of_weights(recipe, x8, dout8)
     i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:14])
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
         if needs.x and is_read_once(i.gate_up):
-            gate_up_amax = i.x.new_empty(i.gate_up.shape[::2], dtype=torch.float32)
-        z = expert_z_fp8_op(i.x, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act)
+            gate_up_amax = dout.new_empty(i.gate_up.shape[::2], dtype=torch.float32)
+        x8 = x8 if save_x8 else quantize_rows(i.x)
+        up = *x8, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act
+        z = expert_z_fp8_op(*up, dout.dtype)
+        del up
     over_z = spend_z and is_unwatched(z, dout)
     grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, down_amax)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
@@ -259,7 +274,7 @@ def backward_experts(ctx, dout, *_):
     rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad
     needs_up = False, needs.gate_up, needs.gate_up_bias
     _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest, of_gate_up)
-    return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 12
+    return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 13
 
 
 def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +297,8 @@ def down_grad_over_z(dout8: tuple, amax: Tensor, dout: Tensor, z: Tensor, down: 
 
 experts_fp8_op = define_op(
     f"experts_fp8({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad, SymInt bytes_of_y, "
-    "SymInt bytes_of_dx, bool need_dx, str recipe) -> (Tensor, Tensor, Tensor, Tensor)",
+    "SymInt bytes_of_dx, bool need_dx, bool save_x8, str recipe) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     new=new_experts,
     check_values=lambda *inputs: check_expert_values(*inputs[:14]),
     torch=launch_experts,

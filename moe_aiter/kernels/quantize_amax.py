@@ -27,7 +27,8 @@ from .quantize import (
 )
 
 LONGEST = 16384  # the rows of which a tile holds a whole one, and the largest magnitudes so far
-ROWS = 64  # whose columns' largest magnitudes one program finds
+ROWS = 128  # the most whose columns' largest magnitudes one program finds
+PROGRAMS = 2048  # with fewer rows each, as long as there are fewer programs
 
 # reference
 
@@ -54,25 +55,34 @@ def quantize_rows_and_amax_kernel(
     ROWS: tl.constexpr,  # of a block
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a whole row
-    STAGES: tl.constexpr,
 ):
     group, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     k = tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, BLOCK_M)
     x_stride_g, x_stride_m, x_stride_k = x_strides
     x_ptr += group * x_stride_g
     at = k.to(tl.int64)[None, :] * x_stride_k
-    columns = tl.zeros((BLOCK_K,), tl.int32)
-    for first in tl.range(block * ROWS, min(block * ROWS + ROWS, M), BLOCK_M, num_stages=STAGES):
-        m = first + tl.arange(0, BLOCK_M)
-        mask = (m < M)[:, None] & (k < K)[None, :]
-        x = tl.load(x_ptr + m.to(tl.int64)[:, None] * x_stride_m + at, mask=mask, other=0.0)
+    begin, end = block * ROWS, min(block * ROWS + ROWS, M)
+    m = begin + rows
+    mask = (m < end)[:, None] & (k < K)[None, :]
+    later = tl.load(x_ptr + m.to(tl.int64)[:, None] * x_stride_m + at, mask=mask, other=0.0)
+    # one row of maxima for each of a step's rows: threads that share a column meet but once, at the end
+    columns = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    for first in range(begin, end, BLOCK_M):
+        x = later
+        m = first + rows
+        mask = (m < end)[:, None] & (k < K)[None, :]
+        n = m + BLOCK_M
+        ahead = (n < end)[:, None] & (k < K)[None, :]
+        later = tl.load(x_ptr + n.to(tl.int64)[:, None] * x_stride_m + at, mask=ahead, other=0.0)
         bits = magnitude_bits(x)
-        columns = tl.maximum(columns, tl.max(bits, 0))
+        columns = tl.maximum(columns, bits)
         scale, inverse = scale_and_inverse(magnitude_of(tl.max(bits, 1)), MOST, LEAST)
-        tl.store(scale_ptr + group * M + m, scale, mask=m < M)
+        tl.store(scale_ptr + group * M + m, scale, mask=m < end)
         x8 = (x.to(tl.float32) * inverse[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (group * M + m[:, None]) * K + k[None, :], x8, mask=mask)
-    tl.store(amax_ptr + (group * blocks + block) * K + k, magnitude_of(columns), mask=k < K)
+    amax = magnitude_of(tl.max(columns, 0))
+    tl.store(amax_ptr + (group * blocks + block) * K + k, amax, mask=k < K)
 
 
 @jit_kernel
@@ -138,10 +148,16 @@ def is_read_once(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.shape[-1] <= LONGEST
 
 
-def tile_with_amax(K: int) -> tuple[int, int, int, int]:
-    """Rows, elements of each, warps and stages: 32 columns' largest magnitudes in each thread's registers."""
+def tile_with_amax(G: int, M: int, K: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Rows of a block, of a step, elements of each, and warps.
+
+    A warp has whole rows, or a part of one, 2 KiB: of warps that shared columns each step would be a
+    conversion through shared memory.
+    """
     block_k = max(next_power_of_2(K), 16)
-    return max(4096 // block_k, 1), block_k, max(block_k // 1024, 4), 2
+    rows = min(max(next_power_of_2(G * M // PROGRAMS), 16), ROWS)
+    block_m, warps = max(1024 // block_k, 1), min(max(block_k * itemsize // 2048, 1), 16)
+    return max(rows, block_m), block_m, block_k, warps
 
 
 def tile_by_amax(K: int) -> tuple[int, int, int]:
@@ -157,12 +173,12 @@ def launch_quantize_rows_and_amax(out, x, format):
         return amax.copy_(amax_reference(x, -2))
     x = x if x.dim() == 3 else x[None]
     G, M, K = x.shape
-    block_m, block_k, warps, stages = tile_with_amax(K)
-    blocks = cdiv(M, ROWS)
+    rows, block_m, block_k, warps = tile_with_amax(G, M, K, x.element_size())
+    blocks = cdiv(M, rows)
     parts = amax.new_empty(G, blocks, K)
     quantize_rows_and_amax_kernel[(G * blocks,)](
         x, x8, scale, parts, M, K, blocks, x.stride(),
-        **limits(x8), ROWS=ROWS, BLOCK_M=block_m, BLOCK_K=block_k, STAGES=stages, num_warps=warps,
+        **limits(x8), ROWS=rows, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
     torch.amax(parts, 1, out=amax.view(G, K))
 

@@ -6,6 +6,7 @@ M rows, K to sum over, N columns; the kernel also has G groups of rows, each wit
 Sums of int8 are exact, those of 8-bit floats are in float32.
 """
 
+import dataclasses
 import functools
 
 import torch
@@ -21,6 +22,7 @@ from ._tile import locate, row_tiles, swizzle, tile_options
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 MOST_K = 131071  # products of -128 and -128 of which int32 holds a sum
+LARGEST = 128 * 128  # numbers of a tile of float32
 SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
 MANY = (
     128  # rows for which an operand is first laid out along K, as the matrix instructions of 8 bits want it
@@ -212,6 +214,10 @@ def launch(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k):
     long = x.dtype == torch.int8 and K > MOST_K
     kind = "int8" if x.dtype == torch.int8 else "decode" if x_format or w_format else "fp8"
     config = tuning.lookup(f"scaled_{'long' if long else kind}", x.dtype, M, N, K, G)
+    if (
+        out.itemsize == 4 and config.block_m * config.block_n > LARGEST
+    ):  # registers have no room to store more
+        config = dataclasses.replace(config, block_n=config.block_n // 2)
     rows = cdiv(M, config.block_m) if group_sizes is None else row_tiles(M, G, config.block_m)
     of_x = 0 if x_scale is None else x_scale.stride(0)
     of_w, of_bias = ((0, 0) if t is None else t.stride() for t in (w_scale, bias))

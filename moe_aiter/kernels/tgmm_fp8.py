@@ -10,8 +10,6 @@ On Hopper both are laid out by columns (`token_chunks`) and multiplied as they a
 that do not fit, what the quantised numbers stand for is multiplied in the dtype of x.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -117,10 +115,10 @@ tgmm_fp8_into_op = define_inplace_op(
 
 
 def weight_gradient_fp8(
-    quantize: Callable, format: str, w, main_grad, x, y, group_sizes, order, top_k
+    x8: tuple[Tensor, Tensor], format: str, w, main_grad, _, y, group_sizes, order, top_k
 ) -> Tensor | None:
-    """`weight_gradient` of 8-bit floats: `quantize(x)` gives its rows and their scales, y has this format."""
-    inputs = *quantize(x), y, group_sizes, order, top_k
+    """`weight_gradient` of 8-bit floats: rows and scales x8 take the place of x, and y gets this format."""
+    inputs = *x8, y, group_sizes, order, top_k
     if main_grad is not None:
         return tgmm_fp8_into_op(main_grad, *inputs, format)
     columns_first = w.stride(1) < w.stride(2)

@@ -86,14 +86,17 @@ def quantize_chunks_kernel(
         return
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     y_ptrs = y_ptr + n.to(tl.int64)[:, None] * y_strides[1]
-    parts, most = (), tl.zeros((BLOCK_N, QUARTER), tl.float32)
+    factors = ()  # two loads after one another, so all of the first come first
     for i in tl.static_range(4):
         m = row + tl.arange(0, QUARTER) * 4 + i
         choice = tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0)
-        factor = tl.load(factor_ptr + choice // TOP_K, mask=m < end, other=0.0)
+        factors = factors + (tl.load(factor_ptr + choice // TOP_K, mask=m < end, other=0.0),)
+    parts, most = (), tl.zeros((BLOCK_N, QUARTER), tl.float32)
+    for i in tl.static_range(4):
+        m = row + tl.arange(0, QUARTER) * 4 + i
         mask = (n < N)[:, None] & (m < end)[None, :]
         y = tl.load(y_ptrs + m.to(tl.int64)[None, :] * y_strides[0], mask=mask, other=0.0)
-        y = y.to(tl.float32) * factor[None, :]
+        y = y.to(tl.float32) * factors[i][None, :]
         most = tl.maximum(most, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
         parts = parts + (y,)
     scale, inverse = scale_and_inverse(tl.max(magnitude(most), 1), MOST, LEAST)
@@ -163,7 +166,8 @@ def transpose_chunks_kernel(
     k = tile * BLOCK_W * 4 + tl.arange(0, 4 * BLOCK_W)
     places = tl.arange(0, QUARTER)[None, :]
     out_ptrs = out_ptr + (chunk * (4 * W) + k[:, None]) * QUARTER + places
-    tl.store(out_ptrs, words.to(tl.int32, bitcast=True), mask=(k < 4 * W)[:, None])
+    # streamed past L2, which is for the tokens
+    tl.store(out_ptrs, words.to(tl.int32, bitcast=True), mask=(k < 4 * W)[:, None], cache_modifier=".cs")
 
 
 # launcher
@@ -203,11 +207,11 @@ def launch_quantize_chunks(out, y, factor, order, top_k, chunks, format):
         return copy_into(out, quantize_chunks_reference(y, factor, order, top_k, chunks, format))
     C, N, _ = y8.shape
     factor, order, chunks = dense(factor, order, chunks)
-    block_n = min(max(next_power_of_2(N), 16), 64)
+    block_n = min(max(next_power_of_2(N), 16), 32)
     tiles = cdiv(N, block_n)
     quantize_chunks_kernel[(C * tiles,)](
         y, factor, order, chunks, y8, scale, N, tiles, y.stride(),
-        **limits(y8),  TOP_K=top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=4,
+        **limits(y8), TOP_K=top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=2,
     )  # fmt: skip
 
 

@@ -186,12 +186,14 @@ def test_no_tokens(device, recompute):
     assert out.shape == x[:0].shape and all(not grad.any() for grad in grads)
 
 
-def test_saved_memory(device):
-    """What is saved without 8 bits, the inputs and z, and a float32 for each column of the weights."""
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2_all"])
+def test_saved_memory(fp8, device):
+    """What is saved without 8 bits, the inputs and z, and a float32 for each column of the weights; where all
+    products are of 8 bits, not x but its rows in 8 bits and their scales."""
     ids, _, _, _, inputs = case("no bias", torch.float32, device)
     plan = sort_by_expert(ids, len(inputs[2]))
 
-    def saved(fp8, recompute):
+    def saved(recompute):
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             leaves = [t.detach().requires_grad_() for t in inputs]
@@ -199,11 +201,37 @@ def test_saved_memory(device):
         return {t.data_ptr(): t.nbytes for t in kept if t.numel()}
 
     inside = {t.data_ptr() for t in (*inputs, *plan)}
-    own = {p: n for p, n in saved("e4m3", "none").items() if p not in inside}
     z = ids.numel() * inputs[1].shape[1] * inputs[0].itemsize
+    x8 = inputs[0].numel() + 4 * len(inputs[0]) if fp8.endswith(ALL) else 0
     E, H, I = inputs[2].shape  # noqa: E741
-    assert sum(own.values()) == z + E * (H + I) * 4
-    assert not {p for p in saved("e4m3", "z") if p not in inside}
+    for recompute, expected in ("none", z + E * (H + I) * 4 + x8), ("z", x8):
+        kept = saved(recompute)
+        assert sum(n for p, n in kept.items() if p not in inside) == expected
+        assert (inputs[0].data_ptr() in kept) == (x8 == 0)
+
+
+@pytest.mark.skipif(interpret, reason="whoever quantises")
+@pytest.mark.parametrize("recompute", ["none", "z"])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)], ids=["none", "x", "gate_up", "both"])
+def test_tokens_are_quantised_once(frozen, recompute, monkeypatch):
+    """Where all products are of 8 bits; with the gradients that the whole step has, to the bit."""
+    ids, _, _, dout, inputs = case("no bias", torch.float32)
+    plan, seen = sort_by_expert(ids, len(inputs[2])), []
+    _, *expected = run(ids, "swiglu", False, "e4m3_all", dout, *inputs)
+
+    def watched(out, x, format):
+        seen.append(x.data_ptr())
+        return plainly(out, x, format)
+
+    plainly = IMPLS["quantize_rows"]["torch"]
+    monkeypatch.setitem(IMPLS["quantize_rows"], "torch", watched)
+    leaves = [t.detach().requires_grad_(n not in frozen) for n, t in enumerate(inputs)]
+    out = expert_mlp(*leaves, plan, fp8="e4m3_all", recompute=recompute)
+    wanted = [n for n in range(4) if n not in frozen]
+    got = torch.autograd.grad(out, [leaves[n] for n in wanted], dout)
+    assert seen.count(leaves[0].data_ptr()) == 1
+    for n, grad in zip(wanted, got, strict=True):
+        assert torch.equal(grad, expected[n]), NAMES[1 + n]
 
 
 def test_a_row_that_is_not_finite(device):
@@ -263,7 +291,8 @@ def test_hopper(name, sizes, fp8):
         pytest.skip("no Hopper GPU")
     sizes = sizes | {n: v for n, v in CASES[name].items() if n in sizes}
     ids, act, interleaved, dout, inputs = case(name, torch.bfloat16, CUDA, **sizes)
-    up = inputs[0], *quantize_rows(inputs[1]), None, *sort_by_expert(ids, sizes["E"]), act, interleaved, True
+    plan, how = sort_by_expert(ids, sizes["E"]), (act, interleaved, True, torch.bfloat16)
+    up = *quantize_rows(inputs[0]), *quantize_rows(inputs[1]), None, *plan, *how
     assert pick("expert_up_fp8", *up) is IMPLS["expert_up_fp8"]["hopper"]
     got = run(ids, act, interleaved, fp8, dout, *inputs)
     exact = run(ids, act, interleaved, fp8, dout.double(), *(t.double() for t in inputs))

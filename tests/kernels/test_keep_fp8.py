@@ -42,7 +42,7 @@ def nothing_stays():
 def build(device="cpu", **how):
     torch.manual_seed(0)
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    return MoE(H, WIDTH, E, K, fp8="e4m3", device=device, dtype=dtype, **how)
+    return MoE(H, WIDTH, E, K, **{"fp8": "e4m3", **how}, device=device, dtype=dtype)
 
 
 def batches(moe, count=3):
@@ -87,7 +87,8 @@ RUNS = {
 
 
 CASES = [("plain", {}), ("plain", {"recompute": "z"}), ("checkpoint", {"bias": True}), ("reentrant", {}),
-         ("selective", {"recompute": "z"})]  # fmt: skip
+         ("selective", {"recompute": "z"}), ("checkpoint", {"fp8": "e4m3_all", "recompute": "z"}),
+         ("reentrant", {"fp8": "e4m3_all"}), ("selective", {"fp8": "e4m3_all"})]  # fmt: skip
 
 
 @pytest.mark.parametrize("run, how", CASES, ids=str)

@@ -112,10 +112,10 @@ def fits_down_grad(
     return fit and K % BLOCK_K == 0 and N % 64 == 0
 
 
-def fits_up_fp8(x, w8, w_scale, bias, order, rank, group_sizes, activation, *_) -> bool:
-    N = w8.shape[1] // get_activation(activation).parts
-    fit = is_hopper(x.device) and few(w8) and order.numel() > 0 and x.numel() < 2**31
-    return fit and x.shape[1] % PROMOTED_K == 0 and N % 64 == 0
+def fits_up_fp8(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, *rest) -> bool:
+    N, dtype = w8.shape[1] // get_activation(activation).parts, rest[-1]
+    fit = is_hopper(x8.device) and dtype in DTYPES and few(w8) and order.numel() > 0 and x8.numel() < 2**31
+    return fit and x8.shape[1] % PROMOTED_K == 0 and N % 64 == 0
 
 
 def fits_home_fp8(x, w8, *_) -> bool:
