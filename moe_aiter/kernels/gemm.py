@@ -24,7 +24,6 @@ from .activations import FUNCTIONS
 from .hopper._launch import num_programs
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
-FULL = 2  # programs for each multiprocessor, where a sum is split: enough loads are then under way
 FINISHED = 1024  # elements that a program finishes after a split sum
 WIDEST_STEP = 256  # the most of K that a tile has
 
@@ -180,7 +179,7 @@ def new_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z):
 def splits_of(tiles: int, K: int, block_k: int, units: int) -> tuple[int, int]:
     """How many programs share a sum, and how much of K each has: several where tiles leave units idle."""
     most = cdiv(K, 4 * block_k)  # or there is little to wait for
-    wanted = max(min(FULL * units // max(tiles, 1), most), 1) if 2 * tiles <= units else 1
+    wanted = max(min(units // max(tiles, 1), most), 1)
     part = cdiv(cdiv(K, wanted), block_k) * block_k
     return (cdiv(K, part), part) if wanted > 1 else (1, max(K, 1))
 

@@ -42,8 +42,8 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_gemm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_gemm_act": (hopper(256, 4, 64), hopper(256, 4, 32), hopper(128, 6, 64)),
+    "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), hopper(256, 3, 256)),
+    "hopper_gemm_act": (hopper(256, 4, 64), hopper(128, 6, 64), Config(256, 128, 64, 1, 4, 4, 32)),
     "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32)),
     "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_masked_int8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
@@ -63,7 +63,8 @@ HOPPER_TILES = {
     "hopper_tgmm_accumulate_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
 }
 # the sums up to which the second is better
-SHORT_K = {"hopper_gemm": 512, "hopper_gmm": 512, "hopper_masked": 512, "hopper_down_grad": 1024}
+SHORT_K = {op: 512 for op in ("hopper_gemm", "hopper_gemm_act", "hopper_gmm", "hopper_masked")}
+SHORT_K["hopper_down_grad"] = 1024
 
 WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
@@ -78,7 +79,7 @@ MASKED_FEW = (
     Config(32, 64, 256, 1, 4, 3), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
 )  # fmt: skip
 SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
-GEMM_FEW = Config(16, 64, 128, 1, 4, 6), Config(16, 32, 256, 1, 4, 4), Config(16, 64, 256, 1, 4, 4)
+GEMM_FEW = tuple(Config(16, *rest) for rest in ((64, 128, 1, 4, 6), (32, 256, 1, 4, 6), (128, 128, 1, 4, 4)))
 SCALED = (
     Config(128, 256, 128, 8, 8, 4), Config(128, 128, 128, 16, 4, 4), Config(64, 128, 128, 16, 4, 6),
     Config(64, 64, 128, 1, 4, 6), Config(64, 32, 256, 1, 4, 5), Config(16, 64, 256, 1, 4, 6),
