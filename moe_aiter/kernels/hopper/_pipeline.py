@@ -191,14 +191,20 @@ def multiply(
     BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256, last=None,
 ):  # fmt: skip
     """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage.
+    The sums of int8 are int32.
 
     It is summed over `depth`, which may be 0.  An instruction computes at most WIDEST columns.  The barrier
     `last` is told when the last of them is on its way.
     """
     HALF: gl.constexpr = BLOCK_M // 2
-    WIDTH: gl.constexpr = min(weights.BLOCK_N, WIDEST)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    acc = warpgroup_mma_init(gl.zeros((HALF, weights.BLOCK_N), gl.float32, layout=layout))
+    DTYPE: gl.constexpr = weights.desc.dtype
+    INTEGERS: gl.constexpr = DTYPE.is_int()
+    # Triton knows no wider instruction for int8 that divides a tile
+    WIDTH: gl.constexpr = min(weights.BLOCK_N, 128 if INTEGERS else WIDEST)
+    SUM: gl.constexpr = gl.int32 if INTEGERS else gl.float32
+    DEPTH: gl.constexpr = 256 // DTYPE.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
+    acc = warpgroup_mma_init(gl.zeros((HALF, weights.BLOCK_N), SUM, layout=layout))
     first = i
     for k in range(0, depth, weights.BLOCK_K):
         ring.wait_ready(i)
