@@ -96,7 +96,7 @@ def tuned_config(problem: Problem) -> dict:
 
 def usual(problem: Problem, device: torch.device) -> str:
     """Who multiplies where no row says so."""
-    if device.type == "cpu":
+    if device.type == "cpu" or torch.float64 in (problem.dtype, problem.out_dtype):
         return "torch"
     if problem.shuffled or problem.dtype != problem.out_dtype:
         return "triton"

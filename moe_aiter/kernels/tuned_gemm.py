@@ -126,7 +126,7 @@ def tuned_gemm(
     """`x @ weight.mT + bias` for x (..., K) of any rank and strides and weight (N, K); returns (..., N).
 
     bias: (N,) of any floating dtype.
-    out_dtype: dtype of the result, that of `x` unless given.  Sums are float32, rounded once.
+    out_dtype: dtype of the result, that of `x` unless given.  Sums are float32, rounded once, or float64.
     x_scale, w_scale, out_scale: factors of the operands, and of the result with its bias: a number or one
         element; or for each row x_scale (..., 1) or (M,), and w_scale (N,), (N, 1) or (1, N).
     is_shuffled: whether `weight` is in the order of `shuffle_weight`; unless given, as its attribute
@@ -289,7 +289,7 @@ def of_8_bits(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -
 
 
 def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:
-    """Multiplied back in float32, and rounded once."""
+    """Multiplied back in float32, or float64 if that is asked for, and rounded once."""
     check_tensor("x", x)
     check_shape("weight", weight, "N", "K")
     check_bias(bias, len(weight))
@@ -306,13 +306,15 @@ def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | No
         factor("x_scale", x_scale, (*lead, 1), (*lead, 1), lead, (M,), (M, 1)),
         factor("w_scale", w_scale, (N,), (N,), (N, 1), (1, N)),
     )
-    out = product(x, weight, None, torch.promote_types(x.dtype, torch.float32), is_shuffled, dtype or x.dtype)
+    dtype = dtype or x.dtype
+    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+    out = product(x, weight, None, wide, is_shuffled, dtype)
     for one in factors:
         out = out if one is None else out * one
     out = out if bias is None else out + bias
     last = factor("out_scale", out_scale, ())
     out = out if last is None else out * last
-    return out.to(dtype or x.dtype)
+    return out.to(dtype)
 
 
 def factor(name: str, scale: Tensor | float | None, result: tuple[int, ...], *known: tuple[int, ...]):

@@ -13,6 +13,7 @@ import dataclasses
 
 BIG_WEIGHT = 32 * 2**20  # bytes of one expert's weight
 WALKS = (1, 16)
+DENSE_WALKS = (8, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,10 @@ HOPPER_TILES = {
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), turns(6, 64)),
     "hopper_gemm_act": (
+        turns(6, 64),
         hopper(256, 4, 64),
         hopper(128, 6, 64),
         Config(256, 128, 64, 1, 4, 4, 32),
-        turns(6, 64),
     ),
     "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32), turns(6, 32)),
     "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
@@ -74,7 +75,7 @@ HOPPER_TILES = {
     "hopper_tgmm_accumulate_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
 }
 # the sums up to which the second is better
-SHORT_K = {op: 512 for op in ("hopper_gemm", "hopper_gemm_act", "hopper_gmm", "hopper_masked")}
+SHORT_K = {op: 512 for op in ("hopper_gemm", "hopper_gmm", "hopper_masked")}
 SHORT_K["hopper_down_grad"] = 1024
 
 WIDE = (
@@ -132,7 +133,11 @@ def candidates(op: str) -> tuple[Config, ...]:
     """At most eight."""
     if op in PORTABLE:
         return PORTABLE[op]
-    return tuple(dataclasses.replace(tile, group_m=w) for tile in HOPPER_TILES[op] for w in WALKS)
+    return tuple(dataclasses.replace(tile, group_m=w) for tile in HOPPER_TILES[op] for w in walks(op))
+
+
+def walks(op: str) -> tuple[int, ...]:
+    return DENSE_WALKS if op.startswith("hopper_gemm") else WALKS
 
 
 def is_legal(op: str, config: Config) -> bool:
@@ -149,8 +154,10 @@ def rule(op: str, n: int, k: int) -> Config | None:
 
     Where the sum is short, gmm's epilogue comes often: one more stage; and dz gathers whole lines, 64 columns
     at a time.  Where one expert's 16-bit weight fits in L2, no row tiles need to walk the columns together.
+    All dense products walk in eights, and hide an activation by turns.
     """
     if op not in HOPPER_TILES:
         return None
     tile = HOPPER_TILES[op][k <= SHORT_K.get(op, 0)]
-    return dataclasses.replace(tile, group_m=WALKS[2 * k * n > BIG_WEIGHT])
+    walk = DENSE_WALKS[0] if walks(op) is DENSE_WALKS else WALKS[2 * k * n > BIG_WEIGHT]
+    return dataclasses.replace(tile, group_m=walk)
