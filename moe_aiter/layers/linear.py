@@ -11,9 +11,11 @@ from ..config import settings
 from ..kernels.shuffle import LAYOUT, shuffle_weight
 from ..kernels.tuned_gemm import PARAMETERS, NotSupportedError, needs_gradient, tuned_gemm
 from ..tuning.aiter_csv import Problem, find, this_device
+from ..tuning.choice import measured
 
 HALVES = (torch.bfloat16, torch.float16)
 BUFFER = "_preshuffled_weight"
+ROWS = 64  # from which on a shuffled weight is taken where nothing says otherwise
 
 # the switch
 
@@ -142,7 +144,8 @@ def preshuffle_weights(
     the buffer `_preshuffled_weight`, which state dicts leave out.  A patched Linear (`patch_linear`) takes it
 
       where a file of tuned products has a row for both orders, and the one for shuffled weights is faster;
-      else from `MOE_AITER_PRESHUFFLE_M_THRESHOLD` rows on, 64 unless given,
+      else from `MOE_AITER_PRESHUFFLE_M_THRESHOLD` rows on; where that is not given, from 64 on, or never on a
+      GPU on which the usual order was the faster one at every size measured, as on the H200,
 
     while its weight needs no gradient, and outside of torch.compile.  A weight that has changed since is
     shuffled again when it is next asked for; writes through `.data` leave no trace and want another call.
@@ -196,10 +199,15 @@ def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
 
 def takes_shuffled(rows: int, weight: Tensor) -> bool:
     """Whether so many rows are multiplied by the shuffled weight."""
+    shuffled = None
     if settings.config_gemm_bf16:
-        usual = Problem(rows, *weight.shape, False, weight.dtype, weight.dtype)
+        problem = Problem(rows, *weight.shape, False, weight.dtype, weight.dtype)
         device = this_device(weight.device)
-        found = [find(problem, device) for problem in (usual, usual._replace(shuffled=True))]
-        if None not in found:
-            return found[1].us < found[0].us
-    return rows >= settings.preshuffle_m_threshold
+        usual, shuffled = find(problem, device), find(problem._replace(shuffled=True), device)
+        if usual is not None and shuffled is not None:
+            return shuffled.us < usual.us
+    if settings.preshuffle_m_threshold:
+        return rows >= settings.preshuffle_m_threshold
+    if shuffled is None and measured("gemm_shuffled", weight.device) == {"torch"}:  # in the usual order
+        return False
+    return rows >= ROWS

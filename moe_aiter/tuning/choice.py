@@ -54,6 +54,11 @@ def choose_backend(
     return find_choice(table_of(x.device), case, otherwise)
 
 
+def measured(op: str, device: torch.device) -> set[str]:
+    """Who was the fastest at an op on this GPU, in all that was measured of it; nobody where nothing was."""
+    return {choice.backend for choice in load_choices(table_of(device)) if choice.case.op == op}
+
+
 @functools.cache
 def table_of(device: torch.device) -> str:
     return gpu_table(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"

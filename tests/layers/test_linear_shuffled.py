@@ -9,7 +9,9 @@ from torch import nn
 from tuned import Own, layer, rows_for, tuned_calls, tuned_files, unpatched_after
 
 from moe_aiter.kernels.shuffle import shuffle_weight
+from moe_aiter.layers import linear
 from moe_aiter.layers.linear import patch_linear, preshuffle_weights
+from moe_aiter.tuning import choice
 
 files = pytest.fixture(tuned_files)
 calls = pytest.fixture(tuned_calls)
@@ -91,6 +93,28 @@ def test_a_file_with_both_orders_decides(calls, files, shuffled_us, taken):
         one(torch.randn(16, 256).bfloat16())
         one(torch.randn(100, 256).bfloat16())  # of which the file says nothing
     assert [shuffled for _, shuffled in calls] == [taken, True]
+
+
+@pytest.mark.parametrize(
+    "found, threshold, taken", [({"torch"}, 0, False), ({"torch"}, 8, True), ({"triton"}, 0, True)]
+)
+def test_where_the_usual_order_was_measured_to_be_faster_it_is_the_default(
+    calls, files, monkeypatch, found, threshold, taken
+):
+    monkeypatch.setattr(linear, "measured", lambda op, device: found if op == "gemm_shuffled" else set())
+    files.set_to("preshuffle_m_threshold", threshold)
+    one = frozen()
+    with patch_linear():
+        one(torch.randn(100, 256).bfloat16())
+        sizes = {"M": 100, "N": 512, "K": 256, "dtype": "bf16"}
+        files(rows_for(torch.device("cpu"), "triton", us=1.0, shuffled=1, **sizes))
+        one(torch.randn(100, 256).bfloat16())  # somebody tuned it
+    assert [shuffled for _, shuffled in calls] == [taken, True]
+
+
+def test_the_h200s_table_has_measured_it():
+    rows = [row for row in choice.load_choices("h200") if row.case.op == "gemm_shuffled"]
+    assert rows and {row.backend for row in rows} == {"torch"}
 
 
 def changed(one):
