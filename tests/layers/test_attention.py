@@ -262,3 +262,14 @@ def test_heads_without_numbers_and_tensors_without_memory():
     assert attention(meta, meta, meta, is_causal=True).shape == meta.shape
     with pytest.raises(ValueError, match="window is"):
         attention(v, v, v, window=(1, 2, 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (1, 0)}])
+def test_it_compiles_once_for_all_lengths(options):
+    def ours(q, k):
+        return attention(q, k, k, **options)
+
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (5, 7, 9):
+        q, k, _ = make(Sq=length, Sk=length, Hk=2)
+        torch.testing.assert_close(compiled(q, k), ours(q, k))
