@@ -68,7 +68,10 @@ def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int
     call = Call(q, k, v, mask, left, right, dropout_p, scale)
     if mask is None:
         return call, dead, None
-    mask, alive = with_all_or_some(with_band(call), q)
+    mask = with_band(call)
+    # along keys before it is computed with: torch would give a bias a stride of 0 there, and then refuse it
+    mask = mask.expand(*mask.shape[:3], k.shape[2])
+    mask, alive = with_all_or_some(mask, q)
     return call._replace(mask=mask, left=-1, right=-1), dead, alive
 
 
