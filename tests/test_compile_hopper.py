@@ -36,14 +36,14 @@ def eight_bits(x, dtype=E4M3):
 
 def run_hopper_up(
     activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024,
-    dtype=torch.bfloat16, sizes=SIZES, fp8=False,
+    dtype=torch.bfloat16, sizes=SIZES, fp8=None,
 ):  # fmt: skip
     s, parts, groups = Shape(n=n, dtype=dtype), get_activation(activation).parts, len(sizes)
     z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(groups, parts * n, s.k)
     x, b = s.new(s.rows // TOP_K, s.k), s.new(groups, parts * n) if bias else None
     a, plan, scales = a if save_a else None, (*s.plan[:2], sizes), (None, None)
-    if fp8:
-        x, w = eight_bits(x), eight_bits(w)
+    if fp8 is not None:
+        x, w = eight_bits(x, fp8), eight_bits(w, fp8)
         scales = new(s.rows, dtype=F32), new(groups, parts * n, dtype=F32)
     inputs = x, w, b, *plan, activation, interleaved, save_z, None
     module("expert_up").launch_expert_up((z, a), *inputs, scales=scales)
@@ -190,11 +190,11 @@ CASES = {
     "masked gmm, odd blocks": lambda: run_hopper_masked(E4M3, k=2880, scales=None, sizes=None),
     "masked gmm, short": lambda: run_hopper_masked(E4M3, k=16, m=128, out=F16),
     "masked gmm, float32 out": lambda: run_hopper_masked(E4M3, out=F32),
-    **{f"up fp8 {name}": functools.partial(run_hopper_up, name, fp8=True) for name in ACTIVATIONS},
-    "up fp8 float16": lambda: run_hopper_up(dtype=F16, fp8=True),
-    "up fp8 interleaved": lambda: run_hopper_up(interleaved=True, bias=True, fp8=True),
-    "up fp8 without z": lambda: run_hopper_up(save_z=False, fp8=True),
-    "up fp8 without a": lambda: run_hopper_up(save_a=False, fp8=True),
+    **{f"up fp8 {name}": functools.partial(run_hopper_up, name, fp8=E4M3) for name in ACTIVATIONS},
+    "up fp8 float16": lambda: run_hopper_up(dtype=F16, fp8=E4M3),
+    "up fp8 interleaved": lambda: run_hopper_up(interleaved=True, bias=True, fp8=E4M3),
+    "up fp8 without z": lambda: run_hopper_up(save_z=False, fp8=E4M3),
+    "up fp8 without a": lambda: run_hopper_up(save_a=False, fp8=E4M3),
     **{f"down_grad fp8 {f}": functools.partial(run_hopper_down_grad, fp8=f) for f in hopper.OCP},
     **{f"gmm fp8 {f}": functools.partial(run_hopper_gmm, fp8=f) for f in hopper.OCP},
     "gmm fp8 of some columns": lambda: run_hopper_gmm(sliced=True, bias=True, fp8=E4M3),
@@ -246,9 +246,9 @@ TUNED = {
         for out, scales in ((torch.bfloat16, None), (F32, None), (F32, True))
     ],
     "hopper_up_fp8": [
-        functools.partial(run_hopper_up, a, i, bias=True, fp8=True) for a in GATED for i in (False, True)
+        functools.partial(run_hopper_up, a, i, bias=True, fp8=E4M3) for a in GATED for i in (False, True)
     ],
-    "hopper_up_plain_fp8": [functools.partial(run_hopper_up, "gelu", bias=True, fp8=True)],
+    "hopper_up_plain_fp8": [functools.partial(run_hopper_up, "gelu", bias=True, fp8=E4M3)],
     "hopper_gmm_fp8": [functools.partial(run_hopper_gmm, bias=True, k=k, fp8=E5M2) for k in (2880, 4096)],
     "hopper_down_grad_fp8": [
         functools.partial(run_hopper_down_grad, a, interleaved, need_a, fp8=E5M2)

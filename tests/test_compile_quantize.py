@@ -35,6 +35,22 @@ def test_compiles(target, shape, dtype, columns):
             assert f"{format}x2" in launches[0].assembly  # converted by the hardware
 
 
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_int8_is_rounded_after_the_product_is(target, columns):
+    """By an addition, which one instruction with the product would not round in between."""
+    x = new(4096, 4096)
+    out = new(4096, 4096, dtype=torch.int8), new(4096, dtype=torch.float32)
+    with compiling_for(TARGETS[target]) as launches:
+        launch_quantize_rows(out, x.mT if columns else x, "int8")
+    check(TARGETS[target], launches)
+    code = launches[0].assembly
+    if target.startswith("sm"):
+        assert "fma." not in code and re.search(r"add(\.rn)?\.f32", code)
+    else:
+        assert "v_pk_fma_f32" not in code and "v_add_f32" in code or "v_pk_add_f32" in code
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 200, 130), (8, 512, 8192), (8, 4096, 14336)], ids=str)
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx950"])

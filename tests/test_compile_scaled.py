@@ -1,5 +1,7 @@
 """The scaled product compiles for every target at every tile of its tables: see test_compile_targets.py."""
 
+import functools
+
 import pytest
 import torch
 
@@ -8,17 +10,18 @@ from moe_aiter.config import interpret
 from moe_aiter.kernels._fp8 import FP8, native_fp8
 from moe_aiter.kernels.scaled_gemm import MOST_K, launch_scaled_gemm
 from moe_aiter.kernels.scaled_gmm import launch_scaled_gmm
-from moe_aiter.tuning.candidates import PORTABLE
+from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
 
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from aot import TARGETS, compiling_for
+from test_compile_hopper import GATED, check_tile, module, run_hopper_up
 from test_compile_targets import check, ints, new
 
 G, T, TOP_K = 16, 512, 4
-INT8, (E4M3, FNUZ, E5M2) = torch.int8, FP8
+INT8, F32, (E4M3, FNUZ, E5M2) = torch.int8, torch.float32, FP8
 SCALED = [op for op in PORTABLE if op.startswith("scaled")]
 MATRIX = {  # of 8 bits; 8-bit floats without a name here become float16
     ("sm_80", INT8): "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32",
@@ -31,12 +34,15 @@ MATRIX = {  # of 8 bits; 8-bit floats without a name here become float16
 }
 
 
-def run(rows=1024, n=4096, k=4096, x=INT8, w=None, columns=True, beside=True, out=torch.bfloat16):
+def run(
+    rows=1024, n=4096, k=4096, x=INT8, w=None, columns=True, beside=True, out=torch.bfloat16,
+    launch=launch_scaled_gemm,
+):  # fmt: skip
     """One launch.  `columns`: each column of w in a row; `beside`: with scales and a bias."""
     floats, w = {"dtype": torch.float32}, w or x
     weight = new(n, k, dtype=w).mT if columns else new(k, n, dtype=w)
     more = (new(rows, **floats), new(n, **floats), new(n)) if beside else (None, None, None)
-    launch_scaled_gemm(new(rows, n, dtype=out), new(rows, k, dtype=x), weight, *more, out)
+    launch(new(rows, n, dtype=out), new(rows, k, dtype=x), weight, *more, out)
 
 
 def run_groups(n=2048, k=4096, x=INT8, out=torch.bfloat16):
@@ -62,15 +68,17 @@ def table_cases():
     for name, target in TARGETS.items():
         rows = load(tuning.table_name(target.gpu.backend, target.gpu.arch))
         for row in (row for row in rows if row.key.op in SCALED):
-            yield pytest.param(name, row, id=f"{name}-{row.key.op} {row.key.rows or 'any'}")
+            yield pytest.param(
+                name, row, id=f"{name}-{row.key.op} {row.key.rows or 'any'}x{row.key.n or 'any'}"
+            )
 
 
 @pytest.mark.parametrize("target, row", list(table_cases()))
 def test_table_row(target, row):
     """The configuration of a table row, with each order of the weights, without spills."""
     with compiling_for(TARGETS[target]) as launches:
-        sizes = sizes_of(row.key.op, row.key.rows)
-        config = tuning.lookup(row.key.op, sizes["x"], sizes["rows"], 4096, sizes["k"], 1)
+        sizes = {**sizes_of(row.key.op, row.key.rows), "n": row.key.n or 4096}
+        config = tuning.lookup(row.key.op, sizes["x"], sizes["rows"], sizes["n"], sizes["k"], 1)
         assert config == row.config
         run(**sizes)
         run(**sizes, columns=False, out=torch.float32)
@@ -128,3 +136,45 @@ def test_candidates(op):
         with tuning.choose(lambda key, config=config: config), compiling_for(target) as launches:
             run(**sizes_of(op, 1024))
         check(target, launches)
+
+
+def run_on_hopper(**named):
+    run(launch=module("masked_gmm").launch_scaled_gemm, **named)
+
+
+def run_groups_on_hopper(x, order):
+    more = new(T, dtype=F32), new(G, 2048, dtype=F32), new(G, 2048)
+    operands = new(T, 4096, dtype=x), new(G, 2048, 4096, dtype=x).mT, ints(G)
+    rows = T * TOP_K if order else T
+    plan = ints(rows) if order else None, TOP_K if order else 1
+    module("gmm").launch_scaled_gmm(new(rows, 2048), *operands, *more, *plan, torch.bfloat16)
+
+
+ON_HOPPER = {  # each kernel where it needs the most registers
+    "hopper_masked_int8": [
+        functools.partial(run_on_hopper, k=k, beside=beside, out=out)
+        for k in (2880, 4096)
+        for beside in (True, False)
+        for out in (torch.bfloat16, F32)
+    ],
+    "hopper_masked_fp8": [functools.partial(run_on_hopper, x=E4M3, w=E5M2, k=k) for k in (2880, 4096)],
+    "hopper_masked_fp8_plain": [functools.partial(run_on_hopper, x=E4M3, out=F32)],
+    "hopper_up_int8": [
+        functools.partial(run_hopper_up, a, i, bias=True, fp8=INT8) for a in GATED for i in (False, True)
+    ],
+    "hopper_up_plain_int8": [functools.partial(run_hopper_up, "gelu", bias=True, fp8=INT8)],
+    "hopper_gmm_int8": [functools.partial(run_groups_on_hopper, INT8, order) for order in (True, False)],
+    "hopper_gmm_fp8": [functools.partial(run_groups_on_hopper, E4M3, order) for order in (True, False)],
+}
+
+
+@pytest.mark.parametrize(
+    "op, tile", [pytest.param(op, t, id=f"{op}: {t}") for op in ON_HOPPER for t in HOPPER_TILES[op]]
+)
+def test_tile_on_hopper(op, tile):
+    for launch in ON_HOPPER[op]:
+        check_tile(op, tile, launch)
+
+
+def test_every_tile_of_int8_is_compiled():
+    assert {op for op in HOPPER_TILES if op.endswith("int8")} <= ON_HOPPER.keys()

@@ -11,6 +11,7 @@ FP8 = {  # dtype -> the format that `decode` knows
     torch.float8_e4m3fnuz: "e4m3fnuz",
     torch.float8_e5m2: "e5m2",
 }
+MOST_K = 131071  # products of -128 and -128 of which int32 holds a sum
 CHUNK = 128  # rows that are summed together: a line of memory, and of shared memory as wgmma reads it
 OCP = (torch.float8_e4m3fn, torch.float8_e5m2)  # the formats of the Open Compute Project
 NATIVE = {  # architecture -> what its matrix instructions multiply, where Triton emits these

@@ -183,6 +183,7 @@ def launch_quantize_rows(out, x, format):
     quantize_rows_kernel[(G * tiles,)](
         x, x8, scale, M, K, tiles, x.stride(),
         **limits(x8), WHOLE=block_k >= K, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+        enable_fp_fusion=False,  # or what is rounded to a whole number is a product that was not yet rounded
     )  # fmt: skip
 
 

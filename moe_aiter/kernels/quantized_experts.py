@@ -3,7 +3,7 @@
     out[t] = sum over j of s[t, j] * (down8 @ f(gate_up8 @ x8[t] + gate_up_bias) + down_bias)
 
 with a scale for each row of a weight, of a token and of what the activation gives (`quantize_rows`).  On
-Hopper 8-bit floats take the products of `experts_fp8`, whose epilogue applies the activation.
+Hopper they take the products of `experts_fp8`, whose epilogue applies the activation.
 """
 
 import torch
@@ -21,9 +21,13 @@ from .scaled_gmm import scaled_gmm
 ALL_ROWS = 2**62  # bytes: the rows of the second product come in one chunk
 
 
+def format_of(w8: Tensor) -> str:
+    return "int8" if w8.dtype == torch.int8 else "e4m3"
+
+
 def by_groups(x, gate_up, down, routing_weights, plan, activation, interleaved) -> Tensor:
     order, rank, group_sizes = plan
-    format = "int8" if gate_up[0].dtype == torch.int8 else "e4m3"
+    format = format_of(gate_up[0])
     product = x.dtype if x.dtype != torch.float64 else torch.float32
 
     def multiply(rows: Tensor, weight: tuple, **gathered) -> Tensor:
@@ -40,16 +44,19 @@ def by_groups(x, gate_up, down, routing_weights, plan, activation, interleaved) 
 
 def on_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) -> Tensor:
     order, rank, group_sizes = plan
-    _, a = expert_up_fp8_op(x, *gate_up, *plan, activation, interleaved, False)
+    format = format_of(gate_up[0])
+    x8 = quantize_rows(x, format)
+    _, a = expert_up_fp8_op(*x8, *gate_up, *plan, activation, interleaved, False, x.dtype)
     w8, w_scale, bias = down
-    home = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, "e4m3"
+    home = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, format
     return gmm_unpermute_fp8_op(a, w8, w_scale, *home)
 
 
 def fits_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) -> bool:
     up, (w8, *_) = gate_up[0], down
-    fits = up.dtype == torch.float8_e4m3fn and hopper.fits_up_fp8(x, *gate_up, *plan, activation)
-    return fits and w8.shape[2] % 16 == 0 and w8.shape[1] % 8 == 0
+    fits = hopper.fits_up_fp8(x, None, *gate_up, *plan, activation, x.dtype)
+    fits = fits and w8.shape[2] % 16 == 0 and w8.shape[1] % 8 == 0
+    return fits and hopper.multiplies(up, up) and hopper.multiplies(w8, w8)
 
 
 on_hopper.takes, on_hopper.fits = hopper.DTYPES, fits_hopper

@@ -16,16 +16,16 @@ from .. import tuning
 from ..backend import define_op, takes
 from . import hopper
 from ._check import FLOATS, check_device, check_shape, check_size, check_tensor, refuse_gradient
-from ._fp8 import FP8, add_product, as_operands, is_promoted
+from ._fp8 import FP8, MOST_K, add_product, as_operands, is_promoted
 from ._groups import wide
+from ._scaled_choice import fits_blas, multiply_by_blas, wants
 from ._tile import locate, row_tiles, swizzle, tile_options
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
-MOST_K = 131071  # products of -128 and -128 of which int32 holds a sum
 LARGEST = 128 * 128  # numbers of a tile of float32
 SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
-MANY = (
-    128  # rows for which an operand is first laid out along K, as the matrix instructions of 8 bits want it
+WIDTH = (
+    4096  # columns beside which the tables' tiles fill a GPU; where there are less, tiles of fewer rows do
 )
 
 # reference
@@ -35,11 +35,16 @@ def sums(x, w):
     """x @ w in float32: of int8 exact, and rounded once."""
     if x.dtype != torch.int8:
         return wide(x) @ wide(w)
-    # torch's own is wrong where there is one number to sum, and for strides of 0
-    fits = 1 < x.shape[1] <= MOST_K and 0 not in (*x.stride(), *w.stride())
-    if x.is_cpu and fits and has_exact_int8():
-        return torch._int_mm(x, w).to(torch.float32)
+    # torch's own is wrong where there is one number to sum
+    if x.is_cpu and 1 < x.shape[1] <= MOST_K and has_exact_int8():
+        w = in_rows(w.mT).mT if w.mT.is_contiguous() else in_rows(w)
+        return torch._int_mm(in_rows(x), w).to(torch.float32)
     return (x.to(torch.float64) @ w.to(torch.float64)).to(torch.float32)
+
+
+def in_rows(t):
+    """Contiguous, even where there is but one row: torch's `_int_mm` misreads other strides."""
+    return t.contiguous().view(-1).view(t.shape)
 
 
 @functools.cache
@@ -213,7 +218,8 @@ def launch(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k):
     (x, w), (x_format, w_format) = as_operands(x, w)
     long = x.dtype == torch.int8 and K > MOST_K
     kind = "int8" if x.dtype == torch.int8 else "decode" if x_format or w_format else "fp8"
-    config = tuning.lookup(f"scaled_{'long' if long else kind}", x.dtype, M, N, K, G)
+    rows = M if G > 1 else min(M, max(M * N // WIDTH, 1))
+    config = tuning.lookup(f"scaled_{'long' if long else kind}", x.dtype, rows, N, K, G)
     if (
         out.itemsize == 4 and config.block_m * config.block_n > LARGEST
     ):  # registers have no room to store more
@@ -228,6 +234,16 @@ def launch(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k):
         X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x),
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
+
+
+launch_scaled_gemm.wants = wants("triton")
+
+
+def fill_scaled_gemm(out, *inputs) -> None:
+    if fits_blas(*inputs):
+        multiply_by_blas(out, *inputs[:4])
+    else:
+        out.copy_(scaled_gemm_reference(*inputs))
 
 
 # op
@@ -275,6 +291,7 @@ scaled_gemm_op = define_op(
     "-> Tensor",
     new=new_scaled_gemm,
     reference=scaled_gemm_reference,
+    torch=fill_scaled_gemm,
     triton=launch_scaled_gemm,
     hopper=hopper.launch_scaled_gemm,
 )

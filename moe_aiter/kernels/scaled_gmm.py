@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backend import define_op, takes
+from . import hopper
 from ._check import check_shape, check_size, refuse_gradient
 from ._fp8 import FP8
 from ._groups import check_groups, check_plan_values, check_rows, group_ends, take_rows
@@ -63,6 +64,7 @@ scaled_gmm_op = define_op(
     ),
     reference=scaled_gmm_reference,
     triton=launch_scaled_gmm,
+    hopper=hopper.launch_scaled_gmm,
 )
 
 # public

@@ -175,7 +175,7 @@ def places(lists: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
 def pattern_of_compressed(
     start: Tensor, col: Tensor, shape: tuple[int, int], block: tuple[int, int]
 ) -> SparsePattern:
-    """Of what a CSR or BSR tensor, or the transpose of a CSC or BSC one, says; its entries are in any order."""
+    """Of what a CSR or BSR tensor, or the transpose of a CSC or BSC one, says, in any order."""
     columns = count(shape, block)[1]
     pattern = SparsePattern(shape, block, lists_of_compressed(start, col, columns))
     if block == (1, 1):
@@ -202,10 +202,10 @@ class AsSparse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dw):
-        if dw.layout == ctx.layout:
-            if (dw.crow_indices().data_ptr(), dw.col_indices().data_ptr()) == ctx.indices:
-                return dw.values(), None
-        return ctx.pattern.take(dw.to_dense()), None
+        if dw.layout != ctx.layout:
+            return ctx.pattern.take(dw.to_dense()), None
+        same = (dw.crow_indices().data_ptr(), dw.col_indices().data_ptr()) == ctx.indices
+        return dw.values() if same else ctx.pattern.take(dw.to_dense()), None
 
 
 def as_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ..backend import check_backend, log
+from ..dispatch import is_plain, is_transformed
+from ..kernels.attention_mask import zero_rows
 from ..switches import switches
-from .attention_call import Call, agree, apart, together, with_band
+from .attention_call import Call, agree, aligned, apart, fitted, together, with_band
 
 BACKENDS = "auto", "flash", "sdpa", "math"
 TORCHS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # what `torch._fused_sdp_choice` answers
@@ -75,7 +77,7 @@ def attention(
     remember(key, chosen, call, q)
     out = KERNELS[chosen](call)
     if alive is not None:
-        out = out.masked_fill(~alive, 0)
+        out = without_dead(out, alive)
     return F.pad(out, (0, 0, dead, 0)) if dead else out
 
 
@@ -106,15 +108,26 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
     if not type(q) is type(k) is type(v) is Tensor:
         return None
     kinds = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return *kinds, *options, switches.fusion, switches.tensor_cores
+    strides = q.stride(), k.stride(), v.stride()
+    start = (q.storage_offset() | k.storage_offset() | v.storage_offset()) % 8  # 16 bytes or more
+    return *kinds, *strides, start, *options, switches.fusion, switches.tensor_cores
 
 
 def remember(key: tuple | None, chosen: str, call: Call, q: Tensor) -> None:
-    plain = chosen == "sdpa" and call.q is q and call.mask is None and share_rows(call) is call
+    plain = chosen == "sdpa" and call.q is q and call.mask is None and for_torch(call) is call
     if key is not None and plain and (not call.is_banded or call.is_torchs_causal):
         if len(simple) >= MOST:
             simple.clear()
         simple[key] = call.is_torchs_causal, call.group > 1
+
+
+def without_dead(out: Tensor, alive: Tensor) -> Tensor:
+    """The result with zeros for queries without keys: in place where no gradient needs what was there."""
+    ours = out.is_cuda and not out.requires_grad and not torch.compiler.is_compiling()
+    if not ours or is_transformed() or not is_plain((out,)):
+        return torch.where(alive, out, 0)
+    zero_rows(out, alive)
+    return out
 
 
 # which kernel
@@ -137,7 +150,7 @@ def flash_lacks(call: Call) -> str | None:
     """What keeps torch's flash kernel from this call."""
     q, _, v, mask = call[:4]
     if q.device.type == "cpu":
-        fits = torch._fused_sdp_choice(*sdpa_arguments(call), **sdpa_options(call)) == 1
+        fits = torchs_choice(call) == 1
         return None if fits else "has on a CPU no dropout, no v of another head size, no gradient of a mask"
     if not q.is_cuda:
         return f"is not there on {q.device.type}"
@@ -157,9 +170,12 @@ def flash_lacks(call: Call) -> str | None:
 def name_of(chosen: str, call: Call) -> str:
     if chosen != "sdpa":
         return chosen
-    call = share_rows(call)
-    answer = torch._fused_sdp_choice(*sdpa_arguments(call), **sdpa_options(call))
+    answer = torchs_choice(for_torch(call))
     return f"sdpa: {TORCHS.get(answer, answer)}"
+
+
+def torchs_choice(call: Call) -> int:
+    return torch._fused_sdp_choice(*sdpa_arguments(call), **sdpa_options(call))
 
 
 def report(chosen: str, call: Call) -> None:
@@ -205,20 +221,20 @@ def flash(call: Call) -> tuple[Tensor, ...]:
 
 
 def rows_of_16_bytes(t: Tensor) -> Tensor:
-    """(B, H, S, D) with D filled up by zeros to a multiple of 8, in rows."""
+    """(B, H, S, D) in whole 16 bytes: with D filled up by zeros to a multiple of 8, and aligned."""
     short = -t.shape[3] % 8
-    t = F.pad(t, (0, short)) if short else t
-    return t if t.stride(3) == 1 else t.contiguous()
+    return F.pad(t, (0, short)) if short else aligned(t)
 
 
 def run_sdpa(call: Call) -> Tensor:
-    shared = share_rows(call)
+    shared = for_torch(call)
     arguments = sdpa_arguments(shared)
     lower_right = shared.is_causal and shared.mask is None and not shared.is_torchs_causal
     if lower_right and call.q.is_cuda and not torch.compiler.is_compiling():  # torch cannot compile it
         arguments[3] = causal_lower_right(shared.q.shape[2], shared.k.shape[2])
     out = F.scaled_dot_product_attention(*arguments, **sdpa_options(shared))
-    return out if shared is call else apart(out, call.group)
+    out = out if shared.group == call.group else apart(out, call.group)
+    return out if shared.v.shape[3] == call.v.shape[3] else out[..., : call.v.shape[3]]
 
 
 def sdpa_arguments(call: Call) -> list:
@@ -231,6 +247,10 @@ def sdpa_options(call: Call) -> dict:
     return {"scale": call.scale, "enable_gqa": call.group > 1}
 
 
+def for_torch(call: Call) -> Call:
+    return fitted(share_rows(call))
+
+
 def share_rows(call: Call) -> Call:
     """Queries whose heads share a head of k as more queries of one head, where torch would repeat k and v.
 
@@ -241,6 +261,8 @@ def share_rows(call: Call) -> Call:
         return call
     if not flash_lacks(call) or (mask is not None and (mask.shape[1] > 1 or mask.shape[2] > 1)):
         return call
+    if not torch.compiler.is_compiling() and TORCHS.get(torchs_choice(call)) != "math":
+        return call  # cuDNN repeats none; torch.compile cannot ask
     return call._replace(q=together(call.q, call.group))
 
 

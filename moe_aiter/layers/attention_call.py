@@ -3,9 +3,16 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch import is_transformed
 from ..kernels._check import check_device, check_float, check_shape, check_size
+from ..kernels.attention_mask import lowest, mask_bias
+
+BYTES = 16  # what fused kernels load at a time
+NARROWEST = 16  # the head size below which cuDNN's 16-bit kernels are not to be relied on
+HALVES = torch.float16, torch.bfloat16
 
 
 class Call(NamedTuple):
@@ -42,7 +49,8 @@ class Call(NamedTuple):
 def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int, Tensor | None]:
     """The call without what no query sees, how many queries at the start see nothing, and which others."""
     check_inputs(q, k, v, dropout_p)
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)  # torch knows none of meta tensors
+    if autocast and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     Sq, Sk = q.shape[2], k.shape[2]
     mask = None if mask is None else shaped_mask(mask, q, Sk)
@@ -56,14 +64,29 @@ def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int
             mask = mask[:, :, dead if mask.shape[2] > 1 else 0 :, unseen if mask.shape[3] > 1 else 0 :]
     left = -1 if left >= k.shape[2] - 1 else left
     right = -1 if right >= q.shape[2] - 1 else right
-    call = Call(q, k, v, mask, left, right, dropout_p, q.shape[3] ** -0.5 if scale is None else scale)
+    scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
+    call = Call(q, k, v, mask, left, right, dropout_p, scale)
     if mask is None:
         return call, dead, None
-    mask = with_band(call)
-    alive = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(3, keepdim=True)
-    # a query without keys is given all, and its result is dropped: no kernel divides 0 by 0
-    mask = mask | ~alive if mask.dtype == torch.bool else mask.masked_fill(~alive, 0)
+    mask, alive = with_all_or_some(with_band(call), q)
     return call._replace(mask=mask, left=-1, right=-1), dead, alive
+
+
+def with_all_or_some(mask: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask, and which queries it leaves a key.
+
+    One without is given all of them, and its result is dropped: no kernel divides 0 by 0.
+    """
+    if mask.dtype == torch.bool:
+        if q.is_cuda and not (torch.compiler.is_compiling() or is_transformed()):
+            return mask_bias(mask, q.dtype)  # in one launch; a compiler fuses the steps below
+        alive = mask.any(3, keepdim=True)
+        return mask | ~alive, alive
+    hidden = mask == -torch.inf
+    alive = ~hidden.all(3, keepdim=True)
+    if q.is_cuda:
+        mask = mask.masked_fill(hidden, lowest(q.dtype))
+    return mask.masked_fill(~alive, 0), alive
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> None:
@@ -97,13 +120,16 @@ def shaped_mask(mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     if any(size not in (1, sizes[axis]) for size, axis in zip(mask.shape, wanted, strict=True)):
         expected = ", ".join(f"{axis}={sizes[axis]}" for axis in wanted)
         raise ValueError(f"mask is {tuple(mask.shape)} but q and k are ({expected})")
-    mask = mask.to(q.dtype) if mask.is_floating_point() else mask != 0
+    if mask.dtype != torch.bool:
+        mask = mask.to(q.dtype) if mask.is_floating_point() else mask != 0
     if mask.dim() == 2:
         return mask[:, None, None, :]
     return mask[:, None] if mask.dim() == 3 else mask
 
 
 def seen(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is not None and len(window) != 2:
+        raise ValueError(f"window is {window}: it takes how many keys before and how many behind")
     left, right = (-1, -1) if window is None else window
     if min(left, right) < -1:
         raise ValueError(f"window is {window}: it takes how many keys before and behind, or -1 for all")
@@ -127,6 +153,36 @@ def with_band(call: Call) -> Tensor | None:
     if call.mask is None:
         return shown
     return call.mask & shown if call.mask.dtype == torch.bool else call.mask.masked_fill(~shown, -torch.inf)
+
+
+def fitted(call: Call) -> Call:
+    """The call as fused kernels of a GPU read it, who do not all look whether they can.
+
+    Rows begin at multiples of 16 bytes: those of a part of a wider tensor need not.  Heads in 16 bits are of
+    NARROWEST at least, filled up by zeros.
+    """
+    if not call.q.is_cuda:
+        return call
+    q, k, v = call[:3]
+    if q.dtype in HALVES and min(q.shape[3], v.shape[3]) < NARROWEST:
+        q, k, v = (F.pad(t, (0, max(NARROWEST - t.shape[3], 0))) for t in (q, k, v))
+    q, k, v = (aligned(t) for t in (q, k, v))
+    same = q is call.q and k is call.k and v is call.v
+    return call if same else call._replace(q=q, k=k, v=v)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """(B, H, S, D), or a copy whose rows begin at multiples of 16 bytes, if D lets them."""
+    if is_aligned(t) or t.shape[3] * t.itemsize % BYTES:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(t: Tensor) -> bool:
+    # torch.compile cannot ask for the offset; of a part of whole 16 bytes it is seldom another
+    start = 0 if torch.compiler.is_compiling() else t.storage_offset()
+    steps = [step for step, size in zip(t.stride()[:3], t.shape, strict=False) if size > 1]
+    return t.stride(3) == 1 and not any(n * t.itemsize % BYTES for n in (start, *steps))
 
 
 def together(t: Tensor, group: int) -> Tensor:

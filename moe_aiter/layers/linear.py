@@ -1,6 +1,7 @@
 """nn.Linear by `tuned_gemm`: for a whole program, without a change to a model."""
 
 import functools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -11,9 +12,11 @@ from ..config import settings
 from ..kernels.shuffle import LAYOUT, shuffle_weight
 from ..kernels.tuned_gemm import PARAMETERS, NotSupportedError, needs_gradient, tuned_gemm
 from ..tuning.aiter_csv import Problem, find, this_device
+from ..tuning.choice import measured
 
 HALVES = (torch.bfloat16, torch.float16)
 BUFFER = "_preshuffled_weight"
+ROWS = 64  # from which on a shuffled weight is taken where nothing says otherwise
 
 # the switch
 
@@ -133,6 +136,9 @@ def linear_with_split_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 # shuffled weights
 
 
+_shuffled_from: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()  # states of weights
+
+
 def preshuffle_weights(
     model: nn.Module, require_multiple: int = 256, layout: tuple[int, int] = LAYOUT
 ) -> int:
@@ -142,10 +148,12 @@ def preshuffle_weights(
     the buffer `_preshuffled_weight`, which state dicts leave out.  A patched Linear (`patch_linear`) takes it
 
       where a file of tuned products has a row for both orders, and the one for shuffled weights is faster;
-      else from `MOE_AITER_PRESHUFFLE_M_THRESHOLD` rows on, 64 unless given,
+      else from `MOE_AITER_PRESHUFFLE_M_THRESHOLD` rows on; where that is not given, from 64 on, or never on a
+      GPU on which the usual order was the faster one at every size measured, as on the H200,
 
     while its weight needs no gradient, and outside of torch.compile.  A weight that has changed since is
     shuffled again when it is next asked for; writes through `.data` leave no trace and want another call.
+    Weights that were made in inference mode never do, and are not eligible.
 
     Shuffled weights are for AMD's matrix instructions: measure before and after.  On NVIDIA's GPUs and on
     CPUs they gain nothing.  Kernels here read the layout (16, 16); in another one weights are only kept.
@@ -160,7 +168,7 @@ def preshuffle_weights(
     for module in eligible:
         module.register_buffer(BUFFER, copies[id(module.weight)], persistent=False)
         module._preshuffled_layout = tuple(layout)
-        module._preshuffled_state = state_of(module.weight)
+        _shuffled_from[module] = state_of(module.weight)
     return len(eligible)
 
 
@@ -170,13 +178,19 @@ def is_eligible(module: nn.Module, multiple: int) -> bool:
     weight = module._parameters.get("weight")  # None where it is computed
     if type(weight) not in PARAMETERS or weight.dtype != torch.bfloat16 or module.bias is not None:
         return False
+    if weight.is_inference():  # such a weight has no version: nobody could tell that it has changed
+        return False
     return weight.dim() == 2 and all(size % multiple == 0 for size in weight.shape)
 
 
 def state_of(weight: Tensor) -> tuple:
-    """What changes where a weight does."""
-    version = 0 if weight.is_inference() else weight._version
-    return version, weight.data_ptr(), weight.dtype
+    """What changes where a weight does; another weight may have the address of one that is gone."""
+    return weakref.ref(weight), weight._version, weight.data_ptr(), weight.dtype
+
+
+def is_same(before: tuple | None, now: tuple) -> bool:
+    """Of two states: references compare by what they refer to, and tensors by their elements."""
+    return before is not None and before[0] is now[0] and before[1:] == now[1:]
 
 
 def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -186,20 +200,27 @@ def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     if weight.dtype != torch.bfloat16 or module._preshuffled_layout != LAYOUT or module.bias is not None:
         return None
+    if weight.is_inference():
+        return None
     if not takes_shuffled(x.numel() // max(x.shape[-1], 1), weight):
         return None
-    if module._preshuffled_state != state_of(weight):
+    if not is_same(_shuffled_from.get(module), state_of(weight)):
         shuffled = shuffle_weight(weight.detach(), LAYOUT)
-        module._buffers[BUFFER], module._preshuffled_state = shuffled, state_of(weight)
+        module._buffers[BUFFER], _shuffled_from[module] = shuffled, state_of(weight)
     return shuffled
 
 
 def takes_shuffled(rows: int, weight: Tensor) -> bool:
     """Whether so many rows are multiplied by the shuffled weight."""
+    shuffled = None
     if settings.config_gemm_bf16:
-        usual = Problem(rows, *weight.shape, False, weight.dtype, weight.dtype)
+        problem = Problem(rows, *weight.shape, False, weight.dtype, weight.dtype)
         device = this_device(weight.device)
-        found = [find(problem, device) for problem in (usual, usual._replace(shuffled=True))]
-        if None not in found:
-            return found[1].us < found[0].us
-    return rows >= settings.preshuffle_m_threshold
+        usual, shuffled = find(problem, device), find(problem._replace(shuffled=True), device)
+        if usual is not None and shuffled is not None:
+            return shuffled.us < usual.us
+    if settings.preshuffle_m_threshold:
+        return rows >= settings.preshuffle_m_threshold
+    if shuffled is None and measured("gemm_shuffled", weight.device) == {"torch"}:  # in the usual order
+        return False
+    return rows >= ROWS

@@ -58,8 +58,9 @@ def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor, Te
     kept, state = None, q.new_zeros(2, dtype=torch.int64)
     is_flash = q.is_cuda and choose(call, "auto") != "math" and not flash_lacks(call)
     if is_flash and not options.return_dropout_randval:
-        out, lse, state = flash(call)
-        state = state.view(torch.int64)
+        out, lse, seeds = flash(call)
+        if call.dropout_p:  # else torch leaves them as the memory was
+            state = seeds.view(torch.int64)
     else:
         out, lse, kept = by_steps(call)
     out = F.pad(out, (0, 0, dead, 0)).transpose(1, 2)

@@ -4,7 +4,8 @@ A kernel that has other limits where its inputs differ, in registers say, has a 
 Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
 float16 of 8-bit floats that the GPU does not multiply.  `scaled_long` adds sums of int8 that int32 overflows.
 Of the dense ones `_full` has an activation or a matrix to add, on Hopper the latter, and `_act` the former.
-On Hopper `_fp8` adds the sums of 8-bit products in float32, `_plain` without scales or for a float32 result.
+On Hopper `_int8` sums in int32, `_fp8` adds the sums of 8-bit floats in float32, `_plain` without scales or
+for a float32 result.
 Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
 """
 
@@ -25,15 +26,21 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     store_n: int = 0  # columns of a tile that are stored at a time; Hopper only
+    turns: int = 0  # 1: two warpgroups take turns with whole tiles; Hopper's dense products only
 
     def __str__(self) -> str:
-        store = f", {self.store_n} stored" if self.store_n else ""
+        rest = f", {self.store_n} stored" if self.store_n else ""
+        rest += ", in turns" if self.turns else ""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{tile}, {self.num_stages} stages, {self.num_warps} warps, walk {self.group_m}{store}"
+        return f"{tile}, {self.num_stages} stages, {self.num_warps} warps, walk {self.group_m}{rest}"
 
 
 def hopper(block_n: int, num_stages: int, store_n: int, block_k: int = 64) -> Config:
     return Config(128, block_n, block_k, num_stages=num_stages, store_n=store_n)
+
+
+def turns(num_stages: int, store_n: int) -> Config:
+    return Config(128, 128, 64, num_stages=num_stages, store_n=store_n, turns=1)
 
 
 # the first is the usual one
@@ -41,14 +48,23 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), hopper(256, 3, 256)),
-    "hopper_gemm_act": (hopper(256, 4, 64), hopper(128, 6, 64), Config(256, 128, 64, 1, 4, 4, 32)),
-    "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32)),
+    "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), turns(6, 64)),
+    "hopper_gemm_act": (
+        hopper(256, 4, 64),
+        hopper(128, 6, 64),
+        Config(256, 128, 64, 1, 4, 4, 32),
+        turns(6, 64),
+    ),
+    "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32), turns(6, 32)),
     "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
+    "hopper_masked_int8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_masked_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_masked_fp8_plain": (hopper(128, 6, 128, block_k=128), hopper(128, 5, 128, block_k=128)),
     "hopper_down_grad": (hopper(256, 6, 0, block_k=32), hopper(256, 3, 0)),
     "hopper_up_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
+    "hopper_up_int8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
+    "hopper_up_plain_int8": (hopper(256, 4, 32, block_k=128), hopper(128, 5, 32, block_k=128)),
+    "hopper_gmm_int8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_up_plain_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 5, 32, block_k=128)),
     "hopper_gmm_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_down_grad_fp8": (hopper(128, 5, 0, block_k=128), hopper(128, 4, 0, block_k=128)),
@@ -76,8 +92,8 @@ MASKED_FEW = (
 SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
 GEMM_FEW = tuple(Config(16, *rest) for rest in ((64, 128, 1, 4, 6), (32, 256, 1, 4, 6), (128, 128, 1, 4, 4)))
 SCALED = (
-    Config(128, 256, 128, 8, 8, 3), Config(128, 256, 128, 8, 8, 4), Config(128, 128, 128, 16, 8, 6),
-    Config(64, 128, 128, 8, 4, 4), Config(16, 64, 256, 1, 4, 4), Config(16, 32, 256, 1, 4, 5),
+    Config(128, 256, 128, 8, 8, 4), Config(128, 128, 128, 16, 4, 4), Config(64, 128, 128, 16, 4, 6),
+    Config(64, 64, 128, 1, 4, 6), Config(64, 32, 256, 1, 4, 5), Config(16, 64, 256, 1, 4, 6),
 )  # fmt: skip
 SPARSE = (  # the last ones for blocks of 64, 128 and 32
     Config(128, 128, 64, 8, 4, 4), Config(128, 128, 64, 8, 8, 4), Config(256, 64, 64, 8, 8, 3),
@@ -98,7 +114,7 @@ PORTABLE = {
     "masked_decode": (Config(128, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 3)),
     "masked_few_decode": (Config(16, 64, 256, 1, 4, 4), Config(64, 64, 128, 2, 4, 3)),
     "scaled_int8": SCALED,
-    "scaled_fp8": (Config(128, 128, 256, 8, 8, 3), *SCALED[2:]),
+    "scaled_fp8": (Config(128, 128, 256, 8, 8, 3), Config(128, 128, 128, 8, 8, 6), *SCALED[2:]),
     "scaled_decode": (Config(128, 128, 64, 8, 8, 3), Config(16, 64, 256, 1, 4, 4)),
     "scaled_long": (Config(64, 128, 128, 8, 8, 3), Config(64, 64, 128, 8, 4, 3)),
     "segment_gmm": (*SEGMENT, *WIDE[:2]),
@@ -113,7 +129,7 @@ OPS = (*PORTABLE, *HOPPER_TILES)
 
 
 def candidates(op: str) -> tuple[Config, ...]:
-    """At most six."""
+    """At most eight."""
     if op in PORTABLE:
         return PORTABLE[op]
     return tuple(dataclasses.replace(tile, group_m=w) for tile in HOPPER_TILES[op] for w in WALKS)

@@ -2,7 +2,7 @@
 
 `tables/choice/<GPU>.csv` has a row for each measured case.  The first row that matches is taken: `op`, `bits`
 and `layout` match exactly, `n` and `k` too, `rows` up to a power of two; an empty cell matches anything.
-Where no row matches, torch computes.
+Where no row matches, torch computes, unless the op says otherwise.
 """
 
 import csv
@@ -47,11 +47,16 @@ COLUMNS = (*Case._fields, "backend", *PROVENANCE)
 
 
 def choose_backend(
-    op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int
+    op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int, otherwise: str = "torch"
 ) -> str:  # fmt: skip
-    """hopper, triton or torch, for `rows` rows of all matrices on the GPU of x."""
+    """hopper, triton or torch, for `rows` rows of all matrices on the GPU of x; `otherwise` without a row."""
     case = Case(op, x.itemsize * 8, layout, epilogue, bucket(rows), n, k)
-    return find_choice(table_of(x.device), case)
+    return find_choice(table_of(x.device), case, otherwise)
+
+
+def measured(op: str, device: torch.device) -> set[str]:
+    """Who was the fastest at an op on this GPU, in all that was measured of it; nobody where nothing was."""
+    return {choice.backend for choice in load_choices(table_of(device)) if choice.case.op == op}
 
 
 @functools.cache
@@ -60,8 +65,8 @@ def table_of(device: torch.device) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def find_choice(name: str, case: Case) -> str:
-    return next((choice.backend for choice in load_choices(name) if choice.matches(case)), "torch")
+def find_choice(name: str, case: Case, otherwise: str = "torch") -> str:
+    return next((choice.backend for choice in load_choices(name) if choice.matches(case)), otherwise)
 
 
 @functools.cache

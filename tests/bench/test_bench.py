@@ -232,4 +232,4 @@ def test_shapes_are_known():
 def test_arguments_have_help():
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    assert "layer | gmm | deepgemm | segment | lora | report" in parser.format_help()
+    assert "layer | gmm | deepgemm | segment | gemm | lora | report" in parser.format_help()

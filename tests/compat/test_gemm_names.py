@@ -141,3 +141,15 @@ def test_the_switches_count(xwb):
     finally:
         aiter.set_default_precision(None)
     assert got.dtype == torch.float32 and 1e-4 < (got - expected).norm() / expected.norm() < 2e-2
+
+
+def test_steps_keep_the_dtype_and_the_bias_of_one_product(xwb):
+    x, weight, bias = xwb
+    aiter.enable_fusion(False)
+    try:
+        assert aiter.gemm_bias(x.half(), weight.half(), bias).dtype == torch.float16
+        for wrong in (bias[:1], bias.expand(7, -1)):
+            with pytest.raises(ValueError, match="bias"):
+                aiter.gemm_bias(x, weight, wrong)
+    finally:
+        aiter.enable_fusion(True)

@@ -8,6 +8,7 @@ from moe_aiter.backend import use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import scaled_gemm as module
 from moe_aiter.kernels._fp8 import FP8
+from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.scaled_gemm import MOST_K, scaled_gemm
 from moe_aiter.kernels.scaled_gmm import scaled_gmm
 
@@ -206,6 +207,41 @@ def test_tiles_of_the_gpu(M, N, K, kinds):
             assert torch.equal(got, scaled_gemm(*given, out_dtype=out))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS[:5], ids=lambda k: "-".join(str(t)[6:] for t in k))
+@pytest.mark.parametrize("M", [128, 300, 1500])
+@pytest.mark.parametrize("N, K", [(16, 16), (304, 4096), (1296, 2192)])
+def test_hopper(M, N, K, kinds):
+    if not is_hopper(torch.device("cuda", 0)):
+        pytest.skip("no Hopper GPU")
+    inputs = make("cuda", M, K, N, kinds, BF16)
+    with use("hopper"):
+        for given in (inputs, inputs[:4], inputs[:2], (*inputs[:2], None, None, inputs[4])):
+            for out in OUT:
+                assert torch.equal(scaled_gemm(*given, out_dtype=out), exact(*given).float().to(out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS[:5], ids=lambda k: "-".join(str(t)[6:] for t in k))
+@pytest.mark.parametrize("gathered", [False, True])
+def test_groups_on_hopper(kinds, gathered):
+    if not is_hopper(torch.device("cuda", 0)):
+        pytest.skip("no Hopper GPU")
+    sizes, K, N = [130, 0, 1, 300, 64], 272, 328
+    G, M, top_k = len(sizes), sum(sizes) + 5, 2
+    order = torch.randperm(M, device="cuda") if gathered else None
+    x, _, x_scale, *_ = make("cuda", M // 2 if gathered else M, K, N, kinds)
+    w = torch.stack([draw("cuda", N, K, dtype=kinds[1]).view(INT8) for _ in sizes]).view(kinds[1]).mT
+    w_scale = 2.0 ** torch.randint(-2, 2, (G, N), device="cuda").float()
+    bias = torch.randint(-9, 9, (G, N), device="cuda").half()
+    inputs = x, w, torch.tensor(sizes, device="cuda"), x_scale, w_scale, bias
+    with use("hopper"):
+        got = scaled_gmm(*inputs, order=order, top_k=top_k, out_dtype=F16)
+    with use("triton"):
+        assert torch.equal(got, scaled_gmm(*inputs, order=order, top_k=top_k, out_dtype=F16))
+    assert (got[sum(sizes) :] == 0).all()
+
+
 def test_triton_is_what_ran(device):
     if device.type == "cpu" and not interpret:
         pytest.skip("the CPU runs the reference")
@@ -263,3 +299,13 @@ BAD_GROUPS = {
 def test_bad_groups_are_named(change, kind, message):
     with pytest.raises(kind, match=message):
         scaled_gmm(**{**GROUPED, **change})
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1), (1, 2), (3, 2), (17, 1), (1, 17), (40, 1), (0, 1)])
+@pytest.mark.parametrize("M, N", [(1, 1), (1, 20), (20, 1), (20, 20)])
+def test_any_strides_of_int8(device, M, N, strides):
+    memory = torch.randint(-128, 128, (2000,), dtype=torch.int8, device=device)
+    x, w = memory.as_strided((M, 16), strides), memory.as_strided((16, N), strides)
+    for left, right in ((x, w), (x, w.contiguous()), (x.contiguous(), w)):
+        out = scaled_gemm(left, right, out_dtype=torch.float32)
+        assert torch.equal(out.double(), left.double() @ right.double())

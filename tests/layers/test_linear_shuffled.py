@@ -9,7 +9,9 @@ from torch import nn
 from tuned import Own, layer, rows_for, tuned_calls, tuned_files, unpatched_after
 
 from moe_aiter.kernels.shuffle import shuffle_weight
+from moe_aiter.layers import linear
 from moe_aiter.layers.linear import patch_linear, preshuffle_weights
+from moe_aiter.tuning import choice
 
 files = pytest.fixture(tuned_files)
 calls = pytest.fixture(tuned_calls)
@@ -91,6 +93,28 @@ def test_a_file_with_both_orders_decides(calls, files, shuffled_us, taken):
         one(torch.randn(16, 256).bfloat16())
         one(torch.randn(100, 256).bfloat16())  # of which the file says nothing
     assert [shuffled for _, shuffled in calls] == [taken, True]
+
+
+@pytest.mark.parametrize(
+    "found, threshold, taken", [({"torch"}, 0, False), ({"torch"}, 8, True), ({"triton"}, 0, True)]
+)
+def test_where_the_usual_order_was_measured_to_be_faster_it_is_the_default(
+    calls, files, monkeypatch, found, threshold, taken
+):
+    monkeypatch.setattr(linear, "measured", lambda op, device: found if op == "gemm_shuffled" else set())
+    files.set_to("preshuffle_m_threshold", threshold)
+    one = frozen()
+    with patch_linear():
+        one(torch.randn(100, 256).bfloat16())
+        sizes = {"M": 100, "N": 512, "K": 256, "dtype": "bf16"}
+        files(rows_for(torch.device("cpu"), "triton", us=1.0, shuffled=1, **sizes))
+        one(torch.randn(100, 256).bfloat16())  # somebody tuned it
+    assert [shuffled for _, shuffled in calls] == [taken, True]
+
+
+def test_the_h200s_table_has_measured_it():
+    rows = [row for row in choice.load_choices("h200") if row.case.op == "gemm_shuffled"]
+    assert rows and {row.backend for row in rows} == {"torch"}
 
 
 def changed(one):
@@ -175,3 +199,32 @@ def test_compiled_models_multiply_by_the_weight_itself(calls):
         torch.testing.assert_close(compiled(x), F.linear(x, one.weight))
         changed(one)
         torch.testing.assert_close(compiled(x), F.linear(x, one.weight))
+
+
+def test_another_weight_at_the_same_address_is_shuffled_anew():
+    one, x = layer(256, 256, bias=False).requires_grad_(False), torch.randn(64, 256).bfloat16()
+    memory = torch.ones(256 * 256, dtype=torch.bfloat16).untyped_storage()
+
+    def weight_in_memory():
+        return nn.Parameter(x.new_empty(0).set_(memory, 0, (256, 256)), requires_grad=False)
+
+    one.weight = weight_in_memory()
+    assert preshuffle_weights(one) == 1
+    version, address = one.weight._version, one.weight.data_ptr()
+    weight_in_memory().fill_(3)
+    one.weight = None
+    one.weight = weight_in_memory()
+    assert (one.weight._version, one.weight.data_ptr()) == (version, address)
+    with patch_linear():
+        torch.testing.assert_close(one(x), F.linear(x, one.weight))
+
+
+@torch.inference_mode()
+def test_a_weight_without_versions_has_no_shuffled_copy():
+    one, x = layer(256, 256, bias=False), torch.randn(64, 256).bfloat16()
+    assert one.weight.is_inference()
+    assert preshuffle_weights(one) == 0
+    with patch_linear():
+        one(x)
+        one.weight.zero_()
+        assert not one(x).any()

@@ -91,6 +91,22 @@ def test_experts(device, dtype, activation):
         assert error(y, exact) < 2 * FAR[dtype] + 3 * torch.finfo(of_x).eps
 
 
+@pytest.mark.gpu
+@of_8_bits
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("of_x", [torch.bfloat16, torch.float16], ids=str)
+def test_experts_of_sizes_that_hopper_knows(dtype, bias, of_x):
+    experts = Experts(8, 512, 192, bias=bias, device="cuda")
+    quantized, x = quantize(experts, dtype), torch.randn(700, 512, device="cuda")
+    ids, weights = torch.rand(700, 8, device="cuda").argsort(1)[:, :2], torch.rand(700, 2, device="cuda")
+    ids[5, 0], ids[6] = -1, -1  # dropped
+    plan = make_plan(ids, 8)
+    exact = experts.double()(x.double(), weights.double(), plan).detach()
+    y = quantized(x.to(of_x), weights, plan)
+    assert y.dtype == of_x and y[6].eq(0).all()
+    assert error(y, exact) < 2 * FAR[dtype] + 3 * torch.finfo(of_x).eps
+
+
 @every_dtype
 def test_a_layer_of_aiters_example(device, dtype):
     layer = OptimizedMoELayer(64, 8, 48, device=device, dtype=torch.float32)
@@ -288,3 +304,12 @@ def test_a_report_of_other_inputs():
     other.forward = other[0].forward
     report = quantization_report(model, other, torch.ones(1, 64))
     assert report.layers[-1].error is None and "not run" in str(report)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp16", "bf16"])
+@pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_cast_copy_computes_in_the_dtype_of_its_weights(dtype, cast):
+    layer, x = nn.Linear(8, 4), torch.randn(3, 8)
+    narrow = quantize(layer, dtype).to(cast)
+    assert narrow.bias.dtype == cast
+    torch.testing.assert_close(narrow(x), layer(x), rtol=0.1, atol=0.1)

@@ -3,7 +3,7 @@
 Each of them has the meaning and the schema of the op in the file of the same name one level up, and is chosen
 by `backend.pick` where the GPU and the inputs allow it.  Gluon is imported when the first of them runs.
 
-Needed everywhere: a Hopper GPU; bfloat16 or float16, or for masked products 8-bit floats; columns in a row,
+Needed everywhere: a Hopper GPU; bfloat16 or float16, or for products with scales 8 bits; columns in a row,
 as TMA copies them, at addresses that are multiples of 16 bytes; K a multiple of 64, where a part of a block
 would meet the next group's weights.
 """
@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._fp8 import CHUNK, OCP
+from .._fp8 import CHUNK, MOST_K, OCP
 from .._gemm_choice import wants
+from .._scaled_choice import wants as wants_scaled
 from ..activations import get_activation
 
 DTYPES = (torch.bfloat16, torch.float16)
+BYTES = (torch.int8, *OCP)
 BLOCK_K = 64
 PROMOTED_K = 256  # of 8-bit floats, gathered: a whole number of the sums that float32 adds up
 MAX_GROUPS = 1024  # that a program lists in shared memory
@@ -163,8 +165,21 @@ def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
 
 def fits_scaled_gemm(x, w, x_scale, w_scale, bias, dtype) -> bool:
     x, w, whole = x[None], w.mT[None], w.shape[1] * dtype.itemsize % 16 == 0
-    fit = bias is None and whole and x.shape[1] >= MANY and w.dtype in OCP
+    fit = whole and x.shape[1] >= MANY and multiplies(x, w)
     return fit and all(by_tma(t) and stacked(t) and short(t) for t in (x, w))
+
+
+def multiplies(x: Tensor, w: Tensor) -> bool:
+    """Whether sums along the last axis are exact of int8, or of 8-bit floats that the GPU knows."""
+    return x.shape[-1] <= MOST_K if x.dtype == torch.int8 else {x.dtype, w.dtype} <= set(OCP)
+
+
+def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype) -> bool:
+    M, w = x.shape[0] if order is None else order.shape[0], w.mT
+    fit = M >= MANY and dtype in DTYPES and w.shape[1] % 8 == 0 and multiplies(x, w)
+    # the sums of 8-bit floats leave no registers for other cases
+    fit = fit and (x.dtype == torch.int8 or (x_scale is not None and w_scale is not None))
+    return fit and by_tma(x, w) and stacked(w) and few(w)
 
 
 launch_gemm = implementation("gemm", "launch_gemm", fits_gemm)
@@ -178,4 +193,6 @@ launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_d
 launch_tgmm = implementation("tgmm", "launch_tgmm", fits_tgmm)
 launch_tgmm_sums = implementation("tgmm", "launch_tgmm_sums", lambda x, y, *_: by_tma(x, y))
 launch_tgmm_into = implementation("tgmm", "launch_tgmm_into", fits_tgmm_into)
-launch_scaled_gemm = implementation("masked_gmm", "launch_scaled_gemm", fits_scaled_gemm, OCP)
+launch_scaled_gemm = implementation("masked_gmm", "launch_scaled_gemm", fits_scaled_gemm, BYTES)
+launch_scaled_gemm.wants = wants_scaled("hopper")
+launch_scaled_gmm = implementation("gmm", "launch_scaled_gmm", fits_scaled_gmm, BYTES)

@@ -1,5 +1,6 @@
 """Products of 8-bit floats: sums that float32 takes over from the tensor core, and scales."""
 
+import torch
 from torch import Tensor
 
 from ...tuning import Config
@@ -11,8 +12,8 @@ MOST_IMPRECISE = 256  # the 8-bit products that the tensor core adds up, with so
 
 
 def span_of(x: Tensor, c: Config) -> int:
-    """How many stages the tensor core sums before float32 adds: 0 for all of them, where x has more bits."""
-    if x.itemsize > 1:
+    """How many stages the tensor core sums before float32 adds: 0, all of them, unless x is 8-bit floats."""
+    if x.itemsize > 1 or x.dtype == torch.int8:
         return 0
     span = MOST_IMPRECISE // c.block_k
     # or the last sum would wait for a stage that never comes
@@ -33,8 +34,9 @@ class Scales:
 
     @gluon.jit
     def apply(self, acc, group, row, end, column, limit, offset=0):
-        """Multiply acc, which begins at a row and a column of a group, by zeros past row `end` and past
-        column `limit`.  The scales of the columns begin `offset` numbers into those of the group."""
+        """acc in float32, which begins at a row and a column of a group, multiplied, by zeros past row `end`
+        and past column `limit`.  The scales of the columns begin `offset` numbers into those of the group."""
+        acc = acc.to(gl.float32)
         if self.x_ptr is not None:
             m = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
             ptrs = self.x_ptr + group.to(gl.int64) * self.x_group + m * self.x_row

@@ -34,6 +34,11 @@ def tile_options(config: Config) -> dict:
     }
 
 
+def kind_of(x: Tensor) -> str:
+    """What the name of a product of such rows ends in: its sums are others, and so are its tiles."""
+    return "" if x.itemsize > 1 else "_int8" if x.dtype == torch.int8 else "_fp8"
+
+
 def block_g(groups: int) -> int:
     """The length of a list of groups; each of 32 lanes reads as many of them."""
     return max(next_power_of_2(groups), 32)

@@ -58,10 +58,10 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(a, b, GATHERS: gl.constexpr, STAGES: gl.constexpr):
+def make_ring(a, b, GATHERS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr = CONSUMERS):
     """A ring of these buffers.  Where it GATHERS, the producer's threads tell when their rows are there."""
     ready = make_barriers(STAGES, 1 + PRODUCER_THREADS if GATHERS else 1)
-    return Ring(a, b, ready, make_barriers(STAGES, CONSUMERS), STAGES)
+    return Ring(a, b, ready, make_barriers(STAGES, READERS), STAGES)
 
 
 @aggregate
@@ -188,16 +188,23 @@ def gather(x, weights, ring, tiles, groups, places, BLOCK_M: gl.constexpr, EARLY
 @gluon.jit
 def multiply(
     WHO: gl.constexpr, weights, ring, i, depth,
-    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256,
+    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256, last=None,
 ):  # fmt: skip
     """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage.
+    The sums of int8 are int32.
 
-    It is summed over `depth`, which may be 0.  An instruction computes at most WIDEST columns.
+    It is summed over `depth`, which may be 0.  An instruction computes at most WIDEST columns.  The barrier
+    `last` is told when the last of them is on its way.
     """
     HALF: gl.constexpr = BLOCK_M // 2
-    WIDTH: gl.constexpr = min(weights.BLOCK_N, WIDEST)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    acc = warpgroup_mma_init(gl.zeros((HALF, weights.BLOCK_N), gl.float32, layout=layout))
+    DTYPE: gl.constexpr = weights.desc.dtype
+    INTEGERS: gl.constexpr = DTYPE.is_int()
+    # Triton knows no wider instruction for int8 that divides a tile
+    WIDTH: gl.constexpr = min(weights.BLOCK_N, 128 if INTEGERS else WIDEST)
+    SUM: gl.constexpr = gl.int32 if INTEGERS else gl.float32
+    DEPTH: gl.constexpr = 256 // DTYPE.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
+    acc = warpgroup_mma_init(gl.zeros((HALF, weights.BLOCK_N), SUM, layout=layout))
     first = i
     for k in range(0, depth, weights.BLOCK_K):
         ring.wait_ready(i)
@@ -207,6 +214,8 @@ def multiply(
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
         ring.release(i + ring.STAGES - 1, pred=i > first)
         i += 1
+    if last is not None:
+        mbarrier.arrive(last, count=1)
     out = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     ring.release(i + ring.STAGES - 1, pred=depth > 0)
     return out, i

@@ -17,7 +17,7 @@ from ._gluon import (
     tma,
     tma_store,
 )  # fmt: skip
-from ._launch import beside_groups, block_g, num_programs, tile_options
+from ._launch import beside_groups, block_g, kind_of, num_programs, tile_options
 from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring
 from ._schedule import Tiles, find_groups, make_places
 from .activations import kernel_functions
@@ -184,7 +184,7 @@ def launch_expert_up(
     z, a = out
     (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
     N = width // act.parts
-    op = f"hopper_up{'' if act.gated else '_plain'}{'_fp8' if x.itemsize == 1 else ''}"
+    op = f"hopper_up{'' if act.gated else '_plain'}{kind_of(x)}"
     c = tuning.lookup(op, x.dtype, R, width, K, E)
     c = beside_groups(c, c.block_m * c.store_n * (act.parts + 1), E, x.itemsize)
     if act.gated:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
+from .._groups import take_rows
 from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
     descriptor,
@@ -18,7 +19,7 @@ from ._gluon import (
     store_wait,
     tma_store,
 )  # fmt: skip
-from ._launch import beside_groups, block_g, flatten, num_programs, tile_options
+from ._launch import beside_groups, block_g, flatten, kind_of, num_programs, tile_options
 from ._pipeline import CONSUMERS, Weights, add_bias, make_ring, produce
 from ._schedule import Tiles, find_groups, make_places
 
@@ -130,7 +131,7 @@ def launch_gmm(
     rows = w.stride(2) != 1
     matrices = w.mT if rows else w
     flat, group_rows = flatten(matrices)
-    c = tuning.lookup("hopper_gmm_fp8" if x.itemsize == 1 else "hopper_gmm", x.dtype, M, N, K, G)
+    c = tuning.lookup("hopper_gmm" + kind_of(x), x.dtype, M, N, K, G)
     c = beside_groups(c, c.block_m * c.store_n, G, x.itemsize)
     programs = programs or num_programs(x)
     gmm_kernel[(programs,)](
@@ -154,3 +155,12 @@ def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs) -> None:
 
 def launch_segments(out, x, w, group_sizes, numbers, zero_rest) -> None:
     launch_gmm(out, x, w, group_sizes, None, numbers=numbers, zero_rest=zero_rest)
+
+
+def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype) -> None:
+    rows = take_rows(x.view(torch.int64), order, top_k).view(
+        x.dtype
+    )  # of whole lines, which are fast to copy
+    x_scale = None if x_scale is None else take_rows(x_scale, order, top_k).contiguous()
+    w_scale = None if w_scale is None else w_scale.contiguous()
+    launch_gmm(out, rows, w, group_sizes, bias, x_scale=x_scale, w_scale=w_scale)

@@ -15,8 +15,8 @@ from ._gluon import (
     store_wait,
     tma_store,
 )  # fmt: skip
-from ._launch import beside_groups, block_g, flatten, num_programs, tile_options
-from ._pipeline import CONSUMERS, Weights, make_ring, produce
+from ._launch import beside_groups, block_g, flatten, kind_of, num_programs, tile_options
+from ._pipeline import CONSUMERS, Weights, add_bias, make_ring, produce
 from ._schedule import Tiles, find_masked_groups, make_places
 
 
@@ -32,6 +32,7 @@ def masked_gmm_kernel(
     w_scale_ptr,  # (G, N) float32, or None
     x_scale_strides,  # g, m
     w_scale_strides,  # g, n
+    bias_ptr,  # (N,) for every group, or None
     group_sizes_ptr,  # (G,), or None where every row counts
     G,
     M,
@@ -60,19 +61,15 @@ def masked_gmm_kernel(
     gap = out_rows - M
     gl.warp_specialize(
         [
-            (
-                masked_consumer,
-                (0, weights, ring, tiles, places, scales, out, out_desc, gap, BLOCK_M, STORES, SPAN),
-            ),
-            (
-                masked_consumer,
-                (1, weights, ring, tiles, places, scales, out, out_desc, gap, BLOCK_M, STORES, SPAN),
-            ),
+            (masked_consumer, (0, weights, ring, tiles, places, scales, bias_ptr, out, out_desc, gap,
+                               BLOCK_M, STORES, SPAN)),
+            (masked_consumer, (1, weights, ring, tiles, places, scales, bias_ptr, out, out_desc, gap,
+                               BLOCK_M, STORES, SPAN)),
             (produce, (x_desc, weights, None, None, ring, tiles, groups, places, x_rows - M)),
         ],
         [4, 4],
         [232, 40],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -83,6 +80,7 @@ def masked_consumer(
     tiles,
     places,
     scales,
+    bias_ptr,
     out,  # buffers for a block of columns
     out_desc,
     gap,  # rows of out between two groups
@@ -100,6 +98,7 @@ def masked_consumer(
             column = tile_n * weights.BLOCK_N + j * WIDTH
             first_row = group * scales.M
             part = scales.apply(parts[j], group, row - first_row, end - first_row, column, weights.N)
+            part = add_bias(part, bias_ptr, 0, column, weights.N)
             store_wait(pendings=0)
             out.index(WHO).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
             fence_async_shared()
@@ -112,11 +111,12 @@ def masked_consumer(
 
 def launch_masked_gmm(
     out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor | None,
-    x_scale: Tensor | None, w_scale: Tensor | None, shuffled: bool,
+    x_scale: Tensor | None, w_scale: Tensor | None, shuffled: bool, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     (G, M, N), K = out.shape, x.shape[2]
-    promoted, plain = x.itemsize == 1, out.itemsize == 4 or (x_scale is None and w_scale is None)
-    op = f"hopper_masked{'_fp8' if promoted else ''}{'_plain' if promoted and plain else ''}"
+    plain = out.itemsize == 4 or (x_scale is None and w_scale is None)
+    op = "hopper_masked" + kind_of(x)
+    op += "_plain" if op.endswith("fp8") and plain else ""
     c = tuning.lookup(op, x.dtype, G * M, N, K, G)
     c = beside_groups(c, c.block_m * c.store_n * out.itemsize // 2, G, x.itemsize)
     (x, x_rows), (w, w_rows), (flat, out_rows) = map(flatten, (x, w, out))
@@ -126,7 +126,8 @@ def launch_masked_gmm(
         descriptor(x, c.block_m, c.block_k), x_rows,
         descriptor(w, c.block_n, c.block_k), w_rows,
         ragged_descriptor(flat, c.block_m // 2, c.store_n), out_rows,
-        x_scale, w_scale, *scales, None if group_sizes is None else group_sizes.contiguous(),
+        x_scale, w_scale, *scales, None if bias is None else bias.contiguous(),
+        None if group_sizes is None else group_sizes.contiguous(),
         G, M, N, K,
         SPAN=span_of(x, c), STORES=c.block_n // c.store_n,
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
@@ -134,8 +135,9 @@ def launch_masked_gmm(
 
 
 def launch_scaled_gemm(
-    out: Tensor, x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, bias: None, dtype
-) -> None:
+    out: Tensor, x: Tensor, w: Tensor,
+    x_scale: Tensor | None, w_scale: Tensor | None, bias: Tensor | None, dtype,
+) -> None:  # fmt: skip
     """One group of which every row counts."""
     scales = (None if s is None else s[None] for s in (x_scale, w_scale))
-    launch_masked_gmm(out[None], x[None], w.mT[None], None, *scales, False)
+    launch_masked_gmm(out[None], x[None], w.mT[None], None, *scales, False, bias)
