@@ -59,7 +59,7 @@ def parse(variable: str, text: str, field: dataclasses.Field):
     """The value of one setting, or a ValueError that names its variable and the choices."""
     if field.type is bool:
         if text.lower() not in ("", "0", "false", "1", "true"):
-            raise ValueError(f"{variable} is {text!r}; it takes 0 or 1")
+            raise ValueError(f"{variable} is {text!r}; it takes 0 or 1, or false or true")
         return text.lower() in ("1", "true")
     if field.type is int:
         if not text.isdecimal():
