@@ -33,7 +33,7 @@ class Settings:
     gmm_configs: str = ""  # a folder with files of block sizes for gmm, ptgmm and nptgmm: gfx942-GMM.json
     log_level: str = "WARNING"  # of the `moe_aiter` logger
     log_tuned_config: bool = False  # log, from INFO on, which implementation each tuned product gets
-    matmul_precision: str = "ieee"  # float32 products in Triton kernels: ieee, or tf32 on tensor cores
+    matmul_precision: str = "ieee"  # of float32 products: ieee, or tf32 on tensor cores
     num_threads: int = 0  # threads of the C++ extension, at most torch.get_num_threads(); 0: as many
     preshuffle_m_threshold: int = (
         0  # rows from which on a patched Linear takes its shuffled weight; 0: 64, or none

@@ -33,7 +33,7 @@ class Switches:
     tensor_cores: bool = settings.enable_tensor_cores
     fusion: bool = settings.enable_fusion
     dynamic_shapes: bool = settings.enable_dynamic_shapes
-    matmul: str = settings.matmul_precision  # of float32 products in Triton kernels
+    matmul: str = settings.matmul_precision  # of float32 products
 
 
 switches = Switches()

@@ -77,11 +77,12 @@ def linear(
 
 
 def ours_by_backend(ours: Callable[[], Tensor], *inputs) -> dict[str, Callable[[], Tensor]]:
-    """What a user gets, and on a GPU by each of the kernels that run it."""
-    found = {"moe_aiter": ours}
-    for backend in ("hopper", "triton") if inputs[0].is_cuda else ():
+    """What a user gets, and on a GPU by the kernel that could be the fastest, whatever the table says."""
+    found, many = {"moe_aiter": ours}, inputs[0].shape[1] > FEW
+    kernels = ("hopper", "triton") if many else ("triton",)
+    for backend in kernels if inputs[0].is_cuda else ():
         if runs(IMPLS["gemm"][backend], *inputs):
-            found[f"moe_aiter, {backend}"] = functools.partial(forced, backend, ours)
+            return found | {f"moe_aiter, {backend}": functools.partial(forced, backend, ours)}
     return found
 
 
@@ -117,7 +118,7 @@ def linear_case(name: str, M: int, K: int, N: int, activation: str = "", bias: b
     """Behind GELU the goal is what its fusion saves; in few rows it is a copy of the weight."""
     least = 1.15 if activation.startswith("gelu") else 0.97
     goals = {"torch, unfused" if activation else "torch": least}
-    if M <= FEW:
+    if M <= FEW < N:
         goals["copy"] = 0.85
     make = functools.partial(linear, M, K, N, activation, bias)
     sizes = {"flops": 2 * M * K * N, "bytes": 2 * (M * K + K * N + M * N)}
@@ -139,27 +140,34 @@ def added_case(name: str, M: int, K: int, N: int, **named) -> Case:
 FEW = 16  # rows up to which the weight is what takes time
 CPU_TOO = ("cuda", "cpu")
 HALF = ("float16", "bfloat16", "float32")
-SQUARES = (512, 1024, 2048, 4096, 8192)
 PROJECTIONS = {"4096": (4096, 4096), "8192": (8192, 8192), "up": (4096, 14336), "down": (14336, 4096)}
+ASKED = {"devices": ()}  # with --shape: each tile and epilogue takes seconds to compile
 CASES = [
-    *(linear_case(f"square-{n}", n, n, n, bias=False, devices=CPU_TOO) for n in SQUARES[:2]),
-    *(linear_case(f"square-{n}", n, n, n, bias=False) for n in SQUARES[2:]),
+    linear_case("square-512", 512, 512, 512, bias=False, devices=CPU_TOO),
+    linear_case("square-1024", 1024, 1024, 1024, bias=False, devices=("cpu",)),
+    linear_case("square-2048", 2048, 2048, 2048, bias=False, **ASKED),
+    *(linear_case(f"square-{n}", n, n, n, bias=False) for n in (4096, 8192)),
     *(linear_case(f"{name}-4096", 4096, k, n, bias=False) for name, (k, n) in PROJECTIONS.items() if k != n),
     *(
-        linear_case(f"decode-{name}-{m}", m, k, n, bias=False)
+        linear_case(f"decode-{name}-{m}", m, k, n, bias=False, **(ASKED if m == 4 else {}))
         for name, (k, n) in PROJECTIONS.items()
         for m in (1, 4, 16)
     ),
     linear_case("bias-aiter", 1024, 512, 2048, dtypes=HALF),
-    *(linear_case(f"bias-{n}", n, n, n) for n in (2048, 4096, 8192)),
+    linear_case("bias-4096", 4096, 4096, 4096),
+    *(linear_case(f"bias-{n}", n, n, n, **ASKED) for n in (2048, 8192)),
     *(linear_case(f"{a}-4096", 4096, 4096, 4096, a) for a in ("gelu", "gelu_tanh", "relu", "silu")),
-    *(linear_case(f"gelu-{n}", 4096, n, 4 * n, "gelu") for n in (1024, 2048)),
+    linear_case("gelu-1024", 4096, 1024, 4096, "gelu"),
+    linear_case("gelu-2048", 4096, 2048, 8192, "gelu", **ASKED),
     linear_case("gelu-up", 4096, 4096, 16384, "gelu"),
     linear_case("gelu-decode", 16, 4096, 16384, "gelu"),
-    *(added_case(f"cutlass-{n}", n, n, n) for n in (2048, 4096)),
+    linear_case("linear-aiter", 16, 65536, 1000),
+    added_case("cutlass-2048", 2048, 2048, 2048, **ASKED),
+    added_case("cutlass-4096", 4096, 4096, 4096),
     batched_case("batched-64", 64, 512, 512, 512),
     batched_case("batched-scores", 256, 1024, 128, 1024),
     batched_case("batched-small", 512, 64, 128, 64),
+    linear_case("matmul-10", 10, 10, 10, bias=False, dtypes=("float32",)),
     linear_case("matmul-guide", 1024, 1024, 1024, bias=False, dtypes=("float32",)),
     grouped_case("grouped-aiter", 4096, 512, 2048, 8, 2, dtypes=("float16", "bfloat16", "float32")),
     grouped_case("grouped-E", 4096, 2048, 1024, 64, 8),

@@ -26,15 +26,21 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     store_n: int = 0  # columns of a tile that are stored at a time; Hopper only
+    turns: int = 0  # 1: two warpgroups take turns with whole tiles; Hopper's dense products only
 
     def __str__(self) -> str:
-        store = f", {self.store_n} stored" if self.store_n else ""
+        rest = f", {self.store_n} stored" if self.store_n else ""
+        rest += ", in turns" if self.turns else ""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{tile}, {self.num_stages} stages, {self.num_warps} warps, walk {self.group_m}{store}"
+        return f"{tile}, {self.num_stages} stages, {self.num_warps} warps, walk {self.group_m}{rest}"
 
 
 def hopper(block_n: int, num_stages: int, store_n: int, block_k: int = 64) -> Config:
     return Config(128, block_n, block_k, num_stages=num_stages, store_n=store_n)
+
+
+def turns(num_stages: int, store_n: int) -> Config:
+    return Config(128, 128, 64, num_stages=num_stages, store_n=store_n, turns=1)
 
 
 # the first is the usual one
@@ -42,9 +48,14 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), hopper(256, 3, 256)),
-    "hopper_gemm_act": (hopper(256, 4, 64), hopper(128, 6, 64), Config(256, 128, 64, 1, 4, 4, 32)),
-    "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32)),
+    "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), turns(6, 64)),
+    "hopper_gemm_act": (
+        hopper(256, 4, 64),
+        hopper(128, 6, 64),
+        Config(256, 128, 64, 1, 4, 4, 32),
+        turns(6, 64),
+    ),
+    "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32), turns(6, 32)),
     "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_masked_int8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_masked_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
@@ -118,7 +129,7 @@ OPS = (*PORTABLE, *HOPPER_TILES)
 
 
 def candidates(op: str) -> tuple[Config, ...]:
-    """At most six."""
+    """At most eight."""
     if op in PORTABLE:
         return PORTABLE[op]
     return tuple(dataclasses.replace(tile, group_m=w) for tile in HOPPER_TILES[op] for w in WALKS)

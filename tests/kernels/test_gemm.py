@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from moe_aiter import tuning
 from moe_aiter.backend import IMPLS, ORDER, pick, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels._gemm_torch import gemm_reference
 from moe_aiter.kernels.gemm import ACTIVATIONS, gemm, splits_of
 from moe_aiter.tuning import choice
+from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 
 from ..check import assert_as_good_as_torch, error, with_gradients
 from ..shapes import LAYOUTS, MATRICES, transposed
@@ -281,6 +283,21 @@ def test_on_hopper(M, K, N, batch, rows, activation, dtype):
         compare(x, w, bias, c, gradients=False, activation=activation, alpha=0.5, beta=2.0)
         out = gemm(x.requires_grad_(), w, bias, activation=activation)
         assert torch.equal(out, gemm(x.detach(), w, bias, activation=activation))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [op for op in HOPPER_TILES if op.startswith("hopper_gemm")])
+def test_every_tile_on_hopper(op):
+    """Of which every program has several, and an uneven number."""
+    if not hopper.is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
+    x, w, bias, c = make(CUDA, 3000, 328, 3208, torch.bfloat16)
+    inputs, options = (x, transposed(w), bias), {"activation": None if op == "hopper_gemm" else "gelu"}
+    if op == "hopper_gemm_full":
+        inputs, options = (*inputs, c), options | {"beta": 2.0}
+    for tile in candidates(op):
+        with use("hopper"), tuning.choose(lambda key, tile=tile: tile if key.op == op else None):
+            compare(*inputs, gradients=False, **options)
 
 
 @pytest.mark.gpu

@@ -84,7 +84,7 @@ def test_the_rule():
 def test_candidates_are_few_and_legal():
     for op in OPS:
         found = candidates(op)
-        assert 2 <= len(set(found)) == len(found) <= 6
+        assert 2 <= len(set(found)) == len(found) <= 8
         assert all(is_legal(op, config) for config in found)
     assert all(len(HOPPER_TILES[op]) > 1 for op in SHORT_K)
     for op in HOPPER_TILES:

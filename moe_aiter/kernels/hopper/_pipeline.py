@@ -58,10 +58,10 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(a, b, GATHERS: gl.constexpr, STAGES: gl.constexpr):
+def make_ring(a, b, GATHERS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr = CONSUMERS):
     """A ring of these buffers.  Where it GATHERS, the producer's threads tell when their rows are there."""
     ready = make_barriers(STAGES, 1 + PRODUCER_THREADS if GATHERS else 1)
-    return Ring(a, b, ready, make_barriers(STAGES, CONSUMERS), STAGES)
+    return Ring(a, b, ready, make_barriers(STAGES, READERS), STAGES)
 
 
 @aggregate
@@ -188,12 +188,13 @@ def gather(x, weights, ring, tiles, groups, places, BLOCK_M: gl.constexpr, EARLY
 @gluon.jit
 def multiply(
     WHO: gl.constexpr, weights, ring, i, depth,
-    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256,
+    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256, last=None,
 ):  # fmt: skip
     """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage.
     The sums of int8 are int32.
 
-    It is summed over `depth`, which may be 0.  An instruction computes at most WIDEST columns.
+    It is summed over `depth`, which may be 0.  An instruction computes at most WIDEST columns.  The barrier
+    `last` is told when the last of them is on its way.
     """
     HALF: gl.constexpr = BLOCK_M // 2
     DTYPE: gl.constexpr = weights.desc.dtype
@@ -213,6 +214,8 @@ def multiply(
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
         ring.release(i + ring.STAGES - 1, pred=i > first)
         i += 1
+    if last is not None:
+        mbarrier.arrive(last, count=1)
     out = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     ring.release(i + ring.STAGES - 1, pred=depth > 0)
     return out, i

@@ -1,4 +1,9 @@
-"""Dense and batched matmul on Hopper; see ../gemm.py."""
+"""Dense and batched matmul on Hopper; see ../gemm.py.
+
+The consumers share a tile, a half of the rows each; or they take TURNS, so that the tensor cores have the
+next tile while a consumer finishes the last.  Then only one waits for stages at a time: a barrier of the ring
+tells a stage from the one before it, not from that before the last.
+"""
 
 from torch import Tensor
 
@@ -11,6 +16,7 @@ from ._gluon import (
     gl,
     gluon,
     jit_kernel,
+    mbarrier,
     ragged,
     ragged_descriptor,
     store_wait,
@@ -18,7 +24,7 @@ from ._gluon import (
     tma_store,
 )  # fmt: skip
 from ._launch import beside_groups, flatten, num_programs, tile_options
-from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_ring, multiply, produce
+from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make_ring, multiply, produce
 from ._schedule import Tiles, make_places
 from .activations import FUNCTIONS
 
@@ -117,13 +123,19 @@ def gemm_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     STORES: gl.constexpr,
+    TURNS: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
+    READERS: gl.constexpr = 1 if TURNS else CONSUMERS
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
-    ring = make_ring(a, b, False, STAGES)
-    places = make_places(CONSUMERS)
+    ring = make_ring(a, b, False, STAGES, READERS)
+    places = make_places(READERS)
+    if TURNS:
+        turns = make_barriers(CONSUMERS, 1)
+    else:
+        turns: gl.constexpr = None
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, w_rows)
     rows = gl.cdiv(M, BLOCK_M)
     tiles = Tiles(B * rows, gl.cdiv(N, BLOCK_N), B, GROUP_M, PROGRAMS)
@@ -133,8 +145,8 @@ def gemm_kernel(
     gap = x_rows - M
     gl.warp_specialize(
         [
-            (gemm_consumer, (0, weights, ring, tiles, places, finish, BLOCK_M, STORES)),
-            (gemm_consumer, (1, weights, ring, tiles, places, finish, BLOCK_M, STORES)),
+            (gemm_consumer, (0, weights, ring, tiles, places, turns, finish, BLOCK_M, STORES)),
+            (gemm_consumer, (1, weights, ring, tiles, places, turns, finish, BLOCK_M, STORES)),
             (produce, (x_desc, weights, None, None, ring, tiles, Matrices(M, rows, BLOCK_M), places, gap)),
         ],
         [4, 4],
@@ -144,18 +156,31 @@ def gemm_kernel(
 
 @gluon.jit
 def gemm_consumer(
-    WHO: gl.constexpr, weights, ring, tiles, places, finish, BLOCK_M: gl.constexpr, STORES: gl.constexpr
-):
-    WIDTH: gl.constexpr = weights.BLOCK_N // STORES
+    WHO: gl.constexpr, weights, ring, tiles, places, turns, finish,
+    BLOCK_M: gl.constexpr, STORES: gl.constexpr,
+):  # fmt: skip
     i = 0
-    for n in range(tiles.mine()):
-        matrix, first, end, tile_n = places.get(n)
-        acc, i = multiply(WHO, weights, ring, i, weights.K, BLOCK_M, None)
-        parts = blocks(acc, STORES)
-        for j in gl.static_range(STORES):
-            column = tile_n * weights.BLOCK_N + j * WIDTH
-            finish.block(parts[j], WHO, matrix, first + WHO * (BLOCK_M // 2), end, column)
+    if turns is None:
+        for n in range(tiles.mine()):
+            matrix, first, end, tile_n = places.get(n)
+            acc, i = multiply(WHO, weights, ring, i, weights.K, BLOCK_M, None)
+            row = first + WHO * (BLOCK_M // 2)
+            finish_tile(acc, WHO, finish, matrix, row, end, tile_n * weights.BLOCK_N, STORES)
+    else:
+        for n in range(WHO, tiles.mine(), CONSUMERS):
+            matrix, first, end, tile_n = places.get(n)
+            mbarrier.wait(turns.index(WHO), n // CONSUMERS & 1 ^ 1 - WHO)
+            i = n * gl.cdiv(weights.K, weights.BLOCK_K)
+            acc, i = multiply(0, weights, ring, i, weights.K, 2 * BLOCK_M, None, last=turns.index(1 - WHO))
+            finish_tile(acc, WHO, finish, matrix, first, end, tile_n * weights.BLOCK_N, STORES)
     store_wait(pendings=0)
+
+
+@gluon.jit
+def finish_tile(acc, WHO: gl.constexpr, finish, matrix, row, end, column, STORES: gl.constexpr):
+    parts = blocks(acc, STORES)
+    for j in gl.static_range(STORES):
+        finish.block(parts[j], WHO, matrix, row, end, column + j * (acc.shape[1] // STORES))
 
 
 # launcher
@@ -169,9 +194,10 @@ def launch_gemm(
     (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
     op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
     config = tuning.lookup(op, x.dtype, B * M, N, K, B)
-    config = beside_groups(config, config.block_m * config.store_n, 1, x.itemsize)
+    height = config.block_m if config.turns else config.block_m // 2
+    config = beside_groups(config, 2 * height * config.store_n, 1, x.itemsize)
     (x, x_rows), (w, w_rows), (out, _) = flatten(x), flatten(w.mT if rows else w), flatten(out)
-    box = config.block_m // 2, config.store_n
+    box = height, config.store_n
     w_box = (config.block_n, config.block_k) if rows else (config.block_k, config.block_n)
     bias, bias_end = (None, 0) if bias is None else (bias.contiguous(), N)
     if (
@@ -186,5 +212,6 @@ def launch_gemm(
         ragged_descriptor(flatten(z)[0], *box) if save_z else None, ragged_descriptor(out, *box),
         None if alpha == 1 else alpha, None if c is None else beta, B, M, N, K,
         LAYOUT="rows" if rows else "columns", ACTIVATION=FUNCTIONS[activation] if activation else None,
-        STORES=config.block_n // config.store_n, PROGRAMS=programs, **tile_options(config),
+        STORES=config.block_n // config.store_n, TURNS=bool(config.turns), PROGRAMS=programs,
+        **tile_options(config),
     )  # fmt: skip
