@@ -100,10 +100,11 @@ def check_bool(on: bool) -> bool:
     return on
 
 
-def computed(fn: Callable) -> Callable:
+def computed(fn: Callable, exact: Sequence[str] = ()) -> Callable:
     """`fn` of tensors, computed as the default precision and the switch for tensor cores say.
 
-    Its first floating tensor decides: that is the dtype of the result too, unless `out_dtype` names another.
+    Its first tensor decides, if it is floating: that is the dtype of the result too, unless `out_dtype` names
+    another.  Arguments that are called one of `exact`, scales say, keep their dtype.
     FP16 and BF16 compile; the others set torch's switches around forward and backward pass, which breaks a
     graph, and such a result has no second derivative.
     """
@@ -112,7 +113,7 @@ def computed(fn: Callable) -> Callable:
     def run(*args, **kwargs):
         if is_as_given():
             return fn(*args, **kwargs)
-        return compute(fn, args, kwargs)
+        return compute(fn, args, kwargs, exact)
 
     return run
 
@@ -122,11 +123,10 @@ def is_as_given() -> bool:
     return switches.tensor_cores and not switches.precision
 
 
-def compute(fn: Callable, args: tuple, kwargs: dict):
-    tensors = [t for t in (*args, *kwargs.values()) if is_float(t)]
-    if not tensors:
+def compute(fn: Callable, args: tuple, kwargs: dict, exact: Sequence[str]):
+    x, precision = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None), None
+    if not is_float(x):  # of integers as well, whose scales are floats
         return fn(*args, **kwargs)
-    x, precision = tensors[0], None
     if not switches.tensor_cores and x.dtype in (torch.float32, *HALVES.values()):
         dtype, precision = torch.float32, "ieee"
     elif x.dtype == torch.float32:
@@ -137,7 +137,8 @@ def compute(fn: Callable, args: tuple, kwargs: dict):
     def cast(t):
         return t.to(dtype) if is_float(t) and t.dtype == x.dtype else t
 
-    args, kwargs = [cast(t) for t in args], {name: cast(t) for name, t in kwargs.items()}
+    args = [cast(t) for t in args]
+    kwargs = {name: t if name in exact else cast(t) for name, t in kwargs.items()}
     with no_autocast(x):
         if precision is None:
             out = fn(*args, **kwargs)
@@ -192,7 +193,10 @@ class Inside(torch.autograd.Function):
         with torch.enable_grad():
             out = call(*inputs)
         ctx.context, ctx.inputs, ctx.out = context, inputs, out
-        return out.detach()
+        found = out.detach()
+        if not out.requires_grad:  # it depends on none of those that do
+            ctx.mark_non_differentiable(found)
+        return found
 
     @staticmethod
     @once_differentiable

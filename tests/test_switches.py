@@ -10,6 +10,7 @@ import torch
 
 from moe_aiter import switches as s
 from moe_aiter.compat import aiter
+from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
 from moe_aiter.switches import computed, float32_products, switches
 
 
@@ -172,6 +173,7 @@ def test_what_is_unknown_is_refused(function, value, error, message):
 
 SCRIPT = """
 from moe_aiter.compat import aiter
+from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
 from moe_aiter.backend import log
 from moe_aiter.config import settings
 assert aiter.get_log_level() == "INFO" and aiter.get_cache_size() == 7 and not aiter.fusion_enabled()
@@ -199,3 +201,25 @@ def test_a_program_with_handlers_of_its_own_sees_each_line_once():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "one line\n")
+
+
+@pytest.mark.parametrize("precision", ["FP16", "TF32"])
+def test_integers_with_scales_of_floats_are_computed_as_they_are(precision):
+    x, w = torch.ones(2, 16, dtype=torch.int8), torch.ones(3, 16, dtype=torch.int8)
+    s.set_default_precision(precision)
+    out = gemm_a16w16(x, w, scale_a=torch.full((2,), 0.5), scale_b=torch.ones(3))
+    assert out.dtype == torch.bfloat16 and (out == 8).all()
+
+
+def test_scales_keep_their_precision():
+    x, w = torch.randn(2, 16), torch.randn(3, 16)
+    s.set_default_precision("FP16")
+    out = gemm_a16w16(x, w, scale_a=torch.tensor(1e-10), scale_b=torch.tensor(1e10))
+    torch.testing.assert_close(out, x @ w.T, rtol=1e-2, atol=1e-2)
+
+
+def test_a_result_that_depends_on_nothing_trained_needs_no_gradient():
+    a, c = torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
+    for precision in (None, "TF32"):
+        s.set_default_precision(precision)
+        assert not aiter.cutlass_gemm(a, a, beta=0.0, c=c).requires_grad

@@ -35,11 +35,16 @@ def sums(x, w):
     """x @ w in float32: of int8 exact, and rounded once."""
     if x.dtype != torch.int8:
         return wide(x) @ wide(w)
-    # torch's own is wrong where there is one number to sum, and for strides of 0
-    fits = 1 < x.shape[1] <= MOST_K and 0 not in (*x.stride(), *w.stride())
-    if x.is_cpu and fits and has_exact_int8():
-        return torch._int_mm(x, w).to(torch.float32)
+    # torch's own is wrong where there is one number to sum
+    if x.is_cpu and 1 < x.shape[1] <= MOST_K and has_exact_int8():
+        w = in_rows(w.mT).mT if w.mT.is_contiguous() else in_rows(w)
+        return torch._int_mm(in_rows(x), w).to(torch.float32)
     return (x.to(torch.float64) @ w.to(torch.float64)).to(torch.float32)
+
+
+def in_rows(t):
+    """Contiguous, even where there is but one row: torch's `_int_mm` misreads other strides."""
+    return t.contiguous().view(-1).view(t.shape)
 
 
 @functools.cache

@@ -47,9 +47,18 @@ def check_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     N, K = weight.shape
     check_size("x is (..., K={})", x.shape[-1], "weight is (N, K={})", K)
     check_float(x=x, weight=weight)
+    check_bias(bias, N)
+    check_device(x=x, weight=weight, bias=bias)
+
+
+def check_bias(bias: Tensor | None, N: int) -> None:
     if bias is not None and (tuple(bias.shape) != (N,) or bias.dtype not in FLOATS):
         raise ValueError(f"bias must be floating (N={N},), but it is {bias.dtype} {tuple(bias.shape)}")
-    check_device(x=x, weight=weight, bias=bias)
+
+
+def check_axis(x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError("x must be (..., K), but it is one number")
 
 
 def gemm_inputs(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple:
@@ -193,8 +202,7 @@ def choice_for(
     scaled: torch.dtype | None,
 ) -> str:
     """Who multiplies, after a look at what is to be multiplied."""
-    if x.dim() == 0:
-        raise ValueError("x must be (..., K), but it is one number")
+    check_axis(x)
     own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
     if not PARAMETERS.issuperset((type(x), type(weight))):
         if is_shuffled or scaled or not own:
@@ -267,6 +275,7 @@ def as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
 def of_8_bits(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:
     """By `scaled_gemm`, whatever the files say."""
     check_shape("weight", weight, "N", "K")
+    check_axis(x)
     x_scale, w_scale, out_scale = scales
     if isinstance(x_scale, Tensor) and x_scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
         x_scale = x_scale.reshape(-1)
@@ -283,6 +292,13 @@ def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | No
     """Multiplied back in float32, and rounded once."""
     check_tensor("x", x)
     check_shape("weight", weight, "N", "K")
+    check_bias(bias, len(weight))
+    if dtype not in (None, *FLOATS):
+        raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
+    check_device(x=x, bias=bias)
+    for name, scale in zip(("x_scale", "w_scale", "out_scale"), scales, strict=True):
+        if isinstance(scale, Tensor):
+            check_device(x=x, **{name: scale})
     x_scale, w_scale, out_scale = scales
     lead, N = x.shape[:-1], len(weight)
     M = math.prod(lead)

@@ -49,7 +49,8 @@ class Call(NamedTuple):
 def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int, Tensor | None]:
     """The call without what no query sees, how many queries at the start see nothing, and which others."""
     check_inputs(q, k, v, dropout_p)
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)  # torch knows none of meta tensors
+    if autocast and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     Sq, Sk = q.shape[2], k.shape[2]
     mask = None if mask is None else shaped_mask(mask, q, Sk)
@@ -63,7 +64,8 @@ def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int
             mask = mask[:, :, dead if mask.shape[2] > 1 else 0 :, unseen if mask.shape[3] > 1 else 0 :]
     left = -1 if left >= k.shape[2] - 1 else left
     right = -1 if right >= q.shape[2] - 1 else right
-    call = Call(q, k, v, mask, left, right, dropout_p, q.shape[3] ** -0.5 if scale is None else scale)
+    scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
+    call = Call(q, k, v, mask, left, right, dropout_p, scale)
     if mask is None:
         return call, dead, None
     mask, alive = with_all_or_some(with_band(call), q)
@@ -126,6 +128,8 @@ def shaped_mask(mask: Tensor, q: Tensor, Sk: int) -> Tensor:
 
 
 def seen(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is not None and len(window) != 2:
+        raise ValueError(f"window is {window}: it takes how many keys before and how many behind")
     left, right = (-1, -1) if window is None else window
     if min(left, right) < -1:
         raise ValueError(f"window is {window}: it takes how many keys before and behind, or -1 for all")

@@ -23,10 +23,10 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclasses.dataclass
 class Round:
-    """One input's results, until each part has taken its own."""
+    """One input's results with one weight and bias, until each part has taken its own."""
 
     state: tuple = ()
-    x: Tensor | None = None
+    inputs: tuple[Tensor | None, ...] = ()
     parts: list[Tensor | None] = dataclasses.field(default_factory=list)
 
     def __deepcopy__(self, memo) -> "Round":
@@ -62,9 +62,10 @@ class FusedLinear(nn.Module):
     def part(self, index: int, x: Tensor) -> Tensor:
         """One of the results; all are computed with the first that is asked for."""
         state = self.state(x)
-        found = self.round
-        if found.x is not x or found.state != state or found.parts[index] is None:
-            found = self.round = Round(state, x, list(self(x)))
+        found, inputs = self.round, (x, self.weight, self.bias)
+        same = bool(found.inputs) and all(a is b for a, b in zip(found.inputs, inputs, strict=True))
+        if not same or found.state != state or found.parts[index] is None:
+            found = self.round = Round(state, inputs, list(self(x)))
         out, found.parts[index] = found.parts[index], None
         if all(part is None for part in found.parts):
             self.round = Round()
@@ -77,8 +78,9 @@ class FusedLinear(nn.Module):
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         device = "cpu" if x.is_meta else x.device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        versions = (0 if t is None or t.is_inference() else t._version for t in (x, self.weight, self.bias))
-        return *modes, *autocast, *versions
+        tensors = [t for t in (x, self.weight, self.bias) if t is not None]
+        versions = (0 if t.is_inference() else t._version for t in tensors)
+        return *modes, *autocast, *versions, *(t.requires_grad for t in tensors)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         """Nothing: the parts do."""
@@ -186,7 +188,8 @@ def fuse_qkv(
     nn.Linear of one input size, dtype and device, all with biases or none, trained or not.
 
     Fuse after loading, before torch.compile, and before the optimizer is made, which has to know the new
-    Parameter.  A compiled model must not change an input in place between two of its projections.
+    Parameter.  A compiled model must not change an input in place between two of its projections, nor must
+    one in inference mode, whose tensors have no versions.
     """
     return fuse((q, k, v), trainable)
 

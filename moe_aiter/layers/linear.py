@@ -1,6 +1,7 @@
 """nn.Linear by `tuned_gemm`: for a whole program, without a change to a model."""
 
 import functools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -135,6 +136,9 @@ def linear_with_split_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 # shuffled weights
 
 
+_shuffled_from: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()  # states of weights
+
+
 def preshuffle_weights(
     model: nn.Module, require_multiple: int = 256, layout: tuple[int, int] = LAYOUT
 ) -> int:
@@ -149,6 +153,7 @@ def preshuffle_weights(
 
     while its weight needs no gradient, and outside of torch.compile.  A weight that has changed since is
     shuffled again when it is next asked for; writes through `.data` leave no trace and want another call.
+    Weights that were made in inference mode never do, and are not eligible.
 
     Shuffled weights are for AMD's matrix instructions: measure before and after.  On NVIDIA's GPUs and on
     CPUs they gain nothing.  Kernels here read the layout (16, 16); in another one weights are only kept.
@@ -163,7 +168,7 @@ def preshuffle_weights(
     for module in eligible:
         module.register_buffer(BUFFER, copies[id(module.weight)], persistent=False)
         module._preshuffled_layout = tuple(layout)
-        module._preshuffled_state = state_of(module.weight)
+        _shuffled_from[module] = state_of(module.weight)
     return len(eligible)
 
 
@@ -173,13 +178,19 @@ def is_eligible(module: nn.Module, multiple: int) -> bool:
     weight = module._parameters.get("weight")  # None where it is computed
     if type(weight) not in PARAMETERS or weight.dtype != torch.bfloat16 or module.bias is not None:
         return False
+    if weight.is_inference():  # such a weight has no version: nobody could tell that it has changed
+        return False
     return weight.dim() == 2 and all(size % multiple == 0 for size in weight.shape)
 
 
 def state_of(weight: Tensor) -> tuple:
-    """What changes where a weight does."""
-    version = 0 if weight.is_inference() else weight._version
-    return version, weight.data_ptr(), weight.dtype
+    """What changes where a weight does; another weight may have the address of one that is gone."""
+    return weakref.ref(weight), weight._version, weight.data_ptr(), weight.dtype
+
+
+def is_same(before: tuple | None, now: tuple) -> bool:
+    """Of two states: references compare by what they refer to, and tensors by their elements."""
+    return before is not None and before[0] is now[0] and before[1:] == now[1:]
 
 
 def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -189,11 +200,13 @@ def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     if weight.dtype != torch.bfloat16 or module._preshuffled_layout != LAYOUT or module.bias is not None:
         return None
+    if weight.is_inference():
+        return None
     if not takes_shuffled(x.numel() // max(x.shape[-1], 1), weight):
         return None
-    if module._preshuffled_state != state_of(weight):
+    if not is_same(_shuffled_from.get(module), state_of(weight)):
         shuffled = shuffle_weight(weight.detach(), LAYOUT)
-        module._buffers[BUFFER], module._preshuffled_state = shuffled, state_of(weight)
+        module._buffers[BUFFER], _shuffled_from[module] = shuffled, state_of(weight)
     return shuffled
 
 

@@ -78,7 +78,9 @@ class QuantizedLinear(Quantized):
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., in={self.in_features})")
         (x,) = cast_as_linear(x)
         if self.scale is None:
-            return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+            product = self.weight.dtype  # `.to(dtype)` has changed that of the bias alone
+            bias = None if self.bias is None else self.bias.to(product)
+            return F.linear(x.to(product), self.weight, bias).to(x.dtype)
         refuse_gradient("a quantised layer", x)
         x8, x_scale = quantize_rows(x.reshape(-1, self.in_features), FORMATS[self.dtype])
         product = x.dtype if x.dtype in PRODUCTS else torch.float32

@@ -167,3 +167,15 @@ def test_a_mistake_is_named_as_the_caller_names_it():
             aiter.matmul(x, y)
     with pytest.raises(TypeError, match="x is torch.float32 but y is torch.float64"):
         aiter.matmul(x, weight.double())
+
+
+def test_steps_keep_the_dtype_and_the_bias_of_one_product(xwb):
+    x, weight, bias = xwb
+    aiter.enable_fusion(False)
+    try:
+        assert aiter.gemm_bias(x.half(), weight.half(), bias).dtype == torch.float16
+        for wrong in (bias[:1], bias.expand(7, -1)):
+            with pytest.raises(ValueError, match="bias"):
+                aiter.gemm_bias(x, weight, wrong)
+    finally:
+        aiter.enable_fusion(True)

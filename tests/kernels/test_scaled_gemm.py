@@ -299,3 +299,13 @@ BAD_GROUPS = {
 def test_bad_groups_are_named(change, kind, message):
     with pytest.raises(kind, match=message):
         scaled_gmm(**{**GROUPED, **change})
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1), (1, 2), (3, 2), (17, 1), (1, 17), (40, 1), (0, 1)])
+@pytest.mark.parametrize("M, N", [(1, 1), (1, 20), (20, 1), (20, 20)])
+def test_any_strides_of_int8(device, M, N, strides):
+    memory = torch.randint(-128, 128, (2000,), dtype=torch.int8, device=device)
+    x, w = memory.as_strided((M, 16), strides), memory.as_strided((16, N), strides)
+    for left, right in ((x, w), (x, w.contiguous()), (x.contiguous(), w)):
+        out = scaled_gemm(left, right, out_dtype=torch.float32)
+        assert torch.equal(out.double(), left.double() @ right.double())

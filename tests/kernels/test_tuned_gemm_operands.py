@@ -103,3 +103,16 @@ def test_operands_of_8_bits(device, dtype, shuffled):
     torch.testing.assert_close(out.double(), 2 * exact, rtol=1e-2, atol=1e-2)
     out = tuned_gemm(x, given, out_dtype=torch.float32)
     torch.testing.assert_close(out.double(), F.linear(x.double(), w.double()))
+
+
+def test_a_scaled_product_is_as_strict_as_one_without_scales():
+    x, w, meta = torch.randn(3, 5), torch.randn(4, 5), torch.ones(3, device="meta")
+    for bias in (torch.ones(1), torch.ones(3, 4), torch.ones(7, 3, 4), torch.ones(4, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="bias must be floating"):
+            tuned_gemm(x, w, bias, x_scale=2.0)
+    with pytest.raises(ValueError, match="x is on cpu but x_scale is on meta"):
+        tuned_gemm(x, w, x_scale=meta)
+    with pytest.raises(TypeError, match="out_dtype must be a floating dtype"):
+        tuned_gemm(x, w, x_scale=2.0, out_dtype=torch.int8)
+    with pytest.raises(ValueError, match="x must be"):
+        tuned_gemm(torch.ones((), dtype=torch.int8), torch.ones(4, 5, dtype=torch.int8))

@@ -235,3 +235,12 @@ def test_compiles_into_one_graph_with_gradients(options, lengths, device):
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     for got, best in zip(with_gradients(compiled)(q, k, v), with_gradients(ours)(q, k, v), strict=True):
         torch.testing.assert_close(got, best)
+
+
+def test_heads_without_numbers_and_tensors_without_memory():
+    q, v = torch.randn(1, 2, 3, 0), torch.randn(1, 2, 3, 4)
+    torch.testing.assert_close(attention(q, q, v), v.mean(2, keepdim=True).expand_as(v))
+    meta = torch.empty(1, 2, 3, 4, device="meta")
+    assert attention(meta, meta, meta, is_causal=True).shape == meta.shape
+    with pytest.raises(ValueError, match="window is"):
+        attention(v, v, v, window=(1, 2, 3))

@@ -191,7 +191,7 @@ def test_results_are_of_the_input_as_it_is_now():
 def test_nothing_is_kept_when_all_have_their_share():
     _, other = fused()
     other(torch.randn(5, D))
-    assert other.q_proj.fused.round.x is None and other.gate_proj.fused.round.x is None
+    assert not other.q_proj.fused.round.inputs and not other.gate_proj.fused.round.inputs
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -306,3 +306,29 @@ def test_transformers_models_run_as_they_are(family, tmp_path):
     other.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(t, again[name]) for name, t in model.state_dict().items())
+
+
+class Part(nn.Module):
+    def __init__(self, block, name):
+        super().__init__()
+        self.block, self.name = block, name
+
+    def forward(self, x):
+        return getattr(self.block, self.name)(x)
+
+
+@torch.no_grad()
+def test_a_share_is_not_handed_out_for_another_weight():
+    block, other = fused(bias=False)
+    x, name = torch.randn(5, D), "block.q_proj.fused.weight"
+    weight = other.q_proj.fused.weight
+    torch.func.functional_call(Part(other, "q_proj"), {name: weight.clone()}, (x,))
+    found = torch.func.functional_call(Part(other, "k_proj"), {name: 2 * weight}, (x,))
+    torch.testing.assert_close(found, 2 * block.k_proj(x))
+
+
+def test_an_input_that_needs_a_gradient_by_now_gets_it():
+    _, other = fused(trainable=False)
+    x = torch.randn(5, D)
+    assert not other.q_proj(x).requires_grad
+    assert other.k_proj(x.requires_grad_()).requires_grad

@@ -199,3 +199,32 @@ def test_compiled_models_multiply_by_the_weight_itself(calls):
         torch.testing.assert_close(compiled(x), F.linear(x, one.weight))
         changed(one)
         torch.testing.assert_close(compiled(x), F.linear(x, one.weight))
+
+
+def test_another_weight_at_the_same_address_is_shuffled_anew():
+    one, x = layer(256, 256, bias=False).requires_grad_(False), torch.randn(64, 256).bfloat16()
+    memory = torch.ones(256 * 256, dtype=torch.bfloat16).untyped_storage()
+
+    def weight_in_memory():
+        return nn.Parameter(x.new_empty(0).set_(memory, 0, (256, 256)), requires_grad=False)
+
+    one.weight = weight_in_memory()
+    assert preshuffle_weights(one) == 1
+    version, address = one.weight._version, one.weight.data_ptr()
+    weight_in_memory().fill_(3)
+    one.weight = None
+    one.weight = weight_in_memory()
+    assert (one.weight._version, one.weight.data_ptr()) == (version, address)
+    with patch_linear():
+        torch.testing.assert_close(one(x), F.linear(x, one.weight))
+
+
+@torch.inference_mode()
+def test_a_weight_without_versions_has_no_shuffled_copy():
+    one, x = layer(256, 256, bias=False), torch.randn(64, 256).bfloat16()
+    assert one.weight.is_inference()
+    assert preshuffle_weights(one) == 0
+    with patch_linear():
+        one(x)
+        one.weight.zero_()
+        assert not one(x).any()

@@ -306,3 +306,12 @@ def test_a_report_of_other_inputs():
     other.forward = other[0].forward
     report = quantization_report(model, other, torch.ones(1, 64))
     assert report.layers[-1].error is None and "not run" in str(report)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp16", "bf16"])
+@pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_cast_copy_computes_in_the_dtype_of_its_weights(dtype, cast):
+    layer, x = nn.Linear(8, 4), torch.randn(3, 8)
+    narrow = quantize(layer, dtype).to(cast)
+    assert narrow.bias.dtype == cast
+    torch.testing.assert_close(narrow(x), layer(x), rtol=0.1, atol=0.1)

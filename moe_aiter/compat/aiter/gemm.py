@@ -145,5 +145,9 @@ def in_one_or_in_steps(
     """As one product with its epilogue, or where `enable_fusion(False)` says so as separate steps."""
     if switches.fusion:
         return gemm(input, w, bias, activation=activation)
-    out = gemm(input, w) if bias is None else gemm(input, w) + bias
+    out = gemm(input, w)
+    if bias is not None:
+        check_shape("bias", bias, "n")
+        check_size("bias is (n={},)", bias.shape[0], "the result is (..., n={})", w.shape[1])
+        out = out + bias.to(out.dtype)
     return FUNCTIONS[activation][0](out) if activation else out

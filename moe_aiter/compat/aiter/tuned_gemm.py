@@ -12,7 +12,7 @@ from .ops.gemm_op_a8w8 import gemm_a8w8
 
 __all__ = ["TunedGemm", "gemm_a16w16", "gemm_a8w8", "get_GEMM_A16W16_config", "tgemm"]
 
-product = computed(tuned_gemm)
+product = computed(tuned_gemm, exact=("x_scale", "w_scale", "out_scale"))
 
 
 def gemm_a16w16(
