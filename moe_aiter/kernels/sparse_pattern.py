@@ -28,7 +28,7 @@ class SparsePattern:
 
     shape: tuple[int, int]  # N, K
     blocksize: tuple[int, int]
-    lists: Tensor  # int32: see `make_lists`
+    lists: Tensor = dataclasses.field(repr=False)  # int32: see `make_lists`
 
     @classmethod
     def from_mask(

@@ -64,7 +64,7 @@ def attention(
     Raises ValueError for shapes, windows and devices that do not fit and for what the backend that is asked
     for cannot do, TypeError for dtypes; nothing is computed then.
     """
-    window = None if window is None else tuple(window)
+    window = tuple(window) if isinstance(window, list) else window  # a key is hashed
     key = None if mask is not None else kind_of(q, k, v, is_causal, dropout_p, window, backend)
     if key in simple:
         causal, shared = simple[key]

@@ -131,7 +131,7 @@ def shaped_mask(mask: Tensor, q: Tensor, Sk: int) -> Tensor:
 
 
 def seen(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    if window is not None and len(window) != 2:
+    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise ValueError(f"window is {window}: it takes how many keys before and how many behind")
     left, right = (-1, -1) if window is None else window
     if min(left, right) < -1:

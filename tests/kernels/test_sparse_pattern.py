@@ -125,3 +125,8 @@ def test_a_matrix_of_another_shape_has_no_such_values():
 def test_to_another_device(device):
     pattern = SparsePattern.from_mask(torch.eye(3), 2).to(device)
     assert pattern.lists.device == device and pattern.to("cpu").num_blocks == 3
+
+
+def test_its_text_is_short():
+    text = repr(SparsePattern.from_mask(torch.eye(30), 2))
+    assert text == "SparsePattern(shape=(60, 60), blocksize=(2, 2))"

@@ -260,8 +260,9 @@ def test_heads_without_numbers_and_tensors_without_memory():
     torch.testing.assert_close(attention(q, q, v), v.mean(2, keepdim=True).expand_as(v))
     meta = torch.empty(1, 2, 3, 4, device="meta")
     assert attention(meta, meta, meta, is_causal=True).shape == meta.shape
-    with pytest.raises(ValueError, match="window is"):
-        attention(v, v, v, window=(1, 2, 3))
+    for window in ((1, 2, 3), 5):
+        with pytest.raises(ValueError, match="window is"):
+            attention(v, v, v, window=window)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (1, 0)}])
