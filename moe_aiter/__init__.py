@@ -9,6 +9,7 @@ rows come home.  Each of those is a differentiable function of its own, listed h
 
 from .backend import register_kernel, use
 from .kernels.experts import expert_mlp
+from .kernels.gemm import gemm
 from .kernels.glu import glu
 from .kernels.gmm import gmm
 from .kernels.grouped_gemm import grouped_gemm
@@ -101,6 +102,7 @@ __all__ = [
     "fuse_gate_up",
     "fuse_projections",
     "fuse_qkv",
+    "gemm",
     "glu",
     "gmm",
     "grouped_gemm",

@@ -100,8 +100,9 @@ def version(distribution: str) -> str:
 
 def print_table(title: str, rows: dict) -> None:
     print(title)
+    width = max(28, *map(len, rows))
     for name, value in rows.items():
-        print(f"  {name:<28} {value}")
+        print(f"  {name:<{width}} {'none' if value == '' else value}")
 
 
 if __name__ == "__main__":

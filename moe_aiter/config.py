@@ -35,9 +35,7 @@ class Settings:
     log_tuned_config: bool = False  # log, from INFO on, which implementation each tuned product gets
     matmul_precision: str = "ieee"  # of float32 products: ieee, or tf32 on tensor cores
     num_threads: int = 0  # threads of the C++ extension, at most torch.get_num_threads(); 0: as many
-    preshuffle_m_threshold: int = (
-        0  # rows from which on a patched Linear takes its shuffled weight; 0: 64, or none
-    )
+    preshuffle_m_threshold: int = 0  # rows from which on a shuffled weight is taken; 0: see linear.md
     tune_gemm: str = ""  # a file that gets the sizes of tuned products; 1: bf16_untuned_gemm.csv
 
     @classmethod
@@ -59,7 +57,7 @@ def parse(variable: str, text: str, field: dataclasses.Field):
     """The value of one setting, or a ValueError that names its variable and the choices."""
     if field.type is bool:
         if text.lower() not in ("", "0", "false", "1", "true"):
-            raise ValueError(f"{variable} is {text!r}; it takes 0 or 1")
+            raise ValueError(f"{variable} is {text!r}; it takes 0 or 1, or false or true")
         return text.lower() in ("1", "true")
     if field.type is int:
         if not text.isdecimal():

@@ -196,8 +196,9 @@ class OnStream(NamedTuple):
 
     def wait(self) -> None:
         """Have the stream that is current now wait for it, and its memory for that stream."""
-        stream = torch.cuda.current_stream(self.stream.device)
-        if stream != self.stream:
+        # a number, not an object: most calls are on the stream that made it, and have nothing to wait for
+        if torch._C._cuda_getCurrentRawStream(self.stream.device_index) != self.stream.cuda_stream:
+            stream = torch.cuda.current_stream(self.stream.device)
             stream.wait_event(self.made)
             for t in tensors(self.value):
                 t.record_stream(stream)

@@ -54,6 +54,7 @@ def set_default_precision(precision: str | None) -> None:
 
 
 def get_default_precision() -> str | None:
+    """FP16, BF16, TF32, FP32, or None: see `set_default_precision`."""
     return switches.precision or None
 
 
@@ -67,6 +68,7 @@ def enable_tensor_cores(on: bool = True) -> None:
 
 
 def tensor_cores_enabled() -> bool:
+    """What `enable_tensor_cores` said last, or the environment."""
     return switches.tensor_cores
 
 
@@ -77,6 +79,7 @@ def enable_fusion(on: bool = True) -> None:
 
 
 def fusion_enabled() -> bool:
+    """What `enable_fusion` said last, or the environment."""
     return switches.fusion
 
 
@@ -87,6 +90,7 @@ def enable_dynamic_shapes(on: bool = True) -> None:
 
 
 def dynamic_shapes_enabled() -> bool:
+    """What `enable_dynamic_shapes` said last, or the environment."""
     return switches.dynamic_shapes
 
 
@@ -226,6 +230,7 @@ def set_log_level(level: str) -> None:
 
 
 def get_log_level() -> str:
+    """DEBUG, INFO, WARNING or ERROR: see `set_log_level`."""
     return logging.getLevelName(log.level)
 
 

@@ -85,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     families = f"of {', '.join(FAMILIES)}; default all"
     parser.add_argument("--family", nargs="+", choices=FAMILIES, metavar="NAME", help=families)
     parser.add_argument(
-        "--shape", nargs="+", metavar="WORD", help="cases whose name or shape holds one of these words"
+        "--shape",
+        nargs="+",
+        metavar="WORD",
+        help="cases whose name holds one of these words, as toy, or whose shape is one",
     )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these")
     parser.add_argument("--dtype", help="default: the first of each case, bfloat16 for most")
@@ -102,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         append(args.out, [], FIELDS)  # a place that cannot be written shows now, not after the measurement
     found = list(chosen(args, kind))
     if not found:
-        return refuse("bench gemm", "there is no such case")
+        return refuse("bench gemm", no_case(args))
     device, reps = torch.device(kind), args.reps or REPS[kind]
     print(", ".join(f"{k} {v}" for k, v in provenance(device, "", args.commit).items() if v))
     wrong, verdicts = False, []
@@ -122,15 +125,33 @@ def run(args: argparse.Namespace) -> int:
     return int(wrong)
 
 
+def cases(families: list[str] | None) -> Iterator[tuple[str, Case]]:
+    """(family, case) of those families, or of all."""
+    for family in families or FAMILIES:
+        for case in importlib.import_module(f"{__package__}.{FAMILIES[family]}").CASES:
+            yield family, case
+
+
+def no_case(args: argparse.Namespace) -> str:
+    """What --shape and --dtype could have named."""
+    dtypes, named = {}, {}
+    for family, case in cases(args.family):
+        dtypes |= dict.fromkeys(case.dtypes)
+        named.setdefault(family, []).append(case.name)
+    if args.dtype not in (None, *dtypes):
+        return f"there is no such case: --dtype is {args.dtype!r}; it takes {', '.join(dtypes)}"
+    known = "; ".join(f"{family}: {', '.join(names)}" for family, names in named.items())
+    return f"there is no such case{f' of {args.dtype}' if args.dtype else ''}; there are, of {known}"
+
+
 def chosen(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, Case]]:
     """(family, case): those that --shape names, or those for this device; of them those that take --dtype."""
-    for family in args.family or FAMILIES:
-        for case in importlib.import_module(f"{__package__}.{FAMILIES[family]}").CASES:
-            wanted = kind in case.devices
-            if args.shape:
-                wanted = any(word in (case.name, case.shape) or word in case.name for word in args.shape)
-            if wanted and args.dtype in (None, *case.dtypes):
-                yield family, case
+    for family, case in cases(args.family):
+        wanted = kind in case.devices
+        if args.shape:
+            wanted = any(word in (case.name, case.shape) or word in case.name for word in args.shape)
+        if wanted and args.dtype in (None, *case.dtypes):
+            yield family, case
 
 
 @torch.no_grad()

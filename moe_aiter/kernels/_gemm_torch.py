@@ -7,8 +7,6 @@ from ._groups import wide
 from ._precision import matmul_precision
 from .activations import FUNCTIONS
 
-FUSED = {"relu": False, "gelu_tanh": True}  # what cuBLASLt applies to x @ w + bias, and torch's name for it
-
 
 def gemm_reference(x, w, bias, c, activation="", alpha=1.0, beta=0.0, dtype=None, save_z=False):
     dtype = dtype or x.dtype
@@ -31,8 +29,7 @@ def fill_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z) -> No
         return
     with matmul_precision(x):
         if fits_fused(out, bias, c, activation, alpha, save_z):
-            flag = FUSED[activation]
-            torch.ops.aten._addmm_activation.out(bias, x[0], w[0], use_gelu=flag, out=out[0])
+            torch.ops.aten._addmm_activation.out(bias, x[0], w[0], out=out[0])
             return
         multiply_into(y, x, w, bias, c, alpha, beta)
     if activation:
@@ -40,7 +37,8 @@ def fill_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z) -> No
 
 
 def fits_fused(out, bias, c, activation, alpha, save_z) -> bool:
-    single = out.is_cuda and out.shape[0] == 1 and activation in FUSED and not save_z
+    """ReLU of x @ w + bias by cuBLASLt; its GELU would give other bits where no gradient is to come."""
+    single = out.is_cuda and out.shape[0] == 1 and activation == "relu" and not save_z
     return single and bias is not None and c is None and alpha == 1
 
 

@@ -207,12 +207,12 @@ def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z):
         )  # fmt: skip
 
 
-def steps_are_near(x, w, *_) -> bool:
-    """Whether 32 bits hold a step over K."""
-    return WIDEST_STEP * max(x.stride(2), w.stride(1)) < 2**31
+def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
+    """Whether float32 sums are precise enough, and 32 bits hold a step over K."""
+    return dtype != torch.float64 and WIDEST_STEP * max(x.stride(2), w.stride(1)) < 2**31
 
 
-launch_gemm.fits, launch_gemm.wants = steps_are_near, wants("triton")
+launch_gemm.fits, launch_gemm.wants = fits_gemm, wants("triton")
 
 # op
 

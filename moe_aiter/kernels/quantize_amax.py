@@ -151,12 +151,12 @@ def is_read_once(x: Tensor) -> bool:
 def tile_with_amax(G: int, M: int, K: int, itemsize: int) -> tuple[int, int, int, int]:
     """Rows of a block, of a step, elements of each, and warps.
 
-    A warp has whole rows, or a part of one, 2 KiB: of warps that shared columns each step would be a
-    conversion through shared memory.
+    A warp has whole rows, or a part of one, 2 KiB, of float32 1 KiB: of warps that shared columns each step
+    would be a conversion through shared memory.
     """
     block_k = max(next_power_of_2(K), 16)
     rows = min(max(next_power_of_2(G * M // PROGRAMS), 16), ROWS)
-    block_m, warps = max(1024 // block_k, 1), min(max(block_k * itemsize // 2048, 1), 16)
+    block_m, warps = max(1024 // block_k, 1), min(max(block_k // (1024 if itemsize == 2 else 256), 1), 16)
     return max(rows, block_m), block_m, block_k, warps
 
 

@@ -323,7 +323,8 @@ def scaled_gemm(
     """
     check_shape("x", x, "M", "K")
     check_shape("w", w, "K", "N")
-    (M, _), (_, N) = x.shape, w.shape
+    (M, K), (w_K, N) = x.shape, w.shape
+    check_size("x is (M, K={})", K, "w is (K={}, N)", w_K)  # first, or a scale would be blamed
     x_scale = as_vector("x_scale", x_scale, x, M, ((M,), (M, 1)))
     w_scale = as_vector("w_scale", w_scale, x, N, ((N,), (N, 1), (1, N)))
     refuse_gradient("a scaled product", x, w, x_scale, w_scale, bias)

@@ -131,9 +131,9 @@ def sparse_blocks_grad_kernel(
     if not EVEN_N:  # what is past the end reads others' values, and becomes zeros
         n_left, k_right = tl.where(n_mask, n_left, 0), tl.where(k_mask, k_right, 0)
     left_ptrs = left_ptr + n_left.to(tl.int64)[:, None] * left_strides[1]
-    left_ptrs += m[None, :] * left_strides[0].to(tl.int64)
+    left_ptrs += m.to(tl.int64)[None, :] * left_strides[0]
     right_ptrs = right_ptr + k_right.to(tl.int64)[None, :] * right_strides[1]
-    right_ptrs += m[:, None] * right_strides[0].to(tl.int64)
+    right_ptrs += m.to(tl.int64)[:, None] * right_strides[0]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = multiply(
         acc, left_ptrs, right_ptrs, M, left_strides[0], right_strides[0], BLOCK_K, EVEN_M, PRECISION

@@ -1,8 +1,9 @@
 """Products with a matrix of single entries: see sparse_matmul.py, whose launchers these are.
 
 Tensor cores multiply by a matrix with nine zeros in ten faster than anything else finds the tenth number, so
-the entries are put in their places among zeros, unless there are very few.  Then a program makes some columns
-of the transposed result from the rows of the transposed x that its entries name.
+the entries are put in their places among zeros, in a buffer as large as the dense matrix.  Where that costs
+more, for few rows or a very large matrix, a program makes some columns of the transposed result from the rows
+of the transposed x that its entries name.
 """
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from ._triton import cdiv, jit_kernel, tl
 from .sparse_pattern import num_blocks
 
-FEW = 256  # places for each entry, from which on rows are gathered
 BLOCK = 1024
 GATHERED, COLUMNS = 8, 256  # entries that a program reads at once, and columns of each
 
@@ -112,13 +112,23 @@ def gather_entries_grad_kernel(
 # launcher
 
 
+def costs_less(M: int, numbers: int, places: int, L: int, results: int = 0) -> bool:
+    """Whether to gather: by the picoseconds that an H200 takes for both.
+
+    Gathering transposes M times `numbers`, starts programs for `results`, and has L entries times M; the
+    other way writes and reads `places`, and multiplies by them.
+    """
+    gathered = 8 * M * numbers + 34 * results + 100 * L * cdiv(M, COLUMNS)
+    return gathered < places * (1 + 0.0024 * M)
+
+
 def launch_entries(
     out: Tensor, x: Tensor, values: Tensor, bias: Tensor | None, lists: Tensor, size: tuple[int, int],
     transposed: bool,
 ) -> None:  # fmt: skip
     (M, N), (R, C) = out.shape, size
     L, base = len(values), R + C + 2
-    if L * FEW > R * C:
+    if not costs_less(M, R + C, R * C, L, results=M * N):
         w = spread_entries(values, lists, size)
         w = w if transposed else w.T
         torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
@@ -136,7 +146,7 @@ def launch_entries(
 def launch_entries_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor) -> None:
     (M, R), C, L = left.shape, right.shape[1], len(out)
     base = R + C + 2
-    if L * FEW > R * C:
+    if not costs_less(M, R + C, R * C, L):
         spread_entries_kernel[(cdiv(L, BLOCK),)](
             out, left.T @ right, lists, base, base + L, L, C, 1, BACK=True, BLOCK=BLOCK, num_warps=4
         )

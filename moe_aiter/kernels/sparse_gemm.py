@@ -12,10 +12,9 @@ from .sparse_matmul import sparse_matmul_op
 from .sparse_pattern import (
     SparsePattern,
     block_of,
-    count,
     lists_of,
-    lists_of_compressed,
     pair,
+    pattern_of_compressed,
     regroup,
 )
 
@@ -52,8 +51,8 @@ def sparse_gemm(
 
     What is computed of a pattern is kept (see `moe_aiter.derived`), and the calls after the first wait for
     nothing, while the memory of the weight's indices, or of a dense weight, stays as it is.  To torch a write
-    to a sparse weight's values is one to its indices as well: for training give a SparsePattern, or build the
-    weight around the same indices in each step.  Who writes to indices from which a weight was made, and
+    to a sparse weight's values is one to its indices as well: for training give a SparsePattern, or the
+    weight that its `to_sparse` builds in each step.  Who writes to indices from which a weight was made, and
     makes another of them, says `moe_aiter.derived.forget()`.
 
     Raises ValueError for shapes, devices and patterns that do not fit, TypeError for dtypes, before anything
@@ -138,7 +137,7 @@ def chosen_block(kind: str, blocksize: int | tuple[int, int] | None) -> tuple[in
 
 
 def of_compressed(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
-    values, shape = w.values(), tuple(w.shape)
+    values, shape = w.values(), w.shape
     if w.layout in COLUMNS:
         start, other, shape = w.ccol_indices(), w.row_indices(), shape[::-1]
         values = values.mT if values.dim() == 3 else values
@@ -146,20 +145,12 @@ def of_compressed(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
         start, other = w.crow_indices(), w.col_indices()
     block = block_of(values)
 
-    def make() -> tuple[SparsePattern, Tensor]:
-        R, C = count(shape, block)
-        pattern = SparsePattern(shape, block, lists_of_compressed(start, other, C))
-        if values.dim() == 1:
-            row, col = pattern.places()
-            check_distinct(row * C + col)
-        return pattern, start  # which lives as long as this is kept, so that no other has its address
+    def make() -> tuple[SparsePattern, Tensor | None]:
+        # the start lives as long as this is kept, so that no other has its address
+        apart = start.untyped_storage() is not other.untyped_storage()
+        return pattern_of_compressed(start, other, tuple(shape), block), start if apart else None
 
-    return values, other, f"sparse pattern {shape} {block} {start.data_ptr()} {start._version}", make
-
-
-def check_distinct(places: Tensor) -> None:
-    if (places.sort().values.diff() == 0).any():
-        raise ValueError("weight has two entries in one place, which only a COO tensor may have")
+    return values, other, f"sparse pattern {*shape, *block, start.data_ptr(), start._version}", make
 
 
 def of_coo(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:

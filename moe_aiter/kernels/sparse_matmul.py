@@ -44,7 +44,11 @@ def fill_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
         fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed)
     elif x.device.type == "cpu" and values.dim() == 1 and rows * columns > L * FEW:
         w = torch.sparse_coo_tensor(
-            torch.stack(places(lists, rows, columns)), wide(values), (rows, columns), is_coalesced=True
+            torch.stack(places(lists, rows, columns)),
+            wide(values),
+            (rows, columns),
+            check_invariants=False,
+            is_coalesced=True,
         )
         product = torch.sparse.mm(w.t() if transposed else w, wide(x).T).T
         out.copy_(product if bias is None else product + bias)

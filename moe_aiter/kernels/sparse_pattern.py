@@ -10,8 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from ._check import check_sizes, check_tensor
+from ._check import check_shape, check_sizes, check_tensor
 from ._triton import cdiv
+
+COMPRESSED = torch.sparse_csr, torch.sparse_bsr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,13 +21,14 @@ class SparsePattern:
     """The places of the blocks of a sparse (N, K) matrix, for any values (L, *blocksize) or, of blocks of
     1 x 1, (L,).
 
-    Blocks are counted row by row, and from left to right in a row.  Make one with `from_mask` or `from_dense`
-    and give it to `sparse_gemm` with values that change: nothing is computed from it again.
+    Blocks are counted row by row, and from left to right in a row, or as they come in a sparse tensor.  Make
+    one with `from_mask`, `from_dense` or `from_sparse` and give it to `sparse_gemm` with values that change:
+    nothing is computed from it again.
     """
 
     shape: tuple[int, int]  # N, K
     blocksize: tuple[int, int]
-    lists: Tensor  # int32: see `make_lists`
+    lists: Tensor = dataclasses.field(repr=False)  # int32: see `make_lists`
 
     @classmethod
     def from_mask(
@@ -53,6 +56,18 @@ class SparsePattern:
         block = pair(blocksize)
         return cls.from_mask(as_blocks(w.detach(), block).ne(0).flatten(2).any(2), block, tuple(w.shape))
 
+    @classmethod
+    def from_sparse(cls, w: Tensor) -> "SparsePattern":
+        """The places of a CSR or BSR tensor (N, K), for which `w.values()` are the values.  Synchronises.
+
+        Raises ValueError for another layout or shape, and for entries that share a place.
+        """
+        check_tensor("w", w)
+        if w.layout not in COMPRESSED or w.dense_dim():
+            raise ValueError(f"w must be CSR or BSR, and not hybrid, but it is {w.layout} {tuple(w.shape)}")
+        check_shape("w", w, "N", "K")
+        return pattern_of_compressed(w.crow_indices(), w.col_indices(), tuple(w.shape), block_of(w.values()))
+
     @property
     def num_blocks(self) -> int:
         """L."""
@@ -76,6 +91,19 @@ class SparsePattern:
     def to_dense(self, values: Tensor) -> Tensor:
         """The matrix (N, K) that has `values` in these places and zeros elsewhere.  Differentiable."""
         return to_dense(values, self.lists, *self.shape)
+
+    def to_sparse(self, values: Tensor) -> Tensor:
+        """The matrix as a BSR or CSR tensor with `values` themselves.  Differentiable.
+
+        A gradient with the same indices, that of `sparse_gemm` say, is taken as it is, where torch's own
+        constructors make it dense, and wait.  Raises ValueError unless all blocks are whole and have values.
+        """
+        block, L = self.blocksize, self.num_blocks
+        if tuple(values.shape) != ((L,) if block == (1, 1) else (L, *block)):
+            raise ValueError(f"values are {tuple(values.shape)} but the pattern has {L} blocks of {block}")
+        if any(size % side for size, side in zip(self.shape, block, strict=True)):
+            raise ValueError(f"the shape is {self.shape} but torch wants whole blocks of {block}")
+        return AsSparse.apply(values, self)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The row and the column of each block, (L,) int64."""
@@ -144,7 +172,40 @@ def places(lists: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
     return row, col
 
 
+def pattern_of_compressed(
+    start: Tensor, col: Tensor, shape: tuple[int, int], block: tuple[int, int]
+) -> SparsePattern:
+    """Of what a CSR or BSR tensor, or the transpose of a CSC or BSC one, says, in any order."""
+    columns = count(shape, block)[1]
+    pattern = SparsePattern(shape, block, lists_of_compressed(start, col, columns))
+    if block == (1, 1):
+        row, col = pattern.places()
+        if ((row * columns + col).sort().values.diff() == 0).any():
+            raise ValueError("weight has two entries in one place, which only a COO tensor may have")
+    return pattern
+
+
 # matrices
+
+
+class AsSparse(torch.autograd.Function):
+    """See `SparsePattern.to_sparse`."""
+
+    @staticmethod
+    def forward(ctx, values, pattern):
+        ctx.pattern, (R, C) = pattern, count(pattern.shape, pattern.blocksize)
+        start, col = pattern.lists[: R + 1], pattern.lists[R + C + 2 :][: len(values)]
+        ctx.layout, ctx.indices = COMPRESSED[values.dim() == 3], (start.data_ptr(), col.data_ptr())
+        return torch.sparse_compressed_tensor(
+            start, col, values, pattern.shape, layout=ctx.layout, check_invariants=False
+        )
+
+    @staticmethod
+    def backward(ctx, dw):
+        if dw.layout != ctx.layout:
+            return ctx.pattern.take(dw.to_dense()), None
+        same = (dw.crow_indices().data_ptr(), dw.col_indices().data_ptr()) == ctx.indices
+        return dw.values() if same else ctx.pattern.take(dw.to_dense()), None
 
 
 def as_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:

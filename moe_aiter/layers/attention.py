@@ -16,7 +16,7 @@ from ..backend import check_backend, log
 from ..dispatch import is_plain, is_transformed
 from ..kernels.attention_mask import zero_rows
 from ..switches import switches
-from .attention_call import Call, agree, aligned, apart, fitted, together, with_band
+from .attention_call import Call, agree, aligned, apart, decided, fitted, together, with_band
 
 BACKENDS = "auto", "flash", "sdpa", "math"
 TORCHS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # what `torch._fused_sdp_choice` answers
@@ -64,7 +64,7 @@ def attention(
     Raises ValueError for shapes, windows and devices that do not fit and for what the backend that is asked
     for cannot do, TypeError for dtypes; nothing is computed then.
     """
-    window = None if window is None else tuple(window)
+    window = tuple(window) if isinstance(window, list) else window  # a key is hashed
     key = None if mask is not None else kind_of(q, k, v, is_causal, dropout_p, window, backend)
     if key in simple:
         causal, shared = simple[key]
@@ -244,7 +244,7 @@ def sdpa_arguments(call: Call) -> list:
 
 
 def sdpa_options(call: Call) -> dict:
-    return {"scale": call.scale, "enable_gqa": call.group > 1}
+    return {"scale": call.scale, "enable_gqa": decided(call.group > 1)}
 
 
 def for_torch(call: Call) -> Call:

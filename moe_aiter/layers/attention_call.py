@@ -38,7 +38,7 @@ class Call(NamedTuple):
     @property
     def is_torchs_causal(self) -> bool:
         """Where the first query and the first key mean what the last ones do."""
-        return self.is_causal and self.q.shape[2] == self.k.shape[2]
+        return decided(self.is_causal and self.q.shape[2] == self.k.shape[2])
 
     @property
     def group(self) -> int:
@@ -68,7 +68,10 @@ def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int
     call = Call(q, k, v, mask, left, right, dropout_p, scale)
     if mask is None:
         return call, dead, None
-    mask, alive = with_all_or_some(with_band(call), q)
+    mask = with_band(call)
+    # along keys before it is computed with: torch would give a bias a stride of 0 there, and then refuse it
+    mask = mask.expand(*mask.shape[:3], k.shape[2])
+    mask, alive = with_all_or_some(mask, q)
     return call._replace(mask=mask, left=-1, right=-1), dead, alive
 
 
@@ -128,7 +131,7 @@ def shaped_mask(mask: Tensor, q: Tensor, Sk: int) -> Tensor:
 
 
 def seen(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    if window is not None and len(window) != 2:
+    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise ValueError(f"window is {window}: it takes how many keys before and how many behind")
     left, right = (-1, -1) if window is None else window
     if min(left, right) < -1:
@@ -183,6 +186,13 @@ def is_aligned(t: Tensor) -> bool:
     start = 0 if torch.compiler.is_compiling() else t.storage_offset()
     steps = [step for step, size in zip(t.stride()[:3], t.shape, strict=False) if size > 1]
     return t.stride(3) == 1 and not any(n * t.itemsize % BYTES for n in (start, *steps))
+
+
+def decided(flag: bool) -> bool:
+    """A bool also of sizes that torch.compile holds for dynamic, whose comparisons torch's kernels refuse."""
+    if flag:  # noqa: SIM103  a branch is what makes the compiler decide, and bool() does not
+        return True
+    return False
 
 
 def together(t: Tensor, group: int) -> Tensor:

@@ -263,7 +263,10 @@ def can_fuse(linears: Sequence[nn.Module | None]) -> bool:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Give every fused projection in a model a weight of its own, as it was before; how many."""
+    """Give every fused projection in a model a weight of its own, as it was before; how many projections.
+
+    Those are two or three for each product that `fuse_projections` counts.  The optimizer must be made anew.
+    """
     count = 0
     for parent in list(model.modules()):
         for name, part in list(parent._modules.items()):

@@ -79,7 +79,7 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
     layer is also given what the one in `model` is given, so that its error is its own and not that of those
     before.  Both run in evaluation mode and without gradients; `print(report)` shows a table.  This waits for
     the device.
-    Raises ValueError where `quantized` was not made of such a model.
+    Raises ValueError where `quantized` was not made of such a model, or comes before `model`.
     """
     pairs = {}
     for name, layer in quantized.named_modules():
@@ -88,6 +88,8 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
                 pairs[name] = model.get_submodule(name), layer
             except AttributeError as error:
                 raise ValueError(f"quantized has a layer {name!r} that model has not") from error
+    if not pairs and any(isinstance(layer, Quantized) for layer in model.modules()):
+        raise ValueError("model has quantised layers and quantized has none: the original comes first")
     distances = {name: Distance() for name in pairs}
 
     def compare(name: str, layer: nn.Module, _, args: tuple, kwargs: dict, output: Any) -> None:

@@ -104,8 +104,11 @@ def test_goals_in_words():
     "flags, message",
     [
         (("--device", "cuda"), "there is no GPU that torch can use"),
-        (("--device", "cpu", "--shape", "nothing"), "there is no such case"),
-        (("--device", "cpu", "--dtype", "int3"), "there is no such case"),
+        (
+            ("--device", "cpu", "--shape", "nothing", "--family", "dense"),
+            "no such case; there are, of dense: square",
+        ),
+        (("--device", "cpu", "--dtype", "int3"), "--dtype is 'int3'; it takes bfloat16, float16, float32"),
         (("--out", "old.csv"), "old.csv has other columns: date"),
         (("--family", "nothing"), "invalid choice: 'nothing'"),
     ],

@@ -143,6 +143,32 @@ def test_the_switches_count(xwb):
     assert got.dtype == torch.float32 and 1e-4 < (got - expected).norm() / expected.norm() < 2e-2
 
 
+def test_a_mistake_is_named_as_the_caller_names_it():
+    x, weight, bias = torch.randn(7, 24), torch.randn(24, 10), torch.randn(10)
+    for call in (aiter.gemm_bias, aiter.gemm_gelu, aiter.gemm_relu):
+        with pytest.raises(ValueError, match=r"weight is \(n, k=10\) with transpose_weight=True"):
+            call(x, weight, bias)
+        with pytest.raises(
+            ValueError, match=r"input is \(..., k=24\) but weight is \(k=10, n\) with trans.*False"
+        ):
+            call(x, weight.T, bias, transpose_weight=False)
+        with pytest.raises(TypeError, match="input is torch.float32 but weight is torch.float16"):
+            call(x, weight.T.half(), bias)
+    with pytest.raises(ValueError, match=r"input is \(..., k=24\) but weight is \(n, k=10\)$"):
+        aiter.linear(x, weight)
+    with pytest.raises(ValueError, match=r"input must be \(..., k\), but it has no axis"):
+        aiter.linear(torch.tensor(1.0), weight)
+    with pytest.raises(ValueError, match=r"a is \(..., k=24\) but b is \(k=10, n\)"):
+        aiter.cutlass_gemm(x, weight.T)
+    with pytest.raises(ValueError, match=r"a is \(..., k=24\) but b is \(..., k=10, n\)"):
+        aiter.batched_gemm(x[None], weight[None], transpose_b=True)
+    for y, shape in ((x, r"\(k=7, n\)"), (bias, r"\(k=10\)"), (x[None], r"\(..., k=7, n\)")):
+        with pytest.raises(ValueError, match=rf"x is \(..., k=24\) but y is {shape}"):
+            aiter.matmul(x, y)
+    with pytest.raises(TypeError, match="x is torch.float32 but y is torch.float64"):
+        aiter.matmul(x, weight.double())
+
+
 def test_steps_keep_the_dtype_and_the_bias_of_one_product(xwb):
     x, weight, bias = xwb
     aiter.enable_fusion(False)

@@ -255,6 +255,7 @@ BAD = {
     "x is a vector": (dict(x=X[0]), ValueError, r"x must be \(M, K\), but it has shape \(32,\)"),
     "w is a list": (dict(w=[1]), TypeError, "w must be a tensor, not list"),
     "inner sizes": (dict(w=W[:8]), ValueError, r"x is \(M, K=32\) but w is \(K=8, N\)"),
+    "w of (N, K)": (dict(w=W.mT, w_scale=torch.ones(16)), ValueError, r"w is \(K=16, N\)"),
     "16 bits": (dict(x=X.half()), TypeError, "x must be int8 or 8-bit floats, not torch.float16"),
     "unsigned": (dict(w=W.to(torch.uint8)), TypeError, "x is torch.int8 but w is torch.uint8"),
     "mixed": (dict(w=W.to(E4M3)), TypeError, "x is torch.int8 but w is torch.float8_e4m3fn"),

@@ -54,7 +54,9 @@ def matrix(device="cpu", dtype=torch.float32):
 
 
 def gradients(out, *leaves):
-    return torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel())).to(out).view_as(out))
+    return torch.autograd.grad(
+        out, leaves, torch.arange(out.numel(), device=out.device).cos().to(out).view_as(out)
+    )
 
 
 @pytest.mark.parametrize("transpose_weight", [True, False])
@@ -137,7 +139,7 @@ def counted(monkeypatch):
     """How often a pattern was read."""
     forget()
     calls = []
-    for name in ("lists_of", "lists_of_compressed", "regroup", "coalesce"):
+    for name in ("lists_of", "pattern_of_compressed", "regroup", "coalesce"):
         function = getattr(file, name)
         monkeypatch.setattr(file, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
     return calls
@@ -170,6 +172,19 @@ def test_patterns_are_read_once(layout, kind, counted):
     torch.testing.assert_close(out, x @ other.to_dense().T, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("block", [BLOCK, (1, 1)])
+def test_a_weight_of_a_pattern_is_read_once(block, counted):
+    """Built in each step, with other values, around what the pattern keeps."""
+    pattern = SparsePattern.from_dense(matrix(), block)
+    for _ in range(3):
+        values = torch.randn_like(pattern.take(matrix()), requires_grad=True)
+        x = torch.randn(4, K)
+        out = sparse_gemm(x, pattern.to_sparse(values))
+        torch.testing.assert_close(out, x @ pattern.to_dense(values).T, atol=1e-4, rtol=1e-4)
+        assert gradients(out, values)[0].shape == values.shape
+        assert counted == ["pattern_of_compressed"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_write_in_place_is_noticed(layout):
     weight, x = LAYOUTS[layout](matrix()), torch.randn(4, K)
@@ -200,6 +215,20 @@ def test_nothing_outlives_the_weight():
     assert CACHE.entries
     del weight
     assert not CACHE.entries
+
+
+@pytest.mark.gpu
+def test_a_step_with_a_weight_of_a_pattern_does_not_wait(no_debug):
+    dense = matrix("cuda", torch.bfloat16)
+    pattern = SparsePattern.from_dense(dense, BLOCK)
+    values = pattern.take(dense).requires_grad_()
+    x = torch.randn(32, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            gradients(sparse_gemm(x, pattern.to_sparse(values)), x, values)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

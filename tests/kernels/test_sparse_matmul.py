@@ -35,10 +35,10 @@ MATRICES = {  # N, K, blocksize, M
 DENSITIES = [0.4, 0.0, 1.0]
 
 
-@pytest.fixture(params=[sparse_entries.FEW, 1], ids=["spread", "gathered"])
+@pytest.fixture(params=[False, True], ids=["spread", "gathered"])
 def few(request, monkeypatch):
-    """Entries among zeros, and where there are few of them."""
-    monkeypatch.setattr(sparse_entries, "FEW", request.param)
+    """Entries among zeros, and where that costs more."""
+    monkeypatch.setattr(sparse_entries, "costs_less", lambda *sizes, **named: request.param)
 
 
 def make(device, N, K, block, M, *, density=0.4, dtype=torch.float32, turned=False):
@@ -99,6 +99,21 @@ def test_the_same_bits_twice(device, matrix, few):
     inputs = make(device, *MATRICES[matrix])
     run = with_gradients(sparse_matmul_op)
     assert all(torch.equal(a, b) for a, b in zip(run(*inputs), run(*inputs), strict=True))
+
+
+@pytest.mark.parametrize(
+    "M, side, L, gathered",
+    [
+        (4096, 4096, 2**24 // 1000, False),  # as an H200 measured it
+        (4096, 4096, 2**24 // 10, False),
+        (16, 4096, 2**24 // 1000, True),
+        (16, 4096, 2**24 // 10, False),
+        (4096, 2**20, 2**24, True),  # for which no memory would do
+    ],
+)
+def test_entries_are_gathered_where_zeros_cost_more(M, side, L, gathered):
+    costs_less = sparse_entries.costs_less
+    assert costs_less(M, 2 * side, side**2, L, results=M * side) == gathered
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["A.T", "A"])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_aiter.layers.attention import attention
+from moe_aiter.layers.attention_call import agree
 
 from ..check import assert_as_good_as_torch, with_gradients
 
@@ -104,6 +105,7 @@ def masks(B, H, Sq, Sk, device):
         "float, rows": torch.randn(B, Sq, Sk, device=device),
         "float, keys": torch.where(keep, 0.0, -torch.inf),
         "one axis": torch.rand(1, 1, Sq, 1, device=device) > 0.5,
+        "float, one axis": torch.randn(1, 1, Sq, 1, device=device),
         "heads": torch.rand(1, H, 1, Sk, device=device) > 0.3,
     }
 
@@ -121,6 +123,19 @@ def test_masks(kind, options, heads, lengths, backend, device):
         lambda *qkv: by_definition(*qkv, four, **options),
         *(q, k, v),
     )
+
+
+@pytest.mark.parametrize(
+    "size", [(2, 1), (2, 5, 1), (1, 1, 5, 1), (1, 1, 1, 1), (2, 7), (1, 4, 1, 7)], ids=str
+)
+@pytest.mark.parametrize("Sk", [7, 1])
+def test_rows_of_the_mask_that_torch_gets_are_contiguous(size, Sk):
+    """Its kernels of a GPU refuse a bias whose last axis has another stride, 0 of an axis of 1 say."""
+    q, k, v = make(2, 4, 4, 5, Sk)
+    mask = torch.randn(size)[..., :Sk]
+    for given in (mask > 0, mask > 9, mask, torch.where(mask > 0, 0.0, -torch.inf)):
+        call, *_ = agree(q, k, v, given, False, None, 0.0, None)
+        assert call.mask.shape[3] == Sk and call.mask.stride(3) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -163,6 +178,9 @@ def test_dtypes(dtype, options, sizes, backend, device):
 
     def torchs(q, k, v):
         Sq, Sk = q.shape[2], k.shape[2]
+        if not options or (options == {"is_causal": True} and Sq == Sk):
+            # fused, as ours: it rounds what each head adds to dk, which torch's steps with a mask do not
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
         left, right = options.get("window", (-1, -1))
         right = 0 if options.get("is_causal") else right
         behind = torch.arange(Sk, device=q.device) - torch.arange(Sk - Sq, Sk, device=q.device)[:, None]
@@ -242,5 +260,17 @@ def test_heads_without_numbers_and_tensors_without_memory():
     torch.testing.assert_close(attention(q, q, v), v.mean(2, keepdim=True).expand_as(v))
     meta = torch.empty(1, 2, 3, 4, device="meta")
     assert attention(meta, meta, meta, is_causal=True).shape == meta.shape
-    with pytest.raises(ValueError, match="window is"):
-        attention(v, v, v, window=(1, 2, 3))
+    for window in ((1, 2, 3), 5):
+        with pytest.raises(ValueError, match="window is"):
+            attention(v, v, v, window=window)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (1, 0)}])
+def test_it_compiles_once_for_all_lengths(options):
+    def ours(q, k):
+        return attention(q, k, k, **options)
+
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (5, 7, 9):
+        q, k, _ = make(Sq=length, Sk=length, Hk=2)
+        torch.testing.assert_close(compiled(q, k), ours(q, k))

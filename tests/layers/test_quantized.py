@@ -298,6 +298,8 @@ def test_a_report_of_other_inputs():
     assert reports[0] == reports[1] and quantization_report(model, model, torch.ones(2, 64)).error == 0
     with pytest.raises(ValueError, match="quantized has a layer '0' that model has not"):
         quantization_report(nn.Linear(64, 32), quantized, torch.ones(2, 64))
+    with pytest.raises(ValueError, match="the original comes first"):
+        quantization_report(quantized, model, torch.ones(2, 64))
     model = nn.Sequential(mlp(), nn.Linear(4, 4))
     other = quantize(model)
     model.forward = model[0].forward

@@ -1,8 +1,12 @@
-"""AITER's dense products: see `moe_aiter/kernels/gemm.py`."""
+"""AITER's dense products: see `moe_aiter/kernels/gemm.py`.
+
+Operands are both float32, float16, bfloat16 or, by torch, float64, and so is the result; a bias and c may be
+of another of these.  All have gradients, and raise ValueError for shapes and devices, TypeError for dtypes.
+"""
 
 from torch import Tensor
 
-from ...kernels._check import check_shape, check_size, check_tensor
+from ...kernels._check import check_float, check_shape, check_size, check_tensor
 from ...kernels.activations import FUNCTIONS
 from ...kernels.gemm import gemm
 from ...kernels.grouped_gemm import grouped_gemm as _grouped_gemm
@@ -33,18 +37,22 @@ def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: b
     """
     check_shape("a", a, "batch", *("km" if transpose_a else "mk"))
     check_shape("b", b, "batch", *("nk" if transpose_b else "kn"))
-    if a.shape[0] != b.shape[0]:
-        raise ValueError(f"a is (batch={a.shape[0]}, ...) but b is (batch={b.shape[0]}, ...)")
-    return gemm(a.mT if transpose_a else a, b.mT if transpose_b else b)
+    check_size("a is (batch={}, ...)", a.shape[0], "b is (batch={}, ...)", b.shape[0])
+    a, b = a.mT if transpose_a else a, b.mT if transpose_b else b
+    check_product(a=a, b=b)
+    return gemm(a, b)
 
 
 @computed
 def gemm_bias(input: Tensor, weight: Tensor, bias: Tensor, transpose_weight: bool = True) -> Tensor:
-    """`input @ weight.T + bias`: input (..., m, k), weight (n, k) and bias (n,).
+    """`input @ weight.T + bias`: input (..., k), weight (n, k) and bias (n,), or None, give (..., n).
 
-    Without `transpose_weight` the weight is (k, n) and the result `input @ weight + bias`.
+    Without `transpose_weight` the weight is (k, n) and the result `input @ weight + bias`.  Input and weight
+    have one floating dtype, which is that of the result; the bias may have another.
+
+    Raises ValueError for shapes and devices, TypeError for dtypes.
     """
-    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias)
+    return in_one_or_in_steps(input, as_w(input, weight, transpose_weight), bias)
 
 
 @computed
@@ -55,28 +63,35 @@ def gemm_gelu(
     transpose_weight: bool = True,
     approximate: str = "none",
 ) -> Tensor:
-    """GELU of `gemm_bias`, by the error function, or by its approximation with "tanh"."""
+    """GELU of `gemm_bias`, whose arguments these are: (..., n).
+
+    `approximate` is "none", for the error function, or "tanh".
+    """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
     activation = "gelu_tanh" if approximate == "tanh" else "gelu"
-    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias, activation)
+    return in_one_or_in_steps(input, as_w(input, weight, transpose_weight), bias, activation)
 
 
 @computed
 def gemm_relu(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = True
 ) -> Tensor:
-    """ReLU of `gemm_bias`."""
-    return in_one_or_in_steps(input, as_w(weight, transpose_weight), bias, "relu")
+    """ReLU of `gemm_bias`, whose arguments these are: (..., n)."""
+    return in_one_or_in_steps(input, as_w(input, weight, transpose_weight), bias, "relu")
 
 
 @computed
 def cutlass_gemm(
     a: Tensor, b: Tensor, alpha: float = 1.0, beta: float = 0.0, c: Tensor | None = None
 ) -> Tensor:
-    """`alpha * (a @ b) + beta * c`: a (m, k), b (k, n), and c, which stays as it is, broadcasts to (m, n)."""
+    """`alpha * (a @ b) + beta * c`: a (m, k), b (k, n), and c, which stays as it is, broadcasts to (m, n).
+
+    The result is a new tensor.  Where `beta` is 0, as it is unless given, c is not read.
+    """
     check_shape("a", a, "m", "k")
     check_shape("b", b, "k", "n")
+    check_product(a=a, b=b)
     return gemm(a, b, alpha=alpha, beta=beta, c=c)
 
 
@@ -86,7 +101,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_tensor("weight", weight)
     if weight.dim() == 1:  # one output, without an axis
         return gemm(input, weight[:, None], None if bias is None else bias.reshape(1)).squeeze(-1)
-    return in_one_or_in_steps(input, as_w(weight, True), bias)
+    return in_one_or_in_steps(input, as_w(input, weight, None), bias)
 
 
 @computed
@@ -96,13 +111,31 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     check_tensor("y", y)
     if x.dim() == 0 or y.dim() == 0:
         raise ValueError(f"x and y must have an axis, but they are {tuple(x.shape)} and {tuple(y.shape)}")
+    check_product(x=x, y=y)
     if x.dim() == 1 and y.dim() > 2:
         return gemm(x[None], y).squeeze(-2)
     return gemm(x, y[:, None]).squeeze(-1) if y.dim() == 1 else gemm(x, y)
 
 
-def as_w(weight: Tensor, transposed: bool) -> Tensor:
+def check_product(**operands: Tensor) -> None:
+    """Raise unless two operands, of one axis or more, have one dtype and one k; of theirs by their names."""
+    (first, a), (second, b) = operands.items()
+    check_float(**operands)
+    axes = "k={}" if b.dim() == 1 else "k={}, n" if b.dim() == 2 else "..., k={}, n"
+    check_size(f"{first} is (..., k={{}})", a.shape[-1], f"{second} is ({axes})", b.shape[max(-2, -b.dim())])
+
+
+def as_w(input: Tensor, weight: Tensor, transpose_weight: bool | None) -> Tensor:
+    """The weight as (k, n); None is F.linear, which has no such option.  Errors name what was given."""
+    transposed = transpose_weight is None or transpose_weight
+    check_tensor("input", input)
     check_shape("weight", weight, *("nk" if transposed else "kn"))
+    if input.dim() == 0:
+        raise ValueError("input must be (..., k), but it has no axis")
+    check_float(input=input, weight=weight)
+    option = "" if transpose_weight is None else f" with transpose_weight={bool(transpose_weight)}"
+    given = f"weight is {'(n, k={})' if transposed else '(k={}, n)'}{option}"
+    check_size("input is (..., k={})", input.shape[-1], given, weight.shape[1 if transposed else 0])
     return weight.mT if transposed else weight
 
 
