@@ -283,9 +283,9 @@ def gemm(
     activation: None, "relu", "gelu" (by the error function), "gelu_tanh" or "silu".
     out_dtype: dtype of the result; that of `x` unless given.
 
-    Sums and all that is added are float32, rounded once; where the table of the GPU says that torch's BLAS is
-    faster, and on a CPU, what an activation is applied to has been rounded before.  float32 is multiplied
-    as IEEE says unless MOE_AITER_MATMUL_PRECISION is tf32.
+    Sums and all that is added are float32, or float64 if the result is, rounded once; where the table of the
+    GPU says that torch's BLAS is faster, and on a CPU, what an activation is applied to was rounded before.
+    float32 is multiplied as IEEE says unless MOE_AITER_MATMUL_PRECISION is tf32.
 
     Differentiable in x, w, bias and c.  "relu" saves the result for that, other activations what they were
     applied to, in `out_dtype`, as torch does; without a gradient to come nothing is saved.

@@ -65,6 +65,13 @@ def test_an_input_that_no_view_makes_a_matrix(device):
     torch.testing.assert_close(tuned_gemm(spread(x), spread(w)), F.linear(x, w))
 
 
+def test_a_scaled_product_of_float64_is_summed_in_float64(device):
+    x, w, scale = (torch.randn(*size, device=device) for size in ((5, 64), (16, 64), (5, 1)))
+    out = tuned_gemm(x, w, out_dtype=torch.float64, x_scale=scale, w_scale=0.5)
+    exact = F.linear(x.double(), w.double()) * scale.double() * 0.5
+    torch.testing.assert_close(out, exact, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_wider_result_is_not_rounded_on_the_way(device, dtype, bias):

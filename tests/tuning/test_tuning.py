@@ -78,6 +78,9 @@ def test_the_rule():
     assert (gmm.num_stages, gmm.store_n) == (3, 256) and (tgmm.num_stages, tgmm.store_n) == (4, 128)
     assert rule("hopper_gmm", 4096, 512).num_stages == 4 and rule("hopper_gmm", 4096, 576).num_stages == 3
     assert rule("hopper_up", 28672, 4096).group_m == 16 and rule("hopper_gmm", 4096, 4104).group_m == 16
+    dense = [rule("hopper_gemm_act", n, k) for n in (512, 16384) for k in (64, 4096)]
+    assert all(tile.turns and tile.group_m == 8 for tile in dense)
+    assert not rule("hopper_gemm", 16384, 4096).turns and rule("hopper_gemm", 16384, 4096).group_m == 8
     assert rule("gmm", 1, 1) is None
 
 
