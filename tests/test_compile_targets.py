@@ -131,7 +131,7 @@ TUNED = {
     "down_grad": run_down_grad,
 }
 ELSEWHERE = {  # in the files beside this one
-    *("gemm_kernel", "finish_kernel"),
+    *("gemm_kernel", "finish_kernel", "mask_bias_kernel", "zero_rows_kernel"),
     *("masked_gmm_kernel", "segment_gmm_kernel", "segment_expand_kernel", "segment_tgmm_kernel"),
     *("add_parts_kernel", "quantize_rows_kernel", "quantize_rows_and_amax_kernel", "quantize_columns_kernel"),
     *("sparse_blocks_kernel", "sparse_blocks_grad_kernel", "spread_entries_kernel"),
