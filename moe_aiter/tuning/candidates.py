@@ -116,8 +116,10 @@ PORTABLE = {
     "masked_few_decode": (Config(16, 64, 256, 1, 4, 4), Config(64, 64, 128, 2, 4, 3)),
     "scaled_int8": SCALED,
     "scaled_fp8": (
-        Config(128, 128, 128, 8, 8, 6), *SCALED[2:4],
-        Config(64, 32, 128, 1, 4, 10), Config(16, 64, 128, 1, 4, 12),
+        Config(128, 128, 128, 8, 8, 6),
+        *SCALED[2:4],
+        Config(64, 32, 128, 1, 4, 10),
+        Config(16, 64, 128, 1, 4, 12),
     ),
     "scaled_decode": (Config(128, 128, 64, 8, 8, 3), Config(16, 64, 256, 1, 4, 4)),
     "scaled_long": (Config(64, 128, 128, 8, 8, 3), Config(64, 64, 128, 8, 4, 3)),

@@ -91,7 +91,11 @@ A, B, ONE = torch.zeros(2, 5, 32).to(E4M3), torch.zeros(2, 16, 32).to(E4M3).mT, 
         (dict(B=B[:, :16]), ValueError, r"A is \(b, m, k=32\) but B is \(b, k=16, n\)"),
         (dict(B=B[:1]), ValueError, r"A is \(b=2, m, k\) but B is \(b=1, k, n\)"),
         (dict(B=B.to("meta")), ValueError, "A is on cpu but B is on meta"),
-        (dict(out=torch.zeros(2, 5, 16, dtype=F16, device="meta")), ValueError, "A is on cpu but out is on meta"),
+        (
+            dict(out=torch.zeros(2, 5, 16, dtype=F16, device="meta")),
+            ValueError,
+            "A is on cpu but out is on meta",
+        ),
         (dict(A_scale=torch.ones(2)), ValueError, r"A_scale must be one float32 number, .*float32 \(2,\)"),
         (
             dict(B_scale=ONE.half()),
