@@ -75,12 +75,13 @@ class Experts(GroupedExperts):
         """
         weights = [getattr(self, name) for name in WEIGHTS_IN_TURN]
         sums = [getattr(w, "main_grad", None) for w in weights]
-        weights, sums = ([t.to_local() if isinstance(t, DTensor) else t for t in ts] for ts in (weights, sums))
+        *weights, gate, up, down = (t.to_local() if isinstance(t, DTensor) else t for t in weights + sums)
         if not isinstance(routing, Routing):
             routing = each_row_once(len(x), routing)
-        main_grads = dict(zip(("gate_main_grad", "up_main_grad", "down_main_grad"), sums, strict=True))
-        x16 = x.bfloat16()
-        return split_expert_mlp(x16, *weights, routing.weights, routing.plan, **main_grads).type_as(x)
+        return split_expert_mlp(
+            x.bfloat16(), *weights, routing.weights, routing.plan,
+            gate_main_grad=gate, up_main_grad=up, down_main_grad=down,
+        ).type_as(x)  # fmt: skip
 
 
 WEIGHTS[Experts] = WEIGHTS_IN_TURN

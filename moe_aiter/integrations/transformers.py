@@ -119,8 +119,9 @@ def experts_forward(
     Adapters, PEFT's after `integrations.peft.register()` or those of `integrations.lora`, are two thin
     products beside each weight's; then the activation is an op of its own as well.
 
-    A weight with a `main_grad`, `use_main_grad`'s, gets its gradient added there, as in `Experts`.  Raises ValueError where that
-    cannot be, with an adapter or a gate that is not fused; else as `expert_mlp` does.
+    A weight with a `main_grad` gets its gradient added there, as in `Experts`; `use_main_grad` gives it one.
+    Raises ValueError where that cannot be, with an adapter or a gate that is not fused; else as `expert_mlp`
+    does.
     """
     weights = weights_of(module)
     gate_up, down = cast_as_linear(weights.gate_up, weights.down)
@@ -170,7 +171,7 @@ def runs_fused(module: nn.Module) -> bool:
 
 
 def summed_weights(module: nn.Module) -> tuple[str, ...]:
-    """For `use_main_grad`: what the weights are called, of experts that run here and can add to a main_grad."""
+    """For `use_main_grad`: what the weights are called, of experts that run here and fused."""
     if not is_experts(module) or module.config._experts_implementation != NAME or not runs_fused(module):
         return ()
     return names_of(module)

@@ -92,9 +92,9 @@ class Sums:
         for (weight, module, name), main_grad in zip(self.found, self.main_grads, strict=True):
             if getattr(module, name) is not weight or getattr(weight, "main_grad", None) is not main_grad:
                 raise RuntimeError(
-                    f"{type(module).__name__}.{name} is not the tensor that use_main_grad was given: something "
-                    "has replaced it, load_state_dict(assign=True) say.  Load first, then make the optimizer "
-                    "and call use_main_grad; or load without assign, which copies"
+                    f"{type(module).__name__}.{name} is not the tensor that use_main_grad was given: "
+                    "something has replaced it, load_state_dict(assign=True) say.  Load first, then make the "
+                    "optimizer and call use_main_grad; or load without assign, which copies"
                 )
 
     def hand_over(self) -> None:
