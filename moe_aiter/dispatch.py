@@ -135,8 +135,10 @@ def is_batched() -> bool:
 
 
 def check_transforms(name: str, inputs: tuple, mutates: bool) -> None:
-    """Refuse forward-mode AD, whose tangents torch would drop without a word, torch.func's gradients, and many
-    gradients at once where memory changes."""
+    """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients.
+
+    Many gradients at once too, where memory changes.
+    """
     if mutates and is_batching_gradients():
         raise NotImplementedError(
             f"moe_aiter::{name} takes one gradient at a time: not is_grads_batched=True nor vectorize=True"
