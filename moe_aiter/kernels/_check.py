@@ -47,6 +47,13 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} must be at least 1, not {size}")
 
 
+def check_flags(**flags: bool) -> None:
+    """Raise unless every flag is a bool: "no" would count as True."""
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, torch.SymBool)):
+            raise TypeError(f"{name} must be a bool, not {type(flag).__name__}")
+
+
 def check_not_negative(**values: float) -> None:
     """Raise unless every number is finite and at least 0."""
     for name, number in values.items():
@@ -64,7 +71,7 @@ def check_positive(**values: float) -> None:
 
 
 def check_real(name: str, number: float) -> None:
-    if not isinstance(number, numbers.Real) or isinstance(number, bool):
+    if not isinstance(number, (numbers.Real, torch.SymFloat, torch.SymInt)) or isinstance(number, bool):
         raise TypeError(f"{name} must be a number, not {type(number).__name__}")
 
 

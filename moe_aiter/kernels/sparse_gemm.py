@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..derived import derived
-from ._check import check_shape, check_tensor
+from ._check import check_flags, check_shape, check_tensor
 from ._groups import wide
 from .sparse_matmul import sparse_matmul_op
 from .sparse_pattern import (
@@ -62,6 +62,7 @@ def sparse_gemm(
     check_tensor("weight", weight)
     if input.layout != torch.strided or input.dim() == 0:
         raise ValueError(f"input must be dense (..., K), but it is {input.layout} {tuple(input.shape)}")
+    check_flags(transpose_weight=transpose_weight)
     transposed = not transpose_weight
     if isinstance(sparsity_pattern, SparsePattern):
         if blocksize is not None:

@@ -1,13 +1,14 @@
 """What is asked of attention: its inputs, checked, without the queries and keys that see nothing."""
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import is_transformed
-from ..kernels._check import check_device, check_float, check_shape, check_size
+from ..dispatch import INTEGERS, is_transformed
+from ..kernels._check import check_device, check_flags, check_float, check_real, check_shape, check_size
 from ..kernels.attention_mask import lowest, mask_bias
 
 BYTES = 16  # what fused kernels load at a time
@@ -48,7 +49,8 @@ class Call(NamedTuple):
 
 def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int, Tensor | None]:
     """The call without what no query sees, how many queries at the start see nothing, and which others."""
-    check_inputs(q, k, v, dropout_p)
+    check_inputs(q, k, v)
+    check_options(is_causal, scale, dropout_p)
     autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)  # torch knows none of meta tensors
     if autocast and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
@@ -92,7 +94,18 @@ def with_all_or_some(mask: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return mask.masked_fill(~alive, 0), alive
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> None:
+def check_options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
+    check_flags(is_causal=is_causal)
+    if scale is not None:
+        check_real("scale", scale)
+        if not abs(scale) < math.inf:
+            raise ValueError(f"scale must be finite, not {scale}")
+    check_real("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be from 0 to below 1, not {dropout_p}")
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_shape("q", q, "B", "Hq", "Sq", "D")
     check_shape("k", k, "B", "Hk", "Sk", "D")
     check_shape("v", v, "B", "Hk", "Sk", "Dv")
@@ -104,8 +117,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> None:
         raise ValueError(f"k is (B, Hk, Sk) = {tuple(k.shape[:3])} but v is {tuple(v.shape[:3])}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads, which {k.shape[1]} of k do not divide")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be from 0 to below 1, not {dropout_p}")
 
 
 def shaped_mask(mask: Tensor, q: Tensor, Sk: int) -> Tensor:
@@ -134,6 +145,8 @@ def seen(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise ValueError(f"window is {window}: it takes how many keys before and how many behind")
     left, right = (-1, -1) if window is None else window
+    if not all(isinstance(n, INTEGERS) and not isinstance(n, bool) for n in (left, right)):
+        raise TypeError(f"window is {window}: it takes two ints")
     if min(left, right) < -1:
         raise ValueError(f"window is {window}: it takes how many keys before and behind, or -1 for all")
     return left, 0 if is_causal else right

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch import INTEGERS
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes, check_tensor
 from ..switches import inside, switches
+
+PADDINGS = "valid", "same"
 
 
 def conv2d(
@@ -25,7 +28,7 @@ def conv2d(
     `padding` may be "valid" or, with a stride of 1, "same".  With `enable_dynamic_shapes` no new shape is
     searched for its fastest kernel, whatever `torch.backends.cudnn.benchmark` says, in the gradient neither.
 
-    Raises ValueError for shapes and devices that do not fit, TypeError for dtypes.
+    Raises ValueError for shapes, devices, steps and paddings that do not fit, TypeError for dtypes and kinds.
     """
     given = input, weight, bias, stride, padding, dilation, groups
     if len({t.device for t in given[:3] if isinstance(t, Tensor)}) > 1:
@@ -39,6 +42,7 @@ def conv2d(
         TypeError,
     ):  # torch looks before it launches: only what it refused is looked at again
         check_inputs(input, weight, bias, groups)
+        check_steps(stride, padding, dilation)
         raise
 
 
@@ -58,6 +62,21 @@ def check_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int
     if not torch.is_autocast_enabled(input.device.type):  # which gives all of them its own dtype
         check_float(input=input, weight=weight, bias=bias)
     check_device(input=input, weight=weight, bias=bias)
+
+
+def check_steps(stride, padding, dilation) -> None:
+    for name, given, least in (("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0)):
+        if isinstance(given, str) and name == "padding":
+            if given not in PADDINGS:
+                raise ValueError(f"unknown padding {given!r}; known: {', '.join(PADDINGS)}, an int or two")
+            if given == "same" and stride not in (1, (1,), [1], (1, 1), [1, 1]):
+                raise ValueError(f"padding='same' needs a stride of 1, not {stride}")
+            continue
+        both = given if isinstance(given, (tuple, list)) else (given,)
+        if len(both) not in (1, 2) or not all(isinstance(n, INTEGERS) for n in both):
+            raise TypeError(f"{name} must be an int or two, not {given!r}")
+        if min(both) < least:
+            raise ValueError(f"{name} must be at least {least}, not {given}")
 
 
 @contextlib.contextmanager

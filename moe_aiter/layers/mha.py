@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import compose
+from ..kernels._check import check_flags
 from .attention import choose, flash, flash_lacks
 from .attention_call import Call, agree, apart, band, together
 
@@ -48,6 +49,8 @@ def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor, Te
     Raises ValueError for shapes, windows, devices and a sink_size other than 0, TypeError for dtypes.
     """
     options = Options(*given)
+    asked = "return_softmax_lse", "return_dropout_randval"
+    check_flags(**{name: getattr(options, name) for name in asked})
     if options.sink_size != 0:
         raise ValueError(f"sink_size must be 0, not {options.sink_size}: torch's kernels have no sinks")
     heads_first = [t.transpose(1, 2) if t.dim() == 4 else t for t in (q, k, v)]

@@ -274,3 +274,20 @@ def test_it_compiles_once_for_all_lengths(options):
     for length in (5, 7, 9):
         q, k, _ = make(Sq=length, Sk=length, Hk=2)
         torch.testing.assert_close(compiled(q, k), ours(q, k))
+
+
+@pytest.mark.parametrize(
+    "options, kind, message",
+    [
+        (dict(is_causal="no"), TypeError, "is_causal must be a bool, not str"),
+        (dict(is_causal=1), TypeError, "is_causal must be a bool, not int"),
+        (dict(scale="x"), TypeError, "scale must be a number, not str"),
+        (dict(scale=float("nan")), ValueError, "scale must be finite, not nan"),
+        (dict(dropout_p="a"), TypeError, "dropout_p must be a number, not str"),
+        (dict(window=(1.5, 0)), TypeError, "window is .1.5, 0.: it takes two ints"),
+    ],
+)
+def test_options_of_another_kind(options, kind, message):
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(kind, match=message):
+        attention(q, q, q, **options)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_aiter.layers import mha
 from moe_aiter.layers.attention import attention
 
 from ..check import with_gradients
@@ -113,3 +114,11 @@ def test_what_does_not_fit_is_refused():
         mha_fwd(q[0], k, v, **PLAIN)
     with pytest.raises(ValueError, match="4 heads, which 3 of k"):
         mha_fwd(q, k[:, :, :1].expand(-1, -1, 3, -1), v[:, :, :1].expand(-1, -1, 3, -1), **PLAIN)
+
+
+def test_flags_must_be_flags():
+    q, k, v = make()
+    with pytest.raises(TypeError, match="is_causal must be a bool, not str"):
+        mha.mha_fwd(q, k, v, 0.0, 1.0, "no", -1, -1, True, False)
+    with pytest.raises(TypeError, match="return_softmax_lse must be a bool, not str"):
+        mha.mha_fwd(q, k, v, 0.0, 1.0, False, -1, -1, "yes", False)
