@@ -39,9 +39,9 @@ def add_lora(
         `LoRAFactors`.  A dropout draws once for each token before gate_up_proj, whose experts then see the
         same, and once for each row of an expert before down_proj.
 
-    The model then runs `experts_implementation="moe_aiter"`; set to another one it would run without the
-    adapters.  Its parameters keep their names; the adapters
-    are further ones, `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
+    The model then runs `experts_implementation="moe_aiter"`; set to another one, which knows no adapters, its
+    next forward pass raises RuntimeError.  Its parameters keep their names; the adapters are further ones,
+    `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
     `.magnitude` (E, out).  Other parameters may be unfrozen again.
 
     Raises ValueError where there are no experts with transformers' decorator, or adapters already, and as
@@ -77,8 +77,20 @@ def attach(model: nn.Module, adapters: Mapping[str, nn.ModuleDict]) -> list[str]
     model.set_experts_implementation(NAME)
     model.requires_grad_(False)
     for name, factors in adapters.items():
-        model.get_submodule(name).add_module(ADAPTERS, factors)
+        module = model.get_submodule(name)
+        module.add_module(ADAPTERS, factors)
+        module.register_forward_pre_hook(refuse_to_run_without)
     return list(adapters)
+
+
+def refuse_to_run_without(module: nn.Module, _: tuple) -> None:
+    """A hook: another implementation of the experts would run, and train, as if there were no adapters."""
+    implementation = module.config._experts_implementation
+    if hasattr(module, ADAPTERS) and implementation != NAME:
+        raise RuntimeError(
+            f"{type(module).__name__} has adapters, which experts_implementation={implementation!r} passes "
+            f"over: model.set_experts_implementation({NAME!r}), or merge_lora(model) first"
+        )
 
 
 def save_lora(
@@ -180,6 +192,8 @@ def merge_lora(model: nn.Module) -> None:
             for e in range(len(weight)):  # one by one: all of them in float32 would take twice their memory
                 weight[e].copy_(lora.merged(weight[e], e))
         delattr(module, ADAPTERS)
+        for key in [k for k, hook in module._forward_pre_hooks.items() if hook is refuse_to_run_without]:
+            del module._forward_pre_hooks[key]
 
 
 def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:

@@ -297,3 +297,18 @@ def test_mistakes(tmp_path):
         load_lora(model, tmp_path, rank=4)
     assert is_untouched(model)
     load_lora(model, tmp_path)
+
+
+def test_another_implementation_does_not_pass_over_adapters():
+    """It would run and train as if they were not there; once they are merged it is welcome."""
+    model = with_lora()
+    want = logits(model)
+    for other in (model, copy.deepcopy(model)):
+        other.set_experts_implementation("eager")
+        with pytest.raises(
+            RuntimeError, match="has adapters, which experts_implementation='eager' passes over"
+        ):
+            logits(other)
+    merge_lora(model)
+    assert error(logits(model), want) < 1e-9
+    assert not any(module._forward_pre_hooks for _, module in experts_of(model))
