@@ -73,7 +73,9 @@ def draw_panels(figure, plot: Plot, lines: dict[str, list[dict]]) -> None:
     for axis, (column, label) in zip(axes, plot.panels.items(), strict=True):
         for number, (contender, rows) in enumerate(lines.items()):
             points = [(int(r[plot.x]), float(r[column])) for r in rows if r[column]]
-            style = {"marker": "osv^D"[number // 10 % 5], "markersize": 4, "color": f"C{number % 10}"}
+            style = {"marker": "osv^DPX"[number % 7], "color": f"C{number % 10}", "fillstyle": "none"}
+            # two lines in one place are both seen: through the gaps, and within the marks of the other
+            style |= {"linestyle": ["-", "--", "-.", ":"][number % 4], "markersize": 10 - number % 7}
             axis.plot(*zip(*points, strict=True) if points else ([], []), label=contender, **style)
         ticks = sorted({int(r[plot.x]) for rows in lines.values() for r in rows})
         axis.set_xscale("log", base=2)
