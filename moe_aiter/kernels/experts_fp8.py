@@ -220,9 +220,9 @@ def new_experts(*inputs):
     serve backward in its place."""
     i, need_dx, save_x8 = ExpertInputs(*inputs[:14]), *inputs[-3:-1]
     (E, width, _), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
-    z = i.x.new_empty(i.order.shape[0] if i.save_z else 0, width)
-    asked = (need_dx, width), (is_read_once(i.down), I)
-    kept = [z.new_empty(E if i.save_z and some else 0, n, dtype=torch.float32) for some, n in asked]
+    rows = i.order.shape[0] if i.save_z else 0
+    z, asked = i.x.new_empty(rows, width), ((need_dx, width), (is_read_once(i.down), I))
+    kept = [z.new_empty(E if rows and some else 0, n, dtype=torch.float32) for some, n in asked]
     return i.x.new_empty(i.x.shape), z, *kept, *new_quantize_rows(i.x if save_x8 else i.x[:0], "e4m3")
 
 
@@ -304,8 +304,8 @@ def backward_experts(ctx, dout, *_):
 
 
 def transposed_rows(w: Tensor, scale: Tensor) -> Tensor:
-    """The 8-bit rows of w (E, A, B), whose scales are known, as (E, B, A)."""
-    if keeps_fp8(w):
+    """The 8-bit rows of w (E, A, B) as (E, B, A).  Their scales are known but where there were no tokens."""
+    if keeps_fp8(w) or not scale.numel():
         return kept_fp8(w, "rows transposed", lambda: transpose_rows8(rows_of_weight(w)[0]))
     return quantize_transposed(w, scale)
 

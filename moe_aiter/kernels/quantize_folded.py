@@ -58,7 +58,7 @@ def quantize_folded_kernel(
     M,
     K,
     G,
-    x_strides,  # m, k
+    x_stride,  # m; columns lie side by side
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
     WHOLE: tl.constexpr,  # a row fits in a tile
@@ -76,18 +76,17 @@ def quantize_folded_kernel(
     rows = tl.arange(0, BLOCK_M)
     factor_ptrs = factor_ptr + tl.minimum(group, G - 1).to(tl.int64) * K + k
     if WHOLE:
-        at = k.to(tl.int64)[None, :] * x_strides[1]
         columns = (k < K)[None, :]
         factor = tl.load(factor_ptrs, mask=k < K, other=0.0)[None, :]
         m = row + rows
         mask = (m < live)[:, None] & columns
-        later = tl.load(x_ptr + m.to(tl.int64)[:, None] * x_strides[0] + at, mask=mask, other=0.0)
+        later = tl.load(x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
         for first in range(row, end, BLOCK_M):
             x = later.to(tl.float32) * factor
             m = first + rows
             n = m + BLOCK_M
             ahead = (n < live)[:, None] & columns
-            later = tl.load(x_ptr + n.to(tl.int64)[:, None] * x_strides[0] + at, mask=ahead, other=0.0)
+            later = tl.load(x_ptr + n.to(tl.int64)[:, None] * x_stride + k[None, :], mask=ahead, other=0.0)
             scale, inverse = scale_and_inverse(tl.max(magnitude(x), 1), MOST, LEAST)
             tl.store(scale_ptr + m, scale, mask=m < end)
             x8 = rounded_to(x * inverse[:, None], out_ptr.dtype.element_ty)
@@ -96,20 +95,18 @@ def quantize_folded_kernel(
     else:
         for first in range(row, end, BLOCK_M):
             m = first + rows
-            x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_strides[0]
+            x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
             amax = tl.zeros((BLOCK_M,), tl.float32)
             for begin in range(0, K, BLOCK_K):
                 mask = (m < live)[:, None] & (k < K - begin)[None, :]
-                at = (begin + k).to(tl.int64)[None, :] * x_strides[1]
-                x = tl.load(x_ptrs + at, mask=mask, other=0.0).to(tl.float32)
+                x = tl.load(x_ptrs + begin, mask=mask, other=0.0).to(tl.float32)
                 x *= tl.load(factor_ptrs + begin, mask=k < K - begin, other=0.0)[None, :]
                 amax = tl.maximum(amax, tl.max(magnitude(x), 1))
             scale, inverse = scale_and_inverse(amax, MOST, LEAST)
             tl.store(scale_ptr + m, scale, mask=m < end)
             for begin in range(0, K, BLOCK_K):
                 mask = (m < live)[:, None] & (k < K - begin)[None, :]
-                at = (begin + k).to(tl.int64)[None, :] * x_strides[1]
-                x = tl.load(x_ptrs + at, mask=mask, other=0.0).to(tl.float32)
+                x = tl.load(x_ptrs + begin, mask=mask, other=0.0).to(tl.float32)
                 x *= tl.load(factor_ptrs + begin, mask=k < K - begin, other=0.0)[None, :]
                 x8 = rounded_to(x * inverse[:, None], out_ptr.dtype.element_ty)
                 mask = (m < end)[:, None] & (k < K - begin)[None, :]
@@ -133,9 +130,7 @@ def new_quantize_folded(x, factor, group_sizes, format):
 
 def tile_folded(K: int) -> tuple[int, int, int, int]:
     """Rows of a program, of a step, elements of each, and warps: 32 elements a thread, a factor for each."""
-    if K > ELEMENTS:
-        return ROWS, 1, ELEMENTS // 2, 8
-    block_k = max(next_power_of_2(K), 32)
+    block_k = min(max(next_power_of_2(K), 32), ELEMENTS)
     return ROWS, max(1024 // block_k, 1), block_k, max(block_k // 1024, 1)
 
 
@@ -146,9 +141,10 @@ def launch_quantize_folded(out, x, factor, group_sizes, format):
         return copy_into(out, quantize_folded_reference(x, factor, group_sizes, format))
     (M, K), G = x.shape, len(factor)
     rows, block_m, block_k, warps = tile_folded(K)
+    x = x if x.stride(1) == 1 else x.contiguous()
     factor, group_sizes = dense(factor, group_sizes)
     quantize_folded_kernel[(row_tiles(M, G, rows),)](
-        x, factor, group_sizes, x8, scale, M, K, G, x.stride(),
+        x, factor, group_sizes, x8, scale, M, K, G, x.stride(0),
         **limits(x8), WHOLE=block_k >= K, BLOCK_G=next_power_of_2(G + 1), ROWS=rows,
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
