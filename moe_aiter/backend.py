@@ -27,7 +27,11 @@ ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs th
 }
 IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
 
-_forced = settings.backend
+_forced, _forced_by = settings.backend, "MOE_AITER_BACKEND"
+
+
+class BackendError(LookupError):
+    """No backend that may run takes these inputs."""
 
 
 @contextlib.contextmanager
@@ -39,13 +43,14 @@ def use(backend: str):
     Process-wide, not a ContextVar: autograd runs CUDA gradients on threads of its own, which would
     not see a context variable.
     """
-    global _forced
+    global _forced, _forced_by
     check_backend(backend)
-    before, _forced = _forced, backend
+    before = _forced, _forced_by
+    _forced, _forced_by = backend, "use()"
     try:
         yield
     finally:
-        _forced = before
+        _forced, _forced_by = before
 
 
 def forced() -> str:
@@ -87,8 +92,9 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
             if wants is None or wants(x, *rest):
                 return impl
     there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
-    raise LookupError(
-        f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}"
+    why = "" if _forced == "auto" else f"; {_forced_by} forces {_forced}"
+    raise BackendError(
+        f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}{why}"
     )
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import pathlib
+import sys
 import typing
 
 VERSION = "0.1.0"
@@ -73,7 +75,21 @@ def check_choice(what: str, given: str, choices: tuple[str, ...]) -> str:
     return given
 
 
-settings = Settings.from_env()
+def is_command() -> bool:
+    """Whether this is `moe-aiter`, or `python -m moe_aiter.cli`, and no program that imports the package."""
+    module = any(
+        pair == ("-m", "moe_aiter.cli") for pair in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    )
+    return module or [pathlib.Path(word).stem for word in sys.argv[:1]] == ["moe-aiter"]
+
+
+try:
+    settings = Settings.from_env()
+except ValueError as mistake:  # the command is not even imported by then, and could not say it in a line
+    if not is_command():
+        raise
+    print(f"moe-aiter: error: {mistake}", file=sys.stderr)
+    sys.exit(2)
 interpret = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU, slowly, for tests
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from moe_aiter import MoE, backend
-from moe_aiter.backend import IMPLS, ORDER, define_op, pick, register_kernel, takes, use
+from moe_aiter.backend import IMPLS, ORDER, BackendError, define_op, pick, register_kernel, takes, use
 
 
 def half(x):
@@ -97,9 +97,23 @@ def test_auto_takes_the_first_that_can():
 def test_forced_never_falls_back():
     with use("host"), pytest.raises(LookupError) as caught:
         half_op(torch.ones(2, dtype=torch.float64))
-    assert str(caught.value) == f"{NAME}: no host backend for torch.float64 on cpu; there is torch"
+    assert (
+        str(caught.value)
+        == f"{NAME}: no host backend for torch.float64 on cpu; there is torch; use() forces host"
+    )
     with use("torch"):
         assert pick(NAME, torch.ones(2)) is IMPLS[NAME]["torch"]
+
+
+def test_an_error_says_who_forced_a_backend(monkeypatch):
+    x = torch.ones(2, dtype=torch.float64)
+    monkeypatch.setattr(backend, "_forced", "host")  # as the variable does, before anything else
+    with pytest.raises(BackendError, match="there is torch; MOE_AITER_BACKEND forces host$"):
+        half_op(x)
+    with use("triton"), pytest.raises(BackendError, match=r"; use\(\) forces triton$"):
+        half_op(x)
+    with pytest.raises(BackendError, match="MOE_AITER_BACKEND forces host$"):
+        half_op(x)
 
 
 def test_forcing_what_is_not_there_names_what_is():

@@ -1,5 +1,6 @@
 """The command line: what it prints, and what it says to a mistake."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_aiter.backend import use
 from moe_aiter.cli import COMMANDS, main
 from moe_aiter.config import Settings
 
@@ -145,3 +147,31 @@ def test_a_missing_extra_says_how_to_install_it(tmp_path):
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 2 and "pip install '.[train]'" in done.stderr
+
+
+WRONG = [
+    ("MOE_AITER_BACKEND", "foo", "MOE_AITER_BACKEND is 'foo'; it takes auto, hopper, triton, host, torch"),
+    ("MOE_AITER_DEBUG", "yes", "MOE_AITER_DEBUG is 'yes'; it takes 0 or 1"),
+    ("AITER_CACHE_SIZE", "1 GB", "AITER_CACHE_SIZE is '1 GB'; it takes a whole number"),
+    ("MOE_AITER_BAKCEND", "torch", "unknown settings MOE_AITER_BAKCEND; known: "),
+]
+
+
+@pytest.mark.parametrize("variable, text, message", WRONG)
+@pytest.mark.parametrize("script", [False, True], ids=["module", "script"])
+def test_a_wrong_setting_is_one_line_and_status_2(script, variable, text, message, tmp_path):
+    """By the command, as installed and as a module; a program that imports the package sees the exception."""
+    path = tmp_path / "moe-aiter"
+    path.write_text("import sys\nfrom moe_aiter.cli import main\nsys.exit(main())\n")
+    root = Path(__file__).parents[1]
+    env = os.environ | {variable: text, "PYTHONPATH": str(root)}
+    command = [sys.executable, *([str(path)] if script else ["-m", "moe_aiter.cli"]), "info"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"moe-aiter: error: {message}")
+
+
+def test_a_forced_backend_that_cannot_run_it_is_one_line(capsys):
+    with use("hopper"):
+        err = one_line(capsys, "bench gemm", "--shape", "linear-toy", "--reps", "1", "--device", "cpu")
+    assert "no hopper backend for torch.float32 on cpu" in err and "use() forces hopper" in err

@@ -10,7 +10,8 @@
 
 Both directories hold adapter_config.json and adapter_model.safetensors as PEFT writes them.  The second form
 is the only one that has a place for DoRA's magnitudes.  Its names, `<experts>.{e}.gate_proj.lora_A.weight`,
-are what vLLM's loader looks for; it refuses DoRA, and so needs weights into which that has been merged.
+are what vLLM's loader looks for, the first form's where it keeps all experts of a layer in one tensor; it
+refuses DoRA, and so needs weights into which that has been merged.
 """
 
 import json

@@ -12,6 +12,7 @@ FP8 = {  # dtype -> the format that `decode` knows
     torch.float8_e5m2: "e5m2",
 }
 MOST_K = 131071  # products of -128 and -128 of which int32 holds a sum
+MOST_IMPRECISE = tl.constexpr(128)  # 8-bit products that Hopper's tensor core adds up, with some 14 bits
 CHUNK = 128  # rows that are summed together: a line of memory, and of shared memory as wgmma reads it
 OCP = (torch.float8_e4m3fn, torch.float8_e5m2)  # the formats of the Open Compute Project
 NATIVE = {  # architecture -> what its matrix instructions multiply, where Triton emits these
@@ -55,10 +56,17 @@ def add_product(
     PROMOTED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc + x @ w of what `decode` makes of both; int32 for int8."""
+    """acc + x @ w of what `decode` makes of both; int32 for int8.
+
+    PROMOTED: the tensor core begins each sum of MOST_IMPRECISE products at zero and float32 adds them up.  A
+    step of a tile that is no longer is such a sum.  Within a longer one Triton adds in between, which is as
+    exact, but ptxas then lets every instruction wait for the one before.
+    """
     x, w = decode(x, X_FORMAT), decode(w, W_FORMAT)
     left, right = (w.T, x.T) if TRANSPOSED else (x, w)
-    if PROMOTED:  # max_num_imprecise_acc would do it too, and wait for each instruction
+    if PROMOTED and x.shape[1] > MOST_IMPRECISE:
+        acc = tl.dot(left, right, acc, input_precision=PRECISION, max_num_imprecise_acc=MOST_IMPRECISE)
+    elif PROMOTED:  # the compiler would fold this into the sum, were these not 8-bit floats
         acc += tl.dot(left, right, input_precision=PRECISION)
     else:
         acc = tl.dot(left, right, acc, input_precision=PRECISION, out_dtype=acc.dtype)
@@ -80,8 +88,10 @@ def as_operands(*tensors: Tensor) -> tuple[list[Tensor], list[str | None]]:
 
 
 def is_promoted(x: Tensor) -> bool:
-    """Whether the sum of each block must be added in float32, not by the tensor core.
+    """Whether the tensor core must not sum more than MOST_IMPRECISE products: see `add_product`.
 
-    Hopper's keep some 14 bits of a sum of 8-bit products: over K = 4096 that alone is an error of about 1 %.
+    Hopper's wgmma keeps some 14 bits of a sum of 8-bit products: over K = 4096 that alone is an error of
+    about 1 %, and over 256 it is above float16's own rounding, for any K.  Tiles of fewer than 64 rows and
+    columns have no wgmma; mma.sync multiplies 8-bit floats as float16 there, whose sums are float32.
     """
     return x.dtype in FP8 and triton.runtime.driver.active.get_current_target().arch == 90

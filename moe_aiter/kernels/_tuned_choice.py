@@ -1,11 +1,10 @@
 """Who multiplies for `tuned_gemm`: the row of a user's file says, or else the house's own table."""
 
-import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 
-from .. import tuning
 from ..backend import IMPLS, ORDER, forced, log, pick, runs
 from ..config import settings
 from ..tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
@@ -22,7 +21,7 @@ LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
     "triton": "triton",
     "hopper": "hopper",
 }
-TILED = ("gemm", "hopper_gemm")  # whose tile a row may name
+TILED = ("gemm", "hopper_gemm")  # whose tile a row may name: the `tiles` of the launchers
 DEFAULT = {"solidx": 0, "splitK": 0, "kernelName": ""}  # beside the libtype, where there is no row
 
 
@@ -64,9 +63,13 @@ def named_tile(op: str, tile: str) -> Config | None:
     return next((config for config in candidates(op) if str(config) == tile), None) if op in TILED else None
 
 
-def tile_named(tile: str) -> contextlib.AbstractContextManager:
-    """Inside, the kernels of `gemm` have this tile, where they can."""
-    return tuning.choose(lambda key: named_tile(key.op, tile)) if tile else contextlib.nullcontext()
+def tile_option(launch: Callable, tile: str) -> dict[str, Config]:
+    """What else a launcher of `gemm` is called with for the tile of that name; nothing where it has none.
+
+    An argument, as nobody else's product, in another thread say, may have that tile.
+    """
+    config = named_tile(getattr(launch, "tiles", ""), tile) if tile else None
+    return {"config": config} if config else {}
 
 
 def is_here(backend: str, inputs: tuple) -> bool:

@@ -185,11 +185,12 @@ def splits_of(tiles: int, K: int, block_k: int, units: int) -> tuple[int, int]:
 
 
 @takes(*TILE_DTYPES)
-def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z):
+def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z, *, config=None):
+    """`config`: a tile in place of the tables'."""
     out, z = outs
     (B, M, K), N = x.shape, w.shape[2]
     full = activation or c is not None
-    config = tuning.lookup("gemm_full" if full else "gemm", x.dtype, B * M, N, K, B)
+    config = config or tuning.lookup("gemm_full" if full else "gemm", x.dtype, B * M, N, K, B)
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n) * B
     splits, part = splits_of(tiles, K, config.block_k, num_programs(x))
     parts = x.new_empty(splits, B, M, N, dtype=torch.float32) if splits > 1 else None
@@ -212,7 +213,7 @@ def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
     return dtype != torch.float64 and WIDEST_STEP * max(x.stride(2), w.stride(1)) < 2**31
 
 
-launch_gemm.fits, launch_gemm.wants = fits_gemm, wants("triton")
+launch_gemm.fits, launch_gemm.wants, launch_gemm.tiles = fits_gemm, wants("triton"), "gemm"
 
 # op
 

@@ -258,7 +258,7 @@ def masked_gmm(
     three have one floating dtype.  Any strides.  `w` may be `shuffled`, as `shuffle_weight(w)` gives it.
     The product is multiplied by `x_scale`, float32: a number, (G,) or (G, 1, 1), or (G, M) or (G, M, 1), and
     by `w_scale`: the same with N in place of M.  None is 1.  Hopper's tensor cores keep some 14 bits of a sum
-    of 8-bit products; they add 256 at most, and float32 adds the rest.
+    of 8-bit products; they add 128 at most, 256 for a bfloat16 result, and float32 adds the rest.
 
     Raises ValueError for shapes or devices that do not fit and for an `out` that shares memory with another
     argument, TypeError for dtypes, RuntimeError where it would need a gradient, which it has not, before

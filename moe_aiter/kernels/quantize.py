@@ -2,7 +2,8 @@
 
     x[..., m, :] ~ x8[..., m, :] * scale[..., m]      scale = the row's largest |x| / the largest 8-bit number
 
-so the largest number of a row is exact but for a rounding, and nothing overflows.  A row of zeros stays one.
+so the largest number of a row is exact but for a rounding, and nothing overflows.  A row of zeros stays one;
+its scale, and that of a row of nothing, is the least there is.
 A row that holds an infinity or a NaN becomes NaN as a whole, of int8 by its scale: a product would spread it
 there anyway.
 
@@ -40,8 +41,9 @@ def scale_of(amax: Tensor, format: str) -> Tensor:
 
 
 def amax_reference(x, dim):
-    """The largest magnitudes in float32; infinity for a NaN as well."""
-    amax = x.abs().amax(dim).to(torch.float32)
+    """The largest magnitudes in float32; infinity for a NaN as well, and 0 where there is nothing."""
+    sizes = x.abs()
+    amax = (sizes.amax(dim) if x.shape[dim] else sizes.sum(dim)).to(torch.float32)
     return amax.masked_fill(amax.isnan(), float("inf"))
 
 
@@ -165,7 +167,7 @@ def new_quantize_rows(x, format):
 
 def tile_of_rows(K: int) -> tuple[int, int, int]:
     """Rows, elements of each, and warps."""
-    block_k = min(next_power_of_2(K), ELEMENTS)
+    block_k = min(next_power_of_2(max(K, 1)), ELEMENTS)
     return max(ELEMENTS // 2 // block_k, 1), block_k, 4 if block_k < ELEMENTS else 8
 
 

@@ -19,7 +19,7 @@ from ..metadata import keep
 from ..tuning.aiter_csv import Problem, find
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
 from ._fp8 import FP8
-from ._tuned_choice import choose, note, tile_named
+from ._tuned_choice import choose, note, tile_option
 from .gemm import gemm
 from .masked_gmm import masked_gmm
 from .scaled_gemm import scaled_gemm
@@ -79,8 +79,7 @@ def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
     launch = IMPLS["gemm"][backend]
     if not runs(launch, *inputs):  # of other strides than when it was chosen
         launch = pick("gemm", *inputs)
-    with tile_named(tile):
-        launch((out[None], out.new_empty(0)), *inputs)
+    launch((out[None], out.new_empty(0)), *inputs, **tile_option(launch, tile))
 
 
 def save_tuned_gemm(ctx, inputs, output):

@@ -82,7 +82,7 @@ class QuantizedLinear(Quantized):
             bias = None if self.bias is None else self.bias.to(product)
             return F.linear(x.to(product), self.weight, bias).to(x.dtype)
         refuse_gradient("a quantised layer", x)
-        x8, x_scale = quantize_rows(x.reshape(-1, self.in_features), FORMATS[self.dtype])
+        x8, x_scale = quantize_rows(x.reshape(x.shape[:-1].numel(), x.shape[-1]), FORMATS[self.dtype])
         product = x.dtype if x.dtype in PRODUCTS else torch.float32
         out = scaled_gemm(x8, self.weight.mT, x_scale, self.scale, self.bias, out_dtype=product)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)

@@ -15,8 +15,10 @@ import csv
 import dataclasses
 import functools
 import logging
+import math
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -33,6 +35,9 @@ MEASURED = ("libtype", "solidx", "splitK", "us", "kernelName", "err_ratio", "tfl
 COLUMNS = ("gfx", *KEY, *MEASURED, "provenance")  # as we write them; AITER passes over the last
 NEEDED = (*KEY, "libtype", "us")
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "i8": "int8"}
+WORDS = ("libtype", "kernelName")
+WHOLE, FLOATS = ("solidx", "splitK"), ("us", "err_ratio", "tflops", "bw")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 BOOLS = {"0": False, "false": False, "1": True, "true": True}
 NAMES = {"": None, "0": None, "1": "bf16_untuned_gemm.csv"}  # what MOE_AITER_TUNE_GEMM may be but a file
 PADDINGS = ((256, 16), (1024, 32), (4096, 64))  # rows up to the first go to multiples of the second
@@ -71,9 +76,8 @@ class Row:
 
     def config(self) -> dict:
         """What AITER's `get_GEMM_A16W16_config` returns of it."""
-        return {c: number(text) for c, text in self.cells.items() if c not in ("gfx", *KEY)} | {
-            "libtype": self.libtype
-        }
+        rest = {name: text for name, text in self.cells.items() if name not in ("gfx", *KEY)}
+        return {name: value(name, text) for name, text in rest.items()} | {"libtype": self.libtype}
 
 
 def find(problem: Problem, device: Device) -> Row | None:
@@ -212,8 +216,14 @@ def lines(path: pathlib.Path, needed: tuple[str, ...]) -> Iterator[tuple[int, di
 def parse(cells: dict[str, str], where: str) -> Row:
     device = Device(cells.get("gfx", "").lower(), whole(cells, "cu_num", where))
     us = number(cells["us"])
-    if not isinstance(us, (int, float)) or not us >= 0:  # NaN either
+    if us is None or not 0 <= us < math.inf:  # NaN either
         raise ValueError(f"{where}: us is {cells['us']!r}; it must be a number, 0 or more")
+    for column in WHOLE:
+        if cells.get(column):
+            whole(cells, column, where, least=-(2**63))
+    for column in FLOATS:
+        if cells.get(column) and number(cells[column]) is None:
+            raise ValueError(f"{where}: {column} is {cells[column]!r}; it must be a number")
     if not cells["libtype"]:
         raise ValueError(f"{where}: libtype is empty")
     return Row(parse_problem(cells, where), device, cells["libtype"].lower(), float(us), cells)
@@ -228,10 +238,13 @@ def parse_problem(cells: dict[str, str], where: str) -> Problem:
     return Problem(*sizes, bias, dtype, out_dtype, scaled, shuffled)
 
 
-def whole(cells: dict[str, str], column: str, where: str) -> int:
-    if not cells[column].isdecimal():
-        raise ValueError(f"{where}: {column} is {cells[column]!r}; it must be a whole number")
-    return int(cells[column])
+def whole(cells: dict[str, str], column: str, where: str, least: int = 0) -> int:
+    """A whole number, which may be spelt as 64.0 or 1e3: that is how pandas writes one."""
+    found = number(cells[column])
+    if found is None or not least <= found < 2**63 or found != int(found):
+        words = "it must be a whole number" + (", 0 or more" if least == 0 else "")
+        raise ValueError(f"{where}: {column} is {cells[column]!r}; {words}")
+    return int(found)
 
 
 def chosen(cells: dict[str, str], column: str, where: str, known: dict):
@@ -255,14 +268,23 @@ def dtypes() -> dict[str, torch.dtype]:
     return {name: getattr(torch, name) for name in names}
 
 
-def number(text: str) -> int | float | str:
-    """What a cell holds."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def number(text: str) -> int | float | None:
+    """What a cell spells, or None where that is no number."""
+    if not NUMBER.fullmatch(text):
+        return None
+    return int(text) if text.lstrip("+-").isdecimal() and len(text) < 20 else float(text)
+
+
+def value(column: str, text: str) -> int | float | str:
+    """What a cell holds; where it is empty and no word, the first solution, or NaN, as pandas reads it."""
+    if column in WORDS:
+        return text
+    if column in WHOLE:
+        return whole({column: text or "0"}, column, "the row", least=-(2**63))
+    if column in FLOATS and not text:
+        return math.nan
+    found = number(text)
+    return text if found is None else found
 
 
 # what was seen

@@ -83,12 +83,12 @@ WIDE = (
     Config(128, 256, 64, 1, 8, 3), Config(128, 128, 64, 8, 4, 3), Config(64, 128, 64, 8, 4, 4),
 )  # fmt: skip
 MASKED = (  # 128x256 has no registers left for sums of 8-bit products: see `is_promoted`
-    Config(128, 128, 256, 8, 8, 3), Config(128, 128, 128, 8, 8, 4), Config(128, 128, 128, 1, 8, 4),
+    Config(128, 128, 128, 8, 8, 6), Config(128, 128, 128, 8, 8, 4), Config(128, 128, 128, 1, 8, 4),
     Config(64, 128, 128, 8, 4, 3), Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4),
 )  # fmt: skip
 MASKED_FEW = (
-    Config(16, 64, 256, 1, 4, 3), Config(16, 64, 256, 1, 4, 4), Config(16, 128, 128, 1, 4, 4),
-    Config(32, 64, 256, 1, 4, 3), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
+    Config(16, 64, 128, 1, 4, 6), Config(16, 64, 128, 1, 4, 8), Config(16, 128, 128, 1, 4, 4),
+    Config(32, 64, 128, 1, 4, 8), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
 )  # fmt: skip
 SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
 GEMM_FEW = tuple(Config(16, *rest) for rest in ((64, 128, 1, 4, 6), (32, 256, 1, 4, 6), (128, 128, 1, 4, 4)))
@@ -115,7 +115,12 @@ PORTABLE = {
     "masked_decode": (Config(128, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 3)),
     "masked_few_decode": (Config(16, 64, 256, 1, 4, 4), Config(64, 64, 128, 2, 4, 3)),
     "scaled_int8": SCALED,
-    "scaled_fp8": (Config(128, 128, 256, 8, 8, 3), Config(128, 128, 128, 8, 8, 6), *SCALED[2:]),
+    "scaled_fp8": (
+        Config(128, 128, 128, 8, 8, 6),
+        *SCALED[2:4],
+        Config(64, 32, 128, 1, 4, 10),
+        Config(16, 64, 128, 1, 4, 12),
+    ),
     "scaled_decode": (Config(128, 128, 64, 8, 8, 3), Config(16, 64, 256, 1, 4, 4)),
     "scaled_long": (Config(64, 128, 128, 8, 8, 3), Config(64, 64, 128, 8, 4, 3)),
     "segment_gmm": (*SEGMENT, *WIDE[:2]),

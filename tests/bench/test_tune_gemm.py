@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from tuned import tuned_files
 
-from moe_aiter import cli, tuning
+from moe_aiter import cli
 from moe_aiter.bench import tune_gemm
 from moe_aiter.bench.tune_gemm import Contender, choice, contenders, model_sizes
 from moe_aiter.compat.aiter.tuned_gemm import get_GEMM_A16W16_config
 from moe_aiter.config import interpret
-from moe_aiter.kernels import _tuned_choice
+from moe_aiter.kernels import _tuned_choice, hopper
+from moe_aiter.kernels.gemm import launch_gemm
 from moe_aiter.kernels.tuned_gemm import tuned_gemm
 from moe_aiter.tuning.aiter_csv import UNTUNED, Problem, append, read, this_device
 from moe_aiter.tuning.candidates import candidates
@@ -158,13 +159,14 @@ def test_only_what_is_clearly_faster_than_torch_wins(us, expected):
     assert choice(found).libtype == expected
 
 
-def test_a_row_s_tile_is_the_one_that_runs(files, monkeypatch):
+def test_a_row_s_tile_is_the_one_that_runs():
     """Names of kernels as AITER's own files have them say nothing here."""
     tile = str(candidates("gemm")[1])
     assert _tuned_choice.named_tile("gemm", tile) == candidates("gemm")[1]
     assert _tuned_choice.named_tile("gmm", tile) is None and _tuned_choice.named_tile("gemm", "asm") is None
-    with _tuned_choice.tile_named(tile):
-        assert tuning.lookup("gemm", BF16, 5, 16, 32, 1) == candidates("gemm")[1]
+    assert _tuned_choice.tile_option(launch_gemm, tile) == {"config": candidates("gemm")[1]}
+    for launch, name in ((launch_gemm, "asm"), (launch_gemm, ""), (hopper.launch_gemm, tile), (print, tile)):
+        assert _tuned_choice.tile_option(launch, name) == {}
 
 
 @pytest.mark.skipif(interpret, reason="the interpreter has one tile")

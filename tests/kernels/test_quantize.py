@@ -192,3 +192,14 @@ def test_int8_of_millions_has_every_bit_of_the_reference(columns):
     with use("torch"):
         expected = quantize_rows(x, "int8")
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "int8"])
+@pytest.mark.parametrize("shape", [(5, 0), (2, 3, 0), (0, 7), (0, 0), (2, 0, 7), (0, 3, 4)], ids=str)
+def test_rows_of_nothing_have_the_scale_of_zeros(device, shape, format):
+    for x in (torch.empty(shape, device=device), torch.empty(*shape[:-2], *shape[:-3:-1], device=device).mT):
+        x8, scale = quantize_rows(x, format)
+        assert x8.shape == shape and scale.shape == shape[:-1] and scale.eq(LEAST).all()
+    if format != "int8":
+        *rows, amax = quantize_rows_and_amax(x, format)
+        assert same(rows, (x8, scale)) and amax.shape == (*shape[:-2], shape[-1]) and amax.eq(0).all()

@@ -26,9 +26,9 @@ def chosen(monkeypatch):
     ran = []
 
     def watched(name, launch):
-        def run(*args):
+        def run(*args, **options):
             ran.append(name)
-            return launch(*args)
+            return launch(*args, **options)
 
         run.__dict__ |= vars(launch)
         return run

@@ -76,6 +76,17 @@ def test_rows_of_zeros_and_what_is_not_a_number(device, dtype):
 
 
 @every_dtype
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("size", [(0, 4), (4, 0), (0, 0)], ids=str)
+def test_a_sum_of_nothing_is_the_bias(device, dtype, size):
+    layer = nn.Linear(*size, device=device)
+    quantized = quantize(layer, dtype)
+    for shape in ((3,), (0,), (2, 3), ()):
+        x = torch.ones(*shape, size[0], device=device)
+        torch.testing.assert_close(quantized(x), layer(x).detach(), rtol=0.02, atol=0.05)
+
+
+@every_dtype
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_experts(device, dtype, activation):
     experts = Experts(8, 64, 48, activation=activation, bias=True, device=device)

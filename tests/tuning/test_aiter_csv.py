@@ -1,6 +1,7 @@
 """AITER's tuned products: its files, read as they are."""
 
 import logging
+import math
 import os
 
 import pytest
@@ -207,7 +208,27 @@ def test_rows_of_other_devices_do_not_count_and_are_logged(given, caplog):
         (SEED.replace("128,4096", "-8,4096"), "line 3: M is '-8'"),
         (SEED.replace("ASM", ""), "line 2: libtype is empty"),
         (SEED.replace(",10.2,", ",fast,"), "line 2: us is 'fast'; it must be a number"),
-        (SEED.replace(",10.2,", ",nan,"), "line 2: us is 'nan'"),
+        *(
+            (
+                SEED.replace(",10.2,", f",{text},"),
+                f"line 2: us is '{text.strip()}'; it must be a number, 0 or more",
+            )
+            for text in ("nan", "inf", "-inf", "1e999", "-1", "", "  ", "1_0", "1 0", "0x10", "1e")
+        ),
+        *(
+            (
+                SEED.replace("304,128", f"304,{text}"),
+                f"line 3: M is '{text.strip()}'; it must be a whole number",
+            )
+            for text in ("nan", "inf", "", " ", "1.5", "1_0", "6 4", "1e30", "9" * 5000, "\u0663")
+        ),
+        (
+            SEED.replace("304,128", "-304,128"),
+            "line 3: cu_num is '-304'; it must be a whole number, 0 or more",
+        ),
+        (SEED.replace("ASM,0", "ASM,0.5"), "line 2: solidx is '0.5'; it must be a whole number"),
+        (SEED.replace("ASM,0,0", "ASM,0,inf"), "line 2: splitK is 'inf'; it must be a whole number"),
+        (SEED.replace("180.5", "fast"), "line 2: tflops is 'fast'; it must be a number"),
         (SEED.replace("4096,0,bf16", "4096,2,bf16"), "line 2: bias is '2'; it takes 0, false, 1, true"),
         (SEED.replace("bf16,bf16", "bf17,bf16"), "line 2: dtype is 'bf17'; it takes bfloat16"),
         (SEED.replace(",1200", ""), "line 2: 16 cells under 17 columns"),
@@ -220,6 +241,25 @@ def test_a_mistake_in_a_file_is_an_error_that_names_its_line(given, text, messag
     with pytest.raises(ValueError, match=message) as error:
         find(problem(64), MI300)
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "M, us", [("64.0", "1e1"), (" 6.4e1 ", "+10.0"), ("064", "10."), ("+64", " 10 "), ("64", "0")]
+)
+def test_numbers_in_all_their_spellings(given, M, us):
+    """pandas writes whole numbers as 64.0 where another cell of the column was empty."""
+    given(SEED.replace("304,64", f"304.0,{M}").replace(",10.2,", f",{us},"))
+    row = find(problem(64), MI300)
+    assert row.us == float(us) and row.device == Device("", 304) and row.config()["us"] == float(us)
+
+
+def test_what_is_unknown_of_a_row_is_nan_and_no_solution_the_first(given):
+    given(HEAD + "304,64,4096,4096,0,bf16,bf16,0,0,asm,,-1,9,1e3,nan,,inf\n")
+    config = find(problem(64), MI300).config()
+    assert (config["solidx"], config["splitK"], config["kernelName"]) == (0, -1, "1e3"), (
+        "a name stays as it is"
+    )
+    assert all(math.isnan(config[name]) for name in ("err_ratio", "tflops")) and config["bw"] == math.inf
 
 
 def test_a_file_that_is_no_text_is_an_error(given, tmp_path):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...kernels._check import check_tensor
+from ...kernels._check import check_device, check_shape, check_size, check_tensor
 from ...kernels._fp8 import FP8
 from ...kernels.scaled_bmm import scaled_bmm
 from ...layers.segment import SegmentGEMMWrapper
@@ -39,16 +39,21 @@ def bmm_fp8(
         check_tensor("out", out)
         if out.dtype != dtype:
             raise ValueError(f"dtype is {dtype} but out is {out.dtype}")
-    check_operands(A=A, B=B)
+    check_operands(A, B)
+    check_device(A=A, B=B, out=out)
     check_scales(A, A_scale=A_scale, B_scale=B_scale)
     return scaled_bmm(A, B, A_scale, B_scale, out_dtype=dtype, out=out)
 
 
-def check_operands(**operands: Tensor) -> None:
-    for name, x in operands.items():
+def check_operands(A: Tensor, B: Tensor) -> None:
+    for name, x in (("A", A), ("B", B)):
         if not isinstance(x, Tensor) or x.dtype not in FP8:
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be a tensor of 8-bit floats, not {kind}")
+    check_shape("A", A, "b", "m", "k")
+    check_shape("B", B, "b", "k", "n")
+    check_size("A is (b={}, m, k)", A.shape[0], "B is (b={}, k, n)", B.shape[0])
+    check_size("A is (b, m, k={})", A.shape[2], "B is (b, k={}, n)", B.shape[1])
 
 
 def check_scales(A: Tensor, **scales: Tensor | float) -> None:

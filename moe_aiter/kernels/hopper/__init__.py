@@ -36,8 +36,8 @@ def is_hopper(device: torch.device) -> bool:
 def implementation(module: str, launch: str, fits: Callable, takes: tuple = DTYPES) -> Callable:
     """The launcher of that name, imported at its first use, for the inputs that `fits`."""
 
-    def run(out, *inputs):
-        launcher(module, launch)(out, *inputs)
+    def run(out, *inputs, **options):
+        launcher(module, launch)(out, *inputs, **options)
 
     run.takes = takes
     run.fits = lambda x, *rest: is_hopper(x.device) and fits(x, *rest)
@@ -183,7 +183,7 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
 
 
 launch_gemm = implementation("gemm", "launch_gemm", fits_gemm)
-launch_gemm.wants = wants("hopper")
+launch_gemm.wants, launch_gemm.tiles = wants("hopper"), "hopper_gemm"
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
 launch_masked_gmm = implementation("masked_gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))

@@ -4,18 +4,20 @@ import torch
 from torch import Tensor
 
 from ...tuning import Config
+from .._fp8 import MOST_IMPRECISE
 from .._triton import cdiv
 from ._gluon import Number, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from ._pipeline import blocks, multiply
 
-MOST_IMPRECISE = 256  # the 8-bit products that the tensor core adds up, with some 14 bits
+ENOUGH_FOR_BFLOAT16 = 256  # products summed with some 14 bits: a quarter of that dtype's own rounding
 
 
-def span_of(x: Tensor, c: Config) -> int:
+def span_of(x: Tensor, c: Config, out: Tensor) -> int:
     """How many stages the tensor core sums before float32 adds: 0, all of them, unless x is 8-bit floats."""
     if x.itemsize > 1 or x.dtype == torch.int8:
         return 0
-    span = MOST_IMPRECISE // c.block_k
+    most = ENOUGH_FOR_BFLOAT16 if out.dtype == torch.bfloat16 else MOST_IMPRECISE.value
+    span = most // c.block_k
     # or the last sum would wait for a stage that never comes
     return 1 if cdiv(x.shape[-1], c.block_k) % span else span
 

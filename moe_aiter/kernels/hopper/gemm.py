@@ -189,11 +189,12 @@ def finish_tile(acc, WHO: gl.constexpr, finish, matrix, row, end, column, STORES
 def launch_gemm(
     outs: tuple[Tensor, Tensor], x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None,
     activation: str, alpha: float, beta: float, dtype, save_z: bool,
+    *, config: tuning.Config | None = None,
 ) -> None:  # fmt: skip
     out, z = outs
     (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
     op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
-    config = tuning.lookup(op, x.dtype, B * M, N, K, B)
+    config = config or tuning.lookup(op, x.dtype, B * M, N, K, B)
     height = config.block_m if config.turns else config.block_m // 2
     config = beside_groups(config, 2 * height * config.store_n, 1, x.itemsize)
     (x, x_rows), (w, w_rows), (out, _) = flatten(x), flatten(w.mT if rows else w), flatten(out)

@@ -144,7 +144,7 @@ def launch_gmm(
         group_sizes.contiguous(), x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
         M, G, None if numbers is None else W, N, K,
         ZERO_REST=zero_rest, LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
-        SPAN=span_of(x, c),
+        SPAN=span_of(x, c, out),
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 

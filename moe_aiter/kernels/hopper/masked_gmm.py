@@ -129,7 +129,7 @@ def launch_masked_gmm(
         x_scale, w_scale, *scales, None if bias is None else bias.contiguous(),
         None if group_sizes is None else group_sizes.contiguous(),
         G, M, N, K,
-        SPAN=span_of(x, c), STORES=c.block_n // c.store_n,
+        SPAN=span_of(x, c, out), STORES=c.block_n // c.store_n,
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
