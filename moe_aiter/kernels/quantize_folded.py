@@ -130,7 +130,7 @@ def new_quantize_folded(x, factor, group_sizes, format):
 
 def tile_folded(K: int) -> tuple[int, int, int, int]:
     """Rows of a program, of a step, elements of each, and warps: 32 elements a thread, a factor for each."""
-    block_k = min(max(next_power_of_2(K), 32), ELEMENTS)
+    block_k = min(next_power_of_2(max(K, 32)), ELEMENTS)
     return ROWS, max(1024 // block_k, 1), block_k, max(block_k // 1024, 1)
 
 
