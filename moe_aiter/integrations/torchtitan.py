@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..kernels.expert_split import split_expert_mlp
+from ..layers.main_grad import WEIGHTS
 from ..routing.plan import RoutePlan, make_plan
 
 try:
@@ -27,6 +28,9 @@ except ImportError as error:
     raise ImportError(
         "moe_aiter.integrations.torchtitan needs torchtitan 0.3 or newer: pip install 'torchtitan>=0.3'"
     ) from error
+
+
+WEIGHTS_IN_TURN = "w1_EFD", "w3_EFD", "w2_EDF"  # gate, up, down
 
 
 @dataclass(frozen=True)  # no tuple: FSDP rounds the tensors in one to its own dtype, unless told not to
@@ -54,7 +58,10 @@ class Dispatcher(AllToAllTokenDispatcher):
 
 
 class Experts(GroupedExperts):
-    """torchtitan's SwiGLU experts, as one `split_expert_mlp`; products are in bfloat16, as torchtitan's."""
+    """torchtitan's SwiGLU experts, as one `split_expert_mlp`; products are in bfloat16, as torchtitan's.
+
+    A weight with a `main_grad`, `use_main_grad`'s, gets its gradient added there.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -66,12 +73,18 @@ class Experts(GroupedExperts):
         Returns as many rows in the dtype of x: weighted sums, or rows as they are.  Rows past the last
         expert's, which a dispatcher may have, become zeros.
         """
-        weights = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
-        if isinstance(self.w1_EFD, DTensor):
-            weights = (w.to_local() for w in weights)
+        weights = [getattr(self, name) for name in WEIGHTS_IN_TURN]
+        sums = [getattr(w, "main_grad", None) for w in weights]
+        *weights, gate, up, down = (t.to_local() if isinstance(t, DTensor) else t for t in weights + sums)
         if not isinstance(routing, Routing):
             routing = each_row_once(len(x), routing)
-        return split_expert_mlp(x.bfloat16(), *weights, routing.weights, routing.plan).type_as(x)
+        return split_expert_mlp(
+            x.bfloat16(), *weights, routing.weights, routing.plan,
+            gate_main_grad=gate, up_main_grad=up, down_main_grad=down,
+        ).type_as(x)  # fmt: skip
+
+
+WEIGHTS[Experts] = WEIGHTS_IN_TURN
 
 
 def each_row_once(rows: int, group_sizes: Tensor) -> Routing:

@@ -21,6 +21,7 @@ from ..kernels.experts import expert_mlp
 from ..kernels.glu import glu
 from ..layers.experts import cast_as_linear
 from ..layers.low_rank import Projection, experts_by_step
+from ..layers.main_grad import FINDERS
 from ..layers.moe import is_changed
 from ..routing.plan import RoutePlan, make_plan
 
@@ -59,6 +60,8 @@ def register() -> None:
     Raises ImportError if transformers is missing or older than 5.7.
     """
     interface().register(NAME, experts_forward)
+    if summed_weights not in FINDERS:
+        FINDERS.append(summed_weights)
 
 
 def unregister() -> None:
@@ -116,8 +119,9 @@ def experts_forward(
     Adapters, PEFT's after `integrations.peft.register()` or those of `integrations.lora`, are two thin
     products beside each weight's; then the activation is an op of its own as well.
 
-    A weight with a `main_grad` gets its gradient added there, as in `Experts`.  Raises ValueError where that
-    cannot be, with an adapter or a gate that is not fused; else as `expert_mlp` does.
+    A weight with a `main_grad` gets its gradient added there, as in `Experts`; `use_main_grad` gives it one.
+    Raises ValueError where that cannot be, with an adapter or a gate that is not fused; else as `expert_mlp`
+    does.
     """
     weights = weights_of(module)
     gate_up, down = cast_as_linear(weights.gate_up, weights.down)
@@ -125,7 +129,7 @@ def experts_forward(
     plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
     weights = weights._replace(gate_up=gate_up, down=down)
     gate = known_gate(module)
-    if gate is None or has_norm(module) or getattr(module, ADAPTERS, None):
+    if not runs_fused(module):
         out = unfused(module, gate, weights, x, top_k_weights, plan)
     else:
         activation, interleaved = gate
@@ -159,6 +163,18 @@ def is_experts(module: nn.Module) -> bool:
 def names_of(module: nn.Module) -> tuple[str, str]:
     """What the two weights are called."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def runs_fused(module: nn.Module) -> bool:
+    """Whether `expert_mlp` computes it all, and not a product, a gate, a norm or an adapter at a time."""
+    return bool(known_gate(module)) and not has_norm(module) and not getattr(module, ADAPTERS, None)
+
+
+def summed_weights(module: nn.Module) -> tuple[str, ...]:
+    """For `use_main_grad`: what the weights are called, of experts that run here and fused."""
+    if not is_experts(module) or module.config._experts_implementation != NAME or not runs_fused(module):
+        return ()
+    return names_of(module)
 
 
 def has_norm(module: nn.Module) -> bool:
@@ -215,7 +231,8 @@ def unfused(
     """
     if w.gate_up_main_grad is not None or w.down_main_grad is not None:
         raise ValueError(
-            f"a weight of {type(module).__name__} has a main_grad, which its gate, norm or adapter forbids"
+            f"a weight of {type(module).__name__} has a main_grad, which its gate, norm or adapter forbids: "
+            "take it away, and the gradient is in .grad"
         )
     adapters = getattr(module, ADAPTERS, None) or {}
     low_rank = [

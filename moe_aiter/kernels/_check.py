@@ -1,5 +1,8 @@
 """Checks that every op makes on its inputs.  They run under the fake as well, so they hold when compiled."""
 
+import math
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -42,6 +45,27 @@ def check_sizes(**sizes: int) -> None:
             raise TypeError(f"{name} must be an int, not {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, not {size}")
+
+
+def check_not_negative(**values: float) -> None:
+    """Raise unless every number is finite and at least 0."""
+    for name, number in values.items():
+        check_real(name, number)
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name} must be at least 0 and finite, not {number}")
+
+
+def check_positive(**values: float) -> None:
+    """Raise unless every number is finite and above 0."""
+    for name, number in values.items():
+        check_real(name, number)
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, not {number}")
+
+
+def check_real(name: str, number: float) -> None:
+    if not isinstance(number, numbers.Real) or isinstance(number, bool):
+        raise TypeError(f"{name} must be a number, not {type(number).__name__}")
 
 
 def check_float(**tensors: Tensor | None) -> None:

@@ -93,8 +93,6 @@ def check_shapes(i: ExpertInputs) -> None:
         ("routing_weights", i.rank.shape),
         ("gate_up_bias", (E, width)),
         ("down_bias", (E, H)),
-        ("gate_up_main_grad", i.gate_up.shape),
-        ("down_main_grad", i.down.shape),
     ):
         given = getattr(i, name)
         if given is None:
@@ -108,15 +106,23 @@ def check_kinds(i: ExpertInputs) -> None:
     check_float(x=i.x, gate_up=i.gate_up, down=i.down)
     if i.interleaved and not get_activation(i.activation).gated:
         raise ValueError(f"interleaved=True, but {i.activation} has no gate")
-    for name in ("gate_up_main_grad", "down_main_grad"):
-        main_grad = getattr(i, name)
-        if main_grad is None:
-            continue
-        if not main_grad.is_floating_point():
-            raise TypeError(f"{name} must be floating, not {main_grad.dtype}")
-        check_own_memory(name, main_grad)
+    for name in ("gate_up", "down"):
+        check_main_grad(f"{name}_main_grad", getattr(i, f"{name}_main_grad"), getattr(i, name).shape, i.x)
     for name in ("routing_weights", "gate_up_bias", "down_bias"):
         if getattr(i, name) is not None:
             check_float(**{name: getattr(i, name)})
     check_index(order=i.order, rank=i.rank, group_sizes=i.group_sizes)
     check_device(**{name: t for name, t in i._asdict().items() if isinstance(t, Tensor)})
+
+
+def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple, x: Tensor) -> None:
+    """Raise unless the gradient of a weight of that shape, from the device of `x`, can be added to it."""
+    if main_grad is None:
+        return
+    check_tensor(name, main_grad)
+    if main_grad.shape != shape:
+        raise ValueError(f"{name} is {tuple(main_grad.shape)} but must be {tuple(shape)}")
+    if not main_grad.is_floating_point():
+        raise TypeError(f"{name} must be floating, not {main_grad.dtype}")
+    check_own_memory(name, main_grad)
+    check_device(x=x, **{name: main_grad})

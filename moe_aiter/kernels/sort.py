@@ -4,8 +4,8 @@
     rank[t, j] = r        the row of a choice, the inverse
     group_sizes[e]        rows of expert e
 
-A choice whose expert lies outside [0, E), usually -1, is dropped: its rank is -1, and the rows at and past
-sum(group_sizes) have the order -1.
+A choice whose expert is negative, usually -1, is dropped, as is one past E - 1 where nobody checks: its rank
+is -1, and the rows at and past sum(group_sizes) have the order -1.
 """
 
 import torch
@@ -147,6 +147,7 @@ sort_op = define_op(
     "sort_by_expert(Tensor expert_ids, int num_experts) -> (Tensor, Tensor, Tensor)",
     new=new_sort,
     check_values=check_ids,
+    check_on_cpu=True,
     reference=sort_reference,
     triton=launch_sort,
     host=host(launch_sort_host),
@@ -158,11 +159,12 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     """Sort the choices `expert_ids` (T, k), int32 or int64, by expert, and by t*k + j within one.
 
     Returns three int32 tensors: `order` (R,) with R = T*k, `order[r]` = t*k + j being the choice in row r;
-    `rank` (T, k), its inverse; and `group_sizes` (E,), the rows of each expert.  A choice outside
-    [0, `num_experts`), usually -1, is dropped: its rank is -1, it is counted nowhere, and the rows at and
-    past sum(group_sizes) have the order -1.  No host synchronisation and no atomics.
+    `rank` (T, k), its inverse; and `group_sizes` (E,), the rows of each expert.  A choice with a negative
+    expert, usually -1, is dropped: its rank is -1, it is counted nowhere, and the rows at and past
+    sum(group_sizes) have the order -1.  No host synchronisation and no atomics.
 
     Raises ValueError for a shape that is not (T, k) and for `num_experts` below 1, TypeError for another
-    dtype; with MOE_AITER_DEBUG=1 also ValueError for an id of E or more.
+    dtype; on the CPU also ValueError for an id of E or more.  On a GPU that would wait for the device, so
+    there it is for MOE_AITER_DEBUG=1; without it such a choice is dropped.
     """
     return sort_op(expert_ids, num_experts)

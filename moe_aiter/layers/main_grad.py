@@ -12,6 +12,15 @@ from .optimized import OptimizedMoELayer
 WEIGHTS = {Experts: ("gate_up", "down"), OptimizedMoELayer: ("w1", "w2")}
 
 
+def weights_of_layers(module: nn.Module) -> tuple[str, ...]:
+    return next((names for kind, names in WEIGHTS.items() if isinstance(module, kind)), ())
+
+
+# of a module: what those of its weights are called whose gradient its forward pass lets be added to a
+# `main_grad`.  Integrations add theirs.
+FINDERS: list[Callable[[nn.Module], tuple[str, ...]]] = [weights_of_layers]
+
+
 def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Give each trained weight of the experts in `model` a float32 `main_grad`, and hand it to `optimizer`.
 
@@ -34,25 +43,29 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
 
     What autograd itself has put into `.grad`, of a penalty on a weight say, is added.  A weight that is
     frozen later is left alone.  It is for weights on one device: what reduces gradients as autograd gives
-    them, DistributedDataParallel and FSDP, would wait for these in vain.  Raises ValueError if `model` has no
-    such weight in `optimizer`.
+    them, DistributedDataParallel and FSDP, would wait for these in vain.
+
+    It is for `Experts`, `OptimizedMoELayer`, and the experts of transformers' and torchtitan's models that
+    run on these kernels; with a gate or an adapter that takes transformers' apart they keep to `.grad`.
+    Raises ValueError if `model` has no such weight in `optimizer`.  Where a weight has become another tensor
+    since, by load_state_dict(assign=True) say, `optimizer` would train none of the model's: handing over
+    raises RuntimeError.
     """
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    weights = [
-        weight
+    found = [
+        (weight, module, name)
         for module in model.modules()
-        for kind, names in WEIGHTS.items()
-        if isinstance(module, kind)
-        for weight in (getattr(module, name) for name in names)
-        if weight.requires_grad and id(weight) in known
+        for finder in FINDERS
+        for name in finder(module)
+        if (weight := getattr(module, name)).requires_grad and id(weight) in known
     ]
-    if not weights:
+    if not found:
         raise ValueError("the model has no experts whose weights the optimizer trains: nothing to do")
-    for weight in weights:
+    for weight, *_ in found:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         weight.main_grad = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
 
-    sums = Sums(weights, optimizer.zero_grad)
+    sums = Sums(found, optimizer.zero_grad)
     optimizer.zero_grad = sums.zero_grad
     optimizer.register_step_pre_hook(sums.before_step)
     optimizer.register_step_post_hook(sums.after_step)
@@ -60,16 +73,32 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
 
 
 class Sums:
-    """The main gradients of `weights`, and when an optimizer sees and forgets them."""
+    """The main gradients of weights, and when an optimizer sees and forgets them.
 
-    def __init__(self, weights: list[nn.Parameter], zero_grad: Callable):
-        self.weights, self.zero_others = weights, zero_grad
+    Each weight comes with a module and what it is called there.
+    """
+
+    def __init__(self, found: list[tuple[nn.Parameter, nn.Module, str]], zero_grad: Callable):
+        self.found, self.zero_others = found, zero_grad
+        self.weights = [weight for weight, *_ in found]
+        self.main_grads = [weight.main_grad for weight in self.weights]
         self.handed = {}  # what each weight was given; it may have been clipped since
 
     def trained(self) -> list[nn.Parameter]:
         return [weight for weight in self.weights if weight.requires_grad]
 
+    def check(self) -> None:
+        """Raise unless the modules' weights are those of the optimizer and have the main gradients still."""
+        for (weight, module, name), main_grad in zip(self.found, self.main_grads, strict=True):
+            if getattr(module, name) is not weight or getattr(weight, "main_grad", None) is not main_grad:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{name} is not the tensor that use_main_grad was given: "
+                    "something has replaced it, load_state_dict(assign=True) say.  Load first, then make the "
+                    "optimizer and call use_main_grad; or load without assign, which copies"
+                )
+
     def hand_over(self) -> None:
+        self.check()
         for weight in self.trained():
             own = None if weight.grad is self.handed.get(weight) else weight.grad  # autograd's
             if own is not None and own is not weight.main_grad:
@@ -80,6 +109,7 @@ class Sums:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             return args[:1], kwargs | {"closure": functools.partial(self.evaluate, closure)}
+        self.check()
         if any(w.grad is None or w.grad is not self.handed.get(w) for w in self.trained()):
             self.hand_over()
         return None
@@ -101,6 +131,6 @@ class Sums:
         self.clear()
 
     def clear(self) -> None:
-        for weight in self.weights:
-            weight.main_grad.zero_()
+        for main_grad in self.main_grads:
+            main_grad.zero_()
         self.handed.clear()

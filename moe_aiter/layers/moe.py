@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch import is_plain, is_transformed
-from ..kernels._check import check_device, check_tensor
+from ..kernels._check import check_device, check_not_negative, check_tensor
 from ..kernels.decide import decide
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
@@ -105,6 +105,12 @@ class MoE(nn.Module):
     ):
         super().__init__()
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
+        check_not_negative(
+            load_balance_coef=load_balance_coef,
+            sequence_balance_coef=sequence_balance_coef,
+            global_balance_coef=global_balance_coef,
+            z_loss_coef=z_loss_coef,
+        )
         self.load_balance_coef, self.z_loss_coef = load_balance_coef, z_loss_coef
         self.sequence_balance_coef, self.global_balance_coef = sequence_balance_coef, global_balance_coef
         if global_balance_group is not None and not global_balance_coef:

@@ -1,14 +1,16 @@
 """What quantising a model costs in accuracy and saves in memory."""
 
 import dataclasses
+from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .quantized import Quantized
+from .fuse import FusedLinear, FusedPart
+from .quantized import SKIPPED, Quantized, verdicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +24,21 @@ class LayerReport:
     error: float | None  # relative, in the Frobenius norm; None where the inputs did not reach it
 
 
+class LeftLayer(NamedTuple):
+    """A module with weights of two dimensions or more that stays as it is, and why."""
+
+    name: str
+    kind: str
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizationReport:
-    """`layers`, one each; and of the whole model its parameters and buffers, and the error of its output."""
+    """`layers`, one for each that is converted, and `left` for each that is not; and of the whole model its
+    parameters and buffers, and the error of its output."""
 
     layers: tuple[LayerReport, ...]
+    left: tuple[LeftLayer, ...]
     bytes_before: int
     bytes_after: int
     error: float
@@ -35,13 +47,18 @@ class QuantizationReport:
         rows = [("layer", "dtype", "MB before", "MB after", "error")]
         rows += [line(r.name or "(the model)", r.dtype, r) for r in self.layers]
         rows.append(line("whole model", "", self))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        texts = [
-            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  "
-            + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[2:], widths[2:], strict=True))
-            for row in rows
-        ]
+        texts = table(rows, "<<>>>")
+        if self.left:
+            rows = [(f"  {name or '(the model)'}", *rest) for name, *rest in self.left]
+            texts += [f"left as they are: {len(rows)}", *table(rows, "<<<")]
         return "\n".join(texts)
+
+
+def table(rows: list[tuple[str, ...]], sides: str) -> list[str]:
+    """Lines of aligned cells; `sides` has < or > for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[f"{c:{side}{w}}" for c, side, w in zip(row, sides, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def line(name: str, dtype: str, of: LayerReport | QuantizationReport) -> tuple[str, ...]:
@@ -77,8 +94,8 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
 
     `inputs` is the argument of the model, a tuple of several, or a dict of those by name.  Each converted
     layer is also given what the one in `model` is given, so that its error is its own and not that of those
-    before.  Both run in evaluation mode and without gradients; `print(report)` shows a table.  This waits for
-    the device.
+    before.  What has weights and was not converted is named with the reason.  Both run in evaluation mode and
+    without gradients; `print(report)` shows a table.  This waits for the device.
     Raises ValueError where `quantized` was not made of such a model, or comes before `model`.
     """
     pairs = {}
@@ -117,11 +134,28 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
             hook.remove()
         for m, mode in training.items():
             m.training = mode
-    layers = tuple(
+    converted = tuple(
         LayerReport(name, layer.dtype, size_of(original), size_of(layer), distances[name].relative())
         for name, (original, layer) in pairs.items()
     )
-    return QuantizationReport(layers, size_of(model), size_of(quantized), whole.relative())
+    left = tuple(left_in(model, pairs))
+    return QuantizationReport(converted, left, size_of(model), size_of(quantized), whole.relative())
+
+
+def left_in(model: nn.Module, converted: Collection[str]) -> Iterator[LeftLayer]:
+    """What has weights, parameters of two dimensions or more, outside of the modules with these names."""
+    why = verdicts(model, ())
+    inside = tuple(f"{name}." for name in converted)
+    for name, module in model.named_modules():
+        if has_weights(module) and name not in converted and not name.startswith(inside):
+            reason = why[module] if isinstance(why[module], str) else SKIPPED
+            yield LeftLayer(name, type(module).__name__, reason)
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Its own ones; what is fused has them for its parts."""
+    large = (p is not None and p.dim() > 1 for p in module._parameters.values())
+    return isinstance(module, FusedPart) or (any(large) and not isinstance(module, FusedLinear))
 
 
 def size_of(module: nn.Module) -> int:

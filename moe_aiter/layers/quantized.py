@@ -5,25 +5,27 @@ Weights have a scale for each output channel, activations one for each token, fo
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..kernels._check import check_shape, check_size, check_tensor, refuse_gradient
+from ..kernels._check import FLOATS, check_shape, check_size, check_tensor, refuse_gradient
 from ..kernels.experts import expert_mlp
 from ..kernels.quantize import quantize_rows
 from ..kernels.quantized_experts import quantized_experts
 from ..kernels.scaled_gemm import scaled_gemm
 from ..routing.plan import RoutePlan, make_plan
 from .experts import Experts, cast_as_linear
+from .fuse import FusedPart
 from .lora import LoRAExperts, LoRALinear
 from .optimized import OptimizedMoELayer
 
 FORMATS = {"int8": "int8", "fp8": "e4m3", "fp16": torch.float16, "bf16": torch.bfloat16}
 WHOLE = LoRALinear, LoRAExperts  # what reads the weights of its parts itself
+SKIPPED = "skip names it, or what shares its weight"
 PRODUCTS = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -168,38 +170,49 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     other.zero_grad(set_to_none=True)
     with torch.no_grad():
         found: dict[Tensor, list] = {}
-        for module, kind in list(convertible(other, skip)):
-            convert(module, kind, dtype, found)
+        for module, kind in verdicts(other, skip).items():
+            if not isinstance(kind, str):
+                convert(module, kind, dtype, found)
     for module in other.modules():  # its fast path in C++ would read the weights
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
     return other
 
 
-def convertible(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[nn.Module, type]]:
-    """The modules to convert and which of KINDS they are, but those with a weight that others use."""
-    chosen: dict[nn.Module, type] = {}
-    kept: set[nn.Module] = set()
+def verdicts(model: nn.Module, skip: Collection[str]) -> dict[nn.Module, type | str]:
+    """Of each module which of KINDS it is, to be converted, or why it stays as it is."""
+    found: dict[nn.Module, type | str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name in skip or isinstance(module, WHOLE):
-            kept.update(module.modules())
-        elif kind := kind_of(module):
-            chosen[module] = kind
+            found |= dict.fromkeys(
+                module.modules(), SKIPPED if name in skip else "an adapter: merge it first"
+            )
+        elif not isinstance(found.get(module), str):
+            found[module] = verdict(module)
     everywhere = Counter(p for m in model.modules() for p in set(m._parameters.values()))
-    mine = {m: {p for p in m._parameters.values() if p is not None} for m in chosen.keys() - kept}
+    chosen = [m for m, kind in found.items() if not isinstance(kind, str)]
+    mine = {m: {p for p in m._parameters.values() if p is not None} for m in chosen}
     here = Counter(p for parameters in mine.values() for p in parameters)
     for module, parameters in mine.items():
-        if all(here[p] == everywhere[p] for p in parameters):
-            yield module, chosen[module]
+        if any(here[p] != everywhere[p] for p in parameters):
+            found[module] = "something else uses its weight too"
+    return found
 
 
-def kind_of(module: nn.Module) -> type | None:
-    """Which of KINDS this is, and does nothing else when it is called."""
-    if isinstance(module, NonDynamicallyQuantizableLinear) or "forward" in vars(module):
-        return None
+def verdict(module: nn.Module) -> type | str:
+    """Which of KINDS this is, if it does nothing else when it is called, or why it is none."""
+    if isinstance(module, (NonDynamicallyQuantizableLinear, nn.MultiheadAttention)):
+        return "nn.MultiheadAttention reads its weights itself"
+    if isinstance(module, FusedPart):
+        return "fused with others"
+    if other := {p.dtype for p in module._parameters.values() if p is not None} - {*FLOATS}:
+        return f"no weights of {min(map(str, other))} are converted"
     own = type(module)
     same = getattr(own, "computes_linear", False)  # a forward of its own, with the same meaning
-    return next((k for k in KINDS if own.forward is k.forward or (same and issubclass(own, k))), None)
+    kinds = (k for k in KINDS if own.forward is k.forward or (same and issubclass(own, k)))
+    if "forward" not in vars(module) and (kind := next(kinds, None)):
+        return kind
+    return "a forward of its own" if isinstance(module, tuple(KINDS)) else "a kind that is not converted"
 
 
 def convert(module: nn.Module, kind: type, dtype: str, found: dict) -> None:

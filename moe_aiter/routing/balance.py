@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backend import define_inplace_op
-from ..kernels._check import check_device, check_shape, check_size
+from ..kernels._check import check_device, check_positive, check_shape, check_size
 
 RULES = ("sign", "proportional")
 
@@ -67,8 +67,7 @@ def selection_bias_step(
 def check_rule(rate: float, rule: str) -> None:
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; known: {', '.join(RULES)}")
-    if rate <= 0:
-        raise ValueError(f"rate must be above 0, not {rate}")
+    check_positive(rate=rate)
 
 
 def sum_over_ranks(totals: list[Tensor], group) -> list[Tensor]:

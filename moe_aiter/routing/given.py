@@ -25,7 +25,8 @@ def route_to(
     inference engine say (Ma et al. 2025, arXiv 2510.11370); replayed weights make it weigh alike too.
 
     Raises ValueError for sizes that disagree and a score that `route` refuses, TypeError for ids that are not
-    int32 or int64 and weights that are not floating.
+    int32 or int64 and weights that are not floating.  An id of E or more weighs 0 here; `make_plan`, which
+    the layer calls next, says when it raises.
     """
     check_score(score, renormalize)
     check_shape("logits", logits, "T", "E")

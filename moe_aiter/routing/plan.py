@@ -23,8 +23,9 @@ class RoutePlan(NamedTuple):
 def make_plan(expert_ids: Tensor, num_experts: int) -> RoutePlan:
     """Sort the choices `expert_ids` (T, k), int32 or int64, by expert; stable, deterministic, without a sync.
 
-    An id outside [0, num_experts), usually -1, drops the choice.  The same expert twice for a token
-    is legal and counts twice.  Raises as `sort_by_expert` does.
+    A negative id, usually -1, drops the choice.  The same expert twice for a token is legal and counts
+    twice.  Raises as `sort_by_expert` does: for an id of `num_experts` or more on the CPU, and on a GPU with
+    MOE_AITER_DEBUG=1; else that drops the choice too.
     """
     return RoutePlan(*sort_by_expert(expert_ids, num_experts))
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..backend import define_op, no_autocast
 from ..dispatch import is_unwatched
-from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes
+from ..kernels._check import check_device, check_float, check_positive, check_shape, check_size, check_sizes
 from ..kernels.decide import decide
 from ..kernels.route import choose_experts
 from ..kernels.topk import topk
@@ -255,6 +255,7 @@ class Router(nn.Module):
         super().__init__()
         check_score(score, renormalize)
         check_sizes(hidden=hidden, num_experts=num_experts)
+        check_positive(scale=scale)
         check_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale

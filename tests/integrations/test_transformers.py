@@ -1,5 +1,6 @@
 """transformers' models with `experts_implementation="moe_aiter"` beside their own eager experts."""
 
+import copy
 import functools
 
 import pytest
@@ -8,6 +9,7 @@ from check import assert_as_good_as_torch, error, with_gradients
 from integrations.families import FAMILIES, TOP_K, E, H, experts_of, tiny_model
 from torch.func import functional_call
 
+from moe_aiter import use_main_grad
 from moe_aiter.integrations import transformers as ours
 from moe_aiter.integrations.transformers import NAME, known_gate, register
 
@@ -202,6 +204,34 @@ def test_main_grad(family):
     module._apply_gate = lambda z: z.chunk(2, -1)[0]
     with pytest.raises(ValueError, match="main_grad"):
         module(*inputs)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_use_main_grad_in_a_model(family):
+    """A step is that of autograd's gradients; a gate of the module's own keeps to `.grad`."""
+    model = tiny_model(family, experts=NAME)
+    plain = copy.deepcopy(model)
+    want, got = (torch.optim.SGD(m.parameters(), 0.1) for m in (plain, model))
+    use_main_grad(model, got)
+    own = experts_of(model)[0]
+    assert own.gate_up_proj.main_grad.dtype == own.down_proj.main_grad.dtype == torch.float32
+    ids = torch.arange(12).view(2, 6)
+    for m, optimizer in ((plain, want), (model, got)):
+        for _ in range(2):
+            m(input_ids=ids, labels=ids).loss.backward()
+        if m is model:
+            assert own.gate_up_proj.grad is None and own.gate_up_proj.main_grad.count_nonzero()
+        optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q[1], msg=lambda m, name=name: f"{name}: {m}")
+
+    for module in experts_of(plain):
+        module._apply_gate = lambda z: z.chunk(2, -1)[0]
+    with pytest.raises(ValueError, match="no experts whose weights"):
+        use_main_grad(plain, want)
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="no experts whose weights"):
+        use_main_grad(model, got)
 
 
 def test_compile_with_an_unknown_gate():

@@ -117,3 +117,26 @@ def test_bad_inputs_are_named(device):
         split_expert_mlp(x, gate, up.int(), down, s, plan)
     with pytest.raises(ValueError, match="gate must be"):
         split_expert_mlp(x, gate[0], up, down, s, plan)
+
+
+@pytest.mark.parametrize("summed", [("gate",), ("up", "down"), ("gate", "up", "down")], ids="+".join)
+def test_main_gradients(device, summed):
+    """Each weight's gradient is added to its own sum; the others keep autograd's."""
+    names, (inputs, plan) = ("gate", "up", "down"), make(device, weights_dtype=torch.float16)
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    split_expert_mlp(*leaves, plan).sum().backward()
+    want = {name: leaf.grad for name, leaf in zip(names, leaves[1:4], strict=True)}
+    dx = leaves[0].grad
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    sums = {f"{name}_main_grad": torch.ones_like(want[name], dtype=torch.float32) for name in summed}
+    split_expert_mlp(*leaves, plan, **sums).sum().backward()
+    torch.testing.assert_close(leaves[0].grad, dx)
+    for name, leaf in zip(names, leaves[1:4], strict=True):
+        if name in summed:
+            assert leaf.grad is None
+            got = sums[f"{name}_main_grad"] - 1
+            torch.testing.assert_close(got, want[name].float(), rtol=1e-3, atol=1e-3)
+        else:
+            assert torch.equal(leaf.grad, want[name])
+    with pytest.raises(ValueError, match=r"up_main_grad is \(5, 40\) but must be \(5, 40, 24\)"):
+        split_expert_mlp(*leaves, plan, up_main_grad=torch.zeros(E, WIDTH, device=device))

@@ -233,7 +233,7 @@ def test_counts_are_summed_over_ranks(tmp_path):
     "make, text",
     [
         (lambda: balance_step(build(), rule="tanh"), "unknown rule 'tanh'; known: sign, proportional"),
-        (lambda: balance_step(build(), 0.0), "rate must be above 0, not 0.0"),
+        (lambda: balance_step(build(), 0.0), "rate must be above 0 and finite, not 0.0"),
         (lambda: balance_step(MoE(H, WIDTH, E, K)), "no MoE with selection_bias=True"),
         (lambda: selection_bias_step(torch.zeros(4), torch.zeros(3), 1.0), r"\(E=4,\) but load is \(E=3,\)"),
         (

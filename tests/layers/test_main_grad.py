@@ -157,6 +157,41 @@ def test_which_weights(device):
         use_main_grad(nn.Linear(2, 2), optimizer)
 
 
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("handed", [False, True])
+def test_a_weight_that_was_replaced_is_missed(device, handed, swap):
+    """`optimizer` would go on with tensors that the model has lost."""
+    model = build(device)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    hand_over = use_main_grad(model, optimizer)
+    state = {name: nn.Parameter(p.detach().clone()) for name, p in model.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model.load_state_dict(state, assign=True)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    model(torch.randn(T, H, device=device)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"Experts.gate_up is not the tensor .*load_state_dict"):
+        hand_over() if handed else optimizer.step()
+    other = torch.optim.SGD(model.parameters(), 1.0)
+    use_main_grad(model, other)
+    other.zero_grad()
+    before = model[1].experts.down.detach().clone()
+    model(torch.randn(T, H, device=device)).sum().backward()
+    other.step()
+    assert not torch.equal(before, model[1].experts.down)
+
+
+def test_loading_by_copies_changes_nothing(device):
+    model = build(device)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    hand_over = use_main_grad(model, optimizer)
+    model.load_state_dict(build(device).state_dict())
+    model(torch.randn(T, H, device=device)).sum().backward()
+    hand_over()
+    optimizer.step()
+
+
 @pytest.mark.gpu
 def test_no_gradient_is_written_beside_the_sum(no_debug):
     """The second micro-batch's backward pass takes less memory than one of the two gradients would."""

@@ -169,3 +169,18 @@ def test_the_global_loss_counts_over_ranks(tmp_path):
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call(tokens(), padding("cpu"))
+
+
+@pytest.mark.parametrize("name", COEFS)
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
+def test_a_coefficient_that_cannot_be_meant(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be at least 0 and finite, not {value}"):
+        MoE(8, 8, 4, 2, **{name: value})
+    with pytest.raises(TypeError, match=f"{name} must be a number, not str"):
+        MoE(8, 8, 4, 2, **{name: "0.1"})
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_cannot_be_meant(scale):
+    with pytest.raises(ValueError, match=f"scale must be above 0 and finite, not {scale}"):
+        MoE(8, 8, 4, 2, scale=scale)

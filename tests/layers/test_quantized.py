@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_aiter import Experts, LoRALinear, MoE, OptimizedMoELayer, make_plan, quantization_report, quantize
+from moe_aiter import Experts, LoRALinear, MoE, OptimizedMoELayer, make_plan, quantize
 from moe_aiter.compat import aiter
 from moe_aiter.layers.quantized import QuantizedExperts, QuantizedLinear, QuantizedMoELayer
 
@@ -281,42 +281,6 @@ def test_the_example_of_the_guide(device):
     output = quantized_model(input_data)
     assert type(aiter.quantize(aiter.AITERLinear(8, 8))) is QuantizedLinear
     assert output.shape == (32, 1024) and error(output, model(input_data).detach()) < 0.03
-
-
-@every_dtype
-def test_the_report(device, dtype):
-    model = nn.Sequential(mlp(device), nn.Dropout(0.5), nn.Linear(32, 64, device=device), moe(device))
-    quantized, x = quantize(model, dtype, skip="2"), torch.randn(40, 64, device=device)
-    report = quantization_report(model, quantized, x)
-    assert [r.name for r in report.layers] == ["0.0", "0.2", "3.experts"]
-    assert all(r.dtype == dtype and 0 < r.error < 2 * FAR[dtype] for r in report.layers)
-    size = WEIGHTS[dtype].itemsize
-    linear = report.layers[0]
-    beside = 96 * 4 * (2 if size == 1 else 0) or 96 * 2
-    assert linear.bytes_before == 4 * (64 * 96 + 96) and linear.bytes_after == size * 64 * 96 + beside
-    assert report.bytes_after < report.bytes_before and 0 < report.error < 1
-    text = str(report).splitlines()
-    assert len(text) == 5 and text[0].split()[:2] == ["layer", "dtype"] and text[-1].startswith("whole model")
-    assert model.training and quantized.training and not model[0][0]._forward_hooks
-
-
-def test_a_report_of_other_inputs():
-    model = mlp()
-    quantized = quantize(model)
-    reports = [
-        quantization_report(model, quantized, x) for x in ((torch.ones(2, 64),), {"input": torch.ones(2, 64)})
-    ]
-    assert reports[0] == reports[1] and quantization_report(model, model, torch.ones(2, 64)).error == 0
-    with pytest.raises(ValueError, match="quantized has a layer '0' that model has not"):
-        quantization_report(nn.Linear(64, 32), quantized, torch.ones(2, 64))
-    with pytest.raises(ValueError, match="the original comes first"):
-        quantization_report(quantized, model, torch.ones(2, 64))
-    model = nn.Sequential(mlp(), nn.Linear(4, 4))
-    other = quantize(model)
-    model.forward = model[0].forward
-    other.forward = other[0].forward
-    report = quantization_report(model, other, torch.ones(1, 64))
-    assert report.layers[-1].error is None and "not run" in str(report)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "fp16", "bf16"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_aiter import Forced, MoE, Router, hash_experts, route, route_to
+from moe_aiter import Forced, MoE, OptimizedMoELayer, Router, hash_experts, route, route_to
 from moe_aiter.routing.scores import SCORES
 
 H, WIDTH, E, K, T = 16, 8, 6, 2, 13
@@ -175,3 +175,15 @@ def with_mine():
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call(MoE(H, WIDTH, E, K))
+
+
+def test_an_expert_that_is_not_there(no_debug):
+    """Said without debug mode on the CPU, compiled or not, by the layers that take ids."""
+    ids = torch.tensor([[0, 1], [5, E]])
+    x, message = torch.randn(2, H), f"expert_ids holds {E} but num_experts is {E}"
+    moe = MoE(H, WIDTH, E, K)
+    for layer in (moe, torch.compile(moe, backend="aot_eager")):
+        with pytest.raises(ValueError, match=message):
+            layer(x, expert_ids=ids)
+    with pytest.raises(ValueError, match=message):
+        OptimizedMoELayer(H, E, WIDTH)(x, ids, torch.ones(2, 2))

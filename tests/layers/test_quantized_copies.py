@@ -1,0 +1,110 @@
+"""Quantised layers that were cast, moved, copied, saved or compiled compute as before, with their dtypes."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from moe_aiter import Experts, OptimizedMoELayer, make_plan, quantize
+
+from .test_quantized import WEIGHTS, every_dtype
+
+E, H, I, T = 4, 16, 8, 5  # noqa: E741
+KINDS = {
+    "linear": lambda: nn.Linear(H, I),
+    "experts": lambda: Experts(E, H, I, bias=True),
+    "optimized": lambda: OptimizedMoELayer(H, E, I),
+}
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+def inputs(kind, rows, dtype):
+    x, ids = torch.randn(rows, H, dtype=dtype), torch.rand(rows, E).argsort(1)[:, :2]
+    weights = torch.rand(rows, 2)
+    return {"linear": (x,), "experts": (x, weights, make_plan(ids, E)), "optimized": (x, ids, weights)}[kind]
+
+
+def saved(layer, fresh):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def loaded(layer, fresh, **how):
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True), **how)
+    return fresh
+
+
+def compiled(layer, fresh):
+    torch._dynamo.reset()
+    return torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+
+
+WAYS = {  # a layer, and another made of other numbers -> the same again
+    "float": lambda layer, _: layer.float(),
+    "half": lambda layer, _: layer.half(),
+    "bfloat16 and back": lambda layer, _: layer.bfloat16().float(),
+    "double": lambda layer, _: layer.double(),
+    "to a dtype": lambda layer, _: layer.to(torch.bfloat16),
+    "to a device": lambda layer, _: layer.to("cpu"),
+    "to both": lambda layer, _: layer.to("cpu", torch.float16),
+    "like a tensor": lambda layer, _: layer.to(torch.ones(1, dtype=torch.float64)),
+    "type": lambda layer, _: layer.type(torch.float16),
+    "training": lambda layer, _: layer.train(),
+    "copied": lambda layer, _: copy.deepcopy(layer),
+    "saved": saved,
+    "loaded": loaded,
+    "loaded into another dtype": lambda layer, fresh: loaded(layer, fresh.half()),
+    "assigned": lambda layer, fresh: loaded(layer, fresh, assign=True),
+    "assigned on meta": lambda layer, fresh: loaded(layer, fresh.to("meta"), assign=True),
+    "filled from meta": lambda layer, fresh: loaded(layer, fresh.to("meta").to_empty(device="cpu")),
+    "compiled": compiled,
+}
+
+
+def of_weights(layer):
+    """The dtypes of all but biases."""
+    return {name.split(".")[-1]: p.dtype for name, p in layer.named_parameters() if "bias" not in name}
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_it_computes_as_before(dtype, kind, way, mode):
+    layer, fresh = (quantize(KINDS[kind](), dtype) for _ in range(2))
+    dtypes = of_weights(layer)
+    assert set(dtypes.values()) == {WEIGHTS[dtype]} | ({torch.float32} if dtype in ("int8", "fp8") else set())
+    given = [inputs(kind, rows, of_x) for rows in (T, 0) for of_x in (torch.float32, torch.bfloat16)]
+    with MODES[mode]():
+        expected = [layer(*each) for each in given]
+        other = WAYS[way](layer, fresh)
+        assert of_weights(other) == dtypes
+        for each, y in zip(given, expected, strict=True):
+            got = other(*each)
+            assert got.dtype == each[0].dtype == y.dtype
+            torch.testing.assert_close(got, y, rtol=0.02, atol=0.02)
+
+
+def on_meta(value):
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return type(value)(*map(on_meta, value))
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_meta_it_says_shape_and_dtype(dtype, kind):
+    before = quantize(KINDS[kind](), dtype)
+    for layer in (copy.deepcopy(before).to("meta"), quantize(KINDS[kind]().to("meta"), dtype)):
+        assert of_weights(layer) == of_weights(before)
+        for of_x in (torch.float32, torch.bfloat16):
+            given = inputs(kind, T, of_x)
+            y = layer(*map(on_meta, given))
+            assert y.is_meta and (y.shape, y.dtype) == (before(*given).shape, of_x)
