@@ -22,7 +22,7 @@ from moe_aiter.bench.arguments import count
 from moe_aiter.bench.layer import FLOOR, SLACK, append, columns, distances, provenance, shape_cells
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.bench.timing import time_graphs
-from moe_aiter.bench.tune import distinct_chunks
+from moe_aiter.bench.tune_step import distinct_chunks
 from moe_aiter.kernels._fp8 import native_fp8
 from moe_aiter.kernels.chunk_plan import plan_chunks
 from moe_aiter.kernels.permute import new_unpermute
