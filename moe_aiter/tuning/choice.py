@@ -7,7 +7,6 @@ Where no row matches, torch computes, unless the op says otherwise.
 
 import csv
 import functools
-import os
 import pathlib
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from . import bucket, gpu_table
-from .table import TABLES
+from .table import TABLES, rewrite
 
 BACKENDS = ("hopper", "triton", "torch")
 CHOICES = TABLES / "choice"
@@ -121,12 +120,6 @@ def write_choices(path: pathlib.Path, new: Iterable[dict]) -> None:
     for cells in new:
         cells = {column: str(cells[column]) for column in COLUMNS}
         rows[parse_choice(cells, str(path)).case] = cells
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(draft, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[case] for case in sorted(rows, key=lambda case: case.count(None)))
-    draft.replace(path)
+    rewrite(path, COLUMNS, [rows[case] for case in sorted(rows, key=lambda case: case.count(None))])
     load_choices.cache_clear()
     find_choice.cache_clear()
