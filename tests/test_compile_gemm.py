@@ -7,7 +7,7 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.gemm import ACTIVATIONS, launch_gemm
+from moe_aiter.kernels.gemm import ACTIVATIONS, WIDEST_STEP, launch_gemm
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -137,6 +137,18 @@ def test_candidate(op, config):
     with tuning.choose(lambda key: config), compiling_for(TARGETS["sm_90"]) as launches:
         dataclasses.replace(EPILOGUES[op], m=16 if config.block_m == 16 else 4096).run()
     check(TARGETS["sm_90"], launches)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_tiles_that_read_long_pieces_fit_every_target(target, op):
+    tiles = [tile for tile in PORTABLE[op] if tile.block_k > 256]
+    assert tiles and max(tile.block_k for tile in PORTABLE[op]) <= WIDEST_STEP
+    for tile in tiles:
+        with tuning.choose(lambda key, tile=tile: tile), compiling_for(TARGETS[target]) as launches:
+            dataclasses.replace(EPILOGUES[op], m=16).run()
+        check(TARGETS[target], launches)
+        assert_matrix_instruction(TARGETS[target], launches, small=True)
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES)

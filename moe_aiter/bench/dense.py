@@ -1,17 +1,22 @@
 """Dense products, for `bench gemm`: see products.py."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import IMPLS, runs, use
+from ..backend import IMPLS, ORDER, runs, use
+from ..kernels._gemm_choice import question
 from ..kernels.activations import FUNCTIONS
-from ..kernels.gemm import gemm
+from ..kernels.gemm import ACTIVATIONS, gemm, new_gemm
 from ..kernels.grouped_gemm import grouped_gemm
+from ..kernels.shuffle import shuffle_weight
+from ..kernels.tuned_gemm import tuned_gemm
+from ..tuning.choice import case_of
 from .products import Case, Problem
+from .tiles import Kernel, launches_of
 
 FUSED = {"relu": False, "gelu_tanh": True}  # what cuBLASLt applies to x @ w + bias: torch's use_gelu
 
@@ -74,7 +79,45 @@ def linear(
         contenders["torch, fused"] = functools.partial(
             torch._addmm_activation, bias, x, weight.mT, use_gelu=FUSED[activation]
         )
-    return Problem(contenders, exact=lambda: torchs(torch.float64), plain=torchs)
+    kernels = functools.partial(linear_kernels, x, weight, normal(N, device=device, dtype=dtype))
+    return Problem(contenders, exact=lambda: torchs(torch.float64), plain=torchs, kernels=kernels)
+
+
+def linear_kernels(x: Tensor, weight: Tensor, bias: Tensor) -> Iterable[Kernel]:
+    """In few rows the plain product; in many every epilogue, and a weight that lies by columns."""
+    w = weight.mT
+    yield linear_kernel("none", x, w, None)
+    if len(x) > FEW:
+        yield linear_kernel("none", x, w.contiguous(), None)
+        yield linear_kernel("bias", x, w, bias)
+        for activation in sorted(ACTIVATIONS, key=lambda name: name != "gelu"):  # whose tile serves them all
+            yield linear_kernel(activation, x, w, bias)
+
+
+def linear_kernel(epilogue: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Kernel:
+    activation = epilogue if epilogue in ACTIVATIONS else ""
+
+    def torchs(kind: torch.dtype = x.dtype) -> Tensor:
+        y = F.linear(x.to(kind), w.mT.to(kind), None if bias is None else bias.to(kind))
+        return FUNCTIONS[activation or "identity"][0](y)
+
+    name = f"{epilogue}, by columns" if w.is_contiguous() else epilogue
+    return gemm_kernel(name, torchs, x[None], w[None], bias, None, activation, 1.0, 0.0, None, False)
+
+
+def gemm_kernel(name: str, torchs: Callable[..., Tensor], *inputs) -> Kernel:
+    """Of the op `gemm` with these inputs; `torchs` takes a dtype."""
+    x, w, bias, c, activation, *_ = inputs
+    (B, M, K), N = x.shape, w.shape[2]
+    return Kernel(
+        name,
+        new_gemm(*inputs),
+        launches_of("gemm", *inputs),
+        flops=2 * B * M * N * K,
+        exact=lambda: torchs(torch.float64),
+        plain=torchs,
+        case=case_of(*question(x, w, bias, c, activation)),
+    )
 
 
 def ours_by_backend(ours: Callable[[], Tensor], *inputs) -> dict[str, Callable[[], Tensor]]:
@@ -102,17 +145,69 @@ def added(M: int, K: int, N: int, device, dtype, seed: int) -> Problem:
     def torchs(kind: torch.dtype = dtype) -> Tensor:
         return torch.addmm(c.to(kind), a.to(kind), b.to(kind), alpha=0.5, beta=2.0)
 
-    contenders = ours_by_backend(ours, a[None], b[None], None, c[None], "", 0.5, 2.0, None, False)
-    return Problem(contenders | {"torch": torchs}, exact=lambda: torchs(torch.float64), plain=torchs)
+    inputs = a[None], b[None], None, c[None], "", 0.5, 2.0, None, False
+    contenders = ours_by_backend(ours, *inputs)
+    return Problem(
+        contenders | {"torch": torchs},
+        exact=lambda: torchs(torch.float64),
+        plain=torchs,
+        kernels=lambda: [gemm_kernel("c", torchs, *inputs)],
+    )
 
 
 def batched(B: int, M: int, K: int, N: int, device, dtype, seed: int) -> Problem:
     torch.manual_seed(seed)
     a, b = normal(B, M, K, device=device, dtype=dtype), normal(B, K, N, device=device, dtype=dtype)
-    contenders = ours_by_backend(lambda: gemm(a, b), a, b, None, None, "", 1.0, 0.0, None, False)
+    inputs = a, b, None, None, "", 1.0, 0.0, None, False
+    contenders = ours_by_backend(lambda: gemm(a, b), *inputs)
     contenders["torch"] = lambda: torch.bmm(a, b)
     contenders["torch, one after another"] = lambda: torch.stack([x @ y for x, y in zip(a, b, strict=True)])
-    return Problem(contenders, exact=lambda: a.double() @ b.double(), plain=lambda: a @ b)
+
+    def torchs(kind: torch.dtype = dtype) -> Tensor:
+        return a.to(kind) @ b.to(kind)
+
+    return Problem(
+        contenders,
+        exact=lambda: torchs(torch.float64),
+        plain=torchs,
+        kernels=lambda: [gemm_kernel("batches", torchs, *inputs)],
+    )
+
+
+def shuffled(M: int, K: int, N: int, device, dtype, seed: int) -> Problem:
+    """An nn.Linear's product with a weight as `shuffle_weight` orders it, beside torch's own."""
+    torch.manual_seed(seed)
+    x = normal(M, K, device=device, dtype=dtype)
+    weight = normal(N, K, device=device, dtype=dtype, scale=K**-0.5)
+    ordered = shuffle_weight(weight)
+
+    def torchs(kind: torch.dtype = dtype) -> Tensor:
+        return F.linear(x.to(kind), weight.to(kind))
+
+    def kernels() -> Iterable[Kernel]:
+        launches = launches_of_shuffled(x, ordered) | {"torch": (into_linear, (x, weight))}
+        case = case_of("gemm_shuffled", x, "nt", "none", M, N, K)
+        exact = functools.partial(torchs, torch.float64)
+        out = x.new_empty(M, N)
+        yield Kernel("shuffled", out, launches, 2 * M * N * K, exact, torchs, case, tiled=False)
+
+    contenders = {"moe_aiter": lambda: tuned_gemm(x, ordered, is_shuffled=True), "torch": torchs}
+    return Problem(contenders, exact=lambda: torchs(torch.float64), plain=torchs, kernels=kernels)
+
+
+def into_linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    torch.mm(x, weight.mT, out=out)
+
+
+def launches_of_shuffled(x: Tensor, weight: Tensor) -> dict[str, tuple[Callable, tuple]]:
+    """By the masked product, which has its tile from the rows of masked products."""
+    impl, inputs = IMPLS["masked_gmm"]["triton"], (x[None], weight[None], None, None, None, True)
+
+    def launch(out: Tensor, *inputs) -> None:
+        impl(out[None], *inputs)
+
+    here = "triton" in ORDER[x.device.type] and runs(impl, *inputs, x.new_empty(1, len(x), len(weight)))
+    return {"triton": (launch, inputs)} if here else {}
 
 
 def linear_case(name: str, M: int, K: int, N: int, activation: str = "", bias: bool = True, **named) -> Case:
@@ -131,6 +226,11 @@ def batched_case(name: str, B: int, M: int, K: int, N: int, **named) -> Case:
     sizes = {"flops": 2 * B * M * K * N, "bytes": 2 * B * (M * K + K * N + M * N)}
     goals = {"torch": 1.0, "torch, one after another": 2.0}  # the latter is what AITER's page claims
     return Case(name, f"{B}x{M}x{K}x{N}", make, **sizes, goals=goals, **named)
+
+
+def shuffled_case(name: str, M: int, K: int, N: int, **named) -> Case:
+    make = functools.partial(shuffled, M, K, N)
+    return Case(name, f"{M}x{K}x{N}", make, flops=2 * M * K * N, goals={"torch": 1.0}, **named)
 
 
 def added_case(name: str, M: int, K: int, N: int, **named) -> Case:
@@ -163,6 +263,7 @@ CASES = [
     linear_case("gelu-up", 4096, 4096, 16384, "gelu"),
     linear_case("gelu-decode", 16, 4096, 16384, "gelu"),
     linear_case("linear-aiter", 16, 65536, 1000),
+    *(shuffled_case(f"shuffled-{m}", m, 4096, 4096, **ASKED) for m in (1, 16, 64, 256, 1024)),
     added_case("cutlass-2048", 2048, 2048, 2048, **ASKED),
     added_case("cutlass-4096", 4096, 4096, 4096),
     batched_case("batched-64", 64, 512, 512, 512),
@@ -176,6 +277,7 @@ CASES = [
     linear_case("linear-toy", 20, 24, 40, "gelu", dtypes=("float32", "bfloat16"), devices=()),
     linear_case("decode-toy", 2, 24, 40, dtypes=("float32", "float16"), devices=()),
     added_case("cutlass-toy", 20, 24, 40, dtypes=("float32", "float16"), devices=()),
+    shuffled_case("shuffled-toy", 20, 64, 32, dtypes=("bfloat16", "float16"), devices=()),
     batched_case("batched-toy", 3, 20, 24, 40, dtypes=("float32", "float16"), devices=()),
     grouped_case("grouped-toy", 48, 32, 24, 5, 2, dtypes=("float32", "bfloat16"), devices=()),
 ]

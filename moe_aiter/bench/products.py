@@ -23,7 +23,7 @@ altogether, is there where a goal names it.
 import argparse
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class Problem:
     contenders: dict[str, Callable[[], Outputs]]
     exact: Callable[[], Outputs]  # in float64
     plain: Callable[[], Outputs] | None = None  # what torch makes of it in this dtype
+    kernels: Callable[[], Iterable] | None = None  # those of `moe-aiter tune`: see tiles.py
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,22 @@
 """Products of 8 bits and layers that are quantised, for `bench gemm`: see products.py."""
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ..backend import use
+from ..kernels._scaled_choice import fits_blas
 from ..kernels.scaled_bmm import scaled_bmm
 from ..kernels.scaled_gemm import scaled_gemm
 from ..layers.experts import Experts
 from ..layers.quantized import quantize
 from ..routing.plan import make_plan
+from ..tuning.choice import case_of
 from .dense import normal
 from .products import COPY, Case, Problem
+from .tiles import Kernel, launches_of
 
 CUBES = (512, 1024, 2048, 4096, 8192)
 LARGE = 8192  # from which 8 bits have to be faster than 16
@@ -42,7 +46,21 @@ def product(M: int, N: int, K: int, device: torch.device, dtype: torch.dtype, se
         contenders["torch._scaled_mm"] = lambda: call(one, one)
         contenders["moe_aiter, scales of rows"] = lambda: scaled_gemm(x, w, rows, columns, out_dtype=out)
         contenders["torch._scaled_mm, scales of rows"] = lambda: call(rows[:, None], columns[None])
-    return Problem(contenders, exact=lambda: x.double() @ w.double())
+
+    def kernels() -> Iterable[Kernel]:
+        inputs = x, w, one.expand(M), one.expand(N), None, out
+        case, launches = None, launches_of("scaled_gemm", *inputs)
+        if fits_blas(*inputs):
+            case = case_of("scaled_fp8", x, "nt", "none", M, N, K)
+        else:
+            del launches["torch"]
+        found = torch.empty(M, N, device=device, dtype=out)
+        yield Kernel("scales", found, launches, 2 * M * N * K, exact=exact, case=case)
+
+    def exact() -> Tensor:
+        return x.double() @ w.double()
+
+    return Problem(contenders, exact=exact, kernels=kernels)
 
 
 def product_case(name: str, M: int, N: int, K: int, kind: str, **named) -> Case:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels.sparse_gemm import sparse_gemm
 from ..kernels.sparse_pattern import SparsePattern
 from .products import Case, Problem
+from .tiles import Kernel, launches_of
 
 DENSE, BSR, MM = "torch, dense", "torch, F.linear of BSR", "torch.sparse.mm"
 ROWS = 4096  # of x
@@ -39,6 +40,34 @@ def blocks(M: int, N: int, percent: int, block: int, device, dtype, seed: int) -
         },
         exact=lambda: F.linear(x.double(), w.double()),
         plain=lambda: F.linear(x, w),
+        kernels=lambda: [forward_kernel(x, w, block)],
+    )
+
+
+def forward_kernel(x: Tensor, w: Tensor, block: int) -> Kernel:
+    pattern = SparsePattern.from_dense(w, block)
+    launches = launches_of("sparse_matmul", x, pattern.take(w), None, pattern.lists, *w.shape, False)
+    return Kernel(
+        "forward",
+        x.new_empty(len(x), len(w)),
+        {backend: given for backend, given in launches.items() if backend != "torch"},
+        flops=2 * len(x) * pattern.num_blocks * block**2,
+        exact=lambda: F.linear(x.double(), w.double()),
+        plain=lambda: F.linear(x, w),
+    )
+
+
+def gradient_kernel(x: Tensor, dout: Tensor, pattern: SparsePattern) -> Kernel:
+    """Of the values."""
+    a, b = pattern.blocksize
+    launches = launches_of("sparse_matmul_grad", dout, x, pattern.lists, a, b)
+    return Kernel(
+        "gradient",
+        x.new_empty(pattern.num_blocks, a, b),
+        {backend: given for backend, given in launches.items() if backend != "torch"},
+        flops=2 * len(x) * pattern.num_blocks * a * b,
+        exact=lambda: pattern.take(dout.double().T @ x.double()),
+        plain=lambda: pattern.take(dout.T @ x),
     )
 
 
@@ -77,6 +106,7 @@ def blocks_step(M: int, N: int, percent: int, block: int, device, dtype, seed: i
         },
         exact=lambda: step(F.linear, x.double(), w.double(), dout.double(), of_matrix),
         plain=dense,
+        kernels=lambda: [gradient_kernel(x, dout, pattern)],
     )
 
 

@@ -27,9 +27,9 @@ from ..tuning.aiter_csv import COLUMNS, Problem, Row, append, drop, read, read_u
 from ..tuning.candidates import candidates
 from .arguments import count, refuse
 from .layer import FLOOR, REPS, SLACK, distances, provenance
+from .tiles import FASTER, fits
 from .timing import time_calls, time_graphs
 
-FASTER = 0.97  # of torch's time
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 OUT = pathlib.Path("bf16_tuned_gemm.csv")  # as AITER calls it
 ROWS = (1, 16, 64, 256, 1024, 4096)
@@ -181,17 +181,6 @@ def measure(problem: Problem, device: torch.device, reps: int) -> tuple[list[Con
     for one, us in zip(good, times, strict=True):
         one.us = us
     return good, bad
-
-
-def fits(call: Callable[[], Tensor]) -> bool:
-    """Whether this GPU has room for the tile of a call."""
-    from triton.runtime.errors import OutOfResources
-
-    try:
-        call()
-    except OutOfResources:
-        return False
-    return True
 
 
 def contenders(problem: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[Contender]:

@@ -25,7 +25,7 @@ from .hopper._launch import num_programs
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 FINISHED = 1024  # elements that a program finishes after a split sum
-WIDEST_STEP = 256  # the most of K that a tile has
+WIDEST_STEP = 1024  # the most of K that a tile has
 
 # kernel
 

@@ -26,6 +26,7 @@ import torch
 
 from ..config import settings
 from . import bucket
+from .table import rewrite
 
 log = logging.getLogger("moe_aiter")
 
@@ -331,10 +332,4 @@ def append(path: pathlib.Path, rows: Iterable[dict[str, str]], columns: tuple[st
 def drop(path: pathlib.Path, old: Row) -> None:
     """Take a row out of a file, which keeps its columns and its other rows."""
     rows = [cells for line, cells in lines(path, NEEDED) if parse(cells, f"{path}, line {line}") != old]
-    columns = list(old.cells)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(draft, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    draft.replace(path)
+    rewrite(path, list(old.cells), rows)

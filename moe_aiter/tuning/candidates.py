@@ -91,7 +91,10 @@ MASKED_FEW = (
     Config(32, 64, 128, 1, 4, 8), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
 )  # fmt: skip
 SEGMENT = (Config(16, 64, 128, 1, 4, 4), Config(32, 64, 128, 1, 4, 4), Config(64, 128, 64, 1, 4, 4))
-GEMM_FEW = tuple(Config(16, *rest) for rest in ((64, 128, 1, 4, 6), (32, 256, 1, 4, 6), (128, 128, 1, 4, 4)))
+GEMM_FEW = (  # the last ones read 1 and 2 KiB of a weight's row at a time, and fit in 64 KiB
+    Config(16, 64, 128, 1, 4, 6), Config(16, 32, 256, 1, 4, 6), Config(16, 128, 128, 1, 4, 4),
+    Config(16, 16, 512, 1, 8, 3), Config(16, 16, 1024, 1, 8, 2),
+)  # fmt: skip
 SCALED = (  # Triton waits for every step whose sum is int32: of the second an SM has room for two programs
     Config(128, 256, 128, 8, 8, 4), Config(128, 128, 128, 16, 4, 3), Config(128, 128, 128, 16, 4, 4),
     Config(64, 128, 128, 16, 4, 6), Config(64, 64, 128, 1, 4, 6),

@@ -8,12 +8,13 @@ Where no row matches, torch computes, unless the op says otherwise.
 import csv
 import functools
 import pathlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from . import bucket, gpu_table
-from .table import TABLES
+from .table import TABLES, rewrite
 
 BACKENDS = ("hopper", "triton", "torch")
 CHOICES = TABLES / "choice"
@@ -50,8 +51,12 @@ def choose_backend(
     op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int, otherwise: str = "torch"
 ) -> str:  # fmt: skip
     """hopper, triton or torch, for `rows` rows of all matrices on the GPU of x; `otherwise` without a row."""
-    case = Case(op, x.itemsize * 8, layout, epilogue, bucket(rows), n, k)
-    return find_choice(table_of(x.device), case, otherwise)
+    return find_choice(table_of(x.device), case_of(op, x, layout, epilogue, rows, n, k), otherwise)
+
+
+def case_of(op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int) -> Case:
+    """What is looked up for a product of x."""
+    return Case(op, x.itemsize * 8, layout, epilogue, bucket(rows), n, k)
 
 
 def measured(op: str, device: torch.device) -> set[str]:
@@ -100,3 +105,21 @@ def parse_choice(cells: dict, where: str) -> Choice:
         raise ValueError(f"{where}: op is empty")
     words = {column: cells[column] or None for column in ("op", "layout", "epilogue")}
     return Choice(Case(**words, **numbers), cells["backend"])
+
+
+def write_choices(path: pathlib.Path, new: Iterable[dict]) -> None:
+    """Add rows, dicts with COLUMNS, to a table, which need not be there; one of an old case replaces it.
+
+    What has empty cells comes last, as the first that matches is taken.
+    """
+    rows = {}
+    if path.exists():
+        read_choices(path)
+        with open(path, newline="") as file:
+            rows = {parse_choice(cells, str(path)).case: cells for cells in csv.DictReader(file)}
+    for cells in new:
+        cells = {column: str(cells[column]) for column in COLUMNS}
+        rows[parse_choice(cells, str(path)).case] = cells
+    rewrite(path, COLUMNS, [rows[case] for case in sorted(rows, key=lambda case: case.count(None))])
+    load_choices.cache_clear()
+    find_choice.cache_clear()

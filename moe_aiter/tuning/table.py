@@ -114,15 +114,20 @@ def write(path: pathlib.Path, new: Iterable[dict]) -> None:
     for cells in new:
         cells = {column: str(cells[column]) for column in COLUMNS}
         rows[parse(cells, str(path)).key] = cells
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(draft, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[key] for key in sorted(rows, key=specific_first))
-    draft.replace(path)
+    rewrite(path, COLUMNS, [rows[key] for key in sorted(rows, key=specific_first)])
     load.cache_clear()
     find.cache_clear()
+
+
+def rewrite(path: pathlib.Path, columns: Iterable[str], rows: Iterable[dict]) -> None:
+    """Put these rows in the place of a file, which nobody sees half written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    with open(draft, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    draft.replace(path)
 
 
 def specific_first(key: Key) -> tuple:

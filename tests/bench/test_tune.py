@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_aiter import cli, tuning
-from moe_aiter.bench import tune
+from moe_aiter.bench import tiles, tune, tune_step
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.config import interpret
 from moe_aiter.kernels import _row_bytes, gmm_unpermute, hopper
@@ -44,7 +44,7 @@ class Fake:
             out[0] = float("nan")
 
     def product(self):
-        return tune.Product("down", self, torch.empty(64), (), 1000)
+        return tiles.Product("down", self, torch.empty(64), (), 1000)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--shape nowhere", "invalid choice: 'nowhere'"),
+        ("--family nothing", "invalid choice: 'nothing'"),
         ("--op matmul", "invalid choice: 'matmul'"),
         ("--reps 0", "0 is less than 1"),
         ("--tokens 0", "0 is less than 1"),
@@ -92,6 +92,21 @@ def test_wrong_flags(flags, message, capsys):
         run(*flags.split())
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--shape nowhere", "there is no shape 'nowhere' of layer; there are A, B"),
+        ("--family dense --shape nowhere", "there is no such case; there are, of dense: square-512"),
+        ("--family dense --tokens 8", "--tokens is for layer"),
+        ("--family layer dense --shape A", "--shape names shapes of layer or of other families, not of both"),
+    ],
+)
+def test_names_that_do_not_go_together(flags, message, capsys):
+    assert run(*flags.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"moe-aiter tune: error: {message}") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("text, message", [("op,bits\n1,2\n", "lacks the columns"), (None, "Is a directory")])
@@ -144,7 +159,7 @@ def test_a_wrong_candidate_is_left_out_and_fails_the_command(fake, tmp_path, cap
 
 def test_what_does_not_fit_is_left_out(fake):
     fake.unfit = OTHERS[0]
-    good, bad = tune.check(fake.product(), [USUAL, *OTHERS])
+    good, bad = tiles.check(fake.product(), [USUAL, *OTHERS])
     assert good == [USUAL, *OTHERS[1:]] and not bad
 
 
@@ -153,27 +168,27 @@ def test_nan(place, fake):
     """In a candidate's result it is wrong; in the default's it ends the command."""
     fake.nan = (USUAL, *OTHERS)[place]
     if place:
-        assert tune.check(fake.product(), [USUAL, *OTHERS])[1] == [fake.nan]
+        assert tiles.check(fake.product(), [USUAL, *OTHERS])[1] == [fake.nan]
     else:
         with pytest.raises(RuntimeError, match="down: NaN in the result of the default"):
-            tune.check(fake.product(), [USUAL, *OTHERS])
+            tiles.check(fake.product(), [USUAL, *OTHERS])
 
 
 @pytest.mark.parametrize("us, choice", [(98, USUAL), (97, OTHERS[0]), (200, USUAL)])
 def test_the_default_stays_unless_another_is_clearly_faster(us, choice):
-    assert tune.pick(USUAL, {USUAL: 100, OTHERS[0]: us, OTHERS[1]: 99}) == choice
+    assert tiles.pick(USUAL, {USUAL: 100, OTHERS[0]: us, OTHERS[1]: 99}) == choice
 
 
 @pytest.mark.interpret
 @pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
 def test_a_step_on_the_portable_tier():
-    found = list(tune.products(SHAPES["toy"], torch.device("cpu"), torch.float16, True))
+    found = list(tune_step.products(SHAPES["toy"], torch.device("cpu"), torch.float16, True))
     keys = [product.key() for product in found]
     assert [key.op for key in keys] == ["up", "gmm", "down_grad", "gmm", "tgmm_gather", "tgmm_gather"]
     assert [(key.n, key.k) for key in keys] == [(48, 32), (32, 24), (24, 32), (32, 48), (24, 32), (48, 32)]
     other = tuning.Config(32, 32, 16)
     for product in found:
-        assert tune.check(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
+        assert tiles.check(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +218,7 @@ def test_every_chunk_of_a_large_step_is_measured(name, widths, monkeypatch):
         gmm_unpermute.launch_gmm_unpermute(x, rows, w, *[None] * 5, most)
     assert asked == {(n, k) for n, sums in widths.items() for k in sums}
     measured = [
-        (out, x, w) for _, op, _, out, (x, w, *_) in tune.step(SHAPES[name], meta, bf16) if op == "gmm"
+        (out, x, w) for _, op, _, out, (x, w, *_) in tune_step.step(SHAPES[name], meta, bf16) if op == "gmm"
     ]
     assert sorted(asked) == sorted((out.shape[1], x.shape[1]) for out, x, _ in measured)
     assert all(out.is_contiguous() and w.shape[1:] == (x.shape[1], out.shape[1]) for out, x, w in measured)
@@ -223,7 +238,7 @@ def test_it_measures_what_a_step_looks_up(monkeypatch):
     with tuning.choose(asked.add):
         expert_mlp(*tensors, plan).sum().backward()
     assert {key.n for key in asked if key.op == "gmm"} == {24, 16}
-    assert asked == {product.key() for product in tune.products(shape, device, torch.float16, True)}
+    assert asked == {product.key() for product in tune_step.products(shape, device, torch.float16, True)}
 
 
 def test_products_of_8_bits(monkeypatch):
@@ -236,9 +251,9 @@ def test_products_of_8_bits(monkeypatch):
 
     monkeypatch.setattr(hopper, "launcher", launcher)
     T, H, width, E, k = 32, 256, 64, 4, 2
-    step = tune.step(Shape(T, H, width, E, k), torch.device("cpu"), torch.bfloat16)
+    step = tune_step.step(Shape(T, H, width, E, k), torch.device("cpu"), torch.bfloat16)
     for _, op, _, out, inputs in step:
-        found = tune.of_8_bits(op, *inputs)
+        found = tune_step.of_8_bits(op, *inputs)
         found[0](out, *found[1])
     modules = [module for (module, _), *_ in launched]
     assert modules == ["expert_up", "gmm", "down_grad", "gmm", "tgmm_fp8", "tgmm_fp8"]
