@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from .metadata import PLAIN, completion
 
 LIB = torch.library.Library("moe_aiter", "DEF")
+GRADIENTS_BATCHED = torch._C._dispatch_key_parse("VmapMode")
 INTEGERS = (int, torch.SymInt, numbers.Integral)
 KINDS = {  # in a schema -> in Python, and in words
     "Tensor": (Tensor, "a tensor"),
@@ -50,8 +51,8 @@ def register(
         kinds = tuple(map(type, inputs))
         if kinds not in known or is_transformed() or inputs[0].is_meta:
             check_kinds(arguments, inputs)
-            check_transforms(name, inputs)
-            if not is_plain(inputs):
+            check_transforms(name, inputs, mutates)
+            if not is_plain(inputs) or is_batched():
                 return op(*inputs)
             if PLAIN.issuperset(kinds):
                 known.add(kinds)
@@ -118,19 +119,38 @@ def is_last_use(saved: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode AD is at work."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    """Whether torch.func, autograd's is_grads_batched or forward-mode AD is at work."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or is_batching_gradients()
 
 
-def check_transforms(name: str, inputs: tuple) -> None:
-    """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients."""
+def is_batching_gradients() -> bool:
+    """Whether torch.autograd.grad runs backward for many gradients at once, as jacobian(vectorize=True)."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(GRADIENTS_BATCHED)
+
+
+def is_batched() -> bool:
+    """Whether a vmap is at work, for which torch's dispatcher runs an op with one sample after another."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return is_batching_gradients() or any(level.key() == TransformType.Vmap for level in levels)
+
+
+def check_transforms(name: str, inputs: tuple, mutates: bool) -> None:
+    """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients.
+
+    Many gradients at once too, where memory changes.
+    """
+    if mutates and is_batching_gradients():
+        raise NotImplementedError(
+            f"moe_aiter::{name} takes one gradient at a time: not is_grads_batched=True nor vectorize=True"
+        )
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
         forward_ad._current_level >= 0
         and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
     ):
         raise NotImplementedError(
-            f"moe_aiter::{name} has gradients by torch.autograd only, not by forward-mode AD or torch.func"
+            f"moe_aiter::{name} has gradients by torch.autograd only, not by forward-mode AD or torch.func; "
+            "for those of each sample ask torch.autograd.grad once a sample"
         )
 
 

@@ -160,6 +160,16 @@ def test_other_tensors_may_have_tangents():
     assert torch.equal(torch.func.vmap(half_op)(x[None]), x[None] / 2)
 
 
+def test_many_samples_at_once():
+    """torch's dispatcher gives the op one after another, and their gradients find each way back."""
+    x = torch.randn(3, 4, requires_grad=True)
+    out = torch.func.vmap(half_op)(x)
+    out.backward(torch.ones(3, 4))
+    assert torch.equal(out, x / 2) and torch.equal(x.grad, torch.full((3, 4), 0.5))
+    jacobian = torch.autograd.functional.jacobian(half_op, x[0].detach(), vectorize=True)
+    assert torch.equal(jacobian, torch.eye(4) / 2)
+
+
 def test_a_backend_of_another_device_is_not_picked(impls):
     register_kernel(op=NAME, backend="triton")(launch_half)
     if "triton" not in ORDER["cpu"]:

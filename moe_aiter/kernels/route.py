@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..backend import copy_into, define_op, takes
+from ..dispatch import is_transformed
 from ..replay import always_save, once
 from ._check import check_device, check_float, check_shape
 from ._groups import wide
@@ -264,6 +265,8 @@ def choose_experts(
         scores, weights, ids = route_op(logits, *how, given)
     if not writes_scores(sigmoid, renormalize, need_scores):
         scores = None
+    elif renormalize and not sigmoid and not torch.compiler.is_compiling() and is_transformed():
+        scores = logits.softmax(1)  # torch.func wants a gradient that it knows
     elif renormalize and not sigmoid:
         scores = SoftmaxScores.apply(logits, scores)
     return scores, weights, ids

@@ -61,6 +61,9 @@ class FusedLinear(nn.Module):
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """One of the results; all are computed with the first that is asked for."""
+        if not torch.compiler.is_compiling() and self.has_no_versions(x):
+            mine = (None if t is None else t.split(self.sizes)[index] for t in (self.weight, self.bias))
+            return multiply(x, *mine)
         state = self.state(x)
         found, inputs = self.round, (x, self.weight, self.bias)
         same = bool(found.inputs) and all(a is b for a, b in zip(found.inputs, inputs, strict=True))
@@ -71,6 +74,10 @@ class FusedLinear(nn.Module):
             self.round = Round()
         return out
 
+    def has_no_versions(self, x: Tensor) -> bool:
+        """Whether one of these could be changed in place between two parts without anybody seeing it."""
+        return any(t is not None and t.is_inference() for t in (x, self.weight, self.bias))
+
     def state(self, x: Tensor) -> tuple:
         """What results depend on beside the input's identity."""
         if torch.compiler.is_compiling():  # which sees no versions
@@ -79,8 +86,7 @@ class FusedLinear(nn.Module):
         device = "cpu" if x.is_meta else x.device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         tensors = [t for t in (x, self.weight, self.bias) if t is not None]
-        versions = (0 if t.is_inference() else t._version for t in tensors)
-        return *modes, *autocast, *versions, *(t.requires_grad for t in tensors)
+        return *modes, *autocast, *(t._version for t in tensors), *(t.requires_grad for t in tensors)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         """Nothing: the parts do."""
@@ -130,6 +136,11 @@ class FusedPart(nn.Module):
         return self.shared[0].sizes[self.index]
 
     def forward(self, input: Tensor) -> Tensor:
+        if getattr(self, "_is_replica", False):  # it would multiply by the weight of another device
+            raise RuntimeError(
+                "fused projections are not for nn.DataParallel: unfuse(model) first, or use "
+                "DistributedDataParallel"
+            )
         return self.shared[0].part(self.index, input)
 
     def to_linear(self) -> nn.Linear:
@@ -188,8 +199,9 @@ def fuse_qkv(
     nn.Linear of one input size, dtype and device, all with biases or none, trained or not.
 
     Fuse after loading, before torch.compile, and before the optimizer is made, which has to know the new
-    Parameter.  A compiled model must not change an input in place between two of its projections, nor must
-    one in inference mode, whose tensors have no versions.
+    Parameter.  A compiled model must not change an input in place between two of its projections.  For an
+    input made in inference mode, in which nobody could see that, each part multiplies by itself: use
+    torch.no_grad(), or `q.fused(x)`.  nn.DataParallel is refused.
     """
     return fuse((q, k, v), trainable)
 

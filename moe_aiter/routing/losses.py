@@ -6,6 +6,7 @@ One normalisation, whatever the score, k or number of tokens: the load-balance l
 import torch
 from torch import Tensor
 
+from ..dispatch import is_transformed
 from ..kernels._check import check_device, check_shape, check_size, check_sizes, check_tensor
 from .plan import make_plan
 
@@ -129,12 +130,14 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     The effect on every gradient is that of adding `loss` to the training loss that `x` leads to, without
     a way for `loss` to travel there.  Its gradient is 1 whatever that training loss is multiplied by.
     The result is a view, which autograd does not let you change in place.  Raises ValueError unless `loss`
-    has no axes.
+    has no axes, and NotImplementedError under torch.func, which knows no backward pass to start another.
     """
     check_tensor("x", x)
     check_tensor("loss", loss)
     if loss.dim():
         raise ValueError(f"loss must be a scalar, but it has shape {tuple(loss.shape)}")
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise NotImplementedError("no loss can be attached under torch.func: add it to the training loss")
     return AttachLoss.apply(x, loss)
 
 
