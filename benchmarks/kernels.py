@@ -22,12 +22,14 @@ from moe_aiter.bench.arguments import count
 from moe_aiter.bench.layer import FLOOR, SLACK, append, columns, distances, provenance, shape_cells
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.bench.timing import time_graphs
-from moe_aiter.bench.tune import distinct_chunks
+from moe_aiter.bench.tune_step import distinct_chunks
 from moe_aiter.kernels._fp8 import native_fp8
 from moe_aiter.kernels.chunk_plan import plan_chunks
 from moe_aiter.kernels.permute import new_unpermute
 from moe_aiter.kernels.quantize import new_quantize_rows, quantize_rows
 from moe_aiter.kernels.quantize_amax import new_quantize_by_amax, new_quantize_rows_and_amax
+from moe_aiter.kernels.quantize_folded import new_quantize_folded
+from moe_aiter.kernels.quantize_transposed import new_quantize_transposed, new_transpose_rows8
 from moe_aiter.kernels.route import new_route
 from moe_aiter.kernels.route_grad import new_route_backward
 from moe_aiter.kernels.sort import new_sort, sort_by_expert
@@ -124,6 +126,11 @@ def quantising(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[K
         add(f"rows, maxima of {name}", "quantize_rows_and_amax", new_quantize_rows_and_amax, w, "e4m3")
         amax = w.abs().amax(-2).float()
         add(f"columns of {name}", "quantize_by_amax", new_quantize_by_amax, w.mT, amax, "e4m3")
+    gate_up = weights["gate_up"]
+    w8, scale = quantize_rows(gate_up)
+    add("gate_up by its rows, turned", "quantize_transposed", new_quantize_transposed, gate_up, scale, "e4m3")
+    add("bytes of gate_up, turned", "transpose_rows8", new_transpose_rows8, w8)
+    add("rows of dz and scales", "quantize_folded", new_quantize_folded, rows["dz"], scale, sizes, "e4m3")
     _, chunks = plan_chunks(sizes, R)
     used = chunks[:, 0] < chunks[:, 1]
     x8, factor = quantize_rows(rows["x"])

@@ -27,6 +27,7 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status; a user's mistake is one line on stderr and status 2."""
     from .backend import BackendError
+    from .config import SettingError
     from .training.errors import UsageError, out_of_memory, summary
 
     argv = sys.argv[1:] if argv is None else argv
@@ -40,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     module = COMMANDS[args.command][0]
     try:
         return importlib.import_module(module).main(args) if module else info()
-    except (UsageError, BackendError, OSError) as error:
+    except (SettingError, BackendError) as error:
+        mistake = str(error)
+    except (UsageError, OSError) as error:
         mistake = summary(error)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):

@@ -19,6 +19,10 @@ CHOICES = {
 }
 
 
+class SettingError(ValueError):
+    """A setting that cannot be, or a mistake in a file that one names: its text is a line."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Each field is set by `MOE_AITER_<FIELD>`, some by `AITER_<FIELD>` as well.  An unknown `MOE_AITER_*`
@@ -45,7 +49,7 @@ class Settings:
         known = {f.name: f for f in dataclasses.fields(cls)}
         given = {k.removeprefix(PREFIX).lower(): k for k in env if k.startswith(PREFIX)}
         if unknown := given.keys() - known.keys():
-            raise ValueError(f"unknown settings {variables(unknown)}; known: {variables(known)}")
+            raise SettingError(f"unknown settings {variables(unknown)}; known: {variables(known)}")
         aiter = {name: f"AITER_{name.upper()}" for name in AITER}
         given = {name: variable for name, variable in aiter.items() if variable in env} | given
         return cls(**{k: parse(variable, env[variable], known[k]) for k, variable in given.items()})
@@ -56,22 +60,22 @@ def variables(names: typing.Iterable[str]) -> str:
 
 
 def parse(variable: str, text: str, field: dataclasses.Field):
-    """The value of one setting, or a ValueError that names its variable and the choices."""
+    """The value of one setting, or a SettingError that names its variable and the choices."""
     if field.type is bool:
         if text.lower() not in ("", "0", "false", "1", "true"):
-            raise ValueError(f"{variable} is {text!r}; it takes 0 or 1, or false or true")
+            raise SettingError(f"{variable} is {text!r}; it takes 0 or 1, or false or true")
         return text.lower() in ("1", "true")
     if field.type is int:
         if not text.isdecimal():
-            raise ValueError(f"{variable} is {text!r}; it takes a whole number, 0 or more")
+            raise SettingError(f"{variable} is {text!r}; it takes a whole number, 0 or more")
         return int(text)
     return check_choice(variable, text, CHOICES.get(field.name, (text,)))
 
 
 def check_choice(what: str, given: str, choices: tuple[str, ...]) -> str:
-    """What is given, or a ValueError that names it and what it may be."""
+    """What is given, or a SettingError that names it and what it may be."""
     if given not in choices:
-        raise ValueError(f"{what} is {given!r}; it takes {', '.join(filter(None, choices))}")
+        raise SettingError(f"{what} is {given!r}; it takes {', '.join(filter(None, choices))}")
     return given
 
 
@@ -85,7 +89,7 @@ def is_command() -> bool:
 
 try:
     settings = Settings.from_env()
-except ValueError as mistake:  # the command is not even imported by then, and could not say it in a line
+except SettingError as mistake:  # the command is not even imported by then, and could not say it in a line
     if not is_command():
         raise
     print(f"moe-aiter: error: {mistake}", file=sys.stderr)

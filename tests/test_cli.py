@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_aiter.backend import use
+from moe_aiter.backend import BackendError, use
 from moe_aiter.cli import COMMANDS, main
-from moe_aiter.config import Settings
+from moe_aiter.config import SettingError, Settings
 
 
 def test_info_names_versions_backends_and_every_setting(capsys):
@@ -171,7 +171,20 @@ def test_a_wrong_setting_is_one_line_and_status_2(script, variable, text, messag
     assert done.stderr.startswith(f"moe-aiter: error: {message}")
 
 
+@pytest.mark.parametrize(
+    "error", [SettingError("f.csv, line 2: us is 'nan'"), BackendError("gemm: no host backend")], ids=str
+)
+def test_a_mistake_in_a_file_of_a_setting_is_one_line(error, monkeypatch, capsys):
+    def read_it(args):
+        raise error
+
+    monkeypatch.setattr("moe_aiter.bench.main", read_it)
+    err = one_line(capsys, "bench gemm")
+    assert err == f"moe-aiter bench: error: {error}\n"
+
+
 def test_a_forced_backend_that_cannot_run_it_is_one_line(capsys):
     with use("hopper"):
         err = one_line(capsys, "bench gemm", "--shape", "linear-toy", "--reps", "1", "--device", "cpu")
-    assert "no hopper backend for torch.float32 on cpu" in err and "use() forces hopper" in err
+    assert err.startswith("moe-aiter bench: error: gemm: no hopper backend for torch.float32 on cpu")
+    assert err.endswith("; use() forces hopper\n")

@@ -68,7 +68,7 @@ def run_hopper_down_grad(
 
 def run_hopper_gmm(
     rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, sizes=SIZES, m=None, numbers=None,
-    fp8=None,
+    fp8=None, folded=False,
 ):  # fmt: skip
     s, groups = Shape(k=k, dtype=dtype), len(sizes)
     m, n = m or s.rows, 2 * s.n if sliced else s.n
@@ -78,7 +78,8 @@ def run_hopper_gmm(
     x, scales = s.new(m, k), {}
     if fp8 is not None:
         x, w = eight_bits(x, fp8), eight_bits(w.mT).mT
-        scales = {"x_scale": new(m, dtype=F32), "w_scale": new(groups, n, dtype=F32)[:, n - s.n :]}
+        w_scale = None if folded else new(groups, n, dtype=F32)[:, n - s.n :]
+        scales = {"x_scale": new(m, dtype=F32), "w_scale": w_scale}
     module("gmm").launch_gmm(s.new(m, s.n), x, w, sizes, b, numbers=numbers, **scales)
 
 
@@ -198,6 +199,7 @@ CASES = {
     **{f"down_grad fp8 {f}": functools.partial(run_hopper_down_grad, fp8=f) for f in hopper.OCP},
     **{f"gmm fp8 {f}": functools.partial(run_hopper_gmm, fp8=f) for f in hopper.OCP},
     "gmm fp8 of some columns": lambda: run_hopper_gmm(sliced=True, bias=True, fp8=E4M3),
+    **{f"gmm fp8 {f}, folded": functools.partial(run_hopper_gmm, fp8=f, folded=True) for f in hopper.OCP},
     "gmm fp8, odd blocks": lambda: run_hopper_gmm(k=2880, fp8=E4M3),
     "tgmm": lambda: run_hopper_tgmm(gather=False),
     "tgmm gather": run_hopper_tgmm,

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import chunk_plan, quantize_amax, token_chunks
+from moe_aiter.kernels import (
+    chunk_plan,
+    quantize_amax,
+    quantize_folded,
+    quantize_transposed,
+    token_chunks,
+)
 from moe_aiter.kernels.quantize import FORMATS, launch_quantize_rows
 
 if interpret:
@@ -114,6 +120,49 @@ def test_chunks_compile(target, rows, tokens, n, k):
             assert re.search(r"st\.global(\.cs)?\.v4\.b32", launch.assembly), launch.kernel
             assert re.search(r"ld\.global.*v4\.b32", launch.assembly), launch.kernel
             assert launch.shared_bytes <= 16384
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("groups, m, k", [(128, 2048, 4096), (8, 28672, 4096), (3, 200, 132), (3, 41, 23)])
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_in_the_other_order_compile(target, groups, m, k, dtype):
+    w, scale = new(groups, m, k, dtype=dtype), new(groups, m, dtype=torch.float32)
+    native = target in ("sm_90", "sm_100", "gfx950")
+    with compiling_for(TARGETS[target]) as launches:
+        for format, small in FORMATS.items():
+            for given in (w, new(groups, k, m, dtype=dtype).mT) if native else ():
+                quantize_transposed.launch_quantize_transposed(
+                    new(groups, k, m, dtype=small), given, scale, format
+                )
+        x8 = new(groups, m, k, dtype=FORMATS["e4m3"])
+        if quantize_transposed.launch_transpose_rows8.fits(x8):
+            quantize_transposed.launch_transpose_rows8(quantize_transposed.new_transpose_rows8(x8), x8)
+    if launches:
+        check(TARGETS[target], launches)
+    names = ["quantize_transposed_kernel"] * 4 * native + ["transpose_rows8_kernel"] * (m % 4 == 0)
+    assert [launch.kernel for launch in launches] == names
+    if target == "sm_90" and m % 16 == 0:
+        for launch in launches[0], launches[-1]:  # whole 16 bytes
+            assert re.search(r"st\.global\.v4\.b32", launch.assembly), launch.kernel
+            assert re.search(r"ld\.global.*v4\.b32", launch.assembly), launch.kernel
+            assert launch.shared_bytes <= 16384
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("k", [8, 40, 1536, 2048, 6000, 28672])
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx950"])
+def test_rows_that_take_scales_over_compile(target, k, dtype):
+    factor, sizes = new(128, k, dtype=torch.float32), new(128, dtype=torch.int32)
+    with compiling_for(TARGETS[target]) as launches:
+        for format in FORMATS:
+            inputs = new(262144, k, dtype=dtype), factor, sizes, format
+            quantize_folded.launch_quantize_folded(quantize_folded.new_quantize_folded(*inputs), *inputs)
+    check(TARGETS[target], launches)
+    assert [launch.kernel for launch in launches] == ["quantize_folded_kernel"] * 2
+    if target == "sm_90" and k % 16 == 0:
+        for launch in launches:
+            assert re.search(r"st\.global\.v4\.b32", launch.assembly)
+            assert re.search(r"ld\.global.*v4\.b32", launch.assembly)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

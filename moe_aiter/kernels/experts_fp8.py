@@ -1,16 +1,20 @@
 """The experts with most of their products of 8-bit floats: one autograd node.
 
     z = gate_up8 x8,      y = down8 a8         a = f(z)              forward
-    u = down8'.T dout8,   dx = gate_up8'.T dz8                       backward
+    u = down8'.T dout8,   dx = gate_up8.T (c dz)8                    backward
     dgate_up = dz8' outer x8,   ddown = dout8 outer (s a)8'          where all products are of 8 bits
 
 Every operand has a scale for each row along the axis that is summed over (`quantize_rows`), so backward
-quantises the weights again, by columns, whose largest magnitudes forward has kept beside z.  Weights and what
-goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the weights, 3 of the 9
-units of product, are either of rows that are not quantised, x, dout, dz and s * f(z) in the dtype of x, the
-recipe that torchao calls rowwise_with_gw_hp; or of 8 bits too, with scales as in `tgmm_fp8`, to which its
-rowwise is the relative.  Then backward has no use for x but as 8-bit rows, which are saved in its place; all
-else that is saved is in the dtype of x.  To the quantisation the gradient is that of the identity.
+quantises down again, by columns, whose largest magnitudes forward has kept beside z.  Of gate_up it takes
+forward's numbers: dz takes over c, the scales of gate_up's rows, before it is quantised (`quantize_folded`),
+and forward has kept c.  For down that is no way, as dout is quantised once for all experts of a token.
+
+Weights and what goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the
+weights, 3 of the 9 units of product, are either of rows that are not quantised, x, dout, dz and s * f(z) in
+the dtype of x, the recipe that torchao calls rowwise_with_gw_hp; or of 8 bits too, with scales as in
+`tgmm_fp8`, to which its rowwise is the relative.  Then backward has no use for x but as 8-bit rows, which are
+saved in its place; all else that is saved is in the dtype of x.  To the quantisation the gradient is that of
+the identity.
 
 On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that do not fit
 them, the quantised numbers are multiplied in the dtype of x, which costs time instead of saving it.
@@ -36,6 +40,8 @@ from .keep_fp8 import keeps_fp8, kept_fp8
 from .permute import launch_unpermute
 from .quantize import FORMATS, dequantize_rows, new_quantize_rows, quantize_rows
 from .quantize_amax import is_read_once, quantize_by_amax, quantize_rows_and_amax
+from .quantize_folded import factors_of_rows, quantize_folded
+from .quantize_transposed import quantize_transposed, transpose_rows8
 from .tgmm import weight_gradient
 from .tgmm_fp8 import weight_gradient_fp8
 
@@ -76,9 +82,20 @@ rounded_z = functools.partial(rounded_up, op="expert_z", after=())
 
 
 def rounded_home(out, x, w8, w_scale, *rest) -> None:
-    *rest, format = rest
-    inputs = rounded(x, format), dequantize_rows(w8, w_scale, x.dtype).mT, *rest
+    *rest, format, fold = rest
+    if fold:
+        x, w = rounded_folded(x, w_scale, rest[0], format), dequantize_rows(w8.mT, w_scale, x.dtype)
+    else:
+        x, w = rounded(x, format), dequantize_rows(w8, w_scale, x.dtype).mT
+    inputs = x, w, *rest
     pick("gmm_unpermute", *inputs)(out, *inputs)
+
+
+def rounded_folded(x: Tensor, factor: Tensor, group_sizes: Tensor, format: str) -> Tensor:
+    """What the rows of x stand for, without the scales of the weight that they took over."""
+    x8 = quantize_folded(x, factor, group_sizes, format)
+    folded = dequantize_rows(*x8, sum_dtype(x))
+    return (folded / factors_of_rows(factor, group_sizes, len(x))).to(x.dtype)
 
 
 def rounded_down_grad(out, dout8, dout_scale, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
@@ -105,13 +122,17 @@ def launch_z(z, *inputs) -> None:
     launch_up((z, None), *inputs, True, dtype)
 
 
-def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, row_bytes, format) -> None:
-    x8, x_scale = quantize_rows(x, format)
+def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, row_bytes, format, fold):
+    if fold:
+        (x8, x_scale), w_scale = quantize_folded(x, w_scale, group_sizes, format), None
+    else:
+        x8, x_scale = quantize_rows(x, format)
     launch = hopper.launcher("gmm", "launch_gmm")
     for n in column_chunks(out.shape[1], x.shape[0] * x.element_size(), row_bytes):
         rows = x.new_empty(x.shape[0], n.stop - n.start)
         some_bias = None if bias is None else bias[:, n]
-        launch(rows, x8, w8[:, n].mT, group_sizes, some_bias, x_scale=x_scale, w_scale=w_scale[:, n])
+        some_scale = None if w_scale is None else w_scale[:, n]
+        launch(rows, x8, w8[:, n].mT, group_sizes, some_bias, x_scale=x_scale, w_scale=some_scale)
         launch_unpermute(out[:, n], rows, order, rank, weights)
         del rows  # before the next chunk's
 
@@ -150,7 +171,8 @@ def everywhere(launch) -> dict:
     return {"torch": launch, "triton": launch}
 
 
-# w8 and w_scale: a weight's rows, or its columns as rows, whichever the product sums over
+# w8 and w_scale: a weight's rows, or its columns as rows, whichever the product sums over.  Where it is to
+# `fold` the scales, they lie along the sum, and x takes them over.
 UP = (
     "Tensor x8, Tensor x_scale, Tensor w8, Tensor w_scale, Tensor? bias, Tensor order, Tensor rank, "
     "Tensor group_sizes, str activation, bool interleaved"
@@ -173,7 +195,7 @@ expert_z_fp8_op = define_op(
 )
 gmm_unpermute_fp8_op = define_op(
     "gmm_unpermute_fp8(Tensor x, Tensor w8, Tensor w_scale, Tensor group_sizes, Tensor? bias, Tensor order, "
-    "Tensor rank, Tensor? routing_weights, SymInt row_bytes, str format) -> Tensor",
+    "Tensor rank, Tensor? routing_weights, SymInt row_bytes, str format, bool fold) -> Tensor",
     new=lambda x, w8, w_scale, group_sizes, bias, order, rank, *_: x.new_empty(rank.shape[0], w8.shape[1]),
     **everywhere(rounded_home),
     hopper=launch_home,
@@ -193,37 +215,42 @@ expert_down_grad_fp8_over_z_op = define_op(
 
 
 def new_experts(*inputs):
-    """The output, z, the largest magnitudes of the columns of gate_up and down: as far as backward asks for
-    them, and where they cost no other look at the weight; and x as 8-bit rows with scales, where these serve
-    backward in its place."""
+    """The output, z, the scales of gate_up's rows, and the largest magnitudes of down's columns where they
+    cost no other look at it: as far as backward asks for them; and x as 8-bit rows with scales, where these
+    serve backward in its place."""
     i, need_dx, save_x8 = ExpertInputs(*inputs[:14]), *inputs[-3:-1]
-    (E, width, H), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
+    (E, width, _), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
     rows = i.order.shape[0] if i.save_z else 0
-    z = i.x.new_empty(rows, width)
-    once = need_dx and is_read_once(i.gate_up), is_read_once(i.down)
-    kept = [(E if rows and seen else 0, n) for seen, n in zip(once, (H, I), strict=True)]
-    amax = [z.new_empty(size, dtype=torch.float32) for size in kept]
-    return i.x.new_empty(i.x.shape), z, *amax, *new_quantize_rows(i.x if save_x8 else i.x[:0], "e4m3")
+    z, asked = i.x.new_empty(rows, width), ((need_dx, width), (is_read_once(i.down), I))
+    kept = [z.new_empty(E if rows and some else 0, n, dtype=torch.float32) for some, n in asked]
+    return i.x.new_empty(i.x.shape), z, *kept, *new_quantize_rows(i.x if save_x8 else i.x[:0], "e4m3")
 
 
 def launch_experts(out, *inputs) -> None:
     *inputs, bytes_of_y, _, _, save_x8, _ = inputs
-    i, (y, z, gate_up_amax, down_amax), x8 = ExpertInputs(*inputs), out[:4], out[4:]
+    i, (y, z, gate_up_scale, down_amax), x8 = ExpertInputs(*inputs), out[:4], out[4:]
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     if save_x8:
         pick("quantize_rows", i.x, "e4m3")(x8, i.x, "e4m3")
     else:
         x8 = quantize_rows(i.x)
     a = i.x.new_empty(i.order.shape[0], i.down.shape[2])
-    up = *x8, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
+    w8 = rows_of_weight(i.gate_up)
+    if gate_up_scale.numel():
+        gate_up_scale.copy_(w8[1])
+    up = *x8, *w8, i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
     pick("expert_up_fp8", *up)((z, a), *up)
-    del up, x8  # and with them 8 bits of each weight
-    w8 = quantize_weight(i.down, down_amax)
-    home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, bytes_of_y, "e4m3"
+    del up, w8, x8  # and with them 8 bits of each weight
+    w8 = rows_and_amax(i.down, down_amax)
+    home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, bytes_of_y, "e4m3", False
     pick("gmm_unpermute_fp8", *home)(y, *home)
 
 
-def quantize_weight(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+def rows_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
+    return kept_fp8(w, "rows", lambda: quantize_rows(w))
+
+
+def rows_and_amax(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of w (E, A, B); the columns' largest magnitudes go into `amax` (E, B), unless it is empty."""
     # what is kept serves whoever asks for the magnitudes later
     if amax.numel() or (is_read_once(w) and keeps_fp8(w)):
@@ -231,7 +258,7 @@ def quantize_weight(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
         if amax.numel():
             amax.copy_(found)
         return tuple(w8)
-    return kept_fp8(w, "rows", lambda: quantize_rows(w))
+    return rows_of_weight(w)
 
 
 def save_experts(ctx, inputs, output):
@@ -243,7 +270,7 @@ def save_experts(ctx, inputs, output):
 
 
 def backward_experts(ctx, dout, *_):
-    *saved, z, gate_up_amax, down_amax, x8, x_scale = ctx.saved_tensors
+    *saved, z, gate_up_scale, down_amax, x8, x_scale = ctx.saved_tensors
     *others, _, bytes_of_dx, _, save_x8, recipe = ctx.others
     format, x8 = recipe.removesuffix(ALL), (x8, x_scale)
     dout8 = quantize_rows(dout, format)
@@ -252,12 +279,10 @@ def backward_experts(ctx, dout, *_):
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
-        if needs.x and is_read_once(i.gate_up):
-            gate_up_amax = dout.new_empty(i.gate_up.shape[::2], dtype=torch.float32)
         x8 = x8 if save_x8 else quantize_rows(i.x)
-        up = *x8, *quantize_weight(i.gate_up, gate_up_amax), i.gate_up_bias, *routing, *act
-        z = expert_z_fp8_op(*up, dout.dtype)
-        del up
+        w8, gate_up_scale = rows_of_weight(i.gate_up)
+        z = expert_z_fp8_op(*x8, w8, gate_up_scale, i.gate_up_bias, *routing, *act, dout.dtype)
+        del w8
     over_z = spend_z and is_unwatched(z, dout)
     grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, down_amax)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
@@ -268,13 +293,21 @@ def backward_experts(ctx, dout, *_):
     del z, saved, dout8, grad, of_down  # where dz is not in the memory of z
     dx = None
     if needs.x:
-        w8 = quantize_columns(i.gate_up, gate_up_amax)
-        dx = gmm_unpermute_fp8_op(dz, *w8, i.group_sizes, None, i.order, i.rank, None, bytes_of_dx, format)
-        del w8
+        w8 = transposed_rows(i.gate_up, gate_up_scale), gate_up_scale
+        home = dz, *w8, i.group_sizes, None, i.order, i.rank, None, bytes_of_dx, format, True
+        dx = gmm_unpermute_fp8_op(*home)
+        del w8, home
     rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad
     needs_up = False, needs.gate_up, needs.gate_up_bias
     _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest, of_gate_up)
     return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 13
+
+
+def transposed_rows(w: Tensor, scale: Tensor) -> Tensor:
+    """The 8-bit rows of w (E, A, B) as (E, B, A).  Their scales are known but where there were no tokens."""
+    if keeps_fp8(w) or not scale.numel():
+        return kept_fp8(w, "rows transposed", lambda: transpose_rows8(rows_of_weight(w)[0]))
+    return quantize_transposed(w, scale)
 
 
 def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:

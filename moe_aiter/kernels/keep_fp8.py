@@ -38,17 +38,18 @@ def keep_fp8_weights() -> Iterator[None]:
                 loss(model(micro_batch)).backward()
         optimizer.step()
 
-    Without it every forward pass quantises the rows of a weight, every backward pass its columns, and a
-    recomputed forward pass the rows again.  Inside, the first that needs them does, for all; the results are
-    the same to the bit.  It takes two bytes for each weight of an expert, until the end of the block, also
-    by an exception; blocks may be nested, and are those of the whole process.
+    Without it every forward pass quantises both weights, every backward pass does so again in the order that
+    it needs, and a recomputed forward pass once more.  Inside, the first that needs them does, for all, and
+    backward finds what forward made of gate_up; the results are the same to the bit.  It takes two bytes for
+    each weight of an expert, until the end of the block, also by an exception; blocks may be nested, and are
+    those of the whole process.
 
     A weight that changes inside the block (its version counter) is quantised again, and all are after a step
     of any optimizer.  What changes a weight otherwise belongs outside: writes through `.data`, and replays of
     CUDA graphs that hold the optimizer.
 
     Quantised each time as ever: weights that are computed anew for each micro-batch, as float32 ones are
-    under torch.autocast; by columns, in the backward pass of a compiled layer; and what runs on another
+    under torch.autocast; for backward, in the backward pass of a compiled layer; and what runs on another
     stream than the block was entered on, as a graph captured within the block does (`mode="reduce-overhead"`
     too).  A block that is captured as a whole quantises once in each replay.  Under FSDP2 a weight that was
     resharded in between is quantised again if it comes back at another address: gather once a step, by

@@ -24,6 +24,7 @@ from ._check import (
 )
 from ._fp8 import FP8, add_product, as_operands, is_promoted
 from ._groups import wide
+from ._scales import as_rows, check_scales
 from ._tile import TILE_DTYPES, swizzle, tile_options
 from ._triton import cdiv, jit_kernel, tl, triton
 from .shuffle import check_shuffle, unshuffle_weight
@@ -199,11 +200,7 @@ def check_masked_gmm(out, x, w, group_sizes, x_scale, w_scale, shuffled):
         check_index(group_sizes=group_sizes)
         if group_sizes.shape != (G,):
             raise ValueError(f"group_sizes must be (G={G},), but it has shape {tuple(group_sizes.shape)}")
-    for name, scale, rows in (("x_scale", x_scale, M), ("w_scale", w_scale, N)):
-        if scale is not None and scale.dtype != torch.float32:
-            raise TypeError(f"{name} must be float32, not {scale.dtype}")
-        if scale is not None and scale.shape != (G, rows):
-            raise ValueError(f"{name} must be ({G}, {rows}), but it has shape {tuple(scale.shape)}")
+    check_scales((G, M), (G, N), x_scale, w_scale)
     if shuffled:
         check_shuffle(w)
 
@@ -270,19 +267,3 @@ def masked_gmm(
     refuse_gradient("a masked product", out, x, w, *scales)
     masked_gmm_op(out, x, w, group_sizes, *scales, shuffled)
     return out
-
-
-def as_rows(name: str, scale: Tensor | float | None, x: Tensor, rows: int) -> Tensor | None:
-    """A scale as (G, rows), without a copy."""
-    G = x.shape[0]
-    if scale is None:
-        return None
-    if not isinstance(scale, Tensor):
-        return x.new_full((1, 1), scale, dtype=torch.float32).expand(G, rows)
-    shape = tuple(scale.shape)
-    if shape in ((G, rows), (G, rows, 1)):
-        return scale.reshape(G, rows)
-    if shape in ((G,), (G, 1), (G, 1, 1)) or scale.numel() == 1:
-        return scale.reshape(-1, 1).expand(G, rows)
-    known = f"a number, ({G},), ({G}, 1, 1), ({G}, {rows}) or ({G}, {rows}, 1)"
-    raise ValueError(f"{name} must be {known}, but it has shape {shape}")

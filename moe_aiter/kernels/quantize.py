@@ -94,6 +94,14 @@ def rounded_to(x, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
+@triton.jit
+def in_turn(parts):
+    """Numbers 4 * n + i of each row, which parts[i] (rows, N) hold, as one: (rows, 4 * N).  A thread that has
+    four in turn moves them as one."""
+    x = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    return x.reshape(parts[0].shape[0], 4 * parts[0].shape[1])
+
+
 @jit_kernel
 def quantize_rows_kernel(
     x_ptr,  # (G, M, K)

@@ -16,6 +16,7 @@ from ._tile import TILE_DTYPES
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl
 from .quantize import (
     amax_reference,
+    in_turn,
     launch_quantize_rows,
     limits,
     magnitude_bits,
@@ -112,16 +113,18 @@ def quantize_columns_kernel(
     tl.store(scale_ptr + group * M + m, scale, mask=(m < M) & (tile_k == 0))
     x_stride_g, x_stride_k = x_strides
     x_ptrs = x_ptr + group * x_stride_g + m[:, None]
-    # a thread that has four numbers in turn of a row moves them as one
     four = tile_k * BLOCK_K + tl.arange(0, QUARTER) * 4
     parts = ()
     for i in tl.static_range(4):
         mask = (m < M)[:, None] & (four + i < K)[None, :]
         x = tl.load(x_ptrs + (four + i).to(tl.int64)[None, :] * x_stride_k, mask=mask, other=0.0)
         parts = parts + (x.to(tl.float32) * inverse[:, None],)
-    x = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3])).reshape(BLOCK_M, BLOCK_K)
     mask = (m < M)[:, None] & (k < K)[None, :]
-    tl.store(out_ptr + (group * M + m[:, None]) * K + k[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        out_ptr + (group * M + m[:, None]) * K + k[None, :],
+        in_turn(parts).to(out_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 # launcher

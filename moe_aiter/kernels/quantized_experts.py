@@ -48,7 +48,7 @@ def on_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) 
     x8 = quantize_rows(x, format)
     _, a = expert_up_fp8_op(*x8, *gate_up, *plan, activation, interleaved, False, x.dtype)
     w8, w_scale, bias = down
-    home = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, format
+    home = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, format, False
     return gmm_unpermute_fp8_op(a, w8, w_scale, *home)
 
 

@@ -7,7 +7,6 @@ Sums of int8 are exact, those of 8-bit floats are in float32.
 """
 
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor
@@ -15,10 +14,11 @@ from torch import Tensor
 from .. import tuning
 from ..backend import define_op, takes
 from . import hopper
-from ._check import FLOATS, check_device, check_shape, check_size, check_tensor, refuse_gradient
+from ._check import check_device, check_shape, check_size, refuse_gradient
 from ._fp8 import FP8, MOST_K, add_product, as_operands, is_promoted
-from ._groups import wide
+from ._int8 import sums
 from ._scaled_choice import fits_blas, multiply_by_blas, wants
+from ._scales import as_vector, check_scales
 from ._tile import locate, row_tiles, swizzle, tile_options
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
@@ -29,29 +29,6 @@ WIDTH = (
 )
 
 # reference
-
-
-def sums(x, w):
-    """x @ w in float32: of int8 exact, and rounded once."""
-    if x.dtype != torch.int8:
-        return wide(x) @ wide(w)
-    # torch's own is wrong where there is one number to sum
-    if x.is_cpu and 1 < x.shape[1] <= MOST_K and has_exact_int8():
-        w = in_rows(w.mT).mT if w.mT.is_contiguous() else in_rows(w)
-        return torch._int_mm(in_rows(x), w).to(torch.float32)
-    return (x.to(torch.float64) @ w.to(torch.float64)).to(torch.float32)
-
-
-def in_rows(t):
-    """Contiguous, even where there is but one row: torch's `_int_mm` misreads other strides."""
-    return t.contiguous().view(-1).view(t.shape)
-
-
-@functools.cache
-def has_exact_int8() -> bool:
-    """Whether this CPU multiplies int8 as it should: an old one saturates the sums of two products."""
-    x = torch.tensor([[-128, 127], [127, 127]], dtype=torch.int8).repeat(32, 64)
-    return torch.equal(torch._int_mm(x, x.T).double(), x.double() @ x.T.double())
 
 
 def scaled_gemm_reference(x, w, x_scale, w_scale, bias, dtype):
@@ -260,28 +237,13 @@ def check_operands(x: Tensor, w: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"out_dtype must be float16, bfloat16 or float32, not {dtype}")
 
 
-def check_beside(shape_of_x: tuple, shape_of_w: tuple, x_scale, w_scale, bias) -> None:
-    """Raise unless the scales are float32 of these shapes, and the bias is of any floating dtype."""
-    for name, t, shape in (
-        ("x_scale", x_scale, shape_of_x),
-        ("w_scale", w_scale, shape_of_w),
-        ("bias", bias, shape_of_w),
-    ):
-        if t is None:
-            continue
-        if t.dtype not in (FLOATS if name == "bias" else (torch.float32,)):
-            raise TypeError(f"{name} must be {'floating' if name == 'bias' else 'float32'}, not {t.dtype}")
-        if t.shape != shape:
-            raise ValueError(f"{name} must be {tuple(shape)}, but it has shape {tuple(t.shape)}")
-
-
 def new_scaled_gemm(x, w, x_scale, w_scale, bias, dtype):
     check_shape("x", x, "M", "K")
     check_shape("w", w, "K", "N")
     (M, K), (w_K, N) = x.shape, w.shape
     check_size("x is (M, K={})", K, "w is (K={}, N)", w_K)
     check_operands(x, w, dtype)
-    check_beside((M,), (N,), x_scale, w_scale, bias)
+    check_scales((M,), (N,), x_scale, w_scale, bias)
     check_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
     return x.new_empty(M, N, dtype=dtype)
 
@@ -329,22 +291,3 @@ def scaled_gemm(
     w_scale = as_vector("w_scale", w_scale, x, N, ((N,), (N, 1), (1, N)))
     refuse_gradient("a scaled product", x, w, x_scale, w_scale, bias)
     return scaled_gemm_op(x, w, x_scale, w_scale, bias, out_dtype)
-
-
-def as_vector(
-    name: str, scale: Tensor | float | None, x: Tensor, size: int, shapes: tuple[tuple[int, ...], ...]
-) -> Tensor | None:
-    """A scale of one of these shapes, or of one element, as (size,), without a copy."""
-    if scale is None:
-        return None
-    if isinstance(scale, (int, float)):
-        return x.new_full((1,), scale, dtype=torch.float32).expand(size)
-    check_tensor(name, scale)
-    if scale.numel() == 1:
-        return scale.reshape(1).expand(size)
-    if scale.shape in shapes:
-        return scale.reshape(size)
-    known = ", ".join(map(str, shapes))
-    raise ValueError(
-        f"{name} must be a number, of one element, or {known}, but it has shape {tuple(scale.shape)}"
-    )

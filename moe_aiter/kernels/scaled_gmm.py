@@ -13,7 +13,8 @@ from . import hopper
 from ._check import check_shape, check_size, refuse_gradient
 from ._fp8 import FP8
 from ._groups import check_groups, check_plan_values, check_rows, group_ends, take_rows
-from .scaled_gemm import check_beside, check_operands, launch, scaled_gemm_reference
+from ._scales import check_scales
+from .scaled_gemm import check_operands, launch, scaled_gemm_reference
 
 # reference
 
@@ -51,7 +52,7 @@ def new_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtyp
     check_operands(x, w, dtype)
     check_groups(group_sizes, x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias, order=order)
     check_size("group_sizes is ({},)", group_sizes.shape[0], "w is (G={}, K, N)", G)
-    check_beside((T,), (G, N), x_scale, w_scale, bias)
+    check_scales((T,), (G, N), x_scale, w_scale, bias)
     return x.new_empty(rows, N, dtype=dtype)
 
 

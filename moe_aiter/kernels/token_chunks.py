@@ -23,6 +23,7 @@ from .chunk_plan import places_of
 from .quantize import (
     FORMATS,
     amax_reference,
+    in_turn,
     limits,
     magnitude,
     quantize_by_amax_reference,
@@ -101,15 +102,10 @@ def quantize_chunks_kernel(
         parts = parts + (y,)
     scale, inverse = scale_and_inverse(tl.max(magnitude(most), 1), MOST, LEAST)
     tl.store(scale_ptr + chunk * N + n, scale, mask=n < N)
-    # a thread that has four rows in turn of a column moves them as one
     scaled = ()
     for i in tl.static_range(4):
         scaled = scaled + (parts[i] * inverse[:, None],)
-    y8 = (
-        tl.join(tl.join(scaled[0], scaled[2]), tl.join(scaled[1], scaled[3]))
-        .to(out_ptr.dtype.element_ty)
-        .reshape(BLOCK_N, CHUNK)
-    )
+    y8 = in_turn(scaled).to(out_ptr.dtype.element_ty)
     places = tl.arange(0, CHUNK)[None, :]
     tl.store(out_ptr + (chunk * N + n[:, None]) * CHUNK + places, y8, mask=(n < N)[:, None])
 
@@ -126,6 +122,18 @@ def pair_bytes(x, y):
 def pair_halves(x, y):
     """The lower halves of x and y, and the upper ones."""
     return (x & 0xFFFF) | (y << 16), (x >> 16) | (y & 0xFFFF0000)
+
+
+@triton.jit
+def transpose_words(rows):
+    """Words of four bytes, (words, N) of rows 4 * n + i in rows[i], as words of four rows: (4 * words, N)."""
+    # bytes 0 and 2, and 1 and 3, of two rows; then each byte of four
+    even, odd = pair_bytes(rows[0], rows[1])
+    later_even, later_odd = pair_bytes(rows[2], rows[3])
+    first, third = pair_halves(even, later_even)
+    second, fourth = pair_halves(odd, later_odd)
+    words = tl.join(tl.join(first, third), tl.join(second, fourth))  # (words, N, 2, 2)
+    return words.permute(0, 2, 3, 1).reshape(4 * rows[0].shape[0], rows[0].shape[1])
 
 
 @jit_kernel
@@ -156,13 +164,7 @@ def transpose_chunks_kernel(
         mask = (w < W)[:, None] & (m < end)[None, :]
         x = tl.load(x_ptr + token.to(tl.int64)[None, :] * x_stride + w[:, None], mask=mask, other=0)
         rows = rows + (x.to(tl.uint32, bitcast=True),)
-    # bytes 0 and 2, and 1 and 3, of two rows; then each byte of four
-    even, odd = pair_bytes(rows[0], rows[1])
-    later_even, later_odd = pair_bytes(rows[2], rows[3])
-    first, third = pair_halves(even, later_even)
-    second, fourth = pair_halves(odd, later_odd)
-    words = tl.join(tl.join(first, third), tl.join(second, fourth))  # (words, quarter, 2, 2)
-    words = words.permute(0, 2, 3, 1).reshape(4 * BLOCK_W, QUARTER)
+    words = transpose_words(rows)
     k = tile * BLOCK_W * 4 + tl.arange(0, 4 * BLOCK_W)
     places = tl.arange(0, QUARTER)[None, :]
     out_ptrs = out_ptr + (chunk * (4 * W) + k[:, None]) * QUARTER + places

@@ -154,8 +154,9 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     skip: names, as in `model.named_modules()`, of modules that stay as they are, with all that is in them.
 
     Not converted either: a subclass with a forward of its own, adapters (`LoRALinear`, `LoRAExperts`; merge
-    them first), projections that are fused, and nn.MultiheadAttention, which reads its weights itself.  No
-    parameter of the copy requires a gradient.  Its state_dict loads into another such copy.
+    them first), projections that are fused, weights that are not of 16, 32 or 64 bits, and
+    nn.MultiheadAttention, which reads its weights itself; `quantization_report` names them.  No parameter of
+    the copy requires a gradient.  Its state_dict loads into another such copy.
     Raises ValueError for an unknown `dtype`, or a name in `skip` that the model has not.
     """
     if dtype not in FORMATS:

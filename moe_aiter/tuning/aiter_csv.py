@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..config import settings
+from ..config import SettingError, settings
 from . import bucket
 from .table import rewrite
 
@@ -203,30 +203,30 @@ def lines(path: pathlib.Path, needed: tuple[str, ...]) -> Iterator[tuple[int, di
             reader = csv.reader(file)
             columns = [name.strip() for name in next(reader, [])]
             if missing := [name for name in needed if name not in columns]:
-                raise ValueError(f"{path}, line 1: there are no columns {', '.join(missing)}")
+                raise SettingError(f"{path}, line 1: there are no columns {', '.join(missing)}")
             for cells in reader:
                 if len(cells) != len(columns) and cells:
                     sizes = f"{len(cells)} cells under {len(columns)} columns"
-                    raise ValueError(f"{path}, line {reader.line_num}: {sizes}")
+                    raise SettingError(f"{path}, line {reader.line_num}: {sizes}")
                 if cells:
                     yield reader.line_num, dict(zip(columns, map(str.strip, cells), strict=True))
     except (csv.Error, UnicodeError) as error:
-        raise ValueError(f"{path} is not a table: {error}") from error
+        raise SettingError(f"{path} is not a table: {error}") from error
 
 
 def parse(cells: dict[str, str], where: str) -> Row:
     device = Device(cells.get("gfx", "").lower(), whole(cells, "cu_num", where))
     us = number(cells["us"])
     if us is None or not 0 <= us < math.inf:  # NaN either
-        raise ValueError(f"{where}: us is {cells['us']!r}; it must be a number, 0 or more")
+        raise SettingError(f"{where}: us is {cells['us']!r}; it must be a number, 0 or more")
     for column in WHOLE:
         if cells.get(column):
             whole(cells, column, where, least=-(2**63))
     for column in FLOATS:
         if cells.get(column) and number(cells[column]) is None:
-            raise ValueError(f"{where}: {column} is {cells[column]!r}; it must be a number")
+            raise SettingError(f"{where}: {column} is {cells[column]!r}; it must be a number")
     if not cells["libtype"]:
-        raise ValueError(f"{where}: libtype is empty")
+        raise SettingError(f"{where}: libtype is empty")
     return Row(parse_problem(cells, where), device, cells["libtype"].lower(), float(us), cells)
 
 
@@ -244,7 +244,7 @@ def whole(cells: dict[str, str], column: str, where: str, least: int = 0) -> int
     found = number(cells[column])
     if found is None or not least <= found < 2**63 or found != int(found):
         words = "it must be a whole number" + (", 0 or more" if least == 0 else "")
-        raise ValueError(f"{where}: {column} is {cells[column]!r}; {words}")
+        raise SettingError(f"{where}: {column} is {cells[column]!r}; {words}")
     return int(found)
 
 
@@ -252,7 +252,7 @@ def chosen(cells: dict[str, str], column: str, where: str, known: dict):
     text = cells[column].lower().removeprefix("torch.")
     text = ALIASES.get(text, text)
     if text not in known:
-        raise ValueError(f"{where}: {column} is {cells[column]!r}; it takes {', '.join(known)}")
+        raise SettingError(f"{where}: {column} is {cells[column]!r}; it takes {', '.join(known)}")
     return known[text]
 
 

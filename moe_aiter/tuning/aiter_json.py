@@ -14,7 +14,7 @@ import pathlib
 
 import torch
 
-from ..config import settings
+from ..config import SettingError, settings
 from . import arch, bucket, default_tile, num_units
 from .candidates import Config
 
@@ -111,8 +111,11 @@ def read(path: pathlib.Path) -> dict[str, dict[str, dict[str, int]]]:
     try:
         configs = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    check_configs(configs, str(path))
+        raise SettingError(f"{path} is not JSON: {error}") from error
+    try:
+        check_configs(configs, str(path))
+    except (ValueError, TypeError) as error:
+        raise SettingError(str(error)) from error
     return configs
 
 

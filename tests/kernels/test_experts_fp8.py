@@ -10,9 +10,10 @@ from moe_aiter.backend import IMPLS, pick, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels.activations import get_activation
 from moe_aiter.kernels.experts import expert_mlp
-from moe_aiter.kernels.experts_fp8 import ALL, RECIPES
+from moe_aiter.kernels.experts_fp8 import ALL, RECIPES, gmm_unpermute_fp8_op
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize import dequantize_rows, quantize_rows
+from moe_aiter.kernels.quantize_transposed import quantize_transposed
 from moe_aiter.kernels.sort import sort_by_expert
 
 from ..check import error
@@ -51,7 +52,7 @@ def definition(ids, activation, interleaved, fp8, dout, x, gate_up, down, weight
     dx, dgate_up, ddown, ds, dup_bias, ddown_bias = grads
     format, rows = fp8.removesuffix(ALL), [[] for _ in down]  # of each expert, in order
     down_by_columns = rounded(down.mT)  # (E, I, H)
-    up_by_columns = rounded(gate_up.mT)  # (E, H, width)
+    up8, up_scale = (t.double() for t in quantize_rows(gate_up))  # dz takes the scales over
     for t, j in [(t, j) for t in range(len(x)) for j in range(ids.shape[1]) if ids[t, j] >= 0]:
         e, s = ids[t, j], weights[t, j]
         z = (rounded(gate_up[e]) @ rounded(x[t : t + 1])[0] + up_bias[e]).requires_grad_()
@@ -61,7 +62,7 @@ def definition(ids, activation, interleaved, fp8, dout, x, gate_up, down, weight
         u = down_by_columns[e] @ rounded(dout[t : t + 1], format)[0]
         ds[t, j] = u @ a.detach() + dout[t] @ down_bias[e]
         (dz,) = torch.autograd.grad(a, z, s * u)
-        dx[t] += up_by_columns[e] @ rounded(dz[None], format)[0]
+        dx[t] += up8[e].T @ rounded((dz * up_scale[e])[None], format)[0]
         rows[e].append((x[t], dz, dout[t], s * a.detach()))
         dup_bias[e] += dz
         ddown_bias[e] += s * dout[t]
@@ -137,6 +138,46 @@ def test_not_far_from_no_quantisation(fp8):
     compare(got, exact, 0.15)
 
 
+@pytest.mark.skipif(interpret, reason="plain torch, whoever multiplies")
+@pytest.mark.parametrize("powers", [0, 8, 16], ids="rows within 2**{}".format)
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+def test_rows_of_gate_up_of_many_sizes(fp8, powers):
+    """The gradient of x, where dz takes the scales of gate_up's rows over, is as near to the truth as where
+    gate_up is quantised once more, by columns."""
+    torch.manual_seed(0)
+    R, width, H = 256, 512, 64
+    sizes = 2.0 ** -(torch.rand(width, 1) * powers)
+    gate_up = (torch.randn(1, width, H) * sizes).double()
+    w8, scale = quantize_rows(gate_up)
+    for name, dz in {
+        "alike": torch.randn(R, width),
+        "larger where rows are smaller": torch.randn(R, width) / sizes.T,
+        "smaller where rows are smaller": torch.randn(R, width) * sizes.T,
+    }.items():
+        dz = dz.double()
+        exact = dz @ gate_up[0]
+        folded = rounded(dz * scale[0], fp8) @ w8[0].double()
+        by_columns = rounded(dz, fp8) @ rounded(gate_up[0].T).T
+        assert error(folded, exact) <= 1.1 * error(by_columns, exact), name
+        plan = torch.arange(R), torch.arange(R)[:, None], torch.tensor([R])
+        got = gmm_unpermute_fp8_op(
+            dz, quantize_transposed(gate_up, scale), scale, plan[2], None, *plan[:2], None, 2**30, fp8, True
+        )
+        assert error(got, folded) < 1e-9, name
+
+
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2_all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_rows_of_zeros(device, dtype, fp8):
+    """Of gate_up: their scale is next to 0, and of that nothing is seen."""
+    ids, act, interleaved, dout, (x, gate_up, *rest) = case("no bias", dtype, device)
+    inputs = [x, gate_up * 0.1, *rest]
+    inputs[1][:, ::3] = 0
+    inputs[1][2] = 0
+    got = run(ids, act, interleaved, fp8, dout, *inputs)
+    compare(got, run(ids, act, interleaved, None, dout.float(), *(t.float() for t in inputs)), 0.15)
+
+
 @every_recipe
 @pytest.mark.parametrize("how", [{"recompute": "z"}, {"row_chunks": 3}], ids=str)
 def test_memory_changes_nothing(device, how, fp8):
@@ -167,7 +208,7 @@ def test_main_grads_and_frozen_weights(device, fp8):
 
 
 def test_frozen_tokens(device):
-    """Without a gradient of x the columns of gate_up are not quantised."""
+    """Without a gradient of x nobody asks for gate_up once more."""
     ids, act, interleaved, dout, (x, *rest) = case("swiglu", torch.float32, device)
     _, _, *expected = run(ids, act, interleaved, "e4m3", dout, x, *rest)
     leaves = [t.requires_grad_() for t in rest]
@@ -188,8 +229,8 @@ def test_no_tokens(device, recompute):
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2_all"])
 def test_saved_memory(fp8, device):
-    """What is saved without 8 bits, the inputs and z, and a float32 for each column of the weights; where all
-    products are of 8 bits, not x but its rows in 8 bits and their scales."""
+    """What is saved without 8 bits, the inputs and z, and a float32 for each row of gate_up and each column
+    of down; where all products are of 8 bits, not x but its rows in 8 bits and their scales."""
     ids, _, _, _, inputs = case("no bias", torch.float32, device)
     plan = sort_by_expert(ids, len(inputs[2]))
 
@@ -203,8 +244,8 @@ def test_saved_memory(fp8, device):
     inside = {t.data_ptr() for t in (*inputs, *plan)}
     z = ids.numel() * inputs[1].shape[1] * inputs[0].itemsize
     x8 = inputs[0].numel() + 4 * len(inputs[0]) if fp8.endswith(ALL) else 0
-    E, H, I = inputs[2].shape  # noqa: E741
-    for recompute, expected in ("none", z + E * (H + I) * 4 + x8), ("z", x8):
+    (E, width, _), I = inputs[1].shape, inputs[2].shape[2]  # noqa: E741
+    for recompute, expected in ("none", z + E * (width + I) * 4 + x8), ("z", x8):
         kept = saved(recompute)
         assert sum(n for p, n in kept.items() if p not in inside) == expected
         assert (inputs[0].data_ptr() in kept) == (x8 == 0)

@@ -254,6 +254,7 @@ BAD = {
         "group_sizes must be int32 or int64, not torch.fl",
     ),
     "sizes past M": (dict(group_sizes=S + 3), ValueError, r"group_sizes \[5, 6\] must not be negative nor"),
+    "x_scale kind": (dict(x_scale="1"), TypeError, "x_scale must be a tensor, not str"),
     "x_scale shape": (
         dict(x_scale=X[:, :4, 0]),
         ValueError,

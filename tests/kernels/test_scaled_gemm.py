@@ -6,7 +6,7 @@ import torch
 from moe_aiter import tuning
 from moe_aiter.backend import use
 from moe_aiter.config import interpret
-from moe_aiter.kernels import scaled_gemm as module
+from moe_aiter.kernels import _int8
 from moe_aiter.kernels._fp8 import FP8
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.scaled_gemm import MOST_K, scaled_gemm
@@ -130,7 +130,7 @@ def test_nothing_to_do(device, M, K, N, kinds):
 
 def test_a_cpu_without_exact_int8_is_not_asked(monkeypatch):
     x, w, *_ = make("cpu", 33, 40, 24, (INT8, INT8))
-    monkeypatch.setattr(module, "has_exact_int8", lambda: False)
+    monkeypatch.setattr(_int8, "has_exact_int8", lambda: False)
     monkeypatch.delattr(torch, "_int_mm")
     with use("torch"):
         assert torch.equal(scaled_gemm(x, w, out_dtype=F32), exact(x, w).float())

@@ -1,0 +1,173 @@
+"""A weight's 8-bit numbers in the other order: those that its rows have, with the scales that its rows have.
+
+    x[..., m, k] ~ out[..., k, m] * scale[..., m]
+
+Tensor cores want 8-bit operands with what they sum over side by side.  A product that sums over the rows of a
+weight can take the very numbers that `quantize_rows` made of them, where its other operand has taken over
+their scales (`quantize_folded`): nobody looks for the largest magnitudes of columns.  Either the weight is
+read again, or, where its 8-bit rows are at hand, their bytes move, half of what there was to read.
+"""
+
+import torch
+from torch import Tensor
+
+from ..backend import copy_into, define_op, takes
+from ._check import check_device, check_float, check_shape, check_tensor
+from ._fp8 import native_fp8
+from ._groups import wide
+from ._tile import TILE_DTYPES
+from ._triton import cdiv, jit_kernel, tl
+from .quantize import FORMATS, in_turn, new_quantize_rows
+from .token_chunks import transpose_words
+
+# reference
+
+
+def quantize_transposed_reference(x, scale, format):
+    return (wide(x) * (1 / scale)[..., None]).to(FORMATS[format]).mT.contiguous()
+
+
+def transpose_rows8_reference(x8):
+    return x8.view(torch.uint8).mT.contiguous().view(x8.dtype)
+
+
+# kernel
+
+
+@jit_kernel
+def quantize_transposed_kernel(
+    x_ptr,  # (G, M, K)
+    scale_ptr,  # (G, M) float32, contiguous
+    out_ptr,  # (G, K, M), contiguous
+    M,
+    K,
+    tiles_m,
+    tiles_k,
+    x_strides,  # g, m, k
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile at a time, read along k and written along m."""
+    QUARTER: tl.constexpr = BLOCK_M // 4
+    tile_m, tile = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
+    group, tile_k = (tile // tiles_k).to(tl.int64), tile % tiles_k
+    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + group * x_strides[0] + k.to(tl.int64)[:, None] * x_strides[2]
+    parts = ()
+    for i in tl.static_range(4):
+        m = tile_m * BLOCK_M + tl.arange(0, QUARTER) * 4 + i
+        scale = tl.load(scale_ptr + group * M + m, mask=m < M, other=1.0)
+        mask = (k < K)[:, None] & (m < M)[None, :]
+        x = tl.load(x_ptrs + m.to(tl.int64)[None, :] * x_strides[1], mask=mask, other=0.0)
+        parts = parts + (x.to(tl.float32) * tl.div_rn(1.0, scale)[None, :],)
+    x = in_turn(parts).to(out_ptr.dtype.element_ty)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    out_ptrs = out_ptr + (group * K + k[:, None]) * M + m[None, :]
+    tl.store(out_ptrs, x, mask=(k < K)[:, None] & (m < M)[None, :])
+
+
+@jit_kernel
+def transpose_rows8_kernel(
+    x_ptr,  # (G, M, W) words of four bytes, contiguous
+    out_ptr,  # (G, 4 * W, M // 4), contiguous
+    M,
+    W,
+    tiles_m,
+    tiles_w,
+    QUARTER: tl.constexpr,  # a fourth of the rows of a tile
+    BLOCK_W: tl.constexpr,
+):
+    tile_m, tile = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
+    group, tile_w = (tile // tiles_w).to(tl.int64), tile % tiles_w
+    w = tile_w * BLOCK_W + tl.arange(0, BLOCK_W)
+    rows = ()
+    for i in tl.static_range(4):
+        m = tile_m * (4 * QUARTER) + tl.arange(0, QUARTER) * 4 + i
+        mask = (w < W)[:, None] & (m < M)[None, :]
+        x = tl.load(x_ptr + (group * M + m)[None, :] * W + w[:, None], mask=mask, other=0)
+        rows = rows + (x.to(tl.uint32, bitcast=True),)
+    k = tile_w * (4 * BLOCK_W) + tl.arange(0, 4 * BLOCK_W)
+    four = tile_m * QUARTER + tl.arange(0, QUARTER)
+    out_ptrs = out_ptr + (group * (4 * W) + k[:, None]) * (M // 4) + four[None, :]
+    mask = (k < 4 * W)[:, None] & (four < M // 4)[None, :]
+    tl.store(out_ptrs, transpose_words(rows).to(tl.int32, bitcast=True), mask=mask)
+
+
+# launcher
+
+
+def new_quantize_transposed(x, scale, format):
+    check_shape("x", x, "G", "M", "K")
+    check_tensor("scale", scale)
+    check_float(x=x)
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    if scale.dtype != torch.float32 or scale.shape != x.shape[:2]:
+        raise ValueError(
+            f"scale must be {tuple(x.shape[:2])} in float32, not {tuple(scale.shape)} in {scale.dtype}"
+        )
+    check_device(x=x, scale=scale)
+    return new_quantize_rows(x.mT, format)[0]
+
+
+def new_transpose_rows8(x8):
+    check_shape("x8", x8, "G", "M", "K")
+    if x8.dtype not in FORMATS.values():
+        raise TypeError(f"x8 must be of 8-bit floats, not {x8.dtype}")
+    return x8.new_empty(x8.mT.shape)
+
+
+@takes(*TILE_DTYPES)
+def launch_quantize_transposed(out, x, scale, format):
+    if out.dtype not in native_fp8():
+        return copy_into(out, quantize_transposed_reference(x, scale, format))
+    (G, M, K), block_m, block_k = x.shape, 128, 64  # whole lines to read and to write
+    tiles_m, tiles_k = cdiv(M, block_m), cdiv(K, block_k)
+    quantize_transposed_kernel[(G * tiles_m * tiles_k,)](
+        x, scale.contiguous(), out, M, K, tiles_m, tiles_k, x.stride(),
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8,
+    )  # fmt: skip
+
+
+def launch_transpose_rows8(out, x8):
+    G, M, K = x8.shape
+    quarter = block_w = 32  # whole lines to read and to write
+    tiles_m, tiles_w = cdiv(M, 4 * quarter), cdiv(K, 4 * block_w)
+    transpose_rows8_kernel[(G * tiles_m * tiles_w,)](
+        x8.contiguous().view(torch.int32), out.view(torch.int32), M, K // 4, tiles_m, tiles_w,
+        QUARTER=quarter, BLOCK_W=block_w, num_warps=4,
+    )  # fmt: skip
+
+
+launch_transpose_rows8.fits = lambda x8: x8.shape[1] % 4 == x8.shape[2] % 4 == 0
+
+# op
+
+quantize_transposed_op = define_op(
+    "quantize_transposed(Tensor x, Tensor scale, str format) -> Tensor",
+    new=new_quantize_transposed,
+    reference=quantize_transposed_reference,
+    triton=launch_quantize_transposed,
+)
+transpose_rows8_op = define_op(
+    "transpose_rows8(Tensor x8) -> Tensor",
+    new=new_transpose_rows8,
+    reference=transpose_rows8_reference,
+    triton=launch_transpose_rows8,
+)
+
+# public
+
+
+def quantize_transposed(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
+    """The 8-bit floats that `quantize_rows` makes of the rows of `x` (G, M, K), as (G, K, M), contiguous.
+
+    `scale` (G, M) is what it returned beside them.  Not differentiable.  Raises ValueError for shapes that do
+    not fit or another format, TypeError for dtypes.
+    """
+    return quantize_transposed_op(x.detach(), scale, format)
+
+
+def transpose_rows8(x8: Tensor) -> Tensor:
+    """8-bit floats `x8` (G, M, K) as (G, K, M), contiguous: the same bytes.  Raises TypeError for others."""
+    return transpose_rows8_op(x8)

@@ -1,0 +1,107 @@
+"""Rows that take a weight's scales over, against `quantize_rows` of what a loop over groups multiplies."""
+
+import pytest
+import torch
+
+from moe_aiter.backend import use
+from moe_aiter.config import interpret
+from moe_aiter.kernels import quantize_folded as module
+from moe_aiter.kernels.quantize import FORMATS, LEAST, dequantize_rows, quantize_rows
+from moe_aiter.kernels.quantize_folded import quantize_folded
+
+from ..shapes import LAYOUTS
+from .test_quantize import every_dtype, every_format, same
+from .test_token_chunks import SIZES
+
+every_size = pytest.mark.parametrize("name", SIZES)
+
+
+def draw(name, K=40, dtype=torch.float32, device="cpu"):
+    """x, NaN where no group is, factors of very different sizes, group sizes, and what they multiply to."""
+    sizes, rows = SIZES[name]
+    x = torch.randn(rows, K).to(device, dtype)
+    factor = torch.rand(len(sizes), K, device=device) * 2.0 ** torch.randint(-20, 3, (K,), device=device)
+    product, start = torch.zeros(rows, K, device=device), 0
+    for g, size in enumerate(sizes):
+        end = min(start + max(size, 0), rows)
+        product[start:end] = x[start:end].float() * factor[g]
+        start = end
+    x[start:] = float("nan")
+    return x, factor, torch.tensor(sizes, device=device), product
+
+
+@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@every_size
+@every_format
+@every_dtype
+def test_definition(device, name, format, dtype):
+    x, factor, group_sizes, product = draw(name, dtype=dtype, device=device)
+    assert same(quantize_folded(x, factor, group_sizes, format), quantize_rows(product, format))
+
+
+@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(device, layout):
+    x, factor, group_sizes, _ = draw("ragged", device=device)
+    x, factor = LAYOUTS[layout](x), LAYOUTS[layout](factor)
+    got = quantize_folded(x, factor, group_sizes)
+    assert got[0].is_contiguous()
+    assert same(got, quantize_folded(x.contiguous(), factor.contiguous(), group_sizes))
+
+
+@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+def test_what_is_zero_or_no_number_stays_in_its_row(device):
+    """A factor is never 0, but LEAST where a weight's row is zeros: rows stay finite, and so do others."""
+    x, factor, group_sizes, product = draw("even", device=device)
+    factor[0, :3], factor[1] = LEAST, LEAST
+    x[3, 5], x[300, 1] = float("inf"), float("nan")
+    x8, scale = quantize_folded(x, factor, group_sizes)
+    back = dequantize_rows(x8, scale, torch.float32)
+    assert scale.isnan().nonzero().flatten().tolist() == [3, 300]
+    others = ~scale.isnan()
+    assert back[others].isfinite().all() and back[others][:255, 3:].any() and (back[256:300] < 1e-35).all()
+
+
+@pytest.mark.skipif(not interpret, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("K", [16, 40, 1300, 9000])
+@pytest.mark.parametrize("name", ["ragged", "rows in no group", "more than there are", "negative"])
+def test_kernel_without_the_last_rounding(name, K, monkeypatch):
+    most = torch.finfo(FORMATS["e4m3"]).max
+    monkeypatch.setattr(module, "native_fp8", lambda: (torch.float32,))
+    monkeypatch.setattr(module, "limits", lambda _: {"MOST": most, "LEAST": LEAST})
+    x, factor, group_sizes, product = draw(name, K)
+    _, scale = module.quantize_folded_reference(x, factor, group_sizes, "e4m3")
+    out = tuple(torch.full(t.shape, 5.0) for t in (x, scale))
+    for given in (x, x.mT.contiguous().mT):
+        module.launch_quantize_folded(out, given, factor, group_sizes, "e4m3")
+        assert same(out, (product * (1 / scale)[:, None], scale))
+
+
+@pytest.mark.gpu
+@every_format
+@every_dtype
+@pytest.mark.parametrize("K", [16, 300, 2048, 9000])
+@every_size
+def test_kernel_is_the_reference(name, K, dtype, format):
+    x, factor, group_sizes, _ = draw(name, K, dtype, "cuda")
+    with use("triton"):
+        got = quantize_folded(x, factor, group_sizes, format)
+    with use("torch"):
+        assert same(got, quantize_folded(x, factor, group_sizes, format))
+
+
+def test_opcheck(device):
+    x, factor, group_sizes, _ = draw("ragged", device=device)
+    torch.library.opcheck(torch.ops.moe_aiter.quantize_folded, (x.nan_to_num(), factor, group_sizes, "e4m3"))
+
+
+def test_refuses():
+    x, factor, group_sizes, _ = draw("even")
+    with pytest.raises(ValueError, match=r"x is \(M, K=39\) but factor is \(G, K=40\)"):
+        quantize_folded(x[:, :-1], factor, group_sizes)
+    with pytest.raises(ValueError, match=r"factor is \(G=1, K\) but group_sizes is \(G=2,\)"):
+        quantize_folded(x, factor[:1], group_sizes)
+    with pytest.raises(TypeError, match="factor must be float32, not torch.float64"):
+        quantize_folded(x, factor.double(), group_sizes)
+    with pytest.raises(ValueError, match="unknown format 'e3m4'"):
+        quantize_folded(x, factor, group_sizes, "e3m4")
