@@ -14,7 +14,10 @@ def count(text: str) -> int:
 def add_measurement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
     parser.add_argument(
-        "--reps", type=count, metavar="N", help="timed runs of each contender: 25 on a GPU, 11 on a CPU"
+        "--reps",
+        type=count,
+        metavar="N",
+        help="timed runs of each contender: 25 on a GPU, 11 on a CPU, 3 there of adapters",
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
     parser.add_argument("--commit", help="what is measured, where git cannot say")

@@ -55,8 +55,7 @@ def sparse_gemm(
     weight that its `to_sparse` builds in each step.  Who writes to indices from which a weight was made, and
     makes another of them, says `moe_aiter.derived.forget()`.
 
-    Raises ValueError for shapes, devices and patterns that do not fit, TypeError for dtypes, before anything
-    is launched.
+    Raises ValueError for shapes, devices and patterns that do not fit, TypeError for dtypes and flags.
     """
     check_tensor("input", input)
     check_tensor("weight", weight)
