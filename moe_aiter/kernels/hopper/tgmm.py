@@ -112,7 +112,7 @@ class Output:
     """Where a tile of out (G, K, N) goes: through a buffer by TMA, or added to what is there."""
 
     desc: tma.tensor_descriptor  # (G, K, N), or (G, N, K) where columns come first
-    buffers: gl.shared_memory_descriptor  # one for each consumer
+    buffers: gl.shared_memory_descriptor  # as many for each consumer, which it fills in turn
     ptr: gl.tensor
     strides: Strides
     K: gl.tensor
@@ -121,8 +121,8 @@ class Output:
     ACCUMULATE: gl.constexpr
 
     @gluon.jit
-    def put(self, x, WHO: gl.constexpr, group, k, n):
-        """Write the block x whose first element is (k, n) of the group."""
+    def put(self, x, WHO: gl.constexpr, group, k, n, TURN: gl.constexpr = 0):
+        """Write the block x whose first element is (k, n) of the group, block TURN of a tile."""
         if self.ACCUMULATE:
             rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
             columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
@@ -133,8 +133,9 @@ class Output:
             x += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
             gl.store(ptrs, x.to(self.ptr.dtype.element_ty), mask=mask)
         else:
-            store_wait(pendings=0)
-            buffer = self.buffers.index(WHO)
+            COUNT: gl.constexpr = self.buffers.shape[0] // CONSUMERS
+            store_wait(pendings=COUNT - 1)
+            buffer = self.buffers.index(WHO * COUNT + TURN % COUNT)
             x = x.to(self.desc.dtype)
             if self.COLUMNS_FIRST:
                 flat: gl.constexpr = [x.shape[1], x.shape[0]]

@@ -118,10 +118,12 @@ def chunk_consumer(
             scale, next_scale = next_scale, chunks.scales(chunk + 1, rows, end)  # a chunk ahead
             sums = add_chunk(sums, ring, i, scale, WHO)
             i += 1
+        SPLIT: gl.constexpr = WIDTH // STORE_N
         for j in gl.static_range(BLOCK_N // WIDTH):
-            parts = blocks(sums[j], WIDTH // STORE_N)
-            for s in gl.static_range(WIDTH // STORE_N):
-                out.put(parts[s], WHO, group, m, tile_n * BLOCK_N + j * WIDTH + s * STORE_N)
+            parts = blocks(sums[j], SPLIT)
+            for s in gl.static_range(SPLIT):
+                n = tile_n * BLOCK_N + (j * SPLIT + s) * STORE_N
+                out.put(parts[s], WHO, group, m, n, TURN=j * SPLIT + s)
     store_wait(pendings=0)
 
 
@@ -146,6 +148,7 @@ def tgmm_fp8_kernel(
     STAGES: gl.constexpr,
     WIDTH: gl.constexpr,
     STORE_N: gl.constexpr,
+    BUFFERS: gl.constexpr,  # of a consumer, that one is filled while another is stored
     PROGRAMS: gl.constexpr,
 ):
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
@@ -153,7 +156,7 @@ def tgmm_fp8_kernel(
     buffers = a
     if not ACCUMULATE:
         buffers = gl.allocate_shared_memory(
-            out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
+            out_desc.dtype, [BUFFERS * CONSUMERS] + out_desc.block_type.shape, out_desc.layout
         )
     ring = make_ring(a, b, False, STAGES)
     places = make_places(CONSUMERS)
@@ -192,5 +195,6 @@ def launch_tgmm_fp8(out, x8, y8, y_scale, places, accumulate: bool) -> None:
     tgmm_fp8_kernel[(programs,)](
         a_desc, descriptor(x8.view(-1, chunk), c.block_n, c.block_k), y_scale, places, out_desc, out,
         G, M, N, out.stride(), COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate,
-        WIDTH=min(c.block_n, 128), STORE_N=width, PROGRAMS=programs, **tile_options(c),
+        WIDTH=min(c.block_n, 128), STORE_N=width, BUFFERS=1 if c.block_n // width % 2 else 2,
+        PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
