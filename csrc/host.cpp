@@ -67,8 +67,14 @@ static void sort_by_expert(Array<Id> ids, Indices order, Indices rank, Indices g
   require_equal("the size of rank", rank.size(), "that of expert_ids", ids.size());
   int32_t *const to_order = order.mutable_data(), *const to_rank = rank.mutable_data();
   int32_t* const sizes = group_sizes.mutable_data();
-  py::gil_scoped_release nogil;
-  host::sort_by_expert(ids.data(), to_order, to_rank, sizes, ids.size(), group_sizes.size());
+  const Id* const from = ids.data();
+  Id highest;
+  {
+    py::gil_scoped_release nogil;
+    highest = host::sort_by_expert(from, to_order, to_rank, sizes, ids.size(), group_sizes.size());
+  }
+  require(highest < group_sizes.size(), "expert_ids holds " + std::to_string(highest) + " but num_experts is " +
+                                            std::to_string(group_sizes.size()));
 }
 
 // The checks that moving rows between tokens (T, H) and rows (n, H) share.

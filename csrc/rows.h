@@ -12,13 +12,16 @@ namespace host {
 constexpr int64_t LANES = 16;   // of a sum: fixed, so that every width of vector adds in the same order
 constexpr int64_t CHUNK = 256;  // columns that stay in the first cache as float32
 
-// Stable counting sort of `ids` (R,); see moe_aiter/kernels/sort.py.
+// Stable counting sort of `ids` (R,); see moe_aiter/kernels/sort.py.  Returns the highest of them, or -1.
 template <class Id>
-void sort_by_expert(const Id* ids, int32_t* order, int32_t* rank, int32_t* sizes, int64_t R, int64_t E) {
+Id sort_by_expert(const Id* ids, int32_t* order, int32_t* rank, int32_t* sizes, int64_t R, int64_t E) {
   const auto kept = [=](Id id) { return id >= 0 && static_cast<int64_t>(id) < E; };
+  Id highest = -1;
   std::fill_n(sizes, E, 0);
-  for (int64_t i = 0; i < R; ++i)
+  for (int64_t i = 0; i < R; ++i) {
+    highest = std::max(highest, ids[i]);
     if (kept(ids[i])) ++sizes[ids[i]];
+  }
   std::vector<int32_t> next(E);
   int32_t rows = 0;
   for (int64_t e = 0; e < E; rows += sizes[e++]) next[e] = rows;
@@ -27,6 +30,7 @@ void sort_by_expert(const Id* ids, int32_t* order, int32_t* rank, int32_t* sizes
     if (rank[i] >= 0) order[rank[i]] = static_cast<int32_t>(i);
   }
   std::fill(order + rows, order + R, -1);
+  return highest;
 }
 
 ALWAYS_INLINE float sum(const float* x, int64_t n) {

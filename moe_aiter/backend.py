@@ -130,14 +130,12 @@ def define_op(
     backward: Callable | None = None,
     save: Callable | None = None,
     check_values: Callable | None = None,
-    check_on_cpu: bool = False,
     **impls: Callable | None,
 ) -> Callable:
     """Register one op, whose outputs are all fresh.
 
     `new(*inputs)` checks its inputs and allocates the output, a tensor or a tuple; it is also the fake.
-    `check_values(*inputs)` raises for bad values; it synchronises, so it runs with settings.debug only, and
-    with `check_on_cpu` always on the CPU, which has nothing to wait for.
+    `check_values(*inputs)` raises for bad values; it synchronises, so it runs with settings.debug only.
     `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
     Every other backend is `impl(out, *inputs)`: it fills `out`.  A backend given as None is absent.
     """
@@ -163,8 +161,8 @@ def define_op(
             keep(known, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
-        if check_values is not None and (settings.debug or check_on_cpu and x.is_cpu):
-            check_values(x, *rest)
+            if check_values is not None:
+                check_values(x, *rest)
         if launch is not None:
             call_launcher(launch, out, x, *rest)
         return out

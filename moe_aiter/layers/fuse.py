@@ -61,11 +61,13 @@ class FusedLinear(nn.Module):
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """One of the results; all are computed with the first that is asked for."""
-        if not torch.compiler.is_compiling() and self.has_no_versions(x):
-            mine = (None if t is None else t.split(self.sizes)[index] for t in (self.weight, self.bias))
+        inputs = x, self.weight, self.bias
+        given = [t for t in inputs if t is not None]
+        if not torch.compiler.is_compiling() and any([t.is_inference() for t in given]):
+            # any of them could be changed in place between two parts without anybody seeing it
+            mine = (None if t is None else t.split(self.sizes)[index] for t in inputs[1:])
             return multiply(x, *mine)
-        state = self.state(x)
-        found, inputs = self.round, (x, self.weight, self.bias)
+        found, state = self.round, self.state(given)
         same = bool(found.inputs) and all(a is b for a, b in zip(found.inputs, inputs, strict=True))
         if not same or found.state != state or found.parts[index] is None:
             found = self.round = Round(state, inputs, list(self(x)))
@@ -74,19 +76,14 @@ class FusedLinear(nn.Module):
             self.round = Round()
         return out
 
-    def has_no_versions(self, x: Tensor) -> bool:
-        """Whether one of these could be changed in place between two parts without anybody seeing it."""
-        return any(t is not None and t.is_inference() for t in (x, self.weight, self.bias))
-
-    def state(self, x: Tensor) -> tuple:
-        """What results depend on beside the input's identity."""
+    def state(self, given: list[Tensor]) -> tuple:
+        """What results depend on beside the identity of what is given, the input first."""
         if torch.compiler.is_compiling():  # which sees no versions
             return (torch.is_grad_enabled(),)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        device = "cpu" if x.is_meta else x.device.type
+        device = "cpu" if given[0].is_meta else given[0].device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        tensors = [t for t in (x, self.weight, self.bias) if t is not None]
-        return *modes, *autocast, *(t._version for t in tensors), *(t.requires_grad for t in tensors)
+        return *modes, *autocast, *[t._version for t in given], *[t.requires_grad for t in given]
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         """Nothing: the parts do."""
@@ -136,7 +133,7 @@ class FusedPart(nn.Module):
         return self.shared[0].sizes[self.index]
 
     def forward(self, input: Tensor) -> Tensor:
-        if getattr(self, "_is_replica", False):  # it would multiply by the weight of another device
+        if "_is_replica" in self.__dict__:  # it would multiply by the weight of another device
             raise RuntimeError(
                 "fused projections are not for nn.DataParallel: unfuse(model) first, or use "
                 "DistributedDataParallel"
