@@ -1,4 +1,8 @@
-"""How torch knows an op, and how a call reaches it past torch's dispatcher, where that would add nothing."""
+"""How torch knows an op, and how a call reaches it past torch's dispatcher, where that would add nothing.
+
+Whether it would is asked of private functions of torch: of modes, vmap, batched gradients and the graph that
+runs there are no public ones.
+"""
 
 import numbers
 from collections.abc import Callable

@@ -11,17 +11,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-PLAIN = {
-    Tensor,
-    torch.nn.Parameter,
-    int,
-    bool,
-    float,
-    str,
-    torch.dtype,
-    tuple,
-    type(None),
-}  # in them there is nothing hidden
+# types of inputs in which there is nothing hidden
+PLAIN = {Tensor, torch.nn.Parameter, int, bool, float, str, torch.dtype, tuple, type(None)}
 MOST = 1024  # what is remembered of each op: steps of many different sizes must not fill the memory
 
 

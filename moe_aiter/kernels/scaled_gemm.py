@@ -24,9 +24,8 @@ from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 LARGEST = 128 * 128  # numbers of a tile of float32
 SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
-WIDTH = (
-    4096  # columns beside which the tables' tiles fill a GPU; where there are less, tiles of fewer rows do
-)
+# columns beside which the tables' tiles fill a GPU; where there are less, tiles of fewer rows do
+WIDTH = 4096
 
 # reference
 
@@ -197,9 +196,8 @@ def launch(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k):
     kind = "int8" if x.dtype == torch.int8 else "decode" if x_format or w_format else "fp8"
     rows = M if G > 1 else min(M, max(M * N // WIDTH, 1))
     config = tuning.lookup(f"scaled_{'long' if long else kind}", x.dtype, rows, N, K, G)
-    if (
-        out.itemsize == 4 and config.block_m * config.block_n > LARGEST
-    ):  # registers have no room to store more
+    # registers have no room to store more
+    if out.itemsize == 4 and config.block_m * config.block_n > LARGEST:
         config = dataclasses.replace(config, block_n=config.block_n // 2)
     rows = cdiv(M, config.block_m) if group_sizes is None else row_tiles(M, G, config.block_m)
     of_x = 0 if x_scale is None else x_scale.stride(0)

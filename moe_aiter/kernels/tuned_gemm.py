@@ -218,10 +218,8 @@ def choice_for(
         len(rows), *weight.shape, bias is not None, x.dtype, out_dtype, scaled is not None, is_shuffled
     )
     backend = choose(problem, gemm_inputs(rows, weight, bias, dtype))
-    if is_shuffled:
-        return (
-            backend.partition("/")[0] if own else "torch"
-        )  # the kernel for shuffled weights rounds to their dtype
+    if is_shuffled:  # the kernel for shuffled weights rounds to their dtype
+        return backend.partition("/")[0] if own else "torch"
     return TORCHS_OWN if backend == "torch" and own else backend
 
 

@@ -22,10 +22,9 @@ BACKENDS = "auto", "flash", "sdpa", "math"
 TORCHS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # what `torch._fused_sdp_choice` answers
 HEAD_SIZE = 256  # the most that torch's flash kernel takes
 logged: set[tuple] = set()
-simple: dict[
-    tuple, tuple[bool, bool]
-] = {}  # kinds of calls that are torch's as they come -> is_causal, enable_gqa
-MOST = 4096
+# kinds of calls that are torch's as they come -> is_causal, enable_gqa
+simple: dict[tuple, tuple[bool, bool]] = {}
+MOST = 4096  # of them that are remembered
 
 
 def attention(
@@ -139,8 +138,8 @@ def choose(call: Call, backend: str) -> str:
     if backend == "auto":
         if empty or not (switches.fusion and switches.tensor_cores):
             return "math"
-        apart = call.is_banded and not call.is_torchs_causal
-        return "flash" if apart and call.q.is_cuda and not flash_lacks(call) else "sdpa"
+        needs_pairs = call.is_banded and not call.is_torchs_causal  # sdpa would be given a mask of them
+        return "flash" if needs_pairs and call.q.is_cuda and not flash_lacks(call) else "sdpa"
     if backend == "flash" and (lack := flash_lacks(call)):
         raise ValueError(f"backend 'flash' {lack}; 'auto' takes another where it has to")
     return "math" if empty else backend
@@ -199,7 +198,10 @@ def run_flash(call: Call) -> Tensor:
 
 
 def flash(call: Call) -> tuple[Tensor, ...]:
-    """torch's kernel of a GPU: the result, the log of each softmax's sum (B, Hq, Sq), dropout's seed."""
+    """torch's kernel of a GPU: the result, the log of each softmax's sum (B, Hq, Sq), dropout's seed.
+
+    A private op, as F.scaled_dot_product_attention has no windows and returns no logs.
+    """
     D = call.q.shape[3]
     q, k, v = (rows_of_16_bytes(t).transpose(1, 2) for t in call[:3])
     out, lse, rng_state, *_ = torch.ops.aten._flash_attention_forward(
@@ -270,6 +272,7 @@ def run_math(call: Call) -> Tensor:
     q, k, v, mask, dropout_p, causal = sdpa_arguments(call)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    # private, but sdpa_kernel(MATH), its public door, is a switch of the whole process
     math = torch.ops.aten._scaled_dot_product_attention_math
     return math(q, k, v, mask, dropout_p, causal, None, **sdpa_options(call))[0]
 

@@ -37,10 +37,8 @@ def conv2d(
         if switches.dynamic_shapes and torch.backends.cudnn.benchmark:
             return inside(without_search, F.conv2d, given, {})
         return F.conv2d(*given)
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # torch looks before it launches: only what it refused is looked at again
+    except (RuntimeError, TypeError):
+        # torch looks before it launches: only what it refused is looked at again
         check_inputs(input, weight, bias, groups)
         check_steps(stride, padding, dilation)
         raise

@@ -220,9 +220,8 @@ def convert(module: nn.Module, kind: type, dtype: str, found: dict) -> None:
     """Make a module what it is converted to: in place, so that its hooks and all that refers to it stay."""
     quantized, weights = KINDS[kind]
     given = [(name, *(getattr(module, n or "", None) for n in pair)) for name, pair in weights.items()]
-    module._modules.pop(
-        "parametrizations", None
-    )  # torch's way to remove them would change the original's class
+    # torch's own way to remove them would change the original's class
+    module._modules.pop("parametrizations", None)
     for name in {n for pair in weights.values() for n in pair}:
         for place in (module._parameters, module._buffers, vars(module)):
             place.pop(name, None)

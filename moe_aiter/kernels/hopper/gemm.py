@@ -201,10 +201,10 @@ def launch_gemm(
     box = height, config.store_n
     w_box = (config.block_n, config.block_k) if rows else (config.block_k, config.block_n)
     bias, bias_end = (None, 0) if bias is None else (bias.contiguous(), N)
-    if (
-        bias is None and op != "hopper_gemm"
-    ):  # of which nothing is read: what waits for a bias is not computed early, for
-        bias = out  # which there are no registers
+    if bias is None and op != "hopper_gemm":
+        # of which nothing is read: what waits for a bias is not computed early, and there are no registers
+        # to keep it in
+        bias = out
     programs = num_programs(x)
     gemm_kernel[(programs,)](
         descriptor(x, config.block_m, config.block_k), x_rows,

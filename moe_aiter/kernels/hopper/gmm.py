@@ -158,9 +158,8 @@ def launch_segments(out, x, w, group_sizes, numbers, zero_rest) -> None:
 
 
 def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype) -> None:
-    rows = take_rows(x.view(torch.int64), order, top_k).view(
-        x.dtype
-    )  # of whole lines, which are fast to copy
+    # words of eight bytes are copied faster than bytes
+    rows = take_rows(x.view(torch.int64), order, top_k).view(x.dtype)
     x_scale = None if x_scale is None else take_rows(x_scale, order, top_k).contiguous()
     w_scale = None if w_scale is None else w_scale.contiguous()
     launch_gmm(out, rows, w, group_sizes, bias, x_scale=x_scale, w_scale=w_scale)
