@@ -132,16 +132,24 @@ def model_sizes(path: pathlib.Path) -> list[tuple[int, int]]:
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text())
-        hidden, width, heads = (
-            config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-        )
-        head = config.get("head_dim") or hidden // heads
-        q, kv = heads * head, (config.get("num_key_value_heads") or heads) * head
-        vocabulary = config["vocab_size"]
-    except KeyError as missing:
-        raise ValueError(f"{path} has no {missing}") from missing
     except (json.JSONDecodeError, UnicodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object")
+
+    def size(name: str, otherwise: int | None = None) -> int:
+        if (found := config.get(name)) is None and otherwise is not None:
+            return otherwise
+        if name not in config:
+            raise ValueError(f"{path} has no {name!r}")
+        if type(found) is not int or found < 1:
+            raise ValueError(f"{path}: {name} is {found!r}; it must be a whole number, 1 or more")
+        return found
+
+    hidden, width, heads = map(size, ("hidden_size", "intermediate_size", "num_attention_heads"))
+    head = size("head_dim", hidden // heads)
+    q, kv = heads * head, size("num_key_value_heads", heads) * head
+    vocabulary = size("vocab_size")
     sizes = [(q + 2 * kv, hidden), (q, hidden), (kv, hidden), (hidden, q)]
     return list(
         dict.fromkeys([*sizes, (2 * width, hidden), (width, hidden), (hidden, width), (vocabulary, hidden)])

@@ -138,6 +138,23 @@ def test_a_model_s_file_without_sizes_is_refused(tmp_path, capsys):
     assert "config.json has no 'hidden_size'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": None}, "hidden_size is None; it must be a whole number, 1 or more"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be"),
+        (None, "config.json is not a JSON object"),
+    ],
+)
+def test_a_model_s_sizes_that_are_no_numbers_are_refused(change, message, tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps([] if change is None else sizes | change))
+    assert run("--model", tmp_path, "--out", tmp_path / "t.csv") == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
 def test_what_is_wrong_is_left_out_and_fails_the_command(tmp_path, monkeypatch, capsys):
     problem = Problem(5, 16, 32, False, BF16, BF16)
     good = tune_gemm.contenders
