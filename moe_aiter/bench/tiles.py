@@ -39,7 +39,7 @@ class Product:
             self.run()
 
     def outs(self) -> tuple[Tensor, ...]:
-        return self.out if isinstance(self.out, tuple) else (self.out,)
+        return as_tuple(self.out)
 
     def key(self) -> Key:
         """What its launcher looks up, found by a run."""
@@ -64,7 +64,7 @@ class Kernel:
 
     def products(self) -> dict[str, Product]:
         """By backend, all but torch."""
-        accept = functools.cache(self.judge)
+        accept = functools.cache(self.judge)  # the truth is computed once, and only where a tile is checked
         return {
             backend: Product(self.name, launch, self.outs, inputs, self.flops, lambda outs: accept()(outs))
             for backend, (launch, inputs) in self.launches.items()

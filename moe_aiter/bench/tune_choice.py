@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ..tuning import Config
 from ..tuning.table import Key
+from .products import as_tuple
 from .tiles import Kernel, poison
 from .timing import time_graphs
 
@@ -16,9 +17,8 @@ CLEAR = 0.99  # of torch's time; between two launches of the same kernel there i
 
 def choose(kernel: Kernel, tiles: dict[Key, Config], reps: int) -> tuple[dict, list[str]]:
     """The cells of a row, none where torch is alone, and the backends that are not as good as torch."""
-    runs, wrong, accept = {}, [], kernel.judge()
+    runs, wrong, accept, outs = {}, [], kernel.judge(), as_tuple(kernel.outs)
     for backend, run in launched(kernel, tiles).items():
-        outs = kernel.outs if isinstance(kernel.outs, tuple) else (kernel.outs,)
         poison(outs)
         run()
         if accept(outs):
@@ -27,7 +27,7 @@ def choose(kernel: Kernel, tiles: dict[Key, Config], reps: int) -> tuple[dict, l
             wrong.append(backend)
     if "torch" not in runs or len(runs) == 1:
         return {}, wrong
-    times = dict(zip(runs, time(list(runs.values()), reps), strict=True))
+    times = dict(zip(runs, time_graphs(list(runs.values()), reps), strict=True))
     backend, us = decided(times)
     print(f"{kernel.name:<35} {words(times)} us -> {backend}", flush=True)
     figures = {"us": f"{us:.1f}", "torch_us": f"{times['torch']:.1f}"}
@@ -43,10 +43,6 @@ def launched(kernel: Kernel, tiles: dict[Key, Config]) -> dict[str, Callable[[],
         runs[backend] = functools.partial(product.run_with, tile) if tile else product.run
     launch, inputs = kernel.launches["torch"]
     return runs | {"torch": functools.partial(launch, kernel.outs, *inputs)}
-
-
-def time(runs: list[Callable[[], None]], reps: int) -> list[float]:
-    return time_graphs(runs, reps)
 
 
 def decided(times: dict[str, float]) -> tuple[str, float]:

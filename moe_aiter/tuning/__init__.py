@@ -25,7 +25,7 @@ _choose: Callable[[Key], Config | None] | None = None
 
 def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
     """The tile of `op` for M rows in `groups` groups, N columns, and K to sum over."""
-    key = Key(op, dtype.itemsize * 8, bucket(-(-m // max(groups, 1))), n, k)
+    key = key_of(op, dtype, m, n, k, groups)
     if _choose is not None and (config := _choose(key)) is not None:
         return config
     if interpret:
@@ -33,6 +33,11 @@ def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
     import triton
 
     return find(tables(triton.runtime.driver.active.get_current_device()), key)
+
+
+def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Key:
+    """What a table is asked for these sizes."""
+    return Key(op, dtype.itemsize * 8, bucket(-(-m // max(groups, 1))), n, k)
 
 
 @contextlib.contextmanager
@@ -105,7 +110,7 @@ def default_tile(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: in
     """`lookup`, and without a GPU the tile that fits all of them."""
     if interpret or has_gpu():
         return lookup(op, dtype, m, n, k, groups)
-    return find(("sm80",), Key(op, dtype.itemsize * 8, bucket(-(-m // max(groups, 1))), n, k))
+    return find(("sm80",), key_of(op, dtype, m, n, k, groups))
 
 
 def num_units() -> int:

@@ -78,16 +78,16 @@ def find_choice(name: str, case: Case, otherwise: str = "torch") -> str:
 def load_choices(name: str) -> tuple[Choice, ...]:
     """Every row of the table of that name, in file order; none where there is no such file."""
     path = CHOICES / f"{name}.csv"
-    return tuple(read_choices(path)) if path.exists() else ()
+    return tuple(choice for choice, _ in read_choices(path)) if path.exists() else ()
 
 
-def read_choices(path: pathlib.Path) -> list[Choice]:
-    """Every row of a table.  Raises ValueError, in one line, where there is a mistake."""
+def read_choices(path: pathlib.Path) -> list[tuple[Choice, dict]]:
+    """Every row of a table, and its cells.  Raises ValueError, in one line, where there is a mistake."""
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(f"{path} has other columns than {', '.join(COLUMNS)}")
-        return [parse_choice(cells, f"{path}, line {reader.line_num}") for cells in reader]
+        return [(parse_choice(cells, f"{path}, line {reader.line_num}"), cells) for cells in reader]
 
 
 def parse_choice(cells: dict, where: str) -> Choice:
@@ -112,11 +112,7 @@ def write_choices(path: pathlib.Path, new: Iterable[dict]) -> None:
 
     What has empty cells comes last, as the first that matches is taken.
     """
-    rows = {}
-    if path.exists():
-        read_choices(path)
-        with open(path, newline="") as file:
-            rows = {parse_choice(cells, str(path)).case: cells for cells in csv.DictReader(file)}
+    rows = {choice.case: cells for choice, cells in read_choices(path)} if path.exists() else {}
     for cells in new:
         cells = {column: str(cells[column]) for column in COLUMNS}
         rows[parse_choice(cells, str(path)).case] = cells

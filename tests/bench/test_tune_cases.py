@@ -1,6 +1,5 @@
 """`moe-aiter tune --family`: tiles of dense, 8-bit and sparse products, and who computes them."""
 
-import csv
 import importlib
 
 import pytest
@@ -66,7 +65,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(tune, "cases", lambda args: [("dense", case)])
         times = {USUAL: 100.0, **{config: 99.0 for config in OTHERS}, OTHERS[1]: 80.0}
         monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
-        monkeypatch.setattr(tune_choice, "time", lambda runs, reps: backends[: len(runs)])
+        monkeypatch.setattr(tune_choice, "time_graphs", lambda runs, reps: backends[: len(runs)])
 
     return become
 
@@ -87,10 +86,8 @@ def test_tiles_and_the_choice_become_rows(gpu, tmp_path, capsys):
     assert (
         row.key == KEY and row.config == OTHERS[1] and (cells["us"], cells["default_us"]) == ("80.0", "100.0")
     )
-    (chosen,) = read_choices(tmp_path / "choice" / "t.csv")
+    ((chosen, cells),) = read_choices(tmp_path / "choice" / "t.csv")
     assert chosen.case == ASKED and chosen.backend == "hopper"
-    with open(tmp_path / "choice" / "t.csv", newline="") as file:
-        (cells,) = csv.DictReader(file)
     assert (cells["us"], cells["torch_us"], cells["gpu"]) == ("80.0", "90.0", "NVIDIA Test")
     assert all(cells.values()), "where it comes from is there as well"
     assert fake.ran[-1] == OTHERS[1], "the choice is between torch and the tile that won"
@@ -156,7 +153,7 @@ def test_choices_are_merged_and_what_is_special_comes_first(tmp_path):
     ):
         cells = {name: "" if cell is None else cell for name, cell in case._asdict().items()}
         write_choices(path, [cells | notes | {"backend": backend}])
-    found = [(row.case, row.backend) for row in read_choices(path)]
+    found = [(row.case, row.backend) for row, _ in read_choices(path)]
     assert found == [(ASKED, "hopper"), (ASKED._replace(n=8), "triton"), (general, "torch")]
 
 
@@ -230,7 +227,7 @@ def test_the_shipped_rows_have_cases_that_would_be_measured():
         if len(words) == 3:
             m, k, n = map(int, words)
             asked.add((tuning.bucket(m), n, k))
-    rows = [row for row in read_choices(choice.CHOICES / "h200.csv") if row.case.op.startswith("gemm")]
+    rows = [row for row, _ in read_choices(choice.CHOICES / "h200.csv") if row.case.op.startswith("gemm")]
     assert rows and {(row.case.rows, row.case.n, row.case.k) for row in rows} <= asked
 
 
@@ -251,7 +248,7 @@ def test_on_a_gpu(words, ops, tmp_path):
     assert ops <= {row.key.op for row, _ in found} and all(float(cells["us"]) > 0 for _, cells in found)
     if "dense" in words:
         rows = read_choices(tmp_path / "choice" / "t.csv")
-        assert rows and all(row.backend in choice.BACKENDS for row in rows)
+        assert rows and all(row.backend in choice.BACKENDS for row, _ in rows)
 
 
 @pytest.mark.gpu
