@@ -189,7 +189,10 @@ def test_loading_by_copies_changes_nothing(device):
     model.load_state_dict(build(device).state_dict())
     model(torch.randn(T, H, device=device)).sum().backward()
     hand_over()
+    down = model[1].experts.down
+    wanted = down.detach() - down.main_grad
     optimizer.step()
+    torch.testing.assert_close(down.detach(), wanted)
 
 
 @pytest.mark.gpu
