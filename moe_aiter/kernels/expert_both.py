@@ -4,7 +4,7 @@ The backward pass makes z again, writes dz over it, and then is that of `expert_
 """
 
 from ..backend import define_op, takes
-from ._expert_inputs import ExpertInputs, check_expert_values
+from ._expert_inputs import NUM_INPUTS, ExpertInputs, check_expert_values
 from ._tile import TILE_DTYPES
 from .expert_down import down_gradients
 from .expert_loop import ARGUMENTS, expert_loop_reference
@@ -36,7 +36,7 @@ def save_expert_both(ctx, inputs, output):
 def backward_expert_both(ctx, dout):
     *others, _, bytes_of_dx = ctx.others
     i = ExpertInputs(*ctx.saved_tensors, *others)
-    needs = ExpertInputs(*ctx.needs_input_grad[:14])
+    needs = ExpertInputs(*ctx.needs_input_grad[:NUM_INPUTS])
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
@@ -53,8 +53,8 @@ expert_both_op = define_op(
     f"expert_both({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad, SymInt bytes_of_y, "
     "SymInt bytes_of_dx) -> Tensor",
     new=lambda x, *_: x.new_empty(x.shape),
-    check_values=lambda *inputs: check_expert_values(*inputs[:14]),
-    reference=lambda *inputs: expert_loop_reference(*inputs[:14])[0],
+    check_values=lambda *inputs: check_expert_values(*inputs[:NUM_INPUTS]),
+    reference=lambda *inputs: expert_loop_reference(*inputs[:NUM_INPUTS])[0],
     triton=launch_expert_both,
     save=save_expert_both,
     backward=backward_expert_both,

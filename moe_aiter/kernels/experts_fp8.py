@@ -29,7 +29,7 @@ from torch import Tensor
 from ..backend import define_op, pick
 from ..dispatch import is_last_use, is_unwatched
 from . import hopper
-from ._expert_inputs import ExpertInputs, check_expert_values
+from ._expert_inputs import NUM_INPUTS, ExpertInputs, check_expert_values
 from ._groups import sum_dtype, take_rows
 from .activations import get_activation
 from .expert_down import down_gradients
@@ -218,7 +218,7 @@ def new_experts(*inputs):
     """The output, z, the scales of gate_up's rows, and the largest magnitudes of down's columns where they
     cost no other look at it: as far as backward asks for them; and x as 8-bit rows with scales, where these
     serve backward in its place."""
-    i, need_dx, save_x8 = ExpertInputs(*inputs[:14]), *inputs[-3:-1]
+    i, need_dx, save_x8 = ExpertInputs(*inputs[:NUM_INPUTS]), *inputs[-3:-1]
     (E, width, _), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
     rows = i.order.shape[0] if i.save_z else 0
     z, asked = i.x.new_empty(rows, width), ((need_dx, width), (is_read_once(i.down), I))
@@ -275,7 +275,7 @@ def backward_experts(ctx, dout, *_):
     format, x8 = recipe.removesuffix(ALL), (x8, x_scale)
     dout8 = quantize_rows(dout, format)
     of_gate_up, of_down = products_of_weights(recipe, x8, dout8)
-    i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:14])
+    i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:NUM_INPUTS])
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
@@ -333,7 +333,7 @@ experts_fp8_op = define_op(
     "SymInt bytes_of_dx, bool need_dx, bool save_x8, str recipe) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     new=new_experts,
-    check_values=lambda *inputs: check_expert_values(*inputs[:14]),
+    check_values=lambda *inputs: check_expert_values(*inputs[:NUM_INPUTS]),
     torch=launch_experts,
     save=save_experts,
     backward=backward_experts,

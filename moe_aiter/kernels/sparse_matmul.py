@@ -149,8 +149,7 @@ def check_lists(lists: Tensor, rows: int, columns: int, a: int, b: int) -> int:
 def check_list_values(lists: Tensor, rows: int, columns: int, a: int, b: int) -> None:
     R, C = count((rows, columns), (a, b))
     L = num_blocks(lists, R, C)
-    start, start_t, *columns_and_rows, place_t = lists.split([R + 1, C + 1, L, L, L, L])
-    col, row, row_t = columns_and_rows
+    start, start_t, col, row, row_t, place_t = lists.split([R + 1, C + 1, L, L, L, L])
     limits = ("col", col, C), ("row", row, R), ("row_t", row_t, R), ("place_t", place_t, L)
     for name, t, limit in limits:
         if ((t < 0) | (t >= limit)).any():

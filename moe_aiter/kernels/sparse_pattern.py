@@ -117,8 +117,8 @@ def pair(blocksize: int | tuple[int, int]) -> tuple[int, int]:
     sides = tuple(blocksize) if isinstance(blocksize, (tuple, list)) else (blocksize, blocksize)
     if len(sides) != 2:
         raise ValueError(f"blocksize must be a number or two of them, not {blocksize}")
-    check_sizes(**{"blocksize": sides[0]})
-    check_sizes(**{"blocksize": sides[1]})
+    for side in sides:
+        check_sizes(blocksize=side)
     return sides
 
 

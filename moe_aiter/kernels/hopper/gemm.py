@@ -202,8 +202,8 @@ def launch_gemm(
     w_box = (config.block_n, config.block_k) if rows else (config.block_k, config.block_n)
     bias, bias_end = (None, 0) if bias is None else (bias.contiguous(), N)
     if bias is None and op != "hopper_gemm":
-        # of which nothing is read: what waits for a bias is not computed early, and there are no registers
-        # to keep it in
+        # nothing is read of it, but what waits for a bias is not computed early, when there would be no
+        # registers to keep it in
         bias = out
     programs = num_programs(x)
     gemm_kernel[(programs,)](
