@@ -16,7 +16,16 @@ from ..backend import check_backend, log
 from ..dispatch import is_plain, is_transformed
 from ..kernels.attention_mask import zero_rows
 from ..switches import switches
-from .attention_call import Call, agree, aligned, apart, decided, fitted, together, with_band
+from .attention_call import (
+    Call,
+    agree,
+    aligned,
+    decided,
+    fitted,
+    heads_to_rows,
+    rows_to_heads,
+    with_band,
+)
 
 BACKENDS = "auto", "flash", "sdpa", "math"
 TORCHS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # what `torch._fused_sdp_choice` answers
@@ -235,7 +244,7 @@ def run_sdpa(call: Call) -> Tensor:
     if lower_right and call.q.is_cuda and not torch.compiler.is_compiling():  # torch cannot compile it
         arguments[3] = causal_lower_right(shared.q.shape[2], shared.k.shape[2])
     out = F.scaled_dot_product_attention(*arguments, **sdpa_options(shared))
-    out = out if shared.group == call.group else apart(out, call.group)
+    out = out if shared.group == call.group else rows_to_heads(out, call.group)
     return out if shared.v.shape[3] == call.v.shape[3] else out[..., : call.v.shape[3]]
 
 
@@ -265,7 +274,7 @@ def share_rows(call: Call) -> Call:
         return call
     if not torch.compiler.is_compiling() and TORCHS.get(torchs_choice(call)) != "math":
         return call  # cuDNN repeats none; torch.compile cannot ask
-    return call._replace(q=together(call.q, call.group))
+    return call._replace(q=heads_to_rows(call.q, call.group))
 
 
 def run_math(call: Call) -> Tensor:

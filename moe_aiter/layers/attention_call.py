@@ -208,10 +208,11 @@ def decided(flag: bool) -> bool:
     return False
 
 
-def together(t: Tensor, group: int) -> Tensor:
+def heads_to_rows(t: Tensor, group: int) -> Tensor:
     """(B, Hq, S, n) of heads that share a head of k: (B, Hk, group * S, n)."""
     return t.unflatten(1, (t.shape[1] // group, group)).flatten(2, 3)
 
 
-def apart(t: Tensor, group: int) -> Tensor:
+def rows_to_heads(t: Tensor, group: int) -> Tensor:
+    """The way back."""
     return t.unflatten(2, (group, t.shape[2] // group)).flatten(1, 2)

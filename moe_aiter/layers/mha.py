@@ -12,7 +12,7 @@ from torch import Tensor
 from ..dispatch import compose
 from ..kernels._check import check_flags
 from .attention import choose, flash, flash_lacks
-from .attention_call import Call, agree, apart, band, together
+from .attention_call import Call, agree, band, heads_to_rows, rows_to_heads
 
 
 class Options(NamedTuple):
@@ -79,7 +79,7 @@ def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor, Te
 def by_steps(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the log of each softmax's sum, what dropout kept.  No head of k is repeated."""
     q, k, v = (t if t.dtype == torch.float64 else t.float() for t in call[:3])
-    scores = apart(together(q * call.scale, call.group) @ k.mT, call.group)
+    scores = rows_to_heads(heads_to_rows(q * call.scale, call.group) @ k.mT, call.group)
     if call.is_banded:
         scores = scores.masked_fill(~band(call), -torch.inf)
     lse = scores.logsumexp(3)
@@ -88,7 +88,7 @@ def by_steps(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     if call.dropout_p:
         kept = torch.rand_like(p) >= call.dropout_p
         p = p * kept / (1 - call.dropout_p)
-    out = apart(together(p, call.group) @ v, call.group)
+    out = rows_to_heads(heads_to_rows(p, call.group) @ v, call.group)
     return out.to(call.q.dtype), lse.float(), kept
 
 
