@@ -8,7 +8,7 @@ from ._fp8 import MOST_K
 from ._groups import wide
 
 
-def sums(x, w):
+def product(x, w):
     """x @ w in float32: of int8 exact, and rounded once."""
     if x.dtype != torch.int8:
         return wide(x) @ wide(w)

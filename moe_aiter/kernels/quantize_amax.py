@@ -163,11 +163,6 @@ def tile_with_amax(G: int, M: int, K: int, itemsize: int) -> tuple[int, int, int
     return max(rows, block_m), block_m, block_k, warps
 
 
-def tile_by_amax(K: int) -> tuple[int, int, int]:
-    """Columns that lie side by side, elements of each, and warps: whole lines to read and to write."""
-    return 64, 128, 8
-
-
 @takes(*TILE_DTYPES)
 def launch_quantize_rows_and_amax(out, x, format):
     x8, scale, amax = out
@@ -195,7 +190,7 @@ def launch_quantize_by_amax(out, x, amax, format):
         return launch_quantize_rows(out, x, format)
     x = x if x.dim() == 3 else x[None]
     G, M, K = x.shape
-    block_m, block_k, warps = tile_by_amax(K)
+    block_m, block_k, warps = 64, 128, 8  # whole lines to read and to write
     tiles_m, tiles_k = cdiv(M, block_m), cdiv(K, block_k)
     quantize_columns_kernel[(G * tiles_m * tiles_k,)](
         x, amax.contiguous(), x8, scale, M, K, tiles_m, tiles_k, x.stride()[::2],

@@ -16,7 +16,7 @@ from ..backend import define_op, takes
 from . import hopper
 from ._check import check_device, check_shape, check_size, refuse_gradient
 from ._fp8 import FP8, MOST_K, add_product, as_operands, is_promoted
-from ._int8 import sums
+from ._int8 import product
 from ._scaled_choice import fits_blas, multiply_by_blas, wants
 from ._scales import as_vector, check_scales
 from ._tile import locate, row_tiles, swizzle, tile_options
@@ -31,7 +31,7 @@ WIDTH = 4096
 
 
 def scaled_gemm_reference(x, w, x_scale, w_scale, bias, dtype):
-    y = sums(x, w)
+    y = product(x, w)
     y = y if x_scale is None else y * x_scale[:, None]
     y = y if w_scale is None else y * w_scale
     return (y if bias is None else y + bias).to(dtype)

@@ -53,11 +53,11 @@ def get_config(
     """
     variant(gmm_type)
     sizes = bucket(M), K, N, G
-    return dict(cached(gmm_type, sizes, bool(accumulate), dtype or torch.bfloat16, trans, arch()))
+    return dict(cached(gmm_type, sizes, bool(accumulate), dtype or torch.bfloat16, arch()))
 
 
 @functools.lru_cache(maxsize=1024)
-def cached(gmm_type, sizes, accumulate, dtype, trans, name) -> dict[str, int]:
+def cached(gmm_type, sizes, accumulate, dtype, name) -> dict[str, int]:
     M, K, N, G = sizes
     given = from_file(gmm_type, accumulate, name) or {}
     op = "gmm" if gmm_type == "gmm" else "tgmm"
