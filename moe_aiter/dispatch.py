@@ -52,7 +52,8 @@ def register(
         if kinds not in known or is_transformed() or inputs[0].is_meta:
             check_kinds(arguments, inputs)
             check_transforms(name, inputs, mutates)
-            if not is_plain(inputs) or is_batched():
+            # one sample after another, of which torch's dispatcher knows no way to write in place
+            if not is_plain(inputs) or (is_batched() and not mutates):
                 return op(*inputs)
             if PLAIN.issuperset(kinds):
                 known.add(kinds)
@@ -129,7 +130,7 @@ def is_batching_gradients() -> bool:
 
 
 def is_batched() -> bool:
-    """Whether a vmap is at work, for which torch's dispatcher runs an op with one sample after another."""
+    """Whether a vmap is at work."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return is_batching_gradients() or any(level.key() == TransformType.Vmap for level in levels)
 

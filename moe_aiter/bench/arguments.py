@@ -17,10 +17,10 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
         "--reps",
         type=count,
         metavar="N",
-        help="timed runs of each contender: 25 on a GPU, 11 on a CPU, 3 there of adapters",
+        help="timed runs of each contender; default 25 on a GPU, 11 on a CPU (lora: 3)",
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
-    parser.add_argument("--commit", help="what is measured, where git cannot say")
+    parser.add_argument("--commit", help="the commit to note, where git cannot tell")
 
 
 def refuse(command: str, mistake: str) -> int:

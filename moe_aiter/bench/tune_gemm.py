@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reps", type=count, metavar="N", help="timed runs of each: 25 on a GPU, 11 on a CPU"
     )
-    parser.add_argument("--commit", help="what is measured, where git cannot say")
+    parser.add_argument("--commit", help="the commit to note, where git cannot tell")
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -173,10 +174,11 @@ def leave(folder):
         (lambda folder: (folder / INDEX).write_text("{"), ["it is not JSON"]),
         (lambda folder: (folder / INDEX).unlink(), ["there is neither model.safetensors nor model.safe"]),
         (lambda folder: (folder / "config.json").unlink(), ["there is no config.json"]),
+        (shutil.rmtree, ["there is no such folder"]),
         (lambda folder: (folder / "config.json").write_text("[]"), ["it is not a JSON object"]),
         (lambda folder: (folder / "config.json").write_text("[" * 10**5), ["it is not JSON: "]),
     ],
-    ids=["cut", "lose", "move", "leave", "index", "no-index", "no-config", "config", "deep"],
+    ids=["cut", "lose", "move", "leave", "index", "no-index", "no-config", "no-folder", "config", "deep"],
 )
 def test_damaged_files(damage, problems, tmp_path):
     save(tmp_path / "theirs", "mixtral")

@@ -222,7 +222,8 @@ def read_json(path: Path) -> dict:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent}", [f"there is no {path.name}"]) from error
+        missing = path.name if path.parent.is_dir() else "such folder"
+        raise CheckpointError(f"{path.parent}", [f"there is no {missing}"]) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}", [f"it is not JSON: {error}"]) from error
     if not isinstance(found, dict):
