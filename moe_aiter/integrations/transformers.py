@@ -67,6 +67,7 @@ def register() -> None:
 def unregister() -> None:
     """Take the name back; a model that still uses it fails at its next forward pass, by name."""
     interface()._global_mapping.pop(NAME, None)
+    FINDERS[:] = [finder for finder in FINDERS if finder is not summed_weights]
 
 
 def interface() -> type:

@@ -90,11 +90,17 @@ class Sums:
     def check(self) -> None:
         """Raise unless the modules' weights are those of the optimizer and have the main gradients still."""
         for (weight, module, name), main_grad in zip(self.found, self.main_grads, strict=True):
-            if getattr(module, name) is not weight or getattr(weight, "main_grad", None) is not main_grad:
+            now = getattr(weight, "main_grad", None)
+            if getattr(module, name) is not weight or now is None:
                 raise RuntimeError(
                     f"{type(module).__name__}.{name} is not the tensor that use_main_grad was given: "
                     "something has replaced it, load_state_dict(assign=True) say.  Load first, then make the "
                     "optimizer and call use_main_grad; or load without assign, which copies"
+                )
+            if now is not main_grad:
+                raise RuntimeError(
+                    f"the main_grad of {type(module).__name__}.{name} is not the one that use_main_grad gave "
+                    "it for this optimizer: another call, for another optimizer say, has replaced it"
                 )
 
     def hand_over(self) -> None:

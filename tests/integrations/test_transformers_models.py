@@ -203,9 +203,11 @@ def test_registering(monkeypatch):
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     register()
+    register()
     assert ALL_EXPERTS_FUNCTIONS[NAME] is ours.experts_forward
+    assert ours.FINDERS.count(ours.summed_weights) == 1
     unregister(), unregister()
-    assert NAME not in ALL_EXPERTS_FUNCTIONS
+    assert NAME not in ALL_EXPERTS_FUNCTIONS and ours.summed_weights not in ours.FINDERS
     with pytest.raises(ValueError, match=NAME):
         tiny_model("mixtral").set_experts_implementation(NAME)
 

@@ -208,3 +208,15 @@ def test_no_gradient_is_written_beside_the_sum(no_debug):
     before = torch.cuda.memory_allocated()
     out.backward()
     assert torch.cuda.max_memory_allocated() - before < model.experts.down.nbytes
+
+
+def test_a_main_grad_that_is_another_is_said():
+    """By a second call, for another optimizer say: the first would train with sums of nothing."""
+    model = MoE(8, 6, 4, 2)
+    first, second = (torch.optim.SGD(model.parameters(), 1.0) for _ in range(2))
+    use_main_grad(model, first)
+    use_main_grad(model, second)
+    model(torch.randn(3, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="the main_grad of Experts.gate_up .* another call"):
+        first.step()
+    second.step()
