@@ -1,5 +1,7 @@
 """Scales and biases beside products of 8 bits: which shapes they may have, and what kernels get."""
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def as_vector(
     """A scale of one of these shapes, or of one element, as (size,), without a copy."""
     if scale is None:
         return None
-    if isinstance(scale, (int, float)):
+    if isinstance(scale, numbers.Real):
         return x.new_full((1,), scale, dtype=torch.float32).expand(size)
     check_tensor(name, scale)
     if scale.numel() == 1:
@@ -45,7 +47,7 @@ def as_rows(name: str, scale: Tensor | float | None, x: Tensor, rows: int) -> Te
     G = x.shape[0]
     if scale is None:
         return None
-    if isinstance(scale, (int, float)):
+    if isinstance(scale, numbers.Real):
         return x.new_full((1, 1), scale, dtype=torch.float32).expand(G, rows)
     check_tensor(name, scale)
     shape = tuple(scale.shape)

@@ -310,3 +310,9 @@ def test_any_strides_of_int8(device, M, N, strides):
     for left, right in ((x, w), (x, w.contiguous()), (x.contiguous(), w)):
         out = scaled_gemm(left, right, out_dtype=torch.float32)
         assert torch.equal(out.double(), left.double() @ right.double())
+
+
+def test_a_number_of_numpy_is_a_scale():
+    x, w = torch.ones(3, 4, dtype=torch.int8), torch.ones(4, 2, dtype=torch.int8)
+    want = scaled_gemm(x, w, 2.0, out_dtype=torch.float32)
+    assert torch.equal(scaled_gemm(x, w, torch.tensor(2.0).numpy()[()], out_dtype=torch.float32), want)
