@@ -213,21 +213,12 @@ def flash(call: Call) -> tuple[Tensor, ...]:
     """
     D = call.q.shape[3]
     q, k, v = (rows_of_16_bytes(t).transpose(1, 2) for t in call[:3])
+    ragged = None, None, q.shape[1], k.shape[1]  # where sequences of several lengths end: there is one length
+    with_mask = False  # of what dropout took, for debugging
     out, lse, rng_state, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        call.dropout_p,
-        call.is_causal,
-        False,
-        scale=call.scale,
-        window_size_left=call.left,
-        window_size_right=call.right,
-    )
+        *(q, k, v), *ragged, call.dropout_p, call.is_causal, with_mask,
+        scale=call.scale, window_size_left=call.left, window_size_right=call.right,
+    )  # fmt: skip
     return out[..., :D].transpose(1, 2), lse, rng_state
 
 
