@@ -264,6 +264,6 @@ def masked_gmm(
     check_shape("x", x, "G", "M", "K")
     check_shape("w", w, "G", "N", "K")
     scales = as_rows("x_scale", x_scale, x, x.shape[1]), as_rows("w_scale", w_scale, x, w.shape[1])
-    refuse_gradient("a masked product", out, x, w, *scales)
+    refuse_gradient("a batched product" if group_sizes is None else "a masked product", out, x, w, *scales)
     masked_gmm_op(out, x, w, group_sizes, *scales, shuffled)
     return out

@@ -130,11 +130,9 @@ def this_device(device: torch.device) -> Device:
 
 def current_device() -> torch.device:
     """Where a product would run."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 # files

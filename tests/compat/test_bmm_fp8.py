@@ -117,3 +117,10 @@ def test_bad_input_is_named_and_nothing_written(change, kind, message):
     with pytest.raises(kind, match=message):
         bmm_fp8(**{**good, **change})
     assert (out == 7).all()
+
+
+def test_what_would_need_a_gradient_is_refused_by_its_name(device):
+    A, B = (torch.ones(2, 16, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    scale = torch.ones(1, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a batched product has no gradient"):
+        bmm_fp8(A, B, scale, 1.0, torch.bfloat16)
