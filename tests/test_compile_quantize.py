@@ -135,7 +135,7 @@ def test_rows_in_the_other_order_compile(target, groups, m, k, dtype):
                     new(groups, k, m, dtype=small), given, scale, format
                 )
         x8 = new(groups, m, k, dtype=FORMATS["e4m3"])
-        if quantize_transposed.launch_transpose_rows8.fits(x8):
+        if m % 4 == k % 4 == 0:
             quantize_transposed.launch_transpose_rows8(quantize_transposed.new_transpose_rows8(x8), x8)
     if launches:
         check(TARGETS[target], launches)

@@ -204,9 +204,24 @@ def measure(p: Problem, reps: int) -> list[dict]:
     return rows
 
 
+def never_waits(call: Callable[[], object]) -> bool:
+    """Whether a call leaves the host alone.  A capture that failed would leave torch's generator unusable."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as mistake:
+        if "synchronizing" not in str(mistake):
+            raise
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return True
+
+
 def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Callable[[], object], str]:
     """What launches the kernels of a call, and how: ours must be what a CUDA graph can hold."""
-    if not on_gpu:
+    if not on_gpu or not (ours or never_waits(call)):
         return call, "eager"
     try:
         return captured(call).replay, "graph"

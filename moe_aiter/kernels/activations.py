@@ -93,7 +93,8 @@ def join_parts(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
 
 def torch_gelu(x: Tensor) -> Tensor:
     """F.gelu, also for inf and near it, where oneDNN's, which float32 on a CPU gets, doubles x first."""
-    return F.gelu(x).where(x < 10, x)  # from 9 on, float64 does not know the two apart
+    y = F.gelu(x)
+    return y if x.is_cuda else y.where(x < 10, x)  # from 9 on, float64 does not know the two apart
 
 
 def torch_gelu_tanh(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ._fp8 import native_fp8
 from ._tile import TILE_DTYPES
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl
 from .quantize import (
+    LEAST,
     amax_reference,
     in_turn,
     launch_quantize_rows,
@@ -169,6 +170,9 @@ def launch_quantize_rows_and_amax(out, x, format):
     if x8.dtype not in native_fp8() or not is_read_once(x):
         launch_quantize_rows((x8, scale), x, format)
         return amax.copy_(amax_reference(x, -2))
+    if not x.numel():  # there may be columns all the same
+        scale.fill_(LEAST)
+        return amax.zero_()
     x = x if x.dim() == 3 else x[None]
     G, M, K = x.shape
     rows, block_m, block_k, warps = tile_with_amax(G, M, K, x.element_size())

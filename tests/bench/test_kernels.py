@@ -77,6 +77,6 @@ def test_on_a_gpu(monkeypatch, tmp_path):
         run(monkeypatch, "cpu", "--reps", 3, "--out", path)
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == kernels.FIELDS and len(rows) == 2 * 8
+    assert list(rows[0]) == kernels.FIELDS and len(rows) == 2 * (8 + 15)
     assert all(float(row["us"]) > 0 and float(row["gb_per_s"]) > 0 for row in rows)
     assert [row["kernel"] for row in rows if row["copy_percent"]] == ["weighted sum", "sum"] * 2
