@@ -53,13 +53,15 @@ def quantize_transposed_kernel(
     group, tile_k = (tile // tiles_k).to(tl.int64), tile % tiles_k
     k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + group * x_strides[0] + k.to(tl.int64)[:, None] * x_strides[2]
-    parts = ()
-    for i in tl.static_range(4):
+    loaded, scales, parts = (), (), ()
+    for i in tl.static_range(4):  # all of it is on its way before the first division, which branches
         m = tile_m * BLOCK_M + tl.arange(0, QUARTER) * 4 + i
-        scale = tl.load(scale_ptr + group * M + m, mask=m < M, other=1.0)
         mask = (k < K)[:, None] & (m < M)[None, :]
-        x = tl.load(x_ptrs + m.to(tl.int64)[None, :] * x_strides[1], mask=mask, other=0.0)
-        parts = parts + (x.to(tl.float32) * tl.div_rn(1.0, scale)[None, :],)
+        x_offsets = m.to(tl.int64)[None, :] * x_strides[1]
+        loaded = loaded + (tl.load(x_ptrs + x_offsets, mask=mask, other=0.0),)
+        scales = scales + (tl.load(scale_ptr + group * M + m, mask=m < M, other=1.0),)
+    for i in tl.static_range(4):
+        parts = parts + (loaded[i].to(tl.float32) * tl.div_rn(1.0, scales[i])[None, :],)
     x = in_turn(parts).to(out_ptr.dtype.element_ty)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     out_ptrs = out_ptr + (group * K + k[:, None]) * M + m[None, :]
