@@ -31,8 +31,7 @@ from torch import Tensor
 from .arguments import refuse
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .segment import kernels
-from .timing import call_times, kernel_times
+from .timing import call_times, kernel_times, kernels
 
 FAMILIES = {  # name -> module
     "dense": "dense",

@@ -18,7 +18,7 @@ from ..layers.segment import SegmentGEMMWrapper
 from .arguments import refuse
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .timing import captured, time_calls, time_kernels
+from .timing import kernels, time_calls, time_kernels
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype"),
@@ -202,31 +202,3 @@ def measure(p: Problem, reps: int) -> list[dict]:
             f"{row['gb_per_s']:5.0f} GB/s, {row['copy_percent']:3.0f} % of a copy, {row['launch']}"
         )
     return rows
-
-
-def never_waits(call: Callable[[], object]) -> bool:
-    """Whether a call leaves the host alone.  A capture that failed would leave torch's generator unusable."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    except RuntimeError as mistake:
-        if "synchronizing" not in str(mistake):
-            raise
-        return False
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return True
-
-
-def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Callable[[], object], str]:
-    """What launches the kernels of a call, and how: ours must be what a CUDA graph can hold."""
-    if not on_gpu or not (ours or never_waits(call)):
-        return call, "eager"
-    try:
-        return captured(call).replay, "graph"
-    except PEER_ERRORS:
-        if ours:
-            raise
-        torch.cuda.synchronize()
-        return call, "eager"

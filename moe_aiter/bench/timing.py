@@ -2,11 +2,12 @@
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
 
-from .contender import Contender
+from .contender import PEER_ERRORS, Contender
 from .memory import hand_back
 from .problem import Problem
 
@@ -173,3 +174,33 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         run()
     return graph
+
+
+def never_waits(call: Callable[[], object]) -> bool:
+    """Whether a call leaves the host alone.  A capture that failed would leave torch's generator unusable."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():  # that this is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as mistake:
+        if "synchronizing" not in str(mistake):
+            raise
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return True
+
+
+def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Callable[[], object], str]:
+    """What launches the kernels of a call, and how: ours must be what a CUDA graph can hold."""
+    if not on_gpu or not never_waits(call):
+        return call, "eager"
+    try:
+        return captured(call).replay, "graph"
+    except PEER_ERRORS:
+        if ours:
+            raise
+        torch.cuda.synchronize()
+        return call, "eager"

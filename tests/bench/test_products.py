@@ -171,7 +171,7 @@ def test_the_report_has_a_row_for_each_case(tmp_path):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
+def test_on_a_gpu(tmp_path, no_debug):
     path = tmp_path / "p.csv"
     assert run("--family", "dense", "--shape", "toy", "--reps", 2, "--out", path) == 0
     assert {row["launch"] for row in read(path) if row["contender"] == "moe_aiter"} == {"graph"}
