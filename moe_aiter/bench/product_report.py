@@ -55,6 +55,23 @@ REPORTS = {
 }
 FAMILIES = "products.csv"  # of `bench gemm`
 OURS = "moe_aiter"
+HEADLINES = {  # for the README: the cases, by the names of who is beside them there
+    "square-4096": "torch",
+    "gelu-1024": "torch, unfused",
+    "gelu-4096": "torch, unfused",
+    "decode-4096-1": "torch",
+    "decode-4096-16": "torch",
+    "batched-64": "torch",
+    "grouped-aiter": "torch, loop over experts",
+    "grouped-C": "torch, loop over experts",
+    "int8-8192": "torch, bfloat16",
+    "fp8-8192": "torch, bfloat16",
+    "experts-fp8-8192": "bfloat16",
+    "block64-90": "torch, dense",
+    "block64-90-step": "torch, dense",
+    "csr-99": "torch.sparse.mm",
+    "attention, window": "torch",
+}
 
 
 def products(folder: pathlib.Path) -> str:
@@ -68,6 +85,33 @@ def products(folder: pathlib.Path) -> str:
         with reading(source):
             parts.append(families(source))
     return "".join(parts)
+
+
+def headlines(folder: pathlib.Path) -> str:
+    """For the README: a row for each of HEADLINES that was measured, for each device; nothing without any."""
+    source = folder / FAMILIES
+    if not source.exists():
+        return ""
+    with reading(source), open(source, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if HEADLINES.get(row["case"]) == row["contender"]]
+        rows = newest(rows, lambda row: (*about(row), row["case"]))
+        parts = []
+        for (device,), part in grouped(rows, lambda row: (row["device"],)):
+            table = [["product", "dtype", "us", "beside", "its us", "times as fast"]]
+            for row in sorted(part, key=lambda row: list(HEADLINES).index(row["case"])):
+                us, ratio = 1e3 * float(row["ms"]), float(row["ratio"])
+                case = f"{row['case']} ({row['shape']})"
+                cells = [
+                    case,
+                    row["dtype"],
+                    written(us / ratio),
+                    row["contender"],
+                    written(us),
+                    f"{ratio:.2f}",
+                ]
+                table.append(cells)
+            parts += [f"**{device}**, products ({versions(part)})\n", markdown(table)]
+    return "\n".join(parts)
 
 
 def section(report: Report, source: pathlib.Path) -> str:

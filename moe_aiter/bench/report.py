@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from .arguments import refuse
 from .layer import ADDED
 from .plots import PLOTS, draw, lines_of
-from .product_report import REPORTS, products
+from .product_report import REPORTS, headlines, products
 from .shapes import DEFAULT, GROUPS, SHAPES
 from .tables import EARLIER, MARK, Damaged, earlier, grouped, markdown, newest, reading, versions, written
 
@@ -49,7 +49,7 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
     try:
         with reading(source):
             rows = figures(source)
-            short, full = summary(rows), whole(rows) + products(source.parent)
+            short, full = summary(rows, headlines(source.parent)), whole(rows) + products(source.parent)
             draw(rows, document.parent)
     except Damaged as error:
         return refuse("bench report", str(error))
@@ -75,14 +75,14 @@ def figures(source: pathlib.Path) -> list[dict]:
     return newest(rows, lambda r: (*kind(r), r["shape"], r["contender"]))
 
 
-def summary(rows: list[dict]) -> str:
-    """For the README: the default shapes, normal routing, the plots, and a link to the rest."""
+def summary(rows: list[dict], products: str = "") -> str:
+    """For the README: the default shapes, normal routing, products, the plots, and a link to the rest."""
     parts = []
     for (*_, routing), section in grouped(rows, kind):
         for device, titles in SUMMARY.items() if routing == "normal" else ():
             part = [r for r in section if r["shape"] in DEFAULT[device]]
             parts += tables([r for r in part if device == "cpu" or r["contender"] != REFERENCE], titles)
-    return "\n".join([*parts, *images(rows, "docs"), ALL])
+    return "\n".join([*parts, *[products] * bool(products), *images(rows, "docs"), ALL])
 
 
 def whole(rows: list[dict]) -> str:
