@@ -86,6 +86,11 @@ CASES = {  # what, and whether it may spill: masked loads of single elements
     "few entries": (lambda: (run((1, 1), 16, entries=999), run_grad((1, 1), 16, entries=999)), False),
     "few entries, the other way": (lambda: run((1, 1), 16, entries=999, transposed=True), False),
     "few entries, float32": (lambda: run((1, 1), 16, dtype=F32, entries=9), False),
+    "entries for few rows": (lambda: run((1, 1), 64, entries=99999), False),
+    "entries for few rows, the other way": (lambda: run((1, 1), 16, transposed=True), False),
+    "entries for one row": (lambda: (run((1, 1), 1), run_grad((1, 1), 1)), False),
+    "entries for odd rows": (lambda: run((1, 1), 33, entries=9999), False),
+    "entries for few rows, float32": (lambda: run((1, 1), 33, dtype=F32, entries=99999), False),
     "entries": (lambda: run_grad((1, 1)), False),
 }  # fmt: skip
 
@@ -99,6 +104,15 @@ def test_case(target, case):
     check(TARGETS[target], launches, spills=spills)
     products = [launch for launch in launches if launch.kernel in PRODUCTS]
     assert has_matrix_instruction(TARGETS[target], products, small=True)
+
+
+@pytest.mark.parametrize("entries", [9999, 99999], ids=["read where they are", "turned"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_entries_are_added_up_by_matrix_instructions(target, entries):
+    with compiling_for(TARGETS[target]) as launches:
+        run((1, 1), 16, entries=entries)
+    assert [launch.kernel for launch in launches] == ["gather_entries_kernel"]
+    assert has_matrix_instruction(TARGETS[target], launches, small=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["A.T", "A"])

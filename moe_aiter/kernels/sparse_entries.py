@@ -2,18 +2,19 @@
 
 Tensor cores multiply by a matrix with nine zeros in ten faster than anything else finds the tenth number, so
 the entries are put in their places among zeros, in a buffer as large as the dense matrix.  Where that costs
-more, for few rows or a very large matrix, a program makes some columns of the transposed result from the rows
-of the transposed x that its entries name.
+more, for few rows or a very large matrix, a program makes some columns of the result from those columns of x
+that their entries name.
 """
 
 import torch
 from torch import Tensor
 
-from ._triton import cdiv, jit_kernel, tl
+from ._triton import cdiv, jit_kernel, next_power_of_2, tl
 from .sparse_pattern import num_blocks
 
 BLOCK = 1024
-GATHERED, COLUMNS = 8, 256  # entries that a program reads at once, and columns of each
+BLOCK_N = 16  # columns of a program's tile of the result, the fewest that tensor cores take
+PIECES = 2**19  # numbers that are read one by one where they are
 
 # kernel
 
@@ -46,65 +47,84 @@ def spread_entries_kernel(
 
 @jit_kernel
 def gather_entries_kernel(
-    x_ptr,  # (K, M), contiguous
+    x_ptr,  # (M, K)
     values_ptr,  # (L,)
     bias_ptr,  # (N,) or None
-    out_ptr,  # (N, M), contiguous
+    out_ptr,  # (M, N), contiguous
     lists_ptr,
-    starts,  # where in the lists those of the entries of each row of out begin,
-    others,  # where the rows of x of these entries are,
+    starts,  # where in the lists those of the entries of each column of out begin,
+    others,  # where the columns of x of these entries are,
     places,  # and those in values, or None: they are as they come
     M,
     N,
+    x_strides,  # m, k
     values_stride,
     bias_stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     GATHERED: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """out[n] = the sum of values * x[other] over the entries of row n."""
-    n = tl.program_id(0) % N
-    m = (tl.program_id(0) // N).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    first, end = tl.load(lists_ptr + starts + n), tl.load(lists_ptr + starts + n + 1)
-    acc = tl.zeros((GATHERED, COLUMNS), tl.float32)
-    for start in range(first, end, GATHERED):
+    """out[:, n] = the sum of values * x[:, other] over the entries of column n.
+
+    Those of neighbouring columns are neighbours: a program walks over all that its columns have, however they
+    share them, and a product with a matrix that has each value in the row of its column adds them up.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    start_ptrs = lists_ptr + starts
+    first, end = tl.load(start_ptrs + tl.minimum(n, N)), tl.load(start_ptrs + tl.minimum(n + 1, N))
+    begin = tl.load(start_ptrs + tile_n * BLOCK_N)
+    stop = tl.load(start_ptrs + tl.minimum(tile_n * BLOCK_N + BLOCK_N, N))
+    x_ptrs = x_ptr + m[None, :] * x_strides[0]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(begin, stop, GATHERED):
         j = start + tl.arange(0, GATHERED)
-        other = tl.load(lists_ptr + others + j, mask=j < end, other=0).to(tl.int64)
+        there = j < stop
+        other = tl.load(lists_ptr + others + j, mask=there, other=0).to(tl.int64)
         place = j
         if places is not None:
-            place = tl.load(lists_ptr + places + j, mask=j < end, other=0)
-        value = tl.load(values_ptr + place.to(tl.int64) * values_stride, mask=j < end, other=0.0)
-        mask = (j < end)[:, None] & (m < M)[None, :]
-        x = tl.load(x_ptr + other[:, None] * M + m[None, :], mask=mask, other=0.0)
-        acc += value.to(tl.float32)[:, None] * x.to(tl.float32)
-    out = tl.sum(acc, 0)
+            place = tl.load(lists_ptr + places + j, mask=there, other=0)
+        value = tl.load(values_ptr + place.to(tl.int64) * values_stride, mask=there, other=0.0)
+        mask = there[:, None] & (m < M)[None, :]
+        x = tl.load(x_ptrs + other[:, None] * x_strides[1], mask=mask, other=0.0)
+        mine = (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None])
+        acc = tl.dot(tl.where(mine, value[None, :], 0.0), x, acc, input_precision="ieee")
     if bias_ptr is not None:
-        out += tl.load(bias_ptr + n.to(tl.int64) * bias_stride).to(tl.float32)
-    tl.store(out_ptr + n.to(tl.int64) * M + m, out.to(out_ptr.dtype.element_ty), mask=m < M)
+        bias = tl.load(bias_ptr + n.to(tl.int64) * bias_stride, mask=n < N, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    out_ptrs = out_ptr + m[None, :] * N + n[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
 @jit_kernel
 def gather_entries_grad_kernel(
-    left_ptr,  # (N, M), contiguous
-    right_ptr,  # (K, M), contiguous
+    left_ptr,  # (M, N)
+    right_ptr,  # (M, K)
     out_ptr,  # (L,), contiguous
     lists_ptr,
     cols,  # where in the lists the column of each entry is,
     rows,  # and its row
     L,
     M,
+    left_strides,  # m, n
+    right_strides,  # m, k
+    BLOCK_M: tl.constexpr,
     GATHERED: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """out = the product of left[row] and right[col], summed."""
+    """out = the product of left[:, row] and right[:, col], summed."""
     j = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
     row = tl.load(lists_ptr + rows + j, mask=j < L, other=0).to(tl.int64)
     col = tl.load(lists_ptr + cols + j, mask=j < L, other=0).to(tl.int64)
-    acc = tl.zeros((GATHERED, COLUMNS), tl.float32)
-    for m_start in range(0, M, COLUMNS):
-        m = m_start + tl.arange(0, COLUMNS)
+    left_ptrs = left_ptr + row[:, None] * left_strides[1]
+    right_ptrs = right_ptr + col[:, None] * right_strides[1]
+    acc = tl.zeros((GATHERED, BLOCK_M), tl.float32)
+    for m_start in range(0, M, BLOCK_M):
+        m = (m_start + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (j < L)[:, None] & (m < M)[None, :]
-        left = tl.load(left_ptr + row[:, None] * M + m[None, :], mask=mask, other=0.0)
-        right = tl.load(right_ptr + col[:, None] * M + m[None, :], mask=mask, other=0.0)
+        left = tl.load(left_ptrs + m[None, :] * left_strides[0], mask=mask, other=0.0)
+        right = tl.load(right_ptrs + m[None, :] * right_strides[0], mask=mask, other=0.0)
         acc += left.to(tl.float32) * right.to(tl.float32)
     tl.store(out_ptr + j, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=j < L)
 
@@ -115,32 +135,48 @@ def gather_entries_grad_kernel(
 def costs_less(M: int, numbers: int, places: int, L: int, results: int = 0) -> bool:
     """Whether to gather: by the picoseconds that an H200 takes for both.
 
-    Gathering transposes M times `numbers`, starts programs for `results`, and has L entries times M; the
-    other way writes and reads `places`, and multiplies by them.
+    Gathering reads L entries and M numbers for each, turns M times `numbers`, and writes `results`; the other
+    way writes and reads `places`, or multiplies by them, and writes L of them once more.
     """
-    gathered = 8 * M * numbers + 34 * results + 100 * L * cdiv(M, COLUMNS)
-    return gathered < places * (1 + 0.0024 * M)
+    gathered = L * (8 + 0.35 * M) + 12 * M * numbers + results
+    return gathered < places * (1 + max(1.1, 0.0024 * M)) + 7 * L
+
+
+def columns_of(x: Tensor, L: int) -> Tensor:
+    """x (M, K) with each column in one piece, unless so few of its numbers are read that it does not pay."""
+    return x if x.shape[0] == 1 or x.shape[0] * L < PIECES else x.T.contiguous().T
+
+
+def gather_options(M: int, N: int, L: int, bits: int) -> dict[str, int]:
+    """As many entries at once as the columns of a program have, if they share them evenly."""
+    gathered = min(max(next_power_of_2(BLOCK_N * L // N), 64), 256)
+    gathered = 32 if bits == 32 else gathered  # without tensor cores they are kept in registers
+    return {
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_M": 16 if M <= 16 else 32,
+        "GATHERED": gathered,
+        "num_warps": max(gathered // 32, 2),
+    }
 
 
 def launch_entries(
     out: Tensor, x: Tensor, values: Tensor, bias: Tensor | None, lists: Tensor, size: tuple[int, int],
     transposed: bool,
 ) -> None:  # fmt: skip
-    (M, N), (R, C) = out.shape, size
+    (M, N), K, (R, C) = out.shape, x.shape[1], size
     L, base = len(values), R + C + 2
-    if not costs_less(M, R + C, R * C, L, results=M * N):
+    if not costs_less(M, K, R * C, L, results=M * N):
         w = spread_entries(values, lists, size)
         w = w if transposed else w.T
         torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
         return
     starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
-    columns = out.new_empty(N, M)
-    gather_entries_kernel[(N * cdiv(M, COLUMNS),)](
-        x.T.contiguous(), values, bias, columns, lists, starts, others, places, M, N,
-        values.stride(0), 0 if bias is None else bias.stride(0),
-        GATHERED=GATHERED, COLUMNS=COLUMNS, num_warps=4,
+    options = gather_options(M, N, L, 8 * x.itemsize)
+    x = columns_of(x, L)
+    gather_entries_kernel[(cdiv(N, options["BLOCK_N"]) * cdiv(M, options["BLOCK_M"]),)](
+        x, values, bias, out, lists, starts, others, places, M, N,
+        x.stride(), values.stride(0), 0 if bias is None else bias.stride(0), **options,
     )  # fmt: skip
-    out.copy_(columns.T)
 
 
 def launch_entries_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor) -> None:
@@ -151,9 +187,12 @@ def launch_entries_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor)
             out, left.T @ right, lists, base, base + L, L, C, 1, BACK=True, BLOCK=BLOCK, num_warps=4
         )
         return
-    gather_entries_grad_kernel[(cdiv(L, GATHERED),)](
-        left.T.contiguous(), right.T.contiguous(), out, lists, base, base + L, L, M,
-        GATHERED=GATHERED, COLUMNS=COLUMNS, num_warps=4,
+    left, right = columns_of(left, L), columns_of(right, L)
+    block_m = min(next_power_of_2(M), 64)
+    gathered = 2048 // max(block_m, 16)
+    gather_entries_grad_kernel[(cdiv(L, gathered),)](
+        left, right, out, lists, base, base + L, L, M, left.stride(), right.stride(),
+        BLOCK_M=block_m, GATHERED=gathered, num_warps=4,
     )  # fmt: skip
 
 

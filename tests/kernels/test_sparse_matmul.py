@@ -35,10 +35,15 @@ MATRICES = {  # N, K, blocksize, M
 DENSITIES = [0.4, 0.0, 1.0]
 
 
-@pytest.fixture(params=[False, True], ids=["spread", "gathered"])
+WAYS = {"spread": (False, 0), "gathered": (True, 2**60), "gathered from columns": (True, 0)}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
 def few(request, monkeypatch):
-    """Entries among zeros, and where that costs more."""
-    monkeypatch.setattr(sparse_entries, "costs_less", lambda *sizes, **named: request.param)
+    """Entries among zeros, and where that costs more, from x as it is or from a copy."""
+    gathered, pieces = request.param
+    monkeypatch.setattr(sparse_entries, "costs_less", lambda *sizes, **named: gathered)
+    monkeypatch.setattr(sparse_entries, "PIECES", pieces)
 
 
 def make(device, N, K, block, M, *, density=0.4, dtype=torch.float32, turned=False):
@@ -63,6 +68,17 @@ def check(*inputs):
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
 def test_products_and_gradients(device, matrix, density, turned, few):
     check(*make(device, *matrix, density=density, turned=turned))
+
+
+@pytest.mark.parametrize("M", [1, 20])
+@pytest.mark.parametrize("turned", [False, True], ids=["A.T", "A"])
+def test_one_row_has_nearly_all_entries(device, turned, M, few):
+    """And so has one column, of which the result has one number."""
+    mask = torch.eye(40, 333).roll(7, 1)
+    mask[21], mask[:, 100] = 1, 1
+    pattern = SparsePattern.from_mask(mask.to(device), 1)
+    values, x = torch.randn(pattern.num_blocks), torch.randn(M, 40 if turned else 333)
+    check(x.to(device), values.to(device), None, pattern.lists, *pattern.shape, turned)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,16 +120,25 @@ def test_the_same_bits_twice(device, matrix, few):
 @pytest.mark.parametrize(
     "M, side, L, gathered",
     [
-        (4096, 4096, 2**24 // 1000, False),  # as an H200 measured it
+        (4096, 4096, 2**24 // 1000, False),
         (4096, 4096, 2**24 // 10, False),
         (16, 4096, 2**24 // 1000, True),
-        (16, 4096, 2**24 // 10, False),
+        (64, 4096, 2**24 // 100, True),
+        (256, 4096, 2**24 // 10, False),
         (4096, 2**20, 2**24, True),  # for which no memory would do
     ],
 )
 def test_entries_are_gathered_where_zeros_cost_more(M, side, L, gathered):
     costs_less = sparse_entries.costs_less
     assert costs_less(M, 2 * side, side**2, L, results=M * side) == gathered
+
+
+@pytest.mark.parametrize("M, L, copied", [(1, 2**30, False), (16, 2**14, False), (16, 2**17, True)])
+def test_x_is_turned_where_many_of_its_numbers_are_read(M, L, copied):
+    x = torch.randn(M, 8)
+    columns = sparse_entries.columns_of(x, L)
+    assert torch.equal(columns, x)
+    assert (columns.data_ptr() != x.data_ptr()) == copied == (columns.stride(0) == 1)
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["A.T", "A"])
