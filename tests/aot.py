@@ -86,13 +86,21 @@ class Launch:
 
 def cubin_resources(cubin: bytes) -> dict[str, int]:
     """Registers, stack, shared and local bytes of the one kernel in a cubin."""
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = ask("cuobjdump", "--dump-resource-usage", cubin)
+    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text.partition("Function")[2])}
+
+
+def disassembled(cubin: bytes) -> str:
+    """The machine's own instructions, in order."""
+    return ask("nvdisasm", "--print-code", cubin)
+
+
+def ask(tool: str, flag: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text.partition("Function")[2])}
+        command = [pathlib.Path(triton.__file__).parent / "backends/nvidia/bin" / tool, flag, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The dense product compiles for every target at every tile of its tables: see test_compile_targets.py."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from moe_aiter.tuning.table import load
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from aot import TARGETS, compiling_for
+from aot import TARGETS, compiling_for, cubin_resources, disassembled
 from test_compile_hopper import module
 from test_compile_targets import ELSEWHERE, check, new
 
@@ -72,6 +73,7 @@ CASES = {
     "batched, odd": Case(m=300, n=520, k=328, batch=7),
     "everything": EVERYTHING,
     "few rows": Case(m=16, activation="silu", bias=True),
+    "few rows, batched": Case(m=9, n=520, k=328, batch=7),
     "few rows, columns": Case(m=1, n=14336, rows=False),
     "split": Case(m=64, n=256, k=65536, beta=1.0, bias=True, activation="gelu", save_z=True),
     "odd": Case(m=333, n=331, k=77, bias=True),
@@ -175,8 +177,54 @@ def check_hopper(run):
     with compiling_for(target) as launches:
         run()
     check(target, launches)
-    (product,) = launches
-    assert "wgmma.mma_async" in product.assembly and "setmaxnreg" in product.assembly
+    product, *rest = launches
+    if product.kernel == "few_rows_kernel":
+        assert [launch.kernel for launch in rest] in ([], ["finish_kernel"])
+        check_few_rows(product)
+    else:
+        assert not rest and "wgmma.mma_async" in product.assembly and "setmaxnreg" in product.assembly
+
+
+def check_few_rows(launch):
+    """Shared memory is for the sum over warps alone; all loads of a step come before its products."""
+    before, products, after = launch.assembly.partition("mma.sync.aligned.m16n8k16")
+    assert products and "ld.global.L1::evict_first" in before and ".v4.b32" in before
+    assert not re.search("(ld|st)[.]shared|shfl", before + after[: after.rindex("mma.sync")])
+    code = re.findall(r"\b(LDG|HMMA)\b", disassembled(launch.compiled.asm["cubin"]))
+    loads = code.index("HMMA")
+    assert loads > 4 and "LDG" not in code[loads : code.count("HMMA") + loads]
+
+
+@pytest.mark.parametrize("m", [1, 5, 16])
+@pytest.mark.parametrize("tile", HOPPER_TILES["hopper_few_rows"], ids=str)
+def test_few_rows(tile, m):
+    cases = Case(m=m), dataclasses.replace(EVERYTHING, m=m, k=4104), Case(m=m, n=256, k=65536, dtype=F16)
+    with tuning.choose(lambda key: tile if key.op == "hopper_few_rows" else None):
+        for case in cases:
+            check_hopper(case.run_on_hopper)
+
+
+@pytest.mark.parametrize("tile", HOPPER_TILES["hopper_few_rows"], ids=str)
+def test_an_sm_has_room_for_the_programs_that_keep_it_busy(tile):
+    with (
+        tuning.choose(lambda key: tile if key.op == "hopper_few_rows" else None),
+        compiling_for(TARGETS["sm_90"]) as launches,
+    ):
+        Case(m=16).run_on_hopper()
+    registers = cubin_resources(launches[0].compiled.asm["cubin"])["REG"]
+    at_once = module("few_rows").programs_at_once(tile)
+    assert at_once * tile.num_warps * 32 * (-(-registers // 8) * 8) <= 2**16
+    assert at_once >= 1 and tile.num_warps * at_once >= 16
+
+
+def test_few_columns_split_their_sums():
+    with compiling_for(TARGETS["sm_90"], compile=False) as launches:
+        Case(m=16, n=1000, k=65536).run_on_hopper()
+        Case(m=16, n=4096, k=4096).run_on_hopper()
+        Case(m=17, n=1000, k=65536).run_on_hopper()
+        Case(m=16, n=4096, k=4096, rows=False).run_on_hopper()
+    kernels = [launch.kernel for launch in launches]
+    assert kernels == ["few_rows_kernel", "finish_kernel", "few_rows_kernel", "gemm_kernel", "gemm_kernel"]
 
 
 def test_every_kernel_has_a_case():

@@ -22,8 +22,8 @@ ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near mem
 class Remembering(JITFunction):
     """A function of triton.jit that knows its launches."""
 
-    def __init__(self, fn):
-        super().__init__(fn)
+    def __init__(self, fn, **options):
+        super().__init__(fn, **options)
         self.launches = {}  # key -> what to launch
 
     def __getitem__(self, grid):

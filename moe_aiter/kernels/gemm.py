@@ -16,51 +16,17 @@ from ..backend import define_op, takes
 from . import hopper
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
 from ._gemm_choice import wants
+from ._gemm_epilogue import epilogue_of, finish, finish_parts, in_triton, splits_of
 from ._gemm_torch import activation_gradient, fill_gemm, gemm_reference
 from ._groups import sum_dtype
 from ._tile import TILE_DTYPES, multiply, swizzle, tile_options
-from ._triton import cdiv, jit_kernel, tl, triton
-from .activations import FUNCTIONS
+from ._triton import cdiv, jit_kernel, tl
 from .hopper._launch import num_programs
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
-FINISHED = 1024  # elements that a program finishes after a split sum
 WIDEST_STEP = 1024  # the most of K that a tile has
 
 # kernel
-
-
-@triton.jit
-def finish(
-    acc,  # float32: elements (m, n) of a matrix
-    m,  # int64
-    n,
-    mask,
-    offsets,  # of the elements in out and z
-    bias_ptr,  # (N,) or None
-    c_ptr,  # (M, N) or None
-    z_ptr,  # or None
-    out_ptr,
-    alpha,
-    beta,
-    N,
-    bias_stride,
-    c_stride_m,
-    c_stride_n,
-    ACTIVATION: tl.constexpr,
-):
-    """The epilogue."""
-    acc *= alpha
-    if c_ptr is not None:
-        c_ptrs = c_ptr + (m * c_stride_m + n.to(tl.int64) * c_stride_n)
-        acc += beta * tl.load(c_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n.to(tl.int64) * bias_stride, mask=n < N, other=0.0).to(tl.float32)
-    if z_ptr is not None:
-        tl.store(z_ptr + offsets, acc.to(z_ptr.dtype.element_ty), mask=mask)
-    if ACTIVATION is not None:
-        acc = ACTIVATION(acc)[0]
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @jit_kernel
@@ -123,37 +89,6 @@ def gemm_kernel(
                N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
 
 
-@jit_kernel
-def finish_kernel(
-    parts_ptr,  # (splits, B, M, N) float32
-    bias_ptr,  # (N,) or None
-    c_ptr,  # (B, M, N) or None
-    z_ptr,  # (B, M, N), contiguous, as is out, or None
-    out_ptr,
-    splits,
-    size,  # B * M * N
-    M,
-    N,
-    alpha,
-    beta,
-    bias_stride,
-    c_strides,  # b, m, n
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sums of splits, added up in order, and their epilogue."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < size
-    acc = tl.zeros((BLOCK,), tl.float32)
-    size = tl.cast(size, tl.int64)
-    for split in range(0, splits):
-        acc += tl.load(parts_ptr + split * size + i, mask=mask, other=0.0)
-    row, n = i // N, i % N
-    c_base = c_ptr if c_ptr is None else c_ptr + row // M * c_strides[0]
-    finish(acc, row % M, n, mask, i, bias_ptr, c_base, z_ptr, out_ptr, alpha, beta,
-           N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
-
-
 # launcher
 
 
@@ -176,14 +111,6 @@ def new_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z):
     return out, x.new_empty((B, M, N) if save_z else 0, dtype=dtype)
 
 
-def splits_of(tiles: int, K: int, block_k: int, units: int) -> tuple[int, int]:
-    """How many programs share a sum, and how much of K each has: several where tiles leave units idle."""
-    most = cdiv(K, 4 * block_k)  # or there is little to wait for
-    wanted = max(min(units // max(tiles, 1), most), 1)
-    part = cdiv(cdiv(K, wanted), block_k) * block_k
-    return (cdiv(K, part), part) if wanted > 1 else (1, max(K, 1))
-
-
 @takes(*TILE_DTYPES)
 def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z, *, config=None):
     """`config`: a tile in place of the tables'."""
@@ -194,18 +121,14 @@ def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z, *, 
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n) * B
     splits, part = splits_of(tiles, K, config.block_k, num_programs(x))
     parts = x.new_empty(splits, B, M, N, dtype=torch.float32) if splits > 1 else None
-    z, c_strides = z if save_z else None, (0, 0, 0) if c is None else c.stride()
-    bias_stride, function = 0 if bias is None else bias.stride(0), FUNCTIONS.get(activation, (None, None))[1]
+    z, bias_stride, c_strides = epilogue_of(z, bias, c, save_z)
     gemm_kernel[(tiles * splits,)](
         x, w, bias, c, z, out, parts, B, M, N, K, part, float(alpha), float(beta),
         x.stride(), w.stride(), bias_stride, c_strides,
-        ACTIVATION=function, EVEN_K=K % config.block_k == 0, **tile_options(config),
+        ACTIVATION=in_triton(activation), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     if parts is not None:
-        finish_kernel[(cdiv(out.numel(), FINISHED),)](
-            parts, bias, c, z, out, splits, out.numel(), M, N, float(alpha), float(beta),
-            bias_stride, c_strides, ACTIVATION=function, BLOCK=FINISHED, num_warps=4,
-        )  # fmt: skip
+        finish_parts(parts, bias, c, z, out, activation, alpha, beta)
 
 
 def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:

@@ -3,7 +3,8 @@
 A kernel that has other limits where its inputs differ, in registers say, has a name for each: `tgmm_gather`.
 Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
 float16 of 8-bit floats that the GPU does not multiply.  `scaled_long` adds sums of int8 that int32 overflows.
-Of the dense ones `_full` has an activation or a matrix to add, on Hopper the latter, and `_act` the former.
+Of the dense ones `_full` has an activation or a matrix to add, on Hopper the latter, and `_act` the former;
+`few_rows` are those of up to 16 rows.
 On Hopper `_int8` sums in int32, `_fp8` adds the sums of 8-bit floats in float32, `_plain` without scales or
 for a float32 result.
 Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
@@ -44,6 +45,11 @@ def turns(num_stages: int, store_n: int) -> Config:
     return Config(128, 128, 64, num_stages=num_stages, store_n=store_n, turns=1)
 
 
+def few_rows(block_n: int, block_k: int, num_warps: int) -> Config:
+    """block_k is what each warp has of K, in a step of which there is but one stage."""
+    return Config(16, block_n, block_k, num_warps=num_warps, num_stages=1)
+
+
 # the first is the usual one
 HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
@@ -57,6 +63,12 @@ HOPPER_TILES = {
         Config(256, 128, 64, 1, 4, 4, 32),
     ),
     "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32), turns(6, 32)),
+    "hopper_few_rows": (
+        few_rows(16, 128, 8),
+        few_rows(16, 64, 8),
+        few_rows(16, 64, 16),
+        few_rows(32, 64, 16),
+    ),
     "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_masked_int8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_masked_fp8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
@@ -76,7 +88,7 @@ HOPPER_TILES = {
 }
 # the sums up to which the second is better
 SHORT_K = {op: 512 for op in ("hopper_gemm", "hopper_gmm", "hopper_masked")}
-SHORT_K["hopper_down_grad"] = 1024
+SHORT_K |= {"hopper_down_grad": 1024, "hopper_few_rows": 8192}
 
 WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
@@ -146,6 +158,8 @@ def candidates(op: str) -> tuple[Config, ...]:
 
 
 def walks(op: str) -> tuple[int, ...]:
+    if op == "hopper_few_rows":
+        return WALKS[:1]  # there is one row of tiles
     return DENSE_WALKS if op.startswith("hopper_gemm") else WALKS
 
 
@@ -168,5 +182,6 @@ def rule(op: str, n: int, k: int) -> Config | None:
     if op not in HOPPER_TILES:
         return None
     tile = HOPPER_TILES[op][k <= SHORT_K.get(op, 0)]
-    walk = DENSE_WALKS[0] if walks(op) is DENSE_WALKS else WALKS[2 * k * n > BIG_WEIGHT]
+    steps = walks(op)
+    walk = steps[2 * k * n > BIG_WEIGHT] if steps is WALKS else steps[0]
     return dataclasses.replace(tile, group_m=walk)

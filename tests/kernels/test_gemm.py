@@ -7,8 +7,9 @@ from moe_aiter import tuning
 from moe_aiter.backend import IMPLS, ORDER, pick, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
+from moe_aiter.kernels._gemm_epilogue import splits_of
 from moe_aiter.kernels._gemm_torch import gemm_reference
-from moe_aiter.kernels.gemm import ACTIVATIONS, gemm, splits_of
+from moe_aiter.kernels.gemm import ACTIVATIONS, gemm
 from moe_aiter.tuning import choice
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 
@@ -271,7 +272,11 @@ def test_what_the_table_names_is_picked(backend, monkeypatch):
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize(
-    "M, K, N, batch", [(1, 64, 8, ()), (300, 328, 520, ()), (1000, 512, 264, ()), (130, 320, 136, (3,))]
+    "M, K, N, batch",
+    [
+        *((1, 64, 8, ()), (300, 328, 520, ()), (1000, 512, 264, ()), (130, 320, 136, (3,))),
+        *((16, 4096, 4096, ()), (3, 8200, 136, (5,)), (9, 8, 2200, ())),  # few rows, with sums that are split
+    ],
 )
 def test_on_hopper(M, K, N, batch, rows, activation, dtype):
     if not hopper.is_hopper(CUDA):
@@ -301,9 +306,25 @@ def test_every_tile_on_hopper(op):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("tile", HOPPER_TILES["hopper_few_rows"], ids=str)
+@pytest.mark.parametrize("M, K, N", [(1, 8, 8), (8, 1032, 4096), (16, 4096, 1000), (11, 520, 2120)])
+def test_every_tile_of_few_rows(M, K, N, tile):
+    """With NaN between the rows of both operands."""
+    if not hopper.is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
+    x, w, bias, c = make(CUDA, M, K, N, torch.bfloat16)
+    x, w = (torch.cat([t, torch.full_like(t, torch.nan)], 1)[:, :K] for t in (x, w.mT))
+    with use("hopper"), tuning.choose(lambda key: tile if key.op == "hopper_few_rows" else None):
+        compare(x, w.mT, gradients=False)
+        compare(x, w.mT, bias, c, gradients=False, activation="gelu", alpha=0.5, beta=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hopper", "triton", "torch"])
 def test_more_than_2_to_the_31_weights(most_of_the_gpu, name):
     """As the first layer behind an image has them: offsets are 64-bit."""
+    if name == "hopper" and not hopper.is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
     N, K = 3000, 750_000
     weight = torch.zeros(N, K, device=CUDA, dtype=torch.bfloat16)
     weight[-1, -8:] = 1

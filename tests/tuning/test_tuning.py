@@ -81,6 +81,8 @@ def test_the_rule():
     dense = [rule("hopper_gemm_act", n, k) for n in (512, 16384) for k in (64, 4096)]
     assert all(tile.turns and tile.group_m == 8 for tile in dense)
     assert not rule("hopper_gemm", 16384, 4096).turns and rule("hopper_gemm", 16384, 4096).group_m == 8
+    few = [rule("hopper_few_rows", 4096, k) for k in (8192, 8200)]
+    assert [(tile.block_k, tile.num_warps, tile.group_m) for tile in few] == [(64, 8, 1), (128, 8, 1)]
     assert rule("gmm", 1, 1) is None
 
 

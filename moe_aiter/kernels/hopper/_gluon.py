@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -24,8 +24,9 @@ from .._launches import Remembering
 
 __all__ = [
     "DTYPES", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon",
-    "jit_kernel", "mbarrier", "ragged", "ragged_descriptor", "row_load", "rows_arrive", "shared_layout",
-    "store_wait", "tma", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "jit_kernel", "mbarrier", "mma_v2", "ragged", "ragged_descriptor", "row_load", "rows_arrive",
+    "shared_layout", "store_wait", "tma", "tma_load", "tma_store",
+    "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # 3.9 has other names for the copies

@@ -8,6 +8,7 @@ tells a stage from the one before it, not from that before the last.
 from torch import Tensor
 
 from ... import tuning
+from .._gemm_choice import FEW
 from ._gluon import (
     Number,
     aggregate,
@@ -27,6 +28,7 @@ from ._launch import beside_groups, flatten, num_programs, tile_options
 from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make_ring, multiply, produce
 from ._schedule import Tiles, make_places
 from .activations import FUNCTIONS
+from .few_rows import launch_few_rows
 
 
 @aggregate
@@ -191,8 +193,10 @@ def launch_gemm(
     activation: str, alpha: float, beta: float, dtype, save_z: bool,
     *, config: tuning.Config | None = None,
 ) -> None:  # fmt: skip
-    out, z = outs
     (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
+    if M <= FEW and rows and (config is None or config.block_m == FEW):
+        return launch_few_rows(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
+    out, z = outs
     op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
     config = config or tuning.lookup(op, x.dtype, B * M, N, K, B)
     height = config.block_m if config.turns else config.block_m // 2
