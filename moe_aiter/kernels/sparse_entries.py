@@ -147,16 +147,11 @@ def columns_of(x: Tensor, L: int) -> Tensor:
     return x if x.shape[0] == 1 or x.shape[0] * L < PIECES else x.T.contiguous().T
 
 
-def gather_options(M: int, N: int, L: int, bits: int) -> dict[str, int]:
+def gather_options(M: int, N: int, L: int) -> dict[str, int]:
     """As many entries at once as the columns of a program have, if they share them evenly."""
     gathered = min(max(next_power_of_2(BLOCK_N * L // N), 64), 256)
-    gathered = 32 if bits == 32 else gathered  # without tensor cores they are kept in registers
-    return {
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_M": 16 if M <= 16 else 32,
-        "GATHERED": gathered,
-        "num_warps": max(gathered // 32, 2),
-    }
+    block_m = 16 if M <= 16 else 32
+    return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "GATHERED": gathered, "num_warps": gathered // 32}
 
 
 def launch_entries(
@@ -171,7 +166,7 @@ def launch_entries(
         torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
         return
     starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
-    options = gather_options(M, N, L, 8 * x.itemsize)
+    options = gather_options(M, N, L)
     x = columns_of(x, L)
     gather_entries_kernel[(cdiv(N, options["BLOCK_N"]) * cdiv(M, options["BLOCK_M"]),)](
         x, values, bias, out, lists, starts, others, places, M, N,
