@@ -15,14 +15,15 @@ def wants(backend: str) -> Callable[..., bool]:
     def check(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
         if dtype not in (None, x.dtype):  # torch would convert the operands first
             return backend == "triton"
-        return choose_backend(*question(x, w, bias, c, activation), otherwise=unmeasured(x, w)) == backend
+        otherwise = "torch" if w.stride(2) == 1 else unmeasured(x.shape[1], w.numel(), w.itemsize)
+        return choose_backend(*question(x, w, bias, c, activation), otherwise) == backend
 
     return check
 
 
-def unmeasured(x, w) -> str:
-    """Whom `choose_backend` names where the table has no row."""
-    return "hopper" if x.shape[1] <= FEW and w.stride(2) != 1 and w.numel() >= LONG else "torch"
+def unmeasured(rows: int, numbers: int, itemsize: int) -> str:
+    """Whom `choose_backend` names for a weight that lies by rows where the table says nothing of it."""
+    return "hopper" if rows <= FEW and numbers >= LONG and itemsize == 2 else "torch"
 
 
 def question(x, w, bias, c, activation: str) -> tuple:

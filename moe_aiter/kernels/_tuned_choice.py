@@ -10,6 +10,8 @@ from ..config import settings
 from ..tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
 from ..tuning.candidates import Config, candidates
 from ..tuning.choice import choose_backend
+from . import hopper
+from ._gemm_choice import unmeasured
 
 LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
     "torch": "torch",
@@ -21,7 +23,7 @@ LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
     "triton": "triton",
     "hopper": "hopper",
 }
-TILED = ("gemm", "hopper_gemm")  # whose tile a row may name: the `tiles` of the launchers
+TILED = ("gemm", "hopper_gemm", "hopper_few_rows")  # whose tile a row may name: the `tiles` of the launchers
 DEFAULT = {"solidx": 0, "splitK": 0, "kernelName": ""}  # beside the libtype, where there is no row
 
 
@@ -68,8 +70,8 @@ def tile_option(launch: Callable, tile: str) -> dict[str, Config]:
 
     An argument, as nobody else's product, in another thread say, may have that tile.
     """
-    config = named_tile(getattr(launch, "tiles", ""), tile) if tile else None
-    return {"config": config} if config else {}
+    configs = (named_tile(op, tile) for op in getattr(launch, "tiles", ()) if tile)
+    return next(({"config": config} for config in configs if config), {})
 
 
 def is_here(backend: str, inputs: tuple) -> bool:
@@ -105,4 +107,6 @@ def usual(problem: Problem, device: torch.device) -> str:
         return "triton"
     M, N, K, bias, *_ = problem
     x = torch.empty(0, dtype=problem.dtype, device=device)
-    return choose_backend("gemm", x, "nt", "bias" if bias else "none", M, N, K)
+    epilogue, otherwise = "bias" if bias else "none", unmeasured(M, N * K, x.itemsize)
+    backend = choose_backend("gemm", x, "nt", epilogue, M, N, K, otherwise)
+    return backend if backend != "hopper" or hopper.is_hopper(device) else "torch"

@@ -136,7 +136,7 @@ def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
     return dtype != torch.float64 and WIDEST_STEP * max(x.stride(2), w.stride(1)) < 2**31
 
 
-launch_gemm.fits, launch_gemm.wants, launch_gemm.tiles = fits_gemm, wants("triton"), "gemm"
+launch_gemm.fits, launch_gemm.wants, launch_gemm.tiles = fits_gemm, wants("triton"), ("gemm",)
 
 # op
 

@@ -306,20 +306,6 @@ def test_every_tile_on_hopper(op):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", HOPPER_TILES["hopper_few_rows"], ids=str)
-@pytest.mark.parametrize("M, K, N", [(1, 8, 8), (8, 1032, 4096), (16, 4096, 1000), (11, 520, 2120)])
-def test_every_tile_of_few_rows(M, K, N, tile):
-    """With NaN between the rows of both operands."""
-    if not hopper.is_hopper(CUDA):
-        pytest.skip("no Hopper GPU")
-    x, w, bias, c = make(CUDA, M, K, N, torch.bfloat16)
-    x, w = (torch.cat([t, torch.full_like(t, torch.nan)], 1)[:, :K] for t in (x, w.mT))
-    with use("hopper"), tuning.choose(lambda key: tile if key.op == "hopper_few_rows" else None):
-        compare(x, w.mT, gradients=False)
-        compare(x, w.mT, bias, c, gradients=False, activation="gelu", alpha=0.5, beta=2.0)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["hopper", "triton", "torch"])
 def test_more_than_2_to_the_31_weights(most_of_the_gpu, name):
     """As the first layer behind an image has them: offsets are 64-bit."""

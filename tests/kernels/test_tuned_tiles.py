@@ -31,7 +31,7 @@ def watched(files, monkeypatch):
         outs[0].zero_()
         seen.append((x.shape[1], config or tuning.lookup("gemm", x.dtype, x.shape[1], 16, 32, 1)))
 
-    launch.tiles = "gemm"
+    launch.tiles = ("gemm",)
     monkeypatch.setitem(IMPLS["gemm"], "triton", launch)
     monkeypatch.setitem(ORDER, "cpu", ("triton", "torch"))
     monkeypatch.setattr(tuning, "interpret", False)

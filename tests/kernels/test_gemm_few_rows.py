@@ -1,0 +1,67 @@
+"""Products of up to 16 rows: who has them, and Hopper's kernel for them at every tile."""
+
+import pytest
+import torch
+
+from moe_aiter import tuning
+from moe_aiter.backend import IMPLS, ORDER, pick, use
+from moe_aiter.kernels import _tuned_choice, hopper
+from moe_aiter.tuning import choice
+from moe_aiter.tuning.aiter_csv import Problem
+from moe_aiter.tuning.candidates import HOPPER_TILES
+
+from .test_gemm import CUDA, compare, make
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A GPU of which nothing was measured; meta tensors stand for what lies there."""
+    monkeypatch.setattr(choice, "load_choices", lambda name: ())
+    monkeypatch.setattr(choice, "find_choice", choice.find_choice.__wrapped__)
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setitem(ORDER, "meta", ("hopper", "triton", "torch"))
+
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    "M, N, dtype, backend",
+    [
+        (1, 2048, torch.bfloat16, "hopper"),
+        (16, 2048, torch.float16, "hopper"),
+        (17, 2048, torch.bfloat16, "torch"),
+        (16, 2040, torch.bfloat16, "torch"),
+        (16, 2048, torch.float32, "torch"),
+    ],
+)
+def test_long_weights_of_few_rows_are_hoppers(on_hopper, M, N, dtype, backend):
+    x, weight, rest = new(M, 4096, dtype=dtype)[None], new(N, 4096, dtype=dtype)[None], (None, None, "gelu")
+    assert pick("gemm", x, weight.mT, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"][backend]
+    columns = new(4096, N, dtype=dtype)[None]
+    assert pick("gemm", x, columns, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"]["torch"]
+    problem = Problem(M, N, 4096, False, dtype, dtype, False, False)
+    assert _tuned_choice.usual(problem, torch.device("meta")) == backend
+
+
+def test_elsewhere_they_are_torchs(on_hopper, monkeypatch):
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
+    x, weight = new(1, 1, 4096), new(1, 4096, 4096)
+    assert pick("gemm", x, weight.mT, None, None, "", 1.0, 0.0, None, False) is IMPLS["gemm"]["torch"]
+    problem = Problem(1, 4096, 4096, False, torch.bfloat16, torch.bfloat16, False, False)
+    assert _tuned_choice.usual(problem, torch.device("meta")) == "torch"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", HOPPER_TILES["hopper_few_rows"], ids=str)
+@pytest.mark.parametrize("M, K, N", [(1, 8, 8), (8, 1032, 4096), (16, 4096, 1000), (11, 520, 2120)])
+def test_every_tile_of_few_rows(M, K, N, tile):
+    """With NaN between the rows of both operands."""
+    if not hopper.is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
+    x, w, bias, c = make(CUDA, M, K, N, torch.bfloat16)
+    x, w = (torch.cat([t, torch.full_like(t, torch.nan)], 1)[:, :K] for t in (x, w.mT))
+    with use("hopper"), tuning.choose(lambda key: tile if key.op == "hopper_few_rows" else None):
+        compare(x, w.mT, gradients=False)
+        compare(x, w.mT, bias, c, gradients=False, activation="gelu", alpha=0.5, beta=2.0)
