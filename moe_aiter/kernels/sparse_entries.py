@@ -90,7 +90,11 @@ def gather_entries_kernel(
         mask = there[:, None] & (m < M)[None, :]
         x = tl.load(x_ptrs + other[:, None] * x_strides[1], mask=mask, other=0.0)
         mine = (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None])
-        acc = tl.dot(tl.where(mine, value[None, :], 0.0), x, acc, input_precision="ieee")
+        if x_ptr.dtype.element_ty == tl.float32:  # a product would add in one chain, less exactly
+            terms = tl.where(mine[:, :, None], (value[:, None] * x)[None, :, :], 0.0)
+            acc += tl.sum(terms, 1)
+        else:
+            acc = tl.dot(tl.where(mine, value[None, :], 0.0), x, acc)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + n.to(tl.int64) * bias_stride, mask=n < N, other=0.0)
         acc += bias.to(tl.float32)[:, None]
@@ -138,7 +142,7 @@ def costs_less(M: int, numbers: int, places: int, L: int, results: int = 0) -> b
     Gathering reads L entries and M numbers for each, turns M times `numbers`, and writes `results`; the other
     way writes and reads `places`, or multiplies by them, and writes L of them once more.
     """
-    gathered = L * (8 + 0.35 * M) + 12 * M * numbers + results
+    gathered = L * (30 + 0.5 * M) + 12 * M * numbers + results
     return gathered < places * (1 + max(1.1, 0.0024 * M)) + 7 * L
 
 
@@ -147,11 +151,14 @@ def columns_of(x: Tensor, L: int) -> Tensor:
     return x if x.shape[0] == 1 or x.shape[0] * L < PIECES else x.T.contiguous().T
 
 
-def gather_options(M: int, N: int, L: int) -> dict[str, int]:
+def gather_options(x: Tensor, N: int, L: int) -> dict[str, int]:
     """As many entries at once as the columns of a program have, if they share them evenly."""
     gathered = min(max(next_power_of_2(BLOCK_N * L // N), 64), 256)
-    block_m = 16 if M <= 16 else 32
-    return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "GATHERED": gathered, "num_warps": gathered // 32}
+    warps = gathered // 32
+    if x.dtype == torch.float32:  # whose terms are in registers all at once
+        gathered, warps = 64, 8
+    block_m = 16 if x.shape[0] <= 16 else 32
+    return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "GATHERED": gathered, "num_warps": warps}
 
 
 def launch_entries(
@@ -166,7 +173,7 @@ def launch_entries(
         torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
         return
     starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
-    options = gather_options(M, N, L)
+    options = gather_options(x, N, L)
     x = columns_of(x, L)
     gather_entries_kernel[(cdiv(N, options["BLOCK_N"]) * cdiv(M, options["BLOCK_M"]),)](
         x, values, bias, out, lists, starts, others, places, M, N,

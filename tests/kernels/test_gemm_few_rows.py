@@ -54,6 +54,17 @@ def test_elsewhere_they_are_torchs(on_hopper, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("K", [8192, 8200])
+def test_batches_of_few_rows(K):
+    """With tails of a part of K, too."""
+    if not hopper.is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
+    x, w, bias, c = make(CUDA, 3, K, 136, torch.float16, (5,))
+    with use("hopper"):
+        compare(x, w.mT.contiguous().mT, bias, c, gradients=False, activation="silu", alpha=0.5, beta=2.0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile", HOPPER_TILES["hopper_few_rows"], ids=str)
 @pytest.mark.parametrize("M, K, N", [(1, 8, 8), (8, 1032, 4096), (16, 4096, 1000), (11, 520, 2120)])
 def test_every_tile_of_few_rows(M, K, N, tile):
