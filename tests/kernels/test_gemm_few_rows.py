@@ -6,6 +6,7 @@ import torch
 from moe_aiter import tuning
 from moe_aiter.backend import IMPLS, ORDER, pick, use
 from moe_aiter.kernels import _tuned_choice, hopper
+from moe_aiter.kernels.gemm import gemm
 from moe_aiter.tuning import choice
 from moe_aiter.tuning.aiter_csv import Problem
 from moe_aiter.tuning.candidates import HOPPER_TILES
@@ -76,3 +77,23 @@ def test_every_tile_of_few_rows(M, K, N, tile):
     with use("hopper"), tuning.choose(lambda key: tile if key.op == "hopper_few_rows" else None):
         compare(x, w.mT, gradients=False)
         compare(x, w.mT, bias, c, gradients=False, activation="gelu", alpha=0.5, beta=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("far", ["rows", "matrices of x", "matrices of w"])
+def test_strides_of_few_rows_are_64_bit(most_of_the_gpu, far):
+    """8 GiB from one to the next."""
+    if not hopper.is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
+    K, long = 1032, 2**32
+    B, row = (1, long) if far == "rows" else (2, 8192)
+    x, w = (torch.randn(B, n, K).to(CUDA, torch.bfloat16) for n in (2, 8))
+    near = w if far == "matrices of w" else x
+    there = torch.empty(long + 8 * 8192, dtype=torch.bfloat16, device=CUDA).as_strided(
+        near.shape, (long, row, 1)
+    )
+    there.copy_(near)
+    with use("hopper"):
+        expected = gemm(x, w.mT)
+        found = gemm(x, there.mT) if near is w else gemm(there, w.mT)
+    assert torch.equal(found, expected)

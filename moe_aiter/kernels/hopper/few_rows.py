@@ -109,9 +109,9 @@ def few_rows_kernel(
     k += gl.arange(0, WORDS, layout=IN_K)[None, None, :]
     m = gl.minimum(gl.arange(0, ROWS, layout=IN_ROW), M - 1).to(gl.int64)
     n = gl.minimum(tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=IN_ROW), N - 1).to(gl.int64)
-    x_rows, w_rows = m * (x_strides[1] * 4), n * (w_strides[1] * 4)
-    x_ptrs = x_ptr.to(word) + (matrix * (x_strides[0] * 4) + first) + (x_rows[None, :, None] + k)
-    w_ptrs = w_ptr.to(word) + (matrix * (w_strides[0] * 4) + first) + (w_rows[None, :, None] + k)
+    x_rows, w_rows = m * x_strides[1] * 4, n * w_strides[1] * 4
+    x_ptrs = x_ptr.to(word) + (matrix * x_strides[0] * 4 + first) + (x_rows[None, :, None] + k)
+    w_ptrs = w_ptr.to(word) + (matrix * w_strides[0] * 4 + first) + (w_rows[None, :, None] + k)
     acc = gl.zeros((WARPS, 16, BLOCK_N), gl.float32, layout=MMA)
     steps = (depth + STEP - 1) // STEP
     shift = tile % steps * STEP
