@@ -190,7 +190,7 @@ def launch_entries_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor)
         )
         return
     left, right = columns_of(left, L), columns_of(right, L)
-    block_m = min(next_power_of_2(M), 64)
+    block_m = min(next_power_of_2(max(M, 1)), 64)  # x may have no rows
     gathered = 2048 // max(block_m, 16)
     gather_entries_grad_kernel[(cdiv(L, gathered),)](
         left, right, out, lists, base, base + L, L, M, left.stride(), right.stride(),

@@ -30,6 +30,7 @@ MATRICES = {  # N, K, blocksize, M
     "one row": (64, 64, (64, 64), 1),
     "entries": (37, 70, (1, 1), 33),
     "entries of a wide matrix": (5, 300, (1, 1), 300),
+    "entries and no rows": (37, 70, (1, 1), 0),
     "nothing to sum over": (16, 0, (16, 16), 4),
 }
 DENSITIES = [0.4, 0.0, 1.0]
