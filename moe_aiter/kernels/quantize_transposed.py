@@ -133,7 +133,7 @@ def launch_quantize_transposed(out, x, scale, format):
 
 def launch_transpose_rows8(out, x8):
     G, M, K = x8.shape
-    if M % 4 or K % 4:
+    if M % 4 or K % 4 or x8.storage_offset() % 4:  # no whole words
         return copy_into(out, transpose_rows8_reference(x8))
     quarter = block_w = 32  # whole lines to read and to write
     tiles_m, tiles_w = cdiv(M, 4 * quarter), cdiv(K, 4 * block_w)

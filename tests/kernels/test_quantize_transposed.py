@@ -40,6 +40,11 @@ def test_bytes_move(device, shape):
     assert torch.equal(transpose_rows8(x8.mT).view(torch.uint8), x8.view(torch.uint8))
 
 
+def test_bytes_may_begin_anywhere(device):
+    x8 = torch.arange(129, dtype=torch.uint8, device=device)[1:].view(2, 8, 8)
+    assert torch.equal(transpose_rows8(x8.view(FORMATS["e4m3"])).view(torch.uint8), x8.mT)
+
+
 @pytest.mark.skipif(not interpret, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("shape", [(1, 1, 3), (2, 130, 70)], ids=str)
 def test_kernel_without_the_last_rounding(shape, monkeypatch):
