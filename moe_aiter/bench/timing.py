@@ -195,7 +195,7 @@ def never_waits(call: Callable[[], object]) -> bool:
 
 def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Callable[[], object], str]:
     """What launches the kernels of a call, and how: ours must be what a CUDA graph can hold."""
-    if not on_gpu or not never_waits(call):
+    if not on_gpu or not (ours or never_waits(call)):
         return call, "eager"
     try:
         return captured(call).replay, "graph"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_aiter.bench import timing
 from moe_aiter.bench.timing import kernels
 
 
@@ -15,3 +16,14 @@ def test_a_call_that_waits_is_not_captured():
     before = x.clone()
     launched()
     assert how == "graph" and torch.equal(x, 2 * before)
+
+
+def test_ours_is_captured_or_refused(monkeypatch):
+    def refuse(call):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(timing, "never_waits", lambda call: False)
+    monkeypatch.setattr(timing, "captured", refuse)
+    assert kernels(print, True, False) == (print, "eager")
+    with pytest.raises(RuntimeError, match="capturing"):
+        kernels(print, True, True)
