@@ -1,12 +1,13 @@
 """When the kernels of the dense product are wanted: where the table of the GPU says that torch is slower, and
 on Hopper, whatever the GPU, for few rows of a weight that takes long to read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..tuning.choice import choose_backend
 
 FEW = 16  # rows, which `hopper/few_rows.py` is for
 LONG = 2**23  # numbers of all weights, 16 MiB: what was measured is twice as much and more
+DEEP = 512  # of them in a row, or some warps of a program would have nothing to read
 
 
 def wants(backend: str) -> Callable[..., bool]:
@@ -15,15 +16,17 @@ def wants(backend: str) -> Callable[..., bool]:
     def check(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
         if dtype not in (None, x.dtype):  # torch would convert the operands first
             return backend == "triton"
-        otherwise = "torch" if w.stride(2) == 1 else unmeasured(x.shape[1], w.numel(), w.itemsize)
+        otherwise = "torch" if w.stride(2) == 1 else unmeasured(x.shape[1:], w.numel(), w.itemsize)
         return choose_backend(*question(x, w, bias, c, activation), otherwise) == backend
 
     return check
 
 
-def unmeasured(rows: int, numbers: int, itemsize: int) -> str:
-    """Whom `choose_backend` names for a weight that lies by rows where the table says nothing of it."""
-    return "hopper" if rows <= FEW and numbers >= LONG and itemsize == 2 else "torch"
+def unmeasured(size: Sequence[int], numbers: int, itemsize: int) -> str:
+    """Whom `choose_backend` names for matrices (M, K), and a weight that lies by rows, where the table says
+    nothing of them."""
+    M, K = size
+    return "hopper" if M <= FEW and K >= DEEP and numbers >= LONG and itemsize == 2 else "torch"
 
 
 def question(x, w, bias, c, activation: str) -> tuple:

@@ -107,6 +107,7 @@ def usual(problem: Problem, device: torch.device) -> str:
         return "triton"
     M, N, K, bias, *_ = problem
     x = torch.empty(0, dtype=problem.dtype, device=device)
-    epilogue, otherwise = "bias" if bias else "none", unmeasured(M, N * K, x.itemsize)
+    epilogue, otherwise = "bias" if bias else "none", unmeasured((M, K), N * K, x.itemsize)
     backend = choose_backend("gemm", x, "nt", epilogue, M, N, K, otherwise)
-    return backend if backend != "hopper" or hopper.is_hopper(device) else "torch"
+    fits = hopper.is_hopper(device) and N % 8 == K % 8 == 0
+    return backend if backend != "hopper" or fits else "torch"

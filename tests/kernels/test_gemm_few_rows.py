@@ -28,21 +28,25 @@ def new(*shape, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(
-    "M, N, dtype, backend",
+    "M, N, K, dtype, backend",
     [
-        (1, 2048, torch.bfloat16, "hopper"),
-        (16, 2048, torch.float16, "hopper"),
-        (17, 2048, torch.bfloat16, "torch"),
-        (16, 2040, torch.bfloat16, "torch"),
-        (16, 2048, torch.float32, "torch"),
+        (1, 2048, 4096, torch.bfloat16, "hopper"),
+        (16, 2048, 4096, torch.float16, "hopper"),
+        (17, 2048, 4096, torch.bfloat16, "torch"),
+        (16, 2040, 4096, torch.bfloat16, "torch"),
+        (16, 2048, 4096, torch.float32, "torch"),
+        (16, 16384, 512, torch.bfloat16, "hopper"),
+        (16, 32768, 504, torch.bfloat16, "torch"),
+        (16, 4099, 4096, torch.bfloat16, "torch"),
+        (16, 4096, 4099, torch.bfloat16, "torch"),
     ],
 )
-def test_long_weights_of_few_rows_are_hoppers(on_hopper, M, N, dtype, backend):
-    x, weight, rest = new(M, 4096, dtype=dtype)[None], new(N, 4096, dtype=dtype)[None], (None, None, "gelu")
+def test_long_weights_of_few_rows_are_hoppers(on_hopper, M, N, K, dtype, backend):
+    x, weight, rest = new(M, K, dtype=dtype)[None], new(N, K, dtype=dtype)[None], (None, None, "gelu")
     assert pick("gemm", x, weight.mT, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"][backend]
-    columns = new(4096, N, dtype=dtype)[None]
+    columns = new(K, N, dtype=dtype)[None]
     assert pick("gemm", x, columns, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"]["torch"]
-    problem = Problem(M, N, 4096, False, dtype, dtype, False, False)
+    problem = Problem(M, N, K, False, dtype, dtype, False, False)
     assert _tuned_choice.usual(problem, torch.device("meta")) == backend
 
 
