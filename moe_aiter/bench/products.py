@@ -187,9 +187,10 @@ def measure(
         rows.append({"contender": name, "launch": how, "error": far, "torch_error": bar})
     if COPY in case.goals:
         source, target = torch.empty(2, case.bytes // 2, dtype=torch.int8, device=device)
-        runs.append(lambda: target.copy_(source))
-        rows.append({"contender": COPY, "launch": "eager"})
-    lead = any(row["launch"] == "eager" for row in rows if row["contender"] != COPY)
+        launched, how = kernels(lambda: target.copy_(source), device.type == "cuda", True)
+        runs.append(launched)
+        rows.append({"contender": COPY, "launch": how})
+    lead = any(row["launch"] == "eager" for row in rows)
     times = kernel_times(runs, reps, lead=lead) if device.type == "cuda" else call_times(runs, reps)
     ours = next((t.median for row, t in zip(rows, times, strict=True) if row["contender"] == OURS), None)
     for row, t in zip(rows, times, strict=True):
