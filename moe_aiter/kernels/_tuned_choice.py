@@ -11,7 +11,7 @@ from ..tuning.aiter_csv import Problem, Row, current_device, find, record, this_
 from ..tuning.candidates import Config, candidates
 from ..tuning.choice import choose_backend
 from . import hopper
-from ._gemm_choice import unmeasured
+from ._gemm_choice import FEW, unmeasured
 
 LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
     "torch": "torch",
@@ -109,5 +109,5 @@ def usual(problem: Problem, device: torch.device) -> str:
     x = torch.empty(0, dtype=problem.dtype, device=device)
     epilogue, otherwise = "bias" if bias else "none", unmeasured((M, K), N * K, x.itemsize)
     backend = choose_backend("gemm", x, "nt", epilogue, M, N, K, otherwise)
-    fits = hopper.is_hopper(device) and N % 8 == K % 8 == 0
+    fits = hopper.is_hopper(device) and K % 8 == 0 and (M <= FEW or N % 8 == 0)
     return backend if backend != "hopper" or fits else "torch"

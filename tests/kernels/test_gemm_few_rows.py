@@ -37,7 +37,7 @@ def new(*shape, dtype=torch.bfloat16):
         (16, 2048, 4096, torch.float32, "torch"),
         (16, 16384, 512, torch.bfloat16, "hopper"),
         (16, 32768, 504, torch.bfloat16, "torch"),
-        (16, 4099, 4096, torch.bfloat16, "torch"),
+        (16, 50257, 4096, torch.bfloat16, "hopper"),
         (16, 4096, 4099, torch.bfloat16, "torch"),
     ],
 )
@@ -48,6 +48,16 @@ def test_long_weights_of_few_rows_are_hoppers(on_hopper, M, N, K, dtype, backend
     assert pick("gemm", x, columns, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"]["torch"]
     problem = Problem(M, N, K, False, dtype, dtype, False, False)
     assert _tuned_choice.usual(problem, torch.device("meta")) == backend
+
+
+def test_matrices_of_few_rows_may_lie_anywhere(on_hopper):
+    """A token of each sequence, say, times the weight of its head; but 16 bytes are read at a time."""
+    rest, weights = (None, None, "", 1.0, 0.0, None, False), new(8, 1024, 1024)
+    impls, x = IMPLS["gemm"], new(1, 8, 1024).transpose(0, 1)
+    assert pick("gemm", x, weights.mT, *rest) is impls["hopper"]
+    assert pick("gemm", x, weights[:1].expand(8, -1, -1).mT, *rest) is impls["hopper"]
+    apart = new(8 * 1028)[: 8 * 1028].as_strided((8, 1, 1024), (1028, 1024, 1))
+    assert pick("gemm", apart, weights.mT, *rest) is impls["torch"]
 
 
 def test_elsewhere_they_are_torchs(on_hopper, monkeypatch):
@@ -66,12 +76,15 @@ def test_batches_of_few_rows(K):
         pytest.skip("no Hopper GPU")
     x, w, bias, c = make(CUDA, 3, K, 136, torch.float16, (5,))
     with use("hopper"):
-        compare(x, w.mT.contiguous().mT, bias, c, gradients=False, activation="silu", alpha=0.5, beta=2.0)
+        w = w.mT.contiguous().mT
+        compare(x, w, bias, c, gradients=False, activation="silu", alpha=0.5, beta=2.0)
+        turned = x[:, :1].transpose(0, 1).contiguous().transpose(0, 1)
+        assert torch.equal(gemm(turned, w), gemm(x[:, :1].contiguous(), w))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", HOPPER_TILES["hopper_few_rows"], ids=str)
-@pytest.mark.parametrize("M, K, N", [(1, 8, 8), (8, 1032, 4096), (16, 4096, 1000), (11, 520, 2120)])
+@pytest.mark.parametrize("M, K, N", [(1, 8, 8), (8, 1032, 4096), (16, 4096, 1000), (11, 520, 2121)])
 def test_every_tile_of_few_rows(M, K, N, tile):
     """With NaN between the rows of both operands."""
     if not hopper.is_hopper(CUDA):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._fp8 import CHUNK, MOST_K, OCP
-from .._gemm_choice import wants
+from .._gemm_choice import FEW, wants
 from .._scaled_choice import wants as wants_scaled
 from ..activations import get_activation
 
@@ -155,9 +155,16 @@ def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
     return fit and x.shape[1] >= MANY and all(by_tma(t) and stacked(t) and short(t) for t in (x, w, out))
 
 
+def fits_few_rows(x: Tensor, w: Tensor) -> bool:
+    """x (B, M, K) and w (B, N, K) for any N, whose rows are read 16 bytes at a time, and nothing by TMA."""
+    return by_tma(x, w) and all(t.shape[0] == 1 or t.stride(0) % 8 == 0 for t in (x, w))
+
+
 def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
     rows = w.stride(2) != 1
     w = w.mT if rows else w
+    if rows and x.shape[1] <= FEW:
+        return dtype in (None, x.dtype) and fits_few_rows(x, w)
     fit = by_tma(x, w) and all(stacked(t) and short(t) for t in (x, w)) and dtype in (None, x.dtype)
     # where w lies by columns, a part of a block would meet the next matrix
     return fit and (rows or x.shape[2] % BLOCK_K == 0 or x.shape[0] == 1) and w.shape[1 + (not rows)] % 8 == 0

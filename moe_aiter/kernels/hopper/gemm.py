@@ -195,9 +195,11 @@ def launch_gemm(
 ) -> None:  # fmt: skip
     (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
     for_few = config is not None and config.block_m == FEW
-    if M <= FEW and rows and (for_few or config is None):
-        return launch_few_rows(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
-    config = None if for_few else config  # a row of a user's file may be another product's
+    if M <= FEW and rows:  # a row of a user's file may be another product's
+        return launch_few_rows(
+            outs, x, w, bias, c, activation, alpha, beta, save_z, config if for_few else None
+        )
+    config = None if for_few else config
     out, z = outs
     op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
     config = config or tuning.lookup(op, x.dtype, B * M, N, K, B)
