@@ -194,12 +194,10 @@ def launch_gemm(
     *, config: tuning.Config | None = None,
 ) -> None:  # fmt: skip
     (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
-    for_few = config is not None and config.block_m == FEW
+    few = config if config is not None and config.block_m == FEW else None
     if M <= FEW and rows:  # a row of a user's file may be another product's
-        return launch_few_rows(
-            outs, x, w, bias, c, activation, alpha, beta, save_z, config if for_few else None
-        )
-    config = None if for_few else config
+        return launch_few_rows(outs, x, w, bias, c, activation, alpha, beta, save_z, few)
+    config = None if few else config
     out, z = outs
     op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
     config = config or tuning.lookup(op, x.dtype, B * M, N, K, B)
