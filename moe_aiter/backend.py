@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
 from .dispatch import refuse, register
-from .metadata import keep, layout, metadata, resolved
+from .metadata import Launcher, keep, layout, metadata, resolved
 from .overlap import check_apart
 
 log = logging.getLogger("moe_aiter")
@@ -158,6 +158,7 @@ def define_op(
             outs = out if several else (out,)
             # nobody launches an empty grid
             launch = pick(name, x, *rest) if any(t.numel() for t in outs) else None
+            launch = Launcher(launch) if launch is not None and x.is_cuda else launch
             keep(known, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)

@@ -195,10 +195,10 @@ def check_few_rows(launch):
     assert loads > 4 and "LDG" not in code[loads : code.count("HMMA") + loads]
 
 
-@pytest.mark.parametrize("m", [1, 5, 16])
+@pytest.mark.parametrize("m", [2, 5, 16])
 @pytest.mark.parametrize("tile", HOPPER_TILES["hopper_few_rows"], ids=str)
 def test_few_rows(tile, m):
-    cases = Case(m=m), dataclasses.replace(EVERYTHING, m=m, k=4104), Case(m=m, n=256, k=65536, dtype=F16)
+    cases = Case(m=m), dataclasses.replace(EVERYTHING, m=m, k=4104), Case(m=m - 1, n=256, k=65536, dtype=F16)
     with tuning.choose(lambda key: tile if key.op == "hopper_few_rows" else None):
         for case in cases:
             check_hopper(case.run_on_hopper)
@@ -219,12 +219,57 @@ def test_an_sm_has_room_for_the_programs_that_keep_it_busy(tile):
 
 def test_few_columns_split_their_sums():
     with compiling_for(TARGETS["sm_90"], compile=False) as launches:
+        Case(m=16, n=528, k=65536).run_on_hopper()
         Case(m=16, n=1000, k=65536).run_on_hopper()
-        Case(m=16, n=4096, k=4096).run_on_hopper()
-        Case(m=17, n=1000, k=65536).run_on_hopper()
-        Case(m=16, n=4096, k=4096, rows=False).run_on_hopper()
+        Case(m=17, n=528, k=65536).run_on_hopper()
+        Case(m=16, n=528, k=65536, rows=False).run_on_hopper()
     kernels = [launch.kernel for launch in launches]
     assert kernels == ["few_rows_kernel", "finish_kernel", "few_rows_kernel", "gemm_kernel", "gemm_kernel"]
+
+
+ONE_ROW = {
+    "plain": Case(m=1),
+    "float32": Case(m=1, dtype=F32),
+    "eights": Case(m=1, k=4104),
+    "odd": Case(m=1, n=1061, k=4097),
+    "float32 out": Case(m=1, out=F32),
+    "batched": Case(m=1, n=520, k=328, batch=7),
+    "everything": dataclasses.replace(EVERYTHING, m=1),
+    **{name: Case(m=1, activation=name, save_z=True) for name in ACTIVATIONS},
+}
+
+
+@pytest.mark.parametrize("case", ONE_ROW)
+@pytest.mark.parametrize("target", TARGETS)
+def test_one_row(target, case):
+    """Nothing but its sum is in shared memory, and 16 bytes are loaded at a time."""
+    gpu = TARGETS[target]
+    with compiling_for(gpu) as launches:
+        ONE_ROW[case].run()
+    check(gpu, launches)
+    (launch,) = launches
+    assert launch.kernel == "one_row_kernel" and launch.shared_bytes <= 4096
+    wide = re.search(r"(?:global|buffer)_load_dwordx4|ld[.]global\S*[.]v4[.]b32", launch.assembly)
+    assert bool(wide) != (case == "odd")
+
+
+@pytest.mark.parametrize("tile", PORTABLE["gemm_row"], ids=str)
+def test_loads_of_one_row_come_before_its_sums(tile):
+    """All of a step, in the machine code."""
+    with tuning.choose(lambda key: tile), compiling_for(TARGETS["sm_90"]) as launches:
+        Case(m=1).run_on_hopper()
+        dataclasses.replace(EVERYTHING, m=1, k=4104).run_on_hopper()
+    check(TARGETS["sm_90"], launches)
+    for launch in launches:
+        assert launch.kernel == "one_row_kernel"
+        code = "".join({"LDG": "l", "FFMA": "f", "BRA": "|"}[name] for name in in_order(launch))
+        step = next(part for part in code.split("|") if "l" in part)
+        pieces = tile.block_n * tile.block_k // (32 * tile.num_warps * 8)
+        assert step.count("l") > pieces and "f" not in step
+
+
+def in_order(launch):
+    return re.findall(r"\b(LDG|FFMA|BRA)\b", disassembled(launch.compiled.asm["cubin"]))
 
 
 def test_every_kernel_has_a_case():

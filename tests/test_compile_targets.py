@@ -131,12 +131,12 @@ TUNED = {
     "down_grad": run_down_grad,
 }
 ELSEWHERE = {  # in the files beside this one
-    *("gemm_kernel", "finish_kernel", "mask_bias_kernel", "zero_rows_kernel", "transpose_chunks_kernel"),
+    *("gemm_kernel", "one_row_kernel", "finish_kernel", "mask_bias_kernel", "transpose_chunks_kernel"),
     *("masked_gmm_kernel", "segment_gmm_kernel", "segment_expand_kernel", "segment_tgmm_kernel"),
     *("quantize_rows_kernel", "quantize_rows_and_amax_kernel", "quantize_columns_kernel", "add_parts_kernel"),
     *("quantize_folded_kernel", "quantize_transposed_kernel", "transpose_rows8_kernel", "scaled_gemm_kernel"),
     *("sparse_blocks_kernel", "sparse_blocks_grad_kernel", "spread_entries_kernel", "plan_chunks_kernel"),
-    *("gather_entries_kernel", "gather_entries_grad_kernel", "quantize_chunks_kernel"),
+    *("gather_entries_kernel", "gather_entries_grad_kernel", "quantize_chunks_kernel", "zero_rows_kernel"),
 }
 MATRIX_KERNELS = {"gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_grad_kernel"}
 

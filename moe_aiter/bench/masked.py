@@ -20,7 +20,7 @@ from ..tuning.candidates import candidates
 from .arguments import count, refuse
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
 from .shapes import MASKED, MAX_M
-from .timing import time_calls, time_graphs
+from .timing import copier, time_calls, time_graphs
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype", "groups", "max_m", "rows", "n", "k"),
@@ -167,8 +167,7 @@ def measure(found: list[Product], reps: int) -> tuple[list[dict], bool]:
     good = [(p, error) for p, error, wrong in checked if not wrong]
     sizes = sorted({p.weight_bytes() for p, _ in good})
     device = found[0].out.device
-    halves = [torch.empty(2, size // 2, dtype=torch.int8, device=device) for size in sizes]
-    runs = [p.run for p, _ in good] + [lambda pair=pair: pair[1].copy_(pair[0]) for pair in halves]
+    runs = [p.run for p, _ in good] + [copier(size, device) for size in sizes]
     times = time_graphs(runs, reps) if device.type == "cuda" else time_calls(runs, reps)
     copies = dict(zip(sizes, times[len(good) :], strict=True))
     bf16 = next((us for (p, _), us in zip(good, times, strict=False) if p.name == "bfloat16"), None)

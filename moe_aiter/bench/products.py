@@ -31,7 +31,7 @@ from torch import Tensor
 from .arguments import refuse
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .timing import call_times, kernel_times, kernels
+from .timing import call_times, copier, kernel_times, kernels
 
 FAMILIES = {  # name -> module
     "dense": "dense",
@@ -186,8 +186,7 @@ def measure(
         runs.append(launched)
         rows.append({"contender": name, "launch": how, "error": far, "torch_error": bar})
     if COPY in case.goals:
-        source, target = torch.empty(2, case.bytes // 2, dtype=torch.int8, device=device)
-        launched, how = kernels(lambda: target.copy_(source), device.type == "cuda", True)
+        launched, how = kernels(copier(case.bytes, device), device.type == "cuda", True)
         runs.append(launched)
         rows.append({"contender": COPY, "launch": how})
     lead = any(row["launch"] == "eager" for row in rows)

@@ -18,7 +18,7 @@ from ..layers.segment import SegmentGEMMWrapper
 from .arguments import refuse
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .timing import kernels, time_calls, time_kernels
+from .timing import copier, kernels, time_calls, time_kernels
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype"),
@@ -110,8 +110,7 @@ def contenders(p: Problem) -> dict[str, Callable[[], Tensor]]:
         found["torch._grouped_mm"] = lambda: torch._grouped_mm(p.x, w, offs=ends)
     if p.x.is_cuda:
         found["flashinfer"] = flashinfer(call, p.x)
-    source, target = torch.empty(2, p.bytes // 2, dtype=torch.int8, device=p.x.device)
-    return found | {"copy": lambda: target.copy_(source)}
+    return found | {"copy": copier(p.bytes, p.x.device)}
 
 
 def flashinfer(call: tuple, x: Tensor) -> Callable[[], Tensor]:

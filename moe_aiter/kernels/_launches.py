@@ -6,12 +6,15 @@ given the addresses of its tensors, or it would ask each tensor, and the driver,
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
+
+from ..metadata import noting
 
 MOST = 1024  # launches that a kernel remembers: steps of many different sizes must not fill the memory
 NUMBERS = {int, tuple, type(None)}
@@ -21,6 +24,8 @@ ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near mem
 
 class Remembering(JITFunction):
     """A function of triton.jit that knows its launches."""
+
+    steady = False  # whether metadata alone decides about it: see `Launcher`, and no switch, say
 
     def __init__(self, fn, **options):
         super().__init__(fn, **options)
@@ -32,12 +37,13 @@ class Remembering(JITFunction):
     def launch(self, grid, *args, **constants):
         key, values = launch_key(args, constants)
         known = None if key is None or is_watched() else self.launches.get(key)
+        if noting.launches is not None:
+            tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+            again = functools.partial(elsewhere, known, grid, values, tensors, key and key[-1])
+            noting.launches.append(again if known and self.steady and not ROCM else None)
         if known is None:
             return self.first(key, grid, args, constants)
-        run, kernel, rest, _ = known
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(key[-1])
-        run(x, y, z, stream, *kernel, None, None, None, *values, *rest)
+        run_known(known, grid, values, key[-1])
 
     def first(self, key: tuple | None, grid: tuple, args: tuple, constants: dict) -> None:
         """Triton's own launch, remembered."""
@@ -48,6 +54,36 @@ class Remembering(JITFunction):
             rest = tuple(constants[name] for name in self.arg_names[len(args) :])
             kernel = compiled.function, compiled.packed_metadata
             self.launches[key] = compiled.run, kernel, rest, constants  # they keep what `key` names by id
+
+
+def run_known(known: tuple, grid: tuple, values: list, device: int) -> None:
+    run, kernel, rest, _ = known
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run(x, y, z, stream, *kernel, None, None, None, *values, *rest)
+
+
+def elsewhere(
+    known: tuple, grid: tuple, values: list, tensors: list[int], device: int, addresses: list[int]
+) -> Callable[[list[int]], bool] | None:
+    """This launch for tensors that lie at other addresses; `tensors` are the places of theirs among `values`.
+
+    None where an address is not one tensor's.
+    """
+    if any(addresses.count(values[i]) != 1 for i in tensors):
+        return None
+    places = [(i, addresses.index(values[i])) for i in tensors]
+
+    def launch(addresses: list[int]) -> bool:
+        if is_watched():
+            return False
+        now = list(values)
+        for i, place in places:
+            now[i] = addresses[place]
+        run_known(known, grid, now, device)
+        return True
+
+    return launch
 
 
 def is_watched() -> bool:

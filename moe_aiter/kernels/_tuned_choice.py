@@ -23,7 +23,8 @@ LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
     "triton": "triton",
     "hopper": "hopper",
 }
-TILED = ("gemm", "hopper_gemm", "hopper_few_rows")  # whose tile a row may name: the `tiles` of the launchers
+# whose tile a row may name: the `tiles` of the launchers
+TILED = ("gemm", "gemm_row", "hopper_gemm", "hopper_few_rows")
 DEFAULT = {"solidx": 0, "splitK": 0, "kernelName": ""}  # beside the libtype, where there is no row
 
 

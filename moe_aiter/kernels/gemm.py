@@ -17,6 +17,7 @@ from . import hopper
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
 from ._gemm_choice import wants
 from ._gemm_epilogue import epilogue_of, finish, finish_parts, in_triton, splits_of
+from ._gemm_row import launch_one_row, takes_row
 from ._gemm_torch import activation_gradient, fill_gemm, gemm_reference
 from ._groups import sum_dtype
 from ._tile import TILE_DTYPES, multiply, swizzle, tile_options
@@ -114,6 +115,9 @@ def new_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z):
 @takes(*TILE_DTYPES)
 def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z, *, config=None):
     """`config`: a tile in place of the tables'."""
+    if takes_row(x, w, config):
+        return launch_one_row(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
+    config = None if config is not None and config.block_m == 1 else config  # another product's
     out, z = outs
     (B, M, K), N = x.shape, w.shape[2]
     full = activation or c is not None
@@ -136,7 +140,7 @@ def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
     return dtype != torch.float64 and WIDEST_STEP * max(x.stride(2), w.stride(1)) < 2**31
 
 
-launch_gemm.fits, launch_gemm.wants, launch_gemm.tiles = fits_gemm, wants("triton"), ("gemm",)
+launch_gemm.fits, launch_gemm.wants, launch_gemm.tiles = fits_gemm, wants("triton"), ("gemm", "gemm_row")
 
 # op
 
@@ -220,7 +224,7 @@ def gemm(
     for name, t in (("x", x), ("w", w)):
         check_tensor(name, t)
     for name, number in (("alpha", alpha), ("beta", beta)):
-        if not isinstance(number, numbers.Real):
+        if type(number) is not float and not isinstance(number, numbers.Real):
             raise TypeError(f"{name} must be a number, not {type(number).__name__}")
     if c is None and beta != 0:
         raise ValueError(f"beta is {beta} but c is None")
@@ -241,7 +245,7 @@ def as_batches(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Sequence[int]]:
     *lead, K, N = w.shape
     check_size("x is (..., K={})", x.shape[-1], "w is (..., K={}, N)", K)
     try:
-        batch = torch.broadcast_shapes(x.shape[:-2], tuple(lead))
+        batch = torch.broadcast_shapes(x.shape[:-2], tuple(lead)) if lead else x.shape[:-2]
     except RuntimeError as mistake:
         raise ValueError(f"the leading axes of x and w do not fit: {shapes(x, w)}") from mistake
     if all(size == 1 for size in lead):

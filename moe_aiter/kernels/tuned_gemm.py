@@ -15,7 +15,7 @@ from ..backend import IMPLS, define_op, forced, no_autocast, pick, runs
 from ..config import settings
 from ..derived import derived
 from ..dispatch import is_transformed
-from ..metadata import keep
+from ..metadata import keep, noting
 from ..tuning.aiter_csv import Problem, find
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
 from ._fp8 import FP8
@@ -75,6 +75,8 @@ def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
         if key not in known:
             keep(known, key, choose(problem, inputs))
         backend = known[key]
+        if noting.launches is not None:  # a file may say something else next time
+            noting.launches.append(None)
     backend, _, tile = backend.partition("/")
     launch = IMPLS["gemm"][backend]
     if not runs(launch, *inputs):  # of other strides than when it was chosen
@@ -232,7 +234,7 @@ def by_op(x, weight, bias, dtype, scaled: torch.dtype | None, backend: str) -> T
     if not torch.compiler.is_compiling() and is_transformed():
         raise NotSupportedError(f"{backend} kernels have gradients by torch.autograd only, not by torch.func")
     out = tuned_gemm_op(as_rows(x), weight, bias, dtype or x.dtype, scaled, backend)
-    return out.view(*x.shape[:-1], len(weight))
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def compiled(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ..config import interpret
+from ..metadata import undecided
 from .candidates import Config
 from .table import Key, find
 
@@ -46,7 +47,8 @@ def choose(function: Callable[[Key], Config | None]):
     global _choose
     before, _choose = _choose, function
     try:
-        yield
+        with undecided():
+            yield
     finally:
         _choose = before
 

@@ -4,7 +4,7 @@ A kernel that has other limits where its inputs differ, in registers say, has a 
 Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
 float16 of 8-bit floats that the GPU does not multiply.  `scaled_long` adds sums of int8 that int32 overflows.
 Of the dense ones `_full` has an activation or a matrix to add, on Hopper the latter, and `_act` the former;
-`few_rows` are those of up to 16 rows.
+`few_rows` are those of up to 16 rows, and `_row` those of a single one.
 On Hopper `_int8` sums in int32, `_fp8` adds the sums of 8-bit floats in float32, `_plain` without scales or
 for a float32 result.
 Names that begin with `hopper_` are those of `kernels/hopper`; tests compile every tile of theirs below.
@@ -13,6 +13,7 @@ Names that begin with `hopper_` are those of `kernels/hopper`; tests compile eve
 import dataclasses
 
 BIG_WEIGHT = 32 * 2**20  # bytes of one expert's weight
+FEW_COLUMNS = 2048  # of all matrices
 WALKS = (1, 16)
 DENSE_WALKS = (8, 16)
 
@@ -50,6 +51,10 @@ def few_rows(block_n: int, block_k: int, num_warps: int) -> Config:
     return Config(16, block_n, block_k, num_warps=num_warps, num_stages=1)
 
 
+def one_row(block_n: int, block_k: int, num_warps: int = 4) -> Config:
+    return Config(1, block_n, block_k, num_warps=num_warps, num_stages=1)
+
+
 # the first is the usual one
 HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
@@ -66,6 +71,7 @@ HOPPER_TILES = {
     "hopper_few_rows": (
         few_rows(16, 128, 8),
         few_rows(16, 64, 8),
+        few_rows(16, 128, 16),
         few_rows(16, 64, 16),
         few_rows(32, 64, 16),
     ),
@@ -146,6 +152,9 @@ PORTABLE = {
     "sparse_blocks_grad": SPARSE_GRAD,
     "gemm": (*GEMM_FEW, Config(64, 128, 64, 8, 4, 4), *WIDE[:2]),
     "gemm_full": (*GEMM_FEW, Config(64, 128, 64, 8, 4, 4), Config(128, 128, 64, 8, 8, 4)),
+    "gemm_row": tuple(
+        one_row(*c) for c in ((1, 2048), (1, 4096), (2, 1024), (2, 2048, 8), (4, 512), (4, 1024))
+    ),
 }
 OPS = (*PORTABLE, *HOPPER_TILES)
 
@@ -177,11 +186,14 @@ def rule(op: str, n: int, k: int) -> Config | None:
 
     Where the sum is short, gmm's epilogue comes often: one more stage; and dz gathers whole lines, 64 columns
     at a time.  Where one expert's 16-bit weight fits in L2, no row tiles need to walk the columns together.
-    All dense products walk in eights, and hide an activation by turns.
+    All dense products walk in eights, and hide an activation by turns.  Of few columns a program of few rows
+    has many warps.
     """
     if op not in HOPPER_TILES:
         return None
     tile = HOPPER_TILES[op][k <= SHORT_K.get(op, 0)]
+    if op == "hopper_few_rows" and n <= FEW_COLUMNS:
+        tile = HOPPER_TILES[op][2]
     steps = walks(op)
     walk = steps[2 * k * n > BIG_WEIGHT] if steps is WALKS else steps[0]
     return dataclasses.replace(tile, group_m=walk)

@@ -1,10 +1,12 @@
 """moe_aiter/bench/timing.py: what is captured, and what is launched one by one."""
 
+import inspect
+
 import pytest
 import torch
 
 from moe_aiter.bench import timing
-from moe_aiter.bench.timing import kernels
+from moe_aiter.bench.timing import copier, kernels
 
 
 @pytest.mark.gpu
@@ -27,3 +29,15 @@ def test_ours_is_captured_or_refused(monkeypatch):
     assert kernels(print, True, False) == (print, "eager")
     with pytest.raises(RuntimeError, match="capturing"):
         kernels(print, True, True)
+
+
+@pytest.mark.parametrize("half", [1, 4095, 4096, 4097, 2**20 + 512])
+def test_a_copy_is_of_whole_pages(half):
+    """One of 16 MiB and half a page took an H200 16.8 us, of 17 MiB 13.2."""
+    copy = copier(2 * half, torch.device("cpu"))
+    source, target = (inspect.getclosurevars(copy).nonlocals[name] for name in ("source", "target"))
+    assert len(source) == len(target) == (half + 4095) // 4096 * 4096
+    source.fill_(7)
+    target.zero_()
+    copy()
+    assert (target == 7).all()

@@ -190,7 +190,7 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
 
 
 launch_gemm = implementation("gemm", "launch_gemm", fits_gemm)
-launch_gemm.wants, launch_gemm.tiles = wants("hopper"), ("hopper_gemm", "hopper_few_rows")
+launch_gemm.wants, launch_gemm.tiles = wants("hopper"), ("hopper_gemm", "hopper_few_rows", "gemm_row")
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
 launch_masked_gmm = implementation("masked_gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))

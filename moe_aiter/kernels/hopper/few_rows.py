@@ -21,6 +21,8 @@ from .activations import FUNCTIONS
 
 IN_FLIGHT = 2**15  # numbers, 64 KiB: the weight that an SM should be waiting for at any time
 
+FEW_SMS = 4  # a program on one in so many is too few
+
 finish_tile = gluon.jit(finish.fn)
 
 
@@ -148,6 +150,8 @@ def few_rows_kernel(
                     beta, N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
 
 
+few_rows_kernel.steady = True
+
 # launcher
 
 
@@ -158,7 +162,7 @@ def launch_few_rows(
     """What `fits_gemm` lets through, of up to 16 rows, with a weight that lies by rows."""
     out, z = outs
     (B, M, K), N, w = x.shape, w.shape[2], w.mT
-    config = config or tuning.lookup("hopper_few_rows", x.dtype, B * M, N, K, B)
+    config = config or tuning.lookup("hopper_few_rows", x.dtype, M, B * N, K, 1)
     step, tiles = config.num_warps * config.block_k, B * cdiv(N, config.block_n)
     splits, part = splits_of(tiles, K, step, units(tiles, num_programs(x), config))
     parts = x.new_empty(splits, B, M, N, dtype=torch.float32) if splits > 1 else None
@@ -174,8 +178,8 @@ def launch_few_rows(
 
 
 def units(tiles: int, sms: int, config: tuning.Config) -> int:
-    """How many programs there should be.  Where each SM has one, no more: a split has a second launch."""
-    return sms * programs_at_once(config) if tiles < sms else tiles
+    """How many programs there should be.  A split has a second launch: it pays where most SMs are idle."""
+    return sms * programs_at_once(config) if FEW_SMS * tiles <= sms else tiles
 
 
 def programs_at_once(config: tuning.Config) -> int:

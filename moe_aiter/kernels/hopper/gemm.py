@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import tuning
 from .._gemm_choice import FEW
+from .._gemm_row import launch_one_row, takes_row
 from ._gluon import (
     Number,
     aggregate,
@@ -29,6 +30,8 @@ from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make
 from ._schedule import Tiles, make_places
 from .activations import FUNCTIONS
 from .few_rows import launch_few_rows
+
+SHORT = 1024  # the K up to which one row is multiplied as few rows are
 
 
 @aggregate
@@ -194,10 +197,13 @@ def launch_gemm(
     *, config: tuning.Config | None = None,
 ) -> None:  # fmt: skip
     (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
-    few = config if config is not None and config.block_m == FEW else None
-    if M <= FEW and rows:  # a row of a user's file may be another product's
-        return launch_few_rows(outs, x, w, bias, c, activation, alpha, beta, save_z, few)
-    config = None if few else config
+    if K > SHORT and takes_row(x, w, config):
+        return launch_one_row(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
+    few = M <= FEW and rows
+    if config is not None and (config.block_m != FEW if few else config.block_m <= FEW):
+        config = None  # a row of a user's file: another product's
+    if few:
+        return launch_few_rows(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
     out, z = outs
     op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
     config = config or tuning.lookup(op, x.dtype, B * M, N, K, B)

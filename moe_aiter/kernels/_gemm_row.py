@@ -1,0 +1,99 @@
+"""Dense products of one row, without tensor cores; see gemm.py.
+
+A product of one row takes as long as its weight takes to be read.  Each thread multiplies what it loads by
+its piece of x, and adds up in float32; the threads of a program are added up once.  Programs are small, of a
+few columns, and there are thousands, so that some begin while others end.
+"""
+
+from torch import Tensor
+
+from .. import tuning
+from ._gemm_epilogue import epilogue_of, finish, in_triton
+from ._triton import cdiv, jit_kernel, tl
+from .hopper._launch import num_programs
+
+WIDEST = 8  # numbers that a thread loads at once
+BUSY = 6  # programs of an SM that read as fast as it can
+MOST = 2**16  # matrices, on the second axis of a grid
+
+# kernel
+
+
+@jit_kernel
+def one_row_kernel(
+    x_ptr,  # (B, K)
+    w_ptr,  # (B, N, K)
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (B, N) or None
+    z_ptr,  # (B, N) contiguous, as is out, or None
+    out_ptr,
+    N,
+    K,  # this and the strides of x and w in pieces of UNIT numbers
+    end,  # K again, which the compiler does not know
+    x_stride_b,
+    w_strides,  # b, n
+    alpha,
+    beta,
+    bias_stride,
+    c_strides,  # b, n
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    K *= UNIT
+    matrix = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    rows = tl.minimum(n, N - 1).to(tl.int64)  # past the end: others' values, which are never stored
+    x_ptrs = x_ptr + matrix * x_stride_b * UNIT + k
+    w_ptrs = w_ptr + matrix * w_strides[0] * UNIT + (rows * w_strides[1] * UNIT)[:, None] + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        mask = k < K - first
+        w = tl.load(w_ptrs + first, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptrs + first, mask=mask, other=0.0)
+        if first < end:  # always: without the branch the assembler puts each load before its product
+            acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    out = matrix * N
+    c_base = c_ptr if c_ptr is None else c_ptr + matrix * c_strides[0]
+    z_base = z_ptr if z_ptr is None else z_ptr + out
+    finish(tl.sum(acc, 1), 0, n, n < N, n, bias_ptr, c_base, z_base, out_ptr + out, alpha, beta,
+           N, bias_stride, 0, c_strides[1], ACTIVATION)  # fmt: skip
+
+
+one_row_kernel.steady = True
+
+# launcher
+
+
+def takes_row(x: Tensor, w: Tensor, config: tuning.Config | None) -> bool:
+    """Whether this multiplies x (B, M, K), of one row in each matrix, by w (B, K, N), which lies by rows and
+    has enough of them, unless a tile of more rows is asked for."""
+    enough = x.shape[0] * w.shape[2] >= BUSY * num_programs(x)
+    return (
+        x.shape[1] == 1
+        and x.stride(2) == 1 == w.stride(1)
+        and enough
+        and x.shape[0] < MOST
+        and (config is None or config.block_m == 1)
+    )
+
+
+def launch_one_row(
+    outs: tuple[Tensor, Tensor], x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None,
+    activation: str, alpha: float, beta: float, save_z: bool, config: tuning.Config | None,
+) -> None:  # fmt: skip
+    """What `takes_row` lets through.  x, bias, c, w and the result are floats of at most 32 bits."""
+    out, z = outs
+    (B, _, K), N = x.shape, w.shape[2]
+    config = config or tuning.lookup("gemm_row", x.dtype, 1, B * N, K, 1)
+    z, bias_stride, c_strides = epilogue_of(z, bias, c, save_z)
+    lengths = K, x.stride(0) if B > 1 else 0, w.stride(0) if B > 1 else 0, w.stride(2)
+    unit = 1 if any(n % WIDEST for n in lengths) else WIDEST
+    K, x_stride, *w_strides = (n // unit for n in lengths)
+    one_row_kernel[cdiv(N, config.block_n), B](
+        x, w, bias, c, z, out, N, K, K * unit, x_stride, tuple(w_strides), float(alpha), float(beta),
+        bias_stride, (c_strides[0], c_strides[2]), ACTIVATION=in_triton(activation),
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, UNIT=unit, num_warps=config.num_warps,
+    )  # fmt: skip

@@ -1,0 +1,232 @@
+"""A launch without its launcher must still be the launch that the launcher would have made."""
+
+import functools
+
+import pytest
+import torch
+
+from moe_aiter import metadata, tuning
+from moe_aiter.backend import ORDER, use
+from moe_aiter.kernels import gemm as dense
+from moe_aiter.kernels.gemm import gemm
+from moe_aiter.metadata import Launcher, noting, undecided
+from moe_aiter.tuning import Config
+
+launches = pytest.importorskip("moe_aiter.kernels._launches")
+CUDA = torch.device("cuda", 0)
+
+
+class Kernel:
+    """What was launched, with which addresses; and how often a launcher was asked."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+        self.given, self.asked = [], 0
+
+    def __call__(self, out, x, y, extra=None):
+        """A launcher: of one kernel, or of two for an `extra` one, with what it adds up in between."""
+        self.asked += 1
+        self.launch(out, x, y)
+        if extra is not None:
+            self.launch(out, extra)
+
+    def launch(self, *tensors):
+        values = [5, *(t.data_ptr() for t in tensors)]
+        known = lambda *args: self.given.append(args[9:]), (11, (4, 1, 0)), ("rest",), None  # noqa: E731
+        if noting.launches is None:
+            launches.run_known(known, (7,), values, 3)
+        else:
+            places = list(range(1, len(values)))
+            noting.launches.append(functools.partial(launches.elsewhere, known, (7,), values, places, 3))
+            launches.run_known(known, (7,), values, 3)
+
+
+def new(count=3):
+    return [torch.zeros(4) for _ in range(count)]
+
+
+def addresses(*tensors):
+    return (5, *(t.data_ptr() for t in tensors), "rest")
+
+
+def test_from_the_third_call_on_nobody_asks_the_launcher(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    launcher, kept = Launcher(kernel), []
+    for call in range(5):
+        out, x, y = new()
+        kept += out, x, y  # or the next ones would lie there
+        launcher(out, x, y)
+        assert kernel.given[-1] == addresses(out, x, y) and len(kernel.given) == call + 1
+    assert kernel.asked == 2
+
+
+def test_several_launches_and_outputs(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    launcher = Launcher(lambda outs, x, number, y, _: kernel(outs[0], x, y, outs[1]))
+    for _ in range(4):
+        out, second, x, y = new(4)
+        launcher((out, second), x, 2.0, y, None)
+        assert kernel.given[-2:] == [addresses(out, x, y), addresses(out, second)]
+    assert kernel.asked == 2
+
+
+def test_two_tensors_in_one_place_say_nothing(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    launcher = Launcher(kernel)
+    for same in (True, True, False, False, True, False):
+        out, x, y = new()
+        y = x if same else y
+        launcher(out, x, y)
+        assert kernel.given[-1] == addresses(out, x, y)
+    assert kernel.asked == 3
+
+
+@pytest.mark.parametrize("kind", ["memory of its own", "no launch", "not steady", "another op"])
+def test_what_does_not_follow_is_asked_for(monkeypatch, kind):
+    kernel = Kernel(monkeypatch)
+    inner = Launcher(kernel)
+
+    def launch(out, x, y):
+        if kind == "no launch":
+            out.copy_(x)
+        elif kind == "not steady":
+            if noting.launches is not None:
+                noting.launches.append(None)
+        elif kind == "another op":
+            kernel(out, x, y)
+            inner(out, y, x)
+        else:
+            kernel(out, x, torch.zeros(4))
+
+    asked, launcher = [], Launcher(lambda *tensors: asked.append(1) or launch(*tensors))
+    for _ in range(7):
+        launcher(*new())
+    assert len(asked) == 7 and noting.launches is None
+
+
+def test_what_is_undecided_is_asked_for(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    launcher = Launcher(kernel)
+    for _ in range(3):
+        launcher(*new())
+    with undecided(), tuning.choose(lambda key: None):
+        launcher(*new())
+        assert kernel.asked == 3
+    launcher(*new())
+    assert kernel.asked == 3
+
+
+def test_a_profilers_hook_hears_of_it(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    launcher = Launcher(kernel)
+    for _ in range(3):
+        launcher(*new())
+    monkeypatch.setattr(launches, "is_watched", lambda: True)
+    launcher(*new())
+    assert kernel.asked == 3 and len(kernel.given) == 4
+
+
+def test_a_launcher_that_raises_is_asked_again(monkeypatch):
+    kernel, fail = Kernel(monkeypatch), [False, True, False, False, False]
+    mistake = ValueError("no")
+
+    def launch(out, x, y):
+        if fail.pop(0):
+            raise mistake
+        kernel(out, x, y)
+
+    launcher = Launcher(launch)
+    launcher(*new())
+    with pytest.raises(ValueError, match="no"):
+        launcher(*new())
+    assert noting.launches is None
+    for _ in range(4):
+        launcher(*new())
+    assert kernel.asked == 2
+
+
+# on a GPU
+
+
+@pytest.fixture
+def asked(monkeypatch, no_debug):
+    """Calls of the launcher of one row."""
+    calls = []
+    launch = dense.launch_one_row
+    monkeypatch.setattr(dense, "launch_one_row", lambda *args: calls.append(1) or launch(*args))
+    with use("triton"):
+        yield calls
+
+
+def draw(N=1064, K=1160, offset=0, dtype=torch.bfloat16):
+    x = torch.randn(K + offset, device=CUDA).to(dtype)[offset:].view(1, K)
+    return x, torch.randn(N, K, device=CUDA).to(dtype).mT, torch.randn(N, device=CUDA).to(dtype)
+
+
+def right(got, x, w, bias=None, activation=None):
+    want = x.double() @ w.double() + (0 if bias is None else bias.double())
+    want = torch.nn.functional.silu(want) if activation else want
+    assert ((got.double() - want).norm() / want.norm()).item() < 3e-3
+
+
+@pytest.mark.gpu
+def test_products_of_many_tensors(asked):
+    kept = []
+    for call in range(8):
+        x, w, bias = draw(K=1176)
+        kept += x, w, bias
+        right(gemm(x, w, bias, activation="silu"), x, w, bias, "silu")
+        right(gemm(x, w), x, w)
+        assert len(asked) == min(2 * call + 2, 4)
+
+
+@pytest.mark.gpu
+def test_other_alignment_scalars_and_tiles(asked):
+    for _ in range(3):
+        for offset in (0, 1):
+            x, w, bias = draw(K=1192, offset=offset)
+            right(gemm(x, w, bias), x, w, bias)
+            right(gemm(x, w, bias, alpha=2.0), 2 * x, w, bias)
+    before = len(asked)
+    assert before == 8
+    with tuning.choose(lambda key: Config(1, 2, 1024, num_warps=4, num_stages=1)):
+        right(gemm(x, w, bias), x, w, bias)
+    assert len(asked) == before + 1
+
+
+@pytest.mark.gpu
+def test_where_there_are_gradients_streams_and_graphs(asked):
+    for _ in range(5):
+        x, w, bias = draw(K=1208)
+        x.requires_grad_()
+        out = gemm(x, w, bias, activation="silu")
+        right(out, x, w, bias, "silu")
+        (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        plain = torch.nn.functional.silu(torch.addmm(bias, x, w))
+        (want,) = torch.autograd.grad(plain, x, torch.ones_like(plain))
+        assert ((grad - want).norm() / want.norm()).item() < 2e-2
+    before = len(asked)
+    x = x.detach()
+    with torch.inference_mode(), torch.autocast("cuda", torch.float16):
+        for _ in range(3):
+            right(gemm(x, w, bias), x, w, bias)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        right(gemm(x, w, bias), x, w, bias)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gemm(x, w, bias)
+    x.copy_(draw(K=1208)[0])
+    graph.replay()
+    right(out, x, w, bias)
+    assert len(asked) == before + 2
+
+
+def test_only_a_gpus_launches_are_noted(monkeypatch):
+    monkeypatch.setattr(metadata.Launcher, "__call__", lambda *_: pytest.fail("a launcher of the CPU's"))
+    if "triton" not in ORDER["cpu"]:
+        x, w = torch.randn(3, 8), torch.randn(8, 5)
+        for _ in range(3):
+            gemm(x, w)
