@@ -25,7 +25,9 @@ ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near mem
 class Remembering(JITFunction):
     """A function of triton.jit that knows its launches."""
 
-    steady = False  # whether metadata alone decides about it: see `Launcher`, and no switch, say
+    # whether nothing but metadata decides about its launches, no switch say, and none has a descriptor, which
+    # holds an address: see `Launcher`
+    steady = False
 
     def __init__(self, fn, **options):
         super().__init__(fn, **options)
