@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
 from .dispatch import refuse, register
-from .metadata import Launcher, keep, layout, metadata, resolved
+from .metadata import Launcher, decide_again, is_steady, keep, layout, metadata, resolved
 from .overlap import check_apart
 
 log = logging.getLogger("moe_aiter")
@@ -117,6 +117,7 @@ def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | N
         if takes is not None:
             fn.takes = takes
         IMPLS[op][backend] = fn
+        decide_again()
         return fn
 
     return add
@@ -158,7 +159,8 @@ def define_op(
             outs = out if several else (out,)
             # nobody launches an empty grid
             launch = pick(name, x, *rest) if any(t.numel() for t in outs) else None
-            launch = Launcher(launch) if launch is not None and x.is_cuda else launch
+            if x.is_cuda and is_steady(launch):
+                launch = Launcher(launch)
             keep(known, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)

@@ -37,7 +37,7 @@ def metadata(inputs: tuple, *others) -> tuple | None:
         elif type(t) is tuple and any(type(n) is not int for n in t):
             return None
         else:
-            key.append(t)
+            key.append(str(t) if type(t) is float and not t else t)  # since 0.0 == -0.0
     return tuple(key)
 
 
@@ -97,23 +97,42 @@ class Noting(threading.local):
 
 
 noting = Noting()
-TRIES = 4
-_undecided = 0
+TRIES = 3
+_decisions = _undecided = 0
+_steady: set[Callable] = set()
+
+
+def steady(launch: Callable) -> Callable:
+    """Say that a launcher does nothing but launch kernels.  No attribute does: what wraps it may do more."""
+    _steady.add(launch)
+    return launch
+
+
+def is_steady(launch: Callable | None) -> bool:
+    return launch in _steady
+
+
+def decide_again() -> None:
+    """Forget what was noted: something else than metadata has changed that launchers go by."""
+    global _decisions
+    _decisions += 1
 
 
 @contextlib.contextmanager
 def undecided():
-    """Inside the block launchers decide again what they launch, whatever they did before."""
+    """Inside the block launchers decide at each call what they launch."""
     global _undecided
     _undecided += 1
+    decide_again()
     try:
         yield
     finally:
         _undecided -= 1
+        decide_again()
 
 
 class Launcher:
-    """A launcher of an op, for inputs of one metadata.
+    """A `steady` launcher of an op, for inputs of one metadata.
 
     The first call may compile; one of the next notes what is launched.  If that follows from metadata and
     addresses, the calls after it do without the launcher.
@@ -121,31 +140,36 @@ class Launcher:
 
     def __init__(self, launch: Callable):
         self.launch = launch
-        self.calls = 0
+        self.compiled = False
+        self.decision, self.tries = _decisions, 0
         self.known: list[Callable] = []
 
     def __call__(self, out: Tensor | tuple[Tensor, ...], *inputs) -> None:
         if noting.launches is not None:  # by the launcher of another op, which does not know what is in here
             noting.launches.append(None)
-        elif self.known and not _undecided:
-            addresses = addresses_of(out, inputs)
-            if all(launch(addresses) for launch in self.known):
-                return
-        elif 0 < self.calls < TRIES and not _undecided:
-            return self.note(out, inputs)
-        self.calls += 1
+        elif not _undecided:
+            if self.decision != _decisions:
+                self.known, self.decision, self.tries = [], _decisions, 0
+            if self.known:
+                addresses = addresses_of(out, inputs)
+                if all(launch(addresses) for launch in self.known):
+                    return
+            elif self.compiled and self.tries < TRIES:
+                return self.note(out, inputs)
         self.launch(out, *inputs)
+        self.compiled = True
 
     def note(self, out: Tensor | tuple[Tensor, ...], inputs: tuple) -> None:
-        noting.launches = []
+        self.tries += 1
+        decision, noting.launches = _decisions, []
         try:
             self.launch(out, *inputs)
             addresses = addresses_of(out, inputs)
             found = [launch and launch(addresses) for launch in noting.launches]
         finally:
             noting.launches = None
-        self.calls += 1
-        self.known = found if all(found) else []
+        if all(found) and decision == _decisions:  # which another thread may have changed
+            self.known = found
 
 
 def addresses_of(out: Tensor | tuple[Tensor, ...], inputs: tuple) -> list[int]:

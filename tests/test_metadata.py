@@ -130,6 +130,11 @@ def test_a_number_and_a_truth_value_differ():
     assert len(keys) == 3
 
 
+def test_a_zero_has_a_sign():
+    keys = {metadata.metadata((value,)) for value in (0.0, -0.0, 0)}
+    assert len(keys) == 3
+
+
 class Own(torch.Tensor):
     pass
 

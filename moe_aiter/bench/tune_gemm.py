@@ -205,11 +205,15 @@ def contenders(problem: Problem, x: Tensor, weight: Tensor, bias: Tensor | None)
         if own and is_here("triton", inputs):
             yield Contender("triton", "", functools.partial(as_it_lies, x, shuffle_weight(weight)))
         return
+    tried: set[str] = set()
     for backend in ("triton", "hopper"):
-        if is_here(backend, inputs):
-            yield Contender(backend, "", by_op(backend))
-            for tile in tiles_of(by_op(backend)):
-                yield Contender(backend, tile, by_op(f"{backend}/{tile}"))
+        tiles = tiles_of(by_op(backend)) if is_here(backend, inputs) else []
+        if tried.issuperset(tiles):  # one row of both is one kernel
+            continue
+        tried.update(tiles)
+        yield Contender(backend, "", by_op(backend))
+        for tile in tiles:
+            yield Contender(backend, tile, by_op(f"{backend}/{tile}"))
 
 
 def tiles_of(call: Callable[[], Tensor]) -> list[str]:

@@ -15,6 +15,7 @@ from .hopper._launch import num_programs
 WIDEST = 8  # numbers that a thread loads at once
 BUSY = 6  # programs of an SM that read as fast as it can
 MOST = 2**16  # matrices, on the second axis of a grid
+LONGEST = 2**31 - 2**16  # K, and a step behind it
 
 # kernel
 
@@ -70,21 +71,16 @@ one_row_kernel.steady = True
 def takes_row(x: Tensor, w: Tensor, config: tuning.Config | None) -> bool:
     """Whether this multiplies x (B, M, K), of one row in each matrix, by w (B, K, N), which lies by rows and
     has enough of them, unless a tile of more rows is asked for."""
-    enough = x.shape[0] * w.shape[2] >= BUSY * num_programs(x)
-    return (
-        x.shape[1] == 1
-        and x.stride(2) == 1 == w.stride(1)
-        and enough
-        and x.shape[0] < MOST
-        and (config is None or config.block_m == 1)
-    )
+    (B, M, K), N = x.shape, w.shape[2]
+    fit = M == 1 and x.stride(2) == 1 == w.stride(1) and K < LONGEST and B < MOST
+    return fit and BUSY * num_programs(x) <= B * N and (config is None or config.block_m == 1)
 
 
 def launch_one_row(
     outs: tuple[Tensor, Tensor], x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None,
     activation: str, alpha: float, beta: float, save_z: bool, config: tuning.Config | None,
 ) -> None:  # fmt: skip
-    """What `takes_row` lets through.  x, bias, c, w and the result are floats of at most 32 bits."""
+    """What `takes_row` lets through, of x, w and results of at most 32 bits."""
     out, z = outs
     (B, _, K), N = x.shape, w.shape[2]
     config = config or tuning.lookup("gemm_row", x.dtype, 1, B * N, K, 1)

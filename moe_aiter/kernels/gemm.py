@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import define_op, takes
+from ..metadata import steady
 from . import hopper
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
 from ._gemm_choice import wants
@@ -112,6 +113,7 @@ def new_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z):
     return out, x.new_empty((B, M, N) if save_z else 0, dtype=dtype)
 
 
+@steady
 @takes(*TILE_DTYPES)
 def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z, *, config=None):
     """`config`: a tile in place of the tables'."""

@@ -15,7 +15,7 @@ from ..backend import IMPLS, define_op, forced, no_autocast, pick, runs
 from ..config import settings
 from ..derived import derived
 from ..dispatch import is_transformed
-from ..metadata import keep, noting
+from ..metadata import decide_again, is_steady, keep, noting, steady
 from ..tuning.aiter_csv import Problem, find
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
 from ._fp8 import FP8
@@ -65,6 +65,7 @@ def gemm_inputs(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dty
     return x[None], weight.mT[None], bias, None, "", 1.0, 0.0, dtype, False
 
 
+@steady  # if who multiplies is
 def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
     """`backend` may be empty: then it is chosen now, when M is known."""
     inputs = gemm_inputs(x, weight, bias, dtype)
@@ -75,12 +76,12 @@ def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
         if key not in known:
             keep(known, key, choose(problem, inputs))
         backend = known[key]
-        if noting.launches is not None:  # a file may say something else next time
-            noting.launches.append(None)
     backend, _, tile = backend.partition("/")
     launch = IMPLS["gemm"][backend]
     if not runs(launch, *inputs):  # of other strides than when it was chosen
         launch = pick("gemm", *inputs)
+    if noting.launches is not None and not is_steady(launch):
+        noting.launches.append(None)
     launch((out[None], out.new_empty(0)), *inputs, **tile_option(launch, tile))
 
 
@@ -192,6 +193,7 @@ def forget_choices() -> None:
     known.clear()
     note.cache_clear()
     find.cache_clear()
+    decide_again()
 
 
 def choice_for(

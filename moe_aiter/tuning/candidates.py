@@ -178,6 +178,8 @@ def is_legal(op: str, config: Config) -> bool:
     powers = config.block_m, config.block_n, config.block_k, config.num_warps
     if min(config.group_m, config.num_stages) < 1 or any(n.bit_count() != 1 for n in powers):
         return False
+    if op == "gemm_row" and config.block_m != 1:
+        return False
     return op in PORTABLE or dataclasses.replace(config, group_m=1) in HOPPER_TILES[op]
 
 

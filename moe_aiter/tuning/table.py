@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..metadata import decide_again
 from .candidates import OPS, Config, is_legal, rule
 
 TABLES = pathlib.Path(__file__).parent / "tables"
@@ -117,6 +118,7 @@ def write(path: pathlib.Path, new: Iterable[dict]) -> None:
     rewrite(path, COLUMNS, [rows[key] for key in sorted(rows, key=specific_first)])
     load.cache_clear()
     find.cache_clear()
+    decide_again()
 
 
 def rewrite(path: pathlib.Path, columns: Iterable[str], rows: Iterable[dict]) -> None:

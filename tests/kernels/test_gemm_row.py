@@ -7,14 +7,18 @@ from moe_aiter import tuning
 from moe_aiter.backend import IMPLS, ORDER, use
 from moe_aiter.kernels import _gemm_row, hopper
 from moe_aiter.kernels import gemm as dense
-from moe_aiter.kernels._gemm_row import takes_row
+from moe_aiter.kernels._gemm_row import BUSY, takes_row
 from moe_aiter.kernels.gemm import gemm
+from moe_aiter.kernels.hopper._launch import num_programs
 from moe_aiter.tuning import Config
 from moe_aiter.tuning.candidates import PORTABLE
 
 from .test_gemm import CUDA, DTYPES, compare, make
 
-N = 6 * 132 + 5  # enough for every program of an H200, and no multiple of a tile
+
+def enough(device):
+    """Columns, of which no tile is a divisor."""
+    return BUSY * num_programs(torch.empty(0, device=device)) + 5
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def apart(t, by=1):
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 def test_one_row(device, launched, dtype, K, batch):
     backend = "triton" if "triton" in ORDER[device.type] else "torch"
-    x, w, bias, c = make(device, 1, K, N, dtype, batch)
+    x, w, bias, c = make(device, 1, K, enough(device), dtype, batch)
     w = w.mT.contiguous()
     with use(backend):
         compare(x, w.mT, gradients=False)
@@ -47,13 +51,15 @@ def test_one_row(device, launched, dtype, K, batch):
 
 
 def test_other_products_are_not_of_one_row():
+    N = enough("meta")
+
     def takes(B=1, M=1, K=64, N=N, rows=True, config=None):
         x, w = torch.empty(B, M, K, device="meta"), torch.empty(B, N, K, device="meta")
         return takes_row(x, w.mT if rows else w.mT.contiguous(), config)
 
     assert takes() and takes(B=100, N=8) and takes(config=Config(1, 1, 2048))
-    assert not takes(M=2) and not takes(N=6 * 132 - 1) and not takes(rows=False) and not takes(B=2**16)
-    assert not takes(config=Config(16, 64, 64))
+    assert not takes(M=2) and not takes(N=N - 6) and not takes(rows=False) and not takes(B=2**16)
+    assert not takes(config=Config(16, 64, 64)) and not takes(K=2**31 - 2**16)
     x, w = torch.empty(1, 64, 1, device="meta").mT, torch.empty(1, N, 64, device="meta").mT
     assert takes_row(x, w, None) and not takes_row(x.expand(1, 1, 64)[..., ::2], w[:, ::2], None)
 
@@ -80,8 +86,9 @@ def test_a_tile_of_one_row_is_no_other_products(device, M, rows):
 @pytest.mark.parametrize("K", [8, 1000, 2048, 4104, 5003])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_tile(tile, K, dtype):
-    x, w, bias, c = make(CUDA, 1, K, 1061, dtype)
+    x, w, bias, c = make(CUDA, 1, K, enough(CUDA), dtype)
     x, w = apart(x, 8 - K % 8), apart(w.mT, 8 - K % 8)
+    assert takes_row(x[None], w.mT[None], tile)
     with use("triton"), tuning.choose(lambda key: tile if key.op == "gemm_row" else None):
         compare(x, w.mT, gradients=False)
         compare(x, w.mT, bias, c, gradients=False, activation="gelu", alpha=0.5, beta=2.0)
@@ -99,7 +106,7 @@ def test_it_is_what_long_rows_are_multiplied_by(backend, monkeypatch):
         room, "launch_one_row", lambda *args: calls.append(1) or _gemm_row.launch_one_row(*args)
     )
     for K in (1032, 1024):
-        x, w, bias, _ = make(CUDA, 1, K, 1064, torch.bfloat16)
+        x, w, bias, _ = make(CUDA, 1, K, enough(CUDA) + 3, torch.bfloat16)
         w = w.mT.contiguous().mT
         with use(backend):
             compare(x, w, bias, gradients=False)
@@ -110,11 +117,13 @@ def test_it_is_what_long_rows_are_multiplied_by(backend, monkeypatch):
 @pytest.mark.parametrize("far", ["rows", "matrices"])
 def test_strides_are_64_bit(most_of_the_gpu, far):
     """The last of them is more than 2**32 numbers from the first."""
-    K, (B, n) = 72, (1, 1056) if far == "rows" else (1056, 8)
+    many = max(enough(CUDA), 1056)
+    K, (B, n) = 72, (1, many) if far == "rows" else (many, 8)
     x, w = torch.randn(B, 1, K).to(CUDA, torch.bfloat16), torch.randn(B, n, K).to(CUDA, torch.bfloat16)
     step = 2**22
-    memory = torch.empty(1056 * step, dtype=torch.bfloat16, device=CUDA)
+    memory = torch.empty(many * step, dtype=torch.bfloat16, device=CUDA)
     there = memory.as_strided(w.shape, (step, K, 1) if far == "matrices" else (0, step, 1))
     there.copy_(w)
+    assert takes_row(x, there.mT, None)
     with use("triton"):
         assert torch.equal(gemm(x, there.mT), gemm(x, w.mT))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...metadata import steady
 from .._fp8 import CHUNK, MOST_K, OCP
 from .._gemm_choice import FEW, wants
 from .._scaled_choice import wants as wants_scaled
@@ -189,7 +190,7 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
     return fit and by_tma(x, w) and stacked(w) and few(w)
 
 
-launch_gemm = implementation("gemm", "launch_gemm", fits_gemm)
+launch_gemm = steady(implementation("gemm", "launch_gemm", fits_gemm))
 launch_gemm.wants, launch_gemm.tiles = wants("hopper"), ("hopper_gemm", "hopper_few_rows", "gemm_row")
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)

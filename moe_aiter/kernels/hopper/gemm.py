@@ -197,12 +197,13 @@ def launch_gemm(
     *, config: tuning.Config | None = None,
 ) -> None:  # fmt: skip
     (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
+    few = M <= FEW and rows
+    if config is not None and (config.block_m <= FEW) != few:  # a row of a user's file: another product's
+        config = None
     if K > SHORT and takes_row(x, w, config):
         return launch_one_row(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
-    few = M <= FEW and rows
-    if config is not None and (config.block_m != FEW if few else config.block_m <= FEW):
-        config = None  # a row of a user's file: another product's
     if few:
+        config = None if config is not None and config.block_m == 1 else config
         return launch_few_rows(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
     out, z = outs
     op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
