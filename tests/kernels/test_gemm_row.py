@@ -83,8 +83,8 @@ def test_a_tile_of_one_row_is_no_other_products(device, M, rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", PORTABLE["gemm_row"], ids=str)
-@pytest.mark.parametrize("K", [8, 1000, 2048, 4104, 5003])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("K", [1000, 4104, 5003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile(tile, K, dtype):
     x, w, bias, c = make(CUDA, 1, K, enough(CUDA), dtype)
     x, w = apart(x, 8 - K % 8), apart(w.mT, 8 - K % 8)
