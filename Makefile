@@ -20,15 +20,27 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install extension train test test-gpu lint bench
+.PHONY: install lock extension train test test-gpu lint bench
 
 install: $(READY)
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+# torch has builds for the CPU, CUDA and ROCm under one version, so the lock file has no hash for torch
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt requirements.lock $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q -e '.[train,bench,dev]' -c constraints.txt
+	$(PY) -m pip install -q --no-deps --require-hashes -r requirements.lock
+	$(PY) -m pip install -q -c constraints.txt torch
+	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
+
+# renews requirements.lock after a change of pyproject.toml or constraints.txt; torch's CUDA packages stay out
+lock:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install -q uv
+	.venv-lock/bin/uv pip compile -q --universal --python-version 3.10 --generate-hashes --no-header --no-annotate \
+		-c constraints.txt --extra train --extra bench --extra dev pyproject.toml -o .venv-lock/all.txt > /dev/null
+	awk '/^[a-z]/ {keep = !/^(torch==|nvidia-|cuda-)/} keep' .venv-lock/all.txt > requirements.lock
+	rm -r .venv-lock
 
 extension:
 	$(PY) setup.py -q build_ext --inplace
