@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backend import no_autocast
 from ..kernels._check import (
     check_float,
     check_index,
@@ -31,6 +32,7 @@ from .experts import Experts, cast_as_linear
 from .low_rank import LowRank, Projection, experts_by_step, spread
 from .peft_format import copy_in, load_stacked, stacked
 
+NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
 FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by adapter
 
 
@@ -100,13 +102,27 @@ class LoRAFactors(nn.Module):
 
     @torch.no_grad()
     def norms(self, weight: Tensor) -> Tensor:
-        """|W + c B A| (count, out), from |W|, W A^T and A A^T."""
-        wide = sum_dtype(self.A)
-        a, b = self.A.to(wide), self.B.to(wide)
-        cross = (weight @ self.A.to(weight.dtype).mT).to(wide)  # (count, out, r)
-        square = row_norms(weight).square()
-        square = square + self.scaling * (b * (2 * cross + self.scaling * (b @ (a @ a.mT)))).sum(-1)
-        return square.clamp_min(torch.finfo(wide).tiny).sqrt()
+        """|W + c B A| (count, out) in float32, from the sum itself, made in blocks of `NORM_BLOCK` numbers.
+
+        |W|^2 + 2 c W (B A) + |c B A|^2 would do without the sum, but cancels where B A is close to -W / c.
+        """
+        count, out_features = self.B.shape[:2]
+        in_features = weight.shape[-1]
+        rows = max(1, min(out_features, NORM_BLOCK // max(in_features, 1)))
+        pairs = max(1, NORM_BLOCK // max(rows * in_features, 1))
+        weight = weight.expand(count, out_features, in_features)
+        norms = weight.new_empty(count, out_features, dtype=sum_dtype(weight))
+        for i in range(0, count, pairs):
+            for j in range(0, out_features, rows):
+                block = slice(i, i + pairs), slice(j, j + rows)
+                norms[block] = row_norms(self.adapted(weight[block], self.A[block[0]], self.B[block]))
+        return norms.clamp_min(torch.finfo(norms.dtype).tiny)
+
+    def adapted(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """W + c B A in float32, also under autocast."""
+        wide = sum_dtype(weight)
+        with no_autocast(weight):
+            return weight.to(wide) + b.to(wide) @ (self.scaling * a.to(wide))
 
     def growth(self, weight: Tensor) -> Tensor:
         """m / |W + c B A| - 1, (count, out): what DoRA multiplies by, less the one that LoRA does."""
@@ -118,7 +134,7 @@ class LoRAFactors(nn.Module):
     def merged(self, weight: Tensor, number: int | slice) -> Tensor:
         """The one weight that does the same as `weight` with these factors: here the product is made."""
         wide = sum_dtype(weight)
-        full = weight.to(wide) + self.scaling * (self.B[number].to(wide) @ self.A[number].to(wide))
+        full = self.adapted(weight, self.A[number], self.B[number])
         if self.magnitude is not None:
             full *= (self.magnitude[number].to(wide) / row_norms(full))[..., None]
         return full.to(weight.dtype)
