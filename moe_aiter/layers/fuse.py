@@ -1,14 +1,14 @@
-"""Several nn.Linear of one input as one product, under their old names.
+"""One weight for several nn.Linear of the same input, such as q, k and v.
 
     attention.q_proj, attention.k_proj, attention.v_proj = fuse_qkv(
         attention.q_proj, attention.k_proj, attention.v_proj
     )
+    q, k, v = attention.q_proj.fused(x)  # one product
 
-The weights become one, and the projections parts of it.  The first part that is called with an input computes
-for all of them, and the others hand out their share: a model's own code goes on to call them one by one.
+A model's own code can still call the projections one by one.  Each call then multiplies by the rows of that
+projection: calls share nothing.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -21,21 +21,6 @@ from .linear import multiply
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-@dataclasses.dataclass
-class Round:
-    """One input's results with one weight and bias, until each part has taken its own."""
-
-    state: tuple = ()
-    inputs: tuple[Tensor | None, ...] = ()
-    parts: list[Tensor | None] = dataclasses.field(default_factory=list)
-
-    def __deepcopy__(self, memo) -> "Round":
-        return Round()  # results belong to a graph
-
-    def __reduce__(self):
-        return Round, ()
-
-
 class FusedLinear(nn.Module):
     """`weight` (sum of N, K) and `bias` of several projections; `forward(x)` is a tuple of their results.
 
@@ -46,7 +31,6 @@ class FusedLinear(nn.Module):
     def __init__(self, linears: Sequence[nn.Linear], trainable: bool):
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
-        self.round = Round()
         for name in ("weight", "bias"):
             tensors = [getattr(linear, name) for linear in linears]
             fused = None if tensors[0] is None else torch.cat([t.detach() for t in tensors])
@@ -58,32 +42,6 @@ class FusedLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (..., K) -> (..., N) for each projection: views of one tensor."""
         return multiply(x, self.weight, self.bias).split(self.sizes, -1)
-
-    def part(self, index: int, x: Tensor) -> Tensor:
-        """One of the results; all are computed with the first that is asked for."""
-        inputs = x, self.weight, self.bias
-        given = [t for t in inputs if t is not None]
-        if not torch.compiler.is_compiling() and any([t.is_inference() for t in given]):
-            # any of them could be changed in place between two parts without anybody seeing it
-            mine = (None if t is None else t.split(self.sizes)[index] for t in inputs[1:])
-            return multiply(x, *mine)
-        found, state = self.round, self.state(given)
-        same = bool(found.inputs) and all(a is b for a, b in zip(found.inputs, inputs, strict=True))
-        if not same or found.state != state or found.parts[index] is None:
-            found = self.round = Round(state, inputs, list(self(x)))
-        out, found.parts[index] = found.parts[index], None
-        if all(part is None for part in found.parts):
-            self.round = Round()
-        return out
-
-    def state(self, given: list[Tensor]) -> tuple:
-        """What results depend on beside the identity of what is given, the input first."""
-        if torch.compiler.is_compiling():  # which sees no versions
-            return (torch.is_grad_enabled(),)
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        device = "cpu" if given[0].is_meta else given[0].device.type
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return *modes, *autocast, *[t._version for t in given], *[t.requires_grad for t in given]
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         """Nothing: the parts do."""
@@ -138,7 +96,7 @@ class FusedPart(nn.Module):
                 "fused projections are not for nn.DataParallel: unfuse(model) first, or use "
                 "DistributedDataParallel"
             )
-        return self.shared[0].part(self.index, input)
+        return multiply(input, self.weight, self.bias)
 
     def to_linear(self) -> nn.Linear:
         """An nn.Linear with a copy of these rows."""
@@ -189,16 +147,15 @@ class FusedPart(nn.Module):
 def fuse_qkv(
     q: nn.Linear, k: nn.Linear, v: nn.Linear, *, trainable: bool | None = None
 ) -> tuple[FusedPart, FusedPart, FusedPart]:
-    """The same three projections as parts of one product, to be assigned where they were.
+    """Return the same three projections as parts of one weight; assign them where the old ones were.
 
-    `q.fused(x)` gives all three results.  `trainable`: whether the weight is a Parameter or a buffer; unless
-    given, as it is now.  Raises ValueError or TypeError where they do not fit one product: they must be plain
-    nn.Linear of one input size, dtype and device, all with biases or none, trained or not.
+    `q.fused(x)` returns the results of all three, from one product.  `q(x)`, `k(x)` and `v(x)` are a product
+    each, as before.  `trainable` makes the weight a Parameter (True) or a buffer (False); by default it stays
+    what it is.  Raises ValueError or TypeError unless the three are plain nn.Linear of one input size, dtype
+    and device, all with biases or none, all trained or none.
 
-    Fuse after loading, before torch.compile, and before the optimizer is made, which has to know the new
-    Parameter.  A compiled model must not change an input in place between two of its projections.  For an
-    input made in inference mode, in which nobody could see that, each part multiplies by itself: use
-    torch.no_grad(), or `q.fused(x)`.  nn.DataParallel is refused.
+    Fuse after loading, before torch.compile, and before you make the optimizer, which must get the new
+    Parameter.  Raises RuntimeError under nn.DataParallel.
     """
     return fuse((q, k, v), trainable)
 
@@ -244,8 +201,8 @@ def fuse_projections(
 ) -> int:
     """Fuse q_proj, k_proj and v_proj, and gate_proj and up_proj, wherever they are siblings; how many groups.
 
-    A model's code, its state dict and what it computes stay as they are: transformers' Llama and Qwen, say,
-    call their projections one after another, with one input.  What does not fit one product stays as well,
+    The model's code, state dict, results and speed stay the same: only code that calls `q_proj.fused(x)` makes
+    one product of several.  Projections that do not fit one weight stay as they are,
     as do weights that are shared with other modules.  `groups` are the names to look for.  See `fuse_qkv` for
     the rest, and `unfuse` for the way back.
     """
