@@ -201,7 +201,7 @@ def fuse_projections(
 ) -> int:
     """Fuse q_proj, k_proj and v_proj, and gate_proj and up_proj, wherever they are siblings; how many groups.
 
-    The model's code, state dict, results and speed stay the same: only code that calls `q_proj.fused(x)` makes
+    The model's code, state dict, results and speed stay the same: only calls of `q_proj.fused(x)` make
     one product of several.  Projections that do not fit one weight stay as they are,
     as do weights that are shared with other modules.  `groups` are the names to look for.  See `fuse_qkv` for
     the rest, and `unfuse` for the way back.
