@@ -1,6 +1,6 @@
 """The nn.Modules, and what is called like one."""
 
-from .balance import balance_step
+from .balance import balance_step, set_loss_scale
 from .experts import Experts
 from .fuse import fuse_gate_up, fuse_projections, fuse_qkv, unfuse
 from .linear import LinearPatch, linear_with_split_bias, patch_linear, preshuffle_weights, unpatch_linear
@@ -40,6 +40,7 @@ __all__ = [
     "preshuffle_weights",
     "quantization_report",
     "quantize",
+    "set_loss_scale",
     "unfuse",
     "unpatch_linear",
     "use_main_grad",

@@ -1,8 +1,9 @@
-"""The step that keeps the experts of a model balanced, after each of the optimizer's."""
+"""What every `MoE` of a model is told between steps: its balance and the scale of its losses."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..kernels._check import check_not_negative
 from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
 from .moe import MoE
 
@@ -41,3 +42,34 @@ def balance_step(
         if bias is not None:
             bias += selection_bias_step(bias, load.to(bias.device), rate, rule, zero_mean)
         layer.load.zero_()
+
+
+@torch.no_grad()
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Multiply the gradients of the auxiliary losses of every `MoE` in `model` by `scale`.
+
+    Pass the factor that you multiply the training loss by, before each backward pass in which it changes:
+
+        set_loss_scale(model, 1 / n)                        # loss / n of n micro-batches
+        set_loss_scale(model, num_tokens / total_tokens)    # micro-batches weighed by their tokens
+        set_loss_scale(model, scaler.get_scale())           # torch.amp.GradScaler
+
+    `scale` is a number or a scalar tensor; a tensor on the model's device costs no synchronisation.  The
+    scale is 1 at first, stays until the next call, and is in no state_dict.  In Megatron-LM this is
+    `MoEAuxLossAutoScaler.set_loss_scale`.  Raises TypeError for another kind, ValueError for a tensor with
+    axes, a number that is negative or not finite, and a model without `MoE`.
+    """
+    if isinstance(scale, Tensor):
+        if scale.dim():
+            raise ValueError(f"scale must be a scalar, but it has shape {tuple(scale.shape)}")
+    else:
+        check_not_negative(scale=scale)
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    if not layers:
+        raise ValueError("the model has no MoE: there is no loss to scale")
+    for layer in layers:
+        # .data: a backward pass may have saved the scalar, and reads the newest value
+        if isinstance(scale, Tensor):
+            layer.loss_scale.data.copy_(scale)
+        else:
+            layer.loss_scale.data.fill_(scale)

@@ -16,7 +16,7 @@ from ..routing.choices import Choice
 from ..routing.given import route_to
 from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
-from ..routing.router import Router, Routing, router_logits, without_padding
+from ..routing.router import Router, Routing, hide, router_logits, without_padding
 from .experts import Experts
 from .shared import new_shared
 
@@ -56,10 +56,8 @@ class MoE(nn.Module):
                              to follow each optimizer step, and of all ranks of the process group
                              `global_balance_group` if given: one all-reduce of E numbers a call
       z_loss_coef            `z_loss`
-    Their gradient enters as the backward pass comes by, and knows nothing of what the training
-    loss was multiplied by.  So if you scale that, by a GradScaler for float16 or by 1/n for n
-    micro-batches, either scale the coefficients alike or leave them 0, take `return_routing=True` and add the
-    losses yourself.
+    Their gradient enters during the backward pass.  If you multiply the training loss, by a GradScaler's
+    scale or by 1/n for n micro-batches, call `set_loss_scale(model, factor)` before backward.
 
     Activation checkpointing, of any kind, repeats the first routing, whatever the router would decide in the
     repetition, and counts it once: see docs/training.md.
@@ -72,6 +70,7 @@ class MoE(nn.Module):
     """
 
     monitor = None  # a Monitor's recorder, while there is one
+    _loss_scale: Tensor | None = None  # None is 1
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class MoE(nn.Module):
         bias: bool = False,
         interleaved: bool = False,
         score: str = "softmax",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         choice: Choice | None = None,
         selection_bias: bool = False,
@@ -159,8 +158,8 @@ class MoE(nn.Module):
         """(..., H) -> (..., H), in the dtype of `x`; with `return_routing` also the MoERouting of the tokens,
         which are the leading axes of `x` flattened.
 
-        Where `mask` (...) bool is False, at padding, a token goes to no expert and its output is that of the
-        shared expert, or 0; it is in no loss and in no count.
+        `mask` (...), bool: tokens where it is False (padding) go to no expert, routed or shared.  Their
+        output is 0, they are in no loss and no count, and their values, NaN included, affect no gradient.
 
         `expert_ids` (..., k) takes the place of the router's choice, `routing_weights` (..., k) that of its
         weights: to replay a recorded routing, or to route by a hash.  See `route_to`.
@@ -188,7 +187,7 @@ class MoE(nn.Module):
         if self.has_losses():
             length = x.shape[-2] if x.dim() > 1 else 1
             for loss in self.losses(routing, plan, load, length, mask):
-                weights = attach_loss(weights, loss)
+                weights = attach_loss(weights, loss, self._loss_scale)
         chosen = plan.group_sizes
         if self.capacity is not None:
             routing, plan = self.within_capacity(routing, plan)
@@ -196,7 +195,7 @@ class MoE(nn.Module):
             self.monitor.record(routing, chosen, plan.group_sizes, mask, self.training)
         out = self.experts(expert_tokens, weights, plan)  # (T, H)
         if self.shared is not None:
-            out = out + self.shared(tokens)
+            out = hide(out + self.shared(hide(tokens, mask)), mask)
         out = out.view(x.shape)
         return (out, MoERouting(routing, plan)) if return_routing else out
 
@@ -205,7 +204,7 @@ class MoE(nn.Module):
     ) -> tuple[Routing, Tensor]:
         """What the router decides, without scores where nobody asks for them; and the experts' tokens."""
         if type(self.router).forward is not Router.forward:
-            routing = self.router(tokens)  # a router of one's own takes the tokens alone
+            routing = self.router(hide(tokens, mask))  # a custom router takes the tokens alone
             if mask is not None:
                 routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
             return routing, tokens
@@ -229,7 +228,7 @@ class MoE(nn.Module):
                 t = t.reshape(tokens.shape[0], t.shape[-1])
             given.append(t)
         how = {"score": router.score, "renormalize": router.renormalize, "scale": router.scale}
-        logits = router_logits(tokens, router.weight, router.bias)
+        logits = router_logits(hide(tokens, mask), router.weight, router.bias)
         routing = route_to(logits, *given, **how)
         if mask is not None:
             routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
@@ -291,6 +290,18 @@ class MoE(nn.Module):
         if self.z_loss_coef:
             losses.append(self.z_loss_coef * z_loss(routing.logits, mask))
         return losses
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The factor of the losses' gradients, a float32 scalar on the layer's device; see `set_loss_scale`.
+
+        A CUDA graph reads this scalar if it was set, or read here, before the capture.
+        """
+        device = next(self.parameters()).device
+        if self._loss_scale is None or self._loss_scale.device != device:
+            value = 1.0 if self._loss_scale is None else self._loss_scale
+            self._loss_scale = torch.as_tensor(value, dtype=torch.float32, device=device)
+        return self._loss_scale
 
     def extra_repr(self) -> str:
         names = "load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef"

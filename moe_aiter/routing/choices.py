@@ -4,7 +4,9 @@ All on the device, without a synchronisation; ties go to the lower expert, and t
 with fewer experts than there are slots has the id -1 in the rest, which the kernels skip.
 """
 
+import functools
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -195,6 +197,7 @@ class ExpertChoice(Choice):
     takes_capacity = False
 
     def __post_init__(self):
+        warn_of_later_tokens()
         if self.max_per_token is not None:
             check_sizes(max_per_token=self.max_per_token)
 
@@ -271,6 +274,15 @@ class TokenRounding(Choice):
         target = (count + rest) // self.tile * self.tile
         num_tokens = len(chose) if mask is None else mask.sum()
         return target.where(target <= num_tokens, count)
+
+
+@functools.cache  # once a process
+def warn_of_later_tokens() -> None:
+    warnings.warn(
+        "ExpertChoice lets later tokens decide which experts an earlier token gets: do not train a causal "
+        "language model with it, whose loss would be too good",
+        stacklevel=4,
+    )
 
 
 def highest_of(ranked: Tensor, chosen: Tensor, slots: int) -> Tensor:

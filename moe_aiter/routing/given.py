@@ -14,7 +14,7 @@ def route_to(
     routing_weights: Tensor | None = None,
     *,
     score: str = "softmax",
-    renormalize: bool = True,
+    renormalize: bool | None = None,
     scale: float = 1.0,
 ) -> Routing:
     """Route to the experts `expert_ids` (T, k) that are given, by a replay or a hash; -1 drops a choice.
@@ -28,11 +28,11 @@ def route_to(
     int32 or int64 and weights that are not floating.  An id of E or more weighs 0 here; `make_plan`, which
     the layer calls next, says when it raises.
     """
-    check_score(score, renormalize)
     check_shape("logits", logits, "T", "E")
     check_shape("expert_ids", expert_ids, "T", "k")
     check_index(expert_ids=expert_ids)
     check_sizes(k=expert_ids.shape[1])
+    renormalize = check_score(score, renormalize, expert_ids.shape[1])
     check_size("logits is (T={}, E)", logits.shape[0], "expert_ids is (T={}, k)", expert_ids.shape[0])
     check_device(logits=logits, expert_ids=expert_ids, routing_weights=routing_weights)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -124,13 +124,14 @@ def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     return mean_over_tokens(square if mask is None else square.masked_fill(~mask, 0), mask)
 
 
-def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """`x` itself, whose backward pass also starts the one of the scalar `loss`, with gradient 1.
+def attach_loss(x: Tensor, loss: Tensor, loss_scale: Tensor | None = None) -> Tensor:
+    """Return `x` itself, whose backward pass also starts the one of the scalar `loss`.
 
-    The effect on every gradient is that of adding `loss` to the training loss that `x` leads to, without
-    a way for `loss` to travel there.  Its gradient is 1 whatever that training loss is multiplied by.
-    The result is a view, which autograd does not let you change in place.  Raises ValueError unless `loss`
-    has no axes, and NotImplementedError under torch.func, which knows no backward pass to start another.
+    The effect on every gradient is that of adding `loss_scale * loss` to the training loss that `x` leads to,
+    without a way for `loss` to travel there.  `loss_scale` has no axes; its value when backward runs counts.
+    None is 1, whatever the training loss is multiplied by.  Autograd does not let you change the result, a
+    view, in place.  Raises ValueError unless `loss` has no axes, and NotImplementedError under torch.func,
+    which knows no backward pass to start another.
     """
     check_tensor("x", x)
     check_tensor("loss", loss)
@@ -138,18 +139,25 @@ def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
         raise ValueError(f"loss must be a scalar, but it has shape {tuple(loss.shape)}")
     if not torch.compiler.is_compiling() and is_transformed():
         raise NotImplementedError("no loss can be attached under torch.func: add it to the training loss")
-    return AttachLoss.apply(x, loss)
+    return AttachLoss.apply(x, loss, loss_scale)
 
 
 class AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, loss):
+    def forward(ctx, x, loss, loss_scale):
         ctx.loss_dtype = loss.dtype
+        ctx.save_for_backward(loss_scale)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dx):
-        return dx, dx.new_ones((), dtype=ctx.loss_dtype)
+        (loss_scale,) = ctx.saved_tensors
+        if loss_scale is None:
+            return dx, dx.new_ones((), dtype=ctx.loss_dtype), None
+        dloss = loss_scale.to(ctx.loss_dtype, copy=True)
+        if torch.compiler.is_compiling():  # a compiled forward would read the scalar, but for a part of dx
+            dloss = dloss + dx.flatten()[:0].sum()
+        return dx, dloss, None
 
 
 def mean_over_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -159,8 +167,8 @@ def mean_over_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.sum(0) / mask.sum().clamp_min(1)
 
 
-def check_mask(mask: Tensor, name: str, num_tokens: int) -> None:
+def check_mask(mask: Tensor, name: str, num_tokens: int, width: str = "E") -> None:
     check_shape("mask", mask, "T")
-    check_size(f"{name} is (T={{}}, E)", num_tokens, "mask is (T={},)", mask.shape[0])
+    check_size(f"{name} is (T={{}}, {width})", num_tokens, "mask is (T={},)", mask.shape[0])
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")

@@ -34,7 +34,7 @@ def route(
     top_k: int,
     *,
     score: str = "softmax",
-    renormalize: bool = True,
+    renormalize: bool | None = None,
     scale: float = 1.0,
     need_scores: bool = True,
     choice: Choice | None = None,
@@ -50,28 +50,30 @@ def route(
     sqrt_softplus  p = sqrt(log(1 + exp(z))); top-k of p; weights p           DeepSeek-V4
 
     `renormalize` divides the weights of a token by their sum (plus 1e-20 where that can be 0), so that
-    `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.
-    With top_k=1 a renormalised weight is 1, and carries no gradient to the router.
+    `softmax` becomes the same function as `topk_softmax`, whose weights always sum to 1.  None, the default,
+    is True for top_k > 1 and False for top_k=1, where a renormalised weight is 1 and trains no router.
     `scale` multiplies the weights.  Without `need_scores` the result's `scores` may be None, which saves
     writing them: they are for losses.  `choice` takes the place of "top-k of p": see `GroupLimit`,
     `ExpertChoice`, `TopP`, `Sinkhorn`, `TokenRounding` and `Forced`.
     With `selection_bias` (E,) float experts are chosen by p + selection_bias, without a gradient, and weighed
     by p: DeepSeek-V3's balancing without a loss (arXiv 2408.15664).
-    Where `mask` (T,) bool is False, at padding say, a token goes to no expert: its ids are -1.
+    `mask` (T,), bool: tokens where it is False (padding) are not routed; their expert ids are -1, and their
+    logits, which count as zeros, affect neither values nor gradients.
     All of it in float32, also under autocast; float64 stays float64.
     What activation checkpointing repeats chooses as it did at first: see replay.py.
 
     Raises ValueError for an unknown `score`, for `top_k` outside [1, E], for logits that are not (T, E), for
-    `topk_softmax` with renormalize=False, which could change nothing, and for a `choice` that does not fit.
+    `topk_softmax` with renormalize=False, which could change nothing, for renormalize=True or `topk_softmax`
+    with top_k=1, which train no router, and for a `choice` that does not fit.
     """
-    check_score(score, renormalize)
     check_shape("logits", logits, "T", "E")
     check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})", selection_bias is not None)
     if mask is not None:
         check_mask(mask, "logits", logits.shape[0])
         check_device(logits=logits, mask=mask)
     check_float(logits=logits)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    renormalize = check_score(score, renormalize, top_k)
+    logits = hide(logits.to(torch.promote_types(logits.dtype, torch.float32)), mask)
     if score in FUSED and choice is None and selection_bias is None:
         how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
         scores, weights, expert_ids = choose_once(logits, top_k, **how, need_scores=need_scores)
@@ -96,6 +98,11 @@ def choose_once(logits: Tensor, top_k: int, **how) -> tuple[Tensor | None, Tenso
     chosen = choose_experts(logits, top_k, **how, given=given)
     here.keep("experts", chosen[2], logits.shape[1])
     return chosen
+
+
+def hide(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x` with zeros in the rows that `mask` hides, so that no NaN there enters a product or its gradient."""
+    return x if mask is None else x.masked_fill(~mask[:, None], 0)
 
 
 def without_padding(expert_ids: Tensor, mask: Tensor) -> Tensor:
@@ -243,7 +250,7 @@ class Router(nn.Module):
         top_k: int,
         *,
         score: str = "softmax",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         scale: float = 1.0,
         choice: Choice | None = None,
         selection_bias: bool = False,
@@ -253,10 +260,10 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_score(score, renormalize)
         check_sizes(hidden=hidden, num_experts=num_experts)
         check_positive(scale=scale)
         check_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
+        renormalize = check_score(score, renormalize, top_k)
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
         self.choice, self.jitter = choice, jitter
@@ -286,6 +293,9 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, *, need_scores: bool = True, mask: Tensor | None = None) -> Routing:
         """Route each row of `x` (T, H); `need_scores` and `mask` as for `route`."""
+        if mask is not None:
+            check_mask(mask, "x", x.shape[0], "H")
+        x = hide(x, mask)
         if self.adds_noise():
             x = self.with_noise(x)
         return self.choose(router_logits(x, self.weight, self.bias), need_scores, mask)
@@ -304,7 +314,7 @@ class Router(nn.Module):
 
     def pass_on(self, x: Tensor, need_scores: bool, mask: Tensor | None) -> tuple[Routing, Tensor]:
         """`forward`, and `x` for experts that nobody else watches: see `LogitsAndTokens`."""
-        logits, x = LogitsAndTokens.apply(x, self.weight, self.bias)
+        logits, x = LogitsAndTokens.apply(hide(x, mask), self.weight, self.bias)
         return self.choose(logits, need_scores, mask), x
 
     def extra_repr(self) -> str:

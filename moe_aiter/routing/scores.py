@@ -11,11 +11,27 @@ FUSED = ("softmax", "topk_softmax", "sigmoid")
 EXACT_FROM = 40.0  # softplus(z) is z from here on, in float64 too
 
 
-def check_score(score: str, renormalize: bool) -> None:
+def check_score(score: str, renormalize: bool | None, top_k: int) -> bool:
+    """Return `renormalize`, or its default for None; raise where weights of 1 would train no router."""
     if score not in SCORES:
         raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
-    if score == "topk_softmax" and not renormalize:
-        raise ValueError("renormalize=False, but the weights of score='topk_softmax' always sum to 1")
+    if renormalize is not None and not isinstance(renormalize, bool):
+        raise TypeError(f"renormalize must be a bool or None, not {type(renormalize).__name__}")
+    if score == "topk_softmax":
+        if renormalize is False:
+            raise ValueError("renormalize=False, but the weights of score='topk_softmax' always sum to 1")
+        if top_k == 1:
+            raise ValueError(
+                "score='topk_softmax' with top_k=1 makes every routing weight 1, and the router's gradient "
+                "0: use score='softmax'"
+            )
+        return True
+    if renormalize and top_k == 1:
+        raise ValueError(
+            "renormalize=True with top_k=1 makes every routing weight 1, and the router's gradient 0: use "
+            "renormalize=False"
+        )
+    return top_k > 1 if renormalize is None else renormalize
 
 
 def scores_of(logits: Tensor, score: str) -> Tensor:

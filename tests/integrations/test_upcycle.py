@@ -64,7 +64,7 @@ def test_what_the_dense_configuration_leaves_out_is_written_down(kind, tmp_path)
     )
     change_config(tmp_path / "dense", **dict.fromkeys(silent, ...))
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
-    upcycle(tmp_path / "dense", tmp_path / "moe", 2, 1, to="huggingface")
+    upcycle(tmp_path / "dense", tmp_path / "moe", 2, 2, to="huggingface")
     moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
     assert moe.config.sliding_window == getattr(dense.config, "sliding_window", None)
     tokens = torch.randint(32, (2, 30))
@@ -94,7 +94,7 @@ def test_noise_and_router_follow_the_seed(tmp_path):
     save_dense(tmp_path / "dense", "llama")
     found = []
     for name, seed in {"a": 0, "b": 0, "c": 1}.items():
-        report = upcycle(tmp_path / "dense", tmp_path / name, 3, 1, seed=seed, noise=0.2)
+        report = upcycle(tmp_path / "dense", tmp_path / name, 3, 2, seed=seed, noise=0.2)
         assert min(report.differences.values()) > 0.01  # said, not refused
         found.append(tensors(tmp_path / name))
     assert same(found[0], found[1])

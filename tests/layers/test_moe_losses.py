@@ -102,15 +102,8 @@ def test_padding_goes_to_no_expert(device, shared):
     out, (routing, plan) = moe(x, mask=mask, return_routing=True)
     assert plan.group_sizes.sum() == mask.sum() * K
     assert (routing.expert_ids.view(B, S, K)[~mask] == -1).all()
-    rest = moe.shared(x.view(-1, H)).view_as(x)[~mask] if shared else torch.zeros_like(out[~mask])
-    torch.testing.assert_close(out[~mask], rest)
+    assert not out[~mask].any()
     torch.testing.assert_close(out[mask], moe(x)[mask])
-    x[~mask] = float("nan")  # whatever stands there
-    x.requires_grad_()
-    if not shared:
-        out = moe(x, mask=mask)
-        out[mask].sum().backward()
-        assert moe.experts.gate_up.grad.isfinite().all()
 
 
 def test_padding_and_a_router_of_ones_own(device):

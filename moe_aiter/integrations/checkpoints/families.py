@@ -99,6 +99,9 @@ class Family:
             for name, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
                 if config.get(name, value) != value:
                     found.append(f"{name} is {config[name]!r}; only {value!r} is known")
+        sums_to_1 = self.renormalizes is None or first(config, ("norm_topk_prob",), self.renormalizes)
+        if sums_to_1 and first(config, ("num_experts_per_tok",)) == 1:
+            found.append("num_experts_per_tok is 1 and weights sum to 1: MoE has no router that cannot train")
         return found
 
     def required(self) -> tuple[tuple[str, ...], ...]:
