@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -55,10 +56,13 @@ class Driver:
 
 @dataclasses.dataclass
 class Launch:
-    """A kernel's name, and what it was compiled to, if it was."""
+    """A kernel's name, what it was compiled to, if it was, and what it was launched with."""
 
     kernel: str
     compiled: CompiledKernel | None
+    fn: JITFunction
+    args: tuple
+    options: dict  # the arguments by name, constants all of them, and the number of warps
 
     @property
     def assembly(self) -> str:
@@ -114,7 +118,7 @@ def compiling_for(target: Target, compile: bool = True):
 
     def record(self, *args, grid, warmup, **kwargs):
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs) if compile else None
-        launches.append(Launch(self.__name__, compiled))
+        launches.append(Launch(self.__name__, compiled, self, args, kwargs))
         return compiled
 
     before = triton.runtime.driver._active
@@ -125,6 +129,26 @@ def compiling_for(target: Target, compile: bool = True):
     finally:
         JITFunction.run = run
         triton.runtime.driver._active = before  # the default one may not exist, so there is no public way
+
+
+@contextlib.contextmanager
+def front_end_only():
+    """Inside the block a compilation ends with Triton's first intermediate form, before a target's passes."""
+
+    def write_ir(self, key, signature, device, constexprs, options, attrs, warmup):
+        _, _, target, backend, _ = self.device_caches[device]
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions = backend.get_codegen_implementation(options), backend.get_module_map()
+        self.ASTSource(self, signature, constexprs, attrs).make_ir(target, options, *functions, context)
+
+    before = JITFunction._do_compile
+    JITFunction._do_compile = write_ir
+    try:
+        yield
+    finally:
+        JITFunction._do_compile = before
 
 
 def kernels_launched_by(files: Iterable[pathlib.Path]) -> set[str]:

@@ -23,7 +23,7 @@ def sum_parts_kernel(
     r = tl.load(rank_ptr + c, mask=c < C, other=-1).to(tl.int64)
     acc = tl.zeros((BLOCK,), tl.float32)
     for p in range(0, P):
-        acc += tl.load(parts_ptr + p * M.to(tl.int64) + r, mask=r >= 0, other=0.0)
+        acc += tl.load(parts_ptr + p * tl.cast(M, tl.int64) + r, mask=r >= 0, other=0.0)
     tl.store(out_ptr + c, acc, mask=c < C)
 
 

@@ -1,6 +1,6 @@
 """A tile on its way to a warpgroup that finishes it while the consumers multiply the next."""
 
-from ._gluon import aggregate, as_tile, gl, gluon, mbarrier
+from ._gluon import Number, aggregate, as_tile, gl, gluon, mbarrier
 from ._pipeline import CONSUMERS, make_barriers
 
 STRIP = gl.constexpr(32)  # rows that are finished at a time, as registers allow
@@ -61,7 +61,7 @@ class Rows:
     """A tensor (M, width) that is written in strips of rows, which end where a group ends."""
 
     ptr: gl.tensor
-    width: gl.tensor
+    width: Number
 
     @gluon.jit
     def store(self, x, row, end, column, limit):

@@ -92,8 +92,8 @@ class Weights:
     """
 
     desc: tma.tensor_descriptor
-    N: gl.tensor
-    K: gl.tensor
+    N: Number
+    K: Number
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
     LAYOUT: gl.constexpr

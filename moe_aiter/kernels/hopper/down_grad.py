@@ -14,6 +14,7 @@ from .._parts import sum_parts
 from ..activations import get_activation
 from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
+    Number,
     aggregate,
     as_tile,
     descriptor,
@@ -74,8 +75,8 @@ class Grads:
     choices: gl.tensor  # (M,)
     s_ptr: gl.tensor  # (T * TOP_K,) float32
     ds_ptr: gl.tensor  # (column tiles, M) float32: the part of each column tile
-    M: gl.tensor
-    N: gl.tensor
+    M: Number
+    N: Number
     ACTIVATION: gl.constexpr
     UP: gl.constexpr  # h, or None where there is no gate
     INTERLEAVED: gl.constexpr

@@ -4,6 +4,7 @@ from ... import tuning
 from ..activations import get_activation
 from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
+    Number,
     aggregate,
     descriptor,
     fence_async_shared,
@@ -32,7 +33,7 @@ class UpStore:
     z: gl.shared_memory_descriptor  # for each consumer a buffer, or one for gates and one for ups
     a: gl.shared_memory_descriptor  # one for each consumer
     bias_ptr: object  # (G, parts * N) or None
-    N: gl.tensor
+    N: Number
     ACTIVATION: gl.constexpr
     UP: gl.constexpr  # h, or None where there is no gate
     INTERLEAVED: gl.constexpr

@@ -44,7 +44,7 @@ class Rows:
     group_sizes_ptr: gl.tensor
     M: Number
     G: Number
-    K: gl.tensor  # a multiple of 8
+    K: Number  # a multiple of 8
     ranks: object  # (BLOCK_G,) in shared memory, the place of each group by size, or None
     TOP_K: gl.constexpr
     BLOCK_G: gl.constexpr
@@ -115,8 +115,8 @@ class Output:
     buffers: gl.shared_memory_descriptor  # as many for each consumer, which it fills in turn
     ptr: gl.tensor
     strides: Strides
-    K: gl.tensor
-    N: gl.tensor
+    K: Number
+    N: Number
     COLUMNS_FIRST: gl.constexpr
     ACCUMULATE: gl.constexpr
 
