@@ -20,7 +20,7 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-gpu lint bench
+.PHONY: install lock extension train test test-gpu fuzz lint bench
 
 install: $(READY)
 
@@ -58,6 +58,10 @@ test: $(READY)
 # what needs a GPU; `make test` runs the rest
 test-gpu: $(READY)
 	$(PYTEST) -m gpu $(ARGS)
+
+# random cases against plain loops, without end unless SECONDS or ARGS="--cases 1000" says so; CASE=gmm:17 repeats one
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 MOE_AITER_DEBUG=1 $(PY) -m tests.fuzz.run $(if $(CASE),--case $(CASE)) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

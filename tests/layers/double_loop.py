@@ -35,7 +35,8 @@ def experts_loop(x, expert_ids, routing_weights, params, activation="swiglu", in
     names = ("gate_up", "down", "gate_up_bias", "down_bias")
     weights = [params.get(name) for name in names]
     # a sum of nothing still depends on everything, with the gradient 0
-    zero = sum((w.sum() * 0 for w in weights if w is not None), x.sum() * 0 + routing_weights.sum() * 0)
+    zero = sum(w.flatten()[:0].sum() for w in (x, routing_weights, *weights) if w is not None)
+    weights = [None if w is None else w.unbind(0) for w in weights]
     rows = []
     for t in range(len(x)):
         total = torch.zeros_like(x[t])
