@@ -110,7 +110,7 @@ def lora_experts(draw: Draw) -> Case:
 @target
 def quantized(draw: Draw) -> Case:
     """What `quantize` makes of a linear layer and of experts: as near as 8 bits are."""
-    dtype, to = draw.dtype(), draw.pick("int8", "fp8", "bf16")
+    dtype, to = draw.dtype(), draw.pick("int8", "fp8", "fp16")
     T, E, k, how = draw.size(high=20), draw.count(), draw.count(high=4), draw_activation(draw)
     H, inner = draw.size(1, 40), draw.size(1, 40)
     ids = draw.experts(T, k, E)
@@ -138,7 +138,7 @@ def quantized(draw: Draw) -> Case:
         params = {"gate_up": gate_up, "down": down}
         return experts_loop(x, ids, routing_weights, params, **how), F.linear(x, weight, bias)
 
-    coarse = {"int8": torch.float8_e4m3fn, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}[to]
+    coarse = {"int8": torch.float8_e4m3fn, "fp8": torch.float8_e4m3fn, "fp16": torch.bfloat16}[to]
     return Case(ours, plain, tensors, gradients=False, coarse=coarse)
 
 

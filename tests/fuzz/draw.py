@@ -11,7 +11,7 @@ from moe_aiter.config import interpret
 ON_GPU = torch.cuda.is_available() and not interpret
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # the interpreter takes milliseconds for each program of a kernel
-MOST, MOST_GROUPS = (10, 3) if interpret else (70, 9)
+MOST, MOST_GROUPS = (8, 2) if interpret else (70, 9)
 FLOATS = (torch.float32, torch.float16) if interpret else (torch.float32, torch.bfloat16, torch.float16)
 
 # On a GPU Triton compiles a kernel again when an integer becomes 1 or a multiple of 16, or a dtype changes.
@@ -45,7 +45,7 @@ class Draw:
         if ON_GPU:
             fitting = [n for n in CLASSES[self.kind] if low <= n <= high]
             return self.pick(*fitting) if fitting else max(low, 1)
-        if low == 0 and self.flip(0.05):
+        if low == 0 and self.flip(0.05) and not interpret:
             return 0
         low = max(low, 1)
         return self.form.randint(low, max(low, min(self.pick(2, 9, 9, 33, high), high)))
@@ -54,7 +54,7 @@ class Draw:
         """A number of groups, experts or slots."""
         if ON_GPU:
             return min(max(low, self.pick(2, 8)), high)
-        return self.form.randint(low, max(low, min(high, MOST_GROUPS + 3)))
+        return self.form.randint(low, max(low, min(high, MOST_GROUPS)))
 
     def dtype(self, *dtypes: torch.dtype) -> torch.dtype:
         dtypes = dtypes or FLOATS
@@ -109,7 +109,7 @@ class Draw:
     def group_sizes(self, groups: int) -> tuple[Tensor, list[int], int]:
         """The sizes on the device and as a list, and how many rows there are, some behind the groups."""
         how = self.pick("any", "any", "one", "none", "first")
-        sizes = [self.size(high=20 // (1 + interpret)) if self.flip(0.8) else 0 for _ in range(groups)]
+        sizes = [self.size(high=20) if self.flip(0.8) else 0 for _ in range(groups)]
         if how == "one":
             sizes = [0] * groups
             sizes[self.form.randrange(groups)] = self.size()

@@ -11,7 +11,7 @@ from moe_aiter.config import interpret
 
 from .draw import DEVICE, ON_GPU, Draw, again, written_beside
 
-BACKENDS = ("auto",) if ON_GPU else ("triton",) if interpret else ("auto", "torch")
+BACKENDS = ("auto",) if ON_GPU or interpret else ("auto", "torch")
 TARGETS: dict[str, Callable[[Draw], "Case"]] = {}
 
 
@@ -68,11 +68,11 @@ def hold(case: Case, draw: Draw) -> None:
     def rounded(seed: int) -> dict[str, Tensor]:
         return truth if case.exact else results(case.plain, roundings(case, exact, seed), trained, douts)
 
-    moved = [rounded(0)]
+    moved, twice = [rounded(0)], draw.flip(0.2)
     for backend in BACKENDS:
         given = {name: again(t) for name, t in case.tensors.items()}
         with use(backend):
-            ours = results(case.ours, given, trained, douts)
+            ours = results(case.ours, given, trained, douts, twice=twice)
         wrong = differences(ours, best, truth, moved, case)
         if wrong and len(moved) == 1:  # one draw of roundings may be a lucky one
             moved += map(rounded, range(1, 8))
@@ -139,8 +139,12 @@ def results(
     trained: list[str],
     douts: list[Tensor],
     draw: Draw | None = None,
+    twice: bool = False,
 ) -> dict[str, Tensor]:
-    """The outputs, and the gradients for `douts`, which `draw` draws if it is given."""
+    """The outputs, and the gradients for `douts`, which `draw` draws if it is given.
+
+    `twice`: from a graph that is kept, the same gradients to the bit.
+    """
     leaves = {n: t.detach().requires_grad_(n in trained) for n, t in tensors.items()}
     outputs = fn(**leaves)
     outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -156,7 +160,10 @@ def results(
     given = [like(dout, out) for dout, out in zip(douts, ends, strict=True)]
     ends, given = ends + losses, given + [torch.ones_like(loss) for loss in losses]
     wanted = [leaves[n] for n in trained]
-    grads = torch.autograd.grad(ends, wanted, given, allow_unused=True, materialize_grads=True)
+    how = {"allow_unused": True, "materialize_grads": True}
+    first = torch.autograd.grad(ends, wanted, given, **how, retain_graph=True) if twice else None
+    grads = torch.autograd.grad(ends, wanted, given, **how)
+    assert not twice or all(map(torch.equal, map(as_bytes, first), map(as_bytes, grads))), "gradients differ"
     return found | {f"gradient of {n}": g for n, g in zip(trained, grads, strict=True)}
 
 
