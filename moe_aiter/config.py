@@ -1,8 +1,8 @@
 """Settings.  The only file that reads the environment."""
 
 import dataclasses
+import functools
 import os
-import pathlib
 import sys
 import typing
 
@@ -79,21 +79,20 @@ def check_choice(what: str, given: str, choices: tuple[str, ...]) -> str:
     return given
 
 
-def is_command() -> bool:
-    """Whether this is `moe-aiter`, or `python -m moe_aiter.cli`, and no program that imports the package."""
-    module = any(
-        pair == ("-m", "moe_aiter.cli") for pair in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-    )
-    return module or [pathlib.Path(word).stem for word in sys.argv[:1]] == ["moe-aiter"]
+def say_in_a_line(before: typing.Callable, kind: type, error: BaseException, trace) -> None:
+    """Report an uncaught SettingError in one line, with status 2: the traceback tells a user nothing."""
+    if not isinstance(error, SettingError):
+        return before(kind, error, trace)
+    print(f"moe-aiter: error: {error}", file=sys.stderr)
+    if not hasattr(sys, "ps1"):  # an interactive session goes on
+        sys.exit(2)
 
 
 try:
     settings = Settings.from_env()
-except SettingError as mistake:  # the command is not even imported by then, and could not say it in a line
-    if not is_command():
-        raise
-    print(f"moe-aiter: error: {mistake}", file=sys.stderr)
-    sys.exit(2)
+except SettingError:  # no program has imported the package by then, so that none could report the mistake
+    sys.excepthook = functools.partial(say_in_a_line, sys.excepthook)
+    raise
 interpret = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU, slowly, for tests
 
 

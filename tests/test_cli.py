@@ -153,22 +153,35 @@ WRONG = [
     ("MOE_AITER_BACKEND", "foo", "MOE_AITER_BACKEND is 'foo'; it takes auto, hopper, triton, host, torch"),
     ("MOE_AITER_DEBUG", "yes", "MOE_AITER_DEBUG is 'yes'; it takes 0 or 1"),
     ("AITER_CACHE_SIZE", "1 GB", "AITER_CACHE_SIZE is '1 GB'; it takes a whole number"),
+    ("AITER_DEFAULT_PRECISION", "FP7", "AITER_DEFAULT_PRECISION is 'FP7'; it takes FP16, BF16, TF32, FP32"),
     ("MOE_AITER_BAKCEND", "torch", "unknown settings MOE_AITER_BAKCEND; known: "),
 ]
 
 
-@pytest.mark.parametrize("variable, text, message", WRONG)
-@pytest.mark.parametrize("script", [False, True], ids=["module", "script"])
-def test_a_wrong_setting_is_one_line_and_status_2(script, variable, text, message, tmp_path):
-    """By the command, as installed and as a module; a program that imports the package sees the exception."""
-    path = tmp_path / "moe-aiter"
-    path.write_text("import sys\nfrom moe_aiter.cli import main\nsys.exit(main())\n")
+PROGRAM, MODULE, SCRIPT = ["-c", "import moe_aiter"], ["-m", "moe_aiter.cli", "info"], ["./moe-aiter", "info"]
+
+
+@pytest.mark.parametrize(
+    "how, variable, text, message",
+    [(how, *WRONG[-1]) for how in (MODULE, SCRIPT)] + [(PROGRAM, *wrong) for wrong in WRONG],
+)
+def test_a_wrong_setting_is_one_line_and_status_2(how, variable, text, message, tmp_path):
+    """By the command, as a module and as installed, and by a program that imports the package."""
+    (tmp_path / "moe-aiter").write_text("import sys\nfrom moe_aiter.cli import main\nsys.exit(main())\n")
     root = Path(__file__).parents[1]
     env = os.environ | {variable: text, "PYTHONPATH": str(root)}
-    command = [sys.executable, *([str(path)] if script else ["-m", "moe_aiter.cli"]), "info"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *how], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"moe-aiter: error: {message}")
+
+
+def test_a_program_can_catch_a_wrong_setting(tmp_path):
+    """As a ValueError; other uncaught exceptions keep their traceback then."""
+    code = "try:\n    import moe_aiter\nexcept ValueError as error:\n    print(error)\n1 / 0\n"
+    env = os.environ | {"AITER_DEFAULT_PRECISION": "FP7", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "AITER_DEFAULT_PRECISION is 'FP7'; it takes FP16, BF16, TF32, FP32\n"
+    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
 @pytest.mark.parametrize(
