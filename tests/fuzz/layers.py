@@ -16,7 +16,7 @@ from . import choosing, loops
 from .draw import DEVICE, Draw
 from .hold import Case, Loss, target
 from .products import wide_or
-from .routes import PlainRoute, balance, draw_choice, draw_scoring, sequence_balance, squared
+from .routes import PlainRoute, balance, draw_choice, draw_scoring, hide, seen, sequence_balance, squared
 
 BESIDE = ("load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef")
 
@@ -38,13 +38,6 @@ def expert_tensors(
         found["gate_up_bias"] = draw.numbers(E, width, dtype=dtype)
         found["down_bias"] = draw.numbers(E, H, dtype=dtype)
     return found
-
-
-def hide(x: Tensor, hidden: Tensor) -> Tensor:
-    """`x` with NaN in rows that nothing may read; where rows share memory as it is."""
-    if 0 not in x.stride():
-        x[hidden] = float("nan")
-    return x
 
 
 @target
@@ -82,7 +75,7 @@ def experts(draw: Draw) -> Case:
     memory["fp8"] = draw.pick("e4m3", "e4m3_all") if eight else None
     width = (2 if how["activation"] in GATED else 1) * inner
     tensors = {
-        "x": hide(draw.numbers(T, H, dtype=dtype), (ids < 0).all(1)),
+        "x": hide(draw.numbers(T, H, dtype=dtype), (ids >= 0).any(1)),
         "routing_weights": draw.numbers(T, k, dtype=wide_or(draw, dtype)),
         **expert_tensors(draw, E, H, width, inner, dtype, bias),
     }
@@ -141,7 +134,7 @@ def optimized(draw: Draw) -> Case:
     layer = moe_aiter.OptimizedMoELayer(H, E, inner, activation=activation, device=DEVICE, dtype=dtype)
     width = (2 if activation in GATED else 1) * inner
     tensors = {
-        "x": hide(draw.numbers(T, H, dtype=dtype), (ids < 0).all(1)),
+        "x": hide(draw.numbers(T, H, dtype=dtype), (ids >= 0).any(1)),
         "routing_weights": draw.numbers(T, k, dtype=wide_or(draw, dtype)),
         "w1": draw.weights(E, H, width, dtype=dtype),
         "w2": draw.weights(E, inner, H, dtype=dtype),
@@ -164,7 +157,7 @@ class PlainMoE:
         self.how, self.k, self.mask, self.length = how, k, mask, 1
         scoring = {name: how[name] for name in ("score", "renormalize", "scale")}
         self.route = PlainRoute(how["choice"], k, scoring, bias, mask)
-        self.kept = None
+        self.kept, self.loss_scale = None, 1.0
 
     def losses(self, scores: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
         """Their sum, each times its coefficient."""
@@ -179,15 +172,15 @@ class PlainMoE:
     def __call__(self, x: Tensor, **params: Tensor):
         wide = loops.sum_dtype(x.dtype)
         W, b = params["router.weight"].to(wide), params.get("router.bias")
-        seen = x.to(wide) if self.mask is None else x.to(wide).where(self.mask[:, None], 0)
-        logits = seen @ W.mT if b is None else seen @ W.mT + b
+        visible = seen(x.to(wide), self.mask)
+        logits = seen(visible @ W.mT if b is None else visible @ W.mT + b, self.mask)
         ids, weights, scores = self.route(logits)
         kept = self.within_capacity(ids, weights, scores)
         inside = {n.removeprefix("experts."): t for n, t in params.items() if n.startswith("experts.")}
         out = experts_loop(x, kept, weights, inside, self.how["activation"], self.how["interleaved"])
         if "shared.down.weight" in params:
             out = out + self.shared(x, params)
-        return out, Loss(self.losses(scores, logits, ids))
+        return out, Loss(self.losses(scores, logits, ids) * self.loss_scale)
 
     def within_capacity(self, ids: Tensor, weights: Tensor, scores: Tensor) -> Tensor:
         if self.kept is None:
@@ -202,11 +195,12 @@ class PlainMoE:
         names = ("gate_up.weight", "down.weight", "gate_up.bias", "down.bias")
         weights = [params.get(f"shared.{name}") for name in names]
         act = self.how["activation"], self.how["interleaved"]
+        x = seen(x, self.mask)
         rows = [mlp(row, *weights, *act) for row in x]
         if "shared.gate.weight" in params:
             gate = params["shared.gate.weight"][0]
             rows = [(row @ gate).sigmoid() * y for row, y in zip(x, rows, strict=True)]
-        return torch.stack(rows) if rows else x * 0
+        return seen(torch.stack(rows), self.mask) if rows else x * 0
 
 
 def draw_moe(draw: Draw, E: int, k: int) -> dict:
@@ -233,7 +227,7 @@ def moe(draw: Draw) -> Case:
     T = torch.Size(shape).numel()
     mask = draw.mask(T) if draw.flip(0.3) else None
     layer = moe_aiter.MoE(H, inner, E, k, jitter=0.0, **how, device=DEVICE, dtype=dtype)
-    tensors = {"x": draw.grid(T, H, dtype=dtype, step=0.25, most=4)}
+    tensors = {"x": hide(draw.grid(T, H, dtype=dtype, step=0.25, most=4), mask)}
     for name, p in layer.named_parameters():
         if name == "router.weight":
             tensors[name] = draw.grid(E, H, dtype=dtype, step=1 / 16, most=8)
@@ -252,6 +246,9 @@ def moe(draw: Draw) -> Case:
     if not training:
         how |= dict.fromkeys(BESIDE, 0.0)
     layer.train(training)
+    if draw.flip(0.3):
+        plain.loss_scale = draw.pick(0.25, 8.0)
+        moe_aiter.set_loss_scale(layer, plain.loss_scale)
 
     def ours(x, **params):
         if layer.load is not None:

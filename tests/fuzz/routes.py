@@ -144,7 +144,7 @@ def draw_choice(draw: Draw, E: int, k: int):
 def chosen_by(choice, scores, logits, k, how, bias=None, mask=None) -> torch.Tensor:
     """(T, slots): the experts by the definition of the choice, also of hidden tokens."""
     ranked = (scores if bias is None else scores + bias).tolist()
-    seen = [True] * len(ranked) if mask is None else mask.tolist()
+    shown = [True] * len(ranked) if mask is None else mask.tolist()
     if choice is None:
         ids = [choosing.top(row, k) for row in ranked]
     elif isinstance(choice, moe_aiter.GroupLimit):
@@ -152,13 +152,13 @@ def chosen_by(choice, scores, logits, k, how, bias=None, mask=None) -> torch.Ten
     elif isinstance(choice, moe_aiter.TopP):
         ids = choosing.top_p(ranked, scores.tolist(), k, choice.p)
     elif isinstance(choice, moe_aiter.Sinkhorn):
-        ids = choosing.sinkhorn(logits.tolist(), k, choice.iterations, seen)
+        ids = choosing.sinkhorn(logits.tolist(), k, choice.iterations, shown)
     elif isinstance(choice, moe_aiter.ExpertChoice):
-        ids = choosing.expert_choice(ranked, k, choice.max_per_token, seen)
+        ids = choosing.expert_choice(ranked, k, choice.max_per_token, shown)
     elif isinstance(choice, moe_aiter.TokenRounding):
         own = torch.tensor([choosing.top(row, k) for row in ranked], dtype=torch.int64).view(-1, k)
         weights = weights_of(scores, own.to(scores.device), *how)
-        ids = choosing.token_rounding(ranked, weights.tolist(), k, choice, seen)
+        ids = choosing.token_rounding(ranked, weights.tolist(), k, choice, shown)
     else:
         E = scores.shape[1]
         ids = [[(t * k + j) % E for j in range(k)] for t in range(len(scores))]
@@ -213,6 +213,18 @@ class PlainRoute:
         return self.ids, weights * (self.ids >= 0), scores
 
 
+def hide(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`x` with NaN in the rows of hidden tokens; where rows share memory as it is."""
+    if mask is not None and 0 not in x.stride():
+        x[~mask] = float("nan")
+    return x
+
+
+def seen(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`x` with zeros for hidden tokens."""
+    return x if mask is None else x.where(mask[:, None], 0)
+
+
 def draw_logits(draw: Draw, T: int, E: int, choice, dtype) -> torch.Tensor:
     """Many ties, but for choices that compare what was computed from different numbers."""
     if choice is None and draw.flip(0.7):
@@ -228,7 +240,7 @@ def route(draw: Draw) -> Case:
     mask = draw.mask(T) if draw.flip(0.3) else None
     takes_bias = choice is None or choice.takes_bias
     bias = draw.grid(E, dtype=torch.float32, step=1 / 64, most=20) if takes_bias and draw.flip(0.3) else None
-    tensors = {"logits": draw_logits(draw, T, E, choice, dtype)}
+    tensors = {"logits": hide(draw_logits(draw, T, E, choice, dtype), mask)}
     plain_route = PlainRoute(choice, k, scoring, bias, mask)
     need_scores = draw.flip()
 
@@ -239,8 +251,8 @@ def route(draw: Draw) -> Case:
         return found.expert_ids, weights, found.scores if need_scores else None, found.logits
 
     def plain(logits):
-        ids, weights, scores = plain_route(logits)
-        wide = logits.to(loops.sum_dtype(logits.dtype))
+        wide = seen(logits.to(loops.sum_dtype(logits.dtype)), mask)
+        ids, weights, scores = plain_route(wide)
         return ids, weights, scores if need_scores else None, wide
 
     return Case(ours, plain, tensors)
@@ -278,13 +290,13 @@ def balance(scores, ids, mask):
     """E * sum over experts of their share of the choices times their mean share of the scores."""
     T, E = scores.shape
     wide = scores.to(loops.sum_dtype(scores.dtype))
-    seen = [t for t in range(T) if mask is None or bool(mask[t])]
-    chosen = [e for t in seen for e in ids[t].tolist() if 0 <= e < E]
+    tokens = [t for t in range(T) if mask is None or bool(mask[t])]
+    chosen = [e for t in tokens for e in ids[t].tolist() if 0 <= e < E]
     out = loops.nothing(wide)
     for e in range(E):
         f = chosen.count(e) / max(len(chosen), 1)
-        for t in seen:
-            out = out + f * wide[t, e] / wide[t].sum() / len(seen)
+        for t in tokens:
+            out = out + f * wide[t, e] / wide[t].sum() / len(tokens)
     return out * E
 
 
@@ -300,8 +312,8 @@ def sequence_balance(scores, ids, length, mask):
 
 def squared(logits, mask):
     wide = logits.to(loops.sum_dtype(logits.dtype))
-    seen = [t for t in range(len(logits)) if mask is None or bool(mask[t])]
-    return sum((wide[t].logsumexp(0) ** 2 for t in seen), loops.nothing(wide)) / max(len(seen), 1)
+    tokens = [t for t in range(len(logits)) if mask is None or bool(mask[t])]
+    return sum((wide[t].logsumexp(0) ** 2 for t in tokens), loops.nothing(wide)) / max(len(tokens), 1)
 
 
 @target

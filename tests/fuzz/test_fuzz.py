@@ -84,7 +84,7 @@ def test_few_cases_say_nothing():
                 run_case(name, seed)
             except Ambiguous:
                 silent += 1
-        assert silent <= 2, f"{silent} of 20 cases of {name}"
+        assert silent <= 4, f"{silent} of 20 cases of {name}"
 
 
 # what is fuzzed
