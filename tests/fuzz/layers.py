@@ -241,7 +241,7 @@ def moe(draw: Draw) -> Case:
         bias = draw.grid(E, dtype=torch.float32, step=1 / 64, most=20)
         layer.router.selection_bias.copy_(bias)
     plain = PlainMoE(draw, how, k, mask, bias)
-    plain.length = shape[-1] if len(shape) > 1 else max(T, 1)
+    plain.length = max(shape[-1], 1)
     saved, training = draw.flip(0.2), draw.flip(0.8)
     if not training:
         how |= dict.fromkeys(BESIDE, 0.0)
