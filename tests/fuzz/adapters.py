@@ -17,7 +17,18 @@ from .products import wide_or
 
 def draw_lora(draw: Draw) -> dict:
     rank = draw.count(1, 8)
-    return {"rank": rank, "alpha": draw.pick(None, 2.0 * rank), "rslora": draw.flip(0.3)}
+    how = {"rank": rank, "alpha": draw.pick(None, 2.0 * rank), "rslora": draw.flip(0.3)}
+    return how | {"dora": draw.flip(0.3)}
+
+
+def adapted(weight, A, B, scaling, magnitude):
+    """W + c B A of one adapter; with DoRA its rows have the lengths `magnitude`, by a constant factor."""
+    full = weight + scaling * (B @ A)
+    if magnitude is None:
+        return full
+    wide = full.to(loops.sum_dtype(full.dtype))
+    norms = wide.detach().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return (wide * (magnitude / norms)[..., None]).to(full.dtype)
 
 
 @target
@@ -45,17 +56,18 @@ def lora_linear(draw: Draw) -> Case:
         tensors["base.bias"] = draw.numbers(N, dtype=dtype)
     tensors["lora.A"] = draw.weights(count, K, how["rank"], dtype=dtype).mT
     tensors["lora.B"] = draw.weights(count, how["rank"], N, dtype=dtype).mT
+    if how["dora"]:
+        tensors["lora.magnitude"] = draw.numbers(count, N, dtype=dtype)
 
     def ours(x, **params):
         return functional_call(layer, params, (x,), given)
 
     def plain(x, **params):
-        out = F.linear(x, params["base.weight"], params.get("base.bias")).unbind(0)
+        weight, bias = params["base.weight"], params.get("base.bias")
         A, B = params["lora.A"].unbind(0), params["lora.B"].unbind(0)
-        rows = [
-            y if n < 0 else y + F.linear(F.linear(row, A[n]), B[n]) * scaling
-            for row, y, n in zip(x, out, numbers, strict=True)
-        ]
+        m = params["lora.magnitude"].unbind(0) if how["dora"] else [None] * count
+        full = [*(adapted(weight, *pair, scaling, of) for *pair, of in zip(A, B, m, strict=True)), weight]
+        rows = [F.linear(row, full[n], bias) for row, n in zip(x, numbers, strict=True)]  # -1: the last
         zero = loops.nothing(*params.values(), x)
         return loops.stack(rows, x, N, x.dtype, zero)
 
@@ -81,6 +93,8 @@ def lora_experts(draw: Draw) -> Case:
     for name, (inside, outside) in {"gate_up": (H, width), "down": (inner, H)}.items():
         tensors[f"{name}_lora.A"] = draw.weights(E, inside, lora["rank"], dtype=dtype).mT
         tensors[f"{name}_lora.B"] = draw.weights(E, lora["rank"], outside, dtype=dtype).mT
+        if lora["dora"]:
+            tensors[f"{name}_lora.magnitude"] = draw.numbers(E, outside, dtype=dtype)
     scaling = layer.down_lora.scaling
     merged = draw.flip(0.2)
 
@@ -100,10 +114,10 @@ def lora_experts(draw: Draw) -> Case:
         weights = {name: params[f"base.{name}"] for name in base}
         for name in ("gate_up", "down"):
             A, B = params[f"{name}_lora.A"], params[f"{name}_lora.B"]
-            weights[name] = weights[name] + scaling * (B @ A)
+            weights[name] = adapted(weights[name], A, B, scaling, params.get(f"{name}_lora.magnitude"))
         return experts_loop(x, ids, routing_weights, weights, **how)
 
-    frozen = tuple(n for n in tensors if n.startswith("base.") or (merged and n.endswith(("A", "B"))))
+    frozen = tuple(n for n in tensors if n.startswith("base.") or (merged and "_lora." in n))
     return Case(ours, plain, tensors, frozen=frozen, coarse=dtype)
 
 
