@@ -68,7 +68,7 @@ def run_hopper_down_grad(
 
 def run_hopper_gmm(
     rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, sizes=SIZES, m=None, numbers=None,
-    fp8=None, folded=False,
+    fp8=None, folded=False, indptr=False,
 ):  # fmt: skip
     s, groups = Shape(k=k, dtype=dtype), len(sizes)
     m, n = m or s.rows, 2 * s.n if sliced else s.n
@@ -80,7 +80,7 @@ def run_hopper_gmm(
         x, w = eight_bits(x, fp8), eight_bits(w.mT).mT
         w_scale = None if folded else new(groups, n, dtype=F32)[:, n - s.n :]
         scales = {"x_scale": new(m, dtype=F32), "w_scale": w_scale}
-    module("gmm").launch_gmm(s.new(m, s.n), x, w, sizes, b, numbers=numbers, **scales)
+    module("gmm").launch_gmm(s.new(m, s.n), x, w, sizes, b, numbers=numbers, indptr=indptr, **scales)
 
 
 def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=torch.bfloat16, groups=E):
@@ -177,6 +177,8 @@ CASES = {
     "gmm by columns, of some": lambda: run_hopper_gmm(rows=False, sliced=True),
     "gmm by columns with bias": lambda: run_hopper_gmm(rows=False, bias=True),
     "gmm by numbers": lambda: run_hopper_gmm(numbers=torch.int64),
+    "gmm by indptr": lambda: run_hopper_gmm(indptr=True),
+    "gmm by indptr and numbers": lambda: run_hopper_gmm(numbers=torch.int64, indptr=True),
     "gmm by columns and numbers": lambda: run_hopper_gmm(rows=False, numbers=torch.int32),
     "masked gmm": run_hopper_masked,
     "masked gmm float16": lambda: run_hopper_masked(F16, out=F16, sizes=torch.int64),

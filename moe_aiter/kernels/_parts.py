@@ -44,10 +44,12 @@ def add_parts_kernel(
 ):
     """The sum of the parts, in order, in the rows of segments."""
     g = tl.arange(0, BLOCK_G)
-    start, _ = load_segments(g, bounds_ptr, M, G, INDPTR)
+    start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
     rest = tl.sum(tl.where(g == G, start, 0), 0)  # the first row past the segments
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mine = i < rest * N
+    if INDPTR:
+        mine &= i >= tl.sum(tl.where(g == G + 1, end, 0), 0) * N
     acc = tl.zeros((BLOCK,), tl.float32)
     size = tl.cast(size, tl.int64)
     for p in range(0, parts):

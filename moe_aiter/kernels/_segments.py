@@ -1,9 +1,10 @@
 """Segments of rows, and the weight of each: what the ops on them share.
 
-B segments lie one behind the other in M rows.  `lens` (B,) counts their rows, or else `indptr` (B + 1,) says
-where they begin and the last one ends; its first element is 0.  Both stay on the device.  Lengths, for an
-indptr the steps from one element to the next, are clamped to [0, M], and segments to the rows that are left:
-no row belongs to two, and nothing outside (M,) is ever touched.  `weight_indices` (B,) names the matrix of
+B segments lie one behind the other in M rows.  `lens` (B,) counts their rows from row 0 on, or else `indptr`
+(B + 1,) says where they begin and the last one ends; the rows before its first element are in no segment.
+Both stay on the device.  Lengths, for an indptr the steps from one element to the next, and the first element
+are clamped to [0, M], and segments to the rows that are left: no row belongs to two, and nothing outside (M,)
+is ever touched.  `weight_indices` (B,) names the matrix of
 each segment, which is its own number if there are none; an index outside [0, W), usually -1, names one of
 zeros.
 """
@@ -24,14 +25,21 @@ def num_segments(lens: Tensor | None, indptr: Tensor | None) -> int:
     return lens.shape[0] if indptr is None else indptr.shape[0] - 1
 
 
-def segment_sizes(lens: Tensor | None, indptr: Tensor | None) -> Tensor:
-    """The rows of each segment, for ops on groups."""
-    return lens if indptr is None else indptr.diff()  # negative where an indptr decreases, which counts as 0
+def sizes_with_first(indptr: Tensor) -> Tensor:
+    """(B + 1,): the rows before the first segment, then those of each segment, for ops on groups.
+
+    A step is negative where an indptr decreases, which counts as 0.
+    """
+    return indptr.diff(prepend=indptr.new_zeros(1))
 
 
-def split_segments(x: Tensor, lens: Tensor | None, indptr: Tensor | None) -> tuple[Tensor, ...]:
-    """The rows of each segment, and last those past them, as views; for references, as it synchronises."""
-    return x.tensor_split(group_ends(segment_sizes(lens, indptr), len(x)))
+def split_segments(
+    x: Tensor, lens: Tensor | None, indptr: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """The rows before the segments, those of each segment and those past them: views; this synchronises."""
+    ends = [0, *group_ends(lens, len(x))] if indptr is None else group_ends(sizes_with_first(indptr), len(x))
+    before, *segments, past = x.tensor_split(ends)
+    return before, tuple(segments), past
 
 
 def weight_numbers(weight_indices: Tensor | None, segments: int, weights: int) -> list[int | None]:
@@ -77,9 +85,9 @@ def check_segments(x: Tensor, weights: int, segments: Segments) -> None:
 def check_segment_values(rows: int, segments: Segments) -> None:
     """Raise for segments that do not fit into so many rows; this synchronises."""
     lens, indptr, _ = segments
-    sizes = segment_sizes(lens, indptr).tolist()
-    if indptr is not None and int(indptr[0]):
-        raise ValueError(f"indptr begins with {int(indptr[0])}, not with 0")
+    sizes = (lens if indptr is None else sizes_with_first(indptr)).tolist()
+    if indptr is not None and (sizes[0] < 0 or sum(sizes) > rows):
+        raise ValueError(f"indptr must lie in [0, {rows}], but it is from {sizes[0]} to {sum(sizes)}")
     if min(sizes, default=0) < 0 or sum(sizes) > rows:
         raise ValueError(f"segments of {sizes} rows must not be negative nor sum to more than {rows} rows")
 
@@ -100,16 +108,26 @@ def load_segments(
     G,
     INDPTR: tl.constexpr,
 ):
-    """The first and the end row of the segments g.  Segment G stands for the rows past the last one."""
+    """The first and the end row of the segments g.
+
+    Segment G stands for the rows past the last one, and with an indptr segment G + 1 for the rows before the
+    first one.
+    """
     if INDPTR:
+        first = tl.minimum(tl.maximum(tl.load(bounds_ptr).to(tl.int64), 0), M)
         start = tl.load(bounds_ptr + g, mask=g < G, other=0).to(tl.int64)
         size = tl.load(bounds_ptr + g + 1, mask=g < G, other=0).to(tl.int64) - start
     else:
         size = tl.load(bounds_ptr + g, mask=g < G, other=0).to(tl.int64)
     size = tl.where(g == G, M, tl.minimum(tl.maximum(size, 0), M))  # or the sum could overflow
     end = tl.cumsum(size, 0)
+    if INDPTR:
+        end += first
     start = tl.minimum(end - size, M)
-    return start, tl.minimum(end, M)
+    end = tl.minimum(end, M)
+    if INDPTR:
+        start, end = tl.where(g == G + 1, 0, start), tl.where(g == G + 1, first, end)
+    return start, end
 
 
 @triton.jit
@@ -138,7 +156,7 @@ def locate_segment(
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Row tile number -> (segment, its weight or -1, first row, end row); beyond segment G is no tile.
+    """Row tile number -> (segment, its weight or -1, first row, end row); no other segment has a tile.
 
     The indices are loaded with the bounds, not once the segment is known: one wait for memory instead of two.
     """

@@ -26,7 +26,6 @@ from ._segments import (
     check_segments,
     locate_segment,
     num_segments,
-    segment_sizes,
     split_segments,
     weight_numbers,
 )
@@ -44,10 +43,11 @@ DTYPES = (*TILE_DTYPES, *FP8)
 
 
 def segment_gmm_reference(x, w, lens, indptr, weight_indices):
-    """Each segment's product, and zeros for the rows past the last one."""
+    """Each segment's product, and zeros for the rows in no segment."""
     x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
     numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
-    pairs = zip(split_segments(x, lens, indptr), [*numbers, None], strict=True)
+    before, segments, past = split_segments(x, lens, indptr)
+    pairs = zip([before, *segments, past], [None, *numbers, None], strict=True)
     return torch.cat([r.new_zeros(len(r), w.shape[2]) if i is None else r @ w[i] for r, i in pairs])
 
 
@@ -56,14 +56,15 @@ def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
     x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
     product = chosen(out, x, None)
     numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
-    *outs, rest = split_segments(out, lens, indptr)
-    for o, r, i in zip(outs, split_segments(x, lens, indptr), numbers, strict=False):
+    before, outs, past = split_segments(out, lens, indptr)
+    for o, r, i in zip(outs, split_segments(x, lens, indptr)[1], numbers, strict=True):
         if i is None:
             o.zero_()
         elif len(r):
             product(o, r, w[i], None)
     if zero_rest:
-        rest.zero_()
+        before.zero_()
+        past.zero_()
 
 
 # kernel
@@ -102,7 +103,7 @@ def segment_gmm_kernel(
     group, weight, row, row_end = locate_segment(
         tile_m, bounds_ptr, indices_ptr, M, G, W, INDPTR, BLOCK_G, BLOCK_M
     )
-    if group > (G if ZERO_REST else G - 1):
+    if group > ((G + 1 if INDPTR else G) if ZERO_REST else G - 1):
         return
     k_start = tl.program_id(1).to(tl.int64) * part
     depth = tl.where(weight >= 0, tl.minimum(K - k_start, part), 0).to(tl.int32)
@@ -151,7 +152,7 @@ def segment_expand_kernel(
     group, weight, row, row_end = locate_segment(
         tl.program_id(0), bounds_ptr, indices_ptr, M, G, W, INDPTR, BLOCK_G, BLOCK_M
     )
-    if group > (G if ZERO_REST else G - 1):
+    if group > ((G + 1 if INDPTR else G) if ZERO_REST else G - 1):
         return
     m = row + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -220,9 +221,10 @@ def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True, 
     short = K <= SHORT_K
     op, dtype = "segment_expand" if short else "segment_gmm", out.dtype
     config = no_larger(tuning.lookup(op, dtype, M, N, K, G), N, K)
-    tiles_m, tiles_n = row_tiles(M, G, config.block_m), cdiv(N, config.block_n)
+    pieces = G if indptr is None else G + 1  # and the rows past the segments
+    tiles_m, tiles_n = row_tiles(M, pieces, config.block_m), cdiv(N, config.block_n)
     tiles = max(cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
-    flags = {"INDPTR": indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(G + 1)}
+    flags = {"INDPTR": indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(pieces + 1)}
     options = tile_options(config)
     if short:  # a program for some columns of a row tile
         width = min(max(tiles // ENOUGH, 1), 8) * config.block_n
@@ -248,14 +250,14 @@ def launch_on_hopper(out, x, w, lens, indptr, weight_indices, zero_rest=True):
     """As a grouped product whose groups have the weights of their segments."""
     if not hopper.by_tma(out):
         return launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest)
-    hopper.launch_segments(out, x, w, segment_sizes(lens, indptr), weight_indices, zero_rest)
+    hopper.launch_segments(out, x, w, lens, indptr, weight_indices, zero_rest)
 
 
 def fits_hopper(x, w, lens, indptr, weight_indices, *_) -> bool:
     """Where tiles of 128 x 256 are well filled, and the grouped product itself runs."""
     rows, segments = x.shape[0], num_segments(lens, indptr)
     filled = rows >= FILLED * segments > 0 and w.shape[2] >= 128 and w.shape[1] > SHORT_K
-    return filled and hopper.launch_segments.fits(x, w, segments)
+    return filled and hopper.launch_segments.fits(x, w, segments + (indptr is not None))
 
 
 launch_segment_gmm.fits = fits_triton
@@ -263,7 +265,7 @@ launch_on_hopper.takes, launch_on_hopper.fits = hopper.DTYPES, fits_hopper
 
 
 def untouched_rest(launch: Callable) -> Callable:
-    """The launcher that leaves the rows past the segments as they are."""
+    """The launcher that leaves the rows in no segment as they are."""
     return functools.wraps(launch)(functools.partial(launch, zero_rest=False))
 
 
@@ -321,12 +323,13 @@ def segment_gmm(
 ) -> Tensor:
     """Multiply each segment of rows of `x` (M, K) by the matrix of `w` (W, K, N) it names; returns (M, N).
 
-    `lens` (B,) counts the rows of each segment, in order, or else `indptr` (B + 1,), from 0 on, says where
-    they begin and the last one ends.  `weight_indices` (B,) is the number of each one's matrix, and may
-    repeat; outside [0, W), usually -1, it stands for zeros.  Without it, segment i has matrix i and B = W.
-    All are int32 or int64, on the device of `x`, and stay there.  Rows past the segments become zeros.
-    Segments that are negative or reach past M are clamped, and no row is multiplied twice: where an indptr
-    decreases, that segment has no rows, and those behind it begin as if it had none.
+    `lens` (B,) counts the rows of each segment, in order from row 0 on.  Or else `indptr` (B + 1,) says where
+    they lie: segment i has the rows from indptr[i] to indptr[i + 1].  Rows before and past the segments are
+    zeros.  `weight_indices` (B,) is the number of each one's matrix, and may repeat; outside [0, W), usually
+    -1, it stands for zeros.  Without it, segment i has matrix i and B = W.  All are int32 or int64, on the
+    device of `x`, and stay there.  Segments that are negative or reach past M are clamped, and no row is
+    multiplied twice: where an indptr decreases, that segment has no rows, and those behind it begin as if it
+    had none.
 
     `x` and `w` share a dtype and may have any strides; both have gradients, those of a matrix summed over its
     segments in order.  Sums are kept in float32 (float64 for float64).  The result has that dtype, and
@@ -335,8 +338,8 @@ def segment_gmm(
 
     Raises ValueError for shapes or devices that do not fit and for an `out` that shares memory with another
     argument, TypeError for dtypes, RuntimeError for `out` and a gradient at once; with MOE_AITER_DEBUG=1 also
-    ValueError for lengths that are negative or sum to more than M, and for an indptr that does not begin with
-    0.
+    ValueError for lengths that are negative or sum to more than M, and for an indptr that does not lie in
+    [0, M].
     """
     segments = lens, indptr, weight_indices
     if out is None:

@@ -18,7 +18,7 @@ from ._segments import (
     load_segments,
     load_weights,
     num_segments,
-    segment_sizes,
+    sizes_with_first,
     split_segments,
     weight_numbers,
 )
@@ -36,8 +36,8 @@ WIDE = 128  # of K and N, from where on `tgmm`'s tiles are filled
 def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_first):
     out = x.new_zeros(weights, x.shape[1], y.shape[1])
     numbers = weight_numbers(weight_indices, num_segments(lens, indptr), weights)
-    pairs = zip(split_segments(x, lens, indptr), split_segments(y, lens, indptr), strict=True)
-    for i, (a, b) in zip(numbers, pairs, strict=False):
+    pairs = zip(split_segments(x, lens, indptr)[1], split_segments(y, lens, indptr)[1], strict=True)
+    for i, (a, b) in zip(numbers, pairs, strict=True):
         if i is not None:
             out[i] += a.T @ b
     return out.mT if columns_first else out
@@ -163,7 +163,9 @@ def segment_weight_gradient(
     Where each segment has a matrix of its own, and a wide one, it is `tgmm`'s.
     """
     if weight_indices is None and min(w.shape[1:]) >= WIDE:
-        return weight_gradient(w, None, x, dout, segment_sizes(lens, indptr))
+        if indptr is None:
+            return weight_gradient(w, None, x, dout, lens)
+        return weight_gradient(w, None, x, dout, sizes_with_first(indptr))[1:]
     columns_first = w.stride(1) < w.stride(2)
     dw = segment_tgmm_op(x, dout, lens, indptr, weight_indices, w.shape[0], columns_first)
     return dw.mT if columns_first else dw

@@ -52,11 +52,13 @@ class SegmentGEMMWrapper:
 
         weights: (num_weights, d_in, d_out), or (num_weights, d_out, d_in) with `weight_column_major`.
         seg_lens: (batch_size,) the rows of each segment, 0 included.
-        seg_indptr: (batch_size + 1,) where they begin, from 0 on, and the last one ends; of both it counts.
+        seg_indptr: (batch_size + 1,) where they begin and the last one ends: segment i has the rows from
+            seg_indptr[i] to seg_indptr[i + 1].  The first element need not be 0.  If both are given,
+            seg_indptr is used.
         weight_indices: (batch_size,) the weight of each segment, which may repeat; without it segment i has
             weight i, of at least `batch_size`.
-        out: (M, d_out), contiguous; overwritten in the rows of segments, and left alone past them, where a
-            fresh result has zeros.
+        out: (M, d_out), contiguous; overwritten in the rows of segments, and left as it is in the rows before
+            and past them, where a fresh result has zeros.
 
         The index tensors are int32 or int64, on any device; what is on the GPU stays there, and nothing waits
         for it.  `x` and `weights` share a dtype: float16, bfloat16 or float32 (float64 only by torch), which

@@ -131,15 +131,17 @@ class Weights:
 
 
 @gluon.jit
-def produce(x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, gap=None):
+def produce(
+    x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, gap=None, FIRST: gl.constexpr = False
+):  # fmt: skip
     """Fetch contiguous rows and weights, tile after tile.
 
-    In x, groups lie `gap` rows farther apart than their places say.
+    In x, groups lie `gap` rows farther apart than their places say.  FIRST as in `Tiles.weight_of`.
     """
     i = 0
     for n in range(tiles.mine()):
         group, row, end, tile_n = groups.find(tiles, n)
-        weight, group = tiles.weight_of(group, numbers_ptr, W)
+        weight, group = tiles.weight_of(group, numbers_ptr, W, FIRST)
         places.put(n, group, row, end, tile_n)
         if gap is not None:
             row += group * gap

@@ -40,12 +40,21 @@ class Tiles:
         return gl.where(group < self.G, n, 0)
 
     @gluon.jit
-    def weight_of(self, group, numbers_ptr, W):
+    def weight_of(self, group, numbers_ptr, W, FIRST: gl.constexpr = False):
         """The weight of a group, its own number or what numbers_ptr (G,) says, and the group for consumers.
 
         That is G + 1 where the number is none of W: as for the rows in no group there is nothing to sum over.
+        Where group 0 is FIRST, the rows before the others, these are numbered from 0 on, and it becomes G.
         """
-        if numbers_ptr is not None:
+        if FIRST:
+            number = (group - 1).to(gl.int64)
+            if numbers_ptr is not None:
+                at = gl.minimum(gl.maximum(group - 1, 0), gl.maximum(self.G - 2, 0))
+                number = gl.load(numbers_ptr + at, mask=self.G > 1, other=-1).to(gl.int64)
+            there = (number >= 0) & (number < W)
+            known = gl.where(there, group, self.G + 1)
+            out = number.to(gl.int32), gl.where((group == 0) | (group == self.G), self.G, known)
+        elif numbers_ptr is not None:
             number = gl.load(numbers_ptr + gl.minimum(group, self.G - 1)).to(gl.int64)
             there = (number >= 0) & (number < W) | (group == self.G)
             out = number.to(gl.int32), gl.where(there, group, self.G + 1)
@@ -118,10 +127,17 @@ def add(x, y):
 
 
 @gluon.jit
-def group_ends(group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr):
+def group_ends(
+    group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, INDPTR: gl.constexpr = False
+):  # fmt: skip
     """Of each group the row where it ends and the row tiles up to its last, and the row tiles of M rows."""
     g = gl.arange(0, BLOCK_G, layout=warp_layout(BLOCK_G))
-    size = clamped_sizes(group_sizes_ptr, g, M, G)
+    if INDPTR:
+        before = gl.load(group_sizes_ptr + g - 1, mask=(g > 0) & (g < G), other=0).to(gl.int64)
+        size = gl.load(group_sizes_ptr + g, mask=g < G, other=0).to(gl.int64) - before
+        size = gl.minimum(gl.maximum(size, 0), M)
+    else:
+        size = clamped_sizes(group_sizes_ptr, g, M, G)
     end = gl.associative_scan(size, 0, add)
     start = gl.minimum(end - size, M).to(gl.int32)
     end = gl.minimum(end, M).to(gl.int32)
@@ -130,9 +146,14 @@ def group_ends(group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constex
 
 
 @gluon.jit
-def find_groups(group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The groups, listed in shared memory, and the number of row tiles."""
-    end, tiles, rows = group_ends(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+def find_groups(
+    group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, INDPTR: gl.constexpr = False
+):  # fmt: skip
+    """The groups, listed in shared memory, and the number of row tiles.
+
+    With INDPTR the sizes are the rows where groups end: group 0 has the rows before the first segment.
+    """
+    end, tiles, rows = group_ends(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR)
     return list_groups(end, tiles, M, G, BLOCK_G, BLOCK_M, None), rows
 
 

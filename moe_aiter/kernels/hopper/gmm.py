@@ -32,16 +32,17 @@ def gmm_kernel(
     numbers_ptr,  # (G,) the weight of each group, or None
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
-    group_sizes_ptr,
+    group_sizes_ptr,  # (G,), or with INDPTR where groups end
     x_scale_ptr,  # (M,) float32 or None
     w_scale_ptr,  # (G, N) float32 or None
     w_scale_stride,  # of its groups
     M,
     G,
-    W,  # or None without numbers
+    W,  # or None where a group's weight is its own number
     N,
     K,
     ZERO_REST: gl.constexpr,
+    INDPTR: gl.constexpr,  # group 0 has the rows before the first segment, and no weight
     LAYOUT: gl.constexpr,
     BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -59,7 +60,7 @@ def gmm_kernel(
     ring = make_ring(a, b, False, STAGES)
     places = make_places(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, group_rows)
-    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_scale_stride, 1, M)
     gl.warp_specialize(
@@ -68,7 +69,7 @@ def gmm_kernel(
                             BLOCK_M, STORES, ZERO_REST, SPAN)),
             (gmm_consumer, (1, weights, ring, tiles, places, scales, out, out_desc, bias_ptr,
                             BLOCK_M, STORES, ZERO_REST, SPAN)),
-            (produce, (x_desc, weights, numbers_ptr, W, ring, tiles, groups, places)),
+            (produce, (x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, None, INDPTR)),
         ],
         [4, 4],
         [232, 40],
@@ -121,11 +122,13 @@ def launch_gmm(
     dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0,
     numbers: Tensor | None = None, zero_rest: bool = True,
     x_scale: Tensor | None = None, w_scale: Tensor | None = None,
+    *, indptr: bool = False,
 ) -> None:  # fmt: skip
     """With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
 
     Rows past the groups become zeros, or without `zero_rest` stay as they are.  x and w of 8 bits, the
-    latter K-major, have scales in float32, x_scale (M,) and w_scale (G, N).
+    latter K-major, have scales in float32, x_scale (M,) and w_scale (G, N).  With `indptr`, `group_sizes` are
+    G rows: where the first group begins, and where each ends.
     """
     (M, K), (W, _, N), G = x.shape, w.shape, group_sizes.shape[0]
     rows = w.stride(2) != 1
@@ -142,9 +145,9 @@ def launch_gmm(
         None if bias is None else bias.contiguous(),
         ragged_descriptor(out, c.block_m // 2, c.store_n),
         group_sizes.contiguous(), x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
-        M, G, None if numbers is None else W, N, K,
-        ZERO_REST=zero_rest, LAYOUT="rows" if rows else "columns", STORES=c.block_n // c.store_n,
-        SPAN=span_of(x, c, out),
+        M, G, None if numbers is None and not indptr else W, N, K,
+        ZERO_REST=zero_rest, INDPTR=indptr, LAYOUT="rows" if rows else "columns",
+        STORES=c.block_n // c.store_n, SPAN=span_of(x, c, out),
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
@@ -153,8 +156,9 @@ def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs) -> None:
     launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)
 
 
-def launch_segments(out, x, w, group_sizes, numbers, zero_rest) -> None:
-    launch_gmm(out, x, w, group_sizes, None, numbers=numbers, zero_rest=zero_rest)
+def launch_segments(out, x, w, lens, indptr, numbers, zero_rest) -> None:
+    bounds, flags = lens if indptr is None else indptr, {"zero_rest": zero_rest, "indptr": indptr is not None}
+    launch_gmm(out, x, w, bounds, None, numbers=numbers, **flags)
 
 
 def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype) -> None:
