@@ -1,10 +1,12 @@
-"""Low-rank adapters of linear layers and of experts, without ever making the product of their factors.
+"""Low-rank adapters of linear layers and of experts.
 
     y = W x + c * B (A x),   c = alpha / r, or alpha / sqrt(r)      LoRA, Hu et al. 2021, arXiv 2106.09685
     y = m / |W + c B A| * (W x + c * B (A x))                       DoRA, Liu et al. 2024, arXiv 2402.09353
 
 r is the rank; alpha / sqrt(r) is rsLoRA's, Kalajdzievski 2023, arXiv 2312.03732.  |.| is the norm of each row
 of the matrix, which DoRA takes as a constant in the backward pass (its section 4.3).
+
+LoRA never makes the product B A.  DoRA makes W + c B A for its norm, one block at a time.
 """
 
 import math
@@ -128,7 +130,12 @@ class LoRAFactors(nn.Module):
         """m / |W + c B A| - 1, (count, out): what DoRA multiplies by, less the one that LoRA does."""
         dtype = self.magnitude.dtype
         least = torch.finfo(dtype).tiny  # the norm of a row of zeros, which float16 would round to 0
-        return self.magnitude / self.norms(weight).to(dtype).clamp_min(least) - 1
+        norms = (
+            self.norms(weight).to(dtype).clamp_min(least)
+        )  # rounded as m is: a new adapter changes nothing
+        return (
+            self.magnitude - norms
+        ) / norms  # m / norms - 1 would round m / norms to 1 or 1.0078 in bfloat16
 
     @torch.no_grad()
     def merged(self, weight: Tensor, number: int | slice) -> Tensor:

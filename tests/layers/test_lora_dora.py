@@ -33,6 +33,22 @@ def test_norms_where_the_sum_cancels(monkeypatch, dtype, block, width):
     torch.testing.assert_close(norms.double(), true_norms(factors, weight), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_growth_of_an_adapter_that_begins_to_train(dtype):
+    """m / |W + c B A| is close to 1: in bfloat16 the quotient itself rounds to 1 or 1.0078."""
+    weight = torch.randn(3, 17, 40).to(dtype)
+    factors = LoRAFactors(weight, 3, rank=4, dora=True)
+    with torch.no_grad():
+        factors.B.normal_(0, 0.02)
+        factors.magnitude.copy_(true_norms(factors, weight))
+        factors.magnitude.mul_(1 + 4 * torch.finfo(dtype).eps)
+    growth, norms = factors.growth(weight), factors.norms(weight).to(dtype)
+    expected = factors.magnitude.double() / norms.double() - 1
+    torch.testing.assert_close(growth.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+    growth.sum().backward()
+    assert torch.equal(factors.magnitude.grad, 1 / norms)
+
+
 def test_one_weight_of_several_adapters():
     factors, weight = cancelling(torch.float32)
     norms = factors.norms(weight[0])
