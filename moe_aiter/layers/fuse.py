@@ -150,12 +150,15 @@ def fuse_qkv(
     """Return the same three projections as parts of one weight; assign them where the old ones were.
 
     `q.fused(x)` returns the results of all three, from one product.  `q(x)`, `k(x)` and `v(x)` are a product
-    each, as before.  `trainable` makes the weight a Parameter (True) or a buffer (False); by default it stays
-    what it is.  Raises ValueError or TypeError unless the three are plain nn.Linear of one input size, dtype
-    and device, all with biases or none, all trained or none.
+    each, as before.  In their backward pass each adds its weight gradient to a gradient of the whole weight,
+    which takes longer than separate layers do: train with `q.fused(x)`.
 
+    `trainable` makes the weight a Parameter (True) or a buffer (False); by default it stays what it is.
     Fuse after loading, before torch.compile, and before you make the optimizer, which must get the new
-    Parameter.  Raises RuntimeError under nn.DataParallel.
+    Parameter.
+
+    Raises ValueError or TypeError unless the three are plain nn.Linear of one input size, dtype and device,
+    all with biases or none, all trained or none.  A part raises RuntimeError under nn.DataParallel.
     """
     return fuse((q, k, v), trainable)
 
@@ -201,10 +204,10 @@ def fuse_projections(
 ) -> int:
     """Fuse q_proj, k_proj and v_proj, and gate_proj and up_proj, wherever they are siblings; how many groups.
 
-    The model's code, state dict, results and speed stay the same: only calls of `q_proj.fused(x)` make
-    one product of several.  Projections that do not fit one weight stay as they are,
-    as do weights that are shared with other modules.  `groups` are the names to look for.  See `fuse_qkv` for
-    the rest, and `unfuse` for the way back.
+    The model's code, state dict and results stay the same.  Fusing alone makes a model no faster, and its
+    backward pass slower: see `fuse_qkv`.  Only calls of `q_proj.fused(x)` run one product for several.
+    Projections that do not fit one weight stay as they are, as do weights that are shared with other modules.
+    `groups` are the names to look for.  `unfuse` is the way back.
     """
     uses = Counter()
     for module in model.modules():
