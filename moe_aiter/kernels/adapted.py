@@ -127,7 +127,7 @@ def backward_adapted_up(ctx, dz):
     *base, need_low, need_b = ctx.needs_input_grad[:5]
     dlow = segment_gmm_op(dz, b, group_sizes, None, None) if need_low else None
     db = segment_weight_gradient(b.mT, low, dz, group_sizes, None, None).mT if need_b else None
-    whole = len(order) * x.shape[1] * x.element_size()  # the rows of dx in one piece
+    whole = order.shape[0] * x.shape[1] * x.element_size()  # the rows of dx in one piece
     rest = order, rank, group_sizes, ctx.bias_dtype, whole, None
     return *up_gradients(base, dz, x, w, *rest), dlow, db, None, None, None
 

@@ -233,7 +233,7 @@ def gemm(
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {activation!r}")
     x3, w3, shape = as_batches(x, w)
-    c = None if beta == 0 else broadcast(c, shape, (len(x3), x3.shape[1], w3.shape[2]))
+    c = None if beta == 0 else broadcast(c, shape, (x3.shape[0], x3.shape[1], w3.shape[2]))
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias, c))
     save_z = needed and activation not in (None, "relu")
     inputs = activation or "", float(alpha), float(beta), out_dtype, save_z

@@ -211,6 +211,11 @@ class SoftmaxScores(torch.autograd.Function):
         return softmax_backward(dscores, scores), None
 
 
+def needs_own_gradient() -> bool:
+    """Whether scores need torch's gradient: torch.func knows no other, torch.export drops ours."""
+    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and is_transformed())
+
+
 def fill_route(out, *inputs):
     copy_into(out, route_reference(*inputs))
 
@@ -265,8 +270,8 @@ def choose_experts(
         scores, weights, ids = route_op(logits, *how, given)
     if not writes_scores(sigmoid, renormalize, need_scores):
         scores = None
-    elif renormalize and not sigmoid and not torch.compiler.is_compiling() and is_transformed():
-        scores = logits.softmax(1)  # torch.func wants a gradient that it knows
+    elif renormalize and not sigmoid and needs_own_gradient():
+        scores = logits.softmax(1)
     elif renormalize and not sigmoid:
         scores = SoftmaxScores.apply(logits, scores)
     return scores, weights, ids

@@ -71,7 +71,7 @@ def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
     inputs = gemm_inputs(x, weight, bias, dtype)
     if not backend:
         said = x.dtype, scaled or dtype, scaled is not None
-        problem = Problem(len(x), *weight.shape, bias is not None, *said)
+        problem = Problem(x.shape[0], *weight.shape, bias is not None, *said)
         key = problem, x.device, forced()
         if key not in known:
             keep(known, key, choose(problem, inputs))
@@ -219,7 +219,7 @@ def choice_for(
     rows = as_rows(x)
     out_dtype = scaled or dtype
     problem = Problem(
-        len(rows), *weight.shape, bias is not None, x.dtype, out_dtype, scaled is not None, is_shuffled
+        rows.shape[0], *weight.shape, bias is not None, x.dtype, out_dtype, scaled is not None, is_shuffled
     )
     backend = choose(problem, gemm_inputs(rows, weight, bias, dtype))
     if is_shuffled:  # the kernel for shuffled weights rounds to their dtype
@@ -265,7 +265,7 @@ def usual_order(weight: Tensor) -> Tensor:
 def as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
     """The product with a shuffled weight, by the kernel that reads one."""
     rows = as_rows(x)
-    out = rows.new_empty(1, len(rows), len(weight))
+    out = rows.new_empty(1, rows.shape[0], len(weight))
     masked_gmm(out, rows[None], weight[None], shuffled=True)
     return out.view(*x.shape[:-1], len(weight))
 

@@ -253,7 +253,7 @@ class MoE(nn.Module):
 
     def within_capacity(self, routing: Routing, plan: RoutePlan) -> tuple[Routing, RoutePlan]:
         limited = partial(drop_over_capacity, *routing[:2], plan, self.capacity)
-        expert_ids = decide("kept", limited, len(routing.expert_ids), self.num_experts)
+        expert_ids = decide("kept", limited, routing.expert_ids.shape[0], self.num_experts)
         return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_experts)
 
     def count(self, plan: RoutePlan) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ def drop_over_capacity(
         shapes = tuple(routing_weights.shape), tuple(expert_ids.shape)
         raise ValueError("routing_weights is {} but expert_ids is {}".format(*shapes))
     num_experts = plan.group_sizes.shape[0]
-    limit = math.ceil(capacity.factor * expert_ids.numel() / num_experts)
+    # in whole numbers, which torch.export can write down
+    factor = Fraction(capacity.factor).limit_denominator(10**6)
+    limit = -(-factor.numerator * expert_ids.numel() // (factor.denominator * num_experts))
     rank = plan.rank
     if capacity.drop == "probability":
         best = routing_weights.detach().flatten().sort(descending=True, stable=True).indices

@@ -208,8 +208,9 @@ class ExpertChoice(Choice):
         num_tokens, num_experts = ranked.shape
         capacity = -(-num_tokens * top_k // num_experts)
         by_expert = ranked if mask is None else ranked.masked_fill(~mask[:, None], -math.inf)
-        best = by_expert.sort(dim=0, descending=True, stable=True).indices[:capacity]  # (C, E)
-        taken = torch.zeros_like(ranked, dtype=torch.bool).scatter(0, best, True)
+        order = by_expert.sort(dim=0, descending=True, stable=True).indices  # (T, E)
+        first = torch.arange(num_tokens, device=ranked.device)[:, None] < capacity
+        taken = torch.zeros_like(ranked, dtype=torch.bool).scatter(0, order, first.expand_as(order))
         return highest_of(ranked, taken, self.max_per_token or num_experts)
 
 
@@ -257,7 +258,7 @@ class TokenRounding(Choice):
             chose, value = chose & mask[:, None], value.masked_fill(~mask[:, None], -math.inf)
         order = value.sort(dim=0, descending=True, stable=True).indices
         first = chose.gather(0, order).byte().sort(dim=0, descending=True, stable=True).indices
-        place = torch.arange(len(ranked), device=ranked.device)[:, None]
+        place = torch.arange(ranked.shape[0], device=ranked.device)[:, None]
         kept = torch.zeros_like(chose).scatter(0, order.gather(0, first), place < self.rounded(chose, mask))
         expert_ids = decide("kept", lambda: own.masked_fill(~kept.gather(1, own), -1), *ranked.shape)
         slots = self.max_added or ranked.shape[1] - top_k
@@ -272,7 +273,7 @@ class TokenRounding(Choice):
         count = chose.sum(0)
         rest = {"down": 0, "up": self.tile - 1, "nearest": self.tile // 2}[self.to]
         target = (count + rest) // self.tile * self.tile
-        num_tokens = len(chose) if mask is None else mask.sum()
+        num_tokens = chose.shape[0] if mask is None else mask.sum()
         return target.where(target <= num_tokens, count)
 
 

@@ -6,6 +6,7 @@ One normalisation, whatever the score, k or number of tokens: the load-balance l
 import torch
 from torch import Tensor
 
+from ..backend import define_op
 from ..dispatch import is_transformed
 from ..kernels._check import check_device, check_shape, check_size, check_sizes, check_tensor
 from .plan import make_plan
@@ -129,35 +130,46 @@ def attach_loss(x: Tensor, loss: Tensor, loss_scale: Tensor | None = None) -> Te
 
     The effect on every gradient is that of adding `loss_scale * loss` to the training loss that `x` leads to,
     without a way for `loss` to travel there.  `loss_scale` has no axes; its value when backward runs counts.
-    None is 1, whatever the training loss is multiplied by.  Autograd does not let you change the result, a
-    view, in place.  Raises ValueError unless `loss` has no axes, and NotImplementedError under torch.func,
-    which knows no backward pass to start another.
+    None is 1, whatever the training loss is multiplied by.  Raises ValueError unless `loss` and `loss_scale`
+    have no axes, and NotImplementedError under torch.func, which knows no backward pass to start another.
     """
     check_tensor("x", x)
     check_tensor("loss", loss)
-    if loss.dim():
-        raise ValueError(f"loss must be a scalar, but it has shape {tuple(loss.shape)}")
     if not torch.compiler.is_compiling() and is_transformed():
         raise NotImplementedError("no loss can be attached under torch.func: add it to the training loss")
-    return AttachLoss.apply(x, loss, loss_scale)
+    return attach_loss_op(x, loss, loss_scale)
 
 
-class AttachLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, loss, loss_scale):
-        ctx.loss_dtype = loss.dtype
-        ctx.save_for_backward(loss_scale)
-        return x.view_as(x)
+def new_attached(x: Tensor, loss: Tensor, loss_scale: Tensor | None) -> Tensor:
+    for name, scalar in (("loss", loss), ("loss_scale", loss_scale)):
+        if scalar is not None and scalar.dim():
+            raise ValueError(f"{name} must be a scalar, but it has shape {tuple(scalar.shape)}")
+    return torch.empty_like(x)
 
-    @staticmethod
-    def backward(ctx, dx):
-        (loss_scale,) = ctx.saved_tensors
-        if loss_scale is None:
-            return dx, dx.new_ones((), dtype=ctx.loss_dtype), None
-        dloss = loss_scale.to(ctx.loss_dtype, copy=True)
-        if torch.compiler.is_compiling():  # a compiled forward would read the scalar, but for a part of dx
-            dloss = dloss + dx.flatten()[:0].sum()
-        return dx, dloss, None
+
+def save_attached(ctx, inputs, output):
+    ctx.loss_dtype = inputs[1].dtype
+    ctx.save_for_backward(inputs[2])
+
+
+def backward_attached(ctx, dx):
+    (loss_scale,) = ctx.saved_tensors
+    if loss_scale is None:
+        return dx, dx.new_ones((), dtype=ctx.loss_dtype), None
+    dloss = loss_scale.to(ctx.loss_dtype, copy=True)
+    if torch.compiler.is_compiling():  # a compiled forward would read the scalar, but for a part of dx
+        dloss = dloss + dx.flatten()[:0].sum()
+    return dx, dloss, None
+
+
+# an op, because torch.export drops the backward pass of an autograd.Function
+attach_loss_op = define_op(
+    "attach_loss(Tensor x, Tensor loss, Tensor? loss_scale) -> Tensor",
+    new=new_attached,
+    torch=lambda out, x, *_: out.copy_(x),
+    save=save_attached,
+    backward=backward_attached,
+)
 
 
 def mean_over_tokens(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -57,7 +57,7 @@ def record_reference(
     choices, dropped, scalars = totals.split([len(group_sizes), len(group_sizes), SCALARS])
     choices += group_sizes
     dropped += group_sizes - kept
-    tokens = len(expert_ids) if mask is None else mask.sum()
+    tokens = expert_ids.shape[0] if mask is None else mask.sum()
     scalars[0] += tokens
     if logits is None or not logits.numel():
         return

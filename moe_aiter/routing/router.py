@@ -94,7 +94,7 @@ def route(
 def choose_once(logits: Tensor, top_k: int, **how) -> tuple[Tensor | None, Tensor, Tensor]:
     """`choose_experts`, or in a repetition the experts of the first run: see replay.py."""
     here = current_pass()
-    given = here.recall("experts", len(logits), top_k)
+    given = here.recall("experts", logits.shape[0], top_k)
     chosen = choose_experts(logits, top_k, **how, given=given)
     here.keep("experts", chosen[2], logits.shape[1])
     return chosen
