@@ -98,9 +98,9 @@ def of_choices():
 MODULES = {"layers": of_layers, "choices": of_choices}
 
 
-def exported(module, args, dims):
+def exported(module, args, dims, **kwargs):
     """What is left of `module` after it was exported, saved and loaded."""
-    program = export(module, args, dynamic_shapes=dims, strict=False)
+    program = export(module, args, kwargs, dynamic_shapes=dims, strict=False)
     file = io.BytesIO()
     save(program, file)
     file.seek(0)
@@ -138,7 +138,7 @@ def test_two_dynamic_axes_and_a_mask():
     module = MoE(H, 8, E, 2, **COEFS).train()
     dims = {"x": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, "mask": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}
     x, mask = torch.randn(3, 5, H), torch.rand(3, 5) > 0.3
-    program = export(module, (x,), {"mask": mask}, dynamic_shapes=dims).module()
+    program = exported(module, (x,), dims, mask=mask)
     for batch, length in ((2, 7), (4, 64), (1, 1), (0, 3)):
         x, mask = torch.randn(batch, length, H), torch.rand(batch, length) > 0.3
         expected, out = module(x, mask=mask), program(x, mask=mask)
