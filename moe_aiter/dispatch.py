@@ -103,6 +103,19 @@ def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None
     return call
 
 
+def saved_tensors(ctx) -> tuple:
+    """Return ctx.saved_tensors.  If x, of the shape ctx.x_shape, changed in place, the error says so."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if f"Tensor {list(ctx.x_shape)}]" not in str(error):
+            raise
+        raise RuntimeError(
+            f"x of MoE or Experts, {tuple(ctx.x_shape)}, was changed in place after the forward pass, and "
+            "backward needs x as it was: write x = x + y instead of x += y"
+        ) from error
+
+
 def is_plain(inputs: tuple) -> bool:
     """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
     hidden = [isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in inputs]

@@ -4,6 +4,7 @@ The backward pass makes z again, writes dz over it, and then is that of `expert_
 """
 
 from ..backend import define_op, takes
+from ..dispatch import saved_tensors
 from ._expert_inputs import NUM_INPUTS, ExpertInputs, check_expert_values
 from ._tile import TILE_DTYPES
 from .expert_down import down_gradients
@@ -30,12 +31,12 @@ def launch_expert_both(out, *inputs):
 def save_expert_both(ctx, inputs, output):
     # a main gradient is not saved: another backward pass may change it first
     ctx.save_for_backward(*inputs[:9])
-    ctx.others = inputs[9:]
+    ctx.others, ctx.x_shape = inputs[9:], inputs[0].shape
 
 
 def backward_expert_both(ctx, dout):
     *others, _, bytes_of_dx = ctx.others
-    i = ExpertInputs(*ctx.saved_tensors, *others)
+    i = ExpertInputs(*saved_tensors(ctx), *others)
     needs = ExpertInputs(*ctx.needs_input_grad[:NUM_INPUTS])
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)

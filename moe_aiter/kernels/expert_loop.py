@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..backend import define_op, takes
+from ..dispatch import saved_tensors
 from ._check import check_float
 from ._expert_inputs import ExpertInputs, check_expert_values, check_experts
 from ._groups import sum_dtype, take_rows, wide
@@ -238,8 +239,9 @@ def new_expert_loop_backward(dout, z, *rest):
 def save_expert_loop(ctx, inputs, output):
     i = ExpertInputs(*inputs)
     # a main gradient is not saved: another backward pass may change it first
-    tensors, ctx.others = i[:9], i[9:]
-    ctx.save_for_backward(output[1], *tensors)
+    tensors, ctx.others, ctx.x_shape = i[1:9], i[9:], i.x.shape
+    needs_x = ctx.needs_input_grad[1] or not i.save_z
+    ctx.save_for_backward(output[1], i.x if needs_x else None, *tensors)
     ctx.set_materialize_grads(False)
 
 
@@ -247,7 +249,8 @@ def backward_expert_loop(ctx, dout, dz):
     nothing = ExpertInputs(*[None] * len(ExpertInputs._fields))
     if dout is None:
         return nothing
-    z, *tensors = ctx.saved_tensors
+    z, x, *tensors = saved_tensors(ctx)
+    tensors = [dout if x is None else x, *tensors]  # dout has the shape and dtype of an x that is not read
     needed = dict(zip(ExpertInputs._fields, ctx.needs_input_grad, strict=True))
     needs = [needed[name] for name in LoopGrads._fields]
     grads = expert_loop_backward_op(dout, z, *tensors, *ctx.others, needs)

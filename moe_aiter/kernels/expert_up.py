@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from .. import tuning
 from ..backend import define_op, takes
+from ..dispatch import saved_tensors
 from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, take_rows
@@ -201,7 +202,8 @@ def z_alone(launch: Callable) -> Callable:
 
 def save_expert_up(ctx, inputs, output):
     x, gate_up, bias, order, rank, group_sizes, *_, row_bytes, main_grad = inputs
-    ctx.save_for_backward(x, gate_up, order, rank, group_sizes)
+    ctx.x_shape = x.shape
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, gate_up, order, rank, group_sizes)
     # the main gradient is not saved as a tensor: other backward passes may add to it first
     ctx.rest = None if bias is None else bias.dtype, row_bytes, main_grad
     ctx.set_materialize_grads(False)
@@ -210,7 +212,7 @@ def save_expert_up(ctx, inputs, output):
 def backward_expert_up(ctx, dz, da):
     # da is always None: expert_down takes a as a hint, and gives the whole gradient to z
     needs = ctx.needs_input_grad[:3]
-    return *up_gradients(needs, dz, *ctx.saved_tensors, *ctx.rest), *[None] * 8
+    return *up_gradients(needs, dz, *saved_tensors(ctx), *ctx.rest), *[None] * 8
 
 
 def up_gradients(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..backend import define_op, pick
-from ..dispatch import is_last_use, is_unwatched
+from ..dispatch import is_last_use, is_unwatched, saved_tensors
 from . import hopper
 from ._expert_inputs import NUM_INPUTS, ExpertInputs, check_expert_values
 from ._groups import sum_dtype, take_rows
@@ -264,13 +264,15 @@ def rows_and_amax(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 def save_experts(ctx, inputs, output):
     # a main gradient is not saved: another backward pass may change it first
     x, *rest = inputs[:9]
-    ctx.save_for_backward(None if inputs[-2] else x, *rest, *output[1:])
-    ctx.others = inputs[9:]
+    save_z, save_x8 = inputs[11], inputs[-2]
+    needs_x = not save_x8 and (ctx.needs_input_grad[1] or not save_z)
+    ctx.save_for_backward(x if needs_x else None, *rest, *output[1:])
+    ctx.others, ctx.x_shape = inputs[9:], x.shape
     ctx.set_materialize_grads(False)
 
 
 def backward_experts(ctx, dout, *_):
-    *saved, z, gate_up_scale, down_amax, x8, x_scale = ctx.saved_tensors
+    *saved, z, gate_up_scale, down_amax, x8, x_scale = saved_tensors(ctx)
     *others, _, bytes_of_dx, _, save_x8, recipe = ctx.others
     format, x8 = recipe.removesuffix(ALL), (x8, x_scale)
     dout8 = quantize_rows(dout, format)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backend import define_op, no_autocast
-from ..dispatch import is_unwatched
+from ..dispatch import is_unwatched, saved_tensors
 from ..kernels._check import check_device, check_float, check_positive, check_shape, check_size, check_sizes
 from ..kernels.decide import decide
 from ..kernels.route import choose_experts
@@ -168,20 +168,21 @@ def logits_reference(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 
 def save_logits(ctx, inputs, output):
     x, weight, bias = inputs
-    ctx.save_for_backward(x, weight)
+    ctx.x_shape, ctx.x_dtype, ctx.accumulates = x.shape, x.dtype, accumulates(x, weight)
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def backward_logits(ctx, dlogits, dtokens=None):
     """Where the logits came from a 16-bit GEMM, so do dx and dweight, as for an nn.Linear of that dtype:
     dlogits is rounded to 16 bits first, the sums are float32.  dx is added to `dtokens`."""
-    x, weight = ctx.saved_tensors
-    dtype = x.dtype if accumulates(x, weight) else dlogits.dtype
+    x, weight = saved_tensors(ctx)
+    dtype = weight.dtype if ctx.accumulates else dlogits.dtype
     dx = dweight = dbias = None
-    with no_autocast(x):
+    with no_autocast(weight):
         rounded = dlogits.to(dtype)
         if ctx.needs_input_grad[0]:
-            dx = add_product(dtokens, rounded, weight.to(dtype), x.dtype)
+            dx = add_product(dtokens, rounded, weight.to(dtype), ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             dweight = (rounded.T @ x.to(dtype)).to(weight.dtype)
     if ctx.needs_input_grad[2]:
@@ -218,7 +219,7 @@ class LogitsAndTokens(torch.autograd.Function):
         logits = router_logits(x, weight, bias)
         save_logits(ctx, (x, weight, bias), logits)
         ctx.set_materialize_grads(False)
-        return logits, x.view_as(x)
+        return logits, x.detach()  # no view for autograd: x may change where backward does not need it
 
     @staticmethod
     def backward(ctx, dlogits, dtokens):
