@@ -121,10 +121,10 @@ class LoRAFactors(nn.Module):
         return norms.clamp_min(torch.finfo(norms.dtype).tiny)
 
     def adapted(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """W + c B A in float32, also under autocast."""
+        """W + c B A in float32, also under autocast; without a float32 copy of W.  Not for autograd."""
         wide = sum_dtype(weight)
         with no_autocast(weight):
-            return weight.to(wide) + b.to(wide) @ (self.scaling * a.to(wide))
+            return (b.to(wide) @ (self.scaling * a.to(wide))).add_(weight)
 
     def growth(self, weight: Tensor) -> Tensor:
         """m / |W + c B A| - 1, (count, out): what DoRA multiplies by, less the one that LoRA does."""
