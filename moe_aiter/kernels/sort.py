@@ -18,6 +18,7 @@ from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
 
 BLOCK = 128  # choices of a program; every pair of them is compared
 SCAN_BLOCK = 2048  # counts at a time
+MOST = 2**31  # choices, whose numbers are int32
 
 
 # reference
@@ -114,6 +115,12 @@ def new_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
         raise ValueError(f"expert_ids is (T, k={expert_ids.shape[1]}); k must be at least 1")
     check_built(expert_ids)
     num_tokens, top_k = expert_ids.shape
+    choices = num_tokens * top_k
+    if isinstance(choices, int) and choices >= MOST:  # a size that torch.export leaves open is not asked
+        raise ValueError(
+            f"expert_ids is (T={num_tokens}, k={top_k}): {choices} choices, "
+            f"but there must be fewer than {MOST}"
+        )
     order = expert_ids.new_empty(num_tokens * top_k, dtype=torch.int32)
     rank = expert_ids.new_empty(num_tokens, top_k, dtype=torch.int32)
     return order, rank, expert_ids.new_empty(num_experts, dtype=torch.int32)
@@ -176,8 +183,8 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     expert, usually -1, is dropped: its rank is -1, it is counted nowhere, and the rows at and past
     sum(group_sizes) have the order -1.  No host synchronisation and no atomics.
 
-    Raises ValueError for a shape that is not (T, k) and for `num_experts` below 1, TypeError for another
-    dtype; on the CPU also ValueError for an id of E or more.  On a GPU that would wait for the device, so
-    there it is for MOE_AITER_DEBUG=1; without it such a choice is dropped.
+    Raises ValueError for a shape that is not (T, k), for T*k of 2^31 or more and for `num_experts` below 1,
+    TypeError for another dtype; on the CPU also ValueError for an id of E or more.  On a GPU that would wait
+    for the device, so there it is for MOE_AITER_DEBUG=1; without it such a choice is dropped.
     """
     return sort_op(expert_ids, num_experts)

@@ -113,5 +113,16 @@ def test_errors():
         sort_by_expert(ids[:, :0], 3)
 
 
+def test_choices_that_int32_cannot_number(device):
+    """Nothing of that size is allocated: the ids are one number in memory, or none."""
+    ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    meta = ids.to("meta")
+    for t in (ids, meta):
+        with pytest.raises(ValueError, match=r"expert_ids is \(T=1073741824, k=2\): 2147483648 choices"):
+            sort_by_expert(t.expand(2**30, 2), 4)
+    order, *_ = sort_by_expert(meta.expand(2**31 - 1, 1), 4)
+    assert order.shape == (2**31 - 1,)
+
+
 def test_opcheck(backend, device):
     torch.library.opcheck(torch.ops.moe_aiter.sort_by_expert.default, (random_ids(7, 3, 4).to(device), 4))
