@@ -1,14 +1,14 @@
 // The CPU's share of moe_aiter between matrix products.  Plain pybind11 on NumPy views: no libtorch, so it builds in
 // seconds and does not break when torch changes.  bfloat16 comes as uint16.  Every function checks, then computes
-// without the GIL; results do not depend on the number of threads.
+// without the GIL; results do not depend on the number of threads.  Out of memory is a MemoryError in Python.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <atomic>
-#include <exception>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "glu.h"
@@ -181,7 +181,8 @@ static void topk(Array<T> scores, Array<T> values, Array<int64_t> ids, int threa
   int64_t* const to_ids = ids.mutable_data();
   py::gil_scoped_release nogil;
   host::parallel_for(num_tokens, grain(E), threads, [&](int64_t begin, int64_t end) {
-    host::topk(scores.data(), to, to_ids, begin, end, E, k);
+    std::vector<int64_t> keys(E);
+    host::topk(scores.data(), to, to_ids, keys.data(), begin, end, E, k);
   });
 }
 
@@ -206,16 +207,16 @@ static host::Layout check_glu(const Array<T>& z, const Array<T>& a, bool gated, 
   return !gated ? host::Layout::plain : interleaved ? host::Layout::pairs : host::Layout::halves;
 }
 
-// `upcoming` is what the caller reads next.  Each row asks for a little of it, while the core is busy with arithmetic, and
-// the matrix products that follow find it in cache.
+// `upcoming` is what the caller reads next, as pairs of an address and a number of bytes.  Each row asks for a little of
+// it, while the core is busy with arithmetic, and the matrix products that follow find it in cache.
 template <class T>
 static void glu(Array<T> z, Array<T> out, const std::string& activation, bool gated, bool interleaved, int threads,
-                const std::vector<py::array>& upcoming) {
+                const std::vector<std::pair<uintptr_t, int64_t>>& upcoming) {
   const host::Layout layout = check_glu(z, out, gated, interleaved);
   const int64_t I = out.shape(1), rows = out.shape(0);
   T* const to = out.mutable_data();
   std::vector<host::Upcoming> memory;
-  for (const py::array& x : upcoming) memory.push_back({static_cast<const char*>(x.data()), x.nbytes()});
+  for (const auto& [address, bytes] : upcoming) memory.push_back({reinterpret_cast<const char*>(address), bytes});
   with_activation(activation, [&](auto f) {
     py::gil_scoped_release nogil;
     host::parallel_for(rows, grain(4 * I), threads, [&](int64_t begin, int64_t end) {
@@ -280,7 +281,7 @@ static void bind(py::module_& m) {
         py::arg("threads"));
   m.def("topk", &topk<T>, exact("scores"), exact("values"), exact("ids"), py::arg("threads"));
   m.def("glu", &glu<T>, exact("z"), exact("out"), py::arg("activation"), py::arg("gated"), py::arg("interleaved"),
-        py::arg("threads"), py::arg("upcoming") = std::vector<py::array>());
+        py::arg("threads"), py::arg("upcoming") = std::vector<std::pair<uintptr_t, int64_t>>());
   m.def("glu_backward", &glu_backward<T>, exact("dout"), exact("z"), exact("dz"), py::arg("activation"),
         py::arg("gated"), py::arg("interleaved"), py::arg("threads"));
   m.def("weighted_glu_backward", &weighted_glu_backward<T>, exact("dout"), exact("z"), exact("order"),
@@ -293,23 +294,36 @@ static void bind(py::module_& m) {
 static void for_each(int64_t n, int workers, const py::function& fn) {
   std::atomic<int64_t> next{0};
   std::atomic<int> worker{0};
-  std::exception_ptr error;
-  {
-    py::gil_scoped_release nogil;
-    host::in_threads(workers, [&] {
-      const int me = worker.fetch_add(1);
-      py::gil_scoped_acquire gil;
-      for (int64_t i; !error && (i = next.fetch_add(1)) < n;) try {
-          fn(i, me);
-        } catch (...) {
-          if (!error) error = std::current_exception();
-        }
-    });
-  }
-  if (error) std::rethrow_exception(error);
+  py::gil_scoped_release nogil;
+  host::in_threads(workers, [&] {
+    const int me = worker.fetch_add(1);
+    py::gil_scoped_acquire gil;
+    for (int64_t i; (i = next.fetch_add(1)) < n;) try {
+        fn(i, me);
+      } catch (...) {
+        next = n;
+        throw;
+      }
+  });
 }
 
-static void use_huge_pages(py::array out) { host::use_huge_pages(out.mutable_data(), out.nbytes()); }
+// A C-contiguous array over the memory of `owner`, which the array keeps alive.
+template <class T>
+static py::array view(uintptr_t address, const std::vector<py::ssize_t>& shape, const py::object& owner) {
+  const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+  require(address != 0 || empty, "the tensor has elements but no memory: it is a fake tensor, or its storage was freed");
+  static T nothing;  // NumPy would allocate where the address is null
+  return Array<T>(shape, address ? reinterpret_cast<const T*>(address) : &nothing, owner);
+}
+
+static void use_huge_pages(uintptr_t address, size_t bytes) {
+  host::use_huge_pages(reinterpret_cast<void*>(address), bytes);
+}
+
+template <class T>
+static void bind_view(py::module_& m, const char* name) {
+  m.def(name, &view<T>, py::arg("address"), py::arg("shape"), py::arg("owner"));
+}
 
 template <class Id>
 static void bind_sort(py::module_& m) {
@@ -323,5 +337,9 @@ PYBIND11_MODULE(_host, m) {
   bind<float>(m);
   bind<bfloat16>(m);
   m.def("for_each", &for_each, py::arg("n"), py::arg("workers"), py::arg("fn"));
-  m.def("use_huge_pages", &use_huge_pages, py::arg("out"));
+  m.def("use_huge_pages", &use_huge_pages, py::arg("address"), py::arg("bytes"));
+  bind_view<float>(m, "view_float32");
+  bind_view<bfloat16>(m, "view_bfloat16");
+  bind_view<int32_t>(m, "view_int32");
+  bind_view<int64_t>(m, "view_int64");
 }

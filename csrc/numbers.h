@@ -10,8 +10,10 @@
 #define ALWAYS_INLINE inline
 #endif
 
-// One binary for every x86-64: the loops are compiled three times, and the loader takes the widest that runs.
-#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && defined(__x86_64__) && defined(__linux__)
+// One binary for every x86-64: the loops are compiled three times, and the loader takes the widest that runs.  Not
+// under a sanitizer, which the loader would call before the sanitizer is ready.  Such a function must not throw, and so not allocate: GCC
+// leaves out what its callers do about an exception.
+#if defined(__GNUC__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__) && !defined(__clang__) && __GNUC__ >= 12 && defined(__x86_64__) && defined(__linux__)
 #define MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MULTIVERSION

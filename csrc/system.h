@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <dlfcn.h>
@@ -32,7 +33,8 @@ struct OpenMP {
 };
 
 // Call fn() in each of so many threads at once, if there are threads, where loops of torch's then run in that thread
-// alone; in the calling thread otherwise.
+// alone; in the calling thread otherwise.  An exception must not leave a parallel region, or the process ends: the
+// first one is thrown after the region, in the calling thread.
 template <class Fn>
 void in_threads(int64_t threads, const Fn& fn) {
   static const OpenMP openmp;
@@ -40,14 +42,21 @@ void in_threads(int64_t threads, const Fn& fn) {
   struct Job {
     const OpenMP& openmp;
     const Fn& fn;
+    std::atomic<bool> failed{false};
+    std::exception_ptr error{};
   } job{openmp, fn};
   openmp.parallel(
       [](void* data) {
-        const Job& job = *static_cast<Job*>(data);
+        Job& job = *static_cast<Job*>(data);
         job.openmp.set_num_threads(1);  // until the end of this parallel region, for the thread that calls it
-        job.fn();
+        try {
+          job.fn();
+        } catch (...) {
+          if (!job.failed.exchange(true)) job.error = std::current_exception();
+        }
       },
       &job, static_cast<unsigned>(threads), 0);
+  if (job.error) std::rethrow_exception(job.error);
 }
 
 // fn(begin, end) over [0, n), in at most `threads` parts of at least `grain`; parts run in any order, each once.

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
-#include <vector>
 
 #include "numbers.h"
 
@@ -21,13 +20,14 @@ ALWAYS_INLINE int64_t topk_key(float score, int64_t experts_after) {
   return static_cast<int64_t>(image) * (int64_t{1} << 32) + experts_after;
 }
 
+// For rows [begin, end); `keys` (E,) is scratch.
 template <class T>
-MULTIVERSION static void topk(const T* scores, T* values, int64_t* ids, int64_t begin, int64_t end, int64_t E, int64_t k) {
-  std::vector<int64_t> keys(E);
+MULTIVERSION static void topk(const T* scores, T* values, int64_t* ids, int64_t* keys, int64_t begin, int64_t end,
+                              int64_t E, int64_t k) {
   for (int64_t t = begin; t < end; ++t) {
     const T* const row = scores + t * E;
     for (int64_t e = 0; e < E; ++e) keys[e] = topk_key(load(row[e]), E - 1 - e);
-    if (k > FEW) std::partial_sort(keys.begin(), keys.begin() + k, keys.end(), std::greater<int64_t>());
+    if (k > FEW) std::partial_sort(keys, keys + k, keys + E, std::greater<int64_t>());
     for (int64_t j = 0; j < k; ++j) {
       int64_t best = keys[j];
       if (k <= FEW) {

@@ -1,6 +1,9 @@
 """The C++ extension `moe_aiter._host`, where it is built.  The only file that imports it.
 
-It works on NumPy views of CPU tensors; NumPy has no bfloat16, so that crosses as its uint16 bits.
+The extension works on NumPy views of CPU tensors. It makes the views itself from addresses and shapes,
+because `Tensor.numpy()` fixes the size of a tensor's storage for good, and FSDP2 resizes the storages of
+parameters.
+NumPy has no bfloat16, so the extension sees bfloat16 as uint16.
 """
 
 import functools
@@ -46,12 +49,27 @@ def warn_missing() -> None:
     )
 
 
+VIEWS = (
+    {}
+    if ext is None
+    else {
+        torch.float32: ext.view_float32,
+        torch.bfloat16: ext.view_bfloat16,
+        torch.int32: ext.view_int32,
+        torch.int64: ext.view_int64,
+    }
+)
+
+
 def array(x: Tensor | None) -> np.ndarray | None:
-    """A C-contiguous NumPy view of a CPU tensor, or of a copy where its strides ask for one."""
+    """Return a C-contiguous NumPy view of a CPU tensor, or of a contiguous copy if its strides are others."""
     if x is None:
         return None
-    x = x.detach().contiguous()
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+    if not x.is_cpu or x.dtype not in VIEWS:
+        raise TypeError(f"the C++ extension takes {[*VIEWS]} on the CPU, not {x.dtype} on {x.device}")
+    if not x.is_contiguous() or x.is_neg():
+        x = x.detach().contiguous().resolve_neg()
+    return VIEWS[x.dtype](x.data_ptr(), x.shape, x)
 
 
 def indices(x: Tensor) -> np.ndarray:
@@ -68,7 +86,7 @@ def use_huge_pages(*fresh: Tensor) -> None:
     """Ask for huge pages for those outputs that malloc takes from the kernel afresh each time."""
     for x in fresh:
         if x.nbytes >= 2**22:
-            ext.use_huge_pages(array(x.as_strided((x.numel(),), (1,))))
+            ext.use_huge_pages(x.data_ptr(), x.nbytes)
 
 
 def num_threads() -> int:

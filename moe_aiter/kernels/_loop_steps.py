@@ -114,7 +114,7 @@ class HostSteps:
         ext.column_sums(rows, choices, self.weights if weighted else None, out, self.threads)
 
     def glu(self, z, out, upcoming: list[Tensor]) -> None:
-        memory = [array(x) for x in upcoming if x.nbytes <= CACHED and x.is_contiguous()]
+        memory = [(x.data_ptr(), x.nbytes) for x in upcoming if x.nbytes <= CACHED and x.is_contiguous()]
         ext.glu(z, out, *self.act, self.threads, memory)
 
     def glu_backward(self, da, z, choices, out: tuple) -> None:

@@ -196,6 +196,73 @@ def test_other_bad_arguments():
         call("gather", x, order, weights, rows, 0, 1)
 
 
+OUT_OF_MEMORY = """
+import resource, torch
+from moe_aiter import topk
+scores = torch.zeros(2, 2**23)  # each of two threads needs 64 MiB for the keys of a row
+want = topk(scores, 2)  # starts the threads, which need memory too
+pages = int(open("/proc/self/statm").read().split()[0])
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24, hard))
+try:
+    topk(scores, 2)
+except MemoryError:
+    print("MemoryError")
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert all(map(torch.equal, topk(scores, 2), want))
+"""
+
+
+@built
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan ends a process without memory"
+)
+def test_out_of_memory_in_a_thread_is_a_python_error():
+    """The process lives, and computes again once there is memory."""
+    done = run(
+        OUT_OF_MEMORY, OMP_NUM_THREADS="2", MOE_AITER_NUM_THREADS="2", MALLOC_MMAP_THRESHOLD_="1048576"
+    )
+    assert (done.returncode, done.stdout) == (0, "MemoryError\n"), done.stderr
+
+
+@built
+def test_views_leave_storages_resizable():
+    """`Tensor.numpy()` does not, and FSDP2 resizes the storages of parameters."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64):
+        x = torch.arange(6).to(dtype).view(2, 3)
+        view = _host.array(x)
+        assert (
+            view.shape == (2, 3)
+            and view.tolist() == (x.view(torch.uint16) if dtype == torch.bfloat16 else x).tolist()
+        )
+        view[1, 2] = 0
+        assert x[1, 2] == 0
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(x.nbytes)
+
+
+@built
+def test_views_keep_their_memory_and_copy_where_they_must():
+    x = torch.arange(6.0).view(2, 3)
+    want, view = x.mT.tolist(), _host.array(x.mT)
+    negative = _host.array(torch._neg_view(x))
+    del x
+    assert view.tolist() == want and negative.tolist() == (-torch.arange(6.0)).view(2, 3).tolist()
+    assert _host.array(None) is None and _host.array(torch.empty(0, 4)).shape == (0, 4)
+
+
+@built
+def test_tensors_without_memory_of_the_cpu_are_refused():
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="elements but no memory"):
+        _host.array(freed)
+    for x in (torch.empty(3, device="meta"), torch.ones(3, dtype=torch.float16)):
+        with pytest.raises(TypeError, match=f"takes .* on the CPU, not {x.dtype} on {x.device}"):
+            _host.array(x)
+
+
 WITHOUT = """
 import logging, sys
 sys.modules["moe_aiter._host"] = None  # importing it is now an ImportError
