@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text)
         if module and name in argv[:1]:  # the others are not even imported
             importlib.import_module(module).add_arguments(command)
+    if any("\0" in word for word in argv):
+        parser.error("an argument has a zero byte, which no path has")
     args = parser.parse_args(argv)
     module = COMMANDS[args.command][0]
     try:

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import tuning
+from ..files import read_json
 from ..kernels._tuned_choice import TILED, is_here
 from ..kernels.shuffle import shuffle_weight
 from ..kernels.tuned_gemm import as_it_lies, forget_choices, gemm_inputs, tuned_gemm_op
@@ -131,8 +131,8 @@ def model_sizes(path: pathlib.Path) -> list[tuple[int, int]]:
     """(N, K) of a transformer's projections, alone and fused, by its config.json or the folder of that."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeError) as error:
+        config = read_json(path)
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object")

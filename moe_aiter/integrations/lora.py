@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..files import drafted, read_json
 from ..layers.lora import LoRAFactors
 from ..layers.peft_format import load_stacked, per_expert, stacked
 from .transformers import ADAPTERS, NAME, is_experts, known_gate, names_of, register, weights_of
@@ -111,7 +112,7 @@ def save_lora(
     Raises ValueError for a model without adapters and, unless `per_expert`, with DoRA; ImportError without
     safetensors.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     modules = {name: getattr(module, ADAPTERS) for name, module in adapted_experts(model).items()}
     if per_expert:
@@ -131,15 +132,9 @@ def save_lora(
         config |= {"target_parameters": [f"{parent}.{n}" for parent in parents for n in targets]}
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    new = [directory / f"unfinished-{name}" for name in (TENSORS, CONFIG)]
-    try:  # what was saved before stays until both are whole
-        save_file({name: t.contiguous() for name, t in tensors.items()}, new[0])
-        new[1].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        for path, name in zip(new, (TENSORS, CONFIG), strict=True):
-            path.replace(directory / name)
-    finally:
-        for path in new:
-            path.unlink(missing_ok=True)
+    with drafted(directory / CONFIG) as text, drafted(directory / TENSORS, "wb") as data:
+        data.write(save({name: t.contiguous() for name, t in tensors.items()}))
+        text.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_lora(
@@ -154,7 +149,10 @@ def load_lora(
     from safetensors.torch import load_file
 
     directory = pathlib.Path(directory)
-    config = json.loads((directory / CONFIG).read_text())
+    try:
+        config = read_json(directory / CONFIG)
+    except ValueError as error:
+        raise ValueError(f"{directory / CONFIG} is not JSON: {error}") from error
     targets, how = read_config(config, directory / CONFIG)
     state = load_file(directory / TENSORS)
     adapters = new_adapters(model, targets, dtype, how | lora)

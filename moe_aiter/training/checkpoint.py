@@ -3,12 +3,14 @@
 A checkpoint is a folder `step-N`: `model.safetensors`, `optimizer.safetensors` and `state.json`.  It is
 written under another name beside its place, synced to the disk, and renamed, which is atomic; so a process
 that dies at any moment leaves the last whole one untouched.
+
+`state.json` holds the SHA-256 of the two other files, and of the rest of itself.  Loading verifies all three.
+A checkpoint of a version before checksums has only `step` and `fingerprint` there; it loads with a warning.
 """
 
+import hashlib
 import json
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -16,27 +18,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..files import sync
+from ..files import UNFINISHED, drafted_folder, read_json, remove, sync
 from .errors import UsageError, need, out_of_memory, summary
 
-UNFINISHED = "unfinished-"
 STEP = re.compile(r"step-(\d+)")
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+SUMS = "sha256"  # in state.json
+MOMENTS = "step", "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter
+RANDOM = "random_state"
 
 
-def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, **state) -> Path:
-    """Write `folder/step-N` and keep the newest two.  `state` is anything that JSON can hold."""
-    draft = folder / f"{UNFINISHED}{step}-{os.getpid()}"
-    draft.mkdir(parents=True)
-    write_tensors(draft / "model.safetensors", model.state_dict())
-    write_tensors(draft / "optimizer.safetensors", optimizer_tensors(model, optimizer))
-    (draft / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
-    for path in (*draft.iterdir(), draft):
-        sync(path)
+def save_checkpoint(
+    folder: Path, step: int, model: nn.Module, optimizer: Optimizer, fingerprint: str | None = None
+) -> Path:
+    """Write `folder/step-N` and keep the newest two.  `fingerprint` is that of the text."""
     final = folder / f"step-{step:08d}"
-    if final.exists():
-        discard(final)
-    draft.rename(final)
-    sync(folder)
+    with drafted_folder(final) as draft:
+        write_tensors(draft / MODEL, model.state_dict())
+        write_tensors(draft / OPTIMIZER, optimizer_tensors(model, optimizer))
+        state = {"step": step, "fingerprint": fingerprint}
+        sums = {name: file_sum(draft / name) for name in (MODEL, OPTIMIZER)} | {STATE: state_sum(state)}
+        (draft / STATE).write_text(json.dumps(state | {SUMS: sums}, indent=2) + "\n")
+        sync(draft / STATE)
+        if final.exists():
+            discard(final)
     for old in checkpoints(folder)[:-2]:
         if old != final:  # later ones that could not be read may still be there
             discard(old)
@@ -72,17 +77,78 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
     safetensors = need("safetensors.torch")
-    state = json.loads((path / "state.json").read_text())
-    if state["step"] != int(STEP.fullmatch(path.name)[1]):
-        raise ValueError(f"state.json has step {state['step']}")
-    model.load_state_dict(safetensors.load_file(path / "model.safetensors"))
-    tensors = safetensors.load_file(path / "optimizer.safetensors")
-    torch.set_rng_state(tensors.pop("random_state"))
+    state = read_state(path)
+    weights = safetensors.load_file(path / MODEL)
+    tensors = safetensors.load_file(path / OPTIMIZER)
+    check_tensors(MODEL, weights, model.state_dict())
+    check_tensors(OPTIMIZER, tensors, optimizer_like(model))
+    for name in (f"{name}/{key}" for name, _ in model.named_parameters() for key in MOMENTS):
+        least = {"step": 1, "exp_avg_sq": 0}.get(name.rpartition("/")[2])
+        if least is not None and not (tensors[name] >= least).all():
+            raise ValueError(f"{OPTIMIZER}: {name} has a value below {least}")
+    model.load_state_dict(weights)
+    torch.set_rng_state(tensors[RANDOM])
     for name, parameter in model.named_parameters():
-        optimizer.state[parameter] = {
-            key: tensors[f"{name}/{key}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
-        }
+        optimizer.state[parameter] = {key: tensors[f"{name}/{key}"].to(parameter.device) for key in MOMENTS}
     return state
+
+
+def read_state(path: Path) -> dict:
+    """The state.json of a checkpoint, without its checksums, which are verified."""
+    state = read_json(path / STATE)
+    if state["step"] != int(STEP.fullmatch(path.name)[1]):
+        raise ValueError(f"{STATE} has step {state['step']}")
+    sums = state.pop(SUMS, None)
+    if extra := sorted(state.keys() - {"step", "fingerprint"}):
+        raise ValueError(f"{STATE} has an unknown key, {extra[0]!r}")
+    if sums is None:
+        note = "was saved without checksums, so damage of its numbers may go unnoticed"
+        print(f"moe-aiter train: warning: {path} {note}", file=sys.stderr)
+        return state
+    found = {name: file_sum(path / name) for name in (MODEL, OPTIMIZER)} | {STATE: state_sum(state)}
+    if wrong := [name for name in found if found[name] != sums[name]]:
+        raise ValueError(f"the SHA-256 of {', '.join(wrong)} is not the one in {STATE}")
+    return state
+
+
+def file_sum(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            found.update(part)
+    return found.hexdigest()
+
+
+def state_sum(state: dict) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def check_tensors(file: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raise ValueError unless names, dtypes and shapes are those of `expected`, and all values finite."""
+    for problem, names in {
+        "lacks": expected.keys() - found.keys(),
+        "has an unknown tensor": found.keys() - expected.keys(),
+    }.items():
+        if names:
+            raise ValueError(f"{file} {problem} {min(names)}")
+    for name, like in expected.items():
+        tensor = found[name]
+        if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+            kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (tensor, like)]
+            raise ValueError(f"{file}: {name} is {kinds[0]}; it should be {kinds[1]}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{file}: {name} has a value that is not finite")
+
+
+def optimizer_like(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors as `optimizer_tensors` has them after a step of AdamW, of any values."""
+    one = torch.ones((), dtype=torch.float32)
+    like = {
+        f"{name}/{key}": one if key == "step" else parameter
+        for name, parameter in model.named_parameters()
+        for key in MOMENTS
+    }
+    return like | {RANDOM: torch.get_rng_state()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -92,7 +158,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
-    return tensors | {"random_state": torch.get_rng_state()}
+    return tensors | {RANDOM: torch.get_rng_state()}
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -104,7 +170,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def newest_checkpoint(folder: Path) -> Path:
     """The newest whole checkpoint; what a killed process left half done is removed."""
     for leftover in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(leftover)
+        remove(leftover)  # a link too: its target stays
     found = checkpoints(folder)
     if not found:
         raise UsageError(f"{folder} holds no checkpoint to resume from: start anew, with another --out")
@@ -115,7 +181,7 @@ def discard(path: Path) -> None:
     """Remove a checkpoint; under another name first, so that none is ever half removed."""
     doomed = path.with_name(f"{UNFINISHED}{path.name}")
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    remove(doomed)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

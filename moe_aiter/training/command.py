@@ -1,12 +1,15 @@
 """`moe-aiter train`: the flags, the run folder, and what is printed before and after."""
 
 import argparse
+import contextlib
+import os
 import time
 from pathlib import Path
 
 import torch
 
 from ..config import repeatable_cublas
+from ..files import UNFINISHED, locked, remove
 from .errors import UsageError, need
 from .metrics import read_metrics
 from .model import active_params
@@ -16,6 +19,7 @@ from .trainer import Trainer
 
 RUNS = Path("runs")
 PARTS = ("config.json", "metrics.jsonl", "checkpoints")
+LOCK = "lock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +41,12 @@ def main(args: argparse.Namespace) -> int:
         need(module)  # now, not after the training
     if torch.cuda.is_available():
         repeat_on_gpu()
-    trainer = resume_run(args) if args.resume else start_run(args)
+    with contextlib.ExitStack() as held:  # the run's lock
+        return finish(resume_run(args, held) if args.resume else start_run(args, held))
+
+
+def finish(trainer: Trainer) -> int:
+    """Train the steps that are left, and write the plots and the sample."""
     describe(trainer)
     if trainer.step >= trainer.config.steps:
         print(f"nothing left to train: the run has made its {trainer.step} steps; --steps takes more")
@@ -63,36 +72,51 @@ def repeat_on_gpu() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
 
-def start_run(args: argparse.Namespace) -> Trainer:
+def start_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
     config = make_config(args.preset, given_flags(args))
     run = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{'dense' if config.dense else 'moe'}"
     if run.exists() and not run.is_dir():
         raise UsageError(f"--out {run} is a file; a run needs a folder")
-    if any((run / part).exists() for part in PARTS):
-        raise UsageError(f"{run} holds a run already: use --resume {run}, or choose another --out")
+    refuse_second_run(run)
     trainer = Trainer(config, run, args.live)
     run.mkdir(parents=True, exist_ok=True)
+    held.enter_context(locked(run / LOCK))
+    refuse_second_run(run)  # another process may have started one meanwhile
     config.save(run / "config.json")
     return trainer
 
 
-def resume_run(args: argparse.Namespace) -> Trainer:
+def refuse_second_run(run: Path) -> None:
+    if any(os.path.lexists(run / part) for part in PARTS):
+        raise UsageError(f"{run} holds a run already: use --resume {run}, or choose another --out")
+
+
+def resume_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
     """The trainer of a run, at its newest checkpoint.  Flags that would make it another run are refused."""
-    run = newest_run() if args.resume is True else args.resume
+    if args.out and args.resume is not True and args.out.resolve() != args.resume.resolve():
+        raise UsageError(f"--resume names {args.resume} but --out names {args.out}: give one of them")
+    run = args.resume if args.resume is not True else args.out or newest_run()
     if not (run / "config.json").exists():
         raise UsageError(f"{run} is not a run folder: it has no config.json")
-    given = given_flags(args)
-    if refused := [name for name in given if name not in RESUMABLE]:
-        kept, free = (", ".join(map(flag, names)) for names in (refused, RESUMABLE))
-        raise UsageError(f"--resume keeps the run's own {kept}; it takes {free}")
-    if args.preset or args.out:
-        raise UsageError("--resume takes neither --preset nor --out")
-    values = vars(TrainConfig.load(run / "config.json")) | given
-    config = make_config("cpu", values)
+    held.enter_context(locked(run / LOCK))
+    for leftover in run.glob(f"{UNFINISHED}*"):
+        remove(leftover)
+    config = resumed_config(TrainConfig.load(run / "config.json"), args)
     trainer = Trainer(config, run, args.live)
     trainer.resume()
     config.save(run / "config.json")
     return trainer
+
+
+def resumed_config(own: TrainConfig, args: argparse.Namespace) -> TrainConfig:
+    """The run's own settings with what the flags may change.  The others may be given, as they are."""
+    given = given_flags(args)
+    asked = (vars(PRESETS[args.preset]) if args.preset else {}) | given
+    same = vars(own).items() | {("dtype", "auto")}
+    if changed := [n for n, value in asked.items() if n not in RESUMABLE and (n, value) not in same]:
+        kept, free = (", ".join(map(flag, names)) for names in (changed, RESUMABLE))
+        raise UsageError(f"--resume keeps the run's own {kept}; it takes {free}")
+    return make_config("cpu", vars(own) | {name: given[name] for name in RESUMABLE if name in given})
 
 
 def newest_run() -> Path:

@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..files import drafted
 from .errors import UsageError, summary
 
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "MI300X": 1307}  # dense bfloat16, from data sheets
@@ -80,9 +80,8 @@ def is_number(value) -> bool:
 def truncate_metrics(path: Path, step: int) -> None:
     """Drop the rows past `step`, which a resumed run will write again."""
     kept = [row for row in read_metrics(path) if row["step"] <= step]
-    draft = path.with_suffix(".draft")
-    draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    os.replace(draft, path)
+    with drafted(path) as file:
+        file.writelines(json.dumps(row) + "\n" for row in kept)
 
 
 def peak_flops(device: torch.device) -> float | None:

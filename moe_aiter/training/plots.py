@@ -4,6 +4,7 @@ import collections
 import math
 from pathlib import Path
 
+from ..files import drafted
 from .errors import UsageError, need
 from .metrics import read_metrics
 
@@ -38,7 +39,7 @@ def draw_loss(runs: dict[str, list[dict]]):
 
 
 def plot_loss(runs: dict[str, list[dict]], out: Path) -> None:
-    draw_loss(runs).savefig(out, dpi=150)
+    save(draw_loss(runs), out)
 
 
 def plain(label: str) -> str:
@@ -77,7 +78,12 @@ def draw_load(rows: list[dict]):
 
 
 def plot_load(rows: list[dict], out: Path) -> None:
-    draw_load(rows).savefig(out, dpi=150)
+    save(draw_load(rows), out)
+
+
+def save(figure, out: Path) -> None:
+    with drafted(out, "wb") as file:
+        figure.savefig(file, dpi=150, format=out.suffix[1:].lower())
 
 
 def plot_run(run: Path) -> None:

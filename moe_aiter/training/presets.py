@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..files import drafted, read_json
 from ..kernels.experts_fp8 import RECIPES
 from .errors import UsageError, summary
 
@@ -100,13 +101,14 @@ class TrainConfig:
         return self.batch * self.sequence
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        with drafted(path) as file:
+            file.write(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "TrainConfig":
         """Read what `save` wrote; a file that is damaged, or of another program, raises UsageError."""
         try:
-            values = json.loads(path.read_text())
+            values = read_json(path)
             return cls(**values | {"data": tuple(map(str, values["data"]))})
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"{path} is not the configuration of a run: {summary(error)}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..files import drafted, read_json
 from ..routing.stats import load_statistics
 from .errors import UsageError, summary
 from .metrics import is_number
@@ -59,12 +60,8 @@ def main(args) -> int:
         how = "--force replaces it, --out" if out.is_file() else "--out"
         raise UsageError(f"{out} is there already: {how} names another")
     text = page(name(args.run), rows, settings)
-    draft = out.with_name(f"{out.name}.draft")
-    try:  # a page that is there stays until the new one is whole
-        draft.write_text(text, encoding="utf-8", errors="replace")
-        draft.replace(out)
-    finally:
-        draft.unlink(missing_ok=True)
+    with drafted(out, errors="replace") as file:
+        file.write(text)
     print(args.out or folder / "report.html")
     return 0
 
@@ -74,10 +71,10 @@ def read_settings(path: Path) -> dict | None:
     if not path.exists():
         return None
     try:
-        settings = json.loads(path.read_text(errors="replace"))
+        settings = read_json(path)
         if not isinstance(settings, dict):
             raise TypeError("it holds no settings")
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"{path} is not the configuration of a run: {summary(error)}") from error
     return settings
 

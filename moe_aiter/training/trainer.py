@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..files import sync
+from ..files import drafted, sync
 from ..layers import LayerStatistics, LiveTable, Monitor
 from ..routing.losses import load_balance_loss, z_loss
 from ..routing.stats import load_statistics
@@ -174,7 +174,8 @@ class Trainer:
         self.model.eval()
         with self.autocast():
             text = readable(generate(self.model, config.sample_bytes, config.temperature, config.seed))
-        (self.run / "sample.txt").write_text(text + "\n")
+        with drafted(self.run / "sample.txt", errors="replace") as file:
+            file.write(text + "\n")
         return text
 
     def autocast(self) -> torch.autocast:

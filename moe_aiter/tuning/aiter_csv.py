@@ -26,7 +26,7 @@ import torch
 
 from ..config import SettingError, settings
 from . import bucket
-from .table import rewrite
+from .table import changing, rewrite
 
 log = logging.getLogger("moe_aiter")
 
@@ -312,8 +312,7 @@ def append(path: pathlib.Path, rows: Iterable[dict[str, str]], columns: tuple[st
     Raises ValueError where the file lacks one of them that a row has.
     """
     rows = list(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", newline="", encoding="utf-8") as file:
+    with changing(path), open(path, "a+", newline="", encoding="utf-8") as file:
         file.seek(0)
         text = file.read()
         there = [name.strip() for name in next(csv.reader(text.removeprefix("\ufeff").splitlines()), [])]
@@ -329,5 +328,6 @@ def append(path: pathlib.Path, rows: Iterable[dict[str, str]], columns: tuple[st
 
 def drop(path: pathlib.Path, old: Row) -> None:
     """Take a row out of a file, which keeps its columns and its other rows."""
-    rows = [cells for line, cells in lines(path, NEEDED) if parse(cells, f"{path}, line {line}") != old]
-    rewrite(path, list(old.cells), rows)
+    with changing(path):
+        rows = [cells for line, cells in lines(path, NEEDED) if parse(cells, f"{path}, line {line}") != old]
+        rewrite(path, list(old.cells), rows)

@@ -15,6 +15,7 @@ import pathlib
 import torch
 
 from ..config import SettingError, settings
+from ..files import drafted, read_json
 from . import arch, bucket, default_tile, num_units
 from .candidates import Config
 
@@ -109,7 +110,7 @@ def warn(problem: str) -> None:
 def read(path: pathlib.Path) -> dict[str, dict[str, dict[str, int]]]:
     """A file of configurations.  Raises ValueError, in one line, where there is a mistake."""
     try:
-        configs = json.loads(path.read_text())
+        configs = read_json(path)
     except ValueError as error:
         raise SettingError(f"{path} is not JSON: {error}") from error
     try:
@@ -122,7 +123,8 @@ def read(path: pathlib.Path) -> dict[str, dict[str, dict[str, int]]]:
 def write(path: pathlib.Path, configs: dict[str, dict[str, dict[str, int]]]) -> None:
     """Write configurations, by variant and by "default" or "accumulate", as AITER reads them."""
     check_configs(configs, "configs")
-    path.write_text(json.dumps(configs, indent=2) + "\n")
+    with drafted(path) as file:
+        file.write(json.dumps(configs, indent=2) + "\n")
     cache_clear()
 
 

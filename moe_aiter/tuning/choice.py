@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from . import bucket, gpu_table
-from .table import TABLES, rewrite
+from .table import TABLES, changing, rewrite
 
 BACKENDS = ("hopper", "triton", "torch")
 CHOICES = TABLES / "choice"
@@ -112,10 +112,11 @@ def write_choices(path: pathlib.Path, new: Iterable[dict]) -> None:
 
     What has empty cells comes last, as the first that matches is taken.
     """
-    rows = {choice.case: cells for choice, cells in read_choices(path)} if path.exists() else {}
-    for cells in new:
-        cells = {column: str(cells[column]) for column in COLUMNS}
-        rows[parse_choice(cells, str(path)).case] = cells
-    rewrite(path, COLUMNS, [rows[case] for case in sorted(rows, key=lambda case: case.count(None))])
+    with changing(path):
+        rows = {choice.case: cells for choice, cells in read_choices(path)} if path.exists() else {}
+        for cells in new:
+            cells = {column: str(cells[column]) for column in COLUMNS}
+            rows[parse_choice(cells, str(path)).case] = cells
+        rewrite(path, COLUMNS, [rows[case] for case in sorted(rows, key=lambda case: case.count(None))])
     load_choices.cache_clear()
     find_choice.cache_clear()

@@ -1,13 +1,14 @@
 """The tables: `tables/<GPU or architecture>.csv`, a row a choice."""
 
+import contextlib
 import csv
 import dataclasses
 import functools
-import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ..files import drafted, locked
 from ..metadata import decide_again
 from .candidates import OPS, Config, is_legal, rule
 
@@ -108,28 +109,37 @@ def write(path: pathlib.Path, new: Iterable[dict]) -> None:
 
     The most specific comes first, as the first that matches is taken.
     """
-    old = read(path) if path.exists() and path.stat().st_size else []
-    if old and list(old[0][1]) != COLUMNS:
-        raise ValueError(f"{path} has other columns: {', '.join(old[0][1])}")
-    rows = {row.key: cells for row, cells in old}
-    for cells in new:
-        cells = {column: str(cells[column]) for column in COLUMNS}
-        rows[parse(cells, str(path)).key] = cells
-    rewrite(path, COLUMNS, [rows[key] for key in sorted(rows, key=specific_first)])
+    with changing(path):
+        old = read(path) if path.exists() and path.stat().st_size else []
+        if old and list(old[0][1]) != COLUMNS:
+            raise ValueError(f"{path} has other columns: {', '.join(old[0][1])}")
+        rows = {row.key: cells for row, cells in old}
+        for cells in new:
+            cells = {column: str(cells[column]) for column in COLUMNS}
+            rows[parse(cells, str(path)).key] = cells
+        rewrite(path, COLUMNS, [rows[key] for key in sorted(rows, key=specific_first)])
     load.cache_clear()
     find.cache_clear()
     decide_again()
 
 
-def rewrite(path: pathlib.Path, columns: Iterable[str], rows: Iterable[dict]) -> None:
-    """Put these rows in the place of a file, which nobody sees half written."""
+@contextlib.contextmanager
+def changing(path: pathlib.Path) -> Iterator[None]:
+    """Keep other processes from changing a table from before it is read until after it is written.
+
+    Waits up to a minute for them, then raises BlockingIOError, which names the process.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(draft, "w", newline="", encoding="utf-8") as file:
+    with locked(path.with_name(f"{path.name}.lock"), seconds=60):
+        yield
+
+
+def rewrite(path: pathlib.Path, columns: Iterable[str], rows: Iterable[dict]) -> None:
+    """Replace a file by these rows, inside `changing`."""
+    with drafted(path, newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    draft.replace(path)
 
 
 def specific_first(key: Key) -> tuple:

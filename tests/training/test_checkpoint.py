@@ -1,19 +1,24 @@
 """Checkpoints come back bit for bit, and a crash at any point leaves a whole one."""
 
 import json
+import math
 import os
 import pathlib
+import random
 import shutil
 
 import pytest
 import torch
 
+from moe_aiter import files
 from moe_aiter.training import checkpoint
 from moe_aiter.training.checkpoint import (
+    RANDOM,
     checkpoints,
     load_checkpoint,
     load_newest,
     newest_checkpoint,
+    read_state,
     save_checkpoint,
 )  # fmt: skip
 from moe_aiter.training.errors import UsageError
@@ -21,6 +26,8 @@ from moe_aiter.training.model import Transformer
 from moe_aiter.training.optimizer import make_optimizer
 from moe_aiter.training.presets import PRESETS
 
+load_file = pytest.importorskip("safetensors.torch").load_file
+save_file = pytest.importorskip("safetensors.torch").save_file
 CONFIG = PRESETS["test"]
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 
@@ -109,6 +116,103 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(name, damage, tmp_path
     assert "\n" not in str(caught.value) and not capsys.readouterr().err
 
 
+def flip(path: pathlib.Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_gives_way_to_the_checkpoint_before(tmp_path, capsys):
+    """Some of each file, in turn: nothing but the checksums could tell most of them."""
+    model, optimizer = new_model()
+    for step in (8, 9):
+        path = save_checkpoint(tmp_path, step, model, optimizer, fingerprint="abc")
+    other, draw = new_model(seed=1), random.Random(0)
+    sizes = {name: 8 * (path / name).stat().st_size for name in FILES}
+    cases = [(name, draw.randrange(sizes[name])) for name in FILES[:2] for _ in range(10)]
+    for name, bit in cases:
+        flip(path / name, bit)
+        assert load_newest(tmp_path, *other)["step"] == 8, (name, bit)
+        assert f"SHA-256 of {name} is not the one in state.json; going back" in capsys.readouterr().err
+        flip(path / name, bit)
+    for bit in range(0, sizes["state.json"], 13):
+        flip(path / "state.json", bit)
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            read_state(path)
+        flip(path / "state.json", bit)
+    assert load_newest(tmp_path, *other) == {"step": 9, "fingerprint": "abc"}
+
+
+def rewrite(path: pathlib.Path, name: str, change) -> None:
+    """Change a tensor, in a checkpoint from before there were checksums."""
+    tensors = load_file(path / name)
+    key = min(key for key in tensors if key.endswith(change[0]))
+    tensors[key] = change[1](tensors[key])
+    save_file(tensors, path / name)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({"step": state["step"], "fingerprint": None}))
+
+
+def with_first(value):
+    def change(tensor):
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        (FILES[1], ("/exp_avg", lambda t: torch.zeros(1)), "/exp_avg is torch.float32 (1,); it should be"),
+        (FILES[1], ("/exp_avg_sq", lambda t: t.half()), "/exp_avg_sq is torch.float16 ("),
+        (FILES[1], ("/exp_avg", with_first(math.nan)), "/exp_avg has a value that is not finite"),
+        (FILES[1], ("/exp_avg_sq", with_first(-1.0)), "/exp_avg_sq has a value below 0"),
+        (FILES[1], ("/step", with_first(-1.0)), "/step has a value below 1"),
+        (FILES[1], ("/step", lambda t: t.reshape(1)), "/step is torch.float32 (1,); it should be "),
+        (FILES[1], (RANDOM, lambda t: t[1:]), "random_state is torch.uint8 ("),
+        (FILES[0], ("weight", lambda t: t.to(torch.int8)), "is torch.int8 ("),
+        (FILES[0], ("weight", with_first(math.inf)), "has a value that is not finite"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_a_models_are_never_given_to_adamw(name, change, message, tmp_path, capsys):
+    model, optimizer = new_model()
+    for step in (8, 9):
+        path = save_checkpoint(tmp_path, step, model, optimizer)
+    rewrite(path, name, change)
+    other = new_model(seed=1)
+    assert load_newest(tmp_path, *other)["step"] == 8
+    assert torch.equal(bits(*other), bits(model, optimizer))
+    old, err = capsys.readouterr().err.splitlines()
+    assert old.endswith("was saved without checksums, so damage of its numbers may go unnoticed")
+    assert message in err and name in err and "--lr" not in err
+
+
+def test_a_tensor_of_the_optimizer_too_many_or_too_few(tmp_path):
+    model, optimizer = new_model()
+    path = save_checkpoint(tmp_path, 1, model, optimizer)
+    good = load_file(path / FILES[1])
+    for tensors, message in (
+        (good | {"a/exp_avg": torch.zeros(1)}, "has an unknown tensor a/exp_avg"),
+        ({k: t for k, t in good.items() if k != RANDOM}, "lacks random_state"),
+    ):
+        save_file(tensors, path / FILES[1])
+        (path / "state.json").write_text('{"step": 1}')
+        with pytest.raises(UsageError, match=message):
+            load_checkpoint(path, model, optimizer)
+
+
+def test_a_full_disk_leaves_no_draft(tmp_path, monkeypatch):
+    def full(path, tensors):
+        path.write_bytes(b"half")
+        raise UsageError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(UsageError):
+        save_checkpoint(tmp_path, 1, *new_model())
+    assert not os.listdir(tmp_path)
+
+
 def test_what_was_saved_last_is_kept_beside_damaged_later_ones(tmp_path):
     model, optimizer = new_model()
     for step in (20, 30):
@@ -146,7 +250,7 @@ def save_that_crashes(folder, monkeypatch, moment: int) -> bool:
 
     def crashing(function):
         def call(*args, **kwargs):
-            if next(calls) == moment:
+            if next(calls) >= moment:  # nothing can be tidied up afterwards either
                 raise Crash
             return function(*args, **kwargs)
 
@@ -154,7 +258,7 @@ def save_that_crashes(folder, monkeypatch, moment: int) -> bool:
 
     with monkeypatch.context() as patch:
         for owner, name in [
-            (checkpoint.os, "fsync"), (checkpoint.shutil, "rmtree"), (pathlib.Path, "rename"),
+            (files.os, "fsync"), (files.shutil, "rmtree"), (pathlib.Path, "rename"),
             (pathlib.Path, "mkdir"), (pathlib.Path, "write_text"),
         ]:  # fmt: skip
             patch.setattr(owner, name, crashing(getattr(owner, name)))

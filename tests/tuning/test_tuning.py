@@ -1,6 +1,7 @@
 """Lookups: which table speaks first, what a row matches, the rule; tables read, written and refused."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -178,3 +179,20 @@ def test_choose_is_asked_first():
     with tuning.choose(lambda key: asked.append(key) or config):
         assert tuning.lookup("gmm", torch.bfloat16, 1000, 64, 32, 8) == config
     assert asked == [Key("gmm", 16, 128, 64, 32)]
+
+
+def test_rows_of_processes_that_write_at_once_are_all_kept(folder):
+    path, config = folder / "g.csv", candidates("gmm")[0]
+    children = []
+    for writer in range(4):
+        if not (child := os.fork()):
+            try:
+                for number in range(10):
+                    write(path, [cells(KEY._replace(n=64 * (10 * writer + number + 1)), config)])
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert {row.key.n for row, _ in read(path)} == {64 * n for n in range(1, 41)}
+    assert os.listdir(folder) == ["g.csv"]

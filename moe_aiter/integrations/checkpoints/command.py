@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .convert import LAYOUTS, SHARD, Report, convert
 from .errors import CheckpointError, need
-from .files import read_json
+from .files import read_config
 from .plan import RECORD
 from .upcycle import upcycle
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Report:
         if given or args.experts is not None or args.top_k is not None:
             raise CheckpointError("the flags", ["--experts, --top-k, --noise, --router-std and --seed are for"
                                                 " --upcycle"])  # fmt: skip
-        to = args.to or LAYOUTS[RECORD in read_json(args.source / "config.json")]
+        to = args.to or LAYOUTS[RECORD in read_config(args.source)]
         with Bar() as bar:
             return convert(args.source, args.target, to, **common, progress=bar)
     if args.experts is None or args.top_k is None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ...files import drafted_folder
 from ...layers.moe import MoE
 from .blocks import new_moe
 from .errors import CheckpointError
-from .files import Checkpoint, check_target, whole_or_nothing, write_checkpoint
+from .files import Checkpoint, check_target, write_checkpoint
 from .formula import Formula, difference, tolerance
 from .plan import Plan, plan_to_ours, plan_to_theirs
 
@@ -101,7 +102,7 @@ def write(
         progress("bytes", done, total)
 
     others, left_out = source.other_files()
-    with whole_or_nothing(target) as draft:
+    with drafted_folder(target) as draft:
         files = write_checkpoint(draft, plan.outputs, plan.config, shard_bytes, advance)
         for path in others:
             shutil.copyfile(path, draft / path.name)

@@ -5,25 +5,22 @@ each tensor, and the tensors' bytes.  All of the header is known before the firs
 need be held until a file is whole.
 """
 
-import contextlib
 import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...files import sync
+from ...files import read_json as parse_json
 from .errors import CheckpointError, need
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-UNFINISHED = "unfinished-"
 BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
@@ -45,14 +42,12 @@ class Checkpoint:
     """A folder with config.json and the safetensors files of a model.
 
     Files are opened one at a time and mapped, never read whole.  Raises CheckpointError if a file is missing
-    or damaged, or holds other tensors than the index says.
+    or damaged, or holds other tensors than the index says, or is a link out of the folder.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise CheckpointError(f"{folder}", ["there is no such folder"])
-        self.config = read_json(self.folder / "config.json")
+        self.config = read_config(self.folder)
         self.opened: tuple[str, object] = ("", None)
         self.file_of: dict[str, str] = {}
         self.specs: dict[str, Spec] = {}
@@ -117,7 +112,28 @@ class Checkpoint:
 
 def is_name(file) -> bool:
     """Of a file in the folder itself, and nowhere else."""
-    return isinstance(file, str) and file == os.path.basename(file) and file not in ("", ".", "..")
+    if not isinstance(file, str) or "\0" in file:
+        return False
+    return file == os.path.basename(file) and file not in ("", ".", "..")
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise CheckpointError if a file in `folder` is a link to a place outside of the checkpoint.
+
+    Such a link in a folder from an unknown author would copy a file of this machine into the new checkpoint.
+    A link may lead into the folder itself.  In a snapshot of Hugging Face's cache,
+    `models--NAME/snapshots/REVISION`, a link may lead to anything in `models--NAME`, where the cache keeps
+    the files that its snapshots link to.
+    """
+    root = Path(os.path.realpath(folder))
+    repository = root.parent.parent
+    if root.parent.name == "snapshots" and repository.name.startswith("models--"):
+        root = repository
+    targets = {p.name: Path(os.path.realpath(p)) for p in sorted(folder.iterdir()) if p.is_symlink()}
+    outside = {name: to for name, to in targets.items() if not (to.is_relative_to(root) or to.is_dir())}
+    if outside:
+        problems = [f"{name} is a link out of the folder, to {to}" for name, to in outside.items()]
+        raise CheckpointError(f"{folder}", problems)
 
 
 class Output(NamedTuple):
@@ -190,22 +206,6 @@ def write_piece(file, tensor: Tensor, advance: Callable[[int], None]) -> int:
     return tensor.nbytes
 
 
-@contextlib.contextmanager
-def whole_or_nothing(target: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `target` at the end, and is removed if anything goes wrong."""
-    draft = target.with_name(f"{UNFINISHED}{target.name}-{os.getpid()}")
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        for path in (*draft.iterdir(), draft):
-            sync(path)
-        if target.exists():
-            target.rmdir()  # fails if somebody has put something there meanwhile
-        draft.rename(target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
 def check_target(target: str | Path, shard_bytes: int) -> Path:
     """The folder to write, which must not be there, or be empty."""
     target = Path(os.path.realpath(target))  # a link's own place could not be taken by a folder
@@ -218,13 +218,20 @@ def check_target(target: str | Path, shard_bytes: int) -> Path:
     return target
 
 
+def read_config(folder: Path) -> dict:
+    """The config.json of a checkpoint's folder, none of whose files may be a link out of it."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}", ["there is no such folder"])
+    refuse_links(folder)
+    return read_json(folder / "config.json")
+
+
 def read_json(path: Path) -> dict:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path)
     except FileNotFoundError as error:
-        missing = path.name if path.parent.is_dir() else "such folder"
-        raise CheckpointError(f"{path.parent}", [f"there is no {missing}"]) from error
-    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.parent}", [f"there is no {path.name}"]) from error
+    except ValueError as error:
         raise CheckpointError(f"{path}", [f"it is not JSON: {error}"]) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}", ["it is not a JSON object"])
