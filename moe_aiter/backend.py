@@ -205,7 +205,8 @@ def define_inplace_op(
             (launch,) = decided
         else:
             check(out, x, *rest)
-            launch = pick(name, x, *rest, out) if out.numel() else None
+            written_to = any(given[i] is not None and given[i].numel() for i in written)
+            launch = pick(name, x, *rest, out) if written_to else None
             keep(known, key, (launch,))
         check_apart(names, given, written)
         if settings.debug and check_values is not None:

@@ -27,6 +27,8 @@ MATRICES = {  # K, N
     "one to sum over": (1, 8),
 }
 
+TINY = {f"{a} x {b}": (a, b) for a in (0, 1, 5) for b in (0, 1, 5) if (a, b) != (5, 5)}  # K, N or H, I
+
 
 def expert_ids(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype = torch.int64) -> Tensor:
     """(T, k): each token's distinct experts, uniformly random."""

@@ -195,7 +195,7 @@ def new_row_dots(rows, x, order, rank):
 
 def block_of(columns: int) -> int:
     """Columns for a program of 4 warps: 16 bytes a thread, or less for a narrow row."""
-    return min(1024, next_power_of_2(columns))
+    return min(1024, next_power_of_2(max(columns, 1)))
 
 
 @takes(*TRITON_DTYPES)

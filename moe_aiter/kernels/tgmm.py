@@ -15,7 +15,7 @@ from ._check import FLOATS, check_float, check_own_memory, check_shape
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows
 from ._tile import TILE_DTYPES, add_columns, dense, given_or_found, group_rows, swizzle, tile_options, walk
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton
-from .group_sum import group_sum_reference, sum_rows
+from .group_sum import group_sum_reference, launch_group_sum, sum_rows
 
 # reference
 
@@ -232,6 +232,9 @@ def launch_tgmm_into(
     G, K, N = out.shape
     M = y.shape[0]
     order, group_sizes = dense(order, group_sizes)
+    if sums is not None and out.numel() == 0:  # there are no tiles, whose programs would sum rows beside them
+        rows = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
+        return launch_group_sum(sums, *rows, None)
     # the pipeline spends stages on the indices, so gathering has rows of its own
     op = "tgmm" if order is None else "tgmm_gather"
     config, amd = given_or_found(tile, op, x.dtype, M, N, K, G)

@@ -77,7 +77,7 @@ def new_weigh_rows(x, y, routing_weights, order, rank):
 def launch_weigh_rows(outs, x, y, routing_weights, order, rank):
     out, dots = outs
     weights, order, rank = routing_weights.contiguous(), order.contiguous(), rank.contiguous()
-    block = min(1024, next_power_of_2(x.shape[1]))
+    block = min(1024, next_power_of_2(max(x.shape[1], 1)))
     weigh_rows_kernel[(rank.numel(),)](
         x, y, weights, order, rank, out, dots, x.shape[1], x.stride(), y.stride(), BLOCK=block
     )
