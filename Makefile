@@ -20,7 +20,7 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-gpu fuzz lint bench
+.PHONY: install lock extension train test test-gpu fuzz lint bench sanitize-threads sanitize-gpu
 
 install: $(READY)
 
@@ -62,6 +62,20 @@ test-gpu: $(READY)
 # random cases against plain loops, without end unless SECONDS or ARGS="--cases 1000" says so; CASE=gmm:17 repeats one
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 MOE_AITER_DEBUG=1 $(PY) -m tests.fuzz.run $(if $(CASE),--case $(CASE)) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
+
+# the loops of csrc/ under ThreadSanitizer, without Python
+sanitize-threads:
+	mkdir -p build
+	$(CXX) -std=c++17 -O1 -g -fsanitize=thread -rdynamic tests/sanitize/races.cpp -o build/races -pthread -ldl
+	build/races
+
+# Every kernel under each tool of compute-sanitizer, on a GPU; SANITIZE chooses fewer tests. Without torch's cache an access
+# past the end of a tensor is seen, and nothing can be captured in a graph.
+SANITIZE ?= tests/kernels
+sanitize-gpu: $(READY)
+	for tool in memcheck racecheck initcheck synccheck; do \
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1 compute-sanitizer --tool $$tool --error-exitcode 9 \
+	--target-processes all $(PY) -m pytest -q -m gpu -k "not graph and not captur" $(SANITIZE) $(ARGS) || exit 1; done
 
 lint: $(READY)
 	$(PY) -m ruff check .
