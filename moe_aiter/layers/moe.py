@@ -190,7 +190,7 @@ class MoE(nn.Module):
                 weights = attach_loss(weights, loss, self._loss_scale)
         chosen = plan.group_sizes
         if self.capacity is not None:
-            routing, plan = self.within_capacity(routing, plan)
+            routing, plan = self.within_capacity(routing, plan, mask)
         if self.monitor is not None:
             self.monitor.record(routing, chosen, plan.group_sizes, mask, self.training)
         out = self.experts(expert_tokens, weights, plan)  # (T, H)
@@ -227,7 +227,8 @@ class MoE(nn.Module):
                     raise ValueError(f"{name} is {tuple(t.shape)} but x is {tuple(x.shape)}, (..., H)")
                 t = t.reshape(tokens.shape[0], t.shape[-1])
             given.append(t)
-        how = {"score": router.score, "renormalize": router.renormalize, "scale": router.scale}
+        renormalize = None if given[0].shape[1] == 1 else router.renormalize  # ids may be fewer than top_k
+        how = {"score": router.score, "renormalize": renormalize, "scale": router.scale}
         logits = router_logits(hide(tokens, mask), router.weight, router.bias)
         routing = route_to(logits, *given, **how)
         if mask is not None:
@@ -251,8 +252,10 @@ class MoE(nn.Module):
     def has_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
-    def within_capacity(self, routing: Routing, plan: RoutePlan) -> tuple[Routing, RoutePlan]:
-        limited = partial(drop_over_capacity, *routing[:2], plan, self.capacity)
+    def within_capacity(
+        self, routing: Routing, plan: RoutePlan, mask: Tensor | None
+    ) -> tuple[Routing, RoutePlan]:
+        limited = partial(drop_over_capacity, *routing[:2], plan, self.capacity, mask)
         expert_ids = decide("kept", limited, routing.expert_ids.shape[0], self.num_experts)
         return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_experts)
 
@@ -298,10 +301,17 @@ class MoE(nn.Module):
         A CUDA graph reads this scalar if it was set, or read here, before the capture.
         """
         device = next(self.parameters()).device
-        if self._loss_scale is None or self._loss_scale.device != device:
-            value = 1.0 if self._loss_scale is None else self._loss_scale
+        before = self._loss_scale
+        if before is None or before.device != device:
+            value = 1.0 if before is None or before.is_meta else before
             self._loss_scale = torch.as_tensor(value, dtype=torch.float32, device=device)
         return self._loss_scale
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self._loss_scale is not None:
+            _ = self.loss_scale  # follows the parameters to their device, and stays float32
+        return self
 
     def extra_repr(self) -> str:
         names = "load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef"

@@ -37,20 +37,26 @@ class Capacity:
 
 
 def drop_over_capacity(
-    expert_ids: Tensor, routing_weights: Tensor, plan: RoutePlan, capacity: Capacity
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+    plan: RoutePlan,
+    capacity: Capacity,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """`expert_ids` (T, k) with -1 for each choice over its expert's capacity; `plan` is that of `expert_ids`.
 
-    Deterministic, without a synchronisation.  Raises ValueError for weights of another shape.
+    Tokens where `mask` (T,) bool is False do not count in T.  Deterministic, without a synchronisation.
+    Raises ValueError for weights of another shape.
     """
     check_shape("expert_ids", expert_ids, "T", "k")
     if routing_weights.shape != expert_ids.shape:
         shapes = tuple(routing_weights.shape), tuple(expert_ids.shape)
         raise ValueError("routing_weights is {} but expert_ids is {}".format(*shapes))
     num_experts = plan.group_sizes.shape[0]
+    choices = expert_ids.numel() if mask is None else mask.sum() * expert_ids.shape[1]
     # in whole numbers, which torch.export can write down
     factor = Fraction(capacity.factor).limit_denominator(10**6)
-    limit = -(-factor.numerator * expert_ids.numel() // (factor.denominator * num_experts))
+    limit = -(-factor.numerator * choices // (factor.denominator * num_experts))
     rank = plan.rank
     if capacity.drop == "probability":
         best = routing_weights.detach().flatten().sort(descending=True, stable=True).indices

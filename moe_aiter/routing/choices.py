@@ -28,6 +28,10 @@ class Choice:
     def check(self, top_k: int, num_experts: int) -> None:
         """Raise ValueError for sizes that do not fit."""
 
+    def most_experts(self, top_k: int, num_experts: int) -> int:
+        """Return how many weights of a token are divided by their sum at most."""
+        return top_k
+
     def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
         """The experts (T, slots) int64, -1 for none, by what they are ranked by: (T, E), without gradient.
 
@@ -189,7 +193,7 @@ class ExpertChoice(Choice):
     ones included: not causal.
 
     `max_per_token` limits the experts of a token to its best few, and the memory of the layer to as many rows
-    for each token; None is E.
+    for each token; None is E.  Tokens that a mask hides do not count in T.
     """
 
     max_per_token: int | None = None
@@ -204,9 +208,12 @@ class ExpertChoice(Choice):
     def check(self, top_k: int, num_experts: int) -> None:
         check_slots("max_per_token", self.max_per_token, num_experts)
 
+    def most_experts(self, top_k: int, num_experts: int) -> int:
+        return self.max_per_token or num_experts
+
     def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
         num_tokens, num_experts = ranked.shape
-        capacity = -(-num_tokens * top_k // num_experts)
+        capacity = -(-(num_tokens if mask is None else mask.sum()) * top_k // num_experts)
         by_expert = ranked if mask is None else ranked.masked_fill(~mask[:, None], -math.inf)
         order = by_expert.sort(dim=0, descending=True, stable=True).indices  # (T, E)
         first = torch.arange(num_tokens, device=ranked.device)[:, None] < capacity

@@ -72,7 +72,7 @@ def route(
         check_mask(mask, "logits", logits.shape[0])
         check_device(logits=logits, mask=mask)
     check_float(logits=logits)
-    renormalize = check_score(score, renormalize, top_k)
+    renormalize = check_score(score, renormalize, top_k, most_experts(choice, top_k, logits.shape[1]))
     logits = hide(logits.to(torch.promote_types(logits.dtype, torch.float32)), mask)
     if score in FUSED and choice is None and selection_bias is None:
         how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
@@ -132,6 +132,10 @@ def check_choice(choice: Choice | None, top_k: int, num_experts: int, what: str,
         choice.check(top_k, num_experts)
         if biased and not choice.takes_bias:
             raise ValueError(f"a selection bias would change nothing for {choice}")
+
+
+def most_experts(choice: Choice | None, top_k: int, num_experts: int) -> int:
+    return top_k if choice is None else choice.most_experts(top_k, num_experts)
 
 
 # logits: x (T, H) @ weight.T (H, E) + bias (E,), in float32
@@ -264,7 +268,7 @@ class Router(nn.Module):
         check_sizes(hidden=hidden, num_experts=num_experts)
         check_positive(scale=scale)
         check_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
-        renormalize = check_score(score, renormalize, top_k)
+        renormalize = check_score(score, renormalize, top_k, most_experts(choice, top_k, num_experts))
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
         self.choice, self.jitter = choice, jitter

@@ -11,8 +11,13 @@ FUSED = ("softmax", "topk_softmax", "sigmoid")
 EXACT_FROM = 40.0  # softplus(z) is z from here on, in float64 too
 
 
-def check_score(score: str, renormalize: bool | None, top_k: int) -> bool:
-    """Return `renormalize`, or its default for None; raise where weights of 1 would train no router."""
+def check_score(score: str, renormalize: bool | None, top_k: int, most: int | None = None) -> bool:
+    """Return `renormalize`, or its default for None; raise where weights of 1 would train no router.
+
+    `most` is the number of experts that a token can have, if not `top_k`.
+    """
+    single = (top_k if most is None else most) == 1
+    case = "top_k=1" if top_k == 1 else "one expert a token"
     if score not in SCORES:
         raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
     if renormalize is not None and not isinstance(renormalize, bool):
@@ -20,18 +25,18 @@ def check_score(score: str, renormalize: bool | None, top_k: int) -> bool:
     if score == "topk_softmax":
         if renormalize is False:
             raise ValueError("renormalize=False, but the weights of score='topk_softmax' always sum to 1")
-        if top_k == 1:
+        if single:
             raise ValueError(
-                "score='topk_softmax' with top_k=1 makes every routing weight 1, and the router's gradient "
+                f"score='topk_softmax' with {case} makes every routing weight 1, and the router's gradient "
                 "0: use score='softmax'"
             )
         return True
-    if renormalize and top_k == 1:
+    if renormalize and single:
         raise ValueError(
-            "renormalize=True with top_k=1 makes every routing weight 1, and the router's gradient 0: use "
+            f"renormalize=True with {case} makes every routing weight 1, and the router's gradient 0: use "
             "renormalize=False"
         )
-    return top_k > 1 if renormalize is None else renormalize
+    return top_k > 1 and not single if renormalize is None else renormalize
 
 
 def scores_of(logits: Tensor, score: str) -> Tensor:

@@ -121,3 +121,21 @@ def test_statistics(device):
             moe(x.masked_fill(~mask[:, None], garbage), mask=mask)
             found.append(monitor.read())
     assert repr(found[0]) == repr(found[1])
+
+
+KINDS = {
+    "capacity": {"capacity": Capacity(0.7)},
+    "capacity by weight": {"capacity": Capacity(0.7, drop="probability")},
+    "expert choice": {"choice": ExpertChoice(), "renormalize": False},
+    "rounding": {"choice": TokenRounding(4)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_hidden_tokens_do_not_count(device, kind):
+    """A padded batch is routed as its visible tokens alone are."""
+    moe, mask = MoE(H, 8, E, 2, device=device, **kind), torch.rand(40, device=device) > 0.5
+    x = torch.randn(40, H, device=device)
+    _, (padded, _) = moe(x, mask=mask, return_routing=True)
+    _, (alone, _) = moe(x[mask], return_routing=True)
+    assert torch.equal(padded.expert_ids[mask], alone.expert_ids)

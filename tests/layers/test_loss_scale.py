@@ -153,6 +153,33 @@ def test_weights_of_1_are_refused(score, name):
             call()
 
 
+def test_the_number_of_experts_a_token_can_have_decides(device):
+    """Not `top_k`, which is a mean for ExpertChoice."""
+    x = torch.randn(20, H, device=device)
+    for top_k, choice, renormalize in ((2, ExpertChoice(1), None), (1, ExpertChoice(), True)):
+        moe = MoE(H, 8, E, top_k, choice=choice, renormalize=renormalize, device=device)
+        moe(x).square().sum().backward()
+        assert moe.router.weight.grad.abs().max() > 1e-3
+    with pytest.raises(ValueError, match="with one expert a token makes every routing weight 1"):
+        MoE(H, 8, E, 2, choice=ExpertChoice(1), renormalize=True)
+
+
+def test_one_given_expert_trains_the_router(device):
+    moe, ids = MoE(H, 8, E, K, device=device), torch.randint(E, (20, 1), device=device)
+    moe(torch.randn(20, H, device=device), expert_ids=ids).square().sum().backward()
+    assert moe.router.weight.grad.abs().max() > 1e-3
+
+
+def test_the_scale_follows_the_layer(device):
+    moe = MoE(H, 8, E, K, **COEFS, device="meta")
+    set_loss_scale(moe, 0.5)
+    moe.to_empty(device=device).reset_parameters()
+    assert moe._loss_scale.device.type == device.type and moe._loss_scale == 1  # a meta tensor has no value
+    set_loss_scale(moe, 0.5)
+    torch.nn.Sequential(moe).to(torch.float64)
+    assert moe._loss_scale == 0.5 and moe._loss_scale.dtype == torch.float32
+
+
 def test_expert_choice_warns_once():
     choices.warn_of_later_tokens.cache_clear()
     with warnings.catch_warnings(record=True) as caught:

@@ -115,8 +115,9 @@ class Family:
             act = {"activation": "swiglu_oai", "bias": True, "interleaved": True}
             return kwargs | act | {"score": "topk_softmax"}
         kwargs["activation"] = ACTIVATIONS[first(config, ("hidden_act",), "silu")]
-        if self.renormalizes is not None:
-            kwargs["renormalize"] = first(config, ("norm_topk_prob",), self.renormalizes)
+        # said also where it is the default: MoE refuses weights of 1, and would weigh otherwise by itself
+        says = self.renormalizes is not None
+        kwargs["renormalize"] = first(config, ("norm_topk_prob",), self.renormalizes) if says else True
         if self.name == "deepseek_v3":
             kwargs |= {"score": "sigmoid", "selection_bias": True}
             kwargs["scale"] = first(config, ("routed_scaling_factor",), 2.5)
@@ -251,5 +252,6 @@ def to_json(kwargs: dict) -> dict:
 
 
 def from_json(kwargs: dict) -> dict:
+    kwargs = {"renormalize": True} | kwargs  # the default when the first checkpoints were converted
     choice = kwargs.get("choice")
-    return dict(kwargs) if choice is None else kwargs | {"choice": GroupLimit(**choice)}
+    return kwargs if choice is None else kwargs | {"choice": GroupLimit(**choice)}
