@@ -20,7 +20,7 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-gpu fuzz lint bench sanitize-threads sanitize-gpu
+.PHONY: install lock extension train test test-gpu fuzz lint bench sanitize sanitize-threads sanitize-gpu
 
 install: $(READY)
 
@@ -62,6 +62,20 @@ test-gpu: $(READY)
 # random cases against plain loops, without end unless SECONDS or ARGS="--cases 1000" says so; CASE=gmm:17 repeats one
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 MOE_AITER_DEBUG=1 $(PY) -m tests.fuzz.run $(if $(CASE),--case $(CASE)) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
+
+# The C++ extension under ASan and UBSan, in a copy of the package, by the tests of the ops that it computes; then the loops
+# under ThreadSanitizer. Python does not free all of its memory, so leaks are not looked for.
+SANITIZED = $(CURDIR)/build/sanitize
+HOST_TESTS = $(addprefix tests/kernels/test_,host.py sort.py topk.py permute.py glu.py expert_loop.py)
+sanitize: $(READY) sanitize-threads
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r moe_aiter $(SANITIZED)/ && rm -f $(SANITIZED)/moe_aiter/_host*
+	$(CXX) -std=c++17 -O1 -g1 -fPIC -shared -fvisibility=hidden -fsanitize=address,undefined -fno-sanitize-recover=all \
+	$$($(PY) -c "import pybind11, sysconfig; print('-I' + pybind11.get_include(), '-I' + sysconfig.get_path('include'))") \
+	csrc/host.cpp -o $(SANITIZED)/moe_aiter/_host$$($(PY) -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 PYTHONPATH=$(SANITIZED) \
+	$(PY) -m pytest -q -o pythonpath="$(SANITIZED) tests" -k "not without_the_extension and not the_build_goes_on" \
+	$(HOST_TESTS) $(ARGS)
 
 # the loops of csrc/ under ThreadSanitizer, without Python
 sanitize-threads:
