@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
 from .dispatch import refuse, register
-from .metadata import Launcher, decide_again, is_steady, keep, layout, metadata, resolved
+from .metadata import Launcher, Scoped, decide_again, is_steady, keep, layout, metadata, resolved
 from .overlap import check_apart
 
 log = logging.getLogger("moe_aiter")
@@ -27,7 +27,7 @@ ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs th
 }
 IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
 
-_forced, _forced_by = settings.backend, "MOE_AITER_BACKEND"
+_forced = Scoped("backend", (settings.backend, "MOE_AITER_BACKEND"))  # and who forces it
 
 
 class BackendError(LookupError):
@@ -40,22 +40,22 @@ def use(backend: str):
 
     Raises ValueError unless it is auto, hopper, triton, host or torch.
 
-    Process-wide, not a ContextVar: autograd runs CUDA gradients on threads of its own, which would
-    not see a context variable.
+    Only in this thread, and in the backward passes that it starts.  For the whole process set
+    MOE_AITER_BACKEND.
     """
-    global _forced, _forced_by
     check_backend(backend)
-    before = _forced, _forced_by
-    _forced, _forced_by = backend, "use()"
-    try:
+    with _forced.set((backend, "use()")):
         yield
-    finally:
-        _forced, _forced_by = before
 
 
 def forced() -> str:
     """The backend that is forced now, or auto."""
-    return _forced
+    return _forced.get()[0]
+
+
+def may_be_forced() -> bool:
+    """Whether some thread may force a backend: what torch.compile can ask while it traces."""
+    return _forced.blocks > 0 or _forced.default[0] != "auto"
 
 
 def check_backend(backend: str, known: tuple[str, ...] = CHOICES["backend"]) -> None:
@@ -82,7 +82,8 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
     """
     impls = IMPLS[name]
     order = ORDER.get(x.device.type, ("torch",))
-    forced = "triton" if _forced == "hopper" and "hopper" not in impls else _forced
+    asked, by = _forced.get()
+    forced = "triton" if asked == "hopper" and "hopper" not in impls else asked
     tried = order if forced == "auto" or impls.keys() == {"torch"} else (forced,)
     for backend in tried:
         impl = impls.get(backend)
@@ -92,7 +93,7 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
             if wants is None or wants(x, *rest):
                 return impl
     there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
-    why = "" if _forced == "auto" else f"; {_forced_by} forces {_forced}"
+    why = "" if asked == "auto" else f"; {by} forces {asked}"
     raise BackendError(
         f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}{why}"
     )
@@ -147,7 +148,7 @@ def define_op(
     known = {}  # metadata -> the outputs' layouts, and what fills them
 
     def run(x, *rest):
-        key = metadata((x, *rest), _forced, *IMPLS[name].values())
+        key = metadata((x, *rest), _forced.get(), *IMPLS[name].values())
         if key is None:
             x, *rest = resolved(x, *rest)
         if decided := known.get(key):
@@ -197,7 +198,7 @@ def define_inplace_op(
     written = [place for place, a in enumerate(arguments) if a.alias_info is not None]
 
     def run(out, x, *rest):
-        key = metadata((out, x, *rest), _forced, *IMPLS[name].values())
+        key = metadata((out, x, *rest), _forced.get(), *IMPLS[name].values())
         given = out, x, *rest
         if key is None:
             out, x, *rest = resolved(*given)

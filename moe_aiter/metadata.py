@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+_decisions = 0  # how often something has changed that decisions go by, beside metadata
 # types of inputs in which there is nothing hidden
 PLAIN = {Tensor, torch.nn.Parameter, int, bool, float, str, torch.dtype, tuple, type(None)}
+_lock = threading.Lock()
 MOST = 1024  # what is remembered of each op: steps of many different sizes must not fill the memory
 
 
 def metadata(inputs: tuple, *others) -> tuple | None:
-    """All but the values of these tensors, which is what checks and choices go by, and the rest as it is.
+    """All but the values of these tensors, which is what checks and choices go by, and the rest as it is; and
+    how often `decide_again` was called.
 
     None where tensors are not what they seem: under a transform, of a class of their own, or the negative of
     what their memory holds.
@@ -28,7 +31,7 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     kinds = tuple(map(type, inputs))
     if peek_interpreter_stack() is not None or not PLAIN.issuperset(kinds):
         return None
-    key = [kinds, *others]  # with the kinds, since 1 == True == 1.0
+    key = [kinds, _decisions, *others]  # with the kinds, since 1 == True == 1.0
     for t in inputs:
         if isinstance(t, Tensor):
             if t.is_neg():
@@ -44,6 +47,57 @@ def metadata(inputs: tuple, *others) -> tuple | None:
 def resolved(*inputs) -> list:
     """The same with tensors that hold what they say, as the imaginary part of a conjugate does not."""
     return [t.resolve_neg() if isinstance(t, Tensor) else t for t in inputs]
+
+
+def decide_again() -> None:
+    """Decide anew at the next call, in every thread: a table, say, or a registered kernel has changed."""
+    global _decisions
+    with _lock:
+        _decisions += 1
+
+
+def decisions() -> int:
+    """Return how often `decide_again` was called: a part of each key under which a decision is kept."""
+    return _decisions
+
+
+class Scoped:
+    """A value that holds inside a `with` block: in its thread, and in the backward passes that it starts.
+
+    No threading.local or ContextVar: autograd runs CUDA gradients on threads of its own.  torch hands them
+    the thread-local objects of the thread that called backward.
+    """
+
+    def __init__(self, name: str, default):
+        self.key, self.default = f"moe_aiter.{name}", default
+        self.blocks = 0  # that are open, in all threads: with none, which is usual, no thread has to be asked
+
+    def get(self):
+        """Return the value of the innermost block, or the default."""
+        if self.blocks and torch._C._is_key_in_tls(self.key):
+            return torch._C._get_obj_in_tls(self.key)
+        return self.default
+
+    @contextlib.contextmanager
+    def set(self, value):
+        """Hold `value` inside the block."""
+        nested = torch._C._is_key_in_tls(self.key)
+        before = torch._C._get_obj_in_tls(self.key) if nested else None
+        with _lock:
+            self.blocks += 1
+        torch._C._stash_obj_in_tls(self.key, value)
+        try:
+            yield
+        finally:
+            if nested:
+                torch._C._stash_obj_in_tls(self.key, before)
+            else:
+                torch._C._remove_obj_from_tls(self.key)
+            with _lock:
+                self.blocks -= 1
+
+
+undecided = Scoped("undecided", False)  # True: launchers decide at each call what they launch
 
 
 def keep(known: dict, key: tuple | None, what) -> None:
@@ -98,7 +152,6 @@ class Noting(threading.local):
 
 noting = Noting()
 TRIES = 3
-_decisions = _undecided = 0
 _steady: set[Callable] = set()
 
 
@@ -112,27 +165,8 @@ def is_steady(launch: Callable | None) -> bool:
     return launch in _steady
 
 
-def decide_again() -> None:
-    """Forget what was noted: something else than metadata has changed that launchers go by."""
-    global _decisions
-    _decisions += 1
-
-
-@contextlib.contextmanager
-def undecided():
-    """Inside the block launchers decide at each call what they launch."""
-    global _undecided
-    _undecided += 1
-    decide_again()
-    try:
-        yield
-    finally:
-        _undecided -= 1
-        decide_again()
-
-
 class Launcher:
-    """A `steady` launcher of an op, for inputs of one metadata.
+    """A `steady` launcher of an op, for inputs of one `metadata`, so until decisions change.
 
     The first call may compile; one of the next notes what is launched.  If that follows from metadata and
     addresses, the calls after it do without the launcher.
@@ -140,16 +174,13 @@ class Launcher:
 
     def __init__(self, launch: Callable):
         self.launch = launch
-        self.compiled = False
-        self.decision, self.tries = _decisions, 0
+        self.compiled, self.tries = False, 0
         self.known: list[Callable] = []
 
     def __call__(self, out: Tensor | tuple[Tensor, ...], *inputs) -> None:
         if noting.launches is not None:  # by the launcher of another op, which does not know what is in here
             noting.launches.append(None)
-        elif not _undecided:
-            if self.decision != _decisions:
-                self.known, self.decision, self.tries = [], _decisions, 0
+        elif not undecided.get():
             if self.known:
                 addresses = addresses_of(out, inputs)
                 if all(launch(addresses) for launch in self.known):
@@ -161,14 +192,14 @@ class Launcher:
 
     def note(self, out: Tensor | tuple[Tensor, ...], inputs: tuple) -> None:
         self.tries += 1
-        decision, noting.launches = _decisions, []
+        noting.launches = []
         try:
             self.launch(out, *inputs)
             addresses = addresses_of(out, inputs)
             found = [launch and launch(addresses) for launch in noting.launches]
         finally:
             noting.launches = None
-        if all(found) and decision == _decisions:  # which another thread may have changed
+        if all(found):
             self.known = found
 
 

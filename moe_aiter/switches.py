@@ -1,6 +1,6 @@
 """What can be switched while a program runs.  It starts as `config.py` read it; a call counts from then on.
 
-Process-wide, as torch's own switches are: CUDA gradients run on threads of autograd's own.
+A switch is process-wide, as torch's own are, and counts for the next call in every thread.
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .backend import log, no_autocast
 from .config import CHOICES, check_choice, settings
+from .metadata import Scoped
 
 HALVES = {"FP16": torch.float16, "BF16": torch.bfloat16}
 FLOAT32 = {"TF32": "tf32", "FP32": "ieee"}  # in torch's words, which are Triton's
@@ -151,19 +153,59 @@ def is_float(t) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point()
 
 
+class Shared:
+    """Switches of torch's, which it has once for the whole process, set while some thread needs them.
+
+    Blocks that set the same value run side by side: the last to leave puts back what the first has found.
+    A block that sets another value waits for them.  A block within a block changes nothing, also where
+    autograd runs it on a thread of its own.
+    """
+
+    def __init__(self, name: str, *attributes: tuple[object, str]):
+        self.attributes, self.inside = attributes, Scoped(name, False)
+        self.changed = threading.Condition()
+        self.blocks, self.value, self.before = 0, None, []
+
+    @contextlib.contextmanager
+    def set(self, value) -> Iterator[None]:
+        """Every switch has this value inside."""
+        if self.inside.get():
+            yield
+            return
+        with self.changed:
+            self.changed.wait_for(lambda: not self.blocks or self.value == value)
+            if not self.blocks:
+                self.value, self.before = value, [getattr(*a) for a in self.attributes]
+                for a in self.attributes:
+                    setattr(*a, value)
+            self.blocks += 1
+        try:
+            with self.inside.set(True):
+                yield
+        finally:
+            with self.changed:
+                self.blocks -= 1
+                if not self.blocks:
+                    for a, before in zip(self.attributes, self.before, strict=True):
+                        setattr(*a, before)
+                    self.changed.notify_all()
+
+
+MATMUL = Shared("cuda matmul", (torch.backends.cuda.matmul, "fp32_precision"))
+OTHERS = Shared("convolutions and oneDNN", *[(switch, "fp32_precision") for switch in FLOAT32_SWITCHES[1:]])
+_matmul = Scoped("matmul", None)
+
+
+def matmul() -> str:
+    """The precision of float32 products in this thread: ieee, or tf32 on tensor cores."""
+    return _matmul.get() or switches.matmul
+
+
 @contextlib.contextmanager
 def float32_products(precision: str) -> Iterator[None]:
     """Inside, float32 products are "ieee" or "tf32", in cuBLAS, cuDNN, oneDNN and our Triton kernels."""
-    before, switches.matmul = switches.matmul, precision
-    torchs = [switch.fp32_precision for switch in FLOAT32_SWITCHES]
-    try:
-        for switch in FLOAT32_SWITCHES:
-            switch.fp32_precision = precision
+    with MATMUL.set(precision), OTHERS.set(precision), _matmul.set(_matmul.get() or precision):
         yield
-    finally:
-        switches.matmul = before
-        for switch, value in zip(FLOAT32_SWITCHES, torchs, strict=True):
-            switch.fp32_precision = value
 
 
 Context = Callable[[], contextlib.AbstractContextManager]

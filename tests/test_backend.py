@@ -27,7 +27,7 @@ def save_nothing(ctx, inputs, output):
 
 
 def backward_half(ctx, dout):
-    ran.append(backend._forced)
+    ran.append(backend.forced())
     return dout / 2
 
 
@@ -54,30 +54,56 @@ def impls():
 
 
 def test_use_restores_after_an_error():
-    before = backend._forced
+    before = backend.forced()
     with pytest.raises(ZeroDivisionError), use("torch"):
-        assert backend._forced == "torch"
+        assert backend.forced() == "torch"
         raise ZeroDivisionError
-    assert backend._forced == before
+    assert backend.forced() == before
 
 
 def test_use_nests():
-    before = backend._forced
+    before = backend.forced()
     with use("torch"):
         with use("host"):
-            assert backend._forced == "host"
-        assert backend._forced == "torch"
-    assert backend._forced == before
+            assert backend.forced() == "host"
+        assert backend.forced() == "torch"
+    assert backend.forced() == before
 
 
-def test_use_reaches_other_threads():
-    """Autograd runs CUDA gradients on threads of its own."""
+def test_use_is_for_its_thread_alone():
     seen = []
     with use("torch"):
-        thread = threading.Thread(target=lambda: seen.append(backend._forced))
+        thread = threading.Thread(target=lambda: seen.append(backend.forced()))
         thread.start()
         thread.join()
-    assert seen == ["torch"]
+    assert seen == [backend.forced()] != ["torch"]
+
+
+class Nested(torch.autograd.Function):
+    """A backward pass within a backward pass; autograd gives the 60th and deeper ones to other threads."""
+
+    @staticmethod
+    def forward(ctx, x, depth, seen):
+        ctx.depth, ctx.seen = depth, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        ctx.seen[threading.get_ident()] = backend.forced()
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(1, requires_grad=True)
+                Nested.apply(x, ctx.depth - 1, ctx.seen).sum().backward()
+        return dout, None, None
+
+
+def test_use_reaches_the_threads_of_autograd():
+    """CUDA gradients always run on such threads."""
+    seen = {}
+    out = Nested.apply(torch.ones(1, requires_grad=True), 70, seen)
+    with use("torch"):
+        out.sum().backward()
+    assert len(seen) > 1 and set(seen.values()) == {"torch"} and backend.forced() != "torch"
 
 
 def test_use_reaches_the_gradient():
@@ -107,7 +133,9 @@ def test_forced_never_falls_back():
 
 def test_an_error_says_who_forced_a_backend(monkeypatch):
     x = torch.ones(2, dtype=torch.float64)
-    monkeypatch.setattr(backend, "_forced", "host")  # as the variable does, before anything else
+    monkeypatch.setattr(
+        backend._forced, "default", ("host", "MOE_AITER_BACKEND")
+    )  # as the variable does, before anything else
     with pytest.raises(BackendError, match="there is torch; MOE_AITER_BACKEND forces host$"):
         half_op(x)
     with use("triton"), pytest.raises(BackendError, match=r"; use\(\) forces triton$"):
@@ -126,7 +154,7 @@ def test_an_unknown_backend_is_refused_at_once():
         ValueError, match="unknown backend 'nonsense'; known: auto, hopper, triton, host, torch"
     ):
         use("nonsense").__enter__()
-    assert backend._forced != "nonsense"
+    assert backend.forced() != "nonsense"
     with pytest.raises(ValueError, match="unknown backend 'mine'; known: hopper, triton, host, torch"):
         register_kernel(op=NAME, backend="mine")  # nothing would ever pick it
 

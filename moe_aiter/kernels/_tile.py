@@ -7,7 +7,7 @@ import torch
 
 from .. import tuning
 from ..config import interpret
-from ..switches import switches
+from ..switches import matmul
 from ..tuning.aiter_json import AMD_OPTIONS, TILE
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .hopper._launch import num_programs
@@ -157,7 +157,7 @@ def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "NUM_DIES": num_dies(),
-        "PRECISION": switches.matmul,
+        "PRECISION": matmul(),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

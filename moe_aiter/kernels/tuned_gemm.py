@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import IMPLS, define_op, forced, no_autocast, pick, runs
+from ..backend import IMPLS, define_op, forced, may_be_forced, no_autocast, pick, runs
 from ..config import settings
 from ..derived import derived
 from ..dispatch import is_transformed
-from ..metadata import decide_again, is_steady, keep, noting, steady
-from ..tuning.aiter_csv import Problem, find
+from ..metadata import decisions, is_steady, keep, noting, steady
+from ..tuning.aiter_csv import Problem, find, this_device
 from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
 from ._fp8 import FP8
 from ._tuned_choice import choose, note, tile_option
@@ -72,7 +72,7 @@ def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
     if not backend:
         said = x.dtype, scaled or dtype, scaled is not None
         problem = Problem(x.shape[0], *weight.shape, bias is not None, *said)
-        key = problem, x.device, forced()
+        key = problem, x.device, this_device(x.device), forced(), decisions()
         if key not in known:
             keep(known, key, choose(problem, inputs))
         backend = known[key]
@@ -167,7 +167,9 @@ def product(
         return compiled(x, unshuffle_weight(weight) if is_shuffled else weight, bias, dtype, scaled)
     key = (
         type(x), x.shape, x.dtype, x.device, type(weight), weight.shape, weight.dtype, weight.device,
-        None if bias is None else (bias.shape, bias.dtype, bias.device), dtype, is_shuffled, scaled, forced(),
+        None if bias is None else (bias.shape, bias.dtype, bias.device), dtype, is_shuffled, scaled,
+        # a row of the CPU is of so many threads
+        forced(), decisions(), None if x.is_cuda else torch.get_num_threads(),
     )  # fmt: skip
     backend = known.get(key)
     if backend is None:
@@ -190,10 +192,8 @@ known: dict[tuple, str] = {}  # shapes and dtypes -> who multiplies
 
 def forget_choices() -> None:
     """Forget who multiplies what, and the files that said so: they are read again."""
-    known.clear()
     note.cache_clear()
     find.cache_clear()
-    decide_again()
 
 
 def choice_for(
@@ -243,7 +243,7 @@ def compiled(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:
     """What torch.compile traces: torch's own product, or an op that asks the files, and notes and logs."""
     own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
     asks = settings.config_gemm_bf16 or settings.tune_gemm or settings.log_tuned_config
-    if asks or forced() != "auto" or not own:
+    if asks or may_be_forced() or not own:
         return by_op(x, weight, bias, dtype, scaled, "")
     with no_autocast(x):
         return F.linear(x, weight, bias)

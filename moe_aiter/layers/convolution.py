@@ -1,7 +1,6 @@
 """Two-dimensional convolution: torch's, so cuDNN's, MIOpen's or oneDNN's."""
 
-import contextlib
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +8,10 @@ from torch import Tensor
 
 from ..dispatch import INTEGERS
 from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes, check_tensor
-from ..switches import inside, switches
+from ..switches import Shared, inside, switches
 
 PADDINGS = "valid", "same"
+SEARCH = Shared("cudnn search", (torch.backends.cudnn, "benchmark"))
 
 
 def conv2d(
@@ -34,8 +34,9 @@ def conv2d(
     if len({t.device for t in given[:3] if isinstance(t, Tensor)}) > 1:
         check_inputs(input, weight, bias, groups)
     try:
-        if switches.dynamic_shapes and torch.backends.cudnn.benchmark:
-            return inside(without_search, F.conv2d, given, {})
+        # off, maybe, for as long as another thread is in such a block
+        if switches.dynamic_shapes and (SEARCH.blocks or torch.backends.cudnn.benchmark):
+            return inside(partial(SEARCH.set, False), F.conv2d, given, {})
         return F.conv2d(*given)
     except (RuntimeError, TypeError):
         # torch looks before it launches: only what it refused is looked at again
@@ -75,13 +76,3 @@ def check_steps(stride, padding, dilation) -> None:
             raise TypeError(f"{name} must be an int or two, not {given!r}")
         if min(both) < least:
             raise ValueError(f"{name} must be at least {least}, not {given}")
-
-
-@contextlib.contextmanager
-def without_search() -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

@@ -1,6 +1,6 @@
 """Segment GEMM under the name, and with the call, that FlashInfer documents."""
 
-import contextlib
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from ..backend import check_backend, use
 from ..kernels._check import check_shape, check_size, check_tensor
 from ..kernels._segments import check_count
 from ..kernels.segment_gmm import segment_gmm
+from ..switches import inside
 
 BACKENDS = ("auto", "sm80", "sm90", "triton", "torch")
 
@@ -84,8 +85,10 @@ class SegmentGEMMWrapper:
             None if t is None else t.to(x.device, non_blocking=True)
             for t in (seg_lens, seg_indptr, weight_indices)
         )
-        with use("torch") if self.backend == "torch" else contextlib.nullcontext():
-            return segment_gmm(x, w, lens, indptr=indptr, weight_indices=numbers, out=out)
+        given = {"lens": lens, "indptr": indptr, "weight_indices": numbers, "out": out}
+        if self.backend == "torch":  # for its gradient too, whenever that runs
+            return inside(partial(use, "torch"), segment_gmm, (x, w), given)
+        return segment_gmm(x, w, **given)
 
     forward = run
 

@@ -15,19 +15,20 @@ from collections.abc import Callable
 import torch
 
 from ..config import interpret
-from ..metadata import undecided
+from ..metadata import Scoped, decisions, undecided
 from .candidates import Config
 from .table import Key, find
 
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
-_choose: Callable[[Key], Config | None] | None = None
+_choose = Scoped("tile", None)  # a function that is asked before the tables
 
 
 def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
     """The tile of `op` for M rows in `groups` groups, N columns, and K to sum over."""
     key = key_of(op, dtype, m, n, k, groups)
-    if _choose is not None and (config := _choose(key)) is not None:
+    choice = _choose.get()
+    if choice is not None and (config := choice(key)) is not None:
         return config
     if interpret:
         return TOY
@@ -43,14 +44,17 @@ def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
 
 @contextlib.contextmanager
 def choose(function: Callable[[Key], Config | None]):
-    """Inside the block `function` is asked first, and its choice is taken unless it is None."""
-    global _choose
-    before, _choose = _choose, function
-    try:
-        with undecided():
-            yield
-    finally:
-        _choose = before
+    """Inside the block `function` is asked first, and its choice is taken unless it is None.
+
+    Only in this thread, and in the backward passes that it starts.
+    """
+    with undecided.set(True), _choose.set(function):
+        yield
+
+
+def decided_by() -> tuple:
+    """Return what `lookup` depends on beside its arguments: a part of each key that keeps an answer."""
+    return decisions(), _choose.get()
 
 
 def default(key: Key) -> Config:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import SettingError, settings
+from ..metadata import decide_again
 from . import bucket
 from .table import changing, rewrite
 
@@ -111,16 +112,19 @@ def cache_clear() -> None:
     cached.cache_clear()
     load.cache_clear()
     recorded.cache_clear()
+    decide_again()
 
 
 find.cache_info, find.cache_clear = cached.cache_info, cache_clear
 
 
-@functools.cache
 def this_device(device: torch.device) -> Device:
     """That of a row for a device: `cpu` with its threads, `sm90` or `gfx942` with its units."""
-    if device.type != "cuda":
-        return Device(device.type, torch.get_num_threads())
+    return gpu(device) if device.type == "cuda" else Device(device.type, torch.get_num_threads())
+
+
+@functools.cache
+def gpu(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     name = f"sm{properties.major}{properties.minor}"
     if torch.version.hip:

@@ -16,7 +16,7 @@ import torch
 
 from ..config import SettingError, settings
 from ..files import drafted, read_json
-from . import arch, bucket, default_tile, num_units
+from . import arch, bucket, decided_by, default_tile, num_units
 from .candidates import Config
 
 log = logging.getLogger("moe_aiter")
@@ -54,11 +54,11 @@ def get_config(
     """
     variant(gmm_type)
     sizes = bucket(M), K, N, G
-    return dict(cached(gmm_type, sizes, bool(accumulate), dtype or torch.bfloat16, arch()))
+    return dict(cached(gmm_type, sizes, bool(accumulate), dtype or torch.bfloat16, arch(), decided_by()))
 
 
 @functools.lru_cache(maxsize=1024)
-def cached(gmm_type, sizes, accumulate, dtype, name) -> dict[str, int]:
+def cached(gmm_type, sizes, accumulate, dtype, name, decided) -> dict[str, int]:
     M, K, N, G = sizes
     given = from_file(gmm_type, accumulate, name) or {}
     op = "gmm" if gmm_type == "gmm" else "tgmm"

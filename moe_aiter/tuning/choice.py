@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..metadata import decide_again
 from . import bucket, gpu_table
 from .table import TABLES, changing, rewrite
 
@@ -81,6 +82,13 @@ def load_choices(name: str) -> tuple[Choice, ...]:
     return tuple(choice for choice, _ in read_choices(path)) if path.exists() else ()
 
 
+def cache_clear() -> None:
+    """Read the tables again, and choose again, at the next call."""
+    load_choices.cache_clear()
+    find_choice.cache_clear()
+    decide_again()
+
+
 def read_choices(path: pathlib.Path) -> list[tuple[Choice, dict]]:
     """Every row of a table, and its cells.  Raises ValueError, in one line, where there is a mistake."""
     with open(path, newline="") as file:
@@ -118,5 +126,4 @@ def write_choices(path: pathlib.Path, new: Iterable[dict]) -> None:
             cells = {column: str(cells[column]) for column in COLUMNS}
             rows[parse_choice(cells, str(path)).case] = cells
         rewrite(path, COLUMNS, [rows[case] for case in sorted(rows, key=lambda case: case.count(None))])
-    load_choices.cache_clear()
-    find_choice.cache_clear()
+    cache_clear()

@@ -69,6 +69,13 @@ def find(names: tuple[str, ...], key: Key) -> Config:
     raise LookupError(f"no row of {' or '.join(names)} matches {key}")
 
 
+def cache_clear() -> None:
+    """Read the tables again, and choose tiles again, at the next call."""
+    load.cache_clear()
+    find.cache_clear()
+    decide_again()
+
+
 def read(path: pathlib.Path) -> list[tuple[Row, dict]]:
     """Every row of a table, and its cells.  Raises ValueError, in one line, where there is a mistake."""
     try:
@@ -118,9 +125,7 @@ def write(path: pathlib.Path, new: Iterable[dict]) -> None:
             cells = {column: str(cells[column]) for column in COLUMNS}
             rows[parse(cells, str(path)).key] = cells
         rewrite(path, COLUMNS, [rows[key] for key in sorted(rows, key=specific_first)])
-    load.cache_clear()
-    find.cache_clear()
-    decide_again()
+    cache_clear()
 
 
 @contextlib.contextmanager

@@ -28,8 +28,7 @@ def test_the_first_row_that_matches_is_taken(tmp_path, monkeypatch):
     case = Case("gemm", 16, "nt", "gelu", 16, 64, 32)
     changes = {"n": 65, "epilogue": "none", "rows": 8, "layout": "nn", "bits": 32}
     expected = {"n": "hopper", "epilogue": "hopper", "rows": "torch", "layout": "torch", "bits": "torch"}
-    for cached in (choice.load_choices, find_choice):
-        cached.cache_clear()
+    choice.cache_clear()
     try:
         assert find_choice("x", case) == "triton"
         for column, value in changes.items():
@@ -37,8 +36,7 @@ def test_the_first_row_that_matches_is_taken(tmp_path, monkeypatch):
         assert find_choice("x", Case("bmm", 32, "tt", "c", 1, 1, 1)) == "triton"
         assert find_choice("no such GPU", case) == "torch"
     finally:
-        for cached in (choice.load_choices, find_choice):
-            cached.cache_clear()
+        choice.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def clear():
-    load.cache_clear()
-    find.cache_clear()
+    table.cache_clear()
 
 
 def cells(key=KEY, config=None, **notes):
