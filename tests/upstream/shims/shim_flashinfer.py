@@ -1,0 +1,28 @@
+"""FlashInfer: `flashinfer.gemm` is `moe_aiter.compat.flashinfer.gemm`; nothing is compiled in advance."""
+
+import contextlib
+import types
+
+import torch
+from names import module
+
+from moe_aiter.compat.flashinfer import gemm
+
+
+def capability(device):
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 0)
+
+
+def install(checkout):
+    hopper = capability(torch.device("cuda"))[0] == 9
+    module("flashinfer", bmm_fp8=gemm.bmm_fp8, gemm=gemm, autotune=lambda *_: contextlib.nullcontext())
+    # the tests' helpers for other formats name it
+    module("flashinfer", SfLayout=types.SimpleNamespace(layout_linear=types.SimpleNamespace(value=0)))
+    module(
+        "flashinfer.utils",
+        determine_gemm_backend=lambda device: "sm90" if hopper else "sm80",
+        has_flashinfer_jit_cache=lambda: True,
+        is_sm90a_supported=lambda device: hopper,
+        get_compute_capability=capability,
+    )
+    module("flashinfer.jit.gemm", gen_gemm_module=None, gen_gemm_sm90_module=None)
