@@ -126,11 +126,11 @@ def rounded8(x: Tensor, format: str = "e4m3") -> Tensor:
     return (narrow * scale).to(x.dtype)
 
 
-def segments(x, w, lens: list[int], first: int, numbers: list[int]):
+def segments(x, w, lens: list[int], numbers: list[int]):
     """Row after row times the matrix that its segment names; zeros where it names none."""
     rows, matrices = [None] * len(x), as_wide(w).unbind(0)
     for i, s, e in spans(lens):
-        for r in range(first + s, min(first + e, len(x))):
+        for r in range(s, min(e, len(x))):
             if 0 <= numbers[i] < len(w):
                 rows[r] = (as_wide(x[r : r + 1]) @ matrices[numbers[i]])[0]
     dtype = x.dtype if x.dtype.itemsize > 1 else torch.bfloat16

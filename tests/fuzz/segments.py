@@ -15,18 +15,22 @@ FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def draw_segments(draw: Draw):
-    """Lengths or an indptr on the device, a number for each segment, the rows, and all of it as lists."""
+    """Lengths or an indptr on the device, a number for each segment, the rows, and all of it as lists.
+
+    Rows before the first segment, which an indptr may have, are a segment of no weight.
+    """
     B, W = draw.count(), draw.count()
     lens, sizes, M = draw.group_sizes(B)
     numbers = [draw.name(W) for _ in range(B)]
     by_indptr, named = draw.flip(), draw.flip(0.7)
     if not named:
         W, numbers = B, list(range(B))
-    ends = [sum(sizes[:i]) for i in range(B + 1)]
+    first = draw.pick(0, 0, 3) if by_indptr else 0
+    ends = [first + sum(sizes[:i]) for i in range(B + 1)]
     given = {"indptr": draw.index(ends)} if by_indptr else {"lens": lens}
     if named:
         given["weight_indices"] = draw.index(numbers)
-    return given, sizes, numbers, M, W
+    return given, [first, *sizes], [-1, *numbers], first + M, W
 
 
 @target
@@ -42,7 +46,7 @@ def segment_gmm(draw: Draw) -> Case:
         return moe_aiter.segment_gmm(x, w, **given)
 
     def plain(x, w):
-        return loops.segments(x, w, sizes, 0, numbers)
+        return loops.segments(x, w, sizes, numbers)
 
     return Case(ours, plain, tensors)
 
@@ -67,13 +71,14 @@ def segment_wrapper(draw: Draw) -> Case:
         weights = weights.mT if column_major else weights
 
         def run(out):
-            return wrapper.run(x, weights, len(sizes), column_major, **given, out=out)
+            return wrapper.run(x, weights, len(sizes) - 1, column_major, **given, out=out)
 
         return written(out, run) if into else run(None)
 
     def plain(x, weights, out):
-        product = loops.segments(x, weights, sizes, 0, numbers)
-        return torch.cat([product[: sum(sizes)], out[sum(sizes) :]]) if into else product
+        product = loops.segments(x, weights, sizes, numbers)
+        first, end = sizes[0], sum(sizes)
+        return torch.cat([out[:first], product[first:end], out[end:]]) if into else product
 
     return Case(ours, plain, tensors, gradients=False, frozen=("out",), coarse=held)
 

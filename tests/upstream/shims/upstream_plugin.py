@@ -24,7 +24,14 @@ def pytest_configure(config):
     config.counts, config.reasons = collections.Counter(), collections.Counter()
     if not torch.cuda.is_available():
         OnCpu().__enter__()
-    config.shim.install(pathlib.Path(config.getoption("checkout")))
+    try:
+        config.shim.install(pathlib.Path(config.getoption("checkout")))
+    except ImportError as error:  # a package that the project needs and that is not installed
+        why = f"skipped: the file cannot be imported: {type(error.__context__ or error).__name__}: "
+        config.counts["skipped"] += 1
+        config.reasons[why + str(error.__context__ or error)] += 1
+        write_report(config)
+        pytest.exit(why, 0)
 
 
 class OnCpu(TorchFunctionMode):
@@ -95,5 +102,9 @@ def pytest_sessionfinish(session):
         needs = error.startswith("ModuleNotFoundError")
         config.counts["skipped" if needs else "failed"] += 1
         config.reasons[f"{'skipped' if needs else 'failed'}: the file cannot be imported: {error}"] += 1
+    write_report(config)
+
+
+def write_report(config):
     report = dict(config.counts) | {"reasons": dict(config.reasons)}
     pathlib.Path(config.getoption("report")).write_text(json.dumps(report))
