@@ -9,6 +9,7 @@ moe_aiter: see README.md.
 import argparse
 import json
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -70,7 +71,7 @@ def main() -> int:
         if suite not in SUITES or not pathlib.Path(path or ".").is_dir() or not path:
             parser.error(f"{checkout} must be NAME=PATH, a folder, with a NAME of {', '.join(SUITES)}")
         for name in SUITES[suite]:
-            found = run_file(suite, pathlib.Path(path).resolve(), name, given.pytest.split())
+            found = run_file(suite, pathlib.Path(path).resolve(), name, shlex.split(given.pytest))
             counts = (found.get(column.replace(" ", "_"), 0) for column in COLUMNS[2:])
             rows.append((suite, name, *counts))
             reasons += [f"{name}: {n} {why}" for why, n in sorted(found["reasons"].items())]

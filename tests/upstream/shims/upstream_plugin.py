@@ -22,8 +22,6 @@ def pytest_configure(config):
     suite = config.getoption("suite")
     config.shim = importlib.import_module(f"shim_{suite}")
     config.counts, config.reasons = collections.Counter(), collections.Counter()
-    if not torch.cuda.is_available():
-        OnCpu().__enter__()
     try:
         config.shim.install(pathlib.Path(config.getoption("checkout")))
     except ImportError as error:  # a package that the project needs and that is not installed
@@ -32,6 +30,8 @@ def pytest_configure(config):
         config.reasons[why + str(error.__context__ or error)] += 1
         write_report(config)
         pytest.exit(why, 0)
+    if not torch.cuda.is_available():
+        OnCpu().__enter__()
 
 
 class OnCpu(TorchFunctionMode):
