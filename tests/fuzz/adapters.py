@@ -57,7 +57,7 @@ def lora_linear(draw: Draw) -> Case:
     tensors["lora.A"] = draw.weights(count, K, how["rank"], dtype=dtype).mT
     tensors["lora.B"] = draw.weights(count, how["rank"], N, dtype=dtype).mT
     if how["dora"]:
-        tensors["lora.magnitude"] = draw.numbers(count, N, dtype=dtype)
+        tensors["lora.magnitude"] = draw.numbers(count, N, dtype=dtype).abs() + 0.5
 
     def ours(x, **params):
         return functional_call(layer, params, (x,), given)
@@ -94,7 +94,7 @@ def lora_experts(draw: Draw) -> Case:
         tensors[f"{name}_lora.A"] = draw.weights(E, inside, lora["rank"], dtype=dtype).mT
         tensors[f"{name}_lora.B"] = draw.weights(E, lora["rank"], outside, dtype=dtype).mT
         if lora["dora"]:
-            tensors[f"{name}_lora.magnitude"] = draw.numbers(E, outside, dtype=dtype)
+            tensors[f"{name}_lora.magnitude"] = draw.numbers(E, outside, dtype=dtype).abs() + 0.5
     scaling = layer.down_lora.scaling
     merged = draw.flip(0.2)
 

@@ -16,17 +16,17 @@ def apart(a: float, b: float) -> None:
         raise Ambiguous
 
 
-def top(values: list[float], k: int, ordered: bool = True, owners: list | None = None) -> list[int]:
+def top(values: list[float], k: int, ordered: bool = True, ties: bool = True) -> list[int]:
     """The k highest, of equal ones the lower number first.
 
-    Unless `ordered` it matters only which they are.  With `owners` each value comes from a row of its own:
-    equal values of different rows may be rounded apart.
+    Unless `ordered` it matters only which they are.  Unless `ties` equal values may be rounded apart, as of
+    two tokens are: torch's sigmoid on a CPU is another at the end of a row's memory.
     """
     order = sorted(range(len(values)), key=lambda e: (-values[e], e))
     pairs = list(zip(order[:k], order[1 : k + 1], strict=False))
     for a, b in pairs if ordered else pairs[k - 1 :]:
         apart(values[a], values[b])
-        if owners and values[a] == values[b] and math.isfinite(values[a]) and owners[a] != owners[b]:
+        if not ties and values[a] == values[b] and math.isfinite(values[a]):
             raise Ambiguous
     return order[:k]
 
@@ -73,16 +73,16 @@ def sinkhorn(logits, k, iterations, mask):
     for _ in range(iterations if tokens else 0):
         u = [-log_sum_exp([z + b for z, b in zip(row, v, strict=True)]) for row in tokens]
         v = [-log_sum_exp([row[e] + u[t] for t, row in enumerate(tokens)]) for e in range(E)]
-    return [top([z + b for z, b in zip(row, v, strict=True)], k, owners=list(range(E))) for row in logits]
+    return [top([z + b for z, b in zip(row, v, strict=True)], k, ties=False) for row in logits]
 
 
 def expert_choice(rows, k, slots, mask):
     T, E = len(rows), len(rows[0]) if rows else 0
-    capacity = -(-T * k // E) if T else 0
+    capacity = -(-sum(mask) * k // E) if T else 0
     taken = [set() for _ in rows]
     for e in range(E):
         column = [row[e] if seen else -math.inf for row, seen in zip(rows, mask, strict=True)]
-        for t in top(column, capacity, False, rows):
+        for t in top(column, capacity, False, False):
             taken[t].add(e)
     return [highest(row, taken[t], slots or E) for t, row in enumerate(rows)]
 
@@ -100,9 +100,9 @@ def token_rounding(rows, weights, k, choice, mask):
         rest = {"down": 0, "up": tile - 1, "nearest": tile // 2}[choice.to]
         target = (len(chose) + rest) // tile * tile
         target = target if target <= len(seen) else len(chose)
-        by_weight = top([weights[t][own[t].index(e)] for t in chose], target, False, [rows[t] for t in chose])
+        by_weight = top([weights[t][own[t].index(e)] for t in chose], target, False, False)
         more = max(target - len(chose), 0)
-        by_score = top([rows[t][e] for t in others], more, False, [rows[t] for t in others])
+        by_score = top([rows[t][e] for t in others], more, False, False)
         first, then = [chose[i] for i in by_weight], [others[i] for i in by_score]
         for t in (first + then)[:target]:
             kept[t].add(e)
@@ -114,17 +114,18 @@ def token_rounding(rows, weights, k, choice, mask):
     return out
 
 
-def over_capacity(ids, weights, rows, experts, capacity):
-    """Drop what is behind the first ceil(factor * T * k / E) choices of an expert."""
+def over_capacity(ids, weights, rows, tokens, capacity):
+    """Drop what is behind the first ceil(factor * T * k / E) choices of an expert; T is `tokens`."""
+    experts = len(rows[0])
     k = len(ids[0]) if ids else 0
-    limit = math.ceil(capacity.factor * len(ids) * k / experts)
+    limit = math.ceil(capacity.factor * tokens * k / experts)
     out = [list(row) for row in ids]
     for e in range(experts):  # `rows` are what the weights of each token come from
         places = [(t, j) for t, row in enumerate(ids) for j, chosen in enumerate(row) if chosen == e]
         kept = set(range(min(limit, len(places))))
         if capacity.drop == "probability":
             values = [weights[t][j] for t, j in places]
-            kept = set(top(values, limit, False, [rows[t] for t, _ in places]))
+            kept = set(top(values, limit, False, False))
         for i, (t, j) in enumerate(places):
             if i not in kept:
                 out[t][j] = -1

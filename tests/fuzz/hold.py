@@ -66,7 +66,11 @@ def hold(case: Case, draw: Draw) -> None:
     best = truth if case.exact else results(case.plain, copies, trained, douts)
 
     def rounded(seed: int) -> dict[str, Tensor]:
-        return truth if case.exact else results(case.plain, roundings(case, exact, seed), trained, douts)
+        inputs = {**exact, **{str(i): t.double() for i, t in enumerate(douts)}}
+        if case.exact:
+            return truth
+        inputs = roundings(case, inputs, seed)
+        return results(case.plain, inputs, trained, [inputs.pop(str(i)) for i in range(len(douts))])
 
     moved, twice = [rounded(0)], draw.flip(0.2)
     for backend in BACKENDS:
@@ -123,7 +127,8 @@ def roundings(case: Case, exact: dict[str, Tensor], seed: int) -> dict[str, Tens
     """
     out, gen = {}, torch.Generator().manual_seed(seed)
     for name, t in exact.items():
-        dtype = case.tensors[name].dtype
+        # a gradient of the result holds bfloat16 numbers, which meet results of float32 or less
+        dtype = case.tensors[name].dtype if name in case.tensors else torch.float32
         if dtype.is_floating_point:
             noise = torch.rand(t.shape, generator=gen, dtype=torch.float64).to(DEVICE) * 2 - 1
             own = dtype if dtype.itemsize > 1 else torch.float32

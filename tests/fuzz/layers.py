@@ -16,7 +16,16 @@ from . import choosing, loops
 from .draw import DEVICE, Draw
 from .hold import Case, Loss, target
 from .products import wide_or
-from .routes import PlainRoute, balance, draw_choice, draw_scoring, hide, seen, sequence_balance, squared
+from .routes import (
+    PlainRoute,
+    balance,
+    draw_choice,
+    draw_scoring,
+    hide,
+    seen,
+    sequence_balance,
+    squared,
+)
 
 BESIDE = ("load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef")
 
@@ -187,7 +196,8 @@ class PlainMoE:
             self.kept = ids
             if (capacity := self.how["capacity"]) is not None and len(ids):
                 rows = ids.tolist(), weights.tolist(), scores.tolist()
-                kept = choosing.over_capacity(*rows, scores.shape[1], capacity)
+                tokens = len(ids) if self.mask is None else int(self.mask.sum())
+                kept = choosing.over_capacity(*rows, tokens, capacity)
                 self.kept = torch.tensor(kept, dtype=torch.int64, device=ids.device)
         return self.kept
 
@@ -205,12 +215,13 @@ class PlainMoE:
 
 def draw_moe(draw: Draw, E: int, k: int) -> dict:
     """The options of a layer."""
-    how = draw_activation(draw) | draw_scoring(draw, k) | {"bias": draw.flip(0.3), "capacity": None}
-    how["choice"] = choice = draw_choice(draw, E, k)
+    choice = draw_choice(draw, E, k)
+    how = draw_activation(draw) | draw_scoring(draw, k, choice, E)
+    how |= {"choice": choice, "bias": draw.flip(0.3), "capacity": None}
     how["selection_bias"] = (choice is None or choice.takes_bias) and draw.flip(0.2)
     if (choice is None or choice.takes_capacity) and draw.flip(0.25):
         drop = draw.pick("position", "probability")
-        how["capacity"] = moe_aiter.Capacity(draw.pick(0.3, 1.0, 1.5), drop)
+        how["capacity"] = moe_aiter.Capacity(draw.pick(0.25, 1.0, 1.5), drop)
     if draw.flip(0.3):
         how |= {"shared_intermediate": draw.size(1, 24), "shared_gate": draw.flip()}
     how |= {name: draw.pick(0.0, 0.0, 0.0, 0.5) for name in BESIDE}

@@ -181,7 +181,9 @@ def rounded_weights(scores, ids, own, renormalize, scale):
     return torch.cat([first, weights_of(scores, ids[:, k:], False, scale)], 1)
 
 
-def draw_scoring(draw: Draw, k: int) -> dict:
+def draw_scoring(draw: Draw, k: int, choice=None, E: int = 0) -> dict:
+    """A score, and weights that sum to 1 only where a token can have several experts."""
+    k = slots_of(choice, k, E) if isinstance(choice, moe_aiter.ExpertChoice) else k
     known = "softmax", "softmax", "sigmoid", "sqrt_softplus", *(["topk_softmax"] if k > 1 else [])
     score = draw.pick(*known)
     renormalize = score == "topk_softmax" or (k > 1 and draw.flip())
@@ -236,7 +238,8 @@ def draw_logits(draw: Draw, T: int, E: int, choice, dtype) -> torch.Tensor:
 def route(draw: Draw) -> Case:
     dtype, T, E = draw.dtype(), draw.size(high=40), draw.count(high=12)
     k = draw.count(high=min(E, 5))
-    scoring, choice = draw_scoring(draw, k), draw_choice(draw, E, k)
+    choice = draw_choice(draw, E, k)
+    scoring = draw_scoring(draw, k, choice, E)
     mask = draw.mask(T) if draw.flip(0.3) else None
     takes_bias = choice is None or choice.takes_bias
     bias = draw.grid(E, dtype=torch.float32, step=1 / 64, most=20) if takes_bias and draw.flip(0.3) else None
