@@ -59,6 +59,8 @@ def may_be_forced() -> bool:
 
 
 def check_backend(backend: str, known: tuple[str, ...] = CHOICES["backend"]) -> None:
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str, not {type(backend).__name__}")
     if backend not in known:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(known)}")
 
@@ -110,6 +112,10 @@ def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | N
 
     The function is called as `impl(out, *inputs)` and fills `out` (a tuple for ops with several outputs).
     """
+    if not isinstance(op, str):
+        raise TypeError(f"op must be a str, not {type(op).__name__}")
+    if not (takes is None or isinstance(takes, tuple) and all(isinstance(d, torch.dtype) for d in takes)):
+        raise TypeError(f"takes must be a tuple of dtypes, not {takes!r}")
     if op not in IMPLS:
         raise ValueError(f"unknown op {op!r}; known: {sorted(IMPLS)}")
     check_backend(backend, CHOICES["backend"][1:])  # "auto" has no implementation

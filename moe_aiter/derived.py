@@ -243,9 +243,9 @@ def set_cache_size(mb: int) -> None:
     """Keep at most so many MB (2^20 bytes) of what `derived` returned; 0 keeps nothing.  In the environment:
     MOE_AITER_CACHE_SIZE.  Raises TypeError unless it is an int, ValueError for less than 0."""
     if not isinstance(mb, int) or isinstance(mb, bool):
-        raise TypeError(f"the cache size is in whole MB, an int, not {type(mb).__name__}")
+        raise TypeError(f"mb must be an int, whole MB, not {type(mb).__name__}")
     if mb < 0:
-        raise ValueError(f"the cache size is {mb} MB; it must be 0 or more")
+        raise ValueError(f"mb must be 0 or more, not {mb} MB")
     CACHE.limit = mb * MB
     with CACHE.lock:
         CACHE.shrink()

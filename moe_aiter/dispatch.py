@@ -21,7 +21,8 @@ KINDS = {  # in a schema -> in Python, and in words
     "Tensor": (Tensor, "a tensor"),
     "Optional[Tensor]": ((Tensor, type(None)), "a tensor or None"),
     "int": (INTEGERS, "an int"),
-    "bool": ((int, torch.SymBool), "a bool"),
+    "float": ((numbers.Real, torch.SymFloat, torch.SymInt), "a number"),
+    "bool": ((bool, torch.SymBool), "a bool"),
     "str": (str, "a str"),
 }
 
@@ -76,7 +77,8 @@ def compose(schema: str, fn: Callable) -> None:
 
 def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
     for (argument, kind, words), given in zip(arguments, inputs, strict=True):
-        if not isinstance(given, kind):
+        # a bool is an int to Python, and a mistake here
+        if not isinstance(given, kind) or (isinstance(given, bool) and words in ("an int", "a number")):
             raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
 
 

@@ -18,13 +18,13 @@ def register_kernel(fn: Callable | None = None, /, *, name: str | None = None) -
     the new function from then on, as when a cell of a notebook runs again.  Raises TypeError for what cannot
     be called or a name that is not a str, ValueError without a name.
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
     if fn is None:
         return lambda fn: register_kernel(fn, name=name)
     if not callable(fn):
         raise TypeError(f"a kernel is a function, not {type(fn).__name__}")
     name = getattr(fn, "__name__", None) if name is None else name
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name must be a str, not {type(name).__name__}")
     if not name:
         raise ValueError(f"{fn!r} has no name; give one by register_kernel(name=...)")
     KERNELS[name] = fn
@@ -38,6 +38,8 @@ def list_kernels() -> list[str]:
 
 def get_kernel(name: str) -> Callable:
     """What is registered by this name.  Raises ValueError, with the names that are there, for another."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
     if name not in KERNELS:
-        raise ValueError(f"unknown kernel {name!r}; known: {', '.join(list_kernels()) or 'none'}")
+        raise ValueError(f"name: unknown kernel {name!r}; known: {', '.join(list_kernels()) or 'none'}")
     return KERNELS[name]

@@ -52,7 +52,7 @@ def set_default_precision(precision: str | None) -> None:
     float16, bfloat16 and float64 inputs are computed as they are.  Raises ValueError for another name.
     """
     choices = CHOICES["default_precision"]
-    switches.precision = "" if precision is None else check_choice("the precision", precision, choices[1:])
+    switches.precision = "" if precision is None else check_choice("precision", precision, choices[1:])
 
 
 def get_default_precision() -> str | None:
@@ -98,7 +98,7 @@ def dynamic_shapes_enabled() -> bool:
 
 def check_bool(on: bool) -> bool:
     if not isinstance(on, bool):
-        raise TypeError(f"a switch is True or False, not {type(on).__name__}")
+        raise TypeError(f"on must be a bool, not {type(on).__name__}")
     return on
 
 
@@ -268,7 +268,7 @@ def set_log_level(level: str) -> None:
     """Log from DEBUG, INFO, WARNING or ERROR on, to stderr unless the program has handlers for its log.
 
     Raises ValueError for another name."""
-    log.setLevel(check_choice("the log level", level, CHOICES["log_level"]))
+    log.setLevel(check_choice("level", level, CHOICES["log_level"]))
 
 
 def get_log_level() -> str:

@@ -154,9 +154,9 @@ def test_each_switch_is_read_back():
 @pytest.mark.parametrize(
     "function, value, error, message",
     [
-        ("set_default_precision", "INT8", ValueError, "the precision is 'INT8'; it takes FP16, BF16"),
-        ("set_default_precision", "", ValueError, "the precision is ''; it takes FP16"),
-        ("set_log_level", "LOUD", ValueError, "the log level is 'LOUD'; it takes DEBUG, INFO"),
+        ("set_default_precision", "INT8", ValueError, "precision is 'INT8'; it takes FP16, BF16"),
+        ("set_default_precision", "", ValueError, "precision is ''; it takes FP16"),
+        ("set_log_level", "LOUD", ValueError, "level is 'LOUD'; it takes DEBUG, INFO"),
         ("set_cache_size", -1, ValueError, "-1 MB"),
         ("set_cache_size", "1024", TypeError, "not str"),
         ("enable_fusion", 1, TypeError, "not int"),

@@ -1,7 +1,12 @@
 """Checks that every op makes on its inputs.  They run under the fake as well, so they hold when compiled."""
 
+import functools
 import math
 import numbers
+import re
+import types
+import typing
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +15,9 @@ from ..dispatch import INTEGERS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
+ACCEPTED = {int: INTEGERS, float: (numbers.Real, torch.SymFloat, torch.SymInt)}
+WORDS = {int: "an int", float: "a number", Tensor: "a tensor", torch.nn.Module: "a module"}
+NONE = type(None)
 
 
 def check_tensor(name: str, x: Tensor) -> None:
@@ -71,8 +79,118 @@ def check_positive(**values: float) -> None:
 
 
 def check_real(name: str, number: float) -> None:
-    if not isinstance(number, (numbers.Real, torch.SymFloat, torch.SymInt)) or isinstance(number, bool):
+    if not is_kind(number, float):
         raise TypeError(f"{name} must be a number, not {type(number).__name__}")
+
+
+def check_finite(**values: float) -> None:
+    """Raise unless every number is finite."""
+    for name, number in values.items():
+        check_real(name, number)
+        if not -math.inf < number < math.inf:
+            raise ValueError(f"{name} must be finite, not {number}")
+
+
+def check_probability(**values: float) -> None:
+    """Raise unless every number is from 0 to 1."""
+    for name, number in values.items():
+        check_real(name, number)
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must be from 0 to 1, not {number}")
+
+
+def is_kind(value: object, kind: type) -> bool:
+    """Whether a value is of the kind that an annotation names.
+
+    numpy's integers are ints and ints are floats, but a bool is neither.
+    """
+    if kind in ACCEPTED:
+        return isinstance(value, ACCEPTED[kind]) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def checked(fn: Callable) -> Callable:
+    """Let `fn` raise TypeError unless each argument is of the kind that its annotation names.
+
+    For constructors, and for functions that are not called for every batch.  Annotations other than plain
+    types and unions of them are not checked.
+    """
+    kinds = {name: plain_types(annotation) for name, annotation in fn.__annotations__.items()}
+    kinds = {name: options for name, options in kinds.items() if options}
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            options = kinds.get(name)
+            if options and not any(is_kind(value, kind) for kind in options):
+                words = " or ".join(
+                    WORDS.get(kind) or with_article(kind.__name__) for kind in options if kind is not NONE
+                )
+                raise TypeError(f"{name} must be {words}, not {type(value).__name__}")
+            if isinstance(value, str) and torch.device in (options or ()):
+                check_device_name(name, value)
+        return fn(*args, **kwargs)
+
+    return run
+
+
+def with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def check_device_name(name: str, device: str) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {device!r}, but torch has no such device") from error
+
+
+def check_layout(layout: tuple[int, int]) -> None:
+    """Raise unless `layout` has two sizes."""
+    if not isinstance(layout, (tuple, list)):
+        raise TypeError(f"layout must be two ints, not {type(layout).__name__}")
+    if len(layout) != 2:
+        raise ValueError(f"layout must be (rows, columns / 2), not {layout}")
+    check_sizes(**{"layout[0]": layout[0], "layout[1]": layout[1]})
+
+
+def check_parameter_dtype(dtype: torch.dtype | None) -> None:
+    """Raise unless parameters can have this dtype."""
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, not {dtype}")
+
+
+def plain_types(annotation: object) -> tuple[type, ...]:
+    """The types that an annotation joins by `|`; none if one of them is no plain type."""
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    plain = all(isinstance(kind, type) and typing.get_origin(kind) is None for kind in options)
+    plain = plain and typing.Any not in options
+    return options if plain else ()
+
+
+def renamed(**names: str) -> Callable:
+    """Let errors of a wrapper name arguments as its caller does: `renamed(x="XQ")` says XQ for x.
+
+    Nothing is done before there is an error.
+    """
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def wrap(fn: Callable) -> Callable:
+        @functools.wraps(fn)
+        def run(*args, **kwargs):
+            try:
+                return fn(*args, **kwargs)
+            except (TypeError, ValueError) as error:
+                error.args = tuple(
+                    words.sub(lambda found: names[found[0]], text) if isinstance(text, str) else text
+                    for text in error.args
+                )
+                raise
+
+        return run
+
+    return wrap
 
 
 def check_float(**tensors: Tensor | None) -> None:

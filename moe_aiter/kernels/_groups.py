@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._check import FLOATS, check_device, check_index, check_shape, check_size, check_tensor
+from ._check import FLOATS, check_device, check_flags, check_index, check_shape, check_size, check_tensor
 
 
 def split_groups(x: Tensor, group_sizes: Tensor) -> tuple[Tensor, ...]:
@@ -56,13 +56,16 @@ def check_groups(group_sizes: Tensor, x: Tensor, name: str = "x", **others: Tens
     check_device(**{name: x}, group_sizes=group_sizes, **others)
 
 
-def oriented(x: Tensor, axis: int, size: int, swapped: bool | None) -> Tensor:
+def oriented(name: str, x: Tensor, axis: int, size: int, swapped: bool | None) -> Tensor:
     """`x` with its last two axes as documented, `axis`, -1 or -2, being of that size.
 
-    They are swapped if the caller says so, or does not say and only the other one is of that size.
+    They are swapped if the caller says so by the argument `name`, or does not say and only the
+    other one is of that size.
     """
     if swapped is None:
         swapped = x.shape[axis] != size and x.shape[-3 - axis] == size
+    else:
+        check_flags(**{name: swapped})
     return x.mT if swapped else x
 
 

@@ -89,7 +89,9 @@ def check_segment_values(rows: int, segments: Segments) -> None:
     if indptr is not None and (sizes[0] < 0 or sum(sizes) > rows):
         raise ValueError(f"indptr must lie in [0, {rows}], but it is from {sizes[0]} to {sum(sizes)}")
     if min(sizes, default=0) < 0 or sum(sizes) > rows:
-        raise ValueError(f"segments of {sizes} rows must not be negative nor sum to more than {rows} rows")
+        raise ValueError(
+            f"lens: segments of {sizes} rows must not be negative nor sum to more than {rows} rows"
+        )
 
 
 def check_count(name: str, count: int) -> None:

@@ -183,6 +183,8 @@ ACTIVATIONS = {
 
 def get_activation(name: str) -> Activation:
     """The activation of that name, or a ValueError that lists the names there are."""
+    if not isinstance(name, str):
+        raise TypeError(f"activation must be a str, not {type(name).__name__}")
     if name not in ACTIVATIONS:
         raise ValueError(f"unknown activation {name!r}; known: {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]

@@ -5,7 +5,6 @@ an nn.Linear.  On a GPU a measured table chooses between torch's BLAS and the ke
 """
 
 import math
-import numbers
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +14,7 @@ from .. import tuning
 from ..backend import define_op, takes
 from ..metadata import steady
 from . import hopper
-from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
+from ._check import FLOATS, check_device, check_float, check_real, check_shape, check_size, check_tensor
 from ._gemm_choice import wants
 from ._gemm_epilogue import epilogue_of, finish, finish_parts, in_triton, splits_of
 from ._gemm_row import launch_one_row, takes_row
@@ -225,9 +224,11 @@ def gemm(
     """
     for name, t in (("x", x), ("w", w)):
         check_tensor(name, t)
+    if bias is not None:
+        check_tensor("bias", bias)
     for name, number in (("alpha", alpha), ("beta", beta)):
-        if type(number) is not float and not isinstance(number, numbers.Real):
-            raise TypeError(f"{name} must be a number, not {type(number).__name__}")
+        if type(number) is not float:
+            check_real(name, number)
     if c is None and beta != 0:
         raise ValueError(f"beta is {beta} but c is None")
     if activation is not None and activation not in ACTIVATIONS:

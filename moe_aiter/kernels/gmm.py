@@ -11,7 +11,7 @@ from ..backend import define_inplace_op, define_op, takes
 from ..tuning.aiter_json import tile_of
 from . import hopper
 from ._by_group import fill_gmm, fill_gmm_into
-from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape, check_size
+from ._check import FLOATS, check_device, check_flags, check_float, check_own_memory, check_shape, check_size
 from ._groups import (
     check_existing,
     check_groups,
@@ -245,7 +245,8 @@ def gmm(
     """
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")
-    rhs = oriented(rhs, -2, lhs.shape[1], trans_rhs)
+    check_flags(work_stealing=work_stealing)
+    rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], trans_rhs)
     (M, K), (G, _, N) = lhs.shape, rhs.shape
     tile, programs = tile_of("gmm", config, (M, K, N, G), lhs.dtype, grid_dim)
     if existing_out is None:

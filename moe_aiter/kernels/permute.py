@@ -137,11 +137,11 @@ def row_dots_kernel(
 
 
 # launcher
-def check_rows(rows: Tensor, order: Tensor) -> None:
-    check_shape("rows", rows, "R", "H")
+def check_rows(rows: Tensor, order: Tensor, name: str = "rows") -> None:
+    check_shape(name, rows, "R", "H")
     check_shape("order", order, "R")
-    check_float(rows=rows)
-    check_size("rows is (R={}, H)", rows.shape[0], "order is (R={},)", order.shape[0])
+    check_float(**{name: rows})
+    check_size(f"{name} is (R={{}}, H)", rows.shape[0], "order is (R={},)", order.shape[0])
 
 
 def check_tokens(x: Tensor, rank: Tensor) -> None:
@@ -178,7 +178,7 @@ def new_permute(x, order, rank, routing_weights):
 
 
 def new_unpermute(rows, order, rank, routing_weights):
-    check_rows(rows, order)
+    check_rows(rows, order, "x")
     check_plan(rows, order, rank, routing_weights)
     return rows.new_empty(rank.shape[0], rows.shape[1])
 
@@ -294,7 +294,7 @@ permute_op = define_op(
     backward=backward_permute,
 )
 unpermute_op = define_op(
-    "unpermute(Tensor rows, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
+    "unpermute(Tensor x, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
     new=new_unpermute,
     check_values=check_values,
     reference=unpermute_reference,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..tuning.aiter_json import tile_of
-from ._check import FLOATS, check_device, check_float, check_own_memory, check_shape, check_size
+from ._check import FLOATS, check_device, check_flags, check_float, check_own_memory, check_shape, check_size
 from ._groups import check_existing, check_groups, oriented, result_dtype
 from .group_sum import group_sum
 from .tgmm import tgmm_into_op
@@ -94,12 +94,13 @@ def transposed(
 ) -> Tensor:
     check_shape("lhs", lhs, "K", "M")
     check_shape("rhs", rhs, "M", "N")
-    lhs = oriented(lhs, -1, rhs.shape[0], trans_lhs)
+    lhs = oriented("trans_lhs", lhs, -1, rhs.shape[0], trans_lhs)
     check_size("lhs is (K, M={})", lhs.shape[1], "rhs is (M={}, N)", rhs.shape[0])
     check_float(lhs=lhs, rhs=rhs)
     check_groups(group_sizes, lhs, "lhs", rhs=rhs)
     (K, M), N, G = lhs.shape, rhs.shape[1], group_sizes.shape[0]
     of_rhs = check_bias_grad(bias_grad, bias_grad_from, lhs, (G, K), (G, N))
+    check_flags(accumulate=accumulate)
     if accumulate and existing_out is None:
         raise ValueError("accumulate=True adds to an existing_out, but there is none")
     if existing_out is None:

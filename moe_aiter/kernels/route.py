@@ -18,7 +18,7 @@ from torch import Tensor
 from ..backend import copy_into, define_op, takes
 from ..dispatch import is_transformed
 from ..replay import always_save, once
-from ._check import check_device, check_float, check_shape
+from ._check import check_device, check_finite, check_float, check_shape
 from ._groups import wide
 from ._host import array, ext, host, num_threads
 from ._triton import jit_kernel, tl, triton
@@ -134,6 +134,7 @@ def new_route(
     check_shape("logits", logits, "T", "E")
     if logits.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"logits must be float32 or float64, not {logits.dtype}")
+    check_finite(scale=scale)
     num_tokens, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={num_experts}); top_k must be from 1 to E")

@@ -10,11 +10,12 @@ each row, and so on.  With v elements in a vector, element (n, k) of layout (16,
 import torch
 from torch import Tensor
 
-from ._check import check_sizes, check_tensor
+from ._check import check_layout, check_tensor, checked
 
 LAYOUT = (16, 16)
 
 
+@checked
 def shuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False) -> Tensor:
     """A copy of `x` (..., N, K) of any dtype in the shuffled order, with the same shape.
 
@@ -29,6 +30,7 @@ def shuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool =
     return tag(copied(as_bytes(x).reshape(split).movedim(-4, -2), x), True)
 
 
+@checked
 def unshuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False) -> Tensor:
     """A copy of a shuffled `x` (..., N, K) in the usual order: the exact inverse of `shuffle_weight`."""
     rows, columns, vector = check_shuffle(x, layout, use_int4)
@@ -39,9 +41,7 @@ def unshuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool
 def check_shuffle(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False) -> tuple[int, ...]:
     """Rows and columns of a block, and elements of a vector.  Raises ValueError where x has parts of them."""
     check_tensor("x", x)
-    if len(layout) != 2:
-        raise ValueError(f"layout must be (rows, columns / 2), not {layout}")
-    check_sizes(**{"layout[0]": layout[0], "layout[1]": layout[1]})
+    check_layout(layout)
     rows, columns, vector = layout[0], 2 * layout[1], 32 if use_int4 else max(16 // x.itemsize, 1)
     if x.dim() < 2:
         raise ValueError(f"x must be (..., N, K), but it has shape {tuple(x.shape)}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..derived import derived
-from ._check import check_flags, check_shape, check_tensor
+from ._check import check_device, check_flags, check_shape, check_tensor, renamed
 from ._groups import wide
 from .sparse_matmul import sparse_matmul_op
 from .sparse_pattern import (
@@ -24,6 +24,7 @@ BLOCKS = torch.sparse_bsr, torch.sparse_bsc
 BLOCKSIZE = 64  # of a weight without blocks
 
 
+@renamed(x="input", values="weight")
 def sparse_gemm(
     input: Tensor,
     weight: Tensor,
@@ -57,10 +58,7 @@ def sparse_gemm(
 
     Raises ValueError for shapes, devices and patterns that do not fit, TypeError for dtypes and flags.
     """
-    check_tensor("input", input)
-    check_tensor("weight", weight)
-    if input.layout != torch.strided or input.dim() == 0:
-        raise ValueError(f"input must be dense (..., K), but it is {input.layout} {tuple(input.shape)}")
+    check_operands(input, weight)
     check_flags(transpose_weight=transpose_weight)
     transposed = not transpose_weight
     if isinstance(sparsity_pattern, SparsePattern):
@@ -69,7 +67,7 @@ def sparse_gemm(
         values, pattern = weight, sparsity_pattern
         if tuple(values.shape[1:]) != (() if pattern.blocksize == (1, 1) else pattern.blocksize):
             shapes = tuple(values.shape), pattern.blocksize
-            raise ValueError("weight is values {} but the pattern has blocks of {}".format(*shapes))
+            raise ValueError("weight is {} but the pattern has blocks of {}".format(*shapes))
     else:
         kind = check_kind(weight, sparsity_pattern, blocksize)
         if weight.layout == torch.strided:
@@ -84,6 +82,14 @@ def sparse_gemm(
     x = input if input.dim() == 2 else input[None] if input.dim() == 1 else input.flatten(0, -2)
     out = sparse_matmul_op(x, values, bias, pattern.lists, *pattern.shape, transposed)
     return out if input.dim() == 2 else out.view(*input.shape[:-1], out.shape[1])
+
+
+def check_operands(input: Tensor, weight: Tensor) -> None:
+    check_tensor("input", input)
+    check_tensor("weight", weight)
+    if input.layout != torch.strided or input.dim() == 0:
+        raise ValueError(f"input must be dense (..., K), but it is {input.layout} {tuple(input.shape)}")
+    check_device(input=input, weight=weight)
 
 
 def check_kind(weight: Tensor, kind: str | None, blocksize: int | tuple[int, int] | None) -> str:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._check import check_shape, check_sizes, check_tensor
+from ._check import check_shape, check_sizes, check_tensor, is_kind
 from ._triton import cdiv
 
 COMPRESSED = torch.sparse_csr, torch.sparse_bsr
@@ -29,6 +29,14 @@ class SparsePattern:
     shape: tuple[int, int]  # N, K
     blocksize: tuple[int, int]
     lists: Tensor = dataclasses.field(repr=False)  # int32: see `make_lists`
+
+    def __post_init__(self):
+        for name, pair in (("shape", self.shape), ("blocksize", self.blocksize)):
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(is_kind(n, int) for n in pair):
+                raise TypeError(f"{name} must be a tuple of two ints, not {pair!r}")
+        check_tensor("lists", self.lists)
+        if self.lists.dtype != torch.int32:
+            raise TypeError(f"lists must be int32, not {self.lists.dtype}")
 
     @classmethod
     def from_mask(

@@ -17,7 +17,7 @@ from ..derived import derived
 from ..dispatch import is_transformed
 from ..metadata import decisions, is_steady, keep, noting, steady
 from ..tuning.aiter_csv import Problem, find, this_device
-from ._check import FLOATS, check_device, check_float, check_shape, check_size, check_tensor
+from ._check import FLOATS, check_device, check_flags, check_float, check_shape, check_size, check_tensor
 from ._fp8 import FP8
 from ._tuned_choice import choose, note, tile_option
 from .gemm import gemm
@@ -161,7 +161,13 @@ def product(
 ) -> Tensor:
     check_tensor("x", x)
     check_tensor("weight", weight)
-    if is_shuffled is None:
+    if bias is not None:
+        check_tensor("bias", bias)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a floating dtype, not {dtype!r}")
+    if is_shuffled is not None:
+        check_flags(is_shuffled=is_shuffled)
+    else:
         is_shuffled = getattr(weight, "is_shuffled", False) is True
     if torch.compiler.is_compiling():
         return compiled(x, unshuffle_weight(weight) if is_shuffled else weight, bias, dtype, scaled)

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_not_negative
+from ..kernels._check import check_not_negative, checked
 from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
 from .moe import MoE
 
 
 @torch.no_grad()
+@checked
 def balance_step(
     model: nn.Module, rate: float = 1e-3, *, rule: str = "sign", zero_mean: bool = False, group=None
 ) -> None:
@@ -45,6 +46,7 @@ def balance_step(
 
 
 @torch.no_grad()
+@checked
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Multiply the gradients of the auxiliary losses of every `MoE` in `model` by `scale`.
 

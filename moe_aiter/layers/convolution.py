@@ -58,7 +58,8 @@ def check_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int
     if bias is not None:
         check_shape("bias", bias, "O")
         check_size("bias is (O={},)", bias.shape[0], "weight is (O={}, ...)", weight.shape[0])
-    if not torch.is_autocast_enabled(input.device.type):  # which gives all of them its own dtype
+    # autocast gives all of them its own dtype
+    if input.is_meta or not torch.is_autocast_enabled(input.device.type):
         check_float(input=input, weight=weight, bias=bias)
     check_device(input=input, weight=weight, bias=bias)
 

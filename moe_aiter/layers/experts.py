@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_sizes, check_tensor
+from ..kernels._check import check_parameter_dtype, check_sizes, check_tensor, checked
 from ..kernels._expert_inputs import check_memory
 from ..kernels.activations import get_activation
 from ..kernels.experts import expert_mlp
@@ -41,6 +41,7 @@ class Experts(nn.Module):
     `keep_fp8_weights` saves quantising each weight anew for each micro-batch.
     """
 
+    @checked
     def __init__(
         self,
         num_experts: int,
@@ -57,6 +58,7 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_parameter_dtype(dtype)
         check_sizes(num_experts=num_experts, hidden=hidden, intermediate=intermediate)
         act = get_activation(activation)
         if interleaved and not act.gated:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_size
+from ..kernels._check import check_size, checked
 from .linear import multiply
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -144,6 +144,7 @@ class FusedPart(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, fused"
 
 
+@checked
 def fuse_qkv(
     q: nn.Linear, k: nn.Linear, v: nn.Linear, *, trainable: bool | None = None
 ) -> tuple[FusedPart, FusedPart, FusedPart]:
@@ -163,6 +164,7 @@ def fuse_qkv(
     return fuse((q, k, v), trainable)
 
 
+@checked
 def fuse_gate_up(
     gate: nn.Linear, up: nn.Linear, *, trainable: bool | None = None
 ) -> tuple[FusedPart, FusedPart]:
@@ -199,6 +201,7 @@ def check_fits(linears: Sequence[nn.Linear]) -> None:
         raise ValueError("biases must be trained, and of the dtype, as the weights are")
 
 
+@checked
 def fuse_projections(
     model: nn.Module, *, trainable: bool | None = None, groups: Sequence[Sequence[str]] = GROUPS
 ) -> int:
@@ -231,6 +234,7 @@ def can_fuse(linears: Sequence[nn.Module | None]) -> bool:
     return True
 
 
+@checked
 def unfuse(model: nn.Module) -> int:
     """Give every fused projection in a model a weight of its own, as it was before; how many projections.
 

@@ -9,6 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import settings
+from ..kernels._check import (
+    check_device,
+    check_float,
+    check_layout,
+    check_shape,
+    check_size,
+    check_sizes,
+    checked,
+)
 from ..kernels.shuffle import LAYOUT, shuffle_weight
 from ..kernels.tuned_gemm import PARAMETERS, NotSupportedError, needs_gradient, tuned_gemm
 from ..tuning.aiter_csv import Problem, find, this_device
@@ -130,7 +139,13 @@ def linear_with_split_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     in one step.  x (..., K), weight (N, K), bias (N,); returns (..., N) in the dtype of `x`.
     """
     out = tuned_gemm(x, weight)
-    return out if bias is None else out + bias
+    if bias is None:
+        return out
+    check_shape("bias", bias, "N")
+    check_float(bias=bias)
+    check_size("bias is ({},)", bias.shape[0], "weight is (N={}, K)", out.shape[-1])
+    check_device(x=x, bias=bias)
+    return out + bias.to(out.dtype)
 
 
 # shuffled weights
@@ -139,6 +154,7 @@ def linear_with_split_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 _shuffled_from: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()  # states of weights
 
 
+@checked
 def preshuffle_weights(
     model: nn.Module, require_multiple: int = 256, layout: tuple[int, int] = LAYOUT
 ) -> int:
@@ -159,6 +175,8 @@ def preshuffle_weights(
     CPUs they gain nothing.  Kernels here read the layout (16, 16); in another one weights are only kept.
     Raises ValueError where a weight does not fall into blocks of the layout, before anything is changed.
     """
+    check_sizes(require_multiple=require_multiple)
+    check_layout(layout)
     eligible = [m for m in model.modules() if is_eligible(m, require_multiple)]
     copies: dict[int, Tensor] = {}  # of weights, which several modules may share
     for module in eligible:

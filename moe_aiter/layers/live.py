@@ -31,6 +31,8 @@ class LiveTable:
             from rich.live import Live
         except ImportError as error:
             raise ImportError("LiveTable needs the package rich: pip install rich") from error
+        if file is not None and not hasattr(file, "write"):
+            raise TypeError(f"file must be a text file, not {type(file).__name__}")
         self.console = Console(file=file, stderr=file is None)
         self.live = Live(console=self.console, auto_refresh=False)
 

@@ -19,12 +19,15 @@ from torch import Tensor, nn
 
 from ..backend import no_autocast
 from ..kernels._check import (
+    check_device,
     check_float,
     check_index,
     check_plan,
     check_shape,
     check_sizes,
     check_tensor,
+    checked,
+    renamed,
 )
 from ..kernels._groups import sum_dtype
 from ..kernels.glu import glu
@@ -46,6 +49,7 @@ class LoRAFactors(nn.Module):
     in a step, for all rows; the others are divided by the rest of it.
     """
 
+    @checked
     def __init__(
         self,
         weight: Tensor,
@@ -166,12 +170,14 @@ class LoRALinear(nn.Module):
     with `dora` lora.magnitude (num_adapters, out).  `base` gets no gradients from here on.
     """
 
+    @checked
     def __init__(self, base: nn.Linear, num_adapters: int = 1, **lora):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.lora = LoRAFactors(base.weight, num_adapters, **lora)
         self.original: Tensor | None = None
 
+    @renamed(lens="seg_lens", weight_indices="adapter_ids")
     def forward(self, x: Tensor, adapter_ids: Tensor | None = None, seg_lens: Tensor | None = None) -> Tensor:
         """(..., in) -> (..., out).
 
@@ -184,6 +190,8 @@ class LoRALinear(nn.Module):
         in_features = self.base.weight.shape[1]
         if x.dim() < 1 or x.shape[-1] != in_features:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., in={in_features})")
+        check_float(x=x)
+        check_device(x=x, weight=self.base.weight)
         rows = x.reshape(-1, in_features)  # (R, in)
         out = self.base(rows)
         if self.original is not None and adapter_ids is not None:
@@ -209,8 +217,7 @@ class LoRALinear(nn.Module):
         axes = adapter_ids.shape
         if axes != x.shape[: len(axes)] or len(axes) >= x.dim():
             raise ValueError(f"adapter_ids is {tuple(axes)} but x is {tuple(x.shape)}")
-        length = math.prod(x.shape[len(axes) : -1])
-        ids = adapter_ids.flatten()
+        ids, length = adapter_ids.flatten(), math.prod(x.shape[len(axes) : -1])
         if length == 1 and ids.numel() > FEW_ROWS:
             return ids, None
         return ids, torch.full_like(ids, length)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ..kernels._check import checked
 from .experts import Experts
 from .optimized import OptimizedMoELayer
 
@@ -21,6 +22,7 @@ def weights_of_layers(module: nn.Module) -> tuple[str, ...]:
 FINDERS: list[Callable[[nn.Module], tuple[str, ...]]] = [weights_of_layers]
 
 
+@checked
 def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Give each trained weight of the experts in `model` a float32 `main_grad`, and hand it to `optimizer`.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch import is_plain, is_transformed
-from ..kernels._check import check_device, check_not_negative, check_tensor
+from ..kernels._check import check_device, check_flags, check_not_negative, check_tensor, checked
 from ..kernels.decide import decide
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
@@ -72,6 +72,7 @@ class MoE(nn.Module):
     monitor = None  # a Monitor's recorder, while there is one
     _loss_scale: Tensor | None = None  # None is 1
 
+    @checked
     def __init__(
         self,
         hidden: int,
@@ -169,6 +170,8 @@ class MoE(nn.Module):
         dtypes that differ.
         """
         check_tensor("x", x)
+        if return_routing is not False:
+            check_flags(return_routing=return_routing)
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
         tokens = x.reshape(-1, self.hidden)  # (T, H)

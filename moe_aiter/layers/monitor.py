@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..kernels._check import checked
 from ..routing.balance import sum_over_ranks
 from ..routing.record import SCALARS, record_routing
 from ..routing.router import Routing
@@ -61,6 +62,7 @@ class Monitor:
     Raises ValueError for a model without a layer to count, and for one that has a monitor already.
     """
 
+    @checked
     def __init__(self, model: nn.Module, *, evaluation: bool = False, group=None):
         self.evaluation, self.group = evaluation, group
         layers = {plain_name(name) or type(m).__name__: m for name, m in self.find(model).items()}

@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_float, check_shape, check_size, check_sizes
+from ..kernels._check import (
+    check_float,
+    check_parameter_dtype,
+    check_shape,
+    check_size,
+    check_sizes,
+    checked,
+    renamed,
+)
 from ..kernels.activations import get_activation
 from ..kernels.experts import expert_mlp
 from ..kernels.experts_fp8 import check_fp8
@@ -29,6 +37,7 @@ class OptimizedMoELayer(nn.Module):
     obeyed, as by nn.Linear.
     """
 
+    @checked
     def __init__(
         self,
         hidden_dim: int,
@@ -41,6 +50,7 @@ class OptimizedMoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_parameter_dtype(dtype)
         check_sizes(hidden_dim=hidden_dim, num_experts=num_experts, expert_dim=expert_dim)
         if device is None:
             device = torch.get_default_device()
@@ -60,6 +70,7 @@ class OptimizedMoELayer(nn.Module):
         nn.init.normal_(self.w1)
         nn.init.normal_(self.w2)
 
+    @renamed(order="expert_ids")
     def forward(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> Tensor:
         """Send `x` (T, H) to `expert_ids` (T, k), weighted by `routing_weights` (T, k); returns (T, H).
 

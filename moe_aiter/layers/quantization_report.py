@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..kernels._check import checked
 from .fuse import FusedLinear, FusedPart
 from .quantized import SKIPPED, Quantized, verdicts
 
@@ -89,6 +90,7 @@ def floats(outputs: Any) -> list[Tensor]:
     return [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
+@checked
 def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> QuantizationReport:
     """Run `model`, and `quantized`, as `quantize` made it of that, on the same inputs, and compare.
 

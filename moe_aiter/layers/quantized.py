@@ -159,11 +159,13 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     the copy requires a gradient.  Its state_dict loads into another such copy.
     Raises ValueError for an unknown `dtype`, or a name in `skip` that the model has not.
     """
-    if dtype not in FORMATS:
+    if not isinstance(dtype, str) or dtype not in FORMATS:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(FORMATS)}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, not {type(model).__name__}")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    if not isinstance(skip, Collection):
+        raise TypeError(f"skip must be a collection of names, not {type(skip).__name__}")
     skip = {skip} if isinstance(skip, str) else set(skip)
     if unknown := skip - names:
         raise ValueError(f"skip names {', '.join(map(repr, sorted(unknown)))}, which the model has not")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backend import check_backend, use
-from ..kernels._check import check_shape, check_size, check_tensor
+from ..kernels._check import check_flags, check_shape, check_size, check_tensor, checked, renamed
 from ..kernels._segments import check_count
 from ..kernels.segment_gmm import segment_gmm
 from ..switches import inside
@@ -22,6 +22,7 @@ class SegmentGEMMWrapper:
     sm90, which all run what `segment_gmm` has for the device; `run` refuses another name.
     """
 
+    @checked
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto"):
         check_tensor("float_workspace_buffer", float_workspace_buffer)
         self.backend = backend
@@ -37,6 +38,7 @@ class SegmentGEMMWrapper:
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
 
+    @renamed(w="weights", lens="seg_lens", indptr="seg_indptr")
     def run(
         self,
         x: Tensor,
@@ -75,6 +77,7 @@ class SegmentGEMMWrapper:
         elif seg_lens is None:
             raise ValueError("Either seg_lens or seg_indptr should be provided.")
         check_tensor("x", x)
+        check_flags(weight_column_major=weight_column_major)
         matrix = ("d_out", "d_in") if weight_column_major else ("d_in", "d_out")
         check_shape("weights", weights, "num_weights", *matrix)
         check_batch(batch_size, weights, seg_lens, seg_indptr, weight_indices)
@@ -107,6 +110,8 @@ def check_batch(
         if isinstance(t, Tensor) and t.dim() == 2 and t.is_floating_point():
             raise TypeError(f"{name} is a floating matrix; `out` is an argument by name alone")
         if t is not None:
+            if isinstance(t, Tensor) and t.is_meta and not weights.is_meta:
+                raise ValueError(f"{name} is on meta, without numbers, but weights is on {weights.device}")
             more = " + 1" if name == "seg_indptr" else ""
             check_shape(name, t, f"batch_size{more}")
             length = batch_size + bool(more)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..kernels._check import check_layout, checked, renamed
 from ..kernels.shuffle import LAYOUT, check_shuffle, shuffle_weight, unshuffle_weight
 
 
@@ -20,8 +21,11 @@ class ShuffledWeight(nn.Module):
 
     is_shuffled = True
 
+    @checked
+    @renamed(x="weight")
     def __init__(self, weight: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False):
         super().__init__()
+        check_layout(layout)
         self.layout, self.use_int4 = tuple(layout), bool(use_int4)
         self.register_buffer("shuffled", shuffle_weight(weight.detach(), self.layout, self.use_int4))
 

@@ -1,13 +1,12 @@
 """Experts that take a limited number of choices; the rest are dropped."""
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_shape
+from ..kernels._check import check_positive, check_shape
 from .plan import RoutePlan, make_plan
 
 POLICIES = ("position", "probability")
@@ -30,8 +29,7 @@ class Capacity:
     drop: str = "position"
 
     def __post_init__(self):
-        if not self.factor > 0 or math.isinf(self.factor):
-            raise ValueError(f"factor must be above 0 and finite, not {self.factor}")
+        check_positive(factor=self.factor)
         if self.drop not in POLICIES:
             raise ValueError(f"unknown drop {self.drop!r}; known: {', '.join(POLICIES)}")
 

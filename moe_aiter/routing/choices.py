@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_sizes
+from ..kernels._check import check_real, check_sizes
 from ..kernels.decide import decide
 from ..kernels.topk import topk
 from .scores import weigh
@@ -72,13 +72,14 @@ class GroupLimit(Choice):
             raise ValueError(f"top_groups is {self.top_groups} but num_groups is {self.num_groups}")
         if self.score not in ("max", "top2"):
             raise ValueError(f"unknown score {self.score!r} of a group; known: max, top2")
+        check_real("masked", self.masked)
         if self.masked not in (0, -math.inf):
             raise ValueError(f"masked must be 0 or -inf, not {self.masked}")
 
     def check(self, top_k: int, num_experts: int) -> None:
         if num_experts % self.num_groups:
             raise ValueError(
-                f"num_experts is {num_experts}, which {self.num_groups} groups cannot share evenly"
+                f"num_experts is {num_experts}, which {self.num_groups} groups cannot share as choice says"
             )
         size = num_experts // self.num_groups
         if self.score == "top2" and size < 2:
@@ -134,6 +135,7 @@ class TopP(Choice):
     p: float
 
     def __post_init__(self):
+        check_real("p", self.p)
         if not 0 < self.p <= 1:
             raise ValueError(f"p must be above 0 and at most 1, not {self.p}")
 

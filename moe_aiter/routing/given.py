@@ -3,7 +3,17 @@
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_device, check_index, check_shape, check_size, check_sizes
+from ..kernels._check import (
+    check_device,
+    check_finite,
+    check_float,
+    check_index,
+    check_shape,
+    check_size,
+    check_sizes,
+    check_tensor,
+    checked,
+)
 from .router import Routing
 from .scores import check_score, scores_of, weigh
 
@@ -34,6 +44,10 @@ def route_to(
     check_sizes(k=expert_ids.shape[1])
     renormalize = check_score(score, renormalize, expert_ids.shape[1])
     check_size("logits is (T={}, E)", logits.shape[0], "expert_ids is (T={}, k)", expert_ids.shape[0])
+    check_float(logits=logits)
+    check_finite(scale=scale)
+    if routing_weights is not None:
+        check_tensor("routing_weights", routing_weights)
     check_device(logits=logits, expert_ids=expert_ids, routing_weights=routing_weights)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = scores_of(logits, score)
@@ -48,6 +62,7 @@ def route_to(
     return Routing(expert_ids, routing_weights, scores, logits)
 
 
+@checked
 def hash_experts(
     num_tokens: int, num_experts: int, top_k: int, *, seed: int = 0, device: torch.device | str | None = None
 ) -> Tensor:

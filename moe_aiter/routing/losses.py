@@ -8,7 +8,15 @@ from torch import Tensor
 
 from ..backend import define_op
 from ..dispatch import is_transformed
-from ..kernels._check import check_device, check_shape, check_size, check_sizes, check_tensor
+from ..kernels._check import (
+    check_device,
+    check_float,
+    check_index,
+    check_shape,
+    check_size,
+    check_sizes,
+    check_tensor,
+)
 from .plan import make_plan
 
 
@@ -33,6 +41,7 @@ def load_balance_loss(
     Raises ValueError for sizes that disagree.
     """
     check_shape("scores", scores, "T", "E")
+    check_float(scores=scores)
     num_tokens, num_experts = scores.shape
     if (expert_ids is None) == (group_sizes is None):
         raise ValueError("give either expert_ids or group_sizes")
@@ -79,7 +88,9 @@ def sequence_balance_loss(
     disagree.
     """
     check_shape("scores", scores, "T", "E")
+    check_float(scores=scores)
     check_shape("expert_ids", expert_ids, "T", "k")
+    check_index(expert_ids=expert_ids)
     check_sizes(sequence_length=sequence_length)
     num_tokens, num_experts = scores.shape
     check_size("scores is (T={}, E)", num_tokens, "expert_ids is (T={}, k)", expert_ids.shape[0])
@@ -116,6 +127,7 @@ def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     tokens where it is False.  Returns a float32 scalar, 0 without tokens.
     """
     check_shape("logits", logits, "T", "E")
+    check_float(logits=logits)
     if mask is not None:
         check_mask(mask, "logits", logits.shape[0])
         check_device(logits=logits, mask=mask)
@@ -135,6 +147,8 @@ def attach_loss(x: Tensor, loss: Tensor, loss_scale: Tensor | None = None) -> Te
     """
     check_tensor("x", x)
     check_tensor("loss", loss)
+    check_float(x=x)
+    check_float(loss=loss)
     if not torch.compiler.is_compiling() and is_transformed():
         raise NotImplementedError("no loss can be attached under torch.func: add it to the training loss")
     return attach_loss_op(x, loss, loss_scale)

@@ -7,7 +7,17 @@ from torch import Tensor, nn
 
 from ..backend import define_op, no_autocast
 from ..dispatch import is_unwatched, saved_tensors
-from ..kernels._check import check_device, check_float, check_positive, check_shape, check_size, check_sizes
+from ..kernels._check import (
+    check_device,
+    check_flags,
+    check_float,
+    check_parameter_dtype,
+    check_positive,
+    check_shape,
+    check_size,
+    check_sizes,
+    checked,
+)
 from ..kernels.decide import decide
 from ..kernels.route import choose_experts
 from ..kernels.topk import topk
@@ -78,6 +88,7 @@ def route(
         how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
         scores, weights, expert_ids = choose_once(logits, top_k, **how, need_scores=need_scores)
     else:
+        check_flags(need_scores=need_scores)
         scores = scores_of(logits, score)
         ranked = rank(scores, selection_bias)
         if choice is None:
@@ -86,9 +97,7 @@ def route(
         else:
             ranked = logits.detach() if choice.by_logits else ranked
             expert_ids, weights = choice.choose(scores, ranked, top_k, mask, renormalize, scale)
-    if mask is not None:
-        expert_ids = without_padding(expert_ids, mask)
-    return Routing(expert_ids, weights, scores, logits)
+    return Routing(without_padding(expert_ids, mask), weights, scores, logits)
 
 
 def choose_once(logits: Tensor, top_k: int, **how) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -105,7 +114,9 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[:, None], 0)
 
 
-def without_padding(expert_ids: Tensor, mask: Tensor) -> Tensor:
+def without_padding(expert_ids: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return expert_ids
     check_mask(mask, "logits", expert_ids.shape[0])
     check_device(logits=expert_ids, mask=mask)
     return expert_ids.masked_fill(~mask[:, None], -1)
@@ -116,6 +127,7 @@ def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
     if selection_bias is None:
         return scores.detach()
     check_shape("selection_bias", selection_bias, "E")
+    check_float(selection_bias=selection_bias)
     check_device(logits=scores, selection_bias=selection_bias)
     what = "logits is (T, E={})", scores.shape[1]
     check_size(*what, "selection_bias is (E={},)", selection_bias.shape[0])
@@ -248,6 +260,7 @@ class Router(nn.Module):
     [1 - jitter, 1 + jitter] (Fedus et al. 2021, arXiv 2101.03961); the experts see x itself.
     """
 
+    @checked
     def __init__(
         self,
         hidden: int,
@@ -265,6 +278,7 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_parameter_dtype(dtype)
         check_sizes(hidden=hidden, num_experts=num_experts)
         check_positive(scale=scale)
         check_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
@@ -272,7 +286,7 @@ class Router(nn.Module):
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
         self.choice, self.jitter = choice, jitter
-        if not 0 <= jitter < 1:
+        if not 0 <= jitter < 1:  # NaN too
             raise ValueError(f"jitter must be from 0 to below 1, not {jitter}")
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
@@ -298,8 +312,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, *, need_scores: bool = True, mask: Tensor | None = None) -> Routing:
         """Route each row of `x` (T, H); `need_scores` and `mask` as for `route`."""
+        check_shape("x", x, "T", "H")
         if mask is not None:
             check_mask(mask, "x", x.shape[0], "H")
+            check_device(x=x, mask=mask)
         x = hide(x, mask)
         if self.adds_noise():
             x = self.with_noise(x)

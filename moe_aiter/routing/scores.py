@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels._check import check_finite
 from ..kernels.route_grad import EPSILON
 
 SCORES = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
@@ -51,6 +52,7 @@ def scores_of(logits: Tensor, score: str) -> Tensor:
 
 def weigh(scores: Tensor, expert_ids: Tensor, renormalize: bool, scale: float) -> Tensor:
     """The weights of `expert_ids` (T, k), of which one outside [0, E) weighs 0: (T, k)."""
+    check_finite(scale=scale)
     used = (expert_ids >= 0) & (expert_ids < scores.shape[1])
     chosen = scores.gather(1, expert_ids.where(used, 0).long()).where(used, 0)
     if renormalize:

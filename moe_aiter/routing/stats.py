@@ -29,6 +29,8 @@ def load_statistics(group_sizes: Tensor) -> LoadStatistics:
         raise ValueError(
             f"group_sizes must be (..., E) with E >= 1, but it has shape {tuple(group_sizes.shape)}"
         )
+    if group_sizes.is_complex():
+        raise TypeError(f"group_sizes must be whole or floating numbers, not {group_sizes.dtype}")
     num_experts = group_sizes.shape[-1]
     group_sizes = group_sizes.detach().float()
     total = group_sizes.sum(-1, keepdim=True)  # (..., 1)

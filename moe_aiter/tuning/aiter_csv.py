@@ -260,7 +260,11 @@ def chosen(cells: dict[str, str], column: str, where: str, known: dict):
 
 def to_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype:
     """A dtype, which may be given as rows name it."""
-    return dtype if isinstance(dtype, torch.dtype) else chosen({name: dtype}, name, "the product", dtypes())
+    if isinstance(dtype, torch.dtype):
+        if dtype not in dtypes().values():
+            raise ValueError(f"{name} is {dtype}; it takes {', '.join(dtypes())}")
+        return dtype
+    return chosen({name: dtype}, name, "the product", dtypes())
 
 
 @functools.cache

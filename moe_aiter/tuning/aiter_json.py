@@ -177,6 +177,9 @@ def tile_of(
         whole = get_config(gmm_type, *sizes, accumulate, dtype=dtype) | config
         tile = tuple(whole.get(name, 0) for name in (*NAMES[gmm_type], *AMD_OPTIONS))
     if grid_dim is not None:
-        check_config("gmm", {"GRID_DIM": grid_dim})
+        if not isinstance(grid_dim, int) or isinstance(grid_dim, bool):
+            raise TypeError(f"grid_dim must be an int, not {type(grid_dim).__name__}")
+        if grid_dim < 1:
+            raise ValueError(f"grid_dim must be at least 1, not {grid_dim}")
         programs = grid_dim
     return tile, programs

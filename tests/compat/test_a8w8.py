@@ -83,12 +83,12 @@ X, W = torch.zeros(5, 32, dtype=INT8), torch.zeros(16, 32, dtype=INT8)
         (dict(input=X.half()), TypeError, "input must be int8, not torch.float16"),
         (dict(weight=W.to(E4M3)), TypeError, "weight must be int8, not torch.float8_e4m3fn"),
         (dict(input=[1]), TypeError, "input must be a tensor, not list"),
-        (dict(weight=W.mT), ValueError, r"x is \(M, K=32\) but w is \(K=16, N\)"),
-        (dict(weight_scale=torch.ones(5)), ValueError, r"w_scale must be .*has shape \(5,\)"),
+        (dict(weight=W.mT), ValueError, r"input is \(M, K=32\) but weight is \(N, K=16\)"),
+        (dict(weight_scale=torch.ones(5)), ValueError, r"weight_scale must be .*has shape \(5,\)"),
         (
             dict(output_dtype=INT8),
             TypeError,
-            "out_dtype must be float16, bfloat16 or float32, not torch.int8",
+            "output_dtype must be float16, bfloat16 or float32, not torch.int8",
         ),
     ],
 )

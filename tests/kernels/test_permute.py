@@ -176,7 +176,7 @@ def test_errors():
     x, rows, weights, order, rank = make("cpu", 6, 2, 3, 8)
     with pytest.raises(ValueError, match=r"x is \(T=5, H\) but rank is \(T=6, k\)"):
         permute(x[:5], order, rank)
-    with pytest.raises(ValueError, match=r"rows is \(R=11, H\) but order is \(R=12,\)"):
+    with pytest.raises(ValueError, match=r"x is \(R=11, H\) but order is \(R=12,\)"):
         unpermute(rows[:11], order, rank)
     with pytest.raises(ValueError, match=r"order is \(R=11,\) but rank \(T, k\) holds 12 choices"):
         permute(x, order[:11], rank)

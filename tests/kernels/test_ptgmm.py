@@ -295,7 +295,7 @@ def test_bad_input_is_named_and_nothing_written(variant, change, kind, message):
 def test_everything_but_the_operands_is_by_name():
     with pytest.raises(TypeError, match="positional"):
         gmm(torch.zeros(5, 4), torch.zeros(2, 4, 6), SIZES, None)
-    with pytest.raises(ValueError, match="GRID_DIM must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="grid_dim must be at least 1, not 0"):
         gmm(torch.zeros(5, 4), torch.zeros(2, 4, 6), SIZES, grid_dim=0)
     for out in (torch.zeros(5, 4), torch.zeros(5, 6).to(E4M3)):
         with pytest.raises(ValueError, match=r"existing_out must be floating \(M, N\) = \(5, 6\)"):

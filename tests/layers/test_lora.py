@@ -285,7 +285,7 @@ def test_peft_refusals():
         ((torch.zeros(4),), TypeError, "adapter_ids must be int32 or int64"),
         (([0, 1, 0, 1],), TypeError, "adapter_ids must be a tensor"),
         ((None, torch.tensor([4])), ValueError, "adapter_ids must say"),
-        ((torch.tensor([0, 1]), torch.tensor([4])), ValueError, r"1 segments but weight_indices is \(2,\)"),
+        ((torch.tensor([0, 1]), torch.tensor([4])), ValueError, r"1 segments but adapter_ids is \(2,\)"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(given, kind, message):

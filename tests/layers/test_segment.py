@@ -105,7 +105,7 @@ BAD = {
         ValueError,
         "batch_size is 2 but there are 1 weights",
     ),
-    "d_in": (dict(weight_column_major=False), ValueError, r"x is \(M, K=4\) but w is \(W, K=6, N\)"),
+    "d_in": (dict(weight_column_major=False), ValueError, r"x is \(M, K=4\) but weights is \(W, K=6, N\)"),
     "out as upstream has it now": (dict(seg_lens=torch.zeros(5, 6)), TypeError, "seg_lens is a floating"),
     "weights": (dict(weights=torch.zeros(6, 4)), ValueError, r"weights must be \(num_weights, d_out, d_in\)"),
     "x": (dict(x=[1]), TypeError, "x must be a tensor, not list"),

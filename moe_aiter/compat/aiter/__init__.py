@@ -1,8 +1,5 @@
 """AITER's names: replace `aiter` by `moe_aiter.compat.aiter` in an import.  The real one stays as it is."""
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from ...config import VERSION as __version__
 from ...layers.quantized import quantize
 from ...registry import get_kernel, list_kernels, register_kernel
@@ -35,7 +32,7 @@ from .modules import AITERAttention, AITERConv2d, AITERLinear
 from .ops.deepgemm import deepgemm
 from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
-from .torchlike import attention, conv2d, dynamic_conv2d
+from .torchlike import attention, conv2d, dynamic_conv2d, gelu
 
 __all__ = [
     "AITERAttention",
@@ -78,8 +75,3 @@ __all__ = [
     "tensor_cores_enabled",
     "unshuffle_weight",
 ]
-
-
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """GELU by the error function, or by its approximation with "tanh"."""
-    return F.gelu(input, approximate=approximate)

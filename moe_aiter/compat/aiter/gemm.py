@@ -6,7 +6,7 @@ of another of these.  All have gradients, and raise ValueError for shapes and de
 
 from torch import Tensor
 
-from ...kernels._check import check_float, check_shape, check_size, check_tensor
+from ...kernels._check import check_flags, check_float, check_shape, check_size, check_tensor, renamed
 from ...kernels.activations import FUNCTIONS
 from ...kernels.gemm import gemm
 from ...kernels.grouped_gemm import grouped_gemm as _grouped_gemm
@@ -30,11 +30,13 @@ sparse_gemm = computed(_sparse_gemm)
 
 
 @computed
+@renamed(x="a", w="b")
 def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
     """`a @ b` of batches: a (batch, m, k) and b (batch, k, n), which give (batch, m, n).
 
     With `transpose_a` the tensor a is (batch, k, m), with `transpose_b` b is (batch, n, k).
     """
+    check_flags(transpose_a=transpose_a, transpose_b=transpose_b)
     check_shape("a", a, "batch", *("km" if transpose_a else "mk"))
     check_shape("b", b, "batch", *("nk" if transpose_b else "kn"))
     check_size("a is (batch={}, ...)", a.shape[0], "b is (batch={}, ...)", b.shape[0])
@@ -44,6 +46,7 @@ def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: b
 
 
 @computed
+@renamed(x="input", w="weight")
 def gemm_bias(input: Tensor, weight: Tensor, bias: Tensor, transpose_weight: bool = True) -> Tensor:
     """`input @ weight.T + bias`: input (..., k), weight (n, k) and bias (n,), or None, give (..., n).
 
@@ -56,6 +59,7 @@ def gemm_bias(input: Tensor, weight: Tensor, bias: Tensor, transpose_weight: boo
 
 
 @computed
+@renamed(x="input", w="weight")
 def gemm_gelu(
     input: Tensor,
     weight: Tensor,
@@ -74,6 +78,7 @@ def gemm_gelu(
 
 
 @computed
+@renamed(x="input", w="weight")
 def gemm_relu(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = True
 ) -> Tensor:
@@ -82,6 +87,7 @@ def gemm_relu(
 
 
 @computed
+@renamed(x="a", w="b")
 def cutlass_gemm(
     a: Tensor, b: Tensor, alpha: float = 1.0, beta: float = 0.0, c: Tensor | None = None
 ) -> Tensor:
@@ -96,15 +102,20 @@ def cutlass_gemm(
 
 
 @computed
+@renamed(x="input", w="weight")
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear: input (..., in), weight (out, in) and bias (out,)."""
     check_tensor("weight", weight)
     if weight.dim() == 1:  # one output, without an axis
+        if bias is not None:
+            check_tensor("bias", bias)
+            check_size("bias has {} elements", bias.numel(), "weight is (k,), of n={} output", 1)
         return gemm(input, weight[:, None], None if bias is None else bias.reshape(1)).squeeze(-1)
-    return in_one_or_in_steps(input, as_w(input, weight, None), bias)
+    return in_one_or_in_steps(input, as_w(input, weight, is_option=False), bias)
 
 
 @computed
+@renamed(w="y")
 def matmul(x: Tensor, y: Tensor) -> Tensor:
     """torch.matmul: vectors, matrices, and batches whose leading axes are broadcast."""
     check_tensor("x", x)
@@ -125,18 +136,18 @@ def check_product(**operands: Tensor) -> None:
     check_size(f"{first} is (..., k={{}})", a.shape[-1], f"{second} is ({axes})", b.shape[max(-2, -b.dim())])
 
 
-def as_w(input: Tensor, weight: Tensor, transpose_weight: bool | None) -> Tensor:
-    """The weight as (k, n); None is F.linear, which has no such option.  Errors name what was given."""
-    transposed = transpose_weight is None or transpose_weight
+def as_w(input: Tensor, weight: Tensor, transpose_weight: bool = True, *, is_option: bool = True) -> Tensor:
+    """The weight as (k, n).  Errors name what was given; F.linear has no option `transpose_weight`."""
+    check_flags(transpose_weight=transpose_weight)
     check_tensor("input", input)
-    check_shape("weight", weight, *("nk" if transposed else "kn"))
+    check_shape("weight", weight, *("nk" if transpose_weight else "kn"))
     if input.dim() == 0:
         raise ValueError("input must be (..., k), but it has no axis")
     check_float(input=input, weight=weight)
-    option = "" if transpose_weight is None else f" with transpose_weight={bool(transpose_weight)}"
-    given = f"weight is {'(n, k={})' if transposed else '(k={}, n)'}{option}"
-    check_size("input is (..., k={})", input.shape[-1], given, weight.shape[1 if transposed else 0])
-    return weight.mT if transposed else weight
+    option = f" with transpose_weight={transpose_weight}" if is_option else ""
+    given = f"weight is {'(n, k={})' if transpose_weight else '(k={}, n)'}{option}"
+    check_size("input is (..., k={})", input.shape[-1], given, weight.shape[1 if transpose_weight else 0])
+    return weight.mT if transpose_weight else weight
 
 
 def in_one_or_in_steps(

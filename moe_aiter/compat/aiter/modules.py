@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ...kernels._check import check_probability, check_sizes, checked
 from .gemm import linear
 from .torchlike import attention, conv2d
 
@@ -57,6 +58,7 @@ class AITERAttention(nn.Module):
     Raises ValueError unless num_heads divides hidden_size.
     """
 
+    @checked
     def __init__(
         self,
         hidden_size: int,
@@ -67,6 +69,8 @@ class AITERAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_sizes(hidden_size=hidden_size)
+        check_probability(dropout_prob=dropout_prob)
         if num_heads < 1 or hidden_size % num_heads:
             raise ValueError(f"hidden_size is {hidden_size}, which num_heads={num_heads} does not divide")
         self.hidden_size, self.num_heads = hidden_size, num_heads

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...kernels._check import check_sizes, checked, renamed
 from ...kernels._tuned_choice import tuned_config
 from ...kernels.shuffle import unshuffle_weight
 from ...kernels.tuned_gemm import forget_choices, tuned_gemm
@@ -15,6 +16,7 @@ __all__ = ["TunedGemm", "gemm_a16w16", "gemm_a8w8", "get_GEMM_A16W16_config", "t
 product = computed(tuned_gemm, exact=("x_scale", "w_scale", "out_scale"))
 
 
+@renamed(x="A", weight="B", out_dtype="otype", x_scale="scale_a", w_scale="scale_b", out_scale="scale_c")
 def gemm_a16w16(
     A: Tensor,
     B: Tensor,
@@ -40,6 +42,7 @@ def gemm_a16w16(
     return product(A, B, bias, out_dtype=otype, is_shuffled=is_shuffled, **scales)
 
 
+@checked
 def get_GEMM_A16W16_config(
     M: int,
     N: int,
@@ -57,6 +60,7 @@ def get_GEMM_A16W16_config(
     own.  Raises ValueError for malformed files and unknown dtypes, FileNotFoundError where of several files
     none is there.
     """
+    check_sizes(M=M, N=N, K=K)
     dtypes = to_dtype("dtype", dtype), to_dtype("otype", otype)
     return tuned_config(Problem(M, N, K, bool(bias), *dtypes, bool(scaleAB), bool(bpreshuffle)))
 

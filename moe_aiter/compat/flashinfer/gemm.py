@@ -64,5 +64,5 @@ def check_scales(A: Tensor, **scales: Tensor | float) -> None:
             raise ValueError(f"{name} must be one float32 number, but it is {given}")
         if isinstance(scale, Tensor) and scale.device != A.device:
             raise ValueError(f"A is on {A.device} but {name} is on {scale.device}")
-        if not isinstance(scale, (Tensor, float, int)):
+        if not isinstance(scale, (Tensor, float, int)) or isinstance(scale, bool):
             raise ValueError(f"{name} must be one float32 number, not {type(scale).__name__}")

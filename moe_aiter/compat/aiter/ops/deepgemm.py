@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ....kernels._check import check_tensor
+from ....kernels._check import check_tensor, renamed
 from ....kernels.masked_gmm import masked_gmm
 from ....kernels.shuffle import LAYOUT
 from ....layers.shuffled import ShuffledWeight
@@ -10,6 +10,7 @@ from ....layers.shuffled import ShuffledWeight
 __all__ = ["deepgemm"]
 
 
+@renamed(x="XQ", w="WQ", out="Y", group_sizes="group_layout", shuffled="weight_shuffled")
 def deepgemm(
     XQ: Tensor,
     WQ: Tensor | ShuffledWeight,

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from ....kernels._check import check_shape, check_sizes
+from ....kernels._check import check_shape, check_size, check_sizes, renamed
 from ....kernels.scaled_gemm import scaled_gemm
 
 __all__ = ["gemm_a8w8", "int8_gemm"]
 
 
+@renamed(x="XQ", w="WQ", out_dtype="dtype")
 def gemm_a8w8(
     XQ: Tensor,
     WQ: Tensor,
@@ -27,12 +28,18 @@ def gemm_a8w8(
     """
     if splitK not in (None, 0):
         check_sizes(splitK=splitK)
+    check_shape("XQ", XQ, "M", "K")
     check_shape("WQ", WQ, "N", "K")
+    check_size("XQ is (M, K={})", XQ.shape[1], "WQ is (N, K={})", WQ.shape[1])
+    for name, scale in (("x_scale", x_scale), ("w_scale", w_scale)):
+        if scale is None:
+            raise TypeError(f"{name} must be a tensor or a number, not None")
     if isinstance(bias, Tensor) and bias.shape == (1, WQ.shape[0]):
         bias = bias[0]
     return scaled_gemm(XQ, WQ.mT, x_scale, w_scale, bias, out_dtype=dtype)
 
 
+@renamed(XQ="input", WQ="weight", x_scale="input_scale", w_scale="weight_scale", dtype="output_dtype")
 def int8_gemm(
     input: Tensor,
     weight: Tensor,

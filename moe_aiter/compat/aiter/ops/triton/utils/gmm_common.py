@@ -3,15 +3,17 @@
 import torch
 from torch import Tensor
 
-from ......kernels._check import check_shape, check_size
+from ......kernels._check import check_probability, check_shape, check_size, checked
 
 __all__ = ["gen_group_sizes", "gen_uniform_group_sizes", "get_gmm_shape", "get_tgmm_shape", "is_power_of_2"]
 
 
+@checked
 def is_power_of_2(x: int) -> bool:
     return x > 0 and not x & (x - 1)
 
 
+@checked
 def gen_uniform_group_sizes(M: int, G: int, device: torch.device | str = "cuda") -> Tensor:
     """(G,) int32: M rows in G groups of as equal sizes as there are, the larger ones first."""
     check_counts(M, G)
@@ -20,6 +22,7 @@ def gen_uniform_group_sizes(M: int, G: int, device: torch.device | str = "cuda")
     return sizes
 
 
+@checked
 def gen_group_sizes(
     M: int,
     G: int,
@@ -34,6 +37,7 @@ def gen_group_sizes(
     `rng_seed` starts a generator of this call's own, so the sizes are not AITER's; None goes on with torch's.
     """
     check_counts(M, G)
+    check_probability(unused_tokens_prob=unused_tokens_prob, unused_experts_prob=unused_experts_prob)
     generator = None if rng_seed is None else torch.Generator().manual_seed(rng_seed)
     used = (torch.rand(G, generator=generator) >= unused_experts_prob).nonzero().flatten()
     used = used if len(used) else torch.randint(G, (1,), generator=generator)

@@ -1,0 +1,222 @@
+"""A valid call of each name of compat, and of the modules' forward passes: the rest of callables.py."""
+
+import torch
+from callables import (
+    BF16,
+    F32,
+    FP8,
+    OURS,
+    WHERE,
+    E,
+    H,
+    K,
+    N,
+    T,
+    attended,
+    bytes_of,
+    experts_of,
+    ids,
+    mask,
+    products,
+    rand,
+    sizes,
+    small_moe,
+    used,
+)
+from torch import nn
+
+import moe_aiter as ours
+from moe_aiter.compat import aiter, flashinfer
+from moe_aiter.compat.aiter import tuned_gemm
+from moe_aiter.compat.aiter.ops.triton import gmm as triton_gmm
+from moe_aiter.compat.aiter.ops.triton.utils import gmm_common
+from moe_aiter.layers.attention import attention_backend
+
+MODULES = aiter, flashinfer, tuned_gemm, triton_gmm, gmm_common
+# constructors that are torch's, and a look-up whose errors are in tests/tuning/test_aiter_json.py
+TORCHS = {"AITERConv2d", "AITERLinear", "get_config"}
+
+# of compat and of methods: (function, arguments)
+PRODUCT = {"input": (T, H), "weight": (N, H)}
+MORE = {
+    "use": (used, lambda: {"backend": "torch"}),
+    "MoE.forward": (
+        small_moe(),
+        lambda: {
+            "x": rand(T, H),
+            "mask": mask(),
+            "expert_ids": ids(),
+            "routing_weights": rand(T, K),
+            "return_routing": True,
+        },
+    ),
+    "Experts.forward": (ours.Experts(E, H, 4), experts_of),
+    "Router.forward": (ours.Router(H, E, K), lambda: {"x": rand(T, H), "need_scores": True, "mask": mask()}),
+    "LoRAExperts.forward": (ours.LoRAExperts(ours.Experts(E, H, 4), rank=2), experts_of),
+    "LoRALinear.forward": (
+        ours.LoRALinear(nn.Linear(H, N), 4, rank=2),
+        lambda: {"x": rand(6, H), "adapter_ids": torch.arange(4), "seg_lens": sizes()},
+    ),
+    "OptimizedMoELayer.forward": (
+        ours.OptimizedMoELayer(H, E, 4, **WHERE),
+        lambda: {"x": rand(T, H), "expert_ids": ids(), "routing_weights": rand(T, K)},
+    ),
+    "SegmentGEMMWrapper.run": (
+        ours.SegmentGEMMWrapper(torch.ones(3, dtype=torch.uint8)).run,
+        lambda: {
+            "x": rand(6, H),
+            "weights": rand(4, H, N),
+            "batch_size": 3,
+            "weight_column_major": False,
+            "seg_lens": sizes(1, 2, 3),
+            "weight_indices": sizes(2, 0, 1),
+            "out": torch.zeros(6, N),
+        },
+    ),
+    "aiter.attention": (aiter.attention, lambda: attended(dropout_p=0.0, window=(3, 0), backend="math")),
+    "attention_backend": (attention_backend, lambda: attended(dropout_p=0.0, window=(3, 0), backend="math")),
+    "aiter.batched_gemm": (
+        aiter.batched_gemm,
+        lambda: {"a": rand(2, H, T), "b": rand(2, N, H), "transpose_a": True, "transpose_b": True},
+    ),
+    "aiter.conv2d": (
+        aiter.conv2d,
+        lambda: {
+            "input": rand(2, 4, 7, 9),
+            "weight": rand(6, 2, 3, 3),
+            "bias": rand(6),
+            "stride": 2,
+            "padding": (1, 0),
+            "dilation": 1,
+            "groups": 2,
+        },
+    ),
+    "aiter.cutlass_gemm": (
+        aiter.cutlass_gemm,
+        lambda: {"a": rand(T, H), "b": rand(H, N), "alpha": 2.0, "beta": 0.5, "c": rand(T, N)},
+    ),
+    "aiter.deepgemm": (
+        aiter.deepgemm,
+        lambda: {
+            "XQ": rand(2, 5, 32).to(FP8),
+            "WQ": rand(2, 16, 32).to(FP8),
+            "Y": torch.zeros(2, 5, 16, dtype=BF16),
+            "group_layout": sizes(2, 4),
+            "x_scale": rand(2, 5),
+            "w_scale": rand(2, 16),
+            "weight_shuffled": True,
+        },
+    ),
+    "aiter.enable_dynamic_shapes": (aiter.enable_dynamic_shapes, lambda: {"on": False}),
+    "aiter.enable_fusion": (aiter.enable_fusion, lambda: {"on": True}),
+    "aiter.enable_tensor_cores": (aiter.enable_tensor_cores, lambda: {"on": True}),
+    "aiter.gelu": (aiter.gelu, lambda: {"input": rand(T, H), "approximate": "tanh"}),
+    "aiter.gemm_a8w8": (
+        aiter.gemm_a8w8,
+        lambda: {
+            **bytes_of(XQ=(T, H), WQ=(N, H)),
+            "x_scale": rand(T),
+            "w_scale": rand(N),
+            "bias": rand(N),
+            "dtype": BF16,
+            "splitK": 2,
+        },
+    ),
+    "aiter.gemm_bias": (
+        aiter.gemm_bias,
+        lambda: {"input": rand(T, H), "weight": rand(N, H), "bias": rand(N), "transpose_weight": True},
+    ),
+    "aiter.gemm_gelu": (
+        aiter.gemm_gelu,
+        lambda: {
+            "input": rand(T, H),
+            "weight": rand(N, H),
+            "bias": rand(N),
+            "transpose_weight": True,
+            "approximate": "tanh",
+        },
+    ),
+    "aiter.gemm_relu": (
+        aiter.gemm_relu,
+        lambda: {"input": rand(T, H), "weight": rand(N, H), "bias": rand(N), "transpose_weight": True},
+    ),
+    "aiter.get_kernel": (aiter.get_kernel, lambda: {"name": "known"}),
+    "aiter.grouped_gemm": (aiter.grouped_gemm, OURS["grouped_gemm"]),
+    "aiter.int8_gemm": (
+        aiter.int8_gemm,
+        lambda: {**bytes_of(**PRODUCT), "input_scale": rand(T), "weight_scale": rand(N), "output_dtype": F32},
+    ),
+    "aiter.linear": (aiter.linear, lambda: {"input": rand(T, H), "weight": rand(N, H), "bias": rand(N)}),
+    "aiter.matmul": (aiter.matmul, lambda: {"x": rand(T, H), "y": rand(H, N)}),
+    "aiter.register_kernel": (aiter.register_kernel, lambda: {"name": "known"}),
+    "aiter.set_cache_size": (aiter.set_cache_size, lambda: {"mb": 1024}),
+    "aiter.set_default_precision": (aiter.set_default_precision, lambda: {"precision": None}),
+    "aiter.set_log_level": (aiter.set_log_level, lambda: {"level": "WARNING"}),
+    "aiter.shuffle_weight": (
+        aiter.shuffle_weight,
+        lambda: {"x": rand(16, 32), "layout": (16, 16), "use_int4": True},
+    ),
+    "aiter.sparse_gemm": (aiter.sparse_gemm, OURS["sparse_gemm"]),
+    "aiter.unshuffle_weight": (
+        aiter.unshuffle_weight,
+        lambda: {"x": rand(16, 32), "layout": (16, 16), "use_int4": True},
+    ),
+    "aiter.AITERAttention": (
+        aiter.AITERAttention,
+        lambda: {"hidden_size": H, "num_heads": 2, "dropout_prob": 0.1, **WHERE},
+    ),
+    "aiter.ShuffledWeight": (
+        aiter.ShuffledWeight,
+        lambda: {"weight": rand(16, 32), "layout": (16, 16), "use_int4": True},
+    ),
+    "tuned_gemm.gemm_a16w16": (
+        tuned_gemm.gemm_a16w16,
+        lambda: {"A": rand(T, H), "B": rand(N, H), "bias": rand(N), "otype": F32, "is_shuffled": False},
+    ),
+    "tuned_gemm.get_GEMM_A16W16_config": (
+        tuned_gemm.get_GEMM_A16W16_config,
+        lambda: {
+            "M": 4,
+            "N": 8,
+            "K": 8,
+            "bias": True,
+            "dtype": BF16,
+            "otype": BF16,
+            "scaleAB": True,
+            "bpreshuffle": True,
+        },
+    ),
+    "gmm_common.gen_uniform_group_sizes": (
+        gmm_common.gen_uniform_group_sizes,
+        lambda: {"M": 7, "G": 3, "device": "cpu"},
+    ),
+    "gmm_common.gen_group_sizes": (
+        gmm_common.gen_group_sizes,
+        lambda: {
+            "M": 7,
+            "G": 3,
+            "device": "cpu",
+            "rng_seed": 3,
+            "unused_tokens_prob": 0.1,
+            "unused_experts_prob": 0.1,
+        },
+    ),
+    "gmm_common.get_gmm_shape": (gmm_common.get_gmm_shape, products),
+    "gmm_common.get_tgmm_shape": (
+        gmm_common.get_tgmm_shape,
+        lambda: {"lhs": rand(H, 6), "rhs": rand(6, N), "group_sizes": sizes()},
+    ),
+    "gmm_common.is_power_of_2": (gmm_common.is_power_of_2, lambda: {"x": 4}),
+    "flashinfer.bmm_fp8": (
+        flashinfer.bmm_fp8,
+        lambda: {
+            "A": rand(2, T, H).to(FP8),
+            "B": rand(2, H, N).to(FP8),
+            "A_scale": rand(1),
+            "B_scale": 0.5,
+            "dtype": BF16,
+            "out": torch.zeros(2, T, N, dtype=BF16),
+            "backend": "cublas",
+        },
+    ),
+}

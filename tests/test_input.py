@@ -1,0 +1,224 @@
+"""Bad arguments of every public callable: each computes by a stated rule, or raises an error that names it.
+
+`callables.py` has a valid call of each.  A test changes one argument at a time.
+"""
+
+import inspect
+import math
+import re
+
+import callables
+import callables_compat
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moe_aiter
+
+CALLS = {name: (getattr(moe_aiter, name), given) for name, given in callables.OURS.items()}
+CALLS |= callables_compat.MORE
+# they have no arguments to check, or are tuples and records that functions return
+WITHOUT = {"keep_fp8_weights", "patch_linear", "unpatch_linear"}
+RESULTS = {"LayerStatistics", "LoadStatistics", "MoERouting", "QuantizationReport", "RoutePlan", "Routing"}
+
+FOREIGN = {"quantization_report.inputs"}  # they are the model's, and so are its errors
+
+# what computes instead: a rule, and the changes of arguments that it is about
+LEADING = "leading axes of any number and sizes, as in torch.matmul"
+ROWS = "any number of rows, tokens or columns: the argument has this axis alone"
+MORE = "more weights, experts or groups than are used"
+ALONE = "the only tensor: its device, and what no rule restricts, decide the result"
+ANY_NUMBER = "any number, as in torch.addmm; the result may be NaN"
+SCALES = "a number, one element or a vector; a row of scales in any documented shape"
+SHAPES_ONLY = "nothing but the shape is read"
+COMPUTED = "computed"
+COMPUTES = {
+    LEADING: {
+        "gemm.x": "rank+1",
+        "gemm.w": "rank+1",
+        "gemm.c": "rank-1",
+        "aiter.cutlass_gemm.c": "rank-1",
+        "aiter.matmul.x": "rank+1 rank-1 size0",
+        "aiter.matmul.y": "rank+1 size1",
+        "linear_with_split_bias.x": "rank+1 rank-1 size0",
+        "LoRALinear.forward.x": "rank+1 size0",
+        "tuned_gemm.gemm_a16w16.A": "rank+1 rank-1 size0",
+        "load_statistics.group_sizes": "rank+1 size0 dtype device",
+        **{
+            f"aiter.{name}.input": "rank+1 rank-1 size0"
+            for name in ("gemm_bias", "gemm_gelu", "gemm_relu", "linear")
+        },
+        **{f"{name}.input": "rank+1 rank-1 size0" for name in ("sparse_gemm", "aiter.sparse_gemm")},
+        **dict.fromkeys(
+            ("aiter.shuffle_weight.x", "aiter.unshuffle_weight.x"), "rank+1 dtype complex device"
+        ),
+        "aiter.ShuffledWeight.weight": "rank+1 dtype complex device",
+    },
+    ROWS: {
+        "glu.z": "size0 device",
+        "permute.x": "size1",
+        "unpermute.x": "size1",
+        "tgmm.x": "size1",
+        "tgmm.y": "size1",
+        "make_plan.expert_ids": "size0 size1 device",
+        "sort_by_expert.expert_ids": "size0 size1 device",
+        "topk.scores": "size0 size1 device",
+        "z_loss.logits": "size1",
+        "load_balance_loss.expert_ids": "size1",
+        "sequence_balance_loss.expert_ids": "size1",
+        "aiter.batched_gemm.a": "size2",
+        "aiter.batched_gemm.b": "size1",
+        **{
+            f"{name}.{which}": axis
+            for name in ("aiter.attention", "attention_backend")
+            for which, axis in (("q", "size2"), ("v", "size3"), ("mask", "dtype"))
+        },
+        "aiter.conv2d.input": "rank-1 size0 size2 size3",
+        "aiter.conv2d.weight": "size2 size3",
+    },
+    MORE: {
+        "load_balance_loss.scores": "size1",
+        "sequence_balance_loss.scores": "size1",
+        "route_to.logits": "size1",
+        "segment_gmm.w": "size0",
+        "SegmentGEMMWrapper.run.weights": "size0",
+    },
+    ALONE: {
+        "aiter.gelu.input": "rank+1 rank-1 size0 size1 device",
+        "attach_loss.x": "rank+1 rank-1 size0 size1 device",
+        "attach_loss.loss": "device",
+        "SegmentGEMMWrapper.float_workspace_buffer": "rank+1 rank-1 size0 device",
+        "SparsePattern.lists": "rank+1 rank-1 size0 device",  # `make_lists` alone makes them
+    },
+    ANY_NUMBER: {
+        **{
+            f"{name}.{which}": "NaN infinity"
+            for name in ("gemm", "aiter.cutlass_gemm")
+            for which in ("alpha", "beta")
+        },
+        "hash_experts.seed": "negative",
+        "gmm_common.gen_group_sizes.rng_seed": "negative",
+        "gmm_common.is_power_of_2.x": "negative",
+        "flashinfer.bmm_fp8.B_scale": "NaN infinity",
+    },
+    SCALES: {
+        "scaled_gemm.x_scale": "number rank-1",
+        "scaled_gemm.w_scale": "number rank+1 rank-1",
+        "aiter.gemm_a8w8.x_scale": "number rank-1",
+        "aiter.gemm_a8w8.w_scale": "number rank+1 rank-1",
+        "aiter.gemm_a8w8.bias": "rank+1",
+        "aiter.int8_gemm.input_scale": "number rank-1",
+        "aiter.int8_gemm.weight_scale": "number rank+1 rank-1",
+        "aiter.deepgemm.x_scale": "number",
+        "aiter.deepgemm.w_scale": "number",
+        "flashinfer.bmm_fp8.A_scale": "number rank+1 rank-1",
+    },
+    SHAPES_ONLY: {
+        "gmm_common.get_gmm_shape.lhs": "dtype complex device size0",
+        "gmm_common.get_gmm_shape.rhs": "dtype complex device size2",
+        "gmm_common.get_gmm_shape.group_sizes": "dtype complex device",
+        "gmm_common.get_tgmm_shape.lhs": "dtype complex device size0",
+        "gmm_common.get_tgmm_shape.rhs": "dtype complex device size1",
+        "gmm_common.get_tgmm_shape.group_sizes": "dtype complex device size0",
+    },
+    "one number, or one in a list, is meant for both axes, as in torch": {
+        "aiter.conv2d.stride": "list",
+        "aiter.conv2d.padding": "number",
+        "aiter.conv2d.dilation": "list",
+        "sparse_gemm.blocksize": "number",
+        "aiter.sparse_gemm.blocksize": "number",
+    },
+    "None, documented, is without a bias, or alpha=rank": {
+        "aiter.gemm_bias.bias": "None",
+        "LoRALinear.alpha": "None",
+        "LoRAExperts.alpha": "None",
+    },
+    "parameters of any dtype that torch initialises": {"aiter.AITERAttention.dtype": "complex"},
+    "any name": {"aiter.register_kernel.name": "str"},
+    "`run` refuses the name": {"SegmentGEMMWrapper.backend": "str"},
+}
+
+
+def changes(value: object) -> dict[str, object]:
+    """What stands in for a valid value, by name."""
+    new = {"None": None, "object": object(), "str": "no such word", "list": [value]}
+    if isinstance(value, Tensor):
+        other = torch.int64 if value.is_floating_point() else torch.float32
+        new |= {"number": 3, "dtype": value.to(other), "complex": value.to(torch.complex64)}
+        new |= {"rank+1": value[None], "device": value.to("meta")}
+        new |= {"rank-1": value[0]} if value.dim() else {}
+        new |= {f"size{i}": torch.cat([value, value.narrow(i, 0, 1)], i) for i in range(value.dim())}
+    elif isinstance(value, bool):
+        new |= {"number": 1}
+    elif isinstance(value, int):
+        new |= {"bool": True, "NaN": math.nan, "fraction": value + 0.5, "negative": -1 - value}
+    elif isinstance(value, float):
+        new |= {"bool": True, "NaN": math.nan, "infinity": math.inf}
+    elif isinstance(value, torch.dtype):
+        new |= {"complex": torch.complex64, "number": 3}
+    else:
+        new |= {"number": 3}
+    return new
+
+
+def parameters(fn: object) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters)
+
+
+def takes_none(parameter: inspect.Parameter | None) -> bool:
+    return parameter is not None and (parameter.default is None or "None" in str(parameter.annotation))
+
+
+def outcome(fn: object, given: dict, argument: str, change: str, value: object) -> str:
+    """ "", or what is wrong with the answer to one changed argument."""
+    try:
+        fn(**given | {argument: value})
+    except (TypeError, ValueError) as error:
+        # shapes and devices of several arguments disagree: then the message names one of these
+        named = list(given) if change.startswith(("size", "rank", "device")) else [argument]
+        clear = any(re.search(rf"\b{name}\b", str(error)) for name in named)
+        return "" if clear else f"{type(error).__name__} does not name it: {error}"
+    except (RuntimeError, AttributeError, LookupError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"
+    return COMPUTED
+
+
+def answers(name: str):
+    """(argument, change, what is wrong) of each change to a valid call."""
+    fn, valid = CALLS[name]
+    known = parameters(fn)
+    for argument in valid():
+        for change in changes(valid()[argument]):
+            if change == "None" and takes_none(known.get(argument)):
+                continue
+            given = valid()
+            yield argument, change, outcome(fn, given, argument, change, changes(given[argument])[change])
+
+
+def test_every_public_callable_is_in_the_table():
+    public = {name: getattr(moe_aiter, name) for name in moe_aiter.__all__}
+    assert public.keys() - CALLS.keys() == WITHOUT | RESULTS
+    known = {id(fn) for fn, _ in CALLS.values()}
+    for module in callables_compat.MODULES:
+        for name in module.__all__:
+            fn = getattr(module, name)
+            if callable(fn) and parameters(fn) and name not in callables_compat.TORCHS:
+                assert id(fn) in known, f"{module.__name__}.{name} is not in callables_compat.py"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments(name, monkeypatch):
+    monkeypatch.setattr("moe_aiter.registry.KERNELS", {"known": print})
+    fn, valid = CALLS[name]
+    fn(**valid())  # what is changed is a valid call
+    rules = {}
+    for about in COMPUTES.values():
+        rules |= about
+    wrong = {}
+    for argument, change, text in answers(name):
+        wrong.setdefault(f"{name}.{argument}", {})[change] = text
+    for where in wrong.keys() - FOREIGN:
+        unclear = {change: text for change, text in wrong[where].items() if text not in ("", COMPUTED)}
+        assert not unclear, f"{where}: {unclear}"
+        computed = {change for change, text in wrong[where].items() if text == COMPUTED}
+        assert computed == set(rules.get(where, "").split()), where
