@@ -136,20 +136,6 @@ def test_gradcheck(rank):
     assert torch.autograd.gradcheck(lambda *t: adapted_down(*t, order, ranks, sizes), down)
 
 
-@pytest.mark.skipif(interpret, reason="the interpreter is slow")
-def test_opcheck(device):
-    routing, ops = plan(device), torch.ops.moe_aiter
-    leaves = [t.requires_grad_() for t in problem(device, torch.float32, T, H, N, 3, True, False)]
-    torch.library.opcheck(ops.adapted_up, (*leaves, *routing))
-    s = torch.rand(T, CHOICES).to(device).requires_grad_()
-    leaves = [t.requires_grad_() for t in problem(device, torch.float32, T * CHOICES, N, H, 3, True, False)]
-    torch.library.opcheck(ops.adapted_down, (*leaves, s, *routing))
-    a, _, _, low, b = (t.detach() for t in leaves)
-    torch.library.opcheck(ops.weigh_rows, (a, a, s.detach(), *routing[:2]))
-    out = new(len(low), H, device=device, dtype=torch.float32)
-    torch.library.opcheck(ops.add_low_rank, (out, low, b.mT, routing[2]))
-
-
 def test_mistakes(device):
     x, w, _, low, b = problem(device, torch.float32, T, H, N, 3, False, False)
     routing = plan(device)

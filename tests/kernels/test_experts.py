@@ -214,22 +214,6 @@ def test_main_grad_accumulates(device, main_dtype):
         torch.testing.assert_close(main.float(), 1 + 2 * grad.float(), rtol=tolerance, atol=tolerance)
 
 
-def test_opcheck(device):
-    ids, (x, gate_up, down, weights, b1, b2) = expert_ids(4, 3, 2).to(device), make(device, 4, 6, 5, 3, 2)
-    order, rank, group_sizes = sort_by_expert(ids, 3)
-    leaves = [t.requires_grad_() for t in (x, gate_up, b1)]
-    ops, act = torch.ops.moe_aiter, ("swiglu", False, True, 0, None)
-    torch.library.opcheck(ops.expert_up, (*leaves, order, rank, group_sizes, *act))
-    z, a = (t.detach() for t in ops.expert_up(*leaves, order, rank, group_sizes, *act))
-    routing = (weights, order, rank, group_sizes, "swiglu", False)
-    leaves = [t.requires_grad_() for t in (z, down, b2)]
-    torch.library.opcheck(ops.expert_down, (a, *leaves, *routing, False, 0, None))
-    for op in (ops.expert_down_grad, ops.expert_down_grad_over_z):
-        torch.library.opcheck(op, (x.detach(), z.detach(), down.detach(), *routing, True))
-    home = a, down.detach().mT, group_sizes, b2.detach(), order, rank, weights, 0
-    torch.library.opcheck(ops.gmm_unpermute, home)
-
-
 def test_compiles_without_graph_breaks(device):
     def step(ids, *inputs):
         return fused(ids, "swiglu", False, *inputs)

@@ -137,22 +137,6 @@ def test_gradcheck():
     )
 
 
-def test_opcheck(device):
-    x, w, y, group_sizes = make(device, [3, 0, 4], 5, 6)
-    bias, order = torch.randn(3, 6, device=device), torch.randperm(7, device=device)
-    ops = torch.ops.moe_aiter
-    torch.library.opcheck(
-        ops.gmm.default,
-        (x.requires_grad_(), w.requires_grad_(), group_sizes, bias.requires_grad_(), torch.float32, [], 0),
-    )
-    torch.library.opcheck(ops.tgmm.default, (x.detach(), y, group_sizes, order, 1, True))
-    torch.library.opcheck(
-        ops.tgmm_into.default,
-        (torch.zeros(3, 5, 6, device=device), x.detach(), y, group_sizes, None, 1),
-    )
-    torch.library.opcheck(ops.group_sum.default, (y, group_sizes, order, 1, torch.rand(7, device=device)))
-
-
 def test_weight_gradients_have_the_layout_of_the_weight(device):
     x, w, y, group_sizes = make(device, [3, 0, 4])
     for weight in (w, transposed(w)):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from check import assert_as_good_as_torch, with_gradients
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.grouped_gemm import grouped_gemm, permute_slots_op, slots_of
+from moe_aiter.kernels.grouped_gemm import grouped_gemm, slots_of
 from moe_aiter.kernels.sort import sort_by_expert
 
 T, TOP_K, E, K, N = 13, 3, 5, 12, 20
@@ -123,16 +123,6 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(
             fn, [t.requires_grad_() for t in (given, w, rw, bias)], fast_mode=True
         )
-
-
-def test_opcheck(device):
-    x = torch.randn(T, TOP_K, K, device=device, requires_grad=True)
-    order = torch.randperm(T * TOP_K, device=device)
-    torch.library.opcheck(
-        torch.ops.moe_aiter.permute_slots.default, (x, order, order.argsort().view(T, TOP_K))
-    )
-    with pytest.raises(ValueError, match=r"x must be \(T, k, K\)"):
-        permute_slots_op(x[0], order, order.argsort().view(T, TOP_K))
 
 
 def test_compiles(device):

@@ -163,15 +163,6 @@ def test_gradcheck():
             assert torch.autograd.gradgradcheck(fn, inputs)
 
 
-def test_opcheck(backend, device):
-    x, rows, weights, order, rank = make(device, 6, 2, 3, 8)
-    x, rows, weights = x.requires_grad_(), rows.requires_grad_(), weights.requires_grad_()
-    ops = torch.ops.moe_aiter
-    torch.library.opcheck(ops.permute.default, (x, order, rank, weights))
-    torch.library.opcheck(ops.unpermute.default, (rows, order, rank, None))
-    torch.library.opcheck(ops.row_dots.default, (rows, x, order, rank))
-
-
 def test_errors():
     x, rows, weights, order, rank = make("cpu", 6, 2, 3, 8)
     with pytest.raises(ValueError, match=r"x is \(T=5, H\) but rank is \(T=6, k\)"):

@@ -219,16 +219,6 @@ def test_an_existing_out_is_not_recorded(device):
     assert not out.requires_grad and not ptgmm(x.T, dout, sizes).requires_grad
 
 
-def test_opcheck(device):
-    x, w, dout, bias, sizes = make(device, (9, 5, 6, 3))
-    ops, new = torch.ops.moe_aiter, torch.zeros
-    torch.library.opcheck(ops.gmm_into.default, (new(9, 6, device=device), x, w, sizes, bias, [], 0))
-    sums = new(3, 6, device=device)
-    inputs = new(3, 5, 6, device=device), x, dout, sizes, None, 1, False, sums, True, [], 0
-    torch.library.opcheck(ops.tgmm_into.default, inputs)
-    torch.library.opcheck(ops.tgmm_sums.default, (x, dout, sizes, False))
-
-
 def test_compiles(device):
     x, w, dout, bias, sizes = make(device, (9, 5, 6, 3))
 

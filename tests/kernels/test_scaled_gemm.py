@@ -161,14 +161,6 @@ def test_groups(device, sizes, kinds, gathered):
     assert (plain[start:] == 0).all() and plain.isfinite().all()
 
 
-def test_opcheck(device):
-    x, w, x_scale, w_scale, bias = make(device, 20, 32, 24, (INT8, INT8))  # torch compares no 8-bit floats
-    torch.library.opcheck(torch.ops.moe_aiter.scaled_gemm.default, (x, w, x_scale, w_scale, bias, F32))
-    sizes, order = torch.tensor([7, 0, 13], device=device), torch.arange(20, device=device)
-    of_groups = w.expand(3, 32, 24), sizes, x_scale, w_scale.expand(3, 24), None
-    torch.library.opcheck(torch.ops.moe_aiter.scaled_gmm.default, (x, *of_groups, order, 1, F16))
-
-
 @pytest.mark.parametrize("kinds", KINDS[:2], ids=["int8", "fp8"])
 def test_compile(device, kinds):
     compiled = torch.compile(scaled_gemm, fullgraph=True, backend="aot_eager", dynamic=True)

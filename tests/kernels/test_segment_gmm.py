@@ -199,17 +199,6 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda x, w: segment_gmm(x, w, indptr=torch.tensor([0, 4, 9])), [x, w])
 
 
-def test_opcheck(device):
-    x, w, y, lens = make(device, [3, 0, 4], 5, 6, weights=2)
-    index = torch.tensor([1, 0, 1], device=device)
-    ops = torch.ops.moe_aiter
-    args = x.requires_grad_(), w.requires_grad_(), lens, None, index
-    torch.library.opcheck(ops.segment_gmm.default, args)
-    x, w = x.detach(), w.detach()
-    torch.library.opcheck(ops.segment_gmm_out.default, (torch.empty_like(y), x, w, None, ends(lens), index))
-    torch.library.opcheck(ops.segment_tgmm.default, (x, y, lens, None, index, 2, True))
-
-
 def test_weight_gradients_have_the_layout_of_the_weight(device):
     x, w, y, lens = make(device, [3, 0, 4], weights=2)
     for weight in (w, transposed(w)):

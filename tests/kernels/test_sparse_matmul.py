@@ -176,15 +176,6 @@ def test_gradcheck(block):
     assert torch.autograd.gradgradcheck(run, leaves)
 
 
-@pytest.mark.parametrize("block", [(16, 8), (1, 1)])
-def test_opcheck(device, block):
-    inputs = make(device, 32, 24, block, 5)
-    leaves = [t.requires_grad_() for t in inputs[:3]]
-    torch.library.opcheck(torch.ops.moe_aiter.sparse_matmul, (*leaves, *inputs[3:]))
-    dout = torch.randn(5, 32, device=device, requires_grad=True)
-    torch.library.opcheck(torch.ops.moe_aiter.sparse_matmul_grad, (dout, leaves[0], inputs[3], *block))
-
-
 def bad(**changes):
     names = "x", "values", "bias", "lists", "rows", "columns", "transposed"
     inputs = dict(zip(names, make("cpu", 32, 48, (16, 16), 5), strict=True))

@@ -104,17 +104,6 @@ def test_gradient_of_a_sum_has_stride_0(device):
     assert torch.equal(dscores.sum(1), torch.full((5,), 2.0, device=device))
 
 
-def test_gradcheck(device):
-    scores = torch.rand(7, 5, dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda s: topk(s, 3)[0], scores)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_opcheck(device, grad):
-    scores = torch.rand(6, 8, device=device, requires_grad=grad)
-    torch.library.opcheck(torch.ops.moe_aiter.topk.default, (scores, 3))
-
-
 def test_one_graph_for_any_number_of_tokens(device):
     torch.compiler.reset()
     compiled = torch.compile(lambda s: topk(s, 2), fullgraph=True, backend="aot_eager", dynamic=True)

@@ -112,13 +112,6 @@ def test_gradcheck_and_the_second_derivative(bias):
         assert torch.autograd.gradgradcheck(fn, inputs)
 
 
-def test_opcheck(device):
-    x, w, b = (torch.randn(*s, device=device, requires_grad=True) for s in ((3, 5), (4, 5), (4,)))
-    for backend in ("", "torch"):
-        inputs = x, w, b, torch.float32, None, backend
-        torch.library.opcheck(torch.ops.moe_aiter.tuned_gemm.default, inputs)
-
-
 # who multiplies
 
 

@@ -132,19 +132,6 @@ def test_autocast_does_not_lower_the_router(device, autocast):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def test_logits_gradcheck(device):
-    args = [draw(5, 4, device=device), draw(3, 4, device=device, seed=1), draw(3, device=device, seed=2)]
-    assert torch.autograd.gradcheck(router_logits, [a.requires_grad_() for a in args])
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_logits_opcheck(device, with_bias):
-    x, weight, bias = (
-        draw(*s, dtype=torch.float32, device=device).requires_grad_() for s in [(5, 4), (3, 4), (3,)]
-    )
-    torch.library.opcheck(torch.ops.moe_aiter.router_logits.default, (x, weight, bias if with_bias else None))
-
-
 def test_a_frozen_router_gives_x_its_gradient(device):
     router = Router(16, 6, 2, device=device).requires_grad_(False)
     x = draw(4, 16, dtype=torch.float32, device=device).requires_grad_()

@@ -1,0 +1,215 @@
+"""Inputs of each op, for tests/test_ops.py: tokens of which one choice is dropped, an expert without rows."""
+
+import torch
+from torch import Tensor
+
+from moe_aiter.kernels.chunk_plan import plan_chunks
+from moe_aiter.kernels.quantize import quantize_rows
+from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.sparse_pattern import SparsePattern
+
+T, K, E, H, F, N = 4, 2, 3, 8, 4, 6
+R = T * K
+IDS = torch.tensor([[0, 2], [2, -1], [2, 0], [0, 2]])
+ORDER, RANK, SIZES = sort_by_expert(IDS, E)
+ROUTING = ORDER, RANK, SIZES
+ACT = "swiglu", False
+E4M3 = "e4m3"
+
+
+class Draw:
+    """Tensors of one dtype, the same at each call of the same shape and place."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def positive(self, *shape: int) -> Tensor:
+        return self(*shape).abs() + 0.1
+
+    def plain(self) -> tuple[Tensor, ...]:
+        """x, gate_up, its bias, down, its bias and routing weights."""
+        return self(T, H), self(E, 2 * F, H), self(E, 2 * F), self(E, H, F), self(E, H), self.positive(T, K)
+
+
+def rows8(x: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_rows(x, E4M3)
+
+
+def int8(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).sub(9).to(torch.int8).view(shape)
+
+
+def chunks() -> Tensor:
+    return plan_chunks(SIZES, R)[1]
+
+
+def pattern() -> Tensor:
+    return SparsePattern.from_mask(torch.tensor([[1, 0], [1, 1], [0, 1]]), (2, 3)).lists
+
+
+def of_experts(draw: Draw, *rest) -> tuple:
+    return *draw.plain(), *ROUTING, *ACT, *rest
+
+
+def of_loop_backward(draw: Draw) -> tuple:
+    return draw(T, H), draw(R, 2 * F), *of_experts(draw, True, None, None), [True, False] * 3
+
+
+def of_8_bit_gradient(draw: Draw) -> tuple:
+    dout8, down8 = rows8(draw(T, H)), rows8(draw(E, H, F).mT)
+    return *dout8, draw(R, 2 * F), *down8, draw.positive(T, K), *ROUTING, *ACT, True
+
+
+def of_8_bit_up(draw: Draw) -> tuple:
+    return *rows8(draw(T, H)), *rows8(draw(E, 2 * F, H)), draw(E, 2 * F), *ROUTING, *ACT
+
+
+def of_8_bit_tgmm(draw: Draw) -> tuple:
+    return *rows8(draw(T, H)), draw(R, N), SIZES, ORDER, K
+
+
+def of_route_backward(draw: Draw) -> tuple:
+    weights, ids = draw(T, E).softmax(1).topk(K)
+    return weights, ids, draw(T, E).softmax(1), draw(T, K), None, E, False, False, 1.0
+
+
+def spread(draw: Draw) -> Tensor:
+    """Scores far enough apart that a small step changes no choice."""
+    return torch.arange(T * E).mul(7).remainder(T * E).view(T, E).to(draw.dtype) / 4
+
+
+# op: its inputs, drawn in a dtype
+SAMPLES = {
+    "adapted_down": lambda d: (d(R, F), d(E, H, F), d(E, H), d(R, 2), d(E, H, 2), d.positive(T, K), *ROUTING),
+    "adapted_up": lambda d: (d(T, H), d(E, N, H), d(E, N), d(R, 2), d(E, N, 2), *ROUTING),
+    "add_low_rank": lambda d: (d(R, N), d(R, 2), d(E, 2, N), SIZES),
+    "attach_loss": lambda d: (d(T, H), d(1)[0], None),
+    "count_choices": lambda d: (torch.zeros(E, dtype=torch.int64), SIZES),
+    "decide": lambda d: (IDS, "experts", E),
+    "expert_both": lambda d: of_experts(d, True, None, None, 0, 0),
+    "expert_down": lambda d: (
+        d(R, F),
+        d(R, 2 * F),
+        d(E, H, F),
+        d(E, H),
+        d.positive(T, K),
+        *ROUTING,
+        *ACT,
+        False,
+        0,
+        None,
+    ),
+    "expert_down_grad": lambda d: (d(T, H), d(R, 2 * F), d(E, H, F), d.positive(T, K), *ROUTING, *ACT, True),
+    "expert_down_grad_fp8": of_8_bit_gradient,
+    "expert_down_grad_fp8_over_z": of_8_bit_gradient,
+    "expert_down_grad_over_z": lambda d: (
+        d(T, H),
+        d(R, 2 * F),
+        d(E, H, F),
+        d.positive(T, K),
+        *ROUTING,
+        *ACT,
+        True,
+    ),
+    "expert_loop": lambda d: of_experts(d, True, None, None),
+    "expert_loop_backward": of_loop_backward,
+    "expert_up": lambda d: (*d.plain()[:3], *ROUTING, *ACT, True, 0, None),
+    "expert_up_fp8": lambda d: (*of_8_bit_up(d), True, d.dtype),
+    "expert_z": lambda d: (*d.plain()[:3], *ROUTING, *ACT),
+    "expert_z_fp8": lambda d: (*of_8_bit_up(d), d.dtype),
+    "experts_fp8": lambda d: of_experts(d, True, None, None, 0, 0, True, False, E4M3),
+    "gemm": lambda d: (d(2, T, H), d(2, H, N), d(N), d(2, T, N), "gelu", 0.5, 1.5, None, True),
+    "glu": lambda d: (d(R, 2 * F), "swiglu", True),
+    "glu_backward": lambda d: (d(R, F), d(R, 2 * F), "geglu", False),
+    "gmm": lambda d: (d(R, H), d(E, H, N), SIZES, d(E, N), d.dtype, [], 0),
+    "gmm_into": lambda d: (d(R, N), d(R, H), d(E, H, N), SIZES, d(E, N), [], 0),
+    "gmm_unpermute": lambda d: (d(R, F), d(E, F, H), SIZES, d(E, H), ORDER, RANK, d.positive(T, K), 0),
+    "gmm_unpermute_fp8": lambda d: (
+        d(R, F),
+        *rows8(d(E, H, F)),
+        SIZES,
+        d(E, H),
+        ORDER,
+        RANK,
+        d.positive(T, K),
+        0,
+        E4M3,
+        False,
+    ),
+    "group_sum": lambda d: (d(R, N), SIZES, ORDER, 1, d.positive(R)),
+    "mask_bias": lambda d: (torch.arange(40).view(2, 1, 4, 5) % 3 > 0, d.dtype),
+    "masked_gmm": lambda d: (d(E, T, N), d(E, T, H), d(E, N, H), SIZES.clamp(max=T), None, None, False),
+    "mha_fwd": lambda d: (*(d(2, 5, 2, H) for _ in "qkv"), 0.0, 0.5, True, -1, -1, True, False, 0),
+    "permute": lambda d: (d(T, H), ORDER, RANK, d.positive(T, K)),
+    "permute_slots": lambda d: (d(T, K, H), ORDER, RANK),
+    "plan_chunks": lambda d: (SIZES, R),
+    "quantize_by_amax": lambda d: (d(T, H), d.positive(T).float() + 9, E4M3),
+    "quantize_chunks": lambda d: (d(R, N), d.positive(T).float(), ORDER, K, chunks(), E4M3),
+    "quantize_folded": lambda d: (d(R, H), d.positive(E, H).float(), SIZES, E4M3),
+    "quantize_rows": lambda d: (d(T, H), E4M3),
+    "quantize_rows_and_amax": lambda d: (d(T, H), E4M3),
+    "quantize_transposed": lambda d: (d(E, N, H), d.positive(E, N).float(), E4M3),
+    "record_routing": lambda d: (
+        torch.zeros(2 * E + 5, dtype=torch.float64),
+        IDS,
+        SIZES,
+        SIZES,
+        d(T, E),
+        torch.arange(T) < 3,
+    ),
+    "route": lambda d: (spread(d), K, False, False, 0.5, True, None),
+    "route_backward": of_route_backward,
+    "route_once": lambda d: (spread(d), K, False, False, 0.5, True),
+    "router_logits": lambda d: (d(T, H), d(E, H), d(E)),
+    "row_dots": lambda d: (d(R, H), d(T, H), ORDER, RANK),
+    "scaled_gemm": lambda d: (
+        int8(T, H),
+        int8(H, N),
+        d.positive(T).float(),
+        d.positive(N).float(),
+        d(N),
+        d.dtype,
+    ),
+    "scaled_gmm": lambda d: (
+        int8(T, H),
+        int8(E, H, N),
+        SIZES,
+        d.positive(T).float(),
+        d.positive(E, N).float(),
+        None,
+        ORDER,
+        K,
+        d.dtype,
+    ),
+    "segment_gmm": lambda d: (d(R, H), d(2, H, N), SIZES, None, torch.tensor([1, 0, 1])),
+    "segment_gmm_out": lambda d: (d(R, N), d(R, H), d(2, H, N), SIZES, None, torch.tensor([1, 0, 1])),
+    "segment_tgmm": lambda d: (d(R, H), d(R, N), SIZES, None, torch.tensor([1, 0, 1]), 2, True),
+    "sort_by_expert": lambda d: (IDS, E),
+    "sparse_matmul": lambda d: (d(T, 6), d(4, 2, 3), d(6), pattern(), 6, 6, False),
+    "sparse_matmul_grad": lambda d: (d(T, 6), d(T, 6), pattern(), 2, 3),
+    "tgmm": lambda d: (d(T, H), d(R, N), SIZES, ORDER, K, True),
+    "tgmm_fp8": lambda d: (*of_8_bit_tgmm(d), True, E4M3),
+    "tgmm_fp8_into": lambda d: (d(E, H, N), *of_8_bit_tgmm(d), E4M3),
+    "tgmm_into": lambda d: (d(E, H, N), d(R, H), d(R, N), SIZES, None, 1, False, d(E, N), True, [], 0),
+    "tgmm_sums": lambda d: (d(R, H), d(R, N), SIZES, False),
+    "topk": lambda d: (spread(d), K),
+    "transpose_chunks": lambda d: (rows8(d(T, H))[0], ORDER, K, chunks()),
+    "transpose_rows8": lambda d: (rows8(d(E, N, H))[0],),
+    "tuned_gemm": lambda d: (d(T, H), d(N, H), d(N), None, None, "torch"),
+    "unpermute": lambda d: (d(R, H), ORDER, RANK, d.positive(T, K)),
+    "weigh_rows": lambda d: (d(R, H), d(R, H), d.positive(T, K), ORDER, RANK),
+    "zero_rows_": lambda d: (d(2, 3, 5, 4), torch.arange(10).view(2, 1, 5, 1) % 3 > 0),
+}
+
+# why the backward pass of an op is not that of its outputs, or not in float64
+NO_GRADCHECK = {
+    "attach_loss": "the gradient of the loss is the loss scale, whatever that of the output is",
+    "expert_down": "a is a function of z, whose gradient holds that of a: see expert_both",
+    "expert_up": "z and a share one gradient, that of z from expert_down: see expert_both",
+    "experts_fp8": "it rounds to 8 bits",
+}
+# the other outputs are kept for the backward pass, or are no function that has a gradient
+FIRST_OUTPUT = {"expert_loop", "mha_fwd"}
