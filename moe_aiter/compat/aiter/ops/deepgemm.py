@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ....kernels._check import check_tensor, renamed
+from ....kernels._check import check_flags, check_tensor, renamed
 from ....kernels.masked_gmm import masked_gmm
 from ....kernels.shuffle import LAYOUT
 from ....layers.shuffled import ShuffledWeight
@@ -10,7 +10,7 @@ from ....layers.shuffled import ShuffledWeight
 __all__ = ["deepgemm"]
 
 
-@renamed(x="XQ", w="WQ", out="Y", group_sizes="group_layout", shuffled="weight_shuffled")
+@renamed(x="XQ", w="WQ", out="Y", group_sizes="group_layout")
 def deepgemm(
     XQ: Tensor,
     WQ: Tensor | ShuffledWeight,
@@ -47,7 +47,9 @@ def deepgemm(
     check_tensor("WQ", WQ)
     if XQ.dtype != WQ.dtype:
         raise TypeError(f"XQ is {XQ.dtype} but WQ is {WQ.dtype}")
-    if weight_shuffled is None:
+    if weight_shuffled is not None:
+        check_flags(weight_shuffled=weight_shuffled)
+    else:
         weight_shuffled = getattr(WQ, "is_shuffled", True)
     sizes = masked_m if group_layout is None else group_layout
     return masked_gmm(Y, XQ, WQ, sizes, x_scale, w_scale, shuffled=weight_shuffled)
