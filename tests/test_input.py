@@ -111,6 +111,7 @@ COMPUTES = {
         "aiter.int8_gemm.weight_scale": "number rank+1 rank-1",
         "aiter.deepgemm.x_scale": "number",
         "aiter.deepgemm.w_scale": "number",
+        "tuned_gemm.get_GEMM_A16W16_config.bias": "number",
         "flashinfer.bmm_fp8.A_scale": "number rank+1 rank-1",
     },
     SHAPES_ONLY: {

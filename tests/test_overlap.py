@@ -113,7 +113,7 @@ def test_masked_products_are_not_written_over_their_operands():
         out = memory[start : start + 64].view(2, 4, 8)
         with pytest.raises(ValueError, match=f"out shares memory with {name}"):
             masked_gmm(out, x, w, sizes)
-        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+        with pytest.raises(ValueError, match=f"Y shares memory with {name.upper()}Q"):
             deepgemm(x, w, out, sizes, weight_shuffled=False)
     assert torch.equal(memory, before)
     masked_gmm(memory[192:256].view(2, 4, 8), x, w, sizes)

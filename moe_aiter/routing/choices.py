@@ -79,7 +79,7 @@ class GroupLimit(Choice):
     def check(self, top_k: int, num_experts: int) -> None:
         if num_experts % self.num_groups:
             raise ValueError(
-                f"num_experts is {num_experts}, which {self.num_groups} groups cannot share as choice says"
+                f"num_experts is {num_experts}, which {self.num_groups} groups cannot share evenly (choice)"
             )
         size = num_experts // self.num_groups
         if self.score == "top2" and size < 2:

@@ -47,7 +47,7 @@ def get_GEMM_A16W16_config(
     M: int,
     N: int,
     K: int,
-    bias: bool,
+    bias: bool | int,
     dtype: torch.dtype | str,
     otype: torch.dtype | str,
     scaleAB: bool = False,

@@ -252,6 +252,6 @@ def to_json(kwargs: dict) -> dict:
 
 
 def from_json(kwargs: dict) -> dict:
-    kwargs = {"renormalize": True} | kwargs  # the default when the first checkpoints were converted
     choice = kwargs.get("choice")
+    kwargs = {"renormalize": True} | kwargs  # the default when the first checkpoints were converted
     return kwargs if choice is None else kwargs | {"choice": GroupLimit(**choice)}
