@@ -1,8 +1,11 @@
 """Inputs of each op, for tests/test_ops.py: tokens of which one choice is dropped, an expert without rows."""
 
+import re
+
 import torch
 from torch import Tensor
 
+import moe_aiter.kernels.expert_split  # noqa: F401  defines an op, and only torchtitan's models import it
 from moe_aiter.kernels.chunk_plan import plan_chunks
 from moe_aiter.kernels.quantize import quantize_rows
 from moe_aiter.kernels.sort import sort_by_expert
@@ -118,6 +121,7 @@ SAMPLES = {
     "expert_loop_backward": of_loop_backward,
     "expert_up": lambda d: (*d.plain()[:3], *ROUTING, *ACT, True, 0, None),
     "expert_up_fp8": lambda d: (*of_8_bit_up(d), True, d.dtype),
+    "expert_up_split": lambda d: (d.plain()[0], d(E, F, H), d(E, F, H), *ROUTING, 0, None, None),
     "expert_z": lambda d: (*d.plain()[:3], *ROUTING, *ACT),
     "expert_z_fp8": lambda d: (*of_8_bit_up(d), d.dtype),
     "experts_fp8": lambda d: of_experts(d, True, None, None, 0, 0, True, False, E4M3),
@@ -209,7 +213,15 @@ NO_GRADCHECK = {
     "attach_loss": "the gradient of the loss is the loss scale, whatever that of the output is",
     "expert_down": "a is a function of z, whose gradient holds that of a: see expert_both",
     "expert_up": "z and a share one gradient, that of z from expert_down: see expert_both",
+    "expert_up_split": "as expert_up",
     "experts_fp8": "it rounds to 8 bits",
 }
+
+
+def is_ours(op: str) -> bool:
+    """Whether an op is the package's: tests define ops whose names end in a random number."""
+    return not re.search("_[0-9a-f]{32}$", op)
+
+
 # the other outputs are kept for the backward pass, or are no function that has a gradient
 FIRST_OUTPUT = {"expert_loop", "mha_fwd"}
