@@ -180,7 +180,7 @@ def test_the_size_is_set(w):
     derived(w, "twice", make)
     assert derived(w, "twice", make) is not derived(w, "twice", make) and make.count == 4
     for wrong in (-1, 1.5, True):
-        with pytest.raises((ValueError, TypeError), match="the cache size is"):
+        with pytest.raises((ValueError, TypeError), match="mb must be"):
             set_cache_size(wrong)
     assert cache_size() == 0
 
