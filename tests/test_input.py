@@ -135,6 +135,9 @@ COMPUTES = {
         "LoRAExperts.alpha": "None",
     },
     "parameters of any dtype that torch initialises": {"aiter.AITERAttention.dtype": "complex"},
+    "1 is True, as in AITER's files": {
+        f"tuned_gemm.get_GEMM_A16W16_config.{flag}": "number" for flag in ("bias", "scaleAB", "bpreshuffle")
+    },
     "any name": {"aiter.register_kernel.name": "str"},
     "`run` refuses the name": {"SegmentGEMMWrapper.backend": "str"},
 }

@@ -50,17 +50,20 @@ def get_GEMM_A16W16_config(
     bias: bool | int,
     dtype: torch.dtype | str,
     otype: torch.dtype | str,
-    scaleAB: bool = False,
-    bpreshuffle: bool = False,
+    scaleAB: bool | int = False,
+    bpreshuffle: bool | int = False,
 ) -> dict:
     """What the files say of a product on this device: `libtype`, `solidx`, `splitK`, `us`, `kernelName`...
 
     The row for M, or for the M that AITER pads it to; where there is none, who multiplies then.
-    Dtypes by torch's names or AITER's: torch.bfloat16, "torch.bfloat16", "bf16".  The dict is the caller's
-    own.  Raises ValueError for malformed files and unknown dtypes, FileNotFoundError where of several files
-    none is there.
+    Dtypes by torch's names or AITER's: torch.bfloat16, "torch.bfloat16", "bf16".  The flags may be 0 and 1.
+    The dict is the caller's own.  Raises ValueError for malformed files and unknown dtypes, FileNotFoundError
+    where of several files none is there.
     """
     check_sizes(M=M, N=N, K=K)
+    for name, flag in (("bias", bias), ("scaleAB", scaleAB), ("bpreshuffle", bpreshuffle)):
+        if flag not in (0, 1):
+            raise ValueError(f"{name} must be True or False, 1 or 0, not {flag}")
     dtypes = to_dtype("dtype", dtype), to_dtype("otype", otype)
     return tuned_config(Problem(M, N, K, bool(bias), *dtypes, bool(scaleAB), bool(bpreshuffle)))
 
