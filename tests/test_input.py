@@ -121,7 +121,6 @@ COMPUTES = {
         "gmm_common.get_tgmm_shape.rhs": "dtype complex device size1",
         "gmm_common.get_tgmm_shape.group_sizes": "dtype complex device size0",
     },
-    "0 and 1, as AITER's files have them": {"tuned_gemm.get_GEMM_A16W16_config.bias": "number"},
     "one number, or one in a list, is meant for both axes, as in torch": {
         "aiter.conv2d.stride": "list",
         "aiter.conv2d.padding": "number",
