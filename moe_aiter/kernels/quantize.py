@@ -217,6 +217,7 @@ def quantize_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
     Raises ValueError for another shape or format, TypeError for a dtype that is not floating.
     Source: row-wise scaling as in torchao.float8, whose scales are these in float32.
     """
+    check_tensor("x", x)
     return quantize_rows_op(x.detach(), format)
 
 

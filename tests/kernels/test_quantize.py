@@ -203,3 +203,8 @@ def test_rows_of_nothing_have_the_scale_of_zeros(device, shape, format):
     if format != "int8":
         *rows, amax = quantize_rows_and_amax(x, format)
         assert same(rows, (x8, scale)) and amax.shape == (*shape[:-2], shape[-1]) and amax.eq(0).all()
+
+
+def test_rows_that_are_no_tensor():
+    with pytest.raises(TypeError, match="x must be a tensor, not list"):
+        quantize_rows([[1.0, 2.0]])
