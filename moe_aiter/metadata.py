@@ -7,6 +7,8 @@ nothing is asked but where the tensors lie.
 """
 
 import contextlib
+import ctypes
+import sys
 import threading
 from collections.abc import Callable
 
@@ -81,22 +83,37 @@ class Scoped:
     @contextlib.contextmanager
     def set(self, value):
         """Hold `value` inside the block."""
-        nested = torch._C._is_key_in_tls(self.key)
-        before = torch._C._get_obj_in_tls(self.key) if nested else None
+        before = self.get()
         with _lock:
             self.blocks += 1
-        torch._C._stash_obj_in_tls(self.key, value)
+        stash(self.key, value)
         try:
             yield
         finally:
-            if nested:
-                torch._C._stash_obj_in_tls(self.key, before)
-            else:
-                torch._C._remove_obj_from_tls(self.key)
+            stash(self.key, before)
             with _lock:
                 self.blocks -= 1
 
 
+def stash(key: str, value) -> None:
+    """Set a thread-local object of torch's."""
+    torch._C._stash_obj_in_tls(key, value)
+    if STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def steals() -> bool:
+    """Whether torch drops a reference to a stashed object that it never took, as torch 2.11 does."""
+    probe = object()
+    references = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("moe_aiter.probe", probe)
+    stolen = sys.getrefcount(probe) == references
+    if stolen:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return stolen
+
+
+STEALS = steals()
 undecided = Scoped("undecided", False)  # True: launchers decide at each call what they launch
 
 

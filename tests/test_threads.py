@@ -1,5 +1,7 @@
 """What one thread sets for a block of its own stays out of all others, in whatever order they leave."""
 
+import contextlib
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +14,7 @@ from moe_aiter import backend, switches, tuning
 from moe_aiter.backend import use
 from moe_aiter.layers import convolution, segment
 from moe_aiter.layers.segment import SegmentGEMMWrapper
+from moe_aiter.metadata import Scoped
 
 
 def take_turns(first, second):
@@ -71,6 +74,20 @@ def test_nothing_stays_set(context):
     before = state()
     take_turns(partial(within, context), partial(within, context))
     assert state() == before
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_what_a_block_sets_lives_as_long_as_it_is_used(outer):
+    """torch 2.11 frees a stashed object once too often."""
+    value = object()
+    references = sys.getrefcount(value)
+    scoped = Scoped("test", None)
+    with scoped.set(value) if outer else contextlib.nullcontext():
+        for _ in range(10):
+            with scoped.set(value):
+                assert scoped.get() is value
+        assert scoped.get() is (value if outer else None)
+    assert scoped.get() is None and sys.getrefcount(value) == references
 
 
 def test_a_convolution_leaves_torchs_search_as_it_was(searching, monkeypatch):
