@@ -34,7 +34,7 @@ from moe_aiter.layers.attention import attention_backend
 
 MODULES = aiter, flashinfer, tuned_gemm, triton_gmm, gmm_common
 # constructors that are torch's, and a look-up whose errors are in tests/tuning/test_aiter_json.py
-TORCHS = {"AITERConv2d", "AITERLinear", "get_config"}
+ELSEWHERE = {"AITERConv2d", "AITERLinear", "get_config"}
 
 # of compat and of methods: (function, arguments)
 PRODUCT = {"input": (T, H), "weight": (N, H)}

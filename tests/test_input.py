@@ -3,8 +3,10 @@
 `callables.py` has a valid call of each.  A test changes one argument at a time.
 """
 
+import importlib.util
 import inspect
 import math
+import pathlib
 import re
 
 import callables
@@ -15,13 +17,24 @@ from torch import Tensor, nn
 
 import moe_aiter
 
+REPOSITORY = pathlib.Path(__file__).parent.parent
 CALLS = {name: (getattr(moe_aiter, name), given) for name, given in callables.OURS.items()}
 CALLS |= callables_compat.MORE
+MODULES, ELSEWHERE = [*callables_compat.MODULES], callables_compat.ELSEWHERE
+TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+if TRANSFORMERS:
+    import callables_integrations
+
+    CALLS |= callables_integrations.CALLS
+    ELSEWHERE |= callables_integrations.RESULTS
+    MODULES += callables_integrations.MODULES
+DOCUMENTS = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 # they have no arguments to check, or are tuples and records that functions return
 WITHOUT = {"keep_fp8_weights", "patch_linear", "unpatch_linear"}
 RESULTS = {"LayerStatistics", "LoadStatistics", "MoERouting", "QuantizationReport", "RoutePlan", "Routing"}
 
 FOREIGN = {"quantization_report.inputs"}  # they are the model's, and so are its errors
+PATHS = {"directory", "folder", "source"}  # an error may say which instead of the argument's name
 
 # what computes instead: a rule, and the changes of arguments that it is about
 LEADING = "leading axes of any number and sizes, as in torch.matmul"
@@ -43,6 +56,7 @@ COMPUTES = {
         "linear_with_split_bias.x": "rank+1 rank-1 size0",
         "LoRALinear.forward.x": "rank+1 size0",
         "tuned_gemm.gemm_a16w16.A": "rank+1 rank-1 size0",
+        "tuned_gemm.tgemm.mm.inp": "rank+1 rank-1 size0",
         "load_statistics.group_sizes": "rank+1 size0 dtype device",
         **{
             f"aiter.{name}.input": "rank+1 rank-1 size0"
@@ -96,6 +110,7 @@ COMPUTES = {
             for name in ("gemm", "aiter.cutlass_gemm")
             for which in ("alpha", "beta")
         },
+        "checkpoints.upcycle.seed": "negative",
         "hash_experts.seed": "negative",
         "gmm_common.gen_group_sizes.rng_seed": "negative",
         "gmm_common.is_power_of_2.x": "negative",
@@ -122,13 +137,18 @@ COMPUTES = {
         "gmm_common.get_tgmm_shape.group_sizes": "dtype complex device size0",
     },
     "one number, or one in a list, is meant for both axes, as in torch": {
+        "aiter.AITERConv2d.stride": "list",
+        "aiter.AITERConv2d.padding": "number",
+        "aiter.AITERConv2d.dilation": "list",
         "aiter.conv2d.stride": "list",
         "aiter.conv2d.padding": "number",
         "aiter.conv2d.dilation": "list",
         "sparse_gemm.blocksize": "number",
         "aiter.sparse_gemm.blocksize": "number",
     },
-    "None, documented, is without a bias, or alpha=rank": {
+    "None, documented, is without a bias or a group, or alpha=rank": {
+        "lora.add_lora.alpha": "None",
+        "monitor.watch.group": "None",
         "aiter.gemm_bias.bias": "None",
         "LoRALinear.alpha": "None",
         "LoRAExperts.alpha": "None",
@@ -137,7 +157,17 @@ COMPUTES = {
     "1 is True, as in AITER's files": {
         f"tuned_gemm.get_GEMM_A16W16_config.{flag}": "number" for flag in ("bias", "scaleAB", "bpreshuffle")
     },
-    "any name": {"aiter.register_kernel.name": "str"},
+    "any name": {
+        "aiter.register_kernel.name": "str",
+        "lora.save_lora.base_model": "str",
+        "monitor.MonitorCallback.prefix": "str",
+        "monitor.watch.prefix": "str",
+    },
+    "any folder that is not there or empty": {
+        "checkpoints.convert.target": "str",
+        "checkpoints.upcycle.target": "str",
+        "lora.save_lora.directory": "str",
+    },
     "`run` refuses the name": {"SegmentGEMMWrapper.backend": "str"},
 }
 
@@ -176,7 +206,9 @@ def outcome(fn: object, given: dict, argument: str, change: str, value: object) 
     """ "", or what is wrong with the answer to one changed argument."""
     try:
         fn(**given | {argument: value})
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, FileNotFoundError) as error:
+        if argument in PATHS and str(value) in str(error):
+            return ""
         # shapes and devices of several arguments disagree: then the message names one of these
         named = list(given) if change.startswith(("size", "rank", "device")) else [argument]
         clear = any(re.search(rf"\b{name}\b", str(error)) for name in named)
@@ -201,16 +233,30 @@ def answers(name: str):
 def test_every_public_callable_is_in_the_table():
     public = {name: getattr(moe_aiter, name) for name in moe_aiter.__all__}
     assert public.keys() - CALLS.keys() == WITHOUT | RESULTS
-    known = {id(fn) for fn, _ in CALLS.values()}
-    for module in callables_compat.MODULES:
+    for module in MODULES:
         for name in module.__all__:
-            fn = getattr(module, name)
-            if callable(fn) and parameters(fn) and name not in callables_compat.TORCHS:
-                assert id(fn) in known, f"{module.__name__}.{name} is not in callables_compat.py"
+            assert is_in_the_table(module, name), f"{module.__name__}.{name} is in no callables*.py"
+
+
+@pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed")
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_documented_callable_is_in_the_table(path):
+    for line in re.finditer(r"^from (moe_aiter\S*) import ([\w, ]+)$", path.read_text(), re.M):
+        module = importlib.import_module(line[1])
+        for name in line[2].split(", "):
+            assert is_in_the_table(module, name), line[0]
+
+
+def is_in_the_table(module, name: str) -> bool:
+    fn = getattr(module, name)
+    if not callable(fn) or not parameters(fn) or name in WITHOUT | RESULTS | ELSEWHERE:
+        return True
+    return id(fn) in {id(known) for known, _ in CALLS.values()}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments(name, monkeypatch):
+def test_arguments(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # for a folder of any name
     monkeypatch.setattr("moe_aiter.registry.KERNELS", {"known": print})
     fn, valid = CALLS[name]
     fn(**valid())  # what is changed is a valid call

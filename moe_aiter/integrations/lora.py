@@ -22,14 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from ..files import drafted, read_json
+from ..kernels._check import check_parameter_dtype, checked
 from ..layers.lora import LoRAFactors
 from ..layers.peft_format import load_stacked, per_expert, stacked
 from .transformers import ADAPTERS, NAME, is_experts, known_gate, names_of, register, weights_of
+
+__all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]
 
 TARGETS = ("gate_up_proj", "up_proj", "down_proj")
 CONFIG, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
+@checked
 def add_lora(
     model: nn.Module, *, targets: tuple[str, ...] = TARGETS, dtype: torch.dtype = torch.float32, **lora
 ) -> list[str]:
@@ -56,8 +60,9 @@ def new_adapters(
 ) -> dict[str, nn.ModuleDict]:
     """By the names of the experts' modules, which do not have them yet."""
     register()
+    check_parameter_dtype(dtype)
     experts = dict(experts_of(model))
-    if isinstance(targets, str) or not set(targets) <= set(TARGETS):
+    if not isinstance(targets, (tuple, list)) or not all(name in TARGETS for name in targets):
         raise ValueError(f"targets is {targets!r}, but must be a tuple of some of {', '.join(TARGETS)}")
     if not experts:
         raise ValueError(f"{type(model).__name__} has no experts with transformers' decorator")
@@ -94,6 +99,7 @@ def refuse_to_run_without(module: nn.Module, _: tuple) -> None:
         )
 
 
+@checked
 def save_lora(
     model: nn.Module,
     directory: str | pathlib.Path,
@@ -114,6 +120,8 @@ def save_lora(
     """
     from safetensors.torch import save
 
+    if not isinstance(layers, (tuple, list)) or [type(name) for name in layers] != [str] * 3:
+        raise ValueError(f"layers must be three names, of gate, up and down, not {layers!r}")
     modules = {name: getattr(module, ADAPTERS) for name, module in adapted_experts(model).items()}
     if per_expert:
         tensors = {}
@@ -137,6 +145,7 @@ def save_lora(
         text.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+@checked
 def load_lora(
     model: nn.Module, directory: str | pathlib.Path, *, dtype: torch.dtype = torch.float32, **lora
 ) -> list[str]:
@@ -178,6 +187,7 @@ def read_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]:
 
 
 @torch.no_grad()
+@checked
 def merge_lora(model: nn.Module) -> None:
     """Put the adapters of `add_lora` into the weights, and take them off: a model as any other, still frozen.
 

@@ -4,10 +4,13 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from ..kernels._check import check_group, checked
 from ..layers.monitor import Monitor, Recorder, scalars_of
 from ..routing.plan import make_plan
 from ..routing.router import Routing
 from .transformers import is_experts
+
+__all__ = ["ExpertsMonitor", "MonitorCallback", "watch"]
 
 
 class ExpertsMonitor(Monitor):
@@ -55,7 +58,9 @@ class MonitorCallback(TrainerCallback):
     its ranks.  The Trainer's own reporters see them if this callback comes before them: see `watch`.
     """
 
+    @checked
     def __init__(self, *, prefix: str = "moe", group: "torch.distributed.ProcessGroup | None" = None):
+        check_group(group=group)
         self.prefix, self.group, self.monitor = prefix, group, None
 
     def on_train_begin(self, args, state, control, model: nn.Module, **_) -> None:
@@ -77,6 +82,8 @@ class MonitorCallback(TrainerCallback):
 
 def watch(trainer, **options) -> MonitorCallback:
     """Give a transformers Trainer a `MonitorCallback` with these options, in front of its reporters."""
+    if not hasattr(trainer, "callback_handler"):
+        raise TypeError(f"trainer must be a transformers Trainer, not {type(trainer).__name__}")
     callback = MonitorCallback(**options)
     trainer.callback_handler.callbacks.insert(0, callback)
     return callback

@@ -29,6 +29,8 @@ from ..kernels._check import FLOATS
 from ..layers.low_rank import LowRank
 from . import transformers
 
+__all__ = ["register", "unregister"]
+
 KNOWN = ("0.21",)  # versions whose `_activate_lora` this replaces
 
 _original = None  # PEFT's own, while ours is in its place

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..kernels._check import checked
 from ..kernels.expert_split import split_expert_mlp
 from ..layers.main_grad import WEIGHTS
 from ..routing.plan import RoutePlan, make_plan
@@ -29,6 +30,7 @@ except ImportError as error:
         "moe_aiter.integrations.torchtitan needs torchtitan 0.3 or newer: pip install 'torchtitan>=0.3'"
     ) from error
 
+__all__ = ["convert", "experts"]
 
 WEIGHTS_IN_TURN = "w1_EFD", "w3_EFD", "w2_EDF"  # gate, up, down
 
@@ -100,6 +102,7 @@ STANDARD = LocalTokenDispatcher, AllToAllTokenDispatcher
 
 
 @override(target=RoutedExperts.Config, description="Routed experts on moe_aiter's kernels.")
+@checked
 def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
     """The override: torchtitan calls it with the configuration of the routed experts of each layer.
 
@@ -112,6 +115,7 @@ def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
     return replace(config, **changed)
 
 
+@checked
 def convert(model: nn.Module) -> nn.Module:
     """Give every MoE of `model` these experts, in place; returns the model.
 

@@ -25,6 +25,8 @@ from ..layers.main_grad import FINDERS
 from ..layers.moe import is_changed
 from ..routing.plan import RoutePlan, make_plan
 
+__all__ = ["known_gate", "register", "unregister"]
+
 NAME = "moe_aiter"
 ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
 OLDEST = (5, 7)  # those before know a fixed list of names
@@ -189,6 +191,10 @@ def known_gate(module: nn.Module) -> tuple[str, bool] | None:
     By what a method is called rather than by what the configuration says: that names the activation
     function alone, and models clamp.
     """
+    if not is_experts(module):
+        raise TypeError(
+            f"module must have transformers' decorator of experts, but is {type(module).__name__}"
+        )
     functions = FUNCTIONS.get(function_name(getattr(module, "act_fn", None)), (None, None))
     if not module.has_gate:
         return functions[0] and (functions[0], False)

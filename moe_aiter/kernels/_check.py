@@ -20,6 +20,13 @@ WORDS = {int: "an int", float: "a number", Tensor: "a tensor", torch.nn.Module: 
 NONE = type(None)
 
 
+def check_group(**groups: object) -> None:
+    """Raise unless every group is None or a process group."""
+    for name, group in groups.items():
+        if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+            raise TypeError(f"{name} must be a process group, not {type(group).__name__}")
+
+
 def check_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")

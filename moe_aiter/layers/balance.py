@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_not_negative, checked
+from ..kernels._check import check_group, check_not_negative, checked
 from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
 from .moe import MoE
 
@@ -30,6 +30,7 @@ def balance_step(
     Raises ValueError for a model without such a layer, an unknown rule and a rate that is not above 0.
     """
     check_rule(rate, rule)
+    check_group(group=group)
     layers = [m for m in model.modules() if isinstance(m, MoE) and m.load is not None]
     if not layers:
         raise ValueError(

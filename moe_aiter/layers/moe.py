@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch import is_plain, is_transformed
-from ..kernels._check import check_device, check_flags, check_not_negative, check_tensor, checked
+from ..kernels._check import check_device, check_flags, check_group, check_not_negative, check_tensor, checked
 from ..kernels.decide import decide
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
@@ -115,6 +115,7 @@ class MoE(nn.Module):
         self.sequence_balance_coef, self.global_balance_coef = sequence_balance_coef, global_balance_coef
         if global_balance_group is not None and not global_balance_coef:
             raise ValueError("global_balance_group is given, but global_balance_coef is 0")
+        check_group(global_balance_group=global_balance_group)
         self.global_balance_group = global_balance_group
         where = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}

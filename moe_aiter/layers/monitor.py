@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import checked
+from ..kernels._check import check_group, checked
 from ..routing.balance import sum_over_ranks
 from ..routing.record import SCALARS, record_routing
 from ..routing.router import Routing
@@ -64,6 +64,7 @@ class Monitor:
 
     @checked
     def __init__(self, model: nn.Module, *, evaluation: bool = False, group=None):
+        check_group(group=group)
         self.evaluation, self.group = evaluation, group
         layers = {plain_name(name) or type(m).__name__: m for name, m in self.find(model).items()}
         if not layers:

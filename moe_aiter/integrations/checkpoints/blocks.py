@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...kernels._check import checked
 from ...layers.moe import MoE
 from ..transformers import known_gate
 from .errors import CheckpointError
@@ -55,6 +56,7 @@ def config_of(block: nn.Module, width: str, num_experts: str, router: str) -> di
     return config
 
 
+@checked
 def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
     """The state_dict of transformers' block for an `MoE`: views, for `block.load_state_dict`.
 
@@ -77,6 +79,7 @@ def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
     return {part.name: part.from_ours(ours[piece.name]) for piece in pieces for part in piece.parts}
 
 
+@checked
 def load_moe(folder: str | Path, layer: str) -> MoE:
     """The `MoE` of a layer, such as model.layers.3.mlp, of a checkpoint that `convert` has written.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...files import drafted_folder
+from ...kernels._check import checked
 from ...layers.moe import MoE
 from .blocks import new_moe
 from .errors import CheckpointError
@@ -33,6 +34,7 @@ class Report:
     differences: dict[str, float] = field(default_factory=dict)  # of each MoE from the formula, if checked
 
 
+@checked
 def convert(
     source: str | Path,
     target: str | Path,
@@ -60,7 +62,7 @@ def convert(
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS)}")
-    target = check_target(target, shard_bytes)
+    target = check_target(target, shard_bytes, progress)
     found = Checkpoint(source)
     plan = plan_to_ours(found) if to == "moe_aiter" else plan_to_theirs(found)
 

@@ -206,11 +206,13 @@ def write_piece(file, tensor: Tensor, advance: Callable[[int], None]) -> int:
     return tensor.nbytes
 
 
-def check_target(target: str | Path, shard_bytes: int) -> Path:
+def check_target(target: str | Path, shard_bytes: int, progress: Callable | None) -> Path:
     """The folder to write, which must not be there, or be empty."""
     target = Path(os.path.realpath(target))  # a link's own place could not be taken by a folder
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, not {shard_bytes}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function, not {type(progress).__name__}")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}", ["it is a file; a checkpoint needs a folder"])
     if target.exists() and any(target.iterdir()):

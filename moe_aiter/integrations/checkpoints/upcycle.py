@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...kernels._check import check_not_negative, check_sizes, checked
 from .blocks import new_moe, ours_from
 from .convert import LAYOUTS, SHARD, Progress, Report, read_in, read_moe, write
 from .errors import CheckpointError
@@ -37,6 +38,7 @@ KEPT = {  # in a layer and outside of its experts, what a family has
 THETA = 10000.0  # of rotary embeddings, where nothing is said; Mixtral's own is another
 
 
+@checked
 def upcycle(
     source: str | Path,
     target: str | Path,
@@ -65,10 +67,9 @@ def upcycle(
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS)}")
-    for name, value in {"noise": noise, "router_std": router_std}.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be at least 0 and finite, not {value}")
-    target = check_target(target, shard_bytes)
+    check_sizes(num_experts=num_experts, top_k=top_k)
+    check_not_negative(noise=noise, router_std=router_std)
+    target = check_target(target, shard_bytes, progress)
     found = Checkpoint(source)
     grow = partial(make_piece, found, noise=noise, router_std=router_std, seed=seed)
     plan = plan_to_experts(found, num_experts, top_k, to, grow)

@@ -1,0 +1,151 @@
+"""A valid call of each public name of `integrations`: the rest of callables.py, if transformers is there."""
+
+import copy
+import functools
+import importlib
+import pathlib
+import pkgutil
+import tempfile
+import types
+
+import torch
+from callables import BF16, LORA, small_moe
+from integrations.families import tiny_config, tiny_model
+from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from moe_aiter import integrations
+from moe_aiter.integrations import checkpoints, lora, monitor, transformers
+
+FOLDER = tempfile.TemporaryDirectory()  # for as long as the tests run
+ROOT = pathlib.Path(FOLDER.name)
+TITAN = importlib.util.find_spec("torchtitan") is not None
+MODULES = [
+    importlib.import_module(f"moe_aiter.integrations.{module.name}")
+    for module in pkgutil.iter_modules(integrations.__path__)
+    if module.name != "torchtitan" or TITAN
+]
+RESULTS = {"CheckpointError", "Report"}  # raised and returned
+
+
+@functools.cache
+def cached_model() -> nn.Module:
+    transformers.register()
+    return tiny_model("mixtral", num_hidden_layers=1)
+
+
+def model() -> nn.Module:
+    return copy.deepcopy(cached_model())
+
+
+def adapted() -> nn.Module:
+    new = model()
+    lora.add_lora(new, rank=2)
+    return new
+
+
+@functools.cache
+def saved(what: str) -> pathlib.Path:
+    """Folders to read: a model, its layers converted, a dense one, adapters."""
+    folder = ROOT / what
+    if what == "theirs":
+        model().save_pretrained(folder, save_original_format=True)
+    elif what == "ours":
+        checkpoints.convert(saved("theirs"), folder)
+    elif what == "adapters":
+        lora.save_lora(adapted(), folder)
+    else:
+        import transformers
+
+        config = transformers.LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                          num_attention_heads=1, vocab_size=8)  # fmt: skip
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def new_folder() -> pathlib.Path:
+    return pathlib.Path(tempfile.mkdtemp(dir=ROOT))
+
+
+def trainer() -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        callback_handler=CallbackHandler([DefaultFlowCallback()], None, None, None, None)
+    )
+
+
+WRITTEN = {"shard_bytes": 1000, "check": True, "progress": lambda *_: None}
+CALLS = {
+    "lora.add_lora": (
+        lora.add_lora,
+        lambda: {"model": model(), "targets": ("gate_up_proj",), "dtype": torch.float32, **LORA},
+    ),
+    "lora.load_lora": (
+        lora.load_lora,
+        lambda: {"model": model(), "directory": saved("adapters"), "dtype": BF16, "dropout": 0.1},
+    ),
+    "lora.merge_lora": (lora.merge_lora, lambda: {"model": adapted()}),
+    "lora.save_lora": (
+        lora.save_lora,
+        lambda: {
+            "model": adapted(),
+            "directory": new_folder(),
+            "per_expert": True,
+            "layers": ("gate_proj", "up_proj", "down_proj"),
+            "base_model": "a name",
+        },
+    ),
+    "monitor.ExpertsMonitor": (
+        monitor.ExpertsMonitor,
+        lambda: {"model": model(), "evaluation": True, "group": None},
+    ),
+    "monitor.MonitorCallback": (monitor.MonitorCallback, lambda: {"prefix": "moe", "group": None}),
+    "monitor.watch": (monitor.watch, lambda: {"trainer": trainer(), "prefix": "moe", "group": None}),
+    "transformers.known_gate": (
+        transformers.known_gate,
+        lambda: {"module": model().model.layers[0].mlp.experts},
+    ),
+    "checkpoints.convert": (
+        checkpoints.convert,
+        lambda: {"source": saved("theirs"), "target": new_folder(), "to": "moe_aiter", **WRITTEN},
+    ),
+    "checkpoints.load_moe": (
+        checkpoints.load_moe,
+        lambda: {"folder": saved("ours"), "layer": "model.layers.0.mlp"},
+    ),
+    "checkpoints.moe_from_huggingface": (
+        checkpoints.moe_from_huggingface,
+        lambda: {"block": MixtralSparseMoeBlock(tiny_config("mixtral"))},
+    ),
+    "checkpoints.state_dict_to_huggingface": (
+        checkpoints.state_dict_to_huggingface,
+        lambda: {"moe": small_moe(renormalize=True), "model_type": "mixtral"},
+    ),
+    "checkpoints.upcycle": (
+        checkpoints.upcycle,
+        lambda: {
+            "source": saved("dense"),
+            "target": new_folder(),
+            "num_experts": 4,
+            "top_k": 2,
+            "to": "huggingface",
+            "noise": 0.1,
+            "router_std": 0.1,
+            "seed": 3,
+            **WRITTEN,
+        },
+    ),
+}
+
+
+def titan_config():
+    """Of the routed experts of a layer."""
+    spec = importlib.import_module("torchtitan.models.deepseek_v3").model_registry("debugmodel")
+    return next(layer.moe for layer in spec.model.layers if layer.moe is not None).routed_experts
+
+
+if TITAN:
+    from moe_aiter.integrations import torchtitan
+
+    CALLS["torchtitan.convert"] = torchtitan.convert, lambda: {"model": titan_config().build()}
+    CALLS["torchtitan.experts"] = torchtitan.experts, lambda: {"config": titan_config()}
