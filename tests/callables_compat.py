@@ -33,8 +33,8 @@ from moe_aiter.compat.aiter.ops.triton.utils import gmm_common
 from moe_aiter.layers.attention import attention_backend
 
 MODULES = aiter, flashinfer, tuned_gemm, triton_gmm, gmm_common
-# constructors that are torch's, and a look-up whose errors are in tests/tuning/test_aiter_json.py
-ELSEWHERE = {"AITERConv2d", "AITERLinear", "get_config"}
+# a look-up whose errors are in tests/tuning/test_aiter_json.py
+ELSEWHERE = {"get_config"}
 
 # of compat and of methods: (function, arguments)
 PRODUCT = {"input": (T, H), "weight": (N, H)}
@@ -165,6 +165,24 @@ MORE = {
         aiter.AITERAttention,
         lambda: {"hidden_size": H, "num_heads": 2, "dropout_prob": 0.1, **WHERE},
     ),
+    "aiter.AITERConv2d": (
+        aiter.AITERConv2d,
+        lambda: {
+            "in_channels": 4,
+            "out_channels": 6,
+            "kernel_size": 3,
+            "stride": 2,
+            "padding": (1, 0),
+            "dilation": 1,
+            "groups": 2,
+            "bias": True,
+            **WHERE,
+        },
+    ),
+    "aiter.AITERLinear": (
+        aiter.AITERLinear,
+        lambda: {"in_features": H, "out_features": N, "bias": True, **WHERE},
+    ),
     "aiter.ShuffledWeight": (
         aiter.ShuffledWeight,
         lambda: {"weight": rand(16, 32), "layout": (16, 16), "use_int4": True},
@@ -172,6 +190,10 @@ MORE = {
     "tuned_gemm.gemm_a16w16": (
         tuned_gemm.gemm_a16w16,
         lambda: {"A": rand(T, H), "B": rand(N, H), "bias": rand(N), "otype": F32, "is_shuffled": False},
+    ),
+    "tuned_gemm.tgemm.mm": (
+        tuned_gemm.tgemm.mm,
+        lambda: {"inp": rand(T, H), "weights": rand(N, H), "bias": rand(N), "otype": F32},
     ),
     "tuned_gemm.get_GEMM_A16W16_config": (
         tuned_gemm.get_GEMM_A16W16_config,

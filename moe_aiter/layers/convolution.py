@@ -6,8 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import INTEGERS
-from ..kernels._check import check_device, check_float, check_shape, check_size, check_sizes, check_tensor
+from ..kernels._check import (
+    check_device,
+    check_float,
+    check_shape,
+    check_size,
+    check_sizes,
+    check_tensor,
+    is_kind,
+)
 from ..switches import Shared, inside, switches
 
 PADDINGS = "valid", "same"
@@ -64,8 +71,9 @@ def check_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int
     check_device(input=input, weight=weight, bias=bias)
 
 
-def check_steps(stride, padding, dilation) -> None:
-    for name, given, least in (("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0)):
+def check_steps(stride, padding, dilation, kernel_size=1) -> None:
+    steps = ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0)
+    for name, given, least in (*steps, ("kernel_size", kernel_size, 1)):
         if isinstance(given, str) and name == "padding":
             if given not in PADDINGS:
                 raise ValueError(f"unknown padding {given!r}; known: {', '.join(PADDINGS)}, an int or two")
@@ -73,7 +81,7 @@ def check_steps(stride, padding, dilation) -> None:
                 raise ValueError(f"padding='same' needs a stride of 1, not {stride}")
             continue
         both = given if isinstance(given, (tuple, list)) else (given,)
-        if len(both) not in (1, 2) or not all(isinstance(n, INTEGERS) for n in both):
+        if len(both) not in (1, 2) or not all(is_kind(n, int) for n in both):
             raise TypeError(f"{name} must be an int or two, not {given!r}")
         if min(both) < least:
             raise ValueError(f"{name} must be at least {least}, not {given}")

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ...kernels._check import check_probability, check_sizes, checked
+from ...kernels._check import check_parameter_dtype, check_probability, check_sizes, checked
+from ...layers.convolution import check_steps
 from .gemm import linear
 from .torchlike import attention, conv2d
 
@@ -13,6 +14,7 @@ __all__ = ["AITERAttention", "AITERConv2d", "AITERLinear"]
 class AITERConv2d(nn.Conv2d):
     """`conv2d` with a weight (out_channels, in_channels / groups, kH, kW) of randn and a bias of zeros."""
 
+    @checked
     def __init__(
         self,
         in_channels: int,
@@ -27,6 +29,11 @@ class AITERConv2d(nn.Conv2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
+        check_sizes(in_channels=in_channels, out_channels=out_channels, groups=groups)
+        check_steps(stride, padding, dilation, kernel_size)
+        if isinstance(kernel_size, (tuple, list)) and len(kernel_size) != 2:
+            raise ValueError(f"kernel_size must be an int or two, not {kernel_size}")
+        check_parameter_dtype(dtype)
         options = {"dilation": dilation, "groups": groups, "bias": bias, "device": device, "dtype": dtype}
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, **options)
 
@@ -43,6 +50,19 @@ class AITERLinear(nn.Linear):
     """`linear` with a weight (out_features, in_features) of randn and a bias of zeros; any size."""
 
     computes_linear = True  # for `quantize`
+
+    @checked
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        check_sizes(in_features=in_features, out_features=out_features)
+        check_parameter_dtype(dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
 
     def reset_parameters(self) -> None:
         fill(self)

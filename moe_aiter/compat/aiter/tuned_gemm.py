@@ -74,6 +74,7 @@ get_GEMM_A16W16_config.cache_info, get_GEMM_A16W16_config.cache_clear = find.cac
 class TunedGemm:
     """`gemm_a16w16` as a method."""
 
+    @renamed(A="inp", B="weights")
     def mm(
         self,
         inp: Tensor,
