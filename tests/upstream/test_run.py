@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 RUN = pathlib.Path(__file__).parent / "run.py"
 TESTS = """
 import pytest
@@ -33,6 +35,58 @@ def test_skipped():
     pytest.skip("a reason")
 """
 
+WHAT_SHIMS_HAVE = {  # a test file of each project, written here
+    "grouped_gemm": (
+        "grouped_gemm/ops_test.py",
+        """
+import torch
+from grouped_gemm import ops
+
+def test_transposed_into():
+    out = torch.full((2, 3, 4), 7.0)
+    ops.backend.gmm(torch.ones(5, 3), torch.ones(5, 4), torch.tensor([0, 5]), trans_a=True, c=out)
+    assert (out[0] == 0).all() and (out[1] == 5).all()
+""",
+    ),
+    "aiter": (
+        "op_tests/triton_tests/test_gmm.py",
+        """
+import torch
+from aiter.ops.triton.gmm import gmm
+from aiter.ops.triton.utils.gmm_common import SIZES
+
+def test_sizes_of_the_checkout():
+    assert (gmm(torch.ones(3, 2), torch.ones(2, 2, 4), torch.tensor(SIZES)) == 2).all()
+""",
+    ),
+    "flashinfer": (
+        "tests/gemm/test_group_gemm.py",
+        """
+import flashinfer
+import pytest
+import torch
+from flashinfer.utils import determine_gemm_backend
+
+@pytest.mark.parametrize("batch_size", [2])
+@pytest.mark.parametrize("num_rows_per_batch", [3])
+@pytest.mark.parametrize("d_in, d_out", [(8, 4), (1024, 1024)])
+@pytest.mark.parametrize("use_weight_indices", [True])
+def test_segment_gemm(batch_size, num_rows_per_batch, d_in, d_out, use_weight_indices):
+    backend = determine_gemm_backend(torch.device("cuda:0"))
+    gemm = flashinfer.gemm.SegmentGEMMWrapper(torch.empty(0, dtype=torch.int8, device="cuda:0"), backend)
+    x, weight = torch.ones(6, d_in), torch.ones(1, d_in, d_out).expand(1024, -1, -1)
+    lengths, numbers = torch.tensor([3, 3]), torch.tensor([0, 1023])
+    assert (gemm.run(x, weight, 2, False, seg_lens=lengths, weight_indices=numbers) == d_in).all()
+""",
+    ),
+}
+# what a checkout of AITER has beside its tests: helpers that are read, and an import that is not followed
+BESIDE = {
+    "aiter/ops/triton/utils/gmm_common.py": "SIZES = [1, 2]",
+    "op_tests/__init__.py": "",
+    "op_tests/triton_tests/__init__.py": "import aiter.no_such_module",
+}
+
 
 def run(*arguments):
     done = subprocess.run([sys.executable, RUN, *arguments], capture_output=True, text=True)
@@ -48,6 +102,31 @@ def test_a_checkout_is_counted(tmp_path):
     assert "| scattermoe | tests/test_mlp.py | 1 | 1 | 2 | 0 |" in out.splitlines()
     assert "* tests/test_mlp.py: 1 skipped: a reason" in out
     assert "* tests/test_mlp.py: 1 failed: AssertionError: no" in out
+
+
+@pytest.mark.parametrize("suite", WHAT_SHIMS_HAVE)
+def test_a_shim_has_what_the_tests_use(tmp_path, suite):
+    name, text = WHAT_SHIMS_HAVE[suite]
+    for path, content in {**BESIDE, name: text}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    _, out, err = run(f"{suite}={tmp_path}")
+    large = int(suite == "flashinfer")
+    assert f"| {suite} | {name} | 1 | 0 | {large} | 0 |" in out.splitlines(), out + err
+
+
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [("import no_such_package", "0 | 0 | 1 | 0"), ("import scattermoe.no", "0 | 1 | 0 | 0")],
+)
+def test_only_a_package_that_is_not_installed_is_a_reason_to_skip(tmp_path, line, counts):
+    tests = tmp_path / "tests/test_mlp.py"
+    tests.parent.mkdir()
+    tests.write_text(line)
+    status, out, err = run(f"scattermoe={tmp_path}")
+    assert status == int(counts.startswith("0 | 1")), err
+    assert f"| scattermoe | tests/test_mlp.py | {counts} |" in out.splitlines()
+    assert f"the file cannot be imported: ModuleNotFoundError: No module named '{line.split()[1]}'" in out
 
 
 def test_a_checkout_without_the_tests_fails(tmp_path):

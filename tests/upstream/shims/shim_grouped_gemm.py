@@ -32,8 +32,8 @@ def parameters(*cases):
 
 
 def install(checkout):
-    module("grouped_gemm.ops", gmm=grouped)
-    module("grouped_gemm.backend", gmm=backend_gmm)
+    backend = module("grouped_gemm.backend", gmm=backend_gmm)
+    module("grouped_gemm.ops", gmm=grouped, backend=backend)
     if importlib.util.find_spec("absl") is None:
         module("absl.testing.parameterized", TestCase=unittest.TestCase, parameters=parameters)
 

@@ -2,15 +2,18 @@
 
 import collections
 import importlib
+import importlib.util
 import json
 import math
 import pathlib
+import re
+import sys
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-LARGE = 2e7  # of the product of a test's integers, which is about what it multiplies: seconds on a CPU
+LARGE = 2e8  # of the product of a test's integers, which is about what it multiplies: a second on a CPU
 
 
 def pytest_addoption(parser):
@@ -24,12 +27,11 @@ def pytest_configure(config):
     config.counts, config.reasons = collections.Counter(), collections.Counter()
     try:
         config.shim.install(pathlib.Path(config.getoption("checkout")))
-    except ImportError as error:  # a package that the project needs and that is not installed
-        why = f"skipped: the file cannot be imported: {type(error.__context__ or error).__name__}: "
-        config.counts["skipped"] += 1
-        config.reasons[why + str(error.__context__ or error)] += 1
+    except ImportError as error:
+        error = error.__context__ or error
+        count_import_error(config, f"{type(error).__name__}: {error}")
         write_report(config)
-        pytest.exit(why, 0)
+        pytest.exit("the shim cannot be installed", 0)
     if not torch.cuda.is_available():
         OnCpu().__enter__()
 
@@ -56,14 +58,18 @@ def pytest_collection_modifyitems(config, items):
         for part, why in not_applicable.items():
             if part in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason=f"not applicable: {why}"))
-        if not torch.cuda.is_available() and is_large(item, getattr(config.shim, "LARGE_TESTS", ())):
+        if not torch.cuda.is_available() and is_large(item, config.shim):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: too large for a CPU"))
 
 
-def is_large(item, names) -> bool:
-    given = getattr(item, "callspec", None)
-    numbers = [n for n in (given.params.values() if given else ()) if type(n) is int and n > 0]
-    return math.prod(numbers) > LARGE or any(name in item.nodeid for name in names)
+def is_large(item, shim) -> bool:
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    work = getattr(shim, "WORK", {}).get(item.originalname, work_of)
+    return work(given) > LARGE or any(name in item.nodeid for name in getattr(shim, "LARGE_TESTS", ()))
+
+
+def work_of(given: dict) -> int:
+    return math.prod(n for n in given.values() if type(n) is int and n > 0)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -99,10 +105,17 @@ def first_line(excinfo) -> str:
 def pytest_sessionfinish(session):
     config = session.config
     for error in pytest_collectreport.errors:
-        needs = error.startswith("ModuleNotFoundError")
-        config.counts["skipped" if needs else "failed"] += 1
-        config.reasons[f"{'skipped' if needs else 'failed'}: the file cannot be imported: {error}"] += 1
+        count_import_error(config, error)
     write_report(config)
+
+
+def count_import_error(config, error: str):
+    """A package that is not installed is a reason to skip; one that lacks a name is a failure."""
+    package = re.match(r"ModuleNotFoundError: No module named '([^'.]+)", error)
+    there = not package or package[1] in sys.modules or importlib.util.find_spec(package[1])
+    kind = "failed" if there else "skipped"
+    config.counts[kind] += 1
+    config.reasons[f"{kind}: the file cannot be imported: {error}"] += 1
 
 
 def write_report(config):
