@@ -210,13 +210,14 @@ MORE = {
     ),
     "gmm_common.gen_uniform_group_sizes": (
         gmm_common.gen_uniform_group_sizes,
-        lambda: {"M": 7, "G": 3, "device": "cpu"},
+        lambda: {"M": 7, "G": 3, "group_sizes_dtype": torch.int64, "device": "cpu"},
     ),
     "gmm_common.gen_group_sizes": (
         gmm_common.gen_group_sizes,
         lambda: {
             "M": 7,
             "G": 3,
+            "group_sizes_dtype": torch.int64,
             "device": "cpu",
             "rng_seed": 3,
             "unused_tokens_prob": 0.1,

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ......kernels._check import check_probability, check_shape, check_size, checked
+from ......kernels._check import INDICES, check_probability, check_shape, check_size, checked
+from ......kernels._groups import oriented
 
 __all__ = ["gen_group_sizes", "gen_uniform_group_sizes", "get_gmm_shape", "get_tgmm_shape", "is_power_of_2"]
 
@@ -14,10 +15,12 @@ def is_power_of_2(x: int) -> bool:
 
 
 @checked
-def gen_uniform_group_sizes(M: int, G: int, device: torch.device | str = "cuda") -> Tensor:
-    """(G,) int32: M rows in G groups of as equal sizes as there are, the larger ones first."""
-    check_counts(M, G)
-    sizes = torch.full((G,), M // G, dtype=torch.int32, device=device)
+def gen_uniform_group_sizes(
+    M: int, G: int, group_sizes_dtype: torch.dtype = torch.int32, device: torch.device | str = "cuda"
+) -> Tensor:
+    """(G,) int32, or int64: M rows in G groups of as equal sizes as there are, the larger ones first."""
+    check_counts(M, G, group_sizes_dtype)
+    sizes = torch.full((G,), M // G, dtype=group_sizes_dtype, device=device)
     sizes[: M % G] += 1
     return sizes
 
@@ -26,31 +29,36 @@ def gen_uniform_group_sizes(M: int, G: int, device: torch.device | str = "cuda")
 def gen_group_sizes(
     M: int,
     G: int,
+    group_sizes_dtype: torch.dtype = torch.int32,
     device: torch.device | str = "cuda",
     rng_seed: int | None = 0,
     unused_tokens_prob: float = 0.0,
     unused_experts_prob: float = 0.1,
 ) -> Tensor:
-    """(G,) int32: each of M rows in a random group of those, one at least, that are drawn to have rows.
+    """(G,) int32 or int64: each of M rows in a random group of those, at least one, drawn to have rows.
 
     A row is in no group with `unused_tokens_prob`, a group has no rows with `unused_experts_prob`.
     `rng_seed` starts a generator of this call's own, so the sizes are not AITER's; None goes on with torch's.
     """
-    check_counts(M, G)
+    check_counts(M, G, group_sizes_dtype)
     check_probability(unused_tokens_prob=unused_tokens_prob, unused_experts_prob=unused_experts_prob)
     generator = None if rng_seed is None else torch.Generator().manual_seed(rng_seed)
     used = (torch.rand(G, generator=generator) >= unused_experts_prob).nonzero().flatten()
     used = used if len(used) else torch.randint(G, (1,), generator=generator)
     rows = int((torch.rand(M, generator=generator) >= unused_tokens_prob).sum())
     groups = used[torch.randint(len(used), (rows,), generator=generator)]
-    return torch.bincount(groups, minlength=G).to(device, torch.int32)
+    return torch.bincount(groups, minlength=G).to(device, group_sizes_dtype)
 
 
 def get_gmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, int, int, int]:
-    """M, K, N and G of `gmm(lhs, rhs, group_sizes)`.  Raises ValueError where they do not agree."""
+    """M, K, N and G of `gmm(lhs, rhs, group_sizes)`, where `rhs` may be (G, N, K).
+
+    Raises ValueError where they do not agree.
+    """
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")
     check_shape("group_sizes", group_sizes, "G")
+    rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], None)
     (M, K), (G, _, N) = lhs.shape, rhs.shape
     check_size("lhs is (M, K={})", K, "rhs is (G, K={}, N)", rhs.shape[1])
     check_size("group_sizes is ({},)", group_sizes.shape[0], "rhs is (G={}, K, N)", G)
@@ -58,15 +66,21 @@ def get_gmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, i
 
 
 def get_tgmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, int, int, int]:
-    """M, K, N and G of `ptgmm(lhs, rhs, group_sizes)`.  Raises ValueError where they do not agree."""
+    """M, K, N and G of `ptgmm(lhs, rhs, group_sizes)`, where `lhs` may be (M, K).
+
+    Raises ValueError where they do not agree.
+    """
     check_shape("lhs", lhs, "K", "M")
     check_shape("rhs", rhs, "M", "N")
     check_shape("group_sizes", group_sizes, "G")
+    lhs = oriented("trans_lhs", lhs, -1, rhs.shape[0], None)
     (K, M), N = lhs.shape, rhs.shape[1]
     check_size("lhs is (K, M={})", M, "rhs is (M={}, N)", rhs.shape[0])
     return M, K, N, group_sizes.shape[0]
 
 
-def check_counts(M: int, G: int) -> None:
+def check_counts(M: int, G: int, dtype: torch.dtype) -> None:
+    if dtype not in INDICES:
+        raise TypeError(f"group_sizes_dtype must be int32 or int64, not {dtype}")
     if M < 0 or G < 1:
         raise ValueError(f"there must be rows, or none, and a group at least, but M={M} and G={G}")
