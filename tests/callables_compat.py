@@ -37,6 +37,7 @@ MODULES = aiter, flashinfer, tuned_gemm, triton_gmm, gmm_common
 ELSEWHERE = {"get_config"}
 
 # of compat and of methods: (function, arguments)
+PATTERN = ours.SparsePattern.from_dense(torch.eye(4, 6), (2, 2))
 PRODUCT = {"input": (T, H), "weight": (N, H)}
 MORE = {
     "use": (used, lambda: {"backend": "torch"}),
@@ -73,6 +74,18 @@ MORE = {
             "out": torch.zeros(6, N),
         },
     ),
+    "SparsePattern.from_mask": (
+        ours.SparsePattern.from_mask,
+        lambda: {"mask": torch.eye(4, 6), "blocksize": (2, 4), "shape": (8, 24)},
+    ),
+    "SparsePattern.from_dense": (
+        ours.SparsePattern.from_dense,
+        lambda: {"w": torch.eye(4, 6), "blocksize": (1, 1)},
+    ),
+    "SparsePattern.take": (PATTERN.take, lambda: {"w": rand(4, 6)}),
+    "SparsePattern.to": (PATTERN.to, lambda: {"device": "cpu"}),
+    "SparsePattern.to_dense": (PATTERN.to_dense, lambda: {"values": rand(2, 2, 2)}),
+    "SparsePattern.to_sparse": (PATTERN.to_sparse, lambda: {"values": rand(2, 2, 2)}),
     "aiter.attention": (aiter.attention, lambda: attended(dropout_p=0.0, window=(3, 0), backend="math")),
     "attention_backend": (attention_backend, lambda: attended(dropout_p=0.0, window=(3, 0), backend="math")),
     "aiter.batched_gemm": (

@@ -87,6 +87,7 @@ COMPUTES = {
             for name in ("aiter.attention", "attention_backend")
             for which, axis in (("q", "size2"), ("v", "size3"), ("mask", "dtype"))
         },
+        "SparsePattern.from_dense.w": "dtype complex size0 size1",
         "aiter.conv2d.input": "rank-1 size0 size2 size3",
         "aiter.conv2d.weight": "size2 size3",
     },
@@ -102,6 +103,10 @@ COMPUTES = {
         "attach_loss.x": "rank+1 rank-1 size0 size1 device",
         "attach_loss.loss": "device",
         "SegmentGEMMWrapper.float_workspace_buffer": "rank+1 rank-1 size0 device",
+        "SparsePattern.from_mask.mask": "dtype complex",
+        "SparsePattern.take.w": "dtype complex device",
+        "SparsePattern.to_dense.values": "dtype complex",
+        "SparsePattern.to_sparse.values": "dtype complex",
         "SparsePattern.lists": "rank+1 rank-1 size0 device",  # `make_lists` alone makes them
     },
     ANY_NUMBER: {
@@ -144,6 +149,7 @@ COMPUTES = {
         "aiter.conv2d.padding": "number",
         "aiter.conv2d.dilation": "list",
         "sparse_gemm.blocksize": "number",
+        "SparsePattern.from_dense.blocksize": "number",
         "aiter.sparse_gemm.blocksize": "number",
     },
     "None, documented, is without a bias or a group, or alpha=rank": {

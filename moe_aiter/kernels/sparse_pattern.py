@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._check import check_shape, check_sizes, check_tensor, is_kind
+from ._check import check_device, check_shape, check_sizes, check_tensor, checked, is_kind
 from ._triton import cdiv
 
 COMPRESSED = torch.sparse_csr, torch.sparse_bsr
@@ -47,20 +47,21 @@ class SparsePattern:
 
         Raises ValueError for a mask or a shape that do not fit, TypeError for what is no tensor or size.
         """
-        check_tensor("mask", mask)
+        check_known("mask", mask, "R", "C")
         block = pair(blocksize)
-        if mask.dim() != 2:
-            raise ValueError(f"mask must be (R, C), but it has shape {tuple(mask.shape)}")
+        if shape is not None and not isinstance(shape, (tuple, list)):
+            raise TypeError(f"shape must be two ints, not {type(shape).__name__}")
         whole = tuple(n * b for n, b in zip(mask.shape, block, strict=True))
         shape = whole if shape is None else tuple(shape)
         if len(shape) != 2 or count(shape, block) != tuple(mask.shape):
-            raise ValueError(f"mask is {tuple(mask.shape)} but shape is {shape} in blocks of {block}")
+            raise ValueError(f"mask is {tuple(mask.shape)} but shape is {shape} and blocksize {block}")
         row, col = mask.nonzero().unbind(1)
         return cls(shape, block, lists_of(row, col, *mask.shape))
 
     @classmethod
     def from_dense(cls, w: Tensor, blocksize: int | tuple[int, int]) -> "SparsePattern":
         """The blocks of `w` (N, K) in which there is anything but zeros.  Synchronises."""
+        check_known("w", w, "N", "K")
         block = pair(blocksize)
         return cls.from_mask(as_blocks(w.detach(), block).ne(0).flatten(2).any(2), block, tuple(w.shape))
 
@@ -81,6 +82,7 @@ class SparsePattern:
         """L."""
         return num_blocks(self.lists, *count(self.shape, self.blocksize))
 
+    @checked
     def to(self, device: torch.device | str) -> "SparsePattern":
         """The same on another device."""
         return dataclasses.replace(self, lists=self.lists.to(device))
@@ -90,6 +92,7 @@ class SparsePattern:
 
         Differentiable.  Blocks that reach past the end of `w` have zeros there.
         """
+        check_tensor("w", w)
         if tuple(w.shape) != self.shape:
             raise ValueError(f"w is {tuple(w.shape)} but the pattern is of {self.shape}")
         row, col = self.places()
@@ -98,6 +101,11 @@ class SparsePattern:
 
     def to_dense(self, values: Tensor) -> Tensor:
         """The matrix (N, K) that has `values` in these places and zeros elsewhere.  Differentiable."""
+        check_tensor("values", values)
+        block, L = self.blocksize, self.num_blocks
+        if tuple(values.shape) not in ((L, *block), (L,) if block == (1, 1) else ()):
+            raise ValueError(f"values are {tuple(values.shape)} but the pattern has {L} blocks of {block}")
+        check_device(values=values, lists=self.lists)
         return to_dense(values, self.lists, *self.shape)
 
     def to_sparse(self, values: Tensor) -> Tensor:
@@ -106,11 +114,13 @@ class SparsePattern:
         A gradient with the same indices, that of `sparse_gemm` say, is taken as it is, where torch's own
         constructors make it dense, and wait.  Raises ValueError unless all blocks are whole and have values.
         """
+        check_tensor("values", values)
         block, L = self.blocksize, self.num_blocks
         if tuple(values.shape) != ((L,) if block == (1, 1) else (L, *block)):
             raise ValueError(f"values are {tuple(values.shape)} but the pattern has {L} blocks of {block}")
         if any(size % side for size, side in zip(self.shape, block, strict=True)):
             raise ValueError(f"the shape is {self.shape} but torch wants whole blocks of {block}")
+        check_device(values=values, lists=self.lists)
         return AsSparse.apply(values, self)
 
     def places(self) -> tuple[Tensor, Tensor]:
@@ -119,6 +129,13 @@ class SparsePattern:
 
 
 # sizes
+
+
+def check_known(name: str, x: Tensor, *axes: str) -> None:
+    """Raise unless `x` has these axes, and numbers that can be looked at."""
+    check_shape(name, x, *axes)
+    if x.is_meta:
+        raise ValueError(f"{name} is on meta, where it is not known what is zero")
 
 
 def pair(blocksize: int | tuple[int, int]) -> tuple[int, int]:
