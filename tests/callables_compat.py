@@ -1,5 +1,7 @@
 """A valid call of each name of compat, and of the modules' forward passes: the rest of callables.py."""
 
+import io
+
 import torch
 from callables import (
     BF16,
@@ -37,6 +39,16 @@ MODULES = aiter, flashinfer, tuned_gemm, triton_gmm, gmm_common
 ELSEWHERE = {"get_config"}
 
 # of compat and of methods: (function, arguments)
+
+
+def adapted_linear() -> ours.LoRALinear:
+    return ours.LoRALinear(nn.Linear(H, N), 4, rank=2)
+
+
+def adapted_experts() -> ours.LoRAExperts:
+    return ours.LoRAExperts(ours.Experts(E, H, 4), rank=2)
+
+
 PATTERN = ours.SparsePattern.from_dense(torch.eye(4, 6), (2, 2))
 PRODUCT = {"input": (T, H), "weight": (N, H)}
 MORE = {
@@ -53,10 +65,29 @@ MORE = {
     ),
     "Experts.forward": (ours.Experts(E, H, 4), experts_of),
     "Router.forward": (ours.Router(H, E, K), lambda: {"x": rand(T, H), "need_scores": True, "mask": mask()}),
-    "LoRAExperts.forward": (ours.LoRAExperts(ours.Experts(E, H, 4), rank=2), experts_of),
+    "LoRAExperts.forward": (adapted_experts(), experts_of),
     "LoRALinear.forward": (
-        ours.LoRALinear(nn.Linear(H, N), 4, rank=2),
+        adapted_linear(),
         lambda: {"x": rand(6, H), "adapter_ids": torch.arange(4), "seg_lens": sizes()},
+    ),
+    "LoRALinear.merge": (lambda adapter: adapted_linear().merge(adapter), lambda: {"adapter": 1}),
+    "LoRALinear.peft_state_dict": (adapted_linear().peft_state_dict, lambda: {"adapter": 1, "prefix": "a."}),
+    "LoRALinear.load_peft_state_dict": (
+        adapted_linear().load_peft_state_dict,
+        lambda: {"state": adapted_linear().peft_state_dict(), "adapter": 1},
+    ),
+    "LoRAExperts.peft_state_dict": (adapted_experts().peft_state_dict, lambda: {"prefix": "a."}),
+    "LoRAExperts.load_peft_state_dict": (
+        adapted_experts().load_peft_state_dict,
+        lambda: {"state": adapted_experts().peft_state_dict()},
+    ),
+    "LiveTable.show": (
+        ours.LiveTable(io.StringIO()).show,
+        lambda: {"statistics": ours.Monitor(small_moe()).read(), "title": "step 1"},
+    ),
+    "Monitor.log": (
+        ours.Monitor(small_moe()).log,
+        lambda: {"sink": lambda *_: None, "step": 3, "prefix": "moe"},
     ),
     "OptimizedMoELayer.forward": (
         ours.OptimizedMoELayer(H, E, 4, **WHERE),
@@ -196,6 +227,8 @@ MORE = {
         aiter.AITERLinear,
         lambda: {"in_features": H, "out_features": N, "bias": True, **WHERE},
     ),
+    "aiter.AITERConv2d.forward": (aiter.AITERConv2d(4, 6, 3), lambda: {"input": rand(2, 4, 5, 5)}),
+    "aiter.AITERLinear.forward": (aiter.AITERLinear(H, N), lambda: {"input": rand(T, H)}),
     "aiter.ShuffledWeight": (
         aiter.ShuffledWeight,
         lambda: {"weight": rand(16, 32), "layout": (16, 16), "use_int4": True},

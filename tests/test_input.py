@@ -60,7 +60,7 @@ COMPUTES = {
         "load_statistics.group_sizes": "rank+1 size0 dtype device",
         **{
             f"aiter.{name}.input": "rank+1 rank-1 size0"
-            for name in ("gemm_bias", "gemm_gelu", "gemm_relu", "linear")
+            for name in ("AITERLinear.forward", "gemm_bias", "gemm_gelu", "gemm_relu", "linear")
         },
         **{f"{name}.input": "rank+1 rank-1 size0" for name in ("sparse_gemm", "aiter.sparse_gemm")},
         **dict.fromkeys(
@@ -88,6 +88,7 @@ COMPUTES = {
             for which, axis in (("q", "size2"), ("v", "size3"), ("mask", "dtype"))
         },
         "SparsePattern.from_dense.w": "dtype complex size0 size1",
+        "aiter.AITERConv2d.forward.input": "rank-1 size0 size2 size3",
         "aiter.conv2d.input": "rank-1 size0 size2 size3",
         "aiter.conv2d.weight": "size2 size3",
     },
@@ -117,6 +118,7 @@ COMPUTES = {
         },
         "checkpoints.upcycle.seed": "negative",
         "hash_experts.seed": "negative",
+        "Monitor.log.step": "negative",
         "gmm_common.gen_group_sizes.rng_seed": "negative",
         "gmm_common.is_power_of_2.x": "negative",
         "flashinfer.bmm_fp8.B_scale": "NaN infinity",
@@ -163,7 +165,15 @@ COMPUTES = {
     "1 is True, as in AITER's files": {
         f"tuned_gemm.get_GEMM_A16W16_config.{flag}": "number" for flag in ("bias", "scaleAB", "bpreshuffle")
     },
+    "counted from the last, as in Python": {
+        f"LoRALinear.{name}.adapter": "negative"
+        for name in ("merge", "peft_state_dict", "load_peft_state_dict")
+    },
     "any name": {
+        "LiveTable.show.title": "str",
+        "LoRALinear.peft_state_dict.prefix": "str",
+        "LoRAExperts.peft_state_dict.prefix": "str",
+        "Monitor.log.prefix": "str",
         "aiter.register_kernel.name": "str",
         "lora.save_lora.base_model": "str",
         "monitor.MonitorCallback.prefix": "str",

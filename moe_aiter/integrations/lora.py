@@ -128,7 +128,7 @@ def save_lora(
         for name in modules:
             tensors |= split(f"{PREFIX}{name}.", model.get_submodule(name), layers)
     else:
-        tensors = {k: t for p, lora in by_prefix(modules).items() for k, t in stacked(p, lora).items()}
+        tensors = stacked(by_prefix(modules))
     targets = [n for n in TARGETS if any(n in factors for factors in modules.values())]
     some = next(lora for factors in modules.values() for lora in factors.values())
     config = peft_config(some, base_model or getattr(model, "name_or_path", None) or None)

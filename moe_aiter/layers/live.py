@@ -4,6 +4,7 @@ from typing import TextIO
 
 import numpy as np
 
+from ..kernels._check import checked
 from .monitor import LayerStatistics
 
 BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # for a terminal, and for one that has only ASCII
@@ -36,11 +37,14 @@ class LiveTable:
         self.console = Console(file=file, stderr=file is None)
         self.live = Live(console=self.console, auto_refresh=False)
 
+    @checked
     def show(self, statistics: dict[str, LayerStatistics], title: str = "") -> None:
         """Draw the statistics of layers, by name, as `Monitor.read` and `Monitor.log` return them."""
         from rich.console import Group
         from rich.text import Text
 
+        if not isinstance(statistics, dict):
+            raise TypeError(f"statistics must be a dict of layers', not {type(statistics).__name__}")
         width = 16 if self.console.width < WIDE else 32
         table = new_table(statistics, width, self.console.options.ascii_only)
         self.live.update(Group(*([Text(title)] if title else []), table), refresh=True)

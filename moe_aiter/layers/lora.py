@@ -134,12 +134,9 @@ class LoRAFactors(nn.Module):
         """m / |W + c B A| - 1, (count, out): what DoRA multiplies by, less the one that LoRA does."""
         dtype = self.magnitude.dtype
         least = torch.finfo(dtype).tiny  # the norm of a row of zeros, which float16 would round to 0
-        norms = (
-            self.norms(weight).to(dtype).clamp_min(least)
-        )  # rounded as m is: a new adapter changes nothing
-        return (
-            self.magnitude - norms
-        ) / norms  # m / norms - 1 would round m / norms to 1 or 1.0078 in bfloat16
+        # rounded as m is: a new adapter changes nothing
+        norms = self.norms(weight).to(dtype).clamp_min(least)
+        return (self.magnitude - norms) / norms  # in bfloat16 m / norms would be 1 or 1.0078
 
     @torch.no_grad()
     def merged(self, weight: Tensor, number: int | slice) -> Tensor:
@@ -240,6 +237,7 @@ class LoRALinear(nn.Module):
         growth = spread(growth, lens, delta)
         return delta + growth * (delta + F.linear(rows, self.base.weight))
 
+    @checked
     def merge(self, adapter: int = 0) -> None:
         """Put one adapter into the weight, of which a copy is kept; the others are then out of reach."""
         if self.original is not None:
@@ -253,6 +251,7 @@ class LoRALinear(nn.Module):
         self.base.weight.data.copy_(taken(self.original))
         self.original = None
 
+    @checked
     def peft_state_dict(self, adapter: int = 0, prefix: str = "") -> dict[str, Tensor]:
         """One adapter as PEFT saves it: lora_A.weight (r, in), lora_B.weight (out, r), and with DoRA
         lora_magnitude_vector (out,)."""
@@ -262,6 +261,7 @@ class LoRALinear(nn.Module):
             found[f"{prefix}lora_magnitude_vector"] = self.lora.magnitude[adapter]
         return {name: t.detach().clone() for name, t in found.items()}
 
+    @checked
     def load_peft_state_dict(self, state: Mapping[str, Tensor], adapter: int = 0, prefix: str = "") -> None:
         """The inverse.  Raises KeyError for what is not there, ValueError for another shape, and then copies
         nothing."""
@@ -322,6 +322,7 @@ class LoRAExperts(nn.Module):
             w.data.copy_(before)
         self.original = None
 
+    @checked
     def peft_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """The adapters as PEFT saves those of `target_parameters` gate_up_proj and down_proj.
 
@@ -329,12 +330,9 @@ class LoRAExperts(nn.Module):
         lora_B.weight those of down.  A is (E * r, in), expert after expert; B is (out, r * E), rank after
         rank.  Raises ValueError with DoRA, which PEFT does not have for them.
         """
-        return {
-            name: t
-            for inner, lora in self.by_peft_name(prefix).items()
-            for name, t in stacked(inner, lora).items()
-        }
+        return stacked(self.by_peft_name(prefix))
 
+    @checked
     def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """The inverse.  Raises KeyError for what is not there, ValueError for another shape or with DoRA, and
         then copies nothing."""

@@ -107,6 +107,7 @@ class Monitor:
         for recorder in self.recorders.values():
             recorder.totals.zero_()
 
+    @checked
     def log(self, sink, step: int | None = None, *, prefix: str = "moe") -> dict[str, LayerStatistics]:
         """Read, hand the scalars to `sink`, begin anew; returns what was read.
 

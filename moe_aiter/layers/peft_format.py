@@ -12,20 +12,21 @@ import torch
 from torch import Tensor, nn
 
 
-def stacked(prefix: str, lora: nn.Module) -> dict[str, Tensor]:
-    """Copies of the `LoRAFactors` of all experts."""
-    if lora.magnitude is not None:
-        raise ValueError("PEFT has no DoRA for experts in one tensor, and so no names for its magnitudes")
-    A, B = lora.A.detach(), lora.B.detach()
-    return {
-        f"{prefix}lora_A.weight": A.flatten(0, 1).clone(),
-        f"{prefix}lora_B.weight": B.permute(1, 2, 0).flatten(1).clone(),
-    }
+def stacked(found: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Copies of the `LoRAFactors` of all experts, by their prefixes."""
+    tensors = {}
+    for prefix, lora in found.items():
+        if lora.magnitude is not None:
+            raise ValueError("PEFT has no DoRA for experts in one tensor, and so no names for its magnitudes")
+        A, B = lora.A.detach(), lora.B.detach()
+        tensors[f"{prefix}lora_A.weight"] = A.flatten(0, 1).clone()
+        tensors[f"{prefix}lora_B.weight"] = B.permute(1, 2, 0).flatten(1).clone()
+    return tensors
 
 
 def load_stacked(found: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
     """The inverse, of `LoRAFactors` by their prefixes.  Raises as `copy_in` does, and then copies nothing."""
-    to = {name: torch.empty_like(t) for p, lora in found.items() for name, t in stacked(p, lora).items()}
+    to = {name: torch.empty_like(t) for name, t in stacked(found).items()}
     copy_in(to, state)
     for prefix, lora in found.items():
         lora.A.data.copy_(to[f"{prefix}lora_A.weight"].view_as(lora.A))
@@ -52,6 +53,8 @@ def copy_in(to: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
 
     Raises KeyError for what is not there, ValueError for another shape.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be tensors by name, not {type(state).__name__}")
     for name, t in to.items():
         if state[name].shape != t.shape:
             raise ValueError(f"{name} is {tuple(state[name].shape)} but the adapter needs {tuple(t.shape)}")
