@@ -45,7 +45,7 @@ class Draw:
         if ON_GPU:
             fitting = [n for n in CLASSES[self.kind] if low <= n <= high]
             return self.pick(*fitting) if fitting else max(low, 1)
-        if low == 0 and self.flip(0.05) and not interpret:
+        if low == 0 and self.flip(0.05):
             return 0
         low = max(low, 1)
         return self.form.randint(low, max(low, min(self.pick(2, 9, 9, 33, high), high)))
