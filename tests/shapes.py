@@ -30,6 +30,11 @@ MATRICES = {  # K, N
 TINY = {f"{a} x {b}": (a, b) for a in (0, 1, 5) for b in (0, 1, 5) if (a, b) != (5, 5)}  # K, N or H, I
 
 
+def in_turn(**sizes: int) -> list[dict[str, int]]:
+    """These sizes, but each of them in turn 0 and 1."""
+    return [sizes | {name: size} for name in sizes for size in (0, 1)]
+
+
 def expert_ids(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype = torch.int64) -> Tensor:
     """(T, k): each token's distinct experts, uniformly random."""
     return torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(dtype)

@@ -1,7 +1,7 @@
 """Where the rows of each group lie in chunks of CHUNK rows, of which every group begins a new one.
 
-How many there are is known on the device alone.  C = rows // CHUNK + G is the most that there can be; chunks
-past the last one in use begin past the end of the last group, and nobody reads them.
+How many there are is known on the device alone.  C = rows // CHUNK + G, or 0 without groups, is the most that
+there can be; chunks past the last one in use begin past the end of the last group, and nobody reads them.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ._triton import jit_kernel, next_power_of_2, tl
 
 
 def most_chunks(rows: int, groups: int) -> int:
-    return rows // CHUNK + groups
+    return rows // CHUNK + groups if groups else 0
 
 
 # reference
@@ -125,7 +125,7 @@ def plan_chunks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Where so many rows, of which groups have `group_sizes` (G,), lie in chunks; nothing synchronises.
 
     Returns two int32 tensors: `places` (G, 3), of each group its number, first chunk and end chunk, the group
-    of most rows first; and `chunks` (C, 2) with C = rows // CHUNK + G, of each chunk its first row and the
-    row where its group ends.  Chunks that are not in use begin past an end.
+    of most rows first; and `chunks` (C, 2) with C = rows // CHUNK + G, or 0 without groups, of each chunk its
+    first row and the row where its group ends.  Chunks that are not in use begin past an end.
     """
     return plan_chunks_op(group_sizes, rows)

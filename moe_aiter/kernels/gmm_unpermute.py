@@ -35,7 +35,7 @@ def new_gmm_unpermute(x, w, group_sizes, bias, order, rank, routing_weights, row
 
 def column_chunks(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
     """Even chunks of columns, as few as have `most_bytes` at most, or one block of columns each."""
-    blocks = -(-columns // BLOCK)
+    blocks = max(-(-columns // BLOCK), 1)
     fit = max(most_bytes // (BLOCK * column_bytes), 1)
     width = -(-blocks // -(-blocks // fit)) * BLOCK
     return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]

@@ -33,26 +33,31 @@ def loop(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=N
     return torch.stack(out) if len(x) else x @ down.new_zeros(x.shape[1], down.shape[1])
 
 
-def fused(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None):
+def fused(
+    ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None, **options
+):
     plan = sort_by_expert(ids, len(down))
     return expert_mlp(
         x, gate_up, down, weights, plan, activation=activation, interleaved=interleaved,
-        gate_up_bias=gate_up_bias, down_bias=down_bias,
+        gate_up_bias=gate_up_bias, down_bias=down_bias, **options,
     )  # fmt: skip
 
 
-def layered(ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None):
-    """The GPU's two nodes, on whatever device and backend the inputs are for."""
+def layered(
+    ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None,
+    recompute="none",
+):  # fmt: skip
+    """The GPU's nodes, on whatever device and backend the inputs are for."""
     plan = sort_by_expert(ids, len(down))
     differentiable = x, gate_up, gate_up_bias, down, down_bias, weights
-    return by_layer(ExpertInputs(*differentiable, *plan, activation, interleaved, True))
+    return by_layer(ExpertInputs(*differentiable, *plan, activation, interleaved, recompute == "none"))
 
 
 def make(device, T=13, H=20, I=24, E=5, k=2, activation="swiglu", dtype=torch.float32, bias=True):  # noqa: E741
     """x, gate_up, down, weights and biases of modest size."""
     width = get_activation(activation).parts * I
     sizes = [(T, H), (E, width, H), (E, H, I), (T, k), (E, width), (E, H)][: 6 if bias else 4]
-    scales = [1, H**-0.5, I**-0.5, 1, 1, 1]
+    scales = [1, max(H, 1) ** -0.5, max(I, 1) ** -0.5, 1, 1, 1]
     tensors = [torch.randn(size) * scale for size, scale in zip(sizes, scales, strict=False)]
     tensors[3] = tensors[3].softmax(-1)
     return [t.to(device, dtype) for t in tensors]

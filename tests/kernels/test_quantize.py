@@ -114,7 +114,9 @@ def test_the_definition_of_a_scale(device, format):
 
 
 def odd(x):
-    """With rows of zeros and of tiny numbers, an infinity and a NaN."""
+    """With rows of zeros and of tiny numbers, an infinity and a NaN, where there are so many."""
+    if x.shape[-2] < 4 or x.shape[-1] < 3:
+        return x
     x[..., 0, :] = 0
     x[..., 1, 2], x[..., 2, 1] = float("inf"), float("nan")
     x[..., 3, :] = 6e-8
@@ -148,7 +150,9 @@ def test_kernels_are_the_reference(shape, dtype, format):
 
 
 @pytest.mark.skipif(not interpret, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("shape", [(5, 16), (37, 256), (70, 4100), (3, 200, 130), (2, 65, 33)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 0), (0, 5), (1, 1), (5, 16), (37, 256), (70, 4100), (3, 200, 130), (2, 65, 33)], ids=str
+)
 def test_kernels_without_the_last_rounding(shape, monkeypatch):
     """The interpreter rounds to 8 bits in its own way, so the kernels write what they would round."""
     most = torch.finfo(FORMATS["e4m3"]).max

@@ -63,7 +63,7 @@ def test_what_is_zero_or_no_number_stays_in_its_row(device):
 
 
 @pytest.mark.skipif(not interpret, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("K", [16, 40, 1300, 9000])
+@pytest.mark.parametrize("K", [0, 1, 16, 40, 1300, 9000])
 @pytest.mark.parametrize("name", ["ragged", "rows in no group", "more than there are", "negative"])
 def test_kernel_without_the_last_rounding(name, K, monkeypatch):
     most = torch.finfo(FORMATS["e4m3"]).max

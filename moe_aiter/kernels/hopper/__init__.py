@@ -68,8 +68,8 @@ def small(x: Tensor) -> bool:
 
 
 def few(w: Tensor) -> bool:
-    """Whether a program has room for the groups of w (G, A, B)."""
-    return w.shape[0] <= MAX_GROUPS
+    """Whether w (G, A, B) has elements, and a program has room for its groups."""
+    return w.numel() > 0 and w.shape[0] <= MAX_GROUPS
 
 
 def stacked(w: Tensor) -> bool:

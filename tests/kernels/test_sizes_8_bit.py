@@ -1,0 +1,83 @@
+"""8 bits where each size in turn is 0 and 1: experts, what is laid out for them, and what Hopper takes."""
+
+import pytest
+import torch
+
+from moe_aiter.backend import IMPLS, runs
+from moe_aiter.config import interpret
+from moe_aiter.kernels import chunk_plan, hopper, quantize_folded, quantize_transposed, token_chunks
+from moe_aiter.kernels.experts_fp8 import RECIPES
+from moe_aiter.kernels.quantize import quantize_rows
+from moe_aiter.kernels.quantized_experts import quantized_experts
+from moe_aiter.kernels.sort import sort_by_expert
+
+from ..check import as_tuple
+from ..shapes import in_turn
+from .test_experts import make
+from .test_experts_fp8 import compare, definition, run
+from .test_quantize import same
+from .test_sizes import IDS
+
+SIZES = dict(T=6, H=5, I=4, E=3, k=2)
+WAYS = [(fp8, recompute) for fp8 in RECIPES for recompute in ("none", "z")]
+REFUSED = {"E": 0, "k": 0}.items()  # by sort_by_expert
+
+
+@pytest.mark.parametrize("fp8, recompute", WAYS[:: len(WAYS) - 1] if interpret else WAYS)
+@pytest.mark.parametrize("size", [s for s in in_turn(**SIZES) if not s.items() & REFUSED], ids=str)
+def test_experts(device, size, fp8, recompute):
+    inputs = make(device, **size)
+    x, gate_up, down, s, *biases = inputs
+    ids = IDS[: len(x), : s.shape[1]].clamp(max=len(down) - 1).to(device)
+    options, dout = (ids, "swiglu", False), torch.randn(x.shape).to(device)
+    exact = definition(*options, fp8, dout.double(), *(t.double() for t in inputs))
+    compare(run(*options, fp8, dout, *inputs, recompute=recompute), exact, 1e-5)
+    kept = [(*quantize_rows(w), bias) for w, bias in zip((gate_up, down), biases, strict=True)]
+    out = quantized_experts(x, *kept, s, sort_by_expert(ids, len(down)), *options[1:])
+    compare([out], exact[:1], 1e-5)
+
+
+@pytest.mark.parametrize("size", in_turn(M=260, K=4, G=2), ids=str)
+def test_layouts(device, size):
+    M, K, G = size.values()
+    x, w, factor = (torch.randn(s).abs().to(device) for s in ((M, K), (G, M, K), (G, K)))
+    sizes = torch.tensor([M // 2, 1][:G], dtype=torch.int32, device=device)
+    order = torch.randperm(M).to(device, torch.int32)
+    (x8, scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
+    _, chunks = chunk_plan.plan_chunks(sizes, M)
+    for module, name, *inputs in (
+        (chunk_plan, "plan_chunks", sizes, M),
+        (quantize_folded, "quantize_folded", x, factor, sizes, "e4m3"),
+        (quantize_transposed, "quantize_transposed", w, w_scale, "e4m3"),
+        (quantize_transposed, "transpose_rows8", w8),
+        (token_chunks, "quantize_chunks", x, scale, order, 1, chunks, "e4m3"),
+        (token_chunks, "transpose_chunks", x8, order, 1, chunks),
+    ):
+        there = (chunks[:, 0] < chunks[:, 1]) if module is token_chunks else slice(None)
+        got, want = (as_tuple(getattr(module, f"{name}_{way}")(*inputs)) for way in ("op", "reference"))
+        want = [t.to(o.dtype) for t, o in zip(want, got, strict=True)]
+        assert same([t[there] for t in got], [t[there] for t in want]), name
+
+
+FITS = dict(T=4, H=256, I=64, E=2)
+
+
+@pytest.mark.parametrize("size", [FITS, *(s for s in in_turn(**FITS) if 0 in s.values())], ids=str)
+def test_hopper_is_for_what_has_elements(size, monkeypatch):
+    """TMA copies nothing of a tensor that has none."""
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    T, H, I, E = size.values()  # noqa: E741
+    shapes = (T, H), (T, 2 * I), (T, I), (E, 2 * I, H), (E, H, I)
+    x, z, a, gate_up, down = (torch.zeros(shape).bfloat16() for shape in shapes)
+    x8, up8, down8, columns8 = map(quantize_rows, (x, gate_up, down, down.mT))
+    plan, s = [torch.zeros(n, dtype=torch.int32) for n in ((T,), (T, 1), (E,))], torch.zeros(T, 1)
+    for op, *inputs in (
+        ("gmm", x, gate_up.mT, plan[2], None),
+        ("expert_up", x, gate_up, None, *plan, "swiglu", False, True, 0, None),
+        ("expert_up_fp8", *x8, *up8, None, *plan, "swiglu", False, True, x.dtype),
+        ("gmm_unpermute_fp8", a, *down8, plan[2], None, *plan[:2], s, 2**30, "e4m3", False),
+        ("expert_down_grad", x, z, down, s, *plan, "swiglu", False, True),
+        ("expert_down_grad_fp8", *x8, z, *columns8, s, *plan, "swiglu", False, True),
+        ("quantized_experts", x, (*up8, None), (*down8, None), s, plan, "swiglu", False),
+    ):
+        assert runs(IMPLS[op]["hopper"], *inputs) == (size == FITS), op
