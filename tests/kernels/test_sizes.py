@@ -3,8 +3,11 @@
 Where there is nothing to sum over, results and gradients are exact zeros; the tests' outputs begin as NaN.
 """
 
+import functools
+
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from moe_aiter.backend import ORDER, use
 from moe_aiter.config import interpret
@@ -40,11 +43,12 @@ from moe_aiter.kernels.sort import sort_by_expert
 from moe_aiter.kernels.sparse_matmul import sparse_matmul_op, sparse_matmul_reference
 from moe_aiter.kernels.sparse_pattern import SparsePattern
 from moe_aiter.kernels.tgmm import tgmm, tgmm_into_op, tgmm_reference, tgmm_sums_op, tgmm_sums_reference
+from moe_aiter.kernels.tuned_gemm import tuned_gemm
 from moe_aiter.kernels.weigh_rows import weigh_rows_op, weigh_rows_reference
 
 from ..check import assert_as_good_as_torch, with_gradients
-from ..shapes import TINY
-from .test_experts import fused, layered, loop
+from ..shapes import TINY, in_turn
+from .test_experts import fused, layered, loop, make
 
 SIZES = [3, 0, 6]  # rows of a group; two rows more are in none
 T, K_CHOICES, E = 6, 2, 3
@@ -53,7 +57,8 @@ FEW = ("0 x 0", "0 x 5", "5 x 0", "1 x 1")
 NAMES = FEW if interpret else [*TINY]  # the interpreter is slow
 tiny = pytest.mark.parametrize("a, b", [TINY[name] for name in NAMES], ids=NAMES)
 FLOOR = 5e-6  # of so few numbers roundings may all go one way, where a sum nearly cancels too
-HOST = {"test_permute", "test_glu", "test_experts", "test_frozen_experts"}  # whose ops have C++
+EXPERTS = {"test_experts", "test_experts_in_turn", "test_frozen_experts"}
+HOST = {"test_permute", "test_glu", *EXPERTS}  # whose ops have C++
 
 
 @pytest.fixture(params=["triton"] if interpret else ["auto", "torch", "triton"], autouse=True)
@@ -201,6 +206,17 @@ def test_frozen_experts(device, a, b):
     assert x.grad.isfinite().all() and s.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("recompute", ["none", "z"])
+@pytest.mark.parametrize("size", in_turn(T=T, H=5, I=4) + [dict(E=1), dict(k=1)], ids=str)
+def test_experts_in_turn(device, size, recompute):
+    """Without z they are `expert_both`, or on a CPU the loop that makes z again."""
+    inputs = make(device, **dict(T=T, H=5, I=4, E=E, k=K_CHOICES) | size)
+    ids = IDS[: len(inputs[0]), : inputs[3].shape[1]].clamp(max=len(inputs[1]) - 1).to(device)
+    for way in (layered,) if interpret else (fused, layered):
+        ours = functools.partial(way, ids, "swiglu", False, recompute=recompute)
+        check(ours, functools.partial(loop, ids, "swiglu", False), *inputs)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @tiny
 def test_adapted(device, a, b, rank):
@@ -283,6 +299,19 @@ def test_quantize(device, M, K, format):
         torch.testing.assert_close(amax[0], x.abs().amax(0) if M else torch.zeros_like(amax[0]))
         x8, scale = quantize_amax.quantize_by_amax_op(x.T[None], amax, format)
         torch.testing.assert_close(x8[0].float() * scale[0][:, None], x.T, rtol=0.07, atol=0.04)
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (1,), (2, 0)], ids=str)
+@tiny
+def test_tuned_gemm(device, lead, a, b):
+    def scaled(x, w, bias, x_scale, w_scale):
+        return tuned_gemm(x, w, bias, x_scale=x_scale, w_scale=w_scale)
+
+    x, w, bias = new(device, *lead, a), new(device, b, a), new(device, b)
+    check(tuned_gemm, linear, x, w)
+    check(tuned_gemm, linear, x, w, bias)
+    scales = torch.rand(*lead, 1, device=device), torch.rand(b, device=device)
+    check(scaled, lambda x, w, bias, s, t: linear(x, w) * s * t + bias, x, w, bias, *scales)
 
 
 @pytest.mark.parametrize("block", [(1, 1), (16, 16)], ids=str)
