@@ -170,10 +170,10 @@ def backward_attached(ctx, dx):
     (loss_scale,) = ctx.saved_tensors
     if loss_scale is None:
         return dx, dx.new_ones((), dtype=ctx.loss_dtype), None
-    dloss = loss_scale.to(ctx.loss_dtype, copy=True)
-    if torch.compiler.is_compiling():  # a compiled forward would read the scalar, but for a part of dx
-        dloss = dloss + dx.flatten()[:0].sum()
-    return dx, dloss, None
+    dloss = loss_scale.clone()
+    if torch.compiler.is_compiling():  # without a part of dx in the sum, a compiled forward reads the scalar
+        dloss = loss_scale + dx.flatten()[:0].sum(dtype=loss_scale.dtype)
+    return dx, dloss.to(ctx.loss_dtype), None
 
 
 # an op, because torch.export drops the backward pass of an autograd.Function

@@ -1,6 +1,6 @@
 """The bits of every case's results, saved at one commit and compared at another.
 
-    python -m tests.fuzz.bits FILE      saves them, or compares where FILE exists
+python -m tests.fuzz.bits FILE      saves them, or compares where FILE exists
 """
 
 import argparse
