@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..backend import define_op
-from ..dispatch import is_transformed
+from ..dispatch import is_plain, is_transformed
 from ..kernels._check import (
     check_device,
     check_float,
@@ -171,7 +171,7 @@ def backward_attached(ctx, dx):
     if loss_scale is None:
         return dx, dx.new_ones((), dtype=ctx.loss_dtype), None
     dloss = loss_scale.clone()
-    if torch.compiler.is_compiling():  # without a part of dx in the sum, a compiled forward reads the scalar
+    if not is_plain((dx, loss_scale)):  # a compiled forward pass would read the scalar, but for a part of dx
         dloss = loss_scale + dx.flatten()[:0].sum(dtype=loss_scale.dtype)
     return dx, dloss.to(ctx.loss_dtype), None
 
