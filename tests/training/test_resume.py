@@ -9,11 +9,13 @@ from training.test_trainer import arguments, in_a_folder_of_its_own, losses, tra
 
 from moe_aiter import cli
 from moe_aiter.files import locked
+from moe_aiter.training import presets
 from moe_aiter.training.errors import UsageError
 from moe_aiter.training.metrics import truncate_metrics
 
 
-def test_the_runs_own_flags_may_be_given_again():
+def test_the_runs_own_flags_may_be_given_again(monkeypatch):
+    monkeypatch.setattr(presets, "pick_dtype", lambda device: "float32")  # of "auto", on any machine
     own = arguments(
         "--out",
         "run",
