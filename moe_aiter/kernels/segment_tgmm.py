@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..backend import define_op, takes
+from ._by_group import chosen
 from ._check import check_float, check_shape, check_size
 from ._segments import (
     check_count,
@@ -35,11 +36,12 @@ WIDE = 128  # of K and N, from where on `tgmm`'s tiles are filled
 
 def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_first):
     out = x.new_zeros(weights, x.shape[1], y.shape[1])
+    product = chosen(out, x, None)
     numbers = weight_numbers(weight_indices, num_segments(lens, indptr), weights)
     pairs = zip(split_segments(x, lens, indptr)[1], split_segments(y, lens, indptr)[1], strict=True)
     for i, (a, b) in zip(numbers, pairs, strict=True):
         if i is not None:
-            out[i] += a.T @ b
+            product(out[i], a.T, b, out[i])
     return out.mT if columns_first else out
 
 

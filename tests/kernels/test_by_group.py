@@ -6,6 +6,7 @@ import torch
 from moe_aiter.backend import use
 from moe_aiter.kernels.gmm import gmm
 from moe_aiter.kernels.ptgmm import ptgmm
+from moe_aiter.kernels.segment_gmm import segment_gmm
 from moe_aiter.kernels.tgmm import tgmm_accumulate
 
 from ..check import error
@@ -31,6 +32,19 @@ def pieces(sizes, *tensors):
 
 def assert_rounded_once(got, exact):
     assert error(got, exact) <= 1.01 * error(exact.to(got.dtype), exact) + 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 11, 31, 33])
+def test_nan_behind_a_row_of_an_operand_stays_there(rows):
+    """On CPUs with AMX torch 2.13 multiplies it by zero."""
+    x, dout = torch.randn(48, 49).bfloat16().T, torch.randn(49, 17).bfloat16()
+    sizes, w = torch.tensor([3, rows]), torch.randn(2, 48, 17).bfloat16().requires_grad_()
+    exact = torch.stack([a.double().T @ b.double() for a, b in pieces(sizes, x, dout)])
+    x[3 + rows :] = float("nan")
+    for product in (gmm(x, w, sizes), segment_gmm(x, w, lens=sizes)):
+        (dw,) = torch.autograd.grad(product, w, dout)
+        assert_rounded_once(dw, exact)
+    assert gmm(x.T[:, :rows], dout[None, :rows], torch.tensor([48])).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
