@@ -131,12 +131,12 @@ class LoRAFactors(nn.Module):
             return (b.to(wide) @ (self.scaling * a.to(wide))).add_(weight)
 
     def growth(self, weight: Tensor) -> Tensor:
-        """m / |W + c B A| - 1, (count, out): what DoRA multiplies by, less the one that LoRA does."""
-        dtype = self.magnitude.dtype
+        """m / |W + c B A| - 1, (count, out) in float32: what DoRA multiplies by, less the one of LoRA."""
+        dtype, wide = self.magnitude.dtype, sum_dtype(self.magnitude)
         least = torch.finfo(dtype).tiny  # the norm of a row of zeros, which float16 would round to 0
         # rounded as m is: a new adapter changes nothing
-        norms = self.norms(weight).to(dtype).clamp_min(least)
-        return (self.magnitude - norms) / norms  # in bfloat16 m / norms would be 1 or 1.0078
+        norms = self.norms(weight).to(dtype).clamp_min(least).to(wide)
+        return (self.magnitude.to(wide) - norms) / norms
 
     @torch.no_grad()
     def merged(self, weight: Tensor, number: int | slice) -> Tensor:
@@ -194,7 +194,7 @@ class LoRALinear(nn.Module):
         if self.original is not None and adapter_ids is not None:
             raise ValueError("an adapter is merged into the weight: adapter_ids cannot choose another")
         if self.original is None:
-            out = out + self.adapted(rows, *self.named(x, adapter_ids, seg_lens))
+            out = (out + self.adapted(rows, out, *self.named(x, adapter_ids, seg_lens))).to(out.dtype)
         return out.view(*x.shape[:-1], out.shape[1])
 
     def named(
@@ -219,23 +219,27 @@ class LoRALinear(nn.Module):
             return ids, None
         return ids, torch.full_like(ids, length)
 
-    def adapted(self, rows: Tensor, ids: Tensor, lens: Tensor | None) -> Tensor:
-        """What the adapters add to the rows (R, out)."""
+    def adapted(self, rows: Tensor, out: Tensor, ids: Tensor, lens: Tensor | None) -> Tensor:
+        """What the adapters add to `out` (R, out), which `base` makes of the rows; with DoRA in float32."""
+        y = None
+        if self.lora.magnitude is not None:
+            y = out.to(sum_dtype(out))
+            y = y if self.base.bias is None else y - self.base.bias
         if lens is not None:
-            return self.added(rows, lens, ids)
+            return self.added(rows, y, lens, ids)
         plan = make_plan(ids[:, None], len(self.lora.A))
-        return unpermute(self.added(permute(rows, plan), plan.group_sizes, None), plan)
+        rows, y = (t if t is None else permute(t, plan) for t in (rows, y))
+        return unpermute(self.added(rows, y, plan.group_sizes, None), plan)
 
-    def added(self, rows: Tensor, lens: Tensor, numbers: Tensor | None) -> Tensor:
+    def added(self, rows: Tensor, y: Tensor | None, lens: Tensor, numbers: Tensor | None) -> Tensor:
         delta = self.lora(rows, lens, numbers)
-        if self.lora.magnitude is None:
+        if y is None:
             return delta
         growth = self.lora.growth(self.base.weight)  # (num_adapters, out)
         if numbers is not None:
             there = (numbers >= 0) & (numbers < len(growth))
             growth = growth[numbers.where(there, 0)] * there[:, None]
-        growth = spread(growth, lens, delta)
-        return delta + growth * (delta + F.linear(rows, self.base.weight))
+        return delta + spread(growth, lens, y) * (delta + y)
 
     @checked
     def merge(self, adapter: int = 0) -> None:

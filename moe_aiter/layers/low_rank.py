@@ -17,11 +17,11 @@ from ..routing.plan import RoutePlan, unpermute
 
 
 class LowRank(NamedTuple):
-    """The factors of each expert's adapter.  All of the dtype of the weight."""
+    """The factors of each expert's adapter.  a and b have the dtype of the weight."""
 
     a: Tensor  # (E, r, in), the scaling in it
     b: Tensor  # (E, out, r)
-    growth: Tensor | None = None  # (E, out): what DoRA multiplies each row by, less 1
+    growth: Tensor | None = None  # (E, out), float32: what DoRA multiplies each row by, less 1
     dropout: float = 0.0  # of what A is given; 0 outside training
 
 
@@ -86,14 +86,15 @@ def weighted_sum(
 
 
 def grown(y: Tensor, growth: Tensor, bias: Tensor | None, lens: Tensor) -> Tensor:
-    """DoRA's part, which a bias has none in."""
-    y = y + y * spread(growth, lens, y)
-    return y if bias is None else y + spread(bias, lens, y)
+    """DoRA's part, which a bias has none in, rounded once."""
+    out = y * (1 + spread(growth, lens, y))
+    return (out if bias is None else out + spread(bias, lens, y)).to(y.dtype)
 
 
 def spread(values: Tensor, lens: Tensor, x: Tensor) -> Tensor:
-    """The row of `values` (G, N) of each row's group, in the dtype of `x` (R, K); zeros past the groups.
+    """The row of `values` (G, N) of each row's group, for `x` (R, K); zeros past the groups.
 
     As the bias of a product of nothing, whose gradient is a sum in a fixed order.
     """
-    return gmm(x[:, :0], x.new_empty(len(values), 0, values.shape[1]), lens, bias=values)
+    nothing = x[:, :0], x.new_empty(len(values), 0, values.shape[1])
+    return gmm(*nothing, lens, bias=values, preferred_element_type=values.dtype)

@@ -10,7 +10,7 @@ from moe_aiter.routing.plan import make_plan
 from ..layers.double_loop import experts_loop
 from . import loops
 from .draw import DEVICE, Draw
-from .hold import Case, target
+from .hold import Ambiguous, Case, target
 from .layers import draw_activation, expert_tensors
 from .products import wide_or
 
@@ -22,12 +22,19 @@ def draw_lora(draw: Draw) -> dict:
 
 
 def adapted(weight, A, B, scaling, magnitude):
-    """W + c B A of one adapter; with DoRA its rows have the lengths `magnitude`, by a constant factor."""
-    full = weight + scaling * (B @ A)
+    """W + c B A of one adapter; with DoRA its rows have the lengths `magnitude`, by a constant factor.
+
+    Ambiguous where W and c B A cancel: DoRA enlarges what remains, and W x and c B A x are rounded apart.
+    """
+    change = scaling * (B @ A)
+    full = weight + change
     if magnitude is None:
         return full
     wide = full.to(loops.sum_dtype(full.dtype))
-    norms = wide.detach().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    norms, parts = wide.detach().norm(dim=-1), [t.detach().norm(dim=-1) for t in (weight, change)]
+    if (4 * norms < parts[0] + parts[1]).any():
+        raise Ambiguous
+    norms = norms.clamp_min(torch.finfo(torch.float32).tiny)
     return (wide * (magnitude / norms)[..., None]).to(full.dtype)
 
 

@@ -9,7 +9,7 @@ from moe_aiter import Experts, LoRAExperts, LoRALinear, MoE, make_plan
 from moe_aiter.backend import use
 from moe_aiter.layers import lora as file
 
-from ..check import assert_as_good_as_torch
+from ..check import assert_as_good_as_torch, error
 
 E, H, CHANNELS, RANK = 3, 8, 6, 2
 KINDS = {
@@ -163,6 +163,21 @@ def test_a_new_adapter_changes_nothing(kind):
     torch.testing.assert_close(LoRALinear(base, rank=RANK, **kind)(x), base(x))
     experts, inputs = Experts(E, H, CHANNELS, dtype=torch.float64), routed()
     torch.testing.assert_close(LoRAExperts(experts, rank=RANK, **kind)(*inputs), experts(*inputs))
+
+
+@pytest.mark.parametrize("layer", [make_linear, make_experts])
+def test_small_magnitudes_are_as_exact_as_a_merged_weight(layer):
+    """Where m is a hundredth of |W + c B A|, what DoRA takes away cancels all but a hundredth."""
+    ours = layer({"dora": True}, bias=False)
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            p.mul_(0.01 if name.endswith("magnitude") else 1.0)
+    given = (torch.randn(64, H, dtype=torch.float64),) if layer is make_linear else routed()
+    exact, ours = ours(*given), ours.bfloat16()
+    given = [t.bfloat16() if isinstance(t, torch.Tensor) else t for t in given]
+    apart = error(ours(*given), exact)
+    ours.merge()
+    assert apart <= 2 * error(ours(*given), exact)
 
 
 @kinds
