@@ -40,7 +40,7 @@ class Case:
     frozen: tuple[str, ...] = ()  # tensors that get no gradient
     gradients: bool = True
     exact: bool = False  # no rounding happens: equal to the bit
-    coarse: torch.dtype | None = None  # the narrowest dtype that numbers are rounded to on the way
+    coarse: torch.dtype | float | None = None  # the narrowest dtype, or the unit, of roundings on the way
 
 
 def target(fn: Callable[[Draw], Case]) -> Callable:
@@ -120,6 +120,11 @@ def in_double(t: Tensor) -> Tensor:
     return t.double() if t.is_floating_point() else t
 
 
+def unit(rounding: torch.dtype | float) -> float:
+    """The unit in the last place of 1."""
+    return rounding if isinstance(rounding, float) else torch.finfo(rounding).eps
+
+
 def roundings(case: Case, exact: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Each number moved by up to half a unit in the last place of its dtype, or of the narrowest dtype used.
 
@@ -132,7 +137,7 @@ def roundings(case: Case, exact: dict[str, Tensor], seed: int) -> dict[str, Tens
         if dtype.is_floating_point:
             noise = torch.rand(t.shape, generator=gen, dtype=torch.float64).to(DEVICE) * 2 - 1
             own = dtype if dtype.itemsize > 1 else torch.float32
-            eps = max(torch.finfo(d).eps for d in (own, case.coarse or own))
+            eps = max(map(unit, (own, case.coarse or own)))
             t = t * (1 + noise * eps / 2)
         out[name] = t
     return out
@@ -196,7 +201,7 @@ def difference(ours: Tensor, best: Tensor, truth: Tensor, moved: list[Tensor], c
     dtype = ours.dtype
     ours, best, truth = (t.double().flatten() for t in (ours, best, truth))
     moved = [t.double().flatten() for t in moved]
-    eps = max(torch.finfo(d).eps for d in (dtype, case.coarse or dtype))
+    eps = max(map(unit, (dtype, case.coarse or dtype)))
     for order, what in ((2, "error"), (float("inf"), "error of the worst element")):
         by_rounding = max(torch.dist(t, truth, order) for t in moved)
         allowed = 2 * torch.dist(best, truth, order) + 2 * by_rounding + 2 * eps * truth.norm(p=order)

@@ -3,6 +3,7 @@
 import torch
 
 from moe_aiter import scaled_gemm as public_scaled_gemm
+from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.masked_gmm import masked_gmm as public_masked_gmm
 from moe_aiter.kernels.quantize import dequantize_rows, quantize_rows
 from moe_aiter.kernels.quantize_amax import quantize_by_amax, quantize_rows_and_amax
@@ -13,7 +14,7 @@ from moe_aiter.kernels.scaled_gmm import scaled_gmm as public_scaled_gmm
 from moe_aiter.kernels.shuffle import shuffle_weight
 
 from . import loops
-from .draw import Draw
+from .draw import DEVICE, Draw
 from .hold import Case, target
 from .products import wide_or, written
 from .segments import FLOATS8
@@ -52,6 +53,11 @@ def times(out: torch.Tensor, row, column, bias, dtype: torch.dtype) -> torch.Ten
     return (out if bias is None else out + bias).to(dtype)
 
 
+def sums_of(dtype: torch.dtype) -> float | None:
+    """How much a sum of products is rounded on the way: Hopper keeps some 14 bits for 8-bit floats."""
+    return 2**-13 if dtype in FLOATS8 and is_hopper(DEVICE) else None
+
+
 @target
 def scaled_gemm(draw: Draw) -> Case:
     (xt, wt), M, K, N = eight_bits(draw), draw.size(), draw.size(), draw.size()
@@ -72,7 +78,7 @@ def scaled_gemm(draw: Draw) -> Case:
         column = w_scale if w_scale is None or not w_scale.dim() else w_scale.reshape(N)
         return times(exact(x) @ exact(w), row, column, bias, out_dtype)
 
-    return Case(ours, plain, tensors, gradients=False)
+    return Case(ours, plain, tensors, gradients=False, coarse=sums_of(xt))
 
 
 @target
@@ -104,7 +110,7 @@ def scaled_gmm(draw: Draw) -> Case:
                 out[r] = times(exact(x[t]) @ exact(w[g]), *factors, torch.float64)
         return out.to(out_dtype)
 
-    return Case(ours, plain, tensors, gradients=False)
+    return Case(ours, plain, tensors, gradients=False, coarse=sums_of(xt))
 
 
 @target
@@ -151,7 +157,7 @@ def masked_gmm(draw: Draw) -> Case:
             kept.append(torch.cat([rows[: sizes[g]], out[g, sizes[g] :]]))
         return torch.stack(kept)
 
-    return Case(ours, plain, tensors, gradients=False, coarse=xt if xt.itemsize > 1 else None)
+    return Case(ours, plain, tensors, gradients=False, coarse=xt if xt.itemsize > 1 else sums_of(xt))
 
 
 @target

@@ -72,7 +72,7 @@ def test_a_tile_of_one_row_is_no_other_products(device, M, rows):
         pytest.skip("no Triton")
     x, w, _, _ = make(device, M, 64, 800, torch.float16)
     w = w.mT.contiguous().mT if rows else w
-    on_hopper = device.type == "cuda" and hopper.is_hopper(device)
+    on_hopper = hopper.is_hopper(device)
     for launch in (impl, IMPLS["gemm"]["hopper"]) if on_hopper else (impl,):
         out = torch.full((1, M, 800), torch.nan, dtype=x.dtype, device=device)
         launch(

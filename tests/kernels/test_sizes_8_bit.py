@@ -34,7 +34,7 @@ def test_experts(device, size, fp8, recompute):
     compare(run(*options, fp8, dout, *inputs, recompute=recompute), exact, 1e-5)
     kept = [(*quantize_rows(w), bias) for w, bias in zip((gate_up, down), biases, strict=True)]
     out = quantized_experts(x, *kept, s, sort_by_expert(ids, len(down)), *options[1:])
-    compare([out], exact[:1], 1e-5)
+    compare([out], exact[:1], 2**-13 if hopper.is_hopper(device) else 1e-5)  # tensor cores keep some 14 bits
 
 
 @pytest.mark.parametrize("size", in_turn(M=260, K=4, G=2), ids=str)

@@ -31,7 +31,8 @@ MANY = 128  # rows of a group that a tile is for
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    on_nvidia = device.type == "cuda" and torch.version.hip is None
+    return on_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def implementation(module: str, launch: str, fits: Callable, takes: tuple = DTYPES) -> Callable:
