@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .. import tuning
 from ._gemm_epilogue import epilogue_of, finish, in_triton
-from ._triton import cdiv, jit_kernel, tl
-from .hopper._launch import num_programs
+from ._triton import cdiv, jit_kernel, num_programs, tl
 
 WIDEST = 8  # numbers that a thread loads at once
 BUSY = 6  # programs of an SM that read as fast as it can

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..tuning.choice import choose_backend
-from ._triton import cdiv
-from .hopper._launch import num_programs
+from ._triton import cdiv, num_programs
 
 E4M3 = torch.float8_e4m3fn
 TILE_M, TILE_N = 128, 256  # of Hopper's kernel

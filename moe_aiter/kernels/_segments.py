@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dispatch import INTEGERS
 from ._check import FLOATS, check_device, check_index, check_shape, check_size
 from ._groups import group_ends
-from ._triton import tl, triton
+from ._triton import cdiv, jit_kernel, tl, triton
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 Segments = tuple[Tensor | None, Tensor | None, Tensor | None]  # lens, indptr, weight_indices
@@ -173,3 +173,42 @@ def locate_segment(
     row_end = tl.sum(tl.where(here, end, 0), 0)
     weight = tl.sum(tl.where(here, weight, 0), 0)
     return segment, weight, row, row_end
+
+
+@jit_kernel
+def add_parts_kernel(
+    parts_ptr,  # (parts, M, N) float32
+    out_ptr,  # (M, N), contiguous
+    bounds_ptr,  # (G,) or (G + 1,)
+    parts,
+    size,  # of a part
+    M,
+    N,
+    G,
+    INDPTR: tl.constexpr,
+    ZERO_REST: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of the parts, in order, in the rows of segments."""
+    g = tl.arange(0, BLOCK_G)
+    start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
+    rest = tl.sum(tl.where(g == G, start, 0), 0)  # the first row past the segments
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mine = i < rest * N
+    if INDPTR:
+        mine &= i >= tl.sum(tl.where(g == G + 1, end, 0), 0) * N
+    acc = tl.zeros((BLOCK,), tl.float32)
+    size = tl.cast(size, tl.int64)
+    for p in range(0, parts):
+        acc += tl.load(parts_ptr + p * size + i, mask=mine, other=0.0)
+    tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=i < size if ZERO_REST else mine)
+
+
+def add_parts(parts: Tensor, out: Tensor, bounds: Tensor, **flags) -> None:
+    """out = the sum of `parts` (P, M, N) in the rows of segments; the `flags` are those of `segment_gmm`."""
+    block, (P, M, N) = 1024, parts.shape
+    segments = len(bounds) - flags["INDPTR"]
+    add_parts_kernel[(cdiv(M * N, block),)](
+        parts, out, bounds, P, M * N, M, N, segments, **flags, BLOCK=block, num_warps=4
+    )

@@ -9,8 +9,7 @@ from .. import tuning
 from ..config import interpret
 from ..switches import matmul
 from ..tuning.aiter_json import AMD_OPTIONS, TILE
-from ._triton import cdiv, next_power_of_2, tl, triton
-from .hopper._launch import num_programs
+from ._triton import cdiv, next_power_of_2, num_programs, tl, triton
 
 # what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
 TILE_DTYPES = (torch.float16, torch.float32) if interpret else (torch.float16, torch.bfloat16, torch.float32)

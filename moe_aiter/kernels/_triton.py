@@ -4,7 +4,11 @@ macOS and Windows have no Triton.  There the kernels are never launched, but the
 which also hold the references and the public functions, must still import.
 """
 
+import functools
 from types import SimpleNamespace
+
+import torch
+from torch import Tensor
 
 from ..config import interpret
 
@@ -24,7 +28,7 @@ except ImportError:
 else:
     jit_kernel = triton.jit if interpret else Remembering  # for kernels that Python launches
 
-__all__ = ["cdiv", "jit_kernel", "next_power_of_2", "tl", "triton"]
+__all__ = ["cdiv", "jit_kernel", "next_power_of_2", "num_programs", "num_sms", "tl", "triton"]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -35,3 +39,13 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is not below `n`."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+@functools.cache
+def num_sms(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_programs(x: Tensor) -> int:
+    """One program for each SM; as many as an H200 has where there is no GPU to ask."""
+    return num_sms(x.device.index or 0) if x.is_cuda else 132

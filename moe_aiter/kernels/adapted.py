@@ -22,7 +22,7 @@ from .add_low_rank import add_low_rank_op
 from .expert_up import expert_up_reference, up_gradients
 from .gmm import gmm_op, gmm_reference
 from .group_sum import bias_dots, group_sum
-from .permute import check_rows, permute_op, unpermute_reference
+from .permute import check_sorted_rows, permute_op, unpermute_reference
 from .segment_gmm import segment_gmm_op
 from .segment_tgmm import segment_weight_gradient
 from .tgmm import weight_gradient
@@ -74,7 +74,7 @@ def new_adapted_up(x, w, bias, low, b, order, rank, group_sizes):
 
 
 def new_adapted_down(a, w, bias, low, b, routing_weights, order, rank, group_sizes):
-    check_rows(a, order)
+    check_sorted_rows(a, order)
     check_shape("w", w, "E", "H", "N")
     check_size("a is (R, N={})", a.shape[1], "w is (E, H, N={})", w.shape[2])
     check_float(a=a, w=w)

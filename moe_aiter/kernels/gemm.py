@@ -21,8 +21,7 @@ from ._gemm_row import launch_one_row, takes_row
 from ._gemm_torch import activation_gradient, fill_gemm, gemm_reference
 from ._groups import sum_dtype
 from ._tile import TILE_DTYPES, multiply, swizzle, tile_options
-from ._triton import cdiv, jit_kernel, tl
-from .hopper._launch import num_programs
+from ._triton import cdiv, jit_kernel, num_programs, tl
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 WIDEST_STEP = 1024  # the most of K that a tile has

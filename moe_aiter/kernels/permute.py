@@ -137,7 +137,7 @@ def row_dots_kernel(
 
 
 # launcher
-def check_rows(rows: Tensor, order: Tensor, name: str = "rows") -> None:
+def check_sorted_rows(rows: Tensor, order: Tensor, name: str = "rows") -> None:
     check_shape(name, rows, "R", "H")
     check_shape("order", order, "R")
     check_float(**{name: rows})
@@ -178,13 +178,13 @@ def new_permute(x, order, rank, routing_weights):
 
 
 def new_unpermute(rows, order, rank, routing_weights):
-    check_rows(rows, order, "x")
+    check_sorted_rows(rows, order, "x")
     check_plan(rows, order, rank, routing_weights)
     return rows.new_empty(rank.shape[0], rows.shape[1])
 
 
 def new_row_dots(rows, x, order, rank):
-    check_rows(rows, order)
+    check_sorted_rows(rows, order)
     check_tokens(x, rank)
     check_plan(x, order, rank)
     check_float(rows=rows, x=x)

@@ -18,9 +18,9 @@ from ..backend import define_inplace_op, define_op, takes
 from . import hopper
 from ._by_group import chosen
 from ._check import check_device, check_shape, check_size
-from ._parts import add_parts
 from ._segments import (
     FP8,
+    add_parts,
     check_operands,
     check_segment_values,
     check_segments,

@@ -13,7 +13,7 @@ from ._check import check_device, check_float, check_routing_weights, check_shap
 from ._groups import check_plan_values, sum_dtype, wide
 from ._tile import TILE_DTYPES
 from ._triton import jit_kernel, next_power_of_2, tl
-from .permute import check_rows
+from .permute import check_sorted_rows
 
 # reference
 
@@ -63,7 +63,7 @@ def weigh_rows_kernel(
 
 
 def new_weigh_rows(x, y, routing_weights, order, rank):
-    check_rows(x, order)
+    check_sorted_rows(x, order)
     check_shape("y", y, "R", "N")
     check_float(x=x, y=y)
     if x.shape != y.shape:

@@ -12,16 +12,6 @@ from .._triton import next_power_of_2
 SHARED_BYTES = 226 * 1024  # of a program, less 1 KiB for barriers, places and what starts the warpgroups
 
 
-@functools.cache
-def num_sms(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def num_programs(x: Tensor) -> int:
-    """One program for each SM; as many as an H200 has where there is no GPU to ask."""
-    return num_sms(x.device.index or 0) if x.is_cuda else 132
-
-
 def tile_options(config: Config) -> dict:
     """The launch arguments that every product takes."""
     return {

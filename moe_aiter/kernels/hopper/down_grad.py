@@ -11,6 +11,7 @@ import torch
 from ... import tuning
 from ...tuning import Config
 from .._parts import sum_parts
+from .._triton import num_programs
 from ..activations import get_activation
 from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
@@ -29,7 +30,7 @@ from ._gluon import (
     tma_load,
 )  # fmt: skip
 from ._handoff import LINE, STRIP, Rows, line_layout, make_handoff
-from ._launch import beside_groups, block_g, num_programs, tile_options
+from ._launch import beside_groups, block_g, tile_options
 from ._pipeline import (
     CONSUMERS,
     Gather,

@@ -1,6 +1,7 @@
 """The up-projection of the experts on Hopper; see ../expert_up.py."""
 
 from ... import tuning
+from .._triton import num_programs
 from ..activations import get_activation
 from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
@@ -18,7 +19,7 @@ from ._gluon import (
     tma,
     tma_store,
 )  # fmt: skip
-from ._launch import beside_groups, block_g, kind_of, num_programs, tile_options
+from ._launch import beside_groups, block_g, kind_of, tile_options
 from ._pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring
 from ._schedule import Tiles, find_groups, make_places
 from .activations import kernel_functions

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ... import tuning
 from .._gemm_epilogue import epilogue_of, finish, finish_parts, splits_of
-from .._triton import cdiv
+from .._triton import cdiv, num_programs
 from ._gluon import gl, gluon, jit_kernel, mma_v2
-from ._launch import num_programs
 from .activations import FUNCTIONS
 
 IN_FLIGHT = 2**15  # numbers, 64 KiB: the weight that an SM should be waiting for at any time

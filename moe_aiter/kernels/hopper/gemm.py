@@ -10,6 +10,7 @@ from torch import Tensor
 from ... import tuning
 from .._gemm_choice import FEW
 from .._gemm_row import launch_one_row, takes_row
+from .._triton import num_programs
 from ._gluon import (
     Number,
     aggregate,
@@ -25,7 +26,7 @@ from ._gluon import (
     tma,
     tma_store,
 )  # fmt: skip
-from ._launch import beside_groups, flatten, num_programs, tile_options
+from ._launch import beside_groups, flatten, tile_options
 from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make_ring, multiply, produce
 from ._schedule import Tiles, make_places
 from .activations import FUNCTIONS

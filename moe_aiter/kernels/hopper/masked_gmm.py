@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ... import tuning
+from .._triton import num_programs
 from ._fp8 import Scales, multiply_parts, span_of
 from ._gluon import (
     descriptor,
@@ -15,7 +16,7 @@ from ._gluon import (
     store_wait,
     tma_store,
 )  # fmt: skip
-from ._launch import beside_groups, block_g, flatten, kind_of, num_programs, tile_options
+from ._launch import beside_groups, block_g, flatten, kind_of, tile_options
 from ._pipeline import CONSUMERS, Weights, add_bias, make_ring, produce
 from ._schedule import Tiles, find_masked_groups, make_places
 

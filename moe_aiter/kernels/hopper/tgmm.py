@@ -1,6 +1,7 @@
 """Transposed grouped matmul on Hopper: the gradients of weights; see ../tgmm.py."""
 
 from ... import tuning
+from .._triton import num_programs
 from ..group_sum import launch_group_sum
 from ._gluon import (
     Number,
@@ -25,7 +26,7 @@ from ._gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )  # fmt: skip
-from ._launch import block_g, num_programs, tile_options
+from ._launch import block_g, tile_options
 from ._pipeline import CONSUMERS, VECTOR, blocks, make_ring
 from ._schedule import Tiles, clamped_sizes, make_places, warp_layout
 

@@ -5,6 +5,7 @@ chunk, one for each row of the result, so that to promote sums and to scale them
 """
 
 from ... import tuning
+from .._triton import num_programs
 from ._gluon import (
     Number,
     aggregate,
@@ -20,7 +21,7 @@ from ._gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )  # fmt: skip
-from ._launch import num_programs, tile_options
+from ._launch import tile_options
 from ._pipeline import CONSUMERS, blocks, make_ring
 from ._schedule import Tiles, make_places
 from .tgmm import Output, Strides, deal
