@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_aiter.backend import IMPLS, poison
 from moe_aiter.bench.arguments import count
 from moe_aiter.bench.layer import FLOOR, SLACK, append, columns, distances, provenance, shape_cells
 from moe_aiter.bench.shapes import SHAPES, Shape
@@ -34,6 +33,7 @@ from moe_aiter.kernels.route import new_route
 from moe_aiter.kernels.route_grad import new_route_backward
 from moe_aiter.kernels.sort import new_sort, sort_by_expert
 from moe_aiter.kernels.token_chunks import new_quantize_chunks, new_transpose_chunks
+from moe_aiter.op import IMPLS, poison
 
 SOFTMAX = False, True, 1.0  # over E, renormalised, not scaled
 FIELDS = [

@@ -7,7 +7,6 @@ One sentence carries the package: a token is routed, its rows are permuted, two 
 rows come home.  Each of those is a differentiable function of its own, listed here.
 """
 
-from .backend import register_kernel, use
 from .kernels.experts import expert_mlp
 from .kernels.gemm import gemm
 from .kernels.glu import glu
@@ -48,6 +47,7 @@ from .layers import (
     unpatch_linear,
     use_main_grad,
 )
+from .op import register_kernel, use
 from .routing import (
     Capacity,
     ExpertChoice,

@@ -26,8 +26,8 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status; a user's mistake is one line on stderr and status 2."""
-    from .backend import BackendError
     from .config import SettingError
+    from .op import BackendError
     from .training.errors import UsageError, out_of_memory, summary
 
     argv = sys.argv[1:] if argv is None else argv

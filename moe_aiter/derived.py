@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .config import settings
-from .dispatch import is_plain, is_transformed
+from .op import is_plain, is_transformed
 
 T = TypeVar("T")
 MB = 2**20  # bytes

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backend import log, no_autocast
 from .config import CHOICES, check_choice, settings
-from .metadata import Scoped
+from .op import Scoped, log, no_autocast
 
 HALVES = {"FP16": torch.float16, "BF16": torch.bfloat16}
 FLOAT32 = {"TF32": "tf32", "FP32": "ieee"}  # in torch's words, which are Triton's

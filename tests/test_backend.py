@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from moe_aiter import MoE, backend
-from moe_aiter.backend import IMPLS, ORDER, BackendError, define_op, pick, register_kernel, takes, use
+from moe_aiter import MoE
+from moe_aiter import op as backend
+from moe_aiter.op import IMPLS, ORDER, BackendError, define_op, pick, register_kernel, takes, use
 
 
 def half(x):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_aiter.backend import BackendError, use
 from moe_aiter.cli import COMMANDS, main
 from moe_aiter.config import SettingError, Settings
+from moe_aiter.op import BackendError, use
 
 
 def test_info_names_versions_backends_and_every_setting(capsys):

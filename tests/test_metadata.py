@@ -5,8 +5,9 @@ import uuid
 import pytest
 import torch
 
-from moe_aiter import backend, metadata
-from moe_aiter.backend import IMPLS, define_inplace_op, define_op, register_kernel, use
+from moe_aiter import op as backend
+from moe_aiter import op as metadata
+from moe_aiter.op import IMPLS, define_inplace_op, define_op, register_kernel, use
 
 seen = []
 

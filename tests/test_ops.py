@@ -5,7 +5,7 @@ import torch
 from samples import FIRST_OUTPUT, NO_GRADCHECK, SAMPLES, Draw, is_ours
 from torch import Tensor
 
-from moe_aiter.backend import use
+from moe_aiter.op import use
 
 REGISTERED = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_aiter::")}
 OPS = sorted(filter(is_ours, {name.removeprefix("moe_aiter::").partition(".")[0] for name in REGISTERED}))

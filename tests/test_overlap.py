@@ -12,7 +12,7 @@ from moe_aiter.kernels.masked_gmm import masked_gmm
 from moe_aiter.kernels.ptgmm import nptgmm, ptgmm
 from moe_aiter.kernels.segment_gmm import segment_gmm
 from moe_aiter.kernels.tgmm import tgmm_accumulate
-from moe_aiter.overlap import overlap
+from moe_aiter.op import overlap
 
 
 def bytes_of(x: Tensor) -> set[int]:

@@ -174,7 +174,7 @@ def test_what_is_unknown_is_refused(function, value, error, message):
 SCRIPT = """
 from moe_aiter.compat import aiter
 from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
-from moe_aiter.backend import log
+from moe_aiter.op import log
 from moe_aiter.config import settings
 assert aiter.get_log_level() == "INFO" and aiter.get_cache_size() == 7 and not aiter.fusion_enabled()
 assert aiter.get_default_precision() == "BF16" and not aiter.tensor_cores_enabled() and settings.debug
@@ -197,7 +197,7 @@ def test_the_environment_is_where_a_program_starts_and_a_call_wins():
 
 def test_a_program_with_handlers_of_its_own_sees_each_line_once():
     script = "import logging; logging.basicConfig(level=0, format='%(message)s')\n" + (
-        "from moe_aiter.backend import log\nfrom moe_aiter.switches import log\nlog.warning('one line')\n"
+        "from moe_aiter.op import log\nfrom moe_aiter.switches import log\nlog.warning('one line')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "one line\n")

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_aiter import backend, switches, tuning
-from moe_aiter.backend import use
+from moe_aiter import op as backend
+from moe_aiter import switches, tuning
 from moe_aiter.layers import convolution, segment
 from moe_aiter.layers.segment import SegmentGEMMWrapper
-from moe_aiter.metadata import Scoped
+from moe_aiter.op import Scoped, use
 
 
 def take_turns(first, second):

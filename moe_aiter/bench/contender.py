@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backend import use
+from ..op import use
 from .problem import Problem
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import IMPLS, ORDER, runs
 from ..config import settings
 from ..kernels.experts import expert_mlp
 from ..kernels.experts_fp8 import ALL
 from ..kernels.keep_fp8 import keep_fp8_weights
 from ..layers.moe import MoE
+from ..op import IMPLS, ORDER, runs
 from ..routing.plan import make_plan
 from .contender import PEER_ERRORS, Contender, parameter
 from .peers import hugging_face, liger, megablocks, scattermoe, sonicmoe

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import IMPLS, ORDER, runs, use
 from ..kernels._gemm_choice import question
 from ..kernels.activations import FUNCTIONS
 from ..kernels.gemm import ACTIVATIONS, gemm, new_gemm
 from ..kernels.grouped_gemm import grouped_gemm
 from ..kernels.shuffle import shuffle_weight
 from ..kernels.tuned_gemm import tuned_gemm
+from ..op import IMPLS, ORDER, runs, use
 from ..tuning.choice import case_of
 from .products import Case, Problem
 from .tiles import Kernel, launches_of

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..backend import IMPLS, ORDER, runs, use
 from ..kernels.gmm import gmm
 from ..kernels.ptgmm import nptgmm, ptgmm
+from ..op import IMPLS, ORDER, runs, use
 from .arguments import refuse
 from .contender import PEER_ERRORS
 from .layer import FLOOR, REPS, SLACK, append, columns, provenance

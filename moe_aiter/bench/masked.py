@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import IMPLS, ORDER, runs, use
 from ..kernels._fp8 import native_fp8
 from ..kernels.masked_gmm import masked_gmm, masked_gmm_reference
 from ..kernels.shuffle import shuffle_weight
+from ..op import IMPLS, ORDER, runs, use
 from ..tuning import Config
 from ..tuning.candidates import candidates
 from .arguments import count, refuse

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..backend import use
 from ..kernels._scaled_choice import fits_blas
 from ..kernels.scaled_bmm import scaled_bmm
 from ..kernels.scaled_gemm import scaled_gemm
 from ..layers.experts import Experts
 from ..layers.quantized import quantize
+from ..op import use
 from ..routing.plan import make_plan
 from ..tuning.choice import case_of
 from .dense import normal

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import IMPLS, ORDER, runs
+from ..op import IMPLS, ORDER, runs
 from ..tuning import Config
 from ..tuning.choice import Case
 from ..tuning.table import Key

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..backend import IMPLS, ORDER, runs
 from ..kernels import hopper, tgmm_fp8
 from ..kernels._expert_inputs import ExpertInputs
 from ..kernels._groups import take_rows
@@ -17,6 +16,7 @@ from ..kernels._row_bytes import row_bytes
 from ..kernels.gmm_unpermute import column_chunks
 from ..kernels.quantize import quantize_rows
 from ..kernels.sort import sort_by_expert
+from ..op import IMPLS, ORDER, runs
 from .shapes import Shape
 from .tiles import Product
 

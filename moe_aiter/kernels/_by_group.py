@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..dispatch import is_transformed
+from ..op import is_transformed
 from ._groups import group_ends, sum_dtype, take_rows
 from .group_sum import group_sum_reference
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..metadata import once
+from ..op import once
 from ._check import (
     check_device,
     check_float,

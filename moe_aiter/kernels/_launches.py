@@ -14,7 +14,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from ..metadata import noting
+from ..op import noting
 
 MOST = 1024  # launches that a kernel remembers: steps of many different sizes must not fill the memory
 NUMBERS = {int, tuple, type(None)}

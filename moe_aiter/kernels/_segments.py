@@ -12,7 +12,7 @@ zeros.
 import torch
 from torch import Tensor
 
-from ..dispatch import INTEGERS
+from ..op import INTEGERS
 from ._check import FLOATS, check_device, check_index, check_shape, check_size
 from ._groups import group_ends
 from ._triton import cdiv, jit_kernel, tl, triton

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..backend import IMPLS, ORDER, forced, log, pick, runs
 from ..config import settings
+from ..op import IMPLS, ORDER, forced, log, pick, runs
 from ..tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
 from ..tuning.candidates import Config, candidates
 from ..tuning.choice import choose_backend

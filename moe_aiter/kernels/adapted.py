@@ -13,7 +13,7 @@ neither those of x, nor those that are summed up.  For the gradient of the routi
 gradient is computed.
 """
 
-from ..backend import define_op, pick, takes
+from ..op import define_op, pick, takes
 from ._by_group import fill_gmm
 from ._check import check_float, check_routing_weights, check_shape, check_size
 from ._groups import check_groups, check_plan_values

@@ -5,7 +5,7 @@ M rows, G groups, r in, N out.  r is a rank: so short that what counts is to rea
 
 from torch import Tensor
 
-from ..backend import define_inplace_op, takes
+from ..op import define_inplace_op, takes
 from ._by_group import chosen
 from ._check import check_device, check_float, check_own_memory, check_shape, check_size
 from ._groups import check_groups, check_plan_values, split_groups

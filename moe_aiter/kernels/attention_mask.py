@@ -10,7 +10,7 @@ as a tenth of the attention itself.
 import torch
 from torch import Tensor
 
-from ..backend import define_inplace_op, define_op, takes
+from ..op import define_inplace_op, define_op, takes
 from ._check import FLOATS, check_device, check_shape
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl
 

@@ -7,7 +7,7 @@ there can be; chunks past the last one in use begin past the end of the last gro
 import torch
 from torch import Tensor
 
-from ..backend import define_op
+from ..op import define_op
 from ._check import check_index, check_shape
 from ._fp8 import CHUNK
 from ._triton import jit_kernel, next_power_of_2, tl

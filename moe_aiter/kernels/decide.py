@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backend import define_op
+from ..op import define_op
 from ..replay import always_save, current_pass
 
 

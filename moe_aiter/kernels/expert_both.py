@@ -3,8 +3,7 @@
 The backward pass makes z again, writes dz over it, and then is that of `expert_down` and of `expert_up`.
 """
 
-from ..backend import define_op, takes
-from ..dispatch import saved_tensors
+from ..op import define_op, saved_tensors, takes
 from ._expert_inputs import NUM_INPUTS, ExpertInputs, check_expert_values
 from ._tile import TILE_DTYPES
 from .expert_down import down_gradients

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import copy_into, define_op, takes
-from ..dispatch import is_last_use, is_unwatched
+from ..op import copy_into, define_op, is_last_use, is_unwatched, takes
 from . import hopper
 from ._check import check_float, check_routing_weights, check_shape, check_size
 from ._groups import check_groups, check_plan_values, sum_dtype, take_rows, wide

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
-from ..dispatch import saved_tensors
+from ..op import define_op, saved_tensors, takes
 from ._check import check_float
 from ._expert_inputs import ExpertInputs, check_expert_values, check_experts
 from ._groups import sum_dtype, take_rows, wide

@@ -7,7 +7,7 @@ would keep the weights of all layers, which FSDP frees between the passes; so it
 import torch
 from torch import Tensor
 
-from ..backend import define_op, pick
+from ..op import define_op, pick
 from ._check import check_device, check_plan, check_shape, check_tensor
 from ._expert_inputs import ExpertInputs, check_experts, check_main_grad, needs_grad
 from ._groups import check_plan_values

@@ -16,8 +16,7 @@ import functools
 from collections.abc import Callable
 
 from .. import tuning
-from ..backend import define_op, takes
-from ..dispatch import saved_tensors
+from ..op import define_op, saved_tensors, takes
 from . import hopper
 from ._check import check_float, check_shape, check_size
 from ._groups import check_groups, check_plan_values, take_rows

@@ -10,7 +10,7 @@ end, while its rows are in the cache.
 
 from torch import Tensor
 
-from ..backend import IMPLS, pick
+from ..op import IMPLS, pick
 from . import hopper
 from ._check import check_plan
 from ._expert_inputs import ExpertInputs, check_experts, check_memory, needs_grad

@@ -26,8 +26,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backend import define_op, pick
-from ..dispatch import is_last_use, is_unwatched, saved_tensors
+from ..op import define_op, is_last_use, is_unwatched, pick, saved_tensors
 from . import hopper
 from ._expert_inputs import NUM_INPUTS, ExpertInputs, check_expert_values
 from ._groups import sum_dtype, take_rows

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import define_op, takes
-from ..metadata import steady
+from ..op import define_op, steady, takes
 from . import hopper
 from ._check import FLOATS, check_device, check_float, check_real, check_shape, check_size, check_tensor
 from ._gemm_choice import wants

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._check import check_device, check_float, check_shape, check_size
 from ._host import HOST_DTYPES, array, ext, host, num_threads
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl

@@ -7,7 +7,7 @@ Shapes say the maths; strides say the layout.  `w.mT` is a valid `rhs`.
 import torch
 from torch import Tensor
 
-from ..backend import define_inplace_op, define_op, takes
+from ..op import define_inplace_op, define_op, takes
 from ..tuning.aiter_json import tile_of
 from . import hopper
 from ._by_group import fill_gmm, fill_gmm_into

@@ -6,7 +6,7 @@ R rows, K in, N out.  The rows (R, N) live only between the product and the sum,
 at a time.
 """
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._check import check_float, check_shape, check_size
 from ._tile import TILE_DTYPES
 from .gmm import gmm_op, gmm_reference

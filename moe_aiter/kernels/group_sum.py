@@ -8,7 +8,7 @@ for each group g, whose rows are [s, e).  With `order`, row r stands for row ord
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._groups import check_groups, check_plan_values, check_rows, split_groups, sum_dtype, take_rows, wide
 from ._tile import dense, group_rows
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton

@@ -9,8 +9,7 @@ T tokens, k slots, E experts, K in, N out.  Rows are sorted by expert, multiplie
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
-from ..dispatch import INTEGERS
+from ..op import INTEGERS, define_op, takes
 from ._check import FLOATS, check_device, check_float, check_index, check_shape, check_size, check_tensor
 from ._groups import check_plan_values, sum_dtype
 from ._host import HOST_DTYPES, host

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import define_inplace_op, takes
 from ..config import interpret
+from ..op import define_inplace_op, takes
 from . import hopper
 from ._check import (
     check_device,

@@ -11,7 +11,7 @@ or choice that is dropped.  Each is the gradient of the others, and w may be abs
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._check import check_device, check_float, check_index, check_shape, check_size
 from ._groups import check_plan_values, sum_dtype, wide
 from ._host import HOST_DTYPES, array, ext, host, indices, num_threads

@@ -14,7 +14,7 @@ bits wherever it is computed.  Columns that lie side by side are read twice: see
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op, takes
+from ..op import copy_into, define_op, takes
 from ._check import FLOATS, check_tensor
 from ._fp8 import native_fp8
 from ._groups import wide

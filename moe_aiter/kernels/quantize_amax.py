@@ -9,7 +9,7 @@ The results are those of `quantize_rows`, bit for bit.
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op, takes
+from ..op import copy_into, define_op, takes
 from ._check import check_device, check_tensor
 from ._fp8 import native_fp8
 from ._tile import TILE_DTYPES

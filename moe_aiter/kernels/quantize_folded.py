@@ -9,7 +9,7 @@ Rows take them over before they are quantised, and then the weight's 8-bit numbe
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op, takes
+from ..op import copy_into, define_op, takes
 from ._check import check_float, check_shape, check_size
 from ._fp8 import native_fp8
 from ._groups import check_groups, wide

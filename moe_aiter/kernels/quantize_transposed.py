@@ -11,7 +11,7 @@ read again, or, where its 8-bit rows are at hand, their bytes move, half of what
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op, takes
+from ..op import copy_into, define_op, takes
 from ._check import check_device, check_float, check_shape, check_tensor
 from ._fp8 import native_fp8
 from ._groups import wide

@@ -9,7 +9,7 @@ Hopper they take the products of `experts_fp8`, whose epilogue applies the activ
 import torch
 from torch import Tensor
 
-from ..backend import IMPLS, pick
+from ..op import IMPLS, pick
 from . import hopper
 from ._check import check_plan, check_tensor, refuse_gradient
 from .experts_fp8 import expert_up_fp8_op, gmm_unpermute_fp8_op

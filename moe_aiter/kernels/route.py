@@ -15,8 +15,7 @@ to the bit as they were then, if the logits are.
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op, takes
-from ..dispatch import is_transformed
+from ..op import copy_into, define_op, is_transformed, takes
 from ..replay import always_save, once
 from ._check import check_device, check_finite, check_float, check_shape
 from ._groups import wide

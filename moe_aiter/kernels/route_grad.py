@@ -6,7 +6,7 @@ It needs (T, k) numbers where the weights are a softmax of the chosen logits, el
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._check import check_device, check_float, check_shape
 from ._host import host
 from ._triton import jit_kernel, next_power_of_2, tl

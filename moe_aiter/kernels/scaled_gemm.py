@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from . import hopper
 from ._check import check_device, check_shape, check_size, refuse_gradient
 from ._fp8 import FP8, MOST_K, add_product, as_operands, is_promoted

@@ -8,7 +8,7 @@ for each row r of each group g; rows past the last group are zeros.
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from . import hopper
 from ._check import check_shape, check_size, refuse_gradient
 from ._fp8 import FP8

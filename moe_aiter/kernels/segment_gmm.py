@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import define_inplace_op, define_op, takes
+from ..op import define_inplace_op, define_op, takes
 from . import hopper
 from ._by_group import chosen
 from ._check import check_device, check_shape, check_size

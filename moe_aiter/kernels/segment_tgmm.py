@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._by_group import chosen
 from ._check import check_float, check_shape, check_size
 from ._segments import (

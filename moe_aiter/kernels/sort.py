@@ -11,7 +11,7 @@ is -1, and the rows at and past sum(group_sizes) have the order -1.
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op
+from ..op import copy_into, define_op
 from ._check import check_index, check_shape, check_sizes
 from ._host import array, check_built, ext, host
 from ._triton import cdiv, jit_kernel, next_power_of_2, tl, triton

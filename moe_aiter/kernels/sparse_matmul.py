@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._check import check_device, check_float, check_shape, check_size
 from ._groups import sum_dtype, wide
 from ._tile import TILE_DTYPES

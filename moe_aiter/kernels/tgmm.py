@@ -8,7 +8,7 @@ for each group g, whose rows are [s, e).  With `order`, row r of x stands for ro
 import torch
 from torch import Tensor
 
-from ..backend import define_inplace_op, define_op, takes
+from ..op import define_inplace_op, define_op, takes
 from . import hopper
 from ._by_group import fill_tgmm, fill_tgmm_into, fill_tgmm_sums
 from ._check import FLOATS, check_float, check_own_memory, check_shape

@@ -13,7 +13,7 @@ that do not fit, what the quantised numbers stand for is multiplied in the dtype
 import torch
 from torch import Tensor
 
-from ..backend import define_inplace_op, define_op, pick
+from ..op import define_inplace_op, define_op, pick
 from . import hopper
 from ._check import check_float
 from ._groups import sum_dtype, take_rows

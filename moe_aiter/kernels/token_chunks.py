@@ -13,7 +13,7 @@ arXiv 2412.19437), `transpose_chunks` moves the bytes of rows that are 8-bit flo
 import torch
 from torch import Tensor
 
-from ..backend import copy_into, define_op, takes
+from ..op import copy_into, define_op, takes
 from ._check import check_device, check_float, check_index, check_shape, check_size
 from ._fp8 import CHUNK, native_fp8
 from ._groups import check_rows, wide

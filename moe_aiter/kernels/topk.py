@@ -9,7 +9,7 @@ devices.  NaN sorts first, as in torch.topk, so a row of NaN still yields k dist
 import torch
 from torch import Tensor
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._check import check_float, check_shape
 from ._groups import wide
 from ._host import HOST_DTYPES, array, ext, host, num_threads

@@ -11,11 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import IMPLS, define_op, forced, may_be_forced, no_autocast, pick, runs
 from ..config import settings
 from ..derived import derived
-from ..dispatch import is_transformed
-from ..metadata import decisions, is_steady, keep, noting, steady
+from ..op import (
+    IMPLS,
+    decisions,
+    define_op,
+    forced,
+    is_steady,
+    is_transformed,
+    keep,
+    may_be_forced,
+    no_autocast,
+    noting,
+    pick,
+    runs,
+    steady,
+)
 from ..tuning.aiter_csv import Problem, find, this_device
 from ._check import FLOATS, check_device, check_flags, check_float, check_shape, check_size, check_tensor
 from ._fp8 import FP8

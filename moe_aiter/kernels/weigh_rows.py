@@ -8,7 +8,7 @@ for the row r = rank[t, j] of each choice.  A row without a choice becomes zeros
 
 import torch
 
-from ..backend import define_op, takes
+from ..op import define_op, takes
 from ._check import check_device, check_float, check_routing_weights, check_shape
 from ._groups import check_plan_values, sum_dtype, wide
 from ._tile import TILE_DTYPES

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..backend import check_backend, log
-from ..dispatch import is_plain, is_transformed
 from ..kernels.attention_mask import zero_rows
+from ..op import check_backend, is_plain, is_transformed, log
 from ..switches import switches
 from .attention_call import (
     Call,

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import INTEGERS, is_transformed
 from ..kernels._check import check_device, check_flags, check_float, check_real, check_shape, check_size
 from ..kernels.attention_mask import lowest, mask_bias
+from ..op import INTEGERS, is_transformed
 
 BYTES = 16  # what fused kernels load at a time
 NARROWEST = 16  # the head size below which cuDNN's 16-bit kernels are not to be relied on

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import no_autocast
 from ..kernels._check import (
     check_device,
     check_float,
@@ -32,6 +31,7 @@ from ..kernels._check import (
 from ..kernels._groups import sum_dtype
 from ..kernels.glu import glu
 from ..kernels.segment_gmm import segment_gmm
+from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .experts import Experts, cast_as_linear
 from .low_rank import LowRank, Projection, experts_by_step, spread

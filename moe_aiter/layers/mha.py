@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import compose
 from ..kernels._check import check_flags
+from ..op import compose
 from .attention import choose, flash, flash_lacks
 from .attention_call import Call, agree, band, heads_to_rows, rows_to_heads
 

@@ -5,10 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..backend import check_backend, use
 from ..kernels._check import check_flags, check_shape, check_size, check_tensor, checked, renamed
 from ..kernels._segments import check_count
 from ..kernels.segment_gmm import segment_gmm
+from ..op import check_backend, use
 from ..switches import inside
 
 BACKENDS = ("auto", "sm80", "sm90", "triton", "torch")

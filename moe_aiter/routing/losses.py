@@ -6,8 +6,6 @@ One normalisation, whatever the score, k or number of tokens: the load-balance l
 import torch
 from torch import Tensor
 
-from ..backend import define_op
-from ..dispatch import is_plain, is_transformed
 from ..kernels._check import (
     check_device,
     check_float,
@@ -17,6 +15,7 @@ from ..kernels._check import (
     check_sizes,
     check_tensor,
 )
+from ..op import define_op, is_plain, is_transformed
 from .plan import make_plan
 
 

@@ -14,8 +14,8 @@
 import torch
 from torch import Tensor
 
-from ..backend import define_inplace_op
 from ..kernels._check import check_device, check_shape, check_size
+from ..op import define_inplace_op
 
 SCALARS = 5
 

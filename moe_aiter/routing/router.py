@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backend import define_op, no_autocast
-from ..dispatch import is_unwatched, saved_tensors
 from ..kernels._check import (
     check_device,
     check_flags,
@@ -21,6 +19,7 @@ from ..kernels._check import (
 from ..kernels.decide import decide
 from ..kernels.route import choose_experts
 from ..kernels.topk import topk
+from ..op import define_op, is_unwatched, no_autocast, saved_tensors
 from ..replay import current_pass
 from .choices import Choice
 from .losses import check_mask

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ..config import interpret
-from ..metadata import Scoped, decisions, undecided
+from ..op import Scoped, decisions, undecided
 from .candidates import Config
 from .table import Key, find
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import SettingError, settings
-from ..metadata import decide_again
+from ..op import decide_again
 from . import bucket
 from .table import changing, rewrite
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..metadata import decide_again
+from ..op import decide_again
 from . import bucket, gpu_table
 from .table import TABLES, changing, rewrite
 

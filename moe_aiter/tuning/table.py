@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..files import drafted, locked
-from ..metadata import decide_again
+from ..op import decide_again
 from .candidates import OPS, Config, is_legal, rule
 
 TABLES = pathlib.Path(__file__).parent / "tables"

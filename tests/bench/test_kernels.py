@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from moe_aiter.backend import IMPLS
 from moe_aiter.bench.shapes import SHAPES
 from moe_aiter.config import interpret
+from moe_aiter.op import IMPLS
 
 
 def run(monkeypatch, *argv):

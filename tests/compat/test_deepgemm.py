@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from moe_aiter.backend import use
 from moe_aiter.compat.aiter import deepgemm
 from moe_aiter.compat.aiter.ops.shuffle import shuffle_weight, unshuffle_weight
 from moe_aiter.config import interpret
+from moe_aiter.op import use
 
 from ..check import error
 

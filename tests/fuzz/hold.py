@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_aiter.backend import use
 from moe_aiter.config import interpret
+from moe_aiter.op import use
 
 from .draw import DEVICE, ON_GPU, Draw, again, written_beside
 

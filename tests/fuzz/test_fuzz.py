@@ -10,8 +10,8 @@ import torch
 from samples import is_ours
 
 import moe_aiter
-from moe_aiter.backend import IMPLS
 from moe_aiter.config import interpret
+from moe_aiter.op import IMPLS
 
 from . import run
 from .draw import ON_GPU, Draw

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moe_aiter.backend import ORDER, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels._host import ext
+from moe_aiter.op import ORDER, use
 
 # the interpreter is slow, and the others were tested without it
 BACKENDS = ["triton"] if interpret else ["torch", "host", "triton"]  # and Hopper's in test_hopper.py

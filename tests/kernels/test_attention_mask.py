@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_aiter.backend import use
 from moe_aiter.kernels.attention_mask import lowest, mask_bias, zero_rows
+from moe_aiter.op import use
 
 SHAPES = [(2, 1, 1, 37), (2, 3, 5, 64), (1, 1, 7, 2100), (3, 1, 4, 1), (2, 1, 3, 0), (0, 1, 3, 5)]
 DTYPES = [torch.float16, torch.float32, torch.bfloat16, torch.float64]

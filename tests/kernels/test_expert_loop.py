@@ -7,7 +7,6 @@ import torch
 from check import assert_as_good_as_torch, error, with_gradients
 from shapes import spread, transposed
 
-from moe_aiter.backend import use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import _loop, _loop_steps
 from moe_aiter.kernels._expert_inputs import ExpertInputs
@@ -16,6 +15,7 @@ from moe_aiter.kernels._loop_steps import HostSteps
 from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.expert_loop import expert_loop_op
 from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.op import use
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)

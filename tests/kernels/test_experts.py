@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 
-from moe_aiter.backend import use
 from moe_aiter.config import interpret
 from moe_aiter.kernels._expert_inputs import ExpertInputs
 from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.experts import by_layer, expert_mlp
 from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, error, with_gradients
 from ..shapes import expert_ids, spread, transposed

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_aiter.backend import IMPLS, pick, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels.activations import get_activation
 from moe_aiter.kernels.experts import expert_mlp
@@ -15,6 +14,7 @@ from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize import dequantize_rows, quantize_rows
 from moe_aiter.kernels.quantize_transposed import quantize_transposed
 from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.op import IMPLS, pick, use
 
 from ..check import error
 from ..shapes import expert_ids, transposed

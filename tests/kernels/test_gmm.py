@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from moe_aiter.backend import use
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels.gmm import gmm, gmm_op, gmm_reference
 from moe_aiter.kernels.group_sum import group_sum, group_sum_reference
 from moe_aiter.kernels.tgmm import tgmm, tgmm_accumulate, tgmm_reference
+from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, with_gradients
 from ..shapes import GROUP_SIZES, LAYOUTS, MATRICES, transposed

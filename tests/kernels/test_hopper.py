@@ -7,7 +7,6 @@ import torch
 from check import assert_as_good_as_torch
 
 from moe_aiter import tuning
-from moe_aiter.backend import IMPLS, use
 from moe_aiter.kernels.activations import ACTIVATIONS
 from moe_aiter.kernels.expert_down import (
     expert_down_grad_op,
@@ -20,6 +19,7 @@ from moe_aiter.kernels.gmm import gmm_op, gmm_reference
 from moe_aiter.kernels.hopper import MAX_GROUPS, is_hopper
 from moe_aiter.kernels.sort import sort_by_expert
 from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_reference
+from moe_aiter.op import IMPLS, use
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 
 CUDA = torch.device("cuda", 0)

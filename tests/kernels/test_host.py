@@ -269,7 +269,7 @@ sys.modules["moe_aiter._host"] = None  # importing it is now an ImportError
 logging.basicConfig(format="%(levelname)s %(message)s")
 import torch
 import moe_aiter.kernels.permute, moe_aiter.kernels.glu
-from moe_aiter.backend import IMPLS
+from moe_aiter.op import IMPLS
 from moe_aiter.kernels.expert_loop import expert_loop_op, expert_loop_reference
 from moe_aiter.kernels.sort import sort_by_expert
 print("imported", file=sys.stderr)

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from moe_aiter import tuning
-from moe_aiter.backend import use
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels._fp8 import FP8
 from moe_aiter.kernels.masked_gmm import masked_gmm, masked_gmm_reference
 from moe_aiter.kernels.scaled_bmm import scaled_bmm
 from moe_aiter.kernels.shuffle import shuffle_weight
+from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch
 from ..shapes import LAYOUTS, spread

@@ -4,7 +4,6 @@ import pytest
 import torch
 from check import assert_as_good_as_torch, with_gradients
 
-from moe_aiter.backend import use
 from moe_aiter.kernels.permute import (
     permute,
     permute_reference,
@@ -14,6 +13,7 @@ from moe_aiter.kernels.permute import (
     unpermute_reference,
 )
 from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.op import use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = {  # T, k, E, H

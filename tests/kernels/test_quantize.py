@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from moe_aiter.backend import use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import quantize, quantize_amax
 from moe_aiter.kernels.quantize import FORMATS, LEAST, dequantize_rows, quantize_rows
 from moe_aiter.kernels.quantize_amax import quantize_by_amax, quantize_rows_and_amax
+from moe_aiter.op import use
 
 from ..shapes import LAYOUTS
 

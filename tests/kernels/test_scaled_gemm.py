@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from moe_aiter import tuning
-from moe_aiter.backend import use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import _int8
 from moe_aiter.kernels._fp8 import FP8
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.scaled_gemm import MOST_K, scaled_gemm
 from moe_aiter.kernels.scaled_gmm import scaled_gmm
+from moe_aiter.op import use
 
 from ..shapes import GROUP_SIZES, LAYOUTS, spread
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from moe_aiter.backend import use
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels import segment_gmm as file
 from moe_aiter.kernels._segments import FP8
 from moe_aiter.kernels.gmm import gmm_reference
 from moe_aiter.kernels.segment_gmm import segment_gmm, segment_gmm_op, segment_gmm_reference
 from moe_aiter.kernels.segment_tgmm import segment_tgmm_op, segment_tgmm_reference
+from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, with_gradients
 from ..shapes import GROUP_SIZES, LAYOUTS, transposed
@@ -251,7 +251,7 @@ BAD = {
 
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
 def test_bad_input_is_named_and_nothing_is_launched(change, kind, message, monkeypatch):
-    monkeypatch.setattr("moe_aiter.backend.pick", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("moe_aiter.op.pick", lambda *_: pytest.fail("launched"))
     good = dict(x=torch.zeros(5, 4), w=torch.zeros(2, 4, 6), lens=torch.tensor([2, 3]))
     with pytest.raises(kind, match=message):
         segment_gmm(**{**good, **change})

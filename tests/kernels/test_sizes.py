@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from moe_aiter.backend import ORDER, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import quantize_amax
 from moe_aiter.kernels.adapted import (
@@ -45,6 +44,7 @@ from moe_aiter.kernels.sparse_pattern import SparsePattern
 from moe_aiter.kernels.tgmm import tgmm, tgmm_into_op, tgmm_reference, tgmm_sums_op, tgmm_sums_reference
 from moe_aiter.kernels.tuned_gemm import tuned_gemm
 from moe_aiter.kernels.weigh_rows import weigh_rows_op, weigh_rows_reference
+from moe_aiter.op import ORDER, use
 
 from ..check import assert_as_good_as_torch, with_gradients
 from ..shapes import TINY, in_turn

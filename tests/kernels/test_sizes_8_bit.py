@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from moe_aiter.backend import IMPLS, runs
 from moe_aiter.config import interpret
 from moe_aiter.kernels import chunk_plan, hopper, quantize_folded, quantize_transposed, token_chunks
 from moe_aiter.kernels.experts_fp8 import RECIPES
 from moe_aiter.kernels.quantize import quantize_rows
 from moe_aiter.kernels.quantized_experts import quantized_experts
 from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.op import IMPLS, runs
 
 from ..check import as_tuple
 from ..shapes import in_turn

@@ -9,10 +9,10 @@ from check import assert_as_good_as_torch, with_gradients
 from shapes import LAYOUTS, MATRICES, spread, transposed
 from tuned import HEAD, rows_for, tuned_files
 
-from moe_aiter.backend import IMPLS, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels import _tuned_choice
 from moe_aiter.kernels.tuned_gemm import NotSupportedError, forget_choices, tuned_gemm, tuned_gemm_op
+from moe_aiter.op import IMPLS, use
 from moe_aiter.tuning.aiter_csv import read_untuned
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]

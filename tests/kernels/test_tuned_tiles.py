@@ -9,10 +9,10 @@ from check import assert_as_good_as_torch
 from tuned import HEAD, rows_for, tuned_files
 
 from moe_aiter import tuning
-from moe_aiter.backend import IMPLS, ORDER
 from moe_aiter.config import interpret
 from moe_aiter.kernels.gemm import launch_gemm
 from moe_aiter.kernels.tuned_gemm import forget_choices, tuned_gemm
+from moe_aiter.op import IMPLS, ORDER
 from moe_aiter.tuning.candidates import candidates
 
 files = pytest.fixture(tuned_files)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_aiter import Experts, LoRAExperts, LoRALinear, MoE, make_plan
-from moe_aiter.backend import use
 from moe_aiter.layers import lora as file
+from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, error
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from check import error
 
-from moe_aiter.backend import use
 from moe_aiter.layers.moe import MoE
 from moe_aiter.layers.optimized import OptimizedMoELayer
+from moe_aiter.op import use
 
 pytestmark = pytest.mark.gpu
 

@@ -115,7 +115,7 @@ BAD = {
 
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
 def test_bad_input_is_named_and_nothing_is_launched(change, kind, message, monkeypatch):
-    monkeypatch.setattr("moe_aiter.backend.pick", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("moe_aiter.op.pick", lambda *_: pytest.fail("launched"))
     good = dict(x=torch.zeros(5, 4), weights=torch.zeros(2, 6, 4), batch_size=2, seg_lens=LENS)
     with pytest.raises(kind, match=message):
         wrapper().run(**{"weight_column_major": True, **good, **change})

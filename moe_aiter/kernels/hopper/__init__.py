@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...metadata import steady
+from ...op import steady
 from .._fp8 import CHUNK, MOST_K, OCP
 from .._gemm_choice import FEW, wants
 from .._scaled_choice import wants as wants_scaled

@@ -1,0 +1,692 @@
+"""The one place that decides which implementation of an op runs.
+
+An op has one schema, one reference in plain torch, and any number of implementations by name: `hopper`
+(Gluon, on sm_90), `triton` (any GPU, or the CPU under Triton's interpreter), `host` (C++ on the CPU) and
+`torch` (the reference).
+"""
+
+import contextlib
+import ctypes
+import logging
+import numbers
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+
+from .config import CHOICES, interpret, settings
+
+# Decisions that follow from metadata
+#
+# A training step calls an op with the same shapes, strides and dtypes again and again.  The host needs longer
+# to check them, to choose an implementation and to lay out the outputs than the GPU needs for a small kernel.
+# All of this depends on metadata alone, so each op keeps its decisions, by metadata.
+
+_decisions = 0  # how often something has changed that decisions go by, beside metadata
+# types of inputs in which there is nothing hidden
+PLAIN = {Tensor, torch.nn.Parameter, int, bool, float, str, torch.dtype, tuple, type(None)}
+_lock = threading.Lock()
+MOST = 1024  # what is remembered of each op: steps of many different sizes must not fill the memory
+
+
+def metadata(inputs: tuple, *others) -> tuple | None:
+    """All but the values of these tensors, which is what checks and choices go by, and the rest as it is; and
+    how often `decide_again` was called.
+
+    None where tensors are not what they seem: under a transform, of a class of their own, or the negative of
+    what their memory holds.
+    """
+    kinds = tuple(map(type, inputs))
+    if peek_interpreter_stack() is not None or not PLAIN.issuperset(kinds):
+        return None
+    key = [kinds, _decisions, *others]  # with the kinds, since 1 == True == 1.0
+    for t in inputs:
+        if isinstance(t, Tensor):
+            if t.is_neg():
+                return None
+            key += t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16
+        elif type(t) is tuple and any(type(n) is not int for n in t):
+            return None
+        else:
+            key.append(str(t) if type(t) is float and not t else t)  # since 0.0 == -0.0
+    return tuple(key)
+
+
+def resolved(*inputs) -> list:
+    """The same with tensors that hold what they say, as the imaginary part of a conjugate does not."""
+    return [t.resolve_neg() if isinstance(t, Tensor) else t for t in inputs]
+
+
+def decide_again() -> None:
+    """Decide anew at the next call, in every thread: a table, say, or a registered kernel has changed."""
+    global _decisions
+    with _lock:
+        _decisions += 1
+
+
+def decisions() -> int:
+    """Return how often `decide_again` was called: a part of each key under which a decision is kept."""
+    return _decisions
+
+
+class Scoped:
+    """A value that holds inside a `with` block: in its thread, and in the backward passes that it starts.
+
+    No threading.local or ContextVar: autograd runs CUDA gradients on threads of its own.  torch hands them
+    the thread-local objects of the thread that called backward.
+    """
+
+    def __init__(self, name: str, default):
+        self.key, self.default = f"moe_aiter.{name}", default
+        self.blocks = 0  # that are open, in all threads: with none, which is usual, no thread has to be asked
+
+    def get(self):
+        """Return the value of the innermost block, or the default."""
+        if self.blocks and torch._C._is_key_in_tls(self.key):
+            return torch._C._get_obj_in_tls(self.key)
+        return self.default
+
+    @contextlib.contextmanager
+    def set(self, value):
+        """Hold `value` inside the block."""
+        before = self.get()
+        with _lock:
+            self.blocks += 1
+        stash(self.key, value)
+        try:
+            yield
+        finally:
+            stash(self.key, before)
+            with _lock:
+                self.blocks -= 1
+
+
+def stash(key: str, value) -> None:
+    """Set a thread-local object of torch's."""
+    torch._C._stash_obj_in_tls(key, value)
+    if STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def steals() -> bool:
+    """Whether torch drops a reference to a stashed object that it never took, as torch 2.11 does."""
+    probe = object()
+    references = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("moe_aiter.probe", probe)
+    stolen = sys.getrefcount(probe) == references
+    if stolen:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return stolen
+
+
+STEALS = steals()
+undecided = Scoped("undecided", False)  # True: launchers decide at each call what they launch
+
+
+def keep(known: dict, key: tuple | None, what) -> None:
+    """Remember what some metadata decided."""
+    if key is not None:
+        if len(known) >= MOST:
+            known.clear()
+        known[key] = what
+
+
+def once(check: Callable) -> Callable:
+    """`check(inputs)`, which looks at metadata alone, made once for all inputs with the same."""
+    passed = {}
+
+    def run(inputs):
+        if torch.compiler.is_compiling():  # which would compile again for whatever is remembered here
+            return check(inputs)
+        key = metadata(inputs)
+        if key not in passed:
+            check(inputs)
+            keep(passed, key, True)
+
+    return run
+
+
+def completion(arguments: list) -> Callable[[tuple], tuple]:
+    """What adds to an op's inputs the defaults of those that a caller, or torch on the way, has left out."""
+    count, values = len(arguments), [a.default_value for a in arguments if a.has_default_value()]
+    defaults = [tuple(v) if isinstance(v, list) else v for v in values]  # what can be part of a key
+
+    def whole(inputs: tuple) -> tuple:
+        missing = count - len(inputs)
+        return (*inputs, *defaults[-missing:]) if missing else inputs
+
+    return whole
+
+
+def layout(t: Tensor) -> tuple:
+    """The arguments of torch.empty_strided for another such tensor."""
+    return t.shape, t.stride(), {"dtype": t.dtype, "device": t.device}
+
+
+# launches
+
+
+class Noting(threading.local):
+    """What a thread's launcher launches, while a `Launcher` asks: for each launch a function of the addresses
+    of all tensors, which returns a launch for others like them, or None; None for what it cannot note."""
+
+    launches: list[Callable | None] | None = None
+
+
+noting = Noting()
+TRIES = 3
+_steady: set[Callable] = set()
+
+
+def steady(launch: Callable) -> Callable:
+    """Say that a launcher does nothing but launch kernels.  No attribute does: what wraps it may do more."""
+    _steady.add(launch)
+    return launch
+
+
+def is_steady(launch: Callable | None) -> bool:
+    return launch in _steady
+
+
+class Launcher:
+    """A `steady` launcher of an op, for inputs of one `metadata`, so until decisions change.
+
+    The first call may compile; one of the next notes what is launched.  If that follows from metadata and
+    addresses, the calls after it do without the launcher.
+    """
+
+    def __init__(self, launch: Callable):
+        self.launch = launch
+        self.compiled, self.tries = False, 0
+        self.known: list[Callable] = []
+
+    def __call__(self, out: Tensor | tuple[Tensor, ...], *inputs) -> None:
+        if noting.launches is not None:  # by the launcher of another op, which does not know what is in here
+            noting.launches.append(None)
+        elif not undecided.get():
+            if self.known:
+                addresses = addresses_of(out, inputs)
+                if all(launch(addresses) for launch in self.known):
+                    return
+            elif self.compiled and self.tries < TRIES:
+                return self.note(out, inputs)
+        self.launch(out, *inputs)
+        self.compiled = True
+
+    def note(self, out: Tensor | tuple[Tensor, ...], inputs: tuple) -> None:
+        self.tries += 1
+        noting.launches = []
+        try:
+            self.launch(out, *inputs)
+            addresses = addresses_of(out, inputs)
+            found = [launch and launch(addresses) for launch in noting.launches]
+        finally:
+            noting.launches = None
+        if all(found):
+            self.known = found
+
+
+def addresses_of(out: Tensor | tuple[Tensor, ...], inputs: tuple) -> list[int]:
+    outs = out if isinstance(out, tuple) else (out,)
+    return [t.data_ptr() for t in (*outs, *inputs) if isinstance(t, Tensor)]
+
+
+# The call
+#
+# torch's dispatcher takes longer to reach an op from Python than a small kernel takes to run.  A call skips
+# the dispatcher where it would add nothing: no mode, tensor subclass, transform or compiler is at work.
+
+LIB = torch.library.Library("moe_aiter", "DEF")
+GRADIENTS_BATCHED = torch._C._dispatch_key_parse("VmapMode")
+INTEGERS = (int, torch.SymInt, numbers.Integral)
+KINDS = {  # in a schema -> in Python, and in words
+    "Tensor": (Tensor, "a tensor"),
+    "Optional[Tensor]": ((Tensor, type(None)), "a tensor or None"),
+    "int": (INTEGERS, "an int"),
+    "float": ((numbers.Real, torch.SymFloat, torch.SymInt), "a number"),
+    "bool": ((bool, torch.SymBool), "a bool"),
+    "str": (str, "a str"),
+}
+
+
+def register(
+    schema: str, run: Callable, fake: Callable, backward: Callable | None, save: Callable | None
+) -> Callable:
+    """Tell torch about an op: its implementation on every device, its fake and its gradient.
+
+    Returns a function that calls it, after a look for what torch would pass over or refuse obscurely.
+    """
+    name = schema.partition("(")[0]
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(torch.ops.moe_aiter, name).default
+    whole = completion(op._schema.arguments)
+    mutates = "!" in schema
+    # torch would record what is written in place by products of its own, or refuse them
+    unrecorded = torch.no_grad()(run) if mutates else run
+    LIB.impl(name, lambda *inputs: unrecorded(*whole(inputs)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
+    if backward is not None:
+        torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
+    arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
+    short = run if mutates else shortcut(name, run, backward, save)
+    known = set()  # types of inputs that are what the op wants, and plain
+
+    def call(*inputs):
+        inputs = whole(inputs)
+        if torch.compiler.is_compiling():
+            return op(*inputs)
+        kinds = tuple(map(type, inputs))
+        if kinds not in known or is_transformed() or inputs[0].is_meta:
+            check_kinds(arguments, inputs)
+            check_transforms(name, inputs, mutates)
+            # one sample after another, of which torch's dispatcher knows no way to write in place
+            if not is_plain(inputs) or (is_batched() and not mutates):
+                return op(*inputs)
+            if PLAIN.issuperset(kinds):
+                known.add(kinds)
+        elif torch._C._len_torch_dispatch_stack():
+            return op(*inputs)
+        return op(*inputs) if mutates and torch.is_grad_enabled() else short(*inputs)
+
+    return call
+
+
+def compose(schema: str, fn: Callable) -> None:
+    """Tell torch about an op that consists of torch's: its gradient, fake and compiled form are theirs."""
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIB.impl(schema.partition("(")[0], fn, "CompositeImplicitAutograd")
+
+
+def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
+    for (argument, kind, words), given in zip(arguments, inputs, strict=True):
+        # a bool is an int to Python, and a mistake here
+        if not isinstance(given, kind) or (isinstance(given, bool) and words in ("an int", "a number")):
+            raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
+
+
+def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None) -> Callable:
+    """The op without torch's dispatcher, whose way to an op from Python takes longer than a small kernel."""
+
+    def forward(ctx, *inputs):
+        out = run(*inputs)
+        if save is not None:
+            save(ctx, inputs, out)
+        return out
+
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), functions)
+    apply = super(torch.autograd.Function, function).apply  # without what is for torch.func
+
+    def call(*inputs):
+        if torch.is_grad_enabled():
+            for t in inputs:
+                if isinstance(t, Tensor) and t.requires_grad:
+                    return (function.apply if peek_interpreter_stack() is not None else apply)(*inputs)
+        return run(*inputs)
+
+    return call
+
+
+def saved_tensors(ctx) -> tuple:
+    """Return ctx.saved_tensors.  If x, of the shape ctx.x_shape, changed in place, the error says so."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if f"Tensor {list(ctx.x_shape)}]" not in str(error):
+            raise
+        raise RuntimeError(
+            f"x of MoE or Experts, {tuple(ctx.x_shape)}, was changed in place after the forward pass, and "
+            "backward needs x as it was: write x = x + y instead of x += y"
+        ) from error
+
+
+def is_plain(inputs: tuple) -> bool:
+    """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
+    hidden = [isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in inputs]
+    return torch._C._len_torch_dispatch_stack() == 0 and not any(hidden)
+
+
+def is_unwatched(*tensors: Tensor) -> bool:
+    """Whether no compiler, mode or graph of gradients would see memory change."""
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_plain(tensors)
+
+
+def is_last_use(saved: Tensor) -> bool:
+    """Whether the backward pass that runs is the last that can ask for what is saved.
+
+    Not where the graph is kept, nor where a CUDA graph may replay this pass without the forward pass.
+    """
+    replayed = saved.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not replayed and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_transformed() -> bool:
+    """Whether torch.func, autograd's is_grads_batched or forward-mode AD is at work."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or is_batching_gradients()
+
+
+def is_batching_gradients() -> bool:
+    """Whether torch.autograd.grad runs backward for many gradients at once, as jacobian(vectorize=True)."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(GRADIENTS_BATCHED)
+
+
+def is_batched() -> bool:
+    """Whether a vmap is at work."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return is_batching_gradients() or any(level.key() == TransformType.Vmap for level in levels)
+
+
+def check_transforms(name: str, inputs: tuple, mutates: bool) -> None:
+    """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients.
+
+    Many gradients at once too, where memory changes.
+    """
+    if mutates and is_batching_gradients():
+        raise NotImplementedError(
+            f"moe_aiter::{name} takes one gradient at a time: not is_grads_batched=True nor vectorize=True"
+        )
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
+        forward_ad._current_level >= 0
+        and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
+    ):
+        raise NotImplementedError(
+            f"moe_aiter::{name} has gradients by torch.autograd only, not by forward-mode AD or torch.func; "
+            "for those of each sample ask torch.autograd.grad once a sample"
+        )
+
+
+def refuse(name: str) -> Callable:
+    """A backward for ops without one: torch alone would warn, and go on without this op's share."""
+
+    def backward(ctx, *grads):
+        raise RuntimeError(f"moe_aiter::{name} has no gradient; a second derivative may have asked for it")
+
+    return backward
+
+
+# Whether tensors share memory, which the metadata of one tensor does not say
+
+
+def check_apart(names: list[str], inputs: tuple, written: list[int]) -> None:
+    """Raise ValueError if what an op writes shares memory with another of its inputs."""
+    for i in written:
+        for j, other in enumerate(inputs):
+            if j != i and isinstance(other, Tensor) and inputs[i] is not None and overlap(inputs[i], other):
+                raise ValueError(f"{names[i]} shares memory with {names[j]}")
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether some byte belongs to both, by storage, offsets and strides; in doubt, True."""
+    if not torch._C._is_alias_of(x, y) or not x.numel() or not y.numel():
+        return False
+    x_start, y_start = (t.storage_offset() * t.itemsize for t in (x, y))
+    steps = steps_of(x), steps_of(y)
+    x_bytes, y_bytes = width(x, steps[0], 0), width(y, steps[1], 0)
+    if x_start + x_bytes <= y_start or y_start + y_bytes <= x_start:
+        return False
+    for period, _ in steps[0] + steps[1]:  # of columns of one buffer, the distance of its rows
+        x_width, y_width = width(x, steps[0], period), width(y, steps[1], period)
+        if (y_start - x_start) % period >= x_width and (x_start - y_start) % period >= y_width:
+            return False
+    return True
+
+
+def steps_of(x: Tensor) -> list[tuple[int, int]]:
+    """For each axis, by how many bytes its elements are apart, and how often."""
+    sizes = zip(x.stride(), x.shape, strict=True)
+    return [(stride * x.itemsize, size - 1) for stride, size in sizes if stride and size > 1]
+
+
+def width(x: Tensor, steps: list[tuple[int, int]], period: int) -> int:
+    """The bytes from the first of `x` to its last, where those a multiple of `period` apart are one."""
+    return x.itemsize + sum(step * count for step, count in steps if not period or step % period)
+
+
+log = logging.getLogger("moe_aiter")
+log.setLevel(settings.log_level)
+
+ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs the reference
+    "cuda": ("hopper", "triton", "torch"),
+    "cpu": ("triton", "host", "torch") if interpret else ("host", "torch"),
+}
+IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
+
+_forced = Scoped("backend", (settings.backend, "MOE_AITER_BACKEND"))  # and who forces it
+
+
+class BackendError(LookupError):
+    """No backend that may run takes these inputs."""
+
+
+@contextlib.contextmanager
+def use(backend: str):
+    """Force one backend inside the block: `with use("torch"): ...`.  For tests and debugging.
+
+    Raises ValueError unless it is auto, hopper, triton, host or torch.
+
+    Only in this thread, and in the backward passes that it starts.  For the whole process set
+    MOE_AITER_BACKEND.
+    """
+    check_backend(backend)
+    with _forced.set((backend, "use()")):
+        yield
+
+
+def forced() -> str:
+    """The backend that is forced now, or auto."""
+    return _forced.get()[0]
+
+
+def may_be_forced() -> bool:
+    """Whether some thread may force a backend: what torch.compile can ask while it traces."""
+    return _forced.blocks > 0 or _forced.default[0] != "auto"
+
+
+def check_backend(backend: str, known: tuple[str, ...] = CHOICES["backend"]) -> None:
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str, not {type(backend).__name__}")
+    if backend not in known:
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(known)}")
+
+
+def takes(*dtypes: torch.dtype):
+    """Mark an implementation as valid only when its first input has one of these dtypes."""
+
+    def mark(fn):
+        fn.takes = dtypes
+        return fn
+
+    return mark
+
+
+def pick(name: str, x: Tensor, *rest) -> Callable:
+    """The forced backend, which never falls back, or the first in ORDER that takes these and, where it says
+    so by `wants`, wants them: it could compute what another is faster at.
+
+    An op that is nothing but torch has no other backend to force.  Under "hopper" an op without such
+    a kernel runs the one of any GPU.
+    """
+    impls = IMPLS[name]
+    order = ORDER.get(x.device.type, ("torch",))
+    asked, by = _forced.get()
+    forced = "triton" if asked == "hopper" and "hopper" not in impls else asked
+    tried = order if forced == "auto" or impls.keys() == {"torch"} else (forced,)
+    for backend in tried:
+        impl = impls.get(backend)
+        usable = backend in order or backend == "torch"
+        if impl is not None and usable and runs(impl, x, *rest):
+            wants = getattr(impl, "wants", None) if forced == "auto" else None
+            if wants is None or wants(x, *rest):
+                return impl
+    there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
+    why = "" if asked == "auto" else f"; {by} forces {asked}"
+    raise BackendError(
+        f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}{why}"
+    )
+
+
+def runs(impl: Callable, x: Tensor, *rest) -> bool:
+    """Whether an implementation takes the dtype, and says of nothing else that it does not fit."""
+    fits = getattr(impl, "fits", None)
+    return x.dtype in getattr(impl, "takes", (x.dtype,)) and (fits is None or fits(x, *rest))
+
+
+def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | None = None):
+    """Add or replace an implementation of an op: `@register_kernel(op="gmm", backend="triton")`.
+
+    The function is called as `impl(out, *inputs)` and fills `out` (a tuple for ops with several outputs).
+    """
+    if not isinstance(op, str):
+        raise TypeError(f"op must be a str, not {type(op).__name__}")
+    if not (takes is None or isinstance(takes, tuple) and all(isinstance(d, torch.dtype) for d in takes)):
+        raise TypeError(f"takes must be a tuple of dtypes, not {takes!r}")
+    if op not in IMPLS:
+        raise ValueError(f"unknown op {op!r}; known: {sorted(IMPLS)}")
+    check_backend(backend, CHOICES["backend"][1:])  # "auto" has no implementation
+
+    def add(fn):
+        if takes is not None:
+            fn.takes = takes
+        IMPLS[op][backend] = fn
+        decide_again()
+        return fn
+
+    return add
+
+
+def define_op(
+    schema: str,
+    *,
+    new: Callable,
+    reference: Callable | None = None,
+    backward: Callable | None = None,
+    save: Callable | None = None,
+    check_values: Callable | None = None,
+    **impls: Callable | None,
+) -> Callable:
+    """Register one op, whose outputs are all fresh.
+
+    `new(*inputs)` checks its inputs and allocates the output, a tensor or a tuple; it is also the fake.
+    `check_values(*inputs)` raises for bad values; it synchronises, so it runs with settings.debug only.
+    `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
+    Every other backend is `impl(out, *inputs)`: it fills `out`.  A backend given as None is absent.
+    """
+    name, _, results = schema.partition("(")
+    several = "->" in results and results.rpartition("-> ")[2].startswith("(")
+    IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
+    IMPLS[name].setdefault("torch", lambda out, *inputs: copy_into(out, reference(*inputs)))
+    known = {}  # metadata -> the outputs' layouts, and what fills them
+
+    def run(x, *rest):
+        key = metadata((x, *rest), _forced.get(), *IMPLS[name].values())
+        if key is None:
+            x, *rest = resolved(x, *rest)
+        if decided := known.get(key):
+            layouts, launch = decided
+            outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
+            out = outs if several else outs[0]
+        else:
+            out = new(x, *rest)
+            outs = out if several else (out,)
+            # nobody launches an empty grid
+            launch = pick(name, x, *rest) if any(t.numel() for t in outs) else None
+            if x.is_cuda and is_steady(launch):
+                launch = Launcher(launch)
+            keep(known, key, ([layout(t) for t in outs], launch))
+        if settings.debug:
+            poison(outs)
+            if check_values is not None:
+                check_values(x, *rest)
+        if launch is not None:
+            call_launcher(launch, out, x, *rest)
+        return out
+
+    if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
+        backward = refuse(name)
+    return register(schema, run, new, backward, save)
+
+
+def define_inplace_op(
+    schema: str,
+    *,
+    check: Callable,
+    reference: Callable,
+    check_values: Callable | None = None,
+    **impls: Callable | None,
+) -> Callable:
+    """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
+
+    `check` raises for bad inputs, and each call for one that shares memory with what is updated.  `fits` is
+    given the first argument last; the rest is as for `define_op`.
+    """
+    name = schema.partition("(")[0]
+    IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
+    IMPLS[name]["torch"] = reference
+    known = {}  # metadata -> what updates the output
+    arguments = torch._C.parse_schema(f"moe_aiter::{schema}").arguments
+    names = [a.name for a in arguments]
+    written = [place for place, a in enumerate(arguments) if a.alias_info is not None]
+
+    def run(out, x, *rest):
+        key = metadata((out, x, *rest), _forced.get(), *IMPLS[name].values())
+        given = out, x, *rest
+        if key is None:
+            out, x, *rest = resolved(*given)
+        if decided := known.get(key):
+            (launch,) = decided
+        else:
+            check(out, x, *rest)
+            written_to = any(given[i] is not None and given[i].numel() for i in written)
+            launch = pick(name, x, *rest, out) if written_to else None
+            keep(known, key, (launch,))
+        check_apart(names, given, written)
+        if settings.debug and check_values is not None:
+            check_values(out, x, *rest)
+        if launch is not None:
+            call_launcher(launch, out, x, *rest)
+            for i, t in enumerate((out, x, *rest)):
+                if t is not given[i] and i in written:
+                    given[i].copy_(t)
+            # a graph that had saved what is written now must notice
+            increment_version([given[i] for i in written if given[i] is not None])
+
+    return register(schema, run, check, None, None)
+
+
+def call_launcher(launch: Callable, out: Tensor | tuple[Tensor, ...], x: Tensor, *rest) -> None:
+    """On the device of `x`, and without autocast."""
+    elsewhere = x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
+    if elsewhere or torch._C._is_any_autocast_enabled():
+        with torch.cuda.device_of(x), no_autocast(x):
+            launch(out, x, *rest)
+    else:
+        launch(out, x, *rest)
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """An op means the same under torch.autocast, which would lower the float32 products inside of it."""
+    device = x.device.type
+    if not x.is_meta and torch.is_autocast_enabled(device):  # torch knows no autocast of meta tensors
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def copy_into(out: Tensor | tuple[Tensor, ...], result: Tensor | tuple[Tensor, ...]) -> None:
+    """Fill an op's outputs from the reference's results."""
+    if isinstance(out, tuple):
+        for o, r in zip(out, result, strict=True):
+            o.copy_(r)
+    else:
+        out.copy_(result)
+
+
+def poison(outs: tuple[Tensor, ...]) -> None:
+    """Make an element that an implementation forgets visible: NaN, or an index far out of range."""
+    for t in outs:
+        t.fill_(float("nan") if t.is_floating_point() else max(-(2**30), torch.iinfo(t.dtype).min))
