@@ -22,17 +22,22 @@ from moe_aiter.bench.layer import FLOOR, SLACK, append, columns, distances, prov
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.bench.timing import time_graphs
 from moe_aiter.bench.tune_step import distinct_chunks
-from moe_aiter.kernels._fp8 import native_fp8
-from moe_aiter.kernels.chunk_plan import plan_chunks
-from moe_aiter.kernels.permute import new_unpermute
-from moe_aiter.kernels.quantize import new_quantize_rows, quantize_rows
-from moe_aiter.kernels.quantize_amax import new_quantize_by_amax, new_quantize_rows_and_amax
-from moe_aiter.kernels.quantize_folded import new_quantize_folded
-from moe_aiter.kernels.quantize_transposed import new_quantize_transposed, new_transpose_rows8
-from moe_aiter.kernels.route import new_route
-from moe_aiter.kernels.route_grad import new_route_backward
-from moe_aiter.kernels.sort import new_sort, sort_by_expert
-from moe_aiter.kernels.token_chunks import new_quantize_chunks, new_transpose_chunks
+from moe_aiter.kernels.base.fp8 import native_fp8
+from moe_aiter.kernels.quantize.blocks import new_quantize_chunks, new_transpose_chunks, plan_chunks
+from moe_aiter.kernels.quantize.layouts import (
+    new_quantize_folded,
+    new_quantize_transposed,
+    new_transpose_rows8,
+)
+from moe_aiter.kernels.quantize.rows import (
+    new_quantize_by_amax,
+    new_quantize_rows,
+    new_quantize_rows_and_amax,
+    quantize_rows,
+)
+from moe_aiter.kernels.rows.permute import new_unpermute
+from moe_aiter.kernels.rows.route import new_route, new_route_backward
+from moe_aiter.kernels.rows.sort import new_sort, sort_by_expert
 from moe_aiter.op import IMPLS, poison
 
 SOFTMAX = False, True, 1.0  # over E, renormalised, not scaled

@@ -7,20 +7,20 @@ One sentence carries the package: a token is routed, its rows are permuted, two 
 rows come home.  Each of those is a differentiable function of its own, listed here.
 """
 
-from .kernels.experts import expert_mlp
-from .kernels.gemm import gemm
-from .kernels.glu import glu
-from .kernels.gmm import gmm
-from .kernels.grouped_gemm import grouped_gemm
-from .kernels.keep_fp8 import keep_fp8_weights
-from .kernels.ptgmm import nptgmm, ptgmm
-from .kernels.scaled_gemm import scaled_gemm
-from .kernels.segment_gmm import segment_gmm
-from .kernels.sort import sort_by_expert
-from .kernels.sparse_gemm import sparse_gemm
-from .kernels.sparse_pattern import SparsePattern
-from .kernels.tgmm import tgmm
-from .kernels.topk import topk
+from .kernels.dense.gemm import gemm
+from .kernels.dense.scaled_gemm import scaled_gemm
+from .kernels.experts.fp8 import keep_fp8_weights
+from .kernels.experts.glu import glu
+from .kernels.experts.mlp import expert_mlp
+from .kernels.grouped.gmm import gmm
+from .kernels.grouped.grouped_gemm import grouped_gemm
+from .kernels.grouped.ptgmm import nptgmm, ptgmm
+from .kernels.grouped.segment_gmm import segment_gmm
+from .kernels.grouped.tgmm import tgmm
+from .kernels.rows.sort import sort_by_expert
+from .kernels.rows.topk import topk
+from .kernels.sparse.gemm import sparse_gemm
+from .kernels.sparse.pattern import SparsePattern
 from .layers import (
     Experts,
     LayerStatistics,

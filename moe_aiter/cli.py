@@ -77,7 +77,7 @@ def info() -> int:
     import torch
 
     from .config import PREFIX, settings
-    from .kernels import _host
+    from .kernels.base import host as _host
     from .kernels.hopper import is_hopper
 
     packages = ("moe-aiter", "torch", "triton", "numpy", "einops")

@@ -5,11 +5,11 @@ import re
 import torch
 from torch import Tensor
 
-import moe_aiter.kernels.expert_split  # noqa: F401  defines an op, and only torchtitan's models import it
-from moe_aiter.kernels.chunk_plan import plan_chunks
-from moe_aiter.kernels.quantize import quantize_rows
-from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.sparse_pattern import SparsePattern
+import moe_aiter.kernels.experts.split  # noqa: F401  defines an op, and only torchtitan's models import it
+from moe_aiter.kernels.quantize.blocks import plan_chunks
+from moe_aiter.kernels.quantize.rows import quantize_rows
+from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.kernels.sparse.pattern import SparsePattern
 
 T, K, E, H, F, N = 4, 2, 3, 8, 4, 6
 R = T * K

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moe_aiter import switches, tuning
-from moe_aiter.kernels import _tuned_choice, tuned_gemm
+from moe_aiter.kernels.dense import tuned_gemm
+from moe_aiter.kernels.dense import tuned_gemm as _tuned_choice
 from moe_aiter.op import IMPLS, define_op, register_kernel, use
 from moe_aiter.tuning import aiter_csv, choice, table
 from moe_aiter.tuning.choice import choose_backend

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.attention_mask import launch_mask_bias, launch_zero_rows
+from moe_aiter.kernels.dense.attention_mask import launch_mask_bias, launch_zero_rows
 
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)

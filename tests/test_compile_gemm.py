@@ -8,7 +8,7 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.gemm import ACTIVATIONS, WIDEST_STEP, launch_gemm
+from moe_aiter.kernels.dense.gemm import ACTIVATIONS, WIDEST_STEP, launch_gemm
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -212,7 +212,7 @@ def test_an_sm_has_room_for_the_programs_that_keep_it_busy(tile):
     ):
         Case(m=16).run_on_hopper()
     registers = cubin_resources(launches[0].compiled.asm["cubin"])["REG"]
-    at_once = module("few_rows").programs_at_once(tile)
+    at_once = module("gemm").programs_at_once(tile)
     assert at_once * tile.num_warps * 32 * (-(-registers // 8) * 8) <= 2**16
     assert at_once >= 1 and tile.num_warps * at_once >= 16
 

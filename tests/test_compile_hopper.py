@@ -10,7 +10,7 @@ import torch
 from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
-from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
 from moe_aiter.tuning.candidates import HOPPER_TILES
 
 if interpret:
@@ -46,7 +46,7 @@ def run_hopper_up(
         x, w = eight_bits(x, fp8), eight_bits(w, fp8)
         scales = new(s.rows, dtype=F32), new(groups, parts * n, dtype=F32)
     inputs = x, w, b, *plan, activation, interleaved, save_z, None
-    module("expert_up").launch_expert_up((z, a), *inputs, scales=scales)
+    module("up").launch_expert_up((z, a), *inputs, scales=scales)
 
 
 def run_hopper_down_grad(
@@ -102,7 +102,7 @@ def run_hopper_tgmm_fp8(y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, 
     out = new(*shape, dtype=onto or torch.bfloat16)
     operands = new(chunks, k, 128, dtype=x), new(chunks, n, 128, dtype=y), new(chunks, n, dtype=F32)
     out = out.mT if columns_first else out
-    module("tgmm_fp8").launch_tgmm_fp8(out, *operands, ints(groups, 3), onto is not None)
+    module("tgmm").launch_tgmm_fp8(out, *operands, ints(groups, 3), onto is not None)
 
 
 def run_hopper_gmm_into():
@@ -127,7 +127,7 @@ def run_hopper_masked(
         of_x, of_w = of_x.as_strided(of_x.shape, scales) if scales else None, None
     sizes = None if sizes is None else ints(groups, dtype=sizes)
     operands = new(groups, m, k, dtype=x), new(groups, n, k, dtype=w or x)
-    module("masked_gmm").launch_masked_gmm(out, *operands, sizes, of_x, of_w, False)
+    module("gmm").launch_masked_gmm(out, *operands, sizes, of_x, of_w, False)
 
 
 GATED = [a.name for a in ACTIVATIONS.values() if a.gated]

@@ -7,8 +7,8 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels._fp8 import FP8, native_fp8
-from moe_aiter.kernels.masked_gmm import launch_masked_gmm
+from moe_aiter.kernels.base.fp8 import FP8, native_fp8
+from moe_aiter.kernels.grouped.masked_gmm import launch_masked_gmm
 from moe_aiter.tuning.candidates import PORTABLE
 from moe_aiter.tuning.table import load
 

@@ -13,9 +13,13 @@ import torch
 import moe_aiter.kernels
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels import chunk_plan, quantize_amax, quantize_folded, quantize_transposed, token_chunks
-from moe_aiter.kernels.attention_mask import launch_mask_bias, launch_zero_rows
-from moe_aiter.kernels.quantize import launch_quantize_rows
+from moe_aiter.kernels.dense.attention_mask import launch_mask_bias, launch_zero_rows
+from moe_aiter.kernels.quantize import blocks as chunk_plan
+from moe_aiter.kernels.quantize import blocks as token_chunks
+from moe_aiter.kernels.quantize import layouts as quantize_folded
+from moe_aiter.kernels.quantize import layouts as quantize_transposed
+from moe_aiter.kernels.quantize import rows as quantize_amax
+from moe_aiter.kernels.quantize.rows import launch_quantize_rows
 from moe_aiter.tuning.candidates import HOPPER_TILES
 
 if interpret:
@@ -32,7 +36,7 @@ from aot import TARGETS, compiling_for, front_end_only
 from test_compile_targets import ints, new
 from triton.runtime.jit import JITFunction
 
-from moe_aiter.kernels._launches import Remembering
+from moe_aiter.kernels.base.launch import Remembering
 
 F32, E4M3 = torch.float32, torch.float8_e4m3fn
 SM90 = TARGETS["sm_90"]

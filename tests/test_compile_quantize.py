@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import (
-    chunk_plan,
-    quantize_amax,
-    quantize_folded,
-    quantize_transposed,
-    token_chunks,
-)
-from moe_aiter.kernels.quantize import FORMATS, launch_quantize_rows
+from moe_aiter.kernels.quantize import blocks as chunk_plan
+from moe_aiter.kernels.quantize import blocks as token_chunks
+from moe_aiter.kernels.quantize import layouts as quantize_folded
+from moe_aiter.kernels.quantize import layouts as quantize_transposed
+from moe_aiter.kernels.quantize import rows as quantize_amax
+from moe_aiter.kernels.quantize.rows import FORMATS, launch_quantize_rows
 
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)

@@ -7,9 +7,8 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels._fp8 import FP8, native_fp8
-from moe_aiter.kernels.scaled_gemm import MOST_K, launch_scaled_gemm
-from moe_aiter.kernels.scaled_gmm import launch_scaled_gmm
+from moe_aiter.kernels.base.fp8 import FP8, native_fp8
+from moe_aiter.kernels.dense.scaled_gemm import MOST_K, launch_scaled_gemm, launch_scaled_gmm
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -139,7 +138,7 @@ def test_candidates(op):
 
 
 def run_on_hopper(**named):
-    run(launch=module("masked_gmm").launch_scaled_gemm, **named)
+    run(launch=module("gmm").launch_scaled_gemm, **named)
 
 
 def run_groups_on_hopper(x, order):

@@ -7,9 +7,8 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.add_low_rank import launch_add_low_rank
-from moe_aiter.kernels.segment_gmm import launch_segment_gmm
-from moe_aiter.kernels.segment_tgmm import launch_segment_tgmm
+from moe_aiter.kernels.experts.adapted import launch_add_low_rank
+from moe_aiter.kernels.grouped.segment_gmm import launch_segment_gmm, launch_segment_tgmm
 from moe_aiter.tuning.table import load
 
 if interpret:

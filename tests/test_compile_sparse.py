@@ -5,8 +5,8 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.sparse_matmul import launch_sparse_matmul, launch_sparse_matmul_grad
-from moe_aiter.kernels.sparse_pattern import count
+from moe_aiter.kernels.sparse.gemm import launch_sparse_matmul, launch_sparse_matmul_grad
+from moe_aiter.kernels.sparse.pattern import count
 from moe_aiter.tuning.candidates import PORTABLE
 from moe_aiter.tuning.table import load
 

@@ -9,20 +9,18 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels._tile import PERSISTENT
-from moe_aiter.kernels.activations import get_activation
-from moe_aiter.kernels.expert_down import launch_expert_down_grad
-from moe_aiter.kernels.expert_up import launch_expert_up
-from moe_aiter.kernels.glu import launch_glu, launch_glu_backward
-from moe_aiter.kernels.gmm import launch_gmm, launch_gmm_into
-from moe_aiter.kernels.group_sum import launch_group_sum
-from moe_aiter.kernels.permute import launch_permute, launch_row_dots, launch_unpermute
-from moe_aiter.kernels.route import launch_route
-from moe_aiter.kernels.route_grad import launch_route_backward
-from moe_aiter.kernels.sort import launch_sort
-from moe_aiter.kernels.tgmm import launch_tgmm, launch_tgmm_into
-from moe_aiter.kernels.topk import launch_topk
-from moe_aiter.kernels.weigh_rows import launch_weigh_rows
+from moe_aiter.kernels.base.activations import get_activation
+from moe_aiter.kernels.base.tile import PERSISTENT
+from moe_aiter.kernels.experts.down import launch_expert_down_grad
+from moe_aiter.kernels.experts.glu import launch_glu, launch_glu_backward
+from moe_aiter.kernels.experts.up import launch_expert_up
+from moe_aiter.kernels.grouped.gmm import launch_gmm, launch_gmm_into
+from moe_aiter.kernels.grouped.tgmm import launch_tgmm, launch_tgmm_into
+from moe_aiter.kernels.rows.permute import launch_permute, launch_row_dots, launch_unpermute
+from moe_aiter.kernels.rows.route import launch_route, launch_route_backward
+from moe_aiter.kernels.rows.sort import launch_sort
+from moe_aiter.kernels.rows.sums import launch_group_sum, launch_weigh_rows
+from moe_aiter.kernels.rows.topk import launch_topk
 from moe_aiter.tuning.table import load
 
 if interpret:

@@ -127,7 +127,7 @@ def test_only_kernels_hold_kernels(path):
 @every_file
 def test_only_one_file_imports_the_extension(path):
     found = [room for room, names in imports(path) if EXTENSION in (room[:1] or tuple(names))]
-    assert not found or path == ROOT / "kernels" / "_host.py"
+    assert not found or path == ROOT / "kernels" / "base" / "host.py"
 
 
 @pytest.mark.parametrize("path", FILES + TEST_FILES, ids=name)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from moe_aiter.compat.aiter import deepgemm
-from moe_aiter.kernels.gmm import gmm
-from moe_aiter.kernels.masked_gmm import masked_gmm
-from moe_aiter.kernels.ptgmm import nptgmm, ptgmm
-from moe_aiter.kernels.segment_gmm import segment_gmm
-from moe_aiter.kernels.tgmm import tgmm_accumulate
+from moe_aiter.kernels.grouped.gmm import gmm
+from moe_aiter.kernels.grouped.masked_gmm import masked_gmm
+from moe_aiter.kernels.grouped.ptgmm import nptgmm, ptgmm
+from moe_aiter.kernels.grouped.segment_gmm import segment_gmm
+from moe_aiter.kernels.grouped.tgmm import tgmm_accumulate
 from moe_aiter.op import overlap
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moe_aiter.config import settings
-from moe_aiter.kernels.tuned_gemm import forget_choices, tuned_gemm
+from moe_aiter.kernels.dense.tuned_gemm import forget_choices, tuned_gemm
 from moe_aiter.layers import linear
 from moe_aiter.tuning.aiter_csv import this_device
 

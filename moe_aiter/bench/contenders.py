@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import settings
-from ..kernels.experts import expert_mlp
-from ..kernels.experts_fp8 import ALL
-from ..kernels.keep_fp8 import keep_fp8_weights
+from ..kernels.experts.fp8 import ALL, keep_fp8_weights
+from ..kernels.experts.mlp import expert_mlp
 from ..layers.moe import MoE
 from ..op import IMPLS, ORDER, runs
 from ..routing.plan import make_plan

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels._gemm_choice import question
-from ..kernels.activations import FUNCTIONS
-from ..kernels.gemm import ACTIVATIONS, gemm, new_gemm
-from ..kernels.grouped_gemm import grouped_gemm
-from ..kernels.shuffle import shuffle_weight
-from ..kernels.tuned_gemm import tuned_gemm
+from ..kernels.base.activations import FUNCTIONS
+from ..kernels.base.choice import question
+from ..kernels.base.shuffle import shuffle_weight
+from ..kernels.dense.gemm import ACTIVATIONS, gemm, new_gemm
+from ..kernels.dense.tuned_gemm import tuned_gemm
+from ..kernels.grouped.grouped_gemm import grouped_gemm
 from ..op import IMPLS, ORDER, runs, use
 from ..tuning.choice import case_of
 from .products import Case, Problem

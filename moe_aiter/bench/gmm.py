@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..kernels.gmm import gmm
-from ..kernels.ptgmm import nptgmm, ptgmm
+from ..kernels.grouped.gmm import gmm
+from ..kernels.grouped.ptgmm import nptgmm, ptgmm
 from ..op import IMPLS, ORDER, runs, use
 from .arguments import refuse
 from .contender import PEER_ERRORS

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..kernels._fp8 import native_fp8
-from ..kernels.masked_gmm import masked_gmm, masked_gmm_reference
-from ..kernels.shuffle import shuffle_weight
+from ..kernels.base.fp8 import native_fp8
+from ..kernels.base.shuffle import shuffle_weight
+from ..kernels.grouped.masked_gmm import masked_gmm, masked_gmm_reference
 from ..op import IMPLS, ORDER, runs, use
 from ..tuning import Config
 from ..tuning.candidates import candidates

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..kernels._scaled_choice import fits_blas
-from ..kernels.scaled_bmm import scaled_bmm
-from ..kernels.scaled_gemm import scaled_gemm
+from ..kernels.base.choice import fits_blas
+from ..kernels.dense.scaled_gemm import scaled_gemm
+from ..kernels.grouped.masked_gmm import scaled_bmm
 from ..layers.experts import Experts
 from ..layers.quantized import quantize
 from ..op import use

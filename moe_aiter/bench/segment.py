@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels.segment_gmm import segment_gmm_reference
+from ..kernels.grouped.segment_gmm import segment_gmm_reference
 from ..layers.segment import SegmentGEMMWrapper
 from .arguments import refuse
 from .contender import PEER_ERRORS

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.sparse_gemm import sparse_gemm
-from ..kernels.sparse_pattern import SparsePattern
+from ..kernels.sparse.gemm import sparse_gemm
+from ..kernels.sparse.pattern import SparsePattern
 from .products import Case, Problem
 from .tiles import Kernel, launches_of
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from .. import tuning
 from ..files import read_json
-from ..kernels._tuned_choice import TILED, is_here
-from ..kernels.shuffle import shuffle_weight
-from ..kernels.tuned_gemm import as_it_lies, forget_choices, gemm_inputs, tuned_gemm_op
+from ..kernels.base.shuffle import shuffle_weight
+from ..kernels.dense.tuned_gemm import TILED, as_it_lies, forget_choices, gemm_inputs, is_here, tuned_gemm_op
 from ..tuning.aiter_csv import COLUMNS, Problem, Row, append, drop, read, read_untuned, this_device
 from ..tuning.candidates import candidates
 from .arguments import count, refuse

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..kernels import hopper, tgmm_fp8
-from ..kernels._expert_inputs import ExpertInputs
-from ..kernels._groups import take_rows
-from ..kernels._row_bytes import row_bytes
-from ..kernels.gmm_unpermute import column_chunks
-from ..kernels.quantize import quantize_rows
-from ..kernels.sort import sort_by_expert
+from ..kernels import hopper
+from ..kernels.base.check import take_rows
+from ..kernels.experts.inputs import ExpertInputs, row_bytes
+from ..kernels.grouped import tgmm_fp8
+from ..kernels.grouped.gmm import column_chunks
+from ..kernels.quantize.rows import quantize_rows
+from ..kernels.rows.sort import sort_by_expert
 from ..op import IMPLS, ORDER, runs
 from .shapes import Shape
 from .tiles import Product

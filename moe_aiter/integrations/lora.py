@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..files import drafted, read_json
-from ..kernels._check import check_parameter_dtype, checked
+from ..kernels.base.check import check_parameter_dtype, checked
 from ..layers.lora import LoRAFactors
 from ..layers.peft_format import load_stacked, per_expert, stacked
 from .transformers import ADAPTERS, NAME, is_experts, known_gate, names_of, register, weights_of

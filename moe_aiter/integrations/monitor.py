@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ..kernels._check import check_group, checked
+from ..kernels.base.check import check_group, checked
 from ..layers.monitor import Monitor, Recorder, scalars_of
 from ..routing.plan import make_plan
 from ..routing.router import Routing

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from ..kernels._check import FLOATS
+from ..kernels.base.check import FLOATS
 from ..layers.low_rank import LowRank
 from . import transformers
 

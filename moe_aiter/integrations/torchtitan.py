@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..kernels._check import checked
-from ..kernels.expert_split import split_expert_mlp
+from ..kernels.base.check import checked
+from ..kernels.experts.split import split_expert_mlp
 from ..layers.main_grad import WEIGHTS
 from ..routing.plan import RoutePlan, make_plan
 

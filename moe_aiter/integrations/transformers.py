@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.experts import expert_mlp
-from ..kernels.glu import glu
+from ..kernels.experts.glu import glu
+from ..kernels.experts.mlp import expert_mlp
 from ..layers.experts import cast_as_linear
 from ..layers.low_rank import Projection, experts_by_step
 from ..layers.main_grad import FINDERS

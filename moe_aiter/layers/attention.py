@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..kernels.attention_mask import zero_rows
+from ..kernels.dense.attention_mask import zero_rows
 from ..op import check_backend, is_plain, is_transformed, log
 from ..switches import switches
 from .attention_call import (

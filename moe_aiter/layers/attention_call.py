@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels._check import check_device, check_flags, check_float, check_real, check_shape, check_size
-from ..kernels.attention_mask import lowest, mask_bias
+from ..kernels.base.check import check_device, check_flags, check_float, check_real, check_shape, check_size
+from ..kernels.dense.attention_mask import lowest, mask_bias
 from ..op import INTEGERS, is_transformed
 
 BYTES = 16  # what fused kernels load at a time

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_group, check_not_negative, checked
+from ..kernels.base.check import check_group, check_not_negative, checked
 from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
 from .moe import MoE
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels._check import (
+from ..kernels.base.check import (
     check_device,
     check_float,
     check_shape,

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_parameter_dtype, check_sizes, check_tensor, checked
-from ..kernels._expert_inputs import check_memory
-from ..kernels.activations import get_activation
-from ..kernels.experts import expert_mlp
-from ..kernels.experts_fp8 import check_fp8
+from ..kernels.base.activations import get_activation
+from ..kernels.base.check import check_parameter_dtype, check_sizes, check_tensor, checked
+from ..kernels.experts.fp8 import check_fp8
+from ..kernels.experts.inputs import check_memory
+from ..kernels.experts.mlp import expert_mlp
 from ..routing.plan import RoutePlan
 
 

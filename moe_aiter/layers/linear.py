@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import settings
-from ..kernels._check import (
+from ..kernels.base.check import (
     check_device,
     check_float,
     check_layout,
@@ -18,8 +18,8 @@ from ..kernels._check import (
     check_sizes,
     checked,
 )
-from ..kernels.shuffle import LAYOUT, shuffle_weight
-from ..kernels.tuned_gemm import PARAMETERS, NotSupportedError, needs_gradient, tuned_gemm
+from ..kernels.base.shuffle import LAYOUT, shuffle_weight
+from ..kernels.dense.tuned_gemm import PARAMETERS, NotSupportedError, needs_gradient, tuned_gemm
 from ..tuning.aiter_csv import Problem, find, this_device
 from ..tuning.choice import measured
 

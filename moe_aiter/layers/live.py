@@ -4,7 +4,7 @@ from typing import TextIO
 
 import numpy as np
 
-from ..kernels._check import checked
+from ..kernels.base.check import checked
 from .monitor import LayerStatistics
 
 BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # for a terminal, and for one that has only ASCII

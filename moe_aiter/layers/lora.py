@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels._check import (
+from ..kernels.base.check import (
     check_device,
     check_float,
     check_index,
@@ -27,10 +27,10 @@ from ..kernels._check import (
     check_tensor,
     checked,
     renamed,
+    sum_dtype,
 )
-from ..kernels._groups import sum_dtype
-from ..kernels.glu import glu
-from ..kernels.segment_gmm import segment_gmm
+from ..kernels.experts.glu import glu
+from ..kernels.grouped.segment_gmm import segment_gmm
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .experts import Experts, cast_as_linear

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.adapted import adapted_down, adapted_up
-from ..kernels.gmm import gmm
-from ..kernels.segment_gmm import segment_gmm
+from ..kernels.experts.adapted import adapted_down, adapted_up
+from ..kernels.grouped.gmm import gmm
+from ..kernels.grouped.segment_gmm import segment_gmm
 from ..routing.plan import RoutePlan, unpermute
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..kernels._check import checked
+from ..kernels.base.check import checked
 from .experts import Experts
 from .optimized import OptimizedMoELayer
 

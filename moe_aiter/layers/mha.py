@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels._check import check_flags
+from ..kernels.base.check import check_flags
 from ..op import compose
 from .attention import choose, flash, flash_lacks
 from .attention_call import Call, agree, band, heads_to_rows, rows_to_heads

@@ -7,8 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_device, check_flags, check_group, check_not_negative, check_tensor, checked
-from ..kernels.decide import decide
+from ..kernels.base.check import (
+    check_device,
+    check_flags,
+    check_group,
+    check_not_negative,
+    check_tensor,
+    checked,
+)
+from ..kernels.rows.route import decide
 from ..op import is_plain, is_transformed
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity

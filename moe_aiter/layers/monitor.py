@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_group, checked
+from ..kernels.base.check import check_group, checked
 from ..routing.balance import sum_over_ranks
 from ..routing.record import SCALARS, record_routing
 from ..routing.router import Routing

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import (
+from ..kernels.base.activations import get_activation
+from ..kernels.base.check import (
     check_float,
     check_parameter_dtype,
     check_shape,
@@ -12,9 +13,8 @@ from ..kernels._check import (
     checked,
     renamed,
 )
-from ..kernels.activations import get_activation
-from ..kernels.experts import expert_mlp
-from ..kernels.experts_fp8 import check_fp8
+from ..kernels.experts.fp8 import check_fp8
+from ..kernels.experts.mlp import expert_mlp
 from ..routing.plan import make_plan
 from .experts import cast_as_linear
 

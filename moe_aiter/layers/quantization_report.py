@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..kernels._check import checked
+from ..kernels.base.check import checked
 from .fuse import FusedLinear, FusedPart
 from .quantized import SKIPPED, Quantized, verdicts
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..kernels._check import FLOATS, check_shape, check_size, check_tensor, refuse_gradient
-from ..kernels.experts import expert_mlp
-from ..kernels.quantize import quantize_rows
-from ..kernels.quantized_experts import quantized_experts
-from ..kernels.scaled_gemm import scaled_gemm
+from ..kernels.base.check import FLOATS, check_shape, check_size, check_tensor, refuse_gradient
+from ..kernels.dense.scaled_gemm import scaled_gemm
+from ..kernels.experts.fp8 import quantized_experts
+from ..kernels.experts.mlp import expert_mlp
+from ..kernels.quantize.rows import quantize_rows
 from ..routing.plan import RoutePlan, make_plan
 from .experts import Experts, cast_as_linear
 from .fuse import FusedPart

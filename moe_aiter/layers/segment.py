@@ -5,9 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_flags, check_shape, check_size, check_tensor, checked, renamed
-from ..kernels._segments import check_count
-from ..kernels.segment_gmm import segment_gmm
+from ..kernels.base.check import check_flags, check_shape, check_size, check_tensor, checked, renamed
+from ..kernels.grouped.segment_gmm import check_count, segment_gmm
 from ..op import check_backend, use
 from ..switches import inside
 

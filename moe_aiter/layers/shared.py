@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_sizes
-from ..kernels.activations import get_activation
-from ..kernels.glu import glu
+from ..kernels.base.activations import get_activation
+from ..kernels.base.check import check_sizes
+from ..kernels.experts.glu import glu
 
 
 class SharedExpert(nn.Module):

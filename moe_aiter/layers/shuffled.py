@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import check_layout, checked, renamed
-from ..kernels.shuffle import LAYOUT, check_shuffle, shuffle_weight, unshuffle_weight
+from ..kernels.base.check import check_layout, checked, renamed
+from ..kernels.base.shuffle import LAYOUT, check_shuffle, shuffle_weight, unshuffle_weight
 
 
 class ShuffledWeight(nn.Module):

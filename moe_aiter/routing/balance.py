@@ -13,7 +13,7 @@ with the mean of what is added taken off first where `zero_mean`.
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_device, check_positive, check_shape, check_size
+from ..kernels.base.check import check_device, check_positive, check_shape, check_size
 from ..op import define_inplace_op
 
 RULES = ("sign", "proportional")

@@ -6,7 +6,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_positive, check_shape
+from ..kernels.base.check import check_positive, check_shape
 from .plan import RoutePlan, make_plan
 
 POLICIES = ("position", "probability")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_real, check_sizes
-from ..kernels.decide import decide
-from ..kernels.topk import topk
+from ..kernels.base.check import check_real, check_sizes
+from ..kernels.rows.route import decide
+from ..kernels.rows.topk import topk
 from .scores import weigh
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..kernels._check import (
+from ..kernels.base.check import (
     check_device,
     check_finite,
     check_float,

@@ -6,7 +6,7 @@ One normalisation, whatever the score, k or number of tokens: the load-balance l
 import torch
 from torch import Tensor
 
-from ..kernels._check import (
+from ..kernels.base.check import (
     check_device,
     check_float,
     check_index,

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels import permute as rows
-from ..kernels._check import check_plan
-from ..kernels.sort import sort_by_expert
+from ..kernels.base.check import check_plan
+from ..kernels.rows import permute as rows
+from ..kernels.rows.sort import sort_by_expert
 
 
 class RoutePlan(NamedTuple):

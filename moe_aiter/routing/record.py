@@ -14,7 +14,7 @@
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_device, check_shape, check_size
+from ..kernels.base.check import check_device, check_shape, check_size
 from ..op import define_inplace_op
 
 SCALARS = 5

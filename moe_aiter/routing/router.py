@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels._check import (
+from ..kernels.base.check import (
     check_device,
     check_flags,
     check_float,
@@ -16,9 +16,8 @@ from ..kernels._check import (
     check_sizes,
     checked,
 )
-from ..kernels.decide import decide
-from ..kernels.route import choose_experts
-from ..kernels.topk import topk
+from ..kernels.rows.route import choose_experts, decide
+from ..kernels.rows.topk import topk
 from ..op import define_op, is_unwatched, no_autocast, saved_tensors
 from ..replay import current_pass
 from .choices import Choice

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels._check import check_finite
-from ..kernels.route_grad import EPSILON
+from ..kernels.base.check import check_finite
+from ..kernels.rows.route import EPSILON
 
 SCORES = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
 FUSED = ("softmax", "topk_softmax", "sigmoid")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels._check import check_tensor
+from ..kernels.base.check import check_tensor
 
 
 class LoadStatistics(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..files import drafted, read_json
-from ..kernels.experts_fp8 import RECIPES
+from ..kernels.experts.fp8 import RECIPES
 from .errors import UsageError, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -8,8 +8,8 @@ import torch
 from moe_aiter.bench import contenders, layer, problem, roofline
 from moe_aiter.bench.problem import for_loop, new_problem, truth
 from moe_aiter.bench.shapes import GROUPS, SHAPES, named
-from moe_aiter.kernels import experts_fp8
-from moe_aiter.kernels.activations import ACTIVATIONS
+from moe_aiter.kernels.base.activations import ACTIVATIONS
+from moe_aiter.kernels.experts import fp8 as experts_fp8
 
 TOYS = ["toy", "toy-oai"]
 

@@ -9,10 +9,12 @@ from moe_aiter import cli, tuning
 from moe_aiter.bench import tiles, tune, tune_step
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.config import interpret
-from moe_aiter.kernels import _row_bytes, gmm_unpermute, hopper
-from moe_aiter.kernels._expert_inputs import ExpertInputs
-from moe_aiter.kernels.experts import expert_mlp
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels import hopper
+from moe_aiter.kernels.experts import inputs as _row_bytes
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import expert_mlp
+from moe_aiter.kernels.grouped import gmm as gmm_unpermute
+from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.tuning.candidates import candidates, rule
 from moe_aiter.tuning.table import COLUMNS, Key, read
 

@@ -11,7 +11,7 @@ from moe_aiter.bench import dense, tiles, tune, tune_choice
 from moe_aiter.bench.products import Case, Problem
 from moe_aiter.bench.tiles import Kernel
 from moe_aiter.config import interpret
-from moe_aiter.kernels.scaled_gemm import scaled_gemm
+from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm
 from moe_aiter.op import use
 from moe_aiter.tuning import choice
 from moe_aiter.tuning.candidates import candidates, rule

@@ -13,9 +13,10 @@ from moe_aiter.bench import tune_gemm
 from moe_aiter.bench.tune_gemm import Contender, choice, contenders, model_sizes
 from moe_aiter.compat.aiter.tuned_gemm import get_GEMM_A16W16_config
 from moe_aiter.config import interpret
-from moe_aiter.kernels import _tuned_choice, hopper
-from moe_aiter.kernels.gemm import launch_gemm
-from moe_aiter.kernels.tuned_gemm import tuned_gemm
+from moe_aiter.kernels import hopper
+from moe_aiter.kernels.dense import tuned_gemm as _tuned_choice
+from moe_aiter.kernels.dense.gemm import launch_gemm
+from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
 from moe_aiter.tuning.aiter_csv import UNTUNED, Problem, append, read, this_device
 from moe_aiter.tuning.candidates import candidates
 

@@ -28,7 +28,8 @@ CSV = """cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,spl
 @pytest.fixture
 def as_mi300(monkeypatch):
     """Rows are looked up as on the GPU of the page."""
-    monkeypatch.setattr("moe_aiter.kernels._tuned_choice.this_device", lambda device: Device("gfx942", 304))
+    device = Device("gfx942", 304)
+    monkeypatch.setattr("moe_aiter.kernels.dense.tuned_gemm.this_device", lambda _: device)
 
 
 # the page

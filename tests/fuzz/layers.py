@@ -6,8 +6,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import moe_aiter
-from moe_aiter.kernels.activations import ACTIVATIONS
-from moe_aiter.kernels.glu import glu as public_glu
+from moe_aiter.kernels.base.activations import ACTIVATIONS
+from moe_aiter.kernels.experts.glu import glu as public_glu
 from moe_aiter.routing.plan import make_plan
 
 from ..layers.double_loop import ACTIVATIONS as FORMULAS

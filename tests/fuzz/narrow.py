@@ -3,15 +3,18 @@
 import torch
 
 from moe_aiter import scaled_gemm as public_scaled_gemm
+from moe_aiter.kernels.base.shuffle import shuffle_weight
+from moe_aiter.kernels.dense.scaled_gemm import scaled_gmm as public_scaled_gmm
+from moe_aiter.kernels.grouped.masked_gmm import masked_gmm as public_masked_gmm
+from moe_aiter.kernels.grouped.masked_gmm import scaled_bmm
 from moe_aiter.kernels.hopper import is_hopper
-from moe_aiter.kernels.masked_gmm import masked_gmm as public_masked_gmm
-from moe_aiter.kernels.quantize import dequantize_rows, quantize_rows
-from moe_aiter.kernels.quantize_amax import quantize_by_amax, quantize_rows_and_amax
-from moe_aiter.kernels.quantize_folded import quantize_folded
-from moe_aiter.kernels.quantize_transposed import quantize_transposed, transpose_rows8
-from moe_aiter.kernels.scaled_bmm import scaled_bmm
-from moe_aiter.kernels.scaled_gmm import scaled_gmm as public_scaled_gmm
-from moe_aiter.kernels.shuffle import shuffle_weight
+from moe_aiter.kernels.quantize.layouts import quantize_folded, quantize_transposed, transpose_rows8
+from moe_aiter.kernels.quantize.rows import (
+    dequantize_rows,
+    quantize_by_amax,
+    quantize_rows,
+    quantize_rows_and_amax,
+)
 
 from . import loops
 from .draw import DEVICE, Draw

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 
 import moe_aiter
-from moe_aiter.kernels.add_low_rank import add_low_rank
-from moe_aiter.kernels.group_sum import group_sum
-from moe_aiter.kernels.tgmm import tgmm_accumulate
-from moe_aiter.kernels.tuned_gemm import tuned_gemm
+from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
+from moe_aiter.kernels.experts.adapted import add_low_rank
+from moe_aiter.kernels.grouped.tgmm import tgmm_accumulate
+from moe_aiter.kernels.rows.sums import group_sum
 
 from . import loops
 from .draw import DEVICE, Draw, again, written_beside

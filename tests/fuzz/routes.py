@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 import moe_aiter
 from moe_aiter import routing
-from moe_aiter.kernels import permute as rows_of
-from moe_aiter.kernels.weigh_rows import weigh_rows_op
+from moe_aiter.kernels.rows import permute as rows_of
+from moe_aiter.kernels.rows.sums import weigh_rows_op
 from moe_aiter.routing.plan import make_plan
 
 from . import choosing, loops

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import moe_aiter
-from moe_aiter.kernels.attention_mask import mask_bias, zero_rows
+from moe_aiter.kernels.dense.attention_mask import mask_bias, zero_rows
 
 from . import loops
 from .draw import DEVICE, Draw, again

@@ -118,8 +118,8 @@ def test_gradient_checkpointing(reentrant, whole):
 
 
 def test_no_gradient_of_a_frozen_weight(monkeypatch):
-    from moe_aiter.kernels import adapted as kernels
-    from moe_aiter.kernels import expert_up
+    from moe_aiter.kernels.experts import adapted as kernels
+    from moe_aiter.kernels.experts import up as expert_up
 
     def refuse(*_):
         raise AssertionError("the gradient of a frozen weight was computed")

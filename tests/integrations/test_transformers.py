@@ -69,7 +69,7 @@ def test_experts_as_good_as_eager(family, dtype, device):
 
 @families
 def test_frozen_experts_get_no_gradient_and_no_work(family, monkeypatch):
-    from moe_aiter.kernels._loop import WeightGradient
+    from moe_aiter.kernels.experts.cpu import WeightGradient
 
     module = experts(family).requires_grad_(False)
     x, ids, weights = routed()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels._host import ext
+from moe_aiter.kernels.base.host import ext
 from moe_aiter.op import ORDER, use
 
 # the interpreter is slow, and the others were tested without it

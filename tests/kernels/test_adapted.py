@@ -5,15 +5,17 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.adapted import (
+from moe_aiter.kernels.experts.adapted import (
     adapted_down,
     adapted_down_reference,
     adapted_up,
     adapted_up_reference,
+    add_low_rank,
+    add_low_rank_op,
+    add_low_rank_reference,
 )
-from moe_aiter.kernels.add_low_rank import add_low_rank, add_low_rank_op, add_low_rank_reference
-from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.weigh_rows import weigh_rows_op, weigh_rows_reference
+from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.kernels.rows.sums import weigh_rows_op, weigh_rows_reference
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

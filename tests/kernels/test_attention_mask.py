@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_aiter.kernels.attention_mask import lowest, mask_bias, zero_rows
+from moe_aiter.kernels.dense.attention_mask import lowest, mask_bias, zero_rows
 from moe_aiter.op import use
 
 SHAPES = [(2, 1, 1, 37), (2, 3, 5, 64), (1, 1, 7, 2100), (3, 1, 4, 1), (2, 1, 3, 0), (0, 1, 3, 5)]

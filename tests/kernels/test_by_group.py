@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from moe_aiter.kernels.gmm import gmm
-from moe_aiter.kernels.ptgmm import ptgmm
-from moe_aiter.kernels.segment_gmm import segment_gmm
-from moe_aiter.kernels.tgmm import tgmm_accumulate
+from moe_aiter.kernels.grouped.gmm import gmm
+from moe_aiter.kernels.grouped.ptgmm import ptgmm
+from moe_aiter.kernels.grouped.segment_gmm import segment_gmm
+from moe_aiter.kernels.grouped.tgmm import tgmm_accumulate
 from moe_aiter.op import use
 
 from ..check import error

@@ -7,11 +7,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels._expert_inputs import ExpertInputs
-from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
-from moe_aiter.kernels.expert_up import expert_up_op, expert_z_op
-from moe_aiter.kernels.experts import by_layer, expert_mlp
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
+from moe_aiter.kernels.experts.up import expert_up_op, expert_z_op
+from moe_aiter.kernels.rows.sort import sort_by_expert
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]

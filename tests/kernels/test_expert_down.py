@@ -7,12 +7,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import expert_down
-from moe_aiter.kernels._expert_inputs import ExpertInputs
-from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
-from moe_aiter.kernels.expert_down import expert_down_grad_op, expert_down_grad_over_z_op
-from moe_aiter.kernels.experts import by_layer
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.experts import down as expert_down
+from moe_aiter.kernels.experts.down import expert_down_grad_op, expert_down_grad_over_z_op
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import by_layer
+from moe_aiter.kernels.rows.sort import sort_by_expert
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 T, H, WIDTH, E, K = 40, 24, 70, 5, 2  # more channels than one block of the kernels' epilogues

@@ -8,13 +8,13 @@ from check import assert_as_good_as_torch, error, with_gradients
 from shapes import spread, transposed
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import _loop, _loop_steps
-from moe_aiter.kernels._expert_inputs import ExpertInputs
-from moe_aiter.kernels._host import ext
-from moe_aiter.kernels._loop_steps import HostSteps
-from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
-from moe_aiter.kernels.expert_loop import expert_loop_op
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.base.host import ext
+from moe_aiter.kernels.experts import cpu as _loop
+from moe_aiter.kernels.experts import cpu as _loop_steps
+from moe_aiter.kernels.experts.cpu import HostSteps, expert_loop_op
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 
 if interpret:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels._expert_inputs import ExpertInputs
-from moe_aiter.kernels.activations import ACTIVATIONS, get_activation
-from moe_aiter.kernels.experts import by_layer, expert_mlp
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
+from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, error, with_gradients

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.activations import get_activation
-from moe_aiter.kernels.experts import expert_mlp
-from moe_aiter.kernels.experts_fp8 import ALL, RECIPES, gmm_unpermute_fp8_op
+from moe_aiter.kernels.base.activations import get_activation
+from moe_aiter.kernels.experts.fp8 import ALL, RECIPES, gmm_unpermute_fp8_op
+from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.hopper import is_hopper
-from moe_aiter.kernels.quantize import dequantize_rows, quantize_rows
-from moe_aiter.kernels.quantize_transposed import quantize_transposed
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.quantize.layouts import quantize_transposed
+from moe_aiter.kernels.quantize.rows import dequantize_rows, quantize_rows
+from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, pick, use
 
 from ..check import error

@@ -6,9 +6,8 @@ import torch
 from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
-from moe_aiter.kernels._gemm_epilogue import splits_of
-from moe_aiter.kernels._gemm_torch import gemm_reference
-from moe_aiter.kernels.gemm import ACTIVATIONS, gemm
+from moe_aiter.kernels.base.gemm_row import splits_of
+from moe_aiter.kernels.dense.gemm import ACTIVATIONS, gemm, gemm_reference
 from moe_aiter.op import IMPLS, ORDER, pick, use
 from moe_aiter.tuning import choice
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates

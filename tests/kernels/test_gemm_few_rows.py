@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from moe_aiter import tuning
-from moe_aiter.kernels import _tuned_choice, hopper
-from moe_aiter.kernels.gemm import gemm
+from moe_aiter.kernels import hopper
+from moe_aiter.kernels.dense import tuned_gemm as _tuned_choice
+from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.op import IMPLS, ORDER, pick, use
 from moe_aiter.tuning import choice
 from moe_aiter.tuning.aiter_csv import Problem

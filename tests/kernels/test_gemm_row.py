@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from moe_aiter import tuning
-from moe_aiter.kernels import _gemm_row, hopper
-from moe_aiter.kernels import gemm as dense
-from moe_aiter.kernels._gemm_row import BUSY, takes_row
-from moe_aiter.kernels._triton import num_programs
-from moe_aiter.kernels.gemm import gemm
+from moe_aiter.kernels import hopper
+from moe_aiter.kernels.base import gemm_row as _gemm_row
+from moe_aiter.kernels.base.gemm_row import BUSY, takes_row
+from moe_aiter.kernels.base.launch import num_programs
+from moe_aiter.kernels.dense import gemm as dense
+from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.op import IMPLS, ORDER, use
 from moe_aiter.tuning import Config
 from moe_aiter.tuning.candidates import PORTABLE

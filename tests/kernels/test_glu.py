@@ -4,8 +4,8 @@ import pytest
 import torch
 from check import assert_as_good_as_torch, with_gradients
 
-from moe_aiter.kernels.activations import ACTIVATIONS, join_parts, split_parts
-from moe_aiter.kernels.glu import glu, glu_backward_op, glu_reference
+from moe_aiter.kernels.base.activations import ACTIVATIONS, join_parts, split_parts
+from moe_aiter.kernels.experts.glu import glu, glu_backward_op, glu_reference
 from moe_aiter.op import use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret, settings
-from moe_aiter.kernels.gmm import gmm, gmm_op, gmm_reference
-from moe_aiter.kernels.group_sum import group_sum, group_sum_reference
-from moe_aiter.kernels.tgmm import tgmm, tgmm_accumulate, tgmm_reference
+from moe_aiter.kernels.grouped.gmm import gmm, gmm_op, gmm_reference
+from moe_aiter.kernels.grouped.tgmm import tgmm, tgmm_accumulate, tgmm_reference
+from moe_aiter.kernels.rows.sums import group_sum, group_sum_reference
 from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, with_gradients
@@ -148,7 +148,7 @@ def test_weight_gradients_have_the_layout_of_the_weight(device):
 def test_frozen_inputs_cost_nothing(device, monkeypatch):
     x, w, y, group_sizes = make(device, [3, 0, 4])
     calls = []
-    monkeypatch.setattr("moe_aiter.kernels.gmm.weight_gradient", lambda *a: calls.append("dw"))
+    monkeypatch.setattr("moe_aiter.kernels.grouped.gmm.weight_gradient", lambda *a: calls.append("dw"))
     gmm(x.requires_grad_(), w, group_sizes).backward(y)
     assert calls == [] and w.grad is None and x.grad is not None
 

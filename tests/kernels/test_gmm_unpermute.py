@@ -8,12 +8,11 @@ from check import assert_as_good_as_torch, error, with_gradients
 
 from moe_aiter.bench.shapes import SHAPES
 from moe_aiter.config import interpret
-from moe_aiter.kernels import gmm_unpermute
-from moe_aiter.kernels._expert_inputs import ExpertInputs
-from moe_aiter.kernels._row_bytes import row_bytes
-from moe_aiter.kernels.experts import by_layer, expert_mlp
-from moe_aiter.kernels.gmm_unpermute import column_chunks, gmm_unpermute_op, gmm_unpermute_reference
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.experts.inputs import ExpertInputs, row_bytes
+from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
+from moe_aiter.kernels.grouped import gmm as gmm_unpermute
+from moe_aiter.kernels.grouped.gmm import column_chunks, gmm_unpermute_op, gmm_unpermute_reference
+from moe_aiter.kernels.rows.sort import sort_by_expert
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 MIB = 2**20

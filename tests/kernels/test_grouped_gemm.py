@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from check import assert_as_good_as_torch, with_gradients
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.grouped_gemm import grouped_gemm, slots_of
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.grouped.grouped_gemm import grouped_gemm, slots_of
+from moe_aiter.kernels.rows.sort import sort_by_expert
 
 T, TOP_K, E, K, N = 13, 3, 5, 12, 20
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]

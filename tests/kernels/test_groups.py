@@ -5,13 +5,13 @@ import functools
 import pytest
 import torch
 
-from moe_aiter.kernels._expert_inputs import ExpertInputs
-from moe_aiter.kernels.expert_down import expert_down_grad_op
-from moe_aiter.kernels.experts import by_layer, expert_mlp
-from moe_aiter.kernels.group_sum import group_sum
-from moe_aiter.kernels.permute import permute, row_dots, unpermute
-from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.tgmm import tgmm, tgmm_accumulate
+from moe_aiter.kernels.experts.down import expert_down_grad_op
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
+from moe_aiter.kernels.grouped.tgmm import tgmm, tgmm_accumulate
+from moe_aiter.kernels.rows.permute import permute, row_dots, unpermute
+from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.kernels.rows.sums import group_sum
 
 T, H, CHANNELS, E = 6, 4, 3, 3
 

@@ -7,18 +7,18 @@ import torch
 from check import assert_as_good_as_torch
 
 from moe_aiter import tuning
-from moe_aiter.kernels.activations import ACTIVATIONS
-from moe_aiter.kernels.expert_down import (
+from moe_aiter.kernels.base.activations import ACTIVATIONS
+from moe_aiter.kernels.experts.down import (
     expert_down_grad_op,
     expert_down_grad_over_z_op,
     expert_down_grad_reference,
 )
-from moe_aiter.kernels.expert_up import expert_up_op, expert_up_reference, expert_z_op
-from moe_aiter.kernels.experts import expert_mlp
-from moe_aiter.kernels.gmm import gmm_op, gmm_reference
+from moe_aiter.kernels.experts.mlp import expert_mlp
+from moe_aiter.kernels.experts.up import expert_up_op, expert_up_reference, expert_z_op
+from moe_aiter.kernels.grouped.gmm import gmm_op, gmm_reference
+from moe_aiter.kernels.grouped.tgmm import tgmm_into_op, tgmm_op, tgmm_reference
 from moe_aiter.kernels.hopper import MAX_GROUPS, is_hopper
-from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_reference
+from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, use
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 

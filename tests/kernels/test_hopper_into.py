@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from moe_aiter.kernels.gmm import gmm_into_op, gmm_op
-from moe_aiter.kernels.group_sum import group_sum_reference
+from moe_aiter.kernels.grouped.gmm import gmm_into_op, gmm_op
+from moe_aiter.kernels.grouped.tgmm import tgmm_into_op, tgmm_op, tgmm_sums_op
 from moe_aiter.kernels.hopper import is_hopper
-from moe_aiter.kernels.tgmm import tgmm_into_op, tgmm_op, tgmm_sums_op
+from moe_aiter.kernels.rows.sums import group_sum_reference
 from moe_aiter.op import IMPLS, use
 
 CUDA = torch.device("cuda", 0)

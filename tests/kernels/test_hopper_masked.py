@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moe_aiter import tuning
-from moe_aiter.kernels._scales import as_rows
+from moe_aiter.kernels.base.fp8 import as_rows
+from moe_aiter.kernels.base.shuffle import shuffle_weight
+from moe_aiter.kernels.grouped.masked_gmm import masked_gmm
 from moe_aiter.kernels.hopper import MAX_GROUPS, is_hopper
-from moe_aiter.kernels.masked_gmm import masked_gmm
-from moe_aiter.kernels.shuffle import shuffle_weight
 from moe_aiter.op import IMPLS, use
 from moe_aiter.tuning.candidates import candidates
 

@@ -85,12 +85,12 @@ GLUON = types.SimpleNamespace(
 
 @pytest.fixture
 def schedule(monkeypatch):
-    """`_schedule.py`, with NumPy in the place of Gluon."""
+    """`schedule.py`, with NumPy in the place of Gluon."""
     package = "moe_aiter.kernels.hopper"
-    monkeypatch.setitem(sys.modules, f"{package}._gluon", GLUON)
-    monkeypatch.setitem(sys.modules, f"{package}._pipeline", types.SimpleNamespace(make_barriers=None))
-    path = pathlib.Path(hopper.__file__).parent / "_schedule.py"
-    spec = importlib.util.spec_from_file_location(f"{package}._schedule_on_numpy", path)
+    monkeypatch.setitem(sys.modules, f"{package}.gluon", GLUON)
+    monkeypatch.setitem(sys.modules, f"{package}.pipeline", types.SimpleNamespace(make_barriers=None))
+    path = pathlib.Path(hopper.__file__).parent / "schedule.py"
+    spec = importlib.util.spec_from_file_location(f"{package}.schedule_on_numpy", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_aiter.config import Settings, interpret
-from moe_aiter.kernels import _host
+from moe_aiter.kernels.base import host as _host
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from moe_aiter import MoE, keep_fp8_weights
 from moe_aiter.config import interpret
-from moe_aiter.kernels import experts_fp8, keep_fp8
+from moe_aiter.kernels.experts import fp8 as experts_fp8
+from moe_aiter.kernels.experts import fp8 as keep_fp8
 
 E, H, WIDTH, K, T = 6, 256, 64, 2, 24  # which fit Hopper's kernels
 pytestmark = pytest.mark.skipif(interpret, reason="whoever quantises")

@@ -7,14 +7,14 @@ import torch
 
 from moe_aiter import op as metadata
 from moe_aiter import tuning
-from moe_aiter.kernels import gemm as dense
-from moe_aiter.kernels._triton import num_programs
-from moe_aiter.kernels.gemm import gemm
-from moe_aiter.kernels.tuned_gemm import tuned_gemm_op
+from moe_aiter.kernels.base.launch import num_programs
+from moe_aiter.kernels.dense import gemm as dense
+from moe_aiter.kernels.dense.gemm import gemm
+from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm_op
 from moe_aiter.op import IMPLS, Launcher, noting, register_kernel, steady, undecided, use
 from moe_aiter.tuning import Config
 
-launches = pytest.importorskip("moe_aiter.kernels._launches")
+launches = pytest.importorskip("moe_aiter.kernels.base.launch")
 CUDA = torch.device("cuda", 0)
 
 

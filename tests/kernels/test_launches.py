@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_aiter.kernels.permute import launch_unpermute, unpermute_kernel, unpermute_reference
-from moe_aiter.kernels.route import choose_experts, route_kernel
+from moe_aiter.kernels.rows.permute import launch_unpermute, unpermute_kernel, unpermute_reference
+from moe_aiter.kernels.rows.route import choose_experts, route_kernel
 
-launches = pytest.importorskip("moe_aiter.kernels._launches")
+launches = pytest.importorskip("moe_aiter.kernels.base.launch")
 
 
 def test_nothing_is_remembered_off_the_gpu():
@@ -58,7 +58,7 @@ def test_a_known_launch_is_given_addresses(monkeypatch):
 
 @pytest.mark.parametrize("rows, columns", [(128, 64), (200, 264)])
 def test_a_descriptor_says_what_tritons_would(rows, columns):
-    hopper = pytest.importorskip("moe_aiter.kernels.hopper._gluon")
+    hopper = pytest.importorskip("moe_aiter.kernels.hopper.gluon")
     x, box = torch.empty(rows, columns, dtype=torch.bfloat16), (64, 32)
     names = "shape", "strides", "block_shape", "padding", "round_f32_to_tf32"
 

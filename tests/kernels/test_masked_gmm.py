@@ -5,10 +5,9 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret, settings
-from moe_aiter.kernels._fp8 import FP8
-from moe_aiter.kernels.masked_gmm import masked_gmm, masked_gmm_reference
-from moe_aiter.kernels.scaled_bmm import scaled_bmm
-from moe_aiter.kernels.shuffle import shuffle_weight
+from moe_aiter.kernels.base.fp8 import FP8
+from moe_aiter.kernels.base.shuffle import shuffle_weight
+from moe_aiter.kernels.grouped.masked_gmm import masked_gmm, masked_gmm_reference, scaled_bmm
 from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch

@@ -4,7 +4,7 @@ import pytest
 import torch
 from check import assert_as_good_as_torch, with_gradients
 
-from moe_aiter.kernels.permute import (
+from moe_aiter.kernels.rows.permute import (
     permute,
     permute_reference,
     row_dots,
@@ -12,7 +12,7 @@ from moe_aiter.kernels.permute import (
     unpermute,
     unpermute_reference,
 )
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

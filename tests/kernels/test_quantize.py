@@ -4,9 +4,16 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import quantize, quantize_amax
-from moe_aiter.kernels.quantize import FORMATS, LEAST, dequantize_rows, quantize_rows
-from moe_aiter.kernels.quantize_amax import quantize_by_amax, quantize_rows_and_amax
+from moe_aiter.kernels.quantize import rows as quantize
+from moe_aiter.kernels.quantize import rows as quantize_amax
+from moe_aiter.kernels.quantize.rows import (
+    FORMATS,
+    LEAST,
+    dequantize_rows,
+    quantize_by_amax,
+    quantize_rows,
+    quantize_rows_and_amax,
+)
 from moe_aiter.op import use
 
 from ..shapes import LAYOUTS

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import quantize_folded as module
-from moe_aiter.kernels.quantize import FORMATS, LEAST, dequantize_rows, quantize_rows
-from moe_aiter.kernels.quantize_folded import quantize_folded
+from moe_aiter.kernels.quantize import layouts as module
+from moe_aiter.kernels.quantize.layouts import quantize_folded
+from moe_aiter.kernels.quantize.rows import FORMATS, LEAST, dequantize_rows, quantize_rows
 from moe_aiter.op import use
 
 from ..shapes import LAYOUTS

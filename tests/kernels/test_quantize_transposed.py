@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import quantize_transposed as module
-from moe_aiter.kernels.quantize import FORMATS, quantize_rows
-from moe_aiter.kernels.quantize_transposed import quantize_transposed, transpose_rows8
+from moe_aiter.kernels.quantize import layouts as module
+from moe_aiter.kernels.quantize.layouts import quantize_transposed, transpose_rows8
+from moe_aiter.kernels.quantize.rows import FORMATS, quantize_rows
 from moe_aiter.op import use
 
 from ..shapes import LAYOUTS

@@ -5,9 +5,8 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 from shapes import LAYOUTS
 
-from moe_aiter.kernels.route import choose_experts, route_op
-from moe_aiter.kernels.route_grad import route_backward_op
-from moe_aiter.kernels.topk import topk_reference
+from moe_aiter.kernels.rows.route import choose_experts, route_backward_op, route_op
+from moe_aiter.kernels.rows.topk import topk_reference
 from moe_aiter.op import use
 
 SHAPES = {  # T, E, k

@@ -5,11 +5,10 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels import _int8
-from moe_aiter.kernels._fp8 import FP8
+from moe_aiter.kernels.base import fp8 as _int8
+from moe_aiter.kernels.base.fp8 import FP8
+from moe_aiter.kernels.dense.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm
 from moe_aiter.kernels.hopper import is_hopper
-from moe_aiter.kernels.scaled_gemm import MOST_K, scaled_gemm
-from moe_aiter.kernels.scaled_gmm import scaled_gmm
 from moe_aiter.op import use
 
 from ..shapes import GROUP_SIZES, LAYOUTS, spread

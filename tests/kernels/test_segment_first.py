@@ -5,9 +5,13 @@ import torch
 
 from moe_aiter import SegmentGEMMWrapper
 from moe_aiter.config import interpret
-from moe_aiter.kernels import segment_gmm as file
-from moe_aiter.kernels.segment_gmm import segment_gmm, segment_gmm_op, segment_gmm_reference
-from moe_aiter.kernels.segment_tgmm import segment_tgmm_op
+from moe_aiter.kernels.grouped import segment_gmm as file
+from moe_aiter.kernels.grouped.segment_gmm import (
+    segment_gmm,
+    segment_gmm_op,
+    segment_gmm_reference,
+    segment_tgmm_op,
+)
 
 from ..check import assert_as_good_as_torch
 from ..shapes import transposed

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from moe_aiter.kernels.shuffle import shuffle_weight, unshuffle_weight
+from moe_aiter.kernels.base.shuffle import shuffle_weight, unshuffle_weight
 
 from ..shapes import transposed
 

@@ -10,23 +10,32 @@ import torch
 from torch.nn.functional import linear
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import quantize_amax
-from moe_aiter.kernels.adapted import (
+from moe_aiter.kernels.dense.gemm import gemm
+from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm, scaled_gmm
+from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
+from moe_aiter.kernels.experts.adapted import (
     adapted_down,
     adapted_down_reference,
     adapted_up,
     adapted_up_reference,
+    add_low_rank,
 )
-from moe_aiter.kernels.add_low_rank import add_low_rank
-from moe_aiter.kernels.experts import expert_mlp
-from moe_aiter.kernels.gemm import gemm
-from moe_aiter.kernels.glu import glu, glu_reference
-from moe_aiter.kernels.gmm import gmm_op, gmm_reference
-from moe_aiter.kernels.gmm_unpermute import gmm_unpermute_op, gmm_unpermute_reference
-from moe_aiter.kernels.group_sum import group_sum, group_sum_reference
-from moe_aiter.kernels.grouped_gemm import grouped_gemm
-from moe_aiter.kernels.masked_gmm import masked_gmm
-from moe_aiter.kernels.permute import (
+from moe_aiter.kernels.experts.glu import glu, glu_reference
+from moe_aiter.kernels.experts.mlp import expert_mlp
+from moe_aiter.kernels.grouped.gmm import gmm_op, gmm_reference, gmm_unpermute_op, gmm_unpermute_reference
+from moe_aiter.kernels.grouped.grouped_gemm import grouped_gemm
+from moe_aiter.kernels.grouped.masked_gmm import masked_gmm
+from moe_aiter.kernels.grouped.segment_gmm import segment_gmm_op, segment_gmm_reference
+from moe_aiter.kernels.grouped.tgmm import (
+    tgmm,
+    tgmm_into_op,
+    tgmm_reference,
+    tgmm_sums_op,
+    tgmm_sums_reference,
+)
+from moe_aiter.kernels.quantize import rows as quantize_amax
+from moe_aiter.kernels.quantize.rows import quantize_rows
+from moe_aiter.kernels.rows.permute import (
     permute,
     permute_reference,
     row_dots,
@@ -34,16 +43,10 @@ from moe_aiter.kernels.permute import (
     unpermute,
     unpermute_reference,
 )
-from moe_aiter.kernels.quantize import quantize_rows
-from moe_aiter.kernels.scaled_gemm import scaled_gemm
-from moe_aiter.kernels.scaled_gmm import scaled_gmm
-from moe_aiter.kernels.segment_gmm import segment_gmm_op, segment_gmm_reference
-from moe_aiter.kernels.sort import sort_by_expert
-from moe_aiter.kernels.sparse_matmul import sparse_matmul_op, sparse_matmul_reference
-from moe_aiter.kernels.sparse_pattern import SparsePattern
-from moe_aiter.kernels.tgmm import tgmm, tgmm_into_op, tgmm_reference, tgmm_sums_op, tgmm_sums_reference
-from moe_aiter.kernels.tuned_gemm import tuned_gemm
-from moe_aiter.kernels.weigh_rows import weigh_rows_op, weigh_rows_reference
+from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.kernels.rows.sums import group_sum, group_sum_reference, weigh_rows_op, weigh_rows_reference
+from moe_aiter.kernels.sparse.gemm import sparse_matmul_op, sparse_matmul_reference
+from moe_aiter.kernels.sparse.pattern import SparsePattern
 from moe_aiter.op import ORDER, use
 
 from ..check import assert_as_good_as_torch, with_gradients

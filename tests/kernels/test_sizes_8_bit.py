@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import chunk_plan, hopper, quantize_folded, quantize_transposed, token_chunks
-from moe_aiter.kernels.experts_fp8 import RECIPES
-from moe_aiter.kernels.quantize import quantize_rows
-from moe_aiter.kernels.quantized_experts import quantized_experts
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels import hopper
+from moe_aiter.kernels.experts.fp8 import RECIPES, quantized_experts
+from moe_aiter.kernels.quantize import blocks as chunk_plan
+from moe_aiter.kernels.quantize import blocks as token_chunks
+from moe_aiter.kernels.quantize import layouts as quantize_folded
+from moe_aiter.kernels.quantize import layouts as quantize_transposed
+from moe_aiter.kernels.quantize.rows import quantize_rows
+from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, runs
 
 from ..check import as_tuple

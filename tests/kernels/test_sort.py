@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_aiter.kernels import sort
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.rows import sort
+from moe_aiter.kernels.rows.sort import sort_by_expert
 
 SHAPES = {  # T, k, E
     "mixtral": (50, 2, 8),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from moe_aiter import SparsePattern, sparse_gemm
 from moe_aiter.config import interpret
 from moe_aiter.derived import CACHE, forget
-from moe_aiter.kernels import sparse_gemm as file
+from moe_aiter.kernels.sparse import gemm as file
 
 from ..check import assert_output_as_good
 

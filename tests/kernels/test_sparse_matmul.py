@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret, settings
-from moe_aiter.kernels import sparse_entries
-from moe_aiter.kernels import sparse_matmul as file
-from moe_aiter.kernels.sparse_matmul import (
+from moe_aiter.kernels.sparse import gemm as file
+from moe_aiter.kernels.sparse import kernels as sparse_entries
+from moe_aiter.kernels.sparse.gemm import (
     fill_sparse_matmul,
     fill_sparse_matmul_grad,
     sparse_matmul_grad_op,
@@ -14,7 +14,7 @@ from moe_aiter.kernels.sparse_matmul import (
     sparse_matmul_op,
     sparse_matmul_reference,
 )
-from moe_aiter.kernels.sparse_pattern import SparsePattern
+from moe_aiter.kernels.sparse.pattern import SparsePattern
 
 from ..check import assert_as_good_as_torch, with_gradients
 from ..shapes import spread, transposed

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_aiter.kernels.sparse_gemm import sparse_gemm
-from moe_aiter.kernels.sparse_pattern import SparsePattern, regroup
+from moe_aiter.kernels.sparse.gemm import sparse_gemm
+from moe_aiter.kernels.sparse.pattern import SparsePattern, regroup
 
 SHAPES = [((8, 12), (4, 3)), ((7, 10), (4, 4)), ((5, 6), (1, 1)), ((0, 4), (2, 2))]
 

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from moe_aiter.config import interpret
+from moe_aiter.kernels.grouped.tgmm import tgmm
+from moe_aiter.kernels.grouped.tgmm_fp8 import new_tgmm_fp8, tgmm_fp8_into_op, tgmm_fp8_op
 from moe_aiter.kernels.hopper import is_hopper
-from moe_aiter.kernels.quantize import FORMATS, dequantize_rows, quantize_rows
-from moe_aiter.kernels.tgmm import tgmm
-from moe_aiter.kernels.tgmm_fp8 import new_tgmm_fp8, tgmm_fp8_into_op, tgmm_fp8_op
+from moe_aiter.kernels.quantize.rows import FORMATS, dequantize_rows, quantize_rows
 from moe_aiter.op import IMPLS, pick, poison, use
 
 from ..check import error

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels._fp8 import CHUNK
-from moe_aiter.kernels.chunk_plan import plan_chunks, rows_of_chunks
-from moe_aiter.kernels.quantize import FORMATS, dequantize_rows, quantize_rows
-from moe_aiter.kernels.token_chunks import quantize_chunks, transpose_chunks
+from moe_aiter.kernels.base.fp8 import CHUNK
+from moe_aiter.kernels.quantize.blocks import plan_chunks, quantize_chunks, rows_of_chunks, transpose_chunks
+from moe_aiter.kernels.quantize.rows import FORMATS, dequantize_rows, quantize_rows
 
 TOP_K = 2
 SIZES = {  # of the groups, and how many rows there are

@@ -10,8 +10,8 @@ from shapes import LAYOUTS, MATRICES, spread, transposed
 from tuned import HEAD, rows_for, tuned_files
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels import _tuned_choice
-from moe_aiter.kernels.tuned_gemm import NotSupportedError, forget_choices, tuned_gemm, tuned_gemm_op
+from moe_aiter.kernels.dense import tuned_gemm as _tuned_choice
+from moe_aiter.kernels.dense.tuned_gemm import NotSupportedError, forget_choices, tuned_gemm, tuned_gemm_op
 from moe_aiter.op import IMPLS, use
 from moe_aiter.tuning.aiter_csv import read_untuned
 
@@ -159,7 +159,7 @@ def test_every_library_of_aiter_has_an_answer():
 def test_a_choice_is_made_once_for_the_same_sizes(files, monkeypatch):
     files("")
     asked = []
-    monkeypatch.setattr("moe_aiter.kernels.tuned_gemm.choose", lambda *_: asked.append(1) or "torch")
+    monkeypatch.setattr("moe_aiter.kernels.dense.tuned_gemm.choose", lambda *_: asked.append(1) or "torch")
     w = torch.randn(16, 32)
     for _ in range(3):
         tuned_gemm(torch.randn(5, 32), w)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from tuned import rows_for, tuned_files
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.shuffle import shuffle_weight
-from moe_aiter.kernels.tuned_gemm import tuned_gemm
+from moe_aiter.kernels.base.shuffle import shuffle_weight
+from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 files = pytest.fixture(tuned_files)

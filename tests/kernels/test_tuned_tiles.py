@@ -10,8 +10,8 @@ from tuned import HEAD, rows_for, tuned_files
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.gemm import launch_gemm
-from moe_aiter.kernels.tuned_gemm import forget_choices, tuned_gemm
+from moe_aiter.kernels.dense.gemm import launch_gemm
+from moe_aiter.kernels.dense.tuned_gemm import forget_choices, tuned_gemm
 from moe_aiter.op import IMPLS, ORDER
 from moe_aiter.tuning.candidates import candidates
 

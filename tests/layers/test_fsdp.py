@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import MoE, balance_step, use
 from moe_aiter.config import interpret
-from moe_aiter.kernels._host import ext
+from moe_aiter.kernels.base.host import ext
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from tuned import Own, layer, rows_for, tuned_calls, tuned_files, unpatched_after
 
-from moe_aiter.kernels import tuned_gemm as tuned
-from moe_aiter.kernels.tuned_gemm import NotSupportedError
+from moe_aiter.kernels.dense import tuned_gemm as tuned
+from moe_aiter.kernels.dense.tuned_gemm import NotSupportedError
 from moe_aiter.layers import linear as module
 from moe_aiter.layers.linear import (
     linear_with_split_bias,

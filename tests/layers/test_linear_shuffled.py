@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from tuned import Own, layer, rows_for, tuned_calls, tuned_files, unpatched_after
 
-from moe_aiter.kernels.shuffle import shuffle_weight
+from moe_aiter.kernels.base.shuffle import shuffle_weight
 from moe_aiter.layers import linear
 from moe_aiter.layers.linear import patch_linear, preshuffle_weights
 from moe_aiter.tuning import choice

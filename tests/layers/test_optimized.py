@@ -8,7 +8,7 @@ from check import assert_as_good_as_torch, with_gradients
 from layers.double_loop import ACTIVATIONS, GATED, experts_loop
 from torch.utils.checkpoint import checkpoint
 
-from moe_aiter.kernels.experts import expert_mlp
+from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.layers.optimized import OptimizedMoELayer
 from moe_aiter.routing.plan import make_plan
 

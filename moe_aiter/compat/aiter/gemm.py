@@ -6,11 +6,11 @@ of another of these.  All have gradients, and raise ValueError for shapes and de
 
 from torch import Tensor
 
-from ...kernels._check import check_flags, check_float, check_shape, check_size, check_tensor, renamed
-from ...kernels.activations import FUNCTIONS
-from ...kernels.gemm import gemm
-from ...kernels.grouped_gemm import grouped_gemm as _grouped_gemm
-from ...kernels.sparse_gemm import sparse_gemm as _sparse_gemm
+from ...kernels.base.activations import FUNCTIONS
+from ...kernels.base.check import check_flags, check_float, check_shape, check_size, check_tensor, renamed
+from ...kernels.dense.gemm import gemm
+from ...kernels.grouped.grouped_gemm import grouped_gemm as _grouped_gemm
+from ...kernels.sparse.gemm import sparse_gemm as _sparse_gemm
 from ...switches import computed, switches
 
 __all__ = [

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ...kernels._check import check_parameter_dtype, check_probability, check_sizes, checked
+from ...kernels.base.check import check_parameter_dtype, check_probability, check_sizes, checked
 from ...layers.convolution import check_steps
 from .gemm import linear
 from .torchlike import attention, conv2d

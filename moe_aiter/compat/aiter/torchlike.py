@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels._check import check_float, check_tensor
+from ...kernels.base.check import check_float, check_tensor
 from ...layers.attention import attention as _attention
 from ...layers.convolution import conv2d as _conv2d
 from ...switches import computed

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...kernels._check import check_sizes, checked, renamed
-from ...kernels._tuned_choice import tuned_config
-from ...kernels.shuffle import unshuffle_weight
-from ...kernels.tuned_gemm import forget_choices, tuned_gemm
+from ...kernels.base.check import check_sizes, checked, renamed
+from ...kernels.base.shuffle import unshuffle_weight
+from ...kernels.dense.tuned_gemm import forget_choices, tuned_config, tuned_gemm
 from ...switches import computed, is_as_given
 from ...tuning.aiter_csv import Problem, find, to_dtype
 from .ops.gemm_op_a8w8 import gemm_a8w8
@@ -32,7 +31,7 @@ def gemm_a16w16(
 
     By the implementation that the files of `AITER_CONFIG_GEMM_BF16` name for these sizes, or else the fastest
     that is known.  Differentiable.  `B` may be as `shuffle_weight` makes it: `is_shuffled` says so, or else
-    its attribute of that name.  Scales, errors and the rest: `moe_aiter.kernels.tuned_gemm.tuned_gemm`.
+    its attribute of that name.  Scales, errors and the rest: `moe_aiter.kernels.dense.tuned_gemm.tuned_gemm`.
     """
     if is_shuffled is None:
         is_shuffled = getattr(B, "is_shuffled", None)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...kernels._check import check_device, check_shape, check_size, check_tensor
-from ...kernels._fp8 import FP8
-from ...kernels.scaled_bmm import scaled_bmm
+from ...kernels.base.check import check_device, check_shape, check_size, check_tensor
+from ...kernels.base.fp8 import FP8
+from ...kernels.grouped.masked_gmm import scaled_bmm
 from ...layers.segment import SegmentGEMMWrapper
 
 __all__ = ["SegmentGEMMWrapper", "bmm_fp8"]

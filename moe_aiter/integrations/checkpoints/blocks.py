@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...kernels._check import checked
+from ...kernels.base.check import checked
 from ...layers.moe import MoE
 from ..transformers import known_gate
 from .errors import CheckpointError

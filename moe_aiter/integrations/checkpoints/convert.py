@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...files import drafted_folder
-from ...kernels._check import checked
+from ...kernels.base.check import checked
 from ...layers.moe import MoE
 from .blocks import new_moe
 from .errors import CheckpointError

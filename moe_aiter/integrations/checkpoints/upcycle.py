@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...kernels._check import check_not_negative, check_sizes, checked
+from ...kernels.base.check import check_not_negative, check_sizes, checked
 from .blocks import new_moe, ours_from
 from .convert import LAYOUTS, SHARD, Progress, Report, read_in, read_moe, write
 from .errors import CheckpointError

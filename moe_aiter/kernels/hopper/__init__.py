@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ...op import steady
-from .._fp8 import CHUNK, MOST_K, OCP
-from .._gemm_choice import FEW, wants
-from .._scaled_choice import wants as wants_scaled
-from ..activations import get_activation
+from ..base.activations import get_activation
+from ..base.choice import FEW, wants_gemm, wants_scaled
+from ..base.fp8 import CHUNK, MOST_K, OCP
 
 DTYPES = (torch.bfloat16, torch.float16)
 BYTES = (torch.int8, *OCP)
@@ -192,16 +191,16 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
 
 
 launch_gemm = steady(implementation("gemm", "launch_gemm", fits_gemm))
-launch_gemm.wants, launch_gemm.tiles = wants("hopper"), ("hopper_gemm", "hopper_few_rows", "gemm_row")
+launch_gemm.wants, launch_gemm.tiles = wants_gemm("hopper"), ("hopper_gemm", "hopper_few_rows", "gemm_row")
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
-launch_masked_gmm = implementation("masked_gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
+launch_masked_gmm = implementation("gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
 launch_segments = implementation("gmm", "launch_segments", fits_segments)
-launch_expert_up = implementation("expert_up", "launch_expert_up", fits_expert_up)
+launch_expert_up = implementation("up", "launch_expert_up", fits_expert_up)
 launch_expert_down_grad = implementation("down_grad", "launch_down_grad", fits_down_grad)
 launch_tgmm = implementation("tgmm", "launch_tgmm", fits_tgmm)
 launch_tgmm_sums = implementation("tgmm", "launch_tgmm_sums", lambda x, y, *_: by_tma(x, y))
 launch_tgmm_into = implementation("tgmm", "launch_tgmm_into", fits_tgmm_into)
-launch_scaled_gemm = implementation("masked_gmm", "launch_scaled_gemm", fits_scaled_gemm, BYTES)
+launch_scaled_gemm = implementation("gmm", "launch_scaled_gemm", fits_scaled_gemm, BYTES)
 launch_scaled_gemm.wants = wants_scaled("hopper")
 launch_scaled_gmm = implementation("gmm", "launch_scaled_gmm", fits_scaled_gmm, BYTES)

@@ -10,14 +10,16 @@ import torch
 
 from ... import tuning
 from ...tuning import Config
-from .._parts import sum_parts
-from .._triton import num_programs
-from ..activations import get_activation
-from ._fp8 import Scales, multiply_parts, span_of
-from ._gluon import (
+from ..base.activations import get_activation
+from ..base.launch import num_programs
+from ..rows.sums import sum_parts
+from .epilogue import Scales, kernel_functions, multiply_parts, span_of
+from .gluon import (
     Number,
     aggregate,
     as_tile,
+    beside_groups,
+    block_g,
     descriptor,
     gl,
     gluon,
@@ -26,24 +28,27 @@ from ._gluon import (
     ragged,
     ragged_descriptor,
     shared_layout,
+    tile_options,
     tma,
     tma_load,
-)  # fmt: skip
-from ._handoff import LINE, STRIP, Rows, line_layout, make_handoff
-from ._launch import beside_groups, block_g, tile_options
-from ._pipeline import (
+)
+from .pipeline import (
     CONSUMERS,
+    LINE,
+    STRIP,
     Gather,
+    Rows,
     Weights,
     blocks,
     gather,
     join_pairs,
+    line_layout,
     make_barriers,
+    make_handoff,
     make_ring,
     split_pairs,
 )
-from ._schedule import Tiles, find_groups, make_places
-from .activations import kernel_functions
+from .schedule import Tiles, find_groups, make_places
 
 SLOTS = gl.constexpr(2)  # blocks of z in shared memory
 

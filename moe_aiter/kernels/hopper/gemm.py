@@ -5,32 +5,219 @@ next tile while a consumer finishes the last.  Then only one waits for stages at
 tells a stage from the one before it, not from that before the last.
 """
 
+import functools
+
+import torch
 from torch import Tensor
 
 from ... import tuning
-from .._gemm_choice import FEW
-from .._gemm_row import launch_one_row, takes_row
-from .._triton import num_programs
-from ._gluon import (
+from ..base.choice import FEW
+from ..base.gemm_row import epilogue_of, finish, finish_parts, launch_one_row, splits_of, takes_row
+from ..base.launch import cdiv, num_programs
+from .epilogue import FUNCTIONS
+from .gluon import (
     Number,
     aggregate,
+    beside_groups,
     descriptor,
     fence_async_shared,
+    flatten,
     gl,
     gluon,
     jit_kernel,
     mbarrier,
+    mma_v2,
     ragged,
     ragged_descriptor,
     store_wait,
+    tile_options,
     tma,
     tma_store,
-)  # fmt: skip
-from ._launch import beside_groups, flatten, tile_options
-from ._pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make_ring, multiply, produce
-from ._schedule import Tiles, make_places
-from .activations import FUNCTIONS
-from .few_rows import launch_few_rows
+)
+from .pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make_ring, multiply, produce
+from .schedule import Tiles, make_places
+
+# Dense products of up to 16 rows on Hopper: the weight goes from memory into registers; see ../gemm.py.
+#
+# A product of few rows takes as long as its weight takes to be read.  Shared memory would only be a detour:
+# here a lane's 16 bytes of a row of w are what it gives to two products of `mma.sync`, if x has the K of a
+# step in the same order.  The warps of a program lie side by side along K, as a batch of products, and are
+# added up once.  Programs are small, and many on an SM. They begin at different steps of K, or all would
+# want the same lines of x from L2 at a time.
+
+
+IN_FLIGHT = 2**15  # numbers, 64 KiB: the weight that an SM should be waiting for at any time
+
+FEW_SMS = 4  # a program on one in so many is too few
+
+finish_few_rows = gluon.jit(finish.fn)
+
+
+@gluon.jit
+def load_words(ptrs, k, depth, ONCE: gl.constexpr, EVEN: gl.constexpr):
+    """A condition that always holds keeps a load from being moved behind a branch."""
+    mask = depth > 0 if EVEN else k < depth
+    if ONCE:
+        words = gl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
+    else:
+        words = gl.load(ptrs, mask=mask, other=0)
+    return words
+
+
+@gluon.jit
+def in_order(words, dtype: gl.constexpr):
+    """Words of two numbers (warps, rows, words) as numbers (warps, rows, K), each lane's own where it is.
+
+    Of 8 words a product wants of lane t the words t and t + 4.  It has the words 4 t to 4 t + 3 of 16.
+    """
+    W: gl.constexpr = words.shape[0]
+    R: gl.constexpr = words.shape[1]
+    H: gl.constexpr = words.shape[2]
+    words = words.reshape((W, R, H // 16, 4, 2, 2)).permute((0, 1, 2, 4, 5, 3)).reshape((W, R, H))
+    low = (words & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.uint16).to(dtype, bitcast=True)
+    return gl.join(low, high).reshape((W, R, 2 * H))
+
+
+@gluon.jit
+def sixteen(x):
+    """Rows of zeros below 8 rows."""
+    if x.shape[1] == 8:
+        x = gl.join(x, gl.zeros_like(x)).permute((0, 3, 1, 2)).reshape((x.shape[0], 16, x.shape[2]))
+    return x
+
+
+@gluon.jit
+def opaque(n):
+    """n, which the compiler does not know to be that."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@functools.partial(jit_kernel, do_not_specialize=["M"])
+def few_rows_kernel(
+    x_ptr,  # (B, M, K)
+    w_ptr,  # (B, N, K)
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (B, M, N) or None
+    z_ptr,  # (B, M, N) contiguous, as is out, or None
+    out_ptr,
+    parts_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
+    B,
+    M,
+    N,
+    K,  # this and what follows in eights of numbers, so that 16 bytes are known to be aligned
+    part,  # of K that a program sums
+    x_strides,  # b, m
+    w_strides,  # b, n
+    alpha,
+    beta,
+    bias_stride,
+    c_strides,  # b, m, n
+    ACTIVATION: gl.constexpr,
+    ROWS: gl.constexpr,  # of x that are loaded, 8 or 16
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,  # of a warp
+    EVEN: gl.constexpr,
+):
+    WARPS: gl.constexpr = gl.num_warps()
+    WORDS: gl.constexpr = BLOCK_K // 2
+    STEP: gl.constexpr = WARPS * WORDS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    IN_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LOAD))
+    IN_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LOAD))
+    IN_K: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LOAD))
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    word: gl.constexpr = gl.pointer_type(gl.uint32)
+    tiles = gl.cdiv(N, BLOCK_N)
+    tile, rest = gl.program_id(0) % tiles, gl.program_id(0) // tiles
+    b, split = rest % B, rest // B
+    first, depth = split * part * 4, gl.minimum(K - split * part, part) * 4
+    matrix = b.to(gl.int64)
+    k = gl.arange(0, WARPS, layout=IN_WARP)[:, None, None] * WORDS
+    k += gl.arange(0, WORDS, layout=IN_K)[None, None, :]
+    m = gl.minimum(gl.arange(0, ROWS, layout=IN_ROW), M - 1).to(gl.int64)
+    n = gl.minimum(tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=IN_ROW), N - 1).to(gl.int64)
+    x_rows, w_rows = m * x_strides[1] * 4, n * w_strides[1] * 4
+    x_ptrs = x_ptr.to(word) + (matrix * x_strides[0] * 4 + first) + (x_rows[None, :, None] + k)
+    w_ptrs = w_ptr.to(word) + (matrix * w_strides[0] * 4 + first) + (w_rows[None, :, None] + k)
+    acc = gl.zeros((WARPS, 16, BLOCK_N), gl.float32, layout=MMA)
+    steps = (depth + STEP - 1) // STEP
+    shift = tile % steps * STEP
+    for step in range(0, steps * STEP, STEP):
+        start = step + shift
+        start = gl.where(start >= steps * STEP, start - steps * STEP, start)
+        w_words = load_words(w_ptrs + start, k, depth - start, True, EVEN)
+        x_words = load_words(x_ptrs + start, k, depth - start, False, EVEN)
+        if opaque(M) > 0:  # always: without the branch the assembler puts each load before its product
+            x = gl.convert_layout(
+                sixteen(in_order(x_words, dtype)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True
+            )
+            w = gl.convert_layout(
+                in_order(w_words, dtype).permute((0, 2, 1)),
+                gl.DotOperandLayout(1, MMA, 2),
+                assert_trivial=True,
+            )
+            acc = mma_v2(x, w, acc)
+
+    ACROSS: gl.constexpr = min(BLOCK_N, 32)
+    SUM: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // ACROSS, ACROSS], [1, WARPS, 1], [2, 1, 0])
+    total = gl.sum(gl.convert_layout(acc, SUM), 0)
+    m = gl.arange(0, 16, layout=gl.SliceLayout(1, total.type.layout))[:, None].to(gl.int64)
+    n = (tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, total.type.layout)))[None, :]
+    mask = (n < N) & (m < M)
+    if parts_ptr is not None:
+        sums = parts_ptr + (split * B + matrix) * M * N
+        gl.store(sums + (m * N + n), total, mask=mask)
+    else:
+        matrix_first = matrix * M * N
+        c_base = c_ptr if c_ptr is None else c_ptr + matrix * c_strides[0]
+        z_base = z_ptr if z_ptr is None else z_ptr + matrix_first
+        finish_few_rows(total, m, n, mask, m * N + n, bias_ptr, c_base, z_base, out_ptr + matrix_first, alpha,
+                    beta, N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
+
+
+few_rows_kernel.steady = True
+
+# launcher
+
+
+def launch_few_rows(
+    outs: tuple[Tensor, Tensor], x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None,
+    activation: str, alpha: float, beta: float, save_z: bool, config: tuning.Config | None,
+) -> None:  # fmt: skip
+    """What `fits_gemm` lets through, of up to 16 rows, with a weight that lies by rows."""
+    out, z = outs
+    (B, M, K), N, w = x.shape, w.shape[2], w.mT
+    config = config or tuning.lookup("hopper_few_rows", x.dtype, M, B * N, K, 1)
+    step, tiles = config.num_warps * config.block_k, B * cdiv(N, config.block_n)
+    splits, part = splits_of(tiles, K, step, units(tiles, num_programs(x), config))
+    parts = x.new_empty(splits, B, M, N, dtype=torch.float32) if splits > 1 else None
+    z, bias_stride, c_strides = epilogue_of(z, bias, c, save_z)
+    few_rows_kernel[(tiles * splits,)](
+        x, w, bias, c, z, out, parts, B, M, N, K // 8, part // 8,
+        eights(x), eights(w), float(alpha), float(beta), bias_stride, c_strides,
+        ACTIVATION=FUNCTIONS[activation] if activation else None, ROWS=8 if M <= 8 else 16,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, EVEN=K % step == 0, num_warps=config.num_warps,
+    )  # fmt: skip
+    if parts is not None:
+        finish_parts(parts, bias, c, z, out, activation, alpha, beta)
+
+
+def units(tiles: int, sms: int, config: tuning.Config) -> int:
+    """How many programs there should be.  A split has a second launch: it pays where most SMs are idle."""
+    return sms * programs_at_once(config) if FEW_SMS * tiles <= sms else tiles
+
+
+def programs_at_once(config: tuning.Config) -> int:
+    """Of an SM."""
+    return IN_FLIGHT // (config.num_warps * config.block_n * config.block_k)
+
+
+def eights(x: Tensor) -> tuple[int, int]:
+    """The strides of matrices and rows, of which `fits_gemm` has made sure."""
+    return x.stride(0) // 8, x.stride(1) // 8
+
 
 SHORT = 1024  # the K up to which one row is multiplied as few rows are
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ....kernels._check import check_flags, check_tensor, renamed
-from ....kernels.masked_gmm import masked_gmm
-from ....kernels.shuffle import LAYOUT
+from ....kernels.base.check import check_flags, check_tensor, renamed
+from ....kernels.base.shuffle import LAYOUT
+from ....kernels.grouped.masked_gmm import masked_gmm
 from ....layers.shuffled import ShuffledWeight
 
 __all__ = ["deepgemm"]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ....kernels._check import check_shape, check_size, check_sizes, renamed
-from ....kernels.scaled_gemm import scaled_gemm
+from ....kernels.base.check import check_shape, check_size, check_sizes, renamed
+from ....kernels.dense.scaled_gemm import scaled_gemm
 
 __all__ = ["gemm_a8w8", "int8_gemm"]
 

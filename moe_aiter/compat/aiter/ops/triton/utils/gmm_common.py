@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ......kernels._check import INDICES, check_probability, check_shape, check_size, checked
-from ......kernels._groups import oriented
+from ......kernels.base.check import INDICES, check_probability, check_shape, check_size, checked, oriented
 
 __all__ = ["gen_group_sizes", "gen_uniform_group_sizes", "get_gmm_shape", "get_tgmm_shape", "is_power_of_2"]
 

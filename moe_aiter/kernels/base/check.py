@@ -1,0 +1,355 @@
+"""Checks that every op makes on its inputs.  They run under the fake as well, so they hold when compiled."""
+
+import functools
+import math
+import numbers
+import re
+import types
+import typing
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...op import INTEGERS
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
+ACCEPTED = {int: INTEGERS, float: (numbers.Real, torch.SymFloat, torch.SymInt)}
+WORDS = {int: "an int", float: "a number", Tensor: "a tensor", torch.nn.Module: "a module"}
+NONE = type(None)
+
+
+def check_group(**groups: object) -> None:
+    """Raise unless every group is None or a process group."""
+    for name, group in groups.items():
+        if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+            raise TypeError(f"{name} must be a process group, not {type(group).__name__}")
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+
+
+def check_plan(plan: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Raise unless `plan` has the three parts of a RoutePlan, which need not be one."""
+    if not isinstance(plan, (tuple, list)):
+        raise TypeError(f"plan must be order, rank and group_sizes, not {type(plan).__name__}")
+    if len(plan) != 3:
+        raise ValueError(f"plan must be order, rank and group_sizes, but it has {len(plan)} parts")
+
+
+def check_shape(name: str, x: Tensor, *axes: str) -> None:
+    """Raise unless `x` is a tensor with as many dimensions as there are axis names."""
+    check_tensor(name, x)
+    if x.dim() != len(axes):
+        raise ValueError(f"{name} must be ({', '.join(axes)}), but it has shape {tuple(x.shape)}")
+
+
+def check_size(what: str, size: int, other: str, expected: int) -> None:
+    """Raise unless two sizes agree, naming both: `x is (M, K=64) but w is (G, K=32, N)`."""
+    if size != expected:
+        raise ValueError(f"{what.format(size)} but {other.format(expected)}")
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise unless every size is a whole number of at least 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, INTEGERS) or isinstance(size, bool):
+            raise TypeError(f"{name} must be an int, not {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, not {size}")
+
+
+def check_flags(**flags: bool) -> None:
+    """Raise unless every flag is a bool: "no" would count as True."""
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, torch.SymBool)):
+            raise TypeError(f"{name} must be a bool, not {type(flag).__name__}")
+
+
+def check_not_negative(**values: float) -> None:
+    """Raise unless every number is finite and at least 0."""
+    for name, number in values.items():
+        check_real(name, number)
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name} must be at least 0 and finite, not {number}")
+
+
+def check_positive(**values: float) -> None:
+    """Raise unless every number is finite and above 0."""
+    for name, number in values.items():
+        check_real(name, number)
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, not {number}")
+
+
+def check_real(name: str, number: float) -> None:
+    if not is_kind(number, float):
+        raise TypeError(f"{name} must be a number, not {type(number).__name__}")
+
+
+def check_finite(**values: float) -> None:
+    """Raise unless every number is finite."""
+    for name, number in values.items():
+        check_real(name, number)
+        if not -math.inf < number < math.inf:
+            raise ValueError(f"{name} must be finite, not {number}")
+
+
+def check_probability(**values: float) -> None:
+    """Raise unless every number is from 0 to 1."""
+    for name, number in values.items():
+        check_real(name, number)
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must be from 0 to 1, not {number}")
+
+
+def is_kind(value: object, kind: type) -> bool:
+    """Whether a value is of the kind that an annotation names.
+
+    numpy's integers are ints and ints are floats, but a bool is neither.
+    """
+    if kind in ACCEPTED:
+        return isinstance(value, ACCEPTED[kind]) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def checked(fn: Callable) -> Callable:
+    """Let `fn` raise TypeError unless each argument is of the kind that its annotation names.
+
+    For constructors, and for functions that are not called for every batch.  Annotations other than plain
+    types and unions of them are not checked.
+    """
+    kinds = {name: plain_types(annotation) for name, annotation in fn.__annotations__.items()}
+    kinds = {name: options for name, options in kinds.items() if options}
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            options = kinds.get(name)
+            if options and not any(is_kind(value, kind) for kind in options):
+                words = " or ".join(
+                    WORDS.get(kind) or with_article(kind.__name__) for kind in options if kind is not NONE
+                )
+                raise TypeError(f"{name} must be {words}, not {type(value).__name__}")
+            if isinstance(value, str) and torch.device in (options or ()):
+                check_device_name(name, value)
+        return fn(*args, **kwargs)
+
+    return run
+
+
+def with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def check_device_name(name: str, device: str) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {device!r}, but torch has no such device") from error
+
+
+def check_layout(layout: tuple[int, int]) -> None:
+    """Raise unless `layout` has two sizes."""
+    if not isinstance(layout, (tuple, list)):
+        raise TypeError(f"layout must be two ints, not {type(layout).__name__}")
+    if len(layout) != 2:
+        raise ValueError(f"layout must be (rows, columns / 2), not {layout}")
+    check_sizes(**{"layout[0]": layout[0], "layout[1]": layout[1]})
+
+
+def check_parameter_dtype(dtype: torch.dtype | None) -> None:
+    """Raise unless parameters can have this dtype."""
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, not {dtype}")
+
+
+def plain_types(annotation: object) -> tuple[type, ...]:
+    """The types that an annotation joins by `|`; none if one of them is no plain type."""
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    plain = all(isinstance(kind, type) and typing.get_origin(kind) is None for kind in options)
+    plain = plain and typing.Any not in options
+    return options if plain else ()
+
+
+def renamed(**names: str) -> Callable:
+    """Let errors of a wrapper name arguments as its caller does: `renamed(x="XQ")` says XQ for x.
+
+    Nothing is done before there is an error.
+    """
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def wrap(fn: Callable) -> Callable:
+        @functools.wraps(fn)
+        def run(*args, **kwargs):
+            try:
+                return fn(*args, **kwargs)
+            except (TypeError, ValueError) as error:
+                error.args = tuple(
+                    words.sub(lambda found: names[found[0]], text) if isinstance(text, str) else text
+                    for text in error.args
+                )
+                raise
+
+        return run
+
+    return wrap
+
+
+def check_float(**tensors: Tensor | None) -> None:
+    """Raise unless every tensor given has the floating dtype of the first."""
+    (first, x), *rest = tensors.items()
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{first} must be float16, bfloat16, float32 or float64, not {x.dtype}")
+    for name, t in rest:
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{first} is {x.dtype} but {name} is {t.dtype}")
+
+
+def check_index(**tensors: Tensor) -> None:
+    """Raise unless every tensor is int32 or int64."""
+    for name, t in tensors.items():
+        if t.dtype not in INDICES:
+            raise TypeError(f"{name} must be int32 or int64, not {t.dtype}")
+
+
+def check_own_memory(name: str, x: Tensor) -> None:
+    """Raise for an expanded tensor, in which nothing can be added up."""
+    if 0 in x.stride() and x.numel():
+        raise ValueError(f"{name} is expanded: its elements must not share memory")
+
+
+def check_device(**tensors: Tensor | None) -> None:
+    """Raise unless every tensor given is on the device of the first."""
+    (first, x), *rest = tensors.items()
+    for name, t in rest:
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{first} is on {x.device} but {name} is on {t.device}")
+
+
+def check_routing_weights(routing_weights: Tensor, rank: Tensor, x: Tensor) -> None:
+    """Raise unless there is a floating weight for each choice."""
+    if routing_weights.shape != rank.shape:
+        shapes = tuple(routing_weights.shape), tuple(rank.shape)
+        raise ValueError("routing_weights is {} but the plan is for (T, k) = {}".format(*shapes))
+    if not routing_weights.is_floating_point():
+        raise TypeError(f"routing_weights must be floating, not {routing_weights.dtype}")
+    check_device(x=x, routing_weights=routing_weights)
+
+
+def refuse_gradient(what: str, *tensors: Tensor | None) -> None:
+    """Raise where one of these would need a gradient through what has none."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(f"{what} has no gradient: call it under torch.no_grad()")
+
+
+# What the grouped ops share besides Triton helpers: checks, and pieces of their references.
+
+
+def split_groups(x: Tensor, group_sizes: Tensor) -> tuple[Tensor, ...]:
+    """The rows of each group, and last the rows past them; sizes are clamped to the rows there are."""
+    return x.tensor_split(group_ends(group_sizes, len(x)))
+
+
+def group_ends(group_sizes: Tensor, rows: int) -> list[int]:
+    """Where each group ends, of so many rows; this synchronises."""
+    ends, end = [], 0
+    for size in group_sizes.tolist():
+        end = min(end + max(size, 0), rows)
+        ends.append(end)
+    return ends
+
+
+def take_rows(x: Tensor, order: Tensor | None, top_k: int) -> Tensor:
+    """Row r of the result is x[order[r] // top_k]; x itself without an order."""
+    return x if order is None else x[order.clamp(min=0).long() // top_k]
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums over `x` are kept in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(sum_dtype(x))
+
+
+def check_rows(name: str, x: Tensor, axis: str, order: Tensor | None, top_k: int, rows: int) -> None:
+    """Raise unless `x`, read at order // top_k where there is an order, has as many rows as asked."""
+    check_shape(name, x, "M" if order is None else "T", axis)
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, not {top_k}")
+    if order is not None:
+        check_shape("order", order, "M")
+        check_index(order=order)
+        check_size("order is ({},)", order.shape[0], "there are {} rows", rows)
+        given = f"{name} is (T={x.shape[0]}, {axis}) for top_k={top_k}, {{}} rows,"
+        check_size(given, x.shape[0] * top_k, "order is ({},)", rows)
+    else:
+        check_size(f"{name} is ({{}}, {axis})", x.shape[0], "it takes {} rows", rows)
+
+
+def check_groups(group_sizes: Tensor, x: Tensor, name: str = "x", **others: Tensor | None) -> None:
+    """Raise unless the group sizes are (G,) integers, and everything is on the device of `x`, called so."""
+    check_shape("group_sizes", group_sizes, "G")
+    check_index(group_sizes=group_sizes)
+    check_device(**{name: x}, group_sizes=group_sizes, **others)
+
+
+def oriented(name: str, x: Tensor, axis: int, size: int, swapped: bool | None) -> Tensor:
+    """`x` with its last two axes as documented, `axis`, -1 or -2, being of that size.
+
+    They are swapped if the caller says so by the argument `name`, or does not say and only the
+    other one is of that size.
+    """
+    if swapped is None:
+        swapped = x.shape[axis] != size and x.shape[-3 - axis] == size
+    else:
+        check_flags(**{name: swapped})
+    return x.mT if swapped else x
+
+
+def result_dtype(preferred: torch.dtype | None, x: Tensor) -> torch.dtype:
+    """The dtype of a fresh result: as preferred, or that of `x`."""
+    if preferred is None:
+        return x.dtype
+    if preferred not in FLOATS:
+        raise TypeError(f"preferred_element_type must be a floating dtype, not {preferred}")
+    return preferred
+
+
+def check_existing(out: Tensor, preferred: torch.dtype | None) -> None:
+    """Raise unless `out` is a tensor of the dtype that is preferred, if any is."""
+    check_tensor("existing_out", out)
+    if preferred not in (None, out.dtype):
+        raise TypeError(f"existing_out is {out.dtype} but preferred_element_type is {preferred}")
+
+
+def check_plan_values(
+    rows: int, group_sizes: Tensor | None = None, order: Tensor | None = None, rank: Tensor | None = None
+) -> None:
+    """Raise unless what is given of a plan for so many rows fits together; this synchronises.
+
+    Group sizes are not negative, sum to `rows` at most and count no dropped row; order and rank stay below
+    `rows` and are inverse.
+    """
+    for name, t in (("order", order), ("rank", rank)):
+        if t is not None and t.numel() and t.max() >= rows:
+            raise ValueError(f"{name} holds {int(t.max())} but there are {rows} rows")
+    if group_sizes is not None:
+        sizes = group_sizes.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) > rows:
+            raise ValueError(f"group_sizes {sizes} must not be negative nor sum to more than {rows} rows")
+        if order is not None and (order[: sum(sizes)] < 0).any():
+            raise ValueError(f"order drops a row that group_sizes {sizes} count")
+    if order is not None and rank is not None:
+        choices = (rank.flatten() >= 0).nonzero().flatten()
+        held = order[rank.flatten()[choices].long()]
+        if len(choices) != (order >= 0).sum() or not torch.equal(held.long(), choices):
+            raise ValueError(
+                "rank is not the inverse of order: rank[t, j] is the row r where order[r] is t*k + j"
+            )

@@ -1,0 +1,84 @@
+"""When the kernels of the dense product are wanted: where the table of the GPU says that torch is slower, and
+on Hopper, whatever the GPU, for few rows of a weight that takes long to read."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...tuning.choice import choose_backend
+from .launch import cdiv, num_programs
+
+FEW = 16  # rows, which `hopper/few_rows.py` is for
+LONG = 2**22  # numbers of all weights, 8 MiB: what was measured is as much and more
+DEEP = 512  # of them in a row, or some warps of a program would have nothing to read
+
+
+def wants_gemm(backend: str) -> Callable[..., bool]:
+    """Whether `backend`, which could compute it, should."""
+
+    def check(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
+        if dtype not in (None, x.dtype):  # torch would convert the operands first
+            return backend == "triton"
+        otherwise = "torch" if w.stride(2) == 1 else unmeasured(x.shape[1:], w.numel(), w.itemsize)
+        return choose_backend(*question(x, w, bias, c, activation), otherwise) == backend
+
+    return check
+
+
+def unmeasured(size: Sequence[int], numbers: int, itemsize: int) -> str:
+    """Whom `choose_backend` names for matrices (M, K), and a weight that lies by rows, where the table says
+    nothing of them."""
+    M, K = size
+    return "hopper" if M <= FEW and K >= DEEP and numbers >= LONG and itemsize == 2 else "torch"
+
+
+def question(x, w, bias, c, activation: str) -> tuple:
+    """What `choose_backend` is asked."""
+    (B, M, K), N = x.shape, w.shape[2]
+    layout = "".join("n" if t.stride(2) == 1 else "t" for t in (x, w))
+    epilogue = activation or ("bias" if bias is not None else "none" if c is None else "c")
+    return "gemm" if B == 1 else "bmm", x, layout, epilogue, B * M, N, K
+
+
+# Who multiplies 8 bits: torch's BLAS where it was measured to be faster, or kernels here, and which.
+
+
+E4M3 = torch.float8_e4m3fn
+TILE_M, TILE_N = 128, 256  # of Hopper's kernel
+
+
+def wants_scaled(backend: str) -> Callable[..., bool]:
+    """Whether `backend`, hopper or triton, which could compute it, should."""
+
+    def check(x, w, x_scale, w_scale, bias, dtype) -> bool:
+        if fits_blas(x, w, x_scale, w_scale, bias, dtype):
+            M, K, N = *x.shape, w.shape[1]
+            if choose_backend("scaled_fp8", x, "nt", "none", M, N, K, otherwise=backend) == "torch":
+                return False
+        # where there are no more of these than half of the GPU computes at once, smaller tiles are faster
+        tiles = cdiv(x.shape[0], TILE_M) * cdiv(w.shape[1], TILE_N)
+        return backend != "hopper" or 2 * tiles > num_programs(x)
+
+    return check
+
+
+def fits_blas(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, bias, dtype) -> bool:
+    """Whether cuBLAS has it: x and w of e4m3, by rows and by columns, each with one scale."""
+    if not x.is_cuda or torch.version.hip or bias is not None or x.dtype != E4M3 or w.dtype != E4M3:
+        return False
+    scales = all(s is not None and (len(s) == 1 or s.stride(0) == 0) for s in (x_scale, w_scale))
+    return scales and w.shape[1] % 16 == 0 and all(is_aligned(t) for t in (x, w.mT))
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether rows lie one by one, each from a multiple of 16 bytes to another."""
+    lines = x.shape[1], x.stride(0), x.data_ptr()
+    return (
+        x.numel() > 0 and x.stride(1) == 1 and x.stride(0) >= x.shape[1] and all(n % 16 == 0 for n in lines)
+    )
+
+
+def multiply_by_blas(out: Tensor, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> None:
+    """Sums in float32: without the fast accumulation, which has some 14 bits."""
+    torch._scaled_mm(x, w, x_scale[:1], w_scale[:1], out_dtype=out.dtype, use_fast_accum=False, out=out)

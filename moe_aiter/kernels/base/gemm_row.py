@@ -1,0 +1,198 @@
+"""What comes behind the sums of a dense product, in every kernel of it, and sums that programs share."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ... import tuning
+from .activations import FUNCTIONS
+from .launch import cdiv, jit_kernel, num_programs, tl, triton
+
+FINISHED = 1024  # elements that a program finishes after a split sum
+
+# kernel
+
+
+@triton.jit
+def finish(
+    acc,  # float32: elements (m, n) of a matrix
+    m,  # int64
+    n,
+    mask,
+    offsets,  # of the elements in out and z
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (M, N) or None
+    z_ptr,  # or None
+    out_ptr,
+    alpha,
+    beta,
+    N,
+    bias_stride,
+    c_stride_m,
+    c_stride_n,
+    ACTIVATION: tl.constexpr,
+):
+    """The epilogue."""
+    acc *= alpha
+    if c_ptr is not None:
+        c_ptrs = c_ptr + (m * c_stride_m + n.to(tl.int64) * c_stride_n)
+        acc += beta * tl.load(c_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n.to(tl.int64) * bias_stride, mask=n < N, other=0.0).to(tl.float32)
+    if z_ptr is not None:
+        tl.store(z_ptr + offsets, acc.to(z_ptr.dtype.element_ty), mask=mask)
+    if ACTIVATION is not None:
+        acc = ACTIVATION(acc)[0]
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit_kernel
+def finish_kernel(
+    parts_ptr,  # (splits, B, M, N) float32
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (B, M, N) or None
+    z_ptr,  # (B, M, N), contiguous, as is out, or None
+    out_ptr,
+    splits,
+    size,  # B * M * N
+    M,
+    N,
+    alpha,
+    beta,
+    bias_stride,
+    c_strides,  # b, m, n
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of splits, added up in order, and their epilogue."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    acc = tl.zeros((BLOCK,), tl.float32)
+    size = tl.cast(size, tl.int64)
+    for split in range(0, splits):
+        acc += tl.load(parts_ptr + split * size + i, mask=mask, other=0.0)
+    row, n = i // N, i % N
+    c_base = c_ptr if c_ptr is None else c_ptr + row // M * c_strides[0]
+    finish(acc, row % M, n, mask, i, bias_ptr, c_base, z_ptr, out_ptr, alpha, beta,
+           N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
+
+
+# launcher
+
+
+def splits_of(tiles: int, K: int, block_k: int, units: int) -> tuple[int, int]:
+    """How many programs share a sum, and how much of K each has: several where tiles leave units idle."""
+    most = cdiv(K, 4 * block_k)  # or there is little to wait for
+    wanted = max(min(units // max(tiles, 1), most), 1)
+    part = cdiv(cdiv(K, wanted), block_k) * block_k
+    return (cdiv(K, part), part) if wanted > 1 else (1, max(K, 1))
+
+
+def in_triton(activation: str) -> Callable | None:
+    return FUNCTIONS[activation][1] if activation else None
+
+
+def epilogue_of(z: Tensor, bias: Tensor | None, c: Tensor | None, save_z: bool) -> tuple:
+    """z or None, and the strides of bias and c."""
+    c_strides = (0, 0, 0) if c is None else c.stride()
+    return z if save_z else None, 0 if bias is None else bias.stride(0), c_strides
+
+
+def finish_parts(parts, bias, c, z, out, activation: str, alpha: float, beta: float) -> None:
+    """`parts` (splits, B, M, N) added up, and the epilogue; z is None where it is not wanted."""
+    splits, _, M, N = parts.shape
+    z, bias_stride, c_strides = epilogue_of(z, bias, c, z is not None)
+    finish_kernel[(cdiv(out.numel(), FINISHED),)](
+        parts, bias, c, z, out, splits, out.numel(), M, N, float(alpha), float(beta),
+        bias_stride, c_strides, ACTIVATION=in_triton(activation), BLOCK=FINISHED, num_warps=4,
+    )  # fmt: skip
+
+
+# Dense products of one row, without tensor cores; see gemm.py.
+#
+# A product of one row takes as long as its weight takes to be read.  Each thread multiplies what it loads
+# by its piece of x, and adds up in float32; the threads of a program are added up once.  Programs are
+# small, of a few columns, and there are thousands, so that some begin while others end.
+
+
+WIDEST = 8  # numbers that a thread loads at once
+BUSY = 6  # programs of an SM that read as fast as it can
+MOST = 2**16  # matrices, on the second axis of a grid
+LONGEST = 2**31 - 2**16  # K, and a step behind it
+
+# kernel
+
+
+@jit_kernel
+def one_row_kernel(
+    x_ptr,  # (B, K)
+    w_ptr,  # (B, N, K)
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (B, N) or None
+    z_ptr,  # (B, N) contiguous, as is out, or None
+    out_ptr,
+    N,
+    K,  # this and the strides of x and w in pieces of UNIT numbers
+    end,  # K again, which the compiler does not know
+    x_stride_b,
+    w_strides,  # b, n
+    alpha,
+    beta,
+    bias_stride,
+    c_strides,  # b, n
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    K *= UNIT
+    matrix = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    rows = tl.minimum(n, N - 1).to(tl.int64)  # past the end: others' values, which are never stored
+    x_ptrs = x_ptr + matrix * x_stride_b * UNIT + k
+    w_ptrs = w_ptr + matrix * w_strides[0] * UNIT + (rows * w_strides[1] * UNIT)[:, None] + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        mask = k < K - first
+        w = tl.load(w_ptrs + first, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptrs + first, mask=mask, other=0.0)
+        if first < end:  # always: without the branch the assembler puts each load before its product
+            acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    out = matrix * N
+    c_base = c_ptr if c_ptr is None else c_ptr + matrix * c_strides[0]
+    z_base = z_ptr if z_ptr is None else z_ptr + out
+    finish(tl.sum(acc, 1), 0, n, n < N, n, bias_ptr, c_base, z_base, out_ptr + out, alpha, beta,
+           N, bias_stride, 0, c_strides[1], ACTIVATION)  # fmt: skip
+
+
+one_row_kernel.steady = True
+
+# launcher
+
+
+def takes_row(x: Tensor, w: Tensor, config: tuning.Config | None) -> bool:
+    """Whether this multiplies x (B, M, K), of one row in each matrix, by w (B, K, N), which lies by rows and
+    has enough of them, unless a tile of more rows is asked for."""
+    (B, M, K), N = x.shape, w.shape[2]
+    fit = M == 1 and x.stride(2) == 1 == w.stride(1) and K < LONGEST and B < MOST
+    return fit and BUSY * num_programs(x) <= B * N and (config is None or config.block_m == 1)
+
+
+def launch_one_row(
+    outs: tuple[Tensor, Tensor], x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None,
+    activation: str, alpha: float, beta: float, save_z: bool, config: tuning.Config | None,
+) -> None:  # fmt: skip
+    """What `takes_row` lets through, of x, w and results of at most 32 bits."""
+    out, z = outs
+    (B, _, K), N = x.shape, w.shape[2]
+    config = config or tuning.lookup("gemm_row", x.dtype, 1, B * N, K, 1)
+    z, bias_stride, c_strides = epilogue_of(z, bias, c, save_z)
+    lengths = K, x.stride(0) if B > 1 else 0, w.stride(0) if B > 1 else 0, w.stride(2)
+    unit = 1 if any(n % WIDEST for n in lengths) else WIDEST
+    K, x_stride, *w_strides = (n // unit for n in lengths)
+    one_row_kernel[cdiv(N, config.block_n), B](
+        x, w, bias, c, z, out, N, K, K * unit, x_stride, tuple(w_strides), float(alpha), float(beta),
+        bias_stride, (c_strides[0], c_strides[2]), ACTIVATION=in_triton(activation),
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, UNIT=unit, num_warps=config.num_warps,
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""Triton, where it is installed, and fast launches of kernels.
+
+macOS and Windows have no Triton.  There kernels are never launched, but the files that define them also hold
+the references and the public functions, and must still import.
+"""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from ...config import interpret
+from ...op import noting
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+except ImportError:
+
+    def _no_triton(*args, **kwargs):
+        raise RuntimeError("this kernel needs Triton, which is not installed: pip install triton")
+
+    triton = SimpleNamespace(jit=lambda fn: _no_triton)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+    JITFunction = None
+
+__all__ = ["cdiv", "jit_kernel", "next_power_of_2", "num_programs", "num_sms", "tl", "triton"]
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up.  Triton's own serves kernels as well, and takes launchers microseconds."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+@functools.cache
+def num_sms(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_programs(x: Tensor) -> int:
+    """One program for each SM; as many as an H200 has where there is no GPU to ask."""
+    return num_sms(x.device.index or 0) if x.is_cuda else 132
+
+
+# Launching a kernel that was launched like this before, past most of Triton's Python.
+#
+# Triton looks at every argument of every launch to find out what it had compiled for; that takes the host
+# as long as a small kernel takes the GPU. Here the same values as before mean the same compiled kernel,
+# which is given the addresses of its tensors, or it would ask each tensor, and the driver, for them.
+
+
+MOST = 1024  # launches that a kernel remembers: steps of many different sizes must not fill the memory
+NUMBERS = {int, tuple, type(None)}
+BY_VALUE = {int, bool, str, type(None)}
+ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near memory alone have 32-bit offsets
+
+
+class Remembering(JITFunction or object):
+    """A function of triton.jit that knows its launches."""
+
+    # whether nothing but metadata decides about its launches, no switch say, and none has a descriptor, which
+    # holds an address: see `Launcher`
+    steady = False
+
+    def __init__(self, fn, **options):
+        super().__init__(fn, **options)
+        self.launches = {}  # key -> what to launch
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid, *args, **constants):
+        key, values = launch_key(args, constants)
+        known = None if key is None or is_watched() else self.launches.get(key)
+        if noting.launches is not None:
+            tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+            again = functools.partial(elsewhere, known, grid, values, tensors, key and key[-1])
+            noting.launches.append(again if known and self.steady and not ROCM else None)
+        if known is None:
+            return self.first(key, grid, args, constants)
+        run_known(known, grid, values, key[-1])
+
+    def first(self, key: tuple | None, grid: tuple, args: tuple, constants: dict) -> None:
+        """Triton's own launch, remembered."""
+        compiled = self.run(*args, grid=grid, warmup=False, **constants)
+        if key is not None and isinstance(compiled, CompiledKernel):
+            if len(self.launches) >= MOST:
+                self.launches.clear()
+            rest = tuple(constants[name] for name in self.arg_names[len(args) :])
+            kernel = compiled.function, compiled.packed_metadata
+            self.launches[key] = compiled.run, kernel, rest, constants  # they keep what `key` names by id
+
+
+def run_known(known: tuple, grid: tuple, values: list, device: int) -> None:
+    run, kernel, rest, _ = known
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run(x, y, z, stream, *kernel, None, None, None, *values, *rest)
+
+
+def elsewhere(
+    known: tuple, grid: tuple, values: list, tensors: list[int], device: int, addresses: list[int]
+) -> Callable[[list[int]], bool] | None:
+    """This launch for tensors that lie at other addresses; `tensors` are the places of theirs among `values`.
+
+    None where an address is not one tensor's.
+    """
+    if any(addresses.count(values[i]) != 1 for i in tensors):
+        return None
+    places = [(i, addresses.index(values[i])) for i in tensors]
+
+    def launch(addresses: list[int]) -> bool:
+        if is_watched():
+            return False
+        now = list(values)
+        for i, place in places:
+            now[i] = addresses[place]
+        run_known(known, grid, now, device)
+        return True
+
+    return launch
+
+
+def is_watched() -> bool:
+    """Whether a profiler, say, wants to hear of each launch: a chain of hooks, or a function in its place."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def launch_key(args: tuple, constants: dict) -> tuple[tuple | None, list]:
+    """What decides which compiled kernel these arguments need, and a little more; None off the GPU.  Last
+    comes the device.  Beside it the arguments, with addresses for tensors.
+
+    Triton compiles for a tensor's dtype and whether its address is a multiple of 16, on AMD also for whether
+    its memory is below 2 GiB, which no other argument need tell; for a float's type; for an int's size and
+    divisibility.  A descriptor says its own `launch_key`, None off the GPU.
+    """
+    key, values = [], []
+    for a in args:
+        if type(a) in NUMBERS:
+            key.append(a)
+        elif isinstance(a, Tensor):
+            if not a.is_cuda:
+                return None, values
+            address = a.data_ptr()
+            key += a.dtype, address % 16 == 0
+            if ROCM:
+                key.append(a.untyped_storage().size() < FAR)
+            a = address
+        elif isinstance(a, float):
+            key.append(float)
+        else:
+            what = getattr(a, "launch_key", a)
+            if what is None:
+                return None, values
+            key.append(what)
+        values.append(a)
+    for v in constants.values():
+        key.append(v if type(v) in BY_VALUE else id(v))
+    key.append(torch._C._cuda_getDevice() if torch.cuda.is_initialized() else None)
+    return tuple(key), values
+
+
+# what marks a kernel that Python launches
+jit_kernel = triton.jit if interpret or JITFunction is None else Remembering

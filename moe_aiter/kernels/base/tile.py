@@ -1,0 +1,201 @@
+"""Triton helpers shared by the grouped kernels."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ... import tuning
+from ...config import interpret
+from ...switches import matmul
+from ...tuning.aiter_json import AMD_OPTIONS, TILE
+from .launch import cdiv, next_power_of_2, num_programs, tl, triton
+
+# what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
+TILE_DTYPES = (torch.float16, torch.float32) if interpret else (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row tile number -> (group, first row, end row).
+
+    Group G stands for the rows past the last group; beyond it there is no such tile.  Sizes that are negative
+    or sum to more than M are clamped, so that nothing outside (M,) is ever touched.
+    """
+    g = tl.arange(0, BLOCK_G)
+    size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
+    size = tl.where(g == G, M, tl.minimum(tl.maximum(size, 0), M))  # or the sum could overflow
+    end = tl.cumsum(size, 0)
+    start = tl.minimum(end - size, M)
+    end = tl.minimum(end, M)
+    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    last_tile = tl.cumsum(tiles, 0)
+    group = tl.sum((last_tile <= tile).to(tl.int32), 0)
+    here = g == group
+    row_start = tl.sum(tl.where(here, start + (tile - last_tile + tiles) * BLOCK_M, 0), 0)
+    row_end = tl.sum(tl.where(here, end, 0), 0)
+    return group, row_start, row_end
+
+
+@triton.jit
+def group_rows(group, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr):
+    """Group number -> (first row, end row), clamped like `locate`."""
+    g = tl.arange(0, BLOCK_G)
+    size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
+    size = tl.minimum(tl.maximum(size, 0), M)  # or the sum could overflow
+    row_start = tl.minimum(tl.sum(tl.where(g < group, size, 0), 0), M)
+    row_end = tl.minimum(tl.sum(tl.where(g <= group, size, 0), 0), M)
+    return row_start, row_end
+
+
+@triton.jit
+def swizzle(pid, tiles_m, tiles_n, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr):
+    """Program number -> (row tile, column tile): GROUP_M row tiles walk the columns together.
+
+    Where several dies have an L2 each and programs are dealt to them in turn, every die first gets a
+    contiguous share of the programs.
+    """
+    if NUM_DIES > 1:
+        total = tiles_m * tiles_n
+        share, rest = total // NUM_DIES, total % NUM_DIES
+        die = pid % NUM_DIES
+        pid = die * share + tl.minimum(die, rest) + pid // NUM_DIES
+    width = GROUP_M * tiles_n
+    first = pid // width * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + pid % width % height, pid % width // height
+
+
+@triton.jit
+def multiply(
+    acc,  # (BLOCK_M, BLOCK_N) float32
+    x_ptrs,  # (BLOCK_M, BLOCK_K)
+    w_ptrs,  # (BLOCK_K, BLOCK_N)
+    K,
+    x_stride_k,
+    w_stride_k,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x @ w over K, in steps of BLOCK_K.  Rows and columns must be readable; only K has a mask."""
+    k = tl.arange(0, BLOCK_K)
+    for k_start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            k_mask = k < K - k_start
+            x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+        acc = tl.dot(operand(x), operand(w), acc, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * x_stride_k
+        w_ptrs += BLOCK_K * w_stride_k
+    return acc
+
+
+@triton.jit
+def operand(x):
+    """What tensor cores multiply on every GPU: bfloat16 for numbers of 8 bits, which it holds exactly."""
+    return x.to(tl.bfloat16) if x.dtype.is_fp8() else x
+
+
+@triton.jit
+def halves(x):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def add_columns(
+    acc,  # (rows, columns) of a tile, or of a part of it
+    k,  # (rows,)
+    first,  # column
+    K,
+    N,
+    out_ptr,  # (K, N)
+    out_strides,  # g, k, n
+):
+    """out += acc, a few columns at a time: acc and all that it is added to would not fit in registers."""
+    WIDTH: tl.constexpr = acc.shape[1]
+    if WIDTH > 32:
+        half: tl.constexpr = WIDTH // 2
+        left, right = halves(acc)
+        add_columns(left, k, first, K, N, out_ptr, out_strides)
+        add_columns(right, k, first + half, K, N, out_ptr, out_strides)
+    else:
+        n = first + tl.arange(0, WIDTH)
+        out_ptrs = (
+            out_ptr + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
+        )
+        mask = (k < K)[:, None] & (n < N)[None, :]
+        acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Contiguous: kernels are not given the strides of a plan, which is small."""
+    return [t if t is None else t.contiguous() for t in plan]
+
+
+def at_least_16(size: int) -> int:
+    """The block that holds so many; 16 is the least that tensor cores multiply."""
+    return max(16, next_power_of_2(size))
+
+
+def row_tiles(M: int, G: int, block_m: int) -> int:
+    """An upper bound on the row tiles of G groups and the rows past them, known without the group sizes."""
+    return cdiv(M, block_m) + G
+
+
+def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
+    """The launch arguments that every tiled kernel takes; `amd` has a value for each of AMD_OPTIONS."""
+    options = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "NUM_DIES": num_dies(),
+        "PRECISION": matmul(),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if any(amd) and not interpret and triton.runtime.driver.active.get_current_target().backend == "hip":
+        options |= {name: n for name, n in zip(AMD_OPTIONS, amd, strict=True) if n}
+    return options
+
+
+def given_or_found(
+    tile: Sequence[int], op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int
+) -> tuple[tuning.Config, tuple[int, ...]]:
+    """The configuration that the caller of an op gave as numbers, or the one in the tables; and AMD's."""
+    if not tile:
+        return tuning.lookup(op, dtype, m, n, k, groups), ()
+    return tuning.Config(*tile[: len(TILE)]), tuple(tile[len(TILE) :])
+
+
+PERSISTENT = -1  # for `programs` of an op: as many as the device runs at once; 0 is one for each tile
+
+
+def walk(tiles: int, programs: int, x: torch.Tensor) -> tuple[tuple[int], bool]:
+    """The grid for so many tiles, and whether its programs take more than one each."""
+    if programs == 0:
+        return (tiles,), False
+    return (min(tiles, num_programs(x) if programs == PERSISTENT else programs),), True
+
+
+def num_dies() -> int:
+    """Chiplets of the current GPU with an L2 cache of their own, to which programs are dealt in turn."""
+    return 1 if interpret else dies_of(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache
+def dies_of(device: int) -> int:
+    """8 on a whole MI300X or MI350, 6 on MI300A, 1 on a partition that is one chiplet and elsewhere."""
+    target = triton.runtime.driver.active.get_current_target()
+    units = {"gfx942": 38, "gfx950": 32}.get(target.arch)  # of a chiplet
+    if target.backend != "hip" or units is None:
+        return 1
+    if device >= torch.cuda.device_count():  # a target to compile for, and no GPU that is there
+        return 8
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // units)

@@ -1,0 +1,374 @@
+"""Dense and batched matmul with an epilogue in float32: `act(alpha * x @ w + beta * c + bias)`.
+
+B matrices of M rows, K in, N out.  Shapes say the maths; strides say the layout.  `weight.mT` is the `w` of
+an nn.Linear.  On a GPU a measured table chooses between torch's BLAS and the kernels here: see tuning/choice.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ... import tuning
+from ...op import define_op, steady, takes
+from ...switches import MATMUL, matmul
+from .. import hopper
+from ..base.activations import FUNCTIONS
+from ..base.check import (
+    FLOATS,
+    check_device,
+    check_float,
+    check_real,
+    check_shape,
+    check_size,
+    check_tensor,
+    sum_dtype,
+    wide,
+)
+from ..base.choice import wants_gemm
+from ..base.gemm_row import epilogue_of, finish, finish_parts, in_triton, launch_one_row, splits_of, takes_row
+from ..base.launch import cdiv, jit_kernel, num_programs, tl
+from ..base.tile import TILE_DTYPES, multiply, swizzle, tile_options
+
+# The precision of torch's own products of float32 on a GPU: that of our kernels.
+
+
+def matmul_precision(x: Tensor) -> contextlib.AbstractContextManager:
+    """Inside the block torch multiplies as our kernels do, whatever it was told elsewhere."""
+    on_gpu = x.is_cuda and x.dtype == torch.float32
+    return MATMUL.set(matmul()) if on_gpu else contextlib.nullcontext()
+
+
+# The dense product in torch: its meaning, and torch's fastest way to it.
+
+
+def gemm_reference(x, w, bias, c, activation="", alpha=1.0, beta=0.0, dtype=None, save_z=False):
+    dtype = dtype or x.dtype
+    product = torch.promote_types(x.dtype, dtype)  # rounded once, to what is asked for
+    z = alpha * wide(x.to(product) @ w.to(product))
+    z = z if c is None else z + beta * wide(c)
+    z = z if bias is None else z + wide(bias)
+    out = FUNCTIONS[activation][0](z) if activation else z
+    return out.to(dtype), z.to(dtype) if save_z else z.new_empty(0, dtype=dtype)
+
+
+def fill_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z) -> None:
+    """By BLAS, whose epilogue has the bias or c; an activation comes after a rounding to `dtype`."""
+    out, z = outs
+    y = z if save_z else out
+    if any(t is not None and t.dtype != y.dtype for t in (x, bias, c)):
+        found = gemm_reference(x, w, bias, c, activation, alpha, beta, dtype, save_z)
+        for target, source in zip(outs, found, strict=True):
+            target.copy_(source)
+        return
+    with matmul_precision(x):
+        if fits_fused(out, bias, c, activation, alpha, save_z):
+            torch.ops.aten._addmm_activation.out(bias, x[0], w[0], out=out[0])
+            return
+        multiply_into(y, x, w, bias, c, alpha, beta)
+    if activation:
+        activate_into(out, y, activation)
+
+
+def fits_fused(out, bias, c, activation, alpha, save_z) -> bool:
+    """ReLU of x @ w + bias by cuBLASLt; its GELU would give other bits where no gradient is to come."""
+    single = out.is_cuda and out.shape[0] == 1 and activation == "relu" and not save_z
+    return single and bias is not None and c is None and alpha == 1
+
+
+def multiply_into(
+    y: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None, alpha: float, beta: float
+) -> None:
+    """y (B, M, N) = alpha * x @ w + beta * c + bias."""
+    added, factor = (bias, 1.0) if c is None else (c, beta)
+    if y.shape[0] == 1:
+        y, x, w = y[0], x[0], w[0]
+        added = added if c is None else c[0]
+    elif added is not None:
+        added = added.expand(y.shape)
+    if added is None and alpha == 1:
+        torch.matmul(x, w, out=y)
+    else:
+        # with a factor of 0 what is added is not read
+        added, factor = (y, 0.0) if added is None else (added, factor)
+        product = torch.addmm if y.dim() == 2 else torch.baddbmm
+        product(added, x, w, beta=factor, alpha=alpha, out=y)
+    if c is not None and bias is not None:
+        y += bias
+
+
+def activate_into(out: Tensor, z: Tensor, activation: str) -> None:
+    """`out` may be z."""
+    aten = torch.ops.aten
+    if activation == "relu":
+        aten.relu.out(z, out=out)
+    elif activation == "silu":
+        aten.silu.out(z, out=out)
+    elif activation == "gelu_tanh":
+        aten.gelu.out(z, approximate="tanh", out=out)
+    elif z.is_cuda:
+        aten.gelu.out(z, out=out)
+    else:
+        out.copy_(FUNCTIONS[activation][0](z))
+
+
+def activation_gradient(dout: Tensor, saved: Tensor, activation: str) -> Tensor:
+    """That of the pre-activation `saved`, or for relu of the result."""
+    aten = torch.ops.aten
+    if activation == "relu":
+        return aten.threshold_backward(dout, saved, 0)
+    if activation == "silu":
+        if torch.is_grad_enabled():  # torch's own has no second derivative
+            sig = torch.sigmoid(saved)
+            return dout * sig * (1 + saved * (1 - sig))
+        return aten.silu_backward(dout, saved)
+    return aten.gelu_backward(dout, saved, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+WIDEST_STEP = 1024  # the most of K that a tile has
+
+# kernel
+
+
+@jit_kernel
+def gemm_kernel(
+    x_ptr,  # (B, M, K)
+    w_ptr,  # (B, K, N)
+    bias_ptr,  # (N,) or None
+    c_ptr,  # (B, M, N) or None
+    z_ptr,  # (B, M, N) contiguous, as is out, or None
+    out_ptr,
+    parts_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
+    B,
+    M,
+    N,
+    K,
+    part,  # of K that a program sums
+    alpha,
+    beta,
+    x_strides,  # b, m, k
+    w_strides,  # b, k, n
+    bias_stride,
+    c_strides,  # b, m, n
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    x_stride_b, x_stride_m, x_stride_k = x_strides
+    w_stride_b, w_stride_k, w_stride_n = w_strides
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tile, rest = tl.program_id(0) % (tiles_m * tiles_n), tl.program_id(0) // (tiles_m * tiles_n)
+    b, split = (rest % B).to(tl.int64), rest // B
+    tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M, NUM_DIES)
+    m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+    first = tl.cast(split * part, tl.int64)
+    x_base = x_ptr + b * x_stride_b + first * x_stride_k
+    w_base = w_ptr + b * w_stride_b + first * w_stride_k
+    m_read, n_read = (m % M).to(tl.int64), (n % N).to(tl.int64)
+    x_ptrs = x_base + m_read[:, None] * x_stride_m + k[None, :] * x_stride_k
+    w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    depth = tl.minimum(K - split * part, part)
+    acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    m, n = m.to(tl.int64)[:, None], n[None, :]
+    if parts_ptr is not None:
+        tl.store(parts_ptr + (split * B + b) * M * N + (m * N + n), acc, mask=mask)
+    else:
+        matrix = b * M * N
+        c_base = c_ptr if c_ptr is None else c_ptr + b * c_strides[0]
+        z_base = z_ptr if z_ptr is None else z_ptr + matrix
+        finish(acc, m, n, mask, m * N + n, bias_ptr, c_base, z_base, out_ptr + matrix, alpha, beta,
+               N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
+
+
+# launcher
+
+
+def new_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z):
+    check_shape("x", x, "B", "M", "K")
+    check_shape("w", w, "B", "K", "N")
+    check_float(x=x, w=w)
+    (B, M, K), (w_B, w_K, N) = x.shape, w.shape
+    check_size("x is (B={}, M, K)", B, "w is (B={}, K, N)", w_B)
+    check_size("x is (..., K={})", K, "w is (..., K={}, N)", w_K)
+    if activation not in ("", *ACTIVATIONS):
+        raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {activation!r}")
+    for name, t, shape in (("bias", bias, (N,)), ("c", c, (B, M, N))):
+        if t is not None and (tuple(t.shape) != shape or t.dtype not in FLOATS):
+            raise ValueError(f"{name} must be floating {shape}, but it is {t.dtype} {tuple(t.shape)}")
+    if dtype not in (None, *FLOATS):
+        raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
+    check_device(x=x, w=w, bias=bias, c=c)
+    out = x.new_empty(B, M, N, dtype=dtype)
+    return out, x.new_empty((B, M, N) if save_z else 0, dtype=dtype)
+
+
+@steady
+@takes(*TILE_DTYPES)
+def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z, *, config=None):
+    """`config`: a tile in place of the tables'."""
+    if takes_row(x, w, config):
+        return launch_one_row(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
+    config = None if config is not None and config.block_m == 1 else config  # another product's
+    out, z = outs
+    (B, M, K), N = x.shape, w.shape[2]
+    full = activation or c is not None
+    config = config or tuning.lookup("gemm_full" if full else "gemm", x.dtype, B * M, N, K, B)
+    tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n) * B
+    splits, part = splits_of(tiles, K, config.block_k, num_programs(x))
+    parts = x.new_empty(splits, B, M, N, dtype=torch.float32) if splits > 1 else None
+    z, bias_stride, c_strides = epilogue_of(z, bias, c, save_z)
+    gemm_kernel[(tiles * splits,)](
+        x, w, bias, c, z, out, parts, B, M, N, K, part, float(alpha), float(beta),
+        x.stride(), w.stride(), bias_stride, c_strides,
+        ACTIVATION=in_triton(activation), EVEN_K=K % config.block_k == 0, **tile_options(config),
+    )  # fmt: skip
+    if parts is not None:
+        finish_parts(parts, bias, c, z, out, activation, alpha, beta)
+
+
+def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
+    """Whether float32 sums are precise enough, and 32 bits hold a step over K."""
+    return dtype != torch.float64 and WIDEST_STEP * max(x.stride(2), w.stride(1)) < 2**31
+
+
+launch_gemm.fits, launch_gemm.wants, launch_gemm.tiles = fits_gemm, wants_gemm("triton"), ("gemm", "gemm_row")
+
+# op
+
+
+def save_gemm(ctx, inputs, output):
+    x, w, bias, c, activation, alpha, beta, _, _ = inputs
+    out, z = output
+    ctx.mark_non_differentiable(z)
+    ctx.set_materialize_grads(False)
+    # a second derivative needs them again
+    bias_and_c = (bias, c) if activation else (None, None)
+    ctx.save_for_backward(x, w, *bias_and_c, out if activation == "relu" else z)
+    ctx.rest = activation, alpha, beta, *(None if t is None else t.dtype for t in (bias, c))
+
+
+def backward_gemm(ctx, dout, _):
+    x, w, bias, c, saved = ctx.saved_tensors
+    activation, alpha, beta, bias_dtype, c_dtype = ctx.rest
+    need_x, need_w, need_bias, need_c, *others = ctx.needs_input_grad
+    dx = dw = dbias = dc = None
+    if dout is not None:
+        dz = dout
+        if activation:
+            if torch.is_grad_enabled() and activation != "relu":  # z has no gradient of its own
+                saved, _ = gemm_op(x, w, bias, c, "", alpha, beta, dout.dtype, False)
+            dz = activation_gradient(dout, saved, activation)
+        dc = (beta * dz).to(c_dtype) if need_c else None
+        dbias = dz.sum((0, 1), dtype=sum_dtype(dz)).to(bias_dtype) if need_bias else None
+        dz = dz.to(x.dtype)
+        dx = gemm_op(dz, w.mT, None, None, "", alpha, 0.0, None, False)[0] if need_x else None
+        dw = gemm_op(x.mT, dz, None, None, "", alpha, 0.0, None, False)[0] if need_w else None
+    return dx, dw, dbias, dc, *(None for _ in others)
+
+
+gemm_op = define_op(
+    "gemm(Tensor x, Tensor w, Tensor? bias, Tensor? c, str activation, float alpha, float beta, "
+    "ScalarType? dtype, bool save_z) -> (Tensor, Tensor)",
+    new=new_gemm,
+    reference=gemm_reference,
+    torch=fill_gemm,
+    triton=launch_gemm,
+    hopper=hopper.launch_gemm,
+    backward=backward_gemm,
+    save=save_gemm,
+)
+
+
+# public
+
+
+def gemm(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`act(alpha * x @ w + beta * c + bias)`: x (..., M, K) and w (K, N), or (..., K, N) for batches.
+
+    Leading axes are broadcast as in torch.matmul; x may also be (K,) where w is (K, N).  Any strides: the
+    weight (N, K) of an nn.Linear is `weight.mT`.
+    bias: (N,); c: what broadcasts to the result, (..., M, N).  Both of any floating dtype.  Where beta is 0,
+        c is not read, NaN or not, and gets no gradient.
+    activation: None, "relu", "gelu" (by the error function), "gelu_tanh" or "silu".
+    out_dtype: dtype of the result; that of `x` unless given.
+
+    Sums and all that is added are float32, or float64 if the result is, rounded once; where the table of the
+    GPU says that torch's BLAS is faster, and on a CPU, what an activation is applied to was rounded before.
+    float32 is multiplied as IEEE says unless MOE_AITER_MATMUL_PRECISION is tf32.
+
+    Differentiable in x, w, bias and c.  "relu" saves the result for that, other activations what they were
+    applied to, in `out_dtype`, as torch does; without a gradient to come nothing is saved.
+
+    Raises ValueError for shapes, devices, an unknown activation, and a beta without c, TypeError for dtypes.
+    Source: torch.addmm; the epilogues are those of AITER's `gemm_a16w16`.
+    """
+    for name, t in (("x", x), ("w", w)):
+        check_tensor(name, t)
+    if bias is not None:
+        check_tensor("bias", bias)
+    for name, number in (("alpha", alpha), ("beta", beta)):
+        if type(number) is not float:
+            check_real(name, number)
+    if c is None and beta != 0:
+        raise ValueError(f"beta is {beta} but c is None")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {activation!r}")
+    x3, w3, shape = as_batches(x, w)
+    c = None if beta == 0 else broadcast(c, shape, (x3.shape[0], x3.shape[1], w3.shape[2]))
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias, c))
+    save_z = needed and activation not in (None, "relu")
+    inputs = activation or "", float(alpha), float(beta), out_dtype, save_z
+    return gemm_op(x3, w3, bias, c, *inputs)[0].view(shape)
+
+
+def as_batches(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """x (B, M, K), w (B, K, N) and the shape of the result; one w for all is one matrix of all rows."""
+    if w.dim() < 2 or x.dim() < 1 or (x.dim() == 1 and w.dim() > 2):
+        raise ValueError(f"x must be (..., M, K) and w (..., K, N), but they are {shapes(x, w)}")
+    *lead, K, N = w.shape
+    check_size("x is (..., K={})", x.shape[-1], "w is (..., K={}, N)", K)
+    try:
+        batch = torch.broadcast_shapes(x.shape[:-2], tuple(lead)) if lead else x.shape[:-2]
+    except RuntimeError as mistake:
+        raise ValueError(f"the leading axes of x and w do not fit: {shapes(x, w)}") from mistake
+    if all(size == 1 for size in lead):
+        rows = math.prod(x.shape[:-1])
+        return x.reshape(1, rows, K), w.reshape(1, K, N), (*batch, *x.shape[-2:-1], N)
+    M, B = x.shape[-2], math.prod(batch)
+    x3, w3 = x.expand(*batch, M, K).reshape(B, M, K), w.expand(*batch, K, N).reshape(B, K, N)
+    return x3, w3, (*batch, M, N)
+
+
+def broadcast(c: Tensor, shape: Sequence[int], flat: Sequence[int]) -> Tensor:
+    check_tensor("c", c)
+    try:
+        return c.expand(shape).reshape(flat)
+    except RuntimeError as mistake:
+        raise ValueError(f"c is {tuple(c.shape)} but the result is {tuple(shape)}") from mistake
+
+
+def shapes(x: Tensor, w: Tensor) -> str:
+    return f"{tuple(x.shape)} and {tuple(w.shape)}"

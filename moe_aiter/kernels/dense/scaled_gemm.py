@@ -1,0 +1,384 @@
+"""Products of 8-bit operands with scales: what multiplies them back to the numbers that they stand for.
+
+    out = (x @ w) * x_scale[:, None] * w_scale + bias
+
+M rows, K to sum over, N columns; the kernel also has G groups of rows, each with its own w, for `scaled_gmm`.
+Sums of int8 are exact, those of 8-bit floats are in float32.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ... import tuning
+from ...op import define_op, takes
+from .. import hopper
+from ..base.check import (
+    check_device,
+    check_groups,
+    check_plan_values,
+    check_rows,
+    check_shape,
+    check_size,
+    group_ends,
+    refuse_gradient,
+    take_rows,
+)
+from ..base.choice import fits_blas, multiply_by_blas, wants_scaled
+from ..base.fp8 import FP8, MOST_K, add_product, as_operands, as_vector, check_scales, is_promoted, product
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import locate, row_tiles, swizzle, tile_options
+
+LARGEST = 128 * 128  # numbers of a tile of float32
+SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
+# columns beside which the tables' tiles fill a GPU; where there are less, tiles of fewer rows do
+WIDTH = 4096
+
+# reference
+
+
+def scaled_gemm_reference(x, w, x_scale, w_scale, bias, dtype):
+    y = product(x, w)
+    y = y if x_scale is None else y * x_scale[:, None]
+    y = y if w_scale is None else y * w_scale
+    return (y if bias is None else y + bias).to(dtype)
+
+
+# kernel
+
+
+@jit_kernel
+def scaled_gemm_kernel(
+    x_ptr,  # (T, K)
+    w_ptr,  # (G, K, N)
+    x_scale_ptr,  # (T,) float32, or None
+    w_scale_ptr,  # (G, N) float32, or None
+    bias_ptr,  # (G, N), or None
+    out_ptr,  # (M, N), contiguous
+    order_ptr,  # (M,), or None where row r is x's own
+    group_sizes_ptr,  # (G,), or None where there is one group, of all rows
+    M,
+    N,
+    K,
+    G,
+    top_k,
+    strides,  # of x: t, and of w: g, n; along K both are contiguous
+    scale_strides,  # the same
+    bias_strides,  # g, n
+    LONG: tl.constexpr,  # more numbers to sum than int32 has room for
+    TRANSPOSED: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    group, row, row_end, tile_n = place(
+        M, N, G, group_sizes_ptr, BLOCK_G, BLOCK_M, BLOCK_N, GROUP_M, NUM_DIES
+    )
+    if group > G:
+        return
+    m = row + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+    m_read = tl.where(m < row_end, m, row).to(tl.int64)
+    n_read = (n % N).to(tl.int64)
+    if order_ptr is not None:
+        m_read = tl.maximum(tl.load(order_ptr + m_read), 0).to(tl.int64) // top_k
+    real_group = tl.minimum(group, G - 1).to(tl.int64)
+
+    x_ptrs = x_ptr + m_read[:, None] * strides[0] + k[None, :]
+    w_ptrs = w_ptr + real_group * strides[1] + n_read[None, :] * strides[2] + k[:, None]
+    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
+    integers: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    acc = tl.zeros(
+        (BLOCK_N, BLOCK_M) if TRANSPOSED else (BLOCK_M, BLOCK_N), tl.int32 if integers else tl.float32
+    )
+    if LONG:
+        total = acc.to(tl.int64)
+        for first in range(0, depth, SPAN):
+            part = scaled_products(
+                acc, x_ptrs + first, w_ptrs + first, tl.minimum(depth - first, SPAN),
+                X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, BLOCK_K, EVEN_K, PRECISION,
+            )  # fmt: skip
+            total += part.to(tl.int64)
+        out = total.to(tl.float32)
+    else:
+        acc = scaled_products(
+            acc, x_ptrs, w_ptrs, depth,
+            X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, BLOCK_K, EVEN_K, PRECISION,
+        )  # fmt: skip
+        out = acc.to(tl.float32)
+    if TRANSPOSED:
+        out = out.T
+
+    rows, columns = (m < row_end) & (group < G), (n < N) & (group < G)
+    if x_scale_ptr is not None:
+        out *= tl.load(x_scale_ptr + m_read * scale_strides[0], mask=rows, other=0.0)[:, None]
+    if w_scale_ptr is not None:
+        w_scale_ptrs = w_scale_ptr + real_group * scale_strides[1] + n_read * scale_strides[2]
+        out *= tl.load(w_scale_ptrs, mask=columns, other=0.0)[None, :]
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + real_group * bias_strides[0] + n_read * bias_strides[1]
+        out += tl.load(bias_ptrs, mask=columns, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def place(
+    M,
+    N,
+    G,
+    group_sizes_ptr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+):
+    """Where this program's tile is: group, first and end row, column tile."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    if group_sizes_ptr is None:
+        tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tiles_n, GROUP_M, NUM_DIES)
+        group, row, row_end = tile_m * 0, tile_m * BLOCK_M, M
+    else:
+        tile_m, tile_n = swizzle(tl.program_id(0), tiles_m + G, tiles_n, GROUP_M, NUM_DIES)
+        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    return group, row, row_end, tile_n
+
+
+@triton.jit
+def scaled_products(
+    acc,
+    x_ptrs,  # (BLOCK_M, BLOCK_K)
+    w_ptrs,  # (BLOCK_K, BLOCK_N)
+    depth,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x @ w over `depth` numbers."""
+    k = tl.arange(0, BLOCK_K)
+    for k_start in range(0, depth, BLOCK_K):
+        if EVEN_K:
+            x, w = tl.load(x_ptrs), tl.load(w_ptrs)
+        else:
+            k_mask = k < depth - k_start
+            x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+        acc = add_product(acc, x, w, X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, PRECISION)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    return acc
+
+
+# launcher
+
+
+@takes(torch.int8, *FP8)
+def launch_scaled_gemm(out, x, w, x_scale, w_scale, bias, dtype):
+    w_scale, bias = (None if t is None else t[None] for t in (w_scale, bias))
+    launch(out, x, w[None], None, x_scale, w_scale, bias, None, 1)
+
+
+def launch(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k):
+    (M, N), (G, K, _) = out.shape, w.shape
+    # matrix instructions of 8 bits want both along K, and a copy is cheaper than turning tiles in registers
+    x = x if x.stride(1) == 1 else x.contiguous()
+    w = w if w.stride(1) == 1 else w.mT.contiguous().mT
+    (x, w), (x_format, w_format) = as_operands(x, w)
+    long = x.dtype == torch.int8 and K > MOST_K
+    kind = "int8" if x.dtype == torch.int8 else "decode" if x_format or w_format else "fp8"
+    rows = M if G > 1 else min(M, max(M * N // WIDTH, 1))
+    config = tuning.lookup(f"scaled_{'long' if long else kind}", x.dtype, rows, N, K, G)
+    # registers have no room to store more
+    if out.itemsize == 4 and config.block_m * config.block_n > LARGEST:
+        config = dataclasses.replace(config, block_n=config.block_n // 2)
+    rows = cdiv(M, config.block_m) if group_sizes is None else row_tiles(M, G, config.block_m)
+    of_x = 0 if x_scale is None else x_scale.stride(0)
+    of_w, of_bias = ((0, 0) if t is None else t.stride() for t in (w_scale, bias))
+    scaled_gemm_kernel[(rows * cdiv(N, config.block_n),)](
+        x, w, x_scale, w_scale, bias, out, order, group_sizes, M, N, K, G, top_k,
+        (x.stride(0), *w.stride()[::2]), (of_x, *of_w), of_bias,
+        LONG=long, TRANSPOSED=config.block_m < 64 <= config.block_n,
+        X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x),
+        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+    )  # fmt: skip
+
+
+launch_scaled_gemm.wants = wants_scaled("triton")
+
+
+def fill_scaled_gemm(out, *inputs) -> None:
+    if fits_blas(*inputs):
+        multiply_by_blas(out, *inputs[:4])
+    else:
+        out.copy_(scaled_gemm_reference(*inputs))
+
+
+# op
+
+
+def check_operands(x: Tensor, w: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless these are int8, or 8-bit floats of any kind, for a result of 16 or 32 bits."""
+    known = torch.int8, *FP8
+    if x.dtype not in known:
+        raise TypeError(f"x must be int8 or 8-bit floats, not {x.dtype}")
+    if w.dtype not in known or (x.dtype == torch.int8) != (w.dtype == torch.int8):
+        raise TypeError(f"x is {x.dtype} but w is {w.dtype}")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"out_dtype must be float16, bfloat16 or float32, not {dtype}")
+
+
+def new_scaled_gemm(x, w, x_scale, w_scale, bias, dtype):
+    check_shape("x", x, "M", "K")
+    check_shape("w", w, "K", "N")
+    (M, K), (w_K, N) = x.shape, w.shape
+    check_size("x is (M, K={})", K, "w is (K={}, N)", w_K)
+    check_operands(x, w, dtype)
+    check_scales((M,), (N,), x_scale, w_scale, bias)
+    check_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
+    return x.new_empty(M, N, dtype=dtype)
+
+
+scaled_gemm_op = define_op(
+    "scaled_gemm(Tensor x, Tensor w, Tensor? x_scale, Tensor? w_scale, Tensor? bias, ScalarType? dtype) "
+    "-> Tensor",
+    new=new_scaled_gemm,
+    reference=scaled_gemm_reference,
+    torch=fill_scaled_gemm,
+    triton=launch_scaled_gemm,
+    hopper=hopper.launch_scaled_gemm,
+)
+
+
+# public
+
+
+def scaled_gemm(
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor | float | None = None,
+    w_scale: Tensor | float | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`(x @ w) * x_scale * w_scale + bias`: `x` (M, K) and `w` (K, N) of 8 bits, the result in `out_dtype`.
+
+    `x` and `w` are both int8, whose sums are exact for any K, or both 8-bit floats (e4m3fn, e4m3fnuz, e5m2,
+    in any pair), with sums in float32.  Any strides; a `w` whose K lies in a row, `weight.mT` of an
+    nn.Linear's (N, K) say, is the fastest.  Scales are float32 and 1 where they are missing: a number or a
+    tensor of one element, for each row of `x` (M,) or (M, 1), for each column of `w` (N,), (N, 1) or (1, N).
+    `bias` (N,) is of any floating dtype.  All of it is computed in float32 and rounded once, to float16,
+    bfloat16 or float32; what is too large for float16 becomes infinite.
+
+    Raises ValueError for shapes and devices that do not fit, TypeError for dtypes, RuntimeError where it
+    would need a gradient, which it has not; all before anything is launched.
+    """
+    check_shape("x", x, "M", "K")
+    check_shape("w", w, "K", "N")
+    (M, K), (w_K, N) = x.shape, w.shape
+    check_size("x is (M, K={})", K, "w is (K={}, N)", w_K)  # first, or a scale would be blamed
+    x_scale = as_vector("x_scale", x_scale, x, M, ((M,), (M, 1)))
+    w_scale = as_vector("w_scale", w_scale, x, N, ((N,), (N, 1), (1, N)))
+    refuse_gradient("a scaled product", x, w, x_scale, w_scale, bias)
+    return scaled_gemm_op(x, w, x_scale, w_scale, bias, out_dtype)
+
+
+# Products of 8 bits with scales of each group of rows and its own weight: see `scaled_gemm`.
+#
+#     out[r] = (x[t] @ w[g]) * x_scale[t] * w_scale[g] + bias[g]        t = order[r] // top_k, or r
+#
+# for each row r of each group g; rows past the last group are zeros.
+
+
+# reference
+
+
+def scaled_gmm_reference(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype):
+    rows = take_rows(x.view(torch.uint8), order, top_k).view(x.dtype)  # torch gathers few kinds of 8 bits
+    scales = None if x_scale is None else take_rows(x_scale, order, top_k)
+    out, start = rows.new_zeros(len(rows), w.shape[2], dtype=dtype), 0
+    for g, end in enumerate(group_ends(group_sizes, len(rows))):
+        of_rows = None if scales is None else scales[start:end]
+        of_g = (None if t is None else t[g] for t in (w_scale, bias))
+        out[start:end] = scaled_gemm_reference(rows[start:end], w[g], of_rows, *of_g, dtype)
+        start = end
+    return out
+
+
+# launcher
+
+
+@takes(torch.int8, *FP8)
+def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype):
+    order = order if order is None else order.contiguous()
+    launch(out, x, w, group_sizes.contiguous(), x_scale, w_scale, bias, order, top_k)
+
+
+# op
+
+
+def new_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype):
+    check_shape("w", w, "G", "K", "N")
+    rows = x.shape[0] if order is None else order.shape[0]
+    check_rows("x", x, "K", order, top_k, rows)
+    (T, K), (G, w_K, N) = x.shape, w.shape
+    check_size("x is (M, K={})", K, "w is (G, K={}, N)", w_K)
+    check_operands(x, w, dtype)
+    check_groups(group_sizes, x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias, order=order)
+    check_size("group_sizes is ({},)", group_sizes.shape[0], "w is (G={}, K, N)", G)
+    check_scales((T,), (G, N), x_scale, w_scale, bias)
+    return x.new_empty(rows, N, dtype=dtype)
+
+
+scaled_gmm_op = define_op(
+    "scaled_gmm(Tensor x, Tensor w, Tensor group_sizes, Tensor? x_scale, Tensor? w_scale, Tensor? bias, "
+    "Tensor? order, int top_k, ScalarType? dtype) -> Tensor",
+    new=new_scaled_gmm,
+    check_values=lambda x, w, sizes, _, __, ___, order, *rest: check_plan_values(
+        len(x if order is None else order), sizes, order
+    ),
+    reference=scaled_gmm_reference,
+    triton=launch_scaled_gmm,
+    hopper=hopper.launch_scaled_gmm,
+)
+
+# public
+
+
+def scaled_gmm(
+    x: Tensor,
+    w: Tensor,
+    group_sizes: Tensor,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    order: Tensor | None = None,
+    top_k: int = 1,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`scaled_gemm` of each group of rows with its own `w` (G, K, N): (M, N) in `out_dtype`.
+
+    `x` (M, K) has the rows sorted by group, `group_sizes` (G,) int32 or int64 counts them and stays on the
+    device.  With an `order` (M,), row r is row order[r] // top_k of `x` (T, K).  `x_scale`, for each row of
+    `x`, and `w_scale` (G, N) are float32, `bias` (G, N) of any floating dtype.  Rows past the last group are
+    zeros.  Operands, sums and errors as for `scaled_gemm`; not differentiable.
+    """
+    refuse_gradient("a scaled product", x, w, x_scale, w_scale, bias)
+    return scaled_gmm_op(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, out_dtype)

@@ -1,0 +1,459 @@
+"""The product of an nn.Linear, `x @ weight.mT + bias`, by the implementation that was the fastest.
+
+A file of AITER's tuned products says which: see `tuning/aiter_csv.py`.  Where it has no row the house's own
+table does, as for `gemm`.  An answer is kept for tensors of the same shapes and dtypes, and torch's own
+product is called as it is, so that it costs the host little more.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...config import settings
+from ...derived import derived
+from ...op import (
+    IMPLS,
+    ORDER,
+    decisions,
+    define_op,
+    forced,
+    is_steady,
+    is_transformed,
+    keep,
+    log,
+    may_be_forced,
+    no_autocast,
+    noting,
+    pick,
+    runs,
+    steady,
+)
+from ...tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
+from ...tuning.candidates import Config, candidates
+from ...tuning.choice import choose_backend
+from .. import hopper
+from ..base.check import FLOATS, check_device, check_flags, check_float, check_shape, check_size, check_tensor
+from ..base.choice import FEW, unmeasured
+from ..base.fp8 import FP8
+from ..base.shuffle import unshuffle_weight
+from ..grouped.masked_gmm import masked_gmm
+from .gemm import gemm
+from .scaled_gemm import scaled_gemm
+
+# Who multiplies for `tuned_gemm`: the row of a user's file says, or else the house's own table.
+
+
+LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
+    "torch": "torch",
+    "hipblaslt": "torch",
+    "asm": "torch",
+    "skinny": "torch",
+    "flydsl": "torch",
+    "opus": "torch",
+    "triton": "triton",
+    "hopper": "hopper",
+}
+# whose tile a row may name: the `tiles` of the launchers
+TILED = ("gemm", "gemm_row", "hopper_gemm", "hopper_few_rows")
+DEFAULT = {"solidx": 0, "splitK": 0, "kernelName": ""}  # beside the libtype, where there is no row
+
+
+def choose(problem: Problem, inputs: tuple) -> str:
+    """Who multiplies `inputs`, those of the op `gemm`: torch, triton or hopper, maybe with "/" and a tile."""
+    device = inputs[0].device
+    row = find(problem, this_device(device)) if forced() == "auto" else None
+    record(problem)
+    if row is not None:
+        backend = named(row.libtype, inputs) + tile_of(row)
+    elif problem.shuffled:  # a copy in the usual order is for those who say that it is faster
+        backend = "triton" if forced() != "torch" and is_here("triton", inputs) else "torch"
+    else:
+        implementation = pick("gemm", *inputs)
+        backend = next(name for name, impl in IMPLS["gemm"].items() if impl is implementation)
+    if settings.log_tuned_config:
+        said = "no row" if row is None else f"the row of M={row.problem.M} says {row.libtype}"
+        log.info("%s on %s: %s, %s multiplies", words(problem), device, said, backend)
+    return backend
+
+
+def named(libtype: str, inputs: tuple) -> str:
+    """Our name for AITER's library, or torch where there is no such thing here."""
+    backend = LIBRARIES.get(libtype, "torch")
+    backend = backend if is_here(backend, inputs) else "torch"
+    if backend != libtype:
+        note(libtype, backend)
+    return backend
+
+
+def tile_of(row: Row) -> str:
+    """The tile that a row of ours names, or nothing."""
+    name = row.cells.get("kernelName", "")
+    return f"/{name}" if any(named_tile(op, name) for op in TILED) else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def named_tile(op: str, tile: str) -> Config | None:
+    return next((config for config in candidates(op) if str(config) == tile), None) if op in TILED else None
+
+
+def tile_option(launch: Callable, tile: str) -> dict[str, Config]:
+    """What else a launcher of `gemm` is called with for the tile of that name; nothing where it has none.
+
+    An argument, as nobody else's product, in another thread say, may have that tile.
+    """
+    configs = (named_tile(op, tile) for op in getattr(launch, "tiles", ()) if tile)
+    return next(({"config": config} for config in configs if config), {})
+
+
+def is_here(backend: str, inputs: tuple) -> bool:
+    """Whether this implementation of `gemm` takes these inputs."""
+    usable = backend in (*ORDER.get(inputs[0].device.type, ()), "torch")
+    return usable and backend in IMPLS["gemm"] and runs(IMPLS["gemm"][backend], *inputs)
+
+
+@functools.cache
+def note(libtype: str, backend: str) -> None:
+    log.warning("tuned products of %s are computed by %s here", libtype, backend)
+
+
+def words(problem: Problem) -> str:
+    M, N, K, *_ = problem
+    flags = [name for name in ("bias", "scaled", "shuffled") if getattr(problem, name)]
+    return ", ".join([f"M={M}, N={N}, K={K}", f"{problem.dtype} -> {problem.out_dtype}", *flags])
+
+
+def tuned_config(problem: Problem) -> dict:
+    """The cells of this device's row for a product, or the `libtype` that it gets without one; a dict of the
+    caller's own."""
+    device = current_device()
+    row = find(problem, this_device(device))
+    return {"libtype": usual(problem, device), **DEFAULT} if row is None else row.config()
+
+
+def usual(problem: Problem, device: torch.device) -> str:
+    """Who multiplies where no row says so."""
+    if device.type == "cpu" or torch.float64 in (problem.dtype, problem.out_dtype):
+        return "torch"
+    if problem.shuffled or problem.dtype != problem.out_dtype:
+        return "triton"
+    M, N, K, bias, *_ = problem
+    x = torch.empty(0, dtype=problem.dtype, device=device)
+    epilogue, otherwise = "bias" if bias else "none", unmeasured((M, K), N * K, x.itemsize)
+    backend = choose_backend("gemm", x, "nt", epilogue, M, N, K, otherwise)
+    fits = hopper.is_hopper(device) and K % 8 == 0 and (M <= FEW or N % 8 == 0)
+    return backend if backend != "hopper" or fits else "torch"
+
+
+TORCHS_OWN = "F.linear"  # torch, where nothing has to be cast
+EIGHT_BITS = (torch.int8, *FP8)
+PARAMETERS = {Tensor, torch.nn.Parameter}
+
+
+class NotSupportedError(RuntimeError):
+    """What the products here cannot compute, and torch's own may be able to."""
+
+
+# op
+
+
+def new_tuned_gemm(x, weight, bias, dtype, scaled, backend):
+    check_product(x, weight, bias)
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
+def check_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_shape("weight", weight, "N", "K")
+    N, K = weight.shape
+    check_size("x is (..., K={})", x.shape[-1], "weight is (N, K={})", K)
+    check_float(x=x, weight=weight)
+    check_bias(bias, N)
+    check_device(x=x, weight=weight, bias=bias)
+
+
+def check_bias(bias: Tensor | None, N: int) -> None:
+    if bias is not None and (tuple(bias.shape) != (N,) or bias.dtype not in FLOATS):
+        raise ValueError(f"bias must be floating (N={N},), but it is {bias.dtype} {tuple(bias.shape)}")
+
+
+def check_axis(x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError("x must be (..., K), but it is one number")
+
+
+def gemm_inputs(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple:
+    return x[None], weight.mT[None], bias, None, "", 1.0, 0.0, dtype, False
+
+
+@steady  # if who multiplies is
+def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
+    """`backend` may be empty: then it is chosen now, when M is known."""
+    inputs = gemm_inputs(x, weight, bias, dtype)
+    if not backend:
+        said = x.dtype, scaled or dtype, scaled is not None
+        problem = Problem(x.shape[0], *weight.shape, bias is not None, *said)
+        key = problem, x.device, this_device(x.device), forced(), decisions()
+        if key not in known:
+            keep(known, key, choose(problem, inputs))
+        backend = known[key]
+    backend, _, tile = backend.partition("/")
+    launch = IMPLS["gemm"][backend]
+    if not runs(launch, *inputs):  # of other strides than when it was chosen
+        launch = pick("gemm", *inputs)
+    if noting.launches is not None and not is_steady(launch):
+        noting.launches.append(None)
+    launch((out[None], out.new_empty(0)), *inputs, **tile_option(launch, tile))
+
+
+def save_tuned_gemm(ctx, inputs, output):
+    x, weight, bias, *_ = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def backward_tuned_gemm(ctx, dout):
+    x, weight = ctx.saved_tensors
+    need_x, need_weight, need_bias, *others = ctx.needs_input_grad
+    dbias = dout.sum(0).to(ctx.bias_dtype) if need_bias else None
+    dout = dout.to(x.dtype)
+    dx = gemm(dout, weight) if need_x else None
+    dweight = gemm(dout.mT, x) if need_weight else None
+    return dx, dweight, dbias, *(None for _ in others)
+
+
+tuned_gemm_op = define_op(
+    "tuned_gemm(Tensor x, Tensor weight, Tensor? bias, ScalarType? dtype, ScalarType? scaled, str backend) "
+    "-> Tensor",
+    new=new_tuned_gemm,
+    torch=fill_tuned_gemm,  # which asks the backends of gemm
+    backward=backward_tuned_gemm,
+    save=save_tuned_gemm,
+)
+
+
+# public
+
+
+def tuned_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    x_scale: Tensor | float | None = None,
+    w_scale: Tensor | float | None = None,
+    out_scale: Tensor | float | None = None,
+    is_shuffled: bool | None = None,
+) -> Tensor:
+    """`x @ weight.mT + bias` for x (..., K) of any rank and strides and weight (N, K); returns (..., N).
+
+    bias: (N,) of any floating dtype.
+    out_dtype: dtype of the result, that of `x` unless given.  Sums are float32, rounded once, or float64.
+    x_scale, w_scale, out_scale: factors of the operands, and of the result with its bias: a number or one
+        element; or for each row x_scale (..., 1) or (M,), and w_scale (N,), (N, 1) or (1, N).
+    is_shuffled: whether `weight` is in the order of `shuffle_weight`; unless given, as its attribute
+        `is_shuffled` says.  On a GPU it is multiplied as it is, without bias and gradients and unless a row
+        for shuffled weights names torch; else by way of a copy in the usual order, which `derived` keeps.
+
+    `x` and `weight` may also be both int8 or both 8-bit floats: then `scaled_gemm` multiplies them, into
+    bfloat16 unless `out_dtype` is given, and without gradients.
+
+    Differentiable in x, weight, bias and scales.  Means the same under torch.autocast.
+
+    Raises ValueError for shapes, devices and malformed files of tuned products, FileNotFoundError where of
+    several none is there, TypeError for dtypes, NotSupportedError for what torch alone could do.
+    Source: AITER's `tuned_gemm.gemm_a16w16`.
+    """
+    if isinstance(x, Tensor) and x.dtype in EIGHT_BITS:
+        return of_8_bits(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
+    if x_scale is not None or w_scale is not None or out_scale is not None:
+        return scaled_product(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
+    return product(x, weight, bias, out_dtype, is_shuffled)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+    is_shuffled: bool | None,
+    scaled: torch.dtype | None = None,  # the dtype of a result that is scaled after this
+) -> Tensor:
+    check_tensor("x", x)
+    check_tensor("weight", weight)
+    if bias is not None:
+        check_tensor("bias", bias)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a floating dtype, not {dtype!r}")
+    if is_shuffled is not None:
+        check_flags(is_shuffled=is_shuffled)
+    else:
+        is_shuffled = getattr(weight, "is_shuffled", False) is True
+    if torch.compiler.is_compiling():
+        return compiled(x, unshuffle_weight(weight) if is_shuffled else weight, bias, dtype, scaled)
+    key = (
+        type(x), x.shape, x.dtype, x.device, type(weight), weight.shape, weight.dtype, weight.device,
+        None if bias is None else (bias.shape, bias.dtype, bias.device), dtype, is_shuffled, scaled,
+        # a row of the CPU is of so many threads
+        forced(), decisions(), None if x.is_cuda else torch.get_num_threads(),
+    )  # fmt: skip
+    backend = known.get(key)
+    if backend is None:
+        backend = choice_for(x, weight, bias, dtype, is_shuffled, scaled)
+        keep(known, key, backend)
+    if is_shuffled:
+        if backend == "triton" and bias is None and not needs_gradient(x, weight) and not is_transformed():
+            return as_it_lies(x, weight)
+        return product(x, usual_order(weight), bias, dtype, False, scaled)
+    if backend != TORCHS_OWN:
+        return by_op(x, weight, bias, dtype, scaled, backend)
+    if torch._C._is_any_autocast_enabled():
+        with no_autocast(x):
+            return F.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+known: dict[tuple, str] = {}  # shapes and dtypes -> who multiplies
+
+
+def forget_choices() -> None:
+    """Forget who multiplies what, and the files that said so: they are read again."""
+    note.cache_clear()
+    find.cache_clear()
+
+
+def choice_for(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+    is_shuffled: bool,
+    scaled: torch.dtype | None,
+) -> str:
+    """Who multiplies, after a look at what is to be multiplied."""
+    check_axis(x)
+    own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
+    if not PARAMETERS.issuperset((type(x), type(weight))):
+        if is_shuffled or scaled or not own:
+            kinds = f"{type(x).__name__} and {type(weight).__name__}"
+            raise NotSupportedError(f"a product of {kinds} is torch's own: neither scaled, shuffled nor cast")
+        return TORCHS_OWN
+    check_product(x, weight, bias)
+    dtype = dtype or x.dtype
+    if dtype not in FLOATS:
+        raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
+    rows = as_rows(x)
+    out_dtype = scaled or dtype
+    problem = Problem(
+        rows.shape[0], *weight.shape, bias is not None, x.dtype, out_dtype, scaled is not None, is_shuffled
+    )
+    backend = choose(problem, gemm_inputs(rows, weight, bias, dtype))
+    if is_shuffled:  # the kernel for shuffled weights rounds to their dtype
+        return backend.partition("/")[0] if own else "torch"
+    return TORCHS_OWN if backend == "torch" and own else backend
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x (..., K) as (M, K)."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def by_op(x, weight, bias, dtype, scaled: torch.dtype | None, backend: str) -> Tensor:
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise NotSupportedError(f"{backend} kernels have gradients by torch.autograd only, not by torch.func")
+    out = tuned_gemm_op(as_rows(x), weight, bias, dtype or x.dtype, scaled, backend)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+def compiled(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:
+    """What torch.compile traces: torch's own product, or an op that asks the files, and notes and logs."""
+    own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
+    asks = settings.config_gemm_bf16 or settings.tune_gemm or settings.log_tuned_config
+    if asks or may_be_forced() or not own:
+        return by_op(x, weight, bias, dtype, scaled, "")
+    with no_autocast(x):
+        return F.linear(x, weight, bias)
+
+
+# shuffled weights
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def usual_order(weight: Tensor) -> Tensor:
+    if needs_gradient(weight):
+        return unshuffle_weight(weight)
+    return derived(weight, "usual order", lambda: unshuffle_weight(weight))
+
+
+def as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
+    """The product with a shuffled weight, by the kernel that reads one."""
+    rows = as_rows(x)
+    out = rows.new_empty(1, rows.shape[0], len(weight))
+    masked_gmm(out, rows[None], weight[None], shuffled=True)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+# scales
+
+
+def of_8_bits(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:
+    """By `scaled_gemm`, whatever the files say."""
+    check_shape("weight", weight, "N", "K")
+    check_axis(x)
+    x_scale, w_scale, out_scale = scales
+    if isinstance(x_scale, Tensor) and x_scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
+        x_scale = x_scale.reshape(-1)
+    if is_shuffled or (is_shuffled is None and getattr(weight, "is_shuffled", False) is True):
+        weight = usual_order(weight)
+    dtype = dtype or torch.bfloat16
+    wide = dtype if out_scale is None else torch.float32
+    out = scaled_gemm(as_rows(x), weight.mT, x_scale, w_scale, bias, out_dtype=wide)
+    out = out if out_scale is None else (out * factor("out_scale", out_scale, ())).to(dtype)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:
+    """Multiplied back in float32, or float64 if that is asked for, and rounded once."""
+    check_tensor("x", x)
+    check_shape("weight", weight, "N", "K")
+    check_bias(bias, len(weight))
+    if dtype not in (None, *FLOATS):
+        raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
+    check_device(x=x, bias=bias)
+    for name, scale in zip(("x_scale", "w_scale", "out_scale"), scales, strict=True):
+        if isinstance(scale, Tensor):
+            check_device(x=x, **{name: scale})
+    x_scale, w_scale, out_scale = scales
+    lead, N = x.shape[:-1], len(weight)
+    M = math.prod(lead)
+    factors = (
+        factor("x_scale", x_scale, (*lead, 1), (*lead, 1), lead, (M,), (M, 1)),
+        factor("w_scale", w_scale, (N,), (N,), (N, 1), (1, N)),
+    )
+    dtype = dtype or x.dtype
+    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+    out = product(x, weight, None, wide, is_shuffled, dtype)
+    for one in factors:
+        out = out if one is None else out * one
+    out = out if bias is None else out + bias
+    last = factor("out_scale", out_scale, ())
+    out = out if last is None else out * last
+    return out.to(dtype)
+
+
+def factor(name: str, scale: Tensor | float | None, result: tuple[int, ...], *known: tuple[int, ...]):
+    """A scale as it broadcasts to the product: one number, or of the shape `result`."""
+    if not isinstance(scale, Tensor):
+        return scale
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if tuple(scale.shape) not in known:
+        shapes = " or ".join(map(str, known)) or "one number"
+        raise ValueError(f"{name} must be one number or {shapes}, but it has shape {tuple(scale.shape)}")
+    return scale.reshape(result)

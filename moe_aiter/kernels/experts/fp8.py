@@ -1,0 +1,530 @@
+"""The experts with most of their products of 8-bit floats: one autograd node.
+
+    z = gate_up8 x8,      y = down8 a8         a = f(z)              forward
+    u = down8'.T dout8,   dx = gate_up8.T (c dz)8                    backward
+    dgate_up = dz8' outer x8,   ddown = dout8 outer (s a)8'          where all products are of 8 bits
+
+Every operand has a scale for each row along the axis that is summed over (`quantize_rows`), so backward
+quantises down again, by columns, whose largest magnitudes forward has kept beside z.  Of gate_up it takes
+forward's numbers: dz takes over c, the scales of gate_up's rows, before it is quantised (`quantize_folded`),
+and forward has kept c.  For down that is no way, as dout is quantised once for all experts of a token.
+
+Weights and what goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the
+weights, 3 of the 9 units of product, are either of rows that are not quantised, x, dout, dz and s * f(z) in
+the dtype of x, the recipe that torchao calls rowwise_with_gw_hp; or of 8 bits too, with scales as in
+`tgmm_fp8`, to which its rowwise is the relative.  Then backward has no use for x but as 8-bit rows, which are
+saved in its place; all else that is saved is in the dtype of x.  To the quantisation the gradient is that of
+the identity.
+
+On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that do not fit
+them, the quantised numbers are multiplied in the dtype of x, which costs time instead of saving it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ...derived import Cache, is_keepable
+from ...op import IMPLS, define_op, is_last_use, is_unwatched, pick, saved_tensors
+from .. import hopper
+from ..base.activations import get_activation
+from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
+from ..dense.scaled_gemm import scaled_gmm
+from ..grouped.gmm import column_chunks
+from ..grouped.tgmm import weight_gradient
+from ..grouped.tgmm_fp8 import weight_gradient_fp8
+from ..quantize.layouts import factors_of_rows, quantize_folded, quantize_transposed, transpose_rows8
+from ..quantize.rows import (
+    FORMATS,
+    dequantize_rows,
+    is_read_once,
+    new_quantize_rows,
+    quantize_by_amax,
+    quantize_rows,
+    quantize_rows_and_amax,
+)
+from ..rows.permute import launch_unpermute, unpermute
+from .cpu import ARGUMENTS
+from .down import down_gradients
+from .glu import glu
+from .inputs import NUM_INPUTS, ExpertInputs, check_expert_values
+from .up import up_gradients
+
+# The experts' 8-bit weights, kept from the first micro-batch of an optimizer step to the last.
+#
+# Process-wide, not a ContextVar: autograd runs CUDA gradients on threads of its own, which would not see
+# one.
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Block:
+    """The blocks that were entered at one place and not left."""
+
+    count: int = 0
+    cache: Cache = dataclasses.field(default_factory=Cache)
+
+
+OPEN: dict[tuple, Block] = {}
+LOCK = threading.Lock()  # of OPEN
+
+
+@contextlib.contextmanager
+def keep_fp8_weights() -> Iterator[None]:
+    """Around the micro-batches of one optimizer step: layers with `fp8=` quantise each weight once in it.
+
+        with keep_fp8_weights():
+            for micro_batch in batch:
+                loss(model(micro_batch)).backward()
+        optimizer.step()
+
+    Without it every forward pass quantises both weights, every backward pass does so again in the order that
+    it needs, and a recomputed forward pass once more.  Inside, the first that needs them does, for all, and
+    backward finds what forward made of gate_up; the results are the same to the bit.  It takes two bytes for
+    each weight of an expert, until the end of the block, also by an exception; blocks may be nested, and are
+    those of the whole process.
+
+    A weight that changes inside the block (its version counter) is quantised again, and all are after a step
+    of any optimizer.  What changes a weight otherwise belongs outside: writes through `.data`, and replays of
+    CUDA graphs that hold the optimizer.
+
+    Quantised each time as ever: weights that are computed anew for each micro-batch, as float32 ones are
+    under torch.autocast; for backward, in the backward pass of a compiled layer; and what runs on another
+    stream than the block was entered on, as a graph captured within the block does (`mode="reduce-overhead"`
+    too).  A block that is captured as a whole quantises once in each replay.  Under FSDP2 a weight that was
+    resharded in between is quantised again if it comes back at another address: gather once a step, by
+    `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)` until the last micro-batch.
+    """
+    here = places()
+    with LOCK:
+        for place in here:
+            OPEN.setdefault(place, Block()).count += 1
+    try:
+        yield
+    finally:
+        with LOCK:
+            for place in here:
+                OPEN[place].count -= 1
+            ended = [OPEN.pop(place).cache for place in here if not OPEN[place].count]
+        for cache in ended:
+            cache.close()
+
+
+def places() -> list[tuple]:
+    """Where a weight may be used that is kept from now on: on the CPU, and on each GPU's current stream."""
+    if not torch.cuda.is_initialized():  # then each GPU's will be the default one, 0
+        gpus = [(index, 0, False) for index in range(torch.cuda.device_count())]
+    else:
+        captured = torch.cuda.is_current_stream_capturing()
+        streams = map(torch.cuda.current_stream, range(torch.cuda.device_count()))
+        gpus = [(index, stream.cuda_stream, captured) for index, stream in enumerate(streams)]
+    return [("cpu",), *gpus]
+
+
+def place_of(w: Tensor) -> tuple:
+    """On one stream nothing is read before it is made, or freed before it is read.  What a capture made, no
+    other stream ever computes; what was made before, the graph's replays would find stale."""
+    if not w.is_cuda:
+        return (w.device.type,)
+    stream = torch.cuda.current_stream(w.device).cuda_stream
+    return w.get_device(), stream, torch.cuda.is_current_stream_capturing()
+
+
+def cache_for(w: Tensor) -> Cache | None:
+    """That of an open block, for a weight that the next micro-batch will find again."""
+    if not OPEN or not is_keepable(w) or not (w.is_leaf or w._is_view()):
+        return None
+    block = OPEN.get(place_of(w))
+    return None if block is None else block.cache
+
+
+def keeps_fp8(w: Tensor) -> bool:
+    """Whether a block is open that keeps what is made of w."""
+    return cache_for(w) is not None
+
+
+def kept_fp8(w: Tensor, what: str, make: Callable[[], T]) -> T:
+    """`make()`, or what it returned before in this block."""
+    cache = cache_for(w)
+    return make() if cache is None else cache.get(w, what, make)
+
+
+ALL = "_all"
+RECIPES = (*FORMATS, *(format + ALL for format in FORMATS))
+
+
+def check_fp8(fp8: str | None) -> None:
+    """Raise ValueError unless this is None or the name of the gradients' format, with or without ALL."""
+    if fp8 not in (None, *RECIPES):
+        raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
+
+
+def products_of_weights(recipe: str, x8: tuple, dout8: tuple) -> tuple[Callable, Callable]:
+    """What multiplies for the gradients of gate_up, x and dz, and of down, dout and s * f(z), given the rows
+    of x and dout as 8-bit floats with their scales."""
+    if not recipe.endswith(ALL):
+        return weight_gradient, weight_gradient
+    of_gate_up = functools.partial(weight_gradient_fp8, x8, recipe.removesuffix(ALL))
+    return of_gate_up, functools.partial(weight_gradient_fp8, dout8, "e4m3")
+
+
+# reference
+
+
+def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
+    """What the 8-bit floats and scales of the rows of x stand for, in its dtype."""
+    return dequantize_rows(*quantize_rows(x, format), x.dtype)
+
+
+def rounded_up(out, x8, x_scale, w8, w_scale, *rest, op="expert_up", after=(0, None)) -> None:
+    *rest, dtype = rest
+    inputs = dequantize_rows(x8, x_scale, dtype), dequantize_rows(w8, w_scale, dtype), *rest, *after
+    pick(op, *inputs)(out, *inputs)
+
+
+rounded_z = functools.partial(rounded_up, op="expert_z", after=())
+
+
+def rounded_home(out, x, w8, w_scale, *rest) -> None:
+    *rest, format, fold = rest
+    if fold:
+        x, w = rounded_folded(x, w_scale, rest[0], format), dequantize_rows(w8.mT, w_scale, x.dtype)
+    else:
+        x, w = rounded(x, format), dequantize_rows(w8, w_scale, x.dtype).mT
+    inputs = x, w, *rest
+    pick("gmm_unpermute", *inputs)(out, *inputs)
+
+
+def rounded_folded(x: Tensor, factor: Tensor, group_sizes: Tensor, format: str) -> Tensor:
+    """What the rows of x stand for, without the scales of the weight that they took over."""
+    x8 = quantize_folded(x, factor, group_sizes, format)
+    folded = dequantize_rows(*x8, sum_dtype(x))
+    return (folded / factors_of_rows(factor, group_sizes, len(x))).to(x.dtype)
+
+
+def rounded_down_grad(out, dout8, dout_scale, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
+    dout, w = dequantize_rows(dout8, dout_scale, z.dtype), dequantize_rows(w8, w_scale, z.dtype).mT
+    inputs = dout, z, w, *rest
+    pick(op, *inputs)(out, *inputs)
+
+
+rounded_over_z = functools.partial(rounded_down_grad, op="expert_down_grad_over_z")
+
+
+# launcher
+
+
+def launch_up(out, x8, x_scale, w8, w_scale, bias, order, rank, *rest) -> None:
+    *rest, _ = rest
+    scales = take_rows(x_scale, order, rank.shape[1]), w_scale
+    launch = hopper.launcher("up", "launch_expert_up")
+    launch(out, x8, w8, bias, order, rank, *rest, scales=scales)
+
+
+def launch_z(z, *inputs) -> None:
+    *inputs, dtype = inputs
+    launch_up((z, None), *inputs, True, dtype)
+
+
+def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, row_bytes, format, fold):
+    if fold:
+        (x8, x_scale), w_scale = quantize_folded(x, w_scale, group_sizes, format), None
+    else:
+        x8, x_scale = quantize_rows(x, format)
+    launch = hopper.launcher("gmm", "launch_gmm")
+    for n in column_chunks(out.shape[1], x.shape[0] * x.element_size(), row_bytes):
+        rows = x.new_empty(x.shape[0], n.stop - n.start)
+        some_bias = None if bias is None else bias[:, n]
+        some_scale = None if w_scale is None else w_scale[:, n]
+        launch(rows, x8, w8[:, n].mT, group_sizes, some_bias, x_scale=x_scale, w_scale=some_scale)
+        launch_unpermute(out[:, n], rows, order, rank, weights)
+        del rows  # before the next chunk's
+
+
+def launch_down_grad(out, dout8, dout_scale, z, w8, w_scale, routing_weights, order, rank, *rest) -> None:
+    scales = take_rows(dout_scale, order, rank.shape[1]), w_scale
+    launch = hopper.launcher("down_grad", "launch_down_grad")
+    launch(out, dout8, z, w8.mT, routing_weights, order, rank, *rest, scales=scales)
+
+
+def launch_over_z(out, dout8, dout_scale, z, *rest) -> None:
+    launch_down_grad((z, *out), dout8, dout_scale, z, *rest)
+
+
+launch_home.takes, launch_home.fits = hopper.DTYPES, hopper.fits_home_fp8
+launch_up.fits = launch_z.fits = hopper.fits_up_fp8
+launch_down_grad.fits = launch_over_z.fits = hopper.fits_down_grad_fp8
+
+
+# op
+
+
+def new_up(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, interleaved, save_z, dtype):
+    R, width, parts = order.shape[0], w8.shape[1], get_activation(activation).parts
+    z = x8.new_empty(R if save_z else 0, width, dtype=dtype)
+    return z, z.new_empty(R, width // parts)
+
+
+def new_beside(dout8, dout_scale, z, w8, w_scale, routing_weights, order, rank, *rest):
+    a = z.new_empty(order.shape[0] if rest[-1] else 0, w8.shape[1])
+    return a, routing_weights.new_empty(rank.shape, dtype=sum_dtype(z))
+
+
+def everywhere(launch) -> dict:
+    """Of an op whose other implementations are those of another op."""
+    return {"torch": launch, "triton": launch}
+
+
+# w8 and w_scale: a weight's rows, or its columns as rows, whichever the product sums over.  Where it is to
+# `fold` the scales, they lie along the sum, and x takes them over.
+UP = (
+    "Tensor x8, Tensor x_scale, Tensor w8, Tensor w_scale, Tensor? bias, Tensor order, Tensor rank, "
+    "Tensor group_sizes, str activation, bool interleaved"
+)
+DOWN = (
+    "Tensor w8, Tensor w_scale, Tensor routing_weights, Tensor order, Tensor rank, Tensor group_sizes, "
+    "str activation, bool interleaved, bool need_a"
+)
+expert_up_fp8_op = define_op(
+    f"expert_up_fp8({UP}, bool save_z, ScalarType? dtype) -> (Tensor, Tensor)",
+    new=new_up,
+    **everywhere(rounded_up),
+    hopper=launch_up,
+)
+expert_z_fp8_op = define_op(
+    f"expert_z_fp8({UP}, ScalarType? dtype) -> Tensor",
+    new=lambda *inputs: new_up(*inputs[:-1], True, inputs[-1])[0],
+    **everywhere(rounded_z),
+    hopper=launch_z,
+)
+gmm_unpermute_fp8_op = define_op(
+    "gmm_unpermute_fp8(Tensor x, Tensor w8, Tensor w_scale, Tensor group_sizes, Tensor? bias, Tensor order, "
+    "Tensor rank, Tensor? routing_weights, SymInt row_bytes, str format, bool fold) -> Tensor",
+    new=lambda x, w8, w_scale, group_sizes, bias, order, rank, *_: x.new_empty(rank.shape[0], w8.shape[1]),
+    **everywhere(rounded_home),
+    hopper=launch_home,
+)
+expert_down_grad_fp8_op = define_op(
+    f"expert_down_grad_fp8(Tensor dout8, Tensor dout_scale, Tensor z, {DOWN}) -> (Tensor, Tensor, Tensor)",
+    new=lambda *inputs: (torch.empty_like(inputs[2]), *new_beside(*inputs)),
+    **everywhere(rounded_down_grad),
+    hopper=launch_down_grad,
+)
+expert_down_grad_fp8_over_z_op = define_op(
+    f"expert_down_grad_fp8_over_z(Tensor dout8, Tensor dout_scale, Tensor(a!) z, {DOWN}) -> (Tensor, Tensor)",
+    new=new_beside,
+    **everywhere(rounded_over_z),
+    hopper=launch_over_z,
+)
+
+
+def new_experts(*inputs):
+    """The output, z, the scales of gate_up's rows, and the largest magnitudes of down's columns where they
+    cost no other look at it: as far as backward asks for them; and x as 8-bit rows with scales, where these
+    serve backward in its place."""
+    i, need_dx, save_x8 = ExpertInputs(*inputs[:NUM_INPUTS]), *inputs[-3:-1]
+    (E, width, _), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
+    rows = i.order.shape[0] if i.save_z else 0
+    z, asked = i.x.new_empty(rows, width), ((need_dx, width), (is_read_once(i.down), I))
+    kept = [z.new_empty(E if rows and some else 0, n, dtype=torch.float32) for some, n in asked]
+    return i.x.new_empty(i.x.shape), z, *kept, *new_quantize_rows(i.x if save_x8 else i.x[:0], "e4m3")
+
+
+def launch_experts(out, *inputs) -> None:
+    *inputs, bytes_of_y, _, _, save_x8, _ = inputs
+    i, (y, z, gate_up_scale, down_amax), x8 = ExpertInputs(*inputs), out[:4], out[4:]
+    routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
+    if save_x8:
+        pick("quantize_rows", i.x, "e4m3")(x8, i.x, "e4m3")
+    else:
+        x8 = quantize_rows(i.x)
+    a = i.x.new_empty(i.order.shape[0], i.down.shape[2])
+    w8 = rows_of_weight(i.gate_up)
+    if gate_up_scale.numel():
+        gate_up_scale.copy_(w8[1])
+    up = *x8, *w8, i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
+    pick("expert_up_fp8", *up)((z, a), *up)
+    del up, w8, x8  # and with them 8 bits of each weight
+    w8 = rows_and_amax(i.down, down_amax)
+    home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, bytes_of_y, "e4m3", False
+    pick("gmm_unpermute_fp8", *home)(y, *home)
+
+
+def rows_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
+    return kept_fp8(w, "rows", lambda: quantize_rows(w))
+
+
+def rows_and_amax(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of w (E, A, B); the columns' largest magnitudes go into `amax` (E, B), unless it is empty."""
+    # what is kept serves whoever asks for the magnitudes later
+    if amax.numel() or (is_read_once(w) and keeps_fp8(w)):
+        *w8, found = kept_fp8(w, "rows and amax", lambda: quantize_rows_and_amax(w))
+        if amax.numel():
+            amax.copy_(found)
+        return tuple(w8)
+    return rows_of_weight(w)
+
+
+def save_experts(ctx, inputs, output):
+    # a main gradient is not saved: another backward pass may change it first
+    x, *rest = inputs[:9]
+    save_z, save_x8 = inputs[11], inputs[-2]
+    needs_x = not save_x8 and (ctx.needs_input_grad[1] or not save_z)
+    ctx.save_for_backward(x if needs_x else None, *rest, *output[1:])
+    ctx.others, ctx.x_shape = inputs[9:], x.shape
+    ctx.set_materialize_grads(False)
+
+
+def backward_experts(ctx, dout, *_):
+    *saved, z, gate_up_scale, down_amax, x8, x_scale = saved_tensors(ctx)
+    *others, _, bytes_of_dx, _, save_x8, recipe = ctx.others
+    format, x8 = recipe.removesuffix(ALL), (x8, x_scale)
+    dout8 = quantize_rows(dout, format)
+    of_gate_up, of_down = products_of_weights(recipe, x8, dout8)
+    i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:NUM_INPUTS])
+    routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
+    spend_z = not i.save_z or is_last_use(z)
+    if not i.save_z:
+        x8 = x8 if save_x8 else quantize_rows(i.x)
+        w8, gate_up_scale = rows_of_weight(i.gate_up)
+        z = expert_z_fp8_op(*x8, w8, gate_up_scale, i.gate_up_bias, *routing, *act, dout.dtype)
+        del w8
+    over_z = spend_z and is_unwatched(z, dout)
+    grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, down_amax)
+    saved = z, i.down, i.down_bias, i.routing_weights, *routing
+    needs_down = needs.down, needs.down_bias
+    dz, ddown, ddown_bias, ds = down_gradients(
+        needs_down, False, dout, saved, *act, i.down_main_grad, grad, of_down
+    )
+    del z, saved, dout8, grad, of_down  # where dz is not in the memory of z
+    dx = None
+    if needs.x:
+        w8 = transposed_rows(i.gate_up, gate_up_scale), gate_up_scale
+        home = dz, *w8, i.group_sizes, None, i.order, i.rank, None, bytes_of_dx, format, True
+        dx = gmm_unpermute_fp8_op(*home)
+        del w8, home
+    rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad
+    needs_up = False, needs.gate_up, needs.gate_up_bias
+    _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest, of_gate_up)
+    return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 13
+
+
+def transposed_rows(w: Tensor, scale: Tensor) -> Tensor:
+    """The 8-bit rows of w (E, A, B) as (E, B, A).  Their scales are known but where there were no tokens."""
+    if keeps_fp8(w) or not scale.numel():
+        return kept_fp8(w, "rows transposed", lambda: transpose_rows8(rows_of_weight(w)[0]))
+    return quantize_transposed(w, scale)
+
+
+def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of w (E, A, B) as rows, whose largest magnitudes are `amax` (E, B) unless that is empty."""
+    if amax.numel():
+        return kept_fp8(w, "columns", lambda: quantize_by_amax(w.mT, amax))
+    return kept_fp8(w, "columns", lambda: quantize_rows(w.mT))
+
+
+def down_grad(dout8: tuple, amax: Tensor, dout: Tensor, z: Tensor, down: Tensor, *rest) -> tuple[Tensor, ...]:
+    return expert_down_grad_fp8_op(*dout8, z, *quantize_columns(down, amax), *rest)
+
+
+def down_grad_over_z(dout8: tuple, amax: Tensor, dout: Tensor, z: Tensor, down: Tensor, *rest):
+    """The same, but dz is in the memory of z."""
+    a, ds = expert_down_grad_fp8_over_z_op(*dout8, z, *quantize_columns(down, amax), *rest)
+    torch.autograd.graph.increment_version(z)  # if anybody had saved z after all, torch would raise
+    return z.detach(), a, ds
+
+
+experts_fp8_op = define_op(
+    f"experts_fp8({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad, SymInt bytes_of_y, "
+    "SymInt bytes_of_dx, bool need_dx, bool save_x8, str recipe) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    new=new_experts,
+    check_values=lambda *inputs: check_expert_values(*inputs[:NUM_INPUTS]),
+    torch=launch_experts,
+    save=save_experts,
+    backward=backward_experts,
+)
+
+
+# The experts, forward only, with weights of 8 bits that were quantised once; tokens are as they come.
+#
+#     out[t] = sum over j of s[t, j] * (down8 @ f(gate_up8 @ x8[t] + gate_up_bias) + down_bias)
+#
+# with a scale for each row of a weight, of a token and of what the activation gives (`quantize_rows`). On
+# Hopper they take the products of `experts_fp8`, whose epilogue applies the activation.
+
+
+ALL_ROWS = 2**62  # bytes: the rows of the second product come in one chunk
+
+
+def format_of(w8: Tensor) -> str:
+    return "int8" if w8.dtype == torch.int8 else "e4m3"
+
+
+def by_groups(x, gate_up, down, routing_weights, plan, activation, interleaved) -> Tensor:
+    order, rank, group_sizes = plan
+    format = format_of(gate_up[0])
+    product = x.dtype if x.dtype != torch.float64 else torch.float32
+
+    def multiply(rows: Tensor, weight: tuple, **gathered) -> Tensor:
+        w8, w_scale, bias = weight
+        x8, x_scale = quantize_rows(rows, format)
+        beside = x_scale, w_scale, bias
+        return scaled_gmm(x8, w8.mT, group_sizes, *beside, **gathered, out_dtype=product)
+
+    z = multiply(x, gate_up, order=order, top_k=rank.shape[1])  # (R, parts * I)
+    a = glu(z, activation, interleaved)
+    del z
+    return unpermute(multiply(a, down), order, rank, routing_weights).to(x.dtype)
+
+
+def on_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) -> Tensor:
+    order, rank, group_sizes = plan
+    format = format_of(gate_up[0])
+    x8 = quantize_rows(x, format)
+    _, a = expert_up_fp8_op(*x8, *gate_up, *plan, activation, interleaved, False, x.dtype)
+    w8, w_scale, bias = down
+    home = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, format, False
+    return gmm_unpermute_fp8_op(a, w8, w_scale, *home)
+
+
+def fits_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) -> bool:
+    up, (w8, *_) = gate_up[0], down
+    fits = hopper.fits_up_fp8(x, None, *gate_up, *plan, activation, x.dtype)
+    fits = fits and w8.shape[2] % 16 == 0 and w8.shape[1] % 8 == 0
+    return fits and hopper.multiplies(up, up) and hopper.multiplies(w8, w8)
+
+
+on_hopper.takes, on_hopper.fits = hopper.DTYPES, fits_hopper
+IMPLS["quantized_experts"] = {"hopper": on_hopper, "triton": by_groups, "torch": by_groups}
+
+
+def quantized_experts(
+    x: Tensor,
+    gate_up: tuple[Tensor, Tensor, Tensor | None],
+    down: tuple[Tensor, Tensor, Tensor | None],
+    routing_weights: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
+    activation: str,
+    interleaved: bool,
+) -> Tensor:
+    """`expert_mlp` with weights as (8 bits, scale, bias), the bias or None.
+
+    `gate_up` (E, 2I, H), (E, 2I), (E, 2I), `down` (E, H, I), (E, H), (E, H), as `quantize_rows` gives the
+    first two; `x` (T, H) of any floating dtype, which the result (T, H) has.  Not differentiable.
+    Raises ValueError for shapes and devices, TypeError for dtypes, RuntimeError where it would need a
+    gradient.
+    """
+    check_tensor("x", x)
+    check_plan(plan)
+    refuse_gradient("a quantised layer", x, routing_weights)
+    inputs = x, gate_up, down, routing_weights, plan, activation, interleaved
+    return pick("quantized_experts", *inputs)(*inputs)

@@ -1,0 +1,216 @@
+"""The activation between an expert's two products, gated or not, and its gradient.
+
+    gated   out = f(gate) * h(up)  z = gate | up, or their columns in turn if interleaved
+    plain   out = f(z)
+
+R rows, I intermediate channels, `parts` * I columns of z.  `activations.py` lists f and h; mostly h(up) = up.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...op import define_op, takes
+from ..base.activations import ALPHA, LIMIT, get_activation, join_parts, split_parts
+from ..base.check import check_device, check_float, check_shape, check_size
+from ..base.host import HOST_DTYPES, array, ext, host, num_threads
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILE = 2048  # elements of the output that a program of 4 warps makes
+
+
+def torch_silu_oai_backward(dout: Tensor, x: Tensor) -> Tensor:
+    y = x.clamp(max=LIMIT)
+    sig = torch.sigmoid(ALPHA * y)
+    return (dout * (sig + ALPHA * (y * sig) * (1 - sig))).where(~(x > LIMIT), 0)
+
+
+TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": torch.ops.aten.gelu_backward,
+    "relu": lambda dout, x: torch.ops.aten.threshold_backward(dout, x, 0),
+    "relu2": lambda dout, x: 2 * F.relu(x) * dout,
+    "silu_oai": torch_silu_oai_backward,
+    "up_oai": lambda dout, x: dout.where(~(x.abs() > LIMIT), 0),
+    "identity": lambda dout, x: dout,
+}
+
+
+# reference
+def glu_reference(z, activation, interleaved):
+    return get_activation(activation)(z, interleaved)
+
+
+def glu_backward_reference(dout, z, activation, interleaved):
+    act = get_activation(activation)
+    if not act.gated:
+        return TORCH_GRADIENTS[act.base](dout, z)
+    gate, up = split_parts(z, interleaved)
+    dgate = TORCH_GRADIENTS[act.base](dout * act.torch_up(up), gate)
+    dup = TORCH_GRADIENTS[act.up](dout * act.torch_fn(gate), up)
+    return join_parts(dgate, dup, interleaved)
+
+
+# kernel
+@jit_kernel
+def glu_kernel(
+    z_ptr,  # (R, parts * I)
+    out_ptr,  # (R, I)
+    R,
+    I,  # noqa: E741
+    z_strides,  # row, channel, from gate to up
+    ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    i = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)).to(tl.int64)[None, :]
+    mask = (r < R) & (i < I)
+    z_ptrs = z_ptr + r * z_strides[0] + i * z_strides[1]
+    out = ACTIVATION(tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32))[0]
+    if UP is not None:
+        out *= UP(tl.load(z_ptrs + z_strides[2], mask=mask, other=0.0).to(tl.float32))[0]
+    tl.store(out_ptr + r * I + i, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit_kernel
+def glu_backward_kernel(
+    dout_ptr,  # (R, I)
+    z_ptr,  # (R, parts * I)
+    dz_ptr,  # (R, parts * I)
+    R,
+    I,  # noqa: E741
+    dout_strides,  # row, channel
+    z_strides,  # row, channel, from gate to up
+    dz_strides,  # the same
+    ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    i = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)).to(tl.int64)[None, :]
+    mask = (r < R) & (i < I)
+    z_ptrs = z_ptr + r * z_strides[0] + i * z_strides[1]
+    dz_ptrs = dz_ptr + r * dz_strides[0] + i * dz_strides[1]
+    dout = tl.load(dout_ptr + r * dout_strides[0] + i * dout_strides[1], mask=mask, other=0.0).to(tl.float32)
+    value, slope = ACTIVATION(tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32))
+    if UP is not None:
+        up, up_slope = UP(tl.load(z_ptrs + z_strides[2], mask=mask, other=0.0).to(tl.float32))
+        tl.store(dz_ptrs + dz_strides[2], (dout * value * up_slope).to(dz_ptr.dtype.element_ty), mask=mask)
+        slope *= up
+    tl.store(dz_ptrs, (dout * slope).to(dz_ptr.dtype.element_ty), mask=mask)
+
+
+# launcher
+def new_glu(z, activation, interleaved):
+    check_shape("z", z, "R", "parts * I")
+    check_float(z=z)
+    act = get_activation(activation)
+    if interleaved and not act.gated:
+        raise ValueError(f"interleaved is set but {activation} has no gate to interleave")
+    if z.shape[1] % act.parts:
+        raise ValueError(f"z has {z.shape[1]} columns but {activation} needs pairs of gate and up")
+    return z.new_empty(z.shape[0], z.shape[1] // act.parts)
+
+
+def new_glu_backward(dout, z, activation, interleaved):
+    check_shape("dout", dout, "R", "I")
+    check_float(z=z, dout=dout)
+    check_device(z=z, dout=dout)
+    rows, channels = new_glu(z, activation, interleaved).shape
+    check_size("dout is (R={}, I)", dout.shape[0], "z is (R={}, parts * I)", rows)
+    check_size("dout is (R, I={})", dout.shape[1], f"z with {activation} gives I={{}}", channels)
+    return z.new_empty(z.shape)
+
+
+def channel_strides(z: Tensor, channels: int, interleaved: bool) -> tuple[int, int, int]:
+    """From one row, one channel, and a channel's gate to its up, to the next."""
+    row, column = z.stride()
+    return (row, 2 * column, column) if interleaved else (row, column, channels * column)
+
+
+def tile(rows: int, channels: int) -> tuple[tuple[int, int], dict]:
+    """The grid, and the launch arguments that say a program's share."""
+    block_i = min(512, next_power_of_2(channels))
+    block_r = min(TILE // block_i, next_power_of_2(rows))
+    return (cdiv(rows, block_r), cdiv(channels, block_i)), {
+        "BLOCK_R": block_r,
+        "BLOCK_I": block_i,
+    }
+
+
+@takes(*TRITON_DTYPES)
+def launch_glu(out, z, activation, interleaved):
+    act, (rows, channels) = get_activation(activation), out.shape
+    grid, blocks = tile(rows, channels)
+    strides = channel_strides(z, channels, interleaved)
+    glu_kernel[grid](z, out, rows, channels, strides, **act.triton_fns, **blocks)
+
+
+@takes(*TRITON_DTYPES)
+def launch_glu_backward(dz, dout, z, activation, interleaved):
+    act, (rows, channels) = get_activation(activation), dout.shape
+    grid, blocks = tile(rows, channels)
+    z_strides, dz_strides = (channel_strides(t, channels, interleaved) for t in (z, dz))
+    glu_backward_kernel[grid](
+        dout, z, dz, rows, channels, dout.stride(), z_strides, dz_strides, **act.triton_fns, **blocks
+    )  # fmt: skip
+
+
+@takes(*HOST_DTYPES)
+def launch_glu_host(out, z, activation, interleaved):
+    act = get_activation(activation)
+    ext.glu(array(z), array(out), act.base, act.gated, interleaved, num_threads())
+
+
+@takes(*HOST_DTYPES)
+def launch_glu_backward_host(dz, dout, z, activation, interleaved):
+    act = get_activation(activation)
+    ext.glu_backward(array(dout), array(z), array(dz), act.base, act.gated, interleaved, num_threads())
+
+
+# op
+def save_glu(ctx, inputs, output):
+    z, ctx.activation, ctx.interleaved = inputs
+    ctx.save_for_backward(z)
+
+
+def backward_glu(ctx, dout):
+    (z,) = ctx.saved_tensors
+    return glu_backward_op(dout, z, ctx.activation, ctx.interleaved), None, None
+
+
+glu_op = define_op(
+    "glu(Tensor z, str activation, bool interleaved) -> Tensor",
+    new=new_glu,
+    reference=glu_reference,
+    triton=launch_glu,
+    host=host(launch_glu_host),
+    save=save_glu,
+    backward=backward_glu,
+)
+glu_backward_op = define_op(
+    "glu_backward(Tensor dout, Tensor z, str activation, bool interleaved) -> Tensor",
+    new=new_glu_backward,
+    reference=glu_backward_reference,
+    triton=launch_glu_backward,
+    host=host(launch_glu_backward_host),
+)
+
+
+# public
+def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
+    """Apply an expert's activation to `z` (R, parts * I); returns (R, I) in the dtype of `z`.
+
+    swiglu, geglu, reglu (Shazeer 2020, arXiv 2002.05202) and swiglu_oai, gpt-oss's clamped SwiGLU, whose
+    formula is in `activations.py`, are gated: parts is 2, the first I columns of `z` are the gate and the
+    others up, or they take turns with `interleaved`.  silu, gelu, relu and relu2 are not: parts is 1.
+    Computed in float32 (float64 for float64); differentiable; strides are free.
+
+    Raises ValueError for an unknown activation, an odd number of columns for a gated one, or `interleaved`
+    for one that is not gated, TypeError for a dtype that is not floating.
+    """
+    return glu_op(z, activation, interleaved)

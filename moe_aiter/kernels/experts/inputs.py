@@ -1,0 +1,183 @@
+"""The inputs of the experts as one thing, and the checks on them that every backend needs."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...op import once
+from ..base.activations import get_activation
+from ..base.check import (
+    check_device,
+    check_float,
+    check_index,
+    check_own_memory,
+    check_plan_values,
+    check_shape,
+    check_size,
+    check_sizes,
+    check_tensor,
+)
+from ..grouped.gmm import BLOCK
+
+
+class ExpertInputs(NamedTuple):
+    """What the experts need to know, and the arguments of `expert_loop_op`, in order.
+
+    x and the weights share a dtype, float32, bfloat16, float16 or float64; the weights may have any strides.
+    `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z (R, parts * I) is for the backward
+    pass alone, and has no rows without `save_z`.  Differentiable in the first six; a frozen one costs
+    nothing.  A weight with a main gradient, of its shape and any floating dtype, has its gradient added
+    there; autograd gets None.
+    """
+
+    x: Tensor  # (T, H)
+    gate_up: Tensor  # (E, parts * I, H)
+    gate_up_bias: Tensor | None  # (E, parts * I)
+    down: Tensor  # (E, H, I)
+    down_bias: Tensor | None  # (E, H)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    save_z: bool
+    gate_up_main_grad: Tensor | None = None  # (E, parts * I, H)
+    down_main_grad: Tensor | None = None  # (E, H, I)
+
+
+NUM_INPUTS = len(ExpertInputs._fields)  # of an op whose arguments begin with them
+
+
+def needs_grad(i: ExpertInputs) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in i[:6])
+
+
+@once
+def check_experts(i: ExpertInputs) -> None:
+    """Raise ValueError for shapes or devices that do not fit, TypeError for dtypes, naming both sides."""
+    check_shapes(i)
+    check_kinds(i)
+
+
+def check_memory(row_chunks: int | None, recompute: str) -> None:
+    """Raise unless these say how to trade time for memory; see `expert_mlp`."""
+    if row_chunks is not None:
+        check_sizes(row_chunks=row_chunks)
+    if recompute not in ("none", "z"):
+        raise ValueError(f"unknown recompute {recompute!r}; known: none, z")
+
+
+def check_expert_values(*inputs) -> None:
+    """Raise ValueError for a plan that contradicts itself; this synchronises."""
+    i = ExpertInputs(*inputs)
+    check_plan_values(i.order.shape[0], i.group_sizes, i.order, i.rank)
+
+
+def check_shapes(i: ExpertInputs) -> None:
+    for name, axes in (("x", "T H"), ("gate_up", "E parts*I H"), ("down", "E H I"), ("order", "R"),
+                       ("rank", "T k"), ("routing_weights", "T k"), ("group_sizes", "E")):  # fmt: skip
+        check_shape(name, getattr(i, name), *axes.split())
+    (T, H), (E, width, _), parts = i.x.shape, i.gate_up.shape, get_activation(i.activation).parts
+    check_size("x is (T, H={})", H, "gate_up is (E, parts*I, H={})", i.gate_up.shape[2])
+    check_size("x is (T, H={})", H, "down is (E, H={}, I)", i.down.shape[1])
+    check_size("gate_up is (E={}, parts*I, H)", E, "down is (E={}, H, I)", i.down.shape[0])
+    check_size("gate_up is (E={}, parts*I, H)", E, "group_sizes is (E={},)", i.group_sizes.shape[0])
+    check_size(
+        "gate_up is (E, parts*I={}, H)",
+        width,
+        f"{i.activation} and down ask for {{}}",
+        parts * i.down.shape[2],
+    )
+    check_sizes(k=i.rank.shape[1])
+    check_size("x is (T={}, H)", T, "rank is (T={}, k)", i.rank.shape[0])
+    check_size("order is (R={},)", i.order.shape[0], "rank (T, k) holds {} choices", i.rank.numel())
+    for name, shape in (
+        ("routing_weights", i.rank.shape),
+        ("gate_up_bias", (E, width)),
+        ("down_bias", (E, H)),
+    ):
+        given = getattr(i, name)
+        if given is None:
+            continue
+        check_tensor(name, given)
+        if given.shape != shape:
+            raise ValueError(f"{name} is {tuple(given.shape)} but must be {tuple(shape)}")
+
+
+def check_kinds(i: ExpertInputs) -> None:
+    check_float(x=i.x, gate_up=i.gate_up, down=i.down)
+    if i.interleaved and not get_activation(i.activation).gated:
+        raise ValueError(f"interleaved=True, but {i.activation} has no gate")
+    for name in ("gate_up", "down"):
+        check_main_grad(f"{name}_main_grad", getattr(i, f"{name}_main_grad"), getattr(i, name).shape, i.x)
+    for name in ("routing_weights", "gate_up_bias", "down_bias"):
+        if getattr(i, name) is not None:
+            check_float(**{name: getattr(i, name)})
+    check_index(order=i.order, rank=i.rank, group_sizes=i.group_sizes)
+    check_device(**{name: t for name, t in i._asdict().items() if isinstance(t, Tensor)})
+
+
+def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple, x: Tensor) -> None:
+    """Raise unless the gradient of a weight of that shape, from the device of `x`, can be added to it."""
+    if main_grad is None:
+        return
+    check_tensor(name, main_grad)
+    if main_grad.shape != shape:
+        raise ValueError(f"{name} is {tuple(main_grad.shape)} but must be {tuple(shape)}")
+    if not main_grad.is_floating_point():
+        raise TypeError(f"{name} must be floating, not {main_grad.dtype}")
+    check_own_memory(name, main_grad)
+    check_device(x=x, **{name: main_grad})
+
+
+# How much of the rows of Y, forward, and of dX, backward, is in memory at a time.
+#
+# R = T * k rows of H columns are the largest tensor of many a step, and live only from a product to the sum
+# of each token's rows.  In chunks of columns they take less, but each chunk reads the product's rows of I
+# or 2I columns again, and is some launches more.  So: as few chunks as keep these rows from setting the
+# peak.  What a step needs besides, above its inputs, where it needs most:
+#
+#     forward   O + Z + A                   + rows of Y
+#     backward  O + dZ + dWdown + s * A                       dZ in the memory of Z
+#               O + dZ + dWdown + dX        + rows of dX
+#               O + dZ + dWdown + dX + dWgate_up
+#
+# The rows may lift the highest of these by an eighth.  With T 24576, H 1536, I 256, E 128, k 8 it is the
+# last, 624 MiB; Y or dX in one piece are 576, and would lift it to 1008; in 2 and 3 chunks to 648.
+
+
+SLACK = 8  # the rows may lift the peak by a part in so many
+MOST = 4  # chunks: more cost more time than their memory is worth
+
+
+def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
+    """The most bytes for the rows of Y and for those of dX, for as many chunks as asked, or by the rule.
+
+    Without gradients, the rows may take as much as if there were all of them: what a layer's training
+    fits in is enough.  Sizes that a compiler does not know are compared by `max` alone, which it can record.
+    """
+    (T, H), (_, width, _), R, size = i.x.shape, i.gate_up.shape, i.order.shape[0], i.x.element_size()
+
+    def in_chunks(n: int) -> int:
+        return -(-H // (n * BLOCK)) * BLOCK * R * size
+
+    if row_chunks is not None:
+        return in_chunks(row_chunks), in_chunks(row_chunks)
+    trained = needs_grad(i)
+
+    def wanted(t: Tensor) -> bool:
+        return t.requires_grad or not trained
+
+    def gradient(t: Tensor, main_grad: Tensor | None = None) -> int:
+        return t.numel() * size if wanted(t) and main_grad is None else 0
+
+    out, z, a = T * H * size, R * width * size, R * i.down.shape[2] * size
+    forward = out + a + (z if i.save_z else 0)
+    early = out + z + gradient(i.down, i.down_main_grad)
+    late = early + gradient(i.x)
+    rest = max(forward, early + (a if wanted(i.down) else 0))
+    rest = max(rest, late + gradient(i.gate_up, i.gate_up_main_grad))
+    limit = rest + rest // SLACK
+    return max(limit - forward, in_chunks(MOST)), max(limit - late, in_chunks(MOST))

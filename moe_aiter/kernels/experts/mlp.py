@@ -1,0 +1,189 @@
+"""The experts of a MoE layer as one function of the tokens: up, activation, down, weighted sum.
+
+    out[t] = sum over j of s[t, j] * (down[e] @ f(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])
+
+where e is token t's choice j.
+
+On a GPU all experts' products of one kind together; on the CPU one op that takes expert by expert from end to
+end, while its rows are in the cache.
+"""
+
+from torch import Tensor
+
+from ...op import IMPLS, define_op, pick, saved_tensors, takes
+from .. import hopper
+from ..base.check import check_plan
+from ..base.tile import TILE_DTYPES
+from ..grouped.gmm import launch_gmm_unpermute
+from .cpu import ARGUMENTS, expert_loop_op, expert_loop_reference
+from .down import down_gradients, expert_down_op
+from .fp8 import ALL, check_fp8, experts_fp8_op
+from .inputs import (
+    NUM_INPUTS,
+    ExpertInputs,
+    check_expert_values,
+    check_experts,
+    check_memory,
+    needs_grad,
+    row_bytes,
+)
+from .up import expert_up_op, expert_z_op, up_gradients
+
+# Both projections of the experts as one autograd node, which keeps nothing but its inputs.
+#
+# The backward pass makes z again, writes dz over it, and then is that of `expert_down` and of `expert_up`.
+
+
+# launcher
+
+
+@takes(*TILE_DTYPES)
+def launch_expert_both(out, *inputs):
+    *inputs, bytes_of_y, _ = inputs
+    i = ExpertInputs(*inputs)
+    routing = i.order, i.rank, i.group_sizes
+    _, a = expert_up_op(i.x, i.gate_up, i.gate_up_bias, *routing, i.activation, i.interleaved, False, 0, None)
+    way_home = i.order, i.rank, i.routing_weights, bytes_of_y
+    launch_gmm_unpermute(out, a, i.down.mT, i.group_sizes, i.down_bias, *way_home)
+
+
+# op
+
+
+def save_expert_both(ctx, inputs, output):
+    # a main gradient is not saved: another backward pass may change it first
+    ctx.save_for_backward(*inputs[:9])
+    ctx.others, ctx.x_shape = inputs[9:], inputs[0].shape
+
+
+def backward_expert_both(ctx, dout):
+    *others, _, bytes_of_dx = ctx.others
+    i = ExpertInputs(*saved_tensors(ctx), *others)
+    needs = ExpertInputs(*ctx.needs_input_grad[:NUM_INPUTS])
+    routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
+    z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
+    saved = z, i.down, i.down_bias, i.routing_weights, *routing
+    needs_down = needs.down, needs.down_bias
+    dz, ddown, ddown_bias, ds = down_gradients(needs_down, True, dout, saved, *act, i.down_main_grad)
+    del z, saved  # where dz is not in its memory
+    bias_dtype = None if i.gate_up_bias is None else i.gate_up_bias.dtype
+    rest = bias_dtype, bytes_of_dx, i.gate_up_main_grad
+    dx, dgate_up, dbias = up_gradients(needs[:3], dz, i.x, i.gate_up, *routing, *rest)
+    return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 10
+
+
+expert_both_op = define_op(
+    f"expert_both({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad, SymInt bytes_of_y, "
+    "SymInt bytes_of_dx) -> Tensor",
+    new=lambda x, *_: x.new_empty(x.shape),
+    check_values=lambda *inputs: check_expert_values(*inputs[:NUM_INPUTS]),
+    reference=lambda *inputs: expert_loop_reference(*inputs[:NUM_INPUTS])[0],
+    triton=launch_expert_both,
+    save=save_expert_both,
+    backward=backward_expert_both,
+)
+
+
+def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
+    """Every expert's up-projection, then every expert's down-projection.
+
+    They are two nodes if z is saved, so that it can be freed, or become dz, when the first has run backward.
+    """
+    routing = i.order, i.rank, i.group_sizes
+    act = i.activation, i.interleaved
+    bytes_of_y, bytes_of_dx = row_bytes(i, row_chunks)
+    if not i.save_z:
+        return expert_both_op(*i, bytes_of_y, bytes_of_dx)
+    up = i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z, bytes_of_dx, i.gate_up_main_grad
+    z, a = expert_up_op(*up)
+    down = i.down, i.down_bias, i.routing_weights
+    # nobody else gets z, so backward may spend it
+    return expert_down_op(a, z, *down, *routing, *act, True, bytes_of_y, i.down_main_grad)
+
+
+def by_expert(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
+    """One expert from end to end, then the next; there are no rows of Y or dX, only of one expert."""
+    return expert_loop_op(*i)[0]
+
+
+def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
+    return by_layer(i, row_chunks)
+
+
+def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
+    """What backward wants x for, z again and the gradient of gate_up, takes 8-bit rows in some recipes."""
+    wants_x = needs_grad(i) and (i.gate_up.requires_grad or not i.save_z)
+    save_x8 = fp8.endswith(ALL) and wants_x
+    return experts_fp8_op(*i, *row_bytes(i, row_chunks), i.x.requires_grad, save_x8, fp8)[0]
+
+
+by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES
+by_layer_on_hopper.fits = lambda x: hopper.is_hopper(x.device)
+IMPLS["expert_mlp"] = {
+    "hopper": by_layer_on_hopper,
+    "triton": by_layer,
+    "host": by_expert,
+    "torch": by_expert,
+}
+
+
+def expert_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing_weights: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_main_grad: Tensor | None = None,
+    down_main_grad: Tensor | None = None,
+    row_chunks: int | None = None,
+    recompute: str = "none",
+    fp8: str | None = None,
+) -> Tensor:
+    """Send each token through its experts and add up what they give, weighted.
+
+    x: (T, H), float32, bfloat16, float16 or, on the slow reference path, float64.
+    gate_up: (E, 2I, H) for a gated activation, gate rows first (or gate and up in turn if `interleaved`);
+        (E, I, H) for a plain one.  down: (E, H, I).  Dtype of x, any strides.
+    routing_weights: (T, k), any floating dtype; used in float32.
+    plan: order (T * k,), rank (T, k) and group_sizes (E,), as `make_plan` or `sort_by_expert` give them.
+    activation: swiglu, swiglu_oai, geglu, reglu, silu, gelu, relu or relu2.
+    gate_up_bias: (E, 2I or I), down_bias: (E, H), any floating dtype.
+    gate_up_main_grad, down_main_grad: shaped like the weights, any floating dtype, usually float32.  Where
+        given, backward adds the weight's gradient there, and autograd gets None for that weight.
+    row_chunks: the rows of the output before they are summed up, (R, H), are the largest tensor of many a
+        step, as are those of dx; on a GPU they are made in so many chunks of columns, as far as there are
+        256 columns for each.  More take less memory and more time.  None: as few as keep the rows from
+        setting the peak of a training step by more than an eighth.
+    recompute: "none", or "z" to keep x and the routing alone, without z (R, 2I), and compute z again in the
+        backward pass, which has the same results to the bit.  A step then multiplies two ninths more (a sixth
+        for a plain activation): gate_up is 4 of its 18 products of T * k * H * I numbers.  The peak of one
+        layer is lower in the forward pass alone; what falls is the sum over layers.
+
+    fp8: "e4m3" or "e5m2", the format of gradients: products are sums of 8-bit floats with scales of rows,
+        but for the weights' gradients, 3 of 9 units; with "_all" after it these too (`tgmm_fp8`).  An H200
+        multiplies them for H a multiple of 256 and I of 64; elsewhere their numbers get the dtype of x.
+
+    Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
+    gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless
+    recomputed; with `fp8` beside z a float32 for each column of the weights, with "_all" x in 8 bits alone.
+
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
+    ValueError for a plan that contradicts itself.
+    Source: the formula of Shazeer et al. 2017, arXiv 1701.06538; data flow as in SonicMoE, arXiv 2512.14080.
+    """
+    check_plan(plan)
+    differentiable = x, gate_up, gate_up_bias, down, down_bias, routing_weights
+    main_grads = gate_up_main_grad, down_main_grad
+    inputs = ExpertInputs(*differentiable, *plan, activation, interleaved, False, *main_grads)
+    check_experts(inputs)
+    check_memory(row_chunks, recompute)
+    check_fp8(fp8)
+    inputs = inputs._replace(save_z=recompute == "none" and needs_grad(inputs))
+    if fp8 is not None:
+        return in_8_bits(inputs, row_chunks, fp8)
+    return pick("expert_mlp", x)(inputs, row_chunks)

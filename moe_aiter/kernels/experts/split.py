@@ -1,0 +1,150 @@
+"""Experts whose gate and up are weights of their own, as in torchtitan and in many checkpoints.
+
+The kernels take both as one, (E, 2I, H), so the two have to be copied.  A backward pass that kept the copy
+would keep the weights of all layers, which FSDP frees between the passes; so it is made again there.
+"""
+
+import torch
+from torch import Tensor
+
+from ...op import define_op, pick
+from ..base.check import check_device, check_plan, check_plan_values, check_shape, check_tensor
+from ..grouped.tgmm import tgmm_accumulate
+from .down import expert_down_op
+from .inputs import ExpertInputs, check_experts, check_main_grad, needs_grad, row_bytes
+from .mlp import expert_mlp
+from .up import new_expert_up, up_gradients
+
+ACTIVATION = "swiglu", False  # whether gate and up come in turn
+
+
+def joined(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """(E, 2I, H): gate rows first, cast and copied at once."""
+    E, width, H = gate.shape
+    both = gate.new_empty(E, 2 * width, H, dtype=dtype)
+    both[:, :width].copy_(gate)
+    both[:, width:].copy_(up)
+    return both
+
+
+def shape_of_joined(gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `joined` is like, without the memory."""
+    return gate[:, :1].to(dtype).expand(-1, 2 * gate.shape[1], -1)
+
+
+# launcher
+
+
+def new_expert_up_split(x, gate, up, order, rank, group_sizes, *_):
+    return new_expert_up(
+        x, shape_of_joined(gate, x.dtype), None, order, rank, group_sizes, *ACTIVATION, True, None
+    )
+
+
+def launch_expert_up_split(out, x, gate, up, *rest):
+    *routing, row_bytes, _, _ = rest
+    inputs = x, joined(gate, up, x.dtype), None, *routing, *ACTIVATION, True, row_bytes, None
+    pick("expert_up", *inputs)(out, *inputs)
+
+
+# op
+
+
+def save_expert_up_split(ctx, inputs, output):
+    *tensors, row_bytes, gate_main_grad, up_main_grad = inputs
+    # main gradients are not saved as tensors: other backward passes may add to them first
+    ctx.rest = row_bytes, gate_main_grad, up_main_grad
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def backward_expert_up_split(ctx, dz, da):
+    # da is always None, as in expert_up
+    x, gate, up, order, rank, group_sizes = ctx.saved_tensors
+    row_bytes, *main_grads = ctx.rest
+    routing = order, rank, group_sizes
+    needs_x, *wanted = ctx.needs_input_grad[:3]
+    width = gate.shape[1]
+    for part, main_grad in enumerate(main_grads):
+        if wanted[part] and main_grad is not None:
+            half = dz[:, part * width : (part + 1) * width]  # (R, I)
+            tgmm_accumulate(main_grad.mT, x, half, group_sizes, order, rank.shape[1])
+            wanted[part] = False
+    needs = needs_x, any(wanted), False
+    dx, dgate_up, _ = up_gradients(needs, dz, x, joined(gate, up, x.dtype), *routing, None, row_bytes, None)
+    dgate = dgate_up[:, :width].to(gate.dtype) if wanted[0] else None
+    dup = dgate_up[:, width:].to(up.dtype) if wanted[1] else None
+    return dx, dgate, dup, *[None] * 6
+
+
+expert_up_split_op = define_op(
+    "expert_up_split(Tensor x, Tensor gate, Tensor up, Tensor order, Tensor rank, Tensor group_sizes, "
+    "SymInt row_bytes, Tensor? gate_main_grad, Tensor? up_main_grad) -> (Tensor, Tensor)",
+    new=new_expert_up_split,
+    check_values=lambda x, gate, up, order, rank, group_sizes, *_: check_plan_values(
+        len(order), group_sizes, order, rank
+    ),
+    torch=launch_expert_up_split,  # of any kind: expert_up picks its own
+    save=save_expert_up_split,
+    backward=backward_expert_up_split,
+)
+
+# public
+
+
+def split_expert_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    routing_weights: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
+    *,
+    gate_main_grad: Tensor | None = None,
+    up_main_grad: Tensor | None = None,
+    down_main_grad: Tensor | None = None,
+) -> Tensor:
+    """`expert_mlp` of SwiGLU experts whose first weight is in two parts.
+
+        out[t] = sum over j of s[t, j] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))
+
+    where e is token t's choice j.
+
+    x: (T, H), float32, bfloat16, float16 or, on the slow reference path, float64.
+    gate, up: (E, I, H), down: (E, H, I); any floating dtype, multiplied in that of x; any strides.
+    routing_weights: (T, k), any floating dtype; used in float32.
+    plan: order (T * k,), rank (T, k) and group_sizes (E,), as `make_plan` or `sort_by_expert` give them.
+    gate_main_grad, up_main_grad, down_main_grad: shaped like the weights, any floating dtype.  Where given,
+        backward adds the weight's gradient there, and autograd gets None for that weight.
+
+    Returns (T, H) in the dtype of x.  Differentiable in the first five; a gradient that nobody asks for is
+    not computed.  Kept for backward: x, the routing, z (T * k, 2I), and gate and up as they are given: each
+    direction copies them into one, which is freed when that has been multiplied.
+
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, as `expert_mlp` does.
+    Source: the formula of Shazeer et al. 2017, arXiv 1701.06538, with the gate of Shazeer 2020, 2002.05202.
+    """
+    check_plan(plan)
+    check_tensor("x", x)
+    weights = {"gate": gate, "up": up, "down": down}
+    for name, weight in weights.items():
+        check_shape(name, weight, "E", *("HI" if name == "down" else "IH"))
+        if not weight.is_floating_point():
+            raise TypeError(f"{name} must be floating, not {weight.dtype}")
+    if gate.shape != up.shape:
+        raise ValueError(f"gate is (E, I, H) = {tuple(gate.shape)} but up is {tuple(up.shape)}")
+    check_device(x=x, **weights)
+    main_grads = {"gate_main_grad": gate_main_grad, "up_main_grad": up_main_grad}
+    for name, main_grad in main_grads.items():
+        check_main_grad(name, main_grad, gate.shape, x)
+    down, like_joined = down.to(x.dtype), shape_of_joined(gate, x.dtype)
+    i = ExpertInputs(x, like_joined, None, down, None, routing_weights, *plan, *ACTIVATION, True)
+    i = i._replace(down_main_grad=down_main_grad)
+    check_experts(i)
+    if not (needs_grad(i) or up.requires_grad and torch.is_grad_enabled()):
+        return expert_mlp(x, joined(gate, up, x.dtype), down, routing_weights, plan)
+    bytes_of_y, bytes_of_dx = row_bytes(i, None)
+    z, a = expert_up_split_op(x, gate, up, *plan, bytes_of_dx, *main_grads.values())
+    # nobody else gets z, so backward may spend it
+    act = *ACTIVATION, True
+    return expert_down_op(a, z, down, None, routing_weights, *plan, *act, bytes_of_y, down_main_grad)

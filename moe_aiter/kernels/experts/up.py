@@ -1,0 +1,264 @@
+"""The up-projection of the experts, which gathers its rows and applies the activation.
+
+
+    z[r] = gate_up[e] @ x[order[r] // top_k] + bias[e]
+    a[r] = f(gate of z[r]) * h(up of z[r])                or f(z[r]) for a plain activation
+
+for each row r of each expert e.  Only x, z and the routing are kept for the backward pass:
+
+    dx         each token's rows of dz @ gate_up[e], summed
+    dgate_up   dz[s:e].T @ the rows of x, for each expert's rows [s, e)
+    dbias      dz[s:e].sum(0)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from ... import tuning
+from ...op import define_op, saved_tensors, takes
+from .. import hopper
+from ..base.activations import get_activation
+from ..base.check import check_float, check_groups, check_plan_values, check_shape, check_size, take_rows
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import (
+    TILE_DTYPES,
+    at_least_16,
+    dense,
+    halves,
+    locate,
+    multiply,
+    row_tiles,
+    swizzle,
+    tile_options,
+)
+from ..grouped.gmm import gmm_reference, gmm_unpermute_op
+from ..grouped.tgmm import weight_gradient
+from ..rows.sums import group_sum
+
+EPILOGUE_N = tl.constexpr(32)  # columns whose activation fits in registers beside the rest
+
+# reference
+
+
+def expert_up_reference(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_):
+    rows = take_rows(x, order, rank.shape[1])
+    z = gmm_reference(rows, gate_up.mT, group_sizes, bias)
+    a = get_activation(activation)(z, interleaved)
+    return (z if save_z else z[:0]), a
+
+
+# kernel
+
+
+@jit_kernel
+def expert_up_kernel(
+    x_ptr,  # (T, K)
+    w_ptr,  # (G, parts * N, K)
+    bias_ptr,  # (G, parts * N) or None
+    z_ptr,  # (M, parts * N), contiguous, or None
+    a_ptr,  # (M, N), contiguous, or None
+    order_ptr,  # (M,)
+    group_sizes_ptr,  # (G,)
+    M,
+    N,
+    K,
+    G,
+    top_k,
+    tiles_m,
+    x_strides,  # t, k
+    w_strides,  # g, n, k
+    bias_strides,  # g, n
+    ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    GATED: tl.constexpr = UP is not None
+    # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    x_stride_t, x_stride_k = x_strides
+    w_stride_g, w_stride_n, w_stride_k = w_strides
+    tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, WIDTH), GROUP_M, NUM_DIES)
+    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    if group > G:
+        return
+    m = row + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    n, column = tile_columns(tile_n, N, GATED, INTERLEAVED, BLOCK_N)
+
+    token = tl.maximum(tl.load(order_ptr + m, mask=m < row_end, other=0), 0) // top_k
+    x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
+    w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
+    w_ptrs = w_base + tl.where(n < N, column, 0).to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
+    z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
+        bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
+        z += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
+    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
+    z = multiply(z, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+
+    m, row_mask = m.to(tl.int64)[:, None], (m < row_end)[:, None]
+    if z_ptr is not None:
+        z_ptrs = z_ptr + m * (2 * N if GATED else N) + column[None, :]
+        tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
+    if a_ptr is not None:
+        gate, up = split_parts(z, INTERLEAVED) if GATED else (z, None)
+        store_activation(gate, up, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION, UP)
+
+
+@triton.jit
+def store_activation(gate, up, m, row_mask, first, N, a_ptr, ACTIVATION: tl.constexpr, UP: tl.constexpr):
+    """Write f(gate) * h(up), or f(gate) without an up, a few columns at a time to spare registers."""
+    WIDTH: tl.constexpr = gate.shape[1]
+    if WIDTH > EPILOGUE_N:
+        half: tl.constexpr = WIDTH // 2
+        left, right = halves(gate)
+        up_left, up_right = (None, None) if up is None else halves(up)
+        store_activation(left, up_left, m, row_mask, first, N, a_ptr, ACTIVATION, UP)
+        store_activation(right, up_right, m, row_mask, first + half, N, a_ptr, ACTIVATION, UP)
+    else:
+        n = first + tl.arange(0, WIDTH)
+        a = ACTIVATION(gate)[0]
+        if UP is not None:
+            a *= UP(up)[0]
+        tl.store(a_ptr + m * N + n[None, :], a.to(a_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
+
+
+@triton.jit
+def tile_columns(tile_n, N, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The channel and the column of z for each of a tile's BLOCK_N columns."""
+    j = tl.arange(0, BLOCK_N)
+    if not GATED:
+        n = tile_n * BLOCK_N + j
+        return n, n
+    if INTERLEAVED:
+        column = tile_n * BLOCK_N + j
+        return column // 2, column
+    half: tl.constexpr = BLOCK_N // 2
+    n = tile_n * half + j % half
+    return n, tl.where(j < half, n, N + n)
+
+
+@triton.jit
+def split_parts(z, INTERLEAVED: tl.constexpr):
+    """Gate and up of a tile of z whose columns are those of `tile_columns`."""
+    if INTERLEAVED:
+        return tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))
+    return halves(z)
+
+
+# launcher
+
+
+def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *rest):
+    check_shape("x", x, "T", "H")
+    check_shape("gate_up", gate_up, "E", "parts * I", "H")
+    parts = get_activation(activation).parts
+    (T, H), (E, width, w_H), R = x.shape, gate_up.shape, order.shape[0]
+    check_size("x is (T, H={})", H, "gate_up is (E, parts * I, H={})", w_H)
+    check_size("rank is (T={}, k)", rank.shape[0], "x is (T={}, H)", T)
+    if width % parts:
+        raise ValueError(f"gate_up is (E, {width}, H), but {activation} needs a multiple of {parts}")
+    check_float(x=x, gate_up=gate_up)
+    check_groups(group_sizes, x, gate_up=gate_up, bias=bias, order=order, rank=rank, main_grad=rest[-1])
+    check_size("group_sizes is ({},)", group_sizes.shape[0], "gate_up is (E={}, parts * I, H)", E)
+    if bias is not None and bias.shape != (E, width):
+        raise ValueError(f"gate_up_bias must be (E={E}, {width}), but it has shape {tuple(bias.shape)}")
+    return x.new_empty(R if save_z else 0, width), x.new_empty(R, width // parts)
+
+
+@takes(*TILE_DTYPES)
+def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_):
+    z, a = out
+    (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
+    N = width // act.parts
+    order, group_sizes = dense(order, group_sizes)
+    config = tuning.lookup("up", x.dtype, R, act.parts * N, K, E)
+    if not act.gated:  # an adapter's rank is less than a tile
+        config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
+    tiles_m = row_tiles(R, E, config.block_m)
+    tiles_n = cdiv(N, config.block_n // act.parts)
+    expert_up_kernel[(tiles_m * tiles_n,)](
+        x, gate_up, bias, z if save_z else None, a, order, group_sizes, R, N, K, E, rank.shape[1], tiles_m,
+        x.stride(), gate_up.stride(), (0, 0) if bias is None else bias.stride(),
+        **act.triton_fns, INTERLEAVED=interleaved,
+        BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+    )  # fmt: skip
+
+
+def z_alone(launch: Callable) -> Callable:
+    """The launcher without a."""
+
+    @functools.wraps(launch)  # and what it takes and fits
+    def run(z, *inputs):
+        launch((z, None), *inputs, True)
+
+    return run
+
+
+# op
+
+
+def save_expert_up(ctx, inputs, output):
+    x, gate_up, bias, order, rank, group_sizes, *_, row_bytes, main_grad = inputs
+    ctx.x_shape = x.shape
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, gate_up, order, rank, group_sizes)
+    # the main gradient is not saved as a tensor: other backward passes may add to it first
+    ctx.rest = None if bias is None else bias.dtype, row_bytes, main_grad
+    ctx.set_materialize_grads(False)
+
+
+def backward_expert_up(ctx, dz, da):
+    # da is always None: expert_down takes a as a hint, and gives the whole gradient to z
+    needs = ctx.needs_input_grad[:3]
+    return *up_gradients(needs, dz, *saved_tensors(ctx), *ctx.rest), *[None] * 8
+
+
+def up_gradients(
+    needs, dz, x, gate_up, order, rank, group_sizes, bias_dtype, row_bytes, main_grad,
+    of_weight=weight_gradient,
+) -> tuple:  # fmt: skip
+    """Those of x, gate_up and bias, as needed; what takes most memory comes last.  `of_weight` is the product
+    for gate_up."""
+    dx = dw = dbias = None
+    if needs[0]:
+        dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes)
+    if needs[2]:
+        dbias = group_sum(dz, group_sizes).to(bias_dtype)
+    if needs[1]:
+        main_grad = None if main_grad is None else main_grad.mT
+        dw = of_weight(gate_up.mT, main_grad, x, dz, group_sizes, order, rank.shape[1])
+        dw = None if dw is None else dw.mT
+    return dx, dw, dbias
+
+
+expert_up_op = define_op(
+    "expert_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
+    "str activation, bool interleaved, bool save_z, SymInt row_bytes, Tensor? main_grad) "
+    "-> (Tensor, Tensor)",
+    new=new_expert_up,
+    check_values=lambda x, gate_up, bias, order, rank, group_sizes, *_: check_plan_values(
+        len(order), group_sizes, order, rank
+    ),
+    reference=expert_up_reference,
+    triton=launch_expert_up,
+    hopper=hopper.launch_expert_up,
+    backward=backward_expert_up,
+    save=save_expert_up,
+)
+expert_z_op = define_op(
+    "expert_z(Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
+    "str activation, bool interleaved) -> Tensor",
+    new=lambda *inputs: inputs[0].new_empty(inputs[3].shape[0], inputs[1].shape[1]),
+    reference=lambda *inputs: expert_up_reference(*inputs, True)[0],
+    triton=z_alone(launch_expert_up),
+    hopper=z_alone(hopper.launch_expert_up),
+)

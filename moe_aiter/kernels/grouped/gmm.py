@@ -1,0 +1,324 @@
+"""Grouped matmul: `out[s:e] = lhs[s:e] @ rhs[g] + bias[g]` for each group g, whose rows are [s, e).
+
+M rows, G groups, K in, N out.
+Shapes say the maths; strides say the layout.  `w.mT` is a valid `rhs`.
+"""
+
+import torch
+from torch import Tensor
+
+from ...op import define_inplace_op, define_op, takes
+from ...tuning.aiter_json import tile_of
+from .. import hopper
+from ..base.check import (
+    FLOATS,
+    check_device,
+    check_existing,
+    check_flags,
+    check_float,
+    check_groups,
+    check_own_memory,
+    check_plan_values,
+    check_shape,
+    check_size,
+    oriented,
+    result_dtype,
+    split_groups,
+    wide,
+)
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl
+from ..base.tile import TILE_DTYPES, given_or_found, locate, multiply, row_tiles, swizzle, tile_options, walk
+from ..rows.permute import check_plan, launch_unpermute, unpermute_reference
+from ..rows.sums import group_sum
+from .tgmm import fill_gmm, fill_gmm_into, weight_and_bias_gradient, weight_gradient
+
+# reference
+
+
+def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
+    dtype = dtype or lhs.dtype
+    product = torch.promote_types(lhs.dtype, dtype)  # rounded once, to what is asked for
+    *rows, rest = split_groups(lhs, group_sizes)
+    out = [r.to(product) @ rhs[g].to(product) for g, r in enumerate(rows)]
+    if bias is not None:
+        out = [(wide(o) + bias[g]).to(dtype) for g, o in enumerate(out)]
+    return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), rhs.shape[2], dtype=dtype)])
+
+
+# kernel
+
+
+@jit_kernel
+def gmm_kernel(
+    x_ptr,  # (M, K)
+    w_ptr,  # (G, K, N)
+    bias_ptr,  # (G, N) or None
+    out_ptr,  # (M, N)
+    group_sizes_ptr,  # (G,)
+    M,
+    N,
+    K,
+    G,
+    tiles_m,
+    x_strides,  # m, k
+    w_strides,  # g, k, n
+    bias_strides,  # g, n
+    out_strides,  # m, n
+    ZERO_REST: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    x_stride_m, x_stride_k = x_strides
+    w_stride_g, w_stride_k, w_stride_n = w_strides
+    first = tl.program_id(0)
+    end = tiles_m * tl.cdiv(N, BLOCK_N) if PERSISTENT else first + 1
+    for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
+        tile_m, tile_n = swizzle(tile, tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
+        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+        if group < G + ZERO_REST:
+            m = row + tl.arange(0, BLOCK_M)
+            n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            k = tl.arange(0, BLOCK_K)
+            # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+            m_read = tl.where(m < row_end, m, row).to(tl.int64)
+            n_read = n % N
+
+            x_ptrs = x_ptr + m_read[:, None] * x_stride_m + k[None, :] * x_stride_k
+            w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
+            w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
+                bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
+                acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
+            depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
+            acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+            out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_strides[0] + n[None, :] * out_strides[1]
+            mask = (m < row_end)[:, None] & (n < N)[None, :]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# launcher
+
+
+def check_gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
+    check_shape("lhs", lhs, "M", "K")
+    check_shape("rhs", rhs, "G", "K", "N")
+    G, K, N = rhs.shape
+    check_size("lhs is (M, K={})", lhs.shape[1], "rhs is (G, K={}, N)", K)
+    check_float(lhs=lhs, rhs=rhs)
+    check_groups(group_sizes, lhs, "lhs", rhs=rhs, bias=bias)
+    check_size("group_sizes is ({},)", group_sizes.shape[0], "rhs is (G={}, K, N)", G)
+    if bias is not None and (bias.shape != (G, N) or bias.dtype not in FLOATS):
+        raise ValueError(f"bias must be floating (G={G}, N={N}), but it is {bias.dtype} {tuple(bias.shape)}")
+
+
+def new_gmm(lhs, rhs, group_sizes, bias, dtype, tile, programs):
+    check_gmm(lhs, rhs, group_sizes, bias)
+    return lhs.new_empty(lhs.shape[0], rhs.shape[2], dtype=dtype)
+
+
+def check_gmm_into(out, lhs, rhs, group_sizes, bias, tile, programs):
+    check_gmm(lhs, rhs, group_sizes, bias)
+    expected = lhs.shape[0], rhs.shape[2]
+    if out.shape != expected or out.dtype not in FLOATS:
+        raise ValueError(
+            f"existing_out must be floating (M, N) = {tuple(expected)}, "
+            f"but it is {out.dtype} {tuple(out.shape)}"
+        )
+    check_device(lhs=lhs, existing_out=out)
+    check_own_memory("existing_out", out)
+
+
+@takes(*TILE_DTYPES)
+def launch_gmm(
+    out, x, w, group_sizes, bias, dtype=None, tile=(), programs=0, zero_rest=True
+):  # fmt: skip
+    (M, N), (G, K, _) = out.shape, w.shape
+    config, amd = given_or_found(tile, "gmm", x.dtype, M, N, K, G)
+    tiles_m = row_tiles(M, G, config.block_m)
+    grid, persistent = walk(tiles_m * cdiv(N, config.block_n), programs, x)
+    gmm_kernel[grid](
+        x, w, bias, out, group_sizes.contiguous(), M, N, K, G, tiles_m,
+        x.stride(), w.stride(), (0, 0) if bias is None else bias.stride(), out.stride(),
+        ZERO_REST=zero_rest, PERSISTENT=persistent,
+        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config, amd),
+    )  # fmt: skip
+
+
+@takes(*TILE_DTYPES)
+def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs):
+    launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)
+
+
+# op
+
+
+def save_gmm(ctx, inputs, output):
+    lhs, rhs, group_sizes, bias, *_ = inputs
+    ctx.save_for_backward(lhs, rhs, group_sizes)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def backward_gmm(ctx, dout):
+    lhs, rhs, group_sizes = ctx.saved_tensors
+    dlhs = drhs = dbias = None
+    need_lhs, need_rhs, _, need_bias, *others = ctx.needs_input_grad
+    dout = dout.to(lhs.dtype)
+    if need_lhs:
+        dlhs = gmm_op(dout, rhs.mT, group_sizes, None)
+    if need_rhs and need_bias:
+        drhs, dbias = weight_and_bias_gradient(rhs, lhs, dout, group_sizes)
+    elif need_rhs:
+        drhs = weight_gradient(rhs, None, lhs, dout, group_sizes)
+    elif need_bias:
+        dbias = group_sum(dout, group_sizes)
+    dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
+    return dlhs, drhs, None, dbias, *(None for _ in others)
+
+
+def check_gmm_values(lhs, rhs, group_sizes, *_):
+    check_plan_values(len(lhs), group_sizes)
+
+
+gmm_op = define_op(
+    "gmm(Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
+    "ScalarType? dtype=None, int[] tile=[], int programs=0) -> Tensor",
+    new=new_gmm,
+    reference=gmm_reference,
+    torch=fill_gmm,
+    check_values=check_gmm_values,
+    triton=launch_gmm,
+    hopper=hopper.launch_gmm,
+    backward=backward_gmm,
+    save=save_gmm,
+)
+gmm_into_op = define_inplace_op(
+    "gmm_into(Tensor(a!) existing_out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
+    "int[] tile=[], int programs=0) -> ()",
+    check=check_gmm_into,
+    check_values=lambda out, *inputs: check_gmm_values(*inputs),
+    reference=fill_gmm_into,
+    triton=launch_gmm_into,
+    hopper=hopper.launch_gmm_into,
+)
+
+
+# public
+
+
+def gmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    bias: Tensor | None = None,
+    preferred_element_type: torch.dtype | None = None,
+    existing_out: Tensor | None = None,
+    work_stealing: bool = False,
+    config: dict[str, int] | None = None,
+    grid_dim: int | None = None,
+    trans_rhs: bool | None = None,
+) -> Tensor:
+    """Multiply each group of rows of `lhs` (M, K) by its own matrix of `rhs` (G, K, N); returns (M, N).
+
+    group_sizes: (G,) int32 or int64, the rows of each group, in order; they stay on the device.  Sizes that
+        are negative or reach past M are clamped.
+    bias: (G, N) of any floating dtype, added in float32 before the one rounding.
+    preferred_element_type: dtype of the result; that of `lhs` unless given, float32 included.
+    existing_out: (M, N), written instead of a fresh tensor, and returned.  Rows past the last group keep what
+        they hold; in a fresh result they are zeros.
+    work_stealing: a hint that is accepted and changes nothing, neither results nor speed.  In AITER programs
+        then take tiles as they come free; here each has its own, as without it.
+    config: block sizes as `get_config` returns them, for the Triton kernel, which then runs.  What is left
+        out is chosen by shape.
+    grid_dim: run as so many programs, each of which takes tiles in turn, say to leave room for other kernels.
+    trans_rhs: whether `rhs` is (G, N, K).  Unless given it is where only that fits: a square `rhs` is (G, K,
+        N).  Strides are free either way.
+
+    `lhs` and `rhs` share a dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless
+    there is an `existing_out`, whose result is not recorded.
+
+    Raises ValueError for shapes, devices or block sizes that do not fit and for an `existing_out` that shares
+    memory with an operand, TypeError for dtypes, before anything is written; with MOE_AITER_DEBUG=1 also
+    ValueError for group sizes that are negative or sum to more than M.
+    """
+    check_shape("lhs", lhs, "M", "K")
+    check_shape("rhs", rhs, "G", "K", "N")
+    check_flags(work_stealing=work_stealing)
+    rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], trans_rhs)
+    (M, K), (G, _, N) = lhs.shape, rhs.shape
+    tile, programs = tile_of("gmm", config, (M, K, N, G), lhs.dtype, grid_dim)
+    if existing_out is None:
+        dtype = result_dtype(preferred_element_type, lhs)
+        return gmm_op(lhs, rhs, group_sizes, bias, dtype, tile, programs)
+    check_existing(existing_out, preferred_element_type)
+    with torch.no_grad():
+        gmm_into_op(existing_out, lhs, rhs, group_sizes, bias, tile, programs)
+    return existing_out
+
+
+# Grouped matmul whose rows go home: forward the experts' second product, backward the gradient of x.
+#
+#     out[t] = sum over j of s[t, j] * rows[rank[t, j]],   rows[s:e] = x[s:e] @ w[g] + bias[g]
+#
+# R rows, K in, N out.  The rows (R, N) live only between the product and the sum, a chunk of their columns
+# at a time.
+
+
+BLOCK = 256  # columns of the widest tile: chunks are multiples, so that no tile is wasted
+
+# reference
+
+
+def gmm_unpermute_reference(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes):
+    return unpermute_reference(gmm_reference(x, w, group_sizes, bias), order, rank, routing_weights)
+
+
+# launcher
+
+
+def new_gmm_unpermute(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes):
+    check_shape("x", x, "R", "K")
+    check_shape("w", w, "G", "K", "N")
+    check_float(x=x, w=w)
+    check_plan(x, order, rank, routing_weights)
+    check_size("x is (R={}, K)", x.shape[0], "order is (R={},)", order.shape[0])
+    return x.new_empty(rank.shape[0], w.shape[2])
+
+
+def column_chunks(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
+    """Even chunks of columns, as few as have `most_bytes` at most, or one block of columns each."""
+    blocks = max(-(-columns // BLOCK), 1)
+    fit = max(most_bytes // (BLOCK * column_bytes), 1)
+    width = -(-blocks // -(-blocks // fit)) * BLOCK
+    return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
+
+
+@takes(*TILE_DTYPES)
+def launch_gmm_unpermute(out, x, w, group_sizes, bias, order, rank, routing_weights, row_bytes):
+    for n in column_chunks(out.shape[1], x.shape[0] * x.element_size(), row_bytes):
+        # one expression: a chunk of rows is gone before the next one comes
+        launch_unpermute(
+            out[:, n],
+            gmm_op(x, w[:, :, n], group_sizes, None if bias is None else bias[:, n]),
+            order, rank, routing_weights,
+        )  # fmt: skip
+
+
+# op
+
+
+gmm_unpermute_op = define_op(
+    "gmm_unpermute(Tensor x, Tensor w, Tensor group_sizes, Tensor? bias, Tensor order, Tensor rank, "
+    "Tensor? routing_weights, SymInt row_bytes) -> Tensor",
+    new=new_gmm_unpermute,
+    reference=gmm_unpermute_reference,
+    triton=launch_gmm_unpermute,
+)

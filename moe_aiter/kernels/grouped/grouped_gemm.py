@@ -1,0 +1,197 @@
+"""Every token times the matrices of the experts that it chose.
+
+    s[t, j] = x[t] @ w[expert_ids[t, j]] + bias[expert_ids[t, j]]       the products of the k slots of a token
+    out[t]  = sum over j of routing_weights[t, j] * s[t, j]             or all of them
+
+T tokens, k slots, E experts, K in, N out.  Rows are sorted by expert, multiplied, and come home.
+"""
+
+import torch
+from torch import Tensor
+
+from ...op import INTEGERS, define_op, takes
+from ..base.check import (
+    FLOATS,
+    check_device,
+    check_float,
+    check_index,
+    check_plan_values,
+    check_shape,
+    check_size,
+    check_tensor,
+    sum_dtype,
+)
+from ..base.host import HOST_DTYPES, host
+from ..rows.permute import (
+    TRITON_DTYPES,
+    check_plan,
+    launch_permute,
+    launch_permute_host,
+    permute,
+    permute_reference,
+    unpermute,
+)
+from ..rows.sort import sort_by_expert
+from .gmm import gmm_op
+
+# reference
+
+
+def slots_of(x: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` (T, k, K) and `rank` (T, k) as tokens and their ranks; slots that are one and the same stay one."""
+    if x.stride(1) == 0:
+        return x[:, 0], rank
+    return x.flatten(0, 1), rank.reshape(-1, 1)
+
+
+def permute_slots_reference(x, order, rank):
+    tokens, rank = slots_of(x, rank)
+    return permute_reference(tokens, order, rank, None)
+
+
+# launcher
+
+
+def new_permute_slots(x, order, rank):
+    check_shape("x", x, "T", "k", "K")
+    check_float(x=x)
+    check_plan(x, order, rank)
+    return x.new_empty(order.shape[0], x.shape[2])
+
+
+@takes(*TRITON_DTYPES)
+def launch_permute_slots(out, x, order, rank):
+    tokens, rank = slots_of(x, rank)
+    launch_permute(out, tokens, order, rank, None)
+
+
+@takes(*HOST_DTYPES)
+def launch_permute_slots_host(out, x, order, rank):
+    tokens, rank = slots_of(x, rank)
+    launch_permute_host(out, tokens, order, rank, None)
+
+
+# op
+
+
+def save_permute_slots(ctx, inputs, output):
+    x, order, rank = inputs
+    ctx.save_for_backward(order, rank)
+
+
+def backward_permute_slots(ctx, dout):
+    order, rank = ctx.saved_tensors
+    dx = unpermute(dout, order, rank.reshape(-1, 1))
+    return dx.view(*rank.shape, dout.shape[1]), None, None
+
+
+permute_slots_op = define_op(
+    "permute_slots(Tensor x, Tensor order, Tensor rank) -> Tensor",
+    new=new_permute_slots,
+    check_values=lambda x, order, rank: check_plan_values(len(order), order=order, rank=rank),
+    reference=permute_slots_reference,
+    triton=launch_permute_slots,
+    host=host(launch_permute_slots_host),
+    save=save_permute_slots,
+    backward=backward_permute_slots,
+)
+
+
+# public
+
+
+def grouped_gemm(
+    input: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    topk: int | None = None,
+    *,
+    routing_weights: Tensor | None = None,
+    reduce: str | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply each token by the weights of its experts; the result keeps the leading axes of `input`.
+
+    input: (T, K), a token for all of its slots, whose products are added up: (T, N) is returned.  Or (T, k,
+        K), a row for each slot, which are kept apart: (T, k, N).  `x.unsqueeze(1).expand(-1, k, -1)` is not
+        copied.
+    weights: (E, K, N), any strides.
+    expert_ids: (T, k), int32 or int64; also (T,) for one expert each, or (T * topk,).  The same expert twice
+        counts twice.  A negative id drops a slot, which is zeros, adds nothing and gets no gradient.
+    topk: k, where the shape of `expert_ids` does not say it; if it does, the same number.
+    routing_weights: (T, k), any floating dtype.  Products are multiplied by them in float32.
+    reduce: "sum" or "none", whatever the shape of `input`.
+    bias: (E, N), any floating dtype, added to each product.
+    out_dtype: dtype of the result; that of `input` unless given.
+
+    Sums are kept in float32, over j = 0..k-1 in this order, and rounded once.  Differentiable in input,
+    weights, bias and routing_weights; an expert without tokens gets a gradient of zeros.
+
+    Raises ValueError for shapes, devices and `reduce`, TypeError for dtypes, before anything is launched;
+    with MOE_AITER_DEBUG=1 also ValueError for an id of E or more.
+    Source: AITER's documentation names it and does not have it.
+    """
+    ids, reduce = check_inputs(input, weights, expert_ids, topk, reduce)
+    check_options(input, weights, ids, routing_weights, bias, out_dtype)
+    order, rank, group_sizes = sort_by_expert(ids, weights.shape[0])
+    x = permute(input, order, rank) if input.dim() == 2 else permute_slots_op(input, order, rank)
+    out_dtype = out_dtype or input.dtype
+    finished = routing_weights is None and (reduce == "none" or ids.shape[1] == 1)
+    rows = gmm_op(x, weights, group_sizes, bias, out_dtype if finished else sum_dtype(x))
+    if reduce == "sum":
+        return unpermute(rows, order, rank, routing_weights).to(out_dtype)
+    if routing_weights is not None:
+        routing_weights = routing_weights.reshape(-1, 1)
+    out = unpermute(rows, order, rank.reshape(-1, 1), routing_weights)
+    return out.view(*ids.shape, weights.shape[2]).to(out_dtype)
+
+
+def check_inputs(
+    input: Tensor, weights: Tensor, expert_ids: Tensor, topk: int | None, reduce: str | None
+) -> tuple[Tensor, str]:
+    """The ids as (T, k), and whether slots are summed."""
+    for name, x in (("input", input), ("expert_ids", expert_ids)):
+        check_tensor(name, x)
+    check_shape("weights", weights, "E", "K", "N")
+    if input.dim() not in (2, 3):
+        raise ValueError(f"input must be (T, K) or (T, k, K), but it has shape {tuple(input.shape)}")
+    check_index(expert_ids=expert_ids)
+    ids = expert_ids
+    if topk is not None and (not isinstance(topk, INTEGERS) or topk < 1):
+        raise ValueError(f"topk must be an int of at least 1, not {topk!r}")
+    if ids.dim() == 1 and (topk is None or ids.shape[0] % topk == 0):
+        ids = ids.view(-1, topk or 1) if ids.is_contiguous() else ids.reshape(-1, topk or 1)
+    check_shape("expert_ids", ids, "T", "k")
+    if topk is not None:
+        check_size("topk is {}", topk, "expert_ids is (T, k={})", ids.shape[1])
+    check_size("input is (T={}, ...)", input.shape[0], "expert_ids is (T={}, k)", ids.shape[0])
+    if input.dim() == 3:
+        check_size("input is (T, k={}, K)", input.shape[1], "expert_ids is (T, k={})", ids.shape[1])
+    check_size("input is (..., K={})", input.shape[-1], "weights is (E, K={}, N)", weights.shape[1])
+    if reduce not in (None, "sum", "none"):
+        raise ValueError(f"reduce must be 'sum', 'none' or None, not {reduce!r}")
+    return ids, reduce or ("sum" if input.dim() == 2 else "none")
+
+
+def check_options(
+    input: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    routing_weights: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    check_float(input=input, weights=weights)
+    expected = {"routing_weights": (routing_weights, "(T, k)", tuple(ids.shape))}
+    expected["bias"] = bias, "(E, N)", (weights.shape[0], weights.shape[2])
+    for name, (x, axes, shape) in expected.items():
+        if x is not None:
+            check_tensor(name, x)
+            if x.shape != shape:
+                raise ValueError(f"{name} must be {axes} = {shape}, but it has shape {tuple(x.shape)}")
+            if x.dtype not in FLOATS:
+                raise TypeError(f"{name} must be floating, not {x.dtype}")
+    check_device(input=input, weights=weights, expert_ids=ids, routing_weights=routing_weights, bias=bias)
+    if out_dtype not in (None, *FLOATS):
+        raise TypeError(f"out_dtype must be a floating dtype, not {out_dtype}")

@@ -1,0 +1,160 @@
+"""Transposed grouped matmul by AITER's names: `tgmm` with (K, M) operands, into a tensor that is there.
+
+    out[g] = lhs[:, s:e] @ rhs[s:e]
+
+for each group g, whose rows are [s, e).  M rows, G groups; the sum runs over the rows.
+"""
+
+import torch
+from torch import Tensor
+
+from ...tuning.aiter_json import tile_of
+from ..base.check import (
+    FLOATS,
+    check_device,
+    check_existing,
+    check_flags,
+    check_float,
+    check_groups,
+    check_own_memory,
+    check_shape,
+    check_size,
+    oriented,
+    result_dtype,
+)
+from ..rows.sums import group_sum
+from .tgmm import tgmm_into_op
+
+
+def ptgmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    bias_grad: Tensor | None = None,
+    preferred_element_type: torch.dtype | None = None,
+    existing_out: Tensor | None = None,
+    accumulate: bool = False,
+    config: dict[str, int] | None = None,
+    grid_dim: int | None = None,
+    trans_lhs: bool | None = None,
+    bias_grad_from: str = "lhs",
+) -> Tensor:
+    """Multiply each group's columns of `lhs` (K, M) by its rows of `rhs` (M, N); returns (G, K, N).
+
+    The gradient of a grouped matmul's weights, by a persistent kernel: programs take tile after tile.
+
+    group_sizes: (G,) int32 or int64, the rows of each group, in order.  Rows past their sum are not read; a
+        group without rows gives exact zeros.
+    bias_grad: (G, K) float32, always overwritten with the sum of each group's columns of `lhs`; or (G, N),
+        with that of its rows of `rhs`, if `bias_grad_from` is "rhs".  For a layer y = x @ w + b with weights
+        (G, in, out), `ptgmm(x.T, dy, ..., bias_grad_from="rhs")` has both gradients; for weights (G, out,
+        in), as in nn.Linear, `ptgmm(dy.T, x, ...)`.
+    preferred_element_type: dtype of the result; that of `lhs` unless given, float32 included.
+    existing_out: (G, K, N), written instead of a fresh tensor, and returned.
+    accumulate: add to `existing_out`, with one rounding; it can be float32 for 16-bit operands.
+    config: block sizes as `get_config` returns them, for the Triton kernel, which then runs.
+    grid_dim: run as so many programs.
+    trans_lhs: whether `lhs` is (M, K).  Unless given it is where only that fits: a square `lhs` is (K, M).
+        Strides are free either way.
+
+    `lhs` and `rhs` share a dtype; sums are kept in float32.  No gradients are recorded.
+
+    Raises ValueError for shapes, devices or block sizes that do not fit, for `accumulate` without an
+    `existing_out` and for results that share memory with an operand or with each other, TypeError for
+    dtypes, before anything is written.
+    """
+    how = preferred_element_type, existing_out, accumulate, config, grid_dim, trans_lhs
+    return transposed("ptgmm", lhs, rhs, group_sizes, bias_grad, bias_grad_from, *how)
+
+
+def nptgmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    bias_grad: Tensor | None = None,
+    preferred_element_type: torch.dtype | None = None,
+    existing_out: Tensor | None = None,
+    accumulate: bool = False,
+    config: dict[str, int] | None = None,
+    trans_lhs: bool | None = None,
+    bias_grad_from: str = "lhs",
+) -> Tensor:
+    """`ptgmm`, by a program for each tile.
+
+    With the same block sizes the same bits.  Where the Hopper kernel runs, which is persistent, both are one.
+    """
+    how = preferred_element_type, existing_out, accumulate, config, None, trans_lhs
+    return transposed("nptgmm", lhs, rhs, group_sizes, bias_grad, bias_grad_from, *how)
+
+
+def transposed(
+    variant: str,
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    bias_grad: Tensor | None,
+    bias_grad_from: str,
+    preferred: torch.dtype | None,
+    existing_out: Tensor | None,
+    accumulate: bool,
+    config: dict[str, int] | None,
+    grid_dim: int | None,
+    trans_lhs: bool | None,
+) -> Tensor:
+    check_shape("lhs", lhs, "K", "M")
+    check_shape("rhs", rhs, "M", "N")
+    lhs = oriented("trans_lhs", lhs, -1, rhs.shape[0], trans_lhs)
+    check_size("lhs is (K, M={})", lhs.shape[1], "rhs is (M={}, N)", rhs.shape[0])
+    check_float(lhs=lhs, rhs=rhs)
+    check_groups(group_sizes, lhs, "lhs", rhs=rhs)
+    (K, M), N, G = lhs.shape, rhs.shape[1], group_sizes.shape[0]
+    of_rhs = check_bias_grad(bias_grad, bias_grad_from, lhs, (G, K), (G, N))
+    check_flags(accumulate=accumulate)
+    if accumulate and existing_out is None:
+        raise ValueError("accumulate=True adds to an existing_out, but there is none")
+    if existing_out is None:
+        out = lhs.new_empty(G, K, N, dtype=result_dtype(preferred, lhs))
+    else:
+        out = existing_out
+        check_out(out, preferred, lhs, (G, K, N))
+    tile, programs = tile_of(variant, config, (M, K, N, G), lhs.dtype, grid_dim, accumulate)
+    with torch.no_grad():
+        sums = (bias_grad, of_rhs, tile, programs)
+        tgmm_into_op(out, lhs.mT, rhs, group_sizes, None, 1, bool(accumulate), *sums)
+        if bias_grad is not None and not out.numel():  # then nothing was launched
+            bias_grad.copy_(group_sum(rhs if of_rhs else lhs.mT, group_sizes))
+    return out
+
+
+def check_out(
+    out: Tensor, preferred: torch.dtype | None, lhs: Tensor, expected: tuple[int, int, int]
+) -> None:
+    check_existing(out, preferred)
+    if out.shape != expected or out.dtype not in FLOATS:
+        raise ValueError(
+            f"existing_out must be floating (G, K, N) = {expected}, but it is {out.dtype} {tuple(out.shape)}"
+        )
+    check_device(lhs=lhs, existing_out=out)
+    check_own_memory("existing_out", out)
+
+
+def check_bias_grad(
+    bias_grad: Tensor | None, source: str, lhs: Tensor, of_lhs: tuple[int, int], of_rhs: tuple[int, int]
+) -> bool:
+    """Whether it is summed over the rows of rhs.  Raises unless a given one can hold the sums."""
+    if source not in ("lhs", "rhs"):
+        raise ValueError(f"bias_grad_from must be 'lhs' or 'rhs', not {source!r}")
+    if bias_grad is not None:
+        axes, expected = ("(G, K)", of_lhs) if source == "lhs" else ("(G, N)", of_rhs)
+        check_shape("bias_grad", bias_grad, *axes[1:-1].split(", "))
+        if bias_grad.dtype != torch.float32:
+            raise TypeError(f"bias_grad must be torch.float32, not {bias_grad.dtype}")
+        if bias_grad.shape != expected:
+            raise ValueError(
+                f"bias_grad must be {axes} = {tuple(expected)}, but it has shape {tuple(bias_grad.shape)}"
+            )
+        check_device(lhs=lhs, bias_grad=bias_grad)
+        check_own_memory("bias_grad", bias_grad)
+    return source == "rhs"

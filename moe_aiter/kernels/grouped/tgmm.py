@@ -1,0 +1,430 @@
+"""Transposed grouped matmul, the gradient of a grouped matmul's weights.
+
+    out[g] = x[s:e].T @ y[s:e]
+
+for each group g, whose rows are [s, e).  With `order`, row r of x stands for row order[r] // top_k.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...op import define_inplace_op, define_op, is_transformed, takes
+from .. import hopper
+from ..base.check import (
+    FLOATS,
+    check_float,
+    check_groups,
+    check_own_memory,
+    check_plan_values,
+    check_rows,
+    check_shape,
+    group_ends,
+    split_groups,
+    sum_dtype,
+    take_rows,
+)
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import (
+    TILE_DTYPES,
+    add_columns,
+    dense,
+    given_or_found,
+    group_rows,
+    swizzle,
+    tile_options,
+    walk,
+)
+from ..rows.sums import group_sum_reference, launch_group_sum, sum_rows
+
+# Grouped products by torch, a group after another, each into its place: what runs on a CPU.
+#
+# With one dtype for all, that of the result too, torch's product reads operands as they are, sums in
+# float32 and rounds once.  Where dtypes differ it has no such product, nor under torch.func's vmap: there
+# all are widened first.
+
+
+def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
+    """`out = x @ y + plus`, which may be a row, or `out` itself; of one dtype."""
+    if x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) > x.shape[1]:
+        # torch 2.13 reads past such rows on CPUs with AMX and multiplies by 0, which leaves NaN
+        x = x.contiguous()
+    torch.mm(x, y, out=out) if plus is None else torch.addmm(plus, x, y, out=out)
+
+
+def multiply_wide(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
+    """The same of several dtypes, or of what vmap makes of tensors."""
+    x, y = widened(out, x, y)
+    out.copy_(x @ y if plus is None else torch.addmm(plus.to(x.dtype), x, y))
+
+
+def widened(out: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(sum_dtype(x), out.dtype)
+    return x.to(wide), y.to(wide)
+
+
+def chosen(out: Tensor, x: Tensor, plus: Tensor | None) -> Callable:
+    same = {x.dtype, out.dtype if plus is None else plus.dtype} == {out.dtype}
+    return multiply if same and not is_transformed() else multiply_wide
+
+
+def fill_gmm(out, lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0, zero_rest=True):
+    product, ends = chosen(out, lhs, bias), group_ends(group_sizes, len(lhs))
+    *outs, rest = out.tensor_split(ends)
+    biases = [None] * len(ends) if bias is None else bias.unbind()
+    for o, x, w, b in zip(outs, lhs.tensor_split(ends), rhs.unbind(), biases, strict=False):
+        if len(x):
+            product(o, x, w, b)
+    if zero_rest:
+        rest.zero_()
+
+
+def fill_gmm_into(out, lhs, rhs, group_sizes, bias, tile, programs):
+    fill_gmm(out, lhs, rhs, group_sizes, bias, zero_rest=False)
+
+
+def fill_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False):
+    x = take_rows(x, order, top_k)
+    x, y = (y, x) if columns_first else (x, y)
+    if x.dtype != out.dtype:  # all groups at once, whose float32 result is then written in place
+        x, y = widened(out, x, y)
+    product, ends = chosen(out, x, None), group_ends(group_sizes, len(x))
+    for o, a, b in zip(out.unbind(), x.tensor_split(ends), y.tensor_split(ends), strict=False):
+        if len(a):
+            product(o, a.T, b, o if accumulate else None)
+        elif not accumulate:
+            o.zero_()
+
+
+def fill_tgmm_sums(outs, x, y, group_sizes, columns_first):
+    out, sums = outs
+    fill_tgmm(out, x, y, group_sizes, None, 1, columns_first)
+    sums.copy_(group_sum_reference(y, group_sizes, None, 1, None))
+
+
+def fill_tgmm_into(
+    out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
+):  # fmt: skip
+    fill_tgmm(out, x, y, group_sizes, order, top_k, False, accumulate)
+    if sums is not None:
+        summed = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
+        sums.copy_(group_sum_reference(*summed, None))
+
+
+# reference
+
+
+def tgmm_reference(x, y, group_sizes, order, top_k, columns_first):
+    x = take_rows(x, order, top_k)
+    x, y = (y, x) if columns_first else (x, y)
+    pairs = zip(split_groups(x, group_sizes)[:-1], split_groups(y, group_sizes)[:-1], strict=True)
+    return (
+        torch.stack([a.T @ b for a, b in pairs])
+        if len(group_sizes)
+        else x.new_zeros(0, x.shape[1], y.shape[1])
+    )
+
+
+def tgmm_sums_reference(x, y, group_sizes, columns_first):
+    return (
+        tgmm_reference(x, y, group_sizes, None, 1, columns_first),
+        group_sum_reference(y, group_sizes, None, 1, None),
+    )
+
+
+# kernel
+
+
+@triton.jit
+def load_source(order_ptr, m, end, TOP_K: tl.constexpr):
+    """The row to read for each of the rows m; for a dropped row, which no group should count, the first."""
+    return m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0) // TOP_K
+
+
+@triton.jit
+def add_some(
+    acc,  # (BLOCK_M, BLOCK_N)
+    m,  # (BLOCK_K,), of which [row, row_end) count
+    row,
+    row_end,
+    x_ptrs,  # (1, BLOCK_M), of row 0
+    y_ptrs,  # (1, BLOCK_N), of row 0
+    order_ptr,
+    strides,  # m of x and of y
+    TOP_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x.T @ y over a block of rows that is not all of this group."""
+    mask = ((m >= row) & (m < row_end))[:, None]
+    source = load_source(order_ptr, m, row_end, TOP_K)
+    x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * strides[0], mask=mask, other=0.0)
+    y = tl.load(y_ptrs + m[:, None] * strides[1], mask=mask, other=0.0)
+    return tl.dot(x.T, y, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def multiply_rows(
+    acc,  # (BLOCK_M, BLOCK_N)
+    x_ptrs,  # (1, BLOCK_M), of row 0
+    y_ptrs,  # (1, BLOCK_N), of row 0
+    order_ptr,
+    row,
+    row_end,
+    x_stride_m,
+    y_stride_m,
+    TOP_K: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable."""
+    begin = row
+    if ROWS_LAST:  # where rows lie side by side they are read 8 at a time, from a multiple of 8 on
+        begin = row // 8 * 8
+        if begin < row:
+            m = begin + tl.arange(0, BLOCK_K)
+            strides = x_stride_m, y_stride_m
+            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+        begin += tl.where(begin < row, BLOCK_K, 0)
+    m = begin + tl.arange(0, BLOCK_K)
+    full_end = begin + tl.maximum(row_end - begin, 0) // BLOCK_K * BLOCK_K
+    y_ptrs_m = y_ptrs + m[:, None] * y_stride_m
+    for _ in range(begin, full_end, BLOCK_K):
+        source = load_source(order_ptr, m, full_end, TOP_K)
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
+        y = tl.load(y_ptrs_m)
+        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        m += BLOCK_K
+        y_ptrs_m += BLOCK_K * y_stride_m
+    if full_end < row_end:
+        strides = x_stride_m, y_stride_m
+        acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+    return acc
+
+
+@jit_kernel
+def tgmm_kernel(
+    x_ptr,  # (M, K), or (T, K) read at order // top_k
+    y_ptr,  # (M, N)
+    order_ptr,  # (M,) or None
+    out_ptr,  # (G, K, N)
+    sums_ptr,  # (G, K) or, of y, (G, N), float32; or None
+    group_sizes_ptr,  # (G,)
+    M,
+    N,
+    K,
+    G,
+    x_strides,  # m, k
+    y_strides,  # m, n
+    out_strides,  # g, k, n
+    sums_strides,  # g, k or n
+    TOP_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SUMS_OF_Y: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
+    tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0)
+    end = G * tiles_k * tiles_n if PERSISTENT else first + 1
+    for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
+        tile_k, tile_n = swizzle(tile, G * tiles_k, tiles_n, GROUP_M, NUM_DIES)
+        group = tile_k // tiles_k
+        row, row_end = group_rows(group, group_sizes_ptr, M, G, BLOCK_G)
+        k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if sums_ptr is not None:
+            sums_base = sums_ptr + group.to(tl.int64) * sums_strides[0]
+            if SUMS_OF_Y:
+                if tile_k % tiles_k == 0:
+                    total = sum_rows(y_ptr, None, None, row, row_end, n, N, 1, y_strides, 16)
+                    tl.store(sums_base + n * sums_strides[1], total, mask=n < N)
+            elif tile_n == 0:
+                total = sum_rows(x_ptr, order_ptr, None, row, row_end, k, K, TOP_K, x_strides, 16)
+                tl.store(sums_base + k * sums_strides[1], total, mask=k < K)
+
+        x_ptrs = x_ptr + (k % K).to(tl.int64)[None, :] * x_strides[1]
+        y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
+        acc = multiply_rows(
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptrs, y_ptrs, order_ptr, row, row_end,
+            x_strides[0], y_strides[0], TOP_K, ROWS_LAST, BLOCK_K, PRECISION,
+        )  # fmt: skip
+
+        out_base = out_ptr + group.to(tl.int64) * out_strides[0]
+        if ACCUMULATE:
+            add_columns(acc, k, tile_n * BLOCK_N, K, N, out_base, out_strides)
+        else:
+            at = k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
+            mask = (k < K)[:, None] & (n < N)[None, :]
+            tl.store(out_base + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# launcher
+
+
+def shape_of_tgmm(x, y, group_sizes, order, top_k, **others: Tensor) -> tuple[int, int, int]:
+    """(G, K, N), once x and y fit the groups, and everything is on one device."""
+    check_shape("y", y, "M", "N")
+    check_rows("x", x, "K", order, top_k, y.shape[0])
+    check_groups(group_sizes, x, y=y, order=order, **others)
+    return group_sizes.shape[0], x.shape[1], y.shape[1]
+
+
+def new_tgmm(x, y, group_sizes, order, top_k, columns_first):
+    G, K, N = shape_of_tgmm(x, y, group_sizes, order, top_k)
+    check_float(x=x, y=y)
+    return x.new_empty(G, N, K) if columns_first else x.new_empty(G, K, N)
+
+
+def new_tgmm_sums(x, y, group_sizes, columns_first):
+    out = new_tgmm(x, y, group_sizes, None, 1, columns_first)
+    return out, y.new_empty(group_sizes.shape[0], y.shape[1], dtype=sum_dtype(y))
+
+
+def check_tgmm_values(x, y, group_sizes, order=None, *_):
+    check_plan_values(len(y), group_sizes, order)
+
+
+def check_tgmm_into(
+    out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
+):  # fmt: skip
+    expected = shape_of_tgmm(x, y, group_sizes, order, top_k, out=out, sums=sums)
+    check_float(x=x, y=y)
+    check_sum("out", out, expected)
+    if sums is not None:
+        expected = expected[0], expected[2 if sums_of_y else 1]
+        if sums.shape != expected or sums.dtype != torch.float32:
+            raise ValueError(
+                f"sums must be float32 (G, {'N' if sums_of_y else 'K'}) = {tuple(expected)}, "
+                f"but it is {sums.dtype} {tuple(sums.shape)}"
+            )
+        check_own_memory("sums", sums)
+
+
+def check_sum(name: str, out: Tensor, expected: tuple[int, int, int]) -> None:
+    """Raise unless the gradient of a weight can be added to `out`."""
+    if out.shape != expected or out.dtype not in FLOATS:
+        raise ValueError(
+            f"{name} must be floating (G, K, N) = {expected}, but it is {out.dtype} {tuple(out.shape)}"
+        )
+    check_own_memory(name, out)
+
+
+@takes(*TILE_DTYPES)
+def launch_tgmm_into(
+    out, x, y, group_sizes, order, top_k,
+    accumulate=True, sums=None, sums_of_y=False, tile=(), programs=0,
+):  # fmt: skip
+    G, K, N = out.shape
+    M = y.shape[0]
+    order, group_sizes = dense(order, group_sizes)
+    if sums is not None and out.numel() == 0:  # there are no tiles, whose programs would sum rows beside them
+        rows = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
+        return launch_group_sum(sums, *rows, None)
+    # the pipeline spends stages on the indices, so gathering has rows of its own
+    op = "tgmm" if order is None else "tgmm_gather"
+    config, amd = given_or_found(tile, op, x.dtype, M, N, K, G)
+    tiles = G * cdiv(K, config.block_m) * cdiv(N, config.block_n)
+    grid, persistent = walk(tiles, programs, x)
+    tgmm_kernel[grid](
+        x, y, order, out, sums, group_sizes, M, N, K, G,
+        x.stride(), y.stride(), out.stride(), (0, 0) if sums is None else sums.stride(),
+        TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
+        ROWS_LAST=x.stride(0) == 1 != x.stride(1), PERSISTENT=persistent,
+        BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
+    )  # fmt: skip
+
+
+@takes(*TILE_DTYPES)
+def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first):
+    launch_tgmm_into(out.mT if columns_first else out, x, y, group_sizes, order, top_k, accumulate=False)
+
+
+@takes(*TILE_DTYPES)
+def launch_tgmm_sums(outs, x, y, group_sizes, columns_first):
+    out, sums = outs
+    out = out.mT if columns_first else out
+    launch_tgmm_into(out, x, y, group_sizes, None, 1, accumulate=False, sums=sums, sums_of_y=True)
+
+
+# op
+
+
+tgmm_op = define_op(
+    "tgmm(Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, bool columns_first) -> Tensor",
+    new=new_tgmm,
+    check_values=check_tgmm_values,
+    reference=tgmm_reference,
+    torch=fill_tgmm,
+    triton=launch_tgmm,
+    hopper=hopper.launch_tgmm,
+)
+tgmm_sums_op = define_op(
+    "tgmm_sums(Tensor x, Tensor y, Tensor group_sizes, bool columns_first) -> (Tensor, Tensor)",
+    new=new_tgmm_sums,
+    check_values=lambda x, y, group_sizes, _: check_tgmm_values(x, y, group_sizes),
+    reference=tgmm_sums_reference,
+    torch=fill_tgmm_sums,
+    triton=launch_tgmm_sums,
+    hopper=hopper.launch_tgmm_sums,
+)
+tgmm_into_op = define_inplace_op(
+    "tgmm_into(Tensor(a!) existing_out, Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, "
+    "bool accumulate=True, Tensor(b!)? bias_grad=None, bool sums_of_y=False, int[] tile=[], int programs=0) "
+    "-> ()",
+    check=check_tgmm_into,
+    check_values=lambda out, *inputs: check_tgmm_values(*inputs),
+    reference=fill_tgmm_into,
+    triton=launch_tgmm_into,
+    hopper=hopper.launch_tgmm_into,
+)
+
+
+# public
+
+
+def tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None, top_k: int = 1) -> Tensor:
+    """`x[s:e].T @ y[s:e]` for each group of rows [s, e): (M, K), (M, N) -> (G, K, N).
+
+    The gradient of `gmm`'s `rhs`.
+
+    With `order` (M,), `x` is (T, K) with M = T * top_k, and row r stands for `x[order[r] // top_k]`: rows are
+    gathered as they are loaded.  A group without rows gives exact zeros.  Not differentiable.
+    Dtypes, strides and errors as in `gmm`.
+    """
+    return tgmm_op(x, y, group_sizes, order, top_k, False)
+
+
+def tgmm_accumulate(
+    out: Tensor, x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None, top_k: int = 1
+) -> None:
+    """Add `tgmm(x, y, ...)` to `out` (G, K, N), of any floating dtype: float32 `main_grad` accumulation."""
+    tgmm_into_op(out, x, y, group_sizes, order, top_k)
+
+
+def weight_gradient(w, main_grad, x, y, group_sizes, order=None, top_k=1) -> Tensor | None:
+    """The gradient of a weight `w` (G, K, N), in the memory layout of `w`, so that autograd need not copy it.
+
+    With a `main_grad` it is added there, and None is returned.
+    """
+    if main_grad is not None:
+        return tgmm_into_op(main_grad, x, y, group_sizes, order, top_k)
+    columns_first = w.stride(1) < w.stride(2)
+    dw = tgmm_op(x, y, group_sizes, order, top_k, columns_first)
+    return dw.mT if columns_first else dw
+
+
+def weight_and_bias_gradient(w, x, y, group_sizes) -> tuple[Tensor, Tensor]:
+    """`weight_gradient` and the sums of the rows of `y`, the gradient of a bias, in float32, in one pass."""
+    columns_first = w.stride(1) < w.stride(2)
+    dw, dbias = tgmm_sums_op(x, y, group_sizes, columns_first)
+    return dw.mT if columns_first else dw, dbias

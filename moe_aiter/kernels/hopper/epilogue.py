@@ -1,0 +1,203 @@
+"""The activations' f and h, with their slopes, for accumulators; see ../activations.py."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...tuning import Config
+from ..base import activations
+from ..base.fp8 import MOST_IMPRECISE
+from ..base.launch import cdiv, tl
+from .gluon import Number, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from .pipeline import blocks, multiply
+
+
+@gluon.jit
+def sigmoid(x):
+    """By the chip's own approximations, good to 2 ulp: exp and a division cost half of an epilogue."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
+        "rcp.approx.ftz.f32 $0, t; }",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def silu(x):
+    """x * sigmoid(x), and its slope."""
+    sig = sigmoid(x)
+    value = x * sig
+    return value, sig + value - value * sig
+
+
+@gluon.jit
+def gauss_and_reciprocal(x, u):
+    """exp(-x^2 / 2) and 1 / u by the chip's own approximations, good to 2 ulp."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t, r; rcp.approx.ftz.f32 r, $3; mul.f32 t, $2, $2; mul.f32 t, t, 0fBF38AA3B; "
+        "ex2.approx.ftz.f32 $0, t; mov.f32 $1, r; }",
+        "=f,=f,f,f",
+        [x, u],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def gelu(x):
+    """x * Phi(x) with the normal distribution Phi, to 2e-7, and its slope.
+
+    One exponential serves Phi and its density.  Formula 7.1.26 of Abramowitz and Stegun.
+    """
+    gauss, t = gauss_and_reciprocal(x, 1 + 0.3275911 * 0.7071067811865476 * gl.abs(x))
+    p = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    tail = 0.5 * p * gauss  # Phi(-|x|)
+    phi = gl.where(x < 0, tail, 1 - tail)
+    return x * phi, phi + x * gauss * 0.3989422804014327
+
+
+@gluon.jit
+def gelu_tanh(x):
+    """x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 * x^3), and its slope."""
+    sig = sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
+    return x * sig, sig + x * sig * (1 - sig) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+
+
+@gluon.jit
+def silu_oai(x):
+    """x * sigmoid(1.702 * x), from x = 7 on a constant, and its slope.  NaN stays NaN."""
+    y = gl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    sig = sigmoid(1.702 * y)
+    value = y * sig
+    return value, gl.where(x > 7.0, 0.0, sig + 1.702 * (value - value * sig))
+
+
+FUNCTIONS = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "silu_oai": silu_oai,
+    **{name: gluon.jit(getattr(activations, name).fn) for name in ("relu", "relu2", "identity", "up_oai")},
+}
+
+
+def kernel_functions(act: activations.Activation) -> dict[str, Callable | None]:
+    """f and h by the names that kernels give them; h is None for a plain activation."""
+    return {"ACTIVATION": FUNCTIONS[act.base], "UP": FUNCTIONS[act.up] if act.gated else None}
+
+
+# Products of 8-bit floats: sums that float32 takes over from the tensor core, and scales.
+
+
+ENOUGH_FOR_BFLOAT16 = 256  # products summed with some 14 bits: a quarter of that dtype's own rounding
+
+
+def span_of(x: Tensor, c: Config, out: Tensor) -> int:
+    """How many stages the tensor core sums before float32 adds: 0, all of them, unless x is 8-bit floats."""
+    if x.itemsize > 1 or x.dtype == torch.int8:
+        return 0
+    most = ENOUGH_FOR_BFLOAT16 if out.dtype == torch.bfloat16 else MOST_IMPRECISE.value
+    span = most // c.block_k
+    # or the last sum would wait for a stage that never comes
+    return 1 if cdiv(x.shape[-1], c.block_k) % span else span
+
+
+@aggregate
+class Scales:
+    """What the rows of x and of the weights are multiplied by, float32; None is 1."""
+
+    x_ptr: object  # (G, M)
+    x_group: Number  # strides
+    x_row: Number
+    w_ptr: object  # (G, N)
+    w_group: Number
+    w_row: Number
+    M: Number  # rows from one group to the next, where groups lie apart
+
+    @gluon.jit
+    def apply(self, acc, group, row, end, column, limit, offset=0):
+        """acc in float32, which begins at a row and a column of a group, multiplied, by zeros past row `end`
+        and past column `limit`.  The scales of the columns begin `offset` numbers into those of the group."""
+        acc = acc.to(gl.float32)
+        if self.x_ptr is not None:
+            m = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+            ptrs = self.x_ptr + group.to(gl.int64) * self.x_group + m * self.x_row
+            acc *= gl.load(ptrs, mask=m < end, other=0.0)[:, None]
+        if self.w_ptr is not None:
+            n = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+            ptrs = self.w_ptr + group.to(gl.int64) * self.w_group + offset + n * self.w_row
+            acc *= gl.load(ptrs, mask=n < limit, other=0.0)[None, :]
+        return acc
+
+
+@gluon.jit
+def multiply_parts(
+    WHO: gl.constexpr, weights, ring, i, depth,
+    BLOCK_M: gl.constexpr, COUNT: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr = None,
+    WIDEST: gl.constexpr = 256,
+):  # fmt: skip
+    """This consumer's half of a tile as COUNT blocks of columns, promoted where there is a SPAN."""
+    if SPAN > 0:
+        parts, i = multiply_promoted(WHO, weights, ring, i, depth, BLOCK_M, SPAN, FLAT)
+        gl.static_assert(len(parts) == COUNT)
+    else:
+        acc, i = multiply(WHO, weights, ring, i, depth, BLOCK_M, FLAT, WIDEST)
+        parts = blocks(acc, COUNT)
+    return parts, i
+
+
+@gluon.jit
+def multiply_promoted(
+    WHO: gl.constexpr, weights, ring, i, depth, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr
+):
+    """`multiply` of 8-bit floats, as a tuple of tensors of at most 128 columns.
+
+    The tensor core keeps some 14 bits of a sum, so it adds SPAN stages at a time, of which `depth` holds a
+    whole number, and float32 adds the rest, while the tensor core works for the other consumer.
+    """
+    HALF: gl.constexpr = BLOCK_M // 2
+    WIDTH: gl.constexpr = min(weights.BLOCK_N, 128)  # registers hold one such sum of the tensor core's
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    zeros = gl.zeros((HALF, WIDTH), gl.float32, layout=layout)
+    left, right = zeros, zeros
+    for _ in range(0, depth, SPAN * weights.BLOCK_K):
+        acc = warpgroup_mma_init(zeros)
+        for s in gl.static_range(SPAN):
+            ring.wait_ready(i + s)
+            acc = add_stage(acc, weights, ring, i + s, WHO * HALF, 0, s > 0, FLAT)
+        if weights.BLOCK_N > WIDTH:
+            left += warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            acc = warpgroup_mma_init(zeros)
+            for s in gl.static_range(SPAN):
+                acc = add_stage(acc, weights, ring, i + s, WHO * HALF, WIDTH, s > 0, FLAT)
+        for s in gl.static_range(SPAN - 1):
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=SPAN - 1 - s, deps=(acc,)))
+            ring.release(i + s)
+        part = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        ring.release(i + SPAN - 1)
+        if weights.BLOCK_N > WIDTH:
+            right += part
+        else:
+            left += part
+        i += SPAN
+    out = (left, right) if weights.BLOCK_N > WIDTH else (left,)
+    return out, i
+
+
+@gluon.jit
+def add_stage(
+    acc, weights, ring, i,
+    ROW: gl.constexpr, COLUMN: gl.constexpr, SUMMED: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    """Start the product of some rows of a and some of b in stage i: added to acc, or in its place."""
+    ROWS: gl.constexpr = acc.type.tensor_type.shape[0]
+    COLUMNS: gl.constexpr = acc.type.tensor_type.shape[1]
+    a = ring.a.index(i % ring.STAGES).slice(ROW, ROWS, 0)
+    b = weights.rows(ring.b.index(i % ring.STAGES), FLAT).slice(COLUMN, COLUMNS, 0).permute((1, 0))
+    return warpgroup_mma(a, b, acc, use_acc=SUMMED, is_async=True)

@@ -1,0 +1,167 @@
+"""Gluon, and what differs between the versions that have it, Triton 3.6 to 3.9.  Nobody else imports it."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate
+
+from ...tuning import Config
+from ..base.launch import Remembering, next_power_of_2
+
+__all__ = [
+    "DTYPES", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon",
+    "jit_kernel", "mbarrier", "mma_v2", "ragged", "ragged_descriptor", "row_load", "rows_arrive",
+    "shared_layout", "store_wait", "tma", "tma_load", "tma_store",
+    "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+]  # fmt: skip
+
+# 3.9 has other names for the copies
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+row_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+rows_arrive = async_copy.mbarrier_arrive
+store_wait = tma.store_wait
+
+Number = object  # in an aggregate a number that the compiler may know, 1 say, and so a tensor or a constexpr
+FAR = gl.constexpr(0x40000000)
+PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+
+
+class GluonKernel(Remembering, GluonJITFunction):
+    """A function of gluon.jit that is launched from Python."""
+
+
+jit_kernel = GluonKernel
+
+
+def aggregate(cls):
+    """A struct for kernels: its fields are the arguments of its constructor, in order."""
+    fields = cls.__annotations__
+
+    def init(self, *values):
+        for name, value in zip(fields, values, strict=True):
+            known = fields[name] is gl.constexpr or value is None or isinstance(value, int)
+            known = known and not isinstance(value, gl.constexpr)
+            setattr(self, name, gl.constexpr(value) if known else value)
+
+    init.__triton_builtin__ = True
+    cls.__init__ = gluon.constexpr_function(init)
+    return _aggregate(cls)
+
+
+@functools.cache
+def shared_layout(dtype: torch.dtype, *box: int) -> gl.NVMMASharedLayout:
+    """The swizzled layout that TMA and wgmma share, for a buffer of this shape."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])
+
+
+class Descriptor(TensorDescriptor):
+    """What Triton reads of its own, without a look at each size and stride: `by_tma` has looked at them."""
+
+    def __init__(self, x: Tensor, shape: Sequence[int], strides: Sequence[int], box: tuple[int, ...]):
+        self.base, self.shape, self.strides, self.block_shape = x, shape, strides, box
+        self.layout = shared_layout(x.dtype, *box)
+        # what a kernel is compiled for: the rest of a descriptor is data
+        self.launch_key = (x.dtype, box) if x.is_cuda else None
+
+
+def descriptor(x: Tensor, *box: int) -> Descriptor:
+    """What TMA needs to copy boxes of this shape; it clips them at the ends of `x`."""
+    return Descriptor(x, x.shape, x.stride(), box)
+
+
+def ragged_descriptor(x: Tensor, *box: int) -> Descriptor:
+    """The same for boxes of rows of `x` (M, N) that end where a group ends: see `ragged`.
+
+    An axis whose index FAR makes the address wrap around to where it was lets the row axis begin anywhere
+    (the trick of triton.tools.ragged_tma).
+    """
+    stride = x.stride(0)
+    shape = 0x7FFF0000, 0x7FFF0000, FAR.value, x.shape[1]
+    strides = 2**34 - stride, stride, stride, 1
+    return Descriptor(x, shape, strides, (1, 1, *box))
+
+
+@gluon.jit
+def as_tile(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """A buffer in shared memory, seen with another shape and layout."""
+    if PUBLIC:  # from Triton 3.9 on
+        out = buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
+    else:
+        out = buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+    return out
+
+
+@gluon.jit
+def ragged(row, end, column):
+    """Where in a ragged descriptor the box lies that begins at `row` and is clipped at the row `end`."""
+    return [FAR, end, FAR - (end - row), column]
+
+
+# What the launchers share.
+
+
+SHARED_BYTES = 226 * 1024  # of a program, less 1 KiB for barriers, places and what starts the warpgroups
+
+
+def tile_options(config: Config) -> dict:
+    """The launch arguments that every product takes."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+
+
+def kind_of(x: Tensor) -> str:
+    """What the name of a product of such rows ends in: its sums are others, and so are its tiles."""
+    return "" if x.itemsize > 1 else "_int8" if x.dtype == torch.int8 else "_fp8"
+
+
+def block_g(groups: int) -> int:
+    """The length of a list of groups; each of 32 lanes reads as many of them."""
+    return max(next_power_of_2(groups), 32)
+
+
+def flatten(x: Tensor) -> tuple[Tensor, int]:
+    """x (G, M, N), whose matrices are `stacked`, as one matrix, and how many of its rows they lie apart."""
+    row = x.stride(1)
+    apart = x.stride(0) // row if x.shape[0] > 1 else x.shape[1]
+    height = (x.shape[0] - 1) * apart + x.shape[1]
+    return x.as_strided((height, x.shape[2]), (row, 1)), apart
+
+
+@functools.cache
+def beside_groups(config: Config, buffers: int, groups: int, itemsize: int = 2) -> Config:
+    """With as many stages, of elements of so many bytes, as fit beside buffers of so many elements of 16 bits
+    and the lists of the groups."""
+    stage = itemsize * (config.block_m + config.block_n) * config.block_k
+    room = SHARED_BYTES - 2 * buffers - 8 * block_g(groups)
+    return dataclasses.replace(config, num_stages=min(config.num_stages, room // stage))

@@ -1,0 +1,211 @@
+"""The up-projection of the experts on Hopper; see ../expert_up.py."""
+
+from ... import tuning
+from ..base.activations import get_activation
+from ..base.launch import num_programs
+from .epilogue import Scales, kernel_functions, multiply_parts, span_of
+from .gluon import (
+    Number,
+    aggregate,
+    beside_groups,
+    block_g,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    jit_kernel,
+    kind_of,
+    ragged,
+    ragged_descriptor,
+    shared_layout,
+    store_wait,
+    tile_options,
+    tma,
+    tma_store,
+)
+from .pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring
+from .schedule import Tiles, find_groups, make_places
+
+
+@aggregate
+class UpStore:
+    """Where a consumer's z and a go: through buffers for a block of channels, to ragged rows."""
+
+    z_desc: tma.tensor_descriptor  # (M, parts * N)
+    a_desc: tma.tensor_descriptor  # (M, N)
+    z: gl.shared_memory_descriptor  # for each consumer a buffer, or one for gates and one for ups
+    a: gl.shared_memory_descriptor  # one for each consumer
+    bias_ptr: object  # (G, parts * N) or None
+    N: Number
+    ACTIVATION: gl.constexpr
+    UP: gl.constexpr  # h, or None where there is no gate
+    INTERLEAVED: gl.constexpr
+    WRITE_Z: gl.constexpr
+    WRITE_A: gl.constexpr
+
+    @gluon.jit
+    def block(self, gate, up, scales, WHO: gl.constexpr, group, row, end, column, live):
+        """Write z and a for the channels from `column` on; `up` is unused where there is no gate.
+
+        Zeros unless the group is `live`.
+        """
+        GATED: gl.constexpr = self.UP is not None
+        WHOLE: gl.constexpr = not GATED or self.INTERLEAVED  # one block of z, not one of gates and one of ups
+        PARTS: gl.constexpr = 2 if GATED else 1
+        STEP: gl.constexpr = 2 if self.INTERLEAVED else 1
+        base, biased = group * (PARTS * self.N), gl.where(live, self.N, 0)
+        scaled = gl.where(live, end, row)  # rows before this one
+        gate = scales.apply(gate, group, row, scaled, column, biased)
+        gate = add_bias(gate, self.bias_ptr, base, column, biased, STEP)
+        if self.WRITE_A:
+            a = self.ACTIVATION(gate)[0]
+        if GATED:
+            offset = 1 if self.INTERLEAVED else self.N
+            up = scales.apply(up, group, row, scaled, column, biased, offset)
+            up = add_bias(up, self.bias_ptr, base + offset, column, biased, STEP)
+            if self.WRITE_A:
+                a *= self.UP(up)[0]
+        store_wait(pendings=0)
+        if self.WRITE_A:
+            put(gl.where(live, a, 0.0), self.a.index(WHO))
+        if self.WRITE_Z:
+            if WHOLE:
+                put(join_pairs(gate, up) if GATED else gate, self.z.index(WHO))
+            else:
+                put(gate, self.z.index(2 * WHO))
+                put(up, self.z.index(2 * WHO + 1))
+        fence_async_shared()
+        if column < self.N:  # or the gate's columns past the last would be written over the first of up
+            if self.WRITE_A:
+                tma_store(self.a_desc, ragged(row, end, column), self.a.index(WHO))
+            if self.WRITE_Z:
+                if WHOLE:
+                    tma_store(self.z_desc, ragged(row, end, STEP * column), self.z.index(WHO))
+                else:
+                    tma_store(self.z_desc, ragged(row, end, column), self.z.index(2 * WHO))
+                    tma_store(self.z_desc, ragged(row, end, self.N + column), self.z.index(2 * WHO + 1))
+
+
+@gluon.jit
+def put(x, buffer):
+    buffer.store(x.to(buffer.dtype).reshape(buffer.shape))
+
+
+@gluon.jit
+def up_consumer(
+    WHO: gl.constexpr, weights, ring, tiles, places, scales, store,
+    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
+    WIDTH: gl.constexpr = store.a_desc.block_type.shape[3]
+    COUNT: gl.constexpr = weights.BLOCK_N // WIDTH
+    CHANNEL_BLOCKS: gl.constexpr = COUNT // 2 if store.UP is not None else COUNT
+    WIDE: gl.constexpr = 2 if SPAN > 0 and weights.BLOCK_N > 128 else 1
+    i = 0
+    for n in range(tiles.mine()):
+        group, first, end, tile_n = places.get(n)
+        row, live = first + WHO * (BLOCK_M // 2), group < tiles.G
+        depth = tiles.used(group, weights.K)
+        wide, i = multiply_parts(WHO, weights, ring, i, depth, BLOCK_M, WIDE, SPAN, FLAT)
+        parts = blocks(wide[0], COUNT // WIDE)
+        if WIDE == 2:
+            parts = parts + blocks(wide[1], COUNT // 2)
+        for j in gl.static_range(CHANNEL_BLOCKS):
+            column = (tile_n * CHANNEL_BLOCKS + j) * WIDTH
+            up = parts[COUNT - CHANNEL_BLOCKS + j]
+            store.block(parts[j], up, scales, WHO, group, row, end, column, live)
+    store_wait(pendings=0)
+
+
+@jit_kernel
+def expert_up_kernel(
+    x_ptr,  # (T, K)
+    order_ptr,  # (M,)
+    w_desc,  # the weights of G experts, (N, K) or (2, N, K)
+    bias_ptr,  # (G, parts * N) or None
+    z_desc,  # (M, parts * N), ragged
+    a_desc,  # (M, N), ragged
+    group_sizes_ptr,
+    x_scale_ptr,  # (M,) float32 or None
+    w_scale_ptr,  # (G, parts * N) float32 or None
+    M,
+    G,
+    N,
+    K,
+    x_stride,  # in units of 16 bytes
+    ACTIVATION: gl.constexpr,
+    UP: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    WRITE_Z: gl.constexpr,
+    WRITE_A: gl.constexpr,
+    TOP_K: gl.constexpr,
+    A_LAYOUT: gl.constexpr,
+    FLAT: gl.constexpr,
+    BLOCK_G: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPAN: gl.constexpr,  # stages that the tensor core sums, or 0: all
+    PROGRAMS: gl.constexpr,
+):
+    GATED: gl.constexpr = UP is not None
+    a = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
+    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    PIECES: gl.constexpr = 2 if GATED and not INTERLEAVED else 1
+    z_shape: gl.constexpr = [CONSUMERS * PIECES] + z_desc.block_type.shape
+    z_out = gl.allocate_shared_memory(z_desc.dtype, z_shape, z_desc.layout)
+    a_out = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
+    ring = make_ring(a, b, True, STAGES)
+    LAYOUT: gl.constexpr = "halves" if GATED else "rows"
+    places = make_places(CONSUMERS)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, None)
+    CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    tiles = Tiles(rows, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
+    store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
+    x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    PARTS: gl.constexpr = 2 if GATED else 1
+    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, PARTS * N, 2 if INTERLEAVED else 1, M)
+    gl.warp_specialize(
+        [
+            (up_consumer, (0, weights, ring, tiles, places, scales, store, BLOCK_M, FLAT, SPAN)),
+            (up_consumer, (1, weights, ring, tiles, places, scales, store, BLOCK_M, FLAT, SPAN)),
+            (gather, (x, weights, ring, tiles, groups, places, BLOCK_M, True)),
+        ],
+        [4, 4],
+        [224, 56] if SPAN > 0 else [224, 64],
+    )
+
+
+# launcher
+
+
+def launch_expert_up(
+    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_, scales=(None, None)
+) -> None:
+    """With `scales`, float32, of the rows (R,) and of the weights (E, width), x and gate_up have 8 bits."""
+    z, a = out
+    (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
+    N = width // act.parts
+    op = f"hopper_up{'' if act.gated else '_plain'}{kind_of(x)}"
+    c = tuning.lookup(op, x.dtype, R, width, K, E)
+    c = beside_groups(c, c.block_m * c.store_n * (act.parts + 1), E, x.itemsize)
+    if act.gated:
+        w = gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else gate_up.view(E, 2, N, K)
+        w_desc = descriptor(w, 1, 2, c.block_n // 2, c.block_k)
+    else:
+        w_desc = descriptor(gate_up.view(E * N, K), c.block_n, c.block_k)
+    programs = num_programs(x)
+    # without an a, a shape of which nothing is written
+    a_desc = ragged_descriptor(z if a is None else a, c.block_m // 2, c.store_n)
+    expert_up_kernel[(programs,)](
+        x, order.contiguous(), w_desc, None if bias is None else bias.contiguous(),
+        ragged_descriptor(z, c.block_m // 2, c.store_n * (1 + interleaved)) if save_z else a_desc,
+        a_desc, group_sizes.contiguous(), *scales,
+        R, E, N, K, x.stride(0) * x.itemsize // 16,
+        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, WRITE_A=a is not None,
+        TOP_K=rank.shape[1], A_LAYOUT=shared_layout(x.dtype, c.block_m, c.block_k),
+        FLAT=shared_layout(gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
+        SPAN=span_of(x, c, z), PROGRAMS=programs, **tile_options(c),
+    )  # fmt: skip

@@ -1,0 +1,388 @@
+"""Rows laid out for 8-bit products that sum over them: by columns, in chunks of CHUNK rows of one group.
+
+    row r of group g  ->  chunk first[g] + (r - s) // CHUNK, place (r - s) % CHUNK        where g begins at s
+
+Tensor cores want 8-bit operands with what they sum over side by side, so of each chunk the result holds
+column after column, (C, columns, CHUNK).  Places past a group's end are zero.  C is the most chunks that
+there can be (`plan_chunks`); those that are not in use are not written.
+
+`quantize_chunks` gives each column of a chunk a scale of its own (the 1 x 128 scales of DeepSeek-V3,
+arXiv 2412.19437), `transpose_chunks` moves the bytes of rows that are 8-bit floats already.
+"""
+
+import torch
+from torch import Tensor
+
+from ...op import copy_into, define_op, takes
+from ..base.check import check_device, check_float, check_index, check_rows, check_shape, check_size, wide
+from ..base.fp8 import CHUNK, native_fp8
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import TILE_DTYPES, dense
+from .rows import (
+    FORMATS,
+    amax_reference,
+    in_turn,
+    limits,
+    magnitude,
+    quantize_by_amax_reference,
+    scale_and_inverse,
+)
+
+# Where the rows of each group lie in chunks of CHUNK rows, of which every group begins a new one.
+#
+# How many there are is known on the device alone.  C = rows // CHUNK + G, or 0 without groups, is the most
+# that there can be; chunks past the last one in use begin past the end of the last group, and nobody reads
+# them.
+
+
+def most_chunks(rows: int, groups: int) -> int:
+    return rows // CHUNK + groups if groups else 0
+
+
+# reference
+
+
+def plan_chunks_reference(group_sizes, rows):
+    G = len(group_sizes)
+    size = group_sizes.long().clamp(0, rows)
+    end = size.cumsum(0)
+    start, end = (end - size).clamp(max=rows), end.clamp(max=rows)
+    last = ((end - start + CHUNK - 1) // CHUNK).cumsum(0)
+    first = torch.cat((last.new_zeros(1), last[:-1]))
+    chunk = torch.arange(most_chunks(rows, G), device=size.device)
+    group = torch.searchsorted(last, chunk, right=True).clamp(max=G - 1)
+    chunks = torch.stack((start[group] + (chunk - first[group]) * CHUNK, end[group]), 1)
+    by_size = (end - start).argsort(descending=True, stable=True)
+    return torch.stack((by_size, first[by_size], last[by_size]), 1), chunks
+
+
+def places_of(chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """The row at each place of each chunk, (C, CHUNK), and whether there is one."""
+    row = chunks[:, :1].long() + torch.arange(CHUNK, device=chunks.device)
+    return row, row < chunks[:, 1:]
+
+
+def rows_of_chunks(y: Tensor, chunks: Tensor, rows: int) -> Tensor:
+    """The inverse: (C, columns, CHUNK) as (rows, columns), zeros for rows in no group."""
+    row, there = places_of(chunks)
+    out = y.new_zeros(rows + 1, y.shape[1])  # the last one takes what is at places without a row
+    out[row.where(there, rows)] = y.mT
+    return out[:rows]
+
+
+# kernel
+
+
+@jit_kernel
+def plan_chunks_kernel(
+    group_sizes_ptr,  # (G,)
+    places_ptr,  # (G, 3): group, its first chunk and its end, the group of most rows first
+    chunks_ptr,  # (C, 2): first row, and the row where the group ends
+    M,
+    G,
+    C,
+    CHUNK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group = tl.program_id(0)
+    g = tl.arange(0, BLOCK_G)
+    size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
+    size = tl.minimum(tl.maximum(size, 0), M)  # or the sum could overflow
+    end = tl.cumsum(size, 0)
+    start, end = tl.minimum(end - size, M), tl.minimum(end, M)
+    size = end - start
+    count = (size + CHUNK - 1) // CHUNK
+    mine = g == group
+    my_size, my_count = tl.sum(tl.where(mine, size, 0), 0), tl.sum(tl.where(mine, count, 0), 0)
+    my_start, my_end = tl.sum(tl.where(mine, start, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
+    first = tl.sum(tl.where(g < group, count, 0), 0)
+    ahead = (g < G) & ((size > my_size) | ((size == my_size) & (g < group)))
+    place_ptr = places_ptr + 3 * tl.sum(ahead.to(tl.int32), 0)
+    tl.store(place_ptr, group)
+    tl.store(place_ptr + 1, first.to(tl.int32))
+    tl.store(place_ptr + 2, (first + my_count).to(tl.int32))
+    last = tl.where(group == G - 1, C, first + my_count)  # past the last chunk, rows past the end
+    for begin in range(first, last, BLOCK):
+        chunk = begin + tl.arange(0, BLOCK)
+        row = my_start + (chunk - first) * CHUNK
+        tl.store(chunks_ptr + 2 * chunk, row.to(tl.int32), mask=chunk < last)
+        tl.store(chunks_ptr + 2 * chunk + 1, my_end.to(tl.int32), mask=chunk < last)
+
+
+# launcher
+
+
+def new_plan_chunks(group_sizes, rows):
+    check_shape("group_sizes", group_sizes, "G")
+    check_index(group_sizes=group_sizes)
+    G = group_sizes.shape[0]
+    sizes = (G, 3), (most_chunks(rows, G), 2)
+    return tuple(group_sizes.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+def launch_plan_chunks(out, group_sizes, rows):
+    places, chunks = out
+    plan_chunks_kernel[(len(group_sizes),)](
+        group_sizes.contiguous(), places, chunks, rows, len(group_sizes), len(chunks),
+        CHUNK=CHUNK, BLOCK_G=next_power_of_2(len(group_sizes)), BLOCK=128, num_warps=1,
+    )  # fmt: skip
+
+
+# op
+
+
+plan_chunks_op = define_op(
+    "plan_chunks(Tensor group_sizes, SymInt rows) -> (Tensor, Tensor)",
+    new=new_plan_chunks,
+    reference=plan_chunks_reference,
+    triton=launch_plan_chunks,
+)
+
+
+# public
+
+
+def plan_chunks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Where so many rows, of which groups have `group_sizes` (G,), lie in chunks; nothing synchronises.
+
+    Returns two int32 tensors: `places` (G, 3), of each group its number, first chunk and end chunk, the group
+    of most rows first; and `chunks` (C, 2) with C = rows // CHUNK + G, or 0 without groups, of each chunk its
+    first row and the row where its group ends.  Chunks that are not in use begin past an end.
+    """
+    return plan_chunks_op(group_sizes, rows)
+
+
+# reference
+
+
+def take_chunks(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
+    """The rows `source` (C, CHUNK) of x by columns, zeros where none is there: (C, columns, CHUNK)."""
+    if not len(x):
+        return x.new_zeros(len(source), x.shape[1], CHUNK)
+    return x[source.where(there, 0)].masked_fill(~there[..., None], 0).mT
+
+
+def tokens_of(chunks: Tensor, order: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The token at each place, and whether there is one."""
+    row, there = places_of(chunks)
+    token = order.clamp(min=0).long() // top_k
+    return token[row.where(there, 0)] if len(order) else row, there
+
+
+def quantize_chunks_reference(y, factor, order, top_k, chunks, format):
+    token, there = tokens_of(chunks, order, top_k)
+    row, _ = places_of(chunks)
+    factor = take_chunks(factor[:, None], token, there)
+    y = take_chunks(wide(y), row, there) * factor
+    return quantize_by_amax_reference(y, amax_reference(y, -1), format)
+
+
+def transpose_chunks_reference(x8, order, top_k, chunks):
+    return take_chunks(x8.view(torch.uint8), *tokens_of(chunks, order, top_k)).contiguous().view(x8.dtype)
+
+
+# kernel
+
+
+@jit_kernel
+def quantize_chunks_kernel(
+    y_ptr,  # (M, N)
+    factor_ptr,  # (T,) float32
+    order_ptr,  # (M,)
+    chunks_ptr,  # (C, 2)
+    out_ptr,  # (C, N, CHUNK)
+    scale_ptr,  # (C, N) float32
+    N,
+    tiles,  # of a chunk
+    y_strides,  # m, n
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Some columns of a chunk, read along these and written along its rows."""
+    QUARTER: tl.constexpr = CHUNK // 4
+    chunk, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    row, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    if row >= end:
+        return
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    y_ptrs = y_ptr + n.to(tl.int64)[:, None] * y_strides[1]
+    factors = ()  # two loads after one another, so all of the first come first
+    for i in tl.static_range(4):
+        m = row + tl.arange(0, QUARTER) * 4 + i
+        choice = tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0)
+        factors = factors + (tl.load(factor_ptr + choice // TOP_K, mask=m < end, other=0.0),)
+    parts, most = (), tl.zeros((BLOCK_N, QUARTER), tl.float32)
+    for i in tl.static_range(4):
+        m = row + tl.arange(0, QUARTER) * 4 + i
+        mask = (n < N)[:, None] & (m < end)[None, :]
+        y = tl.load(y_ptrs + m.to(tl.int64)[None, :] * y_strides[0], mask=mask, other=0.0)
+        y = y.to(tl.float32) * factors[i][None, :]
+        most = tl.maximum(most, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+        parts = parts + (y,)
+    scale, inverse = scale_and_inverse(tl.max(magnitude(most), 1), MOST, LEAST)
+    tl.store(scale_ptr + chunk * N + n, scale, mask=n < N)
+    scaled = ()
+    for i in tl.static_range(4):
+        scaled = scaled + (parts[i] * inverse[:, None],)
+    y8 = in_turn(scaled).to(out_ptr.dtype.element_ty)
+    places = tl.arange(0, CHUNK)[None, :]
+    tl.store(out_ptr + (chunk * N + n[:, None]) * CHUNK + places, y8, mask=(n < N)[:, None])
+
+
+@triton.jit
+def pair_bytes(x, y):
+    """Of bytes 0 and 2, and of bytes 1 and 3, those of x and y in turn."""
+    even = (x & 0x00FF00FF) | ((y & 0x00FF00FF) << 8)
+    odd = ((x >> 8) & 0x00FF00FF) | (y & 0xFF00FF00)
+    return even, odd
+
+
+@triton.jit
+def pair_halves(x, y):
+    """The lower halves of x and y, and the upper ones."""
+    return (x & 0xFFFF) | (y << 16), (x >> 16) | (y & 0xFFFF0000)
+
+
+@triton.jit
+def transpose_words(rows):
+    """Words of four bytes, (words, N) of rows 4 * n + i in rows[i], as words of four rows: (4 * words, N)."""
+    # bytes 0 and 2, and 1 and 3, of two rows; then each byte of four
+    even, odd = pair_bytes(rows[0], rows[1])
+    later_even, later_odd = pair_bytes(rows[2], rows[3])
+    first, third = pair_halves(even, later_even)
+    second, fourth = pair_halves(odd, later_odd)
+    words = tl.join(tl.join(first, third), tl.join(second, fourth))  # (words, N, 2, 2)
+    return words.permute(0, 2, 3, 1).reshape(4 * rows[0].shape[0], rows[0].shape[1])
+
+
+@jit_kernel
+def transpose_chunks_kernel(
+    x_ptr,  # (T, W) words of four bytes
+    order_ptr,  # (M,)
+    chunks_ptr,  # (C, 2)
+    out_ptr,  # (C, 4 * W, CHUNK // 4)
+    C,
+    W,
+    x_stride,  # t
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Some columns of a chunk.  All chunks of some columns come before the next columns, so that what tokens
+    have of them stays in L2 for all their experts."""
+    QUARTER: tl.constexpr = CHUNK // 4
+    chunk, tile = (tl.program_id(0) % C).to(tl.int64), tl.program_id(0) // C
+    row, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    if row >= end:
+        return
+    w = tile * BLOCK_W + tl.arange(0, BLOCK_W)
+    rows = ()
+    for i in tl.static_range(4):
+        m = row + tl.arange(0, QUARTER) * 4 + i
+        token = tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0) // TOP_K
+        mask = (w < W)[:, None] & (m < end)[None, :]
+        x = tl.load(x_ptr + token.to(tl.int64)[None, :] * x_stride + w[:, None], mask=mask, other=0)
+        rows = rows + (x.to(tl.uint32, bitcast=True),)
+    words = transpose_words(rows)
+    k = tile * BLOCK_W * 4 + tl.arange(0, 4 * BLOCK_W)
+    places = tl.arange(0, QUARTER)[None, :]
+    out_ptrs = out_ptr + (chunk * (4 * W) + k[:, None]) * QUARTER + places
+    # streamed past L2, which is for the tokens
+    tl.store(out_ptrs, words.to(tl.int32, bitcast=True), mask=(k < 4 * W)[:, None], cache_modifier=".cs")
+
+
+# launcher
+
+
+def check_chunks(x: Tensor, order: Tensor, chunks: Tensor, **others: Tensor) -> None:
+    check_shape("order", order, "M")
+    check_shape("chunks", chunks, "C", "2")
+    check_index(order=order, chunks=chunks)
+    check_device(x=x, order=order, chunks=chunks, **others)
+
+
+def new_quantize_chunks(y, factor, order, top_k, chunks, format):
+    check_shape("y", y, "M", "N")
+    check_shape("factor", factor, "T")
+    check_float(y=y)
+    check_chunks(y, order, chunks, factor=factor)
+    check_size("y is (M={}, N)", y.shape[0], "order is (M={},)", order.shape[0])
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    shape = chunks.shape[0], y.shape[1]
+    return y.new_empty(*shape, CHUNK, dtype=FORMATS[format]), y.new_empty(shape, dtype=torch.float32)
+
+
+def new_transpose_chunks(x8, order, top_k, chunks):
+    check_rows("x8", x8, "K", order, top_k, order.shape[0])
+    check_chunks(x8, order, chunks)
+    if x8.dtype not in FORMATS.values():
+        raise TypeError(f"x8 must be of 8-bit floats, not {x8.dtype}")
+    return x8.new_empty(chunks.shape[0], x8.shape[1], CHUNK)
+
+
+@takes(*TILE_DTYPES)
+def launch_quantize_chunks(out, y, factor, order, top_k, chunks, format):
+    y8, scale = out
+    if y8.dtype not in native_fp8():
+        return copy_into(out, quantize_chunks_reference(y, factor, order, top_k, chunks, format))
+    C, N, _ = y8.shape
+    factor, order, chunks = dense(factor, order, chunks)
+    block_n = min(max(next_power_of_2(N), 16), 32)
+    tiles = cdiv(N, block_n)
+    quantize_chunks_kernel[(C * tiles,)](
+        y, factor, order, chunks, y8, scale, N, tiles, y.stride(),
+        **limits(y8), TOP_K=top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=2,
+    )  # fmt: skip
+
+
+def launch_transpose_chunks(out, x8, order, top_k, chunks):
+    C, K, _ = out.shape
+    x8, order, chunks = dense(x8, order, chunks)
+    words, block_w = K // 4, min(max(next_power_of_2(K // 4), 16), 32)
+    transpose_chunks_kernel[(C * cdiv(words, block_w),)](
+        x8.view(torch.int32), order, chunks, out.view(torch.int32), C, words, words,
+        TOP_K=top_k, CHUNK=CHUNK, BLOCK_W=block_w, num_warps=4,
+    )  # fmt: skip
+
+
+launch_transpose_chunks.fits = lambda x8, *_: x8.shape[1] % 4 == 0
+
+
+# op
+
+
+quantize_chunks_op = define_op(
+    "quantize_chunks(Tensor y, Tensor factor, Tensor order, int top_k, Tensor chunks, str format) "
+    "-> (Tensor, Tensor)",
+    new=new_quantize_chunks,
+    reference=quantize_chunks_reference,
+    triton=launch_quantize_chunks,
+)
+transpose_chunks_op = define_op(
+    "transpose_chunks(Tensor x8, Tensor order, int top_k, Tensor chunks) -> Tensor",
+    new=new_transpose_chunks,
+    reference=transpose_chunks_reference,
+    triton=launch_transpose_chunks,
+)
+
+
+# public
+
+
+def quantize_chunks(
+    y: Tensor, factor: Tensor, order: Tensor, top_k: int, chunks: Tensor, format: str = "e4m3"
+) -> tuple[Tensor, Tensor]:
+    """Row r of `y` (M, N), times factor[order[r] // top_k], as 8-bit floats (C, N, CHUNK) by columns, with a
+    float32 scale for each column of each chunk, (C, N).  `factor` (T,) is float32.  Not differentiable.
+    Raises ValueError for shapes that do not fit or another format, TypeError for dtypes."""
+    return quantize_chunks_op(y.detach(), factor, order, top_k, chunks, format)
+
+
+def transpose_chunks(x8: Tensor, order: Tensor, top_k: int, chunks: Tensor) -> Tensor:
+    """The rows order // top_k of `x8` (T, K), 8-bit floats, by columns: (C, K, CHUNK), the same bytes."""
+    return transpose_chunks_op(x8, order, top_k, chunks)

@@ -1,0 +1,341 @@
+"""Rows as 8-bit floats that have taken over the scales of the weight that they multiply.
+
+    x[r, :] * factor[g, :] ~ x8[r, :] * scale[r]      for row r of group g
+
+A product sums over the columns of x, so scales that a weight has along these do not factor out of the sum.
+Rows take them over before they are quantised, and then the weight's 8-bit numbers need no others.
+"""
+
+import torch
+from torch import Tensor
+
+from ...op import copy_into, define_op, takes
+from ..base.check import check_device, check_float, check_groups, check_shape, check_size, check_tensor, wide
+from ..base.fp8 import native_fp8
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl
+from ..base.tile import TILE_DTYPES, dense, locate, row_tiles
+from .blocks import transpose_words
+from .rows import (
+    ELEMENTS,
+    FORMATS,
+    amax_reference,
+    in_turn,
+    limits,
+    magnitude,
+    new_quantize_rows,
+    quantize_by_amax_reference,
+    rounded_to,
+    scale_and_inverse,
+)
+
+ROWS = 32  # of a group that one program quantises, with one look at the group's factors
+
+# reference
+
+
+def factors_of_rows(factor: Tensor, group_sizes: Tensor, rows: int) -> Tensor:
+    """factor[g] (G, K) for each row of group g, (rows, K), ones past the groups."""
+    end = group_sizes.long().clamp(0, rows).cumsum(0).clamp(max=rows)
+    group = torch.searchsorted(end, torch.arange(rows, device=end.device), right=True)
+    return torch.cat((factor, factor.new_ones(1, factor.shape[1])))[group]
+
+
+def quantize_folded_reference(x, factor, group_sizes, format):
+    x = wide(x) * factors_of_rows(factor, group_sizes, len(x))
+    past = torch.arange(len(x), device=x.device) >= group_sizes.long().clamp(min=0).sum()
+    x = x.masked_fill(past[:, None], 0)
+    return quantize_by_amax_reference(x, amax_reference(x, -1), format)
+
+
+# kernel
+
+
+@jit_kernel
+def quantize_folded_kernel(
+    x_ptr,  # (M, K)
+    factor_ptr,  # (G, K) float32
+    group_sizes_ptr,  # (G,)
+    out_ptr,  # (M, K), contiguous
+    scale_ptr,  # (M,) float32
+    M,
+    K,
+    G,
+    x_stride,  # m; columns lie side by side
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    WHOLE: tl.constexpr,  # a row fits in a tile
+    BLOCK_G: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    group, row, end = locate(tl.program_id(0), group_sizes_ptr, M, G, BLOCK_G, ROWS)
+    if group > G:
+        return
+    end = tl.minimum(row + ROWS, end)
+    live = tl.where(group < G, end, row)  # rows past the last group become zeros
+    k = tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, BLOCK_M)
+    factor_ptrs = factor_ptr + tl.minimum(group, G - 1).to(tl.int64) * K + k
+    if WHOLE:
+        columns = (k < K)[None, :]
+        factor = tl.load(factor_ptrs, mask=k < K, other=0.0)[None, :]
+        m = row + rows
+        mask = (m < live)[:, None] & columns
+        later = tl.load(x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
+        for first in range(row, end, BLOCK_M):
+            x = later.to(tl.float32) * factor
+            m = first + rows
+            n = m + BLOCK_M
+            ahead = (n < live)[:, None] & columns
+            later = tl.load(x_ptr + n.to(tl.int64)[:, None] * x_stride + k[None, :], mask=ahead, other=0.0)
+            scale, inverse = scale_and_inverse(tl.max(magnitude(x), 1), MOST, LEAST)
+            tl.store(scale_ptr + m, scale, mask=m < end)
+            x8 = rounded_to(x * inverse[:, None], out_ptr.dtype.element_ty)
+            out_ptrs = out_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+            tl.store(out_ptrs, x8, mask=(m < end)[:, None] & columns)
+    else:
+        for first in range(row, end, BLOCK_M):
+            m = first + rows
+            x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+            amax = tl.zeros((BLOCK_M,), tl.float32)
+            for begin in range(0, K, BLOCK_K):
+                mask = (m < live)[:, None] & (k < K - begin)[None, :]
+                x = tl.load(x_ptrs + begin, mask=mask, other=0.0).to(tl.float32)
+                x *= tl.load(factor_ptrs + begin, mask=k < K - begin, other=0.0)[None, :]
+                amax = tl.maximum(amax, tl.max(magnitude(x), 1))
+            scale, inverse = scale_and_inverse(amax, MOST, LEAST)
+            tl.store(scale_ptr + m, scale, mask=m < end)
+            for begin in range(0, K, BLOCK_K):
+                mask = (m < live)[:, None] & (k < K - begin)[None, :]
+                x = tl.load(x_ptrs + begin, mask=mask, other=0.0).to(tl.float32)
+                x *= tl.load(factor_ptrs + begin, mask=k < K - begin, other=0.0)[None, :]
+                x8 = rounded_to(x * inverse[:, None], out_ptr.dtype.element_ty)
+                mask = (m < end)[:, None] & (k < K - begin)[None, :]
+                tl.store(out_ptr + m.to(tl.int64)[:, None] * K + (begin + k)[None, :], x8, mask=mask)
+
+
+# launcher
+
+
+def new_quantize_folded(x, factor, group_sizes, format):
+    check_shape("x", x, "M", "K")
+    check_shape("factor", factor, "G", "K")
+    check_float(x=x)
+    check_groups(group_sizes, x, factor=factor)
+    check_size("x is (M, K={})", x.shape[1], "factor is (G, K={})", factor.shape[1])
+    check_size("factor is (G={}, K)", factor.shape[0], "group_sizes is (G={},)", group_sizes.shape[0])
+    if factor.dtype != torch.float32:
+        raise TypeError(f"factor must be float32, not {factor.dtype}")
+    return new_quantize_rows(x, format)
+
+
+def tile_folded(K: int) -> tuple[int, int, int, int]:
+    """Rows of a program, of a step, elements of each, and warps: 32 elements a thread, a factor for each."""
+    block_k = min(next_power_of_2(max(K, 32)), ELEMENTS)
+    return ROWS, max(1024 // block_k, 1), block_k, max(block_k // 1024, 1)
+
+
+@takes(*TILE_DTYPES)
+def launch_quantize_folded(out, x, factor, group_sizes, format):
+    x8, scale = out
+    if x8.dtype not in native_fp8() or not len(factor):
+        return copy_into(out, quantize_folded_reference(x, factor, group_sizes, format))
+    (M, K), G = x.shape, len(factor)
+    rows, block_m, block_k, warps = tile_folded(K)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    factor, group_sizes = dense(factor, group_sizes)
+    quantize_folded_kernel[(row_tiles(M, G, rows),)](
+        x, factor, group_sizes, x8, scale, M, K, G, x.stride(0),
+        **limits(x8), WHOLE=block_k >= K, BLOCK_G=next_power_of_2(G + 1), ROWS=rows,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    )  # fmt: skip
+
+
+# op
+
+quantize_folded_op = define_op(
+    "quantize_folded(Tensor x, Tensor factor, Tensor group_sizes, str format) -> (Tensor, Tensor)",
+    new=new_quantize_folded,
+    reference=quantize_folded_reference,
+    triton=launch_quantize_folded,
+)
+
+# public
+
+
+def quantize_folded(
+    x: Tensor, factor: Tensor, group_sizes: Tensor, format: str = "e4m3"
+) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of the rows of `x` (M, K), those of group g times `factor[g]`, (G, K) in float32.
+
+    Rows past the groups become zeros.  Not differentiable.  Raises ValueError for shapes that do not fit or
+    another format, TypeError for dtypes.
+    """
+    return quantize_folded_op(x.detach(), factor, group_sizes, format)
+
+
+# A weight's 8-bit numbers in the other order: those that its rows have, with the scales that its rows have.
+#
+#     x[..., m, k] ~ out[..., k, m] * scale[..., m]
+#
+# Tensor cores want 8-bit operands with what they sum over side by side.  A product that sums over the rows
+# of a weight can take the very numbers that `quantize_rows` made of them, where its other operand has taken
+# over their scales (`quantize_folded`): nobody looks for the largest magnitudes of columns.  Either the
+# weight is read again, or, where its 8-bit rows are at hand, their bytes move, half of what there was to
+# read.
+
+
+# reference
+
+
+def quantize_transposed_reference(x, scale, format):
+    return (wide(x) * (1 / scale)[..., None]).to(FORMATS[format]).mT.contiguous()
+
+
+def transpose_rows8_reference(x8):
+    return x8.view(torch.uint8).mT.contiguous().view(x8.dtype)
+
+
+# kernel
+
+
+@jit_kernel
+def quantize_transposed_kernel(
+    x_ptr,  # (G, M, K)
+    scale_ptr,  # (G, M) float32, contiguous
+    out_ptr,  # (G, K, M), contiguous
+    M,
+    K,
+    tiles_m,
+    tiles_k,
+    x_strides,  # g, m, k
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile at a time, read along k and written along m."""
+    QUARTER: tl.constexpr = BLOCK_M // 4
+    tile_m, tile = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
+    group, tile_k = (tile // tiles_k).to(tl.int64), tile % tiles_k
+    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + group * x_strides[0] + k.to(tl.int64)[:, None] * x_strides[2]
+    loaded, scales, parts = (), (), ()
+    for i in tl.static_range(4):  # all of it is on its way before the first division, which branches
+        m = tile_m * BLOCK_M + tl.arange(0, QUARTER) * 4 + i
+        mask = (k < K)[:, None] & (m < M)[None, :]
+        x_offsets = m.to(tl.int64)[None, :] * x_strides[1]
+        loaded = loaded + (tl.load(x_ptrs + x_offsets, mask=mask, other=0.0),)
+        scales = scales + (tl.load(scale_ptr + group * M + m, mask=m < M, other=1.0),)
+    for i in tl.static_range(4):
+        parts = parts + (loaded[i].to(tl.float32) * tl.div_rn(1.0, scales[i])[None, :],)
+    x = in_turn(parts).to(out_ptr.dtype.element_ty)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    out_ptrs = out_ptr + (group * K + k[:, None]) * M + m[None, :]
+    tl.store(out_ptrs, x, mask=(k < K)[:, None] & (m < M)[None, :])
+
+
+@jit_kernel
+def transpose_rows8_kernel(
+    x_ptr,  # (G, M, W) words of four bytes, contiguous
+    out_ptr,  # (G, 4 * W, M // 4), contiguous
+    M,
+    W,
+    tiles_m,
+    tiles_w,
+    QUARTER: tl.constexpr,  # a fourth of the rows of a tile
+    BLOCK_W: tl.constexpr,
+):
+    tile_m, tile = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
+    group, tile_w = (tile // tiles_w).to(tl.int64), tile % tiles_w
+    w = tile_w * BLOCK_W + tl.arange(0, BLOCK_W)
+    rows = ()
+    for i in tl.static_range(4):
+        m = tile_m * (4 * QUARTER) + tl.arange(0, QUARTER) * 4 + i
+        mask = (w < W)[:, None] & (m < M)[None, :]
+        x = tl.load(x_ptr + (group * M + m)[None, :] * W + w[:, None], mask=mask, other=0)
+        rows = rows + (x.to(tl.uint32, bitcast=True),)
+    k = tile_w * (4 * BLOCK_W) + tl.arange(0, 4 * BLOCK_W)
+    four = tile_m * QUARTER + tl.arange(0, QUARTER)
+    out_ptrs = out_ptr + (group * (4 * W) + k[:, None]) * (M // 4) + four[None, :]
+    mask = (k < 4 * W)[:, None] & (four < M // 4)[None, :]
+    tl.store(out_ptrs, transpose_words(rows).to(tl.int32, bitcast=True), mask=mask)
+
+
+# launcher
+
+
+def new_quantize_transposed(x, scale, format):
+    check_shape("x", x, "G", "M", "K")
+    check_tensor("scale", scale)
+    check_float(x=x)
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    if scale.dtype != torch.float32 or scale.shape != x.shape[:2]:
+        raise ValueError(
+            f"scale must be {tuple(x.shape[:2])} in float32, not {tuple(scale.shape)} in {scale.dtype}"
+        )
+    check_device(x=x, scale=scale)
+    return new_quantize_rows(x.mT, format)[0]
+
+
+def new_transpose_rows8(x8):
+    check_shape("x8", x8, "G", "M", "K")
+    if x8.dtype not in FORMATS.values():
+        raise TypeError(f"x8 must be of 8-bit floats, not {x8.dtype}")
+    return x8.new_empty(x8.mT.shape)
+
+
+@takes(*TILE_DTYPES)
+def launch_quantize_transposed(out, x, scale, format):
+    if out.dtype not in native_fp8():
+        return copy_into(out, quantize_transposed_reference(x, scale, format))
+    (G, M, K), block_m, block_k = x.shape, 128, 64  # whole lines to read and to write
+    tiles_m, tiles_k = cdiv(M, block_m), cdiv(K, block_k)
+    quantize_transposed_kernel[(G * tiles_m * tiles_k,)](
+        x, scale.contiguous(), out, M, K, tiles_m, tiles_k, x.stride(),
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8,
+    )  # fmt: skip
+
+
+def launch_transpose_rows8(out, x8):
+    G, M, K = x8.shape
+    if M % 4 or K % 4 or x8.storage_offset() % 4:  # no whole words
+        return copy_into(out, transpose_rows8_reference(x8))
+    quarter = block_w = 32  # whole lines to read and to write
+    tiles_m, tiles_w = cdiv(M, 4 * quarter), cdiv(K, 4 * block_w)
+    transpose_rows8_kernel[(G * tiles_m * tiles_w,)](
+        x8.contiguous().view(torch.int32), out.view(torch.int32), M, K // 4, tiles_m, tiles_w,
+        QUARTER=quarter, BLOCK_W=block_w, num_warps=4,
+    )  # fmt: skip
+
+
+# op
+
+quantize_transposed_op = define_op(
+    "quantize_transposed(Tensor x, Tensor scale, str format) -> Tensor",
+    new=new_quantize_transposed,
+    reference=quantize_transposed_reference,
+    triton=launch_quantize_transposed,
+)
+transpose_rows8_op = define_op(
+    "transpose_rows8(Tensor x8) -> Tensor",
+    new=new_transpose_rows8,
+    reference=transpose_rows8_reference,
+    triton=launch_transpose_rows8,
+)
+
+# public
+
+
+def quantize_transposed(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:
+    """The 8-bit floats that `quantize_rows` makes of the rows of `x` (G, M, K), as (G, K, M), contiguous.
+
+    `scale` (G, M) is what it returned beside them.  Not differentiable.  Raises ValueError for shapes that do
+    not fit or another format, TypeError for dtypes.
+    """
+    return quantize_transposed_op(x.detach(), scale, format)
+
+
+def transpose_rows8(x8: Tensor) -> Tensor:
+    """8-bit floats `x8` (G, M, K) as (G, K, M), contiguous: the same bytes.  Raises TypeError for others."""
+    return transpose_rows8_op(x8)

@@ -1,0 +1,439 @@
+"""Rows as 8-bit floats or as int8, each with a scale of its own.
+
+    x[..., m, :] ~ x8[..., m, :] * scale[..., m]      scale = the row's largest |x| / the largest 8-bit number
+
+so the largest number of a row is exact but for a rounding, and nothing overflows.  A row of zeros stays one;
+its scale, and that of a row of nothing, is the least there is.
+A row that holds an infinity or a NaN becomes NaN as a whole, of int8 by its scale: a product would spread it
+there anyway.
+
+A scale is the product of two float32 and its inverse a quotient, both correctly rounded, so it has the same
+bits wherever it is computed.  Columns that lie side by side are read twice: see `quantize_amax`.
+"""
+
+import torch
+from torch import Tensor
+
+from ...op import copy_into, define_op, takes
+from ..base.check import FLOATS, check_device, check_tensor, wide
+from ..base.fp8 import native_fp8
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import TILE_DTYPES
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+OF_ROWS = {**FORMATS, "int8": torch.int8}
+LEAST = 2.0**-126  # the smallest scale, whose reciprocal is finite as well
+ELEMENTS = 8192  # of a tile of rows that lie in memory as rows
+
+# reference
+
+
+def most(dtype: torch.dtype) -> float:
+    """The largest number; of int8 that of either sign."""
+    return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
+
+
+def scale_of(amax: Tensor, format: str) -> Tensor:
+    """The scales of rows whose largest magnitudes are these, float32."""
+    scale = (amax * (1 / most(OF_ROWS[format]))).clamp(min=LEAST)
+    return scale.masked_fill(~amax.isfinite(), float("nan"))
+
+
+def amax_reference(x, dim):
+    """The largest magnitudes in float32; infinity for a NaN as well, and 0 where there is nothing."""
+    sizes = x.abs()
+    amax = (sizes.amax(dim) if x.shape[dim] else sizes.sum(dim)).to(torch.float32)
+    return amax.masked_fill(amax.isnan(), float("inf"))
+
+
+def quantize_by_amax_reference(x, amax, format):
+    scale = scale_of(amax, format)
+    x8 = wide(x) * (1 / scale)[..., None]
+    x8 = x8.round().nan_to_num(0) if format == "int8" else x8  # to even, as floats are
+    return x8.to(OF_ROWS[format]), scale
+
+
+def quantize_rows_reference(x, format):
+    return quantize_by_amax_reference(x, amax_reference(x, -1), format)
+
+
+# kernel
+
+
+@triton.jit
+def magnitude(x):
+    """In float32; infinity for a NaN as well."""
+    x = tl.abs(x.to(tl.float32))
+    return tl.where(x == x, x, float("inf"))
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |x| in float32, ordered as magnitudes are, where a NaN comes last."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def magnitude_of(bits):
+    """In float32; infinity for a NaN as well."""
+    return tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_and_inverse(amax, MOST: tl.constexpr, LEAST: tl.constexpr):
+    scale = tl.where(amax == float("inf"), float("nan"), tl.maximum(amax * (1 / MOST), LEAST))
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def rounded_to(x, DTYPE: tl.constexpr):
+    """float32 as 8 bits, to the nearest and to even; NaN, which int8 has not, as 0."""
+    if tl.int8 == DTYPE:
+        x = tl.where(x == x, x + 12582912.0 - 12582912.0, 0.0)  # 1.5 * 2**23 leaves no bits for a fraction
+    return x.to(DTYPE)
+
+
+@triton.jit
+def in_turn(parts):
+    """Numbers 4 * n + i of each row, which parts[i] (rows, N) hold, as one: (rows, 4 * N).  A thread that has
+    four in turn moves them as one."""
+    x = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    return x.reshape(parts[0].shape[0], 4 * parts[0].shape[1])
+
+
+@jit_kernel
+def quantize_rows_kernel(
+    x_ptr,  # (G, M, K)
+    out_ptr,  # (G, M, K), contiguous
+    scale_ptr,  # (G, M) float32
+    M,
+    K,
+    tiles,  # of a group
+    x_strides,  # g, m, k
+    MOST: tl.constexpr,  # the largest number of the result's dtype
+    LEAST: tl.constexpr,
+    WHOLE: tl.constexpr,  # a row fits in a tile
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    group, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    x_stride_g, x_stride_m, x_stride_k = x_strides
+    x_ptrs = x_ptr + group * x_stride_g + m.to(tl.int64)[:, None] * x_stride_m
+    out_ptrs = out_ptr + (group * M + m[:, None]) * K
+    row_mask = (m < M)[:, None]
+    if WHOLE:
+        mask = row_mask & (k < K)[None, :]
+        x = tl.load(x_ptrs + k.to(tl.int64)[None, :] * x_stride_k, mask=mask, other=0.0)
+        amax = tl.max(magnitude(x), 1)
+    else:
+        amax = tl.zeros((BLOCK_M,), tl.float32)
+        for first in range(0, K, BLOCK_K):
+            mask = row_mask & (k < K - first)[None, :]
+            at = (first + k).to(tl.int64)[None, :] * x_stride_k
+            amax = tl.maximum(amax, tl.max(magnitude(tl.load(x_ptrs + at, mask=mask, other=0.0)), 1))
+    scale, inverse = scale_and_inverse(amax, MOST, LEAST)
+    tl.store(scale_ptr + group * M + m, scale, mask=m < M)
+    if WHOLE:
+        tl.store(
+            out_ptrs + k[None, :],
+            rounded_to(x.to(tl.float32) * inverse[:, None], out_ptr.dtype.element_ty),
+            mask=mask,
+        )
+    else:
+        for first in range(0, K, BLOCK_K):
+            mask = row_mask & (k < K - first)[None, :]
+            at = (first + k).to(tl.int64)[None, :] * x_stride_k
+            x = tl.load(x_ptrs + at, mask=mask, other=0.0).to(tl.float32) * inverse[:, None]
+            tl.store(out_ptrs + first + k[None, :], rounded_to(x, out_ptr.dtype.element_ty), mask=mask)
+
+
+# launcher
+
+
+def new_quantize_rows(x, format):
+    check_tensor("x", x)
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x must be (M, K) or (G, M, K), but it has shape {tuple(x.shape)}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be float16, bfloat16, float32 or float64, not {x.dtype}")
+    if format not in OF_ROWS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(OF_ROWS)}")
+
+    return x.new_empty(x.shape, dtype=OF_ROWS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def tile_of_rows(K: int) -> tuple[int, int, int]:
+    """Rows, elements of each, and warps."""
+    block_k = min(next_power_of_2(max(K, 1)), ELEMENTS)
+    return max(ELEMENTS // 2 // block_k, 1), block_k, 4 if block_k < ELEMENTS else 8
+
+
+def tile_of_columns(K: int) -> tuple[int, int, int]:
+    """The same for columns that lie side by side, where they are read twice."""
+    return 64, min(max(next_power_of_2(K), 32), 128), 4
+
+
+def limits(x8) -> dict:
+    return {"MOST": most(x8.dtype), "LEAST": LEAST}
+
+
+@takes(*TILE_DTYPES)
+def launch_quantize_rows(out, x, format):
+    x8, scale = out
+    # nor does Triton convert to floats that a GPU does not multiply
+    if format != "int8" and x8.dtype not in native_fp8():
+        return copy_into(out, quantize_rows_reference(x, format))
+    x = x if x.dim() == 3 else x[None]
+    G, M, K = x.shape
+    block_m, block_k, warps = tile_of_columns(K) if x.stride(1) == 1 < x.stride(2) else tile_of_rows(K)
+    tiles = cdiv(M, block_m)
+    quantize_rows_kernel[(G * tiles,)](
+        x, x8, scale, M, K, tiles, x.stride(),
+        **limits(x8), WHOLE=block_k >= K, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+        enable_fp_fusion=False,  # or what is rounded to a whole number is a product that was not yet rounded
+    )  # fmt: skip
+
+
+# op
+
+quantize_rows_op = define_op(
+    "quantize_rows(Tensor x, str format) -> (Tensor, Tensor)",
+    new=new_quantize_rows,
+    reference=quantize_rows_reference,
+    triton=launch_quantize_rows,
+)
+
+# public
+
+
+def quantize_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
+    """The rows of `x`, (M, K) or (G, M, K) of any floating dtype and strides, as 8 bits with scales.
+
+    Returns x8, contiguous, float8_e4m3fn, or float8_e5m2 or int8 by `format`, and float32 scales (M,) or
+    (G, M), with x ~ x8 * scale[..., None].  `x.mT` gives the columns of x, as rows.  Not differentiable.
+    Raises ValueError for another shape or format, TypeError for a dtype that is not floating.
+    Source: row-wise scaling as in torchao.float8, whose scales are these in float32.
+    """
+    check_tensor("x", x)
+    return quantize_rows_op(x.detach(), format)
+
+
+def dequantize_rows(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that `quantize_rows` kept, in `dtype`."""
+    product = torch.promote_types(dtype, torch.float32)
+    return (x8.to(product) * scale.to(product)[..., None]).to(dtype)
+
+
+# Both ways to quantise a weight while reading it but once each way.
+#
+# Forward wants the rows of a weight as 8-bit floats, backward its columns as rows, each with a scale of its
+# own (`quantize_rows`). Whoever quantises the rows sees all numbers of each column too, and keeps the
+# columns' largest magnitudes; with these, columns that lie side by side are read once, tile by tile,
+# instead of twice.  The results are those of `quantize_rows`, bit for bit.
+
+
+LONGEST = 16384  # the rows of which a tile holds a whole one, and the largest magnitudes so far
+ROWS = 128  # the most whose columns' largest magnitudes one program finds
+PROGRAMS = 2048  # with fewer rows each, as long as there are fewer programs
+
+# reference
+
+
+def quantize_rows_and_amax_reference(x, format):
+    return *quantize_rows_reference(x, format), amax_reference(x, -2)
+
+
+# kernel
+
+
+@jit_kernel
+def quantize_rows_and_amax_kernel(
+    x_ptr,  # (G, M, K)
+    out_ptr,  # (G, M, K), contiguous
+    scale_ptr,  # (G, M) float32
+    amax_ptr,  # (G, blocks, K) float32: the largest magnitudes of each column in each block of rows
+    M,
+    K,
+    blocks,
+    x_strides,  # g, m, k
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROWS: tl.constexpr,  # of a block
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # a whole row
+):
+    group, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    k = tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, BLOCK_M)
+    x_stride_g, x_stride_m, x_stride_k = x_strides
+    x_ptr += group * x_stride_g
+    at = k.to(tl.int64)[None, :] * x_stride_k
+    begin, end = block * ROWS, min(block * ROWS + ROWS, M)
+    m = begin + rows
+    mask = (m < end)[:, None] & (k < K)[None, :]
+    later = tl.load(x_ptr + m.to(tl.int64)[:, None] * x_stride_m + at, mask=mask, other=0.0)
+    # one row of maxima for each of a step's rows: threads that share a column meet but once, at the end
+    columns = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    for first in range(begin, end, BLOCK_M):
+        x = later
+        m = first + rows
+        mask = (m < end)[:, None] & (k < K)[None, :]
+        n = m + BLOCK_M
+        ahead = (n < end)[:, None] & (k < K)[None, :]
+        later = tl.load(x_ptr + n.to(tl.int64)[:, None] * x_stride_m + at, mask=ahead, other=0.0)
+        bits = magnitude_bits(x)
+        columns = tl.maximum(columns, bits)
+        scale, inverse = scale_and_inverse(magnitude_of(tl.max(bits, 1)), MOST, LEAST)
+        tl.store(scale_ptr + group * M + m, scale, mask=m < end)
+        x8 = (x.to(tl.float32) * inverse[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (group * M + m[:, None]) * K + k[None, :], x8, mask=mask)
+    amax = magnitude_of(tl.max(columns, 0))
+    tl.store(amax_ptr + (group * blocks + block) * K + k, amax, mask=k < K)
+
+
+@jit_kernel
+def quantize_columns_kernel(
+    x_ptr,  # (G, M, K)
+    amax_ptr,  # (G, M) float32
+    out_ptr,  # (G, M, K), contiguous
+    scale_ptr,  # (G, M) float32
+    M,
+    K,
+    tiles_m,
+    tiles_k,
+    x_strides,  # g, k; numbers m lie side by side
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile at a time, read along m and written along k."""
+    QUARTER: tl.constexpr = BLOCK_K // 4
+    tile_k, tile = tl.program_id(0) % tiles_k, tl.program_id(0) // tiles_k
+    group, tile_m = (tile // tiles_m).to(tl.int64), tile % tiles_m
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    amax = tl.load(amax_ptr + group * M + m, mask=m < M, other=0.0)
+    scale, inverse = scale_and_inverse(amax, MOST, LEAST)
+    tl.store(scale_ptr + group * M + m, scale, mask=(m < M) & (tile_k == 0))
+    x_stride_g, x_stride_k = x_strides
+    x_ptrs = x_ptr + group * x_stride_g + m[:, None]
+    four = tile_k * BLOCK_K + tl.arange(0, QUARTER) * 4
+    parts = ()
+    for i in tl.static_range(4):
+        mask = (m < M)[:, None] & (four + i < K)[None, :]
+        x = tl.load(x_ptrs + (four + i).to(tl.int64)[None, :] * x_stride_k, mask=mask, other=0.0)
+        parts = parts + (x.to(tl.float32) * inverse[:, None],)
+    mask = (m < M)[:, None] & (k < K)[None, :]
+    tl.store(
+        out_ptr + (group * M + m[:, None]) * K + k[None, :],
+        in_turn(parts).to(out_ptr.dtype.element_ty),
+        mask=mask,
+    )
+
+
+# launcher
+
+
+def new_quantize_rows_and_amax(x, format):
+    out = new_quantize_rows(x, format)
+    return *out, x.new_empty(*x.shape[:-2], x.shape[-1], dtype=torch.float32)
+
+
+def new_quantize_by_amax(x, amax, format):
+    out = new_quantize_rows(x, format)
+    check_tensor("amax", amax)
+    if amax.dtype != torch.float32 or amax.shape != x.shape[:-1]:
+        raise ValueError(
+            f"amax must be {tuple(x.shape[:-1])} in float32, not {tuple(amax.shape)} in {amax.dtype}"
+        )
+    check_device(x=x, amax=amax)
+    return out
+
+
+def is_read_once(x: Tensor) -> bool:
+    """Whether the kernel below finds the columns' largest magnitudes by the way."""
+    return x.stride(-1) == 1 and x.shape[-1] <= LONGEST
+
+
+def tile_with_amax(G: int, M: int, K: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Rows of a block, of a step, elements of each, and warps.
+
+    A warp has whole rows, or a part of one, 2 KiB, of float32 1 KiB: of warps that shared columns each step
+    would be a conversion through shared memory.
+    """
+    block_k = max(next_power_of_2(K), 16)
+    rows = min(max(next_power_of_2(G * M // PROGRAMS), 16), ROWS)
+    block_m, warps = max(1024 // block_k, 1), min(max(block_k // (1024 if itemsize == 2 else 256), 1), 16)
+    return max(rows, block_m), block_m, block_k, warps
+
+
+@takes(*TILE_DTYPES)
+def launch_quantize_rows_and_amax(out, x, format):
+    x8, scale, amax = out
+    if x8.dtype not in native_fp8() or not is_read_once(x):
+        launch_quantize_rows((x8, scale), x, format)
+        return amax.copy_(amax_reference(x, -2))
+    if not x.numel():  # there may be columns all the same
+        scale.fill_(LEAST)
+        return amax.zero_()
+    x = x if x.dim() == 3 else x[None]
+    G, M, K = x.shape
+    rows, block_m, block_k, warps = tile_with_amax(G, M, K, x.element_size())
+    blocks = cdiv(M, rows)
+    parts = amax.new_empty(G, blocks, K)
+    quantize_rows_and_amax_kernel[(G * blocks,)](
+        x, x8, scale, parts, M, K, blocks, x.stride(),
+        **limits(x8), ROWS=rows, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    )  # fmt: skip
+    torch.amax(parts, 1, out=amax.view(G, K))
+
+
+@takes(*TILE_DTYPES)
+def launch_quantize_by_amax(out, x, amax, format):
+    x8, scale = out
+    if x8.dtype not in native_fp8():
+        return copy_into(out, quantize_by_amax_reference(x, amax, format))
+    if x.stride(-2) != 1 or not x.numel():  # there may be scales all the same
+        return launch_quantize_rows(out, x, format)
+    x = x if x.dim() == 3 else x[None]
+    G, M, K = x.shape
+    block_m, block_k, warps = 64, 128, 8  # whole lines to read and to write
+    tiles_m, tiles_k = cdiv(M, block_m), cdiv(K, block_k)
+    quantize_columns_kernel[(G * tiles_m * tiles_k,)](
+        x, amax.contiguous(), x8, scale, M, K, tiles_m, tiles_k, x.stride()[::2],
+        **limits(x8), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    )  # fmt: skip
+
+
+# op
+
+quantize_rows_and_amax_op = define_op(
+    "quantize_rows_and_amax(Tensor x, str format) -> (Tensor, Tensor, Tensor)",
+    new=new_quantize_rows_and_amax,
+    reference=quantize_rows_and_amax_reference,
+    triton=launch_quantize_rows_and_amax,
+)
+quantize_by_amax_op = define_op(
+    "quantize_by_amax(Tensor x, Tensor amax, str format) -> (Tensor, Tensor)",
+    new=new_quantize_by_amax,
+    reference=quantize_by_amax_reference,
+    triton=launch_quantize_by_amax,
+)
+
+
+# public
+
+
+def quantize_rows_and_amax(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize_rows`, and the largest magnitude of each column, (K,) or (G, K) in float32: infinity where
+    there is a NaN."""
+    return quantize_rows_and_amax_op(x.detach(), format)
+
+
+def quantize_by_amax(x: Tensor, amax: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of an x whose rows' largest magnitudes are known: `amax`, (M,) or (G, M) in float32, as
+    `quantize_rows_and_amax` returns those of the columns of `x.mT`.  Raises ValueError for another."""
+    return quantize_by_amax_op(x.detach(), amax, format)

@@ -1,0 +1,357 @@
+"""Move tokens to their experts' rows and back.
+
+    permute    out[r] = w[order[r]] * x[order[r] // k]              (T, H) -> (R, H)
+    unpermute  out[t] = sum over j of w[t, j] * rows[rank[t, j]]    (R, H) -> (T, H)
+    row_dots   out[t, j] = <rows[rank[t, j]], x[t]>                 (R, H), (T, H) -> (T, k)
+
+T tokens, k choices each, R = T*k rows, H columns; `order` (R,) and `rank` (T, k) are inverse, -1 marks a row
+or choice that is dropped.  Each is the gradient of the others, and w may be absent, which is a weight of 1.
+"""
+
+import torch
+from torch import Tensor
+
+from ...op import define_op, takes
+from ..base.check import (
+    check_device,
+    check_float,
+    check_index,
+    check_plan_values,
+    check_shape,
+    check_size,
+    sum_dtype,
+    wide,
+)
+from ..base.host import HOST_DTYPES, array, ext, host, indices, num_threads
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNROLL = 16  # choices a token up to which the loop over them is unrolled, so that its loads overlap
+
+
+# reference
+def permute_reference(x, order, rank, routing_weights):
+    tokens = order.clamp(min=0).long()
+    out = x[tokens // rank.shape[1]]
+    if routing_weights is not None:
+        out = wide(out) * routing_weights.flatten()[tokens, None]
+    return out.masked_fill((order < 0)[:, None], 0).to(x.dtype)
+
+
+def unpermute_reference(rows, order, rank, routing_weights):
+    out = torch.zeros(len(rank), rows.shape[1], dtype=sum_dtype(rows), device=rows.device)
+    for j in range(rank.shape[1]):
+        row = wide(rows[rank[:, j].clamp(min=0).long()])
+        if routing_weights is not None:
+            row = row * routing_weights[:, j, None]
+        out += row.masked_fill((rank[:, j] < 0)[:, None], 0)
+    return out.to(rows.dtype)
+
+
+def row_dots_reference(rows, x, order, rank):
+    picked = wide(rows[rank.clamp(min=0).long().flatten()]).view(*rank.shape, -1)
+    return (picked * wide(x)[:, None]).sum(2).masked_fill(rank < 0, 0)
+
+
+# kernel
+@jit_kernel
+def permute_kernel(
+    x_ptr,  # (T, H)
+    order_ptr,  # (R,)
+    rank_ptr,  # (T, k)
+    weights_ptr,  # (T, k) or None
+    out_ptr,  # (R, H)
+    H,
+    x_strides,  # t, h
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One token: its columns are read once and written to its k rows."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    h_mask = h < H
+    x = tl.load(x_ptr + t * x_strides[0] + h.to(tl.int64) * x_strides[1], mask=h_mask)
+    for j in range(TOP_K):
+        i = t * TOP_K + j
+        row = tl.load(rank_ptr + i).to(tl.int64)
+        unused = tl.load(order_ptr + i) < 0  # row i belongs to no choice
+        out = x
+        if weights_ptr is not None:
+            out = x.to(tl.float32) * tl.load(weights_ptr + i).to(tl.float32)
+        tl.store(out_ptr + row * H + h, out.to(out_ptr.dtype.element_ty), mask=h_mask & (row >= 0))
+        if unused:
+            tl.store(out_ptr + i * H + h, tl.zeros_like(x).to(out_ptr.dtype.element_ty), mask=h_mask)
+
+
+@triton.jit
+def add_row(acc, i, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_stride_r):
+    """acc + w[i] * rows[rank[i]]; a dropped choice adds nothing, whatever its weight is."""
+    row = tl.load(rank_ptr + i).to(tl.int64)
+    x = tl.load(rows_ptr + row * rows_stride_r + cols, mask=h_mask & (row >= 0), other=0.0).to(tl.float32)
+    if weights_ptr is not None:
+        x *= tl.load(weights_ptr + i, mask=row >= 0, other=0.0).to(tl.float32)
+    return acc + x
+
+
+@jit_kernel
+def unpermute_kernel(
+    rows_ptr,  # (R, H)
+    rank_ptr,  # (T, k)
+    weights_ptr,  # (T, k) or None
+    out_ptr,  # (T, H)
+    H,
+    rows_strides,  # r, h
+    out_stride_t,
+    TOP_K: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    h_mask = h < H
+    cols = h.to(tl.int64) * rows_strides[1]
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    if UNROLLED:
+        for j in tl.static_range(TOP_K):
+            acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
+    else:
+        for j in range(TOP_K):
+            acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
+    tl.store(out_ptr + t * out_stride_t + h, acc.to(out_ptr.dtype.element_ty), mask=h_mask)
+
+
+@jit_kernel
+def row_dots_kernel(
+    rows_ptr,  # (R, H)
+    x_ptr,  # (T, H)
+    rank_ptr,  # (T, k)
+    out_ptr,  # (T, k) float32
+    H,
+    rows_strides,  # r, h
+    x_strides,  # t, h
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rank_ptr + i).to(tl.int64)
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for first in range(0, H, BLOCK_H):
+        h = (first + tl.arange(0, BLOCK_H)).to(tl.int64)
+        mask = (h < H) & (row >= 0)
+        r = tl.load(rows_ptr + row * rows_strides[0] + h * rows_strides[1], mask=mask, other=0.0)
+        x = tl.load(x_ptr + i // TOP_K * x_strides[0] + h * x_strides[1], mask=mask, other=0.0)
+        acc += r.to(tl.float32) * x.to(tl.float32)
+    tl.store(out_ptr + i, tl.sum(acc, 0))
+
+
+# launcher
+def check_sorted_rows(rows: Tensor, order: Tensor, name: str = "rows") -> None:
+    check_shape(name, rows, "R", "H")
+    check_shape("order", order, "R")
+    check_float(**{name: rows})
+    check_size(f"{name} is (R={{}}, H)", rows.shape[0], "order is (R={},)", order.shape[0])
+
+
+def check_tokens(x: Tensor, rank: Tensor) -> None:
+    check_shape("x", x, "T", "H")
+    check_shape("rank", rank, "T", "k")
+    check_float(x=x)
+    check_size("x is (T={}, H)", x.shape[0], "rank is (T={}, k)", rank.shape[0])
+
+
+def check_plan(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | None = None) -> None:
+    check_shape("order", order, "R")
+    check_shape("rank", rank, "T", "k")
+    check_index(order=order, rank=rank)
+    check_device(x=x, order=order, rank=rank, routing_weights=routing_weights)
+    if rank.shape[1] < 1:
+        raise ValueError(f"rank is (T, k={rank.shape[1]}); k must be at least 1")
+    check_size("order is (R={},)", order.shape[0], "rank (T, k) holds {} choices", rank.numel())
+    if routing_weights is not None:
+        check_float(routing_weights=routing_weights)
+        if routing_weights.shape != rank.shape:
+            shapes = tuple(routing_weights.shape), tuple(rank.shape)
+            raise ValueError("routing_weights is {} but rank is (T, k) = {}".format(*shapes))
+
+
+def check_values(*inputs) -> None:
+    order, rank = [t for t in inputs if t is not None and not t.is_floating_point()]
+    check_plan_values(len(order), order=order, rank=rank)
+
+
+def new_permute(x, order, rank, routing_weights):
+    check_tokens(x, rank)
+    check_plan(x, order, rank, routing_weights)
+    return x.new_empty(order.shape[0], x.shape[1])
+
+
+def new_unpermute(rows, order, rank, routing_weights):
+    check_sorted_rows(rows, order, "x")
+    check_plan(rows, order, rank, routing_weights)
+    return rows.new_empty(rank.shape[0], rows.shape[1])
+
+
+def new_row_dots(rows, x, order, rank):
+    check_sorted_rows(rows, order)
+    check_tokens(x, rank)
+    check_plan(x, order, rank)
+    check_float(rows=rows, x=x)
+    check_device(rows=rows, x=x)
+    check_size("rows is (R, H={})", rows.shape[1], "x is (T, H={})", x.shape[1])
+    return rows.new_empty(rank.shape, dtype=sum_dtype(rows))
+
+
+def block_of(columns: int) -> int:
+    """Columns for a program of 4 warps: 16 bytes a thread, or less for a narrow row."""
+    return min(1024, next_power_of_2(max(columns, 1)))
+
+
+@takes(*TRITON_DTYPES)
+def launch_permute(out, x, order, rank, routing_weights):
+    (T, H), block = x.shape, block_of(x.shape[1])
+    weights = None if routing_weights is None else routing_weights.contiguous()
+    permute_kernel[(T, cdiv(H, block))](
+        x, order.contiguous(), rank.contiguous(), weights, out, H, x.stride(),
+        TOP_K=rank.shape[1], BLOCK_H=block,
+    )  # fmt: skip
+
+
+@takes(*TRITON_DTYPES)
+def launch_unpermute(out, rows, order, rank, routing_weights):
+    (T, H), block, top_k = out.shape, block_of(out.shape[1]), rank.shape[1]
+    weights = None if routing_weights is None else routing_weights.contiguous()
+    unpermute_kernel[(T, cdiv(H, block))](
+        rows, rank.contiguous(), weights, out, H, rows.stride(), out.stride(0),
+        TOP_K=top_k, UNROLLED=top_k <= UNROLL, BLOCK_H=block,
+    )  # fmt: skip
+
+
+@takes(*TRITON_DTYPES)
+def launch_row_dots(out, rows, x, order, rank):
+    H, block = rows.shape[1], block_of(rows.shape[1])
+    strides = rows.stride(), x.stride()
+    row_dots_kernel[(out.numel(),)](rows, x, rank.contiguous(), out, H, *strides, rank.shape[1], block)
+
+
+@takes(*HOST_DTYPES)
+def launch_permute_host(out, x, order, rank, routing_weights):
+    weights = None if routing_weights is None else array(routing_weights.float())
+    ext.gather(array(x), indices(order), weights, array(out), rank.shape[1], num_threads())
+
+
+@takes(*HOST_DTYPES)
+def launch_unpermute_host(out, rows, order, rank, routing_weights):
+    weights = None if routing_weights is None else array(routing_weights.float())
+    ext.unpermute(array(rows), indices(rank), weights, array(out), num_threads())
+
+
+@takes(*HOST_DTYPES)
+def launch_row_dots_host(out, rows, x, order, rank):
+    ext.row_dots(array(rows), array(x), indices(rank), array(out), num_threads())
+
+
+# op
+def save_permute(ctx, inputs, output):
+    x, order, rank, routing_weights = inputs
+    weighted = routing_weights is not None and ctx.needs_input_grad[3]
+    ctx.save_for_backward(x if weighted else None, order, rank, routing_weights)
+
+
+def backward_permute(ctx, dout):
+    x, order, rank, routing_weights = ctx.saved_tensors
+    dx = dweights = None
+    if ctx.needs_input_grad[0]:
+        dx = unpermute(dout, order, rank, routing_weights)
+    if x is not None:
+        dweights = row_dots(dout, x, order, rank).to(routing_weights.dtype)
+    return dx, None, None, dweights
+
+
+def backward_unpermute(ctx, dout):
+    rows, order, rank, routing_weights = ctx.saved_tensors
+    drows = dweights = None
+    if ctx.needs_input_grad[0]:
+        drows = permute(dout, order, rank, routing_weights)
+    if rows is not None:
+        dweights = row_dots(rows, dout, order, rank).to(routing_weights.dtype)
+    return drows, None, None, dweights
+
+
+def save_row_dots(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def backward_row_dots(ctx, ddots):
+    rows, x, order, rank = ctx.saved_tensors
+    drows = dx = None
+    if ctx.needs_input_grad[0]:
+        drows = permute(x, order, rank, ddots)
+    if ctx.needs_input_grad[1]:
+        dx = unpermute(rows, order, rank, ddots)
+    return drows, dx, None, None
+
+
+permute_op = define_op(
+    "permute(Tensor x, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
+    new=new_permute,
+    check_values=check_values,
+    reference=permute_reference,
+    triton=launch_permute,
+    host=host(launch_permute_host),
+    save=save_permute,
+    backward=backward_permute,
+)
+unpermute_op = define_op(
+    "unpermute(Tensor x, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
+    new=new_unpermute,
+    check_values=check_values,
+    reference=unpermute_reference,
+    triton=launch_unpermute,
+    host=host(launch_unpermute_host),
+    save=save_permute,
+    backward=backward_unpermute,
+)
+row_dots_op = define_op(
+    "row_dots(Tensor rows, Tensor x, Tensor order, Tensor rank) -> Tensor",
+    new=new_row_dots,
+    check_values=check_values,
+    reference=row_dots_reference,
+    triton=launch_row_dots,
+    host=host(launch_row_dots_host),
+    save=save_row_dots,
+    backward=backward_row_dots,
+)
+
+
+# public
+def permute(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | None = None) -> Tensor:
+    """Copy each token of `x` (T, H) to its k rows, (R, H): row r is x[order[r] // k], in the dtype of `x`.
+
+    `order` (R,) and `rank` (T, k), int32 or int64, are those of `sort_by_expert` or any such pair: rank[t, j]
+    is the row of choice t*k + j, order the inverse, and -1 marks what is dropped.  A row with the order -1 is
+    zeros.  With `routing_weights` (T, k), of any floating dtype, row r is multiplied in float32 by the weight
+    of its choice.  Differentiable in `x` and `routing_weights`; strides are free.
+
+    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
+    ValueError for an index of R or more, and for an `order` and a `rank` that are not inverse.
+    """
+    return permute_op(x, order, rank, routing_weights)
+
+
+def unpermute(rows: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | None = None) -> Tensor:
+    """Sum each token's k rows of `rows` (R, H), times its `routing_weights` (T, k) if given; returns (T, H).
+
+    The inverse of `permute`, which documents `order`, `rank` and the errors.  The sum runs over j = 0..k-1
+    in this order in float32 (float64 for float64) and is rounded once.  A dropped choice, rank -1, adds
+    nothing.  Differentiable in `rows` and `routing_weights`; strides are free.
+    """
+    return unpermute_op(rows, order, rank, routing_weights)
+
+
+def row_dots(rows: Tensor, x: Tensor, order: Tensor, rank: Tensor) -> Tensor:
+    """The inner product of each token of `x` (T, H) with each of its k rows of `rows` (R, H), as (T, k).
+
+    In float32, or float64 for float64; 0 for a dropped choice.  This is the routing weights' gradient in
+    `unpermute` and `permute`, which documents `order`, `rank` and the errors.  Differentiable in `rows`, `x`.
+    """
+    return row_dots_op(rows, x, order, rank)

@@ -1,0 +1,485 @@
+"""Choose k of E experts for each of T tokens from the router's logits, and weigh them.
+
+    scores    p = softmax(z) over E, or sigmoid(z)
+    chosen    the k highest of p, the lower expert first among equals
+    weights   scale * p_j, or with renormalisation scale * p_j / sum of p over the chosen
+
+A sum of sigmoids may be 0, so it gets EPSILON.  A renormalised softmax is the softmax of the k chosen logits,
+and they are chosen by logit: p may underflow.  Its backward keeps (T, k) numbers; the (T, E) scores are kept
+by a node of their own, only as long as somebody has them.  One launch forward, one backward.
+
+Experts that are `given` (T, k), by an earlier run of the same pass, are weighed in the place of the highest:
+to the bit as they were then, if the logits are.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...op import copy_into, define_op, is_transformed, takes
+from ...replay import always_save, current_pass, once
+from ..base.check import check_device, check_finite, check_float, check_shape, wide
+from ..base.host import array, ext, host, num_threads
+from ..base.launch import jit_kernel, next_power_of_2, tl, triton
+from .topk import NO_KEY, from_key, row_tile, take_given, take_highest, to_key, topk_reference
+
+# The gradient of `route`: of the weights and the scores to the logits.
+#
+# It needs (T, k) numbers where the weights are a softmax of the chosen logits, else the (T, E) scores.
+
+
+EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
+
+
+# reference
+def route_backward_reference(
+    dlogits: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    scores: Tensor | None,
+    dweights: Tensor | None,
+    dscores: Tensor | None,
+    num_experts: int,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+) -> None:
+    dlogits.zero_()
+    if dweights is not None:
+        dchosen = dweights * scale if scale != 1.0 else dweights
+        if scores is None:
+            dchosen = softmax_backward(dchosen, weights * inverse(scale))
+        elif renormalize:
+            total = (dweights * weights).sum(1, keepdim=True)
+            dchosen = (dchosen - total) / (scores.gather(1, ids).sum(1, keepdim=True) + EPSILON)
+        # the experts of a row are distinct, so this writes each element once: no order to depend on
+        dlogits.scatter_(1, ids, dchosen)
+    if scores is not None:
+        if dscores is not None:
+            dlogits += dscores
+        backward = torch.ops.aten.sigmoid_backward if sigmoid else softmax_backward
+        dlogits.copy_(backward(dlogits, scores))
+
+
+def softmax_backward(dscores: Tensor, scores: Tensor) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(dscores, scores, 1, scores.dtype)
+
+
+def inverse(scale: float) -> float:
+    """1 / scale; 0 for 0, whose weights and gradients are all 0."""
+    return 1 / scale if scale else 0.0
+
+
+# kernel
+@jit_kernel
+def route_backward_kernel(
+    weights_ptr,  # (T, K)
+    ids_ptr,  # (T, K) int64
+    scores_ptr,  # (T, E) or None: the weights are a softmax of the chosen logits
+    dweights_ptr,  # (T, K) or None
+    dscores_ptr,  # (T, E) or None
+    dlogits_ptr,  # (T, E)
+    T,
+    E,
+    scale,
+    inverse_scale,
+    dweights_strides,  # t, j
+    dscores_strides,  # t, e
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    e, slot = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    t_mask = t < T
+    mask, k_mask = t_mask[:, None] & (e < E), t_mask[:, None] & (slot < K)
+
+    # what the weights give the chosen, in its expert's column: the gradient of the logits or of the scores
+    d = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    if dweights_ptr is not None:
+        w_ptrs, dw_ptrs = weights_ptr + t * K, dweights_ptr + t * dweights_strides[0]
+        if RENORMALIZE:
+            w = tl.load(w_ptrs[:, None] + slot, mask=k_mask, other=0.0)
+            dw = tl.load(dw_ptrs[:, None] + slot * dweights_strides[1], mask=k_mask, other=0.0)
+            total = tl.sum(w * dw, 1)
+        if RENORMALIZE and SIGMOID:
+            ids = tl.load(ids_ptr + t[:, None] * K + slot, mask=k_mask, other=0)
+            size = tl.sum(tl.load(scores_ptr + t[:, None] * E + ids, mask=k_mask, other=0.0), 1) + EPSILON
+        for j in range(K):
+            expert = tl.load(ids_ptr + t * K + j, mask=t_mask, other=0).to(tl.int32)
+            part = tl.load(dw_ptrs + j * dweights_strides[1], mask=t_mask, other=0.0)
+            if scores_ptr is None and K == 1:
+                part = tl.zeros_like(part)  # a single weight is constant; rounding would say otherwise
+            elif scores_ptr is None:
+                part = tl.load(w_ptrs + j, mask=t_mask, other=0.0) * (part - total * inverse_scale)
+            elif RENORMALIZE:
+                part = (part * scale - total) / size
+            else:
+                part *= scale
+            d = tl.where(e == expert[:, None], part[:, None], d)
+
+    if scores_ptr is not None:
+        if dscores_ptr is not None:
+            dp_ptrs = dscores_ptr + t[:, None] * dscores_strides[0] + e.to(tl.int64) * dscores_strides[1]
+            d += tl.load(dp_ptrs, mask=mask, other=0.0)
+        p = tl.load(scores_ptr + t[:, None] * E + e, mask=mask, other=0.0)
+        d = d * p * (1 - p) if SIGMOID else p * (d - tl.sum(p * d, 1)[:, None])
+    tl.store(dlogits_ptr + t[:, None] * E + e, d, mask=mask)
+
+
+# launcher
+def row_tile_of_k(num_tokens: int, num_experts: int, top_k: int) -> tuple[tuple[int], dict]:
+    grid, tile = row_tile(num_tokens, num_experts)
+    return grid, tile | {"K": top_k, "BLOCK_K": next_power_of_2(top_k), "EPSILON": EPSILON}
+
+
+def new_route_backward(
+    weights: Tensor,
+    ids: Tensor,
+    scores: Tensor | None,
+    dweights: Tensor | None,
+    dscores: Tensor | None,
+    num_experts: int,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+) -> Tensor:
+    check_shape("weights", weights, "T", "k")
+    check_float(weights=weights, scores=scores, dweights=dweights, dscores=dscores)
+    check_device(weights=weights, expert_ids=ids, scores=scores, dweights=dweights, dscores=dscores)
+    if dweights is None and dscores is None:
+        raise ValueError("there is neither dweights nor dscores")
+    if (scores is None) != (renormalize and not sigmoid) or (scores is None and dscores is not None):
+        raise ValueError("scores belong to every mode but the renormalised softmax, which takes no dscores")
+    dlogits = weights.new_empty(weights.shape[0], num_experts)
+    for name, x, like in (
+        ("expert_ids", ids, weights),
+        ("scores", scores, dlogits),
+        ("dweights", dweights, weights),
+        ("dscores", dscores, dlogits),
+    ):
+        if x is not None and x.shape != like.shape:
+            raise ValueError(f"{name} is {tuple(x.shape)} but it needs {tuple(like.shape)}")
+    return dlogits
+
+
+@takes(torch.float32)
+def launch_route_backward(
+    dlogits, weights, ids, scores, dweights, dscores, num_experts, sigmoid, renormalize, scale
+):
+    num_tokens, top_k = weights.shape
+    grid, tile = row_tile_of_k(num_tokens, num_experts, top_k)
+    strides = [(0, 0) if d is None else d.stride() for d in (dweights, dscores)]
+    route_backward_kernel[grid](
+        weights.contiguous(), ids.contiguous(), None if scores is None else scores.contiguous(),
+        dweights, dscores, dlogits, num_tokens, num_experts, scale, inverse(scale), *strides,
+        SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
+    )  # fmt: skip
+
+
+# op
+route_backward_op = define_op(
+    "route_backward(Tensor weights, Tensor expert_ids, Tensor? scores, Tensor? dweights, Tensor? dscores,"
+    " int num_experts, bool sigmoid, bool renormalize, float scale) -> Tensor",
+    new=new_route_backward,
+    torch=route_backward_reference,
+    triton=launch_route_backward,
+    host=host(route_backward_reference),
+)
+
+
+# reference
+def route_reference(
+    logits: Tensor,
+    top_k: int,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    need_scores: bool,
+    given: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores = logits.sigmoid() if sigmoid else logits.softmax(1)
+    ranked = logits if renormalize and not sigmoid else scores
+    chosen, ids = topk_reference(ranked, top_k) if given is None else chosen_of(ranked, given)
+    scores = scores if writes_scores(sigmoid, renormalize, need_scores) else scores[:0]
+    return scores, weigh(chosen, sigmoid, renormalize, scale), ids
+
+
+def chosen_of(ranked: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    given = given.long()
+    return ranked.gather(1, given), given
+
+
+def writes_scores(sigmoid: bool, renormalize: bool, need_scores: bool) -> bool:
+    """Every mode but the renormalised softmax needs them for its own backward pass."""
+    return need_scores or sigmoid or not renormalize
+
+
+def weigh(chosen: Tensor, sigmoid: bool, renormalize: bool, scale: float) -> Tensor:
+    """The weights of the chosen scores; of the chosen logits, where they are a softmax of these."""
+    if renormalize:
+        chosen = chosen / (chosen.sum(1, keepdim=True) + EPSILON) if sigmoid else chosen.softmax(1)
+    return chosen * scale if scale != 1.0 else chosen
+
+
+# kernel
+@jit_kernel
+def route_kernel(
+    logits_ptr,  # (T, E)
+    scores_ptr,  # (T, E) or None
+    weights_ptr,  # (T, K)
+    ids_ptr,  # (T, K) int64
+    given_ptr,  # (T, K) or None
+    T,
+    E,
+    scale,
+    logits_strides,  # t, e
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    OF_LOGITS: tl.constexpr = RENORMALIZE and not SIGMOID
+    NOTHING: tl.constexpr = float("-inf") if OF_LOGITS else 0.0  # adds nothing to a sum
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    e, slot = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)[None, :]
+    mask = (t < T) & (e < E)[None, :]
+    z_ptrs = logits_ptr + t * logits_strides[0] + e.to(tl.int64)[None, :] * logits_strides[1]
+    z = tl.load(z_ptrs, mask=mask, other=float("-inf"))
+    ranked = z
+    if scores_ptr is not None:
+        p = tl.sigmoid(z) if SIGMOID else softmax(z)
+        tl.store(scores_ptr + t * E + e[None, :], p, mask=mask)
+        ranked = z if OF_LOGITS else p
+
+    key = tl.where(mask, to_key(ranked), NO_KEY)
+    ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    keys = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    for j in range(K):
+        if given_ptr is None:
+            best, expert, key = take_highest(key, e, BLOCK_E)
+        else:
+            expert = tl.load(given_ptr + t * K + j, mask=t < T, other=0).to(tl.int32).reshape(BLOCK_T)
+            best = take_given(key, e, expert)
+        ids = tl.where(slot == j, expert[:, None], ids)
+        keys = tl.where(slot == j, best[:, None], keys)
+    chosen = tl.where(slot < K, from_key(keys), NOTHING)
+    if OF_LOGITS:
+        chosen = softmax(chosen)
+    elif RENORMALIZE:
+        chosen = chosen / (tl.sum(chosen, 1)[:, None] + EPSILON)
+    mask = (t < T) & (slot < K)
+    tl.store(weights_ptr + t * K + slot, chosen * scale, mask=mask)
+    tl.store(ids_ptr + t * K + slot, ids.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def softmax(z):
+    """Of each row.  A row with a NaN or +inf, or of -inf alone, becomes NaN."""
+    p = tl.exp(z - tl.max(z, 1)[:, None])
+    return p * (1 / tl.sum(p, 1))[:, None]
+
+
+# launcher
+def new_route(
+    logits: Tensor,
+    top_k: int,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    need_scores: bool,
+    given: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_shape("logits", logits, "T", "E")
+    if logits.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"logits must be float32 or float64, not {logits.dtype}")
+    check_finite(scale=scale)
+    num_tokens, num_experts = logits.shape
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k is {top_k} but logits is (T, E={num_experts}); top_k must be from 1 to E")
+    if given is not None:
+        check_device(logits=logits, given=given)
+        if given.shape != (num_tokens, top_k):
+            raise ValueError(f"given is {tuple(given.shape)} but must be {(num_tokens, top_k)}")
+    written = num_tokens if writes_scores(sigmoid, renormalize, need_scores) else 0
+    scores, weights = logits.new_empty(written, num_experts), logits.new_empty(num_tokens, top_k)
+    return scores, weights, logits.new_empty(num_tokens, top_k, dtype=torch.int64)
+
+
+@takes(torch.float32)
+def launch_route(out, logits, top_k, sigmoid, renormalize, scale, need_scores, given=None):
+    scores, weights, ids = out
+    grid, tile = row_tile_of_k(*logits.shape, top_k)
+    given = None if given is None else given.contiguous()
+    route_kernel[grid](
+        logits, scores if scores.numel() else None, weights, ids, given, *logits.shape, scale,
+        logits.stride(), SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
+    )  # fmt: skip
+
+
+@takes(torch.float32)
+def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scores, given=None):
+    """torch's scores, and the extension's choice."""
+    scores, weights, ids = out
+    if sigmoid:
+        torch.sigmoid(logits, out=scores)
+    elif scores.numel():
+        torch.softmax(logits, 1, out=scores)
+    ranked = logits if renormalize and not sigmoid else scores
+    if given is None:
+        ext.topk(*map(array, (ranked, weights, ids)), num_threads())
+    else:
+        torch.gather(ranked, 1, ids.copy_(given), out=weights)
+    weights.copy_(weigh(weights, sigmoid, renormalize, scale))
+
+
+# op
+def save_route(ctx, inputs, output):
+    _, _, *ctx.how, _ = inputs[:6]
+    logits, (scores, weights, ids) = inputs[0], output
+    ctx.rest = (None,) * (len(inputs) - 1)
+    sigmoid, renormalize, _ = ctx.how
+    ctx.num_experts = logits.shape[1]
+    if renormalize and not sigmoid:
+        ctx.save_for_backward(weights, ids, None)
+        ctx.mark_non_differentiable(scores, ids)  # see SoftmaxScores
+    else:
+        ctx.save_for_backward(weights, ids, scores)
+        ctx.mark_non_differentiable(ids)
+    ctx.set_materialize_grads(False)
+
+
+def backward_route(ctx, dscores, dweights, dids):
+    dlogits = None
+    if dscores is not None or dweights is not None:
+        grads = dweights, dscores, ctx.num_experts
+        dlogits = route_backward_op(*ctx.saved_tensors, *grads, *ctx.how)
+    return dlogits, *ctx.rest
+
+
+class SoftmaxScores(torch.autograd.Function):
+    """Scores that are known to be the softmax of these logits, with that gradient."""
+
+    @staticmethod
+    def forward(ctx, logits, scores):
+        ctx.save_for_backward(scores)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx, dscores):
+        (scores,) = ctx.saved_tensors
+        return softmax_backward(dscores, scores), None
+
+
+def needs_own_gradient() -> bool:
+    """Whether scores need torch's gradient: torch.func knows no other, torch.export drops ours."""
+    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and is_transformed())
+
+
+def fill_route(out, *inputs):
+    copy_into(out, route_reference(*inputs))
+
+
+HOW = "Tensor logits, int top_k, bool sigmoid, bool renormalize, float scale, bool need_scores"
+RESULT = "(Tensor, Tensor, Tensor)"
+GRADIENT = {"save": save_route, "backward": backward_route}
+route_op = define_op(
+    f"route({HOW}, Tensor? given=None) -> {RESULT}",
+    new=new_route,
+    torch=fill_route,
+    triton=launch_route,
+    host=host(launch_route_host),
+    **GRADIENT,
+)
+route_once_op = define_op(
+    f"route_once({HOW}) -> {RESULT}",
+    new=new_route,
+    torch=once(fill_route),
+    triton=once(launch_route),
+    host=once(launch_route_host) if host(launch_route_host) else None,
+    **GRADIENT,
+)
+always_save("moe_aiter::route_once")
+
+
+# public
+def choose_experts(
+    logits: Tensor,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    need_scores: bool = True,
+    given: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Scores (T, E), weights (T, k) and experts (T, k) int64, the best first, for `logits` (T, E).
+
+    The floats are float32, float64 for float64 logits.  Differentiable once in `logits`: float16, bfloat16,
+    float32 or float64, with any strides.  NaN is chosen first; the experts of a row are distinct and within
+    [0, E) whatever the logits are.  A renormalised softmax without `need_scores` gives None for them.
+    Experts `given` (T, k) of any integer dtype, within [0, E), are taken instead of the highest.
+    Raises ValueError unless `logits` has two axes and 1 <= top_k <= E, TypeError for another dtype.
+    """
+    check_float(logits=logits)
+    logits = wide(logits)
+    how = top_k, sigmoid, renormalize, scale, need_scores
+    if torch.compiler.is_compiling() and given is None:
+        scores, weights, ids = route_once_op(logits, *how)
+    else:
+        scores, weights, ids = route_op(logits, *how, given)
+    if not writes_scores(sigmoid, renormalize, need_scores):
+        scores = None
+    elif renormalize and not sigmoid and needs_own_gradient():
+        scores = logits.softmax(1)
+    elif renormalize and not sigmoid:
+        scores = SoftmaxScores.apply(logits, scores)
+    return scores, weights, ids
+
+
+# Whole numbers that are decided once, by an op of their own where a graph is compiled; see replay.py.
+
+
+# reference
+def decide_reference(made: Tensor, what: str, below: int) -> Tensor:
+    here = current_pass()
+    decision = here.recall(what, *made.shape)
+    decision = made if decision is None else decision
+    here.keep(what, decision, below)
+    return decision
+
+
+# op
+def new_decision(made: Tensor, what: str, below: int) -> Tensor:
+    if made.dtype != torch.int64:
+        raise TypeError(f"a decision must be int64, not {made.dtype}")
+    return torch.empty_like(made)
+
+
+decide_op = define_op(
+    "decide(Tensor made, str what, int below) -> Tensor", new=new_decision, reference=decide_reference
+)
+always_save("moe_aiter::decide")
+
+
+# public
+def decide(what: str, make: Callable[[], Tensor], rows: int, below: int = 2**63 - 1) -> Tensor:
+    """`make()` (rows, ...) int64, or what it gave when activation checkpointing ran this forward pass first.
+
+    `what` tells decisions of one kind from those of another; each is below `below`, which saves memory.
+    """
+    if torch.compiler.is_compiling():
+        return decide_op(make(), what, below)
+    here = current_pass()
+    decision = here.recall(what, rows)
+    decision = make() if decision is None else decision.long()
+    here.keep(what, decision, below)
+    return decision

@@ -1,0 +1,190 @@
+"""Sort the choices of T tokens by expert: a stable counting sort.
+
+    order[r] = t*k + j    the choice that sits in row r
+    rank[t, j] = r        the row of a choice, the inverse
+    group_sizes[e]        rows of expert e
+
+A choice whose expert is negative, usually -1, is dropped, as is one past E - 1 where nobody checks: its rank
+is -1, and the rows at and past sum(group_sizes) have the order -1.
+"""
+
+import torch
+from torch import Tensor
+
+from ...op import copy_into, define_op
+from ..base.check import check_index, check_shape, check_sizes
+from ..base.host import array, check_built, ext, host
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+
+BLOCK = 128  # choices of a program; every pair of them is compared
+SCAN_BLOCK = 2048  # counts at a time
+MOST = 2**31  # choices, whose numbers are int32
+
+
+# reference
+def sort_reference(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids = expert_ids.flatten().long()
+    dropped = (ids < 0) | (ids >= num_experts)
+    ids, order = ids.masked_fill(dropped, num_experts).sort(stable=True)
+    rows = torch.arange(len(order), device=ids.device)
+    rank = torch.empty_like(order)
+    rank[order] = rows
+    ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True)
+    order = order.masked_fill(ids == num_experts, -1)
+    return order, rank.masked_fill(dropped, -1).view_as(expert_ids), ends.diff(prepend=ends.new_zeros(1))
+
+
+# kernel
+@triton.jit
+def load_ids(ids_ptr, i, R, E):
+    """Choice numbers -> experts; E for a dropped choice, and past the end."""
+    ids = tl.load(ids_ptr + i, mask=i < R, other=-1)
+    return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
+
+
+@jit_kernel
+def count_kernel(
+    ids_ptr,  # (R,)
+    counts_ptr,  # (E, blocks) choices of each expert in each block
+    R,
+    E,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    block = tl.program_id(0)
+    ids = load_ids(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), R, E)
+    for first in range(0, E, BLOCK_E):
+        e = first + tl.arange(0, BLOCK_E)
+        count = tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
+        tl.store(counts_ptr + e.to(tl.int64) * blocks + block, count, mask=e < E)
+
+
+@jit_kernel
+def scan_kernel(
+    counts_ptr,  # (E, blocks) becomes the choices of that expert in the blocks before
+    group_sizes_ptr,  # (E,)
+    blocks,
+    BLOCK: tl.constexpr,
+):
+    e = tl.program_id(0).to(tl.int64)
+    before = 0
+    for first in range(0, blocks, BLOCK):
+        b = first + tl.arange(0, BLOCK)
+        count_ptrs = counts_ptr + e * blocks + b
+        count = tl.load(count_ptrs, mask=b < blocks, other=0)
+        tl.store(count_ptrs, before + tl.cumsum(count, 0) - count, mask=b < blocks)
+        before += tl.sum(count, 0)
+    tl.store(group_sizes_ptr + e, before)
+
+
+@jit_kernel
+def place_kernel(
+    ids_ptr,  # (R,)
+    counts_ptr,  # (E, blocks), scanned
+    group_sizes_ptr,  # (E,)
+    order_ptr,  # (R,)
+    rank_ptr,  # (R,)
+    R,
+    E,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # at least E
+):
+    block = tl.program_id(0)
+    i, e = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
+    ids = load_ids(ids_ptr, i, R, E)
+    size = tl.load(group_sizes_ptr + e, mask=e < E, other=0)
+    before = tl.load(counts_ptr + e.to(tl.int64) * blocks + block, mask=e < E, other=0)
+    # the row of each expert's first choice in this block
+    row = tl.cumsum(size, 0) - size + before
+    # and the equal choices before this one, counted pair by pair: less work than a scan of each expert
+    earlier = (ids[:, None] == ids[None, :]) & (i[:, None] < i[None, :])
+    rank = tl.gather(row, tl.minimum(ids, E - 1), 0) + tl.sum(earlier.to(tl.int32), 0)
+    tl.store(rank_ptr + i, tl.where(ids < E, rank, -1), mask=i < R)
+    tl.store(order_ptr + rank, i, mask=ids < E)
+    tl.store(order_ptr + i, -1, mask=(i < R) & (i >= tl.sum(size, 0)))
+
+
+# launcher
+def new_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    check_shape("expert_ids", expert_ids, "T", "k")
+    check_index(expert_ids=expert_ids)
+    check_sizes(num_experts=num_experts)
+    if expert_ids.shape[1] < 1:
+        raise ValueError(f"expert_ids is (T, k={expert_ids.shape[1]}); k must be at least 1")
+    check_built(expert_ids)
+    num_tokens, top_k = expert_ids.shape
+    choices = num_tokens * top_k
+    if isinstance(choices, int) and choices >= MOST:  # a size that torch.export leaves open is not asked
+        raise ValueError(
+            f"expert_ids is (T={num_tokens}, k={top_k}): {choices} choices, "
+            f"but there must be fewer than {MOST}"
+        )
+    order = expert_ids.new_empty(num_tokens * top_k, dtype=torch.int32)
+    rank = expert_ids.new_empty(num_tokens, top_k, dtype=torch.int32)
+    return order, rank, expert_ids.new_empty(num_experts, dtype=torch.int32)
+
+
+def launch_sort(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
+    check_on_cpu(expert_ids, num_experts)
+    order, rank, group_sizes = out
+    rows = len(order)
+    blocks = cdiv(rows, BLOCK) if rows else 0
+    counts = group_sizes.new_empty(num_experts, blocks)
+    ids, sizes = expert_ids.contiguous(), (rows, num_experts, blocks, BLOCK)
+    block_e = next_power_of_2(num_experts)
+    if rows:
+        count_kernel[(blocks,)](ids, counts, *sizes, BLOCK_E=max(16, min(64, block_e)), num_warps=4)
+    scan_kernel[(num_experts,)](counts, group_sizes, blocks, BLOCK=SCAN_BLOCK)
+    if rows:
+        place_kernel[(blocks,)](ids, counts, group_sizes, order, rank, *sizes, BLOCK_E=block_e, num_warps=4)
+
+
+def launch_sort_torch(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
+    check_on_cpu(expert_ids, num_experts)
+    copy_into(out, sort_reference(expert_ids, num_experts))
+
+
+def launch_sort_host(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
+    """C++ sees an id past the end while it counts, which costs less than to look for one first."""
+    ext.sort_by_expert(array(expert_ids), *map(array, out))
+
+
+def check_ids(expert_ids: Tensor, num_experts: int) -> None:
+    if (expert_ids >= num_experts).any():
+        raise ValueError(f"expert_ids holds {int(expert_ids.max())} but num_experts is {num_experts}")
+
+
+def check_on_cpu(expert_ids: Tensor, num_experts: int) -> None:
+    """`check_ids` where there is nothing to wait for."""
+    if expert_ids.is_cpu:
+        check_ids(expert_ids, num_experts)
+
+
+# op
+sort_op = define_op(
+    "sort_by_expert(Tensor expert_ids, int num_experts) -> (Tensor, Tensor, Tensor)",
+    new=new_sort,
+    check_values=check_ids,
+    reference=sort_reference,
+    torch=launch_sort_torch,
+    triton=launch_sort,
+    host=host(launch_sort_host),
+)
+
+
+# public
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the choices `expert_ids` (T, k), int32 or int64, by expert, and by t*k + j within one.
+
+    Returns three int32 tensors: `order` (R,) with R = T*k, `order[r]` = t*k + j being the choice in row r;
+    `rank` (T, k), its inverse; and `group_sizes` (E,), the rows of each expert.  A choice with a negative
+    expert, usually -1, is dropped: its rank is -1, it is counted nowhere, and the rows at and past
+    sum(group_sizes) have the order -1.  No host synchronisation and no atomics.
+
+    Raises ValueError for a shape that is not (T, k), for T*k of 2^31 or more and for `num_experts` below 1,
+    TypeError for another dtype; on the CPU also ValueError for an id of E or more.  On a GPU that would wait
+    for the device, so there it is for MOE_AITER_DEBUG=1; without it such a choice is dropped.
+    """
+    return sort_op(expert_ids, num_experts)

@@ -1,0 +1,425 @@
+"""A dense input times a sparse weight: torch's layouts for `sparse_matmul`, whose patterns are read once."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...derived import derived
+from ...op import define_op, takes
+from ..base.check import (
+    check_device,
+    check_flags,
+    check_float,
+    check_shape,
+    check_size,
+    check_tensor,
+    renamed,
+    sum_dtype,
+    wide,
+)
+from ..base.tile import TILE_DTYPES
+from .kernels import launch_blocks, launch_blocks_grad, launch_entries, launch_entries_grad
+from .pattern import (
+    SparsePattern,
+    as_blocks,
+    block_of,
+    count,
+    lists_of,
+    num_blocks,
+    pair,
+    pattern_of_compressed,
+    places,
+    regroup,
+    to_dense,
+)
+
+# Matmul with a sparse matrix A (N, K) of blocks: `x @ A.T + bias`, or `x @ A + bias` where it is
+# transposed.
+#
+# Values (L, a, b) are blocks of a x b, or (L,) single entries; `lists` say where they are: see
+# sparse_pattern.py.  M rows of x, and of the result.
+
+
+LARGE = 64  # sides of blocks that are worth a product of their own on a CPU
+FEW = 1024  # places for each entry, from which on a CPU takes them one by one
+
+# reference
+
+
+def sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed):
+    w = to_dense(values, lists, rows, columns)
+    out = x @ (w if transposed else w.T)
+    return out if bias is None else (wide(out) + bias).to(x.dtype)
+
+
+def sparse_matmul_grad_reference(left, right, lists, a, b):
+    size = left.shape[1], right.shape[1]
+    blocks = as_blocks(left.T @ right, (a, b))[places(lists, *count(size, (a, b)))]
+    return blocks.flatten() if (a, b) == (1, 1) else blocks
+
+
+def fill_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
+    """By torch; on a CPU by the blocks of each of the result's columns, where they are large, and by
+    torch.sparse where entries are few."""
+    (a, b), L = block_of(values), values.shape[0]
+    whole = rows % a == 0 and columns % b == 0
+    if x.device.type == "cpu" and whole and min(a, b) >= LARGE:
+        fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed)
+    elif x.device.type == "cpu" and values.dim() == 1 and rows * columns > L * FEW:
+        w = torch.sparse_coo_tensor(
+            torch.stack(places(lists, rows, columns)),
+            wide(values),
+            (rows, columns),
+            check_invariants=False,
+            is_coalesced=True,
+        )
+        product = torch.sparse.mm(w.t() if transposed else w, wide(x).T).T
+        out.copy_(product if bias is None else product + bias)
+    else:
+        out.copy_(sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed))
+
+
+def fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed):
+    R, C = count((rows, columns), block_of(values))
+    L = num_blocks(lists, R, C)
+    start, start_t, col, _, row_t, place_t = lists.long().split([R + 1, C + 1, L, L, L, L])
+    if transposed:
+        values, start, other = values[place_t], start_t, row_t
+    else:
+        values, other = values.mT, col
+    _, depth, width = values.shape
+    x_blocks = x.unflatten(1, (-1, depth))
+    for n, (first, end) in enumerate(pairwise(start.tolist())):
+        mine = slice(n * width, (n + 1) * width)
+        x_part, w_part = x_blocks[:, other[first:end]].flatten(1), values[first:end].reshape(-1, width)
+        out[:, mine] = x_part @ w_part if bias is None else torch.addmm(bias[mine], x_part, w_part)
+
+
+def fill_sparse_matmul_grad(out, left, right, lists, a, b):
+    """By torch; on a CPU block by block, where they are large, or entry by entry, where they are few."""
+    (M, rows), columns, L = left.shape, right.shape[1], out.shape[0]
+    whole = rows % a == 0 and columns % b == 0
+    row, col = places(lists, *count((rows, columns), (a, b)))
+    if left.device.type == "cpu" and whole and min(a, b) >= LARGE:
+        left, right = left.T.unflatten(0, (-1, a)), right.unflatten(1, (-1, b))
+        for j, (r, c) in enumerate(zip(row.tolist(), col.tolist(), strict=True)):
+            out[j] = left[r] @ right[:, c]
+    elif left.device.type == "cpu" and (a, b) == (1, 1) and rows * columns > L * FEW:
+        left, right, step = wide(left).T, wide(right).T, max(1, 2**22 // max(M, 1))
+        for j in (slice(start, start + step) for start in range(0, L, step)):
+            out[j] = (left[row[j]] * right[col[j]]).sum(1)
+    else:
+        out.copy_(sparse_matmul_grad_reference(left, right, lists, a, b))
+
+
+# launcher
+
+
+@takes(*TILE_DTYPES)
+def launch_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
+    launch = launch_entries if values.dim() == 1 else launch_blocks
+    launch(out, x, values, bias, lists, (rows, columns), transposed)
+
+
+@takes(*TILE_DTYPES)
+def launch_sparse_matmul_grad(out, left, right, lists, a, b):
+    launch = launch_entries_grad if (a, b) == (1, 1) else launch_blocks_grad
+    launch(out, left, right, lists)
+
+
+# op
+
+
+def new_sparse_matmul(x, values, bias, lists, rows, columns, transposed):
+    check_shape("x", x, "M", "K")
+    if values.dim() not in (1, 3) or values.shape[1:] == (1, 1):
+        raise ValueError(f"values must be (L,) or (L, a, b), but it has shape {tuple(values.shape)}")
+    depth, width = (rows, columns) if transposed else (columns, rows)
+    wanted = "the matrix is ({}, N)" if transposed else "the matrix is (N, {})"
+    check_size("x is (M, K={})", x.shape[1], wanted, depth)
+    check_float(x=x, values=values)
+    check_device(x=x, values=values, lists=lists, bias=bias)
+    if bias is not None:
+        check_shape("bias", bias, "N")
+        check_size("bias is ({},)", bias.shape[0], "the result is (M, {})", width)
+        check_float(x=x, bias=bias)
+    L = check_lists(lists, rows, columns, *block_of(values))
+    check_size("there are {} blocks of values", values.shape[0], "the pattern has {}", L)
+    return x.new_empty(x.shape[0], width)
+
+
+def new_sparse_matmul_grad(left, right, lists, a, b):
+    check_shape("left", left, "M", "N")
+    check_shape("right", right, "M", "K")
+    check_size("left is ({}, N)", left.shape[0], "right is ({}, K)", right.shape[0])
+    check_float(left=left, right=right)
+    check_device(left=left, right=right, lists=lists)
+    L = check_lists(lists, left.shape[1], right.shape[1], a, b)
+    return left.new_empty((L,) if (a, b) == (1, 1) else (L, a, b))
+
+
+def check_lists(lists: Tensor, rows: int, columns: int, a: int, b: int) -> int:
+    """The number of blocks, or raise unless `lists` are those of such a matrix."""
+    if lists.dim() != 1 or lists.dtype != torch.int32 or not lists.is_contiguous():
+        raise ValueError("lists must be one contiguous int32 tensor, as make_lists returns it")
+    R, C = count((rows, columns), (a, b))
+    L = num_blocks(lists, R, C)
+    if L < 0 or lists.shape[0] != R + C + 2 + 4 * L:
+        raise ValueError(f"lists have {lists.shape[0]} numbers, as none of {R} x {C} blocks")
+    return L
+
+
+def check_list_values(lists: Tensor, rows: int, columns: int, a: int, b: int) -> None:
+    R, C = count((rows, columns), (a, b))
+    L = num_blocks(lists, R, C)
+    start, start_t, col, row, row_t, place_t = lists.split([R + 1, C + 1, L, L, L, L])
+    limits = ("col", col, C), ("row", row, R), ("row_t", row_t, R), ("place_t", place_t, L)
+    for name, t, limit in limits:
+        if ((t < 0) | (t >= limit)).any():
+            raise ValueError(f"the pattern's {name} must be from 0 to {limit - 1}")
+    for name, t in (("start", start), ("start_t", start_t)):
+        if t[0] != 0 or t[-1] != L or (t.diff() < 0).any():
+            raise ValueError(f"the pattern's {name} must grow from 0 to {L}, the number of blocks")
+
+
+def save_sparse_matmul(ctx, inputs, output):
+    x, values, _, lists, *ctx.size, ctx.transposed = inputs
+    ctx.save_for_backward(x, values, lists)
+
+
+def backward_sparse_matmul(ctx, dout):
+    x, values, lists = ctx.saved_tensors
+    dx = dvalues = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = sparse_matmul_op(dout, values, None, lists, *ctx.size, not ctx.transposed)
+    if ctx.needs_input_grad[1]:
+        sides = (x, dout) if ctx.transposed else (dout, x)
+        dvalues = sparse_matmul_grad_op(*sides, lists, *block_of(values))
+    if ctx.needs_input_grad[2]:
+        dbias = dout.sum(0, dtype=sum_dtype(dout)).to(dout.dtype)
+    return dx, dvalues, dbias, None, None, None, None
+
+
+def save_sparse_matmul_grad(ctx, inputs, output):
+    left, right, lists, *_ = inputs
+    ctx.save_for_backward(left, right, lists)
+
+
+def backward_sparse_matmul_grad(ctx, dvalues):
+    left, right, lists = ctx.saved_tensors
+    size, dleft, dright = (left.shape[1], right.shape[1]), None, None
+    if ctx.needs_input_grad[0]:
+        dleft = sparse_matmul_op(right, dvalues, None, lists, *size, False)
+    if ctx.needs_input_grad[1]:
+        dright = sparse_matmul_op(left, dvalues, None, lists, *size, True)
+    return dleft, dright, None, None, None
+
+
+sparse_matmul_op = define_op(
+    "sparse_matmul(Tensor x, Tensor values, Tensor? bias, Tensor lists, int rows, int columns, "
+    "bool transposed) -> Tensor",
+    new=new_sparse_matmul,
+    reference=sparse_matmul_reference,
+    torch=fill_sparse_matmul,
+    check_values=lambda x, values, bias, lists, rows, columns, _: check_list_values(
+        lists, rows, columns, *block_of(values)
+    ),
+    triton=launch_sparse_matmul,
+    backward=backward_sparse_matmul,
+    save=save_sparse_matmul,
+)
+sparse_matmul_grad_op = define_op(
+    "sparse_matmul_grad(Tensor left, Tensor right, Tensor lists, int a, int b) -> Tensor",
+    new=new_sparse_matmul_grad,
+    reference=sparse_matmul_grad_reference,
+    torch=fill_sparse_matmul_grad,
+    check_values=lambda left, right, lists, a, b: check_list_values(
+        lists, left.shape[1], right.shape[1], a, b
+    ),
+    triton=launch_sparse_matmul_grad,
+    backward=backward_sparse_matmul_grad,
+    save=save_sparse_matmul_grad,
+)
+
+
+PATTERNS = "csr", "coo", "block"
+COLUMNS = torch.sparse_csc, torch.sparse_bsc
+BLOCKS = torch.sparse_bsr, torch.sparse_bsc
+BLOCKSIZE = 64  # of a weight without blocks
+
+
+@renamed(x="input", values="weight")
+def sparse_gemm(
+    input: Tensor,
+    weight: Tensor,
+    sparsity_pattern: str | SparsePattern | None = None,
+    *,
+    bias: Tensor | None = None,
+    transpose_weight: bool = True,
+    blocksize: int | tuple[int, int] | None = None,
+) -> Tensor:
+    """Multiply a dense `input` (..., K) by a sparse `weight` (N, K), as F.linear does; returns (..., N).
+
+    weight: of any of torch's sparse layouts, CSR, CSC, COO, BSR or BSC, or dense; without `transpose_weight`
+        it is (K, N).  A COO weight may name a place several times.  The indices of other layouts are taken
+        to be what torch's `check_invariants` asks for, but in any order.
+    sparsity_pattern: how it is multiplied: "csr" or "coo" entry by entry, "block" by blocks on tensor cores.
+        Unless given, as its layout says.  A weight of another layout is converted, a dense one loses its
+        zeros.  Or a SparsePattern, with its values (L, *blocksize) for the weight.
+    bias: (N,), added before the one rounding.
+    blocksize: of a weight that is converted to blocks, a number or one down and one across, 64 unless given.
+
+    `input`, `weight` and `bias` share a floating dtype; sums are kept in float32 (float64 for float64).  All
+    three have gradients.  That of a sparse weight is sparse, in its own layout and places; of a COO weight
+    with repeated places coalesced; that of a dense one is dense, and zero where it has no entry or block.
+    `backward()` cannot put what is BSR, BSC or CSC into `.grad`, in torch; `torch.autograd.grad` returns it.
+
+    What is computed of a pattern is kept (see `moe_aiter.derived`), and the calls after the first wait for
+    nothing, while the memory of the weight's indices, or of a dense weight, stays as it is.  To torch a write
+    to a sparse weight's values is one to its indices as well: for training give a SparsePattern, or the
+    weight that its `to_sparse` builds in each step.  Who writes to indices from which a weight was made, and
+    makes another of them, says `moe_aiter.derived.forget()`.
+
+    Raises ValueError for shapes, devices and patterns that do not fit, TypeError for dtypes and flags.
+    """
+    check_operands(input, weight)
+    check_flags(transpose_weight=transpose_weight)
+    transposed = not transpose_weight
+    if isinstance(sparsity_pattern, SparsePattern):
+        if blocksize is not None:
+            raise ValueError("blocksize is part of the sparsity_pattern that is given")
+        values, pattern = weight, sparsity_pattern
+        if tuple(values.shape[1:]) != (() if pattern.blocksize == (1, 1) else pattern.blocksize):
+            shapes = tuple(values.shape), pattern.blocksize
+            raise ValueError("weight is {} but the pattern has blocks of {}".format(*shapes))
+    else:
+        kind = check_kind(weight, sparsity_pattern, blocksize)
+        if weight.layout == torch.strided:
+            values, pattern = of_dense(weight, kind, blocksize)
+        else:
+            values, pattern = of_sparse(weight, kind, blocksize)
+            transposed ^= weight.layout in COLUMNS
+    K = pattern.shape[0 if transposed else 1]
+    if input.shape[-1] != K:
+        wanted = f"(N, K={K})" if transpose_weight else f"(K={K}, N)"
+        raise ValueError(f"input is (..., K={input.shape[-1]}) but weight is {wanted}")
+    x = input if input.dim() == 2 else input[None] if input.dim() == 1 else input.flatten(0, -2)
+    out = sparse_matmul_op(x, values, bias, pattern.lists, *pattern.shape, transposed)
+    return out if input.dim() == 2 else out.view(*input.shape[:-1], out.shape[1])
+
+
+def check_operands(input: Tensor, weight: Tensor) -> None:
+    check_tensor("input", input)
+    check_tensor("weight", weight)
+    if input.layout != torch.strided or input.dim() == 0:
+        raise ValueError(f"input must be dense (..., K), but it is {input.layout} {tuple(input.shape)}")
+    check_device(input=input, weight=weight)
+
+
+def check_kind(weight: Tensor, kind: str | None, blocksize: int | tuple[int, int] | None) -> str:
+    """How to multiply; raises where weight, pattern and blocksize do not go together."""
+    if kind is None:
+        if weight.layout == torch.strided:
+            raise ValueError(f"sparsity_pattern must be {', '.join(PATTERNS)} for a dense weight")
+        kind = "block" if weight.layout in BLOCKS else "coo" if weight.layout == torch.sparse_coo else "csr"
+    if kind not in PATTERNS:
+        known = ", ".join(PATTERNS)
+        raise ValueError(f"unknown sparsity_pattern {kind!r}; known: {known}, or a SparsePattern")
+    if kind != "block" and blocksize is not None:
+        raise ValueError(f"blocksize is for sparsity_pattern='block', not {kind!r}")
+    if weight.layout != torch.strided and weight.dense_dim():
+        raise ValueError(f"weight must not be hybrid, but it has {weight.dense_dim()} dense dimensions")
+    check_shape("weight", weight, "N", "K")
+    return kind
+
+
+def of_dense(w: Tensor, kind: str, blocksize: int | tuple[int, int] | None) -> tuple[Tensor, SparsePattern]:
+    """The values of a dense weight, and where they are."""
+    block = chosen_block(kind, blocksize)
+    pattern = derived(w, f"sparse pattern {block}", lambda: SparsePattern.from_dense(w, block))
+    if torch.is_grad_enabled() and w.requires_grad:
+        return pattern.take(w), pattern
+    return derived(w, f"sparse values {block}", lambda: pattern.take(w)), pattern
+
+
+def of_sparse(w: Tensor, kind: str, blocksize: int | tuple[int, int] | None) -> tuple[Tensor, SparsePattern]:
+    """The values of a sparse weight, and where they are; those of the transpose if it has columns first."""
+    values, indices, name, make = of_coo(w) if w.layout == torch.sparse_coo else of_compressed(w)
+    own = block_of(values)
+    if kind == "block" and blocksize is None and w.layout in BLOCKS:
+        block = own
+    else:
+        block = chosen_block(kind, blocksize)
+        block = block[::-1] if w.layout in COLUMNS else block
+    pattern = derived(indices, name, make)[0]
+    if block == own:
+        return values.flatten() if own == (1, 1) else values, pattern
+    other = derived(indices, f"{name} in {block}", lambda: (regroup(pattern, block),))[0]
+    return other.values(values), other.pattern
+
+
+def chosen_block(kind: str, blocksize: int | tuple[int, int] | None) -> tuple[int, int]:
+    return pair(BLOCKSIZE if blocksize is None else blocksize) if kind == "block" else (1, 1)
+
+
+# what a sparse tensor consists of: its values, the indices by which its pattern is kept, the name of the
+# latter, and what makes it, in a tuple with all else that the name speaks of and that must not change
+
+
+def of_compressed(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
+    values, shape = w.values(), w.shape
+    if w.layout in COLUMNS:
+        start, other, shape = w.ccol_indices(), w.row_indices(), shape[::-1]
+        values = values.mT if values.dim() == 3 else values
+    else:
+        start, other = w.crow_indices(), w.col_indices()
+    block = block_of(values)
+
+    def make() -> tuple[SparsePattern, Tensor | None]:
+        # the start lives as long as this is kept, so that no other has its address
+        apart = start.untyped_storage() is not other.untyped_storage()
+        return pattern_of_compressed(start, other, tuple(shape), block), start if apart else None
+
+    return values, other, f"sparse pattern {*shape, *block, start.data_ptr(), start._version}", make
+
+
+def of_coo(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
+    shape, indices = tuple(w.shape), w._indices()
+    if w.is_coalesced():
+        return w.values(), indices, f"sparse pattern {shape}", lambda: (pattern_of(indices, shape),)
+    name = f"sparse pattern {shape}, coalesced"
+    order, ends, places, pattern = derived(indices, name, lambda: coalesce(indices, shape))
+    return Coalesced.apply(w, order, ends, places), indices, f"{name} alone", lambda: (pattern,)
+
+
+def pattern_of(indices: Tensor, shape: tuple[int, int]) -> SparsePattern:
+    """Of the entries at `indices` (2, L), which are in order."""
+    return SparsePattern(shape, (1, 1), lists_of(*indices, *shape))
+
+
+def coalesce(indices: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, SparsePattern]:
+    """The order that brings the entries of a place together, where each place begins, (L + 1,), the places
+    (2, L), and their pattern.  Synchronises."""
+    place, order = (indices[0] * shape[1] + indices[1]).sort(stable=True)
+    place, counts = place.unique_consecutive(return_counts=True)
+    places = torch.stack([place // max(shape[1], 1), place % max(shape[1], 1)])
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return order, starts, places, pattern_of(places, shape)
+
+
+class Coalesced(torch.autograd.Function):
+    """The values of a COO tensor, those of one place added; its gradient has each place once."""
+
+    @staticmethod
+    def forward(ctx, w, order, starts, places):
+        ctx.save_for_backward(places)
+        ctx.shape = w.shape
+        values = wide(w._values()[order])
+        return torch.segment_reduce(values, "sum", offsets=starts, unsafe=True, initial=0).to(w.dtype)
+
+    @staticmethod
+    def backward(ctx, dvalues):
+        (places,) = ctx.saved_tensors
+        return torch.sparse_coo_tensor(places, dvalues, ctx.shape, is_coalesced=True), None, None, None

@@ -1,0 +1,402 @@
+"""Products with a matrix of blocks on tensor cores: see sparse_matmul.py, whose launchers these are.
+
+A program of the product makes a tile of the result and walks over the blocks that count for its columns; one
+of the gradient makes a tile of one block.
+"""
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from ... import tuning
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import at_least_16, multiply, swizzle, tile_options
+from .pattern import count, num_blocks
+
+# kernel
+
+
+@jit_kernel
+def sparse_blocks_kernel(
+    x_ptr,  # (M, K)
+    values_ptr,  # (L, BLOCK_IN, BLOCK_OUT)
+    bias_ptr,  # (N,) or None
+    out_ptr,  # (M, N)
+    lists_ptr,
+    starts,  # where in the lists those of the blocks of each column of the result begin,
+    others,  # where the places in x of these blocks are,
+    places,  # and those in values, or None: they are as they come
+    M,
+    N,
+    K,
+    x_strides,  # m, k
+    values_strides,  # l, in, out
+    bias_stride,
+    out_strides,  # m, n
+    BLOCK_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    PARTS: tl.constexpr = (BLOCK_OUT + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (BLOCK_IN + BLOCK_K - 1) // BLOCK_K
+    tiles_n = tl.cdiv(N, BLOCK_OUT) * PARTS
+    tile_m, tile_n = swizzle(tl.program_id(0), tl.cdiv(M, BLOCK_M), tiles_n, GROUP_M, NUM_DIES)
+    column, n = tile_n // PARTS, tile_n % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    first = tl.load(lists_ptr + starts + column)
+    end = tl.load(lists_ptr + starts + column + 1)
+
+    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+    m_read = tl.where(m < M, m, 0).to(tl.int64)
+    n_read = n if EVEN_N else tl.where(n < BLOCK_OUT, n, 0)
+    x_ptrs = x_ptr + m_read[:, None] * x_strides[0] + k[None, :] * x_strides[1]
+    w_ptrs = values_ptr + k[:, None] * values_strides[1] + n_read[None, :] * values_strides[2]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # a block is looked up a step before it is read: Triton would halve the stages between list and product
+    other, place = find(lists_ptr, others, places, first, end)
+    for step in range(first * STEPS, end * STEPS):
+        k_start = step % STEPS * BLOCK_K
+        x_step = x_ptrs + (other.to(tl.int64) * BLOCK_IN + k_start) * x_strides[1]
+        w_step = w_ptrs + place.to(tl.int64) * values_strides[0] + k_start * values_strides[1]
+        if EVEN_K:
+            x, w = tl.load(x_step), tl.load(w_step)
+        else:
+            k_mask = k < tl.minimum(BLOCK_IN, K - other * BLOCK_IN) - k_start
+            x = tl.load(x_step, mask=k_mask[None, :], other=0.0)
+            w = tl.load(w_step, mask=k_mask[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        other, place = find(lists_ptr, others, places, (step + 1) // STEPS, end)
+
+    n_out = column * BLOCK_OUT + n
+    n_mask = (n < BLOCK_OUT) & (n_out < N)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n_out.to(tl.int64) * bias_stride, mask=n_mask, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_strides[0]
+    out_ptrs += n_out.to(tl.int64)[None, :] * out_strides[1]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[:, None] & n_mask[None, :])
+
+
+@triton.jit
+def find(lists_ptr, others, places, j, end):
+    """Block j of the list -> its place in x and its place in values; zeros past the end."""
+    other = tl.load(lists_ptr + others + j, mask=j < end, other=0)
+    place = j
+    if places is not None:
+        place = tl.load(lists_ptr + places + j, mask=j < end, other=0)
+    return other, place
+
+
+@jit_kernel
+def sparse_blocks_grad_kernel(
+    left_ptr,  # (M, N)
+    right_ptr,  # (M, K)
+    out_ptr,  # (L, BLOCK_ROWS, BLOCK_COLUMNS), contiguous
+    lists_ptr,
+    cols,  # where in the lists the column of each block is,
+    rows,  # and its row
+    M,
+    N,
+    K,
+    left_strides,  # m, n
+    right_strides,  # m, k
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    DOWN: tl.constexpr = (BLOCK_ROWS + BLOCK_M - 1) // BLOCK_M
+    ACROSS: tl.constexpr = (BLOCK_COLUMNS + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // (DOWN * ACROSS)
+    part = tl.program_id(0) % (DOWN * ACROSS)
+    row, col = tl.load(lists_ptr + rows + block), tl.load(lists_ptr + cols + block)
+    n = part // ACROSS * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = part % ACROSS * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_K)
+    n_left, k_right = row * BLOCK_ROWS + n, col * BLOCK_COLUMNS + k
+    n_mask, k_mask = (n < BLOCK_ROWS) & (n_left < N), (k < BLOCK_COLUMNS) & (k_right < K)
+    if not EVEN_N:  # what is past the end reads others' values, and becomes zeros
+        n_left, k_right = tl.where(n_mask, n_left, 0), tl.where(k_mask, k_right, 0)
+    left_ptrs = left_ptr + n_left.to(tl.int64)[:, None] * left_strides[1]
+    left_ptrs += m.to(tl.int64)[None, :] * left_strides[0]
+    right_ptrs = right_ptr + k_right.to(tl.int64)[None, :] * right_strides[1]
+    right_ptrs += m.to(tl.int64)[:, None] * right_strides[0]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = multiply(
+        acc, left_ptrs, right_ptrs, M, left_strides[0], right_strides[0], BLOCK_K, EVEN_M, PRECISION
+    )
+    if not EVEN_N:
+        acc = tl.where(n_mask[:, None] & k_mask[None, :], acc, 0.0)
+    out_ptrs = out_ptr + block.to(tl.int64) * (BLOCK_ROWS * BLOCK_COLUMNS)
+    out_ptrs += n[:, None] * BLOCK_COLUMNS + k[None, :]
+    mask = (n < BLOCK_ROWS)[:, None] & (k < BLOCK_COLUMNS)[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# launcher
+
+
+@functools.cache
+def no_larger(config: tuning.Config, **sides: int) -> tuning.Config:
+    """A tile with no larger sides than these."""
+    sides = {side: min(getattr(config, side), at_least_16(size)) for side, size in sides.items()}
+    return dataclasses.replace(config, **sides)
+
+
+def launch_blocks(
+    out: Tensor, x: Tensor, values: Tensor, bias: Tensor | None, lists: Tensor, size: tuple[int, int],
+    transposed: bool,
+) -> None:  # fmt: skip
+    (M, N), K, block = out.shape, x.shape[1], tuple(values.shape[1:])
+    R, C = count(size, block)
+    L = num_blocks(lists, R, C)
+    base = R + C + 2
+    if transposed:
+        starts, others, places = R + 1, base + 2 * L, base + 3 * L
+    else:
+        starts, others, places = 0, base, None
+        values, block = values.mT, block[::-1]
+    c = tuning.lookup("sparse_blocks", x.dtype, M, block[1], block[0], 1)
+    c = no_larger(c, block_n=block[1], block_k=block[0])
+    tiles = cdiv(M, c.block_m) * cdiv(N, block[1]) * cdiv(block[1], c.block_n)
+    sparse_blocks_kernel[(tiles,)](
+        x, values, bias, out, lists, starts, others, places, M, N, K,
+        x.stride(), values.stride(), 0 if bias is None else bias.stride(0), out.stride(),
+        BLOCK_IN=block[0], BLOCK_OUT=block[1], EVEN_K=block[0] % c.block_k == 0 and K % block[0] == 0,
+        EVEN_N=block[1] % c.block_n == 0, **tile_options(c),
+    )  # fmt: skip
+
+
+def launch_blocks_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor) -> None:
+    (M, N), K, block = left.shape, right.shape[1], tuple(out.shape[1:])
+    L, base = out.shape[0], len(lists) - 4 * out.shape[0]
+    c = tuning.lookup("sparse_blocks_grad", left.dtype, block[0], block[1], M, 1)
+    c = no_larger(c, block_m=block[0], block_n=block[1])
+    options = tile_options(c)
+    del options["GROUP_M"], options["NUM_DIES"]
+    whole = block[0] % c.block_m == 0 and block[1] % c.block_n == 0
+    sparse_blocks_grad_kernel[(L * cdiv(block[0], c.block_m) * cdiv(block[1], c.block_n),)](
+        left, right, out, lists, base, base + L, M, N, K, left.stride(), right.stride(),
+        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
+        EVEN_N=whole and N % block[0] == 0 and K % block[1] == 0, EVEN_M=M % c.block_k == 0, **options,
+    )  # fmt: skip
+
+
+# Products with a matrix of single entries: see sparse_matmul.py, whose launchers these are.
+#
+# Tensor cores multiply by a matrix with nine zeros in ten faster than anything else finds the tenth number,
+# so the entries are put in their places among zeros, in a buffer as large as the dense matrix.  Where that
+# costs more, for few rows or a very large matrix, a program makes some columns of the result from those
+# columns of x that their entries name.
+
+
+BLOCK = 1024
+BLOCK_N = 16  # columns of a program's tile of the result, the fewest that tensor cores take
+PIECES = 2**19  # numbers that are read one by one where they are
+
+# kernel
+
+
+@jit_kernel
+def spread_entries_kernel(
+    values_ptr,  # (L,)
+    w_ptr,  # (N, K), contiguous
+    lists_ptr,
+    cols,  # where in the lists the column of each entry is,
+    rows,  # and its row
+    L,
+    K,
+    values_stride,
+    BACK: tl.constexpr,  # from w to values
+    BLOCK: tl.constexpr,
+):
+    """w[row, col] = values, or values = w[row, col]."""
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = j < L
+    row = tl.load(lists_ptr + rows + j, mask=mask, other=0).to(tl.int64)
+    col = tl.load(lists_ptr + cols + j, mask=mask, other=0)
+    w_ptrs = w_ptr + row * K + col
+    value_ptrs = values_ptr + j.to(tl.int64) * values_stride
+    if BACK:
+        tl.store(value_ptrs, tl.load(w_ptrs, mask=mask, other=0.0), mask=mask)
+    else:
+        tl.store(w_ptrs, tl.load(value_ptrs, mask=mask, other=0.0), mask=mask)
+
+
+@jit_kernel
+def gather_entries_kernel(
+    x_ptr,  # (M, K)
+    values_ptr,  # (L,)
+    bias_ptr,  # (N,) or None
+    out_ptr,  # (M, N), contiguous
+    lists_ptr,
+    starts,  # where in the lists those of the entries of each column of out begin,
+    others,  # where the columns of x of these entries are,
+    places,  # and those in values, or None: they are as they come
+    M,
+    N,
+    x_strides,  # m, k
+    values_stride,
+    bias_stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """out[:, n] = the sum of values * x[:, other] over the entries of column n.
+
+    Those of neighbouring columns are neighbours: a program walks over all that its columns have, however they
+    share them, and a product with a matrix that has each value in the row of its column adds them up.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    start_ptrs = lists_ptr + starts
+    first, end = tl.load(start_ptrs + tl.minimum(n, N)), tl.load(start_ptrs + tl.minimum(n + 1, N))
+    begin = tl.load(start_ptrs + tile_n * BLOCK_N)
+    stop = tl.load(start_ptrs + tl.minimum(tile_n * BLOCK_N + BLOCK_N, N))
+    x_ptrs = x_ptr + m[None, :] * x_strides[0]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(begin, stop, GATHERED):
+        j = start + tl.arange(0, GATHERED)
+        there = j < stop
+        other = tl.load(lists_ptr + others + j, mask=there, other=0).to(tl.int64)
+        place = j
+        if places is not None:
+            place = tl.load(lists_ptr + places + j, mask=there, other=0)
+        value = tl.load(values_ptr + place.to(tl.int64) * values_stride, mask=there, other=0.0)
+        mask = there[:, None] & (m < M)[None, :]
+        x = tl.load(x_ptrs + other[:, None] * x_strides[1], mask=mask, other=0.0)
+        mine = (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None])
+        if x_ptr.dtype.element_ty == tl.float32:  # a product would add in one chain, less exactly
+            terms = tl.where(mine[:, :, None], (value[:, None] * x)[None, :, :], 0.0)
+            acc += tl.sum(terms, 1)
+        else:
+            acc = tl.dot(tl.where(mine, value[None, :], 0.0), x, acc)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n.to(tl.int64) * bias_stride, mask=n < N, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    out_ptrs = out_ptr + m[None, :] * N + n[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+@jit_kernel
+def gather_entries_grad_kernel(
+    left_ptr,  # (M, N)
+    right_ptr,  # (M, K)
+    out_ptr,  # (L,), contiguous
+    lists_ptr,
+    cols,  # where in the lists the column of each entry is,
+    rows,  # and its row
+    L,
+    M,
+    left_strides,  # m, n
+    right_strides,  # m, k
+    BLOCK_M: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """out = the product of left[:, row] and right[:, col], summed."""
+    j = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
+    row = tl.load(lists_ptr + rows + j, mask=j < L, other=0).to(tl.int64)
+    col = tl.load(lists_ptr + cols + j, mask=j < L, other=0).to(tl.int64)
+    left_ptrs = left_ptr + row[:, None] * left_strides[1]
+    right_ptrs = right_ptr + col[:, None] * right_strides[1]
+    acc = tl.zeros((GATHERED, BLOCK_M), tl.float32)
+    for m_start in range(0, M, BLOCK_M):
+        m = (m_start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask = (j < L)[:, None] & (m < M)[None, :]
+        left = tl.load(left_ptrs + m[None, :] * left_strides[0], mask=mask, other=0.0)
+        right = tl.load(right_ptrs + m[None, :] * right_strides[0], mask=mask, other=0.0)
+        acc += left.to(tl.float32) * right.to(tl.float32)
+    tl.store(out_ptr + j, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=j < L)
+
+
+# launcher
+
+
+def costs_less(M: int, numbers: int, places: int, L: int, results: int = 0) -> bool:
+    """Whether to gather: by the picoseconds that an H200 takes for both.
+
+    Gathering reads L entries and M numbers for each, turns M times `numbers`, and writes `results`; the other
+    way writes and reads `places`, or multiplies by them, and writes L of them once more.
+    """
+    gathered = L * (30 + 0.5 * M) + 12 * M * numbers + results
+    return gathered < places * (1 + max(1.1, 0.0024 * M)) + 7 * L
+
+
+def columns_of(x: Tensor, L: int) -> Tensor:
+    """x (M, K) with each column in one piece, unless so few of its numbers are read that it does not pay."""
+    return x if x.shape[0] == 1 or x.shape[0] * L < PIECES else x.T.contiguous().T
+
+
+def gather_options(x: Tensor, N: int, L: int) -> dict[str, int]:
+    """As many entries at once as the columns of a program have, if they share them evenly."""
+    gathered = min(max(next_power_of_2(BLOCK_N * L // N), 64), 256)
+    warps = gathered // 32
+    if x.dtype == torch.float32:  # whose terms are in registers all at once
+        gathered, warps = 64, 8
+    block_m = 16 if x.shape[0] <= 16 else 32
+    return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "GATHERED": gathered, "num_warps": warps}
+
+
+def launch_entries(
+    out: Tensor, x: Tensor, values: Tensor, bias: Tensor | None, lists: Tensor, size: tuple[int, int],
+    transposed: bool,
+) -> None:  # fmt: skip
+    (M, N), K, (R, C) = out.shape, x.shape[1], size
+    L, base = len(values), R + C + 2
+    if not costs_less(M, K, R * C, L, results=M * N):
+        w = spread_entries(values, lists, size)
+        w = w if transposed else w.T
+        torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
+        return
+    starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
+    options = gather_options(x, N, L)
+    x = columns_of(x, L)
+    gather_entries_kernel[(cdiv(N, options["BLOCK_N"]) * cdiv(M, options["BLOCK_M"]),)](
+        x, values, bias, out, lists, starts, others, places, M, N,
+        x.stride(), values.stride(0), 0 if bias is None else bias.stride(0), **options,
+    )  # fmt: skip
+
+
+def launch_entries_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor) -> None:
+    (M, R), C, L = left.shape, right.shape[1], len(out)
+    base = R + C + 2
+    if not costs_less(M, R + C, R * C, L):
+        spread_entries_kernel[(cdiv(L, BLOCK),)](
+            out, left.T @ right, lists, base, base + L, L, C, 1, BACK=True, BLOCK=BLOCK, num_warps=4
+        )
+        return
+    left, right = columns_of(left, L), columns_of(right, L)
+    block_m = min(next_power_of_2(max(M, 1)), 64)  # x may have no rows
+    gathered = 2048 // max(block_m, 16)
+    gather_entries_grad_kernel[(cdiv(L, gathered),)](
+        left, right, out, lists, base, base + L, L, M, left.stride(), right.stride(),
+        BLOCK_M=block_m, GATHERED=gathered, num_warps=4,
+    )  # fmt: skip
+
+
+def spread_entries(values: Tensor, lists: Tensor, size: tuple[int, int]) -> Tensor:
+    """The entries in their places among zeros."""
+    L = num_blocks(lists, *size)
+    w, base = values.new_zeros(size), sum(size) + 2
+    if L:
+        spread_entries_kernel[(cdiv(L, BLOCK),)](
+            values, w, lists, base, base + L, L, size[1], values.stride(0),
+            BACK=False, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return w

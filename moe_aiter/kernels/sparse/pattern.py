@@ -1,0 +1,280 @@
+"""Where a sparse matrix has its blocks, as the kernels read it: made once, and good for every set of values.
+
+Rows and columns here are those of blocks, of which a matrix (N, K) has R = N / block down and C = K / block
+across, rounded up; a matrix without structure has blocks of 1 x 1.  L of the blocks are there.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from ..base.check import check_device, check_shape, check_sizes, check_tensor, checked, is_kind
+from ..base.launch import cdiv
+
+COMPRESSED = torch.sparse_csr, torch.sparse_bsr
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SparsePattern:
+    """The places of the blocks of a sparse (N, K) matrix, for any values (L, *blocksize) or, of blocks of
+    1 x 1, (L,).
+
+    Blocks are counted row by row, and from left to right in a row, or as they come in a sparse tensor.  Make
+    one with `from_mask`, `from_dense` or `from_sparse` and give it to `sparse_gemm` with values that change:
+    nothing is computed from it again.
+    """
+
+    shape: tuple[int, int]  # N, K
+    blocksize: tuple[int, int]
+    lists: Tensor = dataclasses.field(repr=False)  # int32: see `make_lists`
+
+    def __post_init__(self):
+        for name, pair in (("shape", self.shape), ("blocksize", self.blocksize)):
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(is_kind(n, int) for n in pair):
+                raise TypeError(f"{name} must be a tuple of two ints, not {pair!r}")
+        check_tensor("lists", self.lists)
+        if self.lists.dtype != torch.int32:
+            raise TypeError(f"lists must be int32, not {self.lists.dtype}")
+
+    @classmethod
+    def from_mask(
+        cls, mask: Tensor, blocksize: int | tuple[int, int], shape: tuple[int, int] | None = None
+    ) -> "SparsePattern":
+        """The blocks where `mask` (R, C) is not zero, of a matrix of `shape`, which is that of whole blocks
+        unless given: its last blocks may reach past its end.  Synchronises.
+
+        Raises ValueError for a mask or a shape that do not fit, TypeError for what is no tensor or size.
+        """
+        check_known("mask", mask, "R", "C")
+        block = pair(blocksize)
+        if shape is not None and not isinstance(shape, (tuple, list)):
+            raise TypeError(f"shape must be two ints, not {type(shape).__name__}")
+        whole = tuple(n * b for n, b in zip(mask.shape, block, strict=True))
+        shape = whole if shape is None else tuple(shape)
+        if len(shape) != 2 or count(shape, block) != tuple(mask.shape):
+            raise ValueError(f"mask is {tuple(mask.shape)} but shape is {shape} and blocksize {block}")
+        row, col = mask.nonzero().unbind(1)
+        return cls(shape, block, lists_of(row, col, *mask.shape))
+
+    @classmethod
+    def from_dense(cls, w: Tensor, blocksize: int | tuple[int, int]) -> "SparsePattern":
+        """The blocks of `w` (N, K) in which there is anything but zeros.  Synchronises."""
+        check_known("w", w, "N", "K")
+        block = pair(blocksize)
+        return cls.from_mask(as_blocks(w.detach(), block).ne(0).flatten(2).any(2), block, tuple(w.shape))
+
+    @classmethod
+    def from_sparse(cls, w: Tensor) -> "SparsePattern":
+        """The places of a CSR or BSR tensor (N, K), for which `w.values()` are the values.  Synchronises.
+
+        Raises ValueError for another layout or shape, and for entries that share a place.
+        """
+        check_tensor("w", w)
+        if w.layout not in COMPRESSED or w.dense_dim():
+            raise ValueError(f"w must be CSR or BSR, and not hybrid, but it is {w.layout} {tuple(w.shape)}")
+        check_shape("w", w, "N", "K")
+        return pattern_of_compressed(w.crow_indices(), w.col_indices(), tuple(w.shape), block_of(w.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        """L."""
+        return num_blocks(self.lists, *count(self.shape, self.blocksize))
+
+    @checked
+    def to(self, device: torch.device | str) -> "SparsePattern":
+        """The same on another device."""
+        return dataclasses.replace(self, lists=self.lists.to(device))
+
+    def take(self, w: Tensor) -> Tensor:
+        """The values that a dense `w` (N, K) has in these places: (L, *blocksize), or (L,).
+
+        Differentiable.  Blocks that reach past the end of `w` have zeros there.
+        """
+        check_tensor("w", w)
+        if tuple(w.shape) != self.shape:
+            raise ValueError(f"w is {tuple(w.shape)} but the pattern is of {self.shape}")
+        row, col = self.places()
+        values = as_blocks(w, self.blocksize)[row, col]
+        return values.flatten() if self.blocksize == (1, 1) else values
+
+    def to_dense(self, values: Tensor) -> Tensor:
+        """The matrix (N, K) that has `values` in these places and zeros elsewhere.  Differentiable."""
+        check_tensor("values", values)
+        block, L = self.blocksize, self.num_blocks
+        if tuple(values.shape) not in ((L, *block), (L,) if block == (1, 1) else ()):
+            raise ValueError(f"values are {tuple(values.shape)} but the pattern has {L} blocks of {block}")
+        check_device(values=values, lists=self.lists)
+        return to_dense(values, self.lists, *self.shape)
+
+    def to_sparse(self, values: Tensor) -> Tensor:
+        """The matrix as a BSR or CSR tensor with `values` themselves.  Differentiable.
+
+        A gradient with the same indices, that of `sparse_gemm` say, is taken as it is, where torch's own
+        constructors make it dense, and wait.  Raises ValueError unless all blocks are whole and have values.
+        """
+        check_tensor("values", values)
+        block, L = self.blocksize, self.num_blocks
+        if tuple(values.shape) != ((L,) if block == (1, 1) else (L, *block)):
+            raise ValueError(f"values are {tuple(values.shape)} but the pattern has {L} blocks of {block}")
+        if any(size % side for size, side in zip(self.shape, block, strict=True)):
+            raise ValueError(f"the shape is {self.shape} but torch wants whole blocks of {block}")
+        check_device(values=values, lists=self.lists)
+        return AsSparse.apply(values, self)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The row and the column of each block, (L,) int64."""
+        return places(self.lists, *count(self.shape, self.blocksize))
+
+
+# sizes
+
+
+def check_known(name: str, x: Tensor, *axes: str) -> None:
+    """Raise unless `x` has these axes, and numbers that can be looked at."""
+    check_shape(name, x, *axes)
+    if x.is_meta:
+        raise ValueError(f"{name} is on meta, where it is not known what is zero")
+
+
+def pair(blocksize: int | tuple[int, int]) -> tuple[int, int]:
+    sides = tuple(blocksize) if isinstance(blocksize, (tuple, list)) else (blocksize, blocksize)
+    if len(sides) != 2:
+        raise ValueError(f"blocksize must be a number or two of them, not {blocksize}")
+    for side in sides:
+        check_sizes(blocksize=side)
+    return sides
+
+
+def count(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """R and C."""
+    return cdiv(shape[0], block[0]), cdiv(shape[1], block[1])
+
+
+def block_of(values: Tensor) -> tuple[int, int]:
+    """The blocksize of values (L, a, b), or (L,)."""
+    return tuple(values.shape[1:]) if values.dim() == 3 else (1, 1)
+
+
+# lists
+
+
+def make_lists(start: Tensor, row: Tensor, col: Tensor, columns: int) -> Tensor:
+    """All that the kernels read of a pattern, one after the other in one int32 tensor, without a wait:
+
+    start (R + 1,)    block j of row r is one of start[r] <= j < start[r + 1]
+    start_t (C + 1,)  the same of columns
+    col, row (L,)     where block j is, row by row
+    row_t (L,)        the rows of the blocks column by column
+    place_t (L,)      and the j of each
+    """
+    place_t = col.argsort(stable=True)
+    start_t = torch.searchsorted(col[place_t], torch.arange(columns + 1, device=col.device))
+    return torch.cat([t.int() for t in (start, start_t, col, row, row[place_t], place_t)])
+
+
+def lists_of(row: Tensor, col: Tensor, rows: int, columns: int) -> Tensor:
+    """The lists of blocks that are sorted by row."""
+    start = torch.searchsorted(row.contiguous(), torch.arange(rows + 1, device=row.device))
+    return make_lists(start, row, col, columns)
+
+
+def lists_of_compressed(start: Tensor, col: Tensor, columns: int) -> Tensor:
+    """The lists of a CSR or BSR tensor, or of the transpose of a CSC or BSC one."""
+    rows = torch.arange(len(start) - 1, device=col.device)
+    row = rows.repeat_interleave(start.diff(), output_size=len(col))
+    return make_lists(start, row, col, columns)
+
+
+def num_blocks(lists: Tensor, R: int, C: int) -> int:
+    return (lists.shape[0] - R - C - 2) // 4
+
+
+def places(lists: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
+    L = num_blocks(lists, R, C)
+    col, row = lists[R + C + 2 :][: 2 * L].long().split(L) if L else lists.new_empty(2, 0, dtype=torch.long)
+    return row, col
+
+
+def pattern_of_compressed(
+    start: Tensor, col: Tensor, shape: tuple[int, int], block: tuple[int, int]
+) -> SparsePattern:
+    """Of what a CSR or BSR tensor, or the transpose of a CSC or BSC one, says, in any order."""
+    columns = count(shape, block)[1]
+    pattern = SparsePattern(shape, block, lists_of_compressed(start, col, columns))
+    if block == (1, 1):
+        row, col = pattern.places()
+        if ((row * columns + col).sort().values.diff() == 0).any():
+            raise ValueError("weight has two entries in one place, which only a COO tensor may have")
+    return pattern
+
+
+# matrices
+
+
+class AsSparse(torch.autograd.Function):
+    """See `SparsePattern.to_sparse`."""
+
+    @staticmethod
+    def forward(ctx, values, pattern):
+        ctx.pattern, (R, C) = pattern, count(pattern.shape, pattern.blocksize)
+        start, col = pattern.lists[: R + 1], pattern.lists[R + C + 2 :][: len(values)]
+        ctx.layout, ctx.indices = COMPRESSED[values.dim() == 3], (start.data_ptr(), col.data_ptr())
+        return torch.sparse_compressed_tensor(
+            start, col, values, pattern.shape, layout=ctx.layout, check_invariants=False
+        )
+
+    @staticmethod
+    def backward(ctx, dw):
+        if dw.layout != ctx.layout:
+            return ctx.pattern.take(dw.to_dense()), None
+        same = (dw.crow_indices().data_ptr(), dw.col_indices().data_ptr()) == ctx.indices
+        return dw.values() if same else ctx.pattern.take(dw.to_dense()), None
+
+
+def as_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
+    """w (N, K) as (R, C, *block), with zeros past its end."""
+    (R, C), (a, b) = count(tuple(w.shape), block), block
+    missing = R * a - w.shape[0], C * b - w.shape[1]
+    if any(missing):
+        w = torch.nn.functional.pad(w, (0, missing[1], 0, missing[0]))
+    return w.reshape(R, a, C, b).transpose(1, 2)
+
+
+def to_dense(values: Tensor, lists: Tensor, rows: int, columns: int) -> Tensor:
+    """Blocks of values as a matrix."""
+    a, b = block_of(values)
+    R, C = count((rows, columns), (a, b))
+    w = values.new_zeros(R, a, C, b)
+    w.transpose(1, 2)[places(lists, R, C)] = values.reshape(-1, a, b)
+    return w.view(R * a, C * b)[:rows, :columns]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Regrouped:
+    """A pattern, and where in its values each number of those of another pattern lies."""
+
+    pattern: SparsePattern
+    place: Tensor  # (numbers of the other,) int64
+
+    def values(self, others: Tensor) -> Tensor:
+        """The values of the pattern, with zeros where the other one has none.  Differentiable."""
+        pattern = self.pattern
+        size = pattern.num_blocks * math.prod(pattern.blocksize)
+        values = others.new_zeros(size).scatter(0, self.place, others.flatten())
+        return values if pattern.blocksize == (1, 1) else values.unflatten(0, (-1, *pattern.blocksize))
+
+
+def regroup(pattern: SparsePattern, block: tuple[int, int]) -> Regrouped:
+    """The same numbers in blocks of another size.  Synchronises."""
+    (a, b), (N, K) = pattern.blocksize, pattern.shape
+    R, C = count((N, K), block)
+    row, col = pattern.places()
+    device = row.device
+    row = (row[:, None, None] * a + torch.arange(a, device=device)[:, None]).expand(-1, a, b).flatten()
+    col = (col[:, None, None] * b + torch.arange(b, device=device)).expand(-1, a, b).flatten()
+    blocks, number = torch.unique(row // block[0] * C + col // block[1], return_inverse=True)
+    place = (number * block[0] + row % block[0]) * block[1] + col % block[1]
+    lists = lists_of(blocks // C, blocks % C, R, C)
+    return Regrouped(SparsePattern((N, K), block, lists), place)
