@@ -1,4 +1,4 @@
-// The activation between an expert's two products, and its gradient.  I channels; see moe_aiter/kernels/glu.py.
+// The activation between an expert's two products, and its gradient.  I channels; see moe_aiter/kernels/experts/glu.py.
 #pragma once
 
 #include "rows.h"

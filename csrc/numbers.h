@@ -83,7 +83,7 @@ ALWAYS_INLINE float erf(float x) {
   return x < 0 ? -y : y;
 }
 
-// f and its slope, and h of what f is multiplied by, as in moe_aiter/kernels/activations.py.
+// f and its slope, and h of what f is multiplied by, as in moe_aiter/kernels/base/activations.py.
 struct Identity {
   static ALWAYS_INLINE float up(float x) { return x; }
   static ALWAYS_INLINE float up_slope(float) { return 1.0f; }

@@ -12,7 +12,7 @@ namespace host {
 constexpr int64_t LANES = 16;   // of a sum: fixed, so that every width of vector adds in the same order
 constexpr int64_t CHUNK = 256;  // columns that stay in the first cache as float32
 
-// Stable counting sort of `ids` (R,); see moe_aiter/kernels/sort.py.  Returns the highest of them, or -1.
+// Stable counting sort of `ids` (R,); see moe_aiter/kernels/rows/sort.py.  Returns the highest of them, or -1.
 template <class Id>
 Id sort_by_expert(const Id* ids, int32_t* order, int32_t* rank, int32_t* sizes, int64_t R, int64_t E) {
   const auto kept = [=](Id id) { return id >= 0 && static_cast<int64_t>(id) < E; };

@@ -1,4 +1,4 @@
-// The k highest of each row of E scores, the lower expert first among equals; see moe_aiter/kernels/topk.py.
+// The k highest of each row of E scores, the lower expert first among equals; see moe_aiter/kernels/rows/topk.py.
 #pragma once
 
 #include <algorithm>

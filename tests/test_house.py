@@ -27,6 +27,15 @@ LEVELS = [
     ["training", "bench"],
     ["compat", "cli"],
 ]
+WINGS = [
+    ["base"],
+    ["rows", "quantize", "sparse"],
+    ["hopper"],
+    ["grouped"],
+    ["dense"],
+    ["experts"],
+]  # of kernels/
+WING = {wing: i for i, wings in enumerate(WINGS) for wing in wings}
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 EXTENSION = "_host"
 FILE_LINES = 700
@@ -110,6 +119,17 @@ def test_imports_point_down(path):
                 continue
             assert target in LEVEL, f"{target!r} has no level"
             assert target == here or LEVEL[target] < LEVEL[here], f"{here} imports {target}"
+
+
+@every_file
+def test_wings_point_down(path):
+    """No wing of kernels/ imports from one above or beside."""
+    if path.parent.parent != ROOT / "kernels":
+        return
+    here = path.parent.name
+    for room, names in imports(path):
+        for target in room[1:2] or names if room[:1] == ("kernels",) else []:
+            assert target == here or WING[target] < WING[here], f"{here} imports {target}"
 
 
 @every_file

@@ -40,13 +40,15 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     """
     if op == "gmm":
         w, *after = rest
-        w, before, module, fits = w.mT, (), "gmm", hopper.fits_home_fp8(x, w.mT)
+        w, before, launch, fits = w.mT, (), ("gmm", "launch_gmm"), hopper.fits_home_fp8(x, w.mT)
     elif op == "expert_up":
         w, *after = rest
-        before, module, fits = (), "expert_up", hopper.fits_up_fp8(x, None, w, None, *after, x.dtype)
+        before, launch = (), ("up", "launch_expert_up")
+        fits = hopper.fits_up_fp8(x, None, w, None, *after, x.dtype)
     elif op == "expert_down_grad":
         z, w, *after = rest
-        w, before, module, fits = w.mT, (z,), "down_grad", hopper.fits_down_grad_fp8(x, None, z, w.mT)
+        w, before, launch = w.mT, (z,), ("down_grad", "launch_down_grad")
+        fits = hopper.fits_down_grad_fp8(x, None, z, w)
     elif op == "tgmm":
         y, *plan, columns_first = rest
         if not hopper.fits_tgmm_fp8(x, None, y, *plan):
@@ -58,7 +60,7 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     if not fits:
         return None
     (x8, x_scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
-    launch = hopper.launcher(module, f"launch_{module}")
+    launch = hopper.launcher(*launch)
     if op == "gmm":
         launch = functools.partial(launch, x_scale=x_scale, w_scale=w_scale)
     else:

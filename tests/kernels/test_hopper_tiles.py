@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import pathlib
+import re
 import sys
 import types
 
@@ -169,3 +170,11 @@ def test_a_group_without_weight_has_nothing_to_sum_over(schedule):
     assert tiles.G not in [int(group) for _, group in seen]
     assert int(tiles.weight_of(5, Pointer(numbers), 3)[1]) == tiles.G
     assert tiles.weight_of(4, None, None) == (4, 4)
+
+
+def test_every_launcher_is_there():
+    """Launchers are imported by name, at their first use on a Hopper GPU."""
+    source = pathlib.Path(hopper.__file__).read_text()
+    names = re.findall(r'implementation\("(\w+)", "(\w+)"', source)
+    assert len(names) == source.count("= implementation(") + source.count("(implementation(")
+    assert all(callable(hopper.launcher(*name)) for name in names)

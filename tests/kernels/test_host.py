@@ -268,10 +268,10 @@ import logging, sys
 sys.modules["moe_aiter._host"] = None  # importing it is now an ImportError
 logging.basicConfig(format="%(levelname)s %(message)s")
 import torch
-import moe_aiter.kernels.permute, moe_aiter.kernels.glu
+import moe_aiter.kernels.rows.permute, moe_aiter.kernels.experts.glu
 from moe_aiter.op import IMPLS
-from moe_aiter.kernels.expert_loop import expert_loop_op, expert_loop_reference
-from moe_aiter.kernels.sort import sort_by_expert
+from moe_aiter.kernels.experts.cpu import expert_loop_op, expert_loop_reference
+from moe_aiter.kernels.rows.sort import sort_by_expert
 print("imported", file=sys.stderr)
 mine = ("sort_by_expert", "permute", "unpermute", "row_dots", "glu", "glu_backward", "expert_loop")
 assert not any("host" in IMPLS[op] for op in mine)

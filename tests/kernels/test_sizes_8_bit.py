@@ -56,7 +56,11 @@ def test_layouts(device, size):
         (token_chunks, "quantize_chunks", x, scale, order, 1, chunks, "e4m3"),
         (token_chunks, "transpose_chunks", x8, order, 1, chunks),
     ):
-        there = (chunks[:, 0] < chunks[:, 1]) if module is token_chunks else slice(None)
+        there = (
+            (chunks[:, 0] < chunks[:, 1])
+            if name.endswith("_chunks") and name != "plan_chunks"
+            else slice(None)
+        )
         got, want = (as_tuple(getattr(module, f"{name}_{way}")(*inputs)) for way in ("op", "reference"))
         want = [t.to(o.dtype) for t, o in zip(want, got, strict=True)]
         assert same([t[there] for t in got], [t[there] for t in want]), name

@@ -1,4 +1,4 @@
-"""AITER's dense products: see `moe_aiter/kernels/gemm.py`.
+"""AITER's dense products: see `moe_aiter/kernels/dense/gemm.py`.
 
 Operands are both float32, float16, bfloat16 or, by torch, float64, and so is the result; a bias and c may be
 of another of these.  All have gradients, and raise ValueError for shapes and devices, TypeError for dtypes.

@@ -1,4 +1,4 @@
-"""AITER's `tuned_gemm`: see `moe_aiter/kernels/tuned_gemm.py`."""
+"""AITER's `tuned_gemm`: see `moe_aiter/kernels/dense/tuned_gemm.py`."""
 
 import torch
 from torch import Tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...tuning.choice import choose_backend
 from .launch import cdiv, num_programs
 
-FEW = 16  # rows, which `hopper/few_rows.py` is for
+FEW = 16  # rows, which `launch_few_rows` is for
 LONG = 2**22  # numbers of all weights, 8 MiB: what was measured is as much and more
 DEEP = 512  # of them in a row, or some warps of a program would have nothing to read
 

@@ -1,4 +1,4 @@
-"""The ops again as kernels for Hopper (sm_90), written in Gluon; all but `few_rows.py` are warp-specialised.
+"""Gluon kernels for Hopper (sm_90) of ops of other wings; all but those of few rows are warp-specialised.
 
 Each of them has the meaning and the schema of the op in the file of the same name one level up, and is chosen
 by `backend.pick` where the GPU and the inputs allow it.  Gluon is imported when the first of them runs.

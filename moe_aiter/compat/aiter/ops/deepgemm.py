@@ -1,4 +1,4 @@
-"""AITER's `deepgemm`: see `moe_aiter/kernels/masked_gmm.py`."""
+"""AITER's `deepgemm`: see `moe_aiter/kernels/grouped/masked_gmm.py`."""
 
 from torch import Tensor
 

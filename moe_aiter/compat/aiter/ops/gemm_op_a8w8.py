@@ -1,4 +1,4 @@
-"""AITER's products of 8 bits: see `moe_aiter/kernels/scaled_gemm.py`."""
+"""AITER's products of 8 bits: see `moe_aiter/kernels/dense/scaled_gemm.py`."""
 
 import torch
 from torch import Tensor
