@@ -18,7 +18,7 @@ SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
     ["config", "files", "replay"],
     ["op"],
-    ["backend", "derived", "registry", "tuning"],
+    ["backend", "derived", "tuning"],
     ["switches"],
     ["kernels"],
     ["routing"],

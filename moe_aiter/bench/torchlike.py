@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers.attention import attention
-from ..layers.attention_call import agree, band
+from ..layers.attention import agree, attention, band
 from ..layers.convolution import conv2d
 from .dense import normal
 from .products import Case, Problem

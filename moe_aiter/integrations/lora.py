@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from ..files import drafted, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
-from ..layers.lora import LoRAFactors
-from ..layers.peft_format import load_stacked, per_expert, stacked
+from ..layers.lora import LoRAFactors, load_stacked, per_expert, stacked
 from .transformers import ADAPTERS, NAME, is_experts, known_gate, names_of, register, weights_of
 
 __all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ..kernels.base.check import FLOATS
-from ..layers.low_rank import LowRank
+from ..layers.lora import LowRank
 from . import transformers
 
 __all__ = ["register", "unregister"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.experts import cast_as_linear
-from ..layers.low_rank import Projection, experts_by_step
+from ..layers.lora import Projection, experts_by_step
 from ..layers.main_grad import FINDERS
 from ..layers.moe import is_changed
 from ..routing.plan import RoutePlan, make_plan

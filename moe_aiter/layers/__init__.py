@@ -1,20 +1,24 @@
 """The nn.Modules, and what is called like one."""
 
+from .attention import mha_fwd
 from .balance import balance_step, set_loss_scale
 from .experts import Experts
 from .fuse import fuse_gate_up, fuse_projections, fuse_qkv, unfuse
-from .linear import LinearPatch, linear_with_split_bias, patch_linear, preshuffle_weights, unpatch_linear
-from .live import LiveTable
+from .linear import (
+    LinearPatch,
+    ShuffledWeight,
+    linear_with_split_bias,
+    patch_linear,
+    preshuffle_weights,
+    unpatch_linear,
+)
 from .lora import LoRAExperts, LoRALinear
 from .main_grad import use_main_grad
-from .mha import mha_fwd
 from .moe import MoE, MoERouting
-from .monitor import LayerStatistics, Monitor
+from .monitor import LayerStatistics, LiveTable, Monitor
 from .optimized import OptimizedMoELayer
-from .quantization_report import QuantizationReport, quantization_report
-from .quantized import quantize
+from .quantized import QuantizationReport, quantization_report, quantize
 from .segment import SegmentGEMMWrapper
-from .shuffled import ShuffledWeight
 
 __all__ = [
     "Experts",

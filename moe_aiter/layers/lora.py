@@ -4,14 +4,15 @@
     y = m / |W + c B A| * (W x + c * B (A x))                       DoRA, Liu et al. 2024, arXiv 2402.09353
 
 r is the rank; alpha / sqrt(r) is rsLoRA's, Kalajdzievski 2023, arXiv 2312.03732.  |.| is the norm of each row
-of the matrix, which DoRA takes as a constant in the backward pass (its section 4.3).
+of the matrix, which DoRA takes as a constant in the backward pass (its section 4.3).  A bias is added last.
 
 LoRA never makes the product B A.  DoRA makes W + c B A for its norm, one block at a time.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +30,106 @@ from ..kernels.base.check import (
     renamed,
     sum_dtype,
 )
+from ..kernels.experts.adapted import adapted_down, adapted_up
 from ..kernels.experts.glu import glu
+from ..kernels.grouped.gmm import gmm
 from ..kernels.grouped.segment_gmm import segment_gmm
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .experts import Experts, cast_as_linear
-from .low_rank import LowRank, Projection, experts_by_step, spread
-from .peft_format import copy_in, load_stacked, stacked
 
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
 FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by adapter
+
+
+# experts with adapters, step by step; the factors may come from anywhere
+
+
+class LowRank(NamedTuple):
+    """The factors of each expert's adapter.  a and b have the dtype of the weight."""
+
+    a: Tensor  # (E, r, in), the scaling in it
+    b: Tensor  # (E, out, r)
+    growth: Tensor | None = None  # (E, out), float32: what DoRA multiplies each row by, less 1
+    dropout: float = 0.0  # of what A is given; 0 outside training
+
+
+class Projection(NamedTuple):
+    """A weight of each expert and what goes with it."""
+
+    weight: Tensor  # (E, out, in)
+    bias: Tensor | None  # (E, out)
+    adapter: LowRank | None = None
+
+
+def experts_by_step(
+    x: Tensor,
+    up: Projection,
+    act: Callable[[Tensor], Tensor],
+    down: Projection,
+    routing_weights: Tensor,
+    plan: RoutePlan,
+    *,
+    norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """(T, H) -> (T, H): both projections, `act` from (R, parts * I) to (R, I) between them, `norm` of each
+    expert's output (R, H) behind them.
+
+    No product of two factors is made.  Kept for the backward pass are x, what `act` keeps and its result.  A
+    dropout draws once for each token before the first projection, whose experts then see the same, and
+    once for each row before the second.
+    """
+    a = act(up_rows(x, up, plan)).to(x.dtype)  # (R, I)
+    return weighted_sum(a, down, routing_weights, plan, norm)
+
+
+def up_rows(x: Tensor, up: Projection, plan: RoutePlan) -> Tensor:
+    """(T, H) -> (R, parts * I)."""
+    adapter = up.adapter
+    if adapter is None:
+        return adapted_up(x, up.weight, up.bias, None, None, *plan)
+    low = adapted_up(F.dropout(x, adapter.dropout), adapter.a, None, None, None, *plan)  # (R, r)
+    if adapter.growth is None:
+        return adapted_up(x, up.weight, up.bias, low, adapter.b, *plan)
+    z = adapted_up(x, up.weight, None, low, adapter.b, *plan)
+    return grown(z, adapter.growth, up.bias, plan.group_sizes)
+
+
+def weighted_sum(
+    a: Tensor, down: Projection, routing_weights: Tensor, plan: RoutePlan, norm: Callable | None
+) -> Tensor:
+    """(R, I) -> (T, H)."""
+    adapter, lens = down.adapter, plan.group_sizes
+    low = b = growth = None
+    if adapter is not None:
+        low = segment_gmm(F.dropout(a, adapter.dropout), adapter.a.mT, lens)  # (R, r)
+        b, growth = adapter.b, adapter.growth
+    if norm is None and growth is None:
+        return adapted_down(a, down.weight, down.bias, low, b, routing_weights, *plan)
+    y = gmm(a, down.weight.mT, lens, bias=down.bias if growth is None else None, trans_rhs=False)  # (R, H)
+    if low is not None:
+        y = y + segment_gmm(low, b.mT, lens)
+    if growth is not None:
+        y = grown(y, growth, down.bias, lens)
+    return unpermute(y if norm is None else norm(y), plan, routing_weights)
+
+
+def grown(y: Tensor, growth: Tensor, bias: Tensor | None, lens: Tensor) -> Tensor:
+    """DoRA's part, which a bias has none in, rounded once."""
+    out = y * (1 + spread(growth, lens, y))
+    return (out if bias is None else out + spread(bias, lens, y)).to(y.dtype)
+
+
+def spread(values: Tensor, lens: Tensor, x: Tensor) -> Tensor:
+    """The row of `values` (G, N) of each row's group, for `x` (R, K); zeros past the groups.
+
+    As the bias of a product of nothing, whose gradient is a sum in a fixed order.
+    """
+    nothing = x[:, :0], x.new_empty(len(values), 0, values.shape[1])
+    return gmm(*nothing, lens, bias=values, preferred_element_type=values.dtype)
+
+
+# the factors
 
 
 class LoRAFactors(nn.Module):
@@ -156,6 +247,9 @@ class LoRAFactors(nn.Module):
 
 def row_norms(weight: Tensor) -> Tensor:
     return torch.linalg.vector_norm(weight, dim=-1, dtype=sum_dtype(weight))
+
+
+# modules
 
 
 class LoRALinear(nn.Module):
@@ -348,3 +442,61 @@ def taken(original):
     if original is None:
         raise ValueError("no adapter is merged")
     return original
+
+
+# adapters of experts as PEFT names and lays out their tensors, in its two ways
+#
+# stacked       of `target_parameters`, all experts in one: lora_A.weight (E * r, in), expert after expert,
+#               and lora_B.weight (out, r * E), rank after rank
+# per expert    of `target_modules`, a linear layer each: {e}.{layer}.lora_A.weight (r, in), lora_B.weight
+#               (out, r) and, with DoRA, lora_magnitude_vector (out,), which the stacked form has no place for
+
+
+def stacked(found: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Copies of the `LoRAFactors` of all experts, by their prefixes."""
+    tensors = {}
+    for prefix, lora in found.items():
+        if lora.magnitude is not None:
+            raise ValueError("PEFT has no DoRA for experts in one tensor, and so no names for its magnitudes")
+        A, B = lora.A.detach(), lora.B.detach()
+        tensors[f"{prefix}lora_A.weight"] = A.flatten(0, 1).clone()
+        tensors[f"{prefix}lora_B.weight"] = B.permute(1, 2, 0).flatten(1).clone()
+    return tensors
+
+
+def load_stacked(found: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
+    """The inverse, of `LoRAFactors` by their prefixes.  Raises as `copy_in` does, and then copies nothing."""
+    to = {name: torch.empty_like(t) for name, t in stacked(found).items()}
+    copy_in(to, state)
+    for prefix, lora in found.items():
+        lora.A.data.copy_(to[f"{prefix}lora_A.weight"].view_as(lora.A))
+        B = to[f"{prefix}lora_B.weight"].unflatten(1, (lora.rank, len(lora.B)))  # (out, r, E)
+        lora.B.data.copy_(B.permute(2, 0, 1))
+
+
+def per_expert(prefix: str, lora: nn.Module, layers: Mapping[str, slice]) -> dict[str, Tensor]:
+    """Copies of each expert's, for linear layers that are these rows of the weight; they share an A."""
+    found = {}
+    for e in range(len(lora.A)):
+        for layer, rows in layers.items():
+            name = f"{prefix}{e}.{layer}."
+            found[f"{name}lora_A.weight"] = lora.A[e].detach().clone()
+            found[f"{name}lora_B.weight"] = lora.B[e, rows].detach().contiguous().clone()
+            if lora.magnitude is not None:
+                found[f"{name}lora_magnitude_vector"] = lora.magnitude[e, rows].detach().contiguous().clone()
+    return found
+
+
+@torch.no_grad()
+def copy_in(to: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Fill each tensor of `to` with what `state` has by its name, if that fits for all of them.
+
+    Raises KeyError for what is not there, ValueError for another shape.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be tensors by name, not {type(state).__name__}")
+    for name, t in to.items():
+        if state[name].shape != t.shape:
+            raise ValueError(f"{name} is {tuple(state[name].shape)} but the adapter needs {tuple(t.shape)}")
+    for name, t in to.items():
+        t.copy_(state[name])

@@ -24,8 +24,7 @@ from ..routing.given import route_to
 from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
 from ..routing.router import Router, Routing, hide, router_logits, without_padding
-from .experts import Experts
-from .shared import new_shared
+from .experts import Experts, new_shared
 
 # as they are here: a class can be given another `forward` later
 ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))

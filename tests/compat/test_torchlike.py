@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_aiter.compat import aiter
+from moe_aiter.compat.aiter.registry import KERNELS
 from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
-from moe_aiter.registry import KERNELS
 from moe_aiter.switches import switches
 
 from ..check import assert_as_good_as_torch, error, with_gradients

@@ -24,7 +24,7 @@ CHUNKS = 20 if interpret else 50  # processes share them
 
 # public names that compute nothing that a loop could check, and what tests them
 NOT_FUZZED = {
-    "LiveTable": "prints: tests/layers/test_live.py",
+    "LiveTable": "prints: tests/layers/test_monitor_live.py",
     "LayerStatistics": "is a record",
     "LoadStatistics": "is a record",
     "MoERouting": "is a record",
@@ -33,7 +33,7 @@ NOT_FUZZED = {
     "RoutePlan": "is a record",
     "Routing": "is a record",
     "preshuffle_weights": "for bfloat16 weights of 256 x 256 and more: tests/layers/test_linear_shuffled.py",
-    "quantization_report": "compares two models: tests/layers/test_quantization_report.py",
+    "quantization_report": "compares two models: tests/layers/test_quantized_report.py",
     "register_kernel": "changes the library: tests/test_backend.py",
     "use": "each case runs under it, called by the fuzzer itself",
     "unpatch_linear": "ends every patch of the process: tests/layers/test_linear.py",

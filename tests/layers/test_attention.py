@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_aiter.layers.attention import attention
-from moe_aiter.layers.attention_call import agree
+from moe_aiter.layers.attention import agree, attention
 
 from ..check import assert_as_good_as_torch, with_gradients
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moe_aiter.layers.attention import attention, attention_backend
-from moe_aiter.layers.attention_call import Call, fitted, is_aligned
+from moe_aiter.layers.attention import Call, attention, attention_backend, fitted, is_aligned
 
 from ..check import with_gradients
 

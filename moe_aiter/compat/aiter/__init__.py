@@ -2,7 +2,6 @@
 
 from ...config import VERSION as __version__
 from ...layers.quantized import quantize
-from ...registry import get_kernel, list_kernels, register_kernel
 from .configuration import (
     dynamic_shapes_enabled,
     enable_dynamic_shapes,
@@ -32,6 +31,7 @@ from .modules import AITERAttention, AITERConv2d, AITERLinear
 from .ops.deepgemm import deepgemm
 from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
+from .registry import get_kernel, list_kernels, register_kernel
 from .torchlike import attention, conv2d, dynamic_conv2d, gelu
 
 __all__ = [

@@ -5,7 +5,7 @@ from torch import Tensor
 from ....kernels.base.check import check_flags, check_tensor, renamed
 from ....kernels.base.shuffle import LAYOUT
 from ....kernels.grouped.masked_gmm import masked_gmm
-from ....layers.shuffled import ShuffledWeight
+from ....layers.linear import ShuffledWeight
 
 __all__ = ["deepgemm"]
 

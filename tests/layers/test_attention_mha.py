@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_aiter.layers import mha
+from moe_aiter import layers
 from moe_aiter.layers.attention import attention
 
 from ..check import with_gradients
@@ -119,6 +119,6 @@ def test_what_does_not_fit_is_refused():
 def test_flags_must_be_flags():
     q, k, v = make()
     with pytest.raises(TypeError, match="is_causal must be a bool, not str"):
-        mha.mha_fwd(q, k, v, 0.0, 1.0, "no", -1, -1, True, False)
+        layers.mha_fwd(q, k, v, 0.0, 1.0, "no", -1, -1, True, False)
     with pytest.raises(TypeError, match="return_softmax_lse must be a bool, not str"):
-        mha.mha_fwd(q, k, v, 0.0, 1.0, False, -1, -1, "yes", False)
+        layers.mha_fwd(q, k, v, 0.0, 1.0, False, -1, -1, "yes", False)

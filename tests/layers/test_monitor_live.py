@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moe_aiter import Capacity, LiveTable, MoE, Monitor
-from moe_aiter.layers.live import BARS, bars
+from moe_aiter.layers.monitor import BARS, bars
 
 pytest.importorskip("rich", reason="rich is not installed")
 
