@@ -17,10 +17,10 @@ endif
 
 # two processes of one thread each are faster than one of two on these small shapes; those who are done take
 # tests from the others, since neighbours compile the same kernels and are slow together
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-gpu fuzz lint bench sanitize sanitize-threads sanitize-gpu
+.PHONY: install lock extension train test test-quick test-full test-gpu fuzz lint bench sanitize sanitize-threads sanitize-gpu
 
 install: $(READY)
 
@@ -54,6 +54,14 @@ test: $(READY)
 	echo "The kernels under Triton's interpreter:"; TRITON_INTERPRET=1 $(PYTEST) -m interpret $(ARGS) || $(if $(ARGS),[ $$? -eq 5 ] ||) status=1; \
 	echo "Everything, with C++ and torch:"; $(PYTEST) $(ARGS) || status=1; \
 	exit $$status
+
+# one case of each test that no interpreter, README block or ahead-of-time compilation slows down
+test-quick: $(READY)
+	$(PYTEST) --cases one --deselect tests/test_readme.py $(patsubst %,--ignore=%,$(wildcard tests/test_compile_*.py)) $(ARGS)
+
+# every combination of parameters, where `make test` takes each pair of values
+test-full:
+	$(MAKE) test ARGS="--cases all $(ARGS)"
 
 # what needs a GPU; `make test` runs the rest
 test-gpu: $(READY)

@@ -12,6 +12,8 @@ import torch
 
 from moe_aiter.config import interpret, settings
 
+from .pairwise import fewest
+
 TESTS = pathlib.Path(__file__).parent
 GPU = torch.cuda.is_available() and not interpret
 MUCH = 2 * 2**30  # bytes
@@ -20,12 +22,46 @@ if GPU:
     DEVICES.append(pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    words = "combinations of parameters: the first of each test; of tests marked pairwise, each pair; all"
+    parser.addoption("--cases", choices=["one", "pairs", "all"], default="pairs", help=f"{words} [pairs]")
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if TESTS / "kernels" in item.path.parents:
             item.add_marker(pytest.mark.interpret)
         if item.get_closest_marker("gpu") and not GPU:
             item.add_marker(pytest.mark.skip(reason="no GPU that Triton can use"))
+    kept = chosen(items, config.getoption("--cases"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def chosen(items: list[pytest.Item], cases: str) -> set[pytest.Item]:
+    """The tests that run: of each function the first, or of those marked pairwise each pair, or all."""
+    kept, groups = set(), {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if cases == "all" or (cases == "pairs" and not item.get_closest_marker("pairwise")):
+            kept.add(item)
+        elif not absent(params) and not item.get_closest_marker("skip"):
+            where = (params.get("device"), params.get("backend")) if cases == "pairs" else ()
+            groups.setdefault((item.parent.nodeid, item.originalname, *where), []).append(item)
+    for group in groups.values():
+        numbers = [0] if cases == "one" else fewest([item.callspec.params for item in group])
+        kept.update(group[i] for i in numbers)
+    return kept
+
+
+def absent(params: dict) -> str | None:
+    """Why no backend computes this dtype, if so."""
+    backend, dtype = params.get("backend"), params.get("dtype")
+    if backend == "host" and dtype == torch.float16:
+        return "the C++ extension has no float16"
+    if interpret and dtype == torch.bfloat16:
+        return "the interpreter cuts bfloat16 off instead of rounding it"
+    return None
 
 
 @pytest.fixture(params=DEVICES, ids=lambda device: device.type)

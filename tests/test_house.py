@@ -49,7 +49,27 @@ def name(path):
     return path.relative_to(REPOSITORY).as_posix()
 
 
-every_file = pytest.mark.parametrize("path", FILES, ids=name)
+def every(paths):
+    """A rule for each of these files, as one test that names all files that break it."""
+
+    def decorate(rule):
+        @functools.wraps(rule)
+        def test():
+            broken = []
+            for path in paths:
+                try:
+                    rule(path)
+                except AssertionError as error:
+                    broken.append(f"{name(path)}: {error}")
+            assert not broken, "\n".join(broken)
+
+        del test.__wrapped__  # pytest would ask for a fixture called path
+        return test
+
+    return decorate
+
+
+every_file = every(FILES)
 
 
 @functools.cache
@@ -89,7 +109,7 @@ def imports(path):
                 yield tuple(rest.split(".")) if rest else (), names
 
 
-@pytest.mark.parametrize("path", FILES + TEST_FILES + SOURCES, ids=name)
+@every(FILES + TEST_FILES + SOURCES)
 def test_file_length(path):
     lines = len(path.read_text().splitlines())
     assert lines <= FILE_LINES, f"{lines} lines"
@@ -150,7 +170,7 @@ def test_only_one_file_imports_the_extension(path):
     assert not found or path == ROOT / "kernels" / "base" / "host.py"
 
 
-@pytest.mark.parametrize("path", FILES + TEST_FILES, ids=name)
+@every(FILES + TEST_FILES)
 def test_nothing_is_swallowed_or_star_imported(path):
     for handler in nodes(path, ast.ExceptHandler):
         caught = ast.unparse(handler.type) if handler.type else "everything"
@@ -170,7 +190,7 @@ def test_launchers_never_wait_for_the_device(path):
             assert not called & waits, fn.name
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py"], ids=name)
+@every([p for p in FILES if p.name == "__init__.py"])
 def test_all_is_complete(path):
     """A package that re-exports names lists exactly those."""
     public = {

@@ -81,6 +81,7 @@ def test_some_of_upstreams_shapes(batch_size, rows, column_major, use_weight_ind
 @pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("d_in", [128, 1024, 4096])
 @pytest.mark.parametrize("batch_size, rows", BATCHES)
+@pytest.mark.pairwise
 def test_upstreams_shapes(batch_size, rows, d_in, column_major, use_weight_indices, backend):
     for d_out in (128, 1024, 4096):
         upstreams_test(batch_size, rows, d_in, d_out, use_weight_indices, column_major, backend, "cuda")

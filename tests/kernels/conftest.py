@@ -1,11 +1,12 @@
 """What the tests of several ops share."""
 
 import pytest
-import torch
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base.host import ext
 from moe_aiter.op import ORDER, use
+
+from ..conftest import absent
 
 # the interpreter is slow, and the others were tested without it
 BACKENDS = ["triton"] if interpret else ["torch", "host", "triton"]  # and Hopper's in test_hopper.py
@@ -20,9 +21,7 @@ def backend(request, device):
         pytest.skip(f"no {name} backend on {device.type}")
     if name == "host" and ext is None:
         pytest.skip("the C++ extension is not built")
-    if name == "host" and params.get("dtype") == torch.float16:
-        pytest.skip("the C++ extension has no float16")
-    if interpret and params.get("dtype") == torch.bfloat16:
-        pytest.skip("the interpreter cuts bfloat16 off instead of rounding it")
+    if why := absent(params):
+        pytest.skip(why)
     with use(name):
         yield name

@@ -45,6 +45,7 @@ def spent(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("need_a", [True, False], ids=["", "frozen"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.pairwise
 def test_the_same_bits_in_the_memory_of_z(backend, device, kind, need_a, dtype):
     if backend == "host":
         pytest.skip("the experts have one op on the CPU")

@@ -61,6 +61,7 @@ def compare(*inputs, gradients=True, floor=1e-7, **options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("K, N", MATRICES.values(), ids=MATRICES)
 @pytest.mark.parametrize("M", [1, 16, 50])
+@pytest.mark.pairwise
 def test_products(device, backend, dtype, M, K, N):
     x, w, bias, _ = make(device, M, K, N, dtype)
     compare(x, w)
@@ -270,6 +271,7 @@ def test_what_the_table_names_is_picked(backend, monkeypatch):
         *((16, 4096, 4096, ()), (3, 8192, 136, (5,)), (9, 8, 2200, ())),  # few rows, with sums that are split
     ],
 )
+@pytest.mark.pairwise
 def test_on_hopper(M, K, N, batch, rows, activation, dtype):
     if not hopper.is_hopper(CUDA):
         pytest.skip("no Hopper GPU")

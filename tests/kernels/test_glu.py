@@ -26,6 +26,7 @@ def make(device, rows, channels, activation, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.pairwise
 def test_values_and_gradients(backend, device, shape, kind, dtype):
     z = make(device, *shape, kind[0], dtype)
     # a floor, because few elements may happen to be rounded well by torch

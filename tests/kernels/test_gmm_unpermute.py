@@ -23,6 +23,7 @@ T, K, E, CHOICES = 23, 24, 4, 3
 @pytest.mark.parametrize("by_rows", [True, False], ids=["by rows", "by columns"])
 @pytest.mark.parametrize("columns", [1, 16, 40, 77])
 @pytest.mark.parametrize("blocks", [1, 2, 100])
+@pytest.mark.pairwise
 def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
     if backend == "host":
         pytest.skip("no host backend")

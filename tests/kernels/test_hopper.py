@@ -68,6 +68,7 @@ def group_sizes(name):
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("K, N", [(64, 8), (512, 256), (576, 520), (128, 1032)])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.pairwise
 def test_gmm(sizes, K, N, layout, dtype):
     sizes = group_sizes(sizes)
     w = randn(len(sizes), N, K, dtype=dtype).mT if layout == "rows" else randn(len(sizes), K, N, dtype=dtype)
@@ -119,6 +120,7 @@ def test_sizes_that_do_not_add_up_are_clamped(sizes, no_debug):
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("K, N", [(64, 8), (512, 256), (200, 520)])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.pairwise
 def test_tgmm(sizes, K, N, gather, columns_first, dtype):
     sizes, y = group_sizes(sizes), randn(ROWS, N, dtype=dtype)
     order = torch.randperm(ROWS, device=CUDA).int() if gather else None
@@ -173,6 +175,7 @@ def some_ids(T=250):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", EXPERTS)
+@pytest.mark.pairwise
 def test_expert_up(shape, kind, dtype):
     (H, I), p = EXPERTS[shape], plan(some_ids())  # noqa: E741
     parts = ACTIVATIONS[kind[0]].parts
@@ -202,6 +205,7 @@ def rounded(reference):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", EXPERTS)
+@pytest.mark.pairwise
 def test_expert_down_grad(shape, kind, dtype):
     (H, I), p = EXPERTS[shape], plan(some_ids())  # noqa: E741
     parts = ACTIVATIONS[kind[0]].parts

@@ -72,6 +72,7 @@ def check(out, x, w, sizes, x_scale=None, w_scale=None):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(t)[6:] for t in d))
 @pytest.mark.parametrize("N, K", [(8, 16), (72, 128), (520, 272), (264, 1040), (1032, 400), (256, 2880)])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.pairwise
 def test_products(sizes, N, K, dtypes):
     check(*make(*SIZES[sizes], N, K, dtypes))
     check(*make(*SIZES[sizes], N, K, dtypes, scaled=False))

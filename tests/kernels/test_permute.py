@@ -37,6 +37,7 @@ def make(device, T, k, E, H, dtype=torch.float32, dropped=True):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.pairwise
 def test_values_and_gradients(backend, device, shape, dtype, weighted):
     x, rows, weights, order, rank = make(device, *shape, dtype)
     weights = weights if weighted else None

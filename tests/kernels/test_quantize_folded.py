@@ -82,6 +82,7 @@ def test_kernel_without_the_last_rounding(name, K, monkeypatch):
 @every_dtype
 @pytest.mark.parametrize("K", [16, 300, 2048, 9000])
 @every_size
+@pytest.mark.pairwise
 def test_kernel_is_the_reference(name, K, dtype, format):
     x, factor, group_sizes, _ = draw(name, K, dtype, "cuda")
     with use("triton"):

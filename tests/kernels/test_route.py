@@ -59,6 +59,7 @@ def saved_by(logits, top_k, how):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @modes
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.pairwise
 def test_values_and_gradients(backend, device, shape, mode, dtype):
     num_tokens, num_experts, top_k = shape
     logits = draw(num_tokens, num_experts, dtype=dtype, device=device)

@@ -54,6 +54,7 @@ def exact(x, w, x_scale=None, w_scale=None, bias=None):
 @every_kind
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("out", OUT, ids=str)
+@pytest.mark.pairwise
 def test_the_product_rounded_once(device, size, kinds, out):
     inputs = make(device, *size, kinds, out)
     for given in (inputs, inputs[:4], inputs[:3], inputs[:2], (*inputs[:2], None, None, inputs[4])):
@@ -189,6 +190,7 @@ def test_a_graph_replays_with_other_numbers(no_debug, kinds):
 @every_kind
 @pytest.mark.parametrize("M", [1, 16, 64, 128, 500, 1000])
 @pytest.mark.parametrize("N, K", [(512, 1024), (304, 4096), (1280, 2192)])
+@pytest.mark.pairwise
 def test_tiles_of_the_gpu(M, N, K, kinds):
     inputs = make("cuda", M, K, N, kinds, BF16)
     for given in (inputs, inputs[:4], (inputs[0], inputs[1].view(INT8).contiguous().view(kinds[1]))):

@@ -67,6 +67,7 @@ def check(*inputs):
 @pytest.mark.parametrize("turned", [False, True], ids=["A.T", "A"])
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+@pytest.mark.pairwise
 def test_products_and_gradients(device, matrix, density, turned, few):
     check(*make(device, *matrix, density=density, turned=turned))
 

@@ -45,6 +45,7 @@ def expected_ids(scores, k):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.pairwise
 def test_picks_by_score_then_by_expert(backend, device, shape, dtype):
     num_tokens, num_experts, k = shape
     scores = hard_scores(num_tokens, num_experts, dtype, device)

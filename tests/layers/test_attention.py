@@ -54,6 +54,7 @@ BACKENDS = ["auto", "sdpa", "math"]
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.pairwise
 def test_causality_and_windows_end_at_the_last_key(lengths, is_causal, window, backend, device):
     q, k, v = make(Sq=lengths[0], Sk=lengths[1], device=device)
 
@@ -72,6 +73,7 @@ def test_causality_and_windows_end_at_the_last_key(lengths, is_causal, window, b
 )
 @pytest.mark.parametrize("lengths", [(3, 7), (1, 6), (5, 5), (7, 3)])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.pairwise
 def test_heads_that_share_keys(heads, options, lengths, backend, device):
     q, k, v = make(1, *heads, *lengths, device=device)
     assert_near(
@@ -113,6 +115,7 @@ def masks(B, H, Sq, Sk, device):
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (2, 1)}])
 @pytest.mark.parametrize("heads, lengths", [((4, 4), (4, 7)), ((4, 2), (5, 5)), ((4, 2), (7, 4))])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.pairwise
 def test_masks(kind, options, heads, lengths, backend, device):
     q, k, v = make(2, *heads, *lengths, device=device)
     mask = masks(2, heads[0], *lengths, device)[kind]
@@ -172,6 +175,7 @@ def test_queries_without_keys_give_zeros_and_zero_gradients(backend, device):
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (9, 4)}])
 @pytest.mark.parametrize("sizes", [(2, 4, 2, 33, 47, 64), (1, 8, 8, 1, 130, 80), (1, 2, 1, 40, 40, 20)])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.pairwise
 def test_dtypes(dtype, options, sizes, backend, device):
     q, k, v = (t.to(dtype) for t in make(*sizes, device=device))
 

@@ -147,6 +147,7 @@ def behind(Sq, Sk):
     "options", [{"is_causal": True}, {"window": (100, 7)}, {"is_causal": True, "window": (60, 0)}]
 )
 @pytest.mark.parametrize("lengths", [(130, 515), (257, 257), (300, 100), (1, 700)])
+@pytest.mark.pairwise
 def test_flash_on_a_gpu(dtype, D, heads, options, lengths):
     Sq, Sk = lengths
     q, k, v = cuda(B=2, Hq=heads[0], Hk=heads[1], Sq=Sq, Sk=Sk, D=D, dtype=dtype)

@@ -48,6 +48,7 @@ def sums(q, k, options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("lengths", [(5, 7), (1, 6), (6, 3), (4, 4), (0, 3), (3, 0)])
 @pytest.mark.parametrize("dtype", [F32, F64, torch.bfloat16, torch.float16])
+@pytest.mark.pairwise
 def test_it_is_attention_with_the_heads_last(options, lengths, dtype, device):
     q, k, v = make(Sq=lengths[0], Sk=lengths[1], dtype=dtype, device=device)
     options = PLAIN | options | {"return_softmax_lse": True}

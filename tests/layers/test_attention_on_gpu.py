@@ -54,6 +54,7 @@ def mha(q, k, v, causal):
 @pytest.mark.parametrize("S", [1, 8, 33])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.pairwise
 def test_narrow_heads(dtype, D, S, causal, heads):
     for Sk in {S, S + 8}:
         q, k, v = make(2, *heads, S, Sk, D, dtype=dtype)
@@ -66,6 +67,7 @@ def test_narrow_heads(dtype, D, S, causal, heads):
 @pytest.mark.parametrize("D, Dv", [(8, 8), (16, 16), (24, 16), (16, 8), (64, 64), (192, 128)])
 @pytest.mark.parametrize("before", [1, 4, 8, 64])
 @pytest.mark.parametrize("S", [8, 33])
+@pytest.mark.pairwise
 def test_parts_of_wider_tensors(dtype, D, Dv, before, S):
     """Keys that were put together from two parts, and values that were split off, wherever they begin."""
     kv = torch.randn(2, S, 2, before + Dv, device="cuda").to(dtype)
@@ -126,6 +128,7 @@ def test_a_call_of_other_strides_is_not_taken_for_a_known_one():
 @pytest.mark.parametrize("lengths", [(1, 520), (64, 320), (33, 65)])
 @pytest.mark.parametrize("D", [8, 64])
 @pytest.mark.parametrize("kind", ["left", "right", "rows"])
+@pytest.mark.pairwise
 def test_padding(dtype, heads, lengths, D, kind):
     """On either side, with sequences of which nothing is left, with and without gradients."""
     Sq, Sk = lengths

@@ -77,6 +77,7 @@ def of_weights(layer):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.pairwise
 def test_it_computes_as_before(dtype, kind, way, mode):
     layer, fresh = (quantize(KINDS[kind](), dtype) for _ in range(2))
     dtypes = of_weights(layer)
