@@ -55,9 +55,11 @@ test: $(READY)
 	echo "Everything, with C++ and torch:"; $(PYTEST) $(ARGS) || status=1; \
 	exit $$status
 
-# one case of each test that no interpreter, README block or ahead-of-time compilation slows down
+# one case of each test, but for those that start many processes, compile kernels or run the blocks of the docs
+MANY_PROCESSES = $(wildcard tests/test_compile_*.py) $(addprefix tests/,test_readme.py upstream fuzz \
+	training/test_trainer.py integrations/test_examples.py layers/test_fsdp.py)
 test-quick: $(READY)
-	$(PYTEST) --cases one --deselect tests/test_readme.py $(patsubst %,--ignore=%,$(wildcard tests/test_compile_*.py)) $(ARGS)
+	$(PYTEST) --cases one $(addprefix --ignore=,$(MANY_PROCESSES)) $(ARGS)
 
 # every combination of parameters, where `make test` takes each pair of values
 test-full:
