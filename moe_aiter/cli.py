@@ -77,7 +77,7 @@ def info() -> int:
     import torch
 
     from .config import PREFIX, settings
-    from .kernels.base import host as _host
+    from .kernels.base import host
     from .kernels.hopper import is_hopper
 
     packages = ("moe-aiter", "torch", "triton", "numpy", "einops")
@@ -87,7 +87,7 @@ def info() -> int:
     gpus = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     print_table("machine", {"system": platform.system(), "cpu": cpu} | gpus)
-    built = "ready" if _host.ext is not None else "not built: ops on the CPU run in plain torch"
+    built = "ready" if host.ext is not None else "not built: ops on the CPU run in plain torch"
     triton = "ready" if gpus else "installed, but there is no GPU"
     if importlib.util.find_spec("triton") is None:
         triton = "not installed"

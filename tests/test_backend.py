@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from moe_aiter import MoE
-from moe_aiter import op as backend
+from moe_aiter import MoE, op
 from moe_aiter.op import IMPLS, ORDER, BackendError, define_op, pick, register_kernel, takes, use
 
 
@@ -28,7 +27,7 @@ def save_nothing(ctx, inputs, output):
 
 
 def backward_half(ctx, dout):
-    ran.append(backend.forced())
+    ran.append(op.forced())
     return dout / 2
 
 
@@ -55,29 +54,29 @@ def impls():
 
 
 def test_use_restores_after_an_error():
-    before = backend.forced()
+    before = op.forced()
     with pytest.raises(ZeroDivisionError), use("torch"):
-        assert backend.forced() == "torch"
+        assert op.forced() == "torch"
         raise ZeroDivisionError
-    assert backend.forced() == before
+    assert op.forced() == before
 
 
 def test_use_nests():
-    before = backend.forced()
+    before = op.forced()
     with use("torch"):
         with use("host"):
-            assert backend.forced() == "host"
-        assert backend.forced() == "torch"
-    assert backend.forced() == before
+            assert op.forced() == "host"
+        assert op.forced() == "torch"
+    assert op.forced() == before
 
 
 def test_use_is_for_its_thread_alone():
     seen = []
     with use("torch"):
-        thread = threading.Thread(target=lambda: seen.append(backend.forced()))
+        thread = threading.Thread(target=lambda: seen.append(op.forced()))
         thread.start()
         thread.join()
-    assert seen == [backend.forced()] != ["torch"]
+    assert seen == [op.forced()] != ["torch"]
 
 
 class Nested(torch.autograd.Function):
@@ -90,7 +89,7 @@ class Nested(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        ctx.seen[threading.get_ident()] = backend.forced()
+        ctx.seen[threading.get_ident()] = op.forced()
         if ctx.depth:
             with torch.enable_grad():
                 x = torch.ones(1, requires_grad=True)
@@ -104,7 +103,7 @@ def test_use_reaches_the_threads_of_autograd():
     out = Nested.apply(torch.ones(1, requires_grad=True), 70, seen)
     with use("torch"):
         out.sum().backward()
-    assert len(seen) > 1 and set(seen.values()) == {"torch"} and backend.forced() != "torch"
+    assert len(seen) > 1 and set(seen.values()) == {"torch"} and op.forced() != "torch"
 
 
 def test_use_reaches_the_gradient():
@@ -135,7 +134,7 @@ def test_forced_never_falls_back():
 def test_an_error_says_who_forced_a_backend(monkeypatch):
     x = torch.ones(2, dtype=torch.float64)
     monkeypatch.setattr(
-        backend._forced, "default", ("host", "MOE_AITER_BACKEND")
+        op._forced, "default", ("host", "MOE_AITER_BACKEND")
     )  # as the variable does, before anything else
     with pytest.raises(BackendError, match="there is torch; MOE_AITER_BACKEND forces host$"):
         half_op(x)
@@ -155,7 +154,7 @@ def test_an_unknown_backend_is_refused_at_once():
         ValueError, match="unknown backend 'nonsense'; known: auto, hopper, triton, host, torch"
     ):
         use("nonsense").__enter__()
-    assert backend.forced() != "nonsense"
+    assert op.forced() != "nonsense"
     with pytest.raises(ValueError, match="unknown backend 'mine'; known: hopper, triton, host, torch"):
         register_kernel(op=NAME, backend="mine")  # nothing would ever pick it
 
@@ -236,10 +235,10 @@ def test_forcing_a_backend_leaves_ops_that_are_only_torch():
     layer = MoE(8, 8, 4, 2)
     expected = layer(torch.ones(3, 8))
     with use("host"):
-        if "host" in backend.IMPLS["sort_by_expert"]:
+        if "host" in op.IMPLS["sort_by_expert"]:
             torch.testing.assert_close(layer(torch.ones(3, 8)), expected)
     with use("host"):
-        assert backend.pick("router_logits", expected) is backend.IMPLS["router_logits"]["torch"]
+        assert op.pick("router_logits", expected) is op.IMPLS["router_logits"]["torch"]
 
 
 def test_without_triton():

@@ -8,7 +8,6 @@ import torch
 
 from moe_aiter import switches, tuning
 from moe_aiter.kernels.dense import tuned_gemm
-from moe_aiter.kernels.dense import tuned_gemm as _tuned_choice
 from moe_aiter.op import IMPLS, define_op, register_kernel, use
 from moe_aiter.tuning import aiter_csv, choice, table
 from moe_aiter.tuning.choice import choose_backend
@@ -85,7 +84,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_who_multiplies_is_asked_again(change, tables, monkeypatch):
     asked, threads = [], torch.get_num_threads()
-    choose = _tuned_choice.choose
+    choose = tuned_gemm.choose
     monkeypatch.setattr(tuned_gemm, "choose", lambda *given: asked.append(given[0]) or choose(*given))
     monkeypatch.setattr(tuned_gemm, "known", {})
     x, weight = torch.ones(3, 5), torch.ones(7, 5)

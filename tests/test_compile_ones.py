@@ -14,11 +14,7 @@ import moe_aiter.kernels
 from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.attention_mask import launch_mask_bias, launch_zero_rows
-from moe_aiter.kernels.quantize import blocks as chunk_plan
-from moe_aiter.kernels.quantize import blocks as token_chunks
-from moe_aiter.kernels.quantize import layouts as quantize_folded
-from moe_aiter.kernels.quantize import layouts as quantize_transposed
-from moe_aiter.kernels.quantize import rows as quantize_amax
+from moe_aiter.kernels.quantize import blocks, layouts, rows
 from moe_aiter.kernels.quantize.rows import launch_quantize_rows
 from moe_aiter.tuning.candidates import HOPPER_TILES
 
@@ -51,23 +47,23 @@ def run_attention():
 def run_quantize(k=4096):
     x, out = new(4, 256, k), (new(4, 256, k, dtype=E4M3), new(4, 256, dtype=F32))
     launch_quantize_rows(out, x, "e4m3")
-    quantize_amax.launch_quantize_rows_and_amax((*out, new(4, k, dtype=F32)), x, "e4m3")
+    rows.launch_quantize_rows_and_amax((*out, new(4, k, dtype=F32)), x, "e4m3")
     columns = new(4, k, 256, dtype=E4M3), new(4, k, dtype=F32)
-    quantize_amax.launch_quantize_by_amax(columns, x.mT, columns[1], "e4m3")
-    quantize_transposed.launch_quantize_transposed(columns[0], x, out[1], "e4m3")
-    quantize_transposed.launch_transpose_rows8(columns[0], out[0])
+    rows.launch_quantize_by_amax(columns, x.mT, columns[1], "e4m3")
+    layouts.launch_quantize_transposed(columns[0], x, out[1], "e4m3")
+    layouts.launch_transpose_rows8(columns[0], out[0])
     inputs = new(256, k), new(4, k, dtype=F32), ints(4), "e4m3"
-    quantize_folded.launch_quantize_folded(quantize_folded.new_quantize_folded(*inputs), *inputs)
+    layouts.launch_quantize_folded(layouts.new_quantize_folded(*inputs), *inputs)
 
 
 def run_chunks():
     sizes, order = ints(4), ints(256)
-    plan = chunk_plan.new_plan_chunks(sizes, 256)
-    chunk_plan.launch_plan_chunks(plan, sizes, 256)
+    plan = blocks.new_plan_chunks(sizes, 256)
+    blocks.launch_plan_chunks(plan, sizes, 256)
     inputs = new(64, 128, dtype=E4M3), order, 4, plan[1]
-    token_chunks.launch_transpose_chunks(token_chunks.new_transpose_chunks(*inputs), *inputs)
+    blocks.launch_transpose_chunks(blocks.new_transpose_chunks(*inputs), *inputs)
     inputs = new(256, 128), new(64, dtype=F32), order, 4, plan[1], "e4m3"
-    token_chunks.launch_quantize_chunks(token_chunks.new_quantize_chunks(*inputs), *inputs)
+    blocks.launch_quantize_chunks(blocks.new_quantize_chunks(*inputs), *inputs)
 
 
 def cases():

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.quantize import blocks as chunk_plan
-from moe_aiter.kernels.quantize import blocks as token_chunks
-from moe_aiter.kernels.quantize import layouts as quantize_folded
-from moe_aiter.kernels.quantize import layouts as quantize_transposed
-from moe_aiter.kernels.quantize import rows as quantize_amax
-from moe_aiter.kernels.quantize.rows import FORMATS, launch_quantize_rows
+from moe_aiter.kernels.quantize import blocks, layouts
+from moe_aiter.kernels.quantize.rows import (
+    FORMATS,
+    LONGEST,
+    launch_quantize_by_amax,
+    launch_quantize_rows,
+    launch_quantize_rows_and_amax,
+)
 
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -68,10 +70,10 @@ def test_both_ways_compile(target, shape, dtype, monkeypatch):
             (new(*t.shape, dtype=small), new(*t.shape[:-1], dtype=torch.float32)) for t in (x, x.mT)
         )
         with compiling_for(TARGETS[target]) as launches:
-            quantize_amax.launch_quantize_rows_and_amax((*rows, amax), x, format)
-            quantize_amax.launch_quantize_by_amax(columns, x.mT, amax, format)
+            launch_quantize_rows_and_amax((*rows, amax), x, format)
+            launch_quantize_by_amax(columns, x.mT, amax, format)
         check(TARGETS[target], launches)
-        one_pass = shape[-1] <= quantize_amax.LONGEST
+        one_pass = shape[-1] <= LONGEST
         rows_kernel = "quantize_rows_and_amax_kernel" if one_pass else "quantize_rows_kernel"
         assert [launch.kernel for launch in launches] == [rows_kernel, "quantize_columns_kernel"]
         if target == "sm_90" and dtype == torch.bfloat16 and shape[-1] % 16 == 0:
@@ -86,9 +88,7 @@ def test_warps_do_not_meet_at_each_row(k, monkeypatch):
     monkeypatch.setattr(torch, "amax", lambda *_, out: out)
     x, scale, amax = new(128, 4096, k), new(128, 4096, dtype=torch.float32), new(128, k, dtype=torch.float32)
     with compiling_for(TARGETS["sm_90"]) as launches:
-        quantize_amax.launch_quantize_rows_and_amax(
-            (new(*x.shape, dtype=FORMATS["e4m3"]), scale, amax), x, "e4m3"
-        )
+        launch_quantize_rows_and_amax((new(*x.shape, dtype=FORMATS["e4m3"]), scale, amax), x, "e4m3")
     (launch,) = launches
     assert not launch.spilled()
     assert len(re.findall(r"(ld|st)\.shared", launch.assembly)) <= 16
@@ -100,16 +100,16 @@ def test_chunks_compile(target, rows, tokens, n, k):
     """Rows in chunks: on a GPU without 8-bit products the reference quantises them."""
     groups, top_k = 128, rows // tokens
     sizes, order = new(groups, dtype=torch.int32), new(rows, dtype=torch.int32)
-    plan = chunk_plan.new_plan_chunks(sizes, rows)
+    plan = blocks.new_plan_chunks(sizes, rows)
     y, factor, x8 = new(rows, n), new(tokens, dtype=torch.float32), new(tokens, k, dtype=FORMATS["e4m3"])
     names = ["plan_chunks_kernel", "transpose_chunks_kernel"]
     with compiling_for(TARGETS[target]) as launches:
-        chunk_plan.launch_plan_chunks(plan, sizes, rows)
+        blocks.launch_plan_chunks(plan, sizes, rows)
         inputs = x8, order, top_k, plan[1]
-        token_chunks.launch_transpose_chunks(token_chunks.new_transpose_chunks(*inputs), *inputs)
+        blocks.launch_transpose_chunks(blocks.new_transpose_chunks(*inputs), *inputs)
         for format in FORMATS if target in ("sm_90", "sm_100", "gfx950") else ():
             inputs = y, factor, order, top_k, plan[1], format
-            token_chunks.launch_quantize_chunks(token_chunks.new_quantize_chunks(*inputs), *inputs)
+            blocks.launch_quantize_chunks(blocks.new_quantize_chunks(*inputs), *inputs)
             names.append("quantize_chunks_kernel")
     check(TARGETS[target], launches)
     assert [launch.kernel for launch in launches] == names
@@ -129,12 +129,10 @@ def test_rows_in_the_other_order_compile(target, groups, m, k, dtype):
     with compiling_for(TARGETS[target]) as launches:
         for format, small in FORMATS.items():
             for given in (w, new(groups, k, m, dtype=dtype).mT) if native else ():
-                quantize_transposed.launch_quantize_transposed(
-                    new(groups, k, m, dtype=small), given, scale, format
-                )
+                layouts.launch_quantize_transposed(new(groups, k, m, dtype=small), given, scale, format)
         x8 = new(groups, m, k, dtype=FORMATS["e4m3"])
         if m % 4 == k % 4 == 0:
-            quantize_transposed.launch_transpose_rows8(quantize_transposed.new_transpose_rows8(x8), x8)
+            layouts.launch_transpose_rows8(layouts.new_transpose_rows8(x8), x8)
     if launches:
         check(TARGETS[target], launches)
     names = ["quantize_transposed_kernel"] * 4 * native + ["transpose_rows8_kernel"] * (m % 4 == 0)
@@ -154,7 +152,7 @@ def test_rows_that_take_scales_over_compile(target, k, dtype):
     with compiling_for(TARGETS[target]) as launches:
         for format in FORMATS:
             inputs = new(262144, k, dtype=dtype), factor, sizes, format
-            quantize_folded.launch_quantize_folded(quantize_folded.new_quantize_folded(*inputs), *inputs)
+            layouts.launch_quantize_folded(layouts.new_quantize_folded(*inputs), *inputs)
     check(TARGETS[target], launches)
     assert [launch.kernel for launch in launches] == ["quantize_folded_kernel"] * 2
     if target == "sm_90" and k % 16 == 0:

@@ -5,8 +5,7 @@ import uuid
 import pytest
 import torch
 
-from moe_aiter import op as backend
-from moe_aiter import op as metadata
+from moe_aiter import op
 from moe_aiter.op import IMPLS, define_inplace_op, define_op, register_kernel, use
 
 seen = []
@@ -127,12 +126,12 @@ def test_what_is_written_by_a_kernel_cannot_serve_an_earlier_graph():
 
 
 def test_a_number_and_a_truth_value_differ():
-    keys = {metadata.metadata((value,)) for value in (1, True, 1.0)}
+    keys = {op.metadata((value,)) for value in (1, True, 1.0)}
     assert len(keys) == 3
 
 
 def test_a_zero_has_a_sign():
-    keys = {metadata.metadata((value,)) for value in (0.0, -0.0, 0)}
+    keys = {op.metadata((value,)) for value in (0.0, -0.0, 0)}
     assert len(keys) == 3
 
 
@@ -142,12 +141,12 @@ class Own(torch.Tensor):
 
 def test_tensors_that_hide_something_have_no_metadata():
     x = torch.ones(3)
-    assert metadata.metadata((x, None)) == metadata.metadata((torch.zeros(3), None)) is not None
-    assert metadata.metadata((x.as_subclass(Own),)) is None
+    assert op.metadata((x, None)) == op.metadata((torch.zeros(3), None)) is not None
+    assert op.metadata((x.as_subclass(Own),)) is None
     found = []
-    torch.func.vmap(lambda x: found.append(metadata.metadata((x,))) or x)(x)
+    torch.func.vmap(lambda x: found.append(op.metadata((x,))) or x)(x)
     assert found == [None]
-    assert metadata.metadata((x._neg_view(),)) is None
+    assert op.metadata((x._neg_view(),)) is None
 
 
 def test_launchers_read_memory_that_means_what_it_says(monkeypatch):
@@ -174,12 +173,12 @@ def test_what_is_written_can_be_seen_as_its_negative(monkeypatch):
 
 
 def test_memory_is_bounded_and_holds_no_tensor(monkeypatch):
-    monkeypatch.setattr(metadata, "MOST", 4)
+    monkeypatch.setattr(op, "MOST", 4)
     known = {}
     for size in range(10):
-        metadata.keep(known, metadata.metadata((torch.ones(size),)), size)
+        op.keep(known, op.metadata((torch.ones(size),)), size)
     assert len(known) == 2
-    metadata.keep(known, None, 3)
+    op.keep(known, None, 3)
     assert len(known) == 2
 
     def leaves(key):
@@ -194,7 +193,7 @@ def test_a_check_of_metadata_passes_once():
         if inputs[0].dim() != 1:
             raise ValueError("axes")
 
-    checked = metadata.once(check)
+    checked = op.once(check)
     checked((torch.ones(2),))
     checked((torch.zeros(2),))
     assert len(seen) == 1
@@ -204,7 +203,7 @@ def test_a_check_of_metadata_passes_once():
 
 
 def test_debug_still_fills_and_checks(monkeypatch):
-    assert backend.settings.debug
+    assert op.settings.debug
     x = torch.ones(6, 2)
     sum_op(x, x, 1.0)
     monkeypatch.setitem(IMPLS[NAME], "host", lambda *_: None)

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_aiter import op as backend
-from moe_aiter import switches, tuning
+from moe_aiter import op, switches, tuning
 from moe_aiter.layers import convolution, segment
 from moe_aiter.layers.segment import SegmentGEMMWrapper
 from moe_aiter.op import Scoped, use
@@ -52,7 +51,7 @@ def state():
     """All that the blocks could leave behind."""
     precisions = [switch.fp32_precision for switch in switches.FLOAT32_SWITCHES]
     tile = tuning.lookup("gmm", torch.float32, 8, 8, 8, 1) if tuning.interpret else None
-    return backend.forced(), tile, precisions, switches.switches.matmul, torch.backends.cudnn.benchmark
+    return op.forced(), tile, precisions, switches.switches.matmul, torch.backends.cudnn.benchmark
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def test_a_segment_product_by_torch_forces_no_other_thread(monkeypatch):
 
     def segment_gmm(*given, **named):
         meet.now()
-        seen.append(backend.forced())
+        seen.append(op.forced())
         return product(*given, **named)
 
     monkeypatch.setattr(segment, "segment_gmm", segment_gmm)
@@ -124,9 +123,9 @@ def test_a_segment_product_by_torch_forces_no_other_thread(monkeypatch):
         wrapper = SegmentGEMMWrapper(torch.empty(0, dtype=torch.int8), backend=name)
         wrapper.run(torch.ones(4, 3), torch.ones(2, 3, 5), 2, False, seg_lens=torch.tensor([1, 3]))
 
-    before = backend.forced()
+    before = op.forced()
     take_turns(partial(run, "torch"), partial(run, "torch"))
-    assert seen == ["torch", "torch"] and backend.forced() == before
+    assert seen == ["torch", "torch"] and op.forced() == before
     seen.clear()
     take_turns(partial(run, "torch"), partial(run, "auto"))
     assert seen == ["torch", before]
@@ -134,9 +133,9 @@ def test_a_segment_product_by_torch_forces_no_other_thread(monkeypatch):
 
 def test_the_gradient_of_a_segment_product_by_torch_is_torchs(monkeypatch):
     ran = []
-    weight_gradient = backend.IMPLS["segment_tgmm"]["torch"]
-    watched = lambda *inputs: ran.append(backend.forced()) or weight_gradient(*inputs)  # noqa: E731
-    monkeypatch.setitem(backend.IMPLS["segment_tgmm"], "torch", watched)
+    weight_gradient = op.IMPLS["segment_tgmm"]["torch"]
+    watched = lambda *inputs: ran.append(op.forced()) or weight_gradient(*inputs)  # noqa: E731
+    monkeypatch.setitem(op.IMPLS["segment_tgmm"], "torch", watched)
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True)
     wrapper = SegmentGEMMWrapper(torch.empty(0, dtype=torch.int8), backend="torch")
     out = wrapper.run(x, w, 2, False, seg_lens=torch.tensor([1, 3]))

@@ -9,7 +9,7 @@ from moe_aiter.bench import contenders, layer, problem, roofline
 from moe_aiter.bench.problem import for_loop, new_problem, truth
 from moe_aiter.bench.shapes import GROUPS, SHAPES, named
 from moe_aiter.kernels.base.activations import ACTIVATIONS
-from moe_aiter.kernels.experts import fp8 as experts_fp8
+from moe_aiter.kernels.experts import fp8
 
 TOYS = ["toy", "toy-oai"]
 
@@ -107,7 +107,7 @@ def test_a_later_micro_batch_has_its_weights(device, monkeypatch):
 
     weights = "rows_and_amax", "by_amax", "transposed"
     for name in ("quantize_rows", "transpose_rows8", *(f"quantize_{n}" for n in weights)):
-        monkeypatch.setattr(experts_fp8, name, functools.partial(watched, getattr(experts_fp8, name)))
+        monkeypatch.setattr(fp8, name, functools.partial(watched, getattr(fp8, name)))
     want = first.gradients(first.run(), p)
     assert quantised.count(3) == 4  # both ways of both
     with later.context():

@@ -9,11 +9,9 @@ from moe_aiter import cli, tuning
 from moe_aiter.bench import tiles, tune, tune_step
 from moe_aiter.bench.shapes import SHAPES, Shape
 from moe_aiter.config import interpret
-from moe_aiter.kernels import hopper
-from moe_aiter.kernels.experts import inputs as _row_bytes
+from moe_aiter.kernels import experts, grouped, hopper
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import expert_mlp
-from moe_aiter.kernels.grouped import gmm as gmm_unpermute
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.tuning.candidates import candidates, rule
 from moe_aiter.tuning.table import COLUMNS, Key, read
@@ -210,14 +208,16 @@ def test_every_chunk_of_a_large_step_is_measured(name, widths, monkeypatch):
         asked.add((w.shape[2], w.shape[1]))
         return x.new_empty(len(x), w.shape[2])
 
-    monkeypatch.setattr(gmm_unpermute, "gmm_op", gmm)
-    monkeypatch.setattr(gmm_unpermute, "launch_unpermute", lambda *_: None)
+    monkeypatch.setattr(grouped.gmm, "gmm_op", gmm)
+    monkeypatch.setattr(grouped.gmm, "launch_unpermute", lambda *_: None)
     sizes = (T, H), (E, 2 * width, H), (E, H, width), (T * k, width), (T * k, 2 * width)
     x, gate_up, down, a, dz = (torch.empty(n, dtype=bf16, device=meta, requires_grad=True) for n in sizes)
     plan = torch.empty(T * k, device=meta), torch.empty(T, k, device=meta), torch.empty(E, device=meta)
     inputs = ExpertInputs(x, gate_up, None, down, None, plan[1], *plan, "swiglu", False, True)
-    for rows, w, most in zip((a, dz), (down.mT, gate_up), _row_bytes.row_bytes(inputs, None), strict=True):
-        gmm_unpermute.launch_gmm_unpermute(x, rows, w, *[None] * 5, most)
+    for rows, w, most in zip(
+        (a, dz), (down.mT, gate_up), experts.inputs.row_bytes(inputs, None), strict=True
+    ):
+        grouped.gmm.launch_gmm_unpermute(x, rows, w, *[None] * 5, most)
     assert asked == {(n, k) for n, sums in widths.items() for k in sums}
     measured = [
         (out, x, w) for _, op, _, out, (x, w, *_) in tune_step.step(SHAPES[name], meta, bf16) if op == "gmm"
@@ -230,7 +230,7 @@ def test_every_chunk_of_a_large_step_is_measured(name, widths, monkeypatch):
 @pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
 def test_it_measures_what_a_step_looks_up(monkeypatch):
     """A step with the proportions of B, and so in as many chunks of columns."""
-    for module in (_row_bytes, gmm_unpermute):
+    for module in (experts.inputs, grouped.gmm):
         monkeypatch.setattr(module, "BLOCK", 8)
     shape, device, asked = Shape(48, 48, 8, 8, 8), torch.device("cpu"), set()
     T, H, width, E, k = shape.sizes

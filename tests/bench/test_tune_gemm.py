@@ -14,9 +14,8 @@ from moe_aiter.bench.tune_gemm import Contender, choice, contenders, model_sizes
 from moe_aiter.compat.aiter.tuned_gemm import get_GEMM_A16W16_config
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
-from moe_aiter.kernels.dense import tuned_gemm as _tuned_choice
 from moe_aiter.kernels.dense.gemm import launch_gemm
-from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
+from moe_aiter.kernels.dense.tuned_gemm import named_tile, tile_option, tuned_gemm
 from moe_aiter.tuning.aiter_csv import UNTUNED, Problem, append, read, this_device
 from moe_aiter.tuning.candidates import candidates
 
@@ -180,11 +179,11 @@ def test_only_what_is_clearly_faster_than_torch_wins(us, expected):
 def test_a_row_s_tile_is_the_one_that_runs():
     """Names of kernels as AITER's own files have them say nothing here."""
     tile = str(candidates("gemm")[1])
-    assert _tuned_choice.named_tile("gemm", tile) == candidates("gemm")[1]
-    assert _tuned_choice.named_tile("gmm", tile) is None and _tuned_choice.named_tile("gemm", "asm") is None
-    assert _tuned_choice.tile_option(launch_gemm, tile) == {"config": candidates("gemm")[1]}
+    assert named_tile("gemm", tile) == candidates("gemm")[1]
+    assert named_tile("gmm", tile) is None and named_tile("gemm", "asm") is None
+    assert tile_option(launch_gemm, tile) == {"config": candidates("gemm")[1]}
     for launch, name in ((launch_gemm, "asm"), (launch_gemm, ""), (hopper.launch_gemm, tile), (print, tile)):
-        assert _tuned_choice.tile_option(launch, name) == {}
+        assert tile_option(launch, name) == {}
 
 
 @pytest.mark.skipif(interpret, reason="the interpreter has one tile")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import moe_aiter
 from moe_aiter import routing
-from moe_aiter.kernels.rows import permute as rows_of
+from moe_aiter.kernels.rows.permute import row_dots
 from moe_aiter.kernels.rows.sums import weigh_rows_op
 from moe_aiter.routing.plan import make_plan
 
@@ -33,7 +33,7 @@ def permute(draw: Draw) -> Case:
         for a, b in zip(plan, (order, rank, sizes), strict=True):
             assert torch.equal(a, b), "the plan differs"
         there, home = routing.permute(x, plan, weights), routing.unpermute(rows, plan, weights)
-        dots = rows_of.row_dots(rows, x, plan.order, plan.rank)
+        dots = row_dots(rows, x, plan.order, plan.rank)
         if weights is None:
             return there, home, dots
         with torch.no_grad():

@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter.config import interpret
+from moe_aiter.kernels import experts
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
-from moe_aiter.kernels.experts import down as expert_down
 from moe_aiter.kernels.experts.down import expert_down_grad_op, expert_down_grad_over_z_op
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
@@ -37,8 +37,8 @@ def inputs(device, kind=("swiglu", False), dtype=torch.float32):
 def spent(monkeypatch):
     """How often dz took the memory of z."""
     calls = []
-    real = expert_down.down_grad_over_z
-    monkeypatch.setattr(expert_down, "down_grad_over_z", lambda *args: calls.append(1) or real(*args))
+    real = experts.down.down_grad_over_z
+    monkeypatch.setattr(experts.down, "down_grad_over_z", lambda *args: calls.append(1) or real(*args))
     return calls
 
 
@@ -141,7 +141,7 @@ def test_who_saved_z_besides_is_told(device):
     a = torch.randn(T * K, WIDTH, device=device)
     rest = i.down, None, i.routing_weights, i.order, i.rank, i.group_sizes, "swiglu", False
     for spend_z in (False, True):
-        out = expert_down.expert_down_op(a, z, *rest, spend_z, 0, None)
+        out = experts.down.expert_down_op(a, z, *rest, spend_z, 0, None)
         torch.autograd.grad(out, z, dout)
         assert torch.equal(z, before) != spend_z
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -10,8 +10,7 @@ from shapes import spread, transposed
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.base.host import ext
-from moe_aiter.kernels.experts import cpu as _loop
-from moe_aiter.kernels.experts import cpu as _loop_steps
+from moe_aiter.kernels.experts import cpu
 from moe_aiter.kernels.experts.cpu import HostSteps, expert_loop_op
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.rows.sort import sort_by_expert
@@ -30,8 +29,8 @@ def steps(request, monkeypatch):
     backend = "torch" if request.param == "torch" else "host"
     if backend == "host" and ext is None:
         pytest.skip("the C++ extension is not built")
-    monkeypatch.setattr(_loop, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(_loop_steps, "num_threads", lambda: 3)
+    monkeypatch.setattr(cpu, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(cpu, "num_threads", lambda: 3)
     workers = 3 if request.param == "workers" else 1
     monkeypatch.setattr(HostSteps, "num_workers", lambda self, rows, multiplications: workers)
     with use(backend):

@@ -5,7 +5,7 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.kernels import hopper
-from moe_aiter.kernels.dense import tuned_gemm as _tuned_choice
+from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.op import IMPLS, ORDER, pick, use
 from moe_aiter.tuning import choice
@@ -48,7 +48,7 @@ def test_long_weights_of_few_rows_are_hoppers(on_hopper, M, N, K, dtype, backend
     columns = new(K, N, dtype=dtype)[None]
     assert pick("gemm", x, columns, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"]["torch"]
     problem = Problem(M, N, K, False, dtype, dtype, False, False)
-    assert _tuned_choice.usual(problem, torch.device("meta")) == backend
+    assert tuned_gemm.usual(problem, torch.device("meta")) == backend
 
 
 def test_matrices_of_few_rows_may_lie_anywhere(on_hopper):
@@ -66,7 +66,7 @@ def test_elsewhere_they_are_torchs(on_hopper, monkeypatch):
     x, weight = new(1, 1, 4096), new(1, 4096, 4096)
     assert pick("gemm", x, weight.mT, None, None, "", 1.0, 0.0, None, False) is IMPLS["gemm"]["torch"]
     problem = Problem(1, 4096, 4096, False, torch.bfloat16, torch.bfloat16, False, False)
-    assert _tuned_choice.usual(problem, torch.device("meta")) == "torch"
+    assert tuned_gemm.usual(problem, torch.device("meta")) == "torch"
 
 
 @pytest.mark.gpu

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from moe_aiter import tuning
-from moe_aiter.kernels import hopper
-from moe_aiter.kernels.base import gemm_row as _gemm_row
+from moe_aiter.kernels import dense, hopper
+from moe_aiter.kernels.base import gemm_row
 from moe_aiter.kernels.base.gemm_row import BUSY, takes_row
 from moe_aiter.kernels.base.launch import num_programs
-from moe_aiter.kernels.dense import gemm as dense
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.op import IMPLS, ORDER, use
 from moe_aiter.tuning import Config
@@ -26,8 +25,8 @@ def enough(device):
 def launched(monkeypatch):
     """How many products had one row, of those of the portable kernel."""
     calls = []
-    launch = dense.launch_one_row
-    monkeypatch.setattr(dense, "launch_one_row", lambda *args: calls.append(1) or launch(*args))
+    launch = dense.gemm.launch_one_row
+    monkeypatch.setattr(dense.gemm, "launch_one_row", lambda *args: calls.append(1) or launch(*args))
     return calls
 
 
@@ -101,10 +100,10 @@ def test_it_is_what_long_rows_are_multiplied_by(backend, monkeypatch):
     """On Hopper, where K is short, few rows are faster."""
     if backend == "hopper" and not hopper.is_hopper(CUDA):
         pytest.skip("no Hopper GPU")
-    room = dense if backend == "triton" else pytest.importorskip("moe_aiter.kernels.hopper.gemm")
+    room = dense.gemm if backend == "triton" else pytest.importorskip("moe_aiter.kernels.hopper.gemm")
     calls = []
     monkeypatch.setattr(
-        room, "launch_one_row", lambda *args: calls.append(1) or _gemm_row.launch_one_row(*args)
+        room, "launch_one_row", lambda *args: calls.append(1) or gemm_row.launch_one_row(*args)
     )
     for K in (1032, 1024):
         x, w, bias, _ = make(CUDA, 1, K, enough(CUDA) + 3, torch.bfloat16)

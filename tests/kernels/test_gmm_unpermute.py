@@ -10,7 +10,7 @@ from moe_aiter.bench.shapes import SHAPES
 from moe_aiter.config import interpret
 from moe_aiter.kernels.experts.inputs import ExpertInputs, row_bytes
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
-from moe_aiter.kernels.grouped import gmm as gmm_unpermute
+from moe_aiter.kernels.grouped import gmm
 from moe_aiter.kernels.grouped.gmm import column_chunks, gmm_unpermute_op, gmm_unpermute_reference
 from moe_aiter.kernels.rows.sort import sort_by_expert
 
@@ -27,7 +27,7 @@ T, K, E, CHOICES = 23, 24, 4, 3
 def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
     if backend == "host":
         pytest.skip("no host backend")
-    monkeypatch.setattr(gmm_unpermute, "BLOCK", 16)
+    monkeypatch.setattr(gmm, "BLOCK", 16)
     order, rank, sizes = sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
     x = torch.randn(T * CHOICES, K).to(device, dtype)
     w = torch.randn(E, K, columns).to(device, dtype)

@@ -12,22 +12,22 @@ import pytest
 import torch
 
 from moe_aiter.config import Settings, interpret
-from moe_aiter.kernels.base import host as _host
+from moe_aiter.kernels.base import host
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 
 REPOSITORY = pathlib.Path(__file__).parent.parent.parent
-built = pytest.mark.skipif(_host.ext is None, reason="the C++ extension is not built")
+built = pytest.mark.skipif(host.ext is None, reason="the C++ extension is not built")
 
 
 def call(name, *arguments):
-    return getattr(_host.ext, name)(*arguments)
+    return getattr(host.ext, name)(*arguments)
 
 
 def bits(x):
     """float32 -> the nearest bfloat16, as the extension sees it."""
-    return _host.array(torch.from_numpy(x).bfloat16())
+    return host.array(torch.from_numpy(x).bfloat16())
 
 
 @built
@@ -231,7 +231,7 @@ def test_views_leave_storages_resizable():
     """`Tensor.numpy()` does not, and FSDP2 resizes the storages of parameters."""
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64):
         x = torch.arange(6).to(dtype).view(2, 3)
-        view = _host.array(x)
+        view = host.array(x)
         assert (
             view.shape == (2, 3)
             and view.tolist() == (x.view(torch.uint16) if dtype == torch.bfloat16 else x).tolist()
@@ -245,11 +245,11 @@ def test_views_leave_storages_resizable():
 @built
 def test_views_keep_their_memory_and_copy_where_they_must():
     x = torch.arange(6.0).view(2, 3)
-    want, view = x.mT.tolist(), _host.array(x.mT)
-    negative = _host.array(torch._neg_view(x))
+    want, view = x.mT.tolist(), host.array(x.mT)
+    negative = host.array(torch._neg_view(x))
     del x
     assert view.tolist() == want and negative.tolist() == (-torch.arange(6.0)).view(2, 3).tolist()
-    assert _host.array(None) is None and _host.array(torch.empty(0, 4)).shape == (0, 4)
+    assert host.array(None) is None and host.array(torch.empty(0, 4)).shape == (0, 4)
 
 
 @built
@@ -257,10 +257,10 @@ def test_tensors_without_memory_of_the_cpu_are_refused():
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="elements but no memory"):
-        _host.array(freed)
+        host.array(freed)
     for x in (torch.empty(3, device="meta"), torch.ones(3, dtype=torch.float16)):
         with pytest.raises(TypeError, match=f"takes .* on the CPU, not {x.dtype} on {x.device}"):
-            _host.array(x)
+            host.array(x)
 
 
 WITHOUT = """
@@ -297,9 +297,9 @@ def run(script, *arguments, **environment):
     "setting, torch_threads, expected", [(0, 2, 2), (1, 2, 1), (8, 2, 2), (10**12, 1, 1), (3, 1, 1)]
 )
 def test_the_number_of_threads(setting, torch_threads, expected, monkeypatch):
-    monkeypatch.setattr(_host, "settings", Settings(num_threads=setting))
+    monkeypatch.setattr(host, "settings", Settings(num_threads=setting))
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
-    assert _host.num_threads() == expected
+    assert host.num_threads() == expected
 
 
 FORK = """

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from moe_aiter import MoE, keep_fp8_weights
 from moe_aiter.config import interpret
-from moe_aiter.kernels.experts import fp8 as experts_fp8
-from moe_aiter.kernels.experts import fp8 as keep_fp8
+from moe_aiter.kernels.experts import fp8
 
 E, H, WIDTH, K, T = 6, 256, 64, 2, 24  # which fit Hopper's kernels
 pytestmark = pytest.mark.skipif(interpret, reason="whoever quantises")
@@ -31,14 +30,14 @@ def count(monkeypatch):
         return quantize(x, *rest)
 
     for name in QUANTISE:
-        monkeypatch.setattr(experts_fp8, name, functools.partial(watched, getattr(experts_fp8, name)))
+        monkeypatch.setattr(fp8, name, functools.partial(watched, getattr(fp8, name)))
     return calls
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays():
     yield
-    assert not keep_fp8.OPEN
+    assert not fp8.OPEN
 
 
 def build(device="cpu", **how):
@@ -163,7 +162,7 @@ def test_a_weight_that_changes_inside(hidden, device):
 
 
 def kept_bytes():
-    return sum(block.cache.size for block in keep_fp8.OPEN.values())
+    return sum(block.cache.size for block in fp8.OPEN.values())
 
 
 def test_two_bytes_a_weight_until_the_end(device):
@@ -175,9 +174,9 @@ def test_two_bytes_a_weight_until_the_end(device):
         with keep_fp8_weights():
             gradients(moe)
         assert 0 <= kept_bytes() - 2 * weights <= 2 * scales
-        caches = [block.cache for block in keep_fp8.OPEN.values()]
+        caches = [block.cache for block in fp8.OPEN.values()]
         raise KeyError
-    assert not keep_fp8.OPEN and not any(cache.entries for cache in caches)
+    assert not fp8.OPEN and not any(cache.entries for cache in caches)
     assert len(optimizer._global_optimizer_post_hooks) == hooks
 
 

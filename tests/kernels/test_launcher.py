@@ -5,10 +5,9 @@ import functools
 import pytest
 import torch
 
-from moe_aiter import op as metadata
-from moe_aiter import tuning
+from moe_aiter import op, tuning
+from moe_aiter.kernels import dense
 from moe_aiter.kernels.base.launch import num_programs
-from moe_aiter.kernels.dense import gemm as dense
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm_op
 from moe_aiter.op import IMPLS, Launcher, noting, register_kernel, steady, undecided, use
@@ -132,11 +131,11 @@ def test_calls_that_cannot_be_noted_do_not_count(monkeypatch):
 
 
 def test_what_wraps_a_steady_launcher_is_not_steady():
-    @functools.wraps(dense.launch_gemm)
+    @functools.wraps(dense.gemm.launch_gemm)
     def mine(*args, **options):
-        dense.launch_gemm(*args, **options)
+        dense.gemm.launch_gemm(*args, **options)
 
-    assert metadata.is_steady(dense.launch_gemm) and not metadata.is_steady(mine)
+    assert op.is_steady(dense.gemm.launch_gemm) and not op.is_steady(mine)
 
 
 def test_a_profilers_hook_hears_of_it(monkeypatch):
@@ -275,7 +274,7 @@ def test_a_registered_kernel_that_does_more(asked):
 
 
 def test_only_a_gpus_launches_are_noted(monkeypatch):
-    monkeypatch.setattr(metadata.Launcher, "__call__", lambda *_: pytest.fail("a launcher of the CPU's"))
+    monkeypatch.setattr(op.Launcher, "__call__", lambda *_: pytest.fail("a launcher of the CPU's"))
     x, w = torch.randn(3, 8), torch.randn(8, 5)
     for _ in range(3):
         gemm(x, w)

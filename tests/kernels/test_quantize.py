@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.quantize import rows as quantize
-from moe_aiter.kernels.quantize import rows as quantize_amax
+from moe_aiter.kernels import quantize
 from moe_aiter.kernels.quantize.rows import (
     FORMATS,
     LEAST,
@@ -163,18 +162,17 @@ def test_kernels_are_the_reference(shape, dtype, format):
 def test_kernels_without_the_last_rounding(shape, monkeypatch):
     """The interpreter rounds to 8 bits in its own way, so the kernels write what they would round."""
     most = torch.finfo(FORMATS["e4m3"]).max
-    for module in (quantize, quantize_amax):
-        monkeypatch.setattr(module, "native_fp8", lambda: (torch.float32,))
-        monkeypatch.setattr(module, "limits", lambda _: {"MOST": most, "LEAST": LEAST})
+    monkeypatch.setattr(quantize.rows, "native_fp8", lambda: (torch.float32,))
+    monkeypatch.setattr(quantize.rows, "limits", lambda _: {"MOST": most, "LEAST": LEAST})
     x = odd(draw(*shape, dtype=torch.float32, device="cpu"))
-    amax = quantize.amax_reference(x, -2)
+    amax = quantize.rows.amax_reference(x, -2)
     for given, launch, inputs, more in (
-        (x, quantize.launch_quantize_rows, (), ()),
-        (x.mT, quantize.launch_quantize_rows, (), ()),
-        (x, quantize_amax.launch_quantize_rows_and_amax, (), (amax,)),
-        (x.mT, quantize_amax.launch_quantize_by_amax, (amax,), ()),
+        (x, quantize.rows.launch_quantize_rows, (), ()),
+        (x.mT, quantize.rows.launch_quantize_rows, (), ()),
+        (x, quantize.rows.launch_quantize_rows_and_amax, (), (amax,)),
+        (x.mT, quantize.rows.launch_quantize_by_amax, (amax,), ()),
     ):
-        scale = quantize.quantize_rows_reference(given, "e4m3")[1]
+        scale = quantize.rows.quantize_rows_reference(given, "e4m3")[1]
         expected = given * (1 / scale)[..., None], scale, *more
         out = tuple(torch.full(t.shape, 5.0) for t in expected)
         launch(out, given, *inputs, "e4m3")

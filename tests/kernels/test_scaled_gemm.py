@@ -5,7 +5,7 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.base import fp8 as _int8
+from moe_aiter.kernels.base import fp8
 from moe_aiter.kernels.base.fp8 import FP8
 from moe_aiter.kernels.dense.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm
 from moe_aiter.kernels.hopper import is_hopper
@@ -130,7 +130,7 @@ def test_nothing_to_do(device, M, K, N, kinds):
 
 def test_a_cpu_without_exact_int8_is_not_asked(monkeypatch):
     x, w, *_ = make("cpu", 33, 40, 24, (INT8, INT8))
-    monkeypatch.setattr(_int8, "has_exact_int8", lambda: False)
+    monkeypatch.setattr(fp8, "has_exact_int8", lambda: False)
     monkeypatch.delattr(torch, "_int_mm")
     with use("torch"):
         assert torch.equal(scaled_gemm(x, w, out_dtype=F32), exact(x, w).float())

@@ -33,8 +33,7 @@ from moe_aiter.kernels.grouped.tgmm import (
     tgmm_sums_op,
     tgmm_sums_reference,
 )
-from moe_aiter.kernels.quantize import rows as quantize_amax
-from moe_aiter.kernels.quantize.rows import quantize_rows
+from moe_aiter.kernels.quantize.rows import quantize_by_amax_op, quantize_rows, quantize_rows_and_amax_op
 from moe_aiter.kernels.rows.permute import (
     permute,
     permute_reference,
@@ -297,10 +296,10 @@ def test_quantize(device, M, K, format):
         torch.testing.assert_close(back, t, rtol=0.07, atol=0.04)
         assert scale.isfinite().all()
     if format == "e4m3":
-        x8, scale, amax = quantize_amax.quantize_rows_and_amax_op(x[None], format)
+        x8, scale, amax = quantize_rows_and_amax_op(x[None], format)
         torch.testing.assert_close(x8[0].float() * scale[0][:, None], x, rtol=0.07, atol=0.04)
         torch.testing.assert_close(amax[0], x.abs().amax(0) if M else torch.zeros_like(amax[0]))
-        x8, scale = quantize_amax.quantize_by_amax_op(x.T[None], amax, format)
+        x8, scale = quantize_by_amax_op(x.T[None], amax, format)
         torch.testing.assert_close(x8[0].float() * scale[0][:, None], x.T, rtol=0.07, atol=0.04)
 
 

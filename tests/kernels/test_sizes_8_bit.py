@@ -6,10 +6,7 @@ import torch
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.experts.fp8 import RECIPES, quantized_experts
-from moe_aiter.kernels.quantize import blocks as chunk_plan
-from moe_aiter.kernels.quantize import blocks as token_chunks
-from moe_aiter.kernels.quantize import layouts as quantize_folded
-from moe_aiter.kernels.quantize import layouts as quantize_transposed
+from moe_aiter.kernels.quantize import blocks, layouts
 from moe_aiter.kernels.quantize.rows import quantize_rows
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, runs
@@ -47,14 +44,14 @@ def test_layouts(device, size):
     sizes = torch.tensor([M // 2, 1][:G], dtype=torch.int32, device=device)
     order = torch.randperm(M).to(device, torch.int32)
     (x8, scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
-    _, chunks = chunk_plan.plan_chunks(sizes, M)
+    _, chunks = blocks.plan_chunks(sizes, M)
     for module, name, *inputs in (
-        (chunk_plan, "plan_chunks", sizes, M),
-        (quantize_folded, "quantize_folded", x, factor, sizes, "e4m3"),
-        (quantize_transposed, "quantize_transposed", w, w_scale, "e4m3"),
-        (quantize_transposed, "transpose_rows8", w8),
-        (token_chunks, "quantize_chunks", x, scale, order, 1, chunks, "e4m3"),
-        (token_chunks, "transpose_chunks", x8, order, 1, chunks),
+        (blocks, "plan_chunks", sizes, M),
+        (layouts, "quantize_folded", x, factor, sizes, "e4m3"),
+        (layouts, "quantize_transposed", w, w_scale, "e4m3"),
+        (layouts, "transpose_rows8", w8),
+        (blocks, "quantize_chunks", x, scale, order, 1, chunks, "e4m3"),
+        (blocks, "transpose_chunks", x8, order, 1, chunks),
     ):
         there = (
             (chunks[:, 0] < chunks[:, 1])

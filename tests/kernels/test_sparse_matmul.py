@@ -5,7 +5,7 @@ import torch
 
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels.sparse import gemm as file
-from moe_aiter.kernels.sparse import kernels as sparse_entries
+from moe_aiter.kernels.sparse import kernels
 from moe_aiter.kernels.sparse.gemm import (
     fill_sparse_matmul,
     fill_sparse_matmul_grad,
@@ -43,8 +43,8 @@ WAYS = {"spread": (False, 0), "gathered": (True, 2**60), "gathered from columns"
 def few(request, monkeypatch):
     """Entries among zeros, and where that costs more, from x as it is or from a copy."""
     gathered, pieces = request.param
-    monkeypatch.setattr(sparse_entries, "costs_less", lambda *sizes, **named: gathered)
-    monkeypatch.setattr(sparse_entries, "PIECES", pieces)
+    monkeypatch.setattr(kernels, "costs_less", lambda *sizes, **named: gathered)
+    monkeypatch.setattr(kernels, "PIECES", pieces)
 
 
 def make(device, N, K, block, M, *, density=0.4, dtype=torch.float32, turned=False):
@@ -131,14 +131,14 @@ def test_the_same_bits_twice(device, matrix, few):
     ],
 )
 def test_entries_are_gathered_where_zeros_cost_more(M, side, L, gathered):
-    costs_less = sparse_entries.costs_less
+    costs_less = kernels.costs_less
     assert costs_less(M, 2 * side, side**2, L, results=M * side) == gathered
 
 
 @pytest.mark.parametrize("M, L, copied", [(1, 2**30, False), (16, 2**14, False), (16, 2**17, True)])
 def test_x_is_turned_where_many_of_its_numbers_are_read(M, L, copied):
     x = torch.randn(M, 8)
-    columns = sparse_entries.columns_of(x, L)
+    columns = kernels.columns_of(x, L)
     assert torch.equal(columns, x)
     assert (columns.data_ptr() != x.data_ptr()) == copied == (columns.stride(0) == 1)
 

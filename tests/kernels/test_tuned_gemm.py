@@ -10,8 +10,13 @@ from shapes import LAYOUTS, MATRICES, spread, transposed
 from tuned import HEAD, rows_for, tuned_files
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.dense import tuned_gemm as _tuned_choice
-from moe_aiter.kernels.dense.tuned_gemm import NotSupportedError, forget_choices, tuned_gemm, tuned_gemm_op
+from moe_aiter.kernels.dense.tuned_gemm import (
+    LIBRARIES,
+    NotSupportedError,
+    forget_choices,
+    tuned_gemm,
+    tuned_gemm_op,
+)
 from moe_aiter.op import IMPLS, use
 from moe_aiter.tuning.aiter_csv import read_untuned
 
@@ -152,8 +157,8 @@ def test_libraries_that_are_not_here_are_torch_and_one_line_says_so(device, file
 
 def test_every_library_of_aiter_has_an_answer():
     libraries = {"torch", "hipblaslt", "skinny", "asm", "triton", "flydsl", "opus"}
-    assert libraries < set(_tuned_choice.LIBRARIES)
-    assert set(_tuned_choice.LIBRARIES.values()) == {"torch", "triton", "hopper"}
+    assert libraries < set(LIBRARIES)
+    assert set(LIBRARIES.values()) == {"torch", "triton", "hopper"}
 
 
 def test_a_choice_is_made_once_for_the_same_sizes(files, monkeypatch):
