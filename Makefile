@@ -76,7 +76,8 @@ fuzz: $(READY)
 # The C++ extension under ASan and UBSan, in a copy of the package, by the tests of the ops that it computes; then the loops
 # under ThreadSanitizer. Python does not free all of its memory, so leaks are not looked for.
 SANITIZED = $(CURDIR)/build/sanitize
-HOST_TESTS = $(addprefix tests/kernels/test_,host.py sort.py topk.py permute.py glu.py expert_loop.py)
+HOST_TESTS = $(addprefix tests/kernels/,base/test_host.py $(addprefix rows/test_,sort.py topk.py permute.py) \
+	$(addprefix experts/test_,glu.py expert_loop.py))
 sanitize: $(READY) sanitize-threads
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r moe_aiter $(SANITIZED)/ && rm -f $(SANITIZED)/moe_aiter/_host*
 	$(CXX) -std=c++17 -O1 -g1 -fPIC -shared -fvisibility=hidden -fsanitize=address,undefined -fno-sanitize-recover=all \

@@ -41,13 +41,13 @@ NOT_FUZZED = {
 NOT_REACHED = {  # ops that no case can reach here, and what tests them
     "decide": "torch.compile alone",
     "route_once": "torch.compile alone",
-    "expert_up_split": "torchtitan's models: tests/kernels/test_expert_split.py",
+    "expert_up_split": "torchtitan's models: tests/kernels/experts/test_expert_split.py",
     "record_routing": "Monitor: tests/layers/test_monitor.py",
     **dict.fromkeys(
         ("expert_down_grad_fp8", "expert_up_fp8", "plan_chunks", "quantize_chunks", "transpose_chunks"),
-        "Hopper alone: tests/kernels/test_experts_fp8.py",
+        "Hopper alone: tests/kernels/experts/test_experts_fp8.py",
     ),
-    **dict.fromkeys(("tgmm_fp8", "tgmm_fp8_into"), "Hopper alone: tests/kernels/test_tgmm_fp8.py"),
+    **dict.fromkeys(("tgmm_fp8", "tgmm_fp8_into"), "Hopper alone: tests/kernels/grouped/test_tgmm_fp8.py"),
 }
 # on a CPU one op computes all of the experts; the interpreter and a GPU run these
 BY_TRITON = {

@@ -50,7 +50,7 @@ from moe_aiter.op import ORDER, use
 
 from ..check import assert_as_good_as_torch, with_gradients
 from ..shapes import TINY, in_turn
-from .test_experts import fused, layered, loop, make
+from .experts.test_experts import fused, layered, loop, make
 
 SIZES = [3, 0, 6]  # rows of a group; two rows more are in none
 T, K_CHOICES, E = 6, 2, 3

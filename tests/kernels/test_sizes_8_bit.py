@@ -13,9 +13,9 @@ from moe_aiter.op import IMPLS, runs
 
 from ..check import as_tuple
 from ..shapes import in_turn
-from .test_experts import make
-from .test_experts_fp8 import compare, definition, run
-from .test_quantize import same
+from .experts.test_experts import make
+from .experts.test_experts_fp8 import compare, definition, run
+from .quantize.test_quantize import same
 from .test_sizes import IDS
 
 SIZES = dict(T=6, H=5, I=4, E=3, k=2)

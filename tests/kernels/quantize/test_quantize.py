@@ -15,7 +15,7 @@ from moe_aiter.kernels.quantize.rows import (
 )
 from moe_aiter.op import use
 
-from ..shapes import LAYOUTS
+from ...shapes import LAYOUTS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DTYPES = DTYPES[:2] if interpret else DTYPES

@@ -12,8 +12,8 @@ from moe_aiter.op import IMPLS, ORDER, pick, use
 from moe_aiter.tuning import choice
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 
-from ..check import assert_as_good_as_torch, error, with_gradients
-from ..shapes import LAYOUTS, MATRICES, transposed
+from ...check import assert_as_good_as_torch, error, with_gradients
+from ...shapes import LAYOUTS, MATRICES, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 NAMES = [None, *ACTIVATIONS]

@@ -9,7 +9,7 @@ from moe_aiter.kernels.grouped.segment_gmm import segment_gmm
 from moe_aiter.kernels.grouped.tgmm import tgmm_accumulate
 from moe_aiter.op import use
 
-from ..check import error
+from ...check import error
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -12,8 +12,8 @@ from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 
-from ..check import assert_as_good_as_torch, error, with_gradients
-from ..shapes import expert_ids, spread, transposed
+from ...check import assert_as_good_as_torch, error, with_gradients
+from ...shapes import expert_ids, spread, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 SMALL = dict(T=13, H=20, I=24, E=5, k=2)

@@ -11,7 +11,7 @@ from moe_aiter.kernels.dense.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.op import use
 
-from ..shapes import GROUP_SIZES, LAYOUTS, spread
+from ...shapes import GROUP_SIZES, LAYOUTS, spread
 
 INT8, (E4M3, FNUZ, E5M2) = torch.int8, FP8
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -16,8 +16,8 @@ from moe_aiter.kernels.grouped.segment_gmm import (
 )
 from moe_aiter.op import use
 
-from ..check import assert_as_good_as_torch, with_gradients
-from ..shapes import GROUP_SIZES, LAYOUTS, transposed
+from ...check import assert_as_good_as_torch, with_gradients
+from ...shapes import GROUP_SIZES, LAYOUTS, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 NUMBERS = [1, 0, 1, 2, -1, 2, 3, 1, 7, 0]  # of 3 weights: repeated, none, and out of range

@@ -9,7 +9,7 @@ from moe_aiter.config import interpret
 from moe_aiter.derived import CACHE, forget
 from moe_aiter.kernels.sparse import gemm as file
 
-from ..check import assert_output_as_good
+from ...check import assert_output_as_good
 
 N, K, BLOCK = 64, 96, (16, 8)
 KINDS = ["csr", "coo", "block"]

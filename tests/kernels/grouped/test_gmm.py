@@ -9,8 +9,8 @@ from moe_aiter.kernels.grouped.tgmm import tgmm, tgmm_accumulate, tgmm_reference
 from moe_aiter.kernels.rows.sums import group_sum, group_sum_reference
 from moe_aiter.op import use
 
-from ..check import assert_as_good_as_torch, with_gradients
-from ..shapes import GROUP_SIZES, LAYOUTS, MATRICES, transposed
+from ...check import assert_as_good_as_torch, with_gradients
+from ...shapes import GROUP_SIZES, LAYOUTS, MATRICES, transposed
 
 TRITON = interpret or torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]

@@ -9,7 +9,7 @@ from moe_aiter.kernels.quantize.layouts import quantize_folded
 from moe_aiter.kernels.quantize.rows import FORMATS, LEAST, dequantize_rows, quantize_rows
 from moe_aiter.op import use
 
-from ..shapes import LAYOUTS
+from ...shapes import LAYOUTS
 from .test_quantize import every_dtype, every_format, same
 from .test_token_chunks import SIZES
 

@@ -11,7 +11,7 @@ from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize.rows import FORMATS, dequantize_rows, quantize_rows
 from moe_aiter.op import IMPLS, pick, poison, use
 
-from ..check import error
+from ...check import error
 
 if interpret:
     pytest.skip("plain torch, whoever multiplies", allow_module_level=True)

@@ -9,7 +9,7 @@ from moe_aiter.kernels.quantize.layouts import quantize_transposed, transpose_ro
 from moe_aiter.kernels.quantize.rows import FORMATS, quantize_rows
 from moe_aiter.op import use
 
-from ..shapes import LAYOUTS
+from ...shapes import LAYOUTS
 from .test_quantize import DTYPES, draw, every_dtype, every_format, odd
 
 SHAPES = [(1, 1, 3), (2, 3, 40), (3, 200, 132), (2, 65, 70), (0, 8, 8), (2, 0, 8)]

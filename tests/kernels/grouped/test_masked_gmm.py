@@ -10,8 +10,8 @@ from moe_aiter.kernels.base.shuffle import shuffle_weight
 from moe_aiter.kernels.grouped.masked_gmm import masked_gmm, masked_gmm_reference, scaled_bmm
 from moe_aiter.op import use
 
-from ..check import assert_as_good_as_torch
-from ..shapes import LAYOUTS, spread
+from ...check import assert_as_good_as_torch
+from ...shapes import LAYOUTS, spread
 
 E4M3, FNUZ, E5M2 = FP8
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -16,8 +16,8 @@ from moe_aiter.kernels.quantize.rows import dequantize_rows, quantize_rows
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, pick, use
 
-from ..check import error
-from ..shapes import expert_ids, transposed
+from ...check import error
+from ...shapes import expert_ids, transposed
 from .test_experts import make
 
 every_recipe = pytest.mark.parametrize("fp8", RECIPES)

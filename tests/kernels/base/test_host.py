@@ -17,7 +17,7 @@ from moe_aiter.kernels.base import host
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 
-REPOSITORY = pathlib.Path(__file__).parent.parent.parent
+REPOSITORY = pathlib.Path(__file__).parents[3]
 built = pytest.mark.skipif(host.ext is None, reason="the C++ extension is not built")
 
 

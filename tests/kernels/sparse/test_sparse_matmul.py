@@ -16,8 +16,8 @@ from moe_aiter.kernels.sparse.gemm import (
 )
 from moe_aiter.kernels.sparse.pattern import SparsePattern
 
-from ..check import assert_as_good_as_torch, with_gradients
-from ..shapes import spread, transposed
+from ...check import assert_as_good_as_torch, with_gradients
+from ...shapes import spread, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 MATRICES = {  # N, K, blocksize, M

@@ -13,8 +13,8 @@ from moe_aiter.kernels.grouped.segment_gmm import (
     segment_tgmm_op,
 )
 
-from ..check import assert_as_good_as_torch
-from ..shapes import transposed
+from ...check import assert_as_good_as_torch
+from ...shapes import transposed
 
 ROWS = 41
 BOUNDS = {
