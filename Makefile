@@ -20,7 +20,7 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-quick test-full test-gpu fuzz lint bench sanitize sanitize-threads sanitize-gpu
+.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz lint bench sanitize sanitize-threads sanitize-gpu
 
 install: $(READY)
 
@@ -68,6 +68,14 @@ test-full:
 # what needs a GPU; `make test` runs the rest
 test-gpu: $(READY)
 	$(PYTEST) -m gpu $(ARGS)
+
+# what depends on the versions of torch and Triton: `make test-versions VENV= PYTHON=/path/python`
+CORE = $(addprefix tests/test_,private_api.py backend.py metadata.py ops.py overlap.py derived.py switches.py threads.py export.py) \
+	tests/kernels/test_launches.py tests/kernels/test_launcher.py \
+	$(addprefix tests/layers/test_,moe.py moe_in_training.py moe_losses.py experts.py replay.py loss_scale.py pass_on.py fuse.py \
+	linear.py quantized.py)
+test-versions: $(READY)
+	$(PYTEST) $(CORE) $(ARGS)
 
 # random cases against plain loops, without end unless SECONDS or ARGS="--cases 1000" says so; CASE=gmm:17 repeats one
 fuzz: $(READY)

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .config import settings
-from .op import is_plain, is_transformed
+from .op import is_plain
+from .private_api import coo_indices, coo_values, current_stream, is_transformed, version_of
 
 T = TypeVar("T")
 MB = 2**20  # bytes
@@ -163,7 +164,7 @@ def dtype_of(key: tuple) -> torch.dtype:
 
 def state_of(w: Tensor) -> tuple[int, int]:
     """The address too: memory that was given back in between (`resize_(0)`) came back with other numbers."""
-    return w._version, w.data_ptr()
+    return version_of(w), w.data_ptr()
 
 
 def tensors(value) -> Iterator[Tensor]:
@@ -172,7 +173,7 @@ def tensors(value) -> Iterator[Tensor]:
         if value.layout == torch.strided:
             yield value
         elif value.layout == torch.sparse_coo:
-            yield from (value._indices(), value._values())
+            yield from (coo_indices(value), coo_values(value))
         elif value.layout in ROWS_FIRST:
             yield from (value.crow_indices(), value.col_indices(), value.values())
         else:
@@ -197,7 +198,7 @@ class OnStream(NamedTuple):
     def wait(self) -> None:
         """Have the stream that is current now wait for it, and its memory for that stream."""
         # a number, not an object: most calls are on the stream that made it, and have nothing to wait for
-        if torch._C._cuda_getCurrentRawStream(self.stream.device_index) != self.stream.cuda_stream:
+        if current_stream(self.stream.device_index) != self.stream.cuda_stream:
             stream = torch.cuda.current_stream(self.stream.device)
             stream.wait_event(self.made)
             for t in tensors(self.value):

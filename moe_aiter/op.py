@@ -6,20 +6,31 @@ An op has one schema, one reference in plain torch, and any number of implementa
 """
 
 import contextlib
-import ctypes
 import logging
 import numbers
-import sys
 import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
+from .private_api import (
+    Scoped,
+    any_autocast,
+    arguments_of,
+    current_device,
+    dispatch_modes,
+    innermost_transform,
+    is_alias,
+    is_batched,
+    is_batching_gradients,
+    is_differentiated,
+    is_transformed,
+    keeps_graph,
+    parse_schema,
+)
 
 # Decisions that follow from metadata
 #
@@ -42,7 +53,7 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     what their memory holds.
     """
     kinds = tuple(map(type, inputs))
-    if peek_interpreter_stack() is not None or not PLAIN.issuperset(kinds):
+    if innermost_transform() is not None or not PLAIN.issuperset(kinds):
         return None
     key = [kinds, _decisions, *others]  # with the kinds, since 1 == True == 1.0
     for t in inputs:
@@ -74,57 +85,6 @@ def decisions() -> int:
     return _decisions
 
 
-class Scoped:
-    """A value that holds inside a `with` block: in its thread, and in the backward passes that it starts.
-
-    No threading.local or ContextVar: autograd runs CUDA gradients on threads of its own.  torch hands them
-    the thread-local objects of the thread that called backward.
-    """
-
-    def __init__(self, name: str, default):
-        self.key, self.default = f"moe_aiter.{name}", default
-        self.blocks = 0  # that are open, in all threads: with none, which is usual, no thread has to be asked
-
-    def get(self):
-        """Return the value of the innermost block, or the default."""
-        if self.blocks and torch._C._is_key_in_tls(self.key):
-            return torch._C._get_obj_in_tls(self.key)
-        return self.default
-
-    @contextlib.contextmanager
-    def set(self, value):
-        """Hold `value` inside the block."""
-        before = self.get()
-        with _lock:
-            self.blocks += 1
-        stash(self.key, value)
-        try:
-            yield
-        finally:
-            stash(self.key, before)
-            with _lock:
-                self.blocks -= 1
-
-
-def stash(key: str, value) -> None:
-    """Set a thread-local object of torch's."""
-    torch._C._stash_obj_in_tls(key, value)
-    if STEALS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-
-
-def steals() -> bool:
-    """Whether torch drops a reference to a stashed object that it never took, as torch 2.11 does."""
-    probe = object()
-    references = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls("moe_aiter.probe", probe)
-    stolen = sys.getrefcount(probe) == references
-    if stolen:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
-    return stolen
-
-
-STEALS = steals()
 undecided = Scoped("undecided", False)  # True: launchers decide at each call what they launch
 
 
@@ -242,7 +202,6 @@ def addresses_of(out: Tensor | tuple[Tensor, ...], inputs: tuple) -> list[int]:
 # the dispatcher where it would add nothing: no mode, tensor subclass, transform or compiler is at work.
 
 LIB = torch.library.Library("moe_aiter", "DEF")
-GRADIENTS_BATCHED = torch._C._dispatch_key_parse("VmapMode")
 INTEGERS = (int, torch.SymInt, numbers.Integral)
 KINDS = {  # in a schema -> in Python, and in words
     "Tensor": (Tensor, "a tensor"),
@@ -264,7 +223,7 @@ def register(
     name = schema.partition("(")[0]
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(torch.ops.moe_aiter, name).default
-    whole = completion(op._schema.arguments)
+    whole = completion(arguments_of(op))
     mutates = "!" in schema
     # torch would record what is written in place by products of its own, or refuse them
     unrecorded = torch.no_grad()(run) if mutates else run
@@ -272,7 +231,7 @@ def register(
     torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
     if backward is not None:
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
-    arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in op._schema.arguments]
+    arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
     short = run if mutates else shortcut(name, run, backward, save)
     known = set()  # types of inputs that are what the op wants, and plain
 
@@ -289,7 +248,7 @@ def register(
                 return op(*inputs)
             if PLAIN.issuperset(kinds):
                 known.add(kinds)
-        elif torch._C._len_torch_dispatch_stack():
+        elif dispatch_modes():
             return op(*inputs)
         return op(*inputs) if mutates and torch.is_grad_enabled() else short(*inputs)
 
@@ -326,7 +285,7 @@ def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None
         if torch.is_grad_enabled():
             for t in inputs:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    return (function.apply if peek_interpreter_stack() is not None else apply)(*inputs)
+                    return (function.apply if innermost_transform() is not None else apply)(*inputs)
         return run(*inputs)
 
     return call
@@ -348,7 +307,7 @@ def saved_tensors(ctx) -> tuple:
 def is_plain(inputs: tuple) -> bool:
     """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
     hidden = [isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in inputs]
-    return torch._C._len_torch_dispatch_stack() == 0 and not any(hidden)
+    return dispatch_modes() == 0 and not any(hidden)
 
 
 def is_unwatched(*tensors: Tensor) -> bool:
@@ -362,23 +321,7 @@ def is_last_use(saved: Tensor) -> bool:
     Not where the graph is kept, nor where a CUDA graph may replay this pass without the forward pass.
     """
     replayed = saved.is_cuda and torch.cuda.is_current_stream_capturing()
-    return not replayed and not torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def is_transformed() -> bool:
-    """Whether torch.func, autograd's is_grads_batched or forward-mode AD is at work."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or is_batching_gradients()
-
-
-def is_batching_gradients() -> bool:
-    """Whether torch.autograd.grad runs backward for many gradients at once, as jacobian(vectorize=True)."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(GRADIENTS_BATCHED)
-
-
-def is_batched() -> bool:
-    """Whether a vmap is at work."""
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    return is_batching_gradients() or any(level.key() == TransformType.Vmap for level in levels)
+    return not replayed and not keeps_graph()
 
 
 def check_transforms(name: str, inputs: tuple, mutates: bool) -> None:
@@ -390,11 +333,7 @@ def check_transforms(name: str, inputs: tuple, mutates: bool) -> None:
         raise NotImplementedError(
             f"moe_aiter::{name} takes one gradient at a time: not is_grads_batched=True nor vectorize=True"
         )
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    if any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
-        forward_ad._current_level >= 0
-        and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
-    ):
+    if is_differentiated(inputs):
         raise NotImplementedError(
             f"moe_aiter::{name} has gradients by torch.autograd only, not by forward-mode AD or torch.func; "
             "for those of each sample ask torch.autograd.grad once a sample"
@@ -423,7 +362,7 @@ def check_apart(names: list[str], inputs: tuple, written: list[int]) -> None:
 
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether some byte belongs to both, by storage, offsets and strides; in doubt, True."""
-    if not torch._C._is_alias_of(x, y) or not x.numel() or not y.numel():
+    if not is_alias(x, y) or not x.numel() or not y.numel():
         return False
     x_start, y_start = (t.storage_offset() * t.itemsize for t in (x, y))
     steps = steps_of(x), steps_of(y)
@@ -629,7 +568,7 @@ def define_inplace_op(
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference
     known = {}  # metadata -> what updates the output
-    arguments = torch._C.parse_schema(f"moe_aiter::{schema}").arguments
+    arguments = parse_schema(f"moe_aiter::{schema}").arguments
     names = [a.name for a in arguments]
     written = [place for place, a in enumerate(arguments) if a.alias_info is not None]
 
@@ -661,8 +600,8 @@ def define_inplace_op(
 
 def call_launcher(launch: Callable, out: Tensor | tuple[Tensor, ...], x: Tensor, *rest) -> None:
     """On the device of `x`, and without autocast."""
-    elsewhere = x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
-    if elsewhere or torch._C._is_any_autocast_enabled():
+    elsewhere = x.is_cuda and x.get_device() != current_device()
+    if elsewhere or any_autocast():
         with torch.cuda.device_of(x), no_autocast(x):
             launch(out, x, *rest)
     else:

@@ -7,34 +7,37 @@ another function than the one whose loss was computed, or the shapes would not f
 So each checkpointed region of a forward pass keeps the decisions taken in it, in their order, and its
 repetition is given them.  What stands for a region is an object that torch itself keeps from the first run to
 the repetition, and for each call anew: micro-batches in flight, in any order, cannot be mixed up, and the
-decisions are freed with the graph.  torch says nothing of it in public, so this file looks:
+decisions are freed with the graph.  torch says nothing of it in public, so `private_api` looks:
 
   use_reentrant=True   the `ctx` of CheckpointFunction, in the frames of its `forward` and `backward` that are
                        on Python's stack; Megatron's and DeepSpeed's have the same name and form
   use_reentrant=False  the `_CheckpointFrame`, which the hooks for saved tensors hold
 
-Where no region is recognised, or a repetition asks for more than the first run decided, a decision is taken
-anew.
+The first use of a region raises RuntimeError if torch's own checkpoints are not recognised as described here.
+Where a repetition asks for more than the first run decided, a decision is taken anew.
 """
 
 import functools
-import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import checkpoint
 
+from .private_api import (
+    CachingMode,
+    allows_forward_gradients,
+    check_checkpoints,
+    checkpoint_regions,
+    graph_task,
+    top_hooks,
+)
+
 STORED = "_moe_aiter_decisions"  # the attribute of a region
-CONTEXT = "CheckpointFunctionBackward"
-BACKWARD = _engine_run_backward.__code__
-saved = torch._C._autograd  # the stack of hooks for saved tensors
 
 
 class Decisions:
@@ -85,59 +88,14 @@ def current_pass() -> Pass:
     """Where this forward pass is; without checkpointing that takes three calls of torch's."""
     if torch.compiler.is_compiling():
         return ALONE  # its ops ask as they run
-    task = torch._C._current_graph_task_id()
+    task = graph_task()
     # of all that runs without gradients only an autograd.Function disables both modes
-    within = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
-    hooked = saved._top_saved_tensors_default_hooks(True) is not None
+    within = not allows_forward_gradients() and not torch.is_inference_mode_enabled()
+    hooked = top_hooks(True) is not None
     if task == -1 and not within and not hooked:
         return ALONE
-    found = reentrant_regions(task) if within or task != -1 else ALONE
-    if not hooked or not saved._saved_tensors_hooks_is_enabled():
-        return found
-    other = hooked_regions()
-    # a reentrant repetition is the inner one: a non-reentrant one ends where it unpacks
-    inner = found if found.repeated is not None else other
-    return Pass(found.first + other.first, inner.repeated, inner.repetition)
-
-
-def reentrant_regions(task: int) -> Pass:
-    first, frame = [], sys._getframe(1)
-    while frame is not None and (code := frame.f_code) is not BACKWARD:  # past that, another backward pass
-        if code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
-            break  # a non-reentrant repetition, for which another node's backward pass waits
-        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
-            ctx = frame.f_locals["ctx"]
-            if type(ctx).__name__ == CONTEXT:
-                if code.co_name == "backward":
-                    return Pass(first, ctx, task)
-                first.append(ctx)
-        frame = frame.f_back
-    return Pass(first)
-
-
-def hooked_regions() -> Pass:
-    first = []
-    for pack in map(inspect.unwrap, pack_hooks()):
-        if getattr(pack, "__module__", "") != checkpoint.__name__:
-            continue
-        cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
-        inside = {name: cell.cell_contents for name, cell in cells}
-        if "target_frame_ref" in inside:
-            return Pass(first, inside["target_frame_ref"](), inside["gid"])
-        if "frame" in inside:
-            first.append(inside["frame"])
-    return Pass(first)
-
-
-def pack_hooks() -> list:
-    """Of the hooks for saved tensors, the last first.  torch shows the last alone, so each is lifted off."""
-    lifted = []
-    while (pair := saved._top_saved_tensors_default_hooks(True)) is not None:
-        saved._pop_saved_tensors_default_hooks()
-        lifted.append(pair)
-    for pair in reversed(lifted):
-        saved._push_saved_tensors_default_hooks(*pair)
-    return [pack for pack, _ in lifted]
+    check_checkpoints()
+    return Pass(*checkpoint_regions(task, within, hooked))
 
 
 def once(launch: Callable) -> Callable:
@@ -178,5 +136,5 @@ def always_save(op: str) -> None:
             if before is not None:
                 meta["recompute"] = before
 
-    torch.library.register_torch_dispatch(op, checkpoint._CachingTorchDispatchMode, rule)
+    torch.library.register_torch_dispatch(op, CachingMode, rule)
     torch.library.register_torch_dispatch(op, ProxyTorchDispatchMode, tag)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .config import CHOICES, check_choice, settings
-from .op import Scoped, log, no_autocast
+from .op import log, no_autocast
+from .private_api import Scoped
 
 HALVES = {"FP16": torch.float16, "BF16": torch.bfloat16}
 FLOAT32 = {"TF32": "tf32", "FP32": "ieee"}  # in torch's words, which are Triton's

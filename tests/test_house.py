@@ -16,8 +16,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 TEST_FILES = sorted(REPOSITORY.glob("tests/**/*.py"))
 SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
-    ["config", "files", "replay"],
-    ["op"],
+    ["config", "files", "private_api"],
+    ["op", "replay"],
     ["backend", "derived", "tuning"],
     ["switches"],
     ["kernels"],
@@ -38,6 +38,11 @@ WINGS = [
 WING = {wing: i for i, wings in enumerate(WINGS) for wing in wings}
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 EXTENSION = "_host"
+INSIDES = {"triton.compiler", "triton.runtime.jit", "triton.knobs"}  # of Triton, without an underscore
+# not torch's nor Triton's: named tuples', transformers', PEFT's, torchtitan's and our own
+OTHERS = {"_asdict", "_fields", "_replace"}
+OTHERS |= {"_activate_lora", "_apply_gate", "_experts_implementation", "_global_mapping", "_parallelized"}
+OTHERS |= {EXTENSION, "_preshuffled_layout"}
 FILE_LINES = 700
 FUNCTION_LINES = 60
 ARGUMENTS = 8  # by position; a keyword-only one is named wherever it is passed
@@ -157,6 +162,23 @@ def test_only_config_reads_the_environment(path):
     readers = {"environ", "getenv", "environb"}
     used = {n.attr for n in nodes(path, ast.Attribute)} | {n.id for n in nodes(path, ast.Name)}
     assert path.stem == "config" or not used & readers
+
+
+@every_file
+def test_private_names_stand_in_one_file(path):
+    """bench/ may use them too: no product depends on it."""
+    if path == ROOT / "private_api.py" or ROOT / "bench" in path.parents:
+        return
+    used = [(ast.unparse(node.value), node.attr) for node in nodes(path, ast.Attribute)]
+    for node in nodes(path, ast.Import, ast.ImportFrom):
+        if not getattr(node, "level", 0):
+            module = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names = [".".join([*module, alias.name]).split(".") for alias in node.names]
+            used += [(".".join(parts[:i]), parts[i]) for parts in names for i in range(1, len(parts))]
+    for owner, last in used:
+        private = last.startswith("_") and not last.endswith("__") and last not in OTHERS
+        assert not private or owner in ("self", "cls", "super()"), f"{owner}.{last}"
+        assert f"{owner}.{last}" not in INSIDES, f"{owner}.{last}"
 
 
 @every_file

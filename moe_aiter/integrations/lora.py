@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..files import drafted, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
 from ..layers.lora import LoRAFactors, load_stacked, per_expert, stacked
+from ..private_api import hooks_before
 from .transformers import ADAPTERS, NAME, is_experts, known_gate, names_of, register, weights_of
 
 __all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]
@@ -199,8 +200,8 @@ def merge_lora(model: nn.Module) -> None:
             for e in range(len(weight)):  # one by one: all of them in float32 would take twice their memory
                 weight[e].copy_(lora.merged(weight[e], e))
         delattr(module, ADAPTERS)
-        for key in [k for k, hook in module._forward_pre_hooks.items() if hook is refuse_to_run_without]:
-            del module._forward_pre_hooks[key]
+        for key in [k for k, hook in hooks_before(module).items() if hook is refuse_to_run_without]:
+            del hooks_before(module)[key]
 
 
 def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:

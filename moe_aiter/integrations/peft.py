@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..kernels.base.check import FLOATS
 from ..layers.lora import LowRank
+from ..private_api import own_modules, own_parameters
 from . import transformers
 
 __all__ = ["register", "unregister"]
@@ -115,11 +116,11 @@ def factors_of(wrapper: nn.Module, active_adapters: list[str]) -> Factors | None
     experts, name = wrapper.get_base_layer(), wrapper.parameter_name
     if len(adapters) != 1 or type(wrapper) is not param_wrapper() or not runs_ours(experts):
         return None
-    if name not in transformers.names_of(experts) or name not in experts._parameters:
+    if name not in transformers.names_of(experts) or name not in own_parameters(experts):
         return None
-    if transformers.ADAPTERS in experts._modules:  # of `integrations.lora`
+    if transformers.ADAPTERS in own_modules(experts):  # of `integrations.lora`
         return None
-    weight = experts._parameters[name]
+    weight = own_parameters(experts)[name]
     if (
         weight.dim() != 3
         or len(weight) != wrapper.num_experts

@@ -19,7 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..kernels.base.check import check_device, check_flags, check_float, check_real, check_shape, check_size
 from ..kernels.dense.attention_mask import lowest, mask_bias, zero_rows
-from ..op import INTEGERS, check_backend, compose, is_plain, is_transformed, log
+from ..op import INTEGERS, check_backend, compose, is_plain, log
+from ..private_api import any_autocast, attention_choice, attention_flash, attention_math, is_transformed
 from ..switches import switches
 
 BACKENDS = "auto", "flash", "sdpa", "math"
@@ -314,7 +315,7 @@ def rows_to_heads(t: Tensor, group: int) -> Tensor:
 
 def kind_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
     """All that the choice depends on; None where torch or the log wants to hear of each call."""
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or log.isEnabledFor(logging.INFO):
+    if torch.compiler.is_compiling() or any_autocast() or log.isEnabledFor(logging.INFO):
         return None
     if not type(q) is type(k) is type(v) is Tensor:
         return None
@@ -386,7 +387,7 @@ def name_of(chosen: str, call: Call) -> str:
 
 
 def torchs_choice(call: Call) -> int:
-    return torch._fused_sdp_choice(*sdpa_arguments(call), **sdpa_options(call))
+    return attention_choice(*sdpa_arguments(call), **sdpa_options(call))
 
 
 def report(chosen: str, call: Call) -> None:
@@ -418,7 +419,7 @@ def flash(call: Call) -> tuple[Tensor, ...]:
     q, k, v = (rows_of_16_bytes(t).transpose(1, 2) for t in call[:3])
     ragged = None, None, q.shape[1], k.shape[1]  # where sequences of several lengths end: there is one length
     with_mask = False  # of what dropout took, for debugging
-    out, lse, rng_state, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, rng_state, *_ = attention_flash(
         *(q, k, v), *ragged, call.dropout_p, call.is_causal, with_mask,
         scale=call.scale, window_size_left=call.left, window_size_right=call.right,
     )  # fmt: skip
@@ -476,8 +477,7 @@ def run_math(call: Call) -> Tensor:
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     # private, but sdpa_kernel(MATH), its public door, is a switch of the whole process
-    math = torch.ops.aten._scaled_dot_product_attention_math
-    return math(q, k, v, mask, dropout_p, causal, None, **sdpa_options(call))[0]
+    return attention_math(q, k, v, mask, dropout_p, causal, None, **sdpa_options(call))[0]
 
 
 KERNELS = {"flash": run_flash, "sdpa": run_sdpa, "math": run_math}

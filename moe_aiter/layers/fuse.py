@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.base.check import check_size, checked
+from ..private_api import REPLICA, has_hooks, own_modules, own_parameters
 from .linear import multiply
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -91,7 +92,7 @@ class FusedPart(nn.Module):
         return self.shared[0].sizes[self.index]
 
     def forward(self, input: Tensor) -> Tensor:
-        if "_is_replica" in self.__dict__:  # it would multiply by the weight of another device
+        if REPLICA in self.__dict__:  # it would multiply by the weight of another device
             raise RuntimeError(
                 "fused projections are not for nn.DataParallel: unfuse(model) first, or use "
                 "DistributedDataParallel"
@@ -186,7 +187,7 @@ def check_fits(linears: Sequence[nn.Linear]) -> None:
         if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
             kinds = f"{type(linear).__name__} with a {type(getattr(linear, 'weight', None)).__name__}"
             raise TypeError(f"only plain nn.Linear are fused, not {kinds}")
-        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+        if has_hooks(linear):
             raise ValueError("a projection with hooks is not fused: they would be lost")
     for linear in others:
         check_size("a projection is of {} features", linear.in_features, "another of {}", first.in_features)
@@ -214,11 +215,11 @@ def fuse_projections(
     """
     uses = Counter()
     for module in model.modules():
-        uses.update(id(t) for t in (*module._parameters.values(), *module._modules.values()))
+        uses.update(id(t) for t in (*own_parameters(module).values(), *own_modules(module).values()))
     count = 0
     for parent in list(model.modules()):
         for names in groups:
-            linears = [parent._modules.get(name) for name in names]
+            linears = [own_modules(parent).get(name) for name in names]
             if can_fuse(linears) and all(uses[id(t)] == 1 for one in linears for t in (one, one.weight)):
                 for name, part in zip(names, fuse(linears, trainable), strict=True):
                     setattr(parent, name, part)
@@ -242,7 +243,7 @@ def unfuse(model: nn.Module) -> int:
     """
     count = 0
     for parent in list(model.modules()):
-        for name, part in list(parent._modules.items()):
+        for name, part in list(own_modules(parent).items()):
             if isinstance(part, FusedPart):
                 setattr(parent, name, part.to_linear())
                 count += 1

@@ -21,6 +21,7 @@ from ..kernels.base.check import (
 )
 from ..kernels.base.shuffle import LAYOUT, check_shuffle, shuffle_weight, unshuffle_weight
 from ..kernels.dense.tuned_gemm import PARAMETERS, NotSupportedError, needs_gradient, tuned_gemm
+from ..private_api import own_buffers, own_parameters, version_of
 from ..tuning.aiter_csv import Problem, find, this_device
 from ..tuning.choice import measured
 
@@ -193,7 +194,7 @@ def preshuffle_weights(
 def is_eligible(module: nn.Module, multiple: int) -> bool:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
-    weight = module._parameters.get("weight")  # None where it is computed
+    weight = own_parameters(module).get("weight")  # None where it is computed
     if type(weight) not in PARAMETERS or weight.dtype != torch.bfloat16 or module.bias is not None:
         return False
     if weight.is_inference():  # such a weight has no version: nobody could tell that it has changed
@@ -203,7 +204,7 @@ def is_eligible(module: nn.Module, multiple: int) -> bool:
 
 def state_of(weight: Tensor) -> tuple:
     """What changes where a weight does; another weight may have the address of one that is gone."""
-    return weakref.ref(weight), weight._version, weight.data_ptr(), weight.dtype
+    return weakref.ref(weight), version_of(weight), weight.data_ptr(), weight.dtype
 
 
 def is_same(before: tuple | None, now: tuple) -> bool:
@@ -213,7 +214,9 @@ def is_same(before: tuple | None, now: tuple) -> bool:
 
 def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
     """The shuffled weight, as new as the weight itself, if there is one and it is for this input."""
-    shuffled = module._buffers.get(BUFFER)
+    if "_preshuffled_layout" not in vars(module):  # which most calls end with
+        return None
+    shuffled = own_buffers(module).get(BUFFER)
     if shuffled is None or torch.compiler.is_compiling() or needs_gradient(weight):
         return None
     if weight.dtype != torch.bfloat16 or module._preshuffled_layout != LAYOUT or module.bias is not None:
@@ -224,7 +227,7 @@ def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     if not is_same(_shuffled_from.get(module), state_of(weight)):
         shuffled = shuffle_weight(weight.detach(), LAYOUT)
-        module._buffers[BUFFER], _shuffled_from[module] = shuffled, state_of(weight)
+        own_buffers(module)[BUFFER], _shuffled_from[module] = shuffled, state_of(weight)
     return shuffled
 
 

@@ -16,7 +16,8 @@ from ..kernels.base.check import (
     checked,
 )
 from ..kernels.rows.route import decide
-from ..op import is_plain, is_transformed
+from ..op import is_plain
+from ..private_api import is_changed, is_transformed
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
 from ..routing.choices import Choice
@@ -338,12 +339,3 @@ def check_padding(mask: Tensor, x: Tensor) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     check_device(x=x, mask=mask)
-
-
-def is_changed(module: nn.Module, known: tuple) -> bool:
-    """Whether a call of this module is not just that of the `forward` known for it."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    hooks = hooks or module._backward_pre_hooks or nn.modules.module._has_any_global_hook()
-    kind = type(module)
-    own = (kind.__call__, kind.forward) != known or "forward" in vars(module)
-    return own or bool(hooks) or module._compiled_call_impl is not None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.base.check import check_group, checked
+from ..private_api import COMPILED
 from ..routing.balance import sum_over_ranks
 from ..routing.record import SCALARS, record_routing
 from ..routing.router import Routing
@@ -165,7 +166,7 @@ class Recorder:
 
 def plain_name(name: str) -> str:
     """Without what torch.compile adds to it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def scalars_of(statistics: dict[str, LayerStatistics]) -> dict[str, float]:

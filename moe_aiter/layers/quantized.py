@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils._pytree import tree_leaves
 
 from ..kernels.base.check import FLOATS, check_shape, check_size, check_tensor, checked, refuse_gradient
 from ..kernels.dense.scaled_gemm import scaled_gemm
 from ..kernels.experts.fp8 import quantized_experts
 from ..kernels.experts.mlp import expert_mlp
 from ..kernels.quantize.rows import quantize_rows
+from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves
 from ..routing.plan import RoutePlan, make_plan
 from .experts import Experts, cast_as_linear
 from .fuse import FusedLinear, FusedPart
@@ -202,9 +202,9 @@ def verdicts(model: nn.Module, skip: Collection[str]) -> dict[nn.Module, type | 
             )
         elif not isinstance(found.get(module), str):
             found[module] = verdict(module)
-    everywhere = Counter(p for m in model.modules() for p in set(m._parameters.values()))
+    everywhere = Counter(p for m in model.modules() for p in set(own_parameters(m).values()))
     chosen = [m for m, kind in found.items() if not isinstance(kind, str)]
-    mine = {m: {p for p in m._parameters.values() if p is not None} for m in chosen}
+    mine = {m: {p for p in own_parameters(m).values() if p is not None} for m in chosen}
     here = Counter(p for parameters in mine.values() for p in parameters)
     for module, parameters in mine.items():
         if any(here[p] != everywhere[p] for p in parameters):
@@ -218,7 +218,7 @@ def verdict(module: nn.Module) -> type | str:
         return "nn.MultiheadAttention reads its weights itself"
     if isinstance(module, FusedPart):
         return "fused with others"
-    if other := {p.dtype for p in module._parameters.values() if p is not None} - {*FLOATS}:
+    if other := {p.dtype for p in own_parameters(module).values() if p is not None} - {*FLOATS}:
         return f"no weights of {min(map(str, other))} are converted"
     own = type(module)
     same = getattr(own, "computes_linear", False)  # a forward of its own, with the same meaning
@@ -233,9 +233,9 @@ def convert(module: nn.Module, kind: type, dtype: str, found: dict) -> None:
     quantized, weights = KINDS[kind]
     given = [(name, *(getattr(module, n or "", None) for n in pair)) for name, pair in weights.items()]
     # torch's own way to remove them would change the original's class
-    module._modules.pop("parametrizations", None)
+    own_modules(module).pop("parametrizations", None)
     for name in {n for pair in weights.values() for n in pair}:
-        for place in (module._parameters, module._buffers, vars(module)):
+        for place in (own_parameters(module), own_buffers(module), vars(module)):
             place.pop(name, None)
     module.__class__, module.dtype = quantized, dtype
     for name, weight, bias in given:
@@ -387,7 +387,7 @@ def left_in(model: nn.Module, converted: Collection[str]) -> Iterator[LeftLayer]
 
 def has_weights(module: nn.Module) -> bool:
     """Its own ones; what is fused has them for its parts."""
-    large = (p is not None and p.dim() > 1 for p in module._parameters.values())
+    large = (p is not None and p.dim() > 1 for p in own_parameters(module).values())
     return isinstance(module, FusedPart) or (any(large) and not isinstance(module, FusedLinear))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.base.check import check_device, check_positive, check_shape, check_size
 from ..op import define_inplace_op
+from ..private_api import graph_task
 
 RULES = ("sign", "proportional")
 
@@ -28,7 +29,7 @@ def check_count(total: Tensor, group_sizes: Tensor) -> None:
 
 def count_reference(total: Tensor, group_sizes: Tensor) -> None:
     # inside a backward pass the forward pass is a repetition, by activation checkpointing
-    if torch._C._current_graph_task_id() == -1:
+    if graph_task() == -1:
         total += group_sizes
 
 

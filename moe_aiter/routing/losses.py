@@ -15,7 +15,8 @@ from ..kernels.base.check import (
     check_sizes,
     check_tensor,
 )
-from ..op import define_op, is_plain, is_transformed
+from ..op import define_op, is_plain
+from ..private_api import is_transformed
 from .plan import make_plan
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.base.check import check_device, check_shape, check_size
 from ..op import define_inplace_op
+from ..private_api import graph_task
 
 SCALARS = 5
 
@@ -52,7 +53,7 @@ def record_reference(
     logits: Tensor | None,
     mask: Tensor | None,
 ) -> None:
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task() != -1:
         return  # inside a backward pass the forward pass is a repetition, by activation checkpointing
     choices, dropped, scalars = totals.split([len(group_sizes), len(group_sizes), SCALARS])
     choices += group_sizes

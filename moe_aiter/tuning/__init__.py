@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 
 from ..config import interpret
-from ..op import Scoped, decisions, undecided
+from ..op import decisions, undecided
+from ..private_api import Scoped
 from .candidates import Config
 from .table import Key, find
 

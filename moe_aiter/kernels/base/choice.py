@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...private_api import scaled_product
 from ...tuning.choice import choose_backend
 from .launch import cdiv, num_programs
 
@@ -81,4 +82,4 @@ def is_aligned(x: Tensor) -> bool:
 
 def multiply_by_blas(out: Tensor, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> None:
     """Sums in float32: without the fast accumulation, which has some 14 bits."""
-    torch._scaled_mm(x, w, x_scale[:1], w_scale[:1], out_dtype=out.dtype, use_fast_accum=False, out=out)
+    scaled_product(x, w, x_scale[:1], w_scale[:1], out_dtype=out.dtype, use_fast_accum=False, out=out)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...config import interpret
+from ...private_api import int8_product
 from .check import FLOATS, check_tensor, wide
 from .launch import tl, triton
 
@@ -111,7 +112,7 @@ def product(x, w):
     # torch's own is wrong where there is one number to sum
     if x.is_cpu and 1 < x.shape[1] <= MOST_K and has_exact_int8():
         w = in_rows(w.mT).mT if w.mT.is_contiguous() else in_rows(w)
-        return torch._int_mm(in_rows(x), w).to(torch.float32)
+        return int8_product(in_rows(x), w).to(torch.float32)
     return (x.to(torch.float64) @ w.to(torch.float64)).to(torch.float32)
 
 
@@ -124,7 +125,7 @@ def in_rows(t):
 def has_exact_int8() -> bool:
     """Whether this CPU multiplies int8 as it should: an old one saturates the sums of two products."""
     x = torch.tensor([[-128, 127], [127, 127]], dtype=torch.int8).repeat(32, 64)
-    return torch.equal(torch._int_mm(x, x.T).double(), x.double() @ x.T.double())
+    return torch.equal(int8_product(x, x.T).double(), x.double() @ x.T.double())
 
 
 # Scales and biases beside products of 8 bits: which shapes they may have, and what kernels get.

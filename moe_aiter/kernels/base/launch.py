@@ -13,13 +13,11 @@ from torch import Tensor
 
 from ...config import interpret
 from ...op import noting
+from ...private_api import current_device, current_stream, triton_launches
 
 try:
     import triton
     import triton.language as tl
-    from triton import knobs
-    from triton.compiler import CompiledKernel
-    from triton.runtime.jit import JITFunction
 except ImportError:
 
     def _no_triton(*args, **kwargs):
@@ -28,6 +26,8 @@ except ImportError:
     triton = SimpleNamespace(jit=lambda fn: _no_triton)
     tl = SimpleNamespace(constexpr=lambda value: value)
     JITFunction = None
+else:
+    CompiledKernel, JITFunction, launch_hooks = triton_launches()
 
 __all__ = ["cdiv", "jit_kernel", "next_power_of_2", "num_programs", "num_sms", "tl", "triton"]
 
@@ -104,7 +104,7 @@ class Remembering(JITFunction or object):
 def run_known(known: tuple, grid: tuple, values: list, device: int) -> None:
     run, kernel, rest, _ = known
     x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = current_stream(device)
     run(x, y, z, stream, *kernel, None, None, None, *values, *rest)
 
 
@@ -133,8 +133,7 @@ def elsewhere(
 
 def is_watched() -> bool:
     """Whether a profiler, say, wants to hear of each launch: a chain of hooks, or a function in its place."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = launch_hooks.launch_enter_hook, launch_hooks.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
@@ -168,7 +167,7 @@ def launch_key(args: tuple, constants: dict) -> tuple[tuple | None, list]:
         values.append(a)
     for v in constants.values():
         key.append(v if type(v) in BY_VALUE else id(v))
-    key.append(torch._C._cuda_getDevice() if torch.cuda.is_initialized() else None)
+    key.append(current_device() if torch.cuda.is_initialized() else None)
     return tuple(key), values
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import tuning
 from ...op import define_op, steady, takes
+from ...private_api import addmm_activation
 from ...switches import MATMUL, matmul
 from .. import hopper
 from ..base.activations import FUNCTIONS
@@ -65,7 +66,7 @@ def fill_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z) -> No
         return
     with matmul_precision(x):
         if fits_fused(out, bias, c, activation, alpha, save_z):
-            torch.ops.aten._addmm_activation.out(bias, x[0], w[0], out=out[0])
+            addmm_activation.out(bias, x[0], w[0], out=out[0])
             return
         multiply_into(y, x, w, bias, c, alpha, beta)
     if activation:

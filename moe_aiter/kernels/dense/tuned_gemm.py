@@ -22,7 +22,6 @@ from ...op import (
     define_op,
     forced,
     is_steady,
-    is_transformed,
     keep,
     log,
     may_be_forced,
@@ -32,6 +31,7 @@ from ...op import (
     runs,
     steady,
 )
+from ...private_api import any_autocast, is_transformed
 from ...tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
 from ...tuning.candidates import Config, candidates
 from ...tuning.choice import choose_backend
@@ -310,7 +310,7 @@ def product(
         return product(x, usual_order(weight), bias, dtype, False, scaled)
     if backend != TORCHS_OWN:
         return by_op(x, weight, bias, dtype, scaled, backend)
-    if torch._C._is_any_autocast_enabled():
+    if any_autocast():
         with no_autocast(x):
             return F.linear(x, weight, bias)
     return F.linear(x, weight, bias)

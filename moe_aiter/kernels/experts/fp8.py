@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ...derived import Cache, is_keepable
 from ...op import IMPLS, define_op, is_last_use, is_unwatched, pick, saved_tensors
+from ...private_api import is_view
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
@@ -140,7 +141,7 @@ def place_of(w: Tensor) -> tuple:
 
 def cache_for(w: Tensor) -> Cache | None:
     """That of an open block, for a weight that the next micro-batch will find again."""
-    if not OPEN or not is_keepable(w) or not (w.is_leaf or w._is_view()):
+    if not OPEN or not is_keepable(w) or not (w.is_leaf or is_view(w)):
         return None
     block = OPEN.get(place_of(w))
     return None if block is None else block.cache

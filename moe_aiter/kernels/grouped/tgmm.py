@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, is_transformed, takes
+from ...op import define_inplace_op, define_op, takes
+from ...private_api import is_transformed
 from .. import hopper
 from ..base.check import (
     FLOATS,

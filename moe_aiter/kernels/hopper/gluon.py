@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -19,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate
 
+from ...private_api import gluon_parts
 from ...tuning import Config
 from ..base.launch import Remembering, next_power_of_2
 
@@ -31,6 +30,7 @@ __all__ = [
     "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
+GluonJITFunction, make_aggregate, reinterpret = gluon_parts()
 # 3.9 has other names for the copies
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -40,7 +40,6 @@ store_wait = tma.store_wait
 
 Number = object  # in an aggregate a number that the compiler may know, 1 say, and so a tensor or a constexpr
 FAR = gl.constexpr(0x40000000)
-PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -70,7 +69,7 @@ def aggregate(cls):
 
     init.__triton_builtin__ = True
     cls.__init__ = gluon.constexpr_function(init)
-    return _aggregate(cls)
+    return make_aggregate(cls)
 
 
 @functools.cache
@@ -109,11 +108,7 @@ def ragged_descriptor(x: Tensor, *box: int) -> Descriptor:
 @gluon.jit
 def as_tile(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """A buffer in shared memory, seen with another shape and layout."""
-    if PUBLIC:  # from Triton 3.9 on
-        out = buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
-    else:
-        out = buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
-    return out
+    return reinterpret(buffer, buffer.dtype, SHAPE, LAYOUT)
 
 
 @gluon.jit

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...op import copy_into, define_op, is_transformed, takes
+from ...op import copy_into, define_op, takes
+from ...private_api import is_transformed, softmax_gradient
 from ...replay import always_save, current_pass, once
 from ..base.check import check_device, check_finite, check_float, check_shape, wide
 from ..base.host import array, ext, host, num_threads
@@ -63,7 +64,7 @@ def route_backward_reference(
 
 
 def softmax_backward(dscores: Tensor, scores: Tensor) -> Tensor:
-    return torch.ops.aten._softmax_backward_data(dscores, scores, 1, scores.dtype)
+    return softmax_gradient(dscores, scores, 1, scores.dtype)
 
 
 def inverse(scale: float) -> float:

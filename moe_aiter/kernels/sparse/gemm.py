@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...derived import derived
 from ...op import define_op, takes
+from ...private_api import coo_indices, coo_values, version_of
 from ..base.check import (
     check_device,
     check_flags,
@@ -382,11 +383,11 @@ def of_compressed(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
         apart = start.untyped_storage() is not other.untyped_storage()
         return pattern_of_compressed(start, other, tuple(shape), block), start if apart else None
 
-    return values, other, f"sparse pattern {*shape, *block, start.data_ptr(), start._version}", make
+    return values, other, f"sparse pattern {*shape, *block, start.data_ptr(), version_of(start)}", make
 
 
 def of_coo(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
-    shape, indices = tuple(w.shape), w._indices()
+    shape, indices = tuple(w.shape), coo_indices(w)
     if w.is_coalesced():
         return w.values(), indices, f"sparse pattern {shape}", lambda: (pattern_of(indices, shape),)
     name = f"sparse pattern {shape}, coalesced"
@@ -416,7 +417,7 @@ class Coalesced(torch.autograd.Function):
     def forward(ctx, w, order, starts, places):
         ctx.save_for_backward(places)
         ctx.shape = w.shape
-        values = wide(w._values()[order])
+        values = wide(coo_values(w)[order])
         return torch.segment_reduce(values, "sum", offsets=starts, unsafe=True, initial=0).to(w.dtype)
 
     @staticmethod

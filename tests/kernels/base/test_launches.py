@@ -41,8 +41,8 @@ def test_a_known_launch_is_given_addresses(monkeypatch):
     monkeypatch.setattr(launches, "CompiledKernel", SimpleNamespace)
     monkeypatch.setattr(launches.JITFunction, "run", lambda *_, **__: tritons.append(1) or compiled)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    monkeypatch.setattr(launches, "current_device", lambda: 3)
+    monkeypatch.setattr(launches, "current_stream", lambda device: 100 + device)
     kernel = launches.Remembering(unpermute_kernel.fn)
     for n in (1, 2, 3):
         x, out = (torch.empty(4 * n).as_subclass(OnGPU) for _ in range(2))
@@ -127,7 +127,7 @@ def test_the_second_launch_is_not_tritons(no_debug, monkeypatch):
 def test_a_profilers_hook_sees_every_launch(no_debug):
     logits, names = torch.randn(40, 8, device="cuda"), []
     choose_experts(logits, 2)
-    hooks = launches.knobs.runtime.launch_enter_hook
+    hooks = launches.launch_hooks.launch_enter_hook
 
     def hook(metadata):
         names.append(metadata.get()["name"])
@@ -156,5 +156,5 @@ def test_memory_is_bounded(no_debug, monkeypatch):
 @pytest.mark.parametrize("hook, watched", [(None, False), (print, True)])
 def test_a_hook_that_is_no_chain(hook, watched, monkeypatch):
     assert not launches.is_watched()
-    monkeypatch.setattr(launches.knobs.runtime, "launch_enter_hook", hook)
+    monkeypatch.setattr(launches.launch_hooks, "launch_enter_hook", hook)
     assert launches.is_watched() == watched

@@ -1,0 +1,330 @@
+"""Every private name of torch and Triton that the package uses, and what relies on how they work inside.
+
+Each name is looked up once: torch's at import, Triton's when a file that has imported Triton asks.  A name
+that the installed version lacks raises ImportError, and checkpoints that work another way RuntimeError; both
+errors say which versions work.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import inspect
+import operator
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils import checkpoint
+
+WORKS = {"torch": "2.11 to 2.15", "triton": "3.6 to 3.9"}  # versions whose tests have passed
+
+
+def versions(package: str) -> str:
+    """Say which version of torch or Triton is installed, and which ones work."""
+    installed = importlib.import_module(package).__version__
+    return f"{package} {installed} is installed, moe_aiter works with {package} {WORKS[package]}"
+
+
+def find(*names: str):
+    """Return what the first of these full names stands for that the installed version has."""
+    for name in names:
+        package, _, path = name.partition(".")
+        with contextlib.suppress(AttributeError):
+            return operator.attrgetter(path)(importlib.import_module(package))
+    raise ImportError(f"there is no {' nor '.join(names)}: {versions(package)}")
+
+
+# tensors and ops
+
+version_of = find("torch.Tensor._version").__get__  # how often a tensor has changed in place
+is_view = find("torch.Tensor._is_view")
+coo_indices = find("torch.Tensor._indices")  # of a tensor that need not be coalesced
+coo_values = find("torch.Tensor._values")
+is_alias = find("torch._C._is_alias_of")  # whether two tensors have one storage
+tree_leaves = find("torch.utils._pytree.tree_leaves")
+parse_schema = find("torch._C.parse_schema")
+addmm_activation = find("torch.ops.aten._addmm_activation")
+attention_flash = find("torch.ops.aten._flash_attention_forward")
+attention_math = find("torch.ops.aten._scaled_dot_product_attention_math")
+attention_choice = find("torch._fused_sdp_choice")  # the number of the kernel that torch would run
+softmax_gradient = find("torch.ops.aten._softmax_backward_data")
+int8_product = find("torch._int_mm")
+scaled_product = find("torch._scaled_mm")
+
+
+def arguments_of(op) -> list:
+    """Return the arguments in the schema of one of torch.ops."""
+    return op._schema.arguments
+
+
+# GPUs, of which a torch for CPUs alone knows nothing
+
+GPU = torch.version.cuda or torch.version.hip
+current_device = find("torch._C._cuda_getDevice") if GPU else None
+current_stream = find("torch._C._cuda_getCurrentRawStream") if GPU else None  # a number, of a device's index
+
+
+# what is at work in this thread
+
+dispatch_modes = find("torch._C._len_torch_dispatch_stack")  # how many
+any_autocast = find("torch._C._is_any_autocast_enabled")
+innermost_transform = find("torch._C._functorch.peek_interpreter_stack")  # of torch.func; None without one
+transforms = find("torch._C._functorch.get_interpreter_stack")  # None without one
+includes_key = find("torch._C._dispatch_tls_is_dispatch_key_included")
+TransformType = find("torch._C._functorch.TransformType")
+GRADIENTS_BATCHED = find("torch._C._dispatch_key_parse")("VmapMode")
+find("torch.autograd.forward_ad._current_level")
+
+
+def is_transformed() -> bool:
+    """Whether torch.func, autograd's is_grads_batched or forward-mode AD is at work."""
+    return (
+        innermost_transform() is not None or forward_ad._current_level >= 0 or includes_key(GRADIENTS_BATCHED)
+    )
+
+
+def is_batching_gradients() -> bool:
+    """Whether torch.autograd.grad runs backward for many gradients at once, as jacobian(vectorize=True)."""
+    return includes_key(GRADIENTS_BATCHED)
+
+
+def is_batched() -> bool:
+    """Whether a vmap is at work."""
+    levels = transforms() or ()
+    return is_batching_gradients() or any(level.key() == TransformType.Vmap for level in levels)
+
+
+def is_differentiated(inputs: tuple) -> bool:
+    """Whether torch.func differentiates, or one of these inputs has a tangent of forward-mode AD."""
+    levels = transforms() or ()
+    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
+        forward_ad._current_level >= 0
+        and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
+    )
+
+
+# modules
+
+any_global_hook = find("torch.nn.modules.module._has_any_global_hook")
+REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes
+COMPILED = "_orig_mod"  # where the module that torch.compile returns has the original
+
+
+def own_parameters(module: nn.Module) -> dict:
+    """Return the parameters of a module alone, by name."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict:
+    """Return the buffers of a module alone, by name."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict:
+    """Return the modules directly below a module, by name."""
+    return module._modules
+
+
+def hooks_before(module: nn.Module) -> dict:
+    """Return the hooks that run before `forward`, by their keys."""
+    return module._forward_pre_hooks
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of this module runs hooks of its own."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_changed(module: nn.Module, known: tuple) -> bool:
+    """Whether a call of this module is not just that of the `forward` known for it."""
+    kind = type(module)
+    own = (kind.__call__, kind.forward) != known or "forward" in vars(module)
+    return own or has_hooks(module) or any_global_hook() or module._compiled_call_impl is not None
+
+
+# objects of a thread, which torch hands on to the threads of its backward passes
+
+_lock = threading.Lock()
+is_stashed = find("torch._C._is_key_in_tls")
+stashed = find("torch._C._get_obj_in_tls")
+_stash = find("torch._C._stash_obj_in_tls")
+
+
+def stash(key: str, value) -> None:
+    """Set a thread-local object of torch's."""
+    _stash(key, value)
+    if STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def steals() -> bool:
+    """Whether torch drops a reference to a stashed object that it never took, as torch 2.11 does."""
+    probe = object()
+    references = sys.getrefcount(probe)
+    _stash("moe_aiter.probe", probe)
+    stolen = sys.getrefcount(probe) == references
+    if stolen:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return stolen
+
+
+STEALS = steals()
+
+
+class Scoped:
+    """A value that holds inside a `with` block: in its thread, and in the backward passes that it starts.
+
+    No threading.local or ContextVar: autograd runs CUDA gradients on threads of its own.  torch hands them
+    the thread-local objects of the thread that called backward.
+    """
+
+    def __init__(self, name: str, default):
+        self.key, self.default = f"moe_aiter.{name}", default
+        self.blocks = 0  # that are open, in all threads: with none, which is usual, no thread has to be asked
+
+    def get(self):
+        """Return the value of the innermost block, or the default."""
+        if self.blocks and is_stashed(self.key):
+            return stashed(self.key)
+        return self.default
+
+    @contextlib.contextmanager
+    def set(self, value):
+        """Hold `value` inside the block."""
+        before = self.get()
+        with _lock:
+            self.blocks += 1
+        stash(self.key, value)
+        try:
+            yield
+        finally:
+            stash(self.key, before)
+            with _lock:
+                self.blocks -= 1
+
+
+# autograd and its checkpoints: see `replay.py`
+
+graph_task = find("torch._C._current_graph_task_id")  # the number of the backward pass that runs, or -1
+keeps_graph = find("torch._C._autograd._get_current_graph_task_keep_graph")
+allows_forward_gradients = find("torch._C._is_fwd_grad_enabled")
+top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")  # (pack, unpack); None without
+_pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks")
+_push_hooks = find("torch._C._autograd._push_saved_tensors_default_hooks")
+_hooks_enabled = find("torch._C._autograd._saved_tensors_hooks_is_enabled")
+CachingMode = find("torch.utils.checkpoint._CachingTorchDispatchMode")  # of selective checkpointing
+BACKWARD = find("torch.autograd.graph._engine_run_backward").__code__
+CONTEXT = "CheckpointFunctionBackward"
+UNPACK = "unpack_hook"  # what repeats a forward pass
+FRAME, REPEATED, REPETITION = "frame", "target_frame_ref", "gid"  # variables of the functions that pack
+
+
+def checkpoint_regions(task: int, within: bool, hooked: bool) -> tuple[list, Any, Any]:
+    """Return the checkpointed regions that run first, the one that is repeated, and which repetition it is.
+
+    `task` is the backward pass that runs, `within` says whether an autograd.Function may run, `hooked`
+    whether saved tensors have hooks.
+    """
+    found = reentrant_regions(task) if within or task != -1 else ([], None, None)
+    if not hooked or not _hooks_enabled():
+        return found
+    first, *other = hooked_regions()
+    # a reentrant repetition is the inner one: a non-reentrant one ends where it unpacks
+    return (found[0] + first, *(other if found[1] is None else found[1:]))
+
+
+def reentrant_regions(task: int) -> tuple[list, Any, Any]:
+    """Return `checkpoint_regions` of use_reentrant=True: the `ctx` of functions on Python's stack."""
+    first, frame = [], sys._getframe(1)
+    while frame is not None and (code := frame.f_code) is not BACKWARD:  # past that, another backward pass
+        if code.co_name == UNPACK and code.co_filename == checkpoint.__file__:
+            break  # a non-reentrant repetition, for which another node's backward pass waits
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if type(ctx).__name__ == CONTEXT:
+                if code.co_name == "backward":
+                    return first, ctx, task
+                first.append(ctx)
+        frame = frame.f_back
+    return first, None, None
+
+
+def hooked_regions() -> tuple[list, Any, Any]:
+    """Return `checkpoint_regions` of use_reentrant=False: what the hooks for saved tensors hold."""
+    first = []
+    for pack in map(inspect.unwrap, pack_hooks()):
+        if getattr(pack, "__module__", "") != checkpoint.__name__:
+            continue
+        cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
+        inside = {name: cell.cell_contents for name, cell in cells}
+        if REPEATED in inside:
+            return first, inside[REPEATED](), inside[REPETITION]
+        if FRAME in inside:
+            first.append(inside[FRAME])
+    return first, None, None
+
+
+def pack_hooks() -> list[Callable]:
+    """Return the hooks for saved tensors, the last first.  torch shows only the last: each is lifted off."""
+    lifted = []
+    while (pair := top_hooks(True)) is not None:
+        _pop_hooks()
+        lifted.append(pair)
+    for pair in reversed(lifted):
+        _push_hooks(*pair)
+    return [pack for pack, _ in lifted]
+
+
+@functools.cache
+def check_checkpoints() -> None:
+    """Raise RuntimeError where `checkpoint_regions` does not recognise torch's own checkpoints."""
+    with ThreadPoolExecutor(1) as pool:  # a thread of its own is in no mode, under no hooks and in no pass
+        for reentrant in (True, False):
+            done = pool.submit(recognises, reentrant)
+            if done.exception() or not done.result():
+                form = f"torch.utils.checkpoint.checkpoint(use_reentrant={reentrant})"
+                error = f"moe_aiter does not recognise {form}: {versions('torch')}"
+                raise RuntimeError(error) from done.exception()
+
+
+def recognises(reentrant: bool) -> bool:
+    """Whether a checkpointed region is found as it runs and again as it is repeated."""
+    found = []
+
+    def region(x):
+        found.append(checkpoint_regions(graph_task(), True, top_hooks(True) is not None))
+        return x.sin()
+
+    x = torch.ones(1, device="cpu", requires_grad=True)
+    checkpoint.checkpoint(region, x, use_reentrant=reentrant, preserve_rng_state=False).backward()
+    (first, *_), (_, repeated, _) = found
+    return len(first) == 1 and first[0] is repeated
+
+
+# Triton's, for files that have imported it
+
+
+def triton_launches() -> tuple:
+    """Return the class of a compiled kernel, that of a kernel, and the hooks of launches."""
+    return (
+        find("triton.compiler.CompiledKernel"),
+        find("triton.runtime.jit.JITFunction"),
+        find("triton.knobs.runtime"),
+    )
+
+
+def gluon_parts() -> tuple:
+    """Return the class of a Gluon kernel, the decorator of a struct, and what gives a buffer a shape."""
+    shared = "triton.experimental.gluon.language.shared_memory_descriptor"
+    return (
+        find("triton.experimental.gluon._runtime.GluonJITFunction"),
+        find("triton.language.core._aggregate"),
+        find(f"{shared}.reinterpret", f"{shared}._reinterpret"),  # the former from Triton 3.9 on
+    )
