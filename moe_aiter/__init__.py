@@ -7,71 +7,78 @@ One sentence carries the package: a token is routed, its rows are permuted, two 
 rows come home.  Each of those is a differentiable function of its own, listed here.
 """
 
-from .kernels.dense.gemm import gemm
-from .kernels.dense.scaled_gemm import scaled_gemm
-from .kernels.experts.fp8 import keep_fp8_weights
-from .kernels.experts.glu import glu
-from .kernels.experts.mlp import expert_mlp
-from .kernels.grouped.gmm import gmm
-from .kernels.grouped.grouped_gemm import grouped_gemm
-from .kernels.grouped.ptgmm import nptgmm, ptgmm
-from .kernels.grouped.segment_gmm import segment_gmm
-from .kernels.grouped.tgmm import tgmm
-from .kernels.rows.sort import sort_by_expert
-from .kernels.rows.topk import topk
-from .kernels.sparse.gemm import sparse_gemm
-from .kernels.sparse.pattern import SparsePattern
-from .layers import (
-    Experts,
-    LayerStatistics,
-    LiveTable,
-    LoRAExperts,
-    LoRALinear,
-    MoE,
-    MoERouting,
-    Monitor,
-    OptimizedMoELayer,
-    QuantizationReport,
-    SegmentGEMMWrapper,
-    balance_step,
-    fuse_gate_up,
-    fuse_projections,
-    fuse_qkv,
-    linear_with_split_bias,
-    patch_linear,
-    preshuffle_weights,
-    quantization_report,
-    quantize,
-    set_loss_scale,
-    unfuse,
-    unpatch_linear,
-    use_main_grad,
-)
-from .op import register_kernel, use
-from .routing import (
-    Capacity,
-    ExpertChoice,
-    Forced,
-    GroupLimit,
-    LoadStatistics,
-    RoutePlan,
-    Router,
-    Routing,
-    Sinkhorn,
-    TokenRounding,
-    TopP,
-    attach_loss,
-    hash_experts,
-    load_balance_loss,
-    load_statistics,
-    make_plan,
-    permute,
-    route,
-    route_to,
-    sequence_balance_loss,
-    unpermute,
-    z_loss,
-)
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+from . import torch_ops as _torch_ops
+
+if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` imports the same
+    from .kernels.dense.gemm import gemm
+    from .kernels.dense.scaled_gemm import scaled_gemm
+    from .kernels.experts.fp8 import keep_fp8_weights
+    from .kernels.experts.glu import glu
+    from .kernels.experts.mlp import expert_mlp
+    from .kernels.grouped.gmm import gmm
+    from .kernels.grouped.grouped_gemm import grouped_gemm
+    from .kernels.grouped.ptgmm import nptgmm, ptgmm
+    from .kernels.grouped.segment_gmm import segment_gmm
+    from .kernels.grouped.tgmm import tgmm
+    from .kernels.rows.sort import sort_by_expert
+    from .kernels.rows.topk import topk
+    from .kernels.sparse.gemm import sparse_gemm
+    from .kernels.sparse.pattern import SparsePattern
+    from .layers import (
+        Experts,
+        LayerStatistics,
+        LiveTable,
+        LoRAExperts,
+        LoRALinear,
+        MoE,
+        MoERouting,
+        Monitor,
+        OptimizedMoELayer,
+        QuantizationReport,
+        SegmentGEMMWrapper,
+        balance_step,
+        fuse_gate_up,
+        fuse_projections,
+        fuse_qkv,
+        linear_with_split_bias,
+        patch_linear,
+        preshuffle_weights,
+        quantization_report,
+        quantize,
+        set_loss_scale,
+        unfuse,
+        unpatch_linear,
+        use_main_grad,
+    )
+    from .op import register_kernel, use
+    from .routing import (
+        Capacity,
+        ExpertChoice,
+        Forced,
+        GroupLimit,
+        LoadStatistics,
+        RoutePlan,
+        Router,
+        Routing,
+        Sinkhorn,
+        TokenRounding,
+        TopP,
+        attach_loss,
+        hash_experts,
+        load_balance_loss,
+        load_statistics,
+        make_plan,
+        permute,
+        route,
+        route_to,
+        sequence_balance_loss,
+        unpermute,
+        z_loss,
+    )
 
 __all__ = [
     "Capacity",
@@ -138,3 +145,51 @@ __all__ = [
     "use_main_grad",
     "z_loss",
 ]
+
+_MODULES = {  # module: its public names
+    "kernels.dense.gemm": "gemm",
+    "kernels.dense.scaled_gemm": "scaled_gemm",
+    "kernels.experts.fp8": "keep_fp8_weights",
+    "kernels.experts.glu": "glu",
+    "kernels.experts.mlp": "expert_mlp",
+    "kernels.grouped.gmm": "gmm",
+    "kernels.grouped.grouped_gemm": "grouped_gemm",
+    "kernels.grouped.ptgmm": "nptgmm ptgmm",
+    "kernels.grouped.segment_gmm": "segment_gmm",
+    "kernels.grouped.tgmm": "tgmm",
+    "kernels.rows.sort": "sort_by_expert",
+    "kernels.rows.topk": "topk",
+    "kernels.sparse.gemm": "sparse_gemm",
+    "kernels.sparse.pattern": "SparsePattern",
+    "layers": (
+        "Experts LayerStatistics LiveTable LoRAExperts LoRALinear MoE MoERouting Monitor "
+        "OptimizedMoELayer QuantizationReport SegmentGEMMWrapper balance_step fuse_gate_up "
+        "fuse_projections fuse_qkv linear_with_split_bias patch_linear preshuffle_weights "
+        "quantization_report quantize set_loss_scale unfuse unpatch_linear use_main_grad"
+    ),
+    "op": "register_kernel use",
+    "routing": (
+        "Capacity ExpertChoice Forced GroupLimit LoadStatistics RoutePlan Router Routing Sinkhorn "
+        "TokenRounding TopP attach_loss hash_experts load_balance_loss load_statistics make_plan permute "
+        "route route_to sequence_balance_loss unpermute z_loss"
+    ),
+}
+_MODULE = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str):
+    """Import a public name, or a module of the package, when it is first asked for."""
+    if name in _MODULE:
+        globals()[name] = value = getattr(importlib.import_module(f".{_MODULE[name]}", __name__), name)
+        return value
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f".{name}", __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+importlib.import_module(".config", __name__)  # a wrong setting is an error of `import moe_aiter`
+_torch_ops.define_on_demand()

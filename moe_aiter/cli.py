@@ -10,6 +10,8 @@ import re
 import sys
 import typing
 
+from .config import VERSION, SettingError
+
 COMMANDS = {  # name: (module with add_arguments and main, help)
     "info": (None, "versions, devices, backends and settings"),
     "train": ("moe_aiter.training.command", "train a byte-level language model with MoE layers"),
@@ -26,12 +28,9 @@ COMMANDS = {  # name: (module with add_arguments and main, help)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status; a user's mistake is one line on stderr and status 2."""
-    from .config import SettingError
-    from .op import BackendError
-    from .training.errors import UsageError, out_of_memory, summary
-
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(prog="moe-aiter", description="Mixture-of-Experts layers for training.")
+    parser.add_argument("--version", action="version", version=f"moe-aiter {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -41,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("an argument has a zero byte, which no path has")
     args = parser.parse_args(argv)
     module = COMMANDS[args.command][0]
+    from .op import BackendError  # here, since --help and --version need no torch
+    from .training.errors import UsageError, out_of_memory, summary
+
     try:
         return importlib.import_module(module).main(args) if module else info()
     except (SettingError, BackendError) as error:

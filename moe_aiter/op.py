@@ -31,6 +31,7 @@ from .private_api import (
     keeps_graph,
     parse_schema,
 )
+from .torch_ops import defining
 
 # Decisions that follow from metadata
 #
@@ -221,7 +222,8 @@ def register(
     Returns a function that calls it, after a look for what torch would pass over or refuse obscurely.
     """
     name = schema.partition("(")[0]
-    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    with defining():
+        LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(torch.ops.moe_aiter, name).default
     whole = completion(arguments_of(op))
     mutates = "!" in schema
@@ -257,7 +259,8 @@ def register(
 
 def compose(schema: str, fn: Callable) -> None:
     """Tell torch about an op that consists of torch's: its gradient, fake and compiled form are theirs."""
-    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    with defining():
+        LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(schema.partition("(")[0], fn, "CompositeImplicitAutograd")
 
 

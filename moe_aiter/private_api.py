@@ -149,6 +149,14 @@ def is_changed(module: nn.Module, known: tuple) -> bool:
     return own or has_hooks(module) or any_global_hook() or module._compiled_call_impl is not None
 
 
+# the compiler, which takes a second to import
+
+
+def end_graph(reason: str) -> None:
+    """End the graph that torch compiles, if it compiles one: `fullgraph=True` is an error that says why."""
+    torch._dynamo.graph_break(msg=reason)
+
+
 # objects of a thread, which torch hands on to the threads of its backward passes
 
 _lock = threading.Lock()
@@ -160,10 +168,11 @@ _stash = find("torch._C._stash_obj_in_tls")
 def stash(key: str, value) -> None:
     """Set a thread-local object of torch's."""
     _stash(key, value)
-    if STEALS:
+    if steals():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
+@functools.cache  # not at import: while a thread with a stash ends, the end of the program aborts
 def steals() -> bool:
     """Whether torch drops a reference to a stashed object that it never took, as torch 2.11 does."""
     probe = object()
@@ -173,9 +182,6 @@ def steals() -> bool:
     if stolen:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
     return stolen
-
-
-STEALS = steals()
 
 
 class Scoped:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .config import CHOICES, check_choice, settings
 from .op import log, no_autocast
-from .private_api import Scoped
+from .private_api import Scoped, end_graph
 
 HALVES = {"FP16": torch.float16, "BF16": torch.bfloat16}
 FLOAT32 = {"TF32": "tf32", "FP32": "ieee"}  # in torch's words, which are Triton's
@@ -211,9 +211,17 @@ def float32_products(precision: str) -> Iterator[None]:
 Context = Callable[[], contextlib.AbstractContextManager]
 
 
-@torch.compiler.disable(reason="switches of torch's are set around the call")
 def inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tensor:
-    """`fn(*args, **kwargs)` inside of `context()`, as is its gradient."""
+    """`fn(*args, **kwargs)` inside of `context()`, as is its gradient.  A compiled graph ends before it."""
+    if not torch.compiler.is_compiling():
+        return run_inside(context, fn, args, kwargs)
+    end_graph("switches of torch's are set around the call")
+    # as a decorator `disable` would import the compiler with this file
+    return torch.compiler.disable(run_inside)(context, fn, args, kwargs)
+
+
+def run_inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tensor:
+    """What `inside` does, which a compiler must not look into."""
     names = [*range(len(args)), *kwargs]
     given = dict(zip(names, (*args, *kwargs.values()), strict=True))
     tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}

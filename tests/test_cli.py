@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_aiter.cli import COMMANDS, main
-from moe_aiter.config import SettingError, Settings
+from moe_aiter.config import VERSION, SettingError, Settings
 from moe_aiter.op import BackendError, use
 
 
@@ -28,6 +28,18 @@ def test_help_lists_every_command(capsys):
         main(["--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "flag, starts", [("--help", "usage: moe-aiter"), ("--version", f"moe-aiter {VERSION}\n")]
+)
+def test_help_and_version_need_no_torch(flag, starts):
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n"
+        f"from moe_aiter.cli import main; main(['{flag}'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(starts)
 
 
 @pytest.mark.parametrize("command", ["train", "plot", "report", "bench", "convert"])

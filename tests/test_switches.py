@@ -118,6 +118,29 @@ def test_autocast_does_not_change_what_is_asked_for(operands):
     assert torch.equal(out, (operands[0].half() @ operands[1].half().T).float())
 
 
+def test_a_graph_ends_before_a_call_that_sets_switches_of_torchs(operands):
+    graphs, compiling = [], []
+
+    def product(x, w):
+        compiling.append(torch.compiler.is_compiling())
+        return x @ w.T
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def model(x, w):
+        return computed(product)(x.sin(), w).cos()
+
+    s.set_default_precision("FP32")
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(model, backend=keep)(*operands), model(*operands))
+    assert not any(compiling) and len(graphs) > 1
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="switches of torch's are set around the call"):
+        torch.compile(model, backend=keep, fullgraph=True)(*operands)
+
+
 def test_16_bits_compile_into_one_graph(operands):
     s.set_default_precision("BF16")
     compiled = torch.compile(computed(lambda x, w: x @ w.T), backend="aot_eager", fullgraph=True)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ..kernels.base.check import check_device, check_flags, check_float, check_real, check_shape, check_size
 from ..kernels.dense.attention_mask import lowest, mask_bias, zero_rows
@@ -437,6 +436,8 @@ def run_sdpa(call: Call) -> Tensor:
     arguments = sdpa_arguments(shared)
     lower_right = shared.is_causal and shared.mask is None and not shared.is_torchs_causal
     if lower_right and call.q.is_cuda and not torch.compiler.is_compiling():  # torch cannot compile it
+        from torch.nn.attention.bias import causal_lower_right  # which imports torch's compiler
+
         arguments[3] = causal_lower_right(shared.q.shape[2], shared.k.shape[2])
     out = F.scaled_dot_product_attention(*arguments, **sdpa_options(shared))
     out = out if shared.group == call.group else rows_to_heads(out, call.group)

@@ -1,0 +1,76 @@
+"""`import moe_aiter` is enough for `torch.ops.moe_aiter`: using an op imports the files that define ops.
+
+`import moe_aiter` itself does not import torch.  If torch is imported later, this file acts right after that.
+C++ code that looks an op up by name needs `import moe_aiter.layers`, which defines the ops at once.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+
+OPS = "moe_aiter.layers"  # this module and what it imports define the ops
+
+
+state = threading.local()
+
+
+@contextlib.contextmanager
+def defining() -> Iterator[None]:
+    """Inside, this thread defines an op, and torch looks whether there is one of that name."""
+    state.defines = True
+    try:
+        yield
+    finally:
+        state.defines = False
+
+
+def define_on_demand() -> None:
+    """Extend `torch.ops.moe_aiter`, now or as soon as torch is imported."""
+    if sys.modules.get("torch"):
+        extend_namespace()
+    else:
+        sys.meta_path.insert(0, AfterTorch())
+
+
+class AfterTorch:
+    """A finder of modules that waits for torch, and leaves the search to the other finders."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            loader, run = spec.loader, spec.loader.exec_module
+
+            def exec_module(module) -> None:
+                del loader.exec_module  # the loader may serve other modules too
+                run(module)
+                extend_namespace()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def extend_namespace() -> None:
+    """Let `torch.ops.moe_aiter` import the files that define ops, where it does not know an op."""
+    import torch
+
+    namespace = torch.ops.moe_aiter
+
+    class Namespace(type(namespace)):
+        __module__ = type(namespace).__module__  # a part of each op's name in exported programs
+
+        def __getattr__(self, name: str):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if getattr(state, "defines", False) or name.startswith("__"):
+                    raise
+            importlib.import_module(OPS)
+            return super().__getattr__(name)
+
+    namespace.__class__ = Namespace

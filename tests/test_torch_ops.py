@@ -1,0 +1,60 @@
+"""Every op is there after `import moe_aiter`, before and after torch, and without any of our modules."""
+
+import subprocess
+import sys
+
+import pytest
+
+ASK = "torch.ops.moe_aiter.mha_fwd.default, torch.ops.moe_aiter.route.default"
+COMPILED = (
+    "call = lambda q: torch.ops.moe_aiter.mha_fwd(q, q, q, 0.0, 1.0, True, -1, -1, True, False)[0]\n"
+    "q = torch.randn(2, 4, 2, 16)\n"
+    "torch.compile(call, backend='eager', fullgraph=True)(q)\n"
+)
+
+
+def run(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch, moe_aiter",
+        "import moe_aiter, torch",
+        "import torch\nfrom moe_aiter.kernels.rows.topk import topk",
+        "from moe_aiter import topk\nimport torch",
+    ],
+)
+def test_an_op_is_there_when_asked_for(imports):
+    run(f"{imports}\n{ASK}\nassert not hasattr(torch.ops.moe_aiter, 'nothing')")
+
+
+def test_a_compiled_graph_may_be_the_first_to_ask():
+    run(f"import moe_aiter, torch\n{COMPILED}")
+
+
+def test_threads_may_be_the_first_to_ask():
+    run(
+        "import threading, torch, moe_aiter\n"
+        "found = []\n"
+        "def ask():\n"
+        "    found.append(torch.ops.moe_aiter.mha_fwd.default)\n"
+        "    # torch could not free it if the program ends now\n"
+        "    assert not torch._C._is_key_in_tls('moe_aiter.probe')\n"
+        "threads = [threading.Thread(target=ask) for _ in range(8)]\n"
+        "for t in threads: t.start()\n"
+        "for t in threads: t.join()\n"
+        "assert len(found) == 8\n"
+    )
+
+
+def test_torch_may_be_missing():
+    run(
+        "import sys, moe_aiter\n"
+        "sys.path[:] = []; sys.path_importer_cache.clear()\n"
+        "try: import torch\n"
+        "except ModuleNotFoundError: sys.exit()\n"
+        "sys.exit(1)\n"
+    )
