@@ -1,4 +1,7 @@
-"""Checks that every op makes on its inputs.  They run under the fake as well, so they hold when compiled."""
+"""Check the inputs of ops, and split rows into groups for references.
+
+The checks also run in the fake implementations, so a compiled program makes the same checks.
+"""
 
 import functools
 import math
@@ -247,7 +250,7 @@ def refuse_gradient(what: str, *tensors: Tensor | None) -> None:
         raise RuntimeError(f"{what} has no gradient: call it under torch.no_grad()")
 
 
-# What the grouped ops share besides Triton helpers: checks, and pieces of their references.
+# groups of rows: checks, and pieces of references
 
 
 def split_groups(x: Tensor, group_sizes: Tensor) -> tuple[Tensor, ...]:

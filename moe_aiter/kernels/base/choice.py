@@ -1,5 +1,11 @@
-"""When the kernels of the dense product are wanted: where the table of the GPU says that torch is slower, and
-on Hopper, whatever the GPU, for few rows of a weight that takes long to read."""
+"""Choose who computes a dense or a scaled product: torch's BLAS or a kernel here.
+
+* `wants_gemm`: the table of the GPU names the fastest.  For a product that the table does not list, the
+  Hopper kernel computes few rows of a large weight, and torch everything else.
+* `wants_scaled`: torch's BLAS computes products of 8-bit floats that the table says it is faster at.  A
+  kernel here computes all others: the Hopper kernel those with enough tiles to fill more than half of the
+  GPU.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -9,6 +15,8 @@ from torch import Tensor
 from ...private_api import scaled_product
 from ...tuning.choice import choose_backend
 from .launch import cdiv, num_programs
+
+# dense products
 
 FEW = 16  # rows, which `launch_few_rows` is for
 LONG = 2**22  # numbers of all weights, 8 MiB: what was measured is as much and more
@@ -42,7 +50,7 @@ def question(x, w, bias, c, activation: str) -> tuple:
     return "gemm" if B == 1 else "bmm", x, layout, epilogue, B * M, N, K
 
 
-# Who multiplies 8 bits: torch's BLAS where it was measured to be faster, or kernels here, and which.
+# scaled products
 
 
 E4M3 = torch.float8_e4m3fn

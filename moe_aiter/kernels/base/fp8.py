@@ -1,4 +1,9 @@
-"""8-bit floats: which of them a GPU multiplies as they are, and how the others become float16, exactly."""
+"""8-bit operands: their formats, their products in torch, and their scales.
+
+`NATIVE` lists the 8-bit floats that each GPU multiplies directly.  Kernels convert all others to float16,
+which is exact.  `product` multiplies 8-bit tensors in torch; products of int8 are exact.  `check_scales`,
+`as_vector` and `as_rows` check scales and biases and bring them into the layout that kernels read.
+"""
 
 import functools
 import numbers
@@ -10,6 +15,8 @@ from ...config import interpret
 from ...private_api import int8_product
 from .check import FLOATS, check_tensor, wide
 from .launch import tl, triton
+
+# formats
 
 FP8 = {  # dtype -> the format that `decode` knows
     torch.float8_e4m3fn: "e4m3fn",
@@ -102,7 +109,7 @@ def is_promoted(x: Tensor) -> bool:
     return x.dtype in FP8 and triton.runtime.driver.active.get_current_target().arch == 90
 
 
-# Products of 8 bits by torch; of int8 exact, by a CPU's instructions for them where these are right.
+# products in torch
 
 
 def product(x, w):
@@ -128,7 +135,7 @@ def has_exact_int8() -> bool:
     return torch.equal(int8_product(x, x.T).double(), x.double() @ x.T.double())
 
 
-# Scales and biases beside products of 8 bits: which shapes they may have, and what kernels get.
+# scales and biases
 
 
 def check_scales(shape_of_x: tuple, shape_of_w: tuple, x_scale, w_scale, bias=None) -> None:

@@ -1,4 +1,12 @@
-"""What comes behind the sums of a dense product, in every kernel of it, and sums that programs share."""
+"""The epilogue that every kernel of the dense product shares, and the kernel for products of one row.
+
+`finish` adds bias and c to a sum and applies the activation.  If several programs share a sum over K, each
+writes a partial sum, and `finish_parts` adds these and finishes the result.
+
+A product of one row takes as long as reading its weight, and needs no tensor cores.  Each thread multiplies
+the numbers that it loads by its piece of x and adds them up in float32; then the program adds up its threads.
+Programs are small, a few columns each, and there are thousands of them, so some begin while others end.
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +18,7 @@ from .launch import cdiv, jit_kernel, num_programs, tl, triton
 
 FINISHED = 1024  # elements that a program finishes after a split sum
 
-# kernel
+# epilogue: kernel
 
 
 @triton.jit
@@ -77,7 +85,7 @@ def finish_kernel(
            N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
 
 
-# launcher
+# epilogue: launcher
 
 
 def splits_of(tiles: int, K: int, block_k: int, units: int) -> tuple[int, int]:
@@ -108,11 +116,7 @@ def finish_parts(parts, bias, c, z, out, activation: str, alpha: float, beta: fl
     )  # fmt: skip
 
 
-# Dense products of one row, without tensor cores; see gemm.py.
-#
-# A product of one row takes as long as its weight takes to be read.  Each thread multiplies what it loads
-# by its piece of x, and adds up in float32; the threads of a program are added up once.  Programs are
-# small, of a few columns, and there are thousands, so that some begin while others end.
+# one row
 
 
 WIDEST = 8  # numbers that a thread loads at once
@@ -120,7 +124,7 @@ BUSY = 6  # programs of an SM that read as fast as it can
 MOST = 2**16  # matrices, on the second axis of a grid
 LONGEST = 2**31 - 2**16  # K, and a step behind it
 
-# kernel
+# one row: kernel
 
 
 @jit_kernel
@@ -168,7 +172,7 @@ def one_row_kernel(
 
 one_row_kernel.steady = True
 
-# launcher
+# one row: launcher
 
 
 def takes_row(x: Tensor, w: Tensor, config: tuning.Config | None) -> bool:

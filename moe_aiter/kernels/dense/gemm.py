@@ -1,7 +1,8 @@
 """Dense and batched matmul with an epilogue in float32: `act(alpha * x @ w + beta * c + bias)`.
 
 B matrices of M rows, K in, N out.  Shapes say the maths; strides say the layout.  `weight.mT` is the `w` of
-an nn.Linear.  On a GPU a measured table chooses between torch's BLAS and the kernels here: see tuning/choice.
+an nn.Linear.  On a GPU a measured table chooses between torch's BLAS and the kernels here: see
+tuning/choice.py.  `matmul_precision` gives torch's own products of float32 the precision of our kernels.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from ..base.gemm_row import epilogue_of, finish, finish_parts, in_triton, launch
 from ..base.launch import cdiv, jit_kernel, num_programs, tl
 from ..base.tile import TILE_DTYPES, multiply, swizzle, tile_options
 
-# The precision of torch's own products of float32 on a GPU: that of our kernels.
+# precision
 
 
 def matmul_precision(x: Tensor) -> contextlib.AbstractContextManager:
@@ -42,7 +43,7 @@ def matmul_precision(x: Tensor) -> contextlib.AbstractContextManager:
     return MATMUL.set(matmul()) if on_gpu else contextlib.nullcontext()
 
 
-# The dense product in torch: its meaning, and torch's fastest way to it.
+# reference, and the fastest way to it in torch
 
 
 def gemm_reference(x, w, bias, c, activation="", alpha=1.0, beta=0.0, dtype=None, save_z=False):

@@ -1,9 +1,11 @@
-"""Products of 8-bit operands with scales: what multiplies them back to the numbers that they stand for.
+"""Products of 8-bit operands with scales, which turn the sums into the numbers that the operands stand for.
 
-    out = (x @ w) * x_scale[:, None] * w_scale + bias
+    scaled_gemm   out    = (x @ w) * x_scale[:, None] * w_scale + bias
+    scaled_gmm    out[r] = (x[t] @ w[g]) * x_scale[t] * w_scale[g] + bias[g]       t = order[r] // top_k, or r
 
-M rows, K to sum over, N columns; the kernel also has G groups of rows, each with its own w, for `scaled_gmm`.
-Sums of int8 are exact, those of 8-bit floats are in float32.
+M rows, K to sum over, N columns.  In `scaled_gmm` each row r belongs to a group g with its own weight; rows
+past the last group are zeros.  One kernel computes both.  Sums of int8 are exact, those of 8-bit floats are
+in float32.
 """
 
 import dataclasses
@@ -35,7 +37,7 @@ SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
 # columns beside which the tables' tiles fill a GPU; where there are less, tiles of fewer rows do
 WIDTH = 4096
 
-# reference
+# scaled_gemm: reference
 
 
 def scaled_gemm_reference(x, w, x_scale, w_scale, bias, dtype):
@@ -45,7 +47,7 @@ def scaled_gemm_reference(x, w, x_scale, w_scale, bias, dtype):
     return (y if bias is None else y + bias).to(dtype)
 
 
-# kernel
+# scaled_gemm: kernel
 
 
 @jit_kernel
@@ -185,7 +187,7 @@ def scaled_products(
     return acc
 
 
-# launcher
+# scaled_gemm: launcher
 
 
 @takes(torch.int8, *FP8)
@@ -229,7 +231,7 @@ def fill_scaled_gemm(out, *inputs) -> None:
         out.copy_(scaled_gemm_reference(*inputs))
 
 
-# op
+# scaled_gemm: op
 
 
 def check_operands(x: Tensor, w: Tensor, dtype: torch.dtype) -> None:
@@ -265,7 +267,7 @@ scaled_gemm_op = define_op(
 )
 
 
-# public
+# scaled_gemm: public
 
 
 def scaled_gemm(
@@ -299,14 +301,7 @@ def scaled_gemm(
     return scaled_gemm_op(x, w, x_scale, w_scale, bias, out_dtype)
 
 
-# Products of 8 bits with scales of each group of rows and its own weight: see `scaled_gemm`.
-#
-#     out[r] = (x[t] @ w[g]) * x_scale[t] * w_scale[g] + bias[g]        t = order[r] // top_k, or r
-#
-# for each row r of each group g; rows past the last group are zeros.
-
-
-# reference
+# scaled_gmm: reference
 
 
 def scaled_gmm_reference(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype):
@@ -321,7 +316,7 @@ def scaled_gmm_reference(x, w, group_sizes, x_scale, w_scale, bias, order, top_k
     return out
 
 
-# launcher
+# scaled_gmm: launcher
 
 
 @takes(torch.int8, *FP8)
@@ -330,7 +325,7 @@ def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top
     launch(out, x, w, group_sizes.contiguous(), x_scale, w_scale, bias, order, top_k)
 
 
-# op
+# scaled_gmm: op
 
 
 def new_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype):
@@ -358,7 +353,7 @@ scaled_gmm_op = define_op(
     hopper=hopper.launch_scaled_gmm,
 )
 
-# public
+# scaled_gmm: public
 
 
 def scaled_gmm(

@@ -1,8 +1,9 @@
 """The product of an nn.Linear, `x @ weight.mT + bias`, by the implementation that was the fastest.
 
-A file of AITER's tuned products says which: see `tuning/aiter_csv.py`.  Where it has no row the house's own
-table does, as for `gemm`.  An answer is kept for tensors of the same shapes and dtypes, and torch's own
-product is called as it is, so that it costs the host little more.
+A user's file of AITER's tuned products says which implementation that is: see tuning/aiter_csv.py.  If the
+file has no row for a product, our own table chooses, as for `gemm`.  `tuned_gemm` keeps the answer for
+tensors of the same shapes and dtypes, and calls torch's own product directly, so it adds little time on the
+host.
 """
 
 import functools
@@ -44,7 +45,7 @@ from ..grouped.masked_gmm import masked_gmm
 from .gemm import gemm
 from .scaled_gemm import scaled_gemm
 
-# Who multiplies for `tuned_gemm`: the row of a user's file says, or else the house's own table.
+# choice of the implementation
 
 
 LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
@@ -147,6 +148,8 @@ def usual(problem: Problem, device: torch.device) -> str:
     fits = hopper.is_hopper(device) and K % 8 == 0 and (M <= FEW or N % 8 == 0)
     return backend if backend != "hopper" or fits else "torch"
 
+
+# product
 
 TORCHS_OWN = "F.linear"  # torch, where nothing has to be cast
 EIGHT_BITS = (torch.int8, *FP8)

@@ -4,13 +4,15 @@
     adapted_down   out[t] = sum over j of s[t, j] * (w[e] @ a[r] + bias[e] + b[e] @ low[r])
 
 (T, H) -> (R, N) and back, for the row r = rank[t, j] of each choice and its expert e.  low (R, r) is the
-adapter's first product, an `adapted_up` or a `segment_gmm` of its own, with a dropout before it perhaps.
-What stands between the two is anybody's.
+adapter's first product, an `adapted_up` or a `segment_gmm` of its own, perhaps with a dropout before it.  The
+caller computes what stands between the two projections.
 
-Without an adapter both are grouped products with gradients that keep no rows which they have only moved:
-neither those of x, nor those that are summed up.  For the gradient of the routing weights is
-<u, a> + <g, low> + <dout, bias>, with u = w[e].T @ dout and g = b[e].T @ dout.  Of a frozen weight no
-gradient is computed.
+Without an adapter both are grouped products whose gradients keep no rows that were only moved: neither those
+of x nor those that are summed up.  The gradient of the routing weights is <u, a> + <g, low> + <dout, bias>,
+with u = w[e].T @ dout and g = b[e].T @ dout.  A frozen weight gets no gradient.
+
+`add_low_rank` adds an adapter's second product to that of the weight, in place: `out[s:e] += x[s:e] @ w[g]`,
+with M rows, G groups, r in, N out.  r is a rank and so short that reading and writing `out` once dominates.
 """
 
 from torch import Tensor
@@ -35,12 +37,7 @@ from ..rows.permute import check_sorted_rows, permute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
 from .up import expert_up_reference, up_gradients
 
-# An adapter's second product, added to that of the weight where it lies: `out[s:e] += x[s:e] @ w[g]`.
-#
-# M rows, G groups, r in, N out.  r is a rank: so short that what counts is to read and write `out` once.
-
-
-# reference
+# add_low_rank: reference
 
 
 def add_low_rank_reference(out, x, w, group_sizes):
@@ -51,7 +48,7 @@ def add_low_rank_reference(out, x, w, group_sizes):
             add(o, rows, weight, o)
 
 
-# launcher
+# add_low_rank: launcher
 
 
 def check_add_low_rank(out, x, w, group_sizes):
@@ -76,7 +73,7 @@ def launch_add_low_rank(out, x, w, group_sizes):
         out.add_(segment_gmm_op(x, w, group_sizes, None, None))
 
 
-# op
+# add_low_rank: op
 
 add_low_rank_op = define_inplace_op(
     "add_low_rank(Tensor(a!) out, Tensor x, Tensor w, Tensor group_sizes) -> ()",
@@ -87,7 +84,7 @@ add_low_rank_op = define_inplace_op(
 )
 
 
-# public
+# add_low_rank: public
 
 
 def add_low_rank(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor) -> None:
@@ -102,7 +99,7 @@ def add_low_rank(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor) -> None
 
 PLAIN = "relu", False, True  # an activation without a gate, not applied; keep z
 
-# reference
+# adapted: reference
 
 
 def adapted_up_reference(x, w, bias, low, b, order, rank, group_sizes):
@@ -116,7 +113,7 @@ def adapted_down_reference(a, w, bias, low, b, routing_weights, order, rank, gro
     return unpermute_reference(y, order, rank, routing_weights)
 
 
-# launcher
+# adapted: launcher
 
 
 def check_adapter(low, b, w, order, group_sizes) -> None:
@@ -185,7 +182,7 @@ def launch_adapted_down(out, *inputs):
     fill_adapted_down(out, *inputs)
 
 
-# op
+# adapted: op
 
 
 def save_adapted_up(ctx, inputs, output):

@@ -3,10 +3,12 @@
     z = gate_up[e] @ x[token] + gate_up_bias[e]
     out[token] += weight * (down[e] @ f(z) + down_bias[e])
 
-A block of an expert's rows stays in cache from the first step to the last, in scratch that every block
-reuses; torch does the matrix products, C++ what lies between them.  Only x, z and the routing are kept for
-the backward pass, and without z it is computed again.  Sums run in float32, expert by expert, so two runs
-give the same bits.
+A block of an expert's rows stays in cache from the first step to the last, in scratch memory that all blocks
+share.  torch computes the matrix products, C++ or torch the steps between and around them.  Only x, z and the
+routing are kept for the backward pass; without z it computes z again.  Sums run in float32, expert by expert,
+so two runs give the same bits.
+
+A block's `choices` (n,) int32 are its part of `order`: choice c is token c // k and has weight c of (T, k).
 """
 
 import threading
@@ -25,7 +27,7 @@ from ..rows.permute import unpermute_reference
 from .glu import glu_backward_reference
 from .inputs import ExpertInputs, check_expert_values, check_experts
 
-# What the expert loop is made of, besides arithmetic: blocks, scratch, weight gradients, an order.
+# blocks, scratch, gradients of weights, order
 
 
 BLOCK_ROWS = 1024  # what is in work at a time stays in cache; products of fewer rows are slower
@@ -167,10 +169,7 @@ class InOrder:
             job()
 
 
-# What the expert loop computes between and around its matrix products, for one block of rows.
-#
-# A block's `choices` (n,) int32 are its part of `order`: choice c is token c // k and has weight c of (T,
-# k).
+# steps between and around the products of a block
 
 
 CACHED = 2**20  # bytes of a weight that are worth asking for early: about a core's second cache

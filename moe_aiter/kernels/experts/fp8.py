@@ -1,23 +1,37 @@
-"""The experts with most of their products of 8-bit floats: one autograd node.
+"""The experts with 8-bit products: in training as one autograd node, and forward only with 8-bit weights.
 
     z = gate_up8 x8,      y = down8 a8         a = f(z)              forward
     u = down8'.T dout8,   dx = gate_up8.T (c dz)8                    backward
     dgate_up = dz8' outer x8,   ddown = dout8 outer (s a)8'          where all products are of 8 bits
 
-Every operand has a scale for each row along the axis that is summed over (`quantize_rows`), so backward
-quantises down again, by columns, whose largest magnitudes forward has kept beside z.  Of gate_up it takes
-forward's numbers: dz takes over c, the scales of gate_up's rows, before it is quantised (`quantize_folded`),
-and forward has kept c.  For down that is no way, as dout is quantised once for all experts of a token.
+Every operand has a scale for each row along the axis that is summed over (`quantize_rows`).  So backward
+quantises down again, by columns; forward has kept the columns' largest magnitudes beside z.  Of gate_up,
+backward uses the numbers of forward: dz takes over c, the scales of gate_up's rows, before it is quantised
+(`quantize_folded`), and forward has kept c.  This does not work for down, because dout is quantised once for
+all experts of a token.
 
-Weights and what goes forward are e4m3, dout and dz of the format of the gradients.  The gradients of the
-weights, 3 of the 9 units of product, are either of rows that are not quantised, x, dout, dz and s * f(z) in
-the dtype of x, the recipe that torchao calls rowwise_with_gw_hp; or of 8 bits too, with scales as in
-`tgmm_fp8`, to which its rowwise is the relative.  Then backward has no use for x but as 8-bit rows, which are
-saved in its place; all else that is saved is in the dtype of x.  To the quantisation the gradient is that of
-the identity.
+Weights and forward's operands are e4m3; dout and dz have the format of the gradients.  The gradients of the
+weights, 3 of the 9 units of product, come in two recipes:
 
-On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that do not fit
-them, the quantised numbers are multiplied in the dtype of x, which costs time instead of saving it.
+* from rows that are not quantised, x, dout, dz and s * f(z) in the dtype of x: torchao's rowwise_with_gw_hp;
+* from 8-bit rows too, with scales as in `tgmm_fp8`, similar to torchao's rowwise.  Then backward needs x only
+  as 8-bit rows, which are saved in its place.
+
+All else that is saved has the dtype of x.  The gradient of the quantisation is that of the identity.
+
+On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that these
+kernels do not support, torch or Triton multiplies the quantised numbers in the dtype of x, which is slower.
+
+`keep_fp8_weights` keeps the 8-bit weights from the first micro-batch of an optimizer step to the last.  It
+holds for the whole process instead of a ContextVar: autograd runs CUDA gradients on its own threads, which
+would not see one.
+
+`quantized_experts` takes weights that were quantised once, for inference:
+
+    out[t] = sum over j of s[t, j] * (down8 @ f(gate_up8 @ x8[t] + gate_up_bias) + down_bias)
+
+with a scale for each row of a weight, of a token and of the activation's result.  On Hopper it uses the
+products of `experts_fp8`, whose epilogue applies the activation.
 """
 
 import contextlib
@@ -57,10 +71,7 @@ from .glu import glu
 from .inputs import NUM_INPUTS, ExpertInputs, check_expert_values
 from .up import up_gradients
 
-# The experts' 8-bit weights, kept from the first micro-batch of an optimizer step to the last.
-#
-# Process-wide, not a ContextVar: autograd runs CUDA gradients on threads of its own, which would not see
-# one.
+# keep_fp8_weights
 
 
 T = TypeVar("T")
@@ -158,6 +169,8 @@ def kept_fp8(w: Tensor, what: str, make: Callable[[], T]) -> T:
     return make() if cache is None else cache.get(w, what, make)
 
 
+# experts_fp8
+
 ALL = "_all"
 RECIPES = (*FORMATS, *(format + ALL for format in FORMATS))
 
@@ -177,7 +190,7 @@ def products_of_weights(recipe: str, x8: tuple, dout8: tuple) -> tuple[Callable,
     return of_gate_up, functools.partial(weight_gradient_fp8, dout8, "e4m3")
 
 
-# reference
+# experts_fp8: reference
 
 
 def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
@@ -220,7 +233,7 @@ def rounded_down_grad(out, dout8, dout_scale, z, w8, w_scale, *rest, op="expert_
 rounded_over_z = functools.partial(rounded_down_grad, op="expert_down_grad_over_z")
 
 
-# launcher
+# experts_fp8: launcher
 
 
 def launch_up(out, x8, x_scale, w8, w_scale, bias, order, rank, *rest) -> None:
@@ -265,7 +278,7 @@ launch_up.fits = launch_z.fits = hopper.fits_up_fp8
 launch_down_grad.fits = launch_over_z.fits = hopper.fits_down_grad_fp8
 
 
-# op
+# experts_fp8: op
 
 
 def new_up(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, interleaved, save_z, dtype):
@@ -455,12 +468,7 @@ experts_fp8_op = define_op(
 )
 
 
-# The experts, forward only, with weights of 8 bits that were quantised once; tokens are as they come.
-#
-#     out[t] = sum over j of s[t, j] * (down8 @ f(gate_up8 @ x8[t] + gate_up_bias) + down_bias)
-#
-# with a scale for each row of a weight, of a token and of what the activation gives (`quantize_rows`). On
-# Hopper they take the products of `experts_fp8`, whose epilogue applies the activation.
+# quantized_experts
 
 
 ALL_ROWS = 2**62  # bytes: the rows of the second product come in one chunk

@@ -1,4 +1,19 @@
-"""The inputs of the experts as one thing, and the checks on them that every backend needs."""
+"""The inputs of the experts as one tuple, checks that every backend needs, and sizes of column chunks.
+
+`row_bytes` decides how many bytes the rows of Y (forward) and of dX (backward) may take at a time.  R = T * k
+rows of H columns are often the largest tensor of a step, and they live only from a product to the sum of each
+token's rows.  In chunks of columns they take less memory, but each chunk reads the product's rows of I or 2I
+columns again and adds some launches.  So `row_bytes` takes as few chunks as keep these rows from setting the
+peak.  A step also needs, above its inputs, at the moments when it needs most:
+
+    forward   O + Z + A                   + rows of Y
+    backward  O + dZ + dWdown + s * A                       dZ in the memory of Z
+              O + dZ + dWdown + dX        + rows of dX
+              O + dZ + dWdown + dX + dWgate_up
+
+The rows may lift the highest of these by an eighth.  With T 24576, H 1536, I 256, E 128, k 8 the highest is
+the last, 624 MiB; Y or dX in one piece take 576 MiB and would lift it to 1008, in 2 and 3 chunks to 648.
+"""
 
 from typing import NamedTuple
 
@@ -132,20 +147,7 @@ def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple, x: Tensor
     check_device(x=x, **{name: main_grad})
 
 
-# How much of the rows of Y, forward, and of dX, backward, is in memory at a time.
-#
-# R = T * k rows of H columns are the largest tensor of many a step, and live only from a product to the sum
-# of each token's rows.  In chunks of columns they take less, but each chunk reads the product's rows of I
-# or 2I columns again, and is some launches more.  So: as few chunks as keep these rows from setting the
-# peak.  What a step needs besides, above its inputs, where it needs most:
-#
-#     forward   O + Z + A                   + rows of Y
-#     backward  O + dZ + dWdown + s * A                       dZ in the memory of Z
-#               O + dZ + dWdown + dX        + rows of dX
-#               O + dZ + dWdown + dX + dWgate_up
-#
-# The rows may lift the highest of these by an eighth.  With T 24576, H 1536, I 256, E 128, k 8 it is the
-# last, 624 MiB; Y or dX in one piece are 576, and would lift it to 1008; in 2 and 3 chunks to 648.
+# column chunks
 
 
 SLACK = 8  # the rows may lift the peak by a part in so many

@@ -4,8 +4,11 @@
 
 where e is token t's choice j.
 
-On a GPU all experts' products of one kind together; on the CPU one op that takes expert by expert from end to
-end, while its rows are in the cache.
+On a GPU each kernel computes one kind of product for all experts.  On a CPU one op computes expert after
+expert from end to end, while the expert's rows are in the cache.
+
+`expert_both` is both projections as one autograd node that keeps nothing but its inputs.  Its backward pass
+makes z again, writes dz over it, and continues as those of `expert_down` and `expert_up` do.
 """
 
 from torch import Tensor
@@ -29,12 +32,7 @@ from .inputs import (
 )
 from .up import expert_up_op, expert_z_op, up_gradients
 
-# Both projections of the experts as one autograd node, which keeps nothing but its inputs.
-#
-# The backward pass makes z again, writes dz over it, and then is that of `expert_down` and of `expert_up`.
-
-
-# launcher
+# expert_both: launcher
 
 
 @takes(*TILE_DTYPES)
@@ -47,7 +45,7 @@ def launch_expert_both(out, *inputs):
     launch_gmm_unpermute(out, a, i.down.mT, i.group_sizes, i.down_bias, *way_home)
 
 
-# op
+# expert_both: op
 
 
 def save_expert_both(ctx, inputs, output):
@@ -82,6 +80,9 @@ expert_both_op = define_op(
     save=save_expert_both,
     backward=backward_expert_both,
 )
+
+
+# expert_mlp: backends
 
 
 def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
@@ -125,6 +126,9 @@ IMPLS["expert_mlp"] = {
     "host": by_expert,
     "torch": by_expert,
 }
+
+
+# expert_mlp: public
 
 
 def expert_mlp(

@@ -1,7 +1,13 @@
 """Grouped matmul: `out[s:e] = lhs[s:e] @ rhs[g] + bias[g]` for each group g, whose rows are [s, e).
 
-M rows, G groups, K in, N out.
-Shapes say the maths; strides say the layout.  `w.mT` is a valid `rhs`.
+M rows, G groups, K in, N out.  Shapes say the maths; strides say the layout.  `w.mT` is a valid `rhs`.
+
+`gmm_unpermute` also returns the rows to token order and adds up those of each token.  It is the second
+product of the experts forward, and the gradient of x backward:
+
+    out[t] = sum over j of s[t, j] * rows[rank[t, j]],   rows[s:e] = x[s:e] @ w[g] + bias[g]
+
+The rows (R, N) exist only between the product and the sum, one chunk of their columns at a time.
 """
 
 import torch
@@ -32,7 +38,7 @@ from ..rows.permute import check_plan, launch_unpermute, unpermute_reference
 from ..rows.sums import group_sum
 from .tgmm import fill_gmm, fill_gmm_into, weight_and_bias_gradient, weight_gradient
 
-# reference
+# gmm: reference
 
 
 def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
@@ -45,7 +51,7 @@ def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
     return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), rhs.shape[2], dtype=dtype)])
 
 
-# kernel
+# gmm: kernel
 
 
 @jit_kernel
@@ -104,7 +110,7 @@ def gmm_kernel(
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# launcher
+# gmm: launcher
 
 
 def check_gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
@@ -157,7 +163,7 @@ def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs):
     launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)
 
 
-# op
+# gmm: op
 
 
 def save_gmm(ctx, inputs, output):
@@ -210,7 +216,7 @@ gmm_into_op = define_inplace_op(
 )
 
 
-# public
+# gmm: public
 
 
 def gmm(
@@ -264,24 +270,19 @@ def gmm(
     return existing_out
 
 
-# Grouped matmul whose rows go home: forward the experts' second product, backward the gradient of x.
-#
-#     out[t] = sum over j of s[t, j] * rows[rank[t, j]],   rows[s:e] = x[s:e] @ w[g] + bias[g]
-#
-# R rows, K in, N out.  The rows (R, N) live only between the product and the sum, a chunk of their columns
-# at a time.
+# gmm_unpermute
 
 
 BLOCK = 256  # columns of the widest tile: chunks are multiples, so that no tile is wasted
 
-# reference
+# gmm_unpermute: reference
 
 
 def gmm_unpermute_reference(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes):
     return unpermute_reference(gmm_reference(x, w, group_sizes, bias), order, rank, routing_weights)
 
 
-# launcher
+# gmm_unpermute: launcher
 
 
 def new_gmm_unpermute(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes):
@@ -312,7 +313,7 @@ def launch_gmm_unpermute(out, x, w, group_sizes, bias, order, rank, routing_weig
         )  # fmt: skip
 
 
-# op
+# gmm_unpermute: op
 
 
 gmm_unpermute_op = define_op(

@@ -3,7 +3,9 @@
     out[g, :s] = (x[g, :s] @ w[g].T) * x_scale[g, :s, None] * w_scale[g]     s = group_sizes[g]
 
 G groups of up to M rows, K in, N out.  Rows past a group's size do not count and are not written.  Operands
-of 8 bits, whose tiles are scaled sums of float32, or of 16 and 32.
+have 8 bits, and their tiles are scaled sums of float32; or 16 or 32 bits.
+
+`scaled_bmm` is the same product of batches, in which every row counts.
 """
 
 import torch
@@ -268,7 +270,7 @@ def masked_gmm(
     return out
 
 
-# Batches of products of 8-bit floats with scales: a masked product of which every row counts.
+# scaled_bmm: public
 
 
 def scaled_bmm(

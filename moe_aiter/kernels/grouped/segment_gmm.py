@@ -1,9 +1,18 @@
 """Segment matmul: `out[s:e] = x[s:e] @ w[weight_indices[i]]` for each segment i, whose rows are [s, e).
 
-M rows, B segments, W weights, K in, N out.  The weight is found inside the kernel: none is copied.
-As in `gmm`, strides say the layout.  Two kernels share the work: where K is short (a LoRA's expansion), a
-program keeps its rows and walks over columns; else a program makes one tile, or where there are few tiles
-(a LoRA's shrinking to its rank) a part of its sum over K, and the parts are added in order.
+M rows, B segments, W weights, K in, N out.  The kernel finds the weight itself; no weight is copied.  As in
+`gmm`, strides say the layout.  There are two kernels.  If K is short (a LoRA's expansion), a program keeps
+its rows and walks over columns.  Else a program makes one tile, or if there are few tiles (a LoRA's shrinking
+to its rank) a part of the tile's sum over K; the parts are added in order.
+
+`segment_tgmm` is the gradient of the weights: `out[i] = sum of x[s:e].T @ y[s:e]` over weight i's segments.
+
+Segments lie one behind the other.  Either `lens` (B,) counts their rows from row 0 on, or `indptr` (B + 1,)
+says where each begins and where the last one ends; rows before its first element are in no segment.  Both
+stay on the device.  Lengths (the steps of an indptr) and the first element are clamped to [0, M], and
+segments to the rows that are left: no row belongs to two segments, and no kernel touches memory outside of
+the M rows.  `weight_indices` (B,) names the matrix of each segment, by default the one with the segment's
+number; an index outside of [0, W), usually -1, names a matrix of zeros.
 """
 
 import dataclasses
@@ -21,17 +30,11 @@ from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, at_least_16, dense, multiply, operand, row_tiles, swizzle, tile_options
 from .tgmm import chosen, weight_gradient
 
-# Segments of rows, and the weight of each: what the ops on them share.
-#
-# B segments lie one behind the other in M rows.  `lens` (B,) counts their rows from row 0 on, or else
-# `indptr` (B + 1,) says where they begin and the last one ends; the rows before its first element are in no
-# segment.  Both stay on the device.  Lengths, for an indptr the steps from one element to the next, and the
-# first element are clamped to [0, M], and segments to the rows that are left: no row belongs to two, and
-# nothing outside (M,) is ever touched.  `weight_indices` (B,) names the matrix of each segment, which is
-# its own number if there are none; an index outside [0, W), usually -1, names one of zeros.
+# segments
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
 Segments = tuple[Tensor | None, Tensor | None, Tensor | None]  # lens, indptr, weight_indices
 
 
@@ -228,16 +231,13 @@ def add_parts(parts: Tensor, out: Tensor, bounds: Tensor, **flags) -> None:
     )
 
 
-# Transposed segment matmul: `out[i] = sum of x[s:e].T @ y[s:e]` over the segments [s, e) whose weight is i.
-#
-# The gradient of `segment_gmm`'s weights.  M rows, B segments, W weights, K in, N out.
+# segment_tgmm
 
 
-ENOUGH = 256  # programs that keep a GPU busy
 PART_ROWS = 512  # of those that programs share, the least that each takes
 WIDE = 128  # of K and N, from where on `tgmm`'s tiles are filled
 
-# reference
+# segment_tgmm: reference
 
 
 def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_first):
@@ -251,7 +251,7 @@ def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_
     return out.mT if columns_first else out
 
 
-# kernel
+# segment_tgmm: kernel
 
 
 @jit_kernel
@@ -309,7 +309,7 @@ def segment_tgmm_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
 
 
-# launcher
+# segment_tgmm: launcher
 
 
 def new_segment_tgmm(x, y, lens, indptr, weight_indices, weights, columns_first):
@@ -343,7 +343,7 @@ def launch_segment_tgmm(out, x, y, lens, indptr, weight_indices, weights, column
         out.copy_(sums.sum(0))
 
 
-# op
+# segment_tgmm: op
 
 
 segment_tgmm_op = define_op(
@@ -379,13 +379,14 @@ def segment_weight_gradient(
     return dw.mT if columns_first else dw
 
 
+# segment_gmm
+
 SHORT_K = 64  # sums that a program makes in one step
-ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
 PART_K = 512  # of a sum over K that is shared among programs, the least that each takes
 FILLED = 64  # rows of a segment on average from which on a Hopper tile is worth it
 DTYPES = (*TILE_DTYPES, *FP8)
 
-# reference
+# segment_gmm: reference
 
 
 def segment_gmm_reference(x, w, lens, indptr, weight_indices):
@@ -413,7 +414,7 @@ def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
         past.zero_()
 
 
-# kernel
+# segment_gmm: kernel
 
 
 @jit_kernel
@@ -518,7 +519,7 @@ def segment_expand_kernel(
         tl.store(out_ptrs + n[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# launcher
+# segment_gmm: launcher
 
 
 def out_dtype(x: Tensor) -> torch.dtype:
@@ -615,7 +616,7 @@ def untouched_rest(launch: Callable) -> Callable:
     return functools.wraps(launch)(functools.partial(launch, zero_rest=False))
 
 
-# op
+# segment_gmm: op
 
 
 def save_segment_gmm(ctx, inputs, output):
@@ -655,7 +656,7 @@ segment_gmm_out_op = define_inplace_op(
 )
 
 
-# public
+# segment_gmm: public
 
 
 def segment_gmm(

@@ -3,6 +3,11 @@
     out[g] = x[s:e].T @ y[s:e]
 
 for each group g, whose rows are [s, e).  With `order`, row r of x stands for row order[r] // top_k.
+
+On a CPU torch computes `gmm` and `tgmm` group by group, and writes each product into its place.  If all
+operands and the result have one dtype, torch's product reads the operands as they are, sums in float32 and
+rounds once.  If dtypes differ, or under torch.func's vmap, torch has no such product; then all operands are
+widened first.
 """
 
 from collections.abc import Callable
@@ -39,11 +44,7 @@ from ..base.tile import (
 )
 from ..rows.sums import group_sum_reference, launch_group_sum, sum_rows
 
-# Grouped products by torch, a group after another, each into its place: what runs on a CPU.
-#
-# With one dtype for all, that of the result too, torch's product reads operands as they are, sums in
-# float32 and rounds once.  Where dtypes differ it has no such product, nor under torch.func's vmap: there
-# all are widened first.
+# products in torch, group by group
 
 
 def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:

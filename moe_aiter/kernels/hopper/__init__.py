@@ -1,7 +1,7 @@
 """Gluon kernels for Hopper (sm_90) of ops of other wings; all but those of few rows are warp-specialised.
 
-Each of them has the meaning and the schema of the op in the file of the same name one level up, and is chosen
-by `backend.pick` where the GPU and the inputs allow it.  Gluon is imported when the first of them runs.
+Each kernel has the meaning and the schema of its op in another wing, and `op.pick` chooses the kernel where
+the GPU and the inputs allow it.  Gluon is imported when the first of them runs.
 
 Needed everywhere: a Hopper GPU; bfloat16 or float16, or for products with scales 8 bits; columns in a row,
 as TMA copies them, at addresses that are multiples of 16 bytes; K a multiple of 64, where a part of a block

@@ -1,4 +1,4 @@
-"""The gradient that starts the experts' backward pass, on Hopper; see ../expert_down.py.
+"""The gradient that starts the experts' backward pass, on Hopper; see ../experts/down.py.
 
 The consumers leave dout times the weights, rounded to 16 bits, to a warpgroup that fetches z by TMA and
 writes dz and s * a while they multiply the next tile.

@@ -1,4 +1,8 @@
-"""The activations' f and h, with their slopes, for accumulators; see ../activations.py."""
+"""Epilogues on Hopper: activations with their slopes, and sums and scales of 8-bit products.
+
+The activations are those of ../base/activations.py.  The tensor core sums 8-bit floats with some 14 bits
+only, so float32 takes over its sums every few stages (`span_of`).
+"""
 
 from collections.abc import Callable
 
@@ -11,6 +15,8 @@ from ..base.fp8 import MOST_IMPRECISE
 from ..base.launch import cdiv, tl
 from .gluon import Number, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from .pipeline import blocks, multiply
+
+# activations
 
 
 @gluon.jit
@@ -92,7 +98,7 @@ def kernel_functions(act: activations.Activation) -> dict[str, Callable | None]:
     return {"ACTIVATION": FUNCTIONS[act.base], "UP": FUNCTIONS[act.up] if act.gated else None}
 
 
-# Products of 8-bit floats: sums that float32 takes over from the tensor core, and scales.
+# products of 8 bits: sums and scales
 
 
 ENOUGH_FOR_BFLOAT16 = 256  # products summed with some 14 bits: a quarter of that dtype's own rounding

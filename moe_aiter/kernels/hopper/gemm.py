@@ -1,8 +1,14 @@
-"""Dense and batched matmul on Hopper; see ../gemm.py.
+"""Dense and batched matmul on Hopper; see ../dense/gemm.py.
 
-The consumers share a tile, a half of the rows each; or they take TURNS, so that the tensor cores have the
-next tile while a consumer finishes the last.  Then only one waits for stages at a time: a barrier of the ring
-tells a stage from the one before it, not from that before the last.
+Up to 16 rows (`few_rows`): such a product takes as long as reading its weight, so the weight goes from memory
+into registers without the detour through shared memory.  A lane's 16 bytes of a row of w are the operands of
+two `mma.sync` instructions, if x has the K of a step in the same order.  The warps of a program lie side by
+side along K, as a batch of products, and are added up once.  Programs are small, and many run on an SM.  Each
+begins at a different step of K, or all would read the same lines of x from L2 at the same time.
+
+More rows (`gemm`): the two consumers share a tile, half of the rows each; or they take TURNS, so that the
+tensor cores have the next tile while a consumer finishes the last one.  Then only one consumer waits for
+stages at a time: a barrier of the ring tells a stage from the one before it, not from the last but one.
 """
 
 import functools
@@ -37,13 +43,7 @@ from .gluon import (
 from .pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make_ring, multiply, produce
 from .schedule import Tiles, make_places
 
-# Dense products of up to 16 rows on Hopper: the weight goes from memory into registers; see ../gemm.py.
-#
-# A product of few rows takes as long as its weight takes to be read.  Shared memory would only be a detour:
-# here a lane's 16 bytes of a row of w are what it gives to two products of `mma.sync`, if x has the K of a
-# step in the same order.  The warps of a program lie side by side along K, as a batch of products, and are
-# added up once.  Programs are small, and many on an SM. They begin at different steps of K, or all would
-# want the same lines of x from L2 at a time.
+# few_rows: kernel
 
 
 IN_FLIGHT = 2**15  # numbers, 64 KiB: the weight that an SM should be waiting for at any time
@@ -179,7 +179,7 @@ def few_rows_kernel(
 
 few_rows_kernel.steady = True
 
-# launcher
+# few_rows: launcher
 
 
 def launch_few_rows(
@@ -218,6 +218,8 @@ def eights(x: Tensor) -> tuple[int, int]:
     """The strides of matrices and rows, of which `fits_gemm` has made sure."""
     return x.stride(0) // 8, x.stride(1) // 8
 
+
+# gemm: kernel
 
 SHORT = 1024  # the K up to which one row is multiplied as few rows are
 
@@ -376,7 +378,7 @@ def finish_tile(acc, WHO: gl.constexpr, finish, matrix, row, end, column, STORES
         finish.block(parts[j], WHO, matrix, row, end, column + j * (acc.shape[1] // STORES))
 
 
-# launcher
+# gemm: launcher
 
 
 def launch_gemm(

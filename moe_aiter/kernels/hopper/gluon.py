@@ -1,4 +1,7 @@
-"""Gluon, and what differs between the versions that have it, Triton 3.6 to 3.9.  Nobody else imports it."""
+"""Gluon, what differs between its versions (Triton 3.6 to 3.9), and what launchers of Gluon kernels share.
+
+No other file imports Gluon.
+"""
 
 import dataclasses
 import functools
@@ -117,7 +120,7 @@ def ragged(row, end, column):
     return [FAR, end, FAR - (end - row), column]
 
 
-# What the launchers share.
+# launchers
 
 
 SHARED_BYTES = 226 * 1024  # of a program, less 1 KiB for barriers, places and what starts the warpgroups

@@ -1,4 +1,4 @@
-"""Grouped matmul on Hopper; see ../gmm.py."""
+"""Grouped and masked grouped matmul on Hopper; see ../grouped/gmm.py and ../grouped/masked_gmm.py."""
 
 from collections.abc import Sequence
 
@@ -27,6 +27,8 @@ from .gluon import (
 )
 from .pipeline import CONSUMERS, Weights, add_bias, make_ring, produce
 from .schedule import Tiles, find_groups, find_masked_groups, make_places
+
+# gmm: kernel
 
 
 @jit_kernel
@@ -119,7 +121,7 @@ def gmm_consumer(
     store_wait(pendings=0)
 
 
-# launcher
+# gmm: launcher
 
 
 def launch_gmm(
@@ -174,7 +176,7 @@ def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top
     launch_gmm(out, rows, w, group_sizes, bias, x_scale=x_scale, w_scale=w_scale)
 
 
-# Masked grouped matmul on Hopper; see ../masked_gmm.py.
+# masked_gmm: kernel
 
 
 @jit_kernel
@@ -263,7 +265,7 @@ def masked_consumer(
     store_wait(pendings=0)
 
 
-# launcher
+# masked_gmm: launcher
 
 
 def launch_masked_gmm(

@@ -1,7 +1,10 @@
-"""A product's tiles on one SM: a warpgroup fetches the operands, and two multiply half of the rows each.
+"""A product's tiles on one SM: one warpgroup fetches the operands, two multiply half of the rows each.
 
-The operands go round in a ring of stages.  A stage is ready when all of it has arrived, and empty again when
-both consumers have used it.
+The operands go round in a ring of stages (`Ring`).  A stage is ready once all of it has arrived, and empty
+again once both consumers have used it.
+
+`Handoff` passes a finished sum to a further warpgroup, which does the rest of the work on that tile while the
+consumers multiply the next tile.
 """
 
 from .gluon import (
@@ -19,6 +22,8 @@ from .gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+
+# ring of stages
 
 CONSUMERS = gl.constexpr(2)
 VECTOR = gl.constexpr(8)  # 16-bit elements in 16 bytes, which a thread copies at a time
@@ -273,7 +278,7 @@ def add_bias(x, bias_ptr, base, first, N, STEP: gl.constexpr = 1):
     return x
 
 
-# A tile on its way to a warpgroup that finishes it while the consumers multiply the next.
+# handoff of a tile
 
 
 STRIP = gl.constexpr(32)  # rows that are finished at a time, as registers allow

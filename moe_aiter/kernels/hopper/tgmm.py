@@ -1,4 +1,10 @@
-"""Transposed grouped matmul on Hopper: the gradients of weights; see ../tgmm.py."""
+"""Transposed grouped matmul on Hopper, the gradients of weights: of 16-bit rows and of 8-bit rows.
+
+`tgmm` has the meaning of ../grouped/tgmm.py, `tgmm_fp8` that of ../grouped/tgmm_fp8.py; ../quantize/blocks.py
+makes the operands of the latter.  Its stage is one chunk of rows: the tensor core sums the chunk, and float32
+adds that sum times the scales of the chunk, one for each row of the result.  So one instruction both promotes
+and scales a sum.
+"""
 
 from ... import tuning
 from ..base.launch import num_programs
@@ -30,6 +36,8 @@ from .gluon import (
 )
 from .pipeline import CONSUMERS, VECTOR, blocks, make_ring
 from .schedule import Tiles, clamped_sizes, make_places, warp_layout
+
+# tgmm: kernel
 
 MAX_RANKED = 256  # groups; to rank more would take longer than it saves
 
@@ -63,7 +71,7 @@ class Rows:
 
     @gluon.jit
     def of_place(self, place):
-        """The group at that place, its first row and end row, clamped as by `group_rows` in ../_tile.py."""
+        """The group at that place, its first row and end row, clamped as by `group_rows` in base/tile.py."""
         layout: gl.constexpr = warp_layout(self.BLOCK_G)
         g = gl.arange(0, self.BLOCK_G, layout=layout)
         size = clamped_sizes(self.group_sizes_ptr, g, self.M, self.G)
@@ -298,7 +306,7 @@ def tgmm_kernel(
     )
 
 
-# launcher
+# tgmm: launcher
 
 
 def launch_tgmm_into(
@@ -344,10 +352,7 @@ def launch_tgmm_sums(outs, x, y, group_sizes, columns_first) -> None:
     launch_group_sum(sums, y, group_sizes, None, 1, None)
 
 
-# Gradients of weights from 8-bit rows on Hopper: see ../tgmm_fp8.py, and ../token_chunks.py for operands.
-#
-# A stage is one chunk of rows: the tensor core sums it, and float32 adds that sum times the scales of the
-# chunk, one for each row of the result, so that to promote sums and to scale them is one instruction.
+# tgmm_fp8: kernel
 
 
 @aggregate
@@ -499,7 +504,7 @@ def tgmm_fp8_kernel(
     )
 
 
-# launcher
+# tgmm_fp8: launcher
 
 
 def launch_tgmm_fp8(out, x8, y8, y_scale, places, accumulate: bool) -> None:

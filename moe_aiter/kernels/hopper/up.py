@@ -1,4 +1,4 @@
-"""The up-projection of the experts on Hopper; see ../expert_up.py."""
+"""The up-projection of the experts on Hopper; see ../experts/up.py."""
 
 from ... import tuning
 from ..base.activations import get_activation

@@ -1,13 +1,16 @@
-"""Rows laid out for 8-bit products that sum over them: by columns, in chunks of CHUNK rows of one group.
+"""Rows laid out for 8-bit products that sum over rows: by columns, in chunks of CHUNK rows of one group.
 
     row r of group g  ->  chunk first[g] + (r - s) // CHUNK, place (r - s) % CHUNK        where g begins at s
 
-Tensor cores want 8-bit operands with what they sum over side by side, so of each chunk the result holds
-column after column, (C, columns, CHUNK).  Places past a group's end are zero.  C is the most chunks that
-there can be (`plan_chunks`); those that are not in use are not written.
+Tensor cores need 8-bit operands whose summed axis is contiguous, so each chunk of the result holds column
+after column, (C, columns, CHUNK).  Places past a group's end are zero.
 
-`quantize_chunks` gives each column of a chunk a scale of its own (the 1 x 128 scales of DeepSeek-V3,
-arXiv 2412.19437), `transpose_chunks` moves the bytes of rows that are 8-bit floats already.
+`plan_chunks` says where the rows of each group lie.  Each group begins a new chunk, and only the device knows
+how many chunks there are.  C = rows // CHUNK + G, or 0 without groups, is the most that there can be.  Chunks
+past the last one in use begin past the end of the last group; no kernel writes or reads them.
+
+`quantize_chunks` gives each column of a chunk its own scale (the 1 x 128 scales of DeepSeek-V3,
+arXiv 2412.19437).  `transpose_chunks` moves the bytes of rows that are 8-bit floats already.
 """
 
 import torch
@@ -28,18 +31,12 @@ from .rows import (
     scale_and_inverse,
 )
 
-# Where the rows of each group lie in chunks of CHUNK rows, of which every group begins a new one.
-#
-# How many there are is known on the device alone.  C = rows // CHUNK + G, or 0 without groups, is the most
-# that there can be; chunks past the last one in use begin past the end of the last group, and nobody reads
-# them.
-
 
 def most_chunks(rows: int, groups: int) -> int:
     return rows // CHUNK + groups if groups else 0
 
 
-# reference
+# plan_chunks: reference
 
 
 def plan_chunks_reference(group_sizes, rows):
@@ -70,7 +67,7 @@ def rows_of_chunks(y: Tensor, chunks: Tensor, rows: int) -> Tensor:
     return out[:rows]
 
 
-# kernel
+# plan_chunks: kernel
 
 
 @jit_kernel
@@ -110,7 +107,7 @@ def plan_chunks_kernel(
         tl.store(chunks_ptr + 2 * chunk + 1, my_end.to(tl.int32), mask=chunk < last)
 
 
-# launcher
+# plan_chunks: launcher
 
 
 def new_plan_chunks(group_sizes, rows):
@@ -129,7 +126,7 @@ def launch_plan_chunks(out, group_sizes, rows):
     )  # fmt: skip
 
 
-# op
+# plan_chunks: op
 
 
 plan_chunks_op = define_op(
@@ -140,7 +137,7 @@ plan_chunks_op = define_op(
 )
 
 
-# public
+# plan_chunks: public
 
 
 def plan_chunks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +150,7 @@ def plan_chunks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return plan_chunks_op(group_sizes, rows)
 
 
-# reference
+# chunks: reference
 
 
 def take_chunks(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
@@ -182,7 +179,7 @@ def transpose_chunks_reference(x8, order, top_k, chunks):
     return take_chunks(x8.view(torch.uint8), *tokens_of(chunks, order, top_k)).contiguous().view(x8.dtype)
 
 
-# kernel
+# chunks: kernel
 
 
 @jit_kernel
@@ -295,7 +292,7 @@ def transpose_chunks_kernel(
     tl.store(out_ptrs, words.to(tl.int32, bitcast=True), mask=(k < 4 * W)[:, None], cache_modifier=".cs")
 
 
-# launcher
+# chunks: launcher
 
 
 def check_chunks(x: Tensor, order: Tensor, chunks: Tensor, **others: Tensor) -> None:
@@ -353,7 +350,7 @@ def launch_transpose_chunks(out, x8, order, top_k, chunks):
 launch_transpose_chunks.fits = lambda x8, *_: x8.shape[1] % 4 == 0
 
 
-# op
+# chunks: op
 
 
 quantize_chunks_op = define_op(
@@ -371,7 +368,7 @@ transpose_chunks_op = define_op(
 )
 
 
-# public
+# chunks: public
 
 
 def quantize_chunks(

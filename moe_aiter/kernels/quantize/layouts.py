@@ -1,9 +1,20 @@
-"""Rows as 8-bit floats that have taken over the scales of the weight that they multiply.
+"""Two 8-bit layouts that let a product use the scales of an operand's rows while it sums over these rows.
+
+`quantize_folded`: rows as 8-bit floats that have taken over the scales of the weight that they multiply.
 
     x[r, :] * factor[g, :] ~ x8[r, :] * scale[r]      for row r of group g
 
-A product sums over the columns of x, so scales that a weight has along these do not factor out of the sum.
-Rows take them over before they are quantised, and then the weight's 8-bit numbers need no others.
+A scale must be constant along the summed axis, or it cannot be factored out.  The scales of a weight's rows
+vary along the columns of x, so `quantize_folded` multiplies x by them before it quantises x.
+
+`quantize_transposed`, `transpose_rows8`: a weight's 8-bit numbers in the other order, with the same scales.
+
+    x[..., m, k] ~ out[..., k, m] * scale[..., m]
+
+Tensor cores need 8-bit operands whose summed axis is contiguous.  A product that sums over the rows of a
+weight can use the numbers that `quantize_rows` made of them, if its other operand has taken over their
+scales; no kernel has to find the largest magnitudes of columns.  `quantize_transposed` reads the weight
+again; `transpose_rows8` moves the bytes of its 8-bit rows, if these still exist, and reads half as much.
 """
 
 import torch
@@ -30,7 +41,7 @@ from .rows import (
 
 ROWS = 32  # of a group that one program quantises, with one look at the group's factors
 
-# reference
+# quantize_folded: reference
 
 
 def factors_of_rows(factor: Tensor, group_sizes: Tensor, rows: int) -> Tensor:
@@ -47,7 +58,7 @@ def quantize_folded_reference(x, factor, group_sizes, format):
     return quantize_by_amax_reference(x, amax_reference(x, -1), format)
 
 
-# kernel
+# quantize_folded: kernel
 
 
 @jit_kernel
@@ -115,7 +126,7 @@ def quantize_folded_kernel(
                 tl.store(out_ptr + m.to(tl.int64)[:, None] * K + (begin + k)[None, :], x8, mask=mask)
 
 
-# launcher
+# quantize_folded: launcher
 
 
 def new_quantize_folded(x, factor, group_sizes, format):
@@ -152,7 +163,7 @@ def launch_quantize_folded(out, x, factor, group_sizes, format):
     )  # fmt: skip
 
 
-# op
+# quantize_folded: op
 
 quantize_folded_op = define_op(
     "quantize_folded(Tensor x, Tensor factor, Tensor group_sizes, str format) -> (Tensor, Tensor)",
@@ -161,7 +172,7 @@ quantize_folded_op = define_op(
     triton=launch_quantize_folded,
 )
 
-# public
+# quantize_folded: public
 
 
 def quantize_folded(
@@ -175,18 +186,7 @@ def quantize_folded(
     return quantize_folded_op(x.detach(), factor, group_sizes, format)
 
 
-# A weight's 8-bit numbers in the other order: those that its rows have, with the scales that its rows have.
-#
-#     x[..., m, k] ~ out[..., k, m] * scale[..., m]
-#
-# Tensor cores want 8-bit operands with what they sum over side by side.  A product that sums over the rows
-# of a weight can take the very numbers that `quantize_rows` made of them, where its other operand has taken
-# over their scales (`quantize_folded`): nobody looks for the largest magnitudes of columns.  Either the
-# weight is read again, or, where its 8-bit rows are at hand, their bytes move, half of what there was to
-# read.
-
-
-# reference
+# transposed: reference
 
 
 def quantize_transposed_reference(x, scale, format):
@@ -197,7 +197,7 @@ def transpose_rows8_reference(x8):
     return x8.view(torch.uint8).mT.contiguous().view(x8.dtype)
 
 
-# kernel
+# transposed: kernel
 
 
 @jit_kernel
@@ -261,7 +261,7 @@ def transpose_rows8_kernel(
     tl.store(out_ptrs, transpose_words(rows).to(tl.int32, bitcast=True), mask=mask)
 
 
-# launcher
+# transposed: launcher
 
 
 def new_quantize_transposed(x, scale, format):
@@ -309,7 +309,7 @@ def launch_transpose_rows8(out, x8):
     )  # fmt: skip
 
 
-# op
+# transposed: op
 
 quantize_transposed_op = define_op(
     "quantize_transposed(Tensor x, Tensor scale, str format) -> Tensor",
@@ -324,7 +324,7 @@ transpose_rows8_op = define_op(
     triton=launch_transpose_rows8,
 )
 
-# public
+# transposed: public
 
 
 def quantize_transposed(x: Tensor, scale: Tensor, format: str = "e4m3") -> Tensor:

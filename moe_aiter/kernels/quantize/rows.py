@@ -1,14 +1,18 @@
-"""Rows as 8-bit floats or as int8, each with a scale of its own.
+"""Rows as 8-bit floats or as int8, each with its own scale.
 
     x[..., m, :] ~ x8[..., m, :] * scale[..., m]      scale = the row's largest |x| / the largest 8-bit number
 
-so the largest number of a row is exact but for a rounding, and nothing overflows.  A row of zeros stays one;
-its scale, and that of a row of nothing, is the least there is.
-A row that holds an infinity or a NaN becomes NaN as a whole, of int8 by its scale: a product would spread it
-there anyway.
+The largest number of a row is exact up to a rounding, and nothing overflows.  A row of zeros stays a row of
+zeros; its scale, and the scale of a row without columns, is the smallest scale, LEAST.  A row that holds an
+infinity or a NaN becomes NaN as a whole, in int8 by its scale: a product would spread the NaN anyway.
 
 A scale is the product of two float32 and its inverse a quotient, both correctly rounded, so it has the same
-bits wherever it is computed.  Columns that lie side by side are read twice: see `quantize_amax`.
+bits wherever it is computed.
+
+If the columns of x lie side by side in memory, `quantize_rows` reads them twice.  `quantize_rows_and_amax`
+and `quantize_by_amax` quantise a weight both ways with one read each way: forward needs its rows as 8-bit
+floats, backward its columns.  The first quantises the rows and keeps the largest magnitude of each column;
+with these the second reads the columns once, tile by tile.  The results have the bits of `quantize_rows`.
 """
 
 import torch
@@ -25,7 +29,7 @@ OF_ROWS = {**FORMATS, "int8": torch.int8}
 LEAST = 2.0**-126  # the smallest scale, whose reciprocal is finite as well
 ELEMENTS = 8192  # of a tile of rows that lie in memory as rows
 
-# reference
+# quantize_rows: reference
 
 
 def most(dtype: torch.dtype) -> float:
@@ -57,7 +61,7 @@ def quantize_rows_reference(x, format):
     return quantize_by_amax_reference(x, amax_reference(x, -1), format)
 
 
-# kernel
+# quantize_rows: kernel
 
 
 @triton.jit
@@ -149,7 +153,7 @@ def quantize_rows_kernel(
             tl.store(out_ptrs + first + k[None, :], rounded_to(x, out_ptr.dtype.element_ty), mask=mask)
 
 
-# launcher
+# quantize_rows: launcher
 
 
 def new_quantize_rows(x, format):
@@ -196,7 +200,7 @@ def launch_quantize_rows(out, x, format):
     )  # fmt: skip
 
 
-# op
+# quantize_rows: op
 
 quantize_rows_op = define_op(
     "quantize_rows(Tensor x, str format) -> (Tensor, Tensor)",
@@ -205,7 +209,7 @@ quantize_rows_op = define_op(
     triton=launch_quantize_rows,
 )
 
-# public
+# quantize_rows: public
 
 
 def quantize_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
@@ -226,26 +230,21 @@ def dequantize_rows(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x8.to(product) * scale.to(product)[..., None]).to(dtype)
 
 
-# Both ways to quantise a weight while reading it but once each way.
-#
-# Forward wants the rows of a weight as 8-bit floats, backward its columns as rows, each with a scale of its
-# own (`quantize_rows`). Whoever quantises the rows sees all numbers of each column too, and keeps the
-# columns' largest magnitudes; with these, columns that lie side by side are read once, tile by tile,
-# instead of twice.  The results are those of `quantize_rows`, bit for bit.
+# both ways
 
 
 LONGEST = 16384  # the rows of which a tile holds a whole one, and the largest magnitudes so far
 ROWS = 128  # the most whose columns' largest magnitudes one program finds
 PROGRAMS = 2048  # with fewer rows each, as long as there are fewer programs
 
-# reference
+# both ways: reference
 
 
 def quantize_rows_and_amax_reference(x, format):
     return *quantize_rows_reference(x, format), amax_reference(x, -2)
 
 
-# kernel
+# both ways: kernel
 
 
 @jit_kernel
@@ -334,7 +333,7 @@ def quantize_columns_kernel(
     )
 
 
-# launcher
+# both ways: launcher
 
 
 def new_quantize_rows_and_amax(x, format):
@@ -408,7 +407,7 @@ def launch_quantize_by_amax(out, x, amax, format):
     )  # fmt: skip
 
 
-# op
+# both ways: op
 
 quantize_rows_and_amax_op = define_op(
     "quantize_rows_and_amax(Tensor x, str format) -> (Tensor, Tensor, Tensor)",
@@ -424,7 +423,7 @@ quantize_by_amax_op = define_op(
 )
 
 
-# public
+# both ways: public
 
 
 def quantize_rows_and_amax(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor, Tensor]:

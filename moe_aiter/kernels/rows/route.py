@@ -4,12 +4,16 @@
     chosen    the k highest of p, the lower expert first among equals
     weights   scale * p_j, or with renormalisation scale * p_j / sum of p over the chosen
 
-A sum of sigmoids may be 0, so it gets EPSILON.  A renormalised softmax is the softmax of the k chosen logits,
-and they are chosen by logit: p may underflow.  Its backward keeps (T, k) numbers; the (T, E) scores are kept
-by a node of their own, only as long as somebody has them.  One launch forward, one backward.
+A sum of sigmoids may be 0, so EPSILON is added to it.  A renormalised softmax is the softmax of the k chosen
+logits; there `route` chooses by logit, because p may underflow.  If the experts are `given` (T, k), by an
+earlier run of the same pass, `route` weighs these; equal logits then give the same weights to the bit.
 
-Experts that are `given` (T, k), by an earlier run of the same pass, are weighed in the place of the highest:
-to the bit as they were then, if the logits are.
+`route_backward` computes the gradient of the logits from those of the weights and of the scores.  It needs
+(T, k) numbers for a renormalised softmax, else the (T, E) scores.  A separate autograd node keeps the scores,
+so they are freed as soon as nothing refers to them.  Forward and backward take one launch each.
+
+`decide` keeps whole numbers that a forward pass decides once, for the repetition of that pass by activation
+checkpointing; see replay.py.  In a compiled graph it is an op.
 """
 
 from collections.abc import Callable
@@ -25,15 +29,10 @@ from ..base.host import array, ext, host, num_threads
 from ..base.launch import jit_kernel, next_power_of_2, tl, triton
 from .topk import NO_KEY, from_key, row_tile, take_given, take_highest, to_key, topk_reference
 
-# The gradient of `route`: of the weights and the scores to the logits.
-#
-# It needs (T, k) numbers where the weights are a softmax of the chosen logits, else the (T, E) scores.
-
-
 EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
 
 
-# reference
+# route_backward: reference
 def route_backward_reference(
     dlogits: Tensor,
     weights: Tensor,
@@ -72,7 +71,7 @@ def inverse(scale: float) -> float:
     return 1 / scale if scale else 0.0
 
 
-# kernel
+# route_backward: kernel
 @jit_kernel
 def route_backward_kernel(
     weights_ptr,  # (T, K)
@@ -133,7 +132,7 @@ def route_backward_kernel(
     tl.store(dlogits_ptr + t[:, None] * E + e, d, mask=mask)
 
 
-# launcher
+# route_backward: launcher
 def row_tile_of_k(num_tokens: int, num_experts: int, top_k: int) -> tuple[tuple[int], dict]:
     grid, tile = row_tile(num_tokens, num_experts)
     return grid, tile | {"K": top_k, "BLOCK_K": next_power_of_2(top_k), "EPSILON": EPSILON}
@@ -183,7 +182,7 @@ def launch_route_backward(
     )  # fmt: skip
 
 
-# op
+# route_backward: op
 route_backward_op = define_op(
     "route_backward(Tensor weights, Tensor expert_ids, Tensor? scores, Tensor? dweights, Tensor? dscores,"
     " int num_experts, bool sigmoid, bool renormalize, float scale) -> Tensor",
@@ -194,7 +193,7 @@ route_backward_op = define_op(
 )
 
 
-# reference
+# route: reference
 def route_reference(
     logits: Tensor,
     top_k: int,
@@ -228,7 +227,7 @@ def weigh(chosen: Tensor, sigmoid: bool, renormalize: bool, scale: float) -> Ten
     return chosen * scale if scale != 1.0 else chosen
 
 
-# kernel
+# route: kernel
 @jit_kernel
 def route_kernel(
     logits_ptr,  # (T, E)
@@ -289,7 +288,7 @@ def softmax(z):
     return p * (1 / tl.sum(p, 1))[:, None]
 
 
-# launcher
+# route: launcher
 def new_route(
     logits: Tensor,
     top_k: int,
@@ -342,7 +341,7 @@ def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scor
     weights.copy_(weigh(weights, sigmoid, renormalize, scale))
 
 
-# op
+# route: op
 def save_route(ctx, inputs, output):
     _, _, *ctx.how, _ = inputs[:6]
     logits, (scores, weights, ids) = inputs[0], output
@@ -411,7 +410,7 @@ route_once_op = define_op(
 always_save("moe_aiter::route_once")
 
 
-# public
+# route: public
 def choose_experts(
     logits: Tensor,
     top_k: int,
@@ -446,10 +445,7 @@ def choose_experts(
     return scores, weights, ids
 
 
-# Whole numbers that are decided once, by an op of their own where a graph is compiled; see replay.py.
-
-
-# reference
+# decide: reference
 def decide_reference(made: Tensor, what: str, below: int) -> Tensor:
     here = current_pass()
     decision = here.recall(what, *made.shape)
@@ -458,7 +454,7 @@ def decide_reference(made: Tensor, what: str, below: int) -> Tensor:
     return decision
 
 
-# op
+# decide: op
 def new_decision(made: Tensor, what: str, below: int) -> Tensor:
     if made.dtype != torch.int64:
         raise TypeError(f"a decision must be int64, not {made.dtype}")
@@ -471,7 +467,7 @@ decide_op = define_op(
 always_save("moe_aiter::decide")
 
 
-# public
+# decide: public
 def decide(what: str, make: Callable[[], Tensor], rows: int, below: int = 2**63 - 1) -> Tensor:
     """`make()` (rows, ...) int64, or what it gave when activation checkpointing ran this forward pass first.
 

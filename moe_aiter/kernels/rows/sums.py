@@ -1,8 +1,19 @@
-"""The sum of each group's rows: the gradient of a grouped matmul's bias.
+"""Sums over rows: of each group, over the choices of a token, and of the partial sums of several programs.
+
+`group_sum` is the gradient of a grouped matmul's bias:
 
     out[g] = y[s:e].sum(0)
 
 for each group g, whose rows are [s, e).  With `order`, row r stands for row order[r] // top_k.
+
+`weigh_rows` is the backward pass of a weighted sum of rows, in one pass over the rows:
+
+    out[r]     = s[t, j] * x[r]      the gradient of a row; x is the gradient without the weight
+    dots[t, j] = <x[r], y[r]>        the gradient of the row's weight; y is the row
+
+for the row r = rank[t, j] of each choice.  A row without a choice becomes zeros, a dropped choice gets 0.
+
+`sum_parts` adds up the partial sums (P, R) of several programs, and gives each choice the sum of its row.
 """
 
 import torch
@@ -26,7 +37,7 @@ from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense, group_rows
 from .permute import check_sorted_rows
 
-# reference
+# group_sum: reference
 
 
 def group_sum_reference(y, group_sizes, order, top_k, scale):
@@ -36,7 +47,7 @@ def group_sum_reference(y, group_sizes, order, top_k, scale):
     return torch.stack([p.sum(0) for p in parts]) if parts else y.new_zeros(0, y.shape[1])
 
 
-# kernel
+# group_sum: kernel
 
 
 @triton.jit
@@ -91,7 +102,7 @@ def group_sum_kernel(
     tl.store(out_ptr + group.to(tl.int64) * out_strides[0] + n * out_strides[1], total, mask=n < N)
 
 
-# launcher
+# group_sum: launcher
 
 
 def new_group_sum(y, group_sizes, order, top_k, scale):
@@ -117,7 +128,7 @@ def launch_group_sum(out, y, group_sizes, order, top_k, scale):
     )  # fmt: skip
 
 
-# op
+# group_sum: op
 
 
 group_sum_op = define_op(
@@ -131,7 +142,7 @@ group_sum_op = define_op(
 )
 
 
-# public
+# group_sum: public
 
 
 def group_sum(
@@ -154,15 +165,7 @@ def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> 
     return (wide(dout) @ wide(bias).T).gather(1, expert).masked_fill(rank < 0, 0)
 
 
-# What a weighted sum of rows asks of its backward pass, in one pass over them:
-#
-#     out[r]     = s[t, j] * x[r]      the gradient of a row, with x the one that it would have unweighted
-#     dots[t, j] = <x[r], y[r]>        the gradient of its weight, with y the row
-#
-# for the row r = rank[t, j] of each choice.  A row without a choice becomes zeros, a dropped choice has 0.
-
-
-# reference
+# weigh_rows: reference
 
 
 def weigh_rows_reference(x, y, routing_weights, order, rank):
@@ -172,7 +175,7 @@ def weigh_rows_reference(x, y, routing_weights, order, rank):
     return (wide(x) * s).where(used, 0).to(x.dtype), dots.masked_fill(rank < 0, 0)
 
 
-# kernel
+# weigh_rows: kernel
 
 
 @jit_kernel
@@ -206,7 +209,7 @@ def weigh_rows_kernel(
     tl.store(dots_ptr + i, tl.sum(acc, 0))
 
 
-# launcher
+# weigh_rows: launcher
 
 
 def new_weigh_rows(x, y, routing_weights, order, rank):
@@ -230,7 +233,7 @@ def launch_weigh_rows(outs, x, y, routing_weights, order, rank):
     )
 
 
-# op
+# weigh_rows: op
 
 weigh_rows_op = define_op(
     "weigh_rows(Tensor x, Tensor y, Tensor routing_weights, Tensor order, Tensor rank) -> (Tensor, Tensor)",
@@ -246,10 +249,7 @@ def scaled_rows(x: torch.Tensor, *plan: torch.Tensor) -> torch.Tensor:
     return weigh_rows_op(x, x, *plan)[0]
 
 
-# The last step of a sum of which several programs have a part each.
-
-
-# kernel
+# sum_parts: kernel
 
 
 @jit_kernel
@@ -271,7 +271,7 @@ def sum_parts_kernel(
     tl.store(out_ptr + c, acc, mask=c < C)
 
 
-# launcher
+# sum_parts: launcher
 
 
 def sum_parts(parts: Tensor, rank: Tensor, out: Tensor) -> None:

@@ -1,4 +1,9 @@
-"""A dense input times a sparse weight: torch's layouts for `sparse_matmul`, whose patterns are read once."""
+"""A dense input times a sparse weight A (N, K): `x @ A.T + bias`, or `x @ A + bias` if transposed.
+
+`sparse_matmul` takes the matrix as values, blocks (L, a, b) or single entries (L,), and `lists` that say
+where these are: see pattern.py.  x and the result have M rows.  `sparse_gemm` accepts torch's sparse layouts
+and reads the pattern of each weight once.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -36,17 +41,13 @@ from .pattern import (
     to_dense,
 )
 
-# Matmul with a sparse matrix A (N, K) of blocks: `x @ A.T + bias`, or `x @ A + bias` where it is
-# transposed.
-#
-# Values (L, a, b) are blocks of a x b, or (L,) single entries; `lists` say where they are: see
-# sparse_pattern.py.  M rows of x, and of the result.
+# sparse_matmul
 
 
 LARGE = 64  # sides of blocks that are worth a product of their own on a CPU
 FEW = 1024  # places for each entry, from which on a CPU takes them one by one
 
-# reference
+# sparse_matmul: reference
 
 
 def sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed):
@@ -115,7 +116,7 @@ def fill_sparse_matmul_grad(out, left, right, lists, a, b):
         out.copy_(sparse_matmul_grad_reference(left, right, lists, a, b))
 
 
-# launcher
+# sparse_matmul: launcher
 
 
 @takes(*TILE_DTYPES)
@@ -130,7 +131,7 @@ def launch_sparse_matmul_grad(out, left, right, lists, a, b):
     launch(out, left, right, lists)
 
 
-# op
+# sparse_matmul: op
 
 
 def new_sparse_matmul(x, values, bias, lists, rows, columns, transposed):
@@ -244,6 +245,8 @@ sparse_matmul_grad_op = define_op(
     save=save_sparse_matmul_grad,
 )
 
+
+# sparse_gemm: public
 
 PATTERNS = "csr", "coo", "block"
 COLUMNS = torch.sparse_csc, torch.sparse_bsc

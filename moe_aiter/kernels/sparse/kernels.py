@@ -1,7 +1,12 @@
-"""Products with a matrix of blocks on tensor cores: see sparse_matmul.py, whose launchers these are.
+"""The kernels of `sparse_matmul` in gemm.py: products with a matrix of blocks, and of single entries.
 
-A program of the product makes a tile of the result and walks over the blocks that count for its columns; one
-of the gradient makes a tile of one block.
+Blocks: a program of the product makes a tile of the result and walks over the blocks that matter for its
+columns; a program of the gradient makes a tile of one block.
+
+Entries: tensor cores multiply by a matrix of nine zeros in ten faster than any code finds the tenth number,
+so the launcher spreads the entries into a buffer as large as the dense matrix.  If the buffer costs more, for
+few rows or a very large matrix, a program makes some columns of the result from the columns of x that their
+entries name.
 """
 
 import dataclasses
@@ -15,7 +20,7 @@ from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import at_least_16, multiply, swizzle, tile_options
 from .pattern import count, num_blocks
 
-# kernel
+# blocks: kernel
 
 
 @jit_kernel
@@ -147,7 +152,7 @@ def sparse_blocks_grad_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# launcher
+# blocks: launcher
 
 
 @functools.cache
@@ -196,19 +201,14 @@ def launch_blocks_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor) 
     )  # fmt: skip
 
 
-# Products with a matrix of single entries: see sparse_matmul.py, whose launchers these are.
-#
-# Tensor cores multiply by a matrix with nine zeros in ten faster than anything else finds the tenth number,
-# so the entries are put in their places among zeros, in a buffer as large as the dense matrix.  Where that
-# costs more, for few rows or a very large matrix, a program makes some columns of the result from those
-# columns of x that their entries name.
+# entries
 
 
 BLOCK = 1024
 BLOCK_N = 16  # columns of a program's tile of the result, the fewest that tensor cores take
 PIECES = 2**19  # numbers that are read one by one where they are
 
-# kernel
+# entries: kernel
 
 
 @jit_kernel
@@ -325,7 +325,7 @@ def gather_entries_grad_kernel(
     tl.store(out_ptr + j, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=j < L)
 
 
-# launcher
+# entries: launcher
 
 
 def costs_less(M: int, numbers: int, places: int, L: int, results: int = 0) -> bool:
