@@ -3,8 +3,8 @@
     moe = MoE(hidden=1024, intermediate=512, num_experts=64, top_k=8)
     y = moe(x)  # (..., 1024) -> (..., 1024)
 
-One sentence carries the package: a token is routed, its rows are permuted, two grouped matmuls run, the
-rows come home.  Each of those is a differentiable function of its own, listed here.
+The router sends each token to experts, tokens are permuted to lie by expert, two grouped matmuls run, and the
+rows return to token order.  Each step is a differentiable function, listed here.
 """
 
 import importlib

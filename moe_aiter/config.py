@@ -29,20 +29,20 @@ class Settings:
     variable is an error; what else is called `AITER_*` is AITER's own."""
 
     backend: str = "auto"  # force one implementation everywhere: hopper, triton, host or torch
-    cache_size: int = 1024  # MB of what is computed from weights and kept; 0 keeps nothing
-    config_gemm_bf16: str = ""  # files of tuned products, as AITER writes them: mine.csv:theirs.csv
+    cache_size: int = 1024  # MB for tensors derived from weights (8-bit copies, say); 0 keeps none
+    config_gemm_bf16: str = ""  # AITER's CSV files of tuned products: mine.csv:theirs.csv
     debug: bool = False  # check values (expert ids, plans) and NaN-fill outputs; synchronises
-    default_precision: str = ""  # of float32 inputs of AITER's functions: FP16, BF16, TF32 or FP32
-    enable_dynamic_shapes: bool = False  # convolutions do not search the fastest kernel of each new shape
-    enable_fusion: bool = True  # 0: AITER's functions run as the separate steps that they stand for
+    default_precision: str = ""  # precision of AITER's functions for float32: FP16, BF16, TF32 or FP32
+    enable_dynamic_shapes: bool = False  # 1: convolutions skip cuDNN's search for each new shape
+    enable_fusion: bool = True  # 0: AITER's functions run as separate steps: product, bias, activation
     enable_tensor_cores: bool = True  # 0: AITER's functions multiply in float32, without tensor cores
-    gmm_configs: str = ""  # a folder with files of block sizes for gmm, ptgmm and nptgmm: gfx942-GMM.json
-    log_level: str = "WARNING"  # of the `moe_aiter` logger
-    log_tuned_config: bool = False  # log, from INFO on, which implementation each tuned product gets
-    matmul_precision: str = "ieee"  # of float32 products: ieee, or tf32 on tensor cores
-    num_threads: int = 0  # threads of the C++ extension, at most torch.get_num_threads(); 0: as many
-    preshuffle_m_threshold: int = 0  # rows from which on a shuffled weight is taken; 0: see linear.md
-    tune_gemm: str = ""  # a file that gets the sizes of tuned products; 1: bf16_untuned_gemm.csv
+    gmm_configs: str = ""  # folder with block sizes for gmm, ptgmm and nptgmm: gfx942-GMM.json
+    log_level: str = "WARNING"  # level of the `moe_aiter` logger: DEBUG, INFO, WARNING or ERROR
+    log_tuned_config: bool = False  # at level INFO, log which implementation computes each tuned product
+    matmul_precision: str = "ieee"  # precision of float32 products: ieee, or tf32 on tensor cores
+    num_threads: int = 0  # most threads of the C++ extension; 0: torch.get_num_threads()
+    preshuffle_m_threshold: int = 0  # least rows for which a shuffled weight is used; 0: see linear.md
+    tune_gemm: str = ""  # file for the sizes of tuned products; 1: bf16_untuned_gemm.csv
 
     @classmethod
     def from_env(cls, env: typing.Mapping[str, str] = os.environ) -> "Settings":
