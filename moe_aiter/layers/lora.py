@@ -315,8 +315,9 @@ class LoRALinear(nn.Module):
 
     def adapted(self, rows: Tensor, out: Tensor, ids: Tensor, lens: Tensor | None) -> Tensor:
         """What the adapters add to `out` (R, out), which `base` makes of the rows; with DoRA in float32."""
-        bias = 0 if self.base.bias is None else self.base.bias
-        y = None if self.lora.magnitude is None else out.to(sum_dtype(out)) - bias
+        y = None if self.lora.magnitude is None else out.to(sum_dtype(out))
+        if y is not None and self.base.bias is not None:
+            y = y - self.base.bias
         if lens is not None:
             return self.added(rows, y, lens, ids)
         plan = make_plan(ids[:, None], len(self.lora.A))

@@ -38,7 +38,7 @@ from ..base.tile import TILE_DTYPES, multiply, swizzle, tile_options
 
 
 def matmul_precision(x: Tensor) -> contextlib.AbstractContextManager:
-    """Inside the block torch multiplies as our kernels do, whatever it was told elsewhere."""
+    """Give torch's float32 products on a GPU the precision of our kernels inside the block."""
     on_gpu = x.is_cuda and x.dtype == torch.float32
     return MATMUL.set(matmul()) if on_gpu else contextlib.nullcontext()
 

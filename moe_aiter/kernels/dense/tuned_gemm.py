@@ -102,9 +102,9 @@ def named_tile(op: str, tile: str) -> Config | None:
 
 
 def tile_option(launch: Callable, tile: str) -> dict[str, Config]:
-    """What else a launcher of `gemm` is called with for the tile of that name; nothing where it has none.
+    """Return the keyword arguments that give a launcher of `gemm` the tile of that name; none if it has none.
 
-    An argument, as nobody else's product, in another thread say, may have that tile.
+    The tile is an argument and no global setting, so products of other threads keep their own tiles.
     """
     configs = (named_tile(op, tile) for op in getattr(launch, "tiles", ()) if tile)
     return next(({"config": config} for config in configs if config), {})

@@ -145,9 +145,10 @@ class WeightGradient:
 
 
 class InOrder:
-    """Runs jobs in the order of their numbers 0, 1, ..., whatever the order they come in, one at a time.
+    """Run jobs one at a time, in the order of their numbers 0, 1, ..., in whatever order threads add them.
 
-    Nobody waits: a job runs in the thread that brings it or in that which brought the one before.
+    No thread waits.  If a job is next, the thread that adds the job runs it, and then all that follow it.
+    Otherwise the thread that runs the job before it runs it too.
     """
 
     def __init__(self):
@@ -243,10 +244,10 @@ class HostSteps:
         self.act, self.threads = (act.base, act.gated, interleaved), num_threads()
 
     def num_workers(self, rows: list[int], multiplications: int) -> int:
-        """A worker is a thread, and all that it does is done in that thread.
+        """Return how many threads take tasks of their own; 1 if all threads share each task instead.
 
-        So nobody waits for anybody, where a product that threads share ends when the last of them is done.
-        Tasks that are few or uneven, and so leave workers idle, or small are shared, one after the other.
+        Threads with tasks of their own never wait for each other; a shared product ends when the last thread
+        is done.  But few or uneven tasks leave threads idle, and small ones wait for Python: they are shared.
         """
         uneven = 2 * max(rows, default=0) * self.threads > sum(rows)
         small = sum(rows) * multiplications < len(rows) * SMALL

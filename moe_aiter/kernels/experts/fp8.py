@@ -19,8 +19,9 @@ weights, 3 of the 9 units of product, come in two recipes:
 
 All else that is saved has the dtype of x.  The gradient of the quantisation is that of the identity.
 
-On Hopper, kernels multiply 8-bit floats and scale sums of float32.  Elsewhere, and for sizes that these
-kernels do not support, torch or Triton multiplies the quantised numbers in the dtype of x, which is slower.
+On Hopper, kernels multiply 8-bit floats, add the products in float32 and multiply the sums by the scales.  On
+other devices, and for sizes that these kernels do not support, torch or Triton multiplies the quantised
+numbers in the dtype of x, which is slower.
 
 `keep_fp8_weights` keeps the 8-bit weights from the first micro-batch of an optimizer step to the last.  It
 holds for the whole process instead of a ContextVar: autograd runs CUDA gradients on its own threads, which
