@@ -46,7 +46,7 @@ def chosen(items: list[pytest.Item], cases: str) -> set[pytest.Item]:
         if cases == "all" or (cases == "pairs" and not item.get_closest_marker("pairwise")):
             kept.add(item)
         elif not absent(params) and not item.get_closest_marker("skip"):
-            where = (params.get("device"), params.get("backend")) if cases == "pairs" else ()
+            where = params.get("device"), params.get("backend") if cases == "pairs" else None
             groups.setdefault((item.parent.nodeid, item.originalname, *where), []).append(item)
     for group in groups.values():
         numbers = [0] if cases == "one" else fewest([item.callspec.params for item in group])
