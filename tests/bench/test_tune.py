@@ -56,10 +56,8 @@ def fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(tuning, "default", lambda key: rule(key.op, key.n, key.k))
     monkeypatch.setattr(tuning, "tables", lambda device: ("none",))
-    if not interpret:
-        import triton
-
-        monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
+    monkeypatch.setattr(tuning, "interpret", False)  # the interpreter has one tile for every key
+    monkeypatch.setattr("triton.runtime.driver._active", FakeDriver())
     monkeypatch.setattr(tune, "products", lambda *_: [fake.product()])
     times = dict(zip(candidates(KEY.op), (120.0, 110, 50, 100, 99, 98), strict=True))
     monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
