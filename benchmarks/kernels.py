@@ -17,11 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_aiter.bench.arguments import count
-from moe_aiter.bench.layer import FLOOR, SLACK, append, columns, distances, provenance, shape_cells
-from moe_aiter.bench.shapes import SHAPES, Shape
-from moe_aiter.bench.timing import time_graphs
-from moe_aiter.bench.tune_step import distinct_chunks
+from moe_aiter.bench.layer import shape_cells
+from moe_aiter.bench.measure import FLOOR, SLACK, append, columns, count, distances, provenance, time_graphs
+from moe_aiter.bench.problem import SHAPES, Shape
+from moe_aiter.bench.tiles import distinct_chunks
 from moe_aiter.kernels.base.fp8 import native_fp8
 from moe_aiter.kernels.quantize.blocks import new_quantize_chunks, new_transpose_chunks, plan_chunks
 from moe_aiter.kernels.quantize.layouts import (

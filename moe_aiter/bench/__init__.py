@@ -7,8 +7,8 @@ import argparse
 import importlib
 import pathlib
 
-from .arguments import add_measurement
-from .shapes import GROUPS, SHAPES
+from .measure import add_measurement
+from .problem import GROUPS, SHAPES
 
 CSV = pathlib.Path("benchmarks/results/layer.csv")
 PRODUCTS = {  # command: (module with add_arguments and run, help)

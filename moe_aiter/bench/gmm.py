@@ -16,12 +16,24 @@ from torch import Tensor
 from ..kernels.grouped.gmm import gmm
 from ..kernels.grouped.ptgmm import nptgmm, ptgmm
 from ..op import IMPLS, ORDER, runs, use
-from .arguments import refuse
-from .contender import PEER_ERRORS
-from .layer import FLOOR, REPS, SLACK, append, columns, provenance
-from .memory import hand_back
-from .shapes import SHAPES
-from .timing import WARMUP, Times, l2_flush, recorded, summary, turns
+from .measure import (
+    FLOOR,
+    PEER_ERRORS,
+    REPS,
+    SLACK,
+    WARMUP,
+    Times,
+    append,
+    columns,
+    hand_back,
+    l2_flush,
+    provenance,
+    recorded,
+    refuse,
+    summary,
+    turns,
+)
+from .problem import SHAPES
 
 UNUSED = 0.1  # of the groups, as in AITER's benchmark
 OPS = ("gmm", "ptgmm")

@@ -1,29 +1,33 @@
 """`moe-aiter bench layer`: check each contender, then time it, then measure its memory."""
 
 import argparse
-import csv
-import datetime
 import functools
-import importlib.metadata
-import pathlib
-import platform
-import subprocess
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .arguments import refuse
-from .contender import PEER_ERRORS, Contender
 from .contenders import contenders
-from .memory import measure_memory
-from .problem import Problem, checked_experts, new_problem, truth
-from .roofline import floors
-from .shapes import DEFAULT, SHAPES, Shape, named
-from .timing import PASSES, time_all, time_host
+from .measure import (
+    FLOOR,
+    PASSES,
+    PEER_ERRORS,
+    REPS,
+    SLACK,
+    Contender,
+    append,
+    columns,
+    distances,
+    floors,
+    measure_memory,
+    provenance,
+    refuse,
+    time_all,
+    time_host,
+    widen,
+)
+from .problem import DEFAULT, SHAPES, Problem, Shape, checked_experts, named, new_problem, truth
 
-REPS = {"cuda": 25, "cpu": 11}
-SLACK, FLOOR = 2.0, 1e-7  # an error may be twice that of plain torch in the same dtype
 PARTS = ("output", "dx", "dgate_up", "ddown", "drouting", "dgate_up_bias", "ddown_bias")
 PER_EXPERT = ("dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
 HOST = [f"{name}_host_ms" for name in PASSES]
@@ -43,11 +47,11 @@ def bench_layer(args: argparse.Namespace) -> int:
     if kind == "cuda" and not torch.cuda.is_available():
         return refuse("bench layer", "there is no GPU that torch can use")
     if args.out and args.out.is_file():
-        widen(args.out)
+        widen(args.out, FIELDS, ADDED)
         if columns(args.out) != FIELDS:
             return refuse("bench layer", f"{args.out} has other columns: {columns(args.out)}")
     if args.out:
-        append(args.out, [])  # a place that cannot be written shows now, not after the measurement
+        append(args.out, [], FIELDS)  # a place that cannot be written shows now, not after the measurement
     torch.backends.cuda.matmul.allow_tf32 = False
     dtype, device = getattr(torch, args.dtype), torch.device(kind)
     where = provenance(device, args.dtype, args.commit)
@@ -72,7 +76,7 @@ def bench_layer(args: argparse.Namespace) -> int:
         rows = [about | row | (shares(row, floor) if "error" in row else {}) for row in rows]
         show(rows)
         if args.out:
-            append(args.out, rows)
+            append(args.out, rows, FIELDS)
     return int(wrong)
 
 
@@ -151,52 +155,6 @@ def comparable(got: list[Tensor], shape: Shape) -> list[Tensor]:
     return [t[experts] if part in PER_EXPERT else t for part, t in zip(PARTS, got, strict=False)]
 
 
-def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """The relative distance of each tensor from the truth, in the Frobenius norm."""
-    return [
-        ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(got, exact, strict=True)
-    ]
-
-
-def provenance(device: torch.device, dtype: str, commit: str | None = None) -> dict:
-    """What the figures were measured with."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or git_commit(),
-        "device": name,
-        "torch": torch.__version__,
-        "triton": triton_version(),
-        "dtype": dtype,
-    }
-
-
-def cpu_name() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
-
-
-def triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-def git_commit() -> str:
-    """The short hash of the source tree, with + where it has been changed; unknown outside git."""
-    here = pathlib.Path(__file__).parent
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
 def shape_cells(name: str, shape: Shape) -> dict:
     sizes = ("tokens", "hidden", "intermediate", "experts", "top_k")
     return {"shape": name} | dict(zip(sizes, shape.sizes, strict=True))
@@ -221,33 +179,3 @@ def show(rows: list[dict]) -> None:
         cells += [f"{row[m]:8.0f}" if m in row else " " * 8 for m in ("held_mib", "peak_mib")]
         cells += [f"{row['error']:9.1e}" if "error" in row else ""]
         print(" ".join(cells))
-
-
-def columns(path: pathlib.Path) -> list[str]:
-    with open(path, newline="") as file:
-        return next(csv.reader(file), [])
-
-
-def widen(path: pathlib.Path) -> None:
-    """Give an older file those of ADDED that it lacks, empty."""
-    there = columns(path)
-    if there == FIELDS or there != [f for f in FIELDS if f in there or f not in ADDED]:
-        return
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def append(path: pathlib.Path, rows: list[dict], fields: list[str] = FIELDS) -> None:
-    """Add rows to a CSV, with its header where it is new; four digits say enough."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})

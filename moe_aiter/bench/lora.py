@@ -17,13 +17,23 @@ from ..integrations.transformers import NAME
 from ..layers.experts import Experts
 from ..layers.lora import LoRAExperts
 from ..routing.plan import make_plan
-from .arguments import count, refuse
-from .contender import PEER_ERRORS, Contender
-from .layer import FLOOR, SLACK, append, columns, distances, provenance, shape_cells
-from .memory import measure_memory
-from .problem import Problem, expert, new_problem
-from .shapes import SHAPES
-from .timing import PASSES, time_all
+from .layer import shape_cells
+from .measure import (
+    FLOOR,
+    PASSES,
+    PEER_ERRORS,
+    SLACK,
+    Contender,
+    append,
+    columns,
+    count,
+    distances,
+    measure_memory,
+    provenance,
+    refuse,
+    time_all,
+)
+from .problem import SHAPES, Problem, expert, new_problem
 
 REPS = {"cuda": 25, "cpu": 3}  # PEFT as it comes takes seconds for each on a CPU
 DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}

@@ -17,10 +17,21 @@ from ..kernels.grouped.masked_gmm import masked_gmm, masked_gmm_reference
 from ..op import IMPLS, ORDER, runs, use
 from ..tuning import Config
 from ..tuning.candidates import candidates
-from .arguments import count, refuse
-from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .shapes import MASKED, MAX_M
-from .timing import copier, time_calls, time_graphs
+from .measure import (
+    FLOOR,
+    REPS,
+    SLACK,
+    append,
+    columns,
+    copier,
+    count,
+    distances,
+    provenance,
+    refuse,
+    time_calls,
+    time_graphs,
+)
+from .problem import MASKED, MAX_M
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype", "groups", "max_m", "rows", "n", "k"),

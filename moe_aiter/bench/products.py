@@ -28,10 +28,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .arguments import refuse
-from .contender import PEER_ERRORS
-from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .timing import call_times, copier, kernel_times, kernels
+from .measure import (
+    FLOOR,
+    PEER_ERRORS,
+    REPS,
+    SLACK,
+    append,
+    call_times,
+    columns,
+    copier,
+    distances,
+    kernel_times,
+    kernels,
+    provenance,
+    refuse,
+)
 
 FAMILIES = {  # name -> module
     "dense": "dense",

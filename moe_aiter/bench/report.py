@@ -3,16 +3,320 @@
 The README gets a summary, between two markers; benchmarks/FIGURES.md gets all, and nothing else is in it.
 """
 
+import contextlib
 import csv
+import dataclasses
+import importlib
 import pathlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
-from .arguments import refuse
 from .layer import ADDED
-from .plots import PLOTS, draw, lines_of
-from .product_report import REPORTS, headlines, products
-from .shapes import DEFAULT, GROUPS, SHAPES
-from .tables import EARLIER, MARK, Damaged, earlier, grouped, markdown, newest, reading, versions, written
+from .measure import refuse
+from .problem import DEFAULT, GROUPS, SHAPES
+
+MARK = " \\*"
+EARLIER = "\\* of an earlier run, perhaps on another machine, which differ by 10 %: compare within a run\n"
+
+
+class Damaged(ValueError):
+    """A CSV without the figures that it should have; the message names it."""
+
+
+@contextlib.contextmanager
+def reading(source: pathlib.Path) -> Iterator[None]:
+    """Whatever its rows raise inside the block becomes `Damaged`."""
+    try:
+        yield
+    except Damaged:  # of another file
+        raise
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise Damaged(f"{source} is damaged: {type(error).__name__}: {error}") from error
+
+
+def newest(rows: list[dict], key: Callable[[dict], Hashable]) -> list[dict]:
+    """The last row with each key in the order of the file, so that the rows of the last run come last."""
+    last = {key(row): i for i, row in enumerate(rows)}
+    return [rows[i] for i in sorted(last.values())]
+
+
+def grouped(rows: list[dict], key: Callable[[dict], Hashable]) -> list[tuple]:
+    """(key, rows with that key), in the order in which the keys come."""
+    return [(value, [r for r in rows if key(r) == value]) for value in dict.fromkeys(map(key, rows))]
+
+
+def earlier(rows: list[dict]) -> list[bool]:
+    """Whether each row is of an earlier run than the last one of its shape."""
+    last = {r["shape"]: (r["date"], r["commit"]) for r in rows}
+    return [(r["date"], r["commit"]) != last[r["shape"]] for r in rows]
+
+
+def versions(rows: list[dict]) -> str:
+    runs = grouped(rows, lambda r: (r["torch"], r["triton"], r["date"]))
+    commits = {run: ", ".join(sorted({r["commit"] for r in part})) for run, part in runs}
+    texts = (
+        f"torch {torch}, Triton {triton}, commit {commits[torch, triton, date]}, {date}"
+        for torch, triton, date in sorted(commits)
+    )
+    return "; ".join(texts)
+
+
+def written(figure: str) -> str:
+    """Whole numbers from 10 on, and two digits below."""
+    value = float(figure)
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def markdown(table: list[list[str]]) -> str:
+    """The first row is the head."""
+    head, *rows = table
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """A line for each contender over the shapes of a group, in two panels."""
+
+    title: str
+    group: str
+    x: str  # the column of the horizontal axis
+    x_label: str
+    panels: dict[str, str]  # column -> label of the vertical axis
+
+
+PLOTS = {
+    "tflops.png": Plot(
+        "TFLOP/s against the number of tokens, H = 2048, I = 768, E = 128, k = 8",
+        "tokens",
+        "tokens",
+        "T, tokens",
+        {"forward_tflops": "forward, TFLOP/s", "step_tflops": "step, TFLOP/s"},
+    ),
+    "memory.png": Plot(
+        "Memory against the number of experts a token, T = 32768, H = 4096, I = 4096 / k, E = 16 k",
+        "top-k",
+        "top_k",
+        "k, experts of each token",
+        {"held_mib": "held after forward, MiB", "peak_mib": "peak over forward and backward, MiB"},
+    ),
+}
+
+
+def lines_of(rows: list[dict], plot: Plot) -> dict[str, list[dict]]:
+    """Contender -> its rows, sorted along the axis, from the last device that has two shapes of the group."""
+    rows = [r for r in rows if r["shape"] in GROUPS[plot.group] and r["routing"] != "zipf"]
+    rows = [r for r in rows if any(r[column] for column in plot.panels)]
+    kinds = {}
+    for r in rows:
+        kinds.setdefault((r["device"], r["dtype"]), []).append(r)
+    rows = next((some for some in reversed(kinds.values()) if len({r["shape"] for r in some}) > 1), [])
+    lines = {}
+    for r in sorted(rows, key=lambda r: int(r[plot.x])):
+        lines.setdefault(r["contender"], []).append(r)
+    return lines
+
+
+def draw(rows: list[dict], place: pathlib.Path) -> None:
+    """Write the plots for which there are figures to `place`/docs."""
+    todo = {name: (plot, lines) for name, plot in PLOTS.items() if (lines := lines_of(rows, plot))}
+    if not todo:
+        return
+    try:
+        matplotlib_figure = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        print("no plots: matplotlib is not installed", file=sys.stderr)
+        return
+    (place / "docs").mkdir(exist_ok=True)
+    for name, (plot, lines) in todo.items():
+        figure = matplotlib_figure.Figure(figsize=(12, 5), layout="constrained")
+        draw_panels(figure, plot, lines)
+        figure.savefig(place / "docs" / name, dpi=120)
+
+
+def draw_panels(figure, plot: Plot, lines: dict[str, list[dict]]) -> None:
+    axes = figure.subplots(1, len(plot.panels))
+    for axis, (column, label) in zip(axes, plot.panels.items(), strict=True):
+        for number, (contender, rows) in enumerate(lines.items()):
+            points = [(int(r[plot.x]), float(r[column])) for r in rows if r[column]]
+            style = {"marker": "osv^DPX"[number % 7], "color": f"C{number % 10}", "fillstyle": "none"}
+            # two lines in one place are both seen: through the gaps, and within the marks of the other
+            style |= {"linestyle": ["-", "--", "-.", ":"][number % 4], "markersize": 10 - number % 7}
+            axis.plot(*zip(*points, strict=True) if points else ([], []), label=contender, **style)
+        ticks = sorted({int(r[plot.x]) for rows in lines.values() for r in rows})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, labels=map(str, ticks))
+        axis.minorticks_off()
+        axis.set(xlabel=plot.x_label, ylabel=label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    any_row = next(iter(lines.values()))[0]
+    figure.suptitle(f"{plot.title}\n{any_row['device']}, {any_row['dtype']}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the figures of one CSV are, and which of its columns say whose they are."""
+
+    title: str
+    figures: tuple[str, ...]  # of a cell
+    unit: str
+    tables: tuple[str, ...]  # what has a table of its own
+    subject: str  # what has a row of its own, by its name
+    sizes: tuple[str, ...]  # and these beside it
+
+
+REPORTS = {
+    "gmm.csv": Report(
+        "Grouped products",
+        ("tflops",),
+        "TFLOP/s",
+        ("device", "dtype", "op", "layout"),
+        "shape",
+        ("m", "k", "n", "g"),
+    ),
+    "segment.csv": Report(
+        "Segments",
+        ("us", "host_us"),
+        "us, GPU / host",
+        ("device", "dtype"),
+        "case",
+        ("segments", "rows", "d_in", "d_out", "weights"),
+    ),
+    "masked.csv": Report(
+        "Masked products",
+        ("us", "tflops", "copy_percent"),
+        "us / TFLOP/s / percent of the bandwidth of a copy",
+        ("device",),
+        "max_m",
+        ("groups", "rows", "k", "n"),
+    ),
+    "lora.csv": Report(
+        "Frozen experts with adapters",
+        ("inference_ms", "forward_ms", "step_ms"),
+        "ms, inference / forward / step",
+        ("device", "dtype"),
+        "shape",
+        ("tokens", "hidden", "intermediate", "experts", "top_k", "rank"),
+    ),
+}
+FAMILIES = "products.csv"  # of `bench gemm`
+OURS = "moe_aiter"
+HEADLINES = {  # for the README: the cases, by the names of who is beside them there
+    "square-4096": "torch",
+    "gelu-1024": "torch, unfused",
+    "gelu-4096": "torch, unfused",
+    "decode-4096-1": "torch",
+    "decode-4096-16": "torch",
+    "batched-64": "torch",
+    "grouped-aiter": "torch, loop over experts",
+    "grouped-C": "torch, loop over experts",
+    "int8-8192": "torch, bfloat16",
+    "fp8-8192": "torch, bfloat16",
+    "experts-fp8-8192": "bfloat16",
+    "block64-90": "torch, dense",
+    "block64-90-step": "torch, dense",
+    "csr-99": "torch.sparse.mm",
+    "attention, window": "torch",
+}
+
+
+def products(folder: pathlib.Path) -> str:
+    """All that there are in a folder of results; one that is damaged raises `Damaged`."""
+    parts = []
+    for source in (folder / name for name in REPORTS):
+        if source.exists():
+            with reading(source):
+                parts.append(section(REPORTS[source.name], source))
+    if (source := folder / FAMILIES).exists():
+        with reading(source):
+            parts.append(families(source))
+    return "".join(parts)
+
+
+def headlines(folder: pathlib.Path) -> str:
+    """For the README: a row for each of HEADLINES that was measured, for each device; nothing without any."""
+    source = folder / FAMILIES
+    if not source.exists():
+        return ""
+    with reading(source), open(source, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if HEADLINES.get(row["case"]) == row["contender"]]
+        rows = newest(rows, lambda row: (*about(row), row["case"]))
+        parts = []
+        for (device,), part in grouped(rows, lambda row: (row["device"],)):
+            table = [["product", "dtype", "us", "beside", "its us", "times as fast"]]
+            for row in sorted(part, key=lambda row: list(HEADLINES).index(row["case"])):
+                us, ratio = 1e3 * float(row["ms"]), float(row["ratio"])
+                case = f"{row['case']} ({row['shape']})"
+                cells = [
+                    case,
+                    row["dtype"],
+                    written(us / ratio),
+                    row["contender"],
+                    written(us),
+                    f"{ratio:.2f}",
+                ]
+                table.append(cells)
+            parts += [f"**{device}**, products ({versions(part)})\n", markdown(table)]
+    return "\n".join(parts)
+
+
+def section(report: Report, source: pathlib.Path) -> str:
+    with open(source, newline="") as file:
+        # one name for what has a row; tiles beside the chosen one are trials
+        rows = [row | {"shape": row[report.subject]} for row in csv.DictReader(file) if not row.get("tile")]
+    rows = newest(rows, lambda row: tuple(row[name] for name in (*report.tables, "shape", "contender")))
+    parts = [f"\n## {report.title}\n"]
+    for names, part in grouped(rows, lambda row: tuple(row[name] for name in report.tables)):
+        device, *others = names
+        parts.append(f"**{device}**{''.join(f', {name}' for name in others)} ({versions(part)})\n")
+        parts.append(table_of(report, part))
+        parts += [EARLIER] * any(earlier(part))
+    return "\n".join(parts)
+
+
+def families(source: pathlib.Path) -> str:
+    """A table for each family, a row for each case."""
+    with open(source, newline="") as file:
+        rows = newest(list(csv.DictReader(file)), lambda row: (*about(row), row["case"], row["contender"]))
+    parts = ["\n## Products by family\n"]
+    for (device, family, dtype), part in grouped(rows, about):
+        parts.append(f"**{device}**, {family}, {dtype} ({versions(part)})\n")
+        cases = grouped(part, lambda row: (row["case"], row["shape"]))
+        head = ["case", "ms", "TFLOP/s", "GB/s", "times as fast as", "goal"]
+        parts.append(markdown([head, *(case_row(f"{case} ({shape})", own) for (case, shape), own in cases)]))
+    return "\n".join(parts)
+
+
+def about(row: dict) -> tuple[str, str, str]:
+    return row["device"], row["family"], row["dtype"]
+
+
+def case_row(case: str, rows: list[dict]) -> list[str]:
+    """What ours takes, and beside whom; a figure of an earlier run than the last is left out."""
+    rows = [row for row, old in zip(rows, earlier(rows), strict=True) if not old]
+    ours = next((row for row in rows if row["contender"] == OURS), None)
+    figures = [written(ours[f]) if ours and ours[f] else "–" for f in ("ms", "tflops", "gb_per_s")]
+    others = [row for row in rows if row is not ours and row["ratio"]]
+    beside = "; ".join(f"{row['contender']} {float(row['ratio']):.2f}" for row in others)
+    goals = [(float(row["goal"]), float(row["ratio"]), row["contender"]) for row in others if row["goal"]]
+    verdicts = [f"{name} {goal:g}: {'met' if ratio >= goal else 'missed'}" for goal, ratio, name in goals]
+    return [case, *figures, beside or "–", "; ".join(verdicts) or "–"]
+
+
+def table_of(report: Report, rows: list[dict]) -> str:
+    """A row for each shape, a column for each contender."""
+    sizes = {row["shape"]: ", ".join(row[size] for size in report.sizes if row[size]) for row in rows}
+    names = sorted({row["contender"]: None for row in rows}, key=lambda name: "moe_aiter" not in name)
+    cells = {
+        (row["contender"], row["shape"]): " / ".join(written(row[f]) for f in report.figures if row[f])
+        + MARK * old
+        for row, old in zip(rows, earlier(rows), strict=True)
+    }
+    head = [f"{report.unit}, of {report.subject} ({', '.join(report.sizes)})", *names]
+    table = [[f"{s} ({sizes[s]})", *(cells.get((name, s), "–") for name in names)] for s in sizes]
+    return markdown([head, *table])
+
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TFLOPS = "TFLOP/s, inference / forward / step"

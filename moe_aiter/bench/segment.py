@@ -15,10 +15,21 @@ from torch import Tensor
 
 from ..kernels.grouped.segment_gmm import segment_gmm_reference
 from ..layers.segment import SegmentGEMMWrapper
-from .arguments import refuse
-from .contender import PEER_ERRORS
-from .layer import FLOOR, REPS, SLACK, append, columns, distances, provenance
-from .timing import copier, kernels, time_calls, time_kernels
+from .measure import (
+    FLOOR,
+    PEER_ERRORS,
+    REPS,
+    SLACK,
+    append,
+    columns,
+    copier,
+    distances,
+    kernels,
+    provenance,
+    refuse,
+    time_calls,
+    time_kernels,
+)
 
 FIELDS = [
     *("date", "commit", "device", "torch", "triton", "dtype"),

@@ -2,7 +2,7 @@
 
 A candidate has to be right, and clearly faster than the default; all of them run in turn.  A family is the
 products of a training step, `layer`, or cases of `bench gemm`, whose tiles are held against float64.  Where
-torch has the product too, the table of choices gets a row that says who computes it: see tune_choice.py.
+torch has the product too, the table of choices gets a row that says who computes it: see tiles.py.
 """
 
 import argparse
@@ -17,13 +17,10 @@ from ..tuning.candidates import OPS, Config, candidates
 from ..tuning.choice import read_choices, write_choices
 from ..tuning.table import TABLES, Key, read, write
 from . import tune_gemm
-from .arguments import count, refuse
-from .layer import provenance
+from .measure import count, provenance, refuse
+from .problem import DEFAULT, GROUPS, SHAPES, named
 from .products import Case, chosen, no_case
-from .shapes import DEFAULT, GROUPS, SHAPES, named
-from .tiles import Kernel, Product, check, measure, pick
-from .tune_choice import choose
-from .tune_step import products
+from .tiles import Kernel, Product, check, choose, measure, pick, products
 
 COMPILE, FLUSH, RATE = 1.5, 1e-4, 5e14  # s for a configuration, s before a run, FLOP/s: for the estimate
 LAYER = "layer"

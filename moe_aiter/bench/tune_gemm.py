@@ -24,10 +24,8 @@ from ..kernels.base.shuffle import shuffle_weight
 from ..kernels.dense.tuned_gemm import TILED, as_it_lies, forget_choices, gemm_inputs, is_here, tuned_gemm_op
 from ..tuning.aiter_csv import COLUMNS, Problem, Row, append, drop, read, read_untuned, this_device
 from ..tuning.candidates import candidates
-from .arguments import count, refuse
-from .layer import FLOOR, REPS, SLACK, distances, provenance
+from .measure import FLOOR, REPS, SLACK, count, distances, provenance, refuse, time_calls, time_graphs
 from .tiles import FASTER, fits
-from .timing import time_calls, time_graphs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 OUT = pathlib.Path("bf16_tuned_gemm.csv")  # as AITER calls it

@@ -21,7 +21,7 @@ BACKENDS = ("hopper", "triton", "torch")
 CHOICES = TABLES / "choice"
 
 
-class Case(NamedTuple):
+class ChoiceKey(NamedTuple):
     """What a choice is looked up by.  In a table None, an empty cell, matches anything."""
 
     op: str
@@ -34,10 +34,10 @@ class Case(NamedTuple):
 
 
 class Choice(NamedTuple):
-    case: Case
+    case: ChoiceKey
     backend: str
 
-    def matches(self, case: Case) -> bool:
+    def matches(self, case: ChoiceKey) -> bool:
         rows = self.case.rows
         near = rows is None or rows // 2 < case.rows <= rows
         others = zip(self.case._replace(rows=None), case, strict=True)
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 
 PROVENANCE = ("us", "torch_us", "gpu", "torch", "triton", "commit", "date")
-COLUMNS = (*Case._fields, "backend", *PROVENANCE)
+COLUMNS = (*ChoiceKey._fields, "backend", *PROVENANCE)
 
 
 def choose_backend(
@@ -55,9 +55,9 @@ def choose_backend(
     return find_choice(table_of(x.device), case_of(op, x, layout, epilogue, rows, n, k), otherwise)
 
 
-def case_of(op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int) -> Case:
+def case_of(op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int) -> ChoiceKey:
     """What is looked up for a product of x."""
-    return Case(op, x.itemsize * 8, layout, epilogue, bucket(rows), n, k)
+    return ChoiceKey(op, x.itemsize * 8, layout, epilogue, bucket(rows), n, k)
 
 
 def measured(op: str, device: torch.device) -> set[str]:
@@ -71,7 +71,7 @@ def table_of(device: torch.device) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def find_choice(name: str, case: Case, otherwise: str = "torch") -> str:
+def find_choice(name: str, case: ChoiceKey, otherwise: str = "torch") -> str:
     return next((choice.backend for choice in load_choices(name) if choice.matches(case)), otherwise)
 
 
@@ -112,7 +112,7 @@ def parse_choice(cells: dict, where: str) -> Choice:
     if not cells["op"]:
         raise ValueError(f"{where}: op is empty")
     words = {column: cells[column] or None for column in ("op", "layout", "epilogue")}
-    return Choice(Case(**words, **numbers), cells["backend"])
+    return Choice(ChoiceKey(**words, **numbers), cells["backend"])
 
 
 def write_choices(path: pathlib.Path, new: Iterable[dict]) -> None:

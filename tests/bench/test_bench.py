@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from moe_aiter import bench, cli
-from moe_aiter.bench import contenders, layer, roofline, timing
-from moe_aiter.bench.memory import MIB, measure_memory
-from moe_aiter.bench.problem import new_problem
-from moe_aiter.bench.shapes import DEFAULT, SHAPES
-from moe_aiter.bench.timing import PASSES
+from moe_aiter.bench import contenders, layer, measure
+from moe_aiter.bench.measure import MIB, PASSES, measure_memory
+from moe_aiter.bench.problem import DEFAULT, SHAPES, new_problem
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -113,7 +111,7 @@ def test_rows_are_appended(tmp_path, capsys):
         assert list(row) == layer.FIELDS
         empty = {f for f in layer.FIELDS if not row[f]}
         unknown = {"held_mib", "peak_mib"}  # nothing to read them from but on Linux
-        if row["device"] not in roofline.CEILINGS:
+        if row["device"] not in measure.CEILINGS:
             unknown |= {"forward_roofline", "step_roofline"}
         unknown |= set(layer.HOST)  # on a CPU there is nothing else
         assert empty <= unknown, row["contender"]
@@ -182,18 +180,18 @@ def test_the_slow_run_less_often_on_a_gpu(is_cuda, slow_runs, monkeypatch):
     steps = {"slow": 90.0, "twice": 40.0, "fast": 20.0, "yardstick": 1.0}
     calls = dict.fromkeys(steps, 0)
 
-    def measure(contender, problem, flush):
+    def fixed(contender, problem, flush):
         calls[contender.name] += 1
         return lambda: (1.0, 1.0, steps[contender.name])
 
-    monkeypatch.setattr(timing, "measure_cpu", measure)
-    monkeypatch.setattr(timing, "measure_gpu", measure)
+    monkeypatch.setattr(measure, "measure_cpu", fixed)
+    monkeypatch.setattr(measure, "measure_gpu", fixed)
     x = types.SimpleNamespace(is_cuda=is_cuda, device="cpu")
     problem = types.SimpleNamespace(x=x, renew=lambda round: None)
     field = [contenders.Contender(name, None, (), checked=name != "yardstick") for name in steps]
-    times = timing.time_all(field, problem, 11)
+    times = measure.time_all(field, problem, 11)
     assert [t["step"].median for t in times] == list(steps.values())
-    assert calls == dict.fromkeys(steps, timing.WARMUP + 11) | {"slow": timing.WARMUP + slow_runs}
+    assert calls == dict.fromkeys(steps, measure.WARMUP + 11) | {"slow": measure.WARMUP + slow_runs}
 
 
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):

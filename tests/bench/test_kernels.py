@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from moe_aiter.bench.shapes import SHAPES
+from moe_aiter.bench.problem import SHAPES
 from moe_aiter.config import interpret
 from moe_aiter.op import IMPLS
 

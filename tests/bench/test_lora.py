@@ -7,8 +7,7 @@ import torch
 
 from moe_aiter import cli
 from moe_aiter.bench import lora
-from moe_aiter.bench.problem import new_problem
-from moe_aiter.bench.shapes import SHAPES
+from moe_aiter.bench.problem import SHAPES, new_problem
 
 OURS = ["moe_aiter LoRAExperts"]
 

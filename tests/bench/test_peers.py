@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_aiter.bench import layer, peers
-from moe_aiter.bench.problem import Problem, chosen_weights, for_loop, new_problem
-from moe_aiter.bench.shapes import SHAPES
+from moe_aiter.bench import contenders, layer
+from moe_aiter.bench.problem import SHAPES, Problem, chosen_weights, for_loop, new_problem
 
 
 def stand_in(monkeypatch, **modules):
@@ -45,7 +44,7 @@ def liger(monkeypatch):
         liger_kernel__ops__fused_moe={"LigerFusedMoEFunction": Function},
         liger_kernel__ops__fused_moe_kernels={"_AUTOTUNE_DISABLED": True},
     )
-    return peers.liger
+    return contenders.liger
 
 
 def megablocks(monkeypatch):
@@ -65,7 +64,7 @@ def megablocks(monkeypatch):
     arguments = {"Arguments": types.SimpleNamespace}
     dmoe = {"ParallelDroplessMLP": Layer}
     stand_in(monkeypatch, megablocks__layers__arguments=arguments, megablocks__layers__dmoe=dmoe)
-    return peers.megablocks
+    return contenders.megablocks
 
 
 def sonicmoe(monkeypatch):
@@ -93,7 +92,7 @@ def sonicmoe(monkeypatch):
         sonicmoe__enums={"ActivationType": swiglu},
         sonicmoe__functional=functional,
     )
-    return peers.sonicmoe
+    return contenders.sonicmoe
 
 
 def scattermoe(monkeypatch):
@@ -106,7 +105,7 @@ def scattermoe(monkeypatch):
             return looped(x, torch.cat([gate, up], 1), self.output_experts.weight, ids, weights)
 
     stand_in(monkeypatch, scattermoe__mlp={"GLUMLP": MLP})
-    return peers.scattermoe
+    return contenders.scattermoe
 
 
 @pytest.mark.parametrize("peer", [liger, megablocks, sonicmoe, scattermoe])
@@ -143,4 +142,4 @@ def test_a_missing_peer_says_so(build, monkeypatch):
     for name in ("liger_kernel", "megablocks", "cutlass", "sonicmoe", "scattermoe"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError):
-        getattr(peers, build)(new_problem(SHAPES["toy"], torch.bfloat16, torch.device("cpu")))
+        getattr(contenders, build)(new_problem(SHAPES["toy"], torch.bfloat16, torch.device("cpu")))

@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 
-from moe_aiter.bench import contenders, layer, problem, roofline
-from moe_aiter.bench.problem import for_loop, new_problem, truth
-from moe_aiter.bench.shapes import GROUPS, SHAPES, named
+from moe_aiter.bench import contenders, layer, measure, problem
+from moe_aiter.bench.problem import GROUPS, SHAPES, for_loop, named, new_problem, truth
 from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts import fp8
 
@@ -128,10 +127,10 @@ def test_steering_reaches_the_logits(device):
     "name, forward, backward", [("A", 8.91, 17.26), ("B", 0.745, 1.418), ("1.4B-256", 0.626, 1.276)]
 )
 def test_floors(name, forward, backward):
-    floor = roofline.floors(SHAPES[name], "NVIDIA H200")
+    floor = measure.floors(SHAPES[name], "NVIDIA H200")
     assert floor["forward"] == pytest.approx(forward, rel=1e-3)
     assert floor["step"] == pytest.approx(forward + backward, rel=1e-3)
-    assert roofline.floors(SHAPES[name], "Abacus") == {}
+    assert measure.floors(SHAPES[name], "Abacus") == {}
     row = layer.shares({"forward_ms": 2 * forward, "step_ms": 4 * (forward + backward)}, floor)
     assert row == pytest.approx({"forward_roofline": 50, "step_roofline": 25}, rel=1e-3)
 

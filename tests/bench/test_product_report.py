@@ -1,7 +1,7 @@
 """FIGURES has the tables of the products whose CSV is there."""
 
-from moe_aiter.bench import gmm, product_report, segment
-from moe_aiter.bench.layer import append
+from moe_aiter.bench import gmm, report, segment
+from moe_aiter.bench.measure import append
 
 WHERE = {"device": "Abacus", "torch": "2", "triton": "3", "dtype": "bfloat16", "date": "2026-01-01"}
 
@@ -21,7 +21,7 @@ def test_a_table_for_each_op_and_the_last_row_of_each_contender(tmp_path):
         row(gmm.FIELDS, op="ptgmm", contender="torch", tflops="8", **a),
     ]
     append(tmp_path / "gmm.csv", rows, gmm.FIELDS)
-    text = product_report.products(tmp_path)
+    text = report.products(tmp_path)
     assert "## Grouped products" in text and "## Segments" not in text
     assert "**Abacus**, bfloat16, gmm, plain (torch 2, Triton 3, commit new, old, 2026-01-01)" in text
     assert "| TFLOP/s, of shape (m, k, n, g) | moe_aiter gmm | torch |" in text
@@ -34,4 +34,4 @@ def test_tiles_are_no_contenders_of_their_own(tmp_path):
     cells = {"case": "dense", "segments": "2", "contender": "moe_aiter", "us": "50", "host_us": "20"}
     rows = [row(fields, **cells), row(fields, **cells | {"us": "40"}, tile="16x64x128")]
     append(tmp_path / "segment.csv", rows, fields)
-    assert "| dense (2) | 50 / 20 |" in product_report.products(tmp_path)
+    assert "| dense (2) | 50 / 20 |" in report.products(tmp_path)

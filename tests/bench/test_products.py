@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_aiter import cli
-from moe_aiter.bench import dense, product_report, products
+from moe_aiter.bench import dense, products, report
 from moe_aiter.bench.products import Case, Problem
 
 TOY = ("--device", "cpu", "--family", "dense", "--shape", "grouped-toy", "--reps", "1")
@@ -154,7 +154,7 @@ def test_toys_are_accurate_and_their_goals_name_contenders(case):
 def test_the_report_has_a_row_for_each_case(tmp_path):
     where = {"device": "Abacus", "torch": "2", "triton": "3", "date": "2026-01-01", "dtype": "bfloat16"}
     where |= {"family": "dense", "case": "gelu", "shape": "8x8x8"}
-    path = tmp_path / product_report.FAMILIES
+    path = tmp_path / report.FAMILIES
     cells = [
         ("old", "torch, unfused", {"ms": "9", "ratio": "9", "goal": "1.15"}),
         ("old", "peer", {"ms": "9", "ratio": "9"}),
@@ -164,14 +164,14 @@ def test_the_report_has_a_row_for_each_case(tmp_path):
     ]
     rows = [where | {"commit": commit, "contender": name} | more for commit, name, more in cells]
     products.append(path, rows, products.FIELDS)
-    text = product_report.products(tmp_path)
+    text = report.products(tmp_path)
     assert "**Abacus**, dense, bfloat16 (torch 2, Triton 3" in text
     beside = "torch 1.20; torch, unfused 1.10 | torch, unfused 1.15: missed"
     assert f"| gelu (8x8x8) | 0.5 | 612 | – | {beside} |" in text
 
 
 def test_headlines_are_the_newest_figures_of_chosen_cases(tmp_path):
-    assert product_report.headlines(tmp_path) == ""
+    assert report.headlines(tmp_path) == ""
     where = dict.fromkeys(products.FIELDS, "") | {
         "device": "Abacus",
         "torch": "2",
@@ -185,8 +185,8 @@ def test_headlines_are_the_newest_figures_of_chosen_cases(tmp_path):
         where | {"date": "2026-01-02", "commit": "b", "ms": "0.4", "ratio": "2", "contender": "moe_aiter"},
         where | {"date": "2026-01-02", "commit": "b", "ms": "0.4", "ratio": "2", "case": "int8-1024"},
     ]
-    products.append(tmp_path / product_report.FAMILIES, rows, products.FIELDS)
-    text = product_report.headlines(tmp_path)
+    products.append(tmp_path / report.FAMILIES, rows, products.FIELDS)
+    text = report.headlines(tmp_path)
     assert "**Abacus**, products (torch 2, Triton 3, commit b, 2026-01-02)" in text
     assert text.endswith("| int8-8192 (8x8x8) | int8 | 200 | torch, bfloat16 | 300 | 1.50 |\n")
     assert text.count("int8-") == 1
@@ -194,7 +194,7 @@ def test_headlines_are_the_newest_figures_of_chosen_cases(tmp_path):
 
 def test_every_headline_is_a_case():
     names = {case.name for _, case in products.cases(None)}
-    assert names >= set(product_report.HEADLINES)
+    assert names >= set(report.HEADLINES)
 
 
 @pytest.mark.gpu

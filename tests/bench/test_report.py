@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from moe_aiter import bench, cli
-from moe_aiter.bench import layer, plots, report, segment
-from moe_aiter.bench.shapes import GROUPS, SHAPES
+from moe_aiter.bench import layer, measure, report, segment
+from moe_aiter.bench.problem import GROUPS, SHAPES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -45,7 +45,7 @@ def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
         row(commit="new", shape="A", contender="layer", **cells),
         row(commit="new", shape="B", contender="wrong", error="0.3"),
     ]
-    layer.append(path, rows)
+    measure.append(path, rows, layer.FIELDS)
     document.write_text(f"head\n{report.BEGIN}\nstale\n{report.END}\ntail\n")
     assert run("report", "--csv", path, "--readme", document) == 0
     once = [document.read_text(), (tmp_path / report.FIGURES).read_text()]
@@ -64,7 +64,7 @@ def test_the_report_says_what_is_missing(tmp_path, capsys):
     document = tmp_path / "README.md"
     document.write_text("no markers\n")
     assert run("report", "--csv", tmp_path / "none.csv", "--readme", document) == 2
-    layer.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")])
+    measure.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")], layer.FIELDS)
     for text in ("no markers\n", f"{report.END}\n{report.BEGIN}\nthe rest\n"):
         document.write_text(text)
         assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 2
@@ -85,21 +85,21 @@ def test_a_damaged_figure_leaves_both_documents_alone(name, column, tmp_path, ca
     pytest.importorskip("matplotlib")
     rows = [measured(n, contender="layer") for n in ("A", "dsv3", *GROUPS["tokens"])]
     next(r for r in rows if r["shape"] == name)[column] = "many"
-    layer.append(tmp_path / "layer.csv", rows)
+    measure.append(tmp_path / "layer.csv", rows, layer.FIELDS)
     refused(tmp_path)
     assert "layer.csv is damaged: ValueError: could not convert" in capsys.readouterr().err
 
 
 def test_a_damaged_csv_of_products_is_named(tmp_path, capsys):
-    layer.append(tmp_path / "layer.csv", [measured("A", contender="layer")])
+    measure.append(tmp_path / "layer.csv", [measured("A", contender="layer")], layer.FIELDS)
     older = [name for name in segment.FIELDS if name != "host_us"]
-    layer.append(tmp_path / "segment.csv", [dict.fromkeys(older, "1")], older)
+    measure.append(tmp_path / "segment.csv", [dict.fromkeys(older, "1")], older)
     refused(tmp_path)
     assert f"{tmp_path / 'segment.csv'} is damaged: KeyError: 'host_us'" in capsys.readouterr().err
 
 
 def test_a_csv_of_products_is_not_the_one_to_name(tmp_path, capsys):
-    layer.append(tmp_path / "segment.csv", [dict.fromkeys(segment.FIELDS, "1")], segment.FIELDS)
+    measure.append(tmp_path / "segment.csv", [dict.fromkeys(segment.FIELDS, "1")], segment.FIELDS)
     assert run("report", "--csv", tmp_path / "segment.csv", "--readme", tmp_path / "README.md") == 2
     assert "--csv is that of `bench layer`; segment.csv beside it" in capsys.readouterr().err
 
@@ -164,7 +164,7 @@ def documents_of(rows, tmp_path):
     """README and FIGURES."""
     document = tmp_path / "README.md"
     document.write_text(f"{report.BEGIN}\n{report.END}\n")
-    layer.append(tmp_path / "layer.csv", rows)
+    measure.append(tmp_path / "layer.csv", rows, layer.FIELDS)
     assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 0
     return document.read_text(), (tmp_path / report.FIGURES).read_text()
 
@@ -222,8 +222,8 @@ def test_plots(group, name, tmp_path):
     assert [path.name for path in (tmp_path / "docs").iterdir()] == [name]
     picture = image.imread(tmp_path / "docs" / name)
     assert picture.shape[0] > 400 and picture.std() > 0.01
-    lines = plots.lines_of(rows, plots.PLOTS[name])
-    xs = [[int(r[plots.PLOTS[name].x]) for r in line] for line in lines.values()]
+    lines = report.lines_of(rows, report.PLOTS[name])
+    xs = [[int(r[report.PLOTS[name].x]) for r in line] for line in lines.values()]
     assert list(lines) == ["layer", "peer"] and all(x == sorted(set(x)) and len(x) > 2 for x in xs)
 
 

@@ -1,12 +1,12 @@
-"""moe_aiter/bench/timing.py: what is captured, and what is launched one by one."""
+"""How kernels are timed: what is captured, and what is launched one by one."""
 
 import inspect
 
 import pytest
 import torch
 
-from moe_aiter.bench import timing
-from moe_aiter.bench.timing import copier, kernels
+from moe_aiter.bench import measure
+from moe_aiter.bench.measure import copier, kernels
 
 
 @pytest.mark.gpu
@@ -24,8 +24,8 @@ def test_ours_is_captured_or_refused(monkeypatch):
     def refuse(call):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(timing, "never_waits", lambda call: False)
-    monkeypatch.setattr(timing, "captured", refuse)
+    monkeypatch.setattr(measure, "never_waits", lambda call: False)
+    monkeypatch.setattr(measure, "captured", refuse)
     assert kernels(print, True, False) == (print, "eager")
     with pytest.raises(RuntimeError, match="capturing"):
         kernels(print, True, True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_aiter import cli, tuning
-from moe_aiter.bench import tiles, tune, tune_step
-from moe_aiter.bench.shapes import SHAPES, Shape
+from moe_aiter.bench import tiles, tune
+from moe_aiter.bench.problem import SHAPES, Shape
 from moe_aiter.config import interpret
 from moe_aiter.kernels import experts, grouped, hopper
 from moe_aiter.kernels.experts.inputs import ExpertInputs
@@ -180,7 +180,7 @@ def test_the_default_stays_unless_another_is_clearly_faster(us, choice):
 @pytest.mark.interpret
 @pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
 def test_a_step_on_the_portable_tier():
-    found = list(tune_step.products(SHAPES["toy"], torch.device("cpu"), torch.float16, True))
+    found = list(tiles.products(SHAPES["toy"], torch.device("cpu"), torch.float16, True))
     keys = [product.key() for product in found]
     assert [key.op for key in keys] == ["up", "gmm", "down_grad", "gmm", "tgmm_gather", "tgmm_gather"]
     assert [(key.n, key.k) for key in keys] == [(48, 32), (32, 24), (24, 32), (32, 48), (24, 32), (48, 32)]
@@ -218,7 +218,7 @@ def test_every_chunk_of_a_large_step_is_measured(name, widths, monkeypatch):
         grouped.gmm.launch_gmm_unpermute(x, rows, w, *[None] * 5, most)
     assert asked == {(n, k) for n, sums in widths.items() for k in sums}
     measured = [
-        (out, x, w) for _, op, _, out, (x, w, *_) in tune_step.step(SHAPES[name], meta, bf16) if op == "gmm"
+        (out, x, w) for _, op, _, out, (x, w, *_) in tiles.step(SHAPES[name], meta, bf16) if op == "gmm"
     ]
     assert sorted(asked) == sorted((out.shape[1], x.shape[1]) for out, x, _ in measured)
     assert all(out.is_contiguous() and w.shape[1:] == (x.shape[1], out.shape[1]) for out, x, w in measured)
@@ -238,7 +238,7 @@ def test_it_measures_what_a_step_looks_up(monkeypatch):
     with tuning.choose(asked.add):
         expert_mlp(*tensors, plan).sum().backward()
     assert {key.n for key in asked if key.op == "gmm"} == {24, 16}
-    assert asked == {product.key() for product in tune_step.products(shape, device, torch.float16, True)}
+    assert asked == {product.key() for product in tiles.products(shape, device, torch.float16, True)}
 
 
 def test_products_of_8_bits(monkeypatch):
@@ -252,9 +252,9 @@ def test_products_of_8_bits(monkeypatch):
 
     monkeypatch.setattr(hopper, "launcher", launcher)
     T, H, width, E, k = 32, 256, 64, 4, 2
-    step = tune_step.step(Shape(T, H, width, E, k), torch.device("cpu"), torch.bfloat16)
+    step = tiles.step(Shape(T, H, width, E, k), torch.device("cpu"), torch.bfloat16)
     for _, op, _, out, inputs in step:
-        found = tune_step.of_8_bits(op, *inputs)
+        found = tiles.of_8_bits(op, *inputs)
         found[0](out, *found[1])
     modules = [module for (module, _), *_ in launched]
     assert modules == ["up", "gmm", "down_grad", "gmm", "tgmm", "tgmm"]

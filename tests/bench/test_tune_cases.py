@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_aiter import cli, tuning
-from moe_aiter.bench import dense, tiles, tune, tune_choice
+from moe_aiter.bench import dense, tiles, tune
 from moe_aiter.bench.products import Case, Problem
 from moe_aiter.bench.tiles import Kernel
 from moe_aiter.config import interpret
@@ -21,7 +21,7 @@ from moe_aiter.tuning.table import Key, read
 CPU = torch.device("cpu")
 KEY = Key("hopper_gemm", 16, 8, 64, 1024)
 USUAL, *OTHERS = candidates(KEY.op)
-ASKED = choice.Case("gemm", 16, "nt", "none", 8, 64, 1024)
+ASKED = choice.ChoiceKey("gemm", 16, "nt", "none", 8, 64, 1024)
 
 
 class FakeDriver:
@@ -65,7 +65,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(tune, "cases", lambda args: [("dense", case)])
         times = {USUAL: 100.0, **{config: 99.0 for config in OTHERS}, OTHERS[1]: 80.0}
         monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
-        monkeypatch.setattr(tune_choice, "time_graphs", lambda runs, reps: backends[: len(runs)])
+        monkeypatch.setattr(tiles, "time_graphs", lambda runs, reps: backends[: len(runs)])
 
     return become
 
@@ -95,7 +95,7 @@ def test_tiles_and_the_choice_become_rows(gpu, tmp_path, capsys):
 
 @pytest.mark.parametrize("us, expected", [(98.9, "hopper"), (99.1, "torch"), (120.0, "torch")])
 def test_only_what_is_clearly_faster_than_torch_is_chosen(us, expected):
-    assert tune_choice.decided({"hopper": us, "triton": 130.0, "torch": 100.0}) == (expected, us)
+    assert tiles.decided({"hopper": us, "triton": 130.0, "torch": 100.0}) == (expected, us)
 
 
 def test_a_tile_that_is_wrong_has_no_row_and_fails_the_command(gpu, tmp_path, capsys):

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from moe_aiter import MoE
-from moe_aiter.bench.shapes import SHAPES
+from moe_aiter.bench.problem import SHAPES
 
 from . import run
 from .draw import DEVICE, ON_GPU, Draw

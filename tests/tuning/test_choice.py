@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_aiter.tuning import choice
-from moe_aiter.tuning.choice import COLUMNS, Case, Choice, find_choice, read_choices
+from moe_aiter.tuning.choice import COLUMNS, Choice, ChoiceKey, find_choice, read_choices
 
 
 def line(**cells):
@@ -25,7 +25,7 @@ def test_the_first_row_that_matches_is_taken(tmp_path, monkeypatch):
         line(op="bmm", bits=32, backend="triton"),
     )
     monkeypatch.setattr(choice, "CHOICES", path.parent)
-    case = Case("gemm", 16, "nt", "gelu", 16, 64, 32)
+    case = ChoiceKey("gemm", 16, "nt", "gelu", 16, 64, 32)
     changes = {"n": 65, "epilogue": "none", "rows": 8, "layout": "nn", "bits": 32}
     expected = {"n": "hopper", "epilogue": "hopper", "rows": "torch", "layout": "torch", "bits": "torch"}
     choice.cache_clear()
@@ -33,7 +33,7 @@ def test_the_first_row_that_matches_is_taken(tmp_path, monkeypatch):
         assert find_choice("x", case) == "triton"
         for column, value in changes.items():
             assert find_choice("x", case._replace(**{column: value})) == expected[column], column
-        assert find_choice("x", Case("bmm", 32, "tt", "c", 1, 1, 1)) == "triton"
+        assert find_choice("x", ChoiceKey("bmm", 32, "tt", "c", 1, 1, 1)) == "triton"
         assert find_choice("no such GPU", case) == "torch"
     finally:
         choice.cache_clear()
@@ -60,8 +60,8 @@ def test_a_mistake_is_named(row, message, tmp_path):
 def test_a_cpu_has_no_table():
     x = torch.ones(2, 3)
     assert choice.choose_backend("gemm", x, "nn", "none", 2, 3, 3) == "torch"
-    assert Choice(Case("gemm", 32, None, None, None, None, None), "triton").matches(
-        Case("gemm", 32, "nn", "none", 2, 3, 3)
+    assert Choice(ChoiceKey("gemm", 32, None, None, None, None, None), "triton").matches(
+        ChoiceKey("gemm", 32, "nn", "none", 2, 3, 3)
     )
 
 

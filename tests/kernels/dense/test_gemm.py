@@ -247,7 +247,7 @@ def test_refusals(change, kind, message):
 def test_what_the_table_names_is_picked(backend, monkeypatch):
     """The portable kernel, the one of Hopper, or torch; and torch where nothing was measured."""
     x, w, *_ = make("cpu", 1, 64, 64, torch.bfloat16, (1,))
-    row = choice.Choice(choice.Case("gemm", 16, "nt", None, 1, 64, 64), backend)
+    row = choice.Choice(choice.ChoiceKey("gemm", 16, "nt", None, 1, 64, 64), backend)
     monkeypatch.setattr(choice, "find_choice", choice.find_choice.__wrapped__)
     monkeypatch.setattr(choice, "load_choices", lambda name: (row,))
     monkeypatch.setitem(ORDER, "cpu", ("hopper", "triton", "torch"))

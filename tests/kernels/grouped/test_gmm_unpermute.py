@@ -6,7 +6,7 @@ import pytest
 import torch
 from check import assert_as_good_as_torch, error, with_gradients
 
-from moe_aiter.bench.shapes import SHAPES
+from moe_aiter.bench.problem import SHAPES
 from moe_aiter.config import interpret
 from moe_aiter.kernels.experts.inputs import ExpertInputs, row_bytes
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp

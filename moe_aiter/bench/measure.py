@@ -1,0 +1,473 @@
+"""What all benchmarks share: options, contenders, memory, times, the roofline, and the rows of a CSV."""
+
+import argparse
+import contextlib
+import csv
+import ctypes
+import dataclasses
+import datetime
+import gc
+import importlib.metadata
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..op import use
+from .problem import Problem, Shape
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
+def add_measurement(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
+    parser.add_argument(
+        "--reps",
+        type=count,
+        metavar="N",
+        help="timed runs of each contender; default 25 on a GPU, 11 on a CPU (lora: 3)",
+    )
+    parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
+    parser.add_argument("--commit", help="the commit to note, where git cannot tell")
+
+
+def refuse(command: str, mistake: str) -> int:
+    """Say what is wrong with a command in one line; its status."""
+    print(f"moe-aiter {command}: error: {mistake}", file=sys.stderr)
+    return 2
+
+
+def identity(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return gradients
+
+
+@dataclasses.dataclass
+class Contender:
+    """A function without arguments from the current inputs of a problem to (T, H)."""
+
+    name: str
+    run: Callable[[], Tensor | tuple[Tensor, ...]]  # one tensor, if it is checked
+    leaves: tuple[Tensor, ...]  # x, gate_up, down, the router or the routing weights, and biases
+    routed: bool = False  # it chooses the experts itself
+    expert_ids: Callable[[], Tensor] | None = None  # what it chooses, if not what problem.expert_ids says
+    checked: bool = True  # False for a yardstick that computes something else
+    ours: bool = False
+    graphed: bool = False  # it runs from a CUDA graph, which keeps memory of its own
+    backend: str | None = None  # forced, forward and backward
+    around: Callable[[], contextlib.AbstractContextManager] | None = None  # what is entered before, untimed
+    dout: tuple[Tensor, ...] | None = None  # if not problem.dout
+    as_ours: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = identity  # its gradients -> as in leaves
+    errors: tuple[type[Exception], ...] = ()  # that it raises, beside PEER_ERRORS
+
+    def gradients(self, out: Tensor | tuple[Tensor, ...], p: Problem) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.leaves, p.dout if self.dout is None else self.dout)
+
+    def context(self) -> contextlib.AbstractContextManager:
+        if self.around is not None:
+            return self.around()
+        return use(self.backend) if self.backend else contextlib.nullcontext()
+
+
+PEER_ERRORS = (
+    *(RuntimeError, ImportError, AttributeError, TypeError, ValueError),
+    *(AssertionError, ArithmeticError, LookupError),
+)
+
+
+def parameter(x: Tensor) -> torch.nn.Parameter:
+    """The same memory as a module's parameter."""
+    return torch.nn.Parameter(x.detach())
+
+
+MIB = 2**20
+STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
+
+
+def measure_memory(contender: Contender, problem: Problem) -> tuple[float, float] | None:
+    """(held after forward, peak over forward and backward) in MiB, or None where nothing can tell.
+
+    On a GPU what torch's allocator has given out.  On the CPU the resident memory of the process, which
+    includes what the C++ extension and the matrix library take, after freed memory went back to the system.
+    """
+    gauge = cuda_gauge() if problem.x.is_cuda else resident_gauge()
+    if gauge is None:
+        return None
+    now, peak, reset = gauge
+    gc.collect()
+    reset()
+    before = now()
+    with contender.context():
+        out = contender.run()
+        held = now() - before
+        gradients = contender.gradients(out, problem)
+    highest = peak() - before
+    del out, gradients
+    return held / MIB, highest / MIB
+
+
+def cuda_gauge():
+    """Functions for the bytes in use, the most since the reset, and the reset."""
+    return torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats
+
+
+def resident_gauge():
+    """The same from Linux; None elsewhere."""
+    if sys.platform != "linux" or not CLEAR.exists():
+        return None
+
+    def reset() -> None:
+        hand_back()
+        CLEAR.write_text("5")  # the high-water mark starts again
+
+    return lambda: status_bytes("VmRSS"), lambda: status_bytes("VmHWM"), reset
+
+
+def hand_back() -> None:
+    """Freed memory goes back to the system, where the C library can do that: who comes next finds none."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def status_bytes(field: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return 1024 * int(line.split()[1])
+
+
+L2_BYTES = 256 * 2**20  # more than any GPU's L2 cache
+PAGE = 4096  # bytes
+WARMUP = 2
+LEAD_CYCLES = 12_000_000  # some 6 ms in which the GPU waits for the host, which is ahead in training as well
+HOST_REPS = 5
+SLOW, SLOW_MS, SPARSE = 4, 50, 5  # on a GPU, where time is dear: see `who_is_slow`
+PASSES = {"inference": 1, "forward": 1, "step": 3}  # and their products, in forward passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Median, 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+def summary(samples: list[float]) -> Times:
+    quantiles = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8]).double())
+    return Times(*quantiles.tolist())
+
+
+def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[dict[str, Times]]:
+    """The PASSES of each contender; each round has new inputs, and another order."""
+    measure, flush = measure_cpu, hand_back
+    if problem.x.is_cuda:
+        flush_l2 = l2_flush(problem.x.device)
+        measure, flush = measure_gpu, lambda: (torch.cuda._sleep(LEAD_CYCLES), flush_l2())
+    samples: list[list[tuple[float, ...]]] = [[] for _ in contenders]
+    slow: set[int] = set()
+    for round in range(WARMUP + reps):
+        problem.renew(round)
+        results = []
+        for turn in turns(len(contenders), round):
+            if turn in slow and (round - WARMUP) % SPARSE:
+                continue
+            with contenders[turn].context():
+                results.append((turn, measure(contenders[turn], problem, flush)))
+        # read only now: a wait between contenders would time the host's launches, which training overlaps
+        times = {turn: elapsed() for turn, elapsed in results}
+        if round == WARMUP - 1 and problem.x.is_cuda:
+            slow = who_is_slow(contenders, {turn: step for turn, (*_, step) in times.items()})
+        elif round >= WARMUP:
+            for turn, passes in times.items():
+                samples[turn].append(passes)
+    return [dict(zip(PASSES, map(summary, zip(*s, strict=True)), strict=True)) for s in samples]
+
+
+def turns(count: int, round: int) -> list[int]:
+    """Everyone once, in an order of each round's own: the clock of a GPU depends on who ran just before."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(round)).tolist()
+
+
+def l2_flush(device: torch.device) -> Callable:
+    return torch.empty(L2_BYTES, dtype=torch.int8, device=device).zero_
+
+
+def who_is_slow(contenders: list[Contender], steps: dict[int, float]) -> set[int]:
+    """Who takes SLOW times as long as the fastest, and SLOW_MS at least: one round in SPARSE is enough."""
+    fastest = min((step for i, step in steps.items() if contenders[i].checked), default=0)
+    return {i for i, step in steps.items() if step > max(SLOW * fastest, SLOW_MS)}
+
+
+def run_passes(contender: Contender, problem: Problem, flush: Callable, mark: Callable) -> None:
+    """Inference, then forward and backward, with a mark before and after each of the three."""
+    flush()
+    mark()
+    with torch.no_grad():
+        contender.run()
+    mark()
+    flush()
+    mark()
+    out = contender.run()
+    mark()
+    contender.gradients(out, problem)
+    mark()
+
+
+def measure_cpu(contender: Contender, problem: Problem, flush: Callable) -> Callable[[], tuple]:
+    marks: list[float] = []
+    run_passes(contender, problem, flush, lambda: marks.append(1e3 * time.perf_counter()))
+    inference, inferred, start, forward, step = marks
+    return lambda: (inferred - inference, forward - start, step - start)
+
+
+def measure_gpu(contender: Contender, problem: Problem, flush: Callable) -> Callable[[], tuple]:
+    marks: list[torch.cuda.Event] = []
+    run_passes(contender, problem, flush, lambda: marks.append(recorded()))
+    inference, inferred, start, forward, step = marks
+
+    def elapsed() -> tuple:
+        step.synchronize()
+        return inference.elapsed_time(inferred), start.elapsed_time(forward), start.elapsed_time(step)
+
+    return elapsed
+
+
+def time_host(contender: Contender, problem: Problem) -> dict[str, Times]:
+    """How long the host takes for each of the PASSES, from an idle GPU to the return of the last call."""
+    with contender.context():
+        samples = [measure_cpu(contender, problem, torch.cuda.synchronize)() for _ in range(HOST_REPS)]
+    torch.cuda.synchronize()
+    return dict(zip(PASSES, map(summary, zip(*samples, strict=True)), strict=True))
+
+
+def recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def time_calls(runs: list[Callable[[], object]], reps: int, wait: Callable[[], object] = int) -> list[float]:
+    """The median of `call_times`."""
+    return [times.median for times in call_times(runs, reps, wait)]
+
+
+def call_times(runs: list[Callable[[], object]], reps: int, wait: Callable[[], object] = int) -> list[Times]:
+    """Microseconds until each call returns, all in turn, after a `wait` for those before."""
+    samples: list[list[float]] = [[] for _ in runs]
+    for round in range(WARMUP + reps):
+        for turn in turns(len(runs), round):
+            wait()
+            start = time.perf_counter()
+            runs[turn]()
+            if round >= WARMUP:
+                samples[turn].append(1e6 * (time.perf_counter() - start))
+    return [summary(s) for s in samples]
+
+
+def time_graphs(runs: list[Callable[[], object]], reps: int) -> list[float]:
+    """Microseconds of kernels that have run before: the median of each, with nothing in the L2 cache.
+
+    Each is replayed as a CUDA graph: a small one takes less time than Python needs to launch it.
+    """
+    return time_kernels([captured(run).replay for run in runs], reps, lead=False)
+
+
+def time_kernels(runs: list[Callable[[], object]], reps: int, lead: bool) -> list[float]:
+    """The same of whatever launches them, with a `lead` if the host needs longer than the GPU."""
+    return [times.median for times in kernel_times(runs, reps, lead)]
+
+
+def kernel_times(runs: list[Callable[[], object]], reps: int, lead: bool) -> list[Times]:
+    """Microseconds, with more than the median; see `time_kernels`."""
+    flush = l2_flush(torch.device("cuda"))
+    marks: list[list[tuple]] = [[] for _ in runs]
+    for round in range(reps):
+        for turn in turns(len(runs), round):
+            if lead:
+                torch.cuda._sleep(LEAD_CYCLES)
+            flush()
+            start = recorded()
+            runs[turn]()
+            marks[turn].append((start, recorded()))
+        torch.cuda.synchronize()
+    return [summary([1e3 * start.elapsed_time(end) for start, end in pairs]) for pairs in marks]
+
+
+def copier(size: int, device: torch.device) -> Callable[[], object]:
+    """A copy that reads and writes `size` bytes altogether, and as many more as fill the last page of each.
+
+    Without these an H200 takes up to 1.5 times as long.
+    """
+    source, target = torch.empty(2, -(-size // (2 * PAGE)) * PAGE, dtype=torch.int8, device=device)
+    return lambda: target.copy_(source)
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def never_waits(call: Callable[[], object]) -> bool:
+    """Whether a call leaves the host alone.  A capture that failed would leave torch's generator unusable."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():  # that this is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as mistake:
+        if "synchronizing" not in str(mistake):
+            raise
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return True
+
+
+def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Callable[[], object], str]:
+    """What launches the kernels of a call, and how: ours must be what a CUDA graph can hold."""
+    if not on_gpu or not (ours or never_waits(call)):
+        return call, "eager"
+    try:
+        return captured(call).replay, "graph"
+    except PEER_ERRORS:
+        if ours:
+            raise
+        torch.cuda.synchronize()
+        return call, "eager"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """What a device reaches where nothing else holds it up, as measured on one."""
+
+    flops: float  # each second, in a large dense product of bfloat16
+    bytes: float  # each second, read and written by a copy
+
+
+CEILINGS = {"NVIDIA H200": Ceiling(790e12, 4.3e12)}
+
+
+def floors(shape: Shape, device: str) -> dict[str, float]:
+    """Milliseconds of forward and of step on a device that we know; empty for others.
+
+    16-bit numbers, every operand once, for the kernels of a layer that gathers as it multiplies and keeps X
+    and Z only.  Router and plan are not counted.
+    """
+    ceiling = CEILINGS.get(device)
+    if ceiling is None:
+        return {}
+    T, H, width, E, k = shape.sizes
+    x, z, a, w = T * k * H, 2 * T * k * width, T * k * width, E * H * width  # numbers of each
+    product, gather_sum = 2 * T * k * H * width, (T * k * H, x + T * H)
+    forward = [
+        (2 * product, x + 2 * w + z + a),  # up
+        (product, a + w + x),  # down
+        gather_sum,
+    ]
+    backward = [
+        (product, x + w + 2 * z + a),  # dz, weighted activations and the gradient of routing weights
+        (product, x + a + w),  # ddown
+        (2 * product, z + 2 * w + x),  # rows of dx
+        (2 * product, x + z + 2 * w),  # dgate_up
+        gather_sum,
+    ]
+
+    def ms(kernels: list[tuple[int, int]]) -> float:
+        return 1e3 * sum(max(f / ceiling.flops, 2 * n / ceiling.bytes) for f, n in kernels)
+
+    return {"forward": ms(forward), "step": ms(forward + backward)}
+
+
+REPS = {"cuda": 25, "cpu": 11}
+
+
+SLACK, FLOOR = 2.0, 1e-7  # an error may be twice that of plain torch in the same dtype
+
+
+def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """The relative distance of each tensor from the truth, in the Frobenius norm."""
+    return [
+        ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(got, exact, strict=True)
+    ]
+
+
+def provenance(device: torch.device, dtype: str, commit: str | None = None) -> dict:
+    """What the figures were measured with."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or git_commit(),
+        "device": name,
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "dtype": dtype,
+    }
+
+
+def cpu_name() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def triton_version() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def git_commit() -> str:
+    """The short hash of the source tree, with + where it has been changed; unknown outside git."""
+    here = pathlib.Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def columns(path: pathlib.Path) -> list[str]:
+    with open(path, newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def widen(path: pathlib.Path, fields: list[str], added: list[str]) -> None:
+    """Give an older file those of the `added` columns that it lacks, empty."""
+    there = columns(path)
+    if there == fields or there != [f for f in fields if f in there or f not in added]:
+        return
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def append(path: pathlib.Path, rows: list[dict], fields: list[str]) -> None:
+    """Add rows to a CSV, with its header where it is new; four digits say enough."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
