@@ -202,23 +202,6 @@ REPORTS = {
 }
 FAMILIES = "products.csv"  # of `bench gemm`
 OURS = "moe_aiter"
-HEADLINES = {  # for the README: the cases, by the names of who is beside them there
-    "square-4096": "torch",
-    "gelu-1024": "torch, unfused",
-    "gelu-4096": "torch, unfused",
-    "decode-4096-1": "torch",
-    "decode-4096-16": "torch",
-    "batched-64": "torch",
-    "grouped-aiter": "torch, loop over experts",
-    "grouped-C": "torch, loop over experts",
-    "int8-8192": "torch, bfloat16",
-    "fp8-8192": "torch, bfloat16",
-    "experts-fp8-8192": "bfloat16",
-    "block64-90": "torch, dense",
-    "block64-90-step": "torch, dense",
-    "csr-99": "torch.sparse.mm",
-    "attention, window": "torch",
-}
 
 
 def products(folder: pathlib.Path) -> str:
@@ -232,33 +215,6 @@ def products(folder: pathlib.Path) -> str:
         with reading(source):
             parts.append(families(source))
     return "".join(parts)
-
-
-def headlines(folder: pathlib.Path) -> str:
-    """For the README: a row for each of HEADLINES that was measured, for each device; nothing without any."""
-    source = folder / FAMILIES
-    if not source.exists():
-        return ""
-    with reading(source), open(source, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if HEADLINES.get(row["case"]) == row["contender"]]
-        rows = newest(rows, lambda row: (*about(row), row["case"]))
-        parts = []
-        for (device,), part in grouped(rows, lambda row: (row["device"],)):
-            table = [["product", "dtype", "us", "beside", "its us", "times as fast"]]
-            for row in sorted(part, key=lambda row: list(HEADLINES).index(row["case"])):
-                us, ratio = 1e3 * float(row["ms"]), float(row["ratio"])
-                case = f"{row['case']} ({row['shape']})"
-                cells = [
-                    case,
-                    row["dtype"],
-                    written(us / ratio),
-                    row["contender"],
-                    written(us),
-                    f"{ratio:.2f}",
-                ]
-                table.append(cells)
-            parts += [f"**{device}**, products ({versions(part)})\n", markdown(table)]
-    return "\n".join(parts)
 
 
 def section(report: Report, source: pathlib.Path) -> str:
@@ -327,8 +283,8 @@ TABLES = {  # title: the figures of a cell
     "Share of the roofline in percent, forward / step": ("forward_roofline", "step_roofline"),
     MEMORY: ("held_mib", "peak_mib"),
 }
-SUMMARY = {"cuda": (TFLOPS, MEMORY), "cpu": (TFLOPS,)}  # whose default shapes: the tables of the README
-REFERENCE = "moe_aiter experts, torch"  # on a GPU a loop over the experts, left out of the README
+LAYER, FP8, CEILING = "layer: moe_aiter MoE", "layer: moe_aiter MoE, FP8", "matmuls of the same FLOPs"
+BEST_PEERS = 3  # in the README
 FIGURES = pathlib.Path("benchmarks", "FIGURES.md")
 ALL = f"All figures, with other shapes and routings: [{FIGURES.as_posix()}]({FIGURES.as_posix()})\n"
 HEAD = """# Figures
@@ -352,9 +308,10 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
         return refuse("bench report", f"{document} lacks {BEGIN} and, behind it, {END}")
     try:
         with reading(source):
-            rows = figures(source)
-            short, full = summary(rows, headlines(source.parent)), whole(rows) + products(source.parent)
-            draw(rows, document.parent)
+            rows = read(source)
+            last = figures(rows)
+            short, full = summary(rows), whole(last) + products(source.parent)
+            draw(last, document.parent)
     except Damaged as error:
         return refuse("bench report", str(error))
     figures_document = document.parent / FIGURES
@@ -370,23 +327,60 @@ def replaced(text: str, part: str) -> str:
     return f"{head}{BEGIN}\n{part}{END}{rest.partition(END)[2]}"
 
 
-def figures(source: pathlib.Path) -> list[dict]:
-    """The last row of each contender for each device, dtype, routing and shape."""
+def read(source: pathlib.Path) -> list[dict]:
     with open(source, newline="") as file:
         rows = [dict.fromkeys(ADDED, "") | row for row in csv.DictReader(file)]
     if not rows:
         raise ValueError("no figures")
+    return rows
+
+
+def figures(rows: list[dict]) -> list[dict]:
+    """The last row of each contender for each device, dtype, routing and shape."""
     return newest(rows, lambda r: (*kind(r), r["shape"], r["contender"]))
 
 
-def summary(rows: list[dict], products: str = "") -> str:
-    """For the README: the default shapes, normal routing, products, the plots, and a link to the rest."""
-    parts = []
-    for (*_, routing), section in grouped(rows, kind):
-        for device, titles in SUMMARY.items() if routing == "normal" else ():
-            part = [r for r in section if r["shape"] in DEFAULT[device]]
-            parts += tables([r for r in part if device == "cpu" or r["contender"] != REFERENCE], titles)
-    return "\n".join([*parts, *[products] * bool(products), *images(rows, "docs"), ALL])
+def summary(rows: list[dict]) -> str:
+    """For the README: a few rows of one run, the plots, and a link to the rest."""
+    return "\n".join([*tables(of_one_run(rows), [TFLOPS]), *images(figures(rows), "docs"), ALL])
+
+
+def of_one_run(rows: list[dict]) -> list[dict]:
+    """Our layer, our layer in FP8, the best peers and the ceiling, at the default shapes.
+
+    The run is the newest that measured all of them, or else the newest of those with the most peers.
+    """
+    measured = [r for r in rows if r["step_ms"] and kind(r)[-1] == "normal"]
+    for device in ("cuda", "cpu"):
+        runs = []
+        part = [r for r in measured if r["shape"] in DEFAULT[device]]
+        for _, run in grouped(part, lambda r: (*kind(r), r["date"], r["commit"])):
+            names, peers = chosen(run)
+            complete = len(names) == 3 and len(peers) >= BEST_PEERS
+            row = (complete, 0 if complete else len(peers), len(runs))
+            names += peers[:BEST_PEERS]
+            if LAYER in names:
+                runs.append((row, [r for r in run if r["contender"] in names]))
+        if runs:
+            return max(runs, key=lambda run: run[0])[1]
+    return []
+
+
+def chosen(run: list[dict]) -> tuple[list[str], list[str]]:
+    """Those of our layer, its first FP8 and the ceiling that a run has; its peers, the fastest step first.
+
+    A peer counts once, compiled or not, by the sum of its TFLOP/s over all shapes.
+    """
+    names = list(dict.fromkeys(r["contender"] for r in run))
+    fp8 = [name for name in names if name.startswith(FP8)][:1]
+    totals = dict.fromkeys(names, 0.0)
+    for r in run:
+        totals[r["contender"]] += float(r["step_tflops"])
+    peers = {}
+    for name in sorted(names, key=totals.get, reverse=True):
+        if "moe_aiter" not in name and CEILING not in name:
+            peers.setdefault(name.removesuffix(", compiled"), name)
+    return [n for n in names if n == LAYER or n in fp8 or CEILING in n], list(peers.values())
 
 
 def whole(rows: list[dict]) -> str:
@@ -435,9 +429,9 @@ def written_table(title: str, rows: list[dict]) -> str:
     return markdown(table)
 
 
-def place(contender: str) -> tuple[bool, bool]:
-    """Ours before peers, and whole layers before experts alone."""
-    return "moe_aiter" not in contender, not contender.startswith("layer")
+def place(contender: str) -> tuple[bool, ...]:
+    """Ours before peers, whole layers before experts alone, and the ceiling last."""
+    return CEILING in contender, "moe_aiter" not in contender, not contender.startswith("layer")
 
 
 def sizes(row: dict) -> str:

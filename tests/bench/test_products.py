@@ -170,33 +170,6 @@ def test_the_report_has_a_row_for_each_case(tmp_path):
     assert f"| gelu (8x8x8) | 0.5 | 612 | – | {beside} |" in text
 
 
-def test_headlines_are_the_newest_figures_of_chosen_cases(tmp_path):
-    assert report.headlines(tmp_path) == ""
-    where = dict.fromkeys(products.FIELDS, "") | {
-        "device": "Abacus",
-        "torch": "2",
-        "triton": "3",
-        "dtype": "int8",
-    }
-    where |= {"case": "int8-8192", "shape": "8x8x8", "family": "scaled", "contender": "torch, bfloat16"}
-    rows = [
-        where | {"date": "2026-01-01", "commit": "a", "ms": "9", "ratio": "9"},
-        where | {"date": "2026-01-02", "commit": "b", "ms": "0.3", "ratio": "1.5"},
-        where | {"date": "2026-01-02", "commit": "b", "ms": "0.4", "ratio": "2", "contender": "moe_aiter"},
-        where | {"date": "2026-01-02", "commit": "b", "ms": "0.4", "ratio": "2", "case": "int8-1024"},
-    ]
-    products.append(tmp_path / report.FAMILIES, rows, products.FIELDS)
-    text = report.headlines(tmp_path)
-    assert "**Abacus**, products (torch 2, Triton 3, commit b, 2026-01-02)" in text
-    assert text.endswith("| int8-8192 (8x8x8) | int8 | 200 | torch, bfloat16 | 300 | 1.50 |\n")
-    assert text.count("int8-") == 1
-
-
-def test_every_headline_is_a_case():
-    names = {case.name for _, case in products.cases(None)}
-    assert names >= set(report.HEADLINES)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, no_debug):
     path = tmp_path / "p.csv"

@@ -51,11 +51,11 @@ def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
     once = [document.read_text(), (tmp_path / report.FIGURES).read_text()]
     assert once[0].startswith("head\n") and once[0].endswith("tail\n") and "stale" not in once[0]
     assert once[1].startswith("# Figures\n")
-    for text in once:
-        assert "older" not in text and "commit new, old, " in text
-        assert r"| peer | – / 1.2 / 123 \* | – |" in text and r"\* of an earlier run" in text
-        assert "| layer | – / 1.2 / 123 | – |" in text and "| layer | 10 / 21 | – |" in text
-        assert "| wrong | – | error 0.3 |" in text
+    text = once[1]
+    assert "older" not in text and "commit new, old, " in text
+    assert r"| peer | – / 1.2 / 123 \* | – |" in text and r"\* of an earlier run" in text
+    assert "| layer | – / 1.2 / 123 | – |" in text and "| layer | 10 / 21 | – |" in text
+    assert "| wrong | – | error 0.3 |" in text
     assert run("report", "--csv", path, "--readme", document) == 0
     assert [document.read_text(), (tmp_path / report.FIGURES).read_text()] == once
 
@@ -115,11 +115,10 @@ def refused(tmp_path):
 
 
 def test_the_documents_hold_the_figures_of_the_csv():
-    text, rows = (ROOT / "README.md").read_text(), report.figures(ROOT / bench.CSV)
+    text, rows = (ROOT / "README.md").read_text(), report.read(ROOT / bench.CSV)
     assert report.BEGIN in text and report.END in text
-    short = report.summary(rows, report.headlines((ROOT / bench.CSV).parent))
-    assert report.replaced(text, short) == text, "run `moe-aiter bench report`"
-    full = report.whole(rows) + report.products((ROOT / bench.CSV).parent)
+    assert report.replaced(text, report.summary(rows)) == text, "run `moe-aiter bench report`"
+    full = report.whole(report.figures(rows)) + report.products((ROOT / bench.CSV).parent)
     assert full == (ROOT / report.FIGURES).read_text(), "run `moe-aiter bench report`"
 
 
@@ -169,22 +168,54 @@ def documents_of(rows, tmp_path):
     return document.read_text(), (tmp_path / report.FIGURES).read_text()
 
 
-def test_the_readme_has_the_default_shapes_with_normal_routing(tmp_path):
-    skewed = [
-        measured("A", contender="skewed", routing="zipf"),
-        measured("A", contender="half", dtype="float16"),
+OURS, FP8 = report.LAYER, f"{report.LAYER}, FP8 (e4m3)"
+CEILING = f"batched {report.CEILING}"
+
+
+def run_of(commit, **tflops):
+    """Rows of one run at A, from (contender, TFLOP/s of a step)."""
+    names = {"ours": OURS, "fp8": FP8, "ceiling": CEILING}
+    return [
+        measured("A", contender=names.get(n, n), step_tflops=str(v)) | {"commit": commit}
+        for n, v in tflops.items()
     ]
-    ours = [measured(n, contender=c) for n in ("A", "E", "dsv3", "toy") for c in ("layer", report.REFERENCE)]
-    cpu = [measured("cpu", contender=c, device="Brain") for c in ("layer", report.REFERENCE)]
-    readme, figures = documents_of([*ours, *skewed, *cpu], tmp_path)
-    tables = re.findall(r"^\| (\S+) .*\n\| ---.*\n((?:\|.*\n)+)", readme, re.M)
-    rows = [(title, [line.split(" | ")[0][2:] for line in body.splitlines()]) for title, body in tables]
-    a_gpu = [("TFLOP/s,", ["layer"]), ("MiB,", ["layer"]), ("TFLOP/s,", ["half"]), ("MiB,", ["half"])]
-    assert rows == [*a_gpu, ("TFLOP/s,", [report.REFERENCE, "layer"])]
-    assert "| A (" in readme and "| E (" in readme and f"({report.FIGURES.as_posix()})" in readme
-    for absent in ("dsv3", "toy", "Zipf", "roofline"):
-        assert absent not in readme and absent in figures
-    assert figures.count(f"| {report.REFERENCE} |") == 9, "TFLOP/s, roofline, MiB; A and E, dsv3, cpu"
+
+
+def table_of_readme(rows, tmp_path):
+    """What ran, and the first cell of each row of the one table."""
+    readme, _ = documents_of(rows, tmp_path)
+    ((head, body),) = re.findall(r"^(\*\*.*)\n\n\|.*\n\| ---.*\n((?:\|.*\n)+)", readme, re.M)
+    return head, [line.split(" | ")[0][2:] for line in body.splitlines()]
+
+
+PEERS = {"slow": 10, "fast": 90, "fast, compiled": 95, "middle": 50, "third": 30}
+
+
+def test_the_readme_has_six_rows_of_one_run(tmp_path):
+    whole = run_of("whole", ours=99, fp8=120, ceiling=130, **PEERS, **{f"{FP8}, later micro-batch": 125})
+    partial = run_of("partial", ours=99, fp8=120, ceiling=130, more=1, **PEERS)[1:]
+    later = run_of("later", ours=100, fp8=121)
+    skewed = [row | {"routing": "zipf", "commit": "skewed"} for row in whole]
+    others = [row | {"shape": "dsv3", "commit": "others"} for row in whole]
+    head, names = table_of_readme([*whole, *partial, *later, *skewed, *others], tmp_path)
+    assert "commit whole, " in head
+    assert names == [OURS, FP8, "fast, compiled", "middle", "third", CEILING]
+
+
+def test_without_a_whole_run_the_readme_takes_the_newest_with_the_most_peers(tmp_path):
+    rows = [
+        *run_of("old", ours=90, fast=1, middle=2),
+        *run_of("most", ours=91, fast=3, middle=2),
+        *run_of("new", ours=92, fp8=120, ceiling=130, fast=80),
+    ]
+    head, names = table_of_readme(rows, tmp_path)
+    assert "commit most, " in head and names == [OURS, "fast", "middle"]
+
+
+def test_the_readme_s_own_table_is_small_and_of_one_run():
+    text = (ROOT / "README.md").read_text()
+    table = re.findall(r"^\| .*$", text.partition(report.BEGIN)[2].partition(report.END)[0], re.M)
+    assert 3 <= len(table) - 2 <= 6 and "earlier run" not in text and r"\*" not in "".join(table)
 
 
 def test_groups_and_routings_have_tables_of_their_own(tmp_path):
