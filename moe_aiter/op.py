@@ -6,10 +6,12 @@ An op has one schema, one reference in plain torch, and any number of implementa
 """
 
 import contextlib
+import inspect
 import logging
 import numbers
 import threading
 from collections.abc import Callable
+from typing import Annotated, get_type_hints
 
 import torch
 from torch import Tensor
@@ -40,15 +42,17 @@ from .torch_ops import defining
 # All of this depends on metadata alone, so each op keeps its decisions, by metadata.
 
 _decisions = 0  # how often something has changed that decisions go by, beside metadata
+ASKED: list[Callable] = []  # functions of no argument that say what else decisions go by, in this thread
 # types of inputs in which there is nothing hidden
 PLAIN = {Tensor, torch.nn.Parameter, int, bool, float, str, torch.dtype, tuple, type(None)}
 _lock = threading.Lock()
 MOST = 1024  # what is remembered of each op: steps of many different sizes must not fill the memory
+ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near memory alone have 32-bit offsets
 
 
 def metadata(inputs: tuple, *others) -> tuple | None:
-    """All but the values of these tensors, which is what checks and choices go by, and the rest as it is; and
-    how often `decide_again` was called.
+    """Return all that decisions go by: everything but the values of these tensors, what ASKED says, `others`,
+    and how often `decide_again` was called.
 
     None where tensors are not what they seem: under a transform, of a class of their own, or the negative of
     what their memory holds.
@@ -56,12 +60,14 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     kinds = tuple(map(type, inputs))
     if innermost_transform() is not None or not PLAIN.issuperset(kinds):
         return None
-    key = [kinds, _decisions, *others]  # with the kinds, since 1 == True == 1.0
+    key = [kinds, _decisions, *[ask() for ask in ASKED], *others]  # with the kinds, since 1 == True == 1.0
     for t in inputs:
         if isinstance(t, Tensor):
             if t.is_neg():
                 return None
             key += t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16
+            if ROCM:
+                key.append(t.untyped_storage().size() < FAR)
         elif type(t) is tuple and any(type(n) is not int for n in t):
             return None
         else:
@@ -84,9 +90,6 @@ def decide_again() -> None:
 def decisions() -> int:
     """Return how often `decide_again` was called: a part of each key under which a decision is kept."""
     return _decisions
-
-
-undecided = Scoped("undecided", False)  # True: launchers decide at each call what they launch
 
 
 def keep(known: dict, key: tuple | None, what) -> None:
@@ -127,74 +130,6 @@ def completion(arguments: list) -> Callable[[tuple], tuple]:
 def layout(t: Tensor) -> tuple:
     """The arguments of torch.empty_strided for another such tensor."""
     return t.shape, t.stride(), {"dtype": t.dtype, "device": t.device}
-
-
-# launches
-
-
-class Noting(threading.local):
-    """What a thread's launcher launches, while a `Launcher` asks: for each launch a function of the addresses
-    of all tensors, which returns a launch for others like them, or None; None for what it cannot note."""
-
-    launches: list[Callable | None] | None = None
-
-
-noting = Noting()
-TRIES = 3
-_steady: set[Callable] = set()
-
-
-def steady(launch: Callable) -> Callable:
-    """Say that a launcher does nothing but launch kernels.  No attribute does: what wraps it may do more."""
-    _steady.add(launch)
-    return launch
-
-
-def is_steady(launch: Callable | None) -> bool:
-    return launch in _steady
-
-
-class Launcher:
-    """A `steady` launcher of an op, for inputs of one `metadata`, so until decisions change.
-
-    The first call may compile; one of the next notes what is launched.  If that follows from metadata and
-    addresses, the calls after it do without the launcher.
-    """
-
-    def __init__(self, launch: Callable):
-        self.launch = launch
-        self.compiled, self.tries = False, 0
-        self.known: list[Callable] = []
-
-    def __call__(self, out: Tensor | tuple[Tensor, ...], *inputs) -> None:
-        if noting.launches is not None:  # by the launcher of another op, which does not know what is in here
-            noting.launches.append(None)
-        elif not undecided.get():
-            if self.known:
-                addresses = addresses_of(out, inputs)
-                if all(launch(addresses) for launch in self.known):
-                    return
-            elif self.compiled and self.tries < TRIES:
-                return self.note(out, inputs)
-        self.launch(out, *inputs)
-        self.compiled = True
-
-    def note(self, out: Tensor | tuple[Tensor, ...], inputs: tuple) -> None:
-        self.tries += 1
-        noting.launches = []
-        try:
-            self.launch(out, *inputs)
-            addresses = addresses_of(out, inputs)
-            found = [launch and launch(addresses) for launch in noting.launches]
-        finally:
-            noting.launches = None
-        if all(found):
-            self.known = found
-
-
-def addresses_of(out: Tensor | tuple[Tensor, ...], inputs: tuple) -> list[int]:
-    outs = out if isinstance(out, tuple) else (out,)
-    return [t.data_ptr() for t in (*outs, *inputs) if isinstance(t, Tensor)]
 
 
 # The call
@@ -398,8 +333,11 @@ ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs th
     "cpu": ("triton", "host", "torch") if interpret else ("host", "torch"),
 }
 IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
+INPUTS: dict[str, Callable[..., tuple]] = {}  # op -> what makes a tuple of its inputs
+Written = Annotated[Tensor, "written"]  # a field of an op's inputs that the op writes to
 
-_forced = Scoped("backend", (settings.backend, "MOE_AITER_BACKEND"))  # and who forces it
+_forced = Scoped("backend", (settings.backend, "MOE_AITER_BACKEND"))  # and what forces it
+ASKED.append(_forced.get)
 
 
 class BackendError(LookupError):
@@ -447,9 +385,35 @@ def takes(*dtypes: torch.dtype):
     return mark
 
 
+def binds(bind: Callable) -> Callable:
+    """Mark an implementation of two stages: `bind(i)` decides all that follows from the metadata of an op's
+    inputs, and returns `launch(out, i)`.  What `bind` returns must hold no tensor of `i`."""
+    bind.binds = True
+    return bind
+
+
+def bound(impl: Callable, i: tuple, **options) -> Callable:
+    """Return `launch(out, i)` of an implementation for all inputs of the metadata of `i`."""
+    if hasattr(impl, "binds"):
+        return impl(i, **options)
+    return lambda out, i: impl(out, *i, **options)
+
+
+def launcher(op: str, impl: Callable) -> Callable:
+    """Return an implementation of an op as `launch(out, *inputs)`, which decides anew at each call."""
+    if not hasattr(impl, "binds"):
+        return impl
+
+    def launch(out, *inputs):
+        i = INPUTS[op](*inputs)
+        impl(i)(out, i)
+
+    return launch
+
+
 def pick(name: str, x: Tensor, *rest) -> Callable:
-    """The forced backend, which never falls back, or the first in ORDER that takes these and, where it says
-    so by `wants`, wants them: it could compute what another is faster at.
+    """Return the forced backend, which never falls back, or the first in ORDER that takes these inputs and
+    wants them: an implementation without `wants` wants all that it takes.
 
     An op that is nothing but torch has no other backend to force.  Under "hopper" an op without such
     a kernel runs the one of any GPU.
@@ -474,7 +438,7 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
 
 
 def runs(impl: Callable, x: Tensor, *rest) -> bool:
-    """Whether an implementation takes the dtype, and says of nothing else that it does not fit."""
+    """Return whether an implementation takes the dtype, and does not say that the inputs do not fit."""
     fits = getattr(impl, "fits", None)
     return x.dtype in getattr(impl, "takes", (x.dtype,)) and (fits is None or fits(x, *rest))
 
@@ -502,10 +466,63 @@ def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | N
     return add
 
 
+SCHEMA = {  # an annotation -> in a schema
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "int",
+    int | torch.SymInt: "SymInt",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype | None: "ScalarType?",
+    tuple[int, ...]: "int[]",
+    tuple[bool, ...]: "bool[]",
+    Written: "Tensor(!)",
+    Written | None: "Tensor(!)?",
+}
+
+
+def schema_of(name: str, inputs: type, outputs: int) -> str:
+    """Return the schema of an op whose arguments are the fields of the NamedTuple `inputs`."""
+    arguments, aliases, hints = [], iter("abc"), get_type_hints(inputs, include_extras=True)
+    for field, p in inspect.signature(inputs).parameters.items():
+        kind = SCHEMA[hints[field]]
+        kind = kind.replace("(!)", f"({next(aliases)}!)") if "!" in kind else kind
+        default = "" if p.default is p.empty else f"={[] if p.default == () else p.default}"
+        arguments.append(f"{kind} {field}{default}")
+    results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
+    return f"{name}({', '.join(arguments)}) -> {results}"
+
+
+def packing(schema: str, inputs: type | None, outputs: int) -> tuple[Callable, str]:
+    """Return what makes a tuple of an op's inputs, and the op's schema."""
+    if inputs is not None:
+        schema = schema_of(schema, inputs, outputs)
+    pack = INPUTS[schema.partition("(")[0]] = inputs or (lambda *values: values)
+    return pack, schema
+
+
+def of_fields(function: Callable | None, inputs: type) -> Callable | None:
+    """Return `function(inputs)` as a function of the fields of the NamedTuple `inputs`."""
+    return function and (lambda *args: function(inputs(*args)))
+
+
+def saving(save: Callable, kind: type) -> Callable:
+    """Return `save(ctx, i, output)` as torch calls it, with the fields of the NamedTuple `kind`."""
+    return lambda ctx, inputs, output: save(ctx, kind(*inputs), output)
+
+
+def gradients(inputs: type, **given: Tensor | None) -> tuple:
+    """Return what a backward pass returns: the gradients `given` by name, and None for every other input."""
+    return inputs(**(dict.fromkeys(inputs._fields) | given))
+
+
 def define_op(
     schema: str,
+    inputs: type | None = None,
     *,
     new: Callable,
+    outputs: int = 1,
     reference: Callable | None = None,
     backward: Callable | None = None,
     save: Callable | None = None,
@@ -514,39 +531,47 @@ def define_op(
 ) -> Callable:
     """Register one op, whose outputs are all fresh.
 
+    `inputs`: a NamedTuple whose fields are the arguments of the op `schema`, which then is a name.  Functions
+    get such a tuple in place of `*inputs`.
+
     `new(*inputs)` checks its inputs and allocates the output, a tensor or a tuple; it is also the fake.
     `check_values(*inputs)` raises for bad values; it synchronises, so it runs with settings.debug only.
     `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
-    Every other backend is `impl(out, *inputs)`: it fills `out`.  A backend given as None is absent.
+    Every other backend is `impl(out, *inputs)`, which fills `out`, or `binds`.  A backend given as None is
+    absent.
     """
+    pack, schema = packing(schema, inputs, outputs)
+    if inputs is not None:
+        new, reference, check_values = (of_fields(f, inputs) for f in (new, reference, check_values))
+        save = save and saving(save, inputs)
     name, _, results = schema.partition("(")
     several = "->" in results and results.rpartition("-> ")[2].startswith("(")
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name].setdefault("torch", lambda out, *inputs: copy_into(out, reference(*inputs)))
     known = {}  # metadata -> the outputs' layouts, and what fills them
 
-    def run(x, *rest):
-        key = metadata((x, *rest), _forced.get(), *IMPLS[name].values())
+    def run(*args):
+        i = pack(*args)
+        key = metadata(i, *IMPLS[name].values())
         if key is None:
-            x, *rest = resolved(x, *rest)
+            i = pack(*resolved(*i))
         if decided := known.get(key):
             layouts, launch = decided
             outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
             out = outs if several else outs[0]
         else:
-            out = new(x, *rest)
+            out = new(*i)
             outs = out if several else (out,)
-            # nobody launches an empty grid
-            launch = pick(name, x, *rest) if any(t.numel() for t in outs) else None
-            if x.is_cuda and is_steady(launch):
-                launch = Launcher(launch)
+            launch = None
+            if any(t.numel() for t in outs):
+                launch = bound(pick(name, *i), i)
             keep(known, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
             if check_values is not None:
-                check_values(x, *rest)
+                check_values(*i)
         if launch is not None:
-            call_launcher(launch, out, x, *rest)
+            call_launch(launch, out, i, i[0])
         return out
 
     if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
@@ -556,6 +581,7 @@ def define_op(
 
 def define_inplace_op(
     schema: str,
+    inputs: type | None = None,
     *,
     check: Callable,
     reference: Callable,
@@ -564,9 +590,13 @@ def define_inplace_op(
 ) -> Callable:
     """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
 
-    `check` raises for bad inputs, and each call for one that shares memory with what is updated.  `fits` is
-    given the first argument last; the rest is as for `define_op`.
+    `check` raises for bad inputs, and each call for one that shares memory with what is updated.  An
+    implementation is `impl(out, x, ...)`, or `binds`; its `fits` is given `out` last.  The rest is as for
+    `define_op`.
     """
+    pack, schema = packing(schema, inputs, 0)
+    if inputs is not None:
+        check, reference, check_values = (of_fields(f, inputs) for f in (check, reference, check_values))
     name = schema.partition("(")[0]
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = reference
@@ -575,40 +605,41 @@ def define_inplace_op(
     names = [a.name for a in arguments]
     written = [place for place, a in enumerate(arguments) if a.alias_info is not None]
 
-    def run(out, x, *rest):
-        key = metadata((out, x, *rest), _forced.get(), *IMPLS[name].values())
-        given = out, x, *rest
+    def run(*args):
+        i = args = pack(*args)
+        key = metadata(i, *IMPLS[name].values())
         if key is None:
-            out, x, *rest = resolved(*given)
+            i = pack(*resolved(*args))
         if decided := known.get(key):
             (launch,) = decided
         else:
-            check(out, x, *rest)
-            written_to = any(given[i] is not None and given[i].numel() for i in written)
-            launch = pick(name, x, *rest, out) if written_to else None
+            check(*i)
+            launch = None
+            if any(args[n] is not None and args[n].numel() for n in written):
+                impl = pick(name, *i[1:], i[0])
+                launch = impl(i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
             keep(known, key, (launch,))
-        check_apart(names, given, written)
+        check_apart(names, args, written)
         if settings.debug and check_values is not None:
-            check_values(out, x, *rest)
+            check_values(*i)
         if launch is not None:
-            call_launcher(launch, out, x, *rest)
-            for i, t in enumerate((out, x, *rest)):
-                if t is not given[i] and i in written:
-                    given[i].copy_(t)
+            call_launch(launch, i[0], i, i[1])
+            for n, t in enumerate(i):
+                if t is not args[n] and n in written:
+                    args[n].copy_(t)
             # a graph that had saved what is written now must notice
-            increment_version([given[i] for i in written if given[i] is not None])
+            increment_version([args[n] for n in written if args[n] is not None])
 
     return register(schema, run, check, None, None)
 
 
-def call_launcher(launch: Callable, out: Tensor | tuple[Tensor, ...], x: Tensor, *rest) -> None:
-    """On the device of `x`, and without autocast."""
-    elsewhere = x.is_cuda and x.get_device() != current_device()
-    if elsewhere or any_autocast():
+def call_launch(launch: Callable, out: Tensor | tuple[Tensor, ...], i: tuple, x: Tensor) -> None:
+    """Launch on the device of `x`, and without autocast."""
+    if (x.is_cuda and x.get_device() != current_device()) or any_autocast():
         with torch.cuda.device_of(x), no_autocast(x):
-            launch(out, x, *rest)
+            launch(out, i)
     else:
-        launch(out, x, *rest)
+        launch(out, i)
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .config import CHOICES, check_choice, settings
-from .op import log, no_autocast
+from .op import ASKED, log, no_autocast
 from .private_api import Scoped, end_graph
 
 HALVES = {"FP16": torch.float16, "BF16": torch.bfloat16}
@@ -199,6 +199,9 @@ _matmul = Scoped("matmul", None)
 def matmul() -> str:
     """The precision of float32 products in this thread: ieee, or tf32 on tensor cores."""
     return _matmul.get() or switches.matmul
+
+
+ASKED.append(matmul)
 
 
 @contextlib.contextmanager

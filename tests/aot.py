@@ -152,7 +152,8 @@ def front_end_only():
 
 
 def kernels_launched_by(files: Iterable[pathlib.Path]) -> set[str]:
-    """The names of the kernels in `some_kernel[grid](...)`."""
+    """Return the names of the kernels in `some_kernel[grid](...)` and `bind_kernel(some_kernel, ...)`."""
     calls = [n for f in files for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Call)]
     launched = [c.func.value for c in calls if isinstance(c.func, ast.Subscript)]
+    launched += [c.args[0] for c in calls if getattr(c.func, "id", "") == "bind_kernel"]
     return {v.id for v in launched if isinstance(v, ast.Name) and v.id.endswith("_kernel")}

@@ -8,7 +8,8 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.dense.gemm import ACTIVATIONS, WIDEST_STEP, launch_gemm
+from moe_aiter.kernels.base.gemm_row import GemmInputs
+from moe_aiter.kernels.dense.gemm import ACTIVATIONS, WIDEST_STEP, bind_gemm
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -40,7 +41,7 @@ class Case:
     save_z: bool = False
     out: torch.dtype | None = None
 
-    def run(self, launch=launch_gemm):
+    def run(self, bind=bind_gemm):
         B, M, N, K = self.batch, self.m, self.n, self.k
         out = new(B, M, N, dtype=self.out or self.dtype)
         x = new(B, M, K, dtype=self.dtype)
@@ -48,10 +49,11 @@ class Case:
         bias = new(N, dtype=self.dtype) if self.bias else None
         c = new(M, N, dtype=self.dtype).expand(B, M, N) if self.beta else None
         z = torch.empty_like(out) if self.save_z else out[:0]
-        launch((out, z), x, w, bias, c, self.activation, self.alpha, self.beta, self.out, self.save_z)
+        i = GemmInputs(x, w, bias, c, self.activation, self.alpha, self.beta, self.out, self.save_z)
+        bind(i)((out, z), i)
 
     def run_on_hopper(self):
-        self.run(module("gemm").launch_gemm)
+        self.run(module("gemm").bind_gemm)
 
 
 EVERYTHING = Case(activation="gelu", bias=True, beta=0.5, alpha=2.0, save_z=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.base.activations import FUNCTIONS
 from ..kernels.base.choice import question
+from ..kernels.base.gemm_row import GemmInputs
 from ..kernels.base.shuffle import shuffle_weight
 from ..kernels.dense.gemm import ACTIVATIONS, gemm, new_gemm
 from ..kernels.dense.tuned_gemm import tuned_gemm
@@ -111,7 +112,7 @@ def gemm_kernel(name: str, torchs: Callable[..., Tensor], *inputs) -> Kernel:
     (B, M, K), N = x.shape, w.shape[2]
     return Kernel(
         name,
-        new_gemm(*inputs),
+        new_gemm(GemmInputs(*inputs)),
         launches_of("gemm", *inputs),
         flops=2 * B * M * N * K,
         exact=lambda: torchs(torch.float64),

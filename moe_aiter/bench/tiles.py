@@ -20,7 +20,7 @@ from ..kernels.grouped import tgmm_fp8
 from ..kernels.grouped.gmm import column_chunks
 from ..kernels.quantize.rows import quantize_rows
 from ..kernels.rows.sort import sort_by_expert
-from ..op import IMPLS, ORDER, runs
+from ..op import IMPLS, ORDER, launcher, runs
 from ..tuning import Config
 from ..tuning.choice import ChoiceKey
 from ..tuning.table import Key
@@ -100,7 +100,7 @@ def launches_of(op: str, *inputs) -> dict[str, tuple[Callable, tuple]]:
     """The backends of an op that take these inputs, torch among them."""
     there = [*(b for b in ORDER[inputs[0].device.type] if b in ("hopper", "triton")), "torch"]
     impls = {b: IMPLS[op][b] for b in there if b in IMPLS[op]}
-    return {b: (impl, inputs) for b, impl in impls.items() if runs(impl, *inputs)}
+    return {b: (launcher(op, impl), inputs) for b, impl in impls.items() if runs(impl, *inputs)}
 
 
 def pick(default: Config, times: dict[Config, float]) -> Config:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ..config import interpret
-from ..op import decisions, undecided
+from ..op import ASKED, decisions
 from ..private_api import Scoped
 from .candidates import Config
 from .table import Key, find
@@ -23,6 +23,7 @@ from .table import Key, find
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
 _choose = Scoped("tile", None)  # a function that is asked before the tables
+ASKED.append(_choose.get)
 
 
 def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
@@ -47,9 +48,9 @@ def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
 def choose(function: Callable[[Key], Config | None]):
     """Inside the block `function` is asked first, and its choice is taken unless it is None.
 
-    Only in this thread, and in the backward passes that it starts.
+    Only in this thread, and in the backward passes that it starts.  Each block asks anew.
     """
-    with undecided.set(True), _choose.set(function):
+    with _choose.set(functools.partial(function)):
         yield
 
 

@@ -14,7 +14,7 @@ from moe_aiter.bench.tune_gemm import Contender, choice, contenders, model_sizes
 from moe_aiter.compat.aiter.tuned_gemm import get_GEMM_A16W16_config
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
-from moe_aiter.kernels.dense.gemm import launch_gemm
+from moe_aiter.kernels.dense.gemm import bind_gemm
 from moe_aiter.kernels.dense.tuned_gemm import named_tile, tile_option, tuned_gemm
 from moe_aiter.tuning.aiter_csv import UNTUNED, Problem, append, read, this_device
 from moe_aiter.tuning.candidates import candidates
@@ -181,8 +181,8 @@ def test_a_row_s_tile_is_the_one_that_runs():
     tile = str(candidates("gemm")[1])
     assert named_tile("gemm", tile) == candidates("gemm")[1]
     assert named_tile("gmm", tile) is None and named_tile("gemm", "asm") is None
-    assert tile_option(launch_gemm, tile) == {"config": candidates("gemm")[1]}
-    for launch, name in ((launch_gemm, "asm"), (launch_gemm, ""), (hopper.launch_gemm, tile), (print, tile)):
+    assert tile_option(bind_gemm, tile) == {"config": candidates("gemm")[1]}
+    for launch, name in ((bind_gemm, "asm"), (bind_gemm, ""), (hopper.bind_gemm, tile), (print, tile)):
         assert tile_option(launch, name) == {}
 
 

@@ -1,7 +1,7 @@
 """The epilogue that every kernel of the dense product shares, and the kernel for products of one row.
 
 `finish` adds bias and c to a sum and applies the activation.  If several programs share a sum over K, each
-writes a partial sum, and `finish_parts` adds these and finishes the result.
+writes a partial sum, and `bind_finish` adds these and finishes the result.
 
 A product of one row takes as long as reading its weight, and needs no tensor cores.  Each thread multiplies
 the numbers that it loads by its piece of x and adds them up in float32; then the program adds up its threads.
@@ -9,14 +9,31 @@ Programs are small, a few columns each, and there are thousands of them, so some
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ... import tuning
 from .activations import FUNCTIONS
-from .launch import cdiv, jit_kernel, num_programs, tl, triton
+from .launch import bind_kernel, cdiv, jit_kernel, num_programs, tl, triton
 
 FINISHED = 1024  # elements that a program finishes after a split sum
+
+
+class GemmInputs(NamedTuple):
+    """The inputs of the op `gemm`: activation(alpha * x @ w + beta * c + bias) for a batch of matrices."""
+
+    x: Tensor  # (B, M, K)
+    w: Tensor  # (B, K, N)
+    bias: Tensor | None  # (N,)
+    c: Tensor | None  # (B, M, N)
+    activation: str  # "" for none
+    alpha: float
+    beta: float
+    dtype: torch.dtype | None  # of the result; None: that of x
+    save_z: bool  # whether to return what the activation is given as well
+
 
 # epilogue: kernel
 
@@ -100,20 +117,21 @@ def in_triton(activation: str) -> Callable | None:
     return FUNCTIONS[activation][1] if activation else None
 
 
-def epilogue_of(z: Tensor, bias: Tensor | None, c: Tensor | None, save_z: bool) -> tuple:
-    """z or None, and the strides of bias and c."""
-    c_strides = (0, 0, 0) if c is None else c.stride()
-    return z if save_z else None, 0 if bias is None else bias.stride(0), c_strides
+def epilogue_of(i: GemmInputs) -> tuple:
+    """Return what every kernel with `finish` is given last: alpha, beta and the strides of bias and c."""
+    c_strides = (0, 0, 0) if i.c is None else i.c.stride()
+    return float(i.alpha), float(i.beta), 0 if i.bias is None else i.bias.stride(0), c_strides
 
 
-def finish_parts(parts, bias, c, z, out, activation: str, alpha: float, beta: float) -> None:
-    """`parts` (splits, B, M, N) added up, and the epilogue; z is None where it is not wanted."""
-    splits, _, M, N = parts.shape
-    z, bias_stride, c_strides = epilogue_of(z, bias, c, z is not None)
-    finish_kernel[(cdiv(out.numel(), FINISHED),)](
-        parts, bias, c, z, out, splits, out.numel(), M, N, float(alpha), float(beta),
-        bias_stride, c_strides, ACTIVATION=in_triton(activation), BLOCK=FINISHED, num_warps=4,
-    )  # fmt: skip
+def bind_finish(i: GemmInputs, splits: int) -> Callable | None:
+    """Return what adds up partial sums (splits, B, M, N) and computes the epilogue; None without splits."""
+    if splits == 1:
+        return None
+    (B, M, _), N = i.x.shape, i.w.shape[2]
+    sizes, grid = (splits, B * M * N, M, N), (cdiv(B * M * N, FINISHED),)
+    constants = {"ACTIVATION": in_triton(i.activation), "BLOCK": FINISHED, "num_warps": 4}
+    kernel, epilogue = bind_kernel(finish_kernel, grid, **constants), epilogue_of(i)
+    return lambda parts, bias, c, z, out: kernel(parts, bias, c, z, out, *sizes, *epilogue)
 
 
 # one row
@@ -170,8 +188,6 @@ def one_row_kernel(
            N, bias_stride, 0, c_strides[1], ACTIVATION)  # fmt: skip
 
 
-one_row_kernel.steady = True
-
 # one row: launcher
 
 
@@ -183,20 +199,23 @@ def takes_row(x: Tensor, w: Tensor, config: tuning.Config | None) -> bool:
     return fit and BUSY * num_programs(x) <= B * N and (config is None or config.block_m == 1)
 
 
-def launch_one_row(
-    outs: tuple[Tensor, Tensor], x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None,
-    activation: str, alpha: float, beta: float, save_z: bool, config: tuning.Config | None,
-) -> None:  # fmt: skip
-    """What `takes_row` lets through, of x, w and results of at most 32 bits."""
-    out, z = outs
-    (B, _, K), N = x.shape, w.shape[2]
-    config = config or tuning.lookup("gemm_row", x.dtype, 1, B * N, K, 1)
-    z, bias_stride, c_strides = epilogue_of(z, bias, c, save_z)
-    lengths = K, x.stride(0) if B > 1 else 0, w.stride(0) if B > 1 else 0, w.stride(2)
+def bind_one_row(i: GemmInputs, config: tuning.Config | None) -> Callable:
+    """Bind what `takes_row` lets through, of x, w and results of at most 32 bits."""
+    (B, _, K), N = i.x.shape, i.w.shape[2]
+    config = config or tuning.lookup("gemm_row", i.x.dtype, 1, B * N, K, 1)
+    alpha, beta, bias_stride, c_strides = epilogue_of(i)
+    lengths = K, i.x.stride(0) if B > 1 else 0, i.w.stride(0) if B > 1 else 0, i.w.stride(2)
     unit = 1 if any(n % WIDEST for n in lengths) else WIDEST
     K, x_stride, *w_strides = (n // unit for n in lengths)
-    one_row_kernel[cdiv(N, config.block_n), B](
-        x, w, bias, c, z, out, N, K, K * unit, x_stride, tuple(w_strides), float(alpha), float(beta),
-        bias_stride, (c_strides[0], c_strides[2]), ACTIVATION=in_triton(activation),
+    kernel = bind_kernel(
+        one_row_kernel, (cdiv(N, config.block_n), B), ACTIVATION=in_triton(i.activation),
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, UNIT=unit, num_warps=config.num_warps,
     )  # fmt: skip
+    sizes = N, K, K * unit, x_stride, tuple(w_strides)
+    epilogue = alpha, beta, bias_stride, (c_strides[0], c_strides[2])
+
+    def launch(outs, i):
+        out, z = outs
+        kernel(i.x, i.w, i.bias, i.c, z if i.save_z else None, out, *sizes, *epilogue)
+
+    return launch

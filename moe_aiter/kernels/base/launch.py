@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ...config import interpret
-from ...op import noting
+from ...config import interpret, settings
+from ...op import FAR, ROCM
 from ...private_api import current_device, current_stream, triton_launches
 
 try:
@@ -29,7 +29,7 @@ except ImportError:
 else:
     CompiledKernel, JITFunction, launch_hooks = triton_launches()
 
-__all__ = ["cdiv", "jit_kernel", "next_power_of_2", "num_programs", "num_sms", "tl", "triton"]
+__all__ = ["bind_kernel", "cdiv", "jit_kernel", "next_power_of_2", "num_programs", "num_sms", "tl", "triton"]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -52,25 +52,63 @@ def num_programs(x: Tensor) -> int:
     return num_sms(x.device.index or 0) if x.is_cuda else 132
 
 
-# Launching a kernel that was launched like this before, past most of Triton's Python.
+# Launching a kernel past most of Triton's Python.
 #
 # Triton looks at every argument of every launch to find out what it had compiled for; that takes the host
-# as long as a small kernel takes the GPU. Here the same values as before mean the same compiled kernel,
-# which is given the addresses of its tensors, or it would ask each tensor, and the driver, for them.
+# as long as a small kernel takes the GPU. An op calls `bind_kernel` once for all inputs of one metadata: then
+# the first launch alone compiles, and every other gives the compiled kernel the addresses of its tensors.
+
+
+def bind_kernel(kernel: Callable, grid: tuple, **constants) -> Callable[..., None]:
+    """Return `launch(*args)` for arguments that are alike in all but addresses and the values of floats.
+
+    Alike are tensors of one dtype whose addresses are all multiples of 16 bytes, or all not, and equal ints,
+    tuples and None.  With MOE_AITER_DEBUG=1 each launch checks that.
+    """
+    if isinstance(kernel, Remembering):
+        return BoundKernel(kernel, grid, constants)
+    return functools.partial(kernel[grid], **constants)
+
+
+class BoundKernel:
+    """What `bind_kernel` returns for a GPU."""
+
+    def __init__(self, kernel: "Remembering", grid: tuple, constants: dict):
+        self.kernel, self.grid, self.constants = kernel, (*grid, 1, 1)[:3], constants
+        self.compiled = self.key = None
+
+    def __call__(self, *args) -> None:
+        if settings.debug:
+            self.check(args)
+        if self.compiled is None or is_watched():
+            return self.first(args)
+        run, *kernel, rest = self.compiled
+        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+        run(*self.grid, current_stream(current_device()), *kernel, None, None, None, *values, *rest)
+
+    def first(self, args: tuple) -> None:
+        """Launch through Triton, which compiles, and keep the kernel if it runs on a GPU."""
+        compiled = self.kernel.run(*args, grid=self.grid, warmup=False, **self.constants)
+        if isinstance(compiled, CompiledKernel) and torch.cuda.is_initialized():
+            rest = [self.constants[name] for name in self.kernel.arg_names[len(args) :]]
+            self.compiled = compiled.run, compiled.function, compiled.packed_metadata, rest
+
+    def check(self, args: tuple) -> None:
+        """Raise AssertionError if Triton could compile these arguments in another way than the first ones."""
+        key, _ = launch_key(args, {})
+        if self.key is None:
+            self.key = key
+        if key != self.key:
+            raise AssertionError(f"{self.kernel.__name__} is bound to {self.key}, not to {key}")
 
 
 MOST = 1024  # launches that a kernel remembers: steps of many different sizes must not fill the memory
 NUMBERS = {int, tuple, type(None)}
 BY_VALUE = {int, bool, str, type(None)}
-ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near memory alone have 32-bit offsets
 
 
 class Remembering(JITFunction or object):
     """A function of triton.jit that knows its launches."""
-
-    # whether nothing but metadata decides about its launches, no switch say, and none has a descriptor, which
-    # holds an address: see `Launcher`
-    steady = False
 
     def __init__(self, fn, **options):
         super().__init__(fn, **options)
@@ -82,10 +120,6 @@ class Remembering(JITFunction or object):
     def launch(self, grid, *args, **constants):
         key, values = launch_key(args, constants)
         known = None if key is None or is_watched() else self.launches.get(key)
-        if noting.launches is not None:
-            tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-            again = functools.partial(elsewhere, known, grid, values, tensors, key and key[-1])
-            noting.launches.append(again if known and self.steady and not ROCM else None)
         if known is None:
             return self.first(key, grid, args, constants)
         run_known(known, grid, values, key[-1])
@@ -106,29 +140,6 @@ def run_known(known: tuple, grid: tuple, values: list, device: int) -> None:
     x, y, z = (*grid, 1, 1)[:3]
     stream = current_stream(device)
     run(x, y, z, stream, *kernel, None, None, None, *values, *rest)
-
-
-def elsewhere(
-    known: tuple, grid: tuple, values: list, tensors: list[int], device: int, addresses: list[int]
-) -> Callable[[list[int]], bool] | None:
-    """This launch for tensors that lie at other addresses; `tensors` are the places of theirs among `values`.
-
-    None where an address is not one tensor's.
-    """
-    if any(addresses.count(values[i]) != 1 for i in tensors):
-        return None
-    places = [(i, addresses.index(values[i])) for i in tensors]
-
-    def launch(addresses: list[int]) -> bool:
-        if is_watched():
-            return False
-        now = list(values)
-        for i, place in places:
-            now[i] = addresses[place]
-        run_known(known, grid, now, device)
-        return True
-
-    return launch
 
 
 def is_watched() -> bool:

@@ -7,13 +7,13 @@ tuning/choice.py.  `matmul_precision` gives torch's own products of float32 the 
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import define_op, steady, takes
+from ...op import binds, define_op, gradients, takes
 from ...private_api import addmm_activation
 from ...switches import MATMUL, matmul
 from .. import hopper
@@ -30,8 +30,17 @@ from ..base.check import (
     wide,
 )
 from ..base.choice import wants_gemm
-from ..base.gemm_row import epilogue_of, finish, finish_parts, in_triton, launch_one_row, splits_of, takes_row
-from ..base.launch import cdiv, jit_kernel, num_programs, tl
+from ..base.gemm_row import (
+    GemmInputs,
+    bind_finish,
+    bind_one_row,
+    epilogue_of,
+    finish,
+    in_triton,
+    splits_of,
+    takes_row,
+)
+from ..base.launch import bind_kernel, cdiv, jit_kernel, num_programs, tl
 from ..base.tile import TILE_DTYPES, multiply, swizzle, tile_options
 
 # precision
@@ -198,74 +207,81 @@ def gemm_kernel(
 # launcher
 
 
-def new_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z):
-    check_shape("x", x, "B", "M", "K")
-    check_shape("w", w, "B", "K", "N")
-    check_float(x=x, w=w)
-    (B, M, K), (w_B, w_K, N) = x.shape, w.shape
+def new_gemm(i: GemmInputs) -> tuple[Tensor, Tensor]:
+    check_shape("x", i.x, "B", "M", "K")
+    check_shape("w", i.w, "B", "K", "N")
+    check_float(x=i.x, w=i.w)
+    (B, M, K), (w_B, w_K, N) = i.x.shape, i.w.shape
     check_size("x is (B={}, M, K)", B, "w is (B={}, K, N)", w_B)
     check_size("x is (..., K={})", K, "w is (..., K={}, N)", w_K)
-    if activation not in ("", *ACTIVATIONS):
-        raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {activation!r}")
-    for name, t, shape in (("bias", bias, (N,)), ("c", c, (B, M, N))):
+    if i.activation not in ("", *ACTIVATIONS):
+        raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {i.activation!r}")
+    for name, t, shape in (("bias", i.bias, (N,)), ("c", i.c, (B, M, N))):
         if t is not None and (tuple(t.shape) != shape or t.dtype not in FLOATS):
             raise ValueError(f"{name} must be floating {shape}, but it is {t.dtype} {tuple(t.shape)}")
-    if dtype not in (None, *FLOATS):
-        raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
-    check_device(x=x, w=w, bias=bias, c=c)
-    out = x.new_empty(B, M, N, dtype=dtype)
-    return out, x.new_empty((B, M, N) if save_z else 0, dtype=dtype)
+    if i.dtype not in (None, *FLOATS):
+        raise TypeError(f"out_dtype must be a floating dtype, not {i.dtype}")
+    check_device(x=i.x, w=i.w, bias=i.bias, c=i.c)
+    out = i.x.new_empty(B, M, N, dtype=i.dtype)
+    return out, i.x.new_empty((B, M, N) if i.save_z else 0, dtype=i.dtype)
 
 
-@steady
+@binds
 @takes(*TILE_DTYPES)
-def launch_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z, *, config=None):
+def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     """`config`: a tile in place of the tables'."""
-    if takes_row(x, w, config):
-        return launch_one_row(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
+    if takes_row(i.x, i.w, config):
+        return bind_one_row(i, config)
     config = None if config is not None and config.block_m == 1 else config  # another product's
-    out, z = outs
-    (B, M, K), N = x.shape, w.shape[2]
-    full = activation or c is not None
-    config = config or tuning.lookup("gemm_full" if full else "gemm", x.dtype, B * M, N, K, B)
+    (B, M, K), N = i.x.shape, i.w.shape[2]
+    full = i.activation or i.c is not None
+    config = config or tuning.lookup("gemm_full" if full else "gemm", i.x.dtype, B * M, N, K, B)
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n) * B
-    splits, part = splits_of(tiles, K, config.block_k, num_programs(x))
-    parts = x.new_empty(splits, B, M, N, dtype=torch.float32) if splits > 1 else None
-    z, bias_stride, c_strides = epilogue_of(z, bias, c, save_z)
-    gemm_kernel[(tiles * splits,)](
-        x, w, bias, c, z, out, parts, B, M, N, K, part, float(alpha), float(beta),
-        x.stride(), w.stride(), bias_stride, c_strides,
-        ACTIVATION=in_triton(activation), EVEN_K=K % config.block_k == 0, **tile_options(config),
+    splits, part = splits_of(tiles, K, config.block_k, num_programs(i.x))
+    kernel = bind_kernel(
+        gemm_kernel, (tiles * splits,),
+        ACTIVATION=in_triton(i.activation), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
-    if parts is not None:
-        finish_parts(parts, bias, c, z, out, activation, alpha, beta)
+    alpha, beta, *epilogue = epilogue_of(i)
+    numbers = B, M, N, K, part, alpha, beta, i.x.stride(), i.w.stride(), *epilogue
+    finish = bind_finish(i, splits)
+
+    def launch(outs, i):
+        out, z = outs
+        z = z if i.save_z else None
+        parts = finish and i.x.new_empty(splits, B, M, N, dtype=torch.float32)
+        kernel(i.x, i.w, i.bias, i.c, z, out, parts, *numbers)
+        if finish:
+            finish(parts, i.bias, i.c, z, out)
+
+    return launch
 
 
-def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
-    """Whether float32 sums are precise enough, and 32 bits hold a step over K."""
-    return dtype != torch.float64 and WIDEST_STEP * max(x.stride(2), w.stride(1)) < 2**31
+def fits_gemm(*inputs) -> bool:
+    """Return whether float32 sums are precise enough, and 32 bits hold a step over K."""
+    i = GemmInputs(*inputs)
+    return i.dtype != torch.float64 and WIDEST_STEP * max(i.x.stride(2), i.w.stride(1)) < 2**31
 
 
-launch_gemm.fits, launch_gemm.wants, launch_gemm.tiles = fits_gemm, wants_gemm("triton"), ("gemm", "gemm_row")
+bind_gemm.fits, bind_gemm.wants, bind_gemm.tiles = fits_gemm, wants_gemm("triton"), ("gemm", "gemm_row")
 
 # op
 
 
-def save_gemm(ctx, inputs, output):
-    x, w, bias, c, activation, alpha, beta, _, _ = inputs
+def save_gemm(ctx, i: GemmInputs, output):
     out, z = output
     ctx.mark_non_differentiable(z)
     ctx.set_materialize_grads(False)
     # a second derivative needs them again
-    bias_and_c = (bias, c) if activation else (None, None)
-    ctx.save_for_backward(x, w, *bias_and_c, out if activation == "relu" else z)
-    ctx.rest = activation, alpha, beta, *(None if t is None else t.dtype for t in (bias, c))
+    bias_and_c = (i.bias, i.c) if i.activation else (None, None)
+    ctx.save_for_backward(i.x, i.w, *bias_and_c, out if i.activation == "relu" else z)
+    ctx.rest = i.activation, i.alpha, i.beta, *(None if t is None else t.dtype for t in (i.bias, i.c))
 
 
 def backward_gemm(ctx, dout, _):
     x, w, bias, c, saved = ctx.saved_tensors
     activation, alpha, beta, bias_dtype, c_dtype = ctx.rest
-    need_x, need_w, need_bias, need_c, *others = ctx.needs_input_grad
+    needs = GemmInputs(*ctx.needs_input_grad)
     dx = dw = dbias = dc = None
     if dout is not None:
         dz = dout
@@ -273,22 +289,23 @@ def backward_gemm(ctx, dout, _):
             if torch.is_grad_enabled() and activation != "relu":  # z has no gradient of its own
                 saved, _ = gemm_op(x, w, bias, c, "", alpha, beta, dout.dtype, False)
             dz = activation_gradient(dout, saved, activation)
-        dc = (beta * dz).to(c_dtype) if need_c else None
-        dbias = dz.sum((0, 1), dtype=sum_dtype(dz)).to(bias_dtype) if need_bias else None
+        dc = (beta * dz).to(c_dtype) if needs.c else None
+        dbias = dz.sum((0, 1), dtype=sum_dtype(dz)).to(bias_dtype) if needs.bias else None
         dz = dz.to(x.dtype)
-        dx = gemm_op(dz, w.mT, None, None, "", alpha, 0.0, None, False)[0] if need_x else None
-        dw = gemm_op(x.mT, dz, None, None, "", alpha, 0.0, None, False)[0] if need_w else None
-    return dx, dw, dbias, dc, *(None for _ in others)
+        dx = gemm_op(dz, w.mT, None, None, "", alpha, 0.0, None, False)[0] if needs.x else None
+        dw = gemm_op(x.mT, dz, None, None, "", alpha, 0.0, None, False)[0] if needs.w else None
+    return gradients(GemmInputs, x=dx, w=dw, bias=dbias, c=dc)
 
 
 gemm_op = define_op(
-    "gemm(Tensor x, Tensor w, Tensor? bias, Tensor? c, str activation, float alpha, float beta, "
-    "ScalarType? dtype, bool save_z) -> (Tensor, Tensor)",
+    "gemm",
+    GemmInputs,
+    outputs=2,
     new=new_gemm,
-    reference=gemm_reference,
+    reference=lambda i: gemm_reference(*i),
     torch=fill_gemm,
-    triton=launch_gemm,
-    hopper=hopper.launch_gemm,
+    triton=bind_gemm,
+    hopper=hopper.bind_gemm,
     backward=backward_gemm,
     save=save_gemm,
 )

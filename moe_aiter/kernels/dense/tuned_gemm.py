@@ -9,6 +9,7 @@ host.
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +20,18 @@ from ...derived import derived
 from ...op import (
     IMPLS,
     ORDER,
+    binds,
+    bound,
     decisions,
     define_op,
     forced,
-    is_steady,
+    gradients,
     keep,
     log,
     may_be_forced,
     no_autocast,
-    noting,
     pick,
     runs,
-    steady,
 )
 from ...private_api import any_autocast, is_transformed
 from ...tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
@@ -40,6 +41,7 @@ from .. import hopper
 from ..base.check import FLOATS, check_device, check_flags, check_float, check_shape, check_size, check_tensor
 from ..base.choice import FEW, unmeasured
 from ..base.fp8 import FP8
+from ..base.gemm_row import GemmInputs
 from ..base.shuffle import unshuffle_weight
 from ..grouped.masked_gmm import masked_gmm
 from .gemm import gemm
@@ -163,9 +165,20 @@ class NotSupportedError(RuntimeError):
 # op
 
 
-def new_tuned_gemm(x, weight, bias, dtype, scaled, backend):
-    check_product(x, weight, bias)
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+class TunedInputs(NamedTuple):
+    """The inputs of the op `tuned_gemm`: x @ weight.mT + bias."""
+
+    x: Tensor  # (M, K)
+    weight: Tensor  # (N, K)
+    bias: Tensor | None  # (N,)
+    dtype: torch.dtype | None
+    scaled: torch.dtype | None  # of a result that is scaled after this
+    backend: str  # of the op gemm, maybe with "/" and a tile; "": chosen now, when M is known
+
+
+def new_tuned_gemm(i: TunedInputs) -> Tensor:
+    check_product(i.x, i.weight, i.bias)
+    return i.x.new_empty(i.x.shape[0], i.weight.shape[0], dtype=i.dtype)
 
 
 def check_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -187,51 +200,48 @@ def check_axis(x: Tensor) -> None:
         raise ValueError("x must be (..., K), but it is one number")
 
 
-def gemm_inputs(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple:
-    return x[None], weight.mT[None], bias, None, "", 1.0, 0.0, dtype, False
+def gemm_inputs(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> GemmInputs:
+    return GemmInputs(x[None], weight.mT[None], bias, None, "", 1.0, 0.0, dtype, False)
 
 
-@steady  # if who multiplies is
-def fill_tuned_gemm(out, x, weight, bias, dtype, scaled, backend):
-    """`backend` may be empty: then it is chosen now, when M is known."""
-    inputs = gemm_inputs(x, weight, bias, dtype)
+@binds
+def bind_tuned_gemm(i: TunedInputs) -> Callable:
+    inputs, backend = gemm_inputs(i.x, i.weight, i.bias, i.dtype), i.backend
     if not backend:
-        said = x.dtype, scaled or dtype, scaled is not None
-        problem = Problem(x.shape[0], *weight.shape, bias is not None, *said)
-        key = problem, x.device, this_device(x.device), forced(), decisions()
-        if key not in known:
-            keep(known, key, choose(problem, inputs))
-        backend = known[key]
+        said = i.x.dtype, i.scaled or i.dtype, i.scaled is not None
+        backend = choose(Problem(i.x.shape[0], *i.weight.shape, i.bias is not None, *said), inputs)
     backend, _, tile = backend.partition("/")
-    launch = IMPLS["gemm"][backend]
-    if not runs(launch, *inputs):  # of other strides than when it was chosen
-        launch = pick("gemm", *inputs)
-    if noting.launches is not None and not is_steady(launch):
-        noting.launches.append(None)
-    launch((out[None], out.new_empty(0)), *inputs, **tile_option(launch, tile))
+    impl = IMPLS["gemm"][backend]
+    if not runs(impl, *inputs):  # of other strides than when it was chosen
+        impl = pick("gemm", *inputs)
+    launch = bound(impl, inputs, **tile_option(impl, tile))
+
+    def launch_tuned(out, i):
+        launch((out[None], out.new_empty(0)), gemm_inputs(i.x, i.weight, i.bias, i.dtype))
+
+    return launch_tuned
 
 
-def save_tuned_gemm(ctx, inputs, output):
-    x, weight, bias, *_ = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def save_tuned_gemm(ctx, i: TunedInputs, output):
+    ctx.save_for_backward(i.x, i.weight)
+    ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
 
 def backward_tuned_gemm(ctx, dout):
     x, weight = ctx.saved_tensors
-    need_x, need_weight, need_bias, *others = ctx.needs_input_grad
-    dbias = dout.sum(0).to(ctx.bias_dtype) if need_bias else None
+    needs = TunedInputs(*ctx.needs_input_grad)
+    dbias = dout.sum(0).to(ctx.bias_dtype) if needs.bias else None
     dout = dout.to(x.dtype)
-    dx = gemm(dout, weight) if need_x else None
-    dweight = gemm(dout.mT, x) if need_weight else None
-    return dx, dweight, dbias, *(None for _ in others)
+    dx = gemm(dout, weight) if needs.x else None
+    dweight = gemm(dout.mT, x) if needs.weight else None
+    return gradients(TunedInputs, x=dx, weight=dweight, bias=dbias)
 
 
 tuned_gemm_op = define_op(
-    "tuned_gemm(Tensor x, Tensor weight, Tensor? bias, ScalarType? dtype, ScalarType? scaled, str backend) "
-    "-> Tensor",
+    "tuned_gemm",
+    TunedInputs,
     new=new_tuned_gemm,
-    torch=fill_tuned_gemm,  # which asks the backends of gemm
+    torch=bind_tuned_gemm,  # which asks the backends of gemm
     backward=backward_tuned_gemm,
     save=save_tuned_gemm,
 )

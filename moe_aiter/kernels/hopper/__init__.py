@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...op import steady
+from ...op import binds
 from ..base.activations import get_activation
 from ..base.choice import FEW, wants_gemm, wants_scaled
 from ..base.fp8 import CHUNK, MOST_K, OCP
@@ -34,20 +34,25 @@ def is_hopper(device: torch.device) -> bool:
     return on_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def implementation(module: str, launch: str, fits: Callable, takes: tuple = DTYPES) -> Callable:
-    """The launcher of that name, imported at its first use, for the inputs that `fits`."""
+def implementation(module: str, name: str, fits: Callable, takes: tuple = DTYPES) -> Callable:
+    """Return the function of that name, imported at its first use, for the inputs that `fits`.
 
-    def run(out, *inputs, **options):
-        launcher(module, launch)(out, *inputs, **options)
+    A function whose name begins with `bind_` has two stages.
+    """
 
+    def run(*inputs, **options):
+        return launcher(module, name)(*inputs, **options)
+
+    if name.startswith("bind_"):
+        binds(run)
     run.takes = takes
     run.fits = lambda x, *rest: is_hopper(x.device) and fits(x, *rest)
     return run
 
 
 @functools.cache
-def launcher(module: str, launch: str) -> Callable:
-    return getattr(importlib.import_module(f"{__name__}.{module}"), launch)
+def launcher(module: str, name: str) -> Callable:
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 
 def by_tma(*tensors: Tensor) -> bool:
@@ -190,8 +195,8 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
     return fit and by_tma(x, w) and stacked(w) and few(w)
 
 
-launch_gemm = steady(implementation("gemm", "launch_gemm", fits_gemm))
-launch_gemm.wants, launch_gemm.tiles = wants_gemm("hopper"), ("hopper_gemm", "hopper_few_rows", "gemm_row")
+bind_gemm = implementation("gemm", "bind_gemm", fits_gemm)
+bind_gemm.wants, bind_gemm.tiles = wants_gemm("hopper"), ("hopper_gemm", "hopper_few_rows", "gemm_row")
 launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
 launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
 launch_masked_gmm = implementation("gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))

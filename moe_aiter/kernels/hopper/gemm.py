@@ -12,14 +12,15 @@ stages at a time: a barrier of the ring tells a stage from the one before it, no
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ... import tuning
 from ..base.choice import FEW
-from ..base.gemm_row import epilogue_of, finish, finish_parts, launch_one_row, splits_of, takes_row
-from ..base.launch import cdiv, num_programs
+from ..base.gemm_row import GemmInputs, bind_finish, bind_one_row, epilogue_of, finish, splits_of, takes_row
+from ..base.launch import bind_kernel, cdiv, num_programs
 from .epilogue import FUNCTIONS
 from .gluon import (
     Number,
@@ -177,31 +178,32 @@ def few_rows_kernel(
                     beta, N, bias_stride, c_strides[1], c_strides[2], ACTIVATION)  # fmt: skip
 
 
-few_rows_kernel.steady = True
-
 # few_rows: launcher
 
 
-def launch_few_rows(
-    outs: tuple[Tensor, Tensor], x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None,
-    activation: str, alpha: float, beta: float, save_z: bool, config: tuning.Config | None,
-) -> None:  # fmt: skip
-    """What `fits_gemm` lets through, of up to 16 rows, with a weight that lies by rows."""
-    out, z = outs
-    (B, M, K), N, w = x.shape, w.shape[2], w.mT
-    config = config or tuning.lookup("hopper_few_rows", x.dtype, M, B * N, K, 1)
+def bind_few_rows(i: GemmInputs, config: tuning.Config | None) -> Callable:
+    """Bind what `fits_gemm` lets through, of up to 16 rows, with a weight that lies by rows."""
+    (B, M, K), N = i.x.shape, i.w.shape[2]
+    config = config or tuning.lookup("hopper_few_rows", i.x.dtype, M, B * N, K, 1)
     step, tiles = config.num_warps * config.block_k, B * cdiv(N, config.block_n)
-    splits, part = splits_of(tiles, K, step, units(tiles, num_programs(x), config))
-    parts = x.new_empty(splits, B, M, N, dtype=torch.float32) if splits > 1 else None
-    z, bias_stride, c_strides = epilogue_of(z, bias, c, save_z)
-    few_rows_kernel[(tiles * splits,)](
-        x, w, bias, c, z, out, parts, B, M, N, K // 8, part // 8,
-        eights(x), eights(w), float(alpha), float(beta), bias_stride, c_strides,
-        ACTIVATION=FUNCTIONS[activation] if activation else None, ROWS=8 if M <= 8 else 16,
+    splits, part = splits_of(tiles, K, step, units(tiles, num_programs(i.x), config))
+    kernel = bind_kernel(
+        few_rows_kernel, (tiles * splits,),
+        ACTIVATION=FUNCTIONS[i.activation] if i.activation else None, ROWS=8 if M <= 8 else 16,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, EVEN=K % step == 0, num_warps=config.num_warps,
     )  # fmt: skip
-    if parts is not None:
-        finish_parts(parts, bias, c, z, out, activation, alpha, beta)
+    numbers = B, M, N, K // 8, part // 8, eights(i.x), eights(i.w.mT), *epilogue_of(i)
+    finish = bind_finish(i, splits)
+
+    def launch(outs, i):
+        out, z = outs
+        z = z if i.save_z else None
+        parts = finish and i.x.new_empty(splits, B, M, N, dtype=torch.float32)
+        kernel(i.x, i.w, i.bias, i.c, z, out, parts, *numbers)
+        if finish:
+            finish(parts, i.bias, i.c, z, out)
+
+    return launch
 
 
 def units(tiles: int, sms: int, config: tuning.Config) -> int:
@@ -381,41 +383,45 @@ def finish_tile(acc, WHO: gl.constexpr, finish, matrix, row, end, column, STORES
 # gemm: launcher
 
 
-def launch_gemm(
-    outs: tuple[Tensor, Tensor], x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None,
-    activation: str, alpha: float, beta: float, dtype, save_z: bool,
-    *, config: tuning.Config | None = None,
-) -> None:  # fmt: skip
-    (B, M, K), N, rows = x.shape, w.shape[2], w.stride(2) != 1
+def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
+    (B, M, K), N, rows = i.x.shape, i.w.shape[2], i.w.stride(2) != 1
     few = M <= FEW and rows
     if config is not None and (config.block_m <= FEW) != few:  # a row of a user's file: another product's
         config = None
-    if K > SHORT and takes_row(x, w, config):
-        return launch_one_row(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
+    if K > SHORT and takes_row(i.x, i.w, config):
+        return bind_one_row(i, config)
     if few:
-        config = None if config is not None and config.block_m == 1 else config
-        return launch_few_rows(outs, x, w, bias, c, activation, alpha, beta, save_z, config)
-    out, z = outs
-    op = f"hopper_gemm{'_full' if c is not None else '_act' if activation else ''}"
-    config = config or tuning.lookup(op, x.dtype, B * M, N, K, B)
+        return bind_few_rows(i, None if config is not None and config.block_m == 1 else config)
+    op = f"hopper_gemm{'_full' if i.c is not None else '_act' if i.activation else ''}"
+    config = config or tuning.lookup(op, i.x.dtype, B * M, N, K, B)
     height = config.block_m if config.turns else config.block_m // 2
-    config = beside_groups(config, 2 * height * config.store_n, 1, x.itemsize)
-    (x, x_rows), (w, w_rows), (out, _) = flatten(x), flatten(w.mT if rows else w), flatten(out)
+    config = beside_groups(config, 2 * height * config.store_n, 1, i.x.itemsize)
     box = height, config.store_n
     w_box = (config.block_n, config.block_k) if rows else (config.block_k, config.block_n)
-    bias, bias_end = (None, 0) if bias is None else (bias.contiguous(), N)
-    if bias is None and op != "hopper_gemm":
-        # nothing is read of it, but what waits for a bias is not computed early, when there would be no
-        # registers to keep it in
-        bias = out
-    programs = num_programs(x)
-    gemm_kernel[(programs,)](
-        descriptor(x, config.block_m, config.block_k), x_rows,
-        descriptor(w, *w_box), w_rows,
-        bias, bias_end, c, (0, 0, 0) if c is None else c.stride(),
-        ragged_descriptor(flatten(z)[0], *box) if save_z else None, ragged_descriptor(out, *box),
-        None if alpha == 1 else alpha, None if c is None else beta, B, M, N, K,
-        LAYOUT="rows" if rows else "columns", ACTIVATION=FUNCTIONS[activation] if activation else None,
+    bias_end = 0 if i.bias is None else N
+    programs = num_programs(i.x)
+    kernel = bind_kernel(
+        gemm_kernel, (programs,),
+        LAYOUT="rows" if rows else "columns", ACTIVATION=FUNCTIONS[i.activation] if i.activation else None,
         STORES=config.block_n // config.store_n, TURNS=bool(config.turns), PROGRAMS=programs,
         **tile_options(config),
     )  # fmt: skip
+    alpha, beta = None if i.alpha == 1 else i.alpha, None if i.c is None else i.beta
+    c_strides = (0, 0, 0) if i.c is None else i.c.stride()
+
+    def launch(outs, i):
+        (x, x_rows), (w, w_rows), (out, _) = flatten(i.x), flatten(i.w.mT if rows else i.w), flatten(outs[0])
+        bias = None if i.bias is None else i.bias.contiguous()
+        if bias is None and op != "hopper_gemm":
+            # nothing is read of it, but what waits for a bias is not computed early, when there would be no
+            # registers to keep it in
+            bias = out
+        kernel(
+            descriptor(x, config.block_m, config.block_k), x_rows,
+            descriptor(w, *w_box), w_rows,
+            bias, bias_end, i.c, c_strides,
+            ragged_descriptor(flatten(outs[1])[0], *box) if i.save_z else None, ragged_descriptor(out, *box),
+            alpha, beta, B, M, N, K,
+        )  # fmt: skip
+
+    return launch

@@ -25,8 +25,8 @@ def enough(device):
 def launched(monkeypatch):
     """How many products had one row, of those of the portable kernel."""
     calls = []
-    launch = dense.gemm.launch_one_row
-    monkeypatch.setattr(dense.gemm, "launch_one_row", lambda *args: calls.append(1) or launch(*args))
+    bind = dense.gemm.bind_one_row
+    monkeypatch.setattr(dense.gemm, "bind_one_row", lambda *args: calls.append(1) or bind(*args))
     return calls
 
 
@@ -102,9 +102,7 @@ def test_it_is_what_long_rows_are_multiplied_by(backend, monkeypatch):
         pytest.skip("no Hopper GPU")
     room = dense.gemm if backend == "triton" else pytest.importorskip("moe_aiter.kernels.hopper.gemm")
     calls = []
-    monkeypatch.setattr(
-        room, "launch_one_row", lambda *args: calls.append(1) or gemm_row.launch_one_row(*args)
-    )
+    monkeypatch.setattr(room, "bind_one_row", lambda *args: calls.append(1) or gemm_row.bind_one_row(*args))
     for K in (1032, 1024):
         x, w, bias, _ = make(CUDA, 1, K, enough(CUDA) + 3, torch.bfloat16)
         w = w.mT.contiguous().mT

@@ -10,7 +10,8 @@ from tuned import HEAD, rows_for, tuned_files
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.dense.gemm import launch_gemm
+from moe_aiter.kernels.base.gemm_row import GemmInputs
+from moe_aiter.kernels.dense.gemm import bind_gemm
 from moe_aiter.kernels.dense.tuned_gemm import forget_choices, tuned_gemm
 from moe_aiter.op import IMPLS, ORDER
 from moe_aiter.tuning.candidates import candidates
@@ -100,7 +101,8 @@ def test_a_launcher_takes_a_tile():
     outs = torch.full((1, 40, 33), float("nan")), x[:0]
 
     def ours(x, w):
-        launch_gemm(outs, x, w, None, None, "", 1.0, 0.0, None, False, config=config)
+        i = GemmInputs(x, w, None, None, "", 1.0, 0.0, None, False)
+        bind_gemm(i, config)(outs, i)
         return outs[0].clone()
 
     with tuning.choose(lambda key: pytest.fail("no table is asked")):

@@ -1,0 +1,234 @@
+"""What an op binds once must be what every call with the same metadata would decide."""
+
+import functools
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_aiter import op, tuning
+from moe_aiter.kernels.base.launch import BoundKernel, Remembering, bind_kernel, num_programs
+from moe_aiter.kernels.dense.gemm import gemm
+from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm_op
+from moe_aiter.kernels.rows.permute import unpermute_kernel
+from moe_aiter.op import IMPLS, decide_again, register_kernel, use
+from moe_aiter.switches import float32_products
+from moe_aiter.tuning import Config
+
+launches = pytest.importorskip("moe_aiter.kernels.base.launch")
+CUDA = torch.device("cuda", 0)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def tritons(monkeypatch):
+    """The launches through Triton, and those past it."""
+    through, past = [], []
+    compiled = SimpleNamespace(run=lambda *args: past.append(args), function=11, packed_metadata=(4, 1, 0))
+    monkeypatch.setattr(launches, "CompiledKernel", SimpleNamespace)
+    monkeypatch.setattr(launches.JITFunction, "run", lambda *_, **__: through.append(1) or compiled)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(launches, "current_device", lambda: 3)
+    monkeypatch.setattr(launches, "current_stream", lambda device: 100 + device)
+    return through, past
+
+
+def bound_kernel():
+    kernel = Remembering(unpermute_kernel.fn)
+    return bind_kernel(kernel, (5,), TOP_K=2, UNROLLED=True, BLOCK_H=16)
+
+
+def new(count=2, dtype=torch.float32, offset=0):
+    return [torch.empty(8 + offset, dtype=dtype)[offset:].as_subclass(OnGPU) for _ in range(count)]
+
+
+def test_a_bound_kernel_is_given_addresses(tritons):
+    """As Triton's launcher takes them, in the order of its own arguments."""
+    through, past = tritons
+    launch = bound_kernel()
+    for _ in range(3):
+        x, out = new()
+        launch(x, x, None, out, 8, (8, 1), 2.0)
+    assert len(through) == 1 and len(past) == 2
+    assert past[1][:9] == (5, 1, 1, 103, 11, (4, 1, 0), None, None, None)
+    assert past[1][9:] == (x.data_ptr(), x.data_ptr(), None, out.data_ptr(), 8, (8, 1), 2.0, 2, True, 16)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(dtype=torch.float16), dict(offset=1), dict(width=16), dict(scale=2)], ids=str
+)
+def test_debug_finds_what_triton_could_compile_in_another_way(tritons, change):
+    launch, scale, width = bound_kernel(), change.pop("scale", 2.0), change.pop("width", 8)
+    for _ in range(2):
+        x, out = new()
+        launch(x, x, None, out, 8, (8, 1), 3.0)
+    x, out = new(**change)
+    with pytest.raises(AssertionError, match="is bound to"):
+        launch(x, x, None, out, width, (8, 1), scale)
+
+
+def test_a_profilers_hook_hears_of_each_launch(tritons, monkeypatch):
+    launch, (x, out) = bound_kernel(), new()
+    for watched in (False, True, True, False):
+        monkeypatch.setattr(launches, "is_watched", lambda watched=watched: watched)
+        launch(x, x, None, out, 8, (8, 1), 2.0)
+    through, past = tritons
+    assert len(through) == 3 and len(past) == 1
+
+
+@pytest.fixture
+def binds(monkeypatch):
+    """How often a product is bound, by an implementation of this test."""
+    calls = []
+
+    def bind(i):
+        calls.append(tuple(i.x.shape))
+        return lambda outs, i: torch.add(i.x @ i.w, 0.0, out=outs[0])
+
+    monkeypatch.setitem(IMPLS["gemm"], "torch", op.binds(bind))
+    return calls
+
+
+def test_whatever_changes_a_decision_binds_anew(binds):
+    x, w = torch.randn(1, 8), torch.randn(8, 5)
+
+    def call():
+        torch.testing.assert_close(gemm(x, w), x @ w)
+        return len(binds)
+
+    assert [call() for _ in range(3)] == [1, 1, 1]
+    with use("torch"):
+        assert [call(), call()] == [2, 2]
+    for _ in range(2):  # each block, even of the same function
+        with tuning.choose(int):
+            before = len(binds)
+            assert [call(), call()] == [before + 1, before + 1]
+    with float32_products("tf32"):
+        assert [call(), call()] == [5, 5]
+    decide_again()
+    assert [call(), call()] == [6, 6]
+    assert call() == 6
+
+
+def test_a_bound_launch_holds_no_tensor():
+    x, w = torch.randn(3, 8), torch.randn(8, 5)
+    seen = weakref.ref(x), weakref.ref(w)
+    gemm(x, w)
+    del x, w
+    gc.collect()
+    assert [r() for r in seen] == [None, None]
+
+
+def test_the_interpreter_s_kernels_are_bound_as_they_are():
+    kernel = {(7,): lambda *args, **constants: (args, constants)}
+    assert bind_kernel(kernel, (7,), BLOCK=16)(1, 2) == ((1, 2), {"BLOCK": 16})
+    assert BoundKernel is not type(bind_kernel(kernel, (7,)))
+
+
+# on a GPU
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often a product is bound."""
+    calls, bind = [], IMPLS["gemm"]["triton"]
+
+    @functools.wraps(bind)  # and what it takes and fits
+    def counted(*args, **options):
+        calls.append(1)
+        return bind(*args, **options)
+
+    monkeypatch.setitem(IMPLS["gemm"], "triton", counted)
+    with use("triton"):
+        yield calls
+
+
+def draw(offset=0, dtype=torch.bfloat16, K=1160):
+    """Operands of one row, of enough columns."""
+    x = torch.randn(K + offset, device=CUDA).to(dtype)[offset:].view(1, K)
+    N = 8 * num_programs(x)
+    return x, torch.randn(N, K, device=CUDA).to(dtype).mT, torch.randn(N, device=CUDA).to(dtype)
+
+
+def right(got, x, w, bias=None, activation=None):
+    want = x.double() @ w.double() + (0 if bias is None else bias.double())
+    want = torch.nn.functional.silu(want) if activation else want
+    assert ((got.double() - want).norm() / want.norm()).item() < 3e-3
+
+
+@pytest.mark.gpu
+def test_products_of_many_tensors(asked):
+    kept = []
+    for _ in range(8):
+        x, w, bias = draw()
+        kept += x, w, bias
+        right(gemm(x, w, bias, activation="silu"), x, w, bias, "silu")
+        right(gemm(x, w), x, w)
+        assert len(asked) == 2
+
+
+@pytest.mark.gpu
+def test_other_alignment_scalars_and_tiles(asked):
+    for _ in range(3):
+        for offset in (0, 1):
+            x, w, bias = draw(offset)
+            right(gemm(x, w, bias), x, w, bias)
+            right(gemm(x, w, bias, alpha=2.0), 2 * x, w, bias)
+    before = len(asked)
+    assert before == 4
+    with tuning.choose(lambda key: Config(1, 2, 1024, num_warps=4, num_stages=1)):
+        right(gemm(x, w, bias), x, w, bias)
+    assert len(asked) == before + 1
+
+
+@pytest.mark.gpu
+def test_where_there_are_gradients_streams_and_graphs(asked):
+    for _ in range(5):
+        x, w, bias = draw()
+        x.requires_grad_()
+        out = gemm(x, w, bias, activation="silu")
+        right(out, x, w, bias, "silu")
+        (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        plain = torch.nn.functional.silu(torch.addmm(bias, x, w))
+        (want,) = torch.autograd.grad(plain, x, torch.ones_like(plain))
+        assert ((grad - want).norm() / want.norm()).item() < 2e-2
+    before = len(asked)
+    x = x.detach()
+    with torch.inference_mode(), torch.autocast("cuda", torch.float16):
+        for _ in range(3):
+            right(gemm(x, w, bias), x, w, bias)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        right(gemm(x, w, bias), x, w, bias)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gemm(x, w, bias)
+    x.copy_(draw()[0])
+    graph.replay()
+    right(out, x, w, bias)
+    assert len(asked) == before + 2
+
+
+@pytest.mark.gpu
+def test_a_registered_kernel_that_does_more(asked):
+    bind = IMPLS["gemm"]["triton"]
+
+    def doubled(outs, *inputs):
+        op.launcher("gemm", bind)(outs, *inputs)
+        outs[0].mul_(2)
+
+    for wanted, impl in ((1, bind), (2, doubled), (1, bind)):
+        register_kernel(op="gemm", backend="triton")(impl)
+        for _ in range(5):
+            x, w, _ = draw()
+            right(gemm(x, w), wanted * x, w)
+            right(tuned_gemm_op(x, w.mT, None, None, None, "triton"), wanted * x, w)
