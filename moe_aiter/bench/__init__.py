@@ -8,10 +8,10 @@ import importlib
 import pathlib
 
 from .measure import add_measurement
-from .problem import GROUPS, SHAPES
 
 CSV = pathlib.Path("benchmarks/results/layer.csv")
-PRODUCTS = {  # command: (module with add_arguments and run, help)
+COMMANDS = {  # command: (module with add_arguments and COMMAND, help)
+    "layer": ("layer", "time forward and step of the layer and its peers"),
     "gmm": ("gmm", "time grouped products and their peers"),
     "deepgemm": ("masked", "time masked products of 8 and of 16 bits"),
     "segment": ("segment", "time segment GEMM: LoRA, decoding, dense segments"),
@@ -21,11 +21,8 @@ PRODUCTS = {  # command: (module with add_arguments and run, help)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = " | ".join(["layer", *PRODUCTS, "report"])
-    commands = parser.add_subparsers(dest="bench", required=True, metavar=names)
-    text = "time forward and step of the layer and its peers"
-    add_layer(commands.add_parser("layer", help=text, description=text))
-    for name, (module, text) in PRODUCTS.items():
+    commands = parser.add_subparsers(dest="bench", required=True, metavar=" | ".join([*COMMANDS, "report"]))
+    for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         importlib.import_module(f"{__name__}.{module}").add_arguments(command)
         add_measurement(command)
@@ -40,29 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_layer(layer: argparse.ArgumentParser) -> None:
-    names = (
-        f"of {', '.join(SHAPES)}; or a group: {', '.join(GROUPS)}; A to E on a GPU, cpu on a CPU unless given"
-    )
-    layer.add_argument("--shape", nargs="+", choices=[*SHAPES, *GROUPS], metavar="NAME", help=names)
-    layer.add_argument(
-        "--routing", choices=("normal", "zipf"), default="normal", help="normal logits, or skewed experts"
-    )
-    layer.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    layer.add_argument(
-        "--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words"
-    )
-    add_measurement(layer)
-
-
 def main(args: argparse.Namespace) -> int:
     """Run one of the commands; 0, or 1 when one of our own contenders was not as good as torch."""
     if args.bench == "report":
         from .report import update
 
         return update(args.csv, args.readme)
-    if args.bench in PRODUCTS:
-        return importlib.import_module(f"{__name__}.{PRODUCTS[args.bench][0]}").run(args)
-    from .layer import bench_layer
+    from .products import run
 
-    return bench_layer(args)
+    return run(importlib.import_module(f"{__name__}.{COMMANDS[args.bench][0]}").COMMAND, args)

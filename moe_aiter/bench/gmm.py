@@ -7,7 +7,6 @@ ptgmm   dw[g] = x[s:e].T @ dout[s:e]   the weights' gradient; nptgmm the same by
 import argparse
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,31 +15,12 @@ from torch import Tensor
 from ..kernels.grouped.gmm import gmm
 from ..kernels.grouped.ptgmm import nptgmm, ptgmm
 from ..op import IMPLS, ORDER, runs, use
-from .measure import (
-    FLOOR,
-    PEER_ERRORS,
-    REPS,
-    SLACK,
-    WARMUP,
-    Times,
-    append,
-    columns,
-    hand_back,
-    l2_flush,
-    provenance,
-    recorded,
-    refuse,
-    summary,
-    turns,
-)
+from .measure import PEER_ERRORS, Contender, PassTimer
 from .problem import SHAPES
+from .products import Asked, Case, Command, Error, Judge, Problem
 
 UNUSED = 0.1  # of the groups, as in AITER's benchmark
 OPS = ("gmm", "ptgmm")
-FIELDS = [
-    *("date", "commit", "device", "torch", "triton", "dtype", "op", "layout", "shape", "m", "k", "n", "g"),
-    *("contender", "ms", "p20", "p80", "tflops", "error", "torch_error"),
-]
 Size = tuple[int, int, int, int]  # M rows, K in, N out, G groups
 AITER = {
     "deepseek-v2-16b": (49152, 1408, 2048, 64),
@@ -80,6 +60,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="weights as (G, N, K), and the first operand of ptgmm as (K, M)",
     )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these")
+
+
+def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
+    layout = "transposed" if args.transposed else "plain"
+    for name in args.shape or DEFAULT[kind]:
+        size = SIZES[name]
+        for op in args.op:
+            shape = ", ".join(map(str, size))
+            cells = {"op": op, "layout": layout, "shape": name} | dict(zip("mkng", size, strict=True))
+            make = functools.partial(problem, op, size, args.transposed)
+            yield Asked(f"{op} {name}: M, K, N, G = {shape}", cells, Case(name, shape, make))
+
+
+COMMAND = Command(
+    "gmm",
+    [
+        *(
+            "date",
+            "commit",
+            "device",
+            "torch",
+            "triton",
+            "dtype",
+            "op",
+            "layout",
+            "shape",
+            "m",
+            "k",
+            "n",
+            "g",
+        ),
+        *("contender", "ms", "p20", "p80", "tflops", "error", "torch_error"),
+    ],
+    ("{contender:<32}", "{ms:9.3f} ms", "{tflops:8.2f} TFLOP/s", "{error:9.1e}"),
+    asked,
+    demands=any,
+)
 
 
 @dataclasses.dataclass
@@ -125,23 +142,25 @@ def new_product(op: str, size: Size, dtype: torch.dtype, device: torch.device, t
     return product
 
 
-@dataclasses.dataclass
-class Runner:
-    """One of those who are measured."""
+def problem(
+    op: str, size: Size, transposed: bool, device: torch.device, dtype: torch.dtype, seed: int
+) -> Problem:
+    torch.manual_seed(seed)
+    product, (M, K, N, _) = new_product(op, size, dtype, device, transposed), size
+    timer = PassTimer(product, 2 * M * K * N)
+    return Problem(list(runners(product)), judge=functools.partial(by_group, product), timer=timer)
 
-    name: str
-    run: Callable[[], Tensor]
-    ours: bool = False
 
-
-def runners(p: Product) -> Iterator[Runner]:
+def runners(p: Product) -> Iterator[Contender]:
     """Ours by each implementation here but the reference on a GPU, then torch's and AITER's."""
     variants = {"gmm": gmm} if p.op == "gmm" else {"ptgmm": ptgmm, "nptgmm": nptgmm}
     lhs = p.x if p.op == "gmm" else p.x.T
     for backend in implementations(p):
         for name, fn in variants.items():
-            yield Runner(f"moe_aiter {name}, {backend}", functools.partial(forced, backend, fn, lhs, p), True)
-    yield Runner("torch grouped_mm", lambda: torch._grouped_mm(lhs, p.other, offs=p.ends))
+            yield Contender(
+                f"moe_aiter {name}, {backend}", functools.partial(forced, backend, fn, lhs, p), ours=True
+            )
+    yield Contender("torch grouped_mm", lambda: torch._grouped_mm(lhs, p.other, offs=p.ends))
     try:
         theirs = __import__("aiter.ops.triton.gmm", fromlist=list(variants))
     except PEER_ERRORS as error:
@@ -150,7 +169,7 @@ def runners(p: Product) -> Iterator[Runner]:
     for name in variants:
         fn = getattr(theirs, name)
         how = {"preferred_element_type": p.x.dtype}
-        yield Runner(f"aiter {name}", functools.partial(fn, lhs, p.other, p.group_sizes, **how))
+        yield Contender(f"aiter {name}", functools.partial(fn, lhs, p.other, p.group_sizes, **how))
 
 
 def implementations(p: Product) -> list[str]:
@@ -167,97 +186,24 @@ def forced(backend: str, fn: Callable, lhs: Tensor, p: Product) -> Tensor:
         return fn(lhs, p.other, p.group_sizes)
 
 
-def check(runner: Runner, p: Product) -> tuple[float, float]:
-    """Its relative distance from float64, and that of plain torch, group by group, in the Frobenius norm."""
-    out = runner.run()
-    ends = [0, *p.ends.tolist()]
-    squares = torch.zeros(3, dtype=torch.float64, device=p.x.device)  # ours, torch's and the truth's
-    for g, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        if start == end and p.op == "gmm":
-            continue
-        truth = p.exact(g, start, end, torch.float64)
-        got = out[start:end] if p.op == "gmm" else out[g]
-        if start == end:  # torch and AITER leave such a plane as they find it
-            got = got if runner.ours else torch.zeros_like(got)
-        parts = got.double() - truth, p.exact(g, start, end, p.x.dtype).double() - truth, truth
-        squares += torch.stack([part.square().sum() for part in parts])
-    error, torch_error, norm = squares.sqrt().tolist()
-    return error / max(norm, 1e-30), torch_error / max(norm, 1e-30)
+def by_group(p: Product) -> Judge:
+    """In the Frobenius norm of all groups, one group after another, to hold little."""
 
+    @torch.no_grad()
+    def judge(contender: Contender) -> list[Error]:
+        out = contender.run()
+        ends = [0, *p.ends.tolist()]
+        squares = torch.zeros(3, dtype=torch.float64, device=p.x.device)  # its, torch's and the truth's
+        for g, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+            if start == end and p.op == "gmm":
+                continue
+            truth = p.exact(g, start, end, torch.float64)
+            got = out[start:end] if p.op == "gmm" else out[g]
+            if start == end:  # torch and AITER leave such a plane as they find it
+                got = got if contender.ours else torch.zeros_like(got)
+            parts = got.double() - truth, p.exact(g, start, end, p.x.dtype).double() - truth, truth
+            squares += torch.stack([part.square().sum() for part in parts])
+        error, torch_error, norm = squares.sqrt().tolist()
+        return [Error("output", error / max(norm, 1e-30), torch_error / max(norm, 1e-30))]
 
-def time_all(field: list[Runner], p: Product, reps: int) -> list[Times]:
-    """Milliseconds of each, in turn, with other rows in each round and nothing in the L2 cache."""
-    flush = l2_flush(p.x.device) if p.x.is_cuda else hand_back
-    samples: list[list[float]] = [[] for _ in field]
-    for round in range(WARMUP + reps):
-        p.renew(round)
-        marks = []
-        for turn in turns(len(field), round):
-            flush()
-            start = mark(p.x.device)
-            field[turn].run()
-            marks.append((turn, start, mark(p.x.device)))
-        if p.x.is_cuda:
-            torch.cuda.synchronize()
-        for turn, start, end in marks if round >= WARMUP else ():
-            samples[turn].append(start.elapsed_time(end) if p.x.is_cuda else end - start)
-    return [summary(s) for s in samples]
-
-
-def mark(device: torch.device):
-    return recorded() if device.type == "cuda" else 1e3 * time.perf_counter()
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure every product asked for; 1 if one of our own contenders was not as good as torch."""
-    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("bench gmm", "there is no GPU that torch can use")
-    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse("bench gmm", f"{args.out} has other columns: {columns(args.out)}")
-    if args.out:
-        append(args.out, [], FIELDS)  # a place that cannot be written shows now, not after the measurement
-    dtype, device = getattr(torch, args.dtype), torch.device(kind)
-    where = provenance(device, args.dtype, args.commit)
-    print(", ".join(f"{k} {v}" for k, v in where.items()))
-    wrong = False
-    for name in args.shape or DEFAULT[kind]:
-        for op in args.op:
-            product = new_product(op, SIZES[name], dtype, device, args.transposed)
-            print(f"\n{op} {name}: M, K, N, G = {', '.join(map(str, SIZES[name]))}")
-            field = [r for r in runners(product) if not args.only or any(w in r.name for w in args.only)]
-            if not field:
-                return refuse("bench gmm", f"--only: no contender matches {', '.join(args.only)}")
-            layout = "transposed" if args.transposed else "plain"
-            about = where | {"op": op, "layout": layout, "shape": name}
-            about |= dict(zip("mkng", SIZES[name], strict=True))
-            rows, refused = bench_field(field, product, args.reps or REPS[kind], SIZES[name])
-            wrong = wrong or refused
-            if args.out:
-                append(args.out, [about | row for row in rows], FIELDS)
-            del product, field
-    return int(wrong)
-
-
-def bench_field(field: list[Runner], p: Product, reps: int, size: Size) -> tuple[list[dict], bool]:
-    """A row and a line for each contender that is as good as torch, and whether one of ours is not."""
-    rows, passed, wrong = [], [], False
-    for runner in field:
-        try:
-            error, torch_error = check(runner, p)
-        except PEER_ERRORS as mistake:
-            if runner.ours:
-                raise
-            print(f"{runner.name} cannot run here: {mistake}")
-            continue
-        if error <= SLACK * torch_error + FLOOR:
-            passed.append(runner)
-            rows.append({"contender": runner.name, "error": error, "torch_error": torch_error})
-        else:
-            print(f"{runner.name}: refused, its error is {error:.1e}, torch's {torch_error:.1e}")
-            wrong = wrong or runner.ours
-    M, K, N, _ = size
-    for row, t in zip(rows, time_all(passed, p, reps), strict=True):
-        row |= {"ms": t.median, "p20": t.p20, "p80": t.p80, "tflops": 2e-9 * M * K * N / t.median}
-        print(f"{row['contender']:<32} {t.median:9.3f} ms {row['tflops']:8.2f} TFLOP/s {row['error']:9.1e}")
-    return rows, wrong
+    return judge

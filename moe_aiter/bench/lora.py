@@ -1,12 +1,12 @@
 """`moe-aiter bench lora`: frozen experts with adapters, PEFT's on each implementation of the experts.
 
 Qwen3-MoE's experts with the routing given, and PEFT's adapters of both weights in float32, as it makes them.
-Every contender is checked against float64 first, the gradients of the adapters included, then all are timed
-in turn, and last their memory is measured: as `moe-aiter bench layer`, but the weights get no gradients.
+As `moe-aiter bench layer`, with the gradients of the adapters, but the weights get no gradients.
 """
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -17,34 +17,56 @@ from ..integrations.transformers import NAME
 from ..layers.experts import Experts
 from ..layers.lora import LoRAExperts
 from ..routing.plan import make_plan
-from .layer import shape_cells
-from .measure import (
-    FLOOR,
-    PASSES,
-    PEER_ERRORS,
-    SLACK,
-    Contender,
-    append,
-    columns,
-    count,
-    distances,
-    measure_memory,
-    provenance,
-    refuse,
-    time_all,
-)
-from .problem import SHAPES, Problem, expert, new_problem
+from . import products
+from .layer import SIZES, shape_cells
+from .measure import PASSES, PEER_ERRORS, Contender, PassTimer, count, distances
+from .problem import SHAPES, Problem, Shape, expert, new_problem
+from .products import Asked, Case, Command, Judge, errors_of
 
-REPS = {"cuda": 25, "cpu": 3}  # PEFT as it comes takes seconds for each on a CPU
 DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}
 PLAIN = [name for name, shape in SHAPES.items() if shape.plain]
 PARTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of down", "dB of down")
-FIELDS = [
-    *("date", "commit", "device", "torch", "triton", "dtype", "shape"),
-    *("tokens", "hidden", "intermediate", "experts", "top_k", "rank", "contender"),
-    *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80")),
-    *("held_mib", "peak_mib", "error", "torch_error"),
-]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = f"of {', '.join(PLAIN)}; C on a GPU, cpu on a CPU unless given"
+    parser.add_argument("--shape", nargs="+", choices=PLAIN, metavar="NAME", help=names)
+    parser.add_argument("--rank", type=count, default=16, help="of the adapters; 16 unless given")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds such a word")
+
+
+def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
+    for name in args.shape or DEFAULT[kind]:
+        shape = SHAPES[name]
+        title = f"shape {name}: T, H, I, E, k = {shape}; rank {args.rank}"
+        case = Case(name, str(shape), functools.partial(problem, shape, args.rank))
+        yield Asked(title, shape_cells(name, shape) | {"rank": args.rank}, case)
+
+
+COMMAND = Command(
+    "lora",
+    [
+        *("date", "commit", "device", "torch", "triton", "dtype", "shape", *SIZES, "rank", "contender"),
+        *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80")),
+        *("held_mib", "peak_mib", "error", "torch_error"),
+    ],
+    (
+        *("{contender:<32}", *(f"{name} {{{name}_ms:8.2f}} ms," for name in PASSES)),
+        *(f"{what} {{{what}_mib:6.0f}} MiB," for what in ("held", "peak")),
+        "error {error:.1e}",
+    ),
+    asked,
+    reps={"cuda": 25, "cpu": 3},  # PEFT as it comes takes seconds for each on a CPU
+)
+
+
+def problem(shape: Shape, rank: int, device: torch.device, dtype: torch.dtype, seed: int) -> products.Problem:
+    p = new_problem(shape, dtype, device)
+    adapters = new_adapters(p, rank)
+    judge = functools.partial(by_whole_weights, p, adapters)
+    timer = PassTimer(p, shape.forward_flops)
+    return products.Problem(list(contenders(p, adapters)), judge=judge, timer=timer)
 
 
 @dataclasses.dataclass
@@ -176,74 +198,7 @@ def truth(p: Problem, adapters: Adapters, dtype: torch.dtype) -> list[Tensor]:
     return [out, dx, ds, *stacks]
 
 
-def check(contender: Contender, p: Problem, exact: list[Tensor], torch_errors: list[float]) -> dict | None:
-    """The worst of its errors beside its bar, or None and a line if it is over it."""
-    out = contender.run()
-    got = [out.detach(), *contender.as_ours(contender.gradients(out, p))]
-    errors = distances(got, exact)
-    bars = [SLACK * error + FLOOR for error in torch_errors]
-    worst = max(range(len(errors)), key=lambda i: errors[i] / bars[i])
-    if not errors[worst] <= bars[worst]:
-        part = f"{PARTS[worst]} has error {errors[worst]:.1e}, torch {torch_errors[worst]:.1e}"
-        print(f"{contender.name}: {part}")
-        return None
-    return {"contender": contender.name, "error": errors[worst], "torch_error": torch_errors[worst]}
-
-
-def measure(p: Problem, adapters: Adapters, reps: int, words: list[str]) -> tuple[list[dict], bool]:
-    """A row for each contender that is right, and whether one of ours was not."""
+def by_whole_weights(p: Problem, adapters: Adapters) -> Judge:
     exact = truth(p, adapters, torch.float64)
     torch_errors = distances(truth(p, adapters, p.x.dtype), exact)
-    right, rows, wrong = [], [], False
-    for contender in contenders(p, adapters):
-        if not any(word in contender.name for word in words):
-            continue
-        row = check(contender, p, exact, torch_errors)
-        wrong = wrong or row is None and contender.ours
-        if row is not None:
-            right.append(contender)
-            rows.append(row)
-    del exact
-    for row, contender, times in zip(rows, right, time_all(right, p, reps), strict=True):
-        for name, t in times.items():
-            row |= {f"{name}_ms": t.median, f"{name}_p20": t.p20, f"{name}_p80": t.p80}
-        memory = measure_memory(contender, p)
-        row |= dict(zip(("held_mib", "peak_mib"), memory, strict=True)) if memory else {}
-        show(row)
-    return rows, wrong
-
-
-def show(row: dict) -> None:
-    cells = [f"{name} {row[name + '_ms']:8.2f} ms" for name in PASSES]
-    cells += [f"{what} {row[f'{what}_mib']:6.0f} MiB" for what in ("held", "peak") if f"{what}_mib" in row]
-    print(f"{row['contender']:<32} {', '.join(cells)}, error {row['error']:.1e}")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"of {', '.join(PLAIN)}; C on a GPU, cpu on a CPU unless given"
-    parser.add_argument("--shape", nargs="+", choices=PLAIN, metavar="NAME", help=names)
-    parser.add_argument("--rank", type=count, default=16, help="of the adapters; 16 unless given")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds such a word")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure every shape asked for; 1 if one of ours was not as good as torch."""
-    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("bench lora", "there is no GPU that torch can use")
-    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse("bench lora", f"{args.out} has other columns: {', '.join(columns(args.out))}")
-    device, dtype = torch.device(kind), getattr(torch, args.dtype)
-    where = provenance(device, args.dtype, args.commit)
-    print(", ".join(f"{k} {v}" for k, v in where.items()))
-    any_wrong = False
-    for name in args.shape or DEFAULT[kind]:
-        print(f"\nshape {name}: T, H, I, E, k = {SHAPES[name]}; rank {args.rank}")
-        p = new_problem(SHAPES[name], dtype, device)
-        rows, wrong = measure(p, new_adapters(p, args.rank), args.reps or REPS[kind], args.only or [""])
-        any_wrong = any_wrong or wrong
-        about = where | shape_cells(name, SHAPES[name]) | {"rank": args.rank}
-        if args.out:
-            append(args.out, [about | row for row in rows], FIELDS)
-    return int(any_wrong)
+    return lambda contender: errors_of(contender.results(p), exact, torch_errors, PARTS)

@@ -1,11 +1,12 @@
 """`moe-aiter bench deepgemm`: the masked product of 8-bit floats, beside ours of bfloat16 and a copy.
 
-Each is checked first.  A product has to read the weights; the copy reads and writes as many bytes.
+A product has to read the weights; the copy reads and writes as many bytes.
 """
 
 import argparse
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,26 +18,10 @@ from ..kernels.grouped.masked_gmm import masked_gmm, masked_gmm_reference
 from ..op import IMPLS, ORDER, runs, use
 from ..tuning import Config
 from ..tuning.candidates import candidates
-from .measure import (
-    FLOOR,
-    REPS,
-    SLACK,
-    append,
-    columns,
-    copier,
-    count,
-    distances,
-    provenance,
-    refuse,
-    time_calls,
-    time_graphs,
-)
+from .measure import Contender, count
 from .problem import MASKED, MAX_M
-
-FIELDS = [
-    *("date", "commit", "device", "torch", "triton", "dtype", "groups", "max_m", "rows", "n", "k"),
-    *("contender", "tile", "us", "tflops", "gb_per_s", "copy_percent", "times_bf16", "error"),
-]
+from .products import Asked, Case, Command, Error, Judge, Problem, copy_of, errors_of
+from .tiles import fits
 
 
 @dataclasses.dataclass
@@ -73,25 +58,13 @@ class Product:
             self.launch()
         return keys[0]
 
-    def check(self) -> tuple[float, bool]:
-        """Its error on rows that are there, and whether it is wrong: too far, or elsewhere as well."""
-        inside = torch.arange(self.out.shape[1], device=self.out.device) < self.inputs[2][:, None]
-        self.out.fill_(float("nan"))
-        self.run()
-        got, exact = self.out[inside], self.exact[inside]
-        error, bar = distances([got, exact.to(got.dtype)], [exact.double()] * 2)
-        return error, not error <= SLACK * bar + FLOOR or not self.out[~inside].isnan().all()
-
-    def weight_bytes(self) -> int:
-        return self.inputs[1].nbytes
-
-    def row(self, error: float, us: float, copies: dict[int, float], bf16: float | None) -> dict:
+    def contender(self) -> Contender:
         x, w, sizes, *_ = self.inputs
-        rows, size = int(sizes.sum()), self.weight_bytes()
-        row = {"contender": self.name, "tile": str(self.config or ""), "us": us, "error": error}
-        row |= {"dtype": str(x.dtype).removeprefix("torch."), "rows": rows}
-        row |= {"tflops": 2 * rows * w[0].numel() / us / 1e6, "gb_per_s": size / us / 1e3}
-        return row | {"copy_percent": 100 * copies[size] / us} | ({"times_bf16": bf16 / us} if bf16 else {})
+        rows = int(sizes.sum())
+        cells = {"tile": str(self.config or ""), "rows": rows, "bytes": w.nbytes}
+        cells["dtype"] = str(x.dtype).removeprefix("torch.")
+        flops = 2 * rows * w[0].numel()
+        return Contender(self.name, self.run, ours=True, flops=flops, bytes=w.nbytes, cells=cells)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,33 +78,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiles", action="store_true", help="try every candidate for a table, on a GPU")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure every number of rows asked for; 1 if a product was wrong."""
-    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("bench deepgemm", "there is no GPU that torch can use")
-    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse("bench deepgemm", f"{args.out} has other columns: {', '.join(columns(args.out))}")
+def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
     if args.tiles and "triton" not in ORDER[kind]:
-        return refuse("bench deepgemm", "only a GPU has tiles")
-    if args.out:
-        append(args.out, [], FIELDS)
-    device = torch.device(kind)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    given = args.groups, args.n, args.k
-    groups, n, k = (mine or usual for mine, usual in zip(given, MASKED[kind], strict=True))
-    where = provenance(device, "", args.commit)
-    print(", ".join(f"{name} {value}" for name, value in where.items() if value))
-    wrong = False
+        raise ValueError("only a GPU has tiles")
+    sizes = zip((args.groups, args.n, args.k), MASKED[kind], strict=True)
+    groups, n, k = (mine or usual for mine, usual in sizes)
     for max_m in args.max_m:
-        print(f"\n{groups} groups of up to {max_m} rows, K {k}, N {n}")
-        found = list(products(device, groups, max_m, n, k, args.tiles))
-        rows, bad = measure(found, args.reps or REPS[kind])
-        wrong = wrong or bad
-        if args.out:
-            sizes = {"groups": groups, "max_m": max_m, "n": n, "k": k}
-            append(args.out, [where | sizes | row for row in rows], FIELDS)
-    return int(wrong)
+        title = f"{groups} groups of up to {max_m} rows, K {k}, N {n}"
+        make = functools.partial(problem, groups, max_m, n, k, args.tiles)
+        cells = {"groups": groups, "max_m": max_m, "n": n, "k": k}
+        yield Asked(title, cells, Case(str(max_m), title, make))
+
+
+COMMAND = Command(
+    "deepgemm",
+    [
+        *("date", "commit", "device", "torch", "triton", "dtype", "groups", "max_m", "rows", "n", "k"),
+        *("contender", "tile", "us", "tflops", "gb_per_s", "copy_percent", "times_bf16", "error"),
+    ],
+    (
+        *("{contender:<32} {tile:<46}", "{us:9.1f} us", "{tflops:7.1f} TFLOP/s", "{gb_per_s:6.0f} GB/s"),
+        *("{copy_percent:4.0f} % of a copy", "{times_bf16:5.2f} x bfloat16"),
+    ),
+    asked,
+)
+
+
+def problem(G: int, M: int, N: int, K: int, tiles: bool, device, dtype, seed: int) -> Problem:
+    """Products of every dtype, and copies of their weights; of tiles, those that the GPU has room for."""
+    found = [p for p in products(device, G, M, N, K, tiles) if p.config is None or fits(p.run)]
+    field = [p.contender() for p in found]
+    for size in sorted({c.bytes for c in field}):
+        field.append(copy_of(size, device, f"copy of {size} bytes", bytes=size, tile="", dtype=""))
+    return Problem(field, judge=functools.partial(by_present_rows, found), compare=compare)
+
+
+def by_present_rows(found: list[Product]) -> Judge:
+    """On the rows that are there; the others have to stay as they are."""
+
+    @torch.no_grad()
+    def judge(contender: Contender) -> list[Error]:
+        if not contender.checked:
+            return []
+        p = next(p for p in found if p.run == contender.run)
+        inside = torch.arange(p.out.shape[1], device=p.out.device) < p.inputs[2][:, None]
+        p.out.fill_(float("nan"))
+        contender.run()
+        outside = [Error("other rows", float("nan"), 0.0)] * (not p.out[~inside].isnan().all())
+        return errors_of([p.out[inside]], [p.exact[inside].double()], None) + outside
+
+    return judge
+
+
+def compare(rows: list[dict]) -> None:
+    """Beside the copy of as many bytes, and the first product, of bfloat16."""
+    copies = {row["bytes"]: row["us"] for row in rows if "tflops" not in row}
+    bf16 = next((row["us"] for row in rows if row["contender"] == "bfloat16"), None)
+    for row in rows:
+        if "tflops" in row:
+            row["copy_percent"] = 100 * copies[row["bytes"]] / row["us"]
+            row |= {"times_bf16": bf16 / row["us"]} if bf16 else {}
 
 
 def products(device: torch.device, G: int, M: int, N: int, K: int, tiles: bool) -> Iterable[Product]:
@@ -170,48 +176,3 @@ def exact(out: Tensor, x: Tensor, w: Tensor, sizes: Tensor, *scales: Tensor) -> 
     whole = torch.zeros_like(out, dtype=torch.float32)
     masked_gmm_reference(whole, x, w, sizes, *(scales or (None, None)), False)
     return whole
-
-
-def measure(found: list[Product], reps: int) -> tuple[list[dict], bool]:
-    """A row for each product that is right, and for the copies of their weights; whether one was not."""
-    checked = list(check(found))
-    good = [(p, error) for p, error, wrong in checked if not wrong]
-    sizes = sorted({p.weight_bytes() for p, _ in good})
-    device = found[0].out.device
-    runs = [p.run for p, _ in good] + [copier(size, device) for size in sizes]
-    times = time_graphs(runs, reps) if device.type == "cuda" else time_calls(runs, reps)
-    copies = dict(zip(sizes, times[len(good) :], strict=True))
-    bf16 = next((us for (p, _), us in zip(good, times, strict=False) if p.name == "bfloat16"), None)
-    rows = [p.row(e, us, copies, bf16) for (p, e), us in zip(good, times, strict=False)]
-    for size, us in copies.items():
-        rows.append({"contender": f"copy of {size} bytes", "us": us, "gb_per_s": size / us / 1e3})
-    for row in rows:
-        show(row)
-    for product, error, wrong in checked:
-        if wrong:
-            print(f"{product.name} {product.config or ''}: wrong, error {error:.1e}")
-    return rows, len(good) < len(checked)
-
-
-def check(found: list[Product]) -> Iterable[tuple[Product, float, bool]]:
-    """Each with its error and whether it is wrong, but tiles that this GPU has no shared memory for."""
-    too_big: tuple = ()
-    if found[0].out.is_cuda:
-        from triton.runtime.errors import OutOfResources
-
-        too_big = (OutOfResources,)
-    for product in found:
-        try:
-            yield product, *product.check()
-        except too_big:
-            if product.config is None:
-                raise
-
-
-def show(row: dict) -> None:
-    cells = [f"{row['contender']:<32} {row.get('tile', ''):<46} {row['us']:9.1f} us"]
-    cells += [f"{row['tflops']:7.1f} TFLOP/s"] if "tflops" in row else [" " * 15]
-    cells += [f"{row['gb_per_s']:6.0f} GB/s"]
-    cells += [f"{row['copy_percent']:4.0f} % of a copy"] if "copy_percent" in row else []
-    cells += [f"{row['times_bf16']:5.2f} x bfloat16"] if "times_bf16" in row else []
-    print(" ".join(cells), flush=True)

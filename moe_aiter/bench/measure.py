@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,17 +47,25 @@ def refuse(command: str, mistake: str) -> int:
     return 2
 
 
+Outputs = Tensor | tuple[Tensor, ...]
+PASSES = {"inference": 1, "forward": 1, "step": 3}  # of a layer, and their products, in forward passes
+
+
+def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 def identity(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return gradients
 
 
 @dataclasses.dataclass
 class Contender:
-    """A function without arguments from the current inputs of a problem to (T, H)."""
+    """A function without arguments from the current inputs of a problem to its outputs."""
 
     name: str
-    run: Callable[[], Tensor | tuple[Tensor, ...]]  # one tensor, if it is checked
-    leaves: tuple[Tensor, ...]  # x, gate_up, down, the router or the routing weights, and biases
+    run: Callable[[], Outputs]
+    leaves: tuple[Tensor, ...] = ()  # whose gradients a step computes; none where there is only a product
     routed: bool = False  # it chooses the experts itself
     expert_ids: Callable[[], Tensor] | None = None  # what it chooses, if not what problem.expert_ids says
     checked: bool = True  # False for a yardstick that computes something else
@@ -68,8 +76,22 @@ class Contender:
     dout: tuple[Tensor, ...] | None = None  # if not problem.dout
     as_ours: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = identity  # its gradients -> as in leaves
     errors: tuple[type[Exception], ...] = ()  # that it raises, beside PEER_ERRORS
+    flops: float | None = None  # of a product: what has to be multiplied and added
+    bytes: int | None = None  # and what has to be read and written
+    cells: dict = dataclasses.field(default_factory=dict)  # of its row
 
-    def gradients(self, out: Tensor | tuple[Tensor, ...], p: Problem) -> tuple[Tensor, ...]:
+    @property
+    def passes(self) -> dict[str, int]:
+        return PASSES if self.leaves else {"": 1}
+
+    def results(self, p: Problem) -> list[Tensor]:
+        """The outputs, and the gradients in our order."""
+        with self.context():
+            out = self.run()
+            gradients = self.gradients(out, p)
+        return [*(t.detach() for t in as_tuple(out)), *self.as_ours(gradients)]
+
+    def gradients(self, out: Outputs, p: Problem) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, p.dout if self.dout is None else self.dout)
 
     def context(self) -> contextlib.AbstractContextManager:
@@ -150,7 +172,6 @@ WARMUP = 2
 LEAD_CYCLES = 12_000_000  # some 6 ms in which the GPU waits for the host, which is ahead in training as well
 HOST_REPS = 5
 SLOW, SLOW_MS, SPARSE = 4, 50, 5  # on a GPU, where time is dear: see `who_is_slow`
-PASSES = {"inference": 1, "forward": 1, "step": 3}  # and their products, in forward passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +189,15 @@ def summary(samples: list[float]) -> Times:
 
 
 def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[dict[str, Times]]:
-    """The PASSES of each contender; each round has new inputs, and another order."""
+    """The passes of each contender, in ms; each round has new inputs, and another order.
+
+    Where contenders have a step, the host is ahead of the GPU, as in training.
+    """
     measure, flush = measure_cpu, hand_back
     if problem.x.is_cuda:
         flush_l2 = l2_flush(problem.x.device)
-        measure, flush = measure_gpu, lambda: (torch.cuda._sleep(LEAD_CYCLES), flush_l2())
+        lead = LEAD_CYCLES * any(contender.leaves for contender in contenders)
+        measure, flush = measure_gpu, lambda: (torch.cuda._sleep(lead), flush_l2())
     samples: list[list[tuple[float, ...]]] = [[] for _ in contenders]
     slow: set[int] = set()
     for round in range(WARMUP + reps):
@@ -190,7 +215,10 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
         elif round >= WARMUP:
             for turn, passes in times.items():
                 samples[turn].append(passes)
-    return [dict(zip(PASSES, map(summary, zip(*s, strict=True)), strict=True)) for s in samples]
+    return [
+        dict(zip(contender.passes, map(summary, zip(*s, strict=True)), strict=True))
+        for contender, s in zip(contenders, samples, strict=True)
+    ]
 
 
 def turns(count: int, round: int) -> list[int]:
@@ -209,12 +237,14 @@ def who_is_slow(contenders: list[Contender], steps: dict[int, float]) -> set[int
 
 
 def run_passes(contender: Contender, problem: Problem, flush: Callable, mark: Callable) -> None:
-    """Inference, then forward and backward, with a mark before and after each of the three."""
+    """Inference, then forward and backward if there are leaves, with a mark before and after each."""
     flush()
     mark()
     with torch.no_grad():
         contender.run()
     mark()
+    if not contender.leaves:
+        return
     flush()
     mark()
     out = contender.run()
@@ -226,20 +256,23 @@ def run_passes(contender: Contender, problem: Problem, flush: Callable, mark: Ca
 def measure_cpu(contender: Contender, problem: Problem, flush: Callable) -> Callable[[], tuple]:
     marks: list[float] = []
     run_passes(contender, problem, flush, lambda: marks.append(1e3 * time.perf_counter()))
-    inference, inferred, start, forward, step = marks
-    return lambda: (inferred - inference, forward - start, step - start)
+    return lambda: tuple(end - start for start, end in pairs_of(marks))
 
 
 def measure_gpu(contender: Contender, problem: Problem, flush: Callable) -> Callable[[], tuple]:
     marks: list[torch.cuda.Event] = []
     run_passes(contender, problem, flush, lambda: marks.append(recorded()))
-    inference, inferred, start, forward, step = marks
 
     def elapsed() -> tuple:
-        step.synchronize()
-        return inference.elapsed_time(inferred), start.elapsed_time(forward), start.elapsed_time(step)
+        marks[-1].synchronize()
+        return tuple(start.elapsed_time(end) for start, end in pairs_of(marks))
 
     return elapsed
+
+
+def pairs_of(marks: list) -> list[tuple]:
+    """Start and end of each pass; forward and step start together."""
+    return list(zip(marks[:3:2] + marks[2:3], marks[1:2] + marks[3:], strict=True))
 
 
 def time_host(contender: Contender, problem: Problem) -> dict[str, Times]:
@@ -279,16 +312,12 @@ def time_graphs(runs: list[Callable[[], object]], reps: int) -> list[float]:
 
     Each is replayed as a CUDA graph: a small one takes less time than Python needs to launch it.
     """
-    return time_kernels([captured(run).replay for run in runs], reps, lead=False)
-
-
-def time_kernels(runs: list[Callable[[], object]], reps: int, lead: bool) -> list[float]:
-    """The same of whatever launches them, with a `lead` if the host needs longer than the GPU."""
-    return [times.median for times in kernel_times(runs, reps, lead)]
+    times = kernel_times([captured(run).replay for run in runs], reps, lead=False)
+    return [t.median for t in times]
 
 
 def kernel_times(runs: list[Callable[[], object]], reps: int, lead: bool) -> list[Times]:
-    """Microseconds, with more than the median; see `time_kernels`."""
+    """Microseconds of what `runs` launch, with a `lead` if the host needs longer than the GPU."""
     flush = l2_flush(torch.device("cuda"))
     marks: list[list[tuple]] = [[] for _ in runs]
     for round in range(reps):
@@ -349,6 +378,66 @@ def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Calla
         return call, "eager"
 
 
+class PassTimer:
+    """Times each pass in rounds with new inputs and, where there is a step, the host and the memory."""
+
+    def __init__(self, problem: Problem, flops: float) -> None:
+        self.problem, self.flops, self.field = problem, flops, []
+
+    def add(self, contender: Contender) -> dict:
+        self.field.append(contender)
+        return {}
+
+    def cells(self, reps: int) -> list[dict]:
+        """What the row of each gets."""
+        times = time_all(self.field, self.problem, reps)
+        return [self.cells_of(*pair) for pair in zip(self.field, times, strict=True)]
+
+    def cells_of(self, contender: Contender, times: dict[str, Times]) -> dict:
+        row, trains = {}, bool(contender.leaves)
+        host = time_host(contender, self.problem) if trains and self.problem.x.is_cuda else {}
+        for name, t in times.items():
+            prefix = f"{name}_" if name else ""
+            row |= {f"{prefix}ms": t.median, f"{prefix}p20": t.p20, f"{prefix}p80": t.p80}
+            row |= {f"{prefix}host_ms": host[name].median} if host else {}
+            row[f"{prefix}tflops"] = contender.passes[name] * self.flops / sustained(row, prefix) / 1e9
+        memory = measure_memory(contender, self.problem) if trains and not contender.graphed else None
+        return row | (dict(zip(("held_mib", "peak_mib"), memory, strict=True)) if memory else {})
+
+
+def sustained(row: dict, prefix: str) -> float:
+    """Milliseconds of a pass when many follow each other: of the GPU, or of the host where it is slower."""
+    return max(row[f"{prefix}ms"], row.get(f"{prefix}host_ms", 0.0))
+
+
+class KernelTimer:
+    """Times the kernels of products, as CUDA graphs where that can be; with `host` also the calls."""
+
+    def __init__(self, device: torch.device, host: bool = False) -> None:
+        self.on_gpu, self.host = device.type == "cuda", host
+        self.calls, self.runs, self.lead = [], [], False
+
+    @torch.no_grad()
+    def add(self, contender: Contender) -> dict:
+        run, how = kernels(contender.run, self.on_gpu, contender.ours)
+        self.calls.append(contender.run)
+        self.runs.append(run)
+        self.lead = self.lead or how == "eager"
+        return {"launch": how}
+
+    @torch.no_grad()
+    def cells(self, reps: int) -> list[dict]:
+        """What the row of each gets."""
+        times = kernel_times(self.runs, reps, self.lead) if self.on_gpu else call_times(self.runs, reps)
+        hosts = [t.median for t in times]
+        if self.host and self.on_gpu:
+            hosts = time_calls(self.calls, reps, wait=torch.cuda.synchronize)
+        return [
+            {"us": t.median, "ms": t.median / 1e3, "p20": t.p20 / 1e3, "p80": t.p80 / 1e3, "host_us": host}
+            for t, host in zip(times, hosts, strict=True)
+        ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Ceiling:
     """What a device reaches where nothing else holds it up, as measured on one."""
@@ -406,18 +495,19 @@ def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 def provenance(device: torch.device, dtype: str, commit: str | None = None) -> dict:
     """What the figures were measured with."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit or git_commit(),
-        "device": name,
+        "device": device_name(device),
         "torch": torch.__version__,
         "triton": triton_version(),
         "dtype": dtype,
     }
 
 
-def cpu_name() -> str:
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -448,7 +538,7 @@ def columns(path: pathlib.Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
-def widen(path: pathlib.Path, fields: list[str], added: list[str]) -> None:
+def widen(path: pathlib.Path, fields: list[str], added: Sequence[str]) -> None:
     """Give an older file those of the `added` columns that it lacks, empty."""
     there = columns(path)
     if there == fields or there != [f for f in fields if f in there or f not in added]:

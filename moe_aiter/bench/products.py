@@ -1,6 +1,7 @@
-"""`moe-aiter bench gemm`: products by family, beside their baselines: each is checked, then timed.
+"""Cases: what `moe-aiter bench` measures; contenders of a case are checked, then timed, and become rows.
 
-A family is a module beside this one with a list CASES, and a line in FAMILIES.  A case makes a problem:
+A family of `moe-aiter bench gemm` is a module beside this one with a list CASES, and a line in FAMILIES.
+A case makes a problem:
 
     def make(device, dtype, seed):
         x, w = ...
@@ -18,12 +19,17 @@ so are ours as well: those that are inaccurate make the command fail.  `plain` i
 whose error is the bar; without it the bar is the truth, rounded.  A goal names a contender, and how many
 times as fast as it `moe_aiter` should be at least; the contender `copy`, which reads and writes `bytes`
 altogether, is there where a goal names it.
+
+Each of the other commands is a module with a COMMAND, which makes cases of its options; their problems may
+have contenders with leaves, a judge and a timer of their own.
 """
 
 import argparse
+import collections
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,15 +39,18 @@ from .measure import (
     PEER_ERRORS,
     REPS,
     SLACK,
+    Contender,
+    KernelTimer,
+    Outputs,
+    PassTimer,
     append,
-    call_times,
+    as_tuple,
     columns,
     copier,
     distances,
-    kernel_times,
-    kernels,
     provenance,
     refuse,
+    widen,
 )
 
 FAMILIES = {  # name -> module
@@ -51,33 +60,37 @@ FAMILIES = {  # name -> module
     "scaled": "scaled",
 }
 OURS, COPY = "moe_aiter", "copy"
-FIELDS = [
-    *(
-        "date",
-        "commit",
-        "device",
-        "torch",
-        "triton",
-        "dtype",
-        "family",
-        "case",
-        "shape",
-        "contender",
-        "launch",
-    ),
-    *("ms", "p20", "p80", "tflops", "gb_per_s", "ratio", "goal", "error", "torch_error"),
-]
-Outputs = Tensor | tuple[Tensor, ...]
+
+
+class Error(NamedTuple):
+    """How far an output is from the truth, beside plain torch's."""
+
+    part: str
+    error: float
+    torch_error: float
+
+    @property
+    def of_the_bar(self) -> float:
+        """More than 1 where it is refused, as is NaN."""
+        share = self.error / (SLACK * self.torch_error + FLOOR)
+        return share if share == share else float("inf")
+
+
+Judge = Callable[[Contender], list[Error]]  # runs a contender; no errors of one that is not checked
 
 
 @dataclasses.dataclass
 class Problem:
     """Inputs, inside of these functions."""
 
-    contenders: dict[str, Callable[[], Outputs]]
-    exact: Callable[[], Outputs]  # in float64
+    contenders: dict[str, Callable[[], Outputs]] | list[Contender]
+    exact: Callable[[], Outputs] | None = None  # in float64
     plain: Callable[[], Outputs] | None = None  # what torch makes of it in this dtype
     kernels: Callable[[], Iterable] | None = None  # those of `moe-aiter tune`: see tiles.py
+    judge: Callable[[], Judge] | None = None  # else by `exact` and `plain`
+    timer: PassTimer | KernelTimer | None = None  # else of kernels
+    compare: Callable[[list[dict]], None] | None = None  # adds to the rows what follows from several
+    keeps_refused: bool = False  # whether a contender that is refused has a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +103,28 @@ class Case:
     goals: Mapping[str, float] = dataclasses.field(default_factory=dict)
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")  # torch's names, the usual one first
     devices: tuple[str, ...] = ("cuda",)  # where it is measured without being asked for
+
+
+class Asked(NamedTuple):
+    """A case that the options name, its title, and the cells of all its rows."""
+
+    title: str
+    cells: dict
+    case: Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What one of the commands of `moe-aiter bench` measures and writes."""
+
+    name: str
+    fields: list[str]  # columns of the CSV
+    line: tuple[str, ...]  # what is printed of a row; a cell that it lacks stays blank
+    asked: Callable[[argparse.Namespace, str], Iterable[Asked]]  # for a device; ValueError for a mistake
+    head: str = ""  # above the lines of a case
+    added: Sequence[str] = ()  # columns that older files may lack
+    demands: Callable[[Iterable[bool]], bool] | None = None  # how many words of --only must match: all or any
+    reps: Mapping[str, int] = dataclasses.field(default_factory=lambda: REPS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,37 +143,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="default: that of the case, bfloat16 for most")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(command: Command, args: argparse.Namespace) -> int:
     """Measure every case asked for; 1 if one of ours was not as good as torch."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("bench gemm", "there is no GPU that torch can use")
-    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse("bench gemm", f"{args.out} has other columns: {', '.join(columns(args.out))}")
-    if args.out:
-        append(args.out, [], FIELDS)  # a place that cannot be written shows now, not after the measurement
-    found = list(chosen(args, kind))
-    if not found:
-        return refuse("bench gemm", no_case(args))
-    device, reps = torch.device(kind), args.reps or REPS[kind]
-    print(", ".join(f"{k} {v}" for k, v in provenance(device, "", args.commit).items() if v))
+    only, any_dtype = getattr(args, "only", None), getattr(args, "dtype", None)
+    try:
+        cases = ready(command, args, kind)
+    except ValueError as mistake:
+        return refuse(f"bench {command.name}", str(mistake))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device, reps = torch.device(kind), args.reps or command.reps[kind]
+    where = provenance(device, any_dtype or "", args.commit)
+    print(", ".join(f"{k} {v}" for k, v in where.items() if v))
     wrong, verdicts = False, []
-    for family, case in found:
-        dtype = args.dtype or case.dtypes[0]
-        print(f"\n{family}, {case.name} ({case.shape}), {dtype}")
+    for title, cells, case in cases:
+        print(f"\n{title}")
+        dtype = any_dtype or case.dtypes[0]
         problem = case.make(device, getattr(torch, dtype), 0)
+        if mistake := strangers(command, problem, only):
+            return refuse(f"bench {command.name}", mistake)
         if kind == "cpu" and kind not in case.devices:  # its goals are a GPU's
             case = dataclasses.replace(case, goals={})
-        rows, bad = measure(case, problem, device, only=args.only, reps=reps)
+        rows, bad = measure(case, problem, device, only=only, reps=reps)
         del problem  # before the next one is made
         wrong = wrong or bad
-        verdicts += [(family, *verdict) for verdict in judged(case, rows)]
-        about = provenance(device, dtype, args.commit) | {"family": family, "case": case.name}
+        verdicts += [(cells.get("family"), *verdict) for verdict in judged(case, rows)]
+        show(command, rows)
         if args.out:
-            append(args.out, [about | {"shape": case.shape} | row for row in rows], FIELDS)
+            about = where | {"dtype": dtype} | cells
+            rows = [about | {name: row[name] for name in command.fields if name in row} for row in rows]
+            append(args.out, rows, command.fields)
     for family in dict.fromkeys(family for family, *_ in verdicts):
         print(summed_up(family, [verdict for name, *verdict in verdicts if name == family]))
     return int(wrong)
+
+
+def ready(command: Command, args: argparse.Namespace, kind: str) -> list[Asked]:
+    """The cases asked for, where the device is there and the file takes their rows; else ValueError."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU that torch can use")
+    if args.out and args.out.is_file():
+        widen(args.out, command.fields, command.added)
+        if columns(args.out) != command.fields:
+            raise ValueError(f"{args.out} has other columns: {', '.join(columns(args.out))}")
+    cases = list(command.asked(args, kind))
+    if args.out:
+        append(args.out, [], command.fields)  # a place that cannot be written shows before the measurement
+    return cases
+
+
+def strangers(command: Command, problem: Problem, only: list[str] | None) -> str:
+    """What is wrong with the words of --only; nothing where contenders match them."""
+    names = [getattr(contender, "name", contender) for contender in problem.contenders]
+    unknown = [word for word in only or () if not any(word in name for name in names)]
+    if not unknown or not command.demands or command.demands(word not in unknown for word in only):
+        return ""
+    return f"--only: no contender matches {', '.join(unknown)}; there are {', '.join(map(repr, names))}"
 
 
 def cases(families: list[str] | None) -> Iterator[tuple[str, Case]]:
@@ -170,81 +230,141 @@ def chosen(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, Case]]:
             yield family, case
 
 
-@torch.no_grad()
+def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
+    found = list(chosen(args, kind))
+    if not found:
+        raise ValueError(no_case(args))
+    for family, case in found:
+        cells = {"family": family, "case": case.name, "shape": case.shape}
+        yield Asked(f"{family}, {case.name} ({case.shape}), {args.dtype or case.dtypes[0]}", cells, case)
+
+
+COMMAND = Command(
+    "gemm",
+    [
+        *("date", "commit", "device", "torch", "triton", "dtype", "family", "case", "shape", "contender"),
+        *("launch", "ms", "p20", "p80", "tflops", "gb_per_s", "ratio", "goal", "error", "torch_error"),
+    ],
+    (
+        *("{contender:<32}", "{ms:9.4f} ms", "{tflops:8.2f} TFLOP/s", "{gb_per_s:6.0f} GB/s", "{error:9.1e}"),
+        *("ours {ratio:.2f} x", "(goal {goal})"),
+    ),
+    asked,
+)
+
+
 def measure(
     case: Case, problem: Problem, device: torch.device, *, only: list[str] | None, reps: int
 ) -> tuple[list[dict], bool]:
-    """A row and a line for each contender that is as good as torch, and whether one of ours is not."""
-    exact = as_tuple(problem.exact())
-    rows, runs, wrong = [], [], False
-    bars = None if problem.plain is None else distances(as_tuple(problem.plain()), exact)
-    contenders = {n: c for n, c in problem.contenders.items() if not only or any(word in n for word in only)}
-    for name, call in contenders.items():
+    """A row for each contender that is as good as torch, and whether one of ours is not."""
+    field = contenders(case, problem, device)
+    field = [c for c in field if not only or c.name == COPY or any(word in c.name for word in only)]
+    timer = problem.timer or KernelTimer(device)
+    rows = check_all(field, problem.judge() if problem.judge else by_truth(problem), timer.add)
+    timed = [(c, row) for c, row in zip(field, rows, strict=True) if not row["refused"]]
+    for (contender, row), cells in zip(timed, timer.cells(reps), strict=True):
+        row |= cells
+        if "us" in row:
+            row |= rates(contender, row["us"])
+    wrong = any(c.ours and row["refused"] for c, row in zip(field, rows, strict=True))
+    good = [row for _, row in timed]
+    ours = next((row["us"] for row in good if row["contender"] == OURS), None)
+    for row in good if ours is not None else ():
+        goal = case.goals.get(row["contender"])
+        row |= {"ratio": row["us"] / ours} | ({"goal": goal} if goal else {})
+    if problem.compare:
+        problem.compare(good)
+    return rows if problem.keeps_refused else good, wrong
+
+
+def contenders(case: Case, problem: Problem, device: torch.device) -> list[Contender]:
+    """Those of a problem, and a copy where a goal names it."""
+    if not isinstance(problem.contenders, dict):
+        return problem.contenders
+    found = [
+        Contender(name, call, ours=name.startswith(OURS), flops=case.flops, bytes=case.bytes)
+        for name, call in problem.contenders.items()
+    ]
+    return [*found, copy_of(case.bytes, device)] if COPY in case.goals else found
+
+
+def copy_of(size: int, device: torch.device, name: str = COPY, **cells) -> Contender:
+    """It reads and writes `size` bytes altogether, and computes nothing."""
+    return Contender(name, copier(size, device), checked=False, ours=True, bytes=size, cells=cells)
+
+
+def check_all(field: list[Contender], judge: Judge, prepare: Callable[[Contender], dict]) -> list[dict]:
+    """The worst error of each contender, whether it is refused, and what `prepare` says of the others."""
+    rows = []
+    for contender in field:
+        row = {"contender": contender.name, "refused": True} | contender.cells
+        rows.append(row)
         try:
-            got = as_tuple(call())
-            far, bar = worst(got, exact, bars)
-            if not far <= SLACK * bar + FLOOR:
-                print(f"{name}: refused, its error is {far:.1e}, torch's {bar:.1e}")
-                wrong = wrong or is_ours(name)
-                continue
-            launched, how = kernels(call, device.type == "cuda", is_ours(name))
-        except PEER_ERRORS as mistake:
-            if is_ours(name):
+            errors = judge(contender)
+            if errors:
+                worst = max(errors, key=lambda error: error.of_the_bar)
+                row |= {"error": worst.error, "torch_error": worst.torch_error}
+                if worst.of_the_bar > 1:
+                    far = f"{worst.error:.1e}, torch's {worst.torch_error:.1e}"
+                    print(f"{contender.name}: refused, the error of its {worst.part} is {far}")
+                    continue
+            row |= prepare(contender)
+        except (*PEER_ERRORS, *contender.errors) as mistake:
+            if contender.ours:
                 raise
-            print(f"{name} cannot run here: {type(mistake).__name__}: {mistake}")
+            print(f"{contender.name} cannot run here: {type(mistake).__name__}: {mistake}")
             continue
-        del got
-        runs.append(launched)
-        rows.append({"contender": name, "launch": how, "error": far, "torch_error": bar})
-    if COPY in case.goals:
-        launched, how = kernels(copier(case.bytes, device), device.type == "cuda", True)
-        runs.append(launched)
-        rows.append({"contender": COPY, "launch": how})
-    lead = any(row["launch"] == "eager" for row in rows)
-    times = kernel_times(runs, reps, lead=lead) if device.type == "cuda" else call_times(runs, reps)
-    ours = next((t.median for row, t in zip(rows, times, strict=True) if row["contender"] == OURS), None)
-    for row, t in zip(rows, times, strict=True):
-        row |= {"ms": t.median / 1e3, "p20": t.p20 / 1e3, "p80": t.p80 / 1e3}
-        row |= figures(case, row["contender"], t.median)
-        if ours is not None:
-            row |= {"ratio": t.median / ours, "goal": case.goals.get(row["contender"], "")}
-        show(row)
-    return rows, wrong
+        row["refused"] = False
+    return rows
 
 
-def is_ours(name: str) -> bool:
-    return name.startswith(OURS)
+@torch.no_grad()
+def by_truth(problem: Problem) -> Judge:
+    """By what the problem says is exact, and plain torch."""
+    exact = as_tuple(problem.exact())
+    bars = None if problem.plain is None else distances(as_tuple(problem.plain()), exact)
+
+    @torch.no_grad()
+    def judge(contender: Contender) -> list[Error]:
+        return errors_of(as_tuple(contender.run()), exact, bars) if contender.checked else []
+
+    return judge
 
 
-def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def worst(got: tuple, exact: tuple, bars: list[float] | None) -> tuple[float, float]:
-    """The error of the output that is the furthest from its bar, or NaN if any is, and that bar."""
+def errors_of(
+    got: Sequence[Tensor], exact: Sequence[Tensor], bars: list[float] | None, parts: Sequence[str] = ()
+) -> list[Error]:
+    """The error of each output, by name; without bars they are those of the truth, rounded."""
     for ours, truth in zip(got, exact, strict=True):
         if ours.shape != truth.shape:
             raise ValueError(f"an output is {tuple(ours.shape)} instead of {tuple(truth.shape)}")
     if bars is None:
         bars = distances([truth.to(ours.dtype) for ours, truth in zip(got, exact, strict=True)], exact)
-    pairs = list(zip(distances(got, exact), bars, strict=True))
-    return max(pairs, key=lambda pair: float("inf") if pair[0] != pair[0] else pair[0] - SLACK * pair[1])
+    names = parts or ["output"] * len(bars)
+    return [Error(*each) for each in zip(names, distances(got, exact), bars, strict=False)]
 
 
-def figures(case: Case, name: str, us: float) -> dict:
-    """TFLOP/s and GB/s, where the case says what there is to do."""
-    rates = {"gb_per_s": case.bytes / us / 1e3} if case.bytes else {}
-    return rates | ({"tflops": case.flops / us / 1e6} if case.flops and name != COPY else {})
+def rates(contender: Contender, us: float) -> dict:
+    """TFLOP/s and GB/s, where it is known what there is to do."""
+    rates = {"gb_per_s": contender.bytes / us / 1e3} if contender.bytes else {}
+    return rates | ({"tflops": contender.flops / us / 1e6} if contender.flops else {})
 
 
-def show(row: dict) -> None:
-    cells = [f"{row['contender']:<32} {row['ms']:9.4f} ms"]
-    cells += [f"{row['tflops']:8.2f} TFLOP/s"] if "tflops" in row else []
-    cells += [f"{row['gb_per_s']:6.0f} GB/s"] if "gb_per_s" in row else []
-    cells += [f"{row['error']:9.1e}"] if "error" in row else []
-    cells += [f"ours {row['ratio']:.2f} x"] if "ratio" in row else []
-    cells += [f"(goal {row['goal']})"] if row.get("goal") else []
-    print(" ".join(cells), flush=True)
+def show(command: Command, rows: list[dict]) -> None:
+    """The head, and a line for each row."""
+    if command.head:
+        print(command.head)
+    for row in rows:
+        line = ["refused"] if row["refused"] else [cell(text, row) for text in command.line[1:]]
+        print(" ".join([cell(command.line[0], row), *line]).rstrip(), flush=True)
+
+
+def cell(text: str, row: dict) -> str:
+    """Formatted, or as many blanks."""
+    try:
+        return text.format_map(row)
+    except KeyError:
+        return " " * len(text.format_map(collections.defaultdict(float)))
 
 
 def judged(case: Case, rows: list[dict]) -> Iterator[tuple[str, bool]]:

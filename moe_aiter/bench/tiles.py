@@ -24,9 +24,9 @@ from ..op import IMPLS, ORDER, launcher, runs
 from ..tuning import Config
 from ..tuning.choice import ChoiceKey
 from ..tuning.table import Key
-from .measure import FLOOR, SLACK, distances, time_graphs
+from .measure import Outputs, as_tuple, distances, time_graphs
 from .problem import Shape
-from .products import Outputs, as_tuple, worst
+from .products import errors_of
 
 FASTER = 0.97  # of the default's time
 CLOSE = 2e-3  # relative distance from the default's result; rounding to bfloat16 alone is 1.7e-3 from exact
@@ -90,8 +90,8 @@ class Kernel:
 
         def accept(outs: tuple[Tensor, ...]) -> bool:
             outs = tuple(out for out in outs if out.numel())
-            far, bar = worst(tuple(o.view(e.shape) for o, e in zip(outs, exact, strict=True)), exact, bars)
-            return far <= SLACK * bar + FLOOR
+            outs = tuple(out.view(e.shape) for out, e in zip(outs, exact, strict=True))
+            return all(error.of_the_bar <= 1 for error in errors_of(outs, exact, bars))
 
         return accept
 

@@ -14,6 +14,8 @@ from moe_aiter.bench import contenders, layer, measure
 from moe_aiter.bench.measure import MIB, PASSES, measure_memory
 from moe_aiter.bench.problem import DEFAULT, SHAPES, new_problem
 
+from .checked import check
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
@@ -37,7 +39,7 @@ def test_every_contender_is_as_good_as_torch(problem):
     names = [c.name for c in field]
     assert len(names) == len(set(names))
     assert {"layer: moe_aiter MoE", "for-loop over experts"} <= set(names)
-    found = layer.check_all(field, problem)
+    found = check(field, problem)
     assert [(n, f) for n, f in zip(names, found, strict=True) if f["refused"]] == []
 
 
@@ -46,16 +48,18 @@ def test_hugging_face(device, experts):
     pytest.importorskip("transformers")
     problem = new_problem(SHAPES["toy"], torch.bfloat16, device)
     peer = contenders.hugging_face(problem, experts)
-    assert not layer.check_all([peer], problem)[0]["refused"]
+    assert not check([peer], problem)[0]["refused"]
 
 
 def test_a_wrong_contender_gets_no_time(problem, capsys):
     good = next(contenders.contenders(problem))
     wrong = contenders.Contender("off by one percent", lambda: 1.01 * good.run(), good.leaves, routed=True)
-    good_row, wrong_row = layer.check_all([good, wrong], problem)
+    good_row, wrong_row = check([good, wrong], problem)
     assert not good_row["refused"] and wrong_row["refused"]
     assert wrong_row["error"] == pytest.approx(0.01, rel=0.2)
-    assert re.search(r"off by one percent: \w+ has error 1\.\de-02, torch", capsys.readouterr().out)
+    assert re.search(
+        r"off by one percent: refused, the error of its \w+ is 1\.\de-02, torch", capsys.readouterr().out
+    )
 
 
 def test_a_peer_that_cannot_run_is_left_out(problem, monkeypatch, capsys):
@@ -67,10 +71,10 @@ def test_a_peer_that_cannot_run_is_left_out(problem, monkeypatch, capsys):
     assert names[-1] == "for-loop over experts"
     assert "left out: AttributeError: no such block" in capsys.readouterr().out
     broken = contenders.Contender("broken", lambda: old_version(problem), (problem.x,))
-    assert layer.check_all([broken], problem) == [{"refused": True}]
+    assert check([broken], problem) == [{"refused": True}]
     broken.ours = True
     with pytest.raises(AttributeError):
-        layer.check_all([broken], problem)
+        check([broken], problem)
 
 
 def test_a_wrong_contender_of_ours_fails_the_command(monkeypatch, capsys):
@@ -108,8 +112,8 @@ def test_rows_are_appended(tmp_path, capsys):
     rows = read(path)
     assert {r["commit"] for r in rows} == {"one", "two"}
     for row in rows:
-        assert list(row) == layer.FIELDS
-        empty = {f for f in layer.FIELDS if not row[f]}
+        assert list(row) == layer.COMMAND.fields
+        empty = {f for f in layer.COMMAND.fields if not row[f]}
         unknown = {"held_mib", "peak_mib"}  # nothing to read them from but on Linux
         if row["device"] not in measure.CEILINGS:
             unknown |= {"forward_roofline", "step_roofline"}
@@ -125,13 +129,13 @@ def test_rows_are_appended(tmp_path, capsys):
 @pytest.mark.parametrize("lacks", [layer.ADDED, layer.HOST], ids=["all that was added", "the host's"])
 def test_a_file_of_before_gets_new_columns(lacks, tmp_path, capsys):
     path = tmp_path / "layer.csv"
-    old = [f for f in layer.FIELDS if f not in lacks]
+    old = [f for f in layer.COMMAND.fields if f not in lacks]
     path.write_text(",".join(old) + "\n" + ",".join(f"old {f}" for f in old) + "\n")
     flags = "--device", "cpu", "--shape", "toy", "--reps", 1, "--only", "host", "loop", "--routing", "zipf"
     assert run("layer", *flags, "--out", path) == 0
     first, *others = read(path)
     assert first == {f: f"old {f}" for f in old} | dict.fromkeys(lacks, "")
-    assert others and all(list(r) == layer.FIELDS and r["routing"] == "zipf" for r in others)
+    assert others and all(list(r) == layer.COMMAND.fields and r["routing"] == "zipf" for r in others)
 
 
 @pytest.mark.gpu
@@ -188,7 +192,7 @@ def test_the_slow_run_less_often_on_a_gpu(is_cuda, slow_runs, monkeypatch):
     monkeypatch.setattr(measure, "measure_gpu", fixed)
     x = types.SimpleNamespace(is_cuda=is_cuda, device="cpu")
     problem = types.SimpleNamespace(x=x, renew=lambda round: None)
-    field = [contenders.Contender(name, None, (), checked=name != "yardstick") for name in steps]
+    field = [contenders.Contender(name, None, (x,), checked=name != "yardstick") for name in steps]
     times = measure.time_all(field, problem, 11)
     assert [t["step"].median for t in times] == list(steps.values())
     assert calls == dict.fromkeys(steps, measure.WARMUP + 11) | {"slow": measure.WARMUP + slow_runs}

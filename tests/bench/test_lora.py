@@ -22,7 +22,7 @@ def test_rows(tmp_path):
     assert run("--out", str(path)) == 0
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == lora.FIELDS
+    assert list(rows[0]) == lora.COMMAND.fields
     assert [r["contender"] for r in rows][:1] == OURS
     assert all(float(r["step_ms"]) > 0 and float(r["error"]) < 1e-5 and r["rank"] == "3" for r in rows)
 
@@ -66,7 +66,7 @@ def test_a_wrong_gradient_is_refused(monkeypatch, capsys):
 
     monkeypatch.setattr(lora, "lora_experts", wrong)
     assert run("--only", *OURS) == 1
-    assert "dB of down has error" in capsys.readouterr().out
+    assert "refused, the error of its dB of down is" in capsys.readouterr().out
 
 
 def test_refusals(tmp_path, capsys, monkeypatch):

@@ -27,7 +27,7 @@ def test_rows_are_appended(tmp_path, capsys):
     for commit in ("one", "two"):
         assert run(*TOY, "--commit", commit, "--out", path) == 0
     rows = read(path)
-    assert list(rows[0]) == masked.FIELDS and {r["commit"] for r in rows} == {"one", "two"}
+    assert list(rows[0]) == masked.COMMAND.fields and {r["commit"] for r in rows} == {"one", "two"}
     of_one = [r for r in rows if r["commit"] == "one"]
     names = ["bfloat16", "8 bits", "8 bits, shuffled", "copy of 4096 bytes", "copy of 8192 bytes"]
     assert [r["contender"] for r in of_one] == 2 * names
@@ -51,7 +51,7 @@ def test_what_is_wrong_gets_no_time(spoil, monkeypatch, capsys):
     monkeypatch.setattr(masked, "masked_gmm", wrong)
     assert run(*TOY) == 1
     printed = capsys.readouterr().out
-    assert "bfloat16 : wrong, error" in printed and "x bfloat16" not in printed
+    assert "bfloat16: refused, the error of its " in printed and "x bfloat16" not in printed
 
 
 @pytest.mark.parametrize(

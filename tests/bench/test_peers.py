@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_aiter.bench import contenders, layer
+from moe_aiter.bench import contenders
 from moe_aiter.bench.problem import SHAPES, Problem, chosen_weights, for_loop, new_problem
+
+from .checked import check
 
 
 def stand_in(monkeypatch, **modules):
@@ -112,10 +114,10 @@ def scattermoe(monkeypatch):
 def test_layouts(peer, monkeypatch):
     p = new_problem(SHAPES["toy"], torch.bfloat16, torch.device("cpu"))
     contender = peer(monkeypatch)(p)
-    row = layer.check_all([contender], p)[0]
+    row = check([contender], p)[0]
     assert not row["refused"], row
     p.renew(1)  # in place: they see new inputs
-    assert not layer.check_all([contender], p)[0]["refused"]
+    assert not check([contender], p)[0]["refused"]
     with torch.no_grad():
         assert contender.run().shape == p.x.shape
 
@@ -133,8 +135,8 @@ def test_an_error_of_its_own_kind_leaves_a_peer_out(monkeypatch, capsys):
         raise contender.errors[0]("no such GPU")
 
     contender.run = run
-    assert layer.check_all([contender], p) == [{"refused": True}]
-    assert "layer: SonicMoE cannot run here: no such GPU" in capsys.readouterr().out
+    assert check([contender], p) == [{"refused": True}]
+    assert "layer: SonicMoE cannot run here: DSLBaseError: no such GPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("build", ["liger", "megablocks", "sonicmoe", "scattermoe"])

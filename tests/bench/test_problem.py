@@ -10,6 +10,8 @@ from moe_aiter.bench.problem import GROUPS, SHAPES, for_loop, named, new_problem
 from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts import fp8
 
+from .checked import check
+
 TOYS = ["toy", "toy-oai"]
 
 
@@ -46,13 +48,13 @@ def test_contenders_with_biases(device, capsys):
     p = toy(device, "toy-oai")
     field = list(contenders.contenders(p))
     assert len(field) >= 3 and "SwiGLU without biases" in capsys.readouterr().out
-    assert [f for f in layer.check_all(field, p) if f["refused"]] == []
+    assert [f for f in check(field, p) if f["refused"]] == []
 
 
 @pytest.mark.parametrize("name", TOYS)
 def test_grouped_products_of_torch(device, name):
     p = toy(device, name, torch.bfloat16)
-    assert not layer.check_all([contenders.torch_grouped_mm(p)], p)[0]["refused"]
+    assert not check([contenders.torch_grouped_mm(p)], p)[0]["refused"]
 
 
 def test_some_experts_are_enough(device, monkeypatch):
@@ -67,7 +69,7 @@ def test_some_experts_are_enough(device, monkeypatch):
         return gradients
 
     wrong.as_ours = spoiled
-    good_row, wrong_row = layer.check_all([good, wrong], p)
+    good_row, wrong_row = check([good, wrong], p)
     assert not good_row["refused"] and wrong_row["refused"]
 
 
@@ -91,7 +93,7 @@ def test_zipf(device):
     popular = p.expert_ids.flatten().bincount(minlength=E).argmax()
     p.renew(1)
     assert p.expert_ids.flatten().bincount(minlength=E).argmax() == popular
-    assert [f for f in layer.check_all([contenders.our_layer(p)], p) if f["refused"]] == []
+    assert [f for f in check([contenders.our_layer(p)], p) if f["refused"]] == []
 
 
 def test_a_later_micro_batch_has_its_weights(device, monkeypatch):

@@ -14,13 +14,13 @@ def test_a_table_for_each_op_and_the_last_row_of_each_contender(tmp_path):
     sizes = {"layout": "plain", "m": "5", "k": "6", "n": "7", "g": "2"}
     a, b = sizes | {"shape": "A-up"}, sizes | {"shape": "odd"}
     rows = [
-        row(gmm.FIELDS, op="gmm", contender="torch", tflops="1.25", **a | {"commit": "older"}),
-        row(gmm.FIELDS, op="gmm", contender="torch", tflops="3.21", **a | {"commit": "old"}),
-        row(gmm.FIELDS, op="gmm", contender="moe_aiter gmm", tflops="99.6", **a),
-        row(gmm.FIELDS, op="gmm", contender="moe_aiter gmm", tflops="12.4", **b),
-        row(gmm.FIELDS, op="ptgmm", contender="torch", tflops="8", **a),
+        row(gmm.COMMAND.fields, op="gmm", contender="torch", tflops="1.25", **a | {"commit": "older"}),
+        row(gmm.COMMAND.fields, op="gmm", contender="torch", tflops="3.21", **a | {"commit": "old"}),
+        row(gmm.COMMAND.fields, op="gmm", contender="moe_aiter gmm", tflops="99.6", **a),
+        row(gmm.COMMAND.fields, op="gmm", contender="moe_aiter gmm", tflops="12.4", **b),
+        row(gmm.COMMAND.fields, op="ptgmm", contender="torch", tflops="8", **a),
     ]
-    append(tmp_path / "gmm.csv", rows, gmm.FIELDS)
+    append(tmp_path / "gmm.csv", rows, gmm.COMMAND.fields)
     text = report.products(tmp_path)
     assert "## Grouped products" in text and "## Segments" not in text
     assert "**Abacus**, bfloat16, gmm, plain (torch 2, Triton 3, commit new, old, 2026-01-01)" in text
@@ -30,7 +30,7 @@ def test_a_table_for_each_op_and_the_last_row_of_each_contender(tmp_path):
 
 
 def test_tiles_are_no_contenders_of_their_own(tmp_path):
-    fields = [*segment.FIELDS, "tile"]
+    fields = [*segment.COMMAND.fields, "tile"]
     cells = {"case": "dense", "segments": "2", "contender": "moe_aiter", "us": "50", "host_us": "20"}
     rows = [row(fields, **cells), row(fields, **cells | {"us": "40"}, tile="16x64x128")]
     append(tmp_path / "segment.csv", rows, fields)

@@ -46,7 +46,9 @@ def test_rows_are_appended(tmp_path):
     for commit in ("one", "two"):
         assert run(*TOY, "--commit", commit, "--out", path) == 0
     rows = read(path)
-    assert list(rows[0]) == products.FIELDS and [r["commit"] for r in rows] == ["one"] * 2 + ["two"] * 2
+    assert (
+        list(rows[0]) == products.COMMAND.fields and [r["commit"] for r in rows] == ["one"] * 2 + ["two"] * 2
+    )
     ours, loop = rows[:2]
     assert (ours["family"], ours["case"], ours["dtype"]) == ("dense", "grouped-toy", "float32")
     assert ours["contender"] == "moe_aiter" and ours["launch"] == "eager" and ours["goal"] == ""
@@ -74,7 +76,10 @@ def test_what_is_wrong_gets_no_time(x, capsys):
     rows, wrong = measure(square(x, contenders, goals={"torch": 0.97}))
     assert wrong and [row["contender"] for row in rows] == ["torch"] and "ratio" not in rows[0]
     printed = capsys.readouterr().out
-    assert "moe_aiter: refused, its error is 1.0e-02" in printed and "forgetful: refused" in printed
+    assert (
+        "moe_aiter: refused, the error of its output is 1.0e-02" in printed
+        and "forgetful: refused" in printed
+    )
     assert "peer cannot run here: RuntimeError" in printed
 
 
@@ -163,7 +168,7 @@ def test_the_report_has_a_row_for_each_case(tmp_path):
         ("new", "torch, unfused", {"ms": "0.55", "ratio": "1.1", "goal": "1.15"}),
     ]
     rows = [where | {"commit": commit, "contender": name} | more for commit, name, more in cells]
-    products.append(path, rows, products.FIELDS)
+    products.append(path, rows, products.COMMAND.fields)
     text = report.products(tmp_path)
     assert "**Abacus**, dense, bfloat16 (torch 2, Triton 3" in text
     beside = "torch 1.20; torch, unfused 1.10 | torch, unfused 1.15: missed"

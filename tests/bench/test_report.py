@@ -27,7 +27,7 @@ def row(**cells):
         "date": "2026-01-01",
     } | cells
     shape = {"tokens": "64", "hidden": "32", "intermediate": "24", "experts": "5", "top_k": "2"}
-    return dict.fromkeys(layer.FIELDS, "") | shape | cells
+    return dict.fromkeys(layer.COMMAND.fields, "") | shape | cells
 
 
 def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
@@ -45,7 +45,7 @@ def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
         row(commit="new", shape="A", contender="layer", **cells),
         row(commit="new", shape="B", contender="wrong", error="0.3"),
     ]
-    measure.append(path, rows, layer.FIELDS)
+    measure.append(path, rows, layer.COMMAND.fields)
     document.write_text(f"head\n{report.BEGIN}\nstale\n{report.END}\ntail\n")
     assert run("report", "--csv", path, "--readme", document) == 0
     once = [document.read_text(), (tmp_path / report.FIGURES).read_text()]
@@ -64,7 +64,7 @@ def test_the_report_says_what_is_missing(tmp_path, capsys):
     document = tmp_path / "README.md"
     document.write_text("no markers\n")
     assert run("report", "--csv", tmp_path / "none.csv", "--readme", document) == 2
-    measure.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")], layer.FIELDS)
+    measure.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")], layer.COMMAND.fields)
     for text in ("no markers\n", f"{report.END}\n{report.BEGIN}\nthe rest\n"):
         document.write_text(text)
         assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 2
@@ -72,7 +72,9 @@ def test_the_report_says_what_is_missing(tmp_path, capsys):
         assert document.read_text() == text
 
 
-@pytest.mark.parametrize("text", ["", ",".join(layer.FIELDS) + "\n", "a,b\n1,2\n", "\0\n\n", 200_000 * "x"])
+@pytest.mark.parametrize(
+    "text", ["", ",".join(layer.COMMAND.fields) + "\n", "a,b\n1,2\n", "\0\n\n", 200_000 * "x"]
+)
 def test_a_damaged_csv_leaves_both_documents_alone(text, tmp_path, capsys):
     (tmp_path / "layer.csv").write_text(text)
     refused(tmp_path)
@@ -85,21 +87,23 @@ def test_a_damaged_figure_leaves_both_documents_alone(name, column, tmp_path, ca
     pytest.importorskip("matplotlib")
     rows = [measured(n, contender="layer") for n in ("A", "dsv3", *GROUPS["tokens"])]
     next(r for r in rows if r["shape"] == name)[column] = "many"
-    measure.append(tmp_path / "layer.csv", rows, layer.FIELDS)
+    measure.append(tmp_path / "layer.csv", rows, layer.COMMAND.fields)
     refused(tmp_path)
     assert "layer.csv is damaged: ValueError: could not convert" in capsys.readouterr().err
 
 
 def test_a_damaged_csv_of_products_is_named(tmp_path, capsys):
-    measure.append(tmp_path / "layer.csv", [measured("A", contender="layer")], layer.FIELDS)
-    older = [name for name in segment.FIELDS if name != "host_us"]
+    measure.append(tmp_path / "layer.csv", [measured("A", contender="layer")], layer.COMMAND.fields)
+    older = [name for name in segment.COMMAND.fields if name != "host_us"]
     measure.append(tmp_path / "segment.csv", [dict.fromkeys(older, "1")], older)
     refused(tmp_path)
     assert f"{tmp_path / 'segment.csv'} is damaged: KeyError: 'host_us'" in capsys.readouterr().err
 
 
 def test_a_csv_of_products_is_not_the_one_to_name(tmp_path, capsys):
-    measure.append(tmp_path / "segment.csv", [dict.fromkeys(segment.FIELDS, "1")], segment.FIELDS)
+    measure.append(
+        tmp_path / "segment.csv", [dict.fromkeys(segment.COMMAND.fields, "1")], segment.COMMAND.fields
+    )
     assert run("report", "--csv", tmp_path / "segment.csv", "--readme", tmp_path / "README.md") == 2
     assert "--csv is that of `bench layer`; segment.csv beside it" in capsys.readouterr().err
 
@@ -163,7 +167,7 @@ def documents_of(rows, tmp_path):
     """README and FIGURES."""
     document = tmp_path / "README.md"
     document.write_text(f"{report.BEGIN}\n{report.END}\n")
-    measure.append(tmp_path / "layer.csv", rows, layer.FIELDS)
+    measure.append(tmp_path / "layer.csv", rows, layer.COMMAND.fields)
     assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 0
     return document.read_text(), (tmp_path / report.FIGURES).read_text()
 

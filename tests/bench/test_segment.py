@@ -18,7 +18,7 @@ def test_rows_and_what_is_printed(tmp_path, capsys):
     assert run("--case", "toy", "toy-shared", "--out", str(path)) == 0
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == segment.FIELDS
+    assert list(rows[0]) == segment.COMMAND.fields
     by_case = {
         case: [row["contender"] for row in rows if row["case"] == case] for case in ("toy", "toy-shared")
     }
@@ -29,9 +29,9 @@ def test_rows_and_what_is_printed(tmp_path, capsys):
     assert "100 % of a copy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", segment.CASES)
+@pytest.mark.parametrize("name", segment.SEGMENTS)
 def test_cases(name):
-    case = segment.CASES[name]
+    case = segment.SEGMENTS[name]
     assert len(case.lens) == case.segments and sum(case.lens) == case.segments * case.length
     assert min(case.lens) >= case.length // 2
 
@@ -41,7 +41,7 @@ def test_a_wrong_result_is_refused(monkeypatch, capsys):
         segment.SegmentGEMMWrapper, "run", lambda self, x, w, *_: x.new_ones(len(x), w.shape[1])
     )
     assert run("--case", "toy") == 1
-    assert "moe_aiter: error" in capsys.readouterr().out
+    assert "moe_aiter: refused, the error of its output" in capsys.readouterr().out
 
 
 def test_refusals(tmp_path, capsys, monkeypatch):
