@@ -56,12 +56,12 @@ test: $(READY)
 	exit $$status
 
 # one case of each test, but for those that start many processes, compile kernels or run the blocks of the docs
-MANY_PROCESSES = $(wildcard tests/test_compile_*.py) $(addprefix tests/,test_readme.py upstream fuzz \
+MANY_PROCESSES = tests/test_compile.py tests/test_compile_ones.py $(addprefix tests/,test_readme.py upstream fuzz \
 	training/test_trainer.py integrations/test_examples.py layers/test_fsdp.py)
 test-quick: $(READY)
 	$(PYTEST) --cases one $(addprefix --ignore=,$(MANY_PROCESSES)) $(ARGS)
 
-# every combination of parameters, where `make test` takes each pair of values
+# every combination of parameters, where `make test` takes each pair of values, and every case that is only compiled
 test-full:
 	$(MAKE) test ARGS="--cases all $(ARGS)"
 

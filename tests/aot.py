@@ -4,20 +4,26 @@ A stand-in for Triton's driver names the target; tensors on torch's meta device 
 dtypes but no memory; and a launch stops once its kernel is compiled.
 """
 
-import ast
 import contextlib
 import dataclasses
+import importlib
 import pathlib
+import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
+import torch
 import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
+
+import moe_aiter.kernels
+from moe_aiter import tuning
+from moe_aiter.kernels.base.launch import Remembering
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +42,29 @@ TARGETS = {
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, "v_mfma"),
     "gfx950": Target(GPUTarget("hip", "gfx950", 64), 160 * 1024, "v_mfma"),
 }
+
+PRODUCTS = {
+    *("gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_grad_kernel", "gemm_kernel"),
+    *("masked_gmm_kernel", "scaled_gemm_kernel", "sparse_blocks_kernel", "sparse_blocks_grad_kernel"),
+    *("segment_gmm_kernel", "segment_expand_kernel", "segment_tgmm_kernel", "gather_entries_kernel"),
+}
+TILE = {"BLOCK_M", "BLOCK_N", "BLOCK_K", "STORES", "STORE_N", "STAGES", "num_warps", "num_stages"}
+
+
+def kernels() -> dict[str, JITFunction]:
+    """Every function of the package that is launched, by file and name."""
+    prefix, found = "moe_aiter.kernels.", {}
+    for info in pkgutil.walk_packages(moe_aiter.kernels.__path__, prefix):
+        for name, f in vars(importlib.import_module(info.name)).items():
+            if isinstance(f, JITCallable):
+                f.cache_key  # noqa: B018  Triton's keys depend on the order: the same one in each process
+            launched = isinstance(f, Remembering) or isinstance(f, JITFunction) and name.endswith("_kernel")
+            if launched and f.__module__ == info.name:
+                found[f"{info.name.removeprefix(prefix)}.{name}"] = f
+    return found
+
+
+KERNELS = kernels()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +102,14 @@ class Launch:
     def shared_bytes(self) -> int:
         return self.compiled.metadata.shared
 
+    @property
+    def choices(self) -> set[tuple]:
+        """What Triton compiles for: each constant, dtype and kind of integer, and the tile as a whole."""
+        named = {**dict(zip(self.fn.arg_names, self.args, strict=False)), **self.options}
+        constants = {*self.options, *(p.name for p in self.fn.params if p.is_constexpr)}
+        found = {(name, repr(v) if name in constants else kind(v)) for name, v in named.items()}
+        return found | {tuple(sorted((name, v) for name, v in named.items() if name in TILE))}
+
     def spilled(self) -> dict[str, int]:
         """Bytes or registers that live in memory instead of registers, where there are any.
 
@@ -86,6 +123,15 @@ class Launch:
             names = ("vgpr_spill_count", "private_segment_fixed_size")
             found = {n: int(re.search(rf"\.{n}:\s*(\d+)", text)[1]) for n in names}
         return {n: found[n] for n in names if found[n]}
+
+
+def kind(value) -> object:
+    """What Triton compiles a kernel for, of an argument that is no constant."""
+    if isinstance(value, tuple):
+        return tuple(map(kind, value))
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0
+    return getattr(getattr(value, "base", value), "dtype", type(value))  # a descriptor has a base
 
 
 def cubin_resources(cubin: bytes) -> dict[str, int]:
@@ -151,9 +197,61 @@ def front_end_only():
         JITFunction._do_compile = before
 
 
-def kernels_launched_by(files: Iterable[pathlib.Path]) -> set[str]:
-    """Return the names of the kernels in `some_kernel[grid](...)` and `bind_kernel(some_kernel, ...)`."""
-    calls = [n for f in files for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Call)]
-    launched = [c.func.value for c in calls if isinstance(c.func, ast.Subscript)]
-    launched += [c.args[0] for c in calls if getattr(c.func, "id", "") == "bind_kernel"]
-    return {v.id for v in launched if isinstance(v, ast.Name) and v.id.endswith("_kernel")}
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of launchers, its targets, and what must be true of the kernels that it compiles.
+
+    Without `spills` no register spills.  `matrix`: "own" if each product must use the target's matrix
+    instruction, "any" if an older one will do, the only one for tiles of less than 64 rows.  `kernels`: their
+    names in order.  `also` checks more: it takes the target's name and the launches.
+    """
+
+    run: Callable[[], object]
+    targets: Collection[str] = tuple(TARGETS)
+    spills: Collection[str] = ()
+    matrix: str | None = None
+    kernels: list[str] | None = None
+    also: Callable[[str, list[Launch]], None] | None = None
+
+    def choices(self, target: str) -> tuple[set[tuple], int]:
+        """What a compilation for `target` would cover, and the number of kernels."""
+        with compiling_for(TARGETS[target], compile=False) as launches:
+            self.run()
+        choices = {(launch.fn, choice) for launch in launches for choice in (self.also, *launch.choices)}
+        return choices, len(launches)
+
+    def check(self, target: str):
+        """Compile for `target`, and check the kernels."""
+        gpu = TARGETS[target]
+        with compiling_for(gpu) as launches:
+            self.run()
+        assert launches
+        for launch in launches:
+            assert target in self.spills or not launch.spilled(), f"{launch.kernel}: {launch.spilled()}"
+            assert launch.shared_bytes <= gpu.shared_bytes, f"{launch.kernel}: {launch.shared_bytes} bytes"
+        if self.matrix:
+            allowed = {gpu.matrix} | ({"mma.sync"} if self.matrix == "any" else set())
+            products = [launch for launch in launches if launch.kernel in PRODUCTS]
+            assert products
+            assert all(any(name in launch.assembly for name in allowed) for launch in products)
+        assert self.kernels is None or [launch.kernel for launch in launches] == self.kernels
+        if self.also:
+            self.also(target, launches)
+
+
+def with_tile(tile: tuning.Config, run: Callable[[], object], op: str = "") -> Callable[[], None]:
+    """`run` where `op`, or every op, takes this tile."""
+
+    def launch():
+        with tuning.choose(lambda key: tile if op in ("", key.op) else None):
+            run()
+
+    return launch
+
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape, dtype=torch.int32):
+    return new(*shape, dtype=dtype)

@@ -4,14 +4,18 @@ import itertools
 
 
 def fewest(combinations: list[dict]) -> list[int]:
-    """The numbers of combinations that hold all pairs of values there are: the one with most new pairs, again
-    and again."""
+    """Return the numbers of combinations that hold all pairs of values there are."""
     numbers = {}  # of the values, which need not be hashable, by name and identity
     valued = [[numbers.setdefault((k, id(v)), len(numbers)) for k, v in c.items()] for c in combinations]
     pairs = [set(itertools.combinations(sorted(c), 2)) for c in valued]
-    missing, chosen = set().union(*pairs), []
+    return covering(pairs, [1] * len(pairs))
+
+
+def covering(sets: list[set], costs: list[int]) -> list[int]:
+    """Return the numbers of sets that hold all elements: first those with most new ones for their cost."""
+    missing, chosen = set().union(*sets), []
     while missing:
-        best = max(range(len(pairs)), key=lambda i: len(pairs[i] & missing))
-        missing -= pairs[best]
+        best = max(range(len(sets)), key=lambda i: len(sets[i] & missing) / costs[i])
+        missing -= sets[best]
         chosen.append(best)
     return sorted(chosen)

@@ -1,26 +1,25 @@
-"""The Hopper kernels compile without a GPU: no spills, in shared memory, with wgmma and moving registers."""
+"""Cases for test_compile.py: the Hopper kernels, at each tile that a table may name."""
 
+import dataclasses
 import functools
 import importlib
-import pathlib
+import re
 
-import pytest
 import torch
+from aot import Case, cubin_resources, disassembled, ints, new, with_tile
+from compile_products import DENSE as PORTABLE_DENSE
+from compile_products import EVERYTHING, GROUPS, INT8, TOKENS, TOP_K, Dense, E, Shape, run_masked, run_scaled
 
 from moe_aiter import tuning
-from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
-from moe_aiter.tuning.candidates import HOPPER_TILES
+from moe_aiter.kernels.dense.gemm import ACTIVATIONS as UNGATED
+from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
+from moe_aiter.tuning.table import load
 
-if interpret:
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
-
-from aot import TARGETS, compiling_for, kernels_launched_by
-from test_compile_targets import TOP_K, E, Shape, check, ints, new
-
-F16, F32 = torch.float16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SM90 = functools.partial(Case, targets=["sm_90"])
 SIZES = ints(E)  # of the groups
 
 
@@ -36,7 +35,7 @@ def eight_bits(x, dtype=E4M3):
 
 def run_hopper_up(
     activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024,
-    dtype=torch.bfloat16, sizes=SIZES, fp8=None,
+    dtype=BF16, sizes=SIZES, fp8=None,
 ):  # fmt: skip
     s, parts, groups = Shape(n=n, dtype=dtype), get_activation(activation).parts, len(sizes)
     z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(groups, parts * n, s.k)
@@ -50,13 +49,13 @@ def run_hopper_up(
 
 
 def run_hopper_down_grad(
-    activation="swiglu", interleaved=False, need_a=True, dtype=torch.bfloat16, sizes=SIZES, fp8=None
+    activation="swiglu", interleaved=False, need_a=True, dtype=BF16, sizes=SIZES, fp8=None
 ):
     """`fp8`: the format of dout, whose weights are e4m3."""
     s, parts = Shape(n=1024, dtype=dtype), get_activation(activation).parts
     z, dz, a = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n), s.new(s.rows if need_a else 0, s.n)
     order, rank, _ = s.plan
-    ds, weights = new(*rank.shape, dtype=torch.float32), new(*rank.shape, dtype=torch.float32)
+    ds, weights = new(*rank.shape, dtype=F32), new(*rank.shape, dtype=F32)
     dout, w = s.new(s.rows // TOP_K, s.k), s.new(len(sizes), s.k, s.n)
     scales = None, None
     if fp8 is not None:
@@ -67,7 +66,7 @@ def run_hopper_down_grad(
 
 
 def run_hopper_gmm(
-    rows=True, bias=False, k=4096, dtype=torch.bfloat16, sliced=False, sizes=SIZES, m=None, numbers=None,
+    rows=True, bias=False, k=4096, dtype=BF16, sliced=False, sizes=SIZES, m=None, numbers=None,
     fp8=None, folded=False, indptr=False,
 ):  # fmt: skip
     s, groups = Shape(k=k, dtype=dtype), len(sizes)
@@ -83,7 +82,7 @@ def run_hopper_gmm(
     module("gmm").launch_gmm(s.new(m, s.n), x, w, sizes, b, numbers=numbers, indptr=indptr, **scales)
 
 
-def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=torch.bfloat16, groups=E):
+def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=BF16, groups=E):
     s = Shape(n=2048, k=k, dtype=dtype)
     shape = (groups, s.n, s.k) if columns_first else (groups, s.k, s.n)
     x, y = s.new(s.rows // TOP_K if gather else s.rows, s.k), s.new(s.rows, s.n)
@@ -99,7 +98,7 @@ def run_hopper_tgmm_fp8(y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, 
     """n columns of y, the rows of the result, and k of x."""
     chunks = 262144 // 128 + groups
     shape = (groups, k, n) if columns_first else (groups, n, k)
-    out = new(*shape, dtype=onto or torch.bfloat16)
+    out = new(*shape, dtype=onto or BF16)
     operands = new(chunks, k, 128, dtype=x), new(chunks, n, 128, dtype=y), new(chunks, n, dtype=F32)
     out = out.mT if columns_first else out
     module("tgmm").launch_tgmm_fp8(out, *operands, ints(groups, 3), onto is not None)
@@ -117,9 +116,7 @@ def run_hopper_tgmm_sums():
     module("tgmm").launch_tgmm_sums((out, sums), s.new(s.rows, s.k), s.new(s.rows, s.n), ints(E), False)
 
 
-def run_hopper_masked(
-    x=torch.bfloat16, w=None, out=torch.bfloat16, groups=16, m=1024, k=7168, scales=True, sizes=torch.int32
-):
+def run_hopper_masked(x=BF16, w=None, out=BF16, groups=16, m=1024, k=7168, scales=True, sizes=torch.int32):
     """`scales`: by rows of both, or those strides of x's."""
     n, out = 4096, new(groups, m, 4096, dtype=out)
     of_x, of_w = new(groups, m, dtype=F32), new(groups, n, dtype=F32)
@@ -130,9 +127,26 @@ def run_hopper_masked(
     module("gmm").launch_masked_gmm(out, *operands, sizes, of_x, of_w, False)
 
 
+def run_scaled_on_hopper(**named):
+    run_scaled(launch=module("gmm").launch_scaled_gemm, **named)
+
+
+def run_scaled_groups_on_hopper(x, order):
+    more = new(TOKENS, dtype=F32), new(GROUPS, 2048, dtype=F32), new(GROUPS, 2048)
+    operands = new(TOKENS, 4096, dtype=x), new(GROUPS, 2048, 4096, dtype=x).mT, ints(GROUPS)
+    rows = TOKENS * 4 if order else TOKENS
+    plan = ints(rows) if order else None, 4 if order else 1
+    module("gmm").launch_scaled_gmm(new(rows, 2048), *operands, *more, *plan, BF16)
+
+
+def on_hopper(case):
+    """The dense product of `case` by its Hopper kernel."""
+    return lambda: case.run(module("gemm").bind_gemm)
+
+
 GATED = [a.name for a in ACTIVATIONS.values() if a.gated]
 KINDS = [(name, False) for name in ACTIVATIONS] + [(name, True) for name in GATED]
-CASES = {
+RUNS = {
     **{f"up {name}": functools.partial(run_hopper_up, name, bias=True) for name in ACTIVATIONS},
     **{f"down_grad {name}": functools.partial(run_hopper_down_grad, name) for name in ACTIVATIONS},
     **{f"up {name} interleaved": functools.partial(run_hopper_up, name, True, bias=True) for name in GATED},
@@ -221,12 +235,12 @@ CASES = {
     "tgmm fp8 columns first": lambda: run_hopper_tgmm_fp8(columns_first=True),
     "tgmm fp8, odd blocks": lambda: run_hopper_tgmm_fp8(n=656, k=208),
     "tgmm fp8 accumulate": lambda: run_hopper_tgmm_fp8(onto=F32),
-    "tgmm fp8 accumulate bfloat16": lambda: run_hopper_tgmm_fp8(onto=torch.bfloat16),
-    "tgmm accumulate bfloat16": lambda: run_hopper_tgmm(gather=False, onto=torch.bfloat16),
+    "tgmm fp8 accumulate bfloat16": lambda: run_hopper_tgmm_fp8(onto=BF16),
+    "tgmm accumulate bfloat16": lambda: run_hopper_tgmm(gather=False, onto=BF16),
 }
 
 
-# each tuned kernel where it needs the most registers
+# each tuned kernel where it needs the most registers; the walk changes nothing
 TUNED = {
     "hopper_up": [functools.partial(run_hopper_up, a, i, bias=True) for a in GATED for i in (False, True)],
     "hopper_up_plain": [functools.partial(run_hopper_up, "gelu", bias=True)],
@@ -242,18 +256,21 @@ TUNED = {
         for k in (2880, 7168)  # of which blocks are added one or two at a time
         for groups in (16, hopper.MAX_GROUPS)
         for scales in (True, (1, 0), (1024, 1))
-    ],
+    ]
+    + [functools.partial(run_scaled_on_hopper, x=E4M3, w=E5M2, k=k) for k in (2880, 4096)],
     "hopper_masked_fp8_plain": [
         functools.partial(run_hopper_masked, E4M3, out=out, k=k, groups=groups, scales=scales)
         for k in (2880, 7168)
         for groups in (16, hopper.MAX_GROUPS)
-        for out, scales in ((torch.bfloat16, None), (F32, None), (F32, True))
-    ],
+        for out, scales in ((BF16, None), (F32, None), (F32, True))
+    ]
+    + [functools.partial(run_scaled_on_hopper, x=E4M3, out=F32)],
     "hopper_up_fp8": [
         functools.partial(run_hopper_up, a, i, bias=True, fp8=E4M3) for a in GATED for i in (False, True)
     ],
     "hopper_up_plain_fp8": [functools.partial(run_hopper_up, "gelu", bias=True, fp8=E4M3)],
-    "hopper_gmm_fp8": [functools.partial(run_hopper_gmm, bias=True, k=k, fp8=E5M2) for k in (2880, 4096)],
+    "hopper_gmm_fp8": [functools.partial(run_hopper_gmm, bias=True, k=k, fp8=E5M2) for k in (2880, 4096)]
+    + [functools.partial(run_scaled_groups_on_hopper, E4M3, order) for order in (True, False)],
     "hopper_down_grad_fp8": [
         functools.partial(run_hopper_down_grad, a, interleaved, need_a, fp8=E5M2)
         for a, interleaved in KINDS
@@ -269,55 +286,214 @@ TUNED = {
         functools.partial(run_hopper_tgmm_fp8, columns_first=c, onto=F32) for c in (False, True)
     ],
     "hopper_tgmm_accumulate": [functools.partial(run_hopper_tgmm, onto=F32, groups=256)],
+    "hopper_masked_int8": [
+        functools.partial(run_scaled_on_hopper, k=k, beside=beside, out=out)
+        for k in (2880, 4096)
+        for beside in (True, False)
+        for out in (BF16, F32)
+    ],
+    "hopper_up_int8": [
+        functools.partial(run_hopper_up, a, i, bias=True, fp8=INT8) for a in GATED for i in (False, True)
+    ],
+    "hopper_up_plain_int8": [functools.partial(run_hopper_up, "gelu", bias=True, fp8=INT8)],
+    "hopper_gmm_int8": [
+        functools.partial(run_scaled_groups_on_hopper, INT8, order) for order in (True, False)
+    ],
 }
 
 
-@pytest.mark.parametrize(
-    "op, tile", [pytest.param(op, t, id=f"{op}: {t}") for op in TUNED for t in HOPPER_TILES[op]]
+DENSE_TUNED = {  # where each needs the most registers
+    "hopper_gemm": [Dense(bias=True, alpha=2.0), Dense()],
+    "hopper_gemm_act": [Dense(activation=name, alpha=a, save_z=True) for name in UNGATED for a in (1.0, 2.0)],
+    "hopper_gemm_full": [EVERYTHING, Dense(beta=0.5)],
+}
+DENSE = {
+    **{
+        name: case
+        for name, case in PORTABLE_DENSE.items()
+        if case.dtype != F32 and not case.out and name != "odd"
+    },
+    "batched columns": Dense(m=300, n=520, k=320, batch=7, rows=False),
+    "everything, columns": dataclasses.replace(EVERYTHING, rows=False),
+    **{f"{name}, kept": Dense(activation=name, save_z=True) for name in UNGATED},
+    **{f"{name}, kept, with bias": Dense(activation=name, bias=True, save_z=True) for name in UNGATED},
+}
+
+
+def multiplies_once(target, launches):
+    """One kernel has wgmma, and its warps give each other registers."""
+    (product,) = (launch for launch in launches if "wgmma.mma_async" in launch.assembly)
+    assert "setmaxnreg" in product.assembly
+    return product
+
+
+def gathers_rows(target, launches):
+    assert "cp.async.cg" in multiplies_once(target, launches).assembly
+
+
+def copies_by_tma(target, launches):
+    assert "cp.async.cg" not in multiplies_once(target, launches).assembly
+
+
+def is_dense(target, launches):
+    product, *rest = launches
+    if product.kernel == "few_rows_kernel":
+        assert [launch.kernel for launch in rest] in ([], ["finish_kernel"])
+        check_few_rows(product)
+    else:
+        assert not rest
+        multiplies_once(target, launches)
+
+
+def check_few_rows(launch):
+    """Shared memory is for the sum over warps alone; all loads of a step come before its products."""
+    before, products, after = launch.assembly.partition("mma.sync.aligned.m16n8k16")
+    assert products and "ld.global.L1::evict_first" in before and ".v4.b32" in before
+    assert not re.search("(ld|st)[.]shared|shfl", before + after[: after.rindex("mma.sync")])
+    code = re.findall(r"\b(LDG|HMMA)\b", disassembled(launch.compiled.asm["cubin"]))
+    loads = code.index("HMMA")
+    assert loads > 4 and "LDG" not in code[loads : code.count("HMMA") + loads]
+
+
+def leaves_room(tile):
+    """An SM has room for the programs that keep it busy."""
+
+    def check(target, launches):
+        registers = cubin_resources(launches[0].compiled.asm["cubin"])["REG"]
+        at_once = module("gemm").programs_at_once(tile)
+        assert at_once * tile.num_warps * 32 * (-(-registers // 8) * 8) <= 2**16
+        assert at_once >= 1 and tile.num_warps * at_once >= 16
+
+    return check
+
+
+def loads_before_sums(tile):
+    """All of a step, in the machine code."""
+
+    def check(target, launches):
+        (launch,) = launches
+        assert launch.kernel == "one_row_kernel"
+        names = re.findall(r"\b(LDG|FFMA|BRA)\b", disassembled(launch.compiled.asm["cubin"]))
+        code = "".join({"LDG": "l", "FFMA": "f", "BRA": "|"}[name] for name in names)
+        step = next(part for part in code.split("|") if "l" in part)
+        pieces = tile.block_n * tile.block_k // (32 * tile.num_warps * 8)
+        assert step.count("l") > pieces and "f" not in step
+
+    return check
+
+
+PRODUCTS = (
+    32  # of an 8-bit wgmma, for each number of the result; a chain begins with one that adds to nothing
 )
-def test_tile(op, tile):
-    """Every tile that a table may name; the walk changes nothing here.  Dense ones: test_compile_gemm.py."""
-    for run in TUNED[op]:
-        check_tile(op, tile, run)
+MOST = 128 * 128  # numbers of a tile that registers hold twice, as it is and as the tensor core's sum
 
 
-@pytest.mark.parametrize("groups", [256, hopper.MAX_GROUPS])
-@pytest.mark.parametrize("op", ["hopper_up", "hopper_gmm", "hopper_down_grad"])
-def test_tile_of_many_groups(op, groups):
-    """Their lists have room beside the stages, or in the place of some."""
+def longest_sum(launch) -> int:
+    """The most products that a tensor core adds up, 0 where none multiplies 8-bit floats."""
+    chains, longest = {}, 0
+    for line in launch.assembly.splitlines():
+        if "wgmma.mma_async" in line and ".e4m3.e4m3" in line:
+            acc, rest = re.search(r"\{(.*?)\},(.*);", line).groups()
+            adds = rest.split(",")[-3].strip()  # to what is there: a predicate, 0 where it never does
+            chains[acc] = PRODUCTS if adds == "0" else chains[acc] + PRODUCTS
+            longest = max(longest, chains[acc])
+    return longest
+
+
+def sums_at_most(most, exactly=False):
+    def check(target, launches):
+        for launch in launches:
+            longest = longest_sum(launch)
+            assert longest == most if exactly else 0 < longest <= most
+
+    return check
+
+
+sums_128, sums_exactly_128 = sums_at_most(128), sums_at_most(128, exactly=True)
+
+
+def sums_in_float32(target, launches):
+    """Tiles without warpgroups."""
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in launches[0].assembly
+    assert not longest_sum(launches[0])
+
+
+def promoted_cases():
+    """Sums of 8-bit floats on Hopper: how many products the tensor core adds up before float32 does."""
+    for op in ("scaled_fp8", "masked", "masked_few"):
+        tabled = [row.config for row in load("sm90") if row.key[:2] == (op, 8)]
+        for tile in dict.fromkeys([*tabled, *PORTABLE[op]]):
+            if tile.block_m * tile.block_n > MOST:
+                continue
+            rows = min(tile.block_m, 64) if op == "scaled_fp8" else tile.block_m if "few" in op else 256
+            for choice in (4096, 6544) if op == "scaled_fp8" else (False, True):
+                if op == "scaled_fp8":
+                    run = functools.partial(run_scaled, rows, k=choice, x=E4M3, out=F16)
+                else:
+                    run = functools.partial(run_masked, rows, x=E4M3, shuffled=choice)
+                yield f"sums of {op} {tile} {choice}", SM90(with_tile(tile, run), also=sums_128)
+    for m, n in ((16, 64), (64, 32), (128, 128)):
+        run = functools.partial(run_scaled, rows=m, x=E4M3)
+        tile = tuning.Config(m, n, 256, 1, 8 if m == 128 else 4, 3)
+        yield f"sums of a longer step {m} {n}", SM90(with_tile(tile, run), also=sums_exactly_128)
+    run = with_tile(tuning.Config(16, 32, 256, 1, 4, 3), functools.partial(run_scaled, rows=16, x=E4M3))
+    yield "sums without warpgroups", SM90(run, also=sums_in_float32)
+
+
+def sums_few(out):
+    """The tensor core adds up more products only where bfloat16 hides it."""
+    most = 256 if out == BF16 else 128
+
+    def check(target, launches):
+        longest = [longest_sum(launch) for launch in launches]
+        assert longest[0] == most and max(longest) <= most
+
+    return check
+
+
+def tile_cases():
+    """Every tile that a table may name."""
+    for op, runs in TUNED.items():
+        many = (256, hopper.MAX_GROUPS) if op in ("hopper_up", "hopper_gmm", "hopper_down_grad") else ()
+        # lists of many groups have room beside the stages, or in the place of some
+        runs = [*runs, *(functools.partial(runs[0], sizes=ints(groups)) for groups in many)]
+        for tile in HOPPER_TILES[op]:
+            for number, run in enumerate(runs):
+                yield f"{op} {number} {tile}", SM90(with_tile(tile, run, op), also=multiplies_once)
+    for op, dense in DENSE_TUNED.items():
+        for tile in HOPPER_TILES[op]:
+            for number, case in enumerate(dense):
+                for rows in (True, False):
+                    run = with_tile(tile, on_hopper(dataclasses.replace(case, rows=rows)), op)
+                    yield f"{op} {number} {'rows' if rows else 'columns'} {tile}", SM90(run, also=is_dense)
+    op = "hopper_few_rows"
     for tile in HOPPER_TILES[op]:
-        check_tile(op, tile, functools.partial(TUNED[op][0], sizes=ints(groups)))
+        for m in (2, 5, 16):
+            odd = dataclasses.replace(EVERYTHING, m=m, k=4104)
+            split = Dense(m=m - 1, n=256, k=65536, dtype=F16)
+            for name, case in (("", Dense(m=m)), (", everything", odd), (", split", split)):
+                run = with_tile(tile, on_hopper(case), op)
+                yield f"{op} {m}{name} {tile}", SM90(run, also=is_dense)
+        run = with_tile(tile, on_hopper(Dense(m=16)), op)
+        yield f"{op} at once {tile}", SM90(run, also=leaves_room(tile))
+    for tile in PORTABLE["gemm_row"]:
+        also = loads_before_sums(tile)
+        yield f"one row {tile}", SM90(with_tile(tile, on_hopper(Dense(m=1))), also=also)
+        everything = dataclasses.replace(EVERYTHING, m=1, k=4104)
+        yield f"one row, everything {tile}", SM90(with_tile(tile, on_hopper(everything)), also=also)
+    for out in (F16, F32, BF16):
+        runs = [functools.partial(run_scaled_on_hopper, k=k, x=E4M3, out=out) for k in (4096, 2880)]
+        yield f"sums to {out}", SM90(lambda runs=runs: [run() for run in runs], also=sums_few(out))
 
 
-def check_tile(op, tile, run):
-    with (
-        tuning.choose(lambda key: tile if key.op == op else None),
-        compiling_for(TARGETS["sm_90"]) as launches,
-    ):
-        run()
-    check(TARGETS["sm_90"], launches)
-    assert sum("wgmma.mma_async" in launch.assembly for launch in launches) == 1
+def cases():
+    by_tma = "gmm", "masked", "tgmm fp8"
+    alone = "tgmm", "tgmm with sums", "tgmm accumulate bfloat16"
+    for name, run in RUNS.items():
+        also = copies_by_tma if name.startswith(by_tma) or name in alone else gathers_rows
+        yield f"hopper {name}", SM90(run, also=also)
+    for name, case in DENSE.items():
+        yield f"hopper dense {name}", SM90(on_hopper(case), also=is_dense)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case(case):
-    target = TARGETS["sm_90"]
-    with compiling_for(target) as launches:
-        CASES[case]()
-    check(target, launches)
-    products = [launch for launch in launches if "wgmma.mma_async" in launch.assembly]
-    assert len(products) == 1 and "setmaxnreg" in products[0].assembly
-    gathers = not case.startswith(("gmm", "masked", "tgmm fp8")) and case not in (
-        "tgmm",
-        "tgmm with sums",
-        "tgmm accumulate bfloat16",
-    )
-    assert ("cp.async.cg" in products[0].assembly) == gathers
-
-
-def test_every_kernel_has_a_case():
-    with compiling_for(TARGETS["sm_90"], compile=False) as launches:
-        for case in CASES.values():
-            case()
-    written = kernels_launched_by(pathlib.Path(hopper.__file__).parent.glob("*.py"))
-    assert written and written - {"gemm_kernel", "few_rows_kernel"} <= {launch.kernel for launch in launches}
+CASES, TUNED_CASES = dict(cases()), {**dict(tile_cases()), **dict(promoted_cases())}

@@ -1,0 +1,285 @@
+"""Cases for test_compile.py: the kernels that multiply nothing."""
+
+import functools
+import itertools
+import re
+import unittest.mock
+
+import torch
+from aot import TARGETS, Case, ints, new
+
+from moe_aiter.kernels.dense.attention_mask import launch_mask_bias, launch_zero_rows
+from moe_aiter.kernels.experts.glu import launch_glu, launch_glu_backward
+from moe_aiter.kernels.quantize import blocks, layouts
+from moe_aiter.kernels.quantize.rows import (
+    FORMATS,
+    LONGEST,
+    launch_quantize_by_amax,
+    launch_quantize_rows,
+    launch_quantize_rows_and_amax,
+)
+from moe_aiter.kernels.rows.permute import launch_permute, launch_row_dots, launch_unpermute
+from moe_aiter.kernels.rows.route import launch_route, launch_route_backward
+from moe_aiter.kernels.rows.sort import launch_sort
+from moe_aiter.kernels.rows.sums import launch_group_sum, launch_weigh_rows
+from moe_aiter.kernels.rows.topk import launch_topk
+
+BF16, F32 = torch.bfloat16, torch.float32
+E, TOP_K = 128, 8
+NATIVE = "sm_90", "sm_100", "gfx950"  # GPUs that multiply 8-bit floats; elsewhere the reference quantizes
+
+
+def run_sort(dtype, num_experts=E):
+    out = ints(4096 * 8), ints(4096, 8), ints(num_experts)
+    launch_sort(out, ints(4096, 8, dtype=dtype), num_experts)
+
+
+def run_topk(num_experts, k):
+    scores = new(4096, num_experts, dtype=torch.float32)
+    launch_topk((new(4096, k, dtype=torch.float32), ints(4096, k, dtype=torch.int64)), scores, k)
+
+
+def routed(num_experts, k):
+    """scores, weights and expert_ids of 4096 tokens."""
+    floats = (new(4096, n, dtype=torch.float32) for n in (num_experts, k))
+    return *floats, ints(4096, k, dtype=torch.int64)
+
+
+def run_route(num_experts, k, sigmoid, renormalize, need_scores=True, given=False):
+    logits = new(4096, num_experts, dtype=torch.float32)
+    scores, *rest = routed(num_experts, k)
+    out = scores if need_scores else scores[:0], *rest
+    ids = new(4096, k, dtype=torch.int16) if given else None
+    launch_route(out, logits, k, sigmoid, renormalize, 1.0, need_scores, ids)
+
+
+def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_weights=True):
+    scores, weights, ids = routed(num_experts, k)
+    grads = weights if of_weights else None, scores if of_scores else None
+    saved = weights, ids, scores if sigmoid or not renormalize else None
+    launch_route_backward(new(*scores.shape), *saved, *grads, num_experts, sigmoid, renormalize, 1.0)
+
+
+def run_permute(dtype, weighted):
+    x, weights = new(4096, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
+    launch_permute(new(4096 * 8, 2048, dtype=dtype), x, ints(4096 * 8), ints(4096, 8), weights)
+
+
+def run_unpermute(dtype, weighted):
+    rows, weights = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
+    launch_unpermute(new(4096, 4096, dtype=dtype)[:, 2048:], rows, ints(4096 * 8), ints(4096, 8), weights)
+
+
+def run_row_dots(dtype):
+    rows, x = new(4096 * 8, 2048, dtype=dtype), new(4096, 2048, dtype=dtype)
+    launch_row_dots(new(4096, 8, dtype=torch.float32), rows, x, ints(4096 * 8), ints(4096, 8))
+
+
+def run_weigh_rows(dtype):
+    x, s = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32)
+    launch_weigh_rows((x, s), x, x, s, ints(4096 * 8), ints(4096, 8))
+
+
+def run_glu(activation, dtype=torch.bfloat16):
+    launch_glu(new(4096, 1024, dtype=dtype), new(4096, 2048, dtype=dtype), activation, False)
+
+
+def run_glu_backward(activation, dtype=torch.bfloat16):
+    z, dout = new(4096, 2048, dtype=dtype), new(4096, 1024, dtype=dtype)
+    launch_glu_backward(new(4096, 2048, dtype=dtype), dout, z, activation, False)
+
+
+def run_group_sum(scaled):
+    order, scale = (ints(4096 * 8), new(4096, 8, dtype=torch.float32)) if scaled else (None, None)
+    launch_group_sum(
+        new(E, 2048, dtype=torch.float32), new(4096, 2048), ints(E), order, TOP_K if scaled else 1, scale
+    )
+
+
+def run_attention(rows, dtype):
+    mask, alive = new(64, 1, rows, 4096, dtype=torch.bool), new(64, 1, rows, 1, dtype=torch.uint8)
+    launch_mask_bias((new(64, 1, rows, 4096, dtype=dtype), alive), mask, dtype)
+    launch_zero_rows(new(64, 32, rows, 128, dtype=dtype), alive.view(torch.bool))
+
+
+def run_quantize(x, formats=tuple(FORMATS)):
+    for format in formats:
+        dtype = torch.int8 if format == "int8" else FORMATS[format]
+        launch_quantize_rows((new(*x.shape, dtype=dtype), new(*x.shape[:-1], dtype=F32)), x, format)
+
+
+def run_both_ways(shape, dtype, formats=tuple(FORMATS), columns_too=True):
+    """Rows with the columns' largest magnitudes, and the columns by these."""
+    x = new(*shape, dtype=dtype)
+    amax = new(*x.mT.shape[:-1], dtype=F32)
+    with unittest.mock.patch.object(torch, "amax", lambda *_, out: out):
+        for format in formats:
+            rows, columns = (
+                (new(*t.shape, dtype=FORMATS[format]), new(*t.shape[:-1], dtype=F32)) for t in (x, x.mT)
+            )
+            launch_quantize_rows_and_amax((*rows, amax), x, format)
+            if columns_too:
+                launch_quantize_by_amax(columns, x.mT, amax, format)
+
+
+def run_chunks(rows, tokens, n, k, formats):
+    groups, top_k = 128, rows // tokens
+    sizes, order = ints(groups), ints(rows)
+    plan = blocks.new_plan_chunks(sizes, rows)
+    blocks.launch_plan_chunks(plan, sizes, rows)
+    inputs = new(tokens, k, dtype=FORMATS["e4m3"]), order, top_k, plan[1]
+    blocks.launch_transpose_chunks(blocks.new_transpose_chunks(*inputs), *inputs)
+    for format in formats:
+        inputs = new(rows, n), new(tokens, dtype=F32), order, top_k, plan[1], format
+        blocks.launch_quantize_chunks(blocks.new_quantize_chunks(*inputs), *inputs)
+
+
+def run_transposed(groups, m, k, dtype):
+    w, scale = new(groups, m, k, dtype=dtype), new(groups, m, dtype=F32)
+    for format, small in FORMATS.items():
+        for given in (w, new(groups, k, m, dtype=dtype).mT):
+            layouts.launch_quantize_transposed(new(groups, k, m, dtype=small), given, scale, format)
+
+
+def run_transpose_rows8(groups, m, k):
+    x8 = new(groups, m, k, dtype=FORMATS["e4m3"])
+    layouts.launch_transpose_rows8(layouts.new_transpose_rows8(x8), x8)
+
+
+def run_folded(k, dtype):
+    for format in FORMATS:
+        inputs = new(262144, k, dtype=dtype), new(128, k, dtype=F32), ints(128), format
+        layouts.launch_quantize_folded(layouts.new_quantize_folded(*inputs), *inputs)
+
+
+def is_one_launch(target, launches):
+    assert len(launches) == 1
+
+
+def converts_in_hardware(target, launches):
+    for format, launch in zip(FORMATS, launches, strict=True):
+        assert target != "sm_90" or f"{format}x2" in launch.assembly
+
+
+def rounds_int8_after_the_product(target, launches):
+    """By an addition, which one instruction with the product would not round in between."""
+    (launch,) = launches
+    if target.startswith("sm"):
+        assert "fma." not in launch.assembly and re.search(r"add(\.rn)?\.f32", launch.assembly)
+    else:
+        assert "v_pk_fma_f32" not in launch.assembly
+        assert "v_add_f32" in launch.assembly or "v_pk_add_f32" in launch.assembly
+
+
+def warps_do_not_meet_at_each_row(target, launches):
+    """Maxima of columns that several warps share would go through shared memory at every step."""
+    (launch,) = launches
+    assert len(re.findall(r"(ld|st)\.shared", launch.assembly)) <= 16
+
+
+def moves_16_bytes(store=r"st\.global\.v4\.b32", load=r"ld\.global.*v4\.b32", which=None, shared_bytes=None):
+    """A check on Hopper: loads and stores are whole, and little goes through shared memory."""
+
+    def check(target, launches):
+        for launch in launches[which or slice(None)] if target == "sm_90" else ():
+            assert re.search(store, launch.assembly) and re.search(load, launch.assembly), launch.kernel
+            assert shared_bytes is None or launch.shared_bytes <= shared_bytes
+
+    return check
+
+
+SHAPES = [(32768, 4096), (262144, 1024), (64, 28672), (128, 4096, 1024), (8, 2880, 2880), (1, 24)]
+BOTH_WAYS = [*SHAPES, (3, 200, 130), (8, 512, 8192), (8, 4096, 14336)]
+TRANSPOSED = [(128, 2048, 4096), (8, 28672, 4096), (3, 200, 132), (3, 41, 23)]
+moves_both = moves_16_bytes(load=r"(ld|cp\.async\.cg\.shared)\.global.*(v4|0x10)")
+moves_chunks = moves_16_bytes(r"st\.global(\.cs)?\.v4\.b32", which=slice(1, None), shared_bytes=16384)
+moves_first = moves_16_bytes(which=slice(1), shared_bytes=16384)
+moves_all = moves_16_bytes()
+
+
+def quantize_cases():
+    for shape, dtype, columns in itertools.product(SHAPES, (BF16, F32), (False, True)):
+        x = new(*shape, dtype=dtype)
+        run = functools.partial(run_quantize, x.mT if columns else x)
+        name = f"quantize {shape} {dtype} {'columns' if columns else 'rows'}"
+        yield name, Case(run, NATIVE, also=converts_in_hardware)
+    for columns in (False, True):
+        x = new(4096, 4096)
+        run = functools.partial(run_quantize, x.mT if columns else x, ["int8"])
+        yield f"quantize int8 columns={columns}", Case(run, also=rounds_int8_after_the_product)
+    for shape in SHAPES:
+        run = functools.partial(run_quantize, new(*shape), ["int8"])
+        yield f"quantize int8 {shape}", Case(run, also=is_one_launch)
+    for shape, dtype in itertools.product(BOTH_WAYS, (BF16, F32)):
+        rows_kernel = f"quantize_rows{'_and_amax' if shape[-1] <= LONGEST else ''}_kernel"
+        also = moves_both if dtype == BF16 and shape[-1] % 16 == 0 else None
+        run = functools.partial(run_both_ways, shape, dtype)
+        names = [rows_kernel, "quantize_columns_kernel"] * 2
+        yield f"quantize both ways {shape} {dtype}", Case(run, NATIVE, kernels=names, also=also)
+    for k in (2**n for n in range(6, 15)):
+        run = functools.partial(run_both_ways, (128, 4096, k), BF16, ["e4m3"], columns_too=False)
+        yield f"amax {k}", Case(run, ["sm_90"], also=warps_do_not_meet_at_each_row)
+
+
+def layout_cases():
+    for sizes in ((262144, 32768, 2048, 4096), (96, 48, 40, 24)):
+        also = moves_chunks if sizes[0] > 96 else None
+        for targets, formats in ((NATIVE, tuple(FORMATS)), (sorted(TARGETS.keys() - NATIVE), ())):
+            names = [
+                "plan_chunks_kernel",
+                "transpose_chunks_kernel",
+                *["quantize_chunks_kernel"] * len(formats),
+            ]
+            run = functools.partial(run_chunks, *sizes, formats)
+            yield f"chunks {sizes} {len(formats)}", Case(run, targets, kernels=names, also=also)
+    for shape in TRANSPOSED:
+        also = moves_first if shape[1] % 16 == 0 else None
+        for dtype in (BF16, F32):
+            run, names = functools.partial(run_transposed, *shape, dtype), ["quantize_transposed_kernel"] * 4
+            yield f"quantize transposed {shape} {dtype}", Case(run, NATIVE, kernels=names, also=also)
+        if shape[1] % 4 == shape[2] % 4 == 0:
+            run = functools.partial(run_transpose_rows8, *shape)
+            yield f"transpose {shape}", Case(run, kernels=["transpose_rows8_kernel"], also=also)
+    for k, dtype in itertools.product((8, 40, 1536, 2048, 6000, 28672), (BF16, F32)):
+        also, names = moves_all if k % 16 == 0 else None, ["quantize_folded_kernel"] * 2
+        run = functools.partial(run_folded, k, dtype)
+        yield f"quantize folded {k} {dtype}", Case(run, NATIVE, kernels=names, also=also)
+    for rows, dtype in itertools.product((1, 4096), (BF16, torch.float16, F32)):
+        run, names = functools.partial(run_attention, rows, dtype), ["mask_bias_kernel", "zero_rows_kernel"]
+        yield f"attention {rows} {dtype}", Case(run, kernels=names)
+
+
+ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
+RUNS = {
+    "sort int32": lambda: run_sort(torch.int32),
+    "sort int64": lambda: run_sort(torch.int64),
+    "sort by one expert": lambda: run_sort(torch.int64, 1),
+    "sort by many experts": lambda: run_sort(torch.int64, 4096),
+    "topk 8 of 128": lambda: run_topk(128, 8),
+    "topk 2 of 8": lambda: run_topk(8, 2),
+    "route softmax": lambda: run_route(128, 8, False, False),
+    "route without scores": lambda: run_route(128, 8, False, True, need_scores=False),
+    "route sigmoid": lambda: run_route(128, 8, True, True),
+    "route given": lambda: run_route(128, 8, False, True, given=True),
+    "route backward": lambda: run_route_backward(128, 8, False, True, of_scores=False),
+    "route backward of the scores": lambda: run_route_backward(128, 8, True, True, of_weights=False),
+    "route backward of the weights": lambda: run_route_backward(128, 8, True, True, of_scores=False),
+    "route backward softmax": lambda: run_route_backward(128, 8, False, False),
+    "route backward sigmoid": lambda: run_route_backward(128, 8, True, True),
+    **{f"route {k} of {e}": lambda e=e, k=k: run_route(e, k, False, True) for e, k in ROUTERS},
+    **{
+        f"route backward {k} of {e}": lambda e=e, k=k: run_route_backward(e, k, True, True)
+        for e, k in ROUTERS
+    },
+    "permute": lambda: run_permute(torch.bfloat16, False),
+    "permute weighted float32": lambda: run_permute(torch.float32, True),
+    "unpermute": lambda: run_unpermute(torch.bfloat16, False),
+    "unpermute weighted": lambda: run_unpermute(torch.bfloat16, True),
+    "row_dots": lambda: run_row_dots(torch.bfloat16),
+    "weigh_rows": lambda: run_weigh_rows(torch.bfloat16),
+    "glu swiglu": lambda: run_glu("swiglu"),
+    "glu geglu backward": lambda: run_glu_backward("geglu"),
+    "group_sum": lambda: run_group_sum(False),
+    "group_sum scaled": lambda: run_group_sum(True),
+}
+CASES = {**{name: Case(run) for name, run in RUNS.items()}, **dict(quantize_cases()), **dict(layout_cases())}

@@ -1,0 +1,84 @@
+"""Every kernel compiles for every target, without a GPU: no spills, matrix instructions, in shared memory.
+
+`compile_*.py` have the cases.  `--cases all` compiles all of them; otherwise a few in which each constant,
+tile, dtype and check of each kernel occurs for each target.
+"""
+
+import pytest
+import torch
+
+from moe_aiter.config import interpret
+from moe_aiter.kernels.dense.gemm import WIDEST_STEP
+from moe_aiter.kernels.quantize.rows import FORMATS, launch_quantize_rows
+from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
+
+if interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import compile_hopper as hopper
+import compile_products as products
+import compile_rows as rows
+from aot import KERNELS, TARGETS, compiling_for, new
+from compile_products import Dense
+from pairwise import covering
+
+TABLE = {
+    **rows.CASES,
+    **products.CASES,
+    **products.TUNED_CASES,
+    **hopper.CASES,
+    **hopper.TUNED_CASES,
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        every_case = metafunc.config.getoption("--cases") == "all"
+        metafunc.parametrize("target, case", [pair for t in TARGETS for pair in chosen(t, every_case)])
+
+
+def chosen(target, every_case):
+    names = [name for name, case in TABLE.items() if target in case.targets]
+    if not every_case:
+        choices, costs = zip(*(TABLE[name].choices(target) for name in names), strict=True)
+        names = [names[i] for i in covering(choices, costs)]
+    return [(target, name) for name in names]
+
+
+def test_case(target, case):
+    TABLE[case].check(target)
+
+
+def test_every_row_of_a_table_is_found():
+    for name, case in products.TUNED_CASES.items():
+        if name.startswith("row "):
+            case.choices(*case.targets)  # which asserts it
+
+
+def test_every_kernel_has_a_case():
+    launched = set()
+    for case in TABLE.values():
+        for target in {"sm_90"} & set(case.targets):
+            launched |= {fn for fn, _ in case.choices(target)[0]}
+    assert KERNELS and not [name for name, fn in KERNELS.items() if fn not in launched]
+
+
+def test_every_tile_has_a_case():
+    assert HOPPER_TILES.keys() == {*hopper.TUNED, *hopper.DENSE_TUNED, "hopper_few_rows"}
+    long = [max(tile.block_k for tile in PORTABLE[op]) for op in products.EPILOGUES]
+    assert 256 < min(long) <= max(long) <= WIDEST_STEP
+
+
+def test_the_reference_quantizes_where_no_kernel_does():
+    x = new(16, 32)
+    with compiling_for(TARGETS["sm_80"]) as launches:
+        launch_quantize_rows((new(16, 32, dtype=FORMATS["e4m3"]), new(16, dtype=torch.float32)), x, "e4m3")
+    assert not launches
+
+
+def test_few_columns_split_their_sums():
+    with compiling_for(TARGETS["sm_90"], compile=False) as launches:
+        for m, n, by_rows in ((16, 528, True), (16, 1000, True), (17, 528, True), (16, 528, False)):
+            hopper.on_hopper(Dense(m=m, n=n, k=65536, rows=by_rows))()
+    kernels = [launch.kernel for launch in launches]
+    assert kernels == ["few_rows_kernel", "finish_kernel", "few_rows_kernel", "gemm_kernel", "gemm_kernel"]
