@@ -5,8 +5,8 @@ ptgmm   dw[g] = x[s:e].T @ dout[s:e]   the weights' gradient; nptgmm the same by
 """
 
 import argparse
-import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.grouped.gmm import gmm
 from ..kernels.grouped.ptgmm import nptgmm, ptgmm
 from ..op import IMPLS, ORDER, runs, use
-from .measure import PEER_ERRORS, Contender, PassTimer
+from .measure import PEER_ERRORS, WHERE, Contender, PassTimer, add_contenders
 from .problem import SHAPES
 from .products import Asked, Case, Command, Error, Judge, Problem
 
@@ -53,13 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(SIZES)}; all but the last two on a GPU, cpu on a CPU unless given",
     )
     parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="default both")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
         "--transposed",
         action="store_true",
         help="weights as (G, N, K), and the first operand of ptgmm as (K, M)",
     )
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these")
+    add_contenders(parser)
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
@@ -76,21 +75,8 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
 COMMAND = Command(
     "gmm",
     [
-        *(
-            "date",
-            "commit",
-            "device",
-            "torch",
-            "triton",
-            "dtype",
-            "op",
-            "layout",
-            "shape",
-            "m",
-            "k",
-            "n",
-            "g",
-        ),
+        *WHERE,
+        *("op", "layout", "shape", "m", "k", "n", "g"),
         *("contender", "ms", "p20", "p80", "tflops", "error", "torch_error"),
     ],
     ("{contender:<32}", "{ms:9.3f} ms", "{tflops:8.2f} TFLOP/s", "{error:9.1e}"),
@@ -99,15 +85,23 @@ COMMAND = Command(
 )
 
 
-@dataclasses.dataclass
 class Product:
     """The operands that all contenders share; a round renews the rows and how they are grouped."""
 
-    op: str
-    x: Tensor  # (M, K), for ptgmm perhaps a view of (K, M)
-    other: Tensor  # w (G, K, N), or dout (M, N)
-    group_sizes: Tensor  # (G,) int32
-    ends: Tensor  # (G,) int32, their running sum
+    def __init__(self, op: str, size: Size, dtype: torch.dtype, device: torch.device, transposed: bool):
+        M, K, N, G = size
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=device)
+
+        self.op = op
+        if op == "gmm":  # x (M, K) and w (G, K, N)
+            w = normal(G, N, K).mT if transposed else normal(G, K, N)
+            self.x, self.other = normal(M, K), w.mul_(K**-0.5)
+        else:  # x (M, K) and dout (M, N)
+            self.x, self.other = normal(K, M).T if transposed else normal(M, K), normal(M, N)
+        self.group_sizes, self.ends = torch.zeros(2, G, dtype=torch.int32, device=device)
+        self.renew(0)
 
     def renew(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -125,29 +119,12 @@ class Product:
         return x @ other[g].to(dtype) if self.op == "gmm" else x.T @ other[start:end].to(dtype)
 
 
-def new_product(op: str, size: Size, dtype: torch.dtype, device: torch.device, transposed: bool) -> Product:
-    M, K, N, G = size
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=device)
-
-    if op == "gmm":
-        w = normal(G, N, K).mT if transposed else normal(G, K, N)
-        x, other = normal(M, K), w.mul_(K**-0.5)
-    else:
-        x, other = normal(K, M).T if transposed else normal(M, K), normal(M, N)
-    sizes, ends = (torch.zeros(G, dtype=torch.int32, device=device) for _ in range(2))
-    product = Product(op, x, other, sizes, ends)
-    product.renew(0)
-    return product
-
-
 def problem(
     op: str, size: Size, transposed: bool, device: torch.device, dtype: torch.dtype, seed: int
 ) -> Problem:
     torch.manual_seed(seed)
-    product, (M, K, N, _) = new_product(op, size, dtype, device, transposed), size
-    timer = PassTimer(product, 2 * M * K * N)
+    product = Product(op, size, dtype, device, transposed)
+    timer = PassTimer(product, 2 * math.prod(size[:3]))
     return Problem(list(runners(product)), judge=functools.partial(by_group, product), timer=timer)
 
 

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from . import products
 from .contenders import contenders
-from .measure import PASSES, Contender, PassTimer, device_name, distances, floors, sustained
+from .measure import (
+    PASSES,
+    WHERE,
+    Contender,
+    PassTimer,
+    add_contenders,
+    device_name,
+    distances,
+    floors,
+    sustained,
+)
 from .problem import DEFAULT, GROUPS, SHAPES, Problem, Shape, checked_experts, named, new_problem, truth
 from .products import Asked, Case, Command, Error, Judge, errors_of
 
@@ -28,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--routing", choices=("normal", "zipf"), default="normal", help="normal logits, or skewed experts"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words"
-    )
+    add_contenders(parser)
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
@@ -45,7 +52,10 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
 COMMAND = Command(
     "layer",
     [
-        *("date", "commit", "device", "torch", "triton", "dtype", "shape", *SIZES, "contender"),
+        *WHERE,
+        "shape",
+        *SIZES,
+        "contender",
         *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
         *("held_mib", "peak_mib", "error", "torch_error"),
         *ADDED,

@@ -19,7 +19,7 @@ from ..layers.lora import LoRAExperts
 from ..routing.plan import make_plan
 from . import products
 from .layer import SIZES, shape_cells
-from .measure import PASSES, PEER_ERRORS, Contender, PassTimer, count, distances
+from .measure import PASSES, PEER_ERRORS, WHERE, Contender, PassTimer, add_contenders, count, distances
 from .problem import SHAPES, Problem, Shape, expert, new_problem
 from .products import Asked, Case, Command, Judge, errors_of
 
@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = f"of {', '.join(PLAIN)}; C on a GPU, cpu on a CPU unless given"
     parser.add_argument("--shape", nargs="+", choices=PLAIN, metavar="NAME", help=names)
     parser.add_argument("--rank", type=count, default=16, help="of the adapters; 16 unless given")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds such a word")
+    add_contenders(parser)
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
@@ -47,7 +46,10 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
 COMMAND = Command(
     "lora",
     [
-        *("date", "commit", "device", "torch", "triton", "dtype", "shape", *SIZES, "rank", "contender"),
+        *WHERE,
+        "shape",
+        *SIZES,
+        *("rank", "contender"),
         *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80")),
         *("held_mib", "peak_mib", "error", "torch_error"),
     ],

@@ -29,6 +29,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def add_contenders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these")
+
+
 def add_measurement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
     parser.add_argument(
@@ -493,16 +498,14 @@ def distances(got: list[Tensor], exact: list[Tensor]) -> list[float]:
     ]
 
 
+WHERE = ("date", "commit", "device", "torch", "triton", "dtype")  # columns of every CSV
+
+
 def provenance(device: torch.device, dtype: str, commit: str | None = None) -> dict:
     """What the figures were measured with."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or git_commit(),
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "triton": triton_version(),
-        "dtype": dtype,
-    }
+    day, commit = datetime.date.today().isoformat(), commit or git_commit()
+    cells = day, commit, device_name(device), torch.__version__, triton_version(), dtype
+    return dict(zip(WHERE, cells, strict=True))
 
 
 def device_name(device: torch.device) -> str:

@@ -39,6 +39,7 @@ from .measure import (
     PEER_ERRORS,
     REPS,
     SLACK,
+    WHERE,
     Contender,
     KernelTimer,
     Outputs,
@@ -242,7 +243,8 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
 COMMAND = Command(
     "gemm",
     [
-        *("date", "commit", "device", "torch", "triton", "dtype", "family", "case", "shape", "contender"),
+        *WHERE,
+        *("family", "case", "shape", "contender"),
         *("launch", "ms", "p20", "p80", "tflops", "gb_per_s", "ratio", "goal", "error", "torch_error"),
     ],
     (

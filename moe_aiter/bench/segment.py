@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.grouped.segment_gmm import segment_gmm_reference
 from ..layers.segment import SegmentGEMMWrapper
 from . import products
-from .measure import Contender, KernelTimer
+from .measure import WHERE, Contender, KernelTimer
 from .products import OURS, Asked, Case, Command, copy_of
 
 
@@ -69,7 +69,7 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
 COMMAND = Command(
     "segment",
     [
-        *("date", "commit", "device", "torch", "triton", "dtype"),
+        *WHERE,
         *("case", "segments", "rows", "d_in", "d_out", "weights"),
         *("contender", "launch", "us", "host_us", "tflops", "gb_per_s", "copy_percent", "error"),
     ],

@@ -17,6 +17,7 @@ from .tiles import Kernel, launches_of
 
 DENSE, BSR, MM = "torch, dense", "torch, F.linear of BSR", "torch.sparse.mm"
 ROWS = 4096  # of x
+LAYOUTS = {"bsr": torch.sparse_bsr, "csr": torch.sparse_csr, "coo": torch.sparse_coo}
 TOY = {"dtypes": ("float32", "bfloat16"), "devices": ()}
 
 
@@ -27,21 +28,19 @@ def weight(N: int, percent: int, block: int, device: torch.device, dtype: torch.
     return w.mul_(kept.repeat_interleave(block, 0).repeat_interleave(block, 1))
 
 
-def blocks(M: int, N: int, percent: int, block: int, device, dtype, seed: int) -> Problem:
-    """The whole call, with a weight in BSR."""
+def forward(layout: str, M: int, N: int, percent: float, block: int, device, dtype, seed: int) -> Problem:
+    """The whole call, with a weight in this layout."""
     torch.manual_seed(seed)
     x, w = torch.randn(M, N, device=device, dtype=dtype), weight(N, percent, block, device, dtype)
-    bsr = w.to_sparse_bsr(block)
-    return Problem(
-        {
-            "moe_aiter": lambda: sparse_gemm(x, bsr),
-            DENSE: lambda: F.linear(x, w),
-            BSR: lambda: F.linear(x, bsr),
-        },
-        exact=lambda: F.linear(x.double(), w.double()),
-        plain=lambda: F.linear(x, w),
-        kernels=lambda: [forward_kernel(x, w, block)],
-    )
+    sparse = w.to_sparse(layout=LAYOUTS[layout], blocksize=(block, block) if layout == "bsr" else None)
+    dense = functools.partial(F.linear, x, w)
+    contenders = {"moe_aiter": lambda: sparse_gemm(x, sparse)}
+    if layout == "bsr":
+        contenders |= {DENSE: dense, BSR: lambda: F.linear(x, sparse)}
+    else:
+        contenders |= {MM: lambda: torch.sparse.mm(sparse, x.T).T, DENSE: dense}
+    kernels = (lambda: [forward_kernel(x, w, block)]) if layout == "bsr" else None
+    return Problem(contenders, lambda: F.linear(x.double(), w.double()), dense, kernels)
 
 
 def forward_kernel(x: Tensor, w: Tensor, block: int) -> Kernel:
@@ -110,21 +109,6 @@ def blocks_step(M: int, N: int, percent: int, block: int, device, dtype, seed: i
     )
 
 
-def entries(layout: str, M: int, N: int, percent: float, device, dtype, seed: int) -> Problem:
-    torch.manual_seed(seed)
-    x, w = torch.randn(M, N, device=device, dtype=dtype), weight(N, percent, 1, device, dtype)
-    sparse = w.to_sparse_csr() if layout == "csr" else w.to_sparse_coo().coalesce()
-    return Problem(
-        {
-            "moe_aiter": lambda: sparse_gemm(x, sparse),
-            MM: lambda: torch.sparse.mm(sparse, x.T).T,
-            DENSE: lambda: F.linear(x, w),
-        },
-        exact=lambda: F.linear(x.double(), w.double()),
-        plain=lambda: F.linear(x, w),
-    )
-
-
 def work(M: int, N: int, percent: float, passes: int = 1) -> dict:
     """FLOPs and bytes of what is not zero."""
     kept = N * N * (100 - percent) / 100
@@ -134,8 +118,8 @@ def work(M: int, N: int, percent: float, passes: int = 1) -> dict:
 def block_cases(M: int, N: int, percent: int, block: int, name: str, **named) -> list[Case]:
     shape, sizes = f"{M}x{N}x{N}, {percent} % zeros in blocks of {block}", (M, N, percent, block)
     goals = {DENSE: 3.0} if percent == 90 and block >= 64 else {}
-    forward, step = functools.partial(blocks, *sizes), functools.partial(blocks_step, *sizes)
-    case = Case(name, shape, forward, **work(M, N, percent), goals=goals, **named)
+    make, step = functools.partial(forward, "bsr", *sizes), functools.partial(blocks_step, *sizes)
+    case = Case(name, shape, make, **work(M, N, percent), goals=goals, **named)
     if percent != 90:  # steps are measured where the goals are
         return [case]
     shape = f"{shape}, with gradients"
@@ -143,7 +127,7 @@ def block_cases(M: int, N: int, percent: int, block: int, name: str, **named) ->
 
 
 def entry_case(layout: str, M: int, N: int, percent: float, name: str, **named) -> Case:
-    make = functools.partial(entries, layout, M, N, percent)
+    make = functools.partial(forward, layout, M, N, percent, 1)
     shape = f"{M}x{N}x{N}, {percent} % zeros in {layout.upper()}"
     return Case(name, shape, make, **work(M, N, percent), goals={MM: 0.97}, **named)
 

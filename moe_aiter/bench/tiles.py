@@ -281,7 +281,8 @@ def choose(kernel: Kernel, tiles: dict[Key, Config], reps: int) -> tuple[dict, l
         return {}, wrong
     times = dict(zip(runs, time_graphs(list(runs.values()), reps), strict=True))
     backend, us = decided(times)
-    print(f"{kernel.name:<35} {words(times)} us -> {backend}", flush=True)
+    words = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
+    print(f"{kernel.name:<35} {words} us -> {backend}", flush=True)
     figures = {"us": f"{us:.1f}", "torch_us": f"{times['torch']:.1f}"}
     cells = {name: "" if cell is None else cell for name, cell in kernel.case._asdict().items()}
     return cells | {"backend": backend} | figures, wrong
@@ -302,7 +303,3 @@ def decided(times: dict[str, float]) -> tuple[str, float]:
     is."""
     best = min((name for name in times if name != "torch"), key=times.__getitem__)
     return best if times[best] <= CLEAR * times["torch"] else "torch", times[best]
-
-
-def words(times: dict[str, float]) -> str:
-    return ", ".join(f"{name} {us:.1f}" for name, us in times.items())

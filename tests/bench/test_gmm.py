@@ -32,7 +32,7 @@ def test_rows_are_appended(tmp_path, layout, capsys):
 
 
 def test_groups_are_uneven_and_some_are_empty():
-    product = bench.new_product("gmm", (5000, 2, 2, 40), torch.float32, torch.device("cpu"), False)
+    product = bench.Product("gmm", (5000, 2, 2, 40), torch.float32, torch.device("cpu"), False)
     seen = []
     for seed in range(3):
         product.renew(seed)
@@ -69,7 +69,7 @@ def test_other_columns_are_left_alone(tmp_path, capsys):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("op", bench.OPS)
 def test_every_contender_on_a_gpu_is_as_good_as_torch(op, transposed):
-    product = bench.new_product(op, (3000, 256, 512, 9), torch.bfloat16, torch.device("cuda", 0), transposed)
+    product = bench.Product(op, (3000, 256, 512, 9), torch.bfloat16, torch.device("cuda", 0), transposed)
     judge = bench.by_group(product)
     for runner in bench.runners(product):
         if runner.ours:

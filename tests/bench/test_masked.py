@@ -81,15 +81,16 @@ def test_tiles_of_every_backend(max_m, tiers, monkeypatch):
     monkeypatch.setitem(masked.ORDER, "cpu", ("hopper", "triton", "torch"))
     ops = {"hopper": "hopper_masked", "triton": "masked"}
     keys = {name: tuning.Key(op, 8, 64, 32, 64) for name, op in ops.items()}
-    monkeypatch.setattr(masked.Product, "key", lambda product: keys[product.backend])
-    found = list(masked.products(torch.device("cpu"), 2, max_m, 32, 64, True))
+    monkeypatch.setattr(masked.Product, "key", lambda product: keys[product.name.split(", ")[-1]])
+    monkeypatch.setattr(masked, "fits", lambda run: True)
+    found = masked.problem(2, max_m, 32, 64, True, torch.device("cpu"), torch.bfloat16, 0).contenders
     for name in ("bfloat16", "8 bits", "8 bits, shuffled"):
         these = [b for b in tiers if b == "triton" or "shuffled" not in name]
-        expected = [(name, "auto", None)]
+        expected = [(name, "")]
         for b in these:
-            expected += [(f"{name}, {b}", b, c) for c in (None, *candidates(ops[b]))]
-        mine = [p for p in found if p.name in {name, *(f"{name}, {b}" for b in ops)}]
-        assert [(p.name, p.backend, p.config) for p in mine] == expected
+            expected += [(f"{name}, {b}", str(c or "")) for c in (None, *candidates(ops[b]))]
+        mine = [c for c in found if c.name in {name, *(f"{name}, {b}" for b in ops)}]
+        assert [(c.name, c.cells["tile"]) for c in mine] == expected
 
 
 @pytest.mark.gpu
