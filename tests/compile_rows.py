@@ -18,11 +18,12 @@ from moe_aiter.kernels.quantize.rows import (
     launch_quantize_rows,
     launch_quantize_rows_and_amax,
 )
-from moe_aiter.kernels.rows.permute import launch_permute, launch_row_dots, launch_unpermute
+from moe_aiter.kernels.rows.permute import bind_permute, bind_row_dots, bind_unpermute
 from moe_aiter.kernels.rows.route import launch_route, launch_route_backward
 from moe_aiter.kernels.rows.sort import launch_sort
-from moe_aiter.kernels.rows.sums import launch_group_sum, launch_weigh_rows
+from moe_aiter.kernels.rows.sums import bind_group_sum, bind_weigh_rows
 from moe_aiter.kernels.rows.topk import launch_topk
+from moe_aiter.op import launcher
 
 BF16, F32 = torch.bfloat16, torch.float32
 E, TOP_K = 128, 8
@@ -62,22 +63,25 @@ def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_
 
 def run_permute(dtype, weighted):
     x, weights = new(4096, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
-    launch_permute(new(4096 * 8, 2048, dtype=dtype), x, ints(4096 * 8), ints(4096, 8), weights)
+    launch = launcher("permute", bind_permute)
+    launch(new(4096 * 8, 2048, dtype=dtype), x, ints(4096 * 8), ints(4096, 8), weights)
 
 
 def run_unpermute(dtype, weighted):
     rows, weights = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
-    launch_unpermute(new(4096, 4096, dtype=dtype)[:, 2048:], rows, ints(4096 * 8), ints(4096, 8), weights)
+    launch = launcher("unpermute", bind_unpermute)
+    launch(new(4096, 2048, dtype=dtype), rows, ints(4096 * 8), ints(4096, 8), weights)
 
 
 def run_row_dots(dtype):
     rows, x = new(4096 * 8, 2048, dtype=dtype), new(4096, 2048, dtype=dtype)
-    launch_row_dots(new(4096, 8, dtype=torch.float32), rows, x, ints(4096 * 8), ints(4096, 8))
+    launch = launcher("row_dots", bind_row_dots)
+    launch(new(4096, 8, dtype=torch.float32), rows, x, ints(4096 * 8), ints(4096, 8))
 
 
 def run_weigh_rows(dtype):
     x, s = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32)
-    launch_weigh_rows((x, s), x, x, s, ints(4096 * 8), ints(4096, 8))
+    launcher("weigh_rows", bind_weigh_rows)((x, s), x, x, s, ints(4096 * 8), ints(4096, 8))
 
 
 def run_glu(activation, dtype=torch.bfloat16):
@@ -91,9 +95,8 @@ def run_glu_backward(activation, dtype=torch.bfloat16):
 
 def run_group_sum(scaled):
     order, scale = (ints(4096 * 8), new(4096, 8, dtype=torch.float32)) if scaled else (None, None)
-    launch_group_sum(
-        new(E, 2048, dtype=torch.float32), new(4096, 2048), ints(E), order, TOP_K if scaled else 1, scale
-    )
+    out, y = new(E, 2048, dtype=torch.float32), new(4096, 2048)
+    launcher("group_sum", bind_group_sum)(out, y, ints(E), order, TOP_K if scaled else 1, scale)
 
 
 def run_attention(rows, dtype):

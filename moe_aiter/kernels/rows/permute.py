@@ -8,10 +8,13 @@ T tokens, k choices each, R = T*k rows, H columns; `order` (R,) and `rank` (T, k
 or choice that is dropped.  Each is the gradient of the others, and w may be absent, which is a weight of 1.
 """
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import define_op, takes
+from ...op import binds, define_op, gradients, launcher, takes
 from ..base.check import (
     check_device,
     check_float,
@@ -23,10 +26,38 @@ from ..base.check import (
     wide,
 )
 from ..base.host import HOST_DTYPES, array, ext, host, indices, num_threads
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import dense
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNROLL = 16  # choices a token up to which the loop over them is unrolled, so that its loads overlap
+
+
+class PermuteInputs(NamedTuple):
+    """The inputs of the op `permute`: out[r] = routing_weights[order[r]] * x[order[r] // k]."""
+
+    x: Tensor  # (T, H)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    routing_weights: Tensor | None  # (T, k)
+
+
+class UnpermuteInputs(NamedTuple):
+    """The inputs of the op `unpermute`: out[t] = sum over j of routing_weights[t, j] * x[rank[t, j]]."""
+
+    x: Tensor  # (R, H)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    routing_weights: Tensor | None  # (T, k)
+
+
+class RowDotsInputs(NamedTuple):
+    """The inputs of the op `row_dots`: out[t, j] = <rows[rank[t, j]], x[t]>."""
+
+    rows: Tensor  # (R, H)
+    x: Tensor  # (T, H)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
 
 
 # reference
@@ -174,31 +205,30 @@ def check_plan(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor |
             raise ValueError("routing_weights is {} but rank is (T, k) = {}".format(*shapes))
 
 
-def check_values(*inputs) -> None:
-    order, rank = [t for t in inputs if t is not None and not t.is_floating_point()]
-    check_plan_values(len(order), order=order, rank=rank)
+def check_values(i) -> None:
+    check_plan_values(len(i.order), order=i.order, rank=i.rank)
 
 
-def new_permute(x, order, rank, routing_weights):
-    check_tokens(x, rank)
-    check_plan(x, order, rank, routing_weights)
-    return x.new_empty(order.shape[0], x.shape[1])
+def new_permute(i: PermuteInputs) -> Tensor:
+    check_tokens(i.x, i.rank)
+    check_plan(*i)
+    return i.x.new_empty(i.order.shape[0], i.x.shape[1])
 
 
-def new_unpermute(rows, order, rank, routing_weights):
-    check_sorted_rows(rows, order, "x")
-    check_plan(rows, order, rank, routing_weights)
-    return rows.new_empty(rank.shape[0], rows.shape[1])
+def new_unpermute(i: UnpermuteInputs) -> Tensor:
+    check_sorted_rows(i.x, i.order, "x")
+    check_plan(*i)
+    return i.x.new_empty(i.rank.shape[0], i.x.shape[1])
 
 
-def new_row_dots(rows, x, order, rank):
-    check_sorted_rows(rows, order)
-    check_tokens(x, rank)
-    check_plan(x, order, rank)
-    check_float(rows=rows, x=x)
-    check_device(rows=rows, x=x)
-    check_size("rows is (R, H={})", rows.shape[1], "x is (T, H={})", x.shape[1])
-    return rows.new_empty(rank.shape, dtype=sum_dtype(rows))
+def new_row_dots(i: RowDotsInputs) -> Tensor:
+    check_sorted_rows(i.rows, i.order)
+    check_tokens(i.x, i.rank)
+    check_plan(i.x, i.order, i.rank)
+    check_float(rows=i.rows, x=i.x)
+    check_device(rows=i.rows, x=i.x)
+    check_size("rows is (R, H={})", i.rows.shape[1], "x is (T, H={})", i.x.shape[1])
+    return i.rows.new_empty(i.rank.shape, dtype=sum_dtype(i.rows))
 
 
 def block_of(columns: int) -> int:
@@ -206,31 +236,55 @@ def block_of(columns: int) -> int:
     return min(1024, next_power_of_2(max(columns, 1)))
 
 
+@binds
 @takes(*TRITON_DTYPES)
-def launch_permute(out, x, order, rank, routing_weights):
-    (T, H), block = x.shape, block_of(x.shape[1])
-    weights = None if routing_weights is None else routing_weights.contiguous()
-    permute_kernel[(T, cdiv(H, block))](
-        x, order.contiguous(), rank.contiguous(), weights, out, H, x.stride(),
-        TOP_K=rank.shape[1], BLOCK_H=block,
-    )  # fmt: skip
+def bind_permute(i: PermuteInputs) -> Callable:
+    (T, H), block = i.x.shape, block_of(i.x.shape[1])
+    kernel = bind_kernel(permute_kernel, (T, cdiv(H, block)), TOP_K=i.rank.shape[1], BLOCK_H=block)
+    strides = i.x.stride()
+    return lambda out, i: kernel(i.x, *dense(i.order, i.rank, i.routing_weights), out, H, strides)
 
 
+def bind_unpermute_columns(
+    choices: Sequence[int], columns: int, rows_strides: Sequence[int], out_stride: int
+) -> Callable:
+    """Return `launch(out, rows, rank, routing_weights)` of `unpermute` for `choices`, (T, k), and the row
+    stride of `out`, which may be some columns of a wider tensor."""
+    (T, top_k), block = choices, block_of(columns)
+    kernel = bind_kernel(
+        unpermute_kernel, (T, cdiv(columns, block)), TOP_K=top_k, UNROLLED=top_k <= UNROLL, BLOCK_H=block
+    )
+
+    def launch(out, rows, rank, routing_weights):
+        kernel(rows, *dense(rank, routing_weights), out, columns, rows_strides, out_stride)
+
+    return launch
+
+
+@binds
 @takes(*TRITON_DTYPES)
+def bind_unpermute(i: UnpermuteInputs) -> Callable:
+    H = i.x.shape[1]
+    unpermute = bind_unpermute_columns(i.rank.shape, H, i.x.stride(), H)
+    return lambda out, i: unpermute(out, i.x, i.rank, i.routing_weights)
+
+
+@binds
+@takes(*TRITON_DTYPES)
+def bind_row_dots(i: RowDotsInputs) -> Callable:
+    H, top_k = i.x.shape[1], i.rank.shape[1]
+    kernel = bind_kernel(row_dots_kernel, (i.rank.numel(),), TOP_K=top_k, BLOCK_H=block_of(H))
+    strides = i.rows.stride(), i.x.stride()
+    return lambda out, i: kernel(i.rows, i.x, i.rank.contiguous(), out, H, *strides)
+
+
+launch_permute = launcher("permute", bind_permute)
+
+
 def launch_unpermute(out, rows, order, rank, routing_weights):
-    (T, H), block, top_k = out.shape, block_of(out.shape[1]), rank.shape[1]
-    weights = None if routing_weights is None else routing_weights.contiguous()
-    unpermute_kernel[(T, cdiv(H, block))](
-        rows, rank.contiguous(), weights, out, H, rows.stride(), out.stride(0),
-        TOP_K=top_k, UNROLLED=top_k <= UNROLL, BLOCK_H=block,
-    )  # fmt: skip
-
-
-@takes(*TRITON_DTYPES)
-def launch_row_dots(out, rows, x, order, rank):
-    H, block = rows.shape[1], block_of(rows.shape[1])
-    strides = rows.stride(), x.stride()
-    row_dots_kernel[(out.numel(),)](rows, x, rank.contiguous(), out, H, *strides, rank.shape[1], block)
+    """Bind and launch `unpermute`: only for launchers that do not bind yet."""
+    launch = bind_unpermute_columns(rank.shape, rows.shape[1], rows.stride(), out.stride(0))
+    launch(out, rows, rank, routing_weights)
 
 
 @takes(*HOST_DTYPES)
@@ -251,72 +305,73 @@ def launch_row_dots_host(out, rows, x, order, rank):
 
 
 # op
-def save_permute(ctx, inputs, output):
-    x, order, rank, routing_weights = inputs
-    weighted = routing_weights is not None and ctx.needs_input_grad[3]
-    ctx.save_for_backward(x if weighted else None, order, rank, routing_weights)
+def save_permute(ctx, i, output):
+    needs = PermuteInputs(*ctx.needs_input_grad[: len(i)])  # torch's dispatcher has one more
+    weighted = i.routing_weights is not None and needs.routing_weights
+    ctx.save_for_backward(i.x if weighted else None, i.order, i.rank, i.routing_weights)
 
 
 def backward_permute(ctx, dout):
     x, order, rank, routing_weights = ctx.saved_tensors
     dx = dweights = None
-    if ctx.needs_input_grad[0]:
+    if PermuteInputs(*ctx.needs_input_grad).x:
         dx = unpermute(dout, order, rank, routing_weights)
     if x is not None:
         dweights = row_dots(dout, x, order, rank).to(routing_weights.dtype)
-    return dx, None, None, dweights
+    return gradients(PermuteInputs, x=dx, routing_weights=dweights)
 
 
 def backward_unpermute(ctx, dout):
     rows, order, rank, routing_weights = ctx.saved_tensors
     drows = dweights = None
-    if ctx.needs_input_grad[0]:
+    if UnpermuteInputs(*ctx.needs_input_grad).x:
         drows = permute(dout, order, rank, routing_weights)
     if rows is not None:
         dweights = row_dots(rows, dout, order, rank).to(routing_weights.dtype)
-    return drows, None, None, dweights
+    return gradients(UnpermuteInputs, x=drows, routing_weights=dweights)
 
 
-def save_row_dots(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+def save_row_dots(ctx, i, output):
+    ctx.save_for_backward(*i)
 
 
 def backward_row_dots(ctx, ddots):
     rows, x, order, rank = ctx.saved_tensors
-    drows = dx = None
-    if ctx.needs_input_grad[0]:
-        drows = permute(x, order, rank, ddots)
-    if ctx.needs_input_grad[1]:
-        dx = unpermute(rows, order, rank, ddots)
-    return drows, dx, None, None
+    needs = RowDotsInputs(*ctx.needs_input_grad)
+    drows = permute(x, order, rank, ddots) if needs.rows else None
+    dx = unpermute(rows, order, rank, ddots) if needs.x else None
+    return gradients(RowDotsInputs, rows=drows, x=dx)
 
 
 permute_op = define_op(
-    "permute(Tensor x, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
+    "permute",
+    PermuteInputs,
     new=new_permute,
     check_values=check_values,
-    reference=permute_reference,
-    triton=launch_permute,
+    reference=lambda i: permute_reference(*i),
+    triton=bind_permute,
     host=host(launch_permute_host),
     save=save_permute,
     backward=backward_permute,
 )
 unpermute_op = define_op(
-    "unpermute(Tensor x, Tensor order, Tensor rank, Tensor? routing_weights) -> Tensor",
+    "unpermute",
+    UnpermuteInputs,
     new=new_unpermute,
     check_values=check_values,
-    reference=unpermute_reference,
-    triton=launch_unpermute,
+    reference=lambda i: unpermute_reference(*i),
+    triton=bind_unpermute,
     host=host(launch_unpermute_host),
     save=save_permute,
     backward=backward_unpermute,
 )
 row_dots_op = define_op(
-    "row_dots(Tensor rows, Tensor x, Tensor order, Tensor rank) -> Tensor",
+    "row_dots",
+    RowDotsInputs,
     new=new_row_dots,
     check_values=check_values,
-    reference=row_dots_reference,
-    triton=launch_row_dots,
+    reference=lambda i: row_dots_reference(*i),
+    triton=bind_row_dots,
     host=host(launch_row_dots_host),
     save=save_row_dots,
     backward=backward_row_dots,

@@ -16,10 +16,13 @@ for the row r = rank[t, j] of each choice.  A row without a choice becomes zeros
 `sum_parts` adds up the partial sums (P, R) of several programs, and gives each choice the sum of its row.
 """
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import define_op, takes
+from ...op import binds, define_op, takes
 from ..base.check import (
     check_device,
     check_float,
@@ -33,9 +36,32 @@ from ..base.check import (
     take_rows,
     wide,
 )
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense, group_rows
-from .permute import check_sorted_rows
+from .permute import block_of, check_sorted_rows, check_values
+
+
+class GroupSumInputs(NamedTuple):
+    """The inputs of the op `group_sum`: out[g] = the sum of scale[order[r]] * y[order[r] // top_k] over the
+    rows r of group g."""
+
+    y: Tensor  # (M, N), or (T, N) with order
+    group_sizes: Tensor  # (G,)
+    order: Tensor | None  # (M,)
+    top_k: int
+    scale: Tensor | None  # M numbers, contiguous
+
+
+class WeighRowsInputs(NamedTuple):
+    """The inputs of the op `weigh_rows`: out[r] = s * x[r] and dots[t, j] = <x[r], y[r]>, where s is
+    routing_weights[t, j] and r is rank[t, j]."""
+
+    x: Tensor  # (R, N)
+    y: Tensor  # (R, N)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+
 
 # group_sum: reference
 
@@ -105,40 +131,63 @@ def group_sum_kernel(
 # group_sum: launcher
 
 
-def new_group_sum(y, group_sizes, order, top_k, scale):
-    rows = y.shape[0] if order is None else order.shape[0]
-    check_rows("y", y, "N", order, top_k, rows)
-    check_groups(group_sizes, y, order=order, scale=scale)
-    if scale is not None and (scale.numel() != rows or not scale.is_contiguous()):
+def new_group_sum(i: GroupSumInputs) -> Tensor:
+    rows = i.y.shape[0] if i.order is None else i.order.shape[0]
+    check_rows("y", i.y, "N", i.order, i.top_k, rows)
+    check_groups(i.group_sizes, i.y, order=i.order, scale=i.scale)
+    if i.scale is not None and (i.scale.numel() != rows or not i.scale.is_contiguous()):
         raise ValueError(
-            f"scale must be contiguous with {rows} elements, but it has shape {tuple(scale.shape)}"
+            f"scale must be contiguous with {rows} elements, but it has shape {tuple(i.scale.shape)}"
         )
-    return y.new_empty(group_sizes.shape[0], y.shape[1], dtype=sum_dtype(y))
+    return i.y.new_empty(i.group_sizes.shape[0], i.y.shape[1], dtype=sum_dtype(i.y))
 
 
-@takes(torch.float16, torch.bfloat16, torch.float32)
-def launch_group_sum(out, y, group_sizes, order, top_k, scale):
-    G, N = out.shape
-    M = y.shape[0] if order is None else order.shape[0]
-    order, group_sizes = dense(order, group_sizes)
-    block_n = 64
-    group_sum_kernel[(G, cdiv(N, block_n))](
-        y, order, scale, out, group_sizes, M, N, G, top_k, y.stride(), out.stride(),
+def bind_sum_groups(
+    M: int, N: int, G: int, top_k: int, y_strides: Sequence[int], out_strides: Sequence[int]
+) -> Callable:
+    """Return `launch(out, y, group_sizes, order, scale)` of `group_sum` for M rows in G groups."""
+    block_n, sizes = 64, (M, N, G, top_k, y_strides, out_strides)
+    kernel = bind_kernel(
+        group_sum_kernel, (G, cdiv(N, block_n)),
         BLOCK_G=next_power_of_2(G), BLOCK_M=32, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
+
+    def launch(out, y, group_sizes, order, scale):
+        order, group_sizes = dense(order, group_sizes)
+        kernel(y, order, scale, out, group_sizes, *sizes)
+
+    return launch
+
+
+@binds
+@takes(torch.float16, torch.bfloat16, torch.float32)
+def bind_group_sum(i: GroupSumInputs) -> Callable:
+    (M, N), G = i.y.shape, i.group_sizes.shape[0]
+    M = M if i.order is None else i.order.shape[0]
+    add = bind_sum_groups(M, N, G, i.top_k, i.y.stride(), (N, 1))
+    return lambda out, i: add(out, i.y, i.group_sizes, i.order, i.scale)
+
+
+def launch_group_sum(out, y, group_sizes, order, top_k, scale):
+    """Bind and launch `group_sum`: only for launchers that do not bind yet."""
+    M, (G, N) = y.shape[0] if order is None else order.shape[0], out.shape
+    bind_sum_groups(M, N, G, top_k, y.stride(), out.stride())(out, y, group_sizes, order, scale)
 
 
 # group_sum: op
 
 
+def check_group_sum_values(i: GroupSumInputs) -> None:
+    check_plan_values(len(i.y if i.order is None else i.order), i.group_sizes, i.order)
+
+
 group_sum_op = define_op(
-    "group_sum(Tensor y, Tensor group_sizes, Tensor? order, int top_k, Tensor? scale) -> Tensor",
+    "group_sum",
+    GroupSumInputs,
     new=new_group_sum,
-    check_values=lambda y, group_sizes, order, *_: check_plan_values(
-        len(y if order is None else order), group_sizes, order
-    ),
-    reference=group_sum_reference,
-    triton=launch_group_sum,
+    check_values=check_group_sum_values,
+    reference=lambda i: group_sum_reference(*i),
+    triton=bind_group_sum,
 )
 
 
@@ -212,35 +261,36 @@ def weigh_rows_kernel(
 # weigh_rows: launcher
 
 
-def new_weigh_rows(x, y, routing_weights, order, rank):
-    check_sorted_rows(x, order)
-    check_shape("y", y, "R", "N")
-    check_float(x=x, y=y)
-    if x.shape != y.shape:
-        raise ValueError(f"x is {tuple(x.shape)} but y is {tuple(y.shape)}")
-    check_routing_weights(routing_weights, rank, x)
-    check_device(x=x, y=y, order=order, rank=rank)
-    return x.new_empty(x.shape), x.new_empty(rank.shape, dtype=sum_dtype(x))
+def new_weigh_rows(i: WeighRowsInputs) -> tuple[Tensor, Tensor]:
+    check_sorted_rows(i.x, i.order)
+    check_shape("y", i.y, "R", "N")
+    check_float(x=i.x, y=i.y)
+    if i.x.shape != i.y.shape:
+        raise ValueError(f"x is {tuple(i.x.shape)} but y is {tuple(i.y.shape)}")
+    check_routing_weights(i.routing_weights, i.rank, i.x)
+    check_device(x=i.x, y=i.y, order=i.order, rank=i.rank)
+    return i.x.new_empty(i.x.shape), i.x.new_empty(i.rank.shape, dtype=sum_dtype(i.x))
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_weigh_rows(outs, x, y, routing_weights, order, rank):
-    out, dots = outs
-    weights, order, rank = routing_weights.contiguous(), order.contiguous(), rank.contiguous()
-    block = min(1024, next_power_of_2(max(x.shape[1], 1)))
-    weigh_rows_kernel[(rank.numel(),)](
-        x, y, weights, order, rank, out, dots, x.shape[1], x.stride(), y.stride(), BLOCK=block
-    )
+def bind_weigh_rows(i: WeighRowsInputs) -> Callable:
+    N = i.x.shape[1]
+    kernel = bind_kernel(weigh_rows_kernel, (i.rank.numel(),), BLOCK=block_of(N))
+    sizes = N, i.x.stride(), i.y.stride()
+    return lambda outs, i: kernel(i.x, i.y, *dense(i.routing_weights, i.order, i.rank), *outs, *sizes)
 
 
 # weigh_rows: op
 
 weigh_rows_op = define_op(
-    "weigh_rows(Tensor x, Tensor y, Tensor routing_weights, Tensor order, Tensor rank) -> (Tensor, Tensor)",
+    "weigh_rows",
+    WeighRowsInputs,
+    outputs=2,
     new=new_weigh_rows,
-    check_values=lambda x, y, routing_weights, order, rank: check_plan_values(len(x), order=order, rank=rank),
-    reference=weigh_rows_reference,
-    triton=launch_weigh_rows,
+    check_values=check_values,
+    reference=lambda i: weigh_rows_reference(*i),
+    triton=bind_weigh_rows,
 )
 
 
@@ -274,9 +324,14 @@ def sum_parts_kernel(
 # sum_parts: launcher
 
 
+def bind_sum_parts(parts: int, rows: int, choices: int) -> Callable:
+    """Return `launch(partial_sums, rank, out)` with out[t, j] = the sum of column rank[t, j] of the partial
+    sums, (parts, rows); 0 for a dropped choice."""
+    block, sizes = 256, (parts, rows, choices)
+    kernel = bind_kernel(sum_parts_kernel, (cdiv(choices, block),), BLOCK=block, num_warps=4)
+    return lambda partial_sums, rank, out: kernel(partial_sums, rank.contiguous(), out, *sizes)
+
+
 def sum_parts(parts: Tensor, rank: Tensor, out: Tensor) -> None:
-    """out[t, j] = the sum of column rank[t, j] of `parts` (P, R); 0 for a dropped choice."""
-    block, (P, R) = 256, parts.shape
-    sum_parts_kernel[(cdiv(rank.numel(), block),)](
-        parts, rank.contiguous(), out, P, R, rank.numel(), BLOCK=block, num_warps=4
-    )
+    """Bind and launch `sum_parts`: only for launchers that do not bind yet."""
+    bind_sum_parts(*parts.shape, rank.numel())(parts, rank, out)
