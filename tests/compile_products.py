@@ -435,39 +435,55 @@ def run_dense_row(row):
     case.run()
 
 
-def run_masked_row(row):
+def run_masked_row(row, shuffled):
     op, bits, rows = row.key[:3]
     rows, dtype = rows or (100 if "few" in op else 1024), masked_dtype(op, bits)
     assert tuning.lookup(op, dtype, GROUPS * rows, 4096, 7168, GROUPS) == row.config
-    run_masked_orders(rows, dtype)
+    run_masked(rows, x=dtype, shuffled=shuffled)
 
 
-def run_scaled_row(row):
+def run_scaled_row(row, columns):
     sizes = {**scaled_sizes(row.key.op, row.key.rows), "n": row.key.n or 4096}
     assert tuning.lookup(row.key.op, sizes["x"], sizes["rows"], sizes["n"], sizes["k"], 1) == row.config
-    run_scaled(**sizes)
-    run_scaled(**sizes, columns=False, out=F32)
-    with_tile(row.config, lambda: run_scaled_groups(x=sizes["x"]))()
+    run_scaled(**sizes, columns=columns, out=BF16 if columns else F32)
 
 
-def run_sparse_row(row):
+def run_scaled_groups_row(row):
+    x = scaled_sizes(row.key.op, row.key.rows)["x"]
+    with_tile(row.config, lambda: run_scaled_groups(x=x))()
+
+
+def run_sparse_row(row, transposed):
     op, bits, rows, n, _ = row.key
     dtype, side = {16: BF16, 32: F32}[bits], n or 256
     if op == "sparse_blocks":
         assert tuning.lookup(op, dtype, rows or 4096, side, side, 1) == row.config
-        for transposed in (False, True):
-            run_sparse((side, side), rows or 4096, dtype=dtype, transposed=transposed)
+        run_sparse((side, side), rows or 4096, dtype=dtype, transposed=transposed)
     else:
         assert tuning.lookup(op, dtype, side, side, 4096, 1) == row.config
         run_sparse_grad((side, side), dtype=dtype)
 
 
-ROWS = {  # op -> how a row is launched, and the matrix instruction that its products use
-    **{op: (run_grouped_row, small if "segment" in op else lambda config: "own") for op in TUNED},
-    **dict.fromkeys(EPILOGUES, (run_dense_row, small)),
-    **{op: (run_masked_row, lambda config: "own") for op in PORTABLE if op.startswith("masked")},
-    **{op: (run_scaled_row, lambda config: "any") for op in PORTABLE if op.startswith("scaled")},
-    **{op: (run_sparse_row, small) for op in PORTABLE if op.startswith("sparse")},
+def each(run, name):
+    """`run` with an argument of that name false, and true."""
+    return [functools.partial(run, **{name: value}) for value in (False, True)]
+
+
+ROWS = {  # op -> the launches of a row, and the matrix instruction that its products use
+    **{op: ([run_grouped_row], small if "segment" in op else lambda config: "own") for op in TUNED},
+    **dict.fromkeys(EPILOGUES, ([run_dense_row], small)),
+    **{
+        op: (each(run_masked_row, "shuffled"), lambda config: "own")
+        for op in PORTABLE
+        if op.startswith("masked")
+    },
+    **{
+        op: ([*each(run_scaled_row, "columns"), run_scaled_groups_row], lambda config: "any")
+        for op in PORTABLE
+        if op.startswith("scaled")
+    },
+    "sparse_blocks": (each(run_sparse_row, "transposed"), small),
+    "sparse_blocks_grad": ([functools.partial(run_sparse_row, transposed=False)], small),
 }
 
 
@@ -475,11 +491,12 @@ def row_cases():
     for target, gpu in TARGETS.items():
         rows = load(tuning.table_name(gpu.gpu.backend, gpu.gpu.arch))
         for number, row in enumerate(row for row in rows if row.key.op in ROWS):
-            run, matrix = ROWS[row.key.op]
+            runs, matrix = ROWS[row.key.op]
             sizes = "x".join(str(size or "any") for size in row.key[2:])
             name = f"row {number} of {target}: {row.key.op} {row.key.bits} {sizes}"
             matrix = None if row.key.bits == 32 else matrix(row.config)
-            yield name, Case(functools.partial(run, row), [target], matrix=matrix)
+            for i, run in enumerate(runs):
+                yield f"{name} {i}", Case(functools.partial(run, row), [target], matrix=matrix)
 
 
 def candidate_cases():
