@@ -100,7 +100,8 @@ class Product:
             self.x, self.other = normal(M, K), w.mul_(K**-0.5)
         else:  # x (M, K) and dout (M, N)
             self.x, self.other = normal(K, M).T if transposed else normal(M, K), normal(M, N)
-        self.group_sizes, self.ends = torch.zeros(2, G, dtype=torch.int32, device=device)
+        sizes = (torch.zeros(G, dtype=torch.int32, device=device) for _ in range(2))
+        self.group_sizes, self.ends = sizes  # (G,), and their running sum
         self.renew(0)
 
     def renew(self, seed: int) -> None:

@@ -14,7 +14,7 @@ from moe_aiter.bench import contenders, layer, measure
 from moe_aiter.bench.measure import MIB, PASSES, measure_memory
 from moe_aiter.bench.problem import DEFAULT, SHAPES, new_problem
 
-from .checked import check
+from .judge import check
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 

@@ -10,7 +10,7 @@ from moe_aiter.bench.problem import GROUPS, SHAPES, for_loop, named, new_problem
 from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts import fp8
 
-from .checked import check
+from .judge import check
 
 TOYS = ["toy", "toy-oai"]
 

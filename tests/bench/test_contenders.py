@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from moe_aiter.bench import contenders
 from moe_aiter.bench.problem import SHAPES, Problem, chosen_weights, for_loop, new_problem
 
-from .checked import check
+from .judge import check
 
 
 def stand_in(monkeypatch, **modules):
