@@ -22,22 +22,10 @@ from moe_aiter.bench.measure import FLOOR, SLACK, append, columns, count, distan
 from moe_aiter.bench.problem import SHAPES, Shape
 from moe_aiter.bench.tiles import distinct_chunks
 from moe_aiter.kernels.base.fp8 import native_fp8
-from moe_aiter.kernels.quantize.blocks import new_quantize_chunks, new_transpose_chunks, plan_chunks
-from moe_aiter.kernels.quantize.layouts import (
-    new_quantize_folded,
-    new_quantize_transposed,
-    new_transpose_rows8,
-)
-from moe_aiter.kernels.quantize.rows import (
-    new_quantize_by_amax,
-    new_quantize_rows,
-    new_quantize_rows_and_amax,
-    quantize_rows,
-)
-from moe_aiter.kernels.rows.permute import new_unpermute
-from moe_aiter.kernels.rows.route import new_route, new_route_backward
-from moe_aiter.kernels.rows.sort import new_sort, sort_by_expert
-from moe_aiter.op import IMPLS, poison
+from moe_aiter.kernels.quantize.blocks import plan_chunks
+from moe_aiter.kernels.quantize.rows import quantize_rows
+from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.op import IMPLS, INPUTS, bound, poison, use
 
 SOFTMAX = False, True, 1.0  # over E, renormalised, not scaled
 FIELDS = [
@@ -53,18 +41,22 @@ class Kernel:
 
     name: str
     op: str
-    new: Callable
     inputs: tuple
     read: tuple[Tensor, ...]
     columns: int | str = ""
 
     def __post_init__(self):
-        out = self.new(*self.inputs)
-        self.out = out if isinstance(out, tuple) else (out,)
+        self.out = self.results(self.inputs)
         self.bytes = sum(t.numel() * t.element_size() for t in (*self.read, *self.out))
+        self.i = INPUTS[self.op](*self.inputs)
+        self.launch = bound(IMPLS[self.op]["triton"], self.i)
+
+    def results(self, inputs: list) -> tuple[Tensor, ...]:
+        out = getattr(torch.ops.moe_aiter, self.op)(*inputs)
+        return out if isinstance(out, tuple) else (out,)
 
     def run(self) -> None:
-        IMPLS[self.op]["triton"](self.out if len(self.out) > 1 else self.out[0], *self.inputs)
+        self.launch(self.out if len(self.out) > 1 else self.out[0], self.i)
 
     def check(self) -> float:
         """Run on poisoned outputs; the worst of their errors.  Raises unless they are as good as torch's."""
@@ -84,11 +76,9 @@ class Kernel:
             errors.append(error)
         return max(errors, default=0.0)
 
-    def by_torch(self, cast: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        inputs = [cast(t) if isinstance(t, Tensor) else t for t in self.inputs]
-        out = self.new(*inputs)
-        IMPLS[self.op]["torch"](out, *inputs)
-        return list(out) if isinstance(out, tuple) else [out]
+    def by_torch(self, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with use("torch"):
+            return self.results([cast(t) if isinstance(t, Tensor) else t for t in self.inputs])
 
 
 @dataclasses.dataclass
@@ -120,28 +110,28 @@ def quantising(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[K
     weights = {"gate_up": normal(E, 2 * I, H), "down": normal(E, H, I)}
     found = []
 
-    def add(name: str, op: str, new: Callable, *inputs, used: object = ...) -> None:
+    def add(name: str, op: str, *inputs, used: object = ...) -> None:
         read = (inputs[0],)
-        found.append(Quantising(name, op, new, inputs, read, inputs[0].shape[-1], used))
+        found.append(Quantising(name, op, inputs, read, inputs[0].shape[-1], used))
 
     for name, t in (rows | weights).items():
-        add(f"rows of {name}", "quantize_rows", new_quantize_rows, t, "e4m3")
+        add(f"rows of {name}", "quantize_rows", t, "e4m3")
     for name, w in weights.items():
-        add(f"rows, maxima of {name}", "quantize_rows_and_amax", new_quantize_rows_and_amax, w, "e4m3")
+        add(f"rows, maxima of {name}", "quantize_rows_and_amax", w, "e4m3")
         amax = w.abs().amax(-2).float()
-        add(f"columns of {name}", "quantize_by_amax", new_quantize_by_amax, w.mT, amax, "e4m3")
+        add(f"columns of {name}", "quantize_by_amax", w.mT, amax, "e4m3")
     gate_up = weights["gate_up"]
     w8, scale = quantize_rows(gate_up)
-    add("gate_up by its rows, turned", "quantize_transposed", new_quantize_transposed, gate_up, scale, "e4m3")
-    add("bytes of gate_up, turned", "transpose_rows8", new_transpose_rows8, w8)
-    add("rows of dz and scales", "quantize_folded", new_quantize_folded, rows["dz"], scale, sizes, "e4m3")
+    add("gate_up by its rows, turned", "quantize_transposed", gate_up, scale, "e4m3")
+    add("bytes of gate_up, turned", "transpose_rows8", w8)
+    add("rows of dz and scales", "quantize_folded", rows["dz"], scale, sizes, "e4m3")
     _, chunks = plan_chunks(sizes, R)
     used = chunks[:, 0] < chunks[:, 1]
     x8, factor = quantize_rows(rows["x"])
     for name in ("a", "dz"):
         given = rows[name], factor, order, k, chunks, "e4m3"
-        add(f"chunks of {name}", "quantize_chunks", new_quantize_chunks, *given, used=used)
-    add("chunks of x8", "transpose_chunks", new_transpose_chunks, x8, order, k, chunks, used=used)
+        add(f"chunks of {name}", "quantize_chunks", *given, used=used)
+    add("chunks of x8", "transpose_chunks", x8, order, k, chunks, used=used)
     return found
 
 
@@ -150,26 +140,22 @@ def kernels(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kern
     torch.manual_seed(0)
     T, H, _, E, k = shape.sizes
     logits, dweights = (torch.randn(T, n, device=device) for n in (E, k))
-    route = Kernel("route", "route", new_route, (logits, k, *SOFTMAX, False), (logits,))
-    route.run()
+    route = Kernel("route", "route", (logits, k, *SOFTMAX, False), (logits,))
     _, weights, ids = route.out
-    plan = Kernel("plan", "sort_by_expert", new_sort, (ids, E), (ids,))
-    plan.run()
+    plan = Kernel("plan", "sort_by_expert", (ids, E), (ids,))
     order, rank, _ = plan.out
     grads = weights, ids, None, dweights, None, E, *SOFTMAX
     found = [
         route,
         plan,
-        Kernel("dlogits", "route_backward", new_route_backward, grads, (weights, ids, dweights)),
+        Kernel("dlogits", "route_backward", grads, (weights, ids, dweights)),
     ]
     sums = ("weighted sum", weights), ("sum", None)
     for (name, s), chunks in zip(sums, distinct_chunks(shape, dtype), strict=True):
         for n in chunks:
             rows = torch.randn(T * k, n.stop - n.start, device=device, dtype=dtype)
             read = (rows, rank) if s is None else (rows, rank, s)
-            found.append(
-                Kernel(name, "unpermute", new_unpermute, (rows, order, rank, s), read, rows.shape[1])
-            )
+            found.append(Kernel(name, "unpermute", (rows, order, rank, s), read, rows.shape[1]))
     return found
 
 
