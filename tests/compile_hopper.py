@@ -14,6 +14,7 @@ from moe_aiter import tuning
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS as UNGATED
+from moe_aiter.kernels.grouped.gmm import GroupedIntoInputs
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -74,12 +75,13 @@ def run_hopper_gmm(
     w = (s.new(groups, n, k).mT if rows else s.new(groups, k, n))[:, :, n - s.n :]
     b = s.new(groups, s.n) if bias else None
     numbers = None if numbers is None else ints(groups, dtype=numbers)
-    x, scales = s.new(m, k), {}
+    x, scales = s.new(m, k), (None, None)
     if fp8 is not None:
         x, w = eight_bits(x, fp8), eight_bits(w.mT).mT
         w_scale = None if folded else new(groups, n, dtype=F32)[:, n - s.n :]
-        scales = {"x_scale": new(m, dtype=F32), "w_scale": w_scale}
-    module("gmm").launch_gmm(s.new(m, s.n), x, w, sizes, b, numbers=numbers, indptr=indptr, **scales)
+        scales = new(m, dtype=F32), w_scale
+    product = module("gmm").bind_product(x, w, (m, k, groups), dtype, indptr=indptr)
+    product(s.new(m, s.n), x, w, sizes, b, numbers, *scales)
 
 
 def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=BF16, groups=E):
@@ -106,8 +108,9 @@ def run_hopper_tgmm_fp8(y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, 
 
 def run_hopper_gmm_into():
     s = Shape()
-    x, w, b = s.new(s.rows, s.k), s.new(E, s.k, s.n), s.new(E, s.n)
-    module("gmm").launch_gmm_into(s.new(s.rows, 2 * s.n)[:, : s.n], x, w, ints(E), b, [], 100)
+    out, x, w, b = s.new(s.rows, 2 * s.n)[:, : s.n], s.new(s.rows, s.k), s.new(E, s.k, s.n), s.new(E, s.n)
+    i = GroupedIntoInputs(out, x, w, ints(E), b, (), 100)
+    module("gmm").bind_gmm_into(i)(out, i)
 
 
 def run_hopper_tgmm_sums():

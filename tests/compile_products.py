@@ -17,7 +17,7 @@ from moe_aiter.kernels.dense.scaled_gemm import MOST_K, launch_scaled_gemm, laun
 from moe_aiter.kernels.experts.adapted import launch_add_low_rank
 from moe_aiter.kernels.experts.down import launch_expert_down_grad
 from moe_aiter.kernels.experts.up import launch_expert_up
-from moe_aiter.kernels.grouped.gmm import launch_gmm, launch_gmm_into
+from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind_gmm, bind_gmm_into
 from moe_aiter.kernels.grouped.masked_gmm import launch_masked_gmm
 from moe_aiter.kernels.grouped.segment_gmm import launch_segment_gmm, launch_segment_tgmm
 from moe_aiter.kernels.grouped.tgmm import launch_tgmm, launch_tgmm_into
@@ -50,23 +50,21 @@ class Shape:
 
 
 def run_gmm(s, bias=False):
-    launch_gmm(
-        s.new(s.rows, s.n),
-        s.new(s.rows, s.k),
-        s.new(E, s.n, s.k).mT,
-        ints(E),
-        s.new(E, s.n) if bias else None,
-    )
+    w, b = s.new(E, s.n, s.k).mT, s.new(E, s.n) if bias else None
+    i = GroupedInputs(s.new(s.rows, s.k), w, ints(E), b)
+    bind_gmm(i)(s.new(s.rows, s.n), i)
 
 
 def run_gmm_by_rows(s):
-    launch_gmm(s.new(s.rows, s.n), s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E), None)
+    i = GroupedInputs(s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E), None)
+    bind_gmm(i)(s.new(s.rows, s.n), i)
 
 
 def run_gmm_into(s, dtype=F32, tile=(), programs=PERSISTENT):
     out, bias = new(s.rows, s.n, dtype=dtype), s.new(E, s.n)
     operands = s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E, dtype=torch.int64)
-    launch_gmm_into(out, *operands, bias, tile, programs)
+    i = GroupedIntoInputs(out, *operands, bias, tile, programs)
+    bind_gmm_into(i)(out, i)
 
 
 def run_tgmm_into(s, dtype=F32, accumulate=False, of_y=False, tile=(), programs=PERSISTENT):

@@ -167,7 +167,7 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool
     for name, op, weights, out, inputs in step(shape, device, dtype):
         there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], *inputs)]
         for launch in there if every else there[:1]:
-            yield Product(name, launch, out, inputs, weights * shape.forward_flops / 3)
+            yield Product(name, launcher(op, launch), out, inputs, weights * shape.forward_flops / 3)
         if device.type == "cuda" and hopper.is_hopper(device) and (small := of_8_bits(op, *inputs)):
             yield Product(name, small[0], out, small[1], weights * shape.forward_flops / 3)
 
@@ -179,7 +179,7 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     """
     if op == "gmm":
         w, *after = rest
-        w, before, launch, fits = w.mT, (), ("gmm", "launch_gmm"), hopper.fits_home_fp8(x, w.mT)
+        w, before, launch, fits = w.mT, (), ("gmm", "bind_product"), hopper.fits_home_fp8(x, w.mT)
     elif op == "expert_up":
         w, *after = rest
         before, launch = (), ("up", "launch_expert_up")
@@ -201,7 +201,8 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     (x8, x_scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
     launch = hopper.launcher(*launch)
     if op == "gmm":
-        launch = functools.partial(launch, x_scale=x_scale, w_scale=w_scale)
+        bind, sizes, scales = launch, (*x.shape, w.shape[0]), (None, x_scale, w_scale)
+        launch = lambda out, *given: bind(x8, w8.mT, sizes, x.dtype)(out, *given, *scales)  # noqa: E731
     else:
         order, rank = after[1:3]
         launch = functools.partial(launch, scales=(take_rows(x_scale, order, rank.shape[1]), w_scale))

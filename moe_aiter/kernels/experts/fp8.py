@@ -254,12 +254,13 @@ def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, ro
         (x8, x_scale), w_scale = quantize_folded(x, w_scale, group_sizes, format), None
     else:
         x8, x_scale = quantize_rows(x, format)
-    launch = hopper.launcher("gmm", "launch_gmm")
+    bind, sizes = hopper.launcher("gmm", "bind_product"), (*x.shape, w8.shape[0])
     for n in column_chunks(out.shape[1], x.shape[0] * x.element_size(), row_bytes):
         rows = x.new_empty(x.shape[0], n.stop - n.start)
         some_bias = None if bias is None else bias[:, n]
         some_scale = None if w_scale is None else w_scale[:, n]
-        launch(rows, x8, w8[:, n].mT, group_sizes, some_bias, x_scale=x_scale, w_scale=some_scale)
+        w, scales = w8[:, n].mT, {"x_scale": x_scale, "w_scale": some_scale}
+        bind(x8, w, sizes, x.dtype)(rows, x8, w, group_sizes, some_bias, **scales)
         launch_unpermute(out[:, n], rows, order, rank, weights)
         del rows  # before the next chunk's
 

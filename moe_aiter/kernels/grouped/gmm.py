@@ -10,10 +10,13 @@ product of the experts forward, and the gradient of x backward:
 The rows (R, N) exist only between the product and the sum, one chunk of their columns at a time.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, takes
+from ...op import Written, binds, define_inplace_op, define_op, gradients, takes
 from ...tuning.aiter_json import tile_of
 from .. import hopper
 from ..base.check import (
@@ -32,11 +35,38 @@ from ..base.check import (
     split_groups,
     wide,
 )
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import TILE_DTYPES, given_or_found, locate, multiply, row_tiles, swizzle, tile_options, walk
 from ..rows.permute import check_plan, launch_unpermute, unpermute_reference
 from ..rows.sums import group_sum
-from .tgmm import fill_gmm, fill_gmm_into, weight_and_bias_gradient, weight_gradient
+from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
+
+# gmm: inputs
+
+
+class GroupedInputs(NamedTuple):
+    """The inputs of the op `gmm`: out[s:e] = lhs[s:e] @ rhs[g] + bias[g] for each group g of rows [s, e)."""
+
+    lhs: Tensor  # (M, K)
+    rhs: Tensor  # (G, K, N)
+    group_sizes: Tensor  # (G,)
+    bias: Tensor | None  # (G, N)
+    dtype: torch.dtype | None = None  # of the result; None: that of lhs
+    tile: tuple[int, ...] = ()  # the numbers of a tile, in place of the tables'
+    programs: int = 0  # as for `walk`
+
+
+class GroupedIntoInputs(NamedTuple):
+    """The inputs of the op `gmm_into`: `gmm` with its result in a tensor that is there."""
+
+    existing_out: Written  # (M, N)
+    lhs: Tensor  # (M, K)
+    rhs: Tensor  # (G, K, N)
+    group_sizes: Tensor  # (G,)
+    bias: Tensor | None  # (G, N)
+    tile: tuple[int, ...] = ()
+    programs: int = 0
+
 
 # gmm: reference
 
@@ -113,106 +143,111 @@ def gmm_kernel(
 # gmm: launcher
 
 
-def check_gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
-    check_shape("lhs", lhs, "M", "K")
-    check_shape("rhs", rhs, "G", "K", "N")
-    G, K, N = rhs.shape
-    check_size("lhs is (M, K={})", lhs.shape[1], "rhs is (G, K={}, N)", K)
-    check_float(lhs=lhs, rhs=rhs)
-    check_groups(group_sizes, lhs, "lhs", rhs=rhs, bias=bias)
-    check_size("group_sizes is ({},)", group_sizes.shape[0], "rhs is (G={}, K, N)", G)
-    if bias is not None and (bias.shape != (G, N) or bias.dtype not in FLOATS):
-        raise ValueError(f"bias must be floating (G={G}, N={N}), but it is {bias.dtype} {tuple(bias.shape)}")
+def check_gmm(i: GroupedInputs | GroupedIntoInputs) -> None:
+    check_shape("lhs", i.lhs, "M", "K")
+    check_shape("rhs", i.rhs, "G", "K", "N")
+    G, K, N = i.rhs.shape
+    check_size("lhs is (M, K={})", i.lhs.shape[1], "rhs is (G, K={}, N)", K)
+    check_float(lhs=i.lhs, rhs=i.rhs)
+    check_groups(i.group_sizes, i.lhs, "lhs", rhs=i.rhs, bias=i.bias)
+    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "rhs is (G={}, K, N)", G)
+    if i.bias is not None and (i.bias.shape != (G, N) or i.bias.dtype not in FLOATS):
+        found = f"{i.bias.dtype} {tuple(i.bias.shape)}"
+        raise ValueError(f"bias must be floating (G={G}, N={N}), but it is {found}")
 
 
-def new_gmm(lhs, rhs, group_sizes, bias, dtype, tile, programs):
-    check_gmm(lhs, rhs, group_sizes, bias)
-    return lhs.new_empty(lhs.shape[0], rhs.shape[2], dtype=dtype)
+def new_gmm(i: GroupedInputs) -> Tensor:
+    check_gmm(i)
+    return i.lhs.new_empty(i.lhs.shape[0], i.rhs.shape[2], dtype=i.dtype)
 
 
-def check_gmm_into(out, lhs, rhs, group_sizes, bias, tile, programs):
-    check_gmm(lhs, rhs, group_sizes, bias)
-    expected = lhs.shape[0], rhs.shape[2]
+def check_gmm_into(i: GroupedIntoInputs) -> None:
+    check_gmm(i)
+    out, expected = i.existing_out, (i.lhs.shape[0], i.rhs.shape[2])
     if out.shape != expected or out.dtype not in FLOATS:
         raise ValueError(
             f"existing_out must be floating (M, N) = {tuple(expected)}, "
             f"but it is {out.dtype} {tuple(out.shape)}"
         )
-    check_device(lhs=lhs, existing_out=out)
+    check_device(lhs=i.lhs, existing_out=out)
     check_own_memory("existing_out", out)
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_gmm(
-    out, x, w, group_sizes, bias, dtype=None, tile=(), programs=0, zero_rest=True
-):  # fmt: skip
-    (M, N), (G, K, _) = out.shape, w.shape
-    config, amd = given_or_found(tile, "gmm", x.dtype, M, N, K, G)
+def bind_gmm(i: GroupedInputs) -> Callable:
+    """For a contiguous result.  Like it, `lhs` may be a temporary: bind with any tensor of its metadata."""
+    return bind_product(i, (i.rhs.shape[2], 1), zero_rest=True)
+
+
+@binds
+@takes(*TILE_DTYPES)
+def bind_gmm_into(i: GroupedIntoInputs) -> Callable:
+    return bind_product(i, i.existing_out.stride(), zero_rest=False)
+
+
+def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, zero_rest: bool) -> Callable:
+    (M, _), (G, K, N) = i.lhs.shape, i.rhs.shape
+    config, amd = given_or_found(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
     tiles_m = row_tiles(M, G, config.block_m)
-    grid, persistent = walk(tiles_m * cdiv(N, config.block_n), programs, x)
-    gmm_kernel[grid](
-        x, w, bias, out, group_sizes.contiguous(), M, N, K, G, tiles_m,
-        x.stride(), w.stride(), (0, 0) if bias is None else bias.stride(), out.stride(),
-        ZERO_REST=zero_rest, PERSISTENT=persistent,
+    grid, persistent = walk(tiles_m * cdiv(N, config.block_n), i.programs, i.lhs)
+    kernel = bind_kernel(
+        gmm_kernel, grid, ZERO_REST=zero_rest, PERSISTENT=persistent,
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config, amd),
     )  # fmt: skip
-
-
-@takes(*TILE_DTYPES)
-def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs):
-    launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)
+    bias_strides = (0, 0) if i.bias is None else i.bias.stride()
+    numbers = M, N, K, G, tiles_m, i.lhs.stride(), i.rhs.stride(), bias_strides, out_strides
+    return lambda out, i: kernel(i.lhs, i.rhs, i.bias, out, i.group_sizes.contiguous(), *numbers)
 
 
 # gmm: op
 
 
-def save_gmm(ctx, inputs, output):
-    lhs, rhs, group_sizes, bias, *_ = inputs
-    ctx.save_for_backward(lhs, rhs, group_sizes)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def save_gmm(ctx, i: GroupedInputs, output):
+    ctx.save_for_backward(i.lhs, i.rhs, i.group_sizes)
+    ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
 
 def backward_gmm(ctx, dout):
     lhs, rhs, group_sizes = ctx.saved_tensors
     dlhs = drhs = dbias = None
-    need_lhs, need_rhs, _, need_bias, *others = ctx.needs_input_grad
-    dout = dout.to(lhs.dtype)
-    if need_lhs:
+    needs, dout = GroupedInputs(*ctx.needs_input_grad), dout.to(lhs.dtype)
+    if needs.lhs:
         dlhs = gmm_op(dout, rhs.mT, group_sizes, None)
-    if need_rhs and need_bias:
+    if needs.rhs and needs.bias:
         drhs, dbias = weight_and_bias_gradient(rhs, lhs, dout, group_sizes)
-    elif need_rhs:
+    elif needs.rhs:
         drhs = weight_gradient(rhs, None, lhs, dout, group_sizes)
-    elif need_bias:
+    elif needs.bias:
         dbias = group_sum(dout, group_sizes)
     dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
-    return dlhs, drhs, None, dbias, *(None for _ in others)
+    return gradients(GroupedInputs, lhs=dlhs, rhs=drhs, bias=dbias)
 
 
-def check_gmm_values(lhs, rhs, group_sizes, *_):
-    check_plan_values(len(lhs), group_sizes)
+def check_gmm_values(i: GroupedInputs | GroupedIntoInputs) -> None:
+    check_plan_values(len(i.lhs), i.group_sizes)
 
 
 gmm_op = define_op(
-    "gmm(Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
-    "ScalarType? dtype=None, int[] tile=[], int programs=0) -> Tensor",
+    "gmm",
+    GroupedInputs,
     new=new_gmm,
-    reference=gmm_reference,
+    reference=lambda i: gmm_reference(*i),
     torch=fill_gmm,
     check_values=check_gmm_values,
-    triton=launch_gmm,
-    hopper=hopper.launch_gmm,
+    triton=bind_gmm,
+    hopper=hopper.bind_gmm,
     backward=backward_gmm,
     save=save_gmm,
 )
 gmm_into_op = define_inplace_op(
-    "gmm_into(Tensor(a!) existing_out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? bias, "
-    "int[] tile=[], int programs=0) -> ()",
+    "gmm_into",
+    GroupedIntoInputs,
     check=check_gmm_into,
-    check_values=lambda out, *inputs: check_gmm_values(*inputs),
-    reference=fill_gmm_into,
-    triton=launch_gmm_into,
-    hopper=hopper.launch_gmm_into,
+    check_values=check_gmm_values,
+    reference=lambda i: fill_gmm(i.existing_out, i.lhs, i.rhs, i.group_sizes, i.bias, zero_rest=False),
+    triton=bind_gmm_into,
+    hopper=hopper.bind_gmm_into,
 )
 
 

@@ -82,10 +82,6 @@ def fill_gmm(out, lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0, 
         rest.zero_()
 
 
-def fill_gmm_into(out, lhs, rhs, group_sizes, bias, tile, programs):
-    fill_gmm(out, lhs, rhs, group_sizes, bias, zero_rest=False)
-
-
 def fill_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False):
     x = take_rows(x, order, top_k)
     x, y = (y, x) if columns_first else (x, y)

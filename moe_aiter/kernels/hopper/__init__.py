@@ -197,8 +197,8 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
 
 bind_gemm = implementation("gemm", "bind_gemm", fits_gemm)
 bind_gemm.wants, bind_gemm.tiles = wants_gemm("hopper"), ("hopper_gemm", "hopper_few_rows", "gemm_row")
-launch_gmm = implementation("gmm", "launch_gmm", fits_gmm)
-launch_gmm_into = implementation("gmm", "launch_gmm_into", fits_gmm_into)
+bind_gmm = implementation("gmm", "bind_gmm", fits_gmm)
+bind_gmm_into = implementation("gmm", "bind_gmm_into", fits_gmm_into)
 launch_masked_gmm = implementation("gmm", "launch_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
 launch_segments = implementation("gmm", "launch_segments", fits_segments)
 launch_expert_up = implementation("up", "launch_expert_up", fits_expert_up)

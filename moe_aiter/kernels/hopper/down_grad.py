@@ -336,6 +336,6 @@ def launch_down_grad(
         R, E, N // 8, K, dout.stride(0) * dout.itemsize // 16,
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_A=need_a, TOP_K=rank.shape[1],
         LAYOUTS=layouts(dout.dtype, z.dtype, c, interleaved), BLOCK_G=block_g(E),
-        SPAN=span_of(dout, c, dz), PROGRAMS=programs, **tile_options(c),
+        SPAN=span_of(dout, c, dz.dtype), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sum_parts(parts, rank, ds)

@@ -104,11 +104,12 @@ def kernel_functions(act: activations.Activation) -> dict[str, Callable | None]:
 ENOUGH_FOR_BFLOAT16 = 256  # products summed with some 14 bits: a quarter of that dtype's own rounding
 
 
-def span_of(x: Tensor, c: Config, out: Tensor) -> int:
-    """How many stages the tensor core sums before float32 adds: 0, all of them, unless x is 8-bit floats."""
+def span_of(x: Tensor, c: Config, dtype: torch.dtype) -> int:
+    """How many stages the tensor core sums before float32 adds, for a result of this dtype: 0, all of them,
+    unless x is 8-bit floats."""
     if x.itemsize > 1 or x.dtype == torch.int8:
         return 0
-    most = ENOUGH_FOR_BFLOAT16 if out.dtype == torch.bfloat16 else MOST_IMPRECISE.value
+    most = ENOUGH_FOR_BFLOAT16 if dtype == torch.bfloat16 else MOST_IMPRECISE.value
     span = most // c.block_k
     # or the last sum would wait for a stage that never comes
     return 1 if cdiv(x.shape[-1], c.block_k) % span else span

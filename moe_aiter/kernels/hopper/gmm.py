@@ -1,13 +1,13 @@
 """Grouped and masked grouped matmul on Hopper; see ../grouped/gmm.py and ../grouped/masked_gmm.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ... import tuning
 from ..base.check import take_rows
-from ..base.launch import num_programs
+from ..base.launch import bind_kernel, num_programs
 from .epilogue import Scales, multiply_parts, span_of
 from .gluon import (
     beside_groups,
@@ -124,48 +124,61 @@ def gmm_consumer(
 # gmm: launcher
 
 
-def launch_gmm(
-    out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
-    dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0,
-    numbers: Tensor | None = None, zero_rest: bool = True,
-    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
-    *, indptr: bool = False,
-) -> None:  # fmt: skip
-    """With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
+def bind_gmm(i) -> Callable:
+    return bind_grouped(i, i.dtype or i.lhs.dtype, zero_rest=True)
 
+
+def bind_gmm_into(i) -> Callable:
+    return bind_grouped(i, i.existing_out.dtype, zero_rest=False)
+
+
+def bind_grouped(i, dtype: torch.dtype, zero_rest: bool) -> Callable:
+    """`i`: the inputs of `gmm` or of `gmm_into`."""
+    sizes = *i.lhs.shape, i.group_sizes.shape[0]
+    product = bind_product(i.lhs, i.rhs, sizes, dtype, programs=i.programs, zero_rest=zero_rest)
+    return lambda out, i: product(out, i.lhs, i.rhs, i.group_sizes, i.bias)
+
+
+def bind_product(
+    x: Tensor, w: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype,
+    *, programs: int = 0, zero_rest: bool = True, indptr: bool = False,
+) -> Callable[..., None]:  # fmt: skip
+    """Return `product(out, x, w, group_sizes, bias, numbers, x_scale, w_scale)` for M, K and G of these sizes
+    and a result of this dtype.  x may have other rows than the x that the product is given.
+
+    With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
     Rows past the groups become zeros, or without `zero_rest` stay as they are.  x and w of 8 bits, the
     latter K-major, have scales in float32, x_scale (M,) and w_scale (G, N).  With `indptr`, `group_sizes` are
     G rows: where the first group begins, and where each ends.
     """
-    (M, K), (W, _, N), G = x.shape, w.shape, group_sizes.shape[0]
-    rows = w.stride(2) != 1
-    matrices = w.mT if rows else w
-    flat, group_rows = flatten(matrices)
+    (M, K, G), (W, _, N), rows = sizes, w.shape, w.stride(2) != 1
     c = tuning.lookup("hopper_gmm" + kind_of(x), x.dtype, M, N, K, G)
     c = beside_groups(c, c.block_m * c.store_n, G, x.itemsize)
+    w_box = (c.block_n, c.block_k) if rows else (c.block_k, c.block_n)
     programs = programs or num_programs(x)
-    gmm_kernel[(programs,)](
-        descriptor(x, c.block_m, c.block_k),
-        descriptor(flat, *((c.block_n, c.block_k) if rows else (c.block_k, c.block_n))),
-        group_rows,
-        None if numbers is None else numbers.contiguous(),
-        None if bias is None else bias.contiguous(),
-        ragged_descriptor(out, c.block_m // 2, c.store_n),
-        group_sizes.contiguous(), x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
-        M, G, None if numbers is None and not indptr else W, N, K,
-        ZERO_REST=zero_rest, INDPTR=indptr, LAYOUT="rows" if rows else "columns",
-        STORES=c.block_n // c.store_n, SPAN=span_of(x, c, out),
+    kernel = bind_kernel(
+        gmm_kernel, (programs,), ZERO_REST=zero_rest, INDPTR=indptr, LAYOUT="rows" if rows else "columns",
+        STORES=c.block_n // c.store_n, SPAN=span_of(x, c, dtype),
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
+    def product(out, x, w, group_sizes, bias=None, numbers=None, x_scale=None, w_scale=None):
+        flat, group_rows = flatten(w.mT if rows else w)
+        kernel(
+            descriptor(x, c.block_m, c.block_k), descriptor(flat, *w_box), group_rows,
+            None if numbers is None else numbers.contiguous(), None if bias is None else bias.contiguous(),
+            ragged_descriptor(out, c.block_m // 2, c.store_n), group_sizes.contiguous(),
+            x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
+            M, G, None if numbers is None and not indptr else W, N, K,
+        )  # fmt: skip
 
-def launch_gmm_into(out, x, w, group_sizes, bias, tile, programs) -> None:
-    launch_gmm(out, x, w, group_sizes, bias, None, tile, programs, zero_rest=False)
+    return product
 
 
 def launch_segments(out, x, w, lens, indptr, numbers, zero_rest) -> None:
-    bounds, flags = lens if indptr is None else indptr, {"zero_rest": zero_rest, "indptr": indptr is not None}
-    launch_gmm(out, x, w, bounds, None, numbers=numbers, **flags)
+    bounds = lens if indptr is None else indptr
+    flags = {"zero_rest": zero_rest, "indptr": indptr is not None}
+    bind_product(x, w, (*x.shape, bounds.shape[0]), out.dtype, **flags)(out, x, w, bounds, numbers=numbers)
 
 
 def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype) -> None:
@@ -173,7 +186,8 @@ def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top
     rows = take_rows(x.view(torch.int64), order, top_k).view(x.dtype)
     x_scale = None if x_scale is None else take_rows(x_scale, order, top_k).contiguous()
     w_scale = None if w_scale is None else w_scale.contiguous()
-    launch_gmm(out, rows, w, group_sizes, bias, x_scale=x_scale, w_scale=w_scale)
+    product = bind_product(rows, w, (*rows.shape, w.shape[0]), dtype)
+    product(out, rows, w, group_sizes, bias, x_scale=x_scale, w_scale=w_scale)
 
 
 # masked_gmm: kernel
@@ -288,7 +302,7 @@ def launch_masked_gmm(
         x_scale, w_scale, *scales, None if bias is None else bias.contiguous(),
         None if group_sizes is None else group_sizes.contiguous(),
         G, M, N, K,
-        SPAN=span_of(x, c, out), STORES=c.block_n // c.store_n,
+        SPAN=span_of(x, c, out.dtype), STORES=c.block_n // c.store_n,
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 

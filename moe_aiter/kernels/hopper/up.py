@@ -207,5 +207,5 @@ def launch_expert_up(
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, WRITE_A=a is not None,
         TOP_K=rank.shape[1], A_LAYOUT=shared_layout(x.dtype, c.block_m, c.block_k),
         FLAT=shared_layout(gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
-        SPAN=span_of(x, c, z), PROGRAMS=programs, **tile_options(c),
+        SPAN=span_of(x, c, z.dtype), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
