@@ -17,9 +17,7 @@ The first use of a region raises RuntimeError if torch's own checkpoints are not
 Where a repetition asks for more than the first run decided, a decision is taken anew.
 """
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,21 +94,6 @@ def current_pass() -> Pass:
         return ALONE
     check_checkpoints()
     return Pass(*checkpoint_regions(task, within, hooked))
-
-
-def once(launch: Callable) -> Callable:
-    """For a compiled graph, the launcher of an op: `launch(out, logits, *how, given)`, ids last in `out`.
-
-    Nothing but its ops runs in one, so the op has to see for itself whether it is a repetition.
-    """
-
-    @functools.wraps(launch)
-    def run(out, logits, *how):
-        here = current_pass()
-        launch(out, logits, *how, here.recall("experts", *out[-1].shape))
-        here.keep("experts", out[-1], logits.shape[1])
-
-    return run
 
 
 def always_save(op: str) -> None:

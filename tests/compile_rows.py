@@ -19,7 +19,7 @@ from moe_aiter.kernels.quantize.rows import (
     launch_quantize_rows_and_amax,
 )
 from moe_aiter.kernels.rows.permute import bind_permute, bind_row_dots, bind_unpermute
-from moe_aiter.kernels.rows.route import launch_route, launch_route_backward
+from moe_aiter.kernels.rows.route import bind_route, bind_route_backward
 from moe_aiter.kernels.rows.sort import launch_sort
 from moe_aiter.kernels.rows.sums import bind_group_sum, bind_weigh_rows
 from moe_aiter.kernels.rows.topk import launch_topk
@@ -51,14 +51,15 @@ def run_route(num_experts, k, sigmoid, renormalize, need_scores=True, given=Fals
     scores, *rest = routed(num_experts, k)
     out = scores if need_scores else scores[:0], *rest
     ids = new(4096, k, dtype=torch.int16) if given else None
-    launch_route(out, logits, k, sigmoid, renormalize, 1.0, need_scores, ids)
+    launcher("route", bind_route)(out, logits, k, sigmoid, renormalize, 1.0, need_scores, ids)
 
 
 def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_weights=True):
     scores, weights, ids = routed(num_experts, k)
     grads = weights if of_weights else None, scores if of_scores else None
     saved = weights, ids, scores if sigmoid or not renormalize else None
-    launch_route_backward(new(*scores.shape), *saved, *grads, num_experts, sigmoid, renormalize, 1.0)
+    rest = *saved, *grads, num_experts, sigmoid, renormalize, 1.0
+    launcher("route_backward", bind_route_backward)(new(*scores.shape), *rest)
 
 
 def run_permute(dtype, weighted):

@@ -16,20 +16,61 @@ so they are freed as soon as nothing refers to them.  Forward and backward take 
 checkpointing; see replay.py.  In a compiled graph it is an op.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...op import copy_into, define_op, takes
+from ...op import IMPLS, binds, bound, define_op, gradients, takes
 from ...private_api import is_transformed, softmax_gradient
-from ...replay import always_save, current_pass, once
+from ...replay import always_save, current_pass
 from ..base.check import check_device, check_finite, check_float, check_shape, wide
 from ..base.host import array, ext, host, num_threads
-from ..base.launch import jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import dense
 from .topk import NO_KEY, from_key, row_tile, take_given, take_highest, to_key, topk_reference
 
 EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
+
+
+class RouteBackwardInputs(NamedTuple):
+    """The inputs of the op `route_backward`: the gradient of the logits (T, E)."""
+
+    weights: Tensor  # (T, k)
+    expert_ids: Tensor  # (T, k)
+    scores: Tensor | None  # (T, E); None for a renormalised softmax
+    dweights: Tensor | None  # (T, k)
+    dscores: Tensor | None  # (T, E)
+    num_experts: int
+    sigmoid: bool
+    renormalize: bool
+    scale: float
+
+
+class RouteInputs(NamedTuple):
+    """The inputs of the op `route`: the scores, and the weights and numbers of the chosen experts."""
+
+    logits: Tensor  # (T, E)
+    top_k: int
+    sigmoid: bool
+    renormalize: bool
+    scale: float
+    need_scores: bool
+    given: Tensor | None = None  # (T, k)
+
+
+# the inputs of the op `route_once`, which looks for `given` itself
+RouteOnceInputs = NamedTuple("RouteOnceInputs", list(RouteInputs.__annotations__.items())[:-1])
+
+
+class DecideInputs(NamedTuple):
+    """The inputs of the op `decide`: `made`, or what was decided before."""
+
+    made: Tensor
+    what: str
+    below: int
 
 
 # route_backward: reference
@@ -138,57 +179,52 @@ def row_tile_of_k(num_tokens: int, num_experts: int, top_k: int) -> tuple[tuple[
     return grid, tile | {"K": top_k, "BLOCK_K": next_power_of_2(top_k), "EPSILON": EPSILON}
 
 
-def new_route_backward(
-    weights: Tensor,
-    ids: Tensor,
-    scores: Tensor | None,
-    dweights: Tensor | None,
-    dscores: Tensor | None,
-    num_experts: int,
-    sigmoid: bool,
-    renormalize: bool,
-    scale: float,
-) -> Tensor:
-    check_shape("weights", weights, "T", "k")
-    check_float(weights=weights, scores=scores, dweights=dweights, dscores=dscores)
-    check_device(weights=weights, expert_ids=ids, scores=scores, dweights=dweights, dscores=dscores)
-    if dweights is None and dscores is None:
+def new_route_backward(i: RouteBackwardInputs) -> Tensor:
+    floats = {"weights": i.weights, "scores": i.scores, "dweights": i.dweights, "dscores": i.dscores}
+    check_shape("weights", i.weights, "T", "k")
+    check_float(**floats)
+    check_device(**floats, expert_ids=i.expert_ids)
+    if i.dweights is None and i.dscores is None:
         raise ValueError("there is neither dweights nor dscores")
-    if (scores is None) != (renormalize and not sigmoid) or (scores is None and dscores is not None):
+    if (i.scores is None) != (i.renormalize and not i.sigmoid) or (
+        i.scores is None and i.dscores is not None
+    ):
         raise ValueError("scores belong to every mode but the renormalised softmax, which takes no dscores")
-    dlogits = weights.new_empty(weights.shape[0], num_experts)
+    dlogits = i.weights.new_empty(i.weights.shape[0], i.num_experts)
     for name, x, like in (
-        ("expert_ids", ids, weights),
-        ("scores", scores, dlogits),
-        ("dweights", dweights, weights),
-        ("dscores", dscores, dlogits),
+        ("expert_ids", i.expert_ids, i.weights),
+        ("scores", i.scores, dlogits),
+        ("dweights", i.dweights, i.weights),
+        ("dscores", i.dscores, dlogits),
     ):
         if x is not None and x.shape != like.shape:
             raise ValueError(f"{name} is {tuple(x.shape)} but it needs {tuple(like.shape)}")
     return dlogits
 
 
+@binds
 @takes(torch.float32)
-def launch_route_backward(
-    dlogits, weights, ids, scores, dweights, dscores, num_experts, sigmoid, renormalize, scale
-):
-    num_tokens, top_k = weights.shape
-    grid, tile = row_tile_of_k(num_tokens, num_experts, top_k)
-    strides = [(0, 0) if d is None else d.stride() for d in (dweights, dscores)]
-    route_backward_kernel[grid](
-        weights.contiguous(), ids.contiguous(), None if scores is None else scores.contiguous(),
-        dweights, dscores, dlogits, num_tokens, num_experts, scale, inverse(scale), *strides,
-        SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
-    )  # fmt: skip
+def bind_route_backward(i: RouteBackwardInputs) -> Callable:
+    num_tokens, top_k = i.weights.shape
+    grid, tile = row_tile_of_k(num_tokens, i.num_experts, top_k)
+    kernel = bind_kernel(route_backward_kernel, grid, SIGMOID=i.sigmoid, RENORMALIZE=i.renormalize, **tile)
+    strides = [(0, 0) if d is None else d.stride() for d in (i.dweights, i.dscores)]
+    numbers = num_tokens, i.num_experts, i.scale, inverse(i.scale), *strides
+
+    def launch(dlogits, i):
+        saved = dense(i.weights, i.expert_ids, i.scores)
+        kernel(*saved, i.dweights, i.dscores, dlogits, *numbers)
+
+    return launch
 
 
 # route_backward: op
 route_backward_op = define_op(
-    "route_backward(Tensor weights, Tensor expert_ids, Tensor? scores, Tensor? dweights, Tensor? dscores,"
-    " int num_experts, bool sigmoid, bool renormalize, float scale) -> Tensor",
+    "route_backward",
+    RouteBackwardInputs,
     new=new_route_backward,
     torch=route_backward_reference,
-    triton=launch_route_backward,
+    triton=bind_route_backward,
     host=host(route_backward_reference),
 )
 
@@ -289,44 +325,40 @@ def softmax(z):
 
 
 # route: launcher
-def new_route(
-    logits: Tensor,
-    top_k: int,
-    sigmoid: bool,
-    renormalize: bool,
-    scale: float,
-    need_scores: bool,
-    given: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_shape("logits", logits, "T", "E")
-    if logits.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"logits must be float32 or float64, not {logits.dtype}")
-    check_finite(scale=scale)
-    num_tokens, num_experts = logits.shape
+def new_route(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
+    check_shape("logits", i.logits, "T", "E")
+    if i.logits.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"logits must be float32 or float64, not {i.logits.dtype}")
+    check_finite(scale=i.scale)
+    (num_tokens, num_experts), top_k = i.logits.shape, i.top_k
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={num_experts}); top_k must be from 1 to E")
-    if given is not None:
-        check_device(logits=logits, given=given)
-        if given.shape != (num_tokens, top_k):
-            raise ValueError(f"given is {tuple(given.shape)} but must be {(num_tokens, top_k)}")
-    written = num_tokens if writes_scores(sigmoid, renormalize, need_scores) else 0
-    scores, weights = logits.new_empty(written, num_experts), logits.new_empty(num_tokens, top_k)
-    return scores, weights, logits.new_empty(num_tokens, top_k, dtype=torch.int64)
+    if i.given is not None:
+        check_device(logits=i.logits, given=i.given)
+        if i.given.shape != (num_tokens, top_k):
+            raise ValueError(f"given is {tuple(i.given.shape)} but must be {(num_tokens, top_k)}")
+    written = num_tokens if writes_scores(i.sigmoid, i.renormalize, i.need_scores) else 0
+    scores, weights = i.logits.new_empty(written, num_experts), i.logits.new_empty(num_tokens, top_k)
+    return scores, weights, i.logits.new_empty(num_tokens, top_k, dtype=torch.int64)
+
+
+@binds
+@takes(torch.float32)
+def bind_route(i: RouteInputs) -> Callable:
+    grid, tile = row_tile_of_k(*i.logits.shape, i.top_k)
+    kernel = bind_kernel(route_kernel, grid, SIGMOID=i.sigmoid, RENORMALIZE=i.renormalize, **tile)
+    numbers = *i.logits.shape, i.scale, i.logits.stride()
+
+    def launch(out, i):
+        scores, weights, ids = out
+        given = None if i.given is None else i.given.contiguous()
+        kernel(i.logits, scores if scores.numel() else None, weights, ids, given, *numbers)
+
+    return launch
 
 
 @takes(torch.float32)
-def launch_route(out, logits, top_k, sigmoid, renormalize, scale, need_scores, given=None):
-    scores, weights, ids = out
-    grid, tile = row_tile_of_k(*logits.shape, top_k)
-    given = None if given is None else given.contiguous()
-    route_kernel[grid](
-        logits, scores if scores.numel() else None, weights, ids, given, *logits.shape, scale,
-        logits.stride(), SIGMOID=sigmoid, RENORMALIZE=renormalize, **tile,
-    )  # fmt: skip
-
-
-@takes(torch.float32)
-def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scores, given=None):
+def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scores, given):
     """torch's scores, and the extension's choice."""
     scores, weights, ids = out
     if sigmoid:
@@ -342,13 +374,10 @@ def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scor
 
 
 # route: op
-def save_route(ctx, inputs, output):
-    _, _, *ctx.how, _ = inputs[:6]
-    logits, (scores, weights, ids) = inputs[0], output
-    ctx.rest = (None,) * (len(inputs) - 1)
-    sigmoid, renormalize, _ = ctx.how
-    ctx.num_experts = logits.shape[1]
-    if renormalize and not sigmoid:
+def save_route(ctx, i, output):
+    scores, weights, ids = output
+    ctx.inputs, ctx.num_experts, ctx.how = type(i), i.logits.shape[1], (i.sigmoid, i.renormalize, i.scale)
+    if i.renormalize and not i.sigmoid:
         ctx.save_for_backward(weights, ids, None)
         ctx.mark_non_differentiable(scores, ids)  # see SoftmaxScores
     else:
@@ -362,7 +391,7 @@ def backward_route(ctx, dscores, dweights, dids):
     if dscores is not None or dweights is not None:
         grads = dweights, dscores, ctx.num_experts
         dlogits = route_backward_op(*ctx.saved_tensors, *grads, *ctx.how)
-    return dlogits, *ctx.rest
+    return gradients(ctx.inputs, logits=dlogits)
 
 
 class SoftmaxScores(torch.autograd.Function):
@@ -384,28 +413,49 @@ def needs_own_gradient() -> bool:
     return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and is_transformed())
 
 
-def fill_route(out, *inputs):
-    copy_into(out, route_reference(*inputs))
-
-
-HOW = "Tensor logits, int top_k, bool sigmoid, bool renormalize, float scale, bool need_scores"
-RESULT = "(Tensor, Tensor, Tensor)"
-GRADIENT = {"save": save_route, "backward": backward_route}
 route_op = define_op(
-    f"route({HOW}, Tensor? given=None) -> {RESULT}",
+    "route",
+    RouteInputs,
+    outputs=3,
     new=new_route,
-    torch=fill_route,
-    triton=launch_route,
+    reference=lambda i: route_reference(*i),
+    triton=bind_route,
     host=host(launch_route_host),
-    **GRADIENT,
+    save=save_route,
+    backward=backward_route,
 )
+
+
+def once(impl: Callable) -> Callable:
+    """Return an implementation of `route` as one of `route_once`, for a compiled graph.
+
+    Nothing but its ops runs in one, so the op has to see for itself whether it is a repetition.
+    """
+
+    @binds
+    @functools.wraps(impl)  # and what it takes
+    def bind(i: RouteOnceInputs) -> Callable:
+        first, again = (bound(impl, RouteInputs(*i)) for _ in range(2))
+
+        def launch(out, i):
+            here, ids = current_pass(), out[-1]
+            given = here.recall("experts", *ids.shape)
+            (first if given is None else again)(out, RouteInputs(*i, given))
+            here.keep("experts", ids, i.logits.shape[1])
+
+        return launch
+
+    return bind
+
+
 route_once_op = define_op(
-    f"route_once({HOW}) -> {RESULT}",
-    new=new_route,
-    torch=once(fill_route),
-    triton=once(launch_route),
-    host=once(launch_route_host) if host(launch_route_host) else None,
-    **GRADIENT,
+    "route_once",
+    RouteOnceInputs,
+    outputs=3,
+    new=lambda i: new_route(RouteInputs(*i)),
+    save=save_route,
+    backward=backward_route,
+    **{backend: once(impl) for backend, impl in IMPLS["route"].items()},
 )
 always_save("moe_aiter::route_once")
 
@@ -446,24 +496,22 @@ def choose_experts(
 
 
 # decide: reference
-def decide_reference(made: Tensor, what: str, below: int) -> Tensor:
+def decide_reference(i: DecideInputs) -> Tensor:
     here = current_pass()
-    decision = here.recall(what, *made.shape)
-    decision = made if decision is None else decision
-    here.keep(what, decision, below)
+    decision = here.recall(i.what, *i.made.shape)
+    decision = i.made if decision is None else decision
+    here.keep(i.what, decision, i.below)
     return decision
 
 
 # decide: op
-def new_decision(made: Tensor, what: str, below: int) -> Tensor:
-    if made.dtype != torch.int64:
-        raise TypeError(f"a decision must be int64, not {made.dtype}")
-    return torch.empty_like(made)
+def new_decision(i: DecideInputs) -> Tensor:
+    if i.made.dtype != torch.int64:
+        raise TypeError(f"a decision must be int64, not {i.made.dtype}")
+    return torch.empty_like(i.made)
 
 
-decide_op = define_op(
-    "decide(Tensor made, str what, int below) -> Tensor", new=new_decision, reference=decide_reference
-)
+decide_op = define_op("decide", DecideInputs, new=new_decision, reference=decide_reference)
 always_save("moe_aiter::decide")
 
 
