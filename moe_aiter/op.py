@@ -411,6 +411,11 @@ def launcher(op: str, impl: Callable) -> Callable:
     return launch
 
 
+def fill(name: str, out: Tensor | tuple[Tensor, ...], *inputs) -> None:
+    """Let the implementation of an op that `pick` chooses fill `out`, without the op's checks."""
+    launcher(name, pick(name, *inputs))(out, *inputs)
+
+
 def pick(name: str, x: Tensor, *rest) -> Callable:
     """Return the forced backend, which never falls back, or the first in ORDER that takes these inputs and
     wants them: an implementation without `wants` wants all that it takes.

@@ -14,6 +14,8 @@ from moe_aiter import tuning
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS as UNGATED
+from moe_aiter.kernels.experts.down import DownGradInputs
+from moe_aiter.kernels.experts.up import UpInputs
 from moe_aiter.kernels.grouped.gmm import GroupedIntoInputs
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
@@ -45,8 +47,8 @@ def run_hopper_up(
     if fp8 is not None:
         x, w = eight_bits(x, fp8), eight_bits(w, fp8)
         scales = new(s.rows, dtype=F32), new(groups, parts * n, dtype=F32)
-    inputs = x, w, b, *plan, activation, interleaved, save_z, None
-    module("up").launch_expert_up((z, a), *inputs, scales=scales)
+    i = UpInputs(x, w, b, *plan, activation, interleaved, save_z, 0, None)
+    module("up").bind_expert_up(i, save_a, dtype)((z, a), i, scales)
 
 
 def run_hopper_down_grad(
@@ -62,8 +64,8 @@ def run_hopper_down_grad(
     if fp8 is not None:
         dout, w = eight_bits(dout, fp8), eight_bits(w.mT.contiguous()).mT
         scales = new(s.rows, dtype=F32), new(len(sizes), s.n, dtype=F32)
-    inputs = dout, z, w, weights, order, rank, sizes, activation, interleaved, need_a
-    module("down_grad").launch_down_grad((dz, a, ds), *inputs, scales=scales)
+    i = DownGradInputs(dout, z, w, weights, order, rank, sizes, activation, interleaved, need_a)
+    module("down_grad").bind_down_grad(i)((dz, a, ds), i, scales)
 
 
 def run_hopper_gmm(

@@ -15,8 +15,8 @@ from moe_aiter.kernels.base.tile import PERSISTENT
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS, bind_gemm
 from moe_aiter.kernels.dense.scaled_gemm import MOST_K, launch_scaled_gemm, launch_scaled_gmm
 from moe_aiter.kernels.experts.adapted import launch_add_low_rank
-from moe_aiter.kernels.experts.down import launch_expert_down_grad
-from moe_aiter.kernels.experts.up import launch_expert_up
+from moe_aiter.kernels.experts.down import DownGradInputs, bind_expert_down_grad
+from moe_aiter.kernels.experts.up import UpInputs, bind_expert_up
 from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind_gmm, bind_gmm_into
 from moe_aiter.kernels.grouped.masked_gmm import launch_masked_gmm
 from moe_aiter.kernels.grouped.segment_gmm import launch_segment_gmm, launch_segment_tgmm
@@ -93,7 +93,8 @@ def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True, s
     width = s.n // get_activation(activation).parts
     z, a = s.new(s.rows, s.n), s.new(s.rows, width) if save_a else None
     x, w, b = s.new(s.rows // TOP_K, s.k), s.new(E, s.n, s.k), s.new(E, s.n) if bias else None
-    launch_expert_up((z, a), x, w, b, *s.plan, activation, interleaved, save_z, None)
+    i = UpInputs(x, w, b, *s.plan, activation, interleaved, save_z, 0, None)
+    bind_expert_up(i, save_a)((z, a), i)
 
 
 def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
@@ -101,10 +102,11 @@ def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
     order, rank, group_sizes = s.plan
     z, dz = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n)
     ds, weights = new(*rank.shape, dtype=F32), new(*rank.shape, dtype=F32)
-    launch_expert_down_grad(
-        (dz, s.new(s.rows, s.n), ds), s.new(s.rows // TOP_K, s.k), z, s.new(E, s.k, s.n),
+    i = DownGradInputs(
+        s.new(s.rows // TOP_K, s.k), z, s.new(E, s.k, s.n),
         weights, order, rank, group_sizes, activation, interleaved, need_a,
     )  # fmt: skip
+    bind_expert_down_grad(i)((dz, s.new(s.rows, s.n), ds), i)
 
 
 def run_segment_gmm(s, dtype=None, indices=True, segments=E):

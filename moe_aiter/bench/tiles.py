@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import tuning
 from ..kernels import hopper
-from ..kernels.base.check import take_rows
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
 from ..kernels.grouped import tgmm_fp8
 from ..kernels.grouped.gmm import column_chunks
@@ -179,14 +178,13 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     """
     if op == "gmm":
         w, *after = rest
-        w, before, launch, fits = w.mT, (), ("gmm", "bind_product"), hopper.fits_home_fp8(x, w.mT)
+        w, fits = w.mT, hopper.fits_home_fp8(x, w.mT)
     elif op == "expert_up":
         w, *after = rest
-        before, launch = (), ("up", "launch_expert_up")
-        fits = hopper.fits_up_fp8(x, None, w, None, *after, x.dtype)
+        fits = hopper.fits_up_fp8(x, None, w, None, *after[:-2], x.dtype)
     elif op == "expert_down_grad":
         z, w, *after = rest
-        w, before, launch = w.mT, (z,), ("down_grad", "launch_down_grad")
+        w = w.mT
         fits = hopper.fits_down_grad_fp8(x, None, z, w)
     elif op == "tgmm":
         y, *plan, columns_first = rest
@@ -199,14 +197,14 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     if not fits:
         return None
     (x8, x_scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
-    launch = hopper.launcher(*launch)
     if op == "gmm":
-        bind, sizes, scales = launch, (*x.shape, w.shape[0]), (None, x_scale, w_scale)
+        bind, sizes, scales = hopper.launcher("gmm", "bind_product"), (*x.shape, w.shape[0]), (None, x_scale, w_scale)
         launch = lambda out, *given: bind(x8, w8.mT, sizes, x.dtype)(out, *given, *scales)  # noqa: E731
-    else:
-        order, rank = after[1:3]
-        launch = functools.partial(launch, scales=(take_rows(x_scale, order, rank.shape[1]), w_scale))
-    return launch, (x8, *before, w8 if op == "expert_up" else w8.mT, *after)
+        return launch, (x8, w8.mT, *after)
+    launch = launcher(f"{op}_fp8", IMPLS[f"{op}_fp8"]["hopper"])
+    if op == "expert_up":
+        return launch, (x8, x_scale, w8, w_scale, *after[:-2], x.dtype)
+    return launch, (x8, x_scale, z, w8, w_scale, *after)
 
 
 def distinct_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
@@ -256,7 +254,7 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
 
     chunks_of_y, chunks_of_dx = distinct_chunks(shape, dtype)
     return [
-        ("up", "expert_up", 2, (new_z, new_a), (x, gate_up, None, *plan, *act, None)),
+        ("up", "expert_up", 2, (new_z, new_a), (x, gate_up, None, *plan, *act, 0, None)),
         *in_chunks("down", 1, sa, down.mT, chunks_of_y),
         ("dz", "expert_down_grad", 1, grad, (dout, z, down, weights, *plan, *act)),
         *in_chunks("dx", 2, dz, gate_up, chunks_of_dx),

@@ -17,7 +17,7 @@ with M rows, G groups, r in, N out.  r is a rank and so short that reading and w
 
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, pick, takes
+from ...op import define_inplace_op, define_op, fill, takes
 from ..base.check import (
     check_device,
     check_float,
@@ -157,7 +157,7 @@ def new_adapted_down(a, w, bias, low, b, routing_weights, order, rank, group_siz
 def launch_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes):
     """By the kernel that gathers, then the adapter in place: two passes over z more instead of four."""
     product = x, w, bias, order, rank, group_sizes, *PLAIN[:2]
-    pick("expert_z", *product)(z, *product)
+    fill("expert_z", z, *product)
     if low is not None:
         add_low_rank_op(z, low, b.mT, group_sizes)
 
@@ -174,7 +174,7 @@ def fill_adapted_down(out, a, w, bias, low, b, routing_weights, order, rank, gro
     if low is not None:
         add_low_rank_op(y, low, b.mT, group_sizes)
     home = y, order, rank, routing_weights
-    pick("unpermute", *home)(out, *home)
+    fill("unpermute", out, *home)
 
 
 @takes(*TILE_DTYPES)

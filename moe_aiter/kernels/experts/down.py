@@ -14,12 +14,22 @@ Each element of dz is made of the same element of z, and of no other, so dz may 
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import copy_into, define_op, is_last_use, is_unwatched, takes
+from ...op import (
+    Written,
+    binds,
+    copy_into,
+    define_op,
+    gradients,
+    is_last_use,
+    is_unwatched,
+    takes,
+)
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import (
@@ -33,11 +43,11 @@ from ..base.check import (
     take_rows,
     wide,
 )
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ..grouped.gmm import gmm_reference, gmm_unpermute_reference, launch_gmm_unpermute
 from ..grouped.tgmm import weight_gradient
-from ..rows.sums import bias_dots, group_sum, sum_parts
+from ..rows.sums import bias_dots, bind_sum_parts, group_sum
 from .glu import glu_backward_reference, glu_reference
 
 EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue fits in registers
@@ -217,77 +227,135 @@ def gated_gradient(
 # launcher
 
 
-def new_expert_down(a, z, down, bias, routing_weights, order, rank, group_sizes, *rest):
-    check_shape("down", down, "E", "H", "I")
-    N, (E, H, w_N) = a.shape[1], down.shape
+class DownInputs(NamedTuple):
+    """The inputs of the op `expert_down`: out of the formula above."""
+
+    a: Tensor  # (R, I)
+    z: Tensor  # (R, width), of which a was made
+    down: Tensor  # (E, H, I)
+    bias: Tensor | None  # (E, H)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    spend_z: bool  # whether backward may write dz over z
+    row_bytes: int | torch.SymInt  # the most for the rows of y
+    main_grad: Tensor | None  # (E, H, I), which the gradient of down is added to
+
+
+class DownGradInputs(NamedTuple):
+    """The inputs of the op `expert_down_grad`: dz, s * f(z) and ds of the formula above."""
+
+    dout: Tensor  # (T, H)
+    z: Tensor  # (R, width)
+    down: Tensor  # (E, H, I)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    need_a: bool  # without it s * f(z) has no rows
+
+
+class DownGradOverZInputs(NamedTuple):
+    """The inputs of `expert_down_grad`, of which z becomes dz."""
+
+    dout: Tensor
+    z: Written
+    down: Tensor
+    routing_weights: Tensor
+    order: Tensor
+    rank: Tensor
+    group_sizes: Tensor
+    activation: str
+    interleaved: bool
+    need_a: bool
+
+
+def new_expert_down(i: DownInputs) -> Tensor:
+    check_shape("down", i.down, "E", "H", "I")
+    N, (E, H, w_N) = i.a.shape[1], i.down.shape
     check_size("gate_up gives I={}", N, "down is (E, H, I={})", w_N)
-    check_float(x=a, down=down)
-    check_routing_weights(routing_weights, rank, a)
-    check_groups(group_sizes, a, down=down, bias=bias, order=order, rank=rank, main_grad=rest[-1])
-    check_size("group_sizes is ({},)", group_sizes.shape[0], "down is (E={}, H, I)", E)
-    if bias is not None and bias.shape != (E, H):
-        raise ValueError(f"down_bias must be (E={E}, H={H}), but it has shape {tuple(bias.shape)}")
-    return a.new_empty(rank.shape[0], H)
+    check_float(x=i.a, down=i.down)
+    check_routing_weights(i.routing_weights, i.rank, i.a)
+    check_groups(
+        i.group_sizes, i.a, down=i.down, bias=i.bias, order=i.order, rank=i.rank, main_grad=i.main_grad
+    )
+    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "down is (E={}, H, I)", E)
+    if i.bias is not None and i.bias.shape != (E, H):
+        raise ValueError(f"down_bias must be (E={E}, H={H}), but it has shape {tuple(i.bias.shape)}")
+    return i.a.new_empty(i.rank.shape[0], H)
 
 
 @takes(*TILE_DTYPES)
-def launch_expert_down(out, a, z, down, bias, routing_weights, order, rank, group_sizes, *rest):
-    *_, row_bytes, _ = rest
-    launch_gmm_unpermute(out, a, down.mT, group_sizes, bias, order, rank, routing_weights, row_bytes)
+def launch_expert_down(out, *inputs):
+    i = DownInputs(*inputs)
+    routing = i.order, i.rank, i.routing_weights
+    launch_gmm_unpermute(out, i.a, i.down.mT, i.group_sizes, i.bias, *routing, i.row_bytes)
 
 
-def new_expert_down_grad(dout, z, *rest):
-    return torch.empty_like(z), *new_beside_dz(dout, z, *rest)
+def new_expert_down_grad(i: DownGradInputs) -> tuple[Tensor, ...]:
+    return torch.empty_like(i.z), *new_beside_dz(i)
 
 
-def new_beside_dz(dout, z, down, routing_weights, order, rank, *rest):
-    a = dout.new_empty(order.shape[0] if rest[-1] else 0, down.shape[2])
-    return a, routing_weights.new_empty(rank.shape, dtype=sum_dtype(z))
+def new_beside_dz(i: DownGradInputs | DownGradOverZInputs) -> tuple[Tensor, Tensor]:
+    a = i.dout.new_empty(i.order.shape[0] if i.need_a else 0, i.down.shape[2])
+    return a, i.routing_weights.new_empty(i.rank.shape, dtype=sum_dtype(i.z))
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_expert_down_grad(
-    out, dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
-):
-    dz, a, ds = out
-    (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
-    s, order, rank, group_sizes = dense(routing_weights.float(), order, rank, group_sizes)
-    config = tuning.lookup("down_grad", dout.dtype, R, N, K, E)
+def bind_expert_down_grad(i: DownGradInputs) -> Callable:
+    (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
+    config = tuning.lookup("down_grad", i.dout.dtype, R, N, K, E)
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)
-    parts = torch.empty(tiles_n, R, dtype=torch.float32, device=dout.device)
-    expert_down_grad_kernel[(tiles_m * tiles_n,)](
-        dout, down, z, s, dz, a if need_a else None, parts, order, group_sizes,
-        R, N, K, E, rank.shape[1], tiles_m, dout.stride(), down.stride(),
-        **act.triton_fns, INTERLEAVED=interleaved, EPILOGUE_N=EPILOGUE_N[interleaved],
+    kernel = bind_kernel(
+        expert_down_grad_kernel, (tiles_m * tiles_n,),
+        **act.triton_fns, INTERLEAVED=i.interleaved, EPILOGUE_N=EPILOGUE_N[i.interleaved],
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
-    sum_parts(parts, rank, ds)
+    numbers = R, N, K, E, i.rank.shape[1], tiles_m, i.dout.stride(), i.down.stride()
+    sum_columns, need_a = bind_sum_parts(tiles_n, R, i.rank.numel()), i.need_a
+
+    def launch(out, i):
+        dz, a, ds = out
+        s, order, rank, group_sizes = dense(i.routing_weights.float(), i.order, i.rank, i.group_sizes)
+        parts = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
+        a = a if need_a else None
+        kernel(i.dout, i.down, i.z, s, dz, a, parts, order, group_sizes, *numbers)
+        sum_columns(parts, rank, ds)
+
+    return launch
 
 
-def over_z(launch: Callable) -> Callable:
-    """The launcher with dz in the place of z."""
+def over_z(bind: Callable) -> Callable:
+    """Return the implementation of `expert_down_grad_over_z` that uses the kernel of `expert_down_grad`."""
 
-    @functools.wraps(launch)  # and what it takes and fits
-    def run(out, dout, z, *rest):
-        launch((z, *out), dout, z, *rest)
+    def bind_over_z(i: DownGradOverZInputs) -> Callable:
+        launch = bind(i)
+        return lambda out, i: launch((i.z, *out), i)
 
-    return run
+    functools.update_wrapper(bind_over_z, bind)  # and what it takes and fits
+    return bind_over_z
 
 
 # op
 
 
-def save_expert_down(ctx, inputs, output):
-    _, *tensors, activation, interleaved, ctx.spend_z, _, main_grad = inputs
-    ctx.save_for_backward(*tensors)
+def save_expert_down(ctx, i: DownInputs, output):
+    ctx.save_for_backward(i.z, i.down, i.bias, i.routing_weights, i.order, i.rank, i.group_sizes)
     # the main gradient is not saved as a tensor: other backward passes may add to it first
-    ctx.rest = activation, interleaved, main_grad
+    ctx.spend_z, ctx.rest = i.spend_z, (i.activation, i.interleaved, i.main_grad)
 
 
 def backward_expert_down(ctx, dout):
-    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:4]
+    saved, needs = ctx.saved_tensors, DownInputs(*ctx.needs_input_grad)
     spend_z = ctx.spend_z and is_last_use(saved[0])
-    return None, *down_gradients(needs, spend_z, dout, saved, *ctx.rest), *[None] * 8
+    found = down_gradients((needs.down, needs.bias), spend_z, dout, saved, *ctx.rest)
+    return gradients(DownInputs, **dict(zip(("z", "down", "bias", "routing_weights"), found, strict=True)))
 
 
 def down_gradients(
@@ -320,33 +388,30 @@ def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
 
 
 expert_down_op = define_op(
-    "expert_down(Tensor a, Tensor z, Tensor down, Tensor? bias, Tensor routing_weights, Tensor order, "
-    "Tensor rank, Tensor group_sizes, str activation, bool interleaved, bool spend_z, "
-    "SymInt row_bytes, Tensor? main_grad) -> Tensor",
+    "expert_down",
+    DownInputs,
     new=new_expert_down,
-    check_values=lambda a, z, down, bias, routing_weights, order, rank, group_sizes, *_: check_plan_values(
-        len(order), group_sizes, order, rank
-    ),
-    reference=expert_down_reference,
+    check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
+    reference=lambda i: expert_down_reference(*i),
     triton=launch_expert_down,
     backward=backward_expert_down,
     save=save_expert_down,
 )
-ARGUMENTS = (
-    "Tensor down, Tensor routing_weights, Tensor order, Tensor rank, Tensor group_sizes, "
-    "str activation, bool interleaved, bool need_a"
-)
 expert_down_grad_op = define_op(
-    f"expert_down_grad(Tensor dout, Tensor z, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    "expert_down_grad",
+    DownGradInputs,
+    outputs=3,
     new=new_expert_down_grad,
-    reference=expert_down_grad_reference,
-    triton=launch_expert_down_grad,
-    hopper=hopper.launch_expert_down_grad,
+    reference=lambda i: expert_down_grad_reference(*i),
+    triton=bind_expert_down_grad,
+    hopper=hopper.bind_expert_down_grad,
 )
 expert_down_grad_over_z_op = define_op(
-    f"expert_down_grad_over_z(Tensor dout, Tensor(a!) z, {ARGUMENTS}) -> (Tensor, Tensor)",
+    "expert_down_grad_over_z",
+    DownGradOverZInputs,
+    outputs=2,
     new=new_beside_dz,
-    torch=over_z(lambda out, *inputs: copy_into(out, expert_down_grad_reference(*inputs))),
-    triton=over_z(launch_expert_down_grad),
-    hopper=over_z(hopper.launch_expert_down_grad),
+    torch=lambda out, *inputs: copy_into((inputs[1], *out), expert_down_grad_reference(*inputs)),
+    triton=over_z(bind_expert_down_grad),
+    hopper=over_z(hopper.bind_expert_down_grad),
 )

@@ -40,13 +40,13 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...derived import Cache, is_keepable
-from ...op import IMPLS, define_op, is_last_use, is_unwatched, pick, saved_tensors
+from ...op import IMPLS, Written, binds, define_op, fill, is_last_use, is_unwatched, pick, saved_tensors
 from ...private_api import is_view
 from .. import hopper
 from ..base.activations import get_activation
@@ -67,10 +67,10 @@ from ..quantize.rows import (
 )
 from ..rows.permute import launch_unpermute, unpermute
 from .cpu import ARGUMENTS
-from .down import down_gradients
+from .down import DownGradInputs, down_gradients
 from .glu import glu
 from .inputs import NUM_INPUTS, ExpertInputs, check_expert_values
-from .up import up_gradients
+from .up import UpInputs, up_gradients
 
 # keep_fp8_weights
 
@@ -202,7 +202,7 @@ def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
 def rounded_up(out, x8, x_scale, w8, w_scale, *rest, op="expert_up", after=(0, None)) -> None:
     *rest, dtype = rest
     inputs = dequantize_rows(x8, x_scale, dtype), dequantize_rows(w8, w_scale, dtype), *rest, *after
-    pick(op, *inputs)(out, *inputs)
+    fill(op, out, *inputs)
 
 
 rounded_z = functools.partial(rounded_up, op="expert_z", after=())
@@ -215,7 +215,7 @@ def rounded_home(out, x, w8, w_scale, *rest) -> None:
     else:
         x, w = rounded(x, format), dequantize_rows(w8, w_scale, x.dtype).mT
     inputs = x, w, *rest
-    pick("gmm_unpermute", *inputs)(out, *inputs)
+    fill("gmm_unpermute", out, *inputs)
 
 
 def rounded_folded(x: Tensor, factor: Tensor, group_sizes: Tensor, format: str) -> Tensor:
@@ -228,7 +228,7 @@ def rounded_folded(x: Tensor, factor: Tensor, group_sizes: Tensor, format: str) 
 def rounded_down_grad(out, dout8, dout_scale, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
     dout, w = dequantize_rows(dout8, dout_scale, z.dtype), dequantize_rows(w8, w_scale, z.dtype).mT
     inputs = dout, z, w, *rest
-    pick(op, *inputs)(out, *inputs)
+    fill(op, out, *inputs)
 
 
 rounded_over_z = functools.partial(rounded_down_grad, op="expert_down_grad_over_z")
@@ -237,16 +237,99 @@ rounded_over_z = functools.partial(rounded_down_grad, op="expert_down_grad_over_
 # experts_fp8: launcher
 
 
-def launch_up(out, x8, x_scale, w8, w_scale, bias, order, rank, *rest) -> None:
-    *rest, _ = rest
-    scales = take_rows(x_scale, order, rank.shape[1]), w_scale
-    launch = hopper.launcher("up", "launch_expert_up")
-    launch(out, x8, w8, bias, order, rank, *rest, scales=scales)
+class UpFp8Inputs(NamedTuple):
+    """The inputs of the op `expert_up_fp8`: those of `expert_up` as 8-bit floats with scales."""
+
+    x8: Tensor  # (T, H)
+    x_scale: Tensor  # (T,)
+    w8: Tensor  # (E, width, H)
+    w_scale: Tensor  # (E, width)
+    bias: Tensor | None  # (E, width)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    save_z: bool
+    dtype: torch.dtype | None  # of z and a
+
+    def as_up(self) -> UpInputs:
+        """Return the inputs of `expert_up` that these stand for, without scales."""
+        return UpInputs(self.x8, self.w8, *self[4:-1], 0, None)
 
 
-def launch_z(z, *inputs) -> None:
-    *inputs, dtype = inputs
-    launch_up((z, None), *inputs, True, dtype)
+class ZFp8Inputs(NamedTuple):
+    """The inputs of the op `expert_z_fp8`: those of `expert_up_fp8`, of which z alone is computed."""
+
+    x8: Tensor
+    x_scale: Tensor
+    w8: Tensor
+    w_scale: Tensor
+    bias: Tensor | None
+    order: Tensor
+    rank: Tensor
+    group_sizes: Tensor
+    activation: str
+    interleaved: bool
+    dtype: torch.dtype | None
+
+    def with_z(self) -> UpFp8Inputs:
+        """Return the inputs of `expert_up_fp8`."""
+        return UpFp8Inputs(*self[:-1], True, self.dtype)
+
+
+class DownGradFp8Inputs(NamedTuple):
+    """The inputs of the op `expert_down_grad_fp8`: `expert_down_grad` of 8-bit floats with scales."""
+
+    dout8: Tensor  # (T, H)
+    dout_scale: Tensor  # (T,)
+    z: Tensor  # (R, width)
+    w8: Tensor  # (E, I, H): columns of down as rows
+    w_scale: Tensor  # (E, I)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    need_a: bool
+
+    def as_down_grad(self) -> DownGradInputs:
+        """Return the inputs of `expert_down_grad` that these stand for, without scales."""
+        return DownGradInputs(self.dout8, self.z, self.w8.mT, *self[5:])
+
+
+class DownGradFp8OverZInputs(NamedTuple):
+    """The inputs of `expert_down_grad_fp8`, of which z becomes dz."""
+
+    dout8: Tensor
+    dout_scale: Tensor
+    z: Written
+    w8: Tensor
+    w_scale: Tensor
+    routing_weights: Tensor
+    order: Tensor
+    rank: Tensor
+    group_sizes: Tensor
+    activation: str
+    interleaved: bool
+    need_a: bool
+
+
+@binds
+def bind_up(i: UpFp8Inputs, write_a: bool = True) -> Callable:
+    launch = hopper.bind_expert_up(i.as_up(), write_a, i.dtype)
+
+    def launch_up(out, i):
+        launch(out, i.as_up(), (take_rows(i.x_scale, i.order, i.rank.shape[1]), i.w_scale))
+
+    return launch_up
+
+
+@binds
+def bind_z(i: ZFp8Inputs) -> Callable:
+    launch = bind_up(i.with_z(), write_a=False)
+    return lambda z, i: launch((z, None), i.with_z())
 
 
 def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, row_bytes, format, fold):
@@ -265,33 +348,39 @@ def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, ro
         del rows  # before the next chunk's
 
 
-def launch_down_grad(out, dout8, dout_scale, z, w8, w_scale, routing_weights, order, rank, *rest) -> None:
-    scales = take_rows(dout_scale, order, rank.shape[1]), w_scale
-    launch = hopper.launcher("down_grad", "launch_down_grad")
-    launch(out, dout8, z, w8.mT, routing_weights, order, rank, *rest, scales=scales)
+@binds
+def bind_down_grad(i: DownGradFp8Inputs) -> Callable:
+    launch = hopper.bind_expert_down_grad(i.as_down_grad())
+
+    def launch_down_grad(out, i):
+        launch(out, i.as_down_grad(), (take_rows(i.dout_scale, i.order, i.rank.shape[1]), i.w_scale))
+
+    return launch_down_grad
 
 
-def launch_over_z(out, dout8, dout_scale, z, *rest) -> None:
-    launch_down_grad((z, *out), dout8, dout_scale, z, *rest)
+@binds
+def bind_over_z(i: DownGradFp8OverZInputs) -> Callable:
+    launch = bind_down_grad(DownGradFp8Inputs(*i))
+    return lambda out, i: launch((i.z, *out), DownGradFp8Inputs(*i))
 
 
 launch_home.takes, launch_home.fits = hopper.DTYPES, hopper.fits_home_fp8
-launch_up.fits = launch_z.fits = hopper.fits_up_fp8
-launch_down_grad.fits = launch_over_z.fits = hopper.fits_down_grad_fp8
+bind_up.fits = bind_z.fits = hopper.fits_up_fp8
+bind_down_grad.fits = bind_over_z.fits = hopper.fits_down_grad_fp8
 
 
 # experts_fp8: op
 
 
-def new_up(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, interleaved, save_z, dtype):
-    R, width, parts = order.shape[0], w8.shape[1], get_activation(activation).parts
-    z = x8.new_empty(R if save_z else 0, width, dtype=dtype)
+def new_up(i: UpFp8Inputs) -> tuple[Tensor, Tensor]:
+    R, width, parts = i.order.shape[0], i.w8.shape[1], get_activation(i.activation).parts
+    z = i.x8.new_empty(R if i.save_z else 0, width, dtype=i.dtype)
     return z, z.new_empty(R, width // parts)
 
 
-def new_beside(dout8, dout_scale, z, w8, w_scale, routing_weights, order, rank, *rest):
-    a = z.new_empty(order.shape[0] if rest[-1] else 0, w8.shape[1])
-    return a, routing_weights.new_empty(rank.shape, dtype=sum_dtype(z))
+def new_beside(i: DownGradFp8Inputs | DownGradFp8OverZInputs) -> tuple[Tensor, Tensor]:
+    a = i.z.new_empty(i.order.shape[0] if i.need_a else 0, i.w8.shape[1])
+    return a, i.routing_weights.new_empty(i.rank.shape, dtype=sum_dtype(i.z))
 
 
 def everywhere(launch) -> dict:
@@ -299,27 +388,13 @@ def everywhere(launch) -> dict:
     return {"torch": launch, "triton": launch}
 
 
-# w8 and w_scale: a weight's rows, or its columns as rows, whichever the product sums over.  Where it is to
-# `fold` the scales, they lie along the sum, and x takes them over.
-UP = (
-    "Tensor x8, Tensor x_scale, Tensor w8, Tensor w_scale, Tensor? bias, Tensor order, Tensor rank, "
-    "Tensor group_sizes, str activation, bool interleaved"
-)
-DOWN = (
-    "Tensor w8, Tensor w_scale, Tensor routing_weights, Tensor order, Tensor rank, Tensor group_sizes, "
-    "str activation, bool interleaved, bool need_a"
-)
+# w8 and w_scale: a weight's rows, or its columns as rows, whichever the product sums over.  To `fold` the
+# scales means that they lie along the sum, and x takes them over.
 expert_up_fp8_op = define_op(
-    f"expert_up_fp8({UP}, bool save_z, ScalarType? dtype) -> (Tensor, Tensor)",
-    new=new_up,
-    **everywhere(rounded_up),
-    hopper=launch_up,
+    "expert_up_fp8", UpFp8Inputs, outputs=2, new=new_up, **everywhere(rounded_up), hopper=bind_up
 )
 expert_z_fp8_op = define_op(
-    f"expert_z_fp8({UP}, ScalarType? dtype) -> Tensor",
-    new=lambda *inputs: new_up(*inputs[:-1], True, inputs[-1])[0],
-    **everywhere(rounded_z),
-    hopper=launch_z,
+    "expert_z_fp8", ZFp8Inputs, new=lambda i: new_up(i.with_z())[0], **everywhere(rounded_z), hopper=bind_z
 )
 gmm_unpermute_fp8_op = define_op(
     "gmm_unpermute_fp8(Tensor x, Tensor w8, Tensor w_scale, Tensor group_sizes, Tensor? bias, Tensor order, "
@@ -329,16 +404,20 @@ gmm_unpermute_fp8_op = define_op(
     hopper=launch_home,
 )
 expert_down_grad_fp8_op = define_op(
-    f"expert_down_grad_fp8(Tensor dout8, Tensor dout_scale, Tensor z, {DOWN}) -> (Tensor, Tensor, Tensor)",
-    new=lambda *inputs: (torch.empty_like(inputs[2]), *new_beside(*inputs)),
+    "expert_down_grad_fp8",
+    DownGradFp8Inputs,
+    outputs=3,
+    new=lambda i: (torch.empty_like(i.z), *new_beside(i)),
     **everywhere(rounded_down_grad),
-    hopper=launch_down_grad,
+    hopper=bind_down_grad,
 )
 expert_down_grad_fp8_over_z_op = define_op(
-    f"expert_down_grad_fp8_over_z(Tensor dout8, Tensor dout_scale, Tensor(a!) z, {DOWN}) -> (Tensor, Tensor)",
+    "expert_down_grad_fp8_over_z",
+    DownGradFp8OverZInputs,
+    outputs=2,
     new=new_beside,
     **everywhere(rounded_over_z),
-    hopper=launch_over_z,
+    hopper=bind_over_z,
 )
 
 
@@ -359,7 +438,7 @@ def launch_experts(out, *inputs) -> None:
     i, (y, z, gate_up_scale, down_amax), x8 = ExpertInputs(*inputs), out[:4], out[4:]
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     if save_x8:
-        pick("quantize_rows", i.x, "e4m3")(x8, i.x, "e4m3")
+        fill("quantize_rows", x8, i.x, "e4m3")
     else:
         x8 = quantize_rows(i.x)
     a = i.x.new_empty(i.order.shape[0], i.down.shape[2])
@@ -367,11 +446,11 @@ def launch_experts(out, *inputs) -> None:
     if gate_up_scale.numel():
         gate_up_scale.copy_(w8[1])
     up = *x8, *w8, i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
-    pick("expert_up_fp8", *up)((z, a), *up)
+    fill("expert_up_fp8", (z, a), *up)
     del up, w8, x8  # and with them 8 bits of each weight
     w8 = rows_and_amax(i.down, down_amax)
     home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, bytes_of_y, "e4m3", False
-    pick("gmm_unpermute_fp8", *home)(y, *home)
+    fill("gmm_unpermute_fp8", y, *home)
 
 
 def rows_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:

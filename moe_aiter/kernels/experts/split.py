@@ -7,13 +7,13 @@ would keep the weights of all layers, which FSDP frees between the passes; so it
 import torch
 from torch import Tensor
 
-from ...op import define_op, pick
+from ...op import define_op, fill
 from ..base.check import check_device, check_plan, check_plan_values, check_shape, check_tensor
 from ..grouped.tgmm import tgmm_accumulate
 from .down import expert_down_op
 from .inputs import ExpertInputs, check_experts, check_main_grad, needs_grad, row_bytes
 from .mlp import expert_mlp
-from .up import new_expert_up, up_gradients
+from .up import UpInputs, new_expert_up, up_gradients
 
 ACTIVATION = "swiglu", False  # whether gate and up come in turn
 
@@ -36,15 +36,14 @@ def shape_of_joined(gate: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def new_expert_up_split(x, gate, up, order, rank, group_sizes, *_):
-    return new_expert_up(
-        x, shape_of_joined(gate, x.dtype), None, order, rank, group_sizes, *ACTIVATION, True, None
-    )
+    like_joined = shape_of_joined(gate, x.dtype)
+    return new_expert_up(UpInputs(x, like_joined, None, order, rank, group_sizes, *ACTIVATION, True, 0, None))
 
 
 def launch_expert_up_split(out, x, gate, up, *rest):
     *routing, row_bytes, _, _ = rest
     inputs = x, joined(gate, up, x.dtype), None, *routing, *ACTIVATION, True, row_bytes, None
-    pick("expert_up", *inputs)(out, *inputs)
+    fill("expert_up", out, *inputs)
 
 
 # op

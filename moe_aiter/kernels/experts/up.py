@@ -14,13 +14,17 @@ for each row r of each expert e.  Only x, z and the routing are kept for the bac
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ... import tuning
-from ...op import define_op, saved_tensors, takes
+from ...op import binds, define_op, gradients, saved_tensors, takes
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_float, check_groups, check_plan_values, check_shape, check_size, take_rows
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import (
     TILE_DTYPES,
     at_least_16,
@@ -158,68 +162,105 @@ def split_parts(z, INTERLEAVED: tl.constexpr):
 # launcher
 
 
-def new_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *rest):
-    check_shape("x", x, "T", "H")
-    check_shape("gate_up", gate_up, "E", "parts * I", "H")
-    parts = get_activation(activation).parts
-    (T, H), (E, width, w_H), R = x.shape, gate_up.shape, order.shape[0]
+class UpInputs(NamedTuple):
+    """The inputs of the op `expert_up`: z and a of the formula above."""
+
+    x: Tensor  # (T, H)
+    gate_up: Tensor  # (E, width, H), width of 2I or I
+    bias: Tensor | None  # (E, width)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    save_z: bool  # without it z has no rows
+    row_bytes: int | torch.SymInt  # the most for the rows of dx
+    main_grad: Tensor | None  # (E, width, H), which the gradient of gate_up is added to
+
+
+class ZInputs(NamedTuple):
+    """The inputs of the op `expert_z`: those of `expert_up`, of which z alone is computed."""
+
+    x: Tensor
+    gate_up: Tensor
+    bias: Tensor | None
+    order: Tensor
+    rank: Tensor
+    group_sizes: Tensor
+    activation: str
+    interleaved: bool
+
+
+def new_expert_up(i: UpInputs) -> tuple[Tensor, Tensor]:
+    check_shape("x", i.x, "T", "H")
+    check_shape("gate_up", i.gate_up, "E", "parts * I", "H")
+    parts = get_activation(i.activation).parts
+    (T, H), (E, width, w_H), R = i.x.shape, i.gate_up.shape, i.order.shape[0]
     check_size("x is (T, H={})", H, "gate_up is (E, parts * I, H={})", w_H)
-    check_size("rank is (T={}, k)", rank.shape[0], "x is (T={}, H)", T)
+    check_size("rank is (T={}, k)", i.rank.shape[0], "x is (T={}, H)", T)
     if width % parts:
-        raise ValueError(f"gate_up is (E, {width}, H), but {activation} needs a multiple of {parts}")
-    check_float(x=x, gate_up=gate_up)
-    check_groups(group_sizes, x, gate_up=gate_up, bias=bias, order=order, rank=rank, main_grad=rest[-1])
-    check_size("group_sizes is ({},)", group_sizes.shape[0], "gate_up is (E={}, parts * I, H)", E)
-    if bias is not None and bias.shape != (E, width):
-        raise ValueError(f"gate_up_bias must be (E={E}, {width}), but it has shape {tuple(bias.shape)}")
-    return x.new_empty(R if save_z else 0, width), x.new_empty(R, width // parts)
+        raise ValueError(f"gate_up is (E, {width}, H), but {i.activation} needs a multiple of {parts}")
+    check_float(x=i.x, gate_up=i.gate_up)
+    check_groups(
+        i.group_sizes, i.x, gate_up=i.gate_up, bias=i.bias, order=i.order, rank=i.rank, main_grad=i.main_grad
+    )
+    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "gate_up is (E={}, parts * I, H)", E)
+    if i.bias is not None and i.bias.shape != (E, width):
+        raise ValueError(f"gate_up_bias must be (E={E}, {width}), but it has shape {tuple(i.bias.shape)}")
+    return i.x.new_empty(R if i.save_z else 0, width), i.x.new_empty(R, width // parts)
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_expert_up(out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_):
-    z, a = out
-    (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
-    N = width // act.parts
-    order, group_sizes = dense(order, group_sizes)
-    config = tuning.lookup("up", x.dtype, R, act.parts * N, K, E)
+def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
+    (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
+    N, write_z = width // act.parts, i.save_z
+    config = tuning.lookup("up", i.x.dtype, R, act.parts * N, K, E)
     if not act.gated:  # an adapter's rank is less than a tile
         config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
     tiles_n = cdiv(N, config.block_n // act.parts)
-    expert_up_kernel[(tiles_m * tiles_n,)](
-        x, gate_up, bias, z if save_z else None, a, order, group_sizes, R, N, K, E, rank.shape[1], tiles_m,
-        x.stride(), gate_up.stride(), (0, 0) if bias is None else bias.stride(),
-        **act.triton_fns, INTERLEAVED=interleaved,
+    kernel = bind_kernel(
+        expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved,
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
+    sizes = R, N, K, E, i.rank.shape[1], tiles_m
+    strides = i.x.stride(), i.gate_up.stride(), (0, 0) if i.bias is None else i.bias.stride()
+
+    def launch(out, i):
+        z, a = out[0] if write_z else None, out[1] if write_a else None
+        kernel(i.x, i.gate_up, i.bias, z, a, *dense(i.order, i.group_sizes), *sizes, *strides)
+
+    return launch
 
 
-def z_alone(launch: Callable) -> Callable:
-    """The launcher without a."""
+def z_alone(bind: Callable) -> Callable:
+    """Return the implementation of `expert_z` that uses the kernel of `expert_up`, without a."""
 
-    @functools.wraps(launch)  # and what it takes and fits
-    def run(z, *inputs):
-        launch((z, None), *inputs, True)
+    def bind_z(i: ZInputs) -> Callable:
+        launch = bind(UpInputs(*i, True, 0, None), write_a=False)
+        return lambda z, i: launch((z, None), i)
 
-    return run
+    functools.update_wrapper(bind_z, bind)  # and what it takes and fits
+    return bind_z
 
 
 # op
 
 
-def save_expert_up(ctx, inputs, output):
-    x, gate_up, bias, order, rank, group_sizes, *_, row_bytes, main_grad = inputs
-    ctx.x_shape = x.shape
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, gate_up, order, rank, group_sizes)
+def save_expert_up(ctx, i: UpInputs, output):
+    ctx.x_shape = i.x.shape
+    x = i.x if ctx.needs_input_grad[1] else None
+    ctx.save_for_backward(x, i.gate_up, i.order, i.rank, i.group_sizes)
     # the main gradient is not saved as a tensor: other backward passes may add to it first
-    ctx.rest = None if bias is None else bias.dtype, row_bytes, main_grad
+    ctx.rest = None if i.bias is None else i.bias.dtype, i.row_bytes, i.main_grad
     ctx.set_materialize_grads(False)
 
 
 def backward_expert_up(ctx, dz, da):
     # da is always None: expert_down takes a as a hint, and gives the whole gradient to z
-    needs = ctx.needs_input_grad[:3]
-    return *up_gradients(needs, dz, *saved_tensors(ctx), *ctx.rest), *[None] * 8
+    dx, dw, dbias = up_gradients(ctx.needs_input_grad[:3], dz, *saved_tensors(ctx), *ctx.rest)
+    return gradients(UpInputs, x=dx, gate_up=dw, bias=dbias)
 
 
 def up_gradients(
@@ -241,24 +282,22 @@ def up_gradients(
 
 
 expert_up_op = define_op(
-    "expert_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
-    "str activation, bool interleaved, bool save_z, SymInt row_bytes, Tensor? main_grad) "
-    "-> (Tensor, Tensor)",
+    "expert_up",
+    UpInputs,
+    outputs=2,
     new=new_expert_up,
-    check_values=lambda x, gate_up, bias, order, rank, group_sizes, *_: check_plan_values(
-        len(order), group_sizes, order, rank
-    ),
-    reference=expert_up_reference,
-    triton=launch_expert_up,
-    hopper=hopper.launch_expert_up,
+    check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
+    reference=lambda i: expert_up_reference(*i),
+    triton=bind_expert_up,
+    hopper=hopper.bind_expert_up,
     backward=backward_expert_up,
     save=save_expert_up,
 )
 expert_z_op = define_op(
-    "expert_z(Tensor x, Tensor gate_up, Tensor? bias, Tensor order, Tensor rank, Tensor group_sizes, "
-    "str activation, bool interleaved) -> Tensor",
-    new=lambda *inputs: inputs[0].new_empty(inputs[3].shape[0], inputs[1].shape[1]),
-    reference=lambda *inputs: expert_up_reference(*inputs, True)[0],
-    triton=z_alone(launch_expert_up),
-    hopper=z_alone(hopper.launch_expert_up),
+    "expert_z",
+    ZInputs,
+    new=lambda i: i.x.new_empty(i.order.shape[0], i.gate_up.shape[1]),
+    reference=lambda i: expert_up_reference(*i, True)[0],
+    triton=z_alone(bind_expert_up),
+    hopper=z_alone(hopper.bind_expert_up),
 )

@@ -5,14 +5,15 @@ writes dz and s * a while they multiply the next tile.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from ... import tuning
 from ...tuning import Config
 from ..base.activations import get_activation
-from ..base.launch import num_programs
-from ..rows.sums import sum_parts
+from ..base.launch import bind_kernel, num_programs
+from ..rows.sums import bind_sum_parts
 from .epilogue import Scales, kernel_functions, multiply_parts, span_of
 from .gluon import (
     Number,
@@ -311,31 +312,36 @@ def layouts(dtype: torch.dtype, z_dtype: torch.dtype, c: Config, interleaved: bo
     )
 
 
-def launch_down_grad(
-    out, dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a,
-    scales=(None, None),
-) -> None:  # fmt: skip
-    """With `scales`, float32, of the rows (R,) and of the weights (E, I), dout and down have 8 bits, the
-    latter K-major."""
-    dz, a, ds = out
-    (E, K, N), R, act = down.shape, order.shape[0], get_activation(activation)
-    fp8 = dout.itemsize == 1
-    c = tuning.lookup("hopper_down_grad_fp8" if fp8 else "hopper_down_grad", dout.dtype, R, N, K, E)
-    pieces = 1 if interleaved else act.parts
+def bind_down_grad(i) -> Callable:
+    """Bind `expert_down_grad`.  dout and down may have 8 bits, the latter K-major: then `launch` is given the
+    scales, float32, of the rows (R,) and of the weights (E, I)."""
+    (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
+    fp8, need_a = i.dout.itemsize == 1, i.need_a
+    c = tuning.lookup("hopper_down_grad_fp8" if fp8 else "hopper_down_grad", i.dout.dtype, R, N, K, E)
+    pieces = 1 if i.interleaved else act.parts
     buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
-    c = beside_groups(c, buffers, E, dout.itemsize)
-    parts = torch.empty(-(-N // c.block_n), R, dtype=torch.float32, device=dout.device)
-    programs = num_programs(dout)
-    down_grad_kernel[(programs,)](
-        dout, order.contiguous(),
-        descriptor(down.mT.view(E * N, K), c.block_n, c.block_k) if fp8
-        else descriptor(down.view(E * K, N), c.block_k, c.block_n),
-        ragged_descriptor(z, STRIP.value, LINE.value), dz,
-        a if need_a else dz, routing_weights.float().contiguous(), parts,
-        group_sizes.contiguous(), *scales,
-        R, E, N // 8, K, dout.stride(0) * dout.itemsize // 16,
-        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_A=need_a, TOP_K=rank.shape[1],
-        LAYOUTS=layouts(dout.dtype, z.dtype, c, interleaved), BLOCK_G=block_g(E),
-        SPAN=span_of(dout, c, dz.dtype), PROGRAMS=programs, **tile_options(c),
+    c = beside_groups(c, buffers, E, i.dout.itemsize)
+    programs, tiles_n = num_programs(i.dout), -(-N // c.block_n)
+    kernel = bind_kernel(
+        down_grad_kernel, (programs,),
+        **kernel_functions(act), INTERLEAVED=i.interleaved, WRITE_A=need_a, TOP_K=i.rank.shape[1],
+        LAYOUTS=layouts(i.dout.dtype, i.z.dtype, c, i.interleaved), BLOCK_G=block_g(E),
+        SPAN=span_of(i.dout, c, i.z.dtype), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
-    sum_parts(parts, rank, ds)
+    sizes = R, E, N // 8, K, i.dout.stride(0) * i.dout.itemsize // 16
+    sum_columns = bind_sum_parts(tiles_n, R, i.rank.numel())
+
+    def launch(out, i, scales=(None, None)):
+        dz, a, ds = out
+        parts = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
+        kernel(
+            i.dout, i.order.contiguous(),
+            descriptor(i.down.mT.view(E * N, K), c.block_n, c.block_k) if fp8
+            else descriptor(i.down.view(E * K, N), c.block_k, c.block_n),
+            ragged_descriptor(i.z, STRIP.value, LINE.value), dz,
+            a if need_a else dz, i.routing_weights.float().contiguous(), parts,
+            i.group_sizes.contiguous(), *scales, *sizes,
+        )  # fmt: skip
+        sum_columns(parts, i.rank, ds)
+
+    return launch

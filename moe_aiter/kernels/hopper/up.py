@@ -1,8 +1,12 @@
 """The up-projection of the experts on Hopper; see ../experts/up.py."""
 
+from collections.abc import Callable
+
+import torch
+
 from ... import tuning
 from ..base.activations import get_activation
-from ..base.launch import num_programs
+from ..base.launch import bind_kernel, num_programs
 from .epilogue import Scales, kernel_functions, multiply_parts, span_of
 from .gluon import (
     Number,
@@ -181,31 +185,39 @@ def expert_up_kernel(
 # launcher
 
 
-def launch_expert_up(
-    out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_, scales=(None, None)
-) -> None:
-    """With `scales`, float32, of the rows (R,) and of the weights (E, width), x and gate_up have 8 bits."""
-    z, a = out
-    (E, width, K), R, act = gate_up.shape, order.shape[0], get_activation(activation)
-    N = width // act.parts
-    op = f"hopper_up{'' if act.gated else '_plain'}{kind_of(x)}"
-    c = tuning.lookup(op, x.dtype, R, width, K, E)
-    c = beside_groups(c, c.block_m * c.store_n * (act.parts + 1), E, x.itemsize)
-    if act.gated:
-        w = gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else gate_up.view(E, 2, N, K)
-        w_desc = descriptor(w, 1, 2, c.block_n // 2, c.block_k)
-    else:
-        w_desc = descriptor(gate_up.view(E * N, K), c.block_n, c.block_k)
-    programs = num_programs(x)
-    # without an a, a shape of which nothing is written
-    a_desc = ragged_descriptor(z if a is None else a, c.block_m // 2, c.store_n)
-    expert_up_kernel[(programs,)](
-        x, order.contiguous(), w_desc, None if bias is None else bias.contiguous(),
-        ragged_descriptor(z, c.block_m // 2, c.store_n * (1 + interleaved)) if save_z else a_desc,
-        a_desc, group_sizes.contiguous(), *scales,
-        R, E, N, K, x.stride(0) * x.itemsize // 16,
-        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=save_z, WRITE_A=a is not None,
-        TOP_K=rank.shape[1], A_LAYOUT=shared_layout(x.dtype, c.block_m, c.block_k),
-        FLAT=shared_layout(gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
-        SPAN=span_of(x, c, z.dtype), PROGRAMS=programs, **tile_options(c),
+def bind_expert_up(i, write_a: bool = True, dtype: torch.dtype | None = None) -> Callable:
+    """Bind `expert_up`; x and gate_up may have 8 bits: then `dtype` is that of z and a, and `launch` is given
+    the scales, float32, of the rows (R,) and of the weights (E, width)."""
+    (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
+    N, write_z, interleaved = width // act.parts, i.save_z, i.interleaved
+    op = f"hopper_up{'' if act.gated else '_plain'}{kind_of(i.x)}"
+    c = tuning.lookup(op, i.x.dtype, R, width, K, E)
+    c = beside_groups(c, c.block_m * c.store_n * (act.parts + 1), E, i.x.itemsize)
+    programs = num_programs(i.x)
+    kernel = bind_kernel(
+        expert_up_kernel, (programs,),
+        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=write_z, WRITE_A=write_a,
+        TOP_K=i.rank.shape[1], A_LAYOUT=shared_layout(i.x.dtype, c.block_m, c.block_k),
+        FLAT=shared_layout(i.gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
+        SPAN=span_of(i.x, c, dtype or i.x.dtype), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
+    sizes = R, E, N, K, i.x.stride(0) * i.x.itemsize // 16
+    a_box, z_box = (c.block_m // 2, c.store_n), (c.block_m // 2, c.store_n * (1 + interleaved))
+    gated = act.gated
+
+    def launch(out, i, scales=(None, None)):
+        z, a = out
+        if gated:
+            w = i.gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else i.gate_up.view(E, 2, N, K)
+            w_desc = descriptor(w, 1, 2, c.block_n // 2, c.block_k)
+        else:
+            w_desc = descriptor(i.gate_up.view(E * N, K), c.block_n, c.block_k)
+        # without an a, a shape of which nothing is written
+        a_desc = ragged_descriptor(a if write_a else z, *a_box)
+        kernel(
+            i.x, i.order.contiguous(), w_desc, None if i.bias is None else i.bias.contiguous(),
+            ragged_descriptor(z, *z_box) if write_z else a_desc, a_desc, i.group_sizes.contiguous(),
+            *scales, *sizes,
+        )  # fmt: skip
+
+    return launch
