@@ -5,6 +5,7 @@ import torch
 from samples import FIRST_OUTPUT, NO_GRADCHECK, SAMPLES, Draw, is_ours
 from torch import Tensor
 
+import moe_aiter.layers  # noqa: F401  which defines the ops
 from moe_aiter.op import use
 
 REGISTERED = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_aiter::")}
