@@ -1,7 +1,7 @@
 """`import moe_aiter` is enough for `torch.ops.moe_aiter`: using an op imports the files that define ops.
 
 `import moe_aiter` itself does not import torch.  If torch is imported later, this file acts right after that.
-C++ code that looks an op up by name needs `import moe_aiter.layers`, which defines the ops at once.
+C++ code that looks an op up by name needs the modules in OPS imported.
 """
 
 import contextlib
@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
-OPS = "moe_aiter.layers"  # this module and what it imports define the ops
+# these modules, and what they import, define the ops
+OPS = "moe_aiter.layers", "moe_aiter.kernels.grouped.grouped_gemm", "moe_aiter.kernels.sparse.gemm"
 
 
 state = threading.local()
@@ -70,7 +71,8 @@ def extend_namespace() -> None:
             except AttributeError:
                 if getattr(state, "defines", False) or name.startswith("__"):
                     raise
-            importlib.import_module(OPS)
+            for module in OPS:
+                importlib.import_module(module)
             return super().__getattr__(name)
 
     namespace.__class__ = Namespace

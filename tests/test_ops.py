@@ -5,9 +5,10 @@ import torch
 from samples import FIRST_OUTPUT, NO_GRADCHECK, SAMPLES, Draw, is_ours
 from torch import Tensor
 
-import moe_aiter.layers  # noqa: F401  which defines the ops
+import moe_aiter  # noqa: F401
 from moe_aiter.op import use
 
+assert torch.ops.moe_aiter.gmm  # which imports the files that define ops
 REGISTERED = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_aiter::")}
 OPS = sorted(filter(is_ours, {name.removeprefix("moe_aiter::").partition(".")[0] for name in REGISTERED}))
 # torch compares inputs by a product, which 8-bit floats have not
