@@ -198,7 +198,11 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
         return None
     (x8, x_scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
     if op == "gmm":
-        bind, sizes, scales = hopper.launcher("gmm", "bind_product"), (*x.shape, w.shape[0]), (None, x_scale, w_scale)
+        bind, sizes, scales = (
+            hopper.launcher("gmm", "bind_product"),
+            (*x.shape, w.shape[0]),
+            (None, x_scale, w_scale),
+        )
         launch = lambda out, *given: bind(x8, w8.mT, sizes, x.dtype)(out, *given, *scales)  # noqa: E731
         return launch, (x8, w8.mT, *after)
     launch = launcher(f"{op}_fp8", IMPLS[f"{op}_fp8"]["hopper"])
