@@ -17,6 +17,7 @@ from moe_aiter.kernels.dense.gemm import ACTIVATIONS as UNGATED
 from moe_aiter.kernels.experts.down import DownGradInputs
 from moe_aiter.kernels.experts.up import UpInputs
 from moe_aiter.kernels.grouped.gmm import GroupedIntoInputs
+from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, TgmmSumsInputs
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -92,10 +93,12 @@ def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=B
     x, y = s.new(s.rows // TOP_K if gather else s.rows, s.k), s.new(s.rows, s.n)
     plan = ints(groups), ints(s.rows) if gather else None, TOP_K if gather else 1
     if onto is None:
-        module("tgmm").launch_tgmm(s.new(*shape), x, y, *plan, columns_first)
+        i = TgmmInputs(x, y, *plan, columns_first)
+        module("tgmm").bind_tgmm(i)(s.new(*shape), i)
     else:
         out = new(*shape, dtype=onto)
-        module("tgmm").launch_tgmm_into(out.mT if columns_first else out, x, y, *plan)
+        i = TgmmIntoInputs(out.mT if columns_first else out, x, y, *plan)
+        module("tgmm").bind_tgmm_into(i)(i.existing_out, i)
 
 
 def run_hopper_tgmm_fp8(y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, k=4096, groups=E):
@@ -118,7 +121,8 @@ def run_hopper_gmm_into():
 def run_hopper_tgmm_sums():
     s = Shape()
     out, sums = s.new(E, s.k, s.n), new(E, s.n, dtype=F32)
-    module("tgmm").launch_tgmm_sums((out, sums), s.new(s.rows, s.k), s.new(s.rows, s.n), ints(E), False)
+    i = TgmmSumsInputs(s.new(s.rows, s.k), s.new(s.rows, s.n), ints(E), False)
+    module("tgmm").bind_tgmm_sums(i)((out, sums), i)
 
 
 def run_hopper_masked(x=BF16, w=None, out=BF16, groups=16, m=1024, k=7168, scales=True, sizes=torch.int32):

@@ -20,7 +20,7 @@ from moe_aiter.kernels.experts.up import UpInputs, bind_expert_up
 from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind_gmm, bind_gmm_into
 from moe_aiter.kernels.grouped.masked_gmm import launch_masked_gmm
 from moe_aiter.kernels.grouped.segment_gmm import launch_segment_gmm, launch_segment_tgmm
-from moe_aiter.kernels.grouped.tgmm import launch_tgmm, launch_tgmm_into
+from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, bind_tgmm, bind_tgmm_into
 from moe_aiter.kernels.sparse.gemm import launch_sparse_matmul, launch_sparse_matmul_grad
 from moe_aiter.kernels.sparse.pattern import count
 from moe_aiter.tuning.candidates import PORTABLE
@@ -71,22 +71,26 @@ def run_tgmm_into(s, dtype=F32, accumulate=False, of_y=False, tile=(), programs=
     """As ptgmm runs it on a (K, M) lhs, with the gradient of a bias."""
     out, sums = new(E, s.k, s.n, dtype=dtype), new(E, s.n if of_y else s.k, dtype=F32)
     operands = s.new(s.k, s.rows).mT, s.new(s.rows, s.n), ints(E, dtype=torch.int64), None, 1
-    launch_tgmm_into(out, *operands, accumulate, sums, of_y, tile, programs)
+    i = TgmmIntoInputs(out, *operands, accumulate, sums, of_y, tile, programs)
+    bind_tgmm_into(i)(out, i)
 
 
 def run_tgmm(s):
-    launch_tgmm(s.new(E, s.k, s.n), s.new(s.rows, s.k), s.new(s.rows, s.n), ints(E), None, 1, False)
+    i = TgmmInputs(s.new(s.rows, s.k), s.new(s.rows, s.n), ints(E), None, 1, False)
+    bind_tgmm(i)(s.new(E, s.k, s.n), i)
 
 
 def run_tgmm_gather(s, columns_first=False):
     out = s.new(E, s.n, s.k) if columns_first else s.new(E, s.k, s.n)
     x, y = s.new(s.rows // TOP_K, s.k), s.new(s.rows, s.n)
-    launch_tgmm(out, x, y, ints(E), ints(s.rows), TOP_K, columns_first)
+    i = TgmmInputs(x, y, ints(E), ints(s.rows), TOP_K, columns_first)
+    bind_tgmm(i)(out, i)
 
 
 def run_tgmm_accumulate(s):
     out, x, y = new(E, s.k, s.n, dtype=F32), s.new(s.rows, s.k), s.new(s.rows, s.n)
-    launch_tgmm_into(out, x, y, ints(E), None, 1)
+    i = TgmmIntoInputs(out, x, y, ints(E), None, 1)
+    bind_tgmm_into(i)(out, i)
 
 
 def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True):

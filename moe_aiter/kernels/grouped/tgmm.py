@@ -10,12 +10,13 @@ rounds once.  If dtypes differ, or under torch.func's vmap, torch has no such pr
 widened first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, takes
+from ...op import Written, binds, define_inplace_op, define_op, takes
 from ...private_api import is_transformed
 from .. import hopper
 from ..base.check import (
@@ -31,7 +32,7 @@ from ..base.check import (
     sum_dtype,
     take_rows,
 )
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import (
     TILE_DTYPES,
     add_columns,
@@ -42,7 +43,44 @@ from ..base.tile import (
     tile_options,
     walk,
 )
-from ..rows.sums import group_sum_reference, launch_group_sum, sum_rows
+from ..rows.sums import bind_bias_grad, bind_sum_groups, group_sum_reference, sum_rows
+
+
+class TgmmInputs(NamedTuple):
+    """The inputs of the op `tgmm`: out[g] = x[s:e].T @ y[s:e] for each group g of rows [s, e)."""
+
+    x: Tensor  # (M, K), or (T, K) with order
+    y: Tensor  # (M, N)
+    group_sizes: Tensor  # (G,)
+    order: Tensor | None  # (M,): row r of x is row order[r] // top_k
+    top_k: int
+    columns_first: bool  # return (G, N, K), else (G, K, N)
+
+
+class TgmmSumsInputs(NamedTuple):
+    """The inputs of the op `tgmm_sums`: `tgmm`, and for each group the sum of its rows of y."""
+
+    x: Tensor  # (M, K)
+    y: Tensor  # (M, N)
+    group_sizes: Tensor  # (G,)
+    columns_first: bool
+
+
+class TgmmIntoInputs(NamedTuple):
+    """The inputs of the op `tgmm_into`: `tgmm` into a tensor that is there, or added to it."""
+
+    existing_out: Written  # (G, K, N)
+    x: Tensor  # (M, K), or (T, K) with order
+    y: Tensor  # (M, N)
+    group_sizes: Tensor  # (G,)
+    order: Tensor | None  # (M,)
+    top_k: int
+    accumulate: bool = True
+    bias_grad: Written | None = None  # (G, K), the sums of the rows of x, or of y (G, N); float32
+    sums_of_y: bool = False
+    tile: tuple[int, ...] = ()  # the numbers of a tile, in place of the tables'
+    programs: int = 0  # as for `walk`
+
 
 # products in torch, group by group
 
@@ -101,13 +139,11 @@ def fill_tgmm_sums(outs, x, y, group_sizes, columns_first):
     sums.copy_(group_sum_reference(y, group_sizes, None, 1, None))
 
 
-def fill_tgmm_into(
-    out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
-):  # fmt: skip
-    fill_tgmm(out, x, y, group_sizes, order, top_k, False, accumulate)
-    if sums is not None:
-        summed = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
-        sums.copy_(group_sum_reference(*summed, None))
+def fill_tgmm_into(i: TgmmIntoInputs) -> None:
+    fill_tgmm(i.existing_out, i.x, i.y, i.group_sizes, i.order, i.top_k, False, i.accumulate)
+    if i.bias_grad is not None:
+        rows, order, top_k = (i.y, None, 1) if i.sums_of_y else (i.x, i.order, i.top_k)
+        i.bias_grad.copy_(group_sum_reference(rows, i.group_sizes, order, top_k, None))
 
 
 # reference
@@ -277,33 +313,31 @@ def shape_of_tgmm(x, y, group_sizes, order, top_k, **others: Tensor) -> tuple[in
     return group_sizes.shape[0], x.shape[1], y.shape[1]
 
 
-def new_tgmm(x, y, group_sizes, order, top_k, columns_first):
-    G, K, N = shape_of_tgmm(x, y, group_sizes, order, top_k)
-    check_float(x=x, y=y)
-    return x.new_empty(G, N, K) if columns_first else x.new_empty(G, K, N)
+def new_tgmm(i: TgmmInputs) -> Tensor:
+    G, K, N = shape_of_tgmm(i.x, i.y, i.group_sizes, i.order, i.top_k)
+    check_float(x=i.x, y=i.y)
+    return i.x.new_empty(G, N, K) if i.columns_first else i.x.new_empty(G, K, N)
 
 
-def new_tgmm_sums(x, y, group_sizes, columns_first):
-    out = new_tgmm(x, y, group_sizes, None, 1, columns_first)
-    return out, y.new_empty(group_sizes.shape[0], y.shape[1], dtype=sum_dtype(y))
+def new_tgmm_sums(i: TgmmSumsInputs) -> tuple[Tensor, Tensor]:
+    out = new_tgmm(TgmmInputs(i.x, i.y, i.group_sizes, None, 1, i.columns_first))
+    return out, i.y.new_empty(i.group_sizes.shape[0], i.y.shape[1], dtype=sum_dtype(i.y))
 
 
-def check_tgmm_values(x, y, group_sizes, order=None, *_):
-    check_plan_values(len(y), group_sizes, order)
+def check_tgmm_values(i: TgmmInputs | TgmmIntoInputs) -> None:
+    check_plan_values(len(i.y), i.group_sizes, i.order)
 
 
-def check_tgmm_into(
-    out, x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs
-):  # fmt: skip
-    expected = shape_of_tgmm(x, y, group_sizes, order, top_k, out=out, sums=sums)
-    check_float(x=x, y=y)
-    check_sum("out", out, expected)
+def check_tgmm_into(i: TgmmIntoInputs) -> None:
+    out, sums = i.existing_out, i.bias_grad
+    G, K, N = shape_of_tgmm(i.x, i.y, i.group_sizes, i.order, i.top_k, out=out, sums=sums)
+    check_float(x=i.x, y=i.y)
+    check_sum("out", out, (G, K, N))
     if sums is not None:
-        expected = expected[0], expected[2 if sums_of_y else 1]
+        axes, expected = ("(G, N)", (G, N)) if i.sums_of_y else ("(G, K)", (G, K))
         if sums.shape != expected or sums.dtype != torch.float32:
             raise ValueError(
-                f"sums must be float32 (G, {'N' if sums_of_y else 'K'}) = {tuple(expected)}, "
-                f"but it is {sums.dtype} {tuple(sums.shape)}"
+                f"sums must be float32 {axes} = {expected}, but it is {sums.dtype} {tuple(sums.shape)}"
             )
         check_own_memory("sums", sums)
 
@@ -317,73 +351,101 @@ def check_sum(name: str, out: Tensor, expected: tuple[int, int, int]) -> None:
     check_own_memory(name, out)
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_tgmm_into(
-    out, x, y, group_sizes, order, top_k,
-    accumulate=True, sums=None, sums_of_y=False, tile=(), programs=0,
-):  # fmt: skip
-    G, K, N = out.shape
-    M = y.shape[0]
-    order, group_sizes = dense(order, group_sizes)
-    if sums is not None and out.numel() == 0:  # there are no tiles, whose programs would sum rows beside them
-        rows = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
-        return launch_group_sum(sums, *rows, None)
+def bind_tgmm(i: TgmmInputs) -> Callable:
+    product = bind_product(i.x, i.y, i.group_sizes, i.order, i.top_k, new_strides(i))
+    return lambda out, i: product(out, i.x, i.y, i.group_sizes, i.order)
+
+
+@binds
+@takes(*TILE_DTYPES)
+def bind_tgmm_sums(i: TgmmSumsInputs) -> Callable:
+    (M, N), G = i.y.shape, i.group_sizes.shape[0]
+    if i.x.shape[1] == 0:
+        add = bind_sum_groups(M, N, G, 1, i.y.stride(), (N, 1))
+        return lambda outs, i: add(outs[1], i.y, i.group_sizes, None, None)
+    sums = {"sums_strides": (N, 1), "sums_of_y": True}
+    product = bind_product(i.x, i.y, i.group_sizes, None, 1, new_strides(i), **sums)
+    return lambda outs, i: product(outs[0], i.x, i.y, i.group_sizes, None, outs[1])
+
+
+@binds
+@takes(*TILE_DTYPES)
+def bind_tgmm_into(i: TgmmIntoInputs) -> Callable:
+    if i.existing_out.numel() == 0:  # there are no tiles, whose programs would sum rows beside them
+        return bind_bias_grad(i)
+    product = bind_product(
+        i.x, i.y, i.group_sizes, i.order, i.top_k, i.existing_out.stride(), accumulate=i.accumulate,
+        sums_strides=(0, 0) if i.bias_grad is None else i.bias_grad.stride(), sums_of_y=i.sums_of_y,
+        tile=i.tile, programs=i.programs,
+    )  # fmt: skip
+    return lambda out, i: product(out, i.x, i.y, i.group_sizes, i.order, i.bias_grad)
+
+
+def new_strides(i: TgmmInputs | TgmmSumsInputs) -> tuple[int, int, int]:
+    """Return the strides of a new result along its axes (G, K, N)."""
+    K, N = i.x.shape[1], i.y.shape[1]
+    return (N * K, 1, K) if i.columns_first else (K * N, N, 1)
+
+
+def bind_product(
+    x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, out_strides: Sequence[int],
+    *, accumulate: bool = False, sums_strides: Sequence[int] = (0, 0), sums_of_y: bool = False,
+    tile: Sequence[int] = (), programs: int = 0,
+) -> Callable[..., None]:  # fmt: skip
+    """Return `product(out, x, y, group_sizes, order, sums)` for a result with elements (G, K, N)."""
+    (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
     # the pipeline spends stages on the indices, so gathering has rows of its own
     op = "tgmm" if order is None else "tgmm_gather"
     config, amd = given_or_found(tile, op, x.dtype, M, N, K, G)
-    tiles = G * cdiv(K, config.block_m) * cdiv(N, config.block_n)
-    grid, persistent = walk(tiles, programs, x)
-    tgmm_kernel[grid](
-        x, y, order, out, sums, group_sizes, M, N, K, G,
-        x.stride(), y.stride(), out.stride(), (0, 0) if sums is None else sums.stride(),
-        TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
+    grid, persistent = walk(G * cdiv(K, config.block_m) * cdiv(N, config.block_n), programs, x)
+    kernel = bind_kernel(
+        tgmm_kernel, grid, TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
         ROWS_LAST=x.stride(0) == 1 != x.stride(1), PERSISTENT=persistent,
         BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
     )  # fmt: skip
+    numbers = M, N, K, G, x.stride(), y.stride(), out_strides, sums_strides
 
+    def product(out, x, y, group_sizes, order, sums=None):
+        order, group_sizes = dense(order, group_sizes)
+        kernel(x, y, order, out, sums, group_sizes, *numbers)
 
-@takes(*TILE_DTYPES)
-def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first):
-    launch_tgmm_into(out.mT if columns_first else out, x, y, group_sizes, order, top_k, accumulate=False)
-
-
-@takes(*TILE_DTYPES)
-def launch_tgmm_sums(outs, x, y, group_sizes, columns_first):
-    out, sums = outs
-    out = out.mT if columns_first else out
-    launch_tgmm_into(out, x, y, group_sizes, None, 1, accumulate=False, sums=sums, sums_of_y=True)
+    return product
 
 
 # op
 
 
 tgmm_op = define_op(
-    "tgmm(Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, bool columns_first) -> Tensor",
+    "tgmm",
+    TgmmInputs,
     new=new_tgmm,
     check_values=check_tgmm_values,
-    reference=tgmm_reference,
+    reference=lambda i: tgmm_reference(*i),
     torch=fill_tgmm,
-    triton=launch_tgmm,
-    hopper=hopper.launch_tgmm,
+    triton=bind_tgmm,
+    hopper=hopper.bind_tgmm,
 )
 tgmm_sums_op = define_op(
-    "tgmm_sums(Tensor x, Tensor y, Tensor group_sizes, bool columns_first) -> (Tensor, Tensor)",
+    "tgmm_sums",
+    TgmmSumsInputs,
+    outputs=2,
     new=new_tgmm_sums,
-    check_values=lambda x, y, group_sizes, _: check_tgmm_values(x, y, group_sizes),
-    reference=tgmm_sums_reference,
+    check_values=lambda i: check_plan_values(len(i.y), i.group_sizes),
+    reference=lambda i: tgmm_sums_reference(*i),
     torch=fill_tgmm_sums,
-    triton=launch_tgmm_sums,
-    hopper=hopper.launch_tgmm_sums,
+    triton=bind_tgmm_sums,
+    hopper=hopper.bind_tgmm_sums,
 )
 tgmm_into_op = define_inplace_op(
-    "tgmm_into(Tensor(a!) existing_out, Tensor x, Tensor y, Tensor group_sizes, Tensor? order, int top_k, "
-    "bool accumulate=True, Tensor(b!)? bias_grad=None, bool sums_of_y=False, int[] tile=[], int programs=0) "
-    "-> ()",
+    "tgmm_into",
+    TgmmIntoInputs,
     check=check_tgmm_into,
-    check_values=lambda out, *inputs: check_tgmm_values(*inputs),
+    check_values=check_tgmm_values,
     reference=fill_tgmm_into,
-    triton=launch_tgmm_into,
-    hopper=hopper.launch_tgmm_into,
+    triton=bind_tgmm_into,
+    hopper=hopper.bind_tgmm_into,
 )
 
 

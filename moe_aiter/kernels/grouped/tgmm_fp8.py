@@ -13,12 +13,12 @@ that do not fit, what the quantised numbers stand for is multiplied in the dtype
 import torch
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, pick
+from ...op import define_inplace_op, define_op, launcher, pick
 from .. import hopper
-from ..base.check import check_float, sum_dtype, take_rows
+from ..base.check import check_float, check_plan_values, sum_dtype, take_rows
 from ..quantize.blocks import plan_chunks, quantize_chunks, rows_of_chunks, transpose_chunks
 from ..quantize.rows import FORMATS, dequantize_rows
-from .tgmm import check_sum, check_tgmm_values, shape_of_tgmm
+from .tgmm import check_sum, shape_of_tgmm, tgmm_into_op
 
 # reference
 
@@ -35,13 +35,12 @@ def rounded_operands(x8, factor, y, group_sizes, order, top_k, format) -> tuple[
 def rounded_tgmm(out, x8, factor, y, group_sizes, order, top_k, columns_first, format) -> None:
     operands = rounded_operands(x8, factor, y, group_sizes, order, top_k, format)
     inputs = *operands, group_sizes, order, top_k, columns_first
-    pick("tgmm", *inputs)(out, *inputs)
+    launcher("tgmm", pick("tgmm", *inputs))(out, *inputs)
 
 
 def rounded_tgmm_into(out, x8, factor, y, group_sizes, order, top_k, format) -> None:
     operands = rounded_operands(x8, factor, y, group_sizes, order, top_k, format)
-    inputs = *operands, group_sizes, order, top_k, True, None, False, (), 0
-    pick("tgmm_into", *inputs, out)(out, *inputs)
+    tgmm_into_op(out, *operands, group_sizes, order, top_k)
 
 
 # launcher
@@ -97,7 +96,7 @@ INPUTS = "Tensor x8, Tensor factor, Tensor y, Tensor group_sizes, Tensor order, 
 tgmm_fp8_op = define_op(
     f"tgmm_fp8({INPUTS}, bool columns_first, str format) -> Tensor",
     new=new_tgmm_fp8,
-    check_values=lambda x8, factor, *inputs: check_tgmm_values(x8, *inputs),
+    check_values=lambda x8, factor, y, sizes, order, *_: check_plan_values(len(y), sizes, order),
     torch=rounded_tgmm,
     triton=rounded_tgmm,
     hopper=launch_tgmm,
@@ -105,7 +104,7 @@ tgmm_fp8_op = define_op(
 tgmm_fp8_into_op = define_inplace_op(
     f"tgmm_fp8_into(Tensor(a!) existing_out, {INPUTS}, str format) -> ()",
     check=lambda out, *inputs: check_sum("out", out, check_operands(*inputs, out=out)),
-    check_values=lambda out, x8, factor, *inputs: check_tgmm_values(x8, *inputs),
+    check_values=lambda out, x8, factor, y, sizes, order, *_: check_plan_values(len(y), sizes, order),
     reference=rounded_tgmm_into,
     triton=rounded_tgmm_into,
     hopper=launch_tgmm_into,

@@ -6,9 +6,13 @@ adds that sum times the scales of the chunk, one for each row of the result.  So
 and scales a sum.
 """
 
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
 from ... import tuning
-from ..base.launch import num_programs
-from ..rows.sums import launch_group_sum
+from ..base.launch import bind_kernel, num_programs
+from ..rows.sums import bind_bias_grad, bind_sum_groups
 from .gluon import (
     Number,
     aggregate,
@@ -309,47 +313,72 @@ def tgmm_kernel(
 # tgmm: launcher
 
 
-def launch_tgmm_into(
-    out, x, y, group_sizes, order, top_k,
-    accumulate=True, sums=None, sums_of_y=False, tile=(), programs=0,
-) -> None:  # fmt: skip
-    G, K, N = out.shape
+def bind_tgmm(i) -> Callable:
+    K, N = i.x.shape[1], i.y.shape[1]
+    strides = (N * K, 1, K) if i.columns_first else (K * N, N, 1)
+    product = bind_product(i.x, i.y, i.group_sizes, i.order, i.top_k, strides)
+    return lambda out, i: product(out, i.x, i.y, i.group_sizes, i.order)
+
+
+def bind_tgmm_sums(i) -> Callable:
+    (M, N), K, G = i.y.shape, i.x.shape[1], i.group_sizes.shape[0]
+    strides = (N * K, 1, K) if i.columns_first else (K * N, N, 1)
+    product = bind_product(i.x, i.y, i.group_sizes, None, 1, strides)
+    add = bind_sum_groups(M, N, G, 1, i.y.stride(), (N, 1))
+
+    def launch(outs, i):
+        product(outs[0], i.x, i.y, i.group_sizes, None)
+        add(outs[1], i.y, i.group_sizes, None, None)
+
+    return launch
+
+
+def bind_tgmm_into(i) -> Callable:
+    strides = i.existing_out.stride()
+    flags = {"accumulate": i.accumulate, "programs": i.programs}
+    product = bind_product(i.x, i.y, i.group_sizes, i.order, i.top_k, strides, **flags)
+    add = None if i.bias_grad is None else bind_bias_grad(i)  # the consumers have no registers left for it
+
+    def launch(out, i):
+        product(out if strides[2] == 1 else out.mT, i.x, i.y, i.group_sizes, i.order)
+        if add is not None:
+            add(out, i)
+
+    return launch
+
+
+def bind_product(
+    x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, out_strides: Sequence[int],
+    *, accumulate: bool = False, programs: int = 0,
+) -> Callable[..., None]:  # fmt: skip
+    """Return `product(out, x, y, group_sizes, order)`, where `out_strides` are those of (G, K, N), and `out`
+    is (G, N, K) if the columns come first."""
+    (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
     # a tile of out[g] (K, N), and block_k rows at a time; what is added to takes registers as well
     op = "hopper_tgmm_accumulate" if accumulate else "hopper_tgmm"
-    c = tuning.lookup(op, x.dtype, y.shape[0], N, K, G)
-    half, width = c.block_m // 2, c.store_n
-    columns_first = out.stride(2) != 1
-    stored = out.mT if columns_first else out
-    y_desc = ragged_descriptor(y, c.block_k, c.block_n)
-    out_desc = (
-        y_desc if accumulate else descriptor(stored, 1, *((width, half) if columns_first else (half, width)))
-    )
-    programs = programs if programs > 0 else num_programs(x)
-    gathered = order is not None
-    tgmm_kernel[(programs,)](
-        None if gathered else ragged_descriptor(x, c.block_k, c.block_m), x if gathered else None,
-        order.contiguous() if gathered else None, y_desc, out_desc, out, group_sizes.contiguous(),
-        y.shape[0], G, K // 8, N, x.stride(0) // 8, out.stride(),
+    c = tuning.lookup(op, x.dtype, M, N, K, G)
+    half, width, columns_first = c.block_m // 2, c.store_n, out_strides[2] != 1
+    box = (width, half) if columns_first else (half, width)
+    programs, gathered = programs if programs > 0 else num_programs(x), order is not None
+    kernel = bind_kernel(
+        tgmm_kernel, (programs,),
         COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate, TOP_K=top_k,
         BLOCK_G=block_g(G), RANKED=G <= MAX_RANKED,
         A_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_m),
         B_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_n),
         STORES=c.block_n // c.store_n, PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
-    if sums is not None:  # its consumers have no registers left for them
-        summed = (y, group_sizes, None, 1) if sums_of_y else (x, group_sizes, order, top_k)
-        launch_group_sum(sums, *summed, None)
+    numbers = M, G, K // VECTOR.value, N, x.stride(0) // VECTOR.value, out_strides
 
+    def product(out, x, y, group_sizes, order):
+        y_desc = ragged_descriptor(y, c.block_k, c.block_n)
+        kernel(
+            None if gathered else ragged_descriptor(x, c.block_k, c.block_m), x if gathered else None,
+            order.contiguous() if gathered else None, y_desc,
+            y_desc if accumulate else descriptor(out, 1, *box), out, group_sizes.contiguous(), *numbers,
+        )  # fmt: skip
 
-def launch_tgmm(out, x, y, group_sizes, order, top_k, columns_first) -> None:
-    """`out` is (G, K, N), or (G, N, K) with `columns_first`."""
-    launch_tgmm_into(out.mT if columns_first else out, x, y, group_sizes, order, top_k, accumulate=False)
-
-
-def launch_tgmm_sums(outs, x, y, group_sizes, columns_first) -> None:
-    out, sums = outs
-    launch_tgmm(out, x, y, group_sizes, None, 1, columns_first)
-    launch_group_sum(sums, y, group_sizes, None, 1, None)
+    return product
 
 
 # tgmm_fp8: kernel

@@ -168,10 +168,16 @@ def bind_group_sum(i: GroupSumInputs) -> Callable:
     return lambda out, i: add(out, i.y, i.group_sizes, i.order, i.scale)
 
 
-def launch_group_sum(out, y, group_sizes, order, top_k, scale):
-    """Bind and launch `group_sum`: only for launchers that do not bind yet."""
-    M, (G, N) = y.shape[0] if order is None else order.shape[0], out.shape
-    bind_sum_groups(M, N, G, top_k, y.stride(), out.stride())(out, y, group_sizes, order, scale)
+def bind_bias_grad(i) -> Callable:
+    """Return `launch(out, i)` that fills the `bias_grad` of the inputs of the op `tgmm_into`."""
+    M, G, of_y = i.y.shape[0], i.group_sizes.shape[0], i.sums_of_y
+    rows, top_k = (i.y, 1) if of_y else (i.x, i.top_k)
+    add = bind_sum_groups(M, rows.shape[1], G, top_k, rows.stride(), i.bias_grad.stride())
+
+    def launch(out, i):
+        add(i.bias_grad, *((i.y, i.group_sizes, None) if of_y else (i.x, i.group_sizes, i.order)), None)
+
+    return launch
 
 
 # group_sum: op
