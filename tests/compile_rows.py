@@ -20,9 +20,9 @@ from moe_aiter.kernels.quantize.rows import (
 )
 from moe_aiter.kernels.rows.permute import bind_permute, bind_row_dots, bind_unpermute
 from moe_aiter.kernels.rows.route import bind_route, bind_route_backward
-from moe_aiter.kernels.rows.sort import launch_sort
+from moe_aiter.kernels.rows.sort import bind_sort
 from moe_aiter.kernels.rows.sums import bind_group_sum, bind_weigh_rows
-from moe_aiter.kernels.rows.topk import launch_topk
+from moe_aiter.kernels.rows.topk import bind_topk
 from moe_aiter.op import launcher
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -32,12 +32,13 @@ NATIVE = "sm_90", "sm_100", "gfx950"  # GPUs that multiply 8-bit floats; elsewhe
 
 def run_sort(dtype, num_experts=E):
     out = ints(4096 * 8), ints(4096, 8), ints(num_experts)
-    launch_sort(out, ints(4096, 8, dtype=dtype), num_experts)
+    launcher("sort_by_expert", bind_sort)(out, ints(4096, 8, dtype=dtype), num_experts)
 
 
 def run_topk(num_experts, k):
     scores = new(4096, num_experts, dtype=torch.float32)
-    launch_topk((new(4096, k, dtype=torch.float32), ints(4096, k, dtype=torch.int64)), scores, k)
+    out = new(4096, k, dtype=torch.float32), ints(4096, k, dtype=torch.int64)
+    launcher("topk", bind_topk)(out, scores, k)
 
 
 def routed(num_experts, k):

@@ -8,17 +8,27 @@ A choice whose expert is negative, usually -1, is dropped, as is one past E - 1 
 is -1, and the rows at and past sum(group_sizes) have the order -1.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import copy_into, define_op
+from ...op import binds, copy_into, define_op
 from ..base.check import check_index, check_shape, check_sizes
 from ..base.host import array, check_built, ext, host
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 
 BLOCK = 128  # choices of a program; every pair of them is compared
 SCAN_BLOCK = 2048  # counts at a time
 MOST = 2**31  # choices, whose numbers are int32
+
+
+class SortInputs(NamedTuple):
+    """The inputs of the op `sort_by_expert`: order, rank and group_sizes of these choices."""
+
+    expert_ids: Tensor  # (T, k)
+    num_experts: int
 
 
 # reference
@@ -107,42 +117,48 @@ def place_kernel(
 
 
 # launcher
-def new_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    check_shape("expert_ids", expert_ids, "T", "k")
-    check_index(expert_ids=expert_ids)
-    check_sizes(num_experts=num_experts)
-    if expert_ids.shape[1] < 1:
-        raise ValueError(f"expert_ids is (T, k={expert_ids.shape[1]}); k must be at least 1")
-    check_built(expert_ids)
-    num_tokens, top_k = expert_ids.shape
+def new_sort(i: SortInputs) -> tuple[Tensor, Tensor, Tensor]:
+    check_shape("expert_ids", i.expert_ids, "T", "k")
+    check_index(expert_ids=i.expert_ids)
+    check_sizes(num_experts=i.num_experts)
+    num_tokens, top_k = i.expert_ids.shape
+    if top_k < 1:
+        raise ValueError(f"expert_ids is (T, k={top_k}); k must be at least 1")
+    check_built(i.expert_ids)
     choices = num_tokens * top_k
     if isinstance(choices, int) and choices >= MOST:  # a size that torch.export leaves open is not asked
         raise ValueError(
             f"expert_ids is (T={num_tokens}, k={top_k}): {choices} choices, "
             f"but there must be fewer than {MOST}"
         )
-    order = expert_ids.new_empty(num_tokens * top_k, dtype=torch.int32)
-    rank = expert_ids.new_empty(num_tokens, top_k, dtype=torch.int32)
-    return order, rank, expert_ids.new_empty(num_experts, dtype=torch.int32)
+    order = i.expert_ids.new_empty(num_tokens * top_k, dtype=torch.int32)
+    return order, order.new_empty(num_tokens, top_k), order.new_empty(i.num_experts)
 
 
-def launch_sort(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
-    check_on_cpu(expert_ids, num_experts)
-    order, rank, group_sizes = out
-    rows = len(order)
-    blocks = cdiv(rows, BLOCK) if rows else 0
-    counts = group_sizes.new_empty(num_experts, blocks)
-    ids, sizes = expert_ids.contiguous(), (rows, num_experts, blocks, BLOCK)
-    block_e = next_power_of_2(num_experts)
-    if rows:
-        count_kernel[(blocks,)](ids, counts, *sizes, BLOCK_E=max(16, min(64, block_e)), num_warps=4)
-    scan_kernel[(num_experts,)](counts, group_sizes, blocks, BLOCK=SCAN_BLOCK)
-    if rows:
-        place_kernel[(blocks,)](ids, counts, group_sizes, order, rank, *sizes, BLOCK_E=block_e, num_warps=4)
+@binds
+def bind_sort(i: SortInputs) -> Callable:
+    rows, E = i.expert_ids.numel(), i.num_experts
+    blocks, block_e = cdiv(rows, BLOCK), next_power_of_2(E)
+    tile, sizes = max(16, min(64, block_e)), (rows, E, blocks)
+    count = bind_kernel(count_kernel, (blocks,), BLOCK=BLOCK, BLOCK_E=tile, num_warps=4)
+    scan = bind_kernel(scan_kernel, (E,), BLOCK=SCAN_BLOCK)
+    place = bind_kernel(place_kernel, (blocks,), BLOCK=BLOCK, BLOCK_E=block_e, num_warps=4)
+
+    def launch(out, i):
+        check_on_cpu(i)
+        order, rank, group_sizes = out
+        ids, counts = i.expert_ids.contiguous(), group_sizes.new_empty(E, blocks)
+        if rows:
+            count(ids, counts, *sizes)
+        scan(counts, group_sizes, blocks)
+        if rows:
+            place(ids, counts, group_sizes, order, rank, *sizes)
+
+    return launch
 
 
 def launch_sort_torch(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
-    check_on_cpu(expert_ids, num_experts)
+    check_on_cpu(SortInputs(expert_ids, num_experts))
     copy_into(out, sort_reference(expert_ids, num_experts))
 
 
@@ -151,25 +167,26 @@ def launch_sort_host(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num
     ext.sort_by_expert(array(expert_ids), *map(array, out))
 
 
-def check_ids(expert_ids: Tensor, num_experts: int) -> None:
-    if (expert_ids >= num_experts).any():
-        raise ValueError(f"expert_ids holds {int(expert_ids.max())} but num_experts is {num_experts}")
+def check_ids(i: SortInputs) -> None:
+    if (i.expert_ids >= i.num_experts).any():
+        raise ValueError(f"expert_ids holds {int(i.expert_ids.max())} but num_experts is {i.num_experts}")
 
 
-def check_on_cpu(expert_ids: Tensor, num_experts: int) -> None:
+def check_on_cpu(i: SortInputs) -> None:
     """`check_ids` where there is nothing to wait for."""
-    if expert_ids.is_cpu:
-        check_ids(expert_ids, num_experts)
+    if i.expert_ids.is_cpu:
+        check_ids(i)
 
 
 # op
 sort_op = define_op(
-    "sort_by_expert(Tensor expert_ids, int num_experts) -> (Tensor, Tensor, Tensor)",
+    "sort_by_expert",
+    SortInputs,
+    outputs=3,
     new=new_sort,
     check_values=check_ids,
-    reference=sort_reference,
     torch=launch_sort_torch,
-    triton=launch_sort,
+    triton=bind_sort,
     host=host(launch_sort_host),
 )
 

@@ -6,16 +6,26 @@ torch.topk leaves the order of equal scores open, so a router built on it is not
 devices.  NaN sorts first, as in torch.topk, so a row of NaN still yields k distinct experts.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import define_op, takes
+from ...op import binds, define_op, gradients, takes
 from ..base.check import check_float, check_shape, wide
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above the key of +inf
 NO_KEY = tl.constexpr(-(2**31))  # below the key of -inf: a column past E, or one already taken
+
+
+class TopkInputs(NamedTuple):
+    """The inputs of the op `topk`: values and experts (T, k) of the k highest scores of each row."""
+
+    scores: Tensor  # (T, E)
+    k: int
 
 
 # reference
@@ -90,13 +100,13 @@ def topk_kernel(
 
 
 # launcher
-def new_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    check_shape("scores", scores, "T", "E")
-    check_float(scores=scores)
-    num_tokens, num_experts = scores.shape
+def new_topk(i: TopkInputs) -> tuple[Tensor, Tensor]:
+    check_shape("scores", i.scores, "T", "E")
+    check_float(scores=i.scores)
+    (num_tokens, num_experts), k = i.scores.shape, i.k
     if not 1 <= k <= num_experts:
         raise ValueError(f"k is {k} but scores is (T, E={num_experts}); k must be from 1 to E")
-    return scores.new_empty(num_tokens, k), scores.new_empty(num_tokens, k, dtype=torch.int64)
+    return i.scores.new_empty(num_tokens, k), i.scores.new_empty(num_tokens, k, dtype=torch.int64)
 
 
 def row_tile(num_tokens: int, num_experts: int) -> tuple[tuple[int], dict]:
@@ -109,11 +119,13 @@ def row_tile(num_tokens: int, num_experts: int) -> tuple[tuple[int], dict]:
     return grid, {"BLOCK_T": block_t, "BLOCK_E": block_e, "num_warps": num_warps}
 
 
+@binds
 @takes(torch.float32, torch.bfloat16, torch.float16)
-def launch_topk(out: tuple[Tensor, Tensor], scores: Tensor, k: int) -> None:
-    values, ids = out
-    grid, tile = row_tile(*scores.shape)
-    topk_kernel[grid](scores, values, ids, *scores.shape, *scores.stride(), K=k, **tile)
+def bind_topk(i: TopkInputs) -> Callable:
+    grid, tile = row_tile(*i.scores.shape)
+    kernel = bind_kernel(topk_kernel, grid, K=i.k, **tile)
+    numbers = *i.scores.shape, *i.scores.stride()
+    return lambda out, i: kernel(i.scores, *out, *numbers)
 
 
 @takes(*HOST_DTYPES)
@@ -122,28 +134,29 @@ def launch_topk_host(out: tuple[Tensor, Tensor], scores: Tensor, k: int) -> None
 
 
 # op
-def save_topk(ctx, inputs, output):
-    scores, _ = inputs
-    ctx.num_experts = scores.shape[1]
+def save_topk(ctx, i, output):
+    ctx.num_experts = i.scores.shape[1]
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def backward_topk(ctx, dvalues, dids):
-    if dvalues is None:
-        return None, None
-    (ids,) = ctx.saved_tensors
-    # the experts of a row are distinct, so this writes each element once: no order to depend on
-    dscores = dvalues.new_zeros(ids.shape[0], ctx.num_experts).scatter(1, ids, dvalues)
-    return dscores, None
+    dscores = None
+    if dvalues is not None:
+        (ids,) = ctx.saved_tensors
+        # the experts of a row are distinct, so this writes each element once: no order to depend on
+        dscores = dvalues.new_zeros(ids.shape[0], ctx.num_experts).scatter(1, ids, dvalues)
+    return gradients(TopkInputs, scores=dscores)
 
 
 topk_op = define_op(
-    "topk(Tensor scores, int k) -> (Tensor, Tensor)",
+    "topk",
+    TopkInputs,
+    outputs=2,
     new=new_topk,
-    reference=topk_reference,
-    triton=launch_topk,
+    reference=lambda i: topk_reference(*i),
+    triton=bind_topk,
     host=host(launch_topk_host),
     save=save_topk,
     backward=backward_topk,
