@@ -202,12 +202,8 @@ def test_every_chunk_of_a_large_step_is_measured(name, widths, monkeypatch):
     (T, H, width, E, k), bf16, meta = SHAPES[name].sizes, torch.bfloat16, torch.device("meta")
     asked = set()
 
-    def gmm(x, w, *_):
-        asked.add((w.shape[2], w.shape[1]))
-        return x.new_empty(len(x), w.shape[2])
-
-    monkeypatch.setattr(grouped.gmm, "gmm_op", gmm)
-    monkeypatch.setattr(grouped.gmm, "launch_unpermute", lambda *_: None)
+    monkeypatch.setattr(grouped.gmm, "pick", lambda *_: None)
+    monkeypatch.setattr(grouped.gmm, "bound", lambda impl, i: asked.add((i.rhs.shape[2], i.rhs.shape[1])))
     sizes = (T, H), (E, 2 * width, H), (E, H, width), (T * k, width), (T * k, 2 * width)
     x, gate_up, down, a, dz = (torch.empty(n, dtype=bf16, device=meta, requires_grad=True) for n in sizes)
     plan = torch.empty(T * k, device=meta), torch.empty(T, k, device=meta), torch.empty(E, device=meta)
@@ -215,7 +211,8 @@ def test_every_chunk_of_a_large_step_is_measured(name, widths, monkeypatch):
     for rows, w, most in zip(
         (a, dz), (down.mT, gate_up), experts.inputs.row_bytes(inputs, None), strict=True
     ):
-        grouped.gmm.launch_gmm_unpermute(x, rows, w, *[None] * 5, most)
+        i = grouped.gmm.GmmUnpermuteInputs(rows, w, None, None, None, plan[1], None, most)
+        grouped.gmm.bind_gmm_unpermute(i)
     assert asked == {(n, k) for n, sums in widths.items() for k in sums}
     measured = [
         (out, x, w) for _, op, _, out, (x, w, *_) in tiles.step(SHAPES[name], meta, bf16) if op == "gmm"

@@ -45,7 +45,7 @@ from ..base.check import (
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
-from ..grouped.gmm import gmm_reference, gmm_unpermute_reference, launch_gmm_unpermute
+from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute, gmm_reference, gmm_unpermute_reference
 from ..grouped.tgmm import weight_gradient
 from ..rows.sums import bias_dots, bind_sum_parts, group_sum
 from .glu import glu_backward_reference, glu_reference
@@ -56,7 +56,7 @@ EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue
 
 
 def expert_down_reference(a, z, down, bias, routing_weights, order, rank, group_sizes, *_):
-    return gmm_unpermute_reference(a, down.mT, group_sizes, bias, order, rank, routing_weights, None)
+    return gmm_unpermute_reference(a, down.mT, group_sizes, bias, order, rank, routing_weights)
 
 
 def expert_down_grad_reference(
@@ -244,6 +244,11 @@ class DownInputs(NamedTuple):
     row_bytes: int | torch.SymInt  # the most for the rows of y
     main_grad: Tensor | None  # (E, H, I), which the gradient of down is added to
 
+    def home(self) -> GmmUnpermuteInputs:
+        """Return the inputs of the product and the weighted sum that `expert_down` is."""
+        routing = self.order, self.rank, self.routing_weights
+        return GmmUnpermuteInputs(self.a, self.down.mT, self.group_sizes, self.bias, *routing, self.row_bytes)
+
 
 class DownGradInputs(NamedTuple):
     """The inputs of the op `expert_down_grad`: dz, s * f(z) and ds of the formula above."""
@@ -290,11 +295,11 @@ def new_expert_down(i: DownInputs) -> Tensor:
     return i.a.new_empty(i.rank.shape[0], H)
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_expert_down(out, *inputs):
-    i = DownInputs(*inputs)
-    routing = i.order, i.rank, i.routing_weights
-    launch_gmm_unpermute(out, i.a, i.down.mT, i.group_sizes, i.bias, *routing, i.row_bytes)
+def bind_expert_down(i: DownInputs) -> Callable:
+    launch = bind_gmm_unpermute(i.home())
+    return lambda out, i: launch(out, i.home())
 
 
 def new_expert_down_grad(i: DownGradInputs) -> tuple[Tensor, ...]:
@@ -393,7 +398,7 @@ expert_down_op = define_op(
     new=new_expert_down,
     check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
     reference=lambda i: expert_down_reference(*i),
-    triton=launch_expert_down,
+    triton=bind_expert_down,
     backward=backward_expert_down,
     save=save_expert_down,
 )

@@ -52,7 +52,7 @@ from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
 from ..dense.scaled_gemm import scaled_gmm
-from ..grouped.gmm import column_chunks
+from ..grouped.gmm import bind_home, column_chunks
 from ..grouped.tgmm import weight_gradient
 from ..grouped.tgmm_fp8 import weight_gradient_fp8
 from ..quantize.layouts import factors_of_rows, quantize_folded, quantize_transposed, transpose_rows8
@@ -65,7 +65,7 @@ from ..quantize.rows import (
     quantize_rows,
     quantize_rows_and_amax,
 )
-from ..rows.permute import launch_unpermute, unpermute
+from ..rows.permute import unpermute
 from .cpu import ARGUMENTS
 from .down import DownGradInputs, down_gradients
 from .glu import glu
@@ -332,20 +332,46 @@ def bind_z(i: ZFp8Inputs) -> Callable:
     return lambda z, i: launch((z, None), i.with_z())
 
 
-def launch_home(out, x, w8, w_scale, group_sizes, bias, order, rank, weights, row_bytes, format, fold):
-    if fold:
-        (x8, x_scale), w_scale = quantize_folded(x, w_scale, group_sizes, format), None
-    else:
-        x8, x_scale = quantize_rows(x, format)
-    bind, sizes = hopper.launcher("gmm", "bind_product"), (*x.shape, w8.shape[0])
-    for n in column_chunks(out.shape[1], x.shape[0] * x.element_size(), row_bytes):
-        rows = x.new_empty(x.shape[0], n.stop - n.start)
-        some_bias = None if bias is None else bias[:, n]
-        some_scale = None if w_scale is None else w_scale[:, n]
-        w, scales = w8[:, n].mT, {"x_scale": x_scale, "w_scale": some_scale}
-        bind(x8, w, sizes, x.dtype)(rows, x8, w, group_sizes, some_bias, **scales)
-        launch_unpermute(out[:, n], rows, order, rank, weights)
-        del rows  # before the next chunk's
+class HomeFp8Inputs(NamedTuple):
+    """The inputs of the op `gmm_unpermute_fp8`: those of `gmm_unpermute`, with a weight of 8 bits."""
+
+    x: Tensor  # (R, K)
+    w8: Tensor  # (E, N, K)
+    w_scale: Tensor  # (E, N), or to `fold` (E, K)
+    group_sizes: Tensor  # (E,)
+    bias: Tensor | None  # (E, N)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    routing_weights: Tensor | None  # (T, k)
+    row_bytes: int | torch.SymInt  # the most for the rows of the product
+    format: str  # of the 8-bit rows of x
+    fold: bool  # the scales lie along the sum, and x takes them over
+
+
+@binds
+def bind_home_fp8(i: HomeFp8Inputs) -> Callable:
+    (R, K), (E, N, _), fold, format = i.x.shape, i.w8.shape, i.fold, i.format
+    bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=FORMATS[format])
+    chunks = [
+        (n, bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype), bind_home(i.rank, n, N))
+        for n in column_chunks(N, R * i.x.element_size(), i.row_bytes)
+    ]
+
+    def launch(out, i):
+        if fold:
+            (x8, x_scale), w_scale = quantize_folded(i.x, i.w_scale, i.group_sizes, format), None
+        else:
+            (x8, x_scale), w_scale = quantize_rows(i.x, format), i.w_scale
+        for n, product, sum_up in chunks:
+            rows = i.x.new_empty(R, n.stop - n.start)
+            bias = None if i.bias is None else i.bias[:, n]
+            some_scale = None if w_scale is None else w_scale[:, n]
+            w = i.w8[:, n].mT
+            product(rows, x8, w, i.group_sizes, bias, x_scale=x_scale, w_scale=some_scale)
+            sum_up(out[:, n], rows, i.rank, i.routing_weights)
+            del rows  # before the next chunk's
+
+    return launch
 
 
 @binds
@@ -364,7 +390,7 @@ def bind_over_z(i: DownGradFp8OverZInputs) -> Callable:
     return lambda out, i: launch((i.z, *out), DownGradFp8Inputs(*i))
 
 
-launch_home.takes, launch_home.fits = hopper.DTYPES, hopper.fits_home_fp8
+bind_home_fp8.takes, bind_home_fp8.fits = hopper.DTYPES, hopper.fits_home_fp8
 bind_up.fits = bind_z.fits = hopper.fits_up_fp8
 bind_down_grad.fits = bind_over_z.fits = hopper.fits_down_grad_fp8
 
@@ -388,8 +414,6 @@ def everywhere(launch) -> dict:
     return {"torch": launch, "triton": launch}
 
 
-# w8 and w_scale: a weight's rows, or its columns as rows, whichever the product sums over.  To `fold` the
-# scales means that they lie along the sum, and x takes them over.
 expert_up_fp8_op = define_op(
     "expert_up_fp8", UpFp8Inputs, outputs=2, new=new_up, **everywhere(rounded_up), hopper=bind_up
 )
@@ -397,11 +421,11 @@ expert_z_fp8_op = define_op(
     "expert_z_fp8", ZFp8Inputs, new=lambda i: new_up(i.with_z())[0], **everywhere(rounded_z), hopper=bind_z
 )
 gmm_unpermute_fp8_op = define_op(
-    "gmm_unpermute_fp8(Tensor x, Tensor w8, Tensor w_scale, Tensor group_sizes, Tensor? bias, Tensor order, "
-    "Tensor rank, Tensor? routing_weights, SymInt row_bytes, str format, bool fold) -> Tensor",
-    new=lambda x, w8, w_scale, group_sizes, bias, order, rank, *_: x.new_empty(rank.shape[0], w8.shape[1]),
+    "gmm_unpermute_fp8",
+    HomeFp8Inputs,
+    new=lambda i: i.x.new_empty(i.rank.shape[0], i.w8.shape[1]),
     **everywhere(rounded_home),
-    hopper=launch_home,
+    hopper=bind_home_fp8,
 )
 expert_down_grad_fp8_op = define_op(
     "expert_down_grad_fp8",

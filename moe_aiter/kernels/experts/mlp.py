@@ -11,14 +11,18 @@ expert from end to end, while the expert's rows are in the cache.
 makes z again, writes dz over it, and continues as those of `expert_down` and `expert_up` do.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from ...op import IMPLS, define_op, pick, saved_tensors, takes
+from ...op import IMPLS, binds, bound, define_op, gradients, pick, saved_tensors, takes
 from .. import hopper
 from ..base.check import check_plan
 from ..base.tile import TILE_DTYPES
-from ..grouped.gmm import launch_gmm_unpermute
-from .cpu import ARGUMENTS, expert_loop_op, expert_loop_reference
+from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute
+from .cpu import expert_loop_op, expert_loop_reference
 from .down import down_gradients, expert_down_op
 from .fp8 import ALL, check_fp8, experts_fp8_op
 from .inputs import (
@@ -30,34 +34,80 @@ from .inputs import (
     needs_grad,
     row_bytes,
 )
-from .up import expert_up_op, expert_z_op, up_gradients
+from .up import UpInputs, expert_up_op, expert_z_op, up_gradients
 
 # expert_both: launcher
 
 
+class BothInputs(NamedTuple):
+    """The inputs of the op `expert_both`: ExpertInputs, and the most bytes for the rows of y and of dx."""
+
+    x: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    routing_weights: Tensor
+    order: Tensor
+    rank: Tensor
+    group_sizes: Tensor
+    activation: str
+    interleaved: bool
+    save_z: bool
+    gate_up_main_grad: Tensor | None
+    down_main_grad: Tensor | None
+    bytes_of_y: int | torch.SymInt
+    bytes_of_dx: int | torch.SymInt
+
+    def up(self) -> UpInputs:
+        """Return the inputs of `expert_up`, without z."""
+        routing = self.order, self.rank, self.group_sizes
+        return UpInputs(
+            self.x,
+            self.gate_up,
+            self.gate_up_bias,
+            *routing,
+            self.activation,
+            self.interleaved,
+            False,
+            0,
+            None,
+        )
+
+    def home(self, a: Tensor) -> GmmUnpermuteInputs:
+        """Return the inputs of the product with down and the weighted sum of its rows."""
+        routing = self.order, self.rank, self.routing_weights
+        return GmmUnpermuteInputs(
+            a, self.down.mT, self.group_sizes, self.down_bias, *routing, self.bytes_of_y
+        )
+
+
+@binds
 @takes(*TILE_DTYPES)
-def launch_expert_both(out, *inputs):
-    *inputs, bytes_of_y, _ = inputs
-    i = ExpertInputs(*inputs)
-    routing = i.order, i.rank, i.group_sizes
-    _, a = expert_up_op(i.x, i.gate_up, i.gate_up_bias, *routing, i.activation, i.interleaved, False, 0, None)
-    way_home = i.order, i.rank, i.routing_weights, bytes_of_y
-    launch_gmm_unpermute(out, a, i.down.mT, i.group_sizes, i.down_bias, *way_home)
+def bind_expert_both(i: BothInputs) -> Callable:
+    shape = i.order.shape[0], i.down.shape[2]  # of a
+    up = bound(pick("expert_up", *i.up()), i.up())
+    home = bind_gmm_unpermute(i.home(i.x.new_empty(shape)))
+
+    def launch(out, i):
+        a = i.x.new_empty(shape)
+        up((a[:0], a), i.up())
+        home(out, i.home(a))
+
+    return launch
 
 
 # expert_both: op
 
 
-def save_expert_both(ctx, inputs, output):
+def save_expert_both(ctx, i: BothInputs, output):
     # a main gradient is not saved: another backward pass may change it first
-    ctx.save_for_backward(*inputs[:9])
-    ctx.others, ctx.x_shape = inputs[9:], inputs[0].shape
+    ctx.save_for_backward(*i[:9])
+    ctx.others, ctx.x_shape = i[9:], i.x.shape
 
 
 def backward_expert_both(ctx, dout):
-    *others, _, bytes_of_dx = ctx.others
-    i = ExpertInputs(*saved_tensors(ctx), *others)
-    needs = ExpertInputs(*ctx.needs_input_grad[:NUM_INPUTS])
+    i, needs = BothInputs(*saved_tensors(ctx), *ctx.others), BothInputs(*ctx.needs_input_grad)
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
@@ -65,18 +115,26 @@ def backward_expert_both(ctx, dout):
     dz, ddown, ddown_bias, ds = down_gradients(needs_down, True, dout, saved, *act, i.down_main_grad)
     del z, saved  # where dz is not in its memory
     bias_dtype = None if i.gate_up_bias is None else i.gate_up_bias.dtype
-    rest = bias_dtype, bytes_of_dx, i.gate_up_main_grad
+    rest = bias_dtype, i.bytes_of_dx, i.gate_up_main_grad
     dx, dgate_up, dbias = up_gradients(needs[:3], dz, i.x, i.gate_up, *routing, *rest)
-    return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 10
+    return gradients(
+        BothInputs,
+        x=dx,
+        gate_up=dgate_up,
+        gate_up_bias=dbias,
+        down=ddown,
+        down_bias=ddown_bias,
+        routing_weights=ds,
+    )
 
 
 expert_both_op = define_op(
-    f"expert_both({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad, SymInt bytes_of_y, "
-    "SymInt bytes_of_dx) -> Tensor",
-    new=lambda x, *_: x.new_empty(x.shape),
-    check_values=lambda *inputs: check_expert_values(*inputs[:NUM_INPUTS]),
-    reference=lambda *inputs: expert_loop_reference(*inputs[:NUM_INPUTS])[0],
-    triton=launch_expert_both,
+    "expert_both",
+    BothInputs,
+    new=lambda i: i.x.new_empty(i.x.shape),
+    check_values=lambda i: check_expert_values(*i[:NUM_INPUTS]),
+    reference=lambda i: expert_loop_reference(*i[:NUM_INPUTS])[0],
+    triton=bind_expert_both,
     save=save_expert_both,
     backward=backward_expert_both,
 )

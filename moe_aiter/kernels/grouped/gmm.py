@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import Written, binds, define_inplace_op, define_op, gradients, takes
+from ...op import Written, binds, bound, define_inplace_op, define_op, gradients, pick, takes
 from ...tuning.aiter_json import tile_of
 from .. import hopper
 from ..base.check import (
@@ -37,7 +37,7 @@ from ..base.check import (
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import TILE_DTYPES, given_or_found, locate, multiply, row_tiles, swizzle, tile_options, walk
-from ..rows.permute import check_plan, launch_unpermute, unpermute_reference
+from ..rows.permute import bind_unpermute_columns, check_plan, unpermute_reference
 from ..rows.sums import group_sum
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
 
@@ -313,20 +313,38 @@ BLOCK = 256  # columns of the widest tile: chunks are multiples, so that no tile
 # gmm_unpermute: reference
 
 
-def gmm_unpermute_reference(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes):
+class GmmUnpermuteInputs(NamedTuple):
+    """The inputs of the op `gmm_unpermute`: the rows of x @ w[g] + bias[g], summed up for each token."""
+
+    x: Tensor  # (R, K)
+    w: Tensor  # (G, K, N)
+    group_sizes: Tensor  # (G,)
+    bias: Tensor | None  # (G, N)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    routing_weights: Tensor | None  # (T, k)
+    row_bytes: int | torch.SymInt  # the most for the rows of the product
+
+    def columns(self, n: slice) -> GroupedInputs:
+        """Return the inputs of `gmm` for some columns of the rows."""
+        bias = None if self.bias is None else self.bias[:, n]
+        return GroupedInputs(self.x, self.w[:, :, n], self.group_sizes, bias)
+
+
+def gmm_unpermute_reference(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes=0):
     return unpermute_reference(gmm_reference(x, w, group_sizes, bias), order, rank, routing_weights)
 
 
 # gmm_unpermute: launcher
 
 
-def new_gmm_unpermute(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes):
-    check_shape("x", x, "R", "K")
-    check_shape("w", w, "G", "K", "N")
-    check_float(x=x, w=w)
-    check_plan(x, order, rank, routing_weights)
-    check_size("x is (R={}, K)", x.shape[0], "order is (R={},)", order.shape[0])
-    return x.new_empty(rank.shape[0], w.shape[2])
+def new_gmm_unpermute(i: GmmUnpermuteInputs) -> Tensor:
+    check_shape("x", i.x, "R", "K")
+    check_shape("w", i.w, "G", "K", "N")
+    check_float(x=i.x, w=i.w)
+    check_plan(i.x, i.order, i.rank, i.routing_weights)
+    check_size("x is (R={}, K)", i.x.shape[0], "order is (R={},)", i.order.shape[0])
+    return i.x.new_empty(i.rank.shape[0], i.w.shape[2])
 
 
 def column_chunks(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
@@ -337,24 +355,38 @@ def column_chunks(columns: int, column_bytes: int, most_bytes: int) -> list[slic
     return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_gmm_unpermute(out, x, w, group_sizes, bias, order, rank, routing_weights, row_bytes):
-    for n in column_chunks(out.shape[1], x.shape[0] * x.element_size(), row_bytes):
-        # one expression: a chunk of rows is gone before the next one comes
-        launch_unpermute(
-            out[:, n],
-            gmm_op(x, w[:, :, n], group_sizes, None if bias is None else bias[:, n]),
-            order, rank, routing_weights,
-        )  # fmt: skip
+def bind_gmm_unpermute(i: GmmUnpermuteInputs) -> Callable:
+    R, N = i.x.shape[0], i.w.shape[2]
+    chunks = [
+        (n, bound(pick("gmm", *i.columns(n)), i.columns(n)), bind_home(i.rank, n, N))
+        for n in column_chunks(N, R * i.x.element_size(), i.row_bytes)
+    ]
+
+    def launch(out, i):
+        for n, multiply_columns, sum_up in chunks:
+            rows = i.x.new_empty(R, n.stop - n.start)
+            multiply_columns(rows, i.columns(n))
+            sum_up(out[:, n], rows, i.rank, i.routing_weights)
+            del rows  # before the next chunk's
+
+    return launch
+
+
+def bind_home(rank: Tensor, n: slice, columns: int) -> Callable:
+    """Bind the sum of each token's rows, which are the columns `n` of an output of so many columns."""
+    width = n.stop - n.start
+    return bind_unpermute_columns(rank.shape, width, (width, 1), columns)
 
 
 # gmm_unpermute: op
 
 
 gmm_unpermute_op = define_op(
-    "gmm_unpermute(Tensor x, Tensor w, Tensor group_sizes, Tensor? bias, Tensor order, Tensor rank, "
-    "Tensor? routing_weights, SymInt row_bytes) -> Tensor",
+    "gmm_unpermute",
+    GmmUnpermuteInputs,
     new=new_gmm_unpermute,
-    reference=gmm_unpermute_reference,
-    triton=launch_gmm_unpermute,
+    reference=lambda i: gmm_unpermute_reference(*i),
+    triton=bind_gmm_unpermute,
 )
