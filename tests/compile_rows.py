@@ -14,9 +14,9 @@ from moe_aiter.kernels.quantize import blocks, layouts
 from moe_aiter.kernels.quantize.rows import (
     FORMATS,
     LONGEST,
-    launch_quantize_by_amax,
-    launch_quantize_rows,
-    launch_quantize_rows_and_amax,
+    bind_quantize_by_amax,
+    bind_quantize_rows,
+    bind_quantize_rows_and_amax,
 )
 from moe_aiter.kernels.rows.permute import bind_permute, bind_row_dots, bind_unpermute
 from moe_aiter.kernels.rows.route import bind_route, bind_route_backward
@@ -109,7 +109,8 @@ def run_attention(rows, dtype):
 
 def run_quantize(x, format):
     dtype = torch.int8 if format == "int8" else FORMATS[format]
-    launch_quantize_rows((new(*x.shape, dtype=dtype), new(*x.shape[:-1], dtype=F32)), x, format)
+    out = new(*x.shape, dtype=dtype), new(*x.shape[:-1], dtype=F32)
+    launcher("quantize_rows", bind_quantize_rows)(out, x, format)
 
 
 def run_both_ways(shape, dtype, format, columns_too=True):
@@ -120,38 +121,47 @@ def run_both_ways(shape, dtype, format, columns_too=True):
         rows, columns = (
             (new(*t.shape, dtype=FORMATS[format]), new(*t.shape[:-1], dtype=F32)) for t in (x, x.mT)
         )
-        launch_quantize_rows_and_amax((*rows, amax), x, format)
+        launcher("quantize_rows_and_amax", bind_quantize_rows_and_amax)((*rows, amax), x, format)
         if columns_too:
-            launch_quantize_by_amax(columns, x.mT, amax, format)
+            launcher("quantize_by_amax", bind_quantize_by_amax)(columns, x.mT, amax, format)
+
+
+def run_new(bind, new, i):
+    """Launch into new outputs, and return these."""
+    out = new(i)
+    bind(i)(out, i)
+    return out
 
 
 def run_chunks(rows, tokens, n, k, formats):
     groups, top_k = 128, rows // tokens
     sizes, order = ints(groups), ints(rows)
-    plan = blocks.new_plan_chunks(sizes, rows)
-    blocks.launch_plan_chunks(plan, sizes, rows)
-    inputs = new(tokens, k, dtype=FORMATS["e4m3"]), order, top_k, plan[1]
-    blocks.launch_transpose_chunks(blocks.new_transpose_chunks(*inputs), *inputs)
+    plan = blocks.PlanChunksInputs(sizes, rows)
+    _, chunks = run_new(blocks.bind_plan_chunks, blocks.new_plan_chunks, plan)
+    i = blocks.TransposeChunksInputs(new(tokens, k, dtype=FORMATS["e4m3"]), order, top_k, chunks)
+    run_new(blocks.bind_transpose_chunks, blocks.new_transpose_chunks, i)
     for format in formats:
-        inputs = new(rows, n), new(tokens, dtype=F32), order, top_k, plan[1], format
-        blocks.launch_quantize_chunks(blocks.new_quantize_chunks(*inputs), *inputs)
+        factor = new(tokens, dtype=F32)
+        i = blocks.QuantizeChunksInputs(new(rows, n), factor, order, top_k, chunks, format)
+        run_new(blocks.bind_quantize_chunks, blocks.new_quantize_chunks, i)
 
 
 def run_transposed(shape, dtype, format, columns):
     groups, m, k = shape
     w = new(groups, k, m, dtype=dtype).mT if columns else new(groups, m, k, dtype=dtype)
-    out = new(groups, k, m, dtype=FORMATS[format])
-    layouts.launch_quantize_transposed(out, w, new(groups, m, dtype=F32), format)
+    i = layouts.QuantizeTransposedInputs(w, new(groups, m, dtype=F32), format)
+    run_new(layouts.bind_quantize_transposed, layouts.new_quantize_transposed, i)
 
 
 def run_transpose_rows8(groups, m, k):
-    x8 = new(groups, m, k, dtype=FORMATS["e4m3"])
-    layouts.launch_transpose_rows8(layouts.new_transpose_rows8(x8), x8)
+    i = layouts.TransposeRows8Inputs(new(groups, m, k, dtype=FORMATS["e4m3"]))
+    run_new(layouts.bind_transpose_rows8, layouts.new_transpose_rows8, i)
 
 
 def run_folded(k, dtype, format):
-    inputs = new(262144, k, dtype=dtype), new(128, k, dtype=F32), ints(128), format
-    layouts.launch_quantize_folded(layouts.new_quantize_folded(*inputs), *inputs)
+    factor, sizes = new(128, k, dtype=F32), ints(128)
+    i = layouts.QuantizeFoldedInputs(new(262144, k, dtype=dtype), factor, sizes, format)
+    run_new(layouts.bind_quantize_folded, layouts.new_quantize_folded, i)
 
 
 def is_one_launch(target, launches):

@@ -9,7 +9,8 @@ import torch
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.gemm import WIDEST_STEP
-from moe_aiter.kernels.quantize.rows import FORMATS, launch_quantize_rows
+from moe_aiter.kernels.quantize.rows import FORMATS, bind_quantize_rows
+from moe_aiter.op import launcher
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 
 if interpret:
@@ -72,7 +73,8 @@ def test_every_tile_has_a_case():
 def test_the_reference_quantizes_where_no_kernel_does():
     x = new(16, 32)
     with compiling_for(TARGETS["sm_80"]) as launches:
-        launch_quantize_rows((new(16, 32, dtype=FORMATS["e4m3"]), new(16, dtype=torch.float32)), x, "e4m3")
+        out = new(16, 32, dtype=FORMATS["e4m3"]), new(16, dtype=torch.float32)
+        launcher("quantize_rows", bind_quantize_rows)(out, x, "e4m3")
     assert not launches
 
 

@@ -13,13 +13,16 @@ past the last one in use begin past the end of the last group; no kernel writes 
 arXiv 2412.19437).  `transpose_chunks` moves the bytes of rows that are 8-bit floats already.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import copy_into, define_op, takes
+from ...op import binds, copy_into, define_op, takes
 from ..base.check import check_device, check_float, check_index, check_rows, check_shape, check_size, wide
 from ..base.fp8 import CHUNK, native_fp8
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense
 from .rows import (
     FORMATS,
@@ -30,6 +33,33 @@ from .rows import (
     quantize_by_amax_reference,
     scale_and_inverse,
 )
+
+
+class PlanChunksInputs(NamedTuple):
+    """The inputs of the op `plan_chunks`: where the rows of each group lie in chunks."""
+
+    group_sizes: Tensor  # (G,)
+    rows: int | torch.SymInt
+
+
+class QuantizeChunksInputs(NamedTuple):
+    """The inputs of the op `quantize_chunks`: the columns of factor[order[r] // top_k] * y[r], by chunks."""
+
+    y: Tensor  # (M, N)
+    factor: Tensor  # (T,)
+    order: Tensor  # (M,)
+    top_k: int
+    chunks: Tensor  # (C, 2)
+    format: str
+
+
+class TransposeChunksInputs(NamedTuple):
+    """The inputs of the op `transpose_chunks`: the columns of x8[order[r] // top_k], by chunks."""
+
+    x8: Tensor  # (T, K)
+    order: Tensor  # (M,)
+    top_k: int
+    chunks: Tensor  # (C, 2)
 
 
 def most_chunks(rows: int, groups: int) -> int:
@@ -110,30 +140,34 @@ def plan_chunks_kernel(
 # plan_chunks: launcher
 
 
-def new_plan_chunks(group_sizes, rows):
-    check_shape("group_sizes", group_sizes, "G")
-    check_index(group_sizes=group_sizes)
-    G = group_sizes.shape[0]
-    sizes = (G, 3), (most_chunks(rows, G), 2)
-    return tuple(group_sizes.new_empty(size, dtype=torch.int32) for size in sizes)
+def new_plan_chunks(i: PlanChunksInputs) -> tuple[Tensor, Tensor]:
+    check_shape("group_sizes", i.group_sizes, "G")
+    check_index(group_sizes=i.group_sizes)
+    G = i.group_sizes.shape[0]
+    places = i.group_sizes.new_empty(G, 3, dtype=torch.int32)
+    return places, places.new_empty(most_chunks(i.rows, G), 2)
 
 
-def launch_plan_chunks(out, group_sizes, rows):
-    places, chunks = out
-    plan_chunks_kernel[(len(group_sizes),)](
-        group_sizes.contiguous(), places, chunks, rows, len(group_sizes), len(chunks),
-        CHUNK=CHUNK, BLOCK_G=next_power_of_2(len(group_sizes)), BLOCK=128, num_warps=1,
-    )  # fmt: skip
+@binds
+def bind_plan_chunks(i: PlanChunksInputs) -> Callable:
+    G, rows = len(i.group_sizes), i.rows
+    sizes = rows, G, most_chunks(rows, G)
+    kernel = bind_kernel(
+        plan_chunks_kernel, (G,), CHUNK=CHUNK, BLOCK_G=next_power_of_2(G), BLOCK=128, num_warps=1
+    )
+    return lambda outs, i: kernel(i.group_sizes.contiguous(), *outs, *sizes)
 
 
 # plan_chunks: op
 
 
 plan_chunks_op = define_op(
-    "plan_chunks(Tensor group_sizes, SymInt rows) -> (Tensor, Tensor)",
+    "plan_chunks",
+    PlanChunksInputs,
+    outputs=2,
     new=new_plan_chunks,
-    reference=plan_chunks_reference,
-    triton=launch_plan_chunks,
+    reference=lambda i: plan_chunks_reference(*i),
+    triton=bind_plan_chunks,
 )
 
 
@@ -302,69 +336,78 @@ def check_chunks(x: Tensor, order: Tensor, chunks: Tensor, **others: Tensor) -> 
     check_device(x=x, order=order, chunks=chunks, **others)
 
 
-def new_quantize_chunks(y, factor, order, top_k, chunks, format):
-    check_shape("y", y, "M", "N")
-    check_shape("factor", factor, "T")
-    check_float(y=y)
-    check_chunks(y, order, chunks, factor=factor)
-    check_size("y is (M={}, N)", y.shape[0], "order is (M={},)", order.shape[0])
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
-    shape = chunks.shape[0], y.shape[1]
-    return y.new_empty(*shape, CHUNK, dtype=FORMATS[format]), y.new_empty(shape, dtype=torch.float32)
+def new_quantize_chunks(i: QuantizeChunksInputs) -> tuple[Tensor, Tensor]:
+    check_shape("y", i.y, "M", "N")
+    check_shape("factor", i.factor, "T")
+    check_float(y=i.y)
+    check_chunks(i.y, i.order, i.chunks, factor=i.factor)
+    check_size("y is (M={}, N)", i.y.shape[0], "order is (M={},)", i.order.shape[0])
+    if i.format not in FORMATS:
+        raise ValueError(f"unknown format {i.format!r}; known: {', '.join(FORMATS)}")
+    shape = i.chunks.shape[0], i.y.shape[1]
+    return i.y.new_empty(*shape, CHUNK, dtype=FORMATS[i.format]), i.y.new_empty(shape, dtype=torch.float32)
 
 
-def new_transpose_chunks(x8, order, top_k, chunks):
-    check_rows("x8", x8, "K", order, top_k, order.shape[0])
-    check_chunks(x8, order, chunks)
-    if x8.dtype not in FORMATS.values():
-        raise TypeError(f"x8 must be of 8-bit floats, not {x8.dtype}")
-    return x8.new_empty(chunks.shape[0], x8.shape[1], CHUNK)
+def new_transpose_chunks(i: TransposeChunksInputs) -> Tensor:
+    check_rows("x8", i.x8, "K", i.order, i.top_k, i.order.shape[0])
+    check_chunks(i.x8, i.order, i.chunks)
+    if i.x8.dtype not in FORMATS.values():
+        raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
+    return i.x8.new_empty(i.chunks.shape[0], i.x8.shape[1], CHUNK)
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_quantize_chunks(out, y, factor, order, top_k, chunks, format):
-    y8, scale = out
-    if y8.dtype not in native_fp8():
-        return copy_into(out, quantize_chunks_reference(y, factor, order, top_k, chunks, format))
-    C, N, _ = y8.shape
-    factor, order, chunks = dense(factor, order, chunks)
+def bind_quantize_chunks(i: QuantizeChunksInputs) -> Callable:
+    if FORMATS[i.format] not in native_fp8():
+        return lambda outs, i: copy_into(outs, quantize_chunks_reference(*i))
+    C, N = i.chunks.shape[0], i.y.shape[1]
     block_n = min(max(next_power_of_2(N), 16), 32)
     tiles = cdiv(N, block_n)
-    quantize_chunks_kernel[(C * tiles,)](
-        y, factor, order, chunks, y8, scale, N, tiles, y.stride(),
-        **limits(y8), TOP_K=top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=2,
+    kernel = bind_kernel(
+        quantize_chunks_kernel, (C * tiles,),
+        **limits(i.format), TOP_K=i.top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=2,
+    )  # fmt: skip
+    strides = i.y.stride()
+    return lambda outs, i: kernel(i.y, *dense(i.factor, i.order, i.chunks), *outs, N, tiles, strides)
+
+
+@binds
+def bind_transpose_chunks(i: TransposeChunksInputs) -> Callable:
+    C, words = i.chunks.shape[0], i.x8.shape[1] // 4
+    block_w = min(max(next_power_of_2(words), 16), 32)
+    kernel = bind_kernel(
+        transpose_chunks_kernel, (C * cdiv(words, block_w),),
+        TOP_K=i.top_k, CHUNK=CHUNK, BLOCK_W=block_w, num_warps=4,
     )  # fmt: skip
 
+    def launch(out, i):
+        x8, order, chunks = dense(i.x8, i.order, i.chunks)
+        kernel(x8.view(torch.int32), order, chunks, out.view(torch.int32), C, words, words)
 
-def launch_transpose_chunks(out, x8, order, top_k, chunks):
-    C, K, _ = out.shape
-    x8, order, chunks = dense(x8, order, chunks)
-    words, block_w = K // 4, min(max(next_power_of_2(K // 4), 16), 32)
-    transpose_chunks_kernel[(C * cdiv(words, block_w),)](
-        x8.view(torch.int32), order, chunks, out.view(torch.int32), C, words, words,
-        TOP_K=top_k, CHUNK=CHUNK, BLOCK_W=block_w, num_warps=4,
-    )  # fmt: skip
+    return launch
 
 
-launch_transpose_chunks.fits = lambda x8, *_: x8.shape[1] % 4 == 0
+bind_transpose_chunks.fits = lambda x8, *_: x8.shape[1] % 4 == 0
 
 
 # chunks: op
 
 
 quantize_chunks_op = define_op(
-    "quantize_chunks(Tensor y, Tensor factor, Tensor order, int top_k, Tensor chunks, str format) "
-    "-> (Tensor, Tensor)",
+    "quantize_chunks",
+    QuantizeChunksInputs,
+    outputs=2,
     new=new_quantize_chunks,
-    reference=quantize_chunks_reference,
-    triton=launch_quantize_chunks,
+    reference=lambda i: quantize_chunks_reference(*i),
+    triton=bind_quantize_chunks,
 )
 transpose_chunks_op = define_op(
-    "transpose_chunks(Tensor x8, Tensor order, int top_k, Tensor chunks) -> Tensor",
+    "transpose_chunks",
+    TransposeChunksInputs,
     new=new_transpose_chunks,
-    reference=transpose_chunks_reference,
-    triton=launch_transpose_chunks,
+    reference=lambda i: transpose_chunks_reference(*i),
+    triton=bind_transpose_chunks,
 )
 
 

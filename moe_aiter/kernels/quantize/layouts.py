@@ -17,18 +17,22 @@ scales; no kernel has to find the largest magnitudes of columns.  `quantize_tran
 again; `transpose_rows8` moves the bytes of its 8-bit rows, if these still exist, and reads half as much.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import copy_into, define_op, takes
+from ...op import binds, copy_into, define_op, takes
 from ..base.check import check_device, check_float, check_groups, check_shape, check_size, check_tensor, wide
 from ..base.fp8 import native_fp8
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import TILE_DTYPES, dense, locate, row_tiles
 from .blocks import transpose_words
 from .rows import (
     ELEMENTS,
     FORMATS,
+    OF_ROWS,
     amax_reference,
     in_turn,
     limits,
@@ -40,6 +44,30 @@ from .rows import (
 )
 
 ROWS = 32  # of a group that one program quantises, with one look at the group's factors
+
+
+class QuantizeFoldedInputs(NamedTuple):
+    """The inputs of the op `quantize_folded`: x[r] * factor[g] ~ x8[r] * scale[r] for row r of group g."""
+
+    x: Tensor  # (M, K)
+    factor: Tensor  # (G, K)
+    group_sizes: Tensor  # (G,)
+    format: str
+
+
+class QuantizeTransposedInputs(NamedTuple):
+    """The inputs of the op `quantize_transposed`: x[g, m, k] ~ out[g, k, m] * scale[g, m]."""
+
+    x: Tensor  # (G, M, K)
+    scale: Tensor  # (G, M)
+    format: str
+
+
+class TransposeRows8Inputs(NamedTuple):
+    """The inputs of the op `transpose_rows8`: out[g, k, m] = x8[g, m, k]."""
+
+    x8: Tensor  # (G, M, K)
+
 
 # quantize_folded: reference
 
@@ -129,16 +157,16 @@ def quantize_folded_kernel(
 # quantize_folded: launcher
 
 
-def new_quantize_folded(x, factor, group_sizes, format):
-    check_shape("x", x, "M", "K")
-    check_shape("factor", factor, "G", "K")
-    check_float(x=x)
-    check_groups(group_sizes, x, factor=factor)
-    check_size("x is (M, K={})", x.shape[1], "factor is (G, K={})", factor.shape[1])
-    check_size("factor is (G={}, K)", factor.shape[0], "group_sizes is (G={},)", group_sizes.shape[0])
-    if factor.dtype != torch.float32:
-        raise TypeError(f"factor must be float32, not {factor.dtype}")
-    return new_quantize_rows(x, format)
+def new_quantize_folded(i: QuantizeFoldedInputs) -> tuple[Tensor, Tensor]:
+    check_shape("x", i.x, "M", "K")
+    check_shape("factor", i.factor, "G", "K")
+    check_float(x=i.x)
+    check_groups(i.group_sizes, i.x, factor=i.factor)
+    check_size("x is (M, K={})", i.x.shape[1], "factor is (G, K={})", i.factor.shape[1])
+    check_size("factor is (G={}, K)", i.factor.shape[0], "group_sizes is (G={},)", i.group_sizes.shape[0])
+    if i.factor.dtype != torch.float32:
+        raise TypeError(f"factor must be float32, not {i.factor.dtype}")
+    return new_quantize_rows(i.x, i.format)
 
 
 def tile_folded(K: int) -> tuple[int, int, int, int]:
@@ -147,29 +175,37 @@ def tile_folded(K: int) -> tuple[int, int, int, int]:
     return ROWS, max(1024 // block_k, 1), block_k, max(block_k // 1024, 1)
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_quantize_folded(out, x, factor, group_sizes, format):
-    x8, scale = out
-    if x8.dtype not in native_fp8() or not len(factor):
-        return copy_into(out, quantize_folded_reference(x, factor, group_sizes, format))
-    (M, K), G = x.shape, len(factor)
+def bind_quantize_folded(i: QuantizeFoldedInputs) -> Callable:
+    (M, K), G = i.x.shape, len(i.factor)
+    if OF_ROWS[i.format] not in native_fp8() or not G:
+        return lambda outs, i: copy_into(outs, quantize_folded_reference(*i))
     rows, block_m, block_k, warps = tile_folded(K)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    factor, group_sizes = dense(factor, group_sizes)
-    quantize_folded_kernel[(row_tiles(M, G, rows),)](
-        x, factor, group_sizes, x8, scale, M, K, G, x.stride(0),
-        **limits(x8), WHOLE=block_k >= K, BLOCK_G=next_power_of_2(G + 1), ROWS=rows,
+    kernel = bind_kernel(
+        quantize_folded_kernel, (row_tiles(M, G, rows),),
+        **limits(i.format), WHOLE=block_k >= K, BLOCK_G=next_power_of_2(G + 1), ROWS=rows,
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
+    whole_rows = i.x.stride(1) == 1
+    stride = i.x.stride(0) if whole_rows else K
+
+    def launch(outs, i):
+        x = i.x if whole_rows else i.x.contiguous()
+        kernel(x, *dense(i.factor, i.group_sizes), *outs, M, K, G, stride)
+
+    return launch
 
 
 # quantize_folded: op
 
 quantize_folded_op = define_op(
-    "quantize_folded(Tensor x, Tensor factor, Tensor group_sizes, str format) -> (Tensor, Tensor)",
+    "quantize_folded",
+    QuantizeFoldedInputs,
+    outputs=2,
     new=new_quantize_folded,
-    reference=quantize_folded_reference,
-    triton=launch_quantize_folded,
+    reference=lambda i: quantize_folded_reference(*i),
+    triton=bind_quantize_folded,
 )
 
 # quantize_folded: public
@@ -264,64 +300,73 @@ def transpose_rows8_kernel(
 # transposed: launcher
 
 
-def new_quantize_transposed(x, scale, format):
-    check_shape("x", x, "G", "M", "K")
-    check_tensor("scale", scale)
-    check_float(x=x)
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
-    if scale.dtype != torch.float32 or scale.shape != x.shape[:2]:
-        raise ValueError(
-            f"scale must be {tuple(x.shape[:2])} in float32, not {tuple(scale.shape)} in {scale.dtype}"
-        )
-    check_device(x=x, scale=scale)
-    return new_quantize_rows(x.mT, format)[0]
+def new_quantize_transposed(i: QuantizeTransposedInputs) -> Tensor:
+    check_shape("x", i.x, "G", "M", "K")
+    check_tensor("scale", i.scale)
+    check_float(x=i.x)
+    if i.format not in FORMATS:
+        raise ValueError(f"unknown format {i.format!r}; known: {', '.join(FORMATS)}")
+    shape = tuple(i.x.shape[:2])
+    if i.scale.dtype != torch.float32 or i.scale.shape != shape:
+        raise ValueError(f"scale must be {shape} in float32, not {tuple(i.scale.shape)} in {i.scale.dtype}")
+    check_device(x=i.x, scale=i.scale)
+    return new_quantize_rows(i.x.mT, i.format)[0]
 
 
-def new_transpose_rows8(x8):
-    check_shape("x8", x8, "G", "M", "K")
-    if x8.dtype not in FORMATS.values():
-        raise TypeError(f"x8 must be of 8-bit floats, not {x8.dtype}")
-    return x8.new_empty(x8.mT.shape)
+def new_transpose_rows8(i: TransposeRows8Inputs) -> Tensor:
+    check_shape("x8", i.x8, "G", "M", "K")
+    if i.x8.dtype not in FORMATS.values():
+        raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
+    return i.x8.new_empty(i.x8.mT.shape)
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_quantize_transposed(out, x, scale, format):
-    if out.dtype not in native_fp8():
-        return copy_into(out, quantize_transposed_reference(x, scale, format))
-    (G, M, K), block_m, block_k = x.shape, 128, 64  # whole lines to read and to write
+def bind_quantize_transposed(i: QuantizeTransposedInputs) -> Callable:
+    if FORMATS[i.format] not in native_fp8():
+        return lambda out, i: copy_into(out, quantize_transposed_reference(*i))
+    (G, M, K), block_m, block_k = i.x.shape, 128, 64  # whole lines to read and to write
     tiles_m, tiles_k = cdiv(M, block_m), cdiv(K, block_k)
-    quantize_transposed_kernel[(G * tiles_m * tiles_k,)](
-        x, scale.contiguous(), out, M, K, tiles_m, tiles_k, x.stride(),
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8,
-    )  # fmt: skip
+    kernel = bind_kernel(
+        quantize_transposed_kernel, (G * tiles_m * tiles_k,), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8
+    )
+    sizes = M, K, tiles_m, tiles_k, i.x.stride()
+    return lambda out, i: kernel(i.x, i.scale.contiguous(), out, *sizes)
 
 
-def launch_transpose_rows8(out, x8):
-    G, M, K = x8.shape
-    if M % 4 or K % 4 or x8.storage_offset() % 4:  # no whole words
-        return copy_into(out, transpose_rows8_reference(x8))
+@binds
+def bind_transpose_rows8(i: TransposeRows8Inputs) -> Callable:
+    G, M, K = i.x8.shape
     quarter = block_w = 32  # whole lines to read and to write
     tiles_m, tiles_w = cdiv(M, 4 * quarter), cdiv(K, 4 * block_w)
-    transpose_rows8_kernel[(G * tiles_m * tiles_w,)](
-        x8.contiguous().view(torch.int32), out.view(torch.int32), M, K // 4, tiles_m, tiles_w,
-        QUARTER=quarter, BLOCK_W=block_w, num_warps=4,
-    )  # fmt: skip
+    kernel = bind_kernel(
+        transpose_rows8_kernel, (G * tiles_m * tiles_w,), QUARTER=quarter, BLOCK_W=block_w, num_warps=4
+    )
+
+    def launch(out, i):
+        if M % 4 or K % 4 or i.x8.storage_offset() % 4:  # no whole words
+            return copy_into(out, transpose_rows8_reference(i.x8))
+        x, out = i.x8.contiguous().view(torch.int32), out.view(torch.int32)
+        kernel(x, out, M, K // 4, tiles_m, tiles_w)
+
+    return launch
 
 
 # transposed: op
 
 quantize_transposed_op = define_op(
-    "quantize_transposed(Tensor x, Tensor scale, str format) -> Tensor",
+    "quantize_transposed",
+    QuantizeTransposedInputs,
     new=new_quantize_transposed,
-    reference=quantize_transposed_reference,
-    triton=launch_quantize_transposed,
+    reference=lambda i: quantize_transposed_reference(*i),
+    triton=bind_quantize_transposed,
 )
 transpose_rows8_op = define_op(
-    "transpose_rows8(Tensor x8) -> Tensor",
+    "transpose_rows8",
+    TransposeRows8Inputs,
     new=new_transpose_rows8,
-    reference=transpose_rows8_reference,
-    triton=launch_transpose_rows8,
+    reference=lambda i: transpose_rows8_reference(*i),
+    triton=bind_transpose_rows8,
 )
 
 # transposed: public

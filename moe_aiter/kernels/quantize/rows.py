@@ -15,19 +15,38 @@ floats, backward its columns.  The first quantises the rows and keeps the larges
 with these the second reads the columns once, tile by tile.  The results have the bits of `quantize_rows`.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import copy_into, define_op, takes
+from ...op import binds, copy_into, define_op, takes
 from ..base.check import FLOATS, check_device, check_tensor, wide
 from ..base.fp8 import native_fp8
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 OF_ROWS = {**FORMATS, "int8": torch.int8}
 LEAST = 2.0**-126  # the smallest scale, whose reciprocal is finite as well
 ELEMENTS = 8192  # of a tile of rows that lie in memory as rows
+
+
+class QuantizeRowsInputs(NamedTuple):
+    """The inputs of the ops `quantize_rows` and `quantize_rows_and_amax`: x ~ x8 * scale[..., None]."""
+
+    x: Tensor  # (M, K) or (G, M, K)
+    format: str
+
+
+class QuantizeByAmaxInputs(NamedTuple):
+    """The inputs of the op `quantize_by_amax`: `quantize_rows` with the rows' largest magnitudes."""
+
+    x: Tensor  # (M, K) or (G, M, K)
+    amax: Tensor  # (M,) or (G, M)
+    format: str
+
 
 # quantize_rows: reference
 
@@ -179,34 +198,42 @@ def tile_of_columns(K: int) -> tuple[int, int, int]:
     return 64, min(max(next_power_of_2(K), 32), 128), 4
 
 
-def limits(x8) -> dict:
-    return {"MOST": most(x8.dtype), "LEAST": LEAST}
+def limits(format: str) -> dict:
+    return {"MOST": most(OF_ROWS[format]), "LEAST": LEAST}
 
 
+def as_groups(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the strides of x as (G, M, K); the strides of (M, K) begin with 0."""
+    return ((1, *x.shape), (0, *x.stride())) if x.dim() == 2 else (tuple(x.shape), x.stride())
+
+
+@binds
 @takes(*TILE_DTYPES)
-def launch_quantize_rows(out, x, format):
-    x8, scale = out
+def bind_quantize_rows(i: QuantizeRowsInputs | QuantizeByAmaxInputs) -> Callable:
     # nor does Triton convert to floats that a GPU does not multiply
-    if format != "int8" and x8.dtype not in native_fp8():
-        return copy_into(out, quantize_rows_reference(x, format))
-    x = x if x.dim() == 3 else x[None]
-    G, M, K = x.shape
-    block_m, block_k, warps = tile_of_columns(K) if x.stride(1) == 1 < x.stride(2) else tile_of_rows(K)
+    if i.format != "int8" and OF_ROWS[i.format] not in native_fp8():
+        return lambda outs, i: copy_into(outs, quantize_rows_reference(i.x, i.format))
+    (G, M, K), strides = as_groups(i.x)
+    side_by_side = strides[1] == 1 < strides[2]
+    block_m, block_k, warps = tile_of_columns(K) if side_by_side else tile_of_rows(K)
     tiles = cdiv(M, block_m)
-    quantize_rows_kernel[(G * tiles,)](
-        x, x8, scale, M, K, tiles, x.stride(),
-        **limits(x8), WHOLE=block_k >= K, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    kernel = bind_kernel(
+        quantize_rows_kernel, (G * tiles,),
+        **limits(i.format), WHOLE=block_k >= K, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
         enable_fp_fusion=False,  # or what is rounded to a whole number is a product that was not yet rounded
     )  # fmt: skip
+    return lambda outs, i: kernel(i.x, *outs, M, K, tiles, strides)
 
 
 # quantize_rows: op
 
 quantize_rows_op = define_op(
-    "quantize_rows(Tensor x, str format) -> (Tensor, Tensor)",
-    new=new_quantize_rows,
-    reference=quantize_rows_reference,
-    triton=launch_quantize_rows,
+    "quantize_rows",
+    QuantizeRowsInputs,
+    outputs=2,
+    new=lambda i: new_quantize_rows(*i),
+    reference=lambda i: quantize_rows_reference(*i),
+    triton=bind_quantize_rows,
 )
 
 # quantize_rows: public
@@ -336,19 +363,17 @@ def quantize_columns_kernel(
 # both ways: launcher
 
 
-def new_quantize_rows_and_amax(x, format):
-    out = new_quantize_rows(x, format)
-    return *out, x.new_empty(*x.shape[:-2], x.shape[-1], dtype=torch.float32)
+def new_quantize_rows_and_amax(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor, Tensor]:
+    out = new_quantize_rows(*i)
+    return *out, i.x.new_empty(*i.x.shape[:-2], i.x.shape[-1], dtype=torch.float32)
 
 
-def new_quantize_by_amax(x, amax, format):
-    out = new_quantize_rows(x, format)
-    check_tensor("amax", amax)
-    if amax.dtype != torch.float32 or amax.shape != x.shape[:-1]:
-        raise ValueError(
-            f"amax must be {tuple(x.shape[:-1])} in float32, not {tuple(amax.shape)} in {amax.dtype}"
-        )
-    check_device(x=x, amax=amax)
+def new_quantize_by_amax(i: QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
+    out, shape = new_quantize_rows(i.x, i.format), tuple(i.x.shape[:-1])
+    check_tensor("amax", i.amax)
+    if i.amax.dtype != torch.float32 or i.amax.shape != shape:
+        raise ValueError(f"amax must be {shape} in float32, not {tuple(i.amax.shape)} in {i.amax.dtype}")
+    check_device(x=i.x, amax=i.amax)
     return out
 
 
@@ -369,57 +394,74 @@ def tile_with_amax(G: int, M: int, K: int, itemsize: int) -> tuple[int, int, int
     return max(rows, block_m), block_m, block_k, warps
 
 
+def bind_rows_then_amax(i: QuantizeRowsInputs) -> Callable:
+    rows = bind_quantize_rows(i)
+
+    def launch(outs, i):
+        rows(outs[:2], i)
+        outs[2].copy_(amax_reference(i.x, -2))
+
+    return launch
+
+
+@binds
 @takes(*TILE_DTYPES)
-def launch_quantize_rows_and_amax(out, x, format):
-    x8, scale, amax = out
-    if x8.dtype not in native_fp8() or not is_read_once(x):
-        launch_quantize_rows((x8, scale), x, format)
-        return amax.copy_(amax_reference(x, -2))
-    if not x.numel():  # there may be columns all the same
-        scale.fill_(LEAST)
-        return amax.zero_()
-    x = x if x.dim() == 3 else x[None]
-    G, M, K = x.shape
-    rows, block_m, block_k, warps = tile_with_amax(G, M, K, x.element_size())
+def bind_quantize_rows_and_amax(i: QuantizeRowsInputs) -> Callable:
+    if OF_ROWS[i.format] not in native_fp8() or not is_read_once(i.x):
+        return bind_rows_then_amax(i)
+    if not i.x.numel():  # there may be columns all the same
+        return lambda outs, i: (outs[1].fill_(LEAST), outs[2].zero_())
+    (G, M, K), strides = as_groups(i.x)
+    rows, block_m, block_k, warps = tile_with_amax(G, M, K, i.x.element_size())
     blocks = cdiv(M, rows)
-    parts = amax.new_empty(G, blocks, K)
-    quantize_rows_and_amax_kernel[(G * blocks,)](
-        x, x8, scale, parts, M, K, blocks, x.stride(),
-        **limits(x8), ROWS=rows, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    kernel = bind_kernel(
+        quantize_rows_and_amax_kernel, (G * blocks,),
+        **limits(i.format), ROWS=rows, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
-    torch.amax(parts, 1, out=amax.view(G, K))
+
+    def launch(outs, i):
+        x8, scale, amax = outs
+        parts = amax.new_empty(G, blocks, K)
+        kernel(i.x, x8, scale, parts, M, K, blocks, strides)
+        torch.amax(parts, 1, out=amax.view(G, K))
+
+    return launch
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_quantize_by_amax(out, x, amax, format):
-    x8, scale = out
-    if x8.dtype not in native_fp8():
-        return copy_into(out, quantize_by_amax_reference(x, amax, format))
-    if x.stride(-2) != 1 or not x.numel():  # there may be scales all the same
-        return launch_quantize_rows(out, x, format)
-    x = x if x.dim() == 3 else x[None]
-    G, M, K = x.shape
-    block_m, block_k, warps = 64, 128, 8  # whole lines to read and to write
+def bind_quantize_by_amax(i: QuantizeByAmaxInputs) -> Callable:
+    if OF_ROWS[i.format] not in native_fp8():
+        return lambda outs, i: copy_into(outs, quantize_by_amax_reference(*i))
+    if i.x.stride(-2) != 1 or not i.x.numel():  # there may be scales all the same
+        return bind_quantize_rows(i)
+    ((G, M, K), strides), block_m, block_k = as_groups(i.x), 64, 128  # whole lines to read and to write
     tiles_m, tiles_k = cdiv(M, block_m), cdiv(K, block_k)
-    quantize_columns_kernel[(G * tiles_m * tiles_k,)](
-        x, amax.contiguous(), x8, scale, M, K, tiles_m, tiles_k, x.stride()[::2],
-        **limits(x8), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    kernel = bind_kernel(
+        quantize_columns_kernel, (G * tiles_m * tiles_k,),
+        **limits(i.format), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8,
     )  # fmt: skip
+    sizes = M, K, tiles_m, tiles_k, strides[::2]
+    return lambda outs, i: kernel(i.x, i.amax.contiguous(), *outs, *sizes)
 
 
 # both ways: op
 
 quantize_rows_and_amax_op = define_op(
-    "quantize_rows_and_amax(Tensor x, str format) -> (Tensor, Tensor, Tensor)",
+    "quantize_rows_and_amax",
+    QuantizeRowsInputs,
+    outputs=3,
     new=new_quantize_rows_and_amax,
-    reference=quantize_rows_and_amax_reference,
-    triton=launch_quantize_rows_and_amax,
+    reference=lambda i: quantize_rows_and_amax_reference(*i),
+    triton=bind_quantize_rows_and_amax,
 )
 quantize_by_amax_op = define_op(
-    "quantize_by_amax(Tensor x, Tensor amax, str format) -> (Tensor, Tensor)",
+    "quantize_by_amax",
+    QuantizeByAmaxInputs,
+    outputs=2,
     new=new_quantize_by_amax,
-    reference=quantize_by_amax_reference,
-    triton=launch_quantize_by_amax,
+    reference=lambda i: quantize_by_amax_reference(*i),
+    triton=bind_quantize_by_amax,
 )
 
 

@@ -13,7 +13,7 @@ from moe_aiter.kernels.quantize.rows import (
     quantize_rows,
     quantize_rows_and_amax,
 )
-from moe_aiter.op import use
+from moe_aiter.op import IMPLS, launcher, use
 
 from ...shapes import LAYOUTS
 
@@ -161,22 +161,20 @@ def test_kernels_are_the_reference(shape, dtype, format):
 )
 def test_kernels_without_the_last_rounding(shape, monkeypatch):
     """The interpreter rounds to 8 bits in its own way, so the kernels write what they would round."""
-    most = torch.finfo(FORMATS["e4m3"]).max
-    monkeypatch.setattr(quantize.rows, "native_fp8", lambda: (torch.float32,))
-    monkeypatch.setattr(quantize.rows, "limits", lambda _: {"MOST": most, "LEAST": LEAST})
+    monkeypatch.setattr(quantize.rows, "native_fp8", FORMATS.values)
     x = odd(draw(*shape, dtype=torch.float32, device="cpu"))
     amax = quantize.rows.amax_reference(x, -2)
-    for given, launch, inputs, more in (
-        (x, quantize.rows.launch_quantize_rows, (), ()),
-        (x.mT, quantize.rows.launch_quantize_rows, (), ()),
-        (x, quantize.rows.launch_quantize_rows_and_amax, (), (amax,)),
-        (x.mT, quantize.rows.launch_quantize_by_amax, (amax,), ()),
+    for given, name, inputs, more in (
+        (x, "quantize_rows", (), ()),
+        (x.mT, "quantize_rows", (), ()),
+        (x, "quantize_rows_and_amax", (), (amax,)),
+        (x.mT, "quantize_by_amax", (amax,), ()),
     ):
         scale = quantize.rows.quantize_rows_reference(given, "e4m3")[1]
         expected = given * (1 / scale)[..., None], scale, *more
         out = tuple(torch.full(t.shape, 5.0) for t in expected)
-        launch(out, given, *inputs, "e4m3")
-        assert same(out, expected), launch.__name__
+        launcher(name, IMPLS[name]["triton"])(out, given, *inputs, "e4m3")
+        assert same(out, expected), name
 
 
 def test_refuses():

@@ -66,14 +66,13 @@ def test_what_is_zero_or_no_number_stays_in_its_row(device):
 @pytest.mark.parametrize("K", [0, 1, 16, 40, 1300, 9000])
 @pytest.mark.parametrize("name", ["ragged", "rows in no group", "more than there are", "negative"])
 def test_kernel_without_the_last_rounding(name, K, monkeypatch):
-    most = torch.finfo(FORMATS["e4m3"]).max
-    monkeypatch.setattr(module, "native_fp8", lambda: (torch.float32,))
-    monkeypatch.setattr(module, "limits", lambda _: {"MOST": most, "LEAST": LEAST})
+    monkeypatch.setattr(module, "native_fp8", FORMATS.values)
     x, factor, group_sizes, product = draw(name, K)
     _, scale = module.quantize_folded_reference(x, factor, group_sizes, "e4m3")
     out = tuple(torch.full(t.shape, 5.0) for t in (x, scale))
     for given in (x, x.mT.contiguous().mT):
-        module.launch_quantize_folded(out, given, factor, group_sizes, "e4m3")
+        i = module.QuantizeFoldedInputs(given, factor, group_sizes, "e4m3")
+        module.bind_quantize_folded(i)(out, i)
         assert same(out, (product * (1 / scale)[:, None], scale))
 
 

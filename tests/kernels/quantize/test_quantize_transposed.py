@@ -48,11 +48,12 @@ def test_bytes_may_begin_anywhere(device):
 @pytest.mark.skipif(not interpret, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("shape", [(1, 1, 3), (2, 130, 70)], ids=str)
 def test_kernel_without_the_last_rounding(shape, monkeypatch):
-    monkeypatch.setattr(module, "native_fp8", lambda: (torch.float32,))
+    monkeypatch.setattr(module, "native_fp8", FORMATS.values)
     x, scale = torch.randn(shape), torch.rand(shape[:2]) + 0.1
     for given in (x, x.mT.contiguous().mT):
         out = torch.full(x.mT.shape, 5.0)
-        module.launch_quantize_transposed(out, given, scale, "e4m3")
+        i = module.QuantizeTransposedInputs(given, scale, "e4m3")
+        module.bind_quantize_transposed(i)(out, i)
         assert torch.equal(out, (x * (1 / scale)[..., None]).mT)
 
 
