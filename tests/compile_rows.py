@@ -8,8 +8,13 @@ import unittest.mock
 import torch
 from aot import TARGETS, Case, ints, new
 
-from moe_aiter.kernels.dense.attention_mask import launch_mask_bias, launch_zero_rows
-from moe_aiter.kernels.experts.glu import launch_glu, launch_glu_backward
+from moe_aiter.kernels.dense.attention_mask import (
+    MaskBiasInputs,
+    ZeroRowsInputs,
+    bind_mask_bias,
+    bind_zero_rows,
+)
+from moe_aiter.kernels.experts.glu import bind_glu, bind_glu_backward
 from moe_aiter.kernels.quantize import blocks, layouts
 from moe_aiter.kernels.quantize.rows import (
     FORMATS,
@@ -87,12 +92,12 @@ def run_weigh_rows(dtype):
 
 
 def run_glu(activation, dtype=torch.bfloat16):
-    launch_glu(new(4096, 1024, dtype=dtype), new(4096, 2048, dtype=dtype), activation, False)
+    launcher("glu", bind_glu)(new(4096, 1024, dtype=dtype), new(4096, 2048, dtype=dtype), activation, False)
 
 
 def run_glu_backward(activation, dtype=torch.bfloat16):
     z, dout = new(4096, 2048, dtype=dtype), new(4096, 1024, dtype=dtype)
-    launch_glu_backward(new(4096, 2048, dtype=dtype), dout, z, activation, False)
+    launcher("glu_backward", bind_glu_backward)(new(4096, 2048, dtype=dtype), dout, z, activation, False)
 
 
 def run_group_sum(scaled):
@@ -103,8 +108,10 @@ def run_group_sum(scaled):
 
 def run_attention(rows, dtype):
     mask, alive = new(64, 1, rows, 4096, dtype=torch.bool), new(64, 1, rows, 1, dtype=torch.uint8)
-    launch_mask_bias((new(64, 1, rows, 4096, dtype=dtype), alive), mask, dtype)
-    launch_zero_rows(new(64, 32, rows, 128, dtype=dtype), alive.view(torch.bool))
+    i = MaskBiasInputs(mask, dtype)
+    bind_mask_bias(i)((new(64, 1, rows, 4096, dtype=dtype), alive), i)
+    i = ZeroRowsInputs(new(64, 32, rows, 128, dtype=dtype), alive.view(torch.bool))
+    bind_zero_rows(i)(i.out, i)
 
 
 def run_quantize(x, format):

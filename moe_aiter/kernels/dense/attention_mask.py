@@ -7,12 +7,15 @@ One small kernel each, and `zero_rows` touches no row that stays: a pass over th
 as a tenth of the attention itself.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, takes
+from ...op import Written, binds, define_inplace_op, define_op, takes
 from ..base.check import FLOATS, check_device, check_shape
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 
 ROW = 16  # elements: torch's kernels would copy a bias of whose rows one begins elsewhere
 BLOCK_R, BLOCK_D = 128, 32
@@ -98,61 +101,75 @@ def zero_rows_kernel(
 # launchers
 
 
-def new_mask_bias(mask, dtype):
-    check_shape("mask", mask, "B", "H", "Sq", "Sk")
-    if mask.dtype != torch.bool or dtype not in FLOATS:
-        raise TypeError(f"mask must be bool and the bias floating, but they are {mask.dtype} and {dtype}")
-    B, H, S, K = mask.shape
+class MaskBiasInputs(NamedTuple):
+    """The inputs of the op `mask_bias`: see the function of this name."""
+
+    mask: Tensor  # (B, H, Sq, Sk) bool
+    dtype: torch.dtype | None
+
+
+class ZeroRowsInputs(NamedTuple):
+    """The inputs of the op `zero_rows_`: see `zero_rows`."""
+
+    out: Written  # (B, H, S, D)
+    alive: Tensor  # (B, H, S, 1) bool, any axis of which may be 1
+
+
+def new_mask_bias(i: MaskBiasInputs) -> tuple[Tensor, Tensor]:
+    check_shape("mask", i.mask, "B", "H", "Sq", "Sk")
+    if i.mask.dtype != torch.bool or i.dtype not in FLOATS:
+        raise TypeError(f"mask must be bool and the bias floating, but they are {i.mask.dtype} and {i.dtype}")
+    B, H, S, K = i.mask.shape
     step = -(-K // ROW) * ROW
-    bias = mask.new_empty_strided(mask.shape, (H * S * step, S * step, step, 1), dtype=dtype)
-    return bias, mask.new_empty(B, H, S, 1, dtype=torch.uint8)
+    bias = i.mask.new_empty_strided(i.mask.shape, (H * S * step, S * step, step, 1), dtype=i.dtype)
+    return bias, i.mask.new_empty(B, H, S, 1, dtype=torch.uint8)
 
 
+@binds
 @takes(torch.bool)
-def launch_mask_bias(outs, mask, dtype):
-    bias, alive = outs
-    _, H, S, K = mask.shape
-    mask_bias_kernel[(alive.numel(),)](
-        mask.view(torch.uint8), bias, alive,
-        H, S, K, lowest(dtype), mask.stride(), bias.stride(2),
-        BLOCK=min(2048, next_power_of_2(max(K, 16))),
-    )  # fmt: skip
+def bind_mask_bias(i: MaskBiasInputs) -> Callable:
+    B, H, S, K = i.mask.shape
+    kernel = bind_kernel(mask_bias_kernel, (B * H * S,), BLOCK=min(2048, next_power_of_2(max(K, 16))))
+    numbers = H, S, K, lowest(i.dtype), i.mask.stride(), -(-K // ROW) * ROW
+    return lambda outs, i: kernel(i.mask.view(torch.uint8), *outs, *numbers)
 
 
-def check_zero_rows(out, alive):
-    check_shape("out", out, "B", "H", "S", "D")
-    check_shape("alive", alive, "B", "H", "S", "1")
-    if alive.dtype != torch.bool:
-        raise TypeError(f"alive must be bool, not {alive.dtype}")
-    wanted = *out.shape[:3], 1
-    if any(n not in (1, size) for n, size in zip(alive.shape, wanted, strict=True)):
-        raise ValueError(f"out is {tuple(out.shape)} but alive is {tuple(alive.shape)}")
-    check_device(out=out, alive=alive)
+def check_zero_rows(i: ZeroRowsInputs) -> None:
+    check_shape("out", i.out, "B", "H", "S", "D")
+    check_shape("alive", i.alive, "B", "H", "S", "1")
+    if i.alive.dtype != torch.bool:
+        raise TypeError(f"alive must be bool, not {i.alive.dtype}")
+    wanted = *i.out.shape[:3], 1
+    if any(n not in (1, size) for n, size in zip(i.alive.shape, wanted, strict=True)):
+        raise ValueError(f"out is {tuple(i.out.shape)} but alive is {tuple(i.alive.shape)}")
+    check_device(out=i.out, alive=i.alive)
 
 
+@binds
 @takes(torch.bool)
-def launch_zero_rows(out, alive):
-    B, H, S, D = out.shape
-    flags = alive.expand(B, H, S, 1).view(torch.uint8)
-    grid = (cdiv(B * H * S, BLOCK_R),)
-    zero_rows_kernel[grid](
-        out, flags, B * H * S, H, S, D, out.stride(), flags.stride()[:3], BLOCK_R=BLOCK_R, BLOCK_D=BLOCK_D
-    )
+def bind_zero_rows(i: ZeroRowsInputs) -> Callable:
+    B, H, S, D = i.out.shape
+    kernel = bind_kernel(zero_rows_kernel, (cdiv(B * H * S, BLOCK_R),), BLOCK_R=BLOCK_R, BLOCK_D=BLOCK_D)
+    numbers = B * H * S, H, S, D, i.out.stride(), i.alive.expand(B, H, S, 1).stride()[:3]
+    return lambda out, i: kernel(out, i.alive.view(torch.uint8), *numbers)
 
 
 # ops
 
 mask_bias_op = define_op(
-    "mask_bias(Tensor mask, ScalarType? dtype) -> (Tensor, Tensor)",
+    "mask_bias",
+    MaskBiasInputs,
+    outputs=2,
     new=new_mask_bias,
-    reference=mask_bias_reference,
-    triton=launch_mask_bias,
+    reference=lambda i: mask_bias_reference(*i),
+    triton=bind_mask_bias,
 )
 zero_rows_op = define_inplace_op(
-    "zero_rows_(Tensor(a!) out, Tensor alive) -> ()",
+    "zero_rows_",
+    ZeroRowsInputs,
     check=check_zero_rows,
-    reference=zero_rows_reference,
-    triton=launch_zero_rows,
+    reference=lambda i: zero_rows_reference(*i),
+    triton=bind_zero_rows,
 )
 
 

@@ -6,15 +6,18 @@
 R rows, I intermediate channels, `parts` * I columns of z.  `activations.py` lists f and h; mostly h(up) = up.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...op import define_op, takes
+from ...op import binds, define_op, gradients, takes
 from ..base.activations import ALPHA, LIMIT, get_activation, join_parts, split_parts
 from ..base.check import check_device, check_float, check_shape, check_size
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # elements of the output that a program of 4 warps makes
@@ -105,25 +108,42 @@ def glu_backward_kernel(
 
 
 # launcher
-def new_glu(z, activation, interleaved):
-    check_shape("z", z, "R", "parts * I")
-    check_float(z=z)
-    act = get_activation(activation)
-    if interleaved and not act.gated:
-        raise ValueError(f"interleaved is set but {activation} has no gate to interleave")
-    if z.shape[1] % act.parts:
-        raise ValueError(f"z has {z.shape[1]} columns but {activation} needs pairs of gate and up")
-    return z.new_empty(z.shape[0], z.shape[1] // act.parts)
+class GluInputs(NamedTuple):
+    """The inputs of the op `glu`: f(gate) * h(up), or f(z) for a plain activation."""
+
+    z: Tensor  # (R, parts * I)
+    activation: str
+    interleaved: bool
 
 
-def new_glu_backward(dout, z, activation, interleaved):
-    check_shape("dout", dout, "R", "I")
-    check_float(z=z, dout=dout)
-    check_device(z=z, dout=dout)
-    rows, channels = new_glu(z, activation, interleaved).shape
-    check_size("dout is (R={}, I)", dout.shape[0], "z is (R={}, parts * I)", rows)
-    check_size("dout is (R, I={})", dout.shape[1], f"z with {activation} gives I={{}}", channels)
-    return z.new_empty(z.shape)
+class GluBackwardInputs(NamedTuple):
+    """The inputs of the op `glu_backward`: the gradient of z."""
+
+    dout: Tensor  # (R, I)
+    z: Tensor  # (R, parts * I)
+    activation: str
+    interleaved: bool
+
+
+def new_glu(i: GluInputs | GluBackwardInputs) -> Tensor:
+    check_shape("z", i.z, "R", "parts * I")
+    check_float(z=i.z)
+    act = get_activation(i.activation)
+    if i.interleaved and not act.gated:
+        raise ValueError(f"interleaved is set but {i.activation} has no gate to interleave")
+    if i.z.shape[1] % act.parts:
+        raise ValueError(f"z has {i.z.shape[1]} columns but {i.activation} needs pairs of gate and up")
+    return i.z.new_empty(i.z.shape[0], i.z.shape[1] // act.parts)
+
+
+def new_glu_backward(i: GluBackwardInputs) -> Tensor:
+    check_shape("dout", i.dout, "R", "I")
+    check_float(z=i.z, dout=i.dout)
+    check_device(z=i.z, dout=i.dout)
+    rows, channels = new_glu(i).shape
+    check_size("dout is (R={}, I)", i.dout.shape[0], "z is (R={}, parts * I)", rows)
+    check_size("dout is (R, I={})", i.dout.shape[1], f"z with {i.activation} gives I={{}}", channels)
+    return i.z.new_empty(i.z.shape)
 
 
 def channel_strides(z: Tensor, channels: int, interleaved: bool) -> tuple[int, int, int]:
@@ -142,22 +162,27 @@ def tile(rows: int, channels: int) -> tuple[tuple[int, int], dict]:
     }
 
 
+@binds
 @takes(*TRITON_DTYPES)
-def launch_glu(out, z, activation, interleaved):
-    act, (rows, channels) = get_activation(activation), out.shape
+def bind_glu(i: GluInputs) -> Callable:
+    act, rows = get_activation(i.activation), i.z.shape[0]
+    channels = i.z.shape[1] // act.parts
     grid, blocks = tile(rows, channels)
-    strides = channel_strides(z, channels, interleaved)
-    glu_kernel[grid](z, out, rows, channels, strides, **act.triton_fns, **blocks)
+    kernel = bind_kernel(glu_kernel, grid, **act.triton_fns, **blocks)
+    numbers = rows, channels, channel_strides(i.z, channels, i.interleaved)
+    return lambda out, i: kernel(i.z, out, *numbers)
 
 
+@binds
 @takes(*TRITON_DTYPES)
-def launch_glu_backward(dz, dout, z, activation, interleaved):
-    act, (rows, channels) = get_activation(activation), dout.shape
+def bind_glu_backward(i: GluBackwardInputs) -> Callable:
+    act, (rows, channels) = get_activation(i.activation), i.dout.shape
     grid, blocks = tile(rows, channels)
-    z_strides, dz_strides = (channel_strides(t, channels, interleaved) for t in (z, dz))
-    glu_backward_kernel[grid](
-        dout, z, dz, rows, channels, dout.stride(), z_strides, dz_strides, **act.triton_fns, **blocks
-    )  # fmt: skip
+    kernel = bind_kernel(glu_backward_kernel, grid, **act.triton_fns, **blocks)
+    like_dz = i.z.new_empty(0, i.z.shape[1])  # contiguous, as dz is
+    z_strides = (channel_strides(t, channels, i.interleaved) for t in (i.z, like_dz))
+    numbers = rows, channels, i.dout.stride(), *z_strides
+    return lambda dz, i: kernel(i.dout, i.z, dz, *numbers)
 
 
 @takes(*HOST_DTYPES)
@@ -173,30 +198,32 @@ def launch_glu_backward_host(dz, dout, z, activation, interleaved):
 
 
 # op
-def save_glu(ctx, inputs, output):
-    z, ctx.activation, ctx.interleaved = inputs
-    ctx.save_for_backward(z)
+def save_glu(ctx, i: GluInputs, output):
+    ctx.activation, ctx.interleaved = i.activation, i.interleaved
+    ctx.save_for_backward(i.z)
 
 
 def backward_glu(ctx, dout):
     (z,) = ctx.saved_tensors
-    return glu_backward_op(dout, z, ctx.activation, ctx.interleaved), None, None
+    return gradients(GluInputs, z=glu_backward_op(dout, z, ctx.activation, ctx.interleaved))
 
 
 glu_op = define_op(
-    "glu(Tensor z, str activation, bool interleaved) -> Tensor",
+    "glu",
+    GluInputs,
     new=new_glu,
-    reference=glu_reference,
-    triton=launch_glu,
+    reference=lambda i: glu_reference(*i),
+    triton=bind_glu,
     host=host(launch_glu_host),
     save=save_glu,
     backward=backward_glu,
 )
 glu_backward_op = define_op(
-    "glu_backward(Tensor dout, Tensor z, str activation, bool interleaved) -> Tensor",
+    "glu_backward",
+    GluBackwardInputs,
     new=new_glu_backward,
-    reference=glu_backward_reference,
-    triton=launch_glu_backward,
+    reference=lambda i: glu_backward_reference(*i),
+    triton=bind_glu_backward,
     host=host(launch_glu_backward_host),
 )
 
