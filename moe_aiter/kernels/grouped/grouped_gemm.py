@@ -6,16 +6,18 @@
 T tokens, k slots, E experts, K in, N out.  Rows are sorted by expert, multiplied, and come home.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import INTEGERS, define_op, takes
+from ...op import INTEGERS, binds, define_op, gradients, takes
 from ..base.check import (
     FLOATS,
     check_device,
     check_float,
     check_index,
-    check_plan_values,
     check_shape,
     check_size,
     check_tensor,
@@ -24,8 +26,10 @@ from ..base.check import (
 from ..base.host import HOST_DTYPES, host
 from ..rows.permute import (
     TRITON_DTYPES,
+    PermuteInputs,
+    bind_permute,
     check_plan,
-    launch_permute,
+    check_values,
     launch_permute_host,
     permute,
     permute_reference,
@@ -34,63 +38,64 @@ from ..rows.permute import (
 from ..rows.sort import sort_by_expert
 from .gmm import gmm_op
 
-# reference
+
+class PermuteSlotsInputs(NamedTuple):
+    """The inputs of the op `permute_slots`: out[rank[t, j]] = x[t, j], and zeros where order is -1."""
+
+    x: Tensor  # (T, k, K)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
 
 
-def slots_of(x: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` (T, k, K) and `rank` (T, k) as tokens and their ranks; slots that are one and the same stay one."""
+def slots_as_tokens(x: Tensor, order: Tensor, rank: Tensor) -> PermuteInputs:
+    """Return the inputs of `permute` of slots as tokens; the slots of a token that are one remain one."""
     if x.stride(1) == 0:
-        return x[:, 0], rank
-    return x.flatten(0, 1), rank.reshape(-1, 1)
-
-
-def permute_slots_reference(x, order, rank):
-    tokens, rank = slots_of(x, rank)
-    return permute_reference(tokens, order, rank, None)
+        return PermuteInputs(x[:, 0], order, rank, None)
+    return PermuteInputs(x.flatten(0, 1), order, rank.reshape(-1, 1), None)
 
 
 # launcher
 
 
-def new_permute_slots(x, order, rank):
-    check_shape("x", x, "T", "k", "K")
-    check_float(x=x)
-    check_plan(x, order, rank)
-    return x.new_empty(order.shape[0], x.shape[2])
+def new_permute_slots(i: PermuteSlotsInputs) -> Tensor:
+    check_shape("x", i.x, "T", "k", "K")
+    check_float(x=i.x)
+    check_plan(*i)
+    return i.x.new_empty(i.order.shape[0], i.x.shape[2])
 
 
+@binds
 @takes(*TRITON_DTYPES)
-def launch_permute_slots(out, x, order, rank):
-    tokens, rank = slots_of(x, rank)
-    launch_permute(out, tokens, order, rank, None)
+def bind_permute_slots(i: PermuteSlotsInputs) -> Callable:
+    permute = bind_permute(slots_as_tokens(*i))
+    return lambda out, i: permute(out, slots_as_tokens(*i))
 
 
 @takes(*HOST_DTYPES)
 def launch_permute_slots_host(out, x, order, rank):
-    tokens, rank = slots_of(x, rank)
-    launch_permute_host(out, tokens, order, rank, None)
+    launch_permute_host(out, *slots_as_tokens(x, order, rank))
 
 
 # op
 
 
-def save_permute_slots(ctx, inputs, output):
-    x, order, rank = inputs
-    ctx.save_for_backward(order, rank)
+def save_permute_slots(ctx, i, output):
+    ctx.save_for_backward(i.order, i.rank)
 
 
 def backward_permute_slots(ctx, dout):
     order, rank = ctx.saved_tensors
     dx = unpermute(dout, order, rank.reshape(-1, 1))
-    return dx.view(*rank.shape, dout.shape[1]), None, None
+    return gradients(PermuteSlotsInputs, x=dx.view(*rank.shape, dout.shape[1]))
 
 
 permute_slots_op = define_op(
-    "permute_slots(Tensor x, Tensor order, Tensor rank) -> Tensor",
+    "permute_slots",
+    PermuteSlotsInputs,
     new=new_permute_slots,
-    check_values=lambda x, order, rank: check_plan_values(len(order), order=order, rank=rank),
-    reference=permute_slots_reference,
-    triton=launch_permute_slots,
+    check_values=check_values,
+    reference=lambda i: permute_reference(*slots_as_tokens(*i)),
+    triton=bind_permute_slots,
     host=host(launch_permute_slots_host),
     save=save_permute_slots,
     backward=backward_permute_slots,

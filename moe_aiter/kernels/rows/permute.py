@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import binds, define_op, gradients, launcher, takes
+from ...op import binds, define_op, gradients, takes
 from ..base.check import (
     check_device,
     check_float,
@@ -276,15 +276,6 @@ def bind_row_dots(i: RowDotsInputs) -> Callable:
     kernel = bind_kernel(row_dots_kernel, (i.rank.numel(),), TOP_K=top_k, BLOCK_H=block_of(H))
     strides = i.rows.stride(), i.x.stride()
     return lambda out, i: kernel(i.rows, i.x, i.rank.contiguous(), out, H, *strides)
-
-
-launch_permute = launcher("permute", bind_permute)
-
-
-def launch_unpermute(out, rows, order, rank, routing_weights):
-    """Bind and launch `unpermute`: only for launchers that do not bind yet."""
-    launch = bind_unpermute_columns(rank.shape, rows.shape[1], rows.stride(), out.stride(0))
-    launch(out, rows, rank, routing_weights)
 
 
 @takes(*HOST_DTYPES)

@@ -336,8 +336,3 @@ def bind_sum_parts(parts: int, rows: int, choices: int) -> Callable:
     block, sizes = 256, (parts, rows, choices)
     kernel = bind_kernel(sum_parts_kernel, (cdiv(choices, block),), BLOCK=block, num_warps=4)
     return lambda partial_sums, rank, out: kernel(partial_sums, rank.contiguous(), out, *sizes)
-
-
-def sum_parts(parts: Tensor, rank: Tensor, out: Tensor) -> None:
-    """Bind and launch `sum_parts`: only for launchers that do not bind yet."""
-    bind_sum_parts(*parts.shape, rank.numel())(parts, rank, out)
