@@ -21,8 +21,9 @@ from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind
 from moe_aiter.kernels.grouped.masked_gmm import launch_masked_gmm
 from moe_aiter.kernels.grouped.segment_gmm import launch_segment_gmm, launch_segment_tgmm
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, bind_tgmm, bind_tgmm_into
-from moe_aiter.kernels.sparse.gemm import launch_sparse_matmul, launch_sparse_matmul_grad
+from moe_aiter.kernels.sparse.gemm import bind_sparse_matmul, bind_sparse_matmul_grad
 from moe_aiter.kernels.sparse.pattern import count
+from moe_aiter.op import launcher
 from moe_aiter.tuning.candidates import PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -148,12 +149,14 @@ def run_sparse(block, M=4096, N=4096, K=4096, dtype=BF16, transposed=False, **na
     x, out = new(M, K, dtype=dtype), new(M, N, dtype=dtype)
     x, out = (out, x) if transposed else (x, out)
     bias = None if transposed else new(N, dtype=dtype)
-    launch_sparse_matmul(out, x, values, bias, lists, N, K, transposed)
+    launcher("sparse_matmul", bind_sparse_matmul)(out, x, values, bias, lists, N, K, transposed)
 
 
 def run_sparse_grad(block, M=4096, N=4096, K=4096, dtype=BF16, **named):
     values, lists = matrix(N, K, block, dtype, **named)
-    launch_sparse_matmul_grad(values, new(M, N, dtype=dtype), new(M, K, dtype=dtype), lists, *block)
+    launcher("sparse_matmul_grad", bind_sparse_matmul_grad)(
+        values, new(M, N, dtype=dtype), new(M, K, dtype=dtype), lists, *block
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...derived import derived
-from ...op import define_op, takes
+from ...op import binds, define_op, gradients, takes
 from ...private_api import coo_indices, coo_values, version_of
 from ..base.check import (
     check_device,
@@ -26,7 +26,14 @@ from ..base.check import (
     wide,
 )
 from ..base.tile import TILE_DTYPES
-from .kernels import launch_blocks, launch_blocks_grad, launch_entries, launch_entries_grad
+from .kernels import (
+    SparseGradInputs,
+    SparseInputs,
+    bind_blocks,
+    bind_blocks_grad,
+    bind_entries,
+    bind_entries_grad,
+)
 from .pattern import (
     SparsePattern,
     as_blocks,
@@ -119,47 +126,47 @@ def fill_sparse_matmul_grad(out, left, right, lists, a, b):
 # sparse_matmul: launcher
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
-    launch = launch_entries if values.dim() == 1 else launch_blocks
-    launch(out, x, values, bias, lists, (rows, columns), transposed)
+def bind_sparse_matmul(i: SparseInputs) -> Callable:
+    return bind_entries(i) if i.values.dim() == 1 else bind_blocks(i)
 
 
+@binds
 @takes(*TILE_DTYPES)
-def launch_sparse_matmul_grad(out, left, right, lists, a, b):
-    launch = launch_entries_grad if (a, b) == (1, 1) else launch_blocks_grad
-    launch(out, left, right, lists)
+def bind_sparse_matmul_grad(i: SparseGradInputs) -> Callable:
+    return bind_entries_grad(i) if (i.a, i.b) == (1, 1) else bind_blocks_grad(i)
 
 
 # sparse_matmul: op
 
 
-def new_sparse_matmul(x, values, bias, lists, rows, columns, transposed):
-    check_shape("x", x, "M", "K")
-    if values.dim() not in (1, 3) or values.shape[1:] == (1, 1):
-        raise ValueError(f"values must be (L,) or (L, a, b), but it has shape {tuple(values.shape)}")
-    depth, width = (rows, columns) if transposed else (columns, rows)
-    wanted = "the matrix is ({}, N)" if transposed else "the matrix is (N, {})"
-    check_size("x is (M, K={})", x.shape[1], wanted, depth)
-    check_float(x=x, values=values)
-    check_device(x=x, values=values, lists=lists, bias=bias)
-    if bias is not None:
-        check_shape("bias", bias, "N")
-        check_size("bias is ({},)", bias.shape[0], "the result is (M, {})", width)
-        check_float(x=x, bias=bias)
-    L = check_lists(lists, rows, columns, *block_of(values))
-    check_size("there are {} blocks of values", values.shape[0], "the pattern has {}", L)
-    return x.new_empty(x.shape[0], width)
+def new_sparse_matmul(i: SparseInputs) -> Tensor:
+    check_shape("x", i.x, "M", "K")
+    if i.values.dim() not in (1, 3) or i.values.shape[1:] == (1, 1):
+        raise ValueError(f"values must be (L,) or (L, a, b), but it has shape {tuple(i.values.shape)}")
+    depth, width = (i.rows, i.columns) if i.transposed else (i.columns, i.rows)
+    wanted = "the matrix is ({}, N)" if i.transposed else "the matrix is (N, {})"
+    check_size("x is (M, K={})", i.x.shape[1], wanted, depth)
+    check_float(x=i.x, values=i.values)
+    check_device(x=i.x, values=i.values, lists=i.lists, bias=i.bias)
+    if i.bias is not None:
+        check_shape("bias", i.bias, "N")
+        check_size("bias is ({},)", i.bias.shape[0], "the result is (M, {})", width)
+        check_float(x=i.x, bias=i.bias)
+    L = check_lists(i.lists, i.rows, i.columns, *block_of(i.values))
+    check_size("there are {} blocks of values", i.values.shape[0], "the pattern has {}", L)
+    return i.x.new_empty(i.x.shape[0], width)
 
 
-def new_sparse_matmul_grad(left, right, lists, a, b):
-    check_shape("left", left, "M", "N")
-    check_shape("right", right, "M", "K")
-    check_size("left is ({}, N)", left.shape[0], "right is ({}, K)", right.shape[0])
-    check_float(left=left, right=right)
-    check_device(left=left, right=right, lists=lists)
-    L = check_lists(lists, left.shape[1], right.shape[1], a, b)
-    return left.new_empty((L,) if (a, b) == (1, 1) else (L, a, b))
+def new_sparse_matmul_grad(i: SparseGradInputs) -> Tensor:
+    check_shape("left", i.left, "M", "N")
+    check_shape("right", i.right, "M", "K")
+    check_size("left is ({}, N)", i.left.shape[0], "right is ({}, K)", i.right.shape[0])
+    check_float(left=i.left, right=i.right)
+    check_device(left=i.left, right=i.right, lists=i.lists)
+    L = check_lists(i.lists, i.left.shape[1], i.right.shape[1], i.a, i.b)
+    return i.left.new_empty((L,) if (i.a, i.b) == (1, 1) else (L, i.a, i.b))
 
 
 def check_lists(lists: Tensor, rows: int, columns: int, a: int, b: int) -> int:
@@ -186,61 +193,55 @@ def check_list_values(lists: Tensor, rows: int, columns: int, a: int, b: int) ->
             raise ValueError(f"the pattern's {name} must grow from 0 to {L}, the number of blocks")
 
 
-def save_sparse_matmul(ctx, inputs, output):
-    x, values, _, lists, *ctx.size, ctx.transposed = inputs
-    ctx.save_for_backward(x, values, lists)
+def save_sparse_matmul(ctx, i: SparseInputs, output):
+    ctx.size, ctx.transposed = (i.rows, i.columns), i.transposed
+    ctx.save_for_backward(i.x, i.values, i.lists)
 
 
 def backward_sparse_matmul(ctx, dout):
     x, values, lists = ctx.saved_tensors
-    dx = dvalues = dbias = None
-    if ctx.needs_input_grad[0]:
+    needs, dx, dvalues, dbias = SparseInputs(*ctx.needs_input_grad), None, None, None
+    if needs.x:
         dx = sparse_matmul_op(dout, values, None, lists, *ctx.size, not ctx.transposed)
-    if ctx.needs_input_grad[1]:
+    if needs.values:
         sides = (x, dout) if ctx.transposed else (dout, x)
         dvalues = sparse_matmul_grad_op(*sides, lists, *block_of(values))
-    if ctx.needs_input_grad[2]:
+    if needs.bias:
         dbias = dout.sum(0, dtype=sum_dtype(dout)).to(dout.dtype)
-    return dx, dvalues, dbias, None, None, None, None
+    return gradients(SparseInputs, x=dx, values=dvalues, bias=dbias)
 
 
-def save_sparse_matmul_grad(ctx, inputs, output):
-    left, right, lists, *_ = inputs
-    ctx.save_for_backward(left, right, lists)
+def save_sparse_matmul_grad(ctx, i: SparseGradInputs, output):
+    ctx.save_for_backward(i.left, i.right, i.lists)
 
 
 def backward_sparse_matmul_grad(ctx, dvalues):
     left, right, lists = ctx.saved_tensors
-    size, dleft, dright = (left.shape[1], right.shape[1]), None, None
-    if ctx.needs_input_grad[0]:
-        dleft = sparse_matmul_op(right, dvalues, None, lists, *size, False)
-    if ctx.needs_input_grad[1]:
-        dright = sparse_matmul_op(left, dvalues, None, lists, *size, True)
-    return dleft, dright, None, None, None
+    size, needs = (left.shape[1], right.shape[1]), SparseGradInputs(*ctx.needs_input_grad)
+    dleft = sparse_matmul_op(right, dvalues, None, lists, *size, False) if needs.left else None
+    dright = sparse_matmul_op(left, dvalues, None, lists, *size, True) if needs.right else None
+    return gradients(SparseGradInputs, left=dleft, right=dright)
 
 
 sparse_matmul_op = define_op(
-    "sparse_matmul(Tensor x, Tensor values, Tensor? bias, Tensor lists, int rows, int columns, "
-    "bool transposed) -> Tensor",
+    "sparse_matmul",
+    SparseInputs,
     new=new_sparse_matmul,
-    reference=sparse_matmul_reference,
+    reference=lambda i: sparse_matmul_reference(*i),
     torch=fill_sparse_matmul,
-    check_values=lambda x, values, bias, lists, rows, columns, _: check_list_values(
-        lists, rows, columns, *block_of(values)
-    ),
-    triton=launch_sparse_matmul,
+    check_values=lambda i: check_list_values(i.lists, i.rows, i.columns, *block_of(i.values)),
+    triton=bind_sparse_matmul,
     backward=backward_sparse_matmul,
     save=save_sparse_matmul,
 )
 sparse_matmul_grad_op = define_op(
-    "sparse_matmul_grad(Tensor left, Tensor right, Tensor lists, int a, int b) -> Tensor",
+    "sparse_matmul_grad",
+    SparseGradInputs,
     new=new_sparse_matmul_grad,
-    reference=sparse_matmul_grad_reference,
+    reference=lambda i: sparse_matmul_grad_reference(*i),
     torch=fill_sparse_matmul_grad,
-    check_values=lambda left, right, lists, a, b: check_list_values(
-        lists, left.shape[1], right.shape[1], a, b
-    ),
-    triton=launch_sparse_matmul_grad,
+    check_values=lambda i: check_list_values(i.lists, i.left.shape[1], i.right.shape[1], i.a, i.b),
+    triton=bind_sparse_matmul_grad,
     backward=backward_sparse_matmul_grad,
     save=save_sparse_matmul_grad,
 )

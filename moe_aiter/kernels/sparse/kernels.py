@@ -11,14 +11,39 @@ entries name.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import tuning
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import at_least_16, multiply, swizzle, tile_options
 from .pattern import count, num_blocks
+
+
+class SparseInputs(NamedTuple):
+    """The inputs of the op `sparse_matmul`: x @ A.T + bias, or `transposed` x @ A + bias."""
+
+    x: Tensor  # (M, K)
+    values: Tensor  # (L, a, b) blocks of A, or (L,) entries
+    bias: Tensor | None  # (N,)
+    lists: Tensor  # where the values are: see pattern.py
+    rows: int  # of A
+    columns: int
+    transposed: bool
+
+
+class SparseGradInputs(NamedTuple):
+    """The inputs of the op `sparse_matmul_grad`: the blocks (a, b) of left.T @ right that `lists` name."""
+
+    left: Tensor  # (M, N)
+    right: Tensor  # (M, K)
+    lists: Tensor
+    a: int
+    b: int
+
 
 # blocks: kernel
 
@@ -162,43 +187,42 @@ def no_larger(config: tuning.Config, **sides: int) -> tuning.Config:
     return dataclasses.replace(config, **sides)
 
 
-def launch_blocks(
-    out: Tensor, x: Tensor, values: Tensor, bias: Tensor | None, lists: Tensor, size: tuple[int, int],
-    transposed: bool,
-) -> None:  # fmt: skip
-    (M, N), K, block = out.shape, x.shape[1], tuple(values.shape[1:])
+def bind_blocks(i: SparseInputs) -> Callable:
+    block, size, transposed = tuple(i.values.shape[1:]), (i.rows, i.columns), i.transposed
+    (M, K), N = i.x.shape, i.columns if transposed else i.rows
     R, C = count(size, block)
-    L = num_blocks(lists, R, C)
+    L = num_blocks(i.lists, R, C)
     base = R + C + 2
-    if transposed:
-        starts, others, places = R + 1, base + 2 * L, base + 3 * L
-    else:
-        starts, others, places = 0, base, None
-        values, block = values.mT, block[::-1]
-    c = tuning.lookup("sparse_blocks", x.dtype, M, block[1], block[0], 1)
+    starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
+    block, values = (block, i.values) if transposed else (block[::-1], i.values.mT)
+    c = tuning.lookup("sparse_blocks", i.x.dtype, M, block[1], block[0], 1)
     c = no_larger(c, block_n=block[1], block_k=block[0])
-    tiles = cdiv(M, c.block_m) * cdiv(N, block[1]) * cdiv(block[1], c.block_n)
-    sparse_blocks_kernel[(tiles,)](
-        x, values, bias, out, lists, starts, others, places, M, N, K,
-        x.stride(), values.stride(), 0 if bias is None else bias.stride(0), out.stride(),
+    kernel = bind_kernel(
+        sparse_blocks_kernel, (cdiv(M, c.block_m) * cdiv(N, block[1]) * cdiv(block[1], c.block_n),),
         BLOCK_IN=block[0], BLOCK_OUT=block[1], EVEN_K=block[0] % c.block_k == 0 and K % block[0] == 0,
         EVEN_N=block[1] % c.block_n == 0, **tile_options(c),
     )  # fmt: skip
+    strides = i.x.stride(), values.stride(), 0 if i.bias is None else i.bias.stride(0), (N, 1)
+    numbers = starts, others, places, M, N, K, *strides
+    return lambda out, i: kernel(i.x, i.values, i.bias, out, i.lists, *numbers)
 
 
-def launch_blocks_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor) -> None:
-    (M, N), K, block = left.shape, right.shape[1], tuple(out.shape[1:])
-    L, base = out.shape[0], len(lists) - 4 * out.shape[0]
-    c = tuning.lookup("sparse_blocks_grad", left.dtype, block[0], block[1], M, 1)
+def bind_blocks_grad(i: SparseGradInputs) -> Callable:
+    (M, N), K, block = i.left.shape, i.right.shape[1], (i.a, i.b)
+    L = num_blocks(i.lists, *count((N, K), block))
+    base = len(i.lists) - 4 * L
+    c = tuning.lookup("sparse_blocks_grad", i.left.dtype, block[0], block[1], M, 1)
     c = no_larger(c, block_m=block[0], block_n=block[1])
     options = tile_options(c)
     del options["GROUP_M"], options["NUM_DIES"]
     whole = block[0] % c.block_m == 0 and block[1] % c.block_n == 0
-    sparse_blocks_grad_kernel[(L * cdiv(block[0], c.block_m) * cdiv(block[1], c.block_n),)](
-        left, right, out, lists, base, base + L, M, N, K, left.stride(), right.stride(),
+    kernel = bind_kernel(
+        sparse_blocks_grad_kernel, (L * cdiv(block[0], c.block_m) * cdiv(block[1], c.block_n),),
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
         EVEN_N=whole and N % block[0] == 0 and K % block[1] == 0, EVEN_M=M % c.block_k == 0, **options,
     )  # fmt: skip
+    numbers = base, base + L, M, N, K, i.left.stride(), i.right.stride()
+    return lambda out, i: kernel(i.left, i.right, out, i.lists, *numbers)
 
 
 # entries
@@ -353,50 +377,57 @@ def gather_options(x: Tensor, N: int, L: int) -> dict[str, int]:
     return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "GATHERED": gathered, "num_warps": warps}
 
 
-def launch_entries(
-    out: Tensor, x: Tensor, values: Tensor, bias: Tensor | None, lists: Tensor, size: tuple[int, int],
-    transposed: bool,
-) -> None:  # fmt: skip
-    (M, N), K, (R, C) = out.shape, x.shape[1], size
-    L, base = len(values), R + C + 2
+def bind_entries(i: SparseInputs) -> Callable:
+    (M, K), size, transposed = i.x.shape, (i.rows, i.columns), i.transposed
+    N, (R, C), L = i.columns if transposed else i.rows, size, len(i.values)
     if not costs_less(M, K, R * C, L, results=M * N):
-        w = spread_entries(values, lists, size)
-        w = w if transposed else w.T
-        torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
-        return
-    starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
-    options = gather_options(x, N, L)
-    x = columns_of(x, L)
-    gather_entries_kernel[(cdiv(N, options["BLOCK_N"]) * cdiv(M, options["BLOCK_M"]),)](
-        x, values, bias, out, lists, starts, others, places, M, N,
-        x.stride(), values.stride(0), 0 if bias is None else bias.stride(0), **options,
-    )  # fmt: skip
+        spread = bind_spread(i.values, size, back=False)
 
+        def multiply_whole(out, i):
+            w = i.values.new_zeros(size)
+            if L:
+                spread(i.values, w, i.lists)
+            w = w if transposed else w.T
+            torch.mm(i.x, w, out=out) if i.bias is None else torch.addmm(i.bias, i.x, w, out=out)
 
-def launch_entries_grad(out: Tensor, left: Tensor, right: Tensor, lists: Tensor) -> None:
-    (M, R), C, L = left.shape, right.shape[1], len(out)
+        return multiply_whole
     base = R + C + 2
+    starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
+    options = gather_options(i.x, N, L)
+    grid = (cdiv(N, options["BLOCK_N"]) * cdiv(M, options["BLOCK_M"]),)
+    kernel = bind_kernel(gather_entries_kernel, grid, **options)
+    numbers, bias_stride = (starts, others, places, M, N), 0 if i.bias is None else i.bias.stride(0)
+
+    def launch(out, i):
+        x = columns_of(i.x, L)
+        strides = x.stride(), i.values.stride(0), bias_stride
+        kernel(x, i.values, i.bias, out, i.lists, *numbers, *strides)
+
+    return launch
+
+
+def bind_entries_grad(i: SparseGradInputs) -> Callable:
+    (M, R), C = i.left.shape, i.right.shape[1]
+    L, base = num_blocks(i.lists, R, C), R + C + 2
     if not costs_less(M, R + C, R * C, L):
-        spread_entries_kernel[(cdiv(L, BLOCK),)](
-            out, left.T @ right, lists, base, base + L, L, C, 1, BACK=True, BLOCK=BLOCK, num_warps=4
-        )
-        return
-    left, right = columns_of(left, L), columns_of(right, L)
+        collect = bind_spread(i.left.new_empty(L), (R, C), back=True)
+        return lambda out, i: collect(out, i.left.T @ i.right, i.lists)
     block_m = min(next_power_of_2(max(M, 1)), 64)  # x may have no rows
     gathered = 2048 // max(block_m, 16)
-    gather_entries_grad_kernel[(cdiv(L, gathered),)](
-        left, right, out, lists, base, base + L, L, M, left.stride(), right.stride(),
-        BLOCK_M=block_m, GATHERED=gathered, num_warps=4,
-    )  # fmt: skip
+    kernel = bind_kernel(
+        gather_entries_grad_kernel, (cdiv(L, gathered),), BLOCK_M=block_m, GATHERED=gathered, num_warps=4
+    )
+
+    def launch(out, i):
+        left, right = columns_of(i.left, L), columns_of(i.right, L)
+        kernel(left, right, out, i.lists, base, base + L, L, M, left.stride(), right.stride())
+
+    return launch
 
 
-def spread_entries(values: Tensor, lists: Tensor, size: tuple[int, int]) -> Tensor:
-    """The entries in their places among zeros."""
-    L = num_blocks(lists, *size)
-    w, base = values.new_zeros(size), sum(size) + 2
-    if L:
-        spread_entries_kernel[(cdiv(L, BLOCK),)](
-            values, w, lists, base, base + L, L, size[1], values.stride(0),
-            BACK=False, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
-    return w
+def bind_spread(values: Tensor, size: tuple[int, int], back: bool) -> Callable:
+    """Return `spread(values, w, lists)`, which puts entries in their places of w, or takes them `back`."""
+    L, base = len(values), sum(size) + 2
+    kernel = bind_kernel(spread_entries_kernel, (cdiv(L, BLOCK),), BACK=back, BLOCK=BLOCK, num_warps=4)
+    numbers = base, base + L, L, size[1], values.stride(0)
+    return lambda values, w, lists: kernel(values, w, lists, *numbers)
