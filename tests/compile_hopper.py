@@ -14,9 +14,11 @@ from moe_aiter import tuning
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS as UNGATED
+from moe_aiter.kernels.dense.scaled_gemm import ScaledGroupsInputs
 from moe_aiter.kernels.experts.down import DownGradInputs
 from moe_aiter.kernels.experts.up import UpInputs
 from moe_aiter.kernels.grouped.gmm import GroupedIntoInputs
+from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, TgmmSumsInputs
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
@@ -133,11 +135,12 @@ def run_hopper_masked(x=BF16, w=None, out=BF16, groups=16, m=1024, k=7168, scale
         of_x, of_w = of_x.as_strided(of_x.shape, scales) if scales else None, None
     sizes = None if sizes is None else ints(groups, dtype=sizes)
     operands = new(groups, m, k, dtype=x), new(groups, n, k, dtype=w or x)
-    module("gmm").launch_masked_gmm(out, *operands, sizes, of_x, of_w, False)
+    i = MaskedInputs(out, *operands, sizes, of_x, of_w, False)
+    module("gmm").bind_masked_gmm(i)(out, i)
 
 
 def run_scaled_on_hopper(**named):
-    run_scaled(launch=module("gmm").launch_scaled_gemm, **named)
+    run_scaled(bind=module("gmm").bind_scaled_gemm, **named)
 
 
 def run_scaled_groups_on_hopper(x, order):
@@ -145,7 +148,8 @@ def run_scaled_groups_on_hopper(x, order):
     operands = new(TOKENS, 4096, dtype=x), new(GROUPS, 2048, 4096, dtype=x).mT, ints(GROUPS)
     rows = TOKENS * 4 if order else TOKENS
     plan = ints(rows) if order else None, 4 if order else 1
-    module("gmm").launch_scaled_gmm(new(rows, 2048), *operands, *more, *plan, BF16)
+    i = ScaledGroupsInputs(*operands, *more, *plan, BF16)
+    module("gmm").bind_scaled_gmm(i)(new(rows, 2048), i)
 
 
 def on_hopper(case):

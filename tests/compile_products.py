@@ -13,13 +13,20 @@ from moe_aiter.kernels.base.fp8 import FP8, native_fp8
 from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.base.tile import PERSISTENT
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS, bind_gemm
-from moe_aiter.kernels.dense.scaled_gemm import MOST_K, launch_scaled_gemm, launch_scaled_gmm
+from moe_aiter.kernels.dense.scaled_gemm import (
+    MOST_K,
+    ScaledGroupsInputs,
+    ScaledInputs,
+    bind_scaled_gemm,
+    bind_scaled_gmm,
+)
 from moe_aiter.kernels.experts.adapted import launch_add_low_rank
 from moe_aiter.kernels.experts.down import DownGradInputs, bind_expert_down_grad
 from moe_aiter.kernels.experts.up import UpInputs, bind_expert_up
 from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind_gmm, bind_gmm_into
-from moe_aiter.kernels.grouped.masked_gmm import launch_masked_gmm
-from moe_aiter.kernels.grouped.segment_gmm import launch_segment_gmm, launch_segment_tgmm
+from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs, bind_masked_gmm
+from moe_aiter.kernels.grouped.segment_gmm import SegmentInputs, bind_segments
+from moe_aiter.kernels.grouped.segment_tgmm import SegmentTgmmInputs, bind_segment_tgmm
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, bind_tgmm, bind_tgmm_into
 from moe_aiter.kernels.sparse.gemm import bind_sparse_matmul, bind_sparse_matmul_grad
 from moe_aiter.kernels.sparse.pattern import count
@@ -119,7 +126,8 @@ def run_segment_gmm(s, dtype=None, indices=True, segments=E):
     dtype = s.dtype if dtype is None else dtype
     x, w = new(s.rows, s.k, dtype=dtype), new(E, s.n, s.k, dtype=dtype).mT
     plan = (ints(segments), None, ints(segments)) if indices else (None, ints(segments + 1), None)
-    launch_segment_gmm(s.new(s.rows, s.n), x, w, *plan)
+    i = SegmentInputs(x, w, *plan)
+    bind_segments(i, s.dtype)(s.new(s.rows, s.n), i)
 
 
 def run_segment_expand(s, **kwargs):
@@ -129,7 +137,8 @@ def run_segment_expand(s, **kwargs):
 def run_segment_tgmm(s, columns_first=False, weights=E):
     out = s.new(weights, s.n, s.k) if columns_first else s.new(weights, s.k, s.n)
     plan = ints(2 * E), None, ints(2 * E)
-    launch_segment_tgmm(out, s.new(s.rows, s.k), s.new(s.rows, s.n), *plan, weights, columns_first)
+    i = SegmentTgmmInputs(s.new(s.rows, s.k), s.new(s.rows, s.n), *plan, weights, columns_first)
+    bind_segment_tgmm(i)(out, i)
 
 
 def run_add_low_rank(s):
@@ -202,7 +211,8 @@ def run_masked(
     weight = new(GROUPS, k, n, dtype=w or x).mT if columns else new(GROUPS, n, k, dtype=w or x)
     scales = (new(GROUPS, rows, **floats), new(GROUPS, n, **floats)) if scaled else (None, None)
     sizes = ints(GROUPS) if masked else None
-    launch_masked_gmm(out, new(GROUPS, rows, k, dtype=x), weight, sizes, *scales, shuffled)
+    i = MaskedInputs(out, new(GROUPS, rows, k, dtype=x), weight, sizes, *scales, shuffled)
+    bind_masked_gmm(i)(out, i)
 
 
 def run_masked_orders(rows, dtype):
@@ -224,22 +234,22 @@ def masked_dtype(op, bits):
 
 def run_scaled(
     rows=1024, n=4096, k=4096, x=INT8, w=None, columns=True, beside=True, out=BF16,
-    launch=launch_scaled_gemm,
+    bind=bind_scaled_gemm,
 ):  # fmt: skip
     """One launch.  `columns`: each column of w in a row; `beside`: with scales and a bias."""
     floats, w = {"dtype": F32}, w or x
     weight = new(n, k, dtype=w).mT if columns else new(k, n, dtype=w)
     more = (new(rows, **floats), new(n, **floats), new(n)) if beside else (None, None, None)
-    launch(new(rows, n, dtype=out), new(rows, k, dtype=x), weight, *more, out)
+    i = ScaledInputs(new(rows, k, dtype=x), weight, *more, out)
+    bind(i)(new(rows, n, dtype=out), i)
 
 
 def run_scaled_groups(n=2048, k=4096, x=INT8, out=BF16):
     floats, rows = {"dtype": F32}, TOKENS * 4
     more = new(TOKENS, **floats), new(GROUPS, n, **floats), new(GROUPS, n)
     weight, order = new(GROUPS, n, k, dtype=x).mT, ints(rows)
-    launch_scaled_gmm(
-        new(rows, n, dtype=out), new(TOKENS, k, dtype=x), weight, ints(GROUPS), *more, order, 4, out
-    )
+    i = ScaledGroupsInputs(new(TOKENS, k, dtype=x), weight, ints(GROUPS), *more, order, 4, out)
+    bind_scaled_gmm(i)(new(rows, n, dtype=out), i)
 
 
 def scaled_sizes(op, rows):

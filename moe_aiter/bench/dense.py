@@ -14,6 +14,7 @@ from ..kernels.base.shuffle import shuffle_weight
 from ..kernels.dense.gemm import ACTIVATIONS, gemm, new_gemm
 from ..kernels.dense.tuned_gemm import tuned_gemm
 from ..kernels.grouped.grouped_gemm import grouped_gemm
+from ..kernels.grouped.masked_gmm import MaskedInputs
 from ..op import IMPLS, ORDER, runs, use
 from ..tuning.choice import case_of
 from .products import Case, Problem
@@ -205,7 +206,8 @@ def launches_of_shuffled(x: Tensor, weight: Tensor) -> dict[str, tuple[Callable,
     impl, inputs = IMPLS["masked_gmm"]["triton"], (x[None], weight[None], None, None, None, True)
 
     def launch(out: Tensor, *inputs) -> None:
-        impl(out[None], *inputs)
+        i = MaskedInputs(out[None], *inputs)
+        impl(i)(i.out, i)
 
     here = "triton" in ORDER[x.device.type] and runs(impl, *inputs, x.new_empty(1, len(x), len(weight)))
     return {"triton": (launch, inputs)} if here else {}

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.base.check import check_flags, check_shape, check_size, check_tensor, checked, renamed
-from ..kernels.grouped.segment_gmm import check_count, segment_gmm
+from ..kernels.grouped.segment_gmm import segment_gmm
+from ..kernels.grouped.segments import check_count
 from ..op import check_backend, use
 from ..switches import inside
 

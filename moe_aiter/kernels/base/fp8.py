@@ -96,7 +96,12 @@ def as_operands(*tensors: Tensor) -> tuple[list[Tensor], list[str | None]]:
     native = native_fp8() if any(formats) else ()
     if all(f is None or t.dtype in native for t, f in zip(tensors, formats, strict=True)):
         return list(tensors), [None] * len(tensors)
-    return [t.view(torch.uint8) if f else t for t, f in zip(tensors, formats, strict=True)], formats
+    return [as_loaded(t, f) for t, f in zip(tensors, formats, strict=True)], formats
+
+
+def as_loaded(x: Tensor, format: str | None) -> Tensor:
+    """Return what a kernel loads of a tensor that `as_operands` has found to be of this format."""
+    return x.view(torch.uint8) if format else x
 
 
 def is_promoted(x: Tensor) -> bool:

@@ -9,12 +9,14 @@ in float32.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import define_op, takes
+from ...op import binds, define_op, takes
 from .. import hopper
 from ..base.check import (
     check_device,
@@ -28,14 +30,51 @@ from ..base.check import (
     take_rows,
 )
 from ..base.choice import fits_blas, multiply_by_blas, wants_scaled
-from ..base.fp8 import FP8, MOST_K, add_product, as_operands, as_vector, check_scales, is_promoted, product
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import locate, row_tiles, swizzle, tile_options
+from ..base.fp8 import (
+    FP8,
+    MOST_K,
+    add_product,
+    as_loaded,
+    as_operands,
+    as_vector,
+    check_scales,
+    is_promoted,
+    product,
+)
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import dense, locate, row_tiles, swizzle, tile_options
 
 LARGEST = 128 * 128  # numbers of a tile of float32
 SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
 # columns beside which the tables' tiles fill a GPU; where there are less, tiles of fewer rows do
 WIDTH = 4096
+
+
+class ScaledInputs(NamedTuple):
+    """The inputs of the op `scaled_gemm`: (x @ w) * x_scale[:, None] * w_scale + bias."""
+
+    x: Tensor  # (M, K)
+    w: Tensor  # (K, N)
+    x_scale: Tensor | None  # (M,)
+    w_scale: Tensor | None  # (N,)
+    bias: Tensor | None  # (N,)
+    dtype: torch.dtype | None  # of the result
+
+
+class ScaledGroupsInputs(NamedTuple):
+    """The inputs of the op `scaled_gmm`: for each row r of group g, and t = order[r] // top_k,
+    (x[t] @ w[g]) * x_scale[t] * w_scale[g] + bias[g]."""
+
+    x: Tensor  # (M, K), or (T, K) with order
+    w: Tensor  # (G, K, N)
+    group_sizes: Tensor  # (G,)
+    x_scale: Tensor | None  # (M,), or (T,) with order
+    w_scale: Tensor | None  # (G, N)
+    bias: Tensor | None  # (G, N)
+    order: Tensor | None  # (M,)
+    top_k: int
+    dtype: torch.dtype | None  # of the result
+
 
 # scaled_gemm: reference
 
@@ -190,38 +229,64 @@ def scaled_products(
 # scaled_gemm: launcher
 
 
+@binds
 @takes(torch.int8, *FP8)
-def launch_scaled_gemm(out, x, w, x_scale, w_scale, bias, dtype):
-    w_scale, bias = (None if t is None else t[None] for t in (w_scale, bias))
-    launch(out, x, w[None], None, x_scale, w_scale, bias, None, 1)
+def bind_scaled_gemm(i: ScaledInputs) -> Callable:
+    product = bind_product(as_groups(i), i.x.shape[0])
+    return lambda out, i: product(out, as_groups(i))
 
 
-def launch(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k):
-    (M, N), (G, K, _) = out.shape, w.shape
-    # matrix instructions of 8 bits want both along K, and a copy is cheaper than turning tiles in registers
-    x = x if x.stride(1) == 1 else x.contiguous()
-    w = w if w.stride(1) == 1 else w.mT.contiguous().mT
-    (x, w), (x_format, w_format) = as_operands(x, w)
+bind_scaled_gemm.wants = wants_scaled("triton")
+
+
+def as_groups(i: ScaledInputs) -> ScaledGroupsInputs:
+    """Return the inputs of one group, of all rows."""
+    w, w_scale, bias = (None if t is None else t[None] for t in (i.w, i.w_scale, i.bias))
+    return ScaledGroupsInputs(i.x, w, None, i.x_scale, w_scale, bias, None, 1, i.dtype)
+
+
+@binds
+@takes(torch.int8, *FP8)
+def bind_scaled_gmm(i: ScaledGroupsInputs) -> Callable:
+    return bind_product(i, i.x.shape[0] if i.order is None else i.order.shape[0])
+
+
+def operands(i: ScaledGroupsInputs) -> tuple[Tensor, Tensor]:
+    """Return x and w with K in a row: matrix instructions of 8 bits want that, and a copy is cheaper than
+    turning tiles in registers."""
+    x = i.x if i.x.stride(1) == 1 else i.x.contiguous()
+    return x, i.w if i.w.stride(1) == 1 else i.w.mT.contiguous().mT
+
+
+def bind_product(i: ScaledGroupsInputs, M: int) -> Callable:
+    """Return what computes a result of M rows; without group sizes there is one group, of all rows."""
+    G, K, N = i.w.shape
+    (x, w), (x_format, w_format) = as_operands(*operands(i))
     long = x.dtype == torch.int8 and K > MOST_K
     kind = "int8" if x.dtype == torch.int8 else "decode" if x_format or w_format else "fp8"
     rows = M if G > 1 else min(M, max(M * N // WIDTH, 1))
     config = tuning.lookup(f"scaled_{'long' if long else kind}", x.dtype, rows, N, K, G)
     # registers have no room to store more
-    if out.itemsize == 4 and config.block_m * config.block_n > LARGEST:
+    if i.dtype.itemsize == 4 and config.block_m * config.block_n > LARGEST:
         config = dataclasses.replace(config, block_n=config.block_n // 2)
-    rows = cdiv(M, config.block_m) if group_sizes is None else row_tiles(M, G, config.block_m)
-    of_x = 0 if x_scale is None else x_scale.stride(0)
-    of_w, of_bias = ((0, 0) if t is None else t.stride() for t in (w_scale, bias))
-    scaled_gemm_kernel[(rows * cdiv(N, config.block_n),)](
-        x, w, x_scale, w_scale, bias, out, order, group_sizes, M, N, K, G, top_k,
-        (x.stride(0), *w.stride()[::2]), (of_x, *of_w), of_bias,
+    rows = cdiv(M, config.block_m) if i.group_sizes is None else row_tiles(M, G, config.block_m)
+    kernel = bind_kernel(
+        scaled_gemm_kernel, (rows * cdiv(N, config.block_n),),
         LONG=long, TRANSPOSED=config.block_m < 64 <= config.block_n,
         X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x),
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
+    of_x = 0 if i.x_scale is None else i.x_scale.stride(0)
+    of_w, of_bias = ((0, 0) if t is None else t.stride() for t in (i.w_scale, i.bias))
+    numbers = M, N, K, G, i.top_k, (x.stride(0), *w.stride()[::2]), (of_x, *of_w), of_bias
 
+    def launch(out, i):
+        x, w = operands(i)
+        order, sizes = dense(i.order, i.group_sizes)
+        x, w = as_loaded(x, x_format), as_loaded(w, w_format)
+        kernel(x, w, i.x_scale, i.w_scale, i.bias, out, order, sizes, *numbers)
 
-launch_scaled_gemm.wants = wants_scaled("triton")
+    return launch
 
 
 def fill_scaled_gemm(out, *inputs) -> None:
@@ -245,25 +310,30 @@ def check_operands(x: Tensor, w: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"out_dtype must be float16, bfloat16 or float32, not {dtype}")
 
 
-def new_scaled_gemm(x, w, x_scale, w_scale, bias, dtype):
+def new_scaled_gemm(i: ScaledInputs) -> Tensor:
+    M, N = check_sizes(i.x, i.w)
+    check_operands(i.x, i.w, i.dtype)
+    check_scales((M,), (N,), i.x_scale, i.w_scale, i.bias)
+    check_device(x=i.x, w=i.w, x_scale=i.x_scale, w_scale=i.w_scale, bias=i.bias)
+    return i.x.new_empty(M, N, dtype=i.dtype)
+
+
+def check_sizes(x: Tensor, w: Tensor) -> tuple[int, int]:
+    """Return (M, N), the size of x @ w."""
     check_shape("x", x, "M", "K")
     check_shape("w", w, "K", "N")
-    (M, K), (w_K, N) = x.shape, w.shape
-    check_size("x is (M, K={})", K, "w is (K={}, N)", w_K)
-    check_operands(x, w, dtype)
-    check_scales((M,), (N,), x_scale, w_scale, bias)
-    check_device(x=x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias)
-    return x.new_empty(M, N, dtype=dtype)
+    check_size("x is (M, K={})", x.shape[1], "w is (K={}, N)", w.shape[0])
+    return x.shape[0], w.shape[1]
 
 
 scaled_gemm_op = define_op(
-    "scaled_gemm(Tensor x, Tensor w, Tensor? x_scale, Tensor? w_scale, Tensor? bias, ScalarType? dtype) "
-    "-> Tensor",
+    "scaled_gemm",
+    ScaledInputs,
     new=new_scaled_gemm,
-    reference=scaled_gemm_reference,
+    reference=lambda i: scaled_gemm_reference(*i),
     torch=fill_scaled_gemm,
-    triton=launch_scaled_gemm,
-    hopper=hopper.launch_scaled_gemm,
+    triton=bind_scaled_gemm,
+    hopper=hopper.bind_scaled_gemm,
 )
 
 
@@ -291,10 +361,7 @@ def scaled_gemm(
     Raises ValueError for shapes and devices that do not fit, TypeError for dtypes, RuntimeError where it
     would need a gradient, which it has not; all before anything is launched.
     """
-    check_shape("x", x, "M", "K")
-    check_shape("w", w, "K", "N")
-    (M, K), (w_K, N) = x.shape, w.shape
-    check_size("x is (M, K={})", K, "w is (K={}, N)", w_K)  # first, or a scale would be blamed
+    M, N = check_sizes(x, w)  # first, or a scale would be blamed
     x_scale = as_vector("x_scale", x_scale, x, M, ((M,), (M, 1)))
     w_scale = as_vector("w_scale", w_scale, x, N, ((N,), (N, 1), (1, N)))
     refuse_gradient("a scaled product", x, w, x_scale, w_scale, bias)
@@ -316,41 +383,35 @@ def scaled_gmm_reference(x, w, group_sizes, x_scale, w_scale, bias, order, top_k
     return out
 
 
-# scaled_gmm: launcher
-
-
-@takes(torch.int8, *FP8)
-def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype):
-    order = order if order is None else order.contiguous()
-    launch(out, x, w, group_sizes.contiguous(), x_scale, w_scale, bias, order, top_k)
-
-
 # scaled_gmm: op
 
 
-def new_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype):
-    check_shape("w", w, "G", "K", "N")
-    rows = x.shape[0] if order is None else order.shape[0]
-    check_rows("x", x, "K", order, top_k, rows)
-    (T, K), (G, w_K, N) = x.shape, w.shape
+def new_scaled_gmm(i: ScaledGroupsInputs) -> Tensor:
+    check_shape("w", i.w, "G", "K", "N")
+    rows = i.x.shape[0] if i.order is None else i.order.shape[0]
+    check_rows("x", i.x, "K", i.order, i.top_k, rows)
+    (T, K), (G, w_K, N) = i.x.shape, i.w.shape
     check_size("x is (M, K={})", K, "w is (G, K={}, N)", w_K)
-    check_operands(x, w, dtype)
-    check_groups(group_sizes, x, w=w, x_scale=x_scale, w_scale=w_scale, bias=bias, order=order)
-    check_size("group_sizes is ({},)", group_sizes.shape[0], "w is (G={}, K, N)", G)
-    check_scales((T,), (G, N), x_scale, w_scale, bias)
-    return x.new_empty(rows, N, dtype=dtype)
+    check_operands(i.x, i.w, i.dtype)
+    others = {"x_scale": i.x_scale, "w_scale": i.w_scale, "bias": i.bias, "order": i.order}
+    check_groups(i.group_sizes, i.x, w=i.w, **others)
+    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "w is (G={}, K, N)", G)
+    check_scales((T,), (G, N), i.x_scale, i.w_scale, i.bias)
+    return i.x.new_empty(rows, N, dtype=i.dtype)
+
+
+def check_scaled_values(i: ScaledGroupsInputs) -> None:
+    check_plan_values(len(i.x if i.order is None else i.order), i.group_sizes, i.order)
 
 
 scaled_gmm_op = define_op(
-    "scaled_gmm(Tensor x, Tensor w, Tensor group_sizes, Tensor? x_scale, Tensor? w_scale, Tensor? bias, "
-    "Tensor? order, int top_k, ScalarType? dtype) -> Tensor",
+    "scaled_gmm",
+    ScaledGroupsInputs,
     new=new_scaled_gmm,
-    check_values=lambda x, w, sizes, _, __, ___, order, *rest: check_plan_values(
-        len(x if order is None else order), sizes, order
-    ),
-    reference=scaled_gmm_reference,
-    triton=launch_scaled_gmm,
-    hopper=hopper.launch_scaled_gmm,
+    check_values=check_scaled_values,
+    reference=lambda i: scaled_gmm_reference(*i),
+    triton=bind_scaled_gmm,
+    hopper=hopper.bind_scaled_gmm,
 )
 
 # scaled_gmm: public

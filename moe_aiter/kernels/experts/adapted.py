@@ -31,7 +31,8 @@ from ..base.check import (
 )
 from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import gmm_op, gmm_reference
-from ..grouped.segment_gmm import SHORT_K, launch_segment_gmm, segment_gmm_op, segment_weight_gradient
+from ..grouped.segment_gmm import SHORT_K, SegmentInputs, bind_segments, segment_gmm_op
+from ..grouped.segment_tgmm import segment_weight_gradient
 from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
 from ..rows.permute import check_sorted_rows, permute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
@@ -68,7 +69,8 @@ def check_add_low_rank(out, x, w, group_sizes):
 @takes(*TILE_DTYPES)
 def launch_add_low_rank(out, x, w, group_sizes):
     if w.shape[1] <= SHORT_K and out.is_contiguous():
-        launch_segment_gmm(out, x, w, group_sizes, None, None, zero_rest=False, add=True)
+        i = SegmentInputs(x, w, group_sizes, None, None)
+        bind_segments(i, out.dtype, zero_rest=False, add=True)(out, i)
     else:
         out.add_(segment_gmm_op(x, w, group_sizes, None, None))
 

@@ -8,12 +8,15 @@ have 8 bits, and their tiles are scaled sums of float32; or 16 or 32 bits.
 `scaled_bmm` is the same product of batches, in which every row counts.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ... import tuning
 from ...config import interpret
-from ...op import define_inplace_op, takes
+from ...op import Written, binds, define_inplace_op, takes
 from .. import hopper
 from ..base.check import (
     check_device,
@@ -25,12 +28,26 @@ from ..base.check import (
     refuse_gradient,
     wide,
 )
-from ..base.fp8 import FP8, add_product, as_operands, as_rows, check_scales, is_promoted
-from ..base.launch import cdiv, jit_kernel, tl, triton
+from ..base.fp8 import FP8, add_product, as_loaded, as_operands, as_rows, check_scales, is_promoted
+from ..base.launch import bind_kernel, cdiv, jit_kernel, tl, triton
 from ..base.shuffle import check_shuffle, unshuffle_weight
 from ..base.tile import TILE_DTYPES, swizzle, tile_options
 
 FEW = 128  # below, tiles are transposed: matrix instructions want 64 rows or more, and weights have them
+
+
+class MaskedInputs(NamedTuple):
+    """The inputs of the op `masked_gmm`: for each group g and each of its first group_sizes[g] rows r,
+    out[g, r] = (x[g, r] @ w[g].T) * x_scale[g, r] * w_scale[g]."""
+
+    out: Written  # (G, M, N)
+    x: Tensor  # (G, M, K)
+    w: Tensor  # (G, N, K)
+    group_sizes: Tensor | None  # (G,); None: every row counts
+    x_scale: Tensor | None  # (G, M)
+    w_scale: Tensor | None  # (G, N)
+    shuffled: bool  # w is what `shuffle_weight` returns
+
 
 # reference
 
@@ -153,24 +170,31 @@ def row_count(group, group_sizes_ptr, M):
 # launcher
 
 
+@binds
 @takes(*TILE_DTYPES, *FP8)
-def launch_masked_gmm(out, x, w, group_sizes, x_scale, w_scale, shuffled):
-    (G, M, N), K = out.shape, x.shape[2]
-    (x, w), (x_format, w_format) = as_operands(x, w)
-    if shuffled:  # the kernel knows the order within a matrix, not strides
-        w = w if w[0].is_contiguous() else w.contiguous()
+def bind_masked_gmm(i: MaskedInputs) -> Callable:
+    (G, M, N), K = i.out.shape, i.x.shape[2]
+    copied = i.shuffled and not i.w[0].is_contiguous()  # the kernel knows no strides within such a matrix
+    (x, w), (x_format, w_format) = as_operands(i.x, i.w)
     few, decoded = "_few" if M < FEW else "", "_decode" if x_format or w_format else ""
     config = tuning.lookup(f"masked{few}{decoded}", x.dtype, G * M, N, K, G)
-    from_registers, amd = shuffled_options(w) if shuffled else (False, ())
-    scales = [(0, 0) if s is None else s.stride() for s in (x_scale, w_scale)]
-    tiles = G * cdiv(M, config.block_m) * cdiv(N, config.block_n)
-    masked_gmm_kernel[(tiles,)](
-        x, w, x_scale, w_scale, out, None if group_sizes is None else group_sizes.contiguous(),
-        G, M, N, K, x.stride(), w.stride(), *scales, out.stride(),
-        SHUFFLED=shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=bool(few) or from_registers,
+    from_registers, amd = shuffled_options(w) if i.shuffled else (False, ())
+    scales = [(0, 0) if s is None else s.stride() for s in (i.x_scale, i.w_scale)]
+    kernel = bind_kernel(
+        masked_gmm_kernel, (G * cdiv(M, config.block_m) * cdiv(N, config.block_n),),
+        SHUFFLED=i.shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=bool(few) or from_registers,
         X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x), EVEN_K=K % config.block_k == 0,
         **tile_options(config, amd),
     )  # fmt: skip
+    w_strides = (N * K, K, 1) if copied else w.stride()
+    numbers = G, M, N, K, x.stride(), w_strides, *scales, i.out.stride()
+
+    def launch(out, i):
+        x, w = as_loaded(i.x, x_format), as_loaded(i.w.contiguous() if copied else i.w, w_format)
+        sizes = None if i.group_sizes is None else i.group_sizes.contiguous()
+        kernel(x, w, i.x_scale, i.w_scale, out, sizes, *numbers)
+
+    return launch
 
 
 def shuffled_options(w: Tensor) -> tuple[bool, tuple[int, ...]]:
@@ -186,24 +210,26 @@ def shuffled_options(w: Tensor) -> tuple[bool, tuple[int, ...]]:
 # op
 
 
-def check_masked_gmm(out, x, w, group_sizes, x_scale, w_scale, shuffled):
-    check_shape("x", x, "G", "M", "K")
-    check_shape("w", w, "G", "N", "K")
-    (G, M, K), (w_G, N, w_K) = x.shape, w.shape
+def check_masked_gmm(i: MaskedInputs) -> None:
+    check_shape("x", i.x, "G", "M", "K")
+    check_shape("w", i.w, "G", "N", "K")
+    (G, M, K), (w_G, N, w_K) = i.x.shape, i.w.shape
     check_size("x is (G={}, M, K)", G, "w is (G={}, N, K)", w_G)
     check_size("x is (G, M, K={})", K, "w is (G, N, K={})", w_K)
-    check_product(out, x, w)
-    if out.shape != (G, M, N):
-        raise ValueError(f"out must be (G={G}, M={M}, N={N}), but it has shape {tuple(out.shape)}")
-    check_own_memory("out", out)
-    check_device(x=x, w=w, out=out, group_sizes=group_sizes, x_scale=x_scale, w_scale=w_scale)
-    if group_sizes is not None:
-        check_index(group_sizes=group_sizes)
-        if group_sizes.shape != (G,):
-            raise ValueError(f"group_sizes must be (G={G},), but it has shape {tuple(group_sizes.shape)}")
-    check_scales((G, M), (G, N), x_scale, w_scale)
-    if shuffled:
-        check_shuffle(w)
+    check_product(i.out, i.x, i.w)
+    if i.out.shape != (G, M, N):
+        raise ValueError(f"out must be (G={G}, M={M}, N={N}), but it has shape {tuple(i.out.shape)}")
+    check_own_memory("out", i.out)
+    scales = {"x_scale": i.x_scale, "w_scale": i.w_scale}
+    check_device(x=i.x, w=i.w, out=i.out, group_sizes=i.group_sizes, **scales)
+    if i.group_sizes is not None:
+        check_index(group_sizes=i.group_sizes)
+        if i.group_sizes.shape != (G,):
+            found = tuple(i.group_sizes.shape)
+            raise ValueError(f"group_sizes must be (G={G},), but it has shape {found}")
+    check_scales((G, M), (G, N), **scales)
+    if i.shuffled:
+        check_shuffle(i.w)
 
 
 def check_product(out: Tensor, x: Tensor, w: Tensor) -> None:
@@ -216,20 +242,20 @@ def check_product(out: Tensor, x: Tensor, w: Tensor) -> None:
         raise TypeError(f"out must be float16, bfloat16 or float32 for {x.dtype}, not {out.dtype}")
 
 
-def check_masked_values(out, x, w, group_sizes, *_):
-    M = x.shape[1]
-    if group_sizes is not None and ((group_sizes < 0) | (group_sizes > M)).any():
-        raise ValueError(f"group_sizes {group_sizes.tolist()} must not be negative nor more than M={M}")
+def check_masked_values(i: MaskedInputs) -> None:
+    M, sizes = i.x.shape[1], i.group_sizes
+    if sizes is not None and ((sizes < 0) | (sizes > M)).any():
+        raise ValueError(f"group_sizes {sizes.tolist()} must not be negative nor more than M={M}")
 
 
 masked_gmm_op = define_inplace_op(
-    "masked_gmm(Tensor(a!) out, Tensor x, Tensor w, Tensor? group_sizes, Tensor? x_scale, Tensor? w_scale, "
-    "bool shuffled) -> ()",
+    "masked_gmm",
+    MaskedInputs,
     check=check_masked_gmm,
     check_values=check_masked_values,
-    reference=masked_gmm_reference,
-    triton=launch_masked_gmm,
-    hopper=hopper.launch_masked_gmm,
+    reference=lambda i: masked_gmm_reference(*i),
+    triton=bind_masked_gmm,
+    hopper=hopper.bind_masked_gmm,
 )
 
 

@@ -5,162 +5,93 @@ M rows, B segments, W weights, K in, N out.  The kernel finds the weight itself;
 its rows and walks over columns.  Else a program makes one tile, or if there are few tiles (a LoRA's shrinking
 to its rank) a part of the tile's sum over K; the parts are added in order.
 
-`segment_tgmm` is the gradient of the weights: `out[i] = sum of x[s:e].T @ y[s:e]` over weight i's segments.
-
-Segments lie one behind the other.  Either `lens` (B,) counts their rows from row 0 on, or `indptr` (B + 1,)
-says where each begins and where the last one ends; rows before its first element are in no segment.  Both
-stay on the device.  Lengths (the steps of an indptr) and the first element are clamped to [0, M], and
-segments to the rows that are left: no row belongs to two segments, and no kernel touches memory outside of
-the M rows.  `weight_indices` (B,) names the matrix of each segment, by default the one with the segment's
-number; an index outside of [0, W), usually -1, names a matrix of zeros.
+`segment_tgmm` is the gradient of the weights; ./segments.py says what segments are.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import INTEGERS, define_inplace_op, define_op, takes
+from ...op import Written, binds, define_inplace_op, define_op, gradients, takes
 from .. import hopper
-from ..base.check import FLOATS, check_device, check_float, check_index, check_shape, check_size, group_ends
-from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.check import FLOATS, check_device, check_shape, check_size
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, at_least_16, dense, multiply, operand, row_tiles, swizzle, tile_options
-from .tgmm import chosen, weight_gradient
+from .segment_tgmm import segment_weight_gradient
+from .segments import (
+    ENOUGH,
+    check_segment_values,
+    check_segments,
+    load_segments,
+    load_weights,
+    num_segments,
+    split_segments,
+    weight_numbers,
+)
+from .tgmm import chosen
 
-# segments
+
+class SegmentInputs(NamedTuple):
+    """The inputs of the op `segment_gmm`: out[s:e] = x[s:e] @ w[weight_indices[b]] for each segment b."""
+
+    x: Tensor  # (M, K)
+    w: Tensor  # (W, K, N)
+    lens: Tensor | None  # (B,), or
+    indptr: Tensor | None  # (B + 1,)
+    weight_indices: Tensor | None  # (B,)
 
 
+class SegmentOutInputs(NamedTuple):
+    """The inputs of the op `segment_gmm_out`: `segment_gmm` into a tensor that is there."""
+
+    out: Written  # (M, N)
+    x: Tensor  # (M, K)
+    w: Tensor  # (W, K, N)
+    lens: Tensor | None  # (B,), or
+    indptr: Tensor | None  # (B + 1,)
+    weight_indices: Tensor | None  # (B,)
+
+
+SHORT_K = 64  # sums that a program makes in one step
+PART_K = 512  # of a sum over K that is shared among programs, the least that each takes
+FILLED = 64  # rows of a segment on average from which on a Hopper tile is worth it
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
-Segments = tuple[Tensor | None, Tensor | None, Tensor | None]  # lens, indptr, weight_indices
+DTYPES = (*TILE_DTYPES, *FP8)
+
+# reference
 
 
-def num_segments(lens: Tensor | None, indptr: Tensor | None) -> int:
-    return lens.shape[0] if indptr is None else indptr.shape[0] - 1
+def segment_gmm_reference(x, w, lens, indptr, weight_indices):
+    """Each segment's product, and zeros for the rows in no segment."""
+    x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
+    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
+    before, segments, past = split_segments(x, lens, indptr)
+    pairs = zip([before, *segments, past], [None, *numbers, None], strict=True)
+    return torch.cat([r.new_zeros(len(r), w.shape[2]) if i is None else r @ w[i] for r, i in pairs])
 
 
-def sizes_with_first(indptr: Tensor) -> Tensor:
-    """(B + 1,): the rows before the first segment, then those of each segment, for ops on groups.
-
-    A step is negative where an indptr decreases, which counts as 0.
-    """
-    return indptr.diff(prepend=indptr.new_zeros(1))
-
-
-def split_segments(
-    x: Tensor, lens: Tensor | None, indptr: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """The rows before the segments, those of each segment and those past them: views; this synchronises."""
-    ends = [0, *group_ends(lens, len(x))] if indptr is None else group_ends(sizes_with_first(indptr), len(x))
-    before, *segments, past = x.tensor_split(ends)
-    return before, tuple(segments), past
-
-
-def weight_numbers(weight_indices: Tensor | None, segments: int, weights: int) -> list[int | None]:
-    """The matrix of each segment, or None for one of zeros; for references."""
-    if weight_indices is None:
-        return list(range(segments))
-    return [i if 0 <= i < weights else None for i in weight_indices.tolist()]
+def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
+    """By torch, each segment straight into its place."""
+    x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
+    product = chosen(out, x, None)
+    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
+    before, outs, past = split_segments(out, lens, indptr)
+    for o, r, i in zip(outs, split_segments(x, lens, indptr)[1], numbers, strict=True):
+        if i is None:
+            o.zero_()
+        elif len(r):
+            product(o, r, w[i], None)
+    if zero_rest:
+        before.zero_()
+        past.zero_()
 
 
-def check_operands(**tensors: Tensor) -> None:
-    """Raise unless all have the dtype of the first, a floating one or of 8 bits."""
-    (first, x), *rest = tensors.items()
-    if x.dtype not in FLOATS + FP8:
-        raise TypeError(f"{first} must be float16, bfloat16, float32, float64 or float8, not {x.dtype}")
-    for name, t in rest:
-        if t.dtype != x.dtype:
-            raise TypeError(f"{first} is {x.dtype} but {name} is {t.dtype}")
-
-
-def check_segments(x: Tensor, weights: int, segments: Segments) -> None:
-    """Raise unless these say of every segment where it is, and which of so many weights is its own."""
-    lens, indptr, weight_indices = segments
-    if (lens is None) == (indptr is None):
-        raise ValueError("either lens or indptr must be given, and not both")
-    if indptr is None:
-        check_shape("lens", lens, "B")
-        check_index(lens=lens)
-    else:
-        check_shape("indptr", indptr, "B + 1")
-        check_index(indptr=indptr)
-        if indptr.shape[0] < 1:
-            raise ValueError("indptr must be (B + 1,), but it is empty")
-    B = num_segments(lens, indptr)
-    if weight_indices is None:
-        check_size("there are {} segments", B, "{} weights and no weight_indices", weights)
-    else:
-        check_shape("weight_indices", weight_indices, "B")
-        check_index(weight_indices=weight_indices)
-        check_size("there are {} segments", B, "weight_indices is ({},)", weight_indices.shape[0])
-    check_device(x=x, lens=lens, indptr=indptr, weight_indices=weight_indices)
-
-
-def check_segment_values(rows: int, segments: Segments) -> None:
-    """Raise for segments that do not fit into so many rows; this synchronises."""
-    lens, indptr, _ = segments
-    sizes = (lens if indptr is None else sizes_with_first(indptr)).tolist()
-    if indptr is not None and (sizes[0] < 0 or sum(sizes) > rows):
-        raise ValueError(f"indptr must lie in [0, {rows}], but it is from {sizes[0]} to {sum(sizes)}")
-    if min(sizes, default=0) < 0 or sum(sizes) > rows:
-        raise ValueError(
-            f"lens: segments of {sizes} rows must not be negative nor sum to more than {rows} rows"
-        )
-
-
-def check_count(name: str, count: int) -> None:
-    """Raise unless `count` is a whole number, 0 or more."""
-    if not isinstance(count, INTEGERS) or isinstance(count, bool):
-        raise TypeError(f"{name} must be an int, not {type(count).__name__}")
-    if count < 0:
-        raise ValueError(f"{name} must not be negative, but it is {count}")
-
-
-@triton.jit
-def load_segments(
-    g,  # (BLOCK_G,)
-    bounds_ptr,  # (G,) lengths, or (G + 1,) ends with the first begin in front
-    M,
-    G,
-    INDPTR: tl.constexpr,
-):
-    """The first and the end row of the segments g.
-
-    Segment G stands for the rows past the last one, and with an indptr segment G + 1 for the rows before the
-    first one.
-    """
-    if INDPTR:
-        first = tl.minimum(tl.maximum(tl.load(bounds_ptr).to(tl.int64), 0), M)
-        start = tl.load(bounds_ptr + g, mask=g < G, other=0).to(tl.int64)
-        size = tl.load(bounds_ptr + g + 1, mask=g < G, other=0).to(tl.int64) - start
-    else:
-        size = tl.load(bounds_ptr + g, mask=g < G, other=0).to(tl.int64)
-    size = tl.where(g == G, M, tl.minimum(tl.maximum(size, 0), M))  # or the sum could overflow
-    end = tl.cumsum(size, 0)
-    if INDPTR:
-        end += first
-    start = tl.minimum(end - size, M)
-    end = tl.minimum(end, M)
-    if INDPTR:
-        start, end = tl.where(g == G + 1, 0, start), tl.where(g == G + 1, first, end)
-    return start, end
-
-
-@triton.jit
-def load_weights(
-    g,  # (BLOCK_G,)
-    indices_ptr,  # (G,) or None
-    G,
-    W,
-):
-    """The weight of each of the segments g, -1 for one of zeros."""
-    weight = g.to(tl.int64)
-    if indices_ptr is not None:
-        weight = tl.load(indices_ptr + g, mask=g < G, other=-1).to(tl.int64)
-    return tl.where((g < G) & (weight >= 0) & (weight < W), weight, -1)
+# kernel
 
 
 @triton.jit
@@ -222,199 +153,12 @@ def add_parts_kernel(
     tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=i < size if ZERO_REST else mine)
 
 
-def add_parts(parts: Tensor, out: Tensor, bounds: Tensor, **flags) -> None:
-    """out = the sum of `parts` (P, M, N) in the rows of segments; the `flags` are those of `segment_gmm`."""
-    block, (P, M, N) = 1024, parts.shape
-    segments = len(bounds) - flags["INDPTR"]
-    add_parts_kernel[(cdiv(M * N, block),)](
-        parts, out, bounds, P, M * N, M, N, segments, **flags, BLOCK=block, num_warps=4
-    )
-
-
-# segment_tgmm
-
-
-PART_ROWS = 512  # of those that programs share, the least that each takes
-WIDE = 128  # of K and N, from where on `tgmm`'s tiles are filled
-
-# segment_tgmm: reference
-
-
-def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_first):
-    out = x.new_zeros(weights, x.shape[1], y.shape[1])
-    product = chosen(out, x, None)
-    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), weights)
-    pairs = zip(split_segments(x, lens, indptr)[1], split_segments(y, lens, indptr)[1], strict=True)
-    for i, (a, b) in zip(numbers, pairs, strict=True):
-        if i is not None:
-            product(out[i], a.T, b, out[i])
-    return out.mT if columns_first else out
-
-
-# segment_tgmm: kernel
-
-
-@jit_kernel
-def segment_tgmm_kernel(
-    x_ptr,  # (M, K)
-    y_ptr,  # (M, N)
-    out_ptr,  # (W, K, N), or (parts, W, K, N) float32
-    bounds_ptr,  # (G,) or (G + 1,)
-    indices_ptr,  # (G,) or None
-    M,
-    N,
-    K,
-    G,
-    W,
-    part,  # of the rows, which the programs of one place on axis 1 take
-    x_strides,  # m, k
-    y_strides,  # m, n
-    out_strides,  # w, k, n; those of a part are W * K * N apart
-    INDPTR: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    # here BLOCK_M x BLOCK_N is a tile of out[i] (K, N), and BLOCK_K rows are summed over at a time
-    tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    tile_k, tile_n = swizzle(tl.program_id(0), W * tiles_k, tiles_n, GROUP_M, NUM_DIES)
-    weight = tile_k // tiles_k
-    g = tl.arange(0, BLOCK_G)
-    start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
-    first = tl.program_id(1).to(tl.int64) * part
-    start, end = tl.maximum(start, first), tl.minimum(end, first + part)
-    mine = load_weights(g, indices_ptr, G, W) == weight
-    turn = tl.cumsum(mine.to(tl.int32), 0)
-    k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_ptrs = x_ptr + (k % K)[None, :] * x_strides[1]
-    y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in range(1, tl.sum(mine.to(tl.int32), 0) + 1):
-        here = mine & (turn == i)
-        row_end = tl.sum(tl.where(here, end, 0), 0)
-        for row in range(tl.sum(tl.where(here, start, 0), 0), row_end, BLOCK_K):
-            m = row + tl.arange(0, BLOCK_K)
-            mask = (m < row_end)[:, None]
-            x = tl.load(x_ptrs + m[:, None] * x_strides[0], mask=mask, other=0.0)
-            y = tl.load(y_ptrs + m[:, None] * y_strides[0], mask=mask, other=0.0)
-            acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-
-    out_base = out_ptr + tl.program_id(1).to(tl.int64) * W * K * N + weight.to(tl.int64) * out_strides[0]
-    out_ptrs = out_base + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
-
-
-# segment_tgmm: launcher
-
-
-def new_segment_tgmm(x, y, lens, indptr, weight_indices, weights, columns_first):
-    check_shape("x", x, "M", "K")
-    check_shape("y", y, "M", "N")
-    check_size("x is (M={}, K)", x.shape[0], "y is (M={}, N)", y.shape[0])
-    check_float(x=x, y=y)
-    check_count("weights", weights)
-    check_segments(x, weights, (lens, indptr, weight_indices))
-    K, N = x.shape[1], y.shape[1]
-    return x.new_empty(weights, N, K) if columns_first else x.new_empty(weights, K, N)
-
-
-@takes(*TILE_DTYPES)
-def launch_segment_tgmm(out, x, y, lens, indptr, weight_indices, weights, columns_first):
-    out = out.mT if columns_first else out
-    (W, K, N), M, G = out.shape, x.shape[0], num_segments(lens, indptr)
-    bounds, indices = dense(lens if indptr is None else indptr, weight_indices)
-    config = tuning.lookup("segment_tgmm", x.dtype, M, N, K, W)
-    block_m, block_n = min(config.block_m, at_least_16(K)), min(config.block_n, at_least_16(N))
-    config = dataclasses.replace(config, block_m=block_m, block_n=block_n)
-    tiles = W * cdiv(K, config.block_m) * cdiv(N, config.block_n)
-    parts = max(min(ENOUGH // tiles, M // PART_ROWS), 1)
-    sums = out if parts == 1 else out.new_empty(parts, W, K, N, dtype=torch.float32)
-    segment_tgmm_kernel[(tiles, parts)](
-        x, y, sums, bounds, indices, M, N, K, G, W, cdiv(M, parts),
-        x.stride(), y.stride(), sums.stride()[-3:],
-        INDPTR=indptr is not None, BLOCK_G=next_power_of_2(G + 1), **tile_options(config),
-    )  # fmt: skip
-    if parts > 1:
-        out.copy_(sums.sum(0))
-
-
-# segment_tgmm: op
-
-
-segment_tgmm_op = define_op(
-    "segment_tgmm(Tensor x, Tensor y, Tensor? lens, Tensor? indptr, Tensor? weight_indices, SymInt weights, "
-    "bool columns_first) -> Tensor",
-    new=new_segment_tgmm,
-    check_values=lambda x, y, lens, indptr, weight_indices, *_: check_segment_values(
-        len(x), (lens, indptr, weight_indices)
-    ),
-    reference=segment_tgmm_reference,
-    triton=launch_segment_tgmm,
-)
-
-
-def segment_weight_gradient(
-    w: Tensor,
-    x: Tensor,
-    dout: Tensor,
-    lens: Tensor | None,
-    indptr: Tensor | None,
-    weight_indices: Tensor | None,
-) -> Tensor:
-    """The gradient of the weights `w` (W, K, N) of `segment_gmm`, in the memory layout of `w`.
-
-    Where each segment has a matrix of its own, and a wide one, it is `tgmm`'s.
-    """
-    if weight_indices is None and min(w.shape[1:]) >= WIDE:
-        if indptr is None:
-            return weight_gradient(w, None, x, dout, lens)
-        return weight_gradient(w, None, x, dout, sizes_with_first(indptr))[1:]
-    columns_first = w.stride(1) < w.stride(2)
-    dw = segment_tgmm_op(x, dout, lens, indptr, weight_indices, w.shape[0], columns_first)
-    return dw.mT if columns_first else dw
-
-
-# segment_gmm
-
-SHORT_K = 64  # sums that a program makes in one step
-PART_K = 512  # of a sum over K that is shared among programs, the least that each takes
-FILLED = 64  # rows of a segment on average from which on a Hopper tile is worth it
-DTYPES = (*TILE_DTYPES, *FP8)
-
-# segment_gmm: reference
-
-
-def segment_gmm_reference(x, w, lens, indptr, weight_indices):
-    """Each segment's product, and zeros for the rows in no segment."""
-    x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
-    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
-    before, segments, past = split_segments(x, lens, indptr)
-    pairs = zip([before, *segments, past], [None, *numbers, None], strict=True)
-    return torch.cat([r.new_zeros(len(r), w.shape[2]) if i is None else r @ w[i] for r, i in pairs])
-
-
-def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
-    """By torch, each segment straight into its place."""
-    x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
-    product = chosen(out, x, None)
-    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
-    before, outs, past = split_segments(out, lens, indptr)
-    for o, r, i in zip(outs, split_segments(x, lens, indptr)[1], numbers, strict=True):
-        if i is None:
-            o.zero_()
-        elif len(r):
-            product(o, r, w[i], None)
-    if zero_rest:
-        before.zero_()
-        past.zero_()
-
-
-# segment_gmm: kernel
+def bind_add_parts(parts: int, M: int, N: int, G: int, **flags) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return `add(sums, out, bounds)`: out = the sum of the parts (parts, M, N) in the rows of G segments.
+    The `flags` are those of `segment_gmm`."""
+    block = 1024
+    kernel = bind_kernel(add_parts_kernel, (cdiv(M * N, block),), **flags, BLOCK=block, num_warps=4)
+    return lambda sums, out, bounds: kernel(sums, out, bounds, parts, M * N, M, N, G)
 
 
 @jit_kernel
@@ -519,31 +263,41 @@ def segment_expand_kernel(
         tl.store(out_ptrs + n[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# segment_gmm: launcher
+# launcher
+
+
+def check_operands(**tensors: Tensor) -> None:
+    """Raise unless all have the dtype of the first, a floating one or of 8 bits."""
+    (first, x), *rest = tensors.items()
+    if x.dtype not in FLOATS + FP8:
+        raise TypeError(f"{first} must be float16, bfloat16, float32, float64 or float8, not {x.dtype}")
+    for name, t in rest:
+        if t.dtype != x.dtype:
+            raise TypeError(f"{first} is {x.dtype} but {name} is {t.dtype}")
 
 
 def out_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype in FP8 else x.dtype
 
 
-def new_segment_gmm(x, w, *segments):
-    check_shape("x", x, "M", "K")
-    check_shape("w", w, "W", "K", "N")
-    check_size("x is (M, K={})", x.shape[1], "w is (W, K={}, N)", w.shape[1])
-    check_operands(x=x, w=w)
-    check_segments(x, w.shape[0], segments)
-    check_device(x=x, w=w)
-    return x.new_empty(x.shape[0], w.shape[2], dtype=out_dtype(x))
+def new_segment_gmm(i: SegmentInputs | SegmentOutInputs) -> Tensor:
+    check_shape("x", i.x, "M", "K")
+    check_shape("w", i.w, "W", "K", "N")
+    check_size("x is (M, K={})", i.x.shape[1], "w is (W, K={}, N)", i.w.shape[1])
+    check_operands(x=i.x, w=i.w)
+    check_segments(i, i.w.shape[0])
+    check_device(x=i.x, w=i.w)
+    return i.x.new_empty(i.x.shape[0], i.w.shape[2], dtype=out_dtype(i.x))
 
 
-def check_segment_gmm_out(out, x, w, *segments):
-    expected = new_segment_gmm(x, w, *segments).shape
+def check_segment_gmm_out(i: SegmentOutInputs) -> None:
+    out, expected = i.out, new_segment_gmm(i).shape
     if out.shape != expected or not out.is_contiguous():
         raise ValueError(f"out must be contiguous (M, N) = {tuple(expected)}, but it is {tuple(out.shape)}")
-    narrow = (torch.bfloat16, torch.float16, torch.float32) if x.dtype in FP8 else (x.dtype,)
+    narrow = (torch.bfloat16, torch.float16, torch.float32) if i.x.dtype in FP8 else (i.x.dtype,)
     if out.dtype not in narrow:
-        raise TypeError(f"x is {x.dtype} but out is {out.dtype}")
-    check_device(x=x, out=out)
+        raise TypeError(f"x is {i.x.dtype} but out is {out.dtype}")
+    check_device(x=i.x, out=out)
 
 
 def fits_triton(x, *_) -> bool:
@@ -561,102 +315,121 @@ def no_larger(config: tuning.Config, N: int, K: int) -> tuning.Config:
     return dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)), block_k=block_k)
 
 
+@binds
 @takes(*DTYPES)
-def launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True, add=False):
-    (M, N), (W, K, _), G = out.shape, w.shape, num_segments(lens, indptr)
-    bounds, indices = dense(lens if indptr is None else indptr, weight_indices)
+def bind_segment_gmm(i: SegmentInputs) -> Callable:
+    return bind_segments(i, out_dtype(i.x))
+
+
+@binds
+@takes(*DTYPES)
+def bind_segment_gmm_out(i: SegmentOutInputs) -> Callable:
+    return bind_segments(i, i.out.dtype, zero_rest=False)
+
+
+def bind_segments(
+    i: SegmentInputs | SegmentOutInputs, dtype: torch.dtype, zero_rest: bool = True, add: bool = False
+) -> Callable:
+    """For a contiguous result of this dtype.  `zero_rest`: rows in no segment become zeros, or stay as they
+    are; `add`, where K is short: the products are added to what the result holds."""
+    (M, K), (W, _, N), G = i.x.shape, i.w.shape, num_segments(i.lens, i.indptr)
     short = K <= SHORT_K
-    op, dtype = "segment_expand" if short else "segment_gmm", out.dtype
-    config = no_larger(tuning.lookup(op, dtype, M, N, K, G), N, K)
-    pieces = G if indptr is None else G + 1  # and the rows past the segments
+    config = tuning.lookup("segment_expand" if short else "segment_gmm", dtype, M, N, K, G)
+    config = no_larger(config, N, K)
+    pieces = G if i.indptr is None else G + 1  # and the rows past the segments
     tiles_m, tiles_n = row_tiles(M, pieces, config.block_m), cdiv(N, config.block_n)
     tiles = max(cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
-    flags = {"INDPTR": indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(pieces + 1)}
-    options = tile_options(config)
+    flags = {"INDPTR": i.indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(pieces + 1)}
+    sizes, strides, options = (M, N, K, G, W), (i.x.stride(), i.w.stride()), tile_options(config)
+    parts, add_parts = 1, None
     if short:  # a program for some columns of a row tile
         width = min(max(tiles // ENOUGH, 1), 8) * config.block_n
         del options["GROUP_M"], options["NUM_DIES"]
-        segment_expand_kernel[(tiles_m, cdiv(N, width))](
-            x, w, out, bounds, indices, M, N, K, G, W, width, x.stride(), w.stride(),
-            ADD=add, **flags, **options,
-        )  # fmt: skip
-        return
-    steps = cdiv(K, config.block_k)
-    part = max(cdiv(steps * tiles, ENOUGH), cdiv(PART_K, config.block_k)) * config.block_k
-    parts = cdiv(K, part)
-    sums = out if parts == 1 else out.new_empty(parts, M, N, dtype=torch.float32)
-    segment_gmm_kernel[(tiles_m * tiles_n, parts)](
-        x, w, sums, bounds, indices, M, N, K, G, W, tiles_m, part, x.stride(), w.stride(),
-        EVEN_K=K % config.block_k == 0, **flags | {"ZERO_REST": zero_rest and parts == 1}, **options,
-    )  # fmt: skip
-    if parts > 1:
-        add_parts(sums, out, bounds, **flags)
+        grid, numbers = (tiles_m, cdiv(N, width)), (*sizes, width, *strides)
+        kernel = bind_kernel(segment_expand_kernel, grid, ADD=add, **flags, **options)
+    else:
+        steps = cdiv(K, config.block_k)
+        part = max(cdiv(steps * tiles, ENOUGH), cdiv(PART_K, config.block_k)) * config.block_k
+        parts, numbers = cdiv(K, part), (*sizes, tiles_m, part, *strides)
+        add_parts = bind_add_parts(parts, M, N, G, **flags) if parts > 1 else None
+        flags["ZERO_REST"] = zero_rest and parts == 1
+        options["EVEN_K"] = K % config.block_k == 0
+        kernel = bind_kernel(segment_gmm_kernel, (tiles_m * tiles_n, parts), **flags, **options)
+
+    def launch(out, i):
+        bounds, indices = dense(i.lens if i.indptr is None else i.indptr, i.weight_indices)
+        sums = out if parts == 1 else out.new_empty(parts, M, N, dtype=torch.float32)
+        kernel(i.x, i.w, sums, bounds, indices, *numbers)
+        if add_parts is not None:
+            add_parts(sums, out, bounds)
+
+    return launch
 
 
-def launch_on_hopper(out, x, w, lens, indptr, weight_indices, zero_rest=True):
+@binds
+def bind_on_hopper(i: SegmentInputs) -> Callable:
     """As a grouped product whose groups have the weights of their segments."""
-    if not hopper.by_tma(out):
-        return launch_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest)
-    hopper.launch_segments(out, x, w, lens, indptr, weight_indices, zero_rest)
+    return hopper.bind_segments(i, zero_rest=True)
+
+
+@binds
+def bind_out_on_hopper(i: SegmentOutInputs) -> Callable:
+    return hopper.bind_segments(i, zero_rest=False) if hopper.by_tma(i.out) else bind_segment_gmm_out(i)
 
 
 def fits_hopper(x, w, lens, indptr, weight_indices, *_) -> bool:
     """Where tiles of 128 x 256 are well filled, and the grouped product itself runs."""
     rows, segments = x.shape[0], num_segments(lens, indptr)
     filled = rows >= FILLED * segments > 0 and w.shape[2] >= 128 and w.shape[1] > SHORT_K
-    return filled and hopper.launch_segments.fits(x, w, segments + (indptr is not None))
+    return filled and hopper.bind_segments.fits(x, w, segments + (indptr is not None))
 
 
-launch_segment_gmm.fits = fits_triton
-launch_on_hopper.takes, launch_on_hopper.fits = hopper.DTYPES, fits_hopper
+bind_segment_gmm.fits = bind_segment_gmm_out.fits = fits_triton
+bind_on_hopper.takes = bind_out_on_hopper.takes = hopper.DTYPES
+bind_on_hopper.fits = bind_out_on_hopper.fits = fits_hopper
 
 
-def untouched_rest(launch: Callable) -> Callable:
-    """The launcher that leaves the rows in no segment as they are."""
-    return functools.wraps(launch)(functools.partial(launch, zero_rest=False))
+# op
 
 
-# segment_gmm: op
-
-
-def save_segment_gmm(ctx, inputs, output):
-    x, w, *segments = inputs
-    ctx.save_for_backward(x, w, *segments)
+def save_segment_gmm(ctx, i: SegmentInputs, output):
+    ctx.save_for_backward(*i)
 
 
 def backward_segment_gmm(ctx, dout):
     x, w, *segments = ctx.saved_tensors
-    dx = dw = None
-    if ctx.needs_input_grad[0]:
+    dx, dw, needs = None, None, SegmentInputs(*ctx.needs_input_grad)
+    if needs.x:
         dx = segment_gmm_op(dout, w.mT, *segments)
-    if ctx.needs_input_grad[1]:
+    if needs.w:
         dw = segment_weight_gradient(w, x, dout, *segments)
-    return dx, dw, None, None, None
+    return gradients(SegmentInputs, x=dx, w=dw)
 
 
 segment_gmm_op = define_op(
-    "segment_gmm(Tensor x, Tensor w, Tensor? lens, Tensor? indptr, Tensor? weight_indices) -> Tensor",
+    "segment_gmm",
+    SegmentInputs,
     new=new_segment_gmm,
-    reference=segment_gmm_reference,
+    reference=lambda i: segment_gmm_reference(*i),
     torch=fill_segment_gmm,
-    check_values=lambda x, w, *segments: check_segment_values(len(x), segments),
-    triton=launch_segment_gmm,
-    hopper=launch_on_hopper,
+    check_values=check_segment_values,
+    triton=bind_segment_gmm,
+    hopper=bind_on_hopper,
     backward=backward_segment_gmm,
     save=save_segment_gmm,
 )
 segment_gmm_out_op = define_inplace_op(
-    "segment_gmm_out(Tensor(a!) out, Tensor x, Tensor w, Tensor? lens, Tensor? indptr, "
-    "Tensor? weight_indices) -> ()",
+    "segment_gmm_out",
+    SegmentOutInputs,
     check=check_segment_gmm_out,
-    reference=untouched_rest(fill_segment_gmm),
-    check_values=lambda out, x, w, *segments: check_segment_values(len(x), segments),
-    triton=untouched_rest(launch_segment_gmm),
-    hopper=untouched_rest(launch_on_hopper),
+    reference=lambda i: fill_segment_gmm(*i, zero_rest=False),
+    check_values=check_segment_values,
+    triton=bind_segment_gmm_out,
+    hopper=bind_out_on_hopper,
 )
 
 
-# segment_gmm: public
+# public
 
 
 def segment_gmm(

@@ -175,19 +175,27 @@ def bind_product(
     return product
 
 
-def launch_segments(out, x, w, lens, indptr, numbers, zero_rest) -> None:
-    bounds = lens if indptr is None else indptr
-    flags = {"zero_rest": zero_rest, "indptr": indptr is not None}
-    bind_product(x, w, (*x.shape, bounds.shape[0]), out.dtype, **flags)(out, x, w, bounds, numbers=numbers)
+def bind_segments(i, zero_rest: bool) -> Callable:
+    """`i`: the inputs of `segment_gmm` or of `segment_gmm_out`."""
+    indptr = i.indptr is not None
+    bounds = i.indptr if indptr else i.lens
+    sizes = *i.x.shape, bounds.shape[0]
+    product = bind_product(i.x, i.w, sizes, i.x.dtype, zero_rest=zero_rest, indptr=indptr)
+    return lambda out, i: product(out, i.x, i.w, i.indptr if indptr else i.lens, None, i.weight_indices)
 
 
-def launch_scaled_gmm(out, x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype) -> None:
-    # words of eight bytes are copied faster than bytes
-    rows = take_rows(x.view(torch.int64), order, top_k).view(x.dtype)
-    x_scale = None if x_scale is None else take_rows(x_scale, order, top_k).contiguous()
-    w_scale = None if w_scale is None else w_scale.contiguous()
-    product = bind_product(rows, w, (*rows.shape, w.shape[0]), dtype)
-    product(out, rows, w, group_sizes, bias, x_scale=x_scale, w_scale=w_scale)
+def bind_scaled_gmm(i) -> Callable:
+    (G, K, _), M = i.w.shape, i.x.shape[0] if i.order is None else i.order.shape[0]
+    product, top_k = bind_product(i.x, i.w, (M, K, G), i.dtype), i.top_k
+
+    def launch(out, i):
+        # words of eight bytes are copied faster than bytes
+        rows = take_rows(i.x.view(torch.int64), i.order, top_k).view(i.x.dtype)
+        x_scale = None if i.x_scale is None else take_rows(i.x_scale, i.order, top_k).contiguous()
+        w_scale = None if i.w_scale is None else i.w_scale.contiguous()
+        product(out, rows, i.w, i.group_sizes, i.bias, None, x_scale, w_scale)
+
+    return launch
 
 
 # masked_gmm: kernel
@@ -282,35 +290,46 @@ def masked_consumer(
 # masked_gmm: launcher
 
 
-def launch_masked_gmm(
-    out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor | None,
-    x_scale: Tensor | None, w_scale: Tensor | None, shuffled: bool, bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    (G, M, N), K = out.shape, x.shape[2]
-    plain = out.itemsize == 4 or (x_scale is None and w_scale is None)
+def bind_masked_gmm(i) -> Callable:
+    product = bind_masked(i.x, i.w, i.x_scale, i.w_scale, i.out.dtype)
+    return lambda out, i: product(out, i.x, i.w, i.x_scale, i.w_scale, i.group_sizes)
+
+
+def bind_scaled_gemm(i) -> Callable:
+    """One group of which every row counts."""
+    product = bind_masked(*one_group(i), i.dtype)
+    return lambda out, i: product(out[None], *one_group(i), None, i.bias)
+
+
+def one_group(i) -> list[Tensor | None]:
+    return [None if t is None else t[None] for t in (i.x, i.w.mT, i.x_scale, i.w_scale)]
+
+
+def bind_masked(
+    x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, dtype: torch.dtype
+) -> Callable[..., None]:
+    """Return `product(out, x, w, x_scale, w_scale, group_sizes, bias)` for a result of this dtype."""
+    (G, M, K), N = x.shape, w.shape[1]
+    plain = dtype.itemsize == 4 or (x_scale is None and w_scale is None)
     op = "hopper_masked" + kind_of(x)
     op += "_plain" if op.endswith("fp8") and plain else ""
     c = tuning.lookup(op, x.dtype, G * M, N, K, G)
-    c = beside_groups(c, c.block_m * c.store_n * out.itemsize // 2, G, x.itemsize)
-    (x, x_rows), (w, w_rows), (flat, out_rows) = map(flatten, (x, w, out))
-    scales = [(0, 0) if s is None else s.stride() for s in (x_scale, w_scale)]
+    c = beside_groups(c, c.block_m * c.store_n * dtype.itemsize // 2, G, x.itemsize)
     programs = num_programs(x)
-    masked_gmm_kernel[(programs,)](
-        descriptor(x, c.block_m, c.block_k), x_rows,
-        descriptor(w, c.block_n, c.block_k), w_rows,
-        ragged_descriptor(flat, c.block_m // 2, c.store_n), out_rows,
-        x_scale, w_scale, *scales, None if bias is None else bias.contiguous(),
-        None if group_sizes is None else group_sizes.contiguous(),
-        G, M, N, K,
-        SPAN=span_of(x, c, out.dtype), STORES=c.block_n // c.store_n,
+    kernel = bind_kernel(
+        masked_gmm_kernel, (programs,), SPAN=span_of(x, c, dtype), STORES=c.block_n // c.store_n,
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
+    strides = [(0, 0) if s is None else s.stride() for s in (x_scale, w_scale)]
 
+    def product(out, x, w, x_scale, w_scale, group_sizes, bias=None):
+        (x, x_rows), (w, w_rows), (flat, out_rows) = map(flatten, (x, w, out))
+        kernel(
+            descriptor(x, c.block_m, c.block_k), x_rows,
+            descriptor(w, c.block_n, c.block_k), w_rows,
+            ragged_descriptor(flat, c.block_m // 2, c.store_n), out_rows,
+            x_scale, w_scale, *strides, None if bias is None else bias.contiguous(),
+            None if group_sizes is None else group_sizes.contiguous(), G, M, N, K,
+        )  # fmt: skip
 
-def launch_scaled_gemm(
-    out: Tensor, x: Tensor, w: Tensor,
-    x_scale: Tensor | None, w_scale: Tensor | None, bias: Tensor | None, dtype,
-) -> None:  # fmt: skip
-    """One group of which every row counts."""
-    scales = (None if s is None else s[None] for s in (x_scale, w_scale))
-    launch_masked_gmm(out[None], x[None], w.mT[None], None, *scales, False, bias)
+    return product

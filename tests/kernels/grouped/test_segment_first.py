@@ -10,8 +10,8 @@ from moe_aiter.kernels.grouped.segment_gmm import (
     segment_gmm,
     segment_gmm_op,
     segment_gmm_reference,
-    segment_tgmm_op,
 )
+from moe_aiter.kernels.grouped.segment_tgmm import segment_tgmm_op
 
 from ...check import assert_as_good_as_torch
 from ...shapes import transposed
