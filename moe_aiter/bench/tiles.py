@@ -15,8 +15,8 @@ from torch import Tensor
 from .. import tuning
 from ..kernels import hopper
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
-from ..kernels.grouped import tgmm_fp8
 from ..kernels.grouped.gmm import column_chunks
+from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_product, lay_out
 from ..kernels.quantize.rows import quantize_rows
 from ..kernels.rows.sort import sort_by_expert
 from ..op import IMPLS, ORDER, launcher, runs
@@ -190,8 +190,8 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
         y, *plan, columns_first = rest
         if not hopper.fits_tgmm_fp8(x, None, y, *plan):
             return None
-        operands = tgmm_fp8.lay_out(*quantize_rows(x), y, *plan, "e4m3")
-        return lambda out, *given: tgmm_fp8.multiply(out.mT if columns_first else out, *given), operands
+        i = TgmmFp8Inputs(*quantize_rows(x), y, *plan, columns_first, "e4m3")
+        return functools.partial(multiply_fp8, i), lay_out(i)
     else:
         return None
     if not fits:
@@ -209,6 +209,11 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     if op == "expert_up":
         return launch, (x8, x_scale, w8, w_scale, *after[:-2], x.dtype)
     return launch, (x8, x_scale, z, w8, w_scale, *after)
+
+
+def multiply_fp8(i: TgmmFp8Inputs, out: Tensor, *operands: Tensor) -> None:
+    product = bind_product(i, (out if i.columns_first else out.mT).stride())
+    product(out, *operands)
 
 
 def distinct_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:

@@ -1,6 +1,7 @@
 """`moe-aiter tune`: what it compares, what it keeps, and what it says where it cannot measure."""
 
 import csv
+import functools
 
 import pytest
 import torch
@@ -247,11 +248,13 @@ def test_products_of_8_bits(monkeypatch):
         assert callable(there(*name))
         if name[1].startswith("bind_"):
 
-            def launch(out, *given):
+            def launch(bound, out, *given):
+                if name[0] == "tgmm":
+                    return launched.append((name, given, {"out": out, "bound": bound[2:]}))
                 given, scales = (given[:4], given[5:]) if name[0] == "gmm" else (tuple(given[0]), given[1])
                 launched.append((name, given, {"out": out, "scales": scales}))
 
-            return lambda *_: launch
+            return lambda *bound: functools.partial(launch, bound)
         return lambda out, *given, **how: launched.append((name, given, how | {"out": out}))
 
     monkeypatch.setattr(hopper, "launcher", launcher)
@@ -262,9 +265,10 @@ def test_products_of_8_bits(monkeypatch):
         found[0](out, *found[1])
     modules = [module for (module, _), *_ in launched]
     assert modules == ["up", "gmm", "down_grad", "gmm", "tgmm", "tgmm"]
-    for (_, given, how), (name, *_, out, (x, y, *_)) in zip(launched[4:], step[4:], strict=True):
-        product, (x8, y8, scale, _, accumulate) = how["out"], given
-        assert product.data_ptr() == out.data_ptr() and product.shape == (E, y.shape[1], x.shape[1]), name
+    for (_, given, how), (name, *_, out, (x, y, *_, first)) in zip(launched[4:], step[4:], strict=True):
+        (x8, y8, scale, _), (sizes, strides, accumulate) = given, how["bound"]
+        assert how["out"] is out and sizes == (len(x8), E, y.shape[1], x.shape[1]), name
+        assert strides == (out if first else out.mT).stride(), name
         assert x8.shape[1:] == (x.shape[1], 128) and y8.shape == (*scale.shape, 128) and not accumulate
     launched = launched[:4]
     R, same = T * k, [inputs for _, op, _, _, inputs in step if op != "tgmm"]

@@ -10,104 +10,149 @@ On Hopper both are laid out by columns (`token_chunks`) and multiplied as they a
 that do not fit, what the quantised numbers stand for is multiplied in the dtype of x.
 """
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, launcher, pick
+from ...op import Written, binds, define_inplace_op, define_op, launcher, pick
 from .. import hopper
-from ..base.check import check_float, check_plan_values, sum_dtype, take_rows
-from ..quantize.blocks import plan_chunks, quantize_chunks, rows_of_chunks, transpose_chunks
+from ..base.check import check_float, sum_dtype, take_rows
+from ..quantize.blocks import most_chunks, plan_chunks, quantize_chunks, rows_of_chunks, transpose_chunks
 from ..quantize.rows import FORMATS, dequantize_rows
-from .tgmm import check_sum, shape_of_tgmm, tgmm_into_op
+from .tgmm import check_sum, check_tgmm_values, shape_of_tgmm, tgmm_into_op
+
+
+class TgmmFp8Inputs(NamedTuple):
+    """The inputs of the op `tgmm_fp8`: out[g] = the sum of x[order[r] // top_k] outer y[r] of g."""
+
+    x8: Tensor  # (T, K)
+    factor: Tensor  # (T,), the scales of the rows of x8
+    y: Tensor  # (M, N)
+    group_sizes: Tensor  # (G,)
+    order: Tensor  # (M,)
+    top_k: int
+    columns_first: bool  # return (G, N, K), else (G, K, N)
+    format: str  # of the 8-bit floats that y becomes
+
+
+class TgmmFp8IntoInputs(NamedTuple):
+    """The inputs of the op `tgmm_fp8_into`: `tgmm_fp8`, added to a tensor that is there."""
+
+    existing_out: Written  # (G, K, N)
+    x8: Tensor  # (T, K)
+    factor: Tensor  # (T,)
+    y: Tensor  # (M, N)
+    group_sizes: Tensor  # (G,)
+    order: Tensor  # (M,)
+    top_k: int
+    format: str
+
 
 # reference
 
 
-def rounded_operands(x8, factor, y, group_sizes, order, top_k, format) -> tuple[Tensor, Tensor]:
-    """What the quantised numbers stand for, without the scales of x in y."""
-    _, chunks = plan_chunks(group_sizes, len(y))
-    y8, y_scale = quantize_chunks(y, factor, order, top_k, chunks, format)
-    folded = rows_of_chunks(dequantize_rows(y8, y_scale, sum_dtype(y)), chunks, len(y))
-    dtype, y = y.dtype, folded / take_rows(factor, order, top_k)[:, None]
-    return dequantize_rows(x8, factor, dtype), y.to(dtype)
+def rounded_operands(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple:
+    """Return the first inputs of `tgmm`: what the quantised numbers stand for, without the scales of x in y,
+    and the plan."""
+    _, chunks = plan_chunks(i.group_sizes, len(i.y))
+    y8, y_scale = quantize_chunks(i.y, i.factor, i.order, i.top_k, chunks, i.format)
+    folded = rows_of_chunks(dequantize_rows(y8, y_scale, sum_dtype(i.y)), chunks, len(i.y))
+    y = folded / take_rows(i.factor, i.order, i.top_k)[:, None]
+    x = dequantize_rows(i.x8, i.factor, i.y.dtype)
+    return x, y.to(i.y.dtype), i.group_sizes, i.order, i.top_k
 
 
-def rounded_tgmm(out, x8, factor, y, group_sizes, order, top_k, columns_first, format) -> None:
-    operands = rounded_operands(x8, factor, y, group_sizes, order, top_k, format)
-    inputs = *operands, group_sizes, order, top_k, columns_first
+def rounded_tgmm(out, *inputs) -> None:
+    i = TgmmFp8Inputs(*inputs)
+    inputs = *rounded_operands(i), i.columns_first
     launcher("tgmm", pick("tgmm", *inputs))(out, *inputs)
 
 
-def rounded_tgmm_into(out, x8, factor, y, group_sizes, order, top_k, format) -> None:
-    operands = rounded_operands(x8, factor, y, group_sizes, order, top_k, format)
-    tgmm_into_op(out, *operands, group_sizes, order, top_k)
+def rounded_tgmm_into(*inputs) -> None:
+    i = TgmmFp8IntoInputs(*inputs)
+    tgmm_into_op(i.existing_out, *rounded_operands(i))
 
 
 # launcher
 
 
-def lay_out(x8, factor, y, group_sizes, order, top_k, format) -> tuple[Tensor, ...]:
+def lay_out(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple[Tensor, ...]:
     """The operands of a product by tensor cores: x (C, K, CHUNK), y (C, N, CHUNK) and its scales, places."""
-    places, chunks = plan_chunks(group_sizes, len(y))
-    y8 = quantize_chunks(y, factor, order, top_k, chunks, format)
-    return transpose_chunks(x8, order, top_k, chunks), *y8, places
+    places, chunks = plan_chunks(i.group_sizes, len(i.y))
+    y8 = quantize_chunks(i.y, i.factor, i.order, i.top_k, chunks, i.format)
+    return transpose_chunks(i.x8, i.order, i.top_k, chunks), *y8, places
 
 
-def multiply(out, *operands, accumulate=False) -> None:
-    """`out` is (G, K, N).  The rows of the product are y's columns: of their scales a thread needs few."""
-    hopper.launcher("tgmm", "launch_tgmm_fp8")(out.mT, *operands, accumulate)
+def bind_product(
+    i: TgmmFp8Inputs | TgmmFp8IntoInputs, out_strides: Sequence[int], accumulate: bool = False
+) -> Callable[..., None]:
+    """Return `product(out, *operands)` for a result with these strides along (G, N, K), and operands that
+    `lay_out` returns.  The rows of the product are y's columns: of their scales a thread needs few."""
+    (M, N), K, G = i.y.shape, i.x8.shape[1], i.group_sizes.shape[0]
+    bind, sizes = hopper.launcher("tgmm", "bind_tgmm_fp8"), (most_chunks(M, G), G, N, K)
+    return bind(i.y, FORMATS[i.format], sizes, out_strides, accumulate)
 
 
-def launch_tgmm_into(out, *inputs) -> None:
-    multiply(out, *lay_out(*inputs), accumulate=True)
+@binds
+def bind_tgmm_fp8(i: TgmmFp8Inputs) -> Callable:
+    N, K = i.y.shape[1], i.x8.shape[1]
+    product = bind_product(i, (N * K, K, 1) if i.columns_first else (K * N, 1, N))
+    return lambda out, i: product(out, *lay_out(i))
 
 
-def launch_tgmm(out, x8, factor, y, group_sizes, order, top_k, columns_first, format) -> None:
-    out = out.mT if columns_first else out
-    multiply(out, *lay_out(x8, factor, y, group_sizes, order, top_k, format))
+@binds
+def bind_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> Callable:
+    product = bind_product(i, i.existing_out.mT.stride(), accumulate=True)
+    return lambda out, i: product(out, *lay_out(i))
 
 
-launch_tgmm.fits, launch_tgmm_into.fits = hopper.fits_tgmm_fp8, hopper.fits_tgmm_fp8
+bind_tgmm_fp8.fits = bind_tgmm_fp8_into.fits = hopper.fits_tgmm_fp8
 
 # op
 
 
-def check_operands(x8, factor, y, group_sizes, order, top_k, format, **others) -> tuple[int, int, int]:
+def check_operands(i: TgmmFp8Inputs | TgmmFp8IntoInputs, **others: Tensor) -> tuple[int, int, int]:
     """(G, K, N)."""
-    shape = shape_of_tgmm(x8, y, group_sizes, order, top_k, factor=factor, **others)
-    check_float(y=y)
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
-    if x8.dtype not in FORMATS.values():
-        raise TypeError(f"x8 must be of 8-bit floats, not {x8.dtype}")
-    if factor.shape != x8.shape[:1] or factor.dtype != torch.float32:
-        raise ValueError(
-            f"factor must be ({x8.shape[0]},) in float32, not {tuple(factor.shape)} in {factor.dtype}"
-        )
+    shape = shape_of_tgmm(i.x8, i.y, i.group_sizes, i.order, i.top_k, factor=i.factor, **others)
+    check_float(y=i.y)
+    if i.format not in FORMATS:
+        raise ValueError(f"unknown format {i.format!r}; known: {', '.join(FORMATS)}")
+    if i.x8.dtype not in FORMATS.values():
+        raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
+    if i.factor.shape != i.x8.shape[:1] or i.factor.dtype != torch.float32:
+        found = f"{tuple(i.factor.shape)} in {i.factor.dtype}"
+        raise ValueError(f"factor must be ({i.x8.shape[0]},) in float32, not {found}")
     return shape
 
 
-def new_tgmm_fp8(x8, factor, y, group_sizes, order, top_k, columns_first, format):
-    G, K, N = check_operands(x8, factor, y, group_sizes, order, top_k, format)
-    return y.new_empty(G, N, K) if columns_first else y.new_empty(G, K, N)
+def new_tgmm_fp8(i: TgmmFp8Inputs) -> Tensor:
+    G, K, N = check_operands(i)
+    return i.y.new_empty(G, N, K) if i.columns_first else i.y.new_empty(G, K, N)
 
 
-INPUTS = "Tensor x8, Tensor factor, Tensor y, Tensor group_sizes, Tensor order, int top_k"
+def check_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> None:
+    check_sum("out", i.existing_out, check_operands(i, out=i.existing_out))
+
+
 tgmm_fp8_op = define_op(
-    f"tgmm_fp8({INPUTS}, bool columns_first, str format) -> Tensor",
+    "tgmm_fp8",
+    TgmmFp8Inputs,
     new=new_tgmm_fp8,
-    check_values=lambda x8, factor, y, sizes, order, *_: check_plan_values(len(y), sizes, order),
+    check_values=check_tgmm_values,
     torch=rounded_tgmm,
     triton=rounded_tgmm,
-    hopper=launch_tgmm,
+    hopper=bind_tgmm_fp8,
 )
 tgmm_fp8_into_op = define_inplace_op(
-    f"tgmm_fp8_into(Tensor(a!) existing_out, {INPUTS}, str format) -> ()",
-    check=lambda out, *inputs: check_sum("out", out, check_operands(*inputs, out=out)),
-    check_values=lambda out, x8, factor, y, sizes, order, *_: check_plan_values(len(y), sizes, order),
-    reference=rounded_tgmm_into,
+    "tgmm_fp8_into",
+    TgmmFp8IntoInputs,
+    check=check_tgmm_fp8_into,
+    check_values=check_tgmm_values,
+    reference=lambda i: rounded_tgmm_into(*i),
     triton=rounded_tgmm_into,
-    hopper=launch_tgmm_into,
+    hopper=bind_tgmm_fp8_into,
 )
 
 

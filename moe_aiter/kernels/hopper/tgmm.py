@@ -8,9 +8,11 @@ and scales a sum.
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ... import tuning
+from ..base.fp8 import CHUNK
 from ..base.launch import bind_kernel, num_programs
 from ..rows.sums import bind_bias_grad, bind_sum_groups
 from .gluon import (
@@ -536,23 +538,32 @@ def tgmm_fp8_kernel(
 # tgmm_fp8: launcher
 
 
-def launch_tgmm_fp8(out, x8, y8, y_scale, places, accumulate: bool) -> None:
-    """out[g] (M, N) = the sum over a group's rows of y outer x, of which y8 (C, M, CHUNK) has the scales
-    y_scale (C, M) and x8 (C, N, CHUNK) none; added to what is there, if asked."""
-    (G, M, N), chunk = out.shape, y8.shape[2]
+def bind_tgmm_fp8(
+    y: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], out_strides: Sequence[int], accumulate: bool
+) -> Callable[..., None]:
+    """Return `product(out, x8, y8, y_scale, places)`: out[g] (M, N) = the sum over a group's rows of y outer
+    x, of which y8 (C, M, CHUNK), of this dtype, has the scales y_scale (C, M), and x8 (C, N, CHUNK) has none;
+    added to what is there, if asked.
+
+    `sizes` are C, G, M and N.  `out_strides` are those of (G, M, N), and `out` is (G, N, M) if the columns
+    come first.
+    """
+    C, G, M, N = sizes
     op = "hopper_tgmm_accumulate_fp8" if accumulate else "hopper_tgmm_fp8"
-    c = tuning.lookup(op, y8.dtype, y8.shape[0] * chunk, N, M, G)
-    half, width = c.block_m // 2, c.store_n
-    columns_first = out.stride(2) != 1
-    stored = out.mT if columns_first else out
-    a_desc = descriptor(y8.view(-1, chunk), c.block_m, c.block_k)
-    out_desc = (
-        a_desc if accumulate else descriptor(stored, 1, *((width, half) if columns_first else (half, width)))
-    )
-    programs = num_programs(y8)
-    tgmm_fp8_kernel[(programs,)](
-        a_desc, descriptor(x8.view(-1, chunk), c.block_n, c.block_k), y_scale, places, out_desc, out,
-        G, M, N, out.stride(), COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate,
+    c = tuning.lookup(op, dtype, C * CHUNK, N, M, G)
+    half, width, columns_first = c.block_m // 2, c.store_n, out_strides[2] != 1
+    box = (width, half) if columns_first else (half, width)
+    programs = num_programs(y)
+    kernel = bind_kernel(
+        tgmm_fp8_kernel, (programs,), COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate,
         WIDTH=min(c.block_n, 128), STORE_N=width, BUFFERS=1 if c.block_n // width % 2 else 2,
         PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
+
+    def product(out, x8, y8, y_scale, places):
+        a_desc = descriptor(y8.view(-1, CHUNK), c.block_m, c.block_k)
+        b_desc = descriptor(x8.view(-1, CHUNK), c.block_n, c.block_k)
+        out_desc = a_desc if accumulate else descriptor(out, 1, *box)
+        kernel(a_desc, b_desc, y_scale, places, out_desc, out, G, M, N, out_strides)
+
+    return product

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels.grouped.tgmm import tgmm
-from moe_aiter.kernels.grouped.tgmm_fp8 import new_tgmm_fp8, tgmm_fp8_into_op, tgmm_fp8_op
+from moe_aiter.kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, new_tgmm_fp8, tgmm_fp8_into_op, tgmm_fp8_op
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize.rows import FORMATS, dequantize_rows, quantize_rows
 from moe_aiter.op import IMPLS, pick, poison, use
@@ -111,10 +111,11 @@ def on_hopper(*inputs) -> Tensor:
     """By the kernel, into poisoned memory, twice."""
     impl = pick("tgmm_fp8", *inputs)
     assert impl is IMPLS["tgmm_fp8"]["hopper"]
-    outs = [new_tgmm_fp8(*inputs) for _ in range(2)]
+    i = TgmmFp8Inputs(*inputs)
+    outs = [new_tgmm_fp8(i) for _ in range(2)]
     poison(tuple(outs))
     for out in outs:
-        impl(out, *inputs)
+        impl(i)(out, i)
     assert torch.equal(*outs)
     return outs[0]
 
