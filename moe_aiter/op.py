@@ -11,7 +11,7 @@ import logging
 import numbers
 import threading
 from collections.abc import Callable
-from typing import Annotated, get_type_hints
+from typing import Annotated, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -497,6 +497,11 @@ def schema_of(name: str, inputs: type, outputs: int) -> str:
         arguments.append(f"{kind} {field}{default}")
     results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
     return f"{name}({', '.join(arguments)}) -> {results}"
+
+
+def extended(name: str, inputs: type, **fields) -> type:
+    """Return a NamedTuple with the fields of another, of which `fields` replace some, or follow the last."""
+    return NamedTuple(name, [*(get_type_hints(inputs, include_extras=True) | fields).items()])
 
 
 def packing(schema: str, inputs: type | None, outputs: int) -> tuple[Callable, str]:

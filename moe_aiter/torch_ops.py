@@ -12,7 +12,12 @@ import threading
 from collections.abc import Iterator
 
 # these modules, and what they import, define the ops
-OPS = "moe_aiter.layers", "moe_aiter.kernels.grouped.grouped_gemm", "moe_aiter.kernels.sparse.gemm"
+OPS = (
+    "moe_aiter.layers",
+    "moe_aiter.kernels.experts.split",
+    "moe_aiter.kernels.grouped.grouped_gemm",
+    "moe_aiter.kernels.sparse.gemm",
+)
 
 
 state = threading.local()

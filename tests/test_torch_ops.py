@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from samples import SAMPLES
 
 ASK = "torch.ops.moe_aiter.mha_fwd.default, torch.ops.moe_aiter.route.default"
 COMPILED = (
@@ -29,6 +30,12 @@ def run(script: str) -> None:
 )
 def test_an_op_is_there_when_asked_for(imports):
     run(f"{imports}\n{ASK}\nassert not hasattr(torch.ops.moe_aiter, 'nothing')")
+
+
+def test_every_op_is_there():
+    run(
+        f"import torch, moe_aiter\nfor name in {sorted(SAMPLES)}:\n    getattr(torch.ops.moe_aiter, name).default"
+    )
 
 
 def test_a_compiled_graph_may_be_the_first_to_ask():

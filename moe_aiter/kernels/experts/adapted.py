@@ -15,9 +15,11 @@ with u = w[e].T @ dout and g = b[e].T @ dout.  A frozen weight gets no gradient.
 with M rows, G groups, r in, N out.  r is a rank and so short that reading and writing `out` once dominates.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, fill, takes
+from ...op import define_inplace_op, define_op, fill, gradients, takes
 from ..base.check import (
     check_device,
     check_float,
@@ -133,26 +135,53 @@ def check_adapter(low, b, w, order, group_sizes) -> None:
         raise ValueError(f"b must be (E, N, r) = {expected}, but it is {tuple(b.shape)}")
 
 
-def new_adapted_up(x, w, bias, low, b, order, rank, group_sizes):
-    check_shape("x", x, "T", "H")
-    check_shape("w", w, "E", "N", "H")
-    check_size("x is (T, H={})", x.shape[1], "w is (E, N, H={})", w.shape[2])
-    check_size("rank is (T={}, k)", rank.shape[0], "x is (T={}, H)", x.shape[0])
-    check_float(x=x, w=w)
-    check_groups(group_sizes, x, w=w, bias=bias, low=low, b=b, order=order, rank=rank)
-    check_adapter(low, b, w, order, group_sizes)
-    return x.new_empty(order.shape[0], w.shape[1])
+class AdaptedUpInputs(NamedTuple):
+    """The inputs of the op `adapted_up`: w[e] @ x, and b[e] @ low with an adapter, of each choice."""
+
+    x: Tensor  # (T, H)
+    w: Tensor  # (E, N, H)
+    bias: Tensor | None  # (E, N)
+    low: Tensor | None  # (R, r)
+    b: Tensor | None  # (E, N, r)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
 
 
-def new_adapted_down(a, w, bias, low, b, routing_weights, order, rank, group_sizes):
-    check_sorted_rows(a, order)
-    check_shape("w", w, "E", "H", "N")
-    check_size("a is (R, N={})", a.shape[1], "w is (E, H, N={})", w.shape[2])
-    check_float(a=a, w=w)
-    check_routing_weights(routing_weights, rank, a)
-    check_groups(group_sizes, a, w=w, bias=bias, low=low, b=b, order=order, rank=rank)
-    check_adapter(low, b, w, order, group_sizes)
-    return a.new_empty(rank.shape[0], w.shape[1])
+class AdaptedDownInputs(NamedTuple):
+    """The inputs of the op `adapted_down`: the weighted sum of w[e] @ a and b[e] @ low for each token."""
+
+    a: Tensor  # (R, N)
+    w: Tensor  # (E, H, N)
+    bias: Tensor | None  # (E, H)
+    low: Tensor | None  # (R, r)
+    b: Tensor | None  # (E, H, r)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+
+
+def new_adapted_up(i: AdaptedUpInputs) -> Tensor:
+    check_shape("x", i.x, "T", "H")
+    check_shape("w", i.w, "E", "N", "H")
+    check_size("x is (T, H={})", i.x.shape[1], "w is (E, N, H={})", i.w.shape[2])
+    check_size("rank is (T={}, k)", i.rank.shape[0], "x is (T={}, H)", i.x.shape[0])
+    check_float(x=i.x, w=i.w)
+    check_groups(i.group_sizes, i.x, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
+    check_adapter(i.low, i.b, i.w, i.order, i.group_sizes)
+    return i.x.new_empty(i.order.shape[0], i.w.shape[1])
+
+
+def new_adapted_down(i: AdaptedDownInputs) -> Tensor:
+    check_sorted_rows(i.a, i.order)
+    check_shape("w", i.w, "E", "H", "N")
+    check_size("a is (R, N={})", i.a.shape[1], "w is (E, H, N={})", i.w.shape[2])
+    check_float(a=i.a, w=i.w)
+    check_routing_weights(i.routing_weights, i.rank, i.a)
+    check_groups(i.group_sizes, i.a, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
+    check_adapter(i.low, i.b, i.w, i.order, i.group_sizes)
+    return i.a.new_empty(i.rank.shape[0], i.w.shape[1])
 
 
 @takes(*TILE_DTYPES)
@@ -187,29 +216,29 @@ def launch_adapted_down(out, *inputs):
 # adapted: op
 
 
-def save_adapted_up(ctx, inputs, output):
-    x, w, bias, low, b, *routing = inputs
-    ctx.save_for_backward(x, w, low, b, *routing)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def save_adapted_up(ctx, i: AdaptedUpInputs, output):
+    ctx.save_for_backward(i.x, i.w, i.low, i.b, i.order, i.rank, i.group_sizes)
+    ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
 
 def backward_adapted_up(ctx, dz):
     x, w, low, b, order, rank, group_sizes = ctx.saved_tensors
-    *base, need_low, need_b = ctx.needs_input_grad[:5]
-    dlow = segment_gmm_op(dz, b, group_sizes, None, None) if need_low else None
-    db = segment_weight_gradient(b.mT, low, dz, group_sizes, None, None).mT if need_b else None
+    needs = AdaptedUpInputs(*ctx.needs_input_grad)
+    dlow = segment_gmm_op(dz, b, group_sizes, None, None) if needs.low else None
+    db = segment_weight_gradient(b.mT, low, dz, group_sizes, None, None).mT if needs.b else None
     whole = order.shape[0] * x.shape[1] * x.element_size()  # the rows of dx in one piece
     rest = order, rank, group_sizes, ctx.bias_dtype, whole, None
-    return *up_gradients(base, dz, x, w, *rest), dlow, db, None, None, None
+    dx, dw, dbias = up_gradients(needs[:3], dz, x, w, *rest)
+    return gradients(AdaptedUpInputs, x=dx, w=dw, bias=dbias, low=dlow, b=db)
 
 
-def save_adapted_down(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+def save_adapted_down(ctx, i: AdaptedDownInputs, output):
+    ctx.save_for_backward(*i)
 
 
 def backward_adapted_down(ctx, dout):
     a, w, bias, low, b, routing_weights, order, rank, group_sizes = ctx.saved_tensors
-    _, need_w, need_bias, need_low, need_b, *_ = ctx.needs_input_grad
+    needs = AdaptedDownInputs(*ctx.needs_input_grad)
     weighed = routing_weights, order, rank
     dw = dbias = dlow = db = None
     rows = permute_op(dout, order, rank, None)  # (R, H), not yet weighted
@@ -217,42 +246,41 @@ def backward_adapted_down(ctx, dout):
     if low is not None:
         dlow, more = weigh_rows_op(segment_gmm_op(rows, b, group_sizes, None, None), low, *weighed)
         ds = ds + more
-    if need_b:
+    if needs.b:
         db = segment_weight_gradient(b.mT, scaled_rows(low, *weighed), rows, group_sizes, None, None).mT
     del rows
-    if need_w:
+    if needs.w:
         dw = weight_gradient(w, None, dout, scaled_rows(a, *weighed), group_sizes, order, rank.shape[1])
     if bias is not None:
         ds = ds + bias_dots(dout, bias, rank, group_sizes)
-    if need_bias:
+    if needs.bias:
         s = routing_weights.to(ds.dtype).contiguous()
         dbias = group_sum(dout, group_sizes, order, rank.shape[1], s).to(bias.dtype)
-    dlow = dlow if need_low else None
-    return da, dw, dbias, dlow, db, ds.to(routing_weights.dtype), None, None, None
+    dlow, ds = dlow if needs.low else None, ds.to(routing_weights.dtype)
+    return gradients(AdaptedDownInputs, a=da, w=dw, bias=dbias, low=dlow, b=db, routing_weights=ds)
 
 
-def check_adapted_values(x, w, bias, low, b, *rest):
-    order, rank, group_sizes = rest[-3:]
-    check_plan_values(len(order), group_sizes, order, rank)
+def check_adapted_values(i: AdaptedUpInputs | AdaptedDownInputs) -> None:
+    check_plan_values(len(i.order), i.group_sizes, i.order, i.rank)
 
 
 adapted_up = define_op(
-    "adapted_up(Tensor x, Tensor w, Tensor? bias, Tensor? low, Tensor? b, Tensor order, Tensor rank, "
-    "Tensor group_sizes) -> Tensor",
+    "adapted_up",
+    AdaptedUpInputs,
     new=new_adapted_up,
     check_values=check_adapted_values,
-    reference=adapted_up_reference,
+    reference=lambda i: adapted_up_reference(*i),
     torch=fill_adapted_up,
     triton=launch_adapted_up,
     save=save_adapted_up,
     backward=backward_adapted_up,
 )
 adapted_down = define_op(
-    "adapted_down(Tensor a, Tensor w, Tensor? bias, Tensor? low, Tensor? b, Tensor routing_weights, "
-    "Tensor order, Tensor rank, Tensor group_sizes) -> Tensor",
+    "adapted_down",
+    AdaptedDownInputs,
     new=new_adapted_down,
     check_values=check_adapted_values,
-    reference=adapted_down_reference,
+    reference=lambda i: adapted_down_reference(*i),
     torch=fill_adapted_down,
     triton=launch_adapted_down,
     save=save_adapted_down,

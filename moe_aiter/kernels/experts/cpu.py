@@ -13,12 +13,12 @@ A block's `choices` (n,) int32 are its part of `order`: choice c is token c // k
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
-from ...op import define_op, saved_tensors, takes
+from ...op import Written, define_op, extended, gradients, saved_tensors, takes
 from ..base.activations import Activation, get_activation
 from ..base.check import check_float, sum_dtype, take_rows, wide
 from ..base.host import HOST_DTYPES, array, check_built, ext, host, num_threads, saturated, use_huge_pages
@@ -465,23 +465,33 @@ def launcher(loop: type, steps_class: type) -> Callable:
     return lambda out, *inputs: loop(steps_class, out, *inputs).run()
 
 
-def new_expert_loop(*inputs):
-    i = ExpertInputs(*inputs)
+LoopInputs = extended("LoopInputs", ExpertInputs)  # without defaults
+LoopBackwardInputs = extended(
+    "LoopBackwardInputs",
+    NamedTuple("Saved", [("dout", Tensor), ("z", Tensor)]),
+    **get_type_hints(LoopInputs)
+    | {"gate_up_main_grad": Written | None, "down_main_grad": Written | None, "needs": tuple[bool, ...]},
+)
+
+
+def new_expert_loop(i: LoopInputs) -> tuple[Tensor, Tensor]:
     check_experts(i)
     check_built(i.x)
     rows = num_z_rows(i.order.shape[0], i.down.shape[0], i.x.dtype) if i.save_z else 0
     return i.x.new_empty(i.x.shape), i.x.new_empty(rows, i.gate_up.shape[1])
 
 
-def new_expert_loop_backward(dout, z, *rest):
-    i, needs = ExpertInputs(*rest[:-1]), LoopGrads(*rest[-1])
-    check_float(x=i.x, dout=dout, z=z)
-    if dout.shape != i.x.shape:
-        raise ValueError(f"dout is {tuple(dout.shape)} but x is {tuple(i.x.shape)}")
+def new_expert_loop_backward(i: LoopBackwardInputs) -> tuple[Tensor, ...]:
+    needs = LoopGrads(*i.needs)
+    check_float(x=i.x, dout=i.dout, z=i.z)
+    if i.dout.shape != i.x.shape:
+        raise ValueError(f"dout is {tuple(i.dout.shape)} but x is {tuple(i.x.shape)}")
     elsewhere = {"gate_up": i.gate_up_main_grad is not None, "down": i.down_main_grad is not None}
 
     def new(name: str, needed: bool) -> Tensor:
-        return torch.empty_like(getattr(i, name)) if needed and not elsewhere.get(name) else dout.new_empty(0)
+        return (
+            torch.empty_like(getattr(i, name)) if needed and not elsewhere.get(name) else i.dout.new_empty(0)
+        )
 
     grads = LoopGrads(*(new(name, needed) for name, needed in needs._asdict().items()))
     # always there, so the op has an output even where every gradient goes elsewhere
@@ -489,8 +499,7 @@ def new_expert_loop_backward(dout, z, *rest):
 
 
 # op
-def save_expert_loop(ctx, inputs, output):
-    i = ExpertInputs(*inputs)
+def save_expert_loop(ctx, i: LoopInputs, output):
     # a main gradient is not saved: another backward pass may change it first
     tensors, ctx.others, ctx.x_shape = i[1:9], i[9:], i.x.shape
     needs_x = ctx.needs_input_grad[1] or not i.save_z
@@ -499,36 +508,35 @@ def save_expert_loop(ctx, inputs, output):
 
 
 def backward_expert_loop(ctx, dout, dz):
-    nothing = ExpertInputs(*[None] * len(ExpertInputs._fields))
     if dout is None:
-        return nothing
+        return gradients(LoopInputs)
     z, x, *tensors = saved_tensors(ctx)
     tensors = [dout if x is None else x, *tensors]  # dout has the shape and dtype of an x that is not read
-    needed = dict(zip(ExpertInputs._fields, ctx.needs_input_grad, strict=True))
-    needs = [needed[name] for name in LoopGrads._fields]
+    needed = LoopInputs(*ctx.needs_input_grad)
+    needs = [getattr(needed, name) for name in LoopGrads._fields]
     grads = expert_loop_backward_op(dout, z, *tensors, *ctx.others, needs)
     onto_main = {"gate_up": ctx.others[-2] is not None, "down": ctx.others[-1] is not None}
     given = zip(LoopGrads._fields, grads, needs, strict=True)
-    return nothing._replace(**{name: grad for name, grad, need in given if need and not onto_main.get(name)})
+    returned = {name: grad for name, grad, need in given if need and not onto_main.get(name)}
+    return gradients(LoopInputs, **returned)
 
 
-ARGUMENTS = (
-    "Tensor x, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, Tensor routing_weights, "
-    "Tensor order, Tensor rank, Tensor group_sizes, str activation, bool interleaved, bool save_z, "
-)
 expert_loop_op = define_op(
-    f"expert_loop({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad) -> (Tensor, Tensor)",
+    "expert_loop",
+    LoopInputs,
+    outputs=2,
     new=new_expert_loop,
     check_values=check_expert_values,
-    reference=expert_loop_reference,
+    reference=lambda i: expert_loop_reference(*i),
     torch=launcher(ForwardLoop, TorchSteps),
     host=host(takes(*HOST_DTYPES)(launcher(ForwardLoop, HostSteps))),
     save=save_expert_loop,
     backward=backward_expert_loop,
 )
 expert_loop_backward_op = define_op(
-    f"expert_loop_backward(Tensor dout, Tensor z, {ARGUMENTS} Tensor(a!)? gate_up_main_grad, "
-    "Tensor(b!)? down_main_grad, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "expert_loop_backward",
+    LoopBackwardInputs,
+    outputs=6,
     new=new_expert_loop_backward,
     torch=launcher(BackwardLoop, TorchSteps),
     host=host(takes(*HOST_DTYPES)(launcher(BackwardLoop, HostSteps))),

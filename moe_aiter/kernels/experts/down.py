@@ -25,6 +25,7 @@ from ...op import (
     binds,
     copy_into,
     define_op,
+    extended,
     gradients,
     is_last_use,
     is_unwatched,
@@ -265,19 +266,7 @@ class DownGradInputs(NamedTuple):
     need_a: bool  # without it s * f(z) has no rows
 
 
-class DownGradOverZInputs(NamedTuple):
-    """The inputs of `expert_down_grad`, of which z becomes dz."""
-
-    dout: Tensor
-    z: Written
-    down: Tensor
-    routing_weights: Tensor
-    order: Tensor
-    rank: Tensor
-    group_sizes: Tensor
-    activation: str
-    interleaved: bool
-    need_a: bool
+DownGradOverZInputs = extended("DownGradOverZInputs", DownGradInputs, z=Written)  # z becomes dz
 
 
 def new_expert_down(i: DownInputs) -> Tensor:

@@ -46,7 +46,19 @@ import torch
 from torch import Tensor
 
 from ...derived import Cache, is_keepable
-from ...op import IMPLS, Written, binds, define_op, fill, is_last_use, is_unwatched, pick, saved_tensors
+from ...op import (
+    IMPLS,
+    Written,
+    binds,
+    define_op,
+    extended,
+    fill,
+    gradients,
+    is_last_use,
+    is_unwatched,
+    pick,
+    saved_tensors,
+)
 from ...private_api import is_view
 from .. import hopper
 from ..base.activations import get_activation
@@ -66,10 +78,9 @@ from ..quantize.rows import (
     quantize_rows_and_amax,
 )
 from ..rows.permute import unpermute
-from .cpu import ARGUMENTS
 from .down import DownGradInputs, down_gradients
 from .glu import glu
-from .inputs import NUM_INPUTS, ExpertInputs, check_expert_values
+from .inputs import ExpertInputs, check_expert_values
 from .up import UpInputs, up_gradients
 
 # keep_fp8_weights
@@ -299,21 +310,7 @@ class DownGradFp8Inputs(NamedTuple):
         return DownGradInputs(self.dout8, self.z, self.w8.mT, *self[5:])
 
 
-class DownGradFp8OverZInputs(NamedTuple):
-    """The inputs of `expert_down_grad_fp8`, of which z becomes dz."""
-
-    dout8: Tensor
-    dout_scale: Tensor
-    z: Written
-    w8: Tensor
-    w_scale: Tensor
-    routing_weights: Tensor
-    order: Tensor
-    rank: Tensor
-    group_sizes: Tensor
-    activation: str
-    interleaved: bool
-    need_a: bool
+DownGradFp8OverZInputs = extended("DownGradFp8OverZInputs", DownGradFp8Inputs, z=Written)  # z becomes dz
 
 
 @binds
@@ -445,23 +442,32 @@ expert_down_grad_fp8_over_z_op = define_op(
 )
 
 
-def new_experts(*inputs):
+ExpertsFp8Inputs = extended(
+    "ExpertsFp8Inputs",
+    ExpertInputs,
+    bytes_of_y=int | torch.SymInt,  # the most for the rows of y, and of dx
+    bytes_of_dx=int | torch.SymInt,
+    need_dx=bool,
+    save_x8=bool,  # whether 8-bit rows of x serve backward in the place of x
+    recipe=str,  # one of RECIPES
+)
+
+
+def new_experts(i: ExpertsFp8Inputs) -> tuple[Tensor, ...]:
     """The output, z, the scales of gate_up's rows, and the largest magnitudes of down's columns where they
     cost no other look at it: as far as backward asks for them; and x as 8-bit rows with scales, where these
     serve backward in its place."""
-    i, need_dx, save_x8 = ExpertInputs(*inputs[:NUM_INPUTS]), *inputs[-3:-1]
     (E, width, _), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
     rows = i.order.shape[0] if i.save_z else 0
-    z, asked = i.x.new_empty(rows, width), ((need_dx, width), (is_read_once(i.down), I))
+    z, asked = i.x.new_empty(rows, width), ((i.need_dx, width), (is_read_once(i.down), I))
     kept = [z.new_empty(E if rows and some else 0, n, dtype=torch.float32) for some, n in asked]
-    return i.x.new_empty(i.x.shape), z, *kept, *new_quantize_rows(i.x if save_x8 else i.x[:0], "e4m3")
+    return i.x.new_empty(i.x.shape), z, *kept, *new_quantize_rows(i.x if i.save_x8 else i.x[:0], "e4m3")
 
 
 def launch_experts(out, *inputs) -> None:
-    *inputs, bytes_of_y, _, _, save_x8, _ = inputs
-    i, (y, z, gate_up_scale, down_amax), x8 = ExpertInputs(*inputs), out[:4], out[4:]
+    i, (y, z, gate_up_scale, down_amax), x8 = ExpertsFp8Inputs(*inputs), out[:4], out[4:]
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
-    if save_x8:
+    if i.save_x8:
         fill("quantize_rows", x8, i.x, "e4m3")
     else:
         x8 = quantize_rows(i.x)
@@ -473,8 +479,8 @@ def launch_experts(out, *inputs) -> None:
     fill("expert_up_fp8", (z, a), *up)
     del up, w8, x8  # and with them 8 bits of each weight
     w8 = rows_and_amax(i.down, down_amax)
-    home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, bytes_of_y, "e4m3", False
-    fill("gmm_unpermute_fp8", y, *home)
+    home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, i.bytes_of_y
+    fill("gmm_unpermute_fp8", y, *home, "e4m3", False)
 
 
 def rows_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -492,27 +498,24 @@ def rows_and_amax(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     return rows_of_weight(w)
 
 
-def save_experts(ctx, inputs, output):
+def save_experts(ctx, i: ExpertsFp8Inputs, output):
     # a main gradient is not saved: another backward pass may change it first
-    x, *rest = inputs[:9]
-    save_z, save_x8 = inputs[11], inputs[-2]
-    needs_x = not save_x8 and (ctx.needs_input_grad[1] or not save_z)
-    ctx.save_for_backward(x if needs_x else None, *rest, *output[1:])
-    ctx.others, ctx.x_shape = inputs[9:], x.shape
+    needs_x = not i.save_x8 and (ctx.needs_input_grad[1] or not i.save_z)
+    ctx.save_for_backward(i.x if needs_x else None, *i[1:9], *output[1:])
+    ctx.others, ctx.x_shape = i[9:], i.x.shape
     ctx.set_materialize_grads(False)
 
 
 def backward_experts(ctx, dout, *_):
     *saved, z, gate_up_scale, down_amax, x8, x_scale = saved_tensors(ctx)
-    *others, _, bytes_of_dx, _, save_x8, recipe = ctx.others
-    format, x8 = recipe.removesuffix(ALL), (x8, x_scale)
+    i, needs = ExpertsFp8Inputs(*saved, *ctx.others), ExpertsFp8Inputs(*ctx.needs_input_grad)
+    format, x8 = i.recipe.removesuffix(ALL), (x8, x_scale)
     dout8 = quantize_rows(dout, format)
-    of_gate_up, of_down = products_of_weights(recipe, x8, dout8)
-    i, needs = ExpertInputs(*saved, *others), ExpertInputs(*ctx.needs_input_grad[:NUM_INPUTS])
+    of_gate_up, of_down = products_of_weights(i.recipe, x8, dout8)
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
-        x8 = x8 if save_x8 else quantize_rows(i.x)
+        x8 = x8 if i.save_x8 else quantize_rows(i.x)
         w8, gate_up_scale = rows_of_weight(i.gate_up)
         z = expert_z_fp8_op(*x8, w8, gate_up_scale, i.gate_up_bias, *routing, *act, dout.dtype)
         del w8
@@ -527,13 +530,14 @@ def backward_experts(ctx, dout, *_):
     dx = None
     if needs.x:
         w8 = transposed_rows(i.gate_up, gate_up_scale), gate_up_scale
-        home = dz, *w8, i.group_sizes, None, i.order, i.rank, None, bytes_of_dx, format, True
+        home = dz, *w8, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx, format, True
         dx = gmm_unpermute_fp8_op(*home)
         del w8, home
-    rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, bytes_of_dx, i.gate_up_main_grad
+    rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, i.bytes_of_dx, i.gate_up_main_grad
     needs_up = False, needs.gate_up, needs.gate_up_bias
     _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest, of_gate_up)
-    return dx, dgate_up, dbias, ddown, ddown_bias, ds, *[None] * 13
+    of_weights = {"gate_up": dgate_up, "gate_up_bias": dbias, "down": ddown, "down_bias": ddown_bias}
+    return gradients(ExpertsFp8Inputs, x=dx, routing_weights=ds, **of_weights)
 
 
 def transposed_rows(w: Tensor, scale: Tensor) -> Tensor:
@@ -562,11 +566,11 @@ def down_grad_over_z(dout8: tuple, amax: Tensor, dout: Tensor, z: Tensor, down: 
 
 
 experts_fp8_op = define_op(
-    f"experts_fp8({ARGUMENTS} Tensor? gate_up_main_grad, Tensor? down_main_grad, SymInt bytes_of_y, "
-    "SymInt bytes_of_dx, bool need_dx, bool save_x8, str recipe) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "experts_fp8",
+    ExpertsFp8Inputs,
+    outputs=6,
     new=new_experts,
-    check_values=lambda *inputs: check_expert_values(*inputs[:NUM_INPUTS]),
+    check_values=check_expert_values,
     torch=launch_experts,
     save=save_experts,
     backward=backward_experts,

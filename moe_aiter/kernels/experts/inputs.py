@@ -84,9 +84,8 @@ def check_memory(row_chunks: int | None, recompute: str) -> None:
         raise ValueError(f"unknown recompute {recompute!r}; known: none, z")
 
 
-def check_expert_values(*inputs) -> None:
+def check_expert_values(i: ExpertInputs) -> None:
     """Raise ValueError for a plan that contradicts itself; this synchronises."""
-    i = ExpertInputs(*inputs)
     check_plan_values(i.order.shape[0], i.group_sizes, i.order, i.rank)
 
 

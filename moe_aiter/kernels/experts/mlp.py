@@ -12,12 +12,11 @@ makes z again, writes dz over it, and continues as those of `expert_down` and `e
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...op import IMPLS, binds, bound, define_op, gradients, pick, saved_tensors, takes
+from ...op import IMPLS, binds, bound, define_op, extended, gradients, pick, saved_tensors, takes
 from .. import hopper
 from ..base.check import check_plan
 from ..base.tile import TILE_DTYPES
@@ -39,25 +38,13 @@ from .up import UpInputs, expert_up_op, expert_z_op, up_gradients
 # expert_both: launcher
 
 
-class BothInputs(NamedTuple):
+BYTES = {"bytes_of_y": int | torch.SymInt, "bytes_of_dx": int | torch.SymInt}
+
+
+class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
     """The inputs of the op `expert_both`: ExpertInputs, and the most bytes for the rows of y and of dx."""
 
-    x: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    routing_weights: Tensor
-    order: Tensor
-    rank: Tensor
-    group_sizes: Tensor
-    activation: str
-    interleaved: bool
-    save_z: bool
-    gate_up_main_grad: Tensor | None
-    down_main_grad: Tensor | None
-    bytes_of_y: int | torch.SymInt
-    bytes_of_dx: int | torch.SymInt
+    __slots__ = ()
 
     def up(self) -> UpInputs:
         """Return the inputs of `expert_up`, without z."""
@@ -132,7 +119,7 @@ expert_both_op = define_op(
     "expert_both",
     BothInputs,
     new=lambda i: i.x.new_empty(i.x.shape),
-    check_values=lambda i: check_expert_values(*i[:NUM_INPUTS]),
+    check_values=check_expert_values,
     reference=lambda i: expert_loop_reference(*i[:NUM_INPUTS])[0],
     triton=bind_expert_both,
     save=save_expert_both,

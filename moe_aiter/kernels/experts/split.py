@@ -4,10 +4,12 @@ The kernels take both as one, (E, 2I, H), so the two have to be copied.  A backw
 would keep the weights of all layers, which FSDP frees between the passes; so it is made again there.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...op import define_op, fill
+from ...op import define_op, fill, gradients
 from ..base.check import check_device, check_plan, check_plan_values, check_shape, check_tensor
 from ..grouped.tgmm import tgmm_accumulate
 from .down import expert_down_op
@@ -35,25 +37,41 @@ def shape_of_joined(gate: Tensor, dtype: torch.dtype) -> Tensor:
 # launcher
 
 
-def new_expert_up_split(x, gate, up, order, rank, group_sizes, *_):
-    like_joined = shape_of_joined(gate, x.dtype)
-    return new_expert_up(UpInputs(x, like_joined, None, order, rank, group_sizes, *ACTIVATION, True, 0, None))
+class UpSplitInputs(NamedTuple):
+    """The inputs of the op `expert_up_split`: those of `expert_up`, with gate and up apart."""
+
+    x: Tensor  # (T, H)
+    gate: Tensor  # (E, I, H)
+    up: Tensor  # (E, I, H)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    row_bytes: int | torch.SymInt  # the most for the rows of dx
+    gate_main_grad: Tensor | None  # (E, I, H)
+    up_main_grad: Tensor | None  # (E, I, H)
+
+    def whole(self, gate_up: Tensor) -> UpInputs:
+        """Return the inputs of `expert_up` with this weight."""
+        routing = self.order, self.rank, self.group_sizes
+        return UpInputs(self.x, gate_up, None, *routing, *ACTIVATION, True, self.row_bytes, None)
 
 
-def launch_expert_up_split(out, x, gate, up, *rest):
-    *routing, row_bytes, _, _ = rest
-    inputs = x, joined(gate, up, x.dtype), None, *routing, *ACTIVATION, True, row_bytes, None
-    fill("expert_up", out, *inputs)
+def new_expert_up_split(i: UpSplitInputs) -> tuple[Tensor, Tensor]:
+    return new_expert_up(i.whole(shape_of_joined(i.gate, i.x.dtype)))
+
+
+def launch_expert_up_split(out, *inputs):
+    i = UpSplitInputs(*inputs)
+    fill("expert_up", out, *i.whole(joined(i.gate, i.up, i.x.dtype)))
 
 
 # op
 
 
-def save_expert_up_split(ctx, inputs, output):
-    *tensors, row_bytes, gate_main_grad, up_main_grad = inputs
+def save_expert_up_split(ctx, i: UpSplitInputs, output):
     # main gradients are not saved as tensors: other backward passes may add to them first
-    ctx.rest = row_bytes, gate_main_grad, up_main_grad
-    ctx.save_for_backward(*tensors)
+    ctx.rest = i.row_bytes, i.gate_main_grad, i.up_main_grad
+    ctx.save_for_backward(i.x, i.gate, i.up, i.order, i.rank, i.group_sizes)
     ctx.set_materialize_grads(False)
 
 
@@ -73,16 +91,15 @@ def backward_expert_up_split(ctx, dz, da):
     dx, dgate_up, _ = up_gradients(needs, dz, x, joined(gate, up, x.dtype), *routing, None, row_bytes, None)
     dgate = dgate_up[:, :width].to(gate.dtype) if wanted[0] else None
     dup = dgate_up[:, width:].to(up.dtype) if wanted[1] else None
-    return dx, dgate, dup, *[None] * 6
+    return gradients(UpSplitInputs, x=dx, gate=dgate, up=dup)
 
 
 expert_up_split_op = define_op(
-    "expert_up_split(Tensor x, Tensor gate, Tensor up, Tensor order, Tensor rank, Tensor group_sizes, "
-    "SymInt row_bytes, Tensor? gate_main_grad, Tensor? up_main_grad) -> (Tensor, Tensor)",
+    "expert_up_split",
+    UpSplitInputs,
+    outputs=2,
     new=new_expert_up_split,
-    check_values=lambda x, gate, up, order, rank, group_sizes, *_: check_plan_values(
-        len(order), group_sizes, order, rank
-    ),
+    check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
     torch=launch_expert_up_split,  # of any kind: expert_up picks its own
     save=save_expert_up_split,
     backward=backward_expert_up_split,
