@@ -164,7 +164,8 @@ def register(
     mutates = "!" in schema
     # torch would record what is written in place by products of its own, or refuse them
     unrecorded = torch.no_grad()(run) if mutates else run
-    LIB.impl(name, lambda *inputs: unrecorded(*whole(inputs)), "CompositeExplicitAutograd")
+    hashable = lambda given: tuple(given) if type(given) is list else given  # noqa: E731  to be part of a key
+    LIB.impl(name, lambda *inputs: unrecorded(*map(hashable, whole(inputs))), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
     if backward is not None:
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
@@ -574,14 +575,14 @@ def define_op(
             outs = out if several else (out,)
             launch = None
             if any(t.numel() for t in outs):
-                launch = bound(pick(name, *i), i)
+                launch = on_device_of(i[0], bound, pick(name, *i), i)
             keep(known, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
             if check_values is not None:
                 check_values(*i)
         if launch is not None:
-            call_launch(launch, out, i, i[0])
+            on_device_of(i[0], launch, out, i)
         return out
 
     if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
@@ -627,13 +628,13 @@ def define_inplace_op(
             launch = None
             if any(args[n] is not None and args[n].numel() for n in written):
                 impl = pick(name, *i[1:], i[0])
-                launch = impl(i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
+                launch = on_device_of(i[1], impl, i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
             keep(known, key, (launch,))
         check_apart(names, args, written)
         if settings.debug and check_values is not None:
             check_values(*i)
         if launch is not None:
-            call_launch(launch, i[0], i, i[1])
+            on_device_of(i[1], launch, i[0], i)
             for n, t in enumerate(i):
                 if t is not args[n] and n in written:
                     args[n].copy_(t)
@@ -643,13 +644,12 @@ def define_inplace_op(
     return register(schema, run, check, None, None)
 
 
-def call_launch(launch: Callable, out: Tensor | tuple[Tensor, ...], i: tuple, x: Tensor) -> None:
-    """Launch on the device of `x`, and without autocast."""
+def on_device_of(x: Tensor, function: Callable, *args):
+    """Return `function(*args)`, called with the device of `x` as the current one, and without autocast."""
     if (x.is_cuda and x.get_device() != current_device()) or any_autocast():
         with torch.cuda.device_of(x), no_autocast(x):
-            launch(out, i)
-    else:
-        launch(out, i)
+            return function(*args)
+    return function(*args)
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:

@@ -1,15 +1,18 @@
 """What an op binds once must be what every call with the same metadata would decide."""
 
+import contextlib
 import functools
 import gc
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from samples import SAMPLES, Draw
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_aiter import op, tuning
 from moe_aiter.kernels.base.launch import BoundKernel, Remembering, bind_kernel, num_programs
+from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm_op
 from moe_aiter.kernels.rows.permute import unpermute_kernel
@@ -117,13 +120,62 @@ def test_whatever_changes_a_decision_binds_anew(binds):
     assert call() == 6
 
 
-def test_a_bound_launch_holds_no_tensor():
-    x, w = torch.randn(3, 8), torch.randn(8, 5)
-    seen = weakref.ref(x), weakref.ref(w)
-    gemm(x, w)
-    del x, w
-    gc.collect()
-    assert [r() for r in seen] == [None, None]
+def test_a_list_of_ints_from_torch_s_dispatcher_is_bound_once(monkeypatch):
+    calls, gmm = [], torch.ops.moe_aiter.gmm
+    bind = lambda i: calls.append(i.tile) or (lambda out, i: out.zero_())  # noqa: E731
+    monkeypatch.setitem(IMPLS["gmm"], "torch", op.binds(bind))
+    x, w, sizes = torch.randn(3, 8), torch.randn(1, 8, 5), torch.tensor([3], dtype=torch.int32)
+    with use("torch"):
+        for _ in range(3):
+            gmm(x, w, sizes, None, None, [16, 32, 16, 1, 4, 1], 0)
+    assert calls == [(16, 32, 16, 1, 4, 1)]
+
+
+@pytest.mark.parametrize("name", ["gemm", "gmm_into"])
+def test_binding_and_launching_meet_the_same_device_and_no_autocast(monkeypatch, name):
+    """`bind` asks for the tables and the number formats of the current GPU."""
+    seen = []
+    launch = lambda out, i: seen.append(torch.is_autocast_enabled("cpu"))  # noqa: E731
+    bind = lambda i: launch(None, i) or launch  # noqa: E731
+    monkeypatch.setitem(IMPLS[name], "torch", op.binds(bind))
+    with use("torch"), torch.autocast("cpu", torch.bfloat16):
+        getattr(torch.ops.moe_aiter, name)(*SAMPLES[name](Draw(torch.float32)))
+    assert seen == [False, False]
+
+
+def test_on_another_device_it_is_the_current_one(monkeypatch):
+    entered = []
+    monkeypatch.setattr(op, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: entered.append(x) or contextlib.nullcontext())
+    (x,) = new(1)
+    assert op.on_device_of(x, lambda *args: args, 1, 2) == (1, 2) and entered[0] is x
+
+
+def test_a_row_for_so_many_threads_of_a_cpu_is_looked_up_again(monkeypatch):
+    asked, choose, threads = [], tuned_gemm.choose, torch.get_num_threads()
+    monkeypatch.setattr(tuned_gemm, "choose", lambda *given: asked.append(1) or choose(*given))
+    x, w = torch.randn(3, 7), torch.randn(5, 7)
+    try:
+        for count in (threads, threads, threads + 1):
+            torch.set_num_threads(count)
+            tuned_gemm_op(x, w, None, None, None, "")
+    finally:
+        torch.set_num_threads(threads)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_bound_launch_holds_no_tensor(name):
+    def call():
+        inputs = [t.clone() if isinstance(t, torch.Tensor) else t for t in SAMPLES[name](Draw(torch.float32))]
+        out = getattr(torch.ops.moe_aiter, name)(*inputs)
+        outs = out if isinstance(out, tuple) else [out]
+        return [StorageWeakRef(t.untyped_storage()) for t in (*inputs, *outs) if isinstance(t, torch.Tensor)]
+
+    for _ in range(2):
+        memory = call()
+        gc.collect()
+        assert all(m.expired() for m in memory)
 
 
 def test_the_interpreter_s_kernels_are_bound_as_they_are():
