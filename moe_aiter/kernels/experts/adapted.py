@@ -15,11 +15,12 @@ with u = w[e].T @ dout and g = b[e].T @ dout.  A frozen weight gets no gradient.
 with M rows, G groups, r in, N out.  r is a rank and so short that reading and writing `out` once dominates.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ...op import define_inplace_op, define_op, fill, gradients, takes
+from ...op import Written, binds, define_inplace_op, define_op, fill, gradients, takes
 from ..base.check import (
     check_device,
     check_float,
@@ -54,37 +55,48 @@ def add_low_rank_reference(out, x, w, group_sizes):
 # add_low_rank: launcher
 
 
-def check_add_low_rank(out, x, w, group_sizes):
-    check_shape("out", out, "M", "N")
-    check_shape("x", x, "M", "r")
-    check_shape("w", w, "G", "r", "N")
-    check_size("x is (M, r={})", x.shape[1], "w is (G, r={}, N)", w.shape[1])
-    check_float(out=out, x=x, w=w)
-    check_groups(group_sizes, x, w=w)
-    check_size("group_sizes is ({},)", group_sizes.shape[0], "w is (G={}, r, N)", w.shape[0])
-    check_device(x=x, out=out)
-    if out.shape != (x.shape[0], w.shape[2]):
-        raise ValueError(f"out must be (M, N) = {(x.shape[0], w.shape[2])}, but it is {tuple(out.shape)}")
-    check_own_memory("out", out)
+class AddLowRankInputs(NamedTuple):
+    """The inputs of the op `add_low_rank`: see the function of this name."""
+
+    out: Written  # (M, N)
+    x: Tensor  # (M, r)
+    w: Tensor  # (G, r, N)
+    group_sizes: Tensor  # (G,)
 
 
+def check_add_low_rank(i: AddLowRankInputs) -> None:
+    check_shape("out", i.out, "M", "N")
+    check_shape("x", i.x, "M", "r")
+    check_shape("w", i.w, "G", "r", "N")
+    check_size("x is (M, r={})", i.x.shape[1], "w is (G, r={}, N)", i.w.shape[1])
+    check_float(out=i.out, x=i.x, w=i.w)
+    check_groups(i.group_sizes, i.x, w=i.w)
+    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "w is (G={}, r, N)", i.w.shape[0])
+    check_device(x=i.x, out=i.out)
+    expected = i.x.shape[0], i.w.shape[2]
+    if i.out.shape != expected:
+        raise ValueError(f"out must be (M, N) = {expected}, but it is {tuple(i.out.shape)}")
+    check_own_memory("out", i.out)
+
+
+@binds
 @takes(*TILE_DTYPES)
-def launch_add_low_rank(out, x, w, group_sizes):
-    if w.shape[1] <= SHORT_K and out.is_contiguous():
-        i = SegmentInputs(x, w, group_sizes, None, None)
-        bind_segments(i, out.dtype, zero_rest=False, add=True)(out, i)
-    else:
-        out.add_(segment_gmm_op(x, w, group_sizes, None, None))
+def bind_add_low_rank(i: AddLowRankInputs) -> Callable:
+    if i.w.shape[1] > SHORT_K or not i.out.is_contiguous():
+        return lambda out, i: out.add_(segment_gmm_op(i.x, i.w, i.group_sizes, None, None))
+    add = bind_segments(SegmentInputs(*i[1:], None, None), i.out.dtype, zero_rest=False, add=True)
+    return lambda out, i: add(out, SegmentInputs(*i[1:], None, None))
 
 
 # add_low_rank: op
 
 add_low_rank_op = define_inplace_op(
-    "add_low_rank(Tensor(a!) out, Tensor x, Tensor w, Tensor group_sizes) -> ()",
+    "add_low_rank",
+    AddLowRankInputs,
     check=check_add_low_rank,
-    check_values=lambda out, x, w, group_sizes: check_plan_values(len(x), group_sizes),
-    reference=add_low_rank_reference,
-    triton=launch_add_low_rank,
+    check_values=lambda i: check_plan_values(len(i.x), i.group_sizes),
+    reference=lambda i: add_low_rank_reference(*i),
+    triton=bind_add_low_rank,
 )
 
 
