@@ -10,32 +10,39 @@ score + bias and weighed by the score alone, and with c[e] the choices of expert
 with the mean of what is added taken off first where `zero_mean`.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..kernels.base.check import check_device, check_positive, check_shape, check_size
-from ..op import define_inplace_op
+from ..op import Written, define_inplace_op
 from ..private_api import graph_task
 
 RULES = ("sign", "proportional")
 
 
-def check_count(total: Tensor, group_sizes: Tensor) -> None:
-    check_shape("total", total, "E")
-    check_shape("group_sizes", group_sizes, "E")
-    check_size("total is (E={},)", total.shape[0], "group_sizes is (E={},)", group_sizes.shape[0])
-    check_device(total=total, group_sizes=group_sizes)
+class CountInputs(NamedTuple):
+    """The inputs of the op `count_choices`: see the function of this name."""
+
+    total: Written  # (E,)
+    group_sizes: Tensor  # (E,)
 
 
-def count_reference(total: Tensor, group_sizes: Tensor) -> None:
+def check_count(i: CountInputs) -> None:
+    check_shape("total", i.total, "E")
+    check_shape("group_sizes", i.group_sizes, "E")
+    check_size("total is (E={},)", i.total.shape[0], "group_sizes is (E={},)", i.group_sizes.shape[0])
+    check_device(**i._asdict())
+
+
+def count_reference(i: CountInputs) -> None:
     # inside a backward pass the forward pass is a repetition, by activation checkpointing
     if graph_task() == -1:
-        total += group_sizes
+        i.total.add_(i.group_sizes)
 
 
-count_op = define_inplace_op(
-    "count_choices(Tensor(a!) total, Tensor group_sizes) -> ()", check=check_count, reference=count_reference
-)
+count_op = define_inplace_op("count_choices", CountInputs, check=check_count, reference=count_reference)
 
 
 def count_choices(total: Tensor, group_sizes: Tensor) -> None:

@@ -3,6 +3,8 @@
 One normalisation, whatever the score, k or number of tokens: the load-balance loss is 1 at balance.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from ..kernels.base.check import (
     check_sizes,
     check_tensor,
 )
-from ..op import define_op, is_plain
+from ..op import define_op, gradients, is_plain
 from ..private_api import is_transformed
 from .plan import make_plan
 
@@ -154,33 +156,42 @@ def attach_loss(x: Tensor, loss: Tensor, loss_scale: Tensor | None = None) -> Te
     return attach_loss_op(x, loss, loss_scale)
 
 
-def new_attached(x: Tensor, loss: Tensor, loss_scale: Tensor | None) -> Tensor:
-    for name, scalar in (("loss", loss), ("loss_scale", loss_scale)):
+class AttachInputs(NamedTuple):
+    """The inputs of the op `attach_loss`: see the function of this name."""
+
+    x: Tensor  # of any shape
+    loss: Tensor  # ()
+    loss_scale: Tensor | None  # ()
+
+
+def new_attached(i: AttachInputs) -> Tensor:
+    for name, scalar in (("loss", i.loss), ("loss_scale", i.loss_scale)):
         if scalar is not None and scalar.dim():
             raise ValueError(f"{name} must be a scalar, but it has shape {tuple(scalar.shape)}")
-    return torch.empty_like(x)
+    return torch.empty_like(i.x)
 
 
-def save_attached(ctx, inputs, output):
-    ctx.loss_dtype = inputs[1].dtype
-    ctx.save_for_backward(inputs[2])
+def save_attached(ctx, i: AttachInputs, output):
+    ctx.loss_dtype = i.loss.dtype
+    ctx.save_for_backward(i.loss_scale)
 
 
 def backward_attached(ctx, dx):
     (loss_scale,) = ctx.saved_tensors
     if loss_scale is None:
-        return dx, dx.new_ones((), dtype=ctx.loss_dtype), None
+        return gradients(AttachInputs, x=dx, loss=dx.new_ones((), dtype=ctx.loss_dtype))
     dloss = loss_scale.clone()
     if not is_plain((dx, loss_scale)):  # a compiled forward pass would read the scalar, but for a part of dx
         dloss = loss_scale + dx.flatten()[:0].sum(dtype=loss_scale.dtype)
-    return dx, dloss.to(ctx.loss_dtype), None
+    return gradients(AttachInputs, x=dx, loss=dloss.to(ctx.loss_dtype))
 
 
 # an op, because torch.export drops the backward pass of an autograd.Function
 attach_loss_op = define_op(
-    "attach_loss(Tensor x, Tensor loss, Tensor? loss_scale) -> Tensor",
+    "attach_loss",
+    AttachInputs,
     new=new_attached,
-    torch=lambda out, x, *_: out.copy_(x),
+    reference=lambda i: i.x,
     save=save_attached,
     backward=backward_attached,
 )

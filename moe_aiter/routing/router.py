@@ -18,7 +18,7 @@ from ..kernels.base.check import (
 )
 from ..kernels.rows.route import choose_experts, decide
 from ..kernels.rows.topk import topk
-from ..op import define_op, is_unwatched, no_autocast, saved_tensors
+from ..op import define_op, gradients, is_unwatched, no_autocast, saved_tensors
 from ..replay import current_pass
 from .choices import Choice
 from .losses import check_mask
@@ -148,7 +148,14 @@ def most_experts(choice: Choice | None, top_k: int, num_experts: int) -> int:
     return top_k if choice is None else choice.most_experts(top_k, num_experts)
 
 
-# logits: x (T, H) @ weight.T (H, E) + bias (E,), in float32
+class LogitsInputs(NamedTuple):
+    """The inputs of the op `router_logits`: x @ weight.T + bias (T, E), in float32."""
+
+    x: Tensor  # (T, H)
+    weight: Tensor  # (E, H)
+    bias: Tensor | None  # (E,)
+
+
 def accumulates(x: Tensor, weight: Tensor) -> bool:
     """Whether a 16-bit GEMM gives the float32 logits: its products are exact and its sums float32."""
     return x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16)
@@ -158,17 +165,17 @@ def logits_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
 
 
-def new_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    check_shape("x", x, "T", "H")
-    check_shape("weight", weight, "E", "H")
-    check_float(x=x)
-    check_float(weight=weight, bias=bias)
-    check_device(x=x, weight=weight, bias=bias)
-    check_size("x is (T, H={})", x.shape[1], "the router's weight is (E, H={})", weight.shape[1])
-    if bias is not None:
-        check_shape("bias", bias, "E")
-        check_size("bias is (E={},)", bias.shape[0], "the router's weight is (E={}, H)", weight.shape[0])
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=logits_dtype(x, weight))
+def new_logits(i: LogitsInputs) -> Tensor:
+    check_shape("x", i.x, "T", "H")
+    check_shape("weight", i.weight, "E", "H")
+    check_float(x=i.x)
+    check_float(weight=i.weight, bias=i.bias)
+    check_device(**i._asdict())
+    check_size("x is (T, H={})", i.x.shape[1], "the router's weight is (E, H={})", i.weight.shape[1])
+    if i.bias is not None:
+        check_shape("bias", i.bias, "E")
+        check_size("bias is (E={},)", i.bias.shape[0], "the router's weight is (E={}, H)", i.weight.shape[0])
+    return i.x.new_empty(i.x.shape[0], i.weight.shape[0], dtype=logits_dtype(i.x, i.weight))
 
 
 def logits_reference(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -180,11 +187,10 @@ def logits_reference(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
         out += bias
 
 
-def save_logits(ctx, inputs, output):
-    x, weight, bias = inputs
-    ctx.x_shape, ctx.x_dtype, ctx.accumulates = x.shape, x.dtype, accumulates(x, weight)
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def save_logits(ctx, i: LogitsInputs, output):
+    ctx.x_dtype, ctx.accumulates = i.x.dtype, accumulates(i.x, i.weight)
+    ctx.save_for_backward(i.x if ctx.needs_input_grad[1] else None, i.weight)
+    ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
 
 def backward_logits(ctx, dlogits, dtokens=None):
@@ -192,16 +198,16 @@ def backward_logits(ctx, dlogits, dtokens=None):
     dlogits is rounded to 16 bits first, the sums are float32.  dx is added to `dtokens`."""
     x, weight = saved_tensors(ctx)
     dtype = weight.dtype if ctx.accumulates else dlogits.dtype
-    dx = dweight = dbias = None
+    needs, dx, dweight, dbias = LogitsInputs(*ctx.needs_input_grad), None, None, None
     with no_autocast(weight):
         rounded = dlogits.to(dtype)
-        if ctx.needs_input_grad[0]:
+        if needs.x:
             dx = add_product(dtokens, rounded, weight.to(dtype), ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
+        if needs.weight:
             dweight = (rounded.T @ x.to(dtype)).to(weight.dtype)
-    if ctx.needs_input_grad[2]:
+    if needs.bias:
         dbias = dlogits.sum(0).to(ctx.bias_dtype)
-    return dx, dweight, dbias
+    return gradients(LogitsInputs, x=dx, weight=dweight, bias=dbias)
 
 
 def add_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,7 +219,8 @@ def add_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) ->
 
 
 router_logits = define_op(
-    "router_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "router_logits",
+    LogitsInputs,
     new=new_logits,
     torch=logits_reference,
     save=save_logits,
@@ -231,7 +238,7 @@ class LogitsAndTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         logits = router_logits(x, weight, bias)
-        save_logits(ctx, (x, weight, bias), logits)
+        save_logits(ctx, LogitsInputs(x, weight, bias), logits)
         ctx.set_materialize_grads(False)
         return logits, x.detach()  # no view for autograd: x may change where backward does not need it
 
