@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from moe_aiter import MoE, op
 from moe_aiter.op import IMPLS, ORDER, BackendError, define_op, pick, register_kernel, takes, use
 
 
-def half(x):
-    return x / 2
+class Inputs(NamedTuple):
+    x: torch.Tensor
 
 
 @takes(torch.float32)
@@ -22,7 +23,7 @@ def launch_half(out, x):
     out.copy_(x / 2)
 
 
-def save_nothing(ctx, inputs, output):
+def save_nothing(ctx, i, output):
     pass
 
 
@@ -35,9 +36,10 @@ ran = []
 # a name of its own: this module can be imported twice, an op is defined once
 NAME = f"half_{uuid.uuid4().hex}"
 half_op = define_op(
-    f"{NAME}(Tensor x) -> Tensor",
-    new=torch.empty_like,
-    reference=half,
+    NAME,
+    Inputs,
+    new=lambda i: torch.empty_like(i.x),
+    reference=lambda i: i.x / 2,
     host=launch_half,
     backward=backward_half,
     save=save_nothing,

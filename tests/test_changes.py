@@ -2,6 +2,7 @@
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from moe_aiter.tuning.choice import choose_backend
 NAME = f"chosen_{uuid.uuid4().hex}"
 
 
+class Inputs(NamedTuple):
+    x: torch.Tensor
+
+
 def fill(value):
     return lambda out, x: out.fill_(value)
 
@@ -24,7 +29,7 @@ def by_table(out, x):
 
 
 by_table.wants = lambda x: choose_backend(NAME, x, "n", "none", 1, 1, 1) == "triton"
-chosen_op = define_op(f"{NAME}(Tensor x) -> Tensor", new=torch.empty_like, torch=fill(0), host=by_table)
+chosen_op = define_op(NAME, Inputs, new=lambda i: torch.empty_like(i.x), torch=fill(0), host=by_table)
 
 
 @pytest.fixture

@@ -1,21 +1,40 @@
 """Inputs like earlier ones are not looked at again, and nothing else passes for them."""
 
 import uuid
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_aiter import op
-from moe_aiter.op import IMPLS, define_inplace_op, define_op, register_kernel, use
+from moe_aiter.op import IMPLS, Written, define_inplace_op, define_op, register_kernel, use
 
 seen = []
 
 
-def new_sum(x, y, scale):
+class SumInputs(NamedTuple):
+    x: Tensor
+    y: Tensor
+    scale: float
+
+
+class AddInputs(NamedTuple):
+    out: Written
+    x: Tensor
+
+
+class TwoInputs(NamedTuple):
+    out: Written
+    x: Tensor
+    sums: Written | None = None
+
+
+def new_sum(i):
     seen.append("new")
-    if x.shape != y.shape:
+    if i.x.shape != i.y.shape:
         raise ValueError("shapes")
-    return torch.empty_like(x), x.new_empty(1, dtype=torch.int64)
+    return torch.empty_like(i.x), i.x.new_empty(1, dtype=torch.int64)
 
 
 def launch(out, x, y, scale):
@@ -27,15 +46,18 @@ def launch(out, x, y, scale):
 # a name of its own: this module can be imported twice, an op is defined once
 NAME = f"sum_{uuid.uuid4().hex}"
 sum_op = define_op(
-    f"{NAME}(Tensor x, Tensor y, float scale) -> (Tensor, Tensor)",
+    NAME,
+    SumInputs,
+    outputs=2,
     new=new_sum,
-    reference=lambda x, y, scale: (x + scale * y, torch.tensor([x.numel()])),
+    reference=lambda i: (i.x + i.scale * i.y, torch.tensor([i.x.numel()])),
     host=launch,
 )
 add_op = define_inplace_op(
-    f"add_{NAME}(Tensor(a!) out, Tensor x) -> ()",
-    check=lambda out, x: seen.append("check"),
-    reference=lambda out, x: out.add_(x),
+    f"add_{NAME}",
+    AddInputs,
+    check=lambda i: seen.append("check"),
+    reference=lambda i: i.out.add_(i.x),
 )
 
 
@@ -103,9 +125,10 @@ def test_in_place():
 
 
 two_op = define_inplace_op(
-    f"two_{NAME}(Tensor(a!) out, Tensor x, Tensor(b!)? sums=None) -> ()",
-    check=lambda out, x, sums: None,
-    reference=lambda out, x, sums: None,
+    f"two_{NAME}",
+    TwoInputs,
+    check=lambda i: None,
+    reference=lambda i: None,
     host=lambda out, x, sums: out.numpy().fill(2),
 )
 
