@@ -327,10 +327,9 @@ def triton_launches() -> tuple:
 
 
 def gluon_parts() -> tuple:
-    """Return the class of a Gluon kernel, the decorator of a struct, and what gives a buffer a shape."""
+    """Return the decorator of a struct, and what gives a buffer a shape."""
     shared = "triton.experimental.gluon.language.shared_memory_descriptor"
     return (
-        find("triton.experimental.gluon._runtime.GluonJITFunction"),
         find("triton.language.core._aggregate"),
         find(f"{shared}.reinterpret", f"{shared}._reinterpret"),  # the former from Triton 3.9 on
     )

@@ -23,7 +23,6 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 import moe_aiter.kernels
 from moe_aiter import tuning
-from moe_aiter.kernels.base.launch import Remembering
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ def kernels() -> dict[str, JITFunction]:
         for name, f in vars(importlib.import_module(info.name)).items():
             if isinstance(f, JITCallable):
                 f.cache_key  # noqa: B018  Triton's keys depend on the order: the same one in each process
-            launched = isinstance(f, Remembering) or isinstance(f, JITFunction) and name.endswith("_kernel")
+            launched = isinstance(f, JITFunction) and name.endswith("_kernel")
             if launched and f.__module__ == info.name:
                 found[f"{info.name.removeprefix(prefix)}.{name}"] = f
     return found

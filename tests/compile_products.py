@@ -20,7 +20,7 @@ from moe_aiter.kernels.dense.scaled_gemm import (
     bind_scaled_gemm,
     bind_scaled_gmm,
 )
-from moe_aiter.kernels.experts.adapted import bind_add_low_rank
+from moe_aiter.kernels.experts.adapted import AddLowRankInputs, bind_add_low_rank
 from moe_aiter.kernels.experts.down import DownGradInputs, bind_expert_down_grad
 from moe_aiter.kernels.experts.up import UpInputs, bind_expert_up
 from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind_gmm, bind_gmm_into
@@ -142,9 +142,8 @@ def run_segment_tgmm(s, columns_first=False, weights=E):
 
 
 def run_add_low_rank(s):
-    launcher("add_low_rank", bind_add_low_rank)(
-        s.new(s.rows, s.n), s.new(s.rows, s.k), s.new(E, s.n, s.k).mT, ints(E)
-    )
+    i = AddLowRankInputs(s.new(s.rows, s.n), s.new(s.rows, s.k), s.new(E, s.n, s.k).mT, ints(E))
+    bind_add_low_rank(i)(i.out, i)
 
 
 def matrix(N, K, block, dtype, entries=None):

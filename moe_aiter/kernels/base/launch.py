@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ...config import interpret, settings
+from ...config import settings
 from ...op import FAR, ROCM
 from ...private_api import current_device, current_stream, triton_launches
 
@@ -65,7 +65,7 @@ def bind_kernel(kernel: Callable, grid: tuple, **constants) -> Callable[..., Non
     Alike are tensors of one dtype whose addresses are all multiples of 16 bytes, or all not, and equal ints,
     tuples and None.  With MOE_AITER_DEBUG=1 each launch checks that.
     """
-    if isinstance(kernel, Remembering):
+    if JITFunction is not None and isinstance(kernel, JITFunction):
         return BoundKernel(kernel, grid, constants)
     return functools.partial(kernel[grid], **constants)
 
@@ -73,7 +73,7 @@ def bind_kernel(kernel: Callable, grid: tuple, **constants) -> Callable[..., Non
 class BoundKernel:
     """What `bind_kernel` returns for a GPU."""
 
-    def __init__(self, kernel: "Remembering", grid: tuple, constants: dict):
+    def __init__(self, kernel: Callable, grid: tuple, constants: dict):
         self.kernel, self.grid, self.constants = kernel, (*grid, 1, 1)[:3], constants
         self.compiled = self.key = None
 
@@ -95,51 +95,11 @@ class BoundKernel:
 
     def check(self, args: tuple) -> None:
         """Raise AssertionError if Triton could compile these arguments in another way than the first ones."""
-        key, _ = launch_key(args, {})
+        key = [specialisation(a) for a in args]
         if self.key is None:
             self.key = key
         if key != self.key:
             raise AssertionError(f"{self.kernel.__name__} is bound to {self.key}, not to {key}")
-
-
-MOST = 1024  # launches that a kernel remembers: steps of many different sizes must not fill the memory
-NUMBERS = {int, tuple, type(None)}
-BY_VALUE = {int, bool, str, type(None)}
-
-
-class Remembering(JITFunction or object):
-    """A function of triton.jit that knows its launches."""
-
-    def __init__(self, fn, **options):
-        super().__init__(fn, **options)
-        self.launches = {}  # key -> what to launch
-
-    def __getitem__(self, grid):
-        return functools.partial(self.launch, grid)
-
-    def launch(self, grid, *args, **constants):
-        key, values = launch_key(args, constants)
-        known = None if key is None or is_watched() else self.launches.get(key)
-        if known is None:
-            return self.first(key, grid, args, constants)
-        run_known(known, grid, values, key[-1])
-
-    def first(self, key: tuple | None, grid: tuple, args: tuple, constants: dict) -> None:
-        """Triton's own launch, remembered."""
-        compiled = self.run(*args, grid=grid, warmup=False, **constants)
-        if key is not None and isinstance(compiled, CompiledKernel):
-            if len(self.launches) >= MOST:
-                self.launches.clear()
-            rest = tuple(constants[name] for name in self.arg_names[len(args) :])
-            kernel = compiled.function, compiled.packed_metadata
-            self.launches[key] = compiled.run, kernel, rest, constants  # they keep what `key` names by id
-
-
-def run_known(known: tuple, grid: tuple, values: list, device: int) -> None:
-    run, kernel, rest, _ = known
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = current_stream(device)
-    run(x, y, z, stream, *kernel, None, None, None, *values, *rest)
 
 
 def is_watched() -> bool:
@@ -148,39 +108,15 @@ def is_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def launch_key(args: tuple, constants: dict) -> tuple[tuple | None, list]:
-    """What decides which compiled kernel these arguments need, and a little more; None off the GPU.  Last
-    comes the device.  Beside it the arguments, with addresses for tensors.
+def specialisation(a) -> object:
+    """Return what Triton may compile a kernel for, of one of its arguments, and a little more.
 
-    Triton compiles for a tensor's dtype and whether its address is a multiple of 16, on AMD also for whether
-    its memory is below 2 GiB, which no other argument need tell; for a float's type; for an int's size and
-    divisibility.  A descriptor says its own `launch_key`, None off the GPU.
+    Of a tensor the dtype, whether its address is a multiple of 16, and on AMD whether its memory is below
+    2 GiB; of a float the type; of a descriptor the dtype and the box; of everything else the value.
     """
-    key, values = [], []
-    for a in args:
-        if type(a) in NUMBERS:
-            key.append(a)
-        elif isinstance(a, Tensor):
-            if not a.is_cuda:
-                return None, values
-            address = a.data_ptr()
-            key += a.dtype, address % 16 == 0
-            if ROCM:
-                key.append(a.untyped_storage().size() < FAR)
-            a = address
-        elif isinstance(a, float):
-            key.append(float)
-        else:
-            what = getattr(a, "launch_key", a)
-            if what is None:
-                return None, values
-            key.append(what)
-        values.append(a)
-    for v in constants.values():
-        key.append(v if type(v) in BY_VALUE else id(v))
-    key.append(current_device() if torch.cuda.is_initialized() else None)
-    return tuple(key), values
+    if isinstance(a, Tensor):
+        return a.dtype, a.data_ptr() % 16 == 0, ROCM and a.untyped_storage().size() < FAR
+    return float if isinstance(a, float) else getattr(a, "specialisation", a)
 
 
-# what marks a kernel that Python launches
-jit_kernel = triton.jit if interpret or JITFunction is None else Remembering
+jit_kernel = triton.jit  # marks a kernel that Python launches

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...private_api import gluon_parts
 from ...tuning import Config
-from ..base.launch import Remembering, next_power_of_2
+from ..base.launch import next_power_of_2
 
 __all__ = [
     "DTYPES", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon",
@@ -33,7 +33,7 @@ __all__ = [
     "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
-GluonJITFunction, make_aggregate, reinterpret = gluon_parts()
+make_aggregate, reinterpret = gluon_parts()
 # 3.9 has other names for the copies
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -53,11 +53,7 @@ DTYPES = {
 }
 
 
-class GluonKernel(Remembering, GluonJITFunction):
-    """A function of gluon.jit that is launched from Python."""
-
-
-jit_kernel = GluonKernel
+jit_kernel = gluon.jit  # marks a kernel that Python launches
 
 
 def aggregate(cls):
@@ -87,8 +83,7 @@ class Descriptor(TensorDescriptor):
     def __init__(self, x: Tensor, shape: Sequence[int], strides: Sequence[int], box: tuple[int, ...]):
         self.base, self.shape, self.strides, self.block_shape = x, shape, strides, box
         self.layout = shared_layout(x.dtype, *box)
-        # what a kernel is compiled for: the rest of a descriptor is data
-        self.launch_key = (x.dtype, box) if x.is_cuda else None
+        self.specialisation = x.dtype, box  # the rest of a descriptor is data
 
 
 def descriptor(x: Tensor, *box: int) -> Descriptor:

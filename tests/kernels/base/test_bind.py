@@ -11,7 +11,7 @@ from samples import SAMPLES, Draw
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_aiter import op, tuning
-from moe_aiter.kernels.base.launch import BoundKernel, Remembering, bind_kernel, num_programs
+from moe_aiter.kernels.base.launch import BoundKernel, bind_kernel, num_programs
 from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm_op
@@ -44,8 +44,7 @@ def tritons(monkeypatch):
 
 
 def bound_kernel():
-    kernel = Remembering(unpermute_kernel.fn)
-    return bind_kernel(kernel, (5,), TOP_K=2, UNROLLED=True, BLOCK_H=16)
+    return bind_kernel(unpermute_kernel, (5,), TOP_K=2, UNROLLED=True, BLOCK_H=16)
 
 
 def new(count=2, dtype=torch.float32, offset=0):

@@ -5,14 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_aiter.kernels.rows.permute import unpermute, unpermute_kernel, unpermute_reference
+from moe_aiter.kernels.rows.permute import unpermute, unpermute_reference
 from moe_aiter.kernels.rows.route import choose_experts
 
 launches = pytest.importorskip("moe_aiter.kernels.base.launch")
-
-
-def test_nothing_is_remembered_off_the_gpu():
-    assert launches.launch_key((torch.zeros(3), 1), {"BLOCK": 16})[0] is None
 
 
 class OnGPU(torch.Tensor):
@@ -28,32 +24,10 @@ class OnGPU(torch.Tensor):
 def test_on_amd_far_memory_needs_another_kernel(rocm, monkeypatch):
     """Triton compiles 32-bit offsets for tensors below 2 GiB there, and permute's arguments tell no rows."""
     monkeypatch.setattr(launches, "ROCM", rocm)
-    x, keys = torch.empty(4).as_subclass(OnGPU), []
+    x, found = torch.empty(4).as_subclass(OnGPU), []
     for x.nbytes_below in (16, 2**31 - 1, 2**31):
-        keys.append(launches.launch_key((x, 1), {"BLOCK": 16})[0])
-    assert keys[0] == keys[1] and (keys[1] != keys[2]) is rocm
-
-
-def test_a_known_launch_is_given_addresses(monkeypatch):
-    """As Triton's launcher takes them, in the order of its own arguments."""
-    given, tritons = [], []
-    compiled = SimpleNamespace(run=lambda *args: given.append(args), function=11, packed_metadata=(4, 1, 0))
-    monkeypatch.setattr(launches, "CompiledKernel", SimpleNamespace)
-    monkeypatch.setattr(launches.JITFunction, "run", lambda *_, **__: tritons.append(1) or compiled)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(launches, "current_device", lambda: 3)
-    monkeypatch.setattr(launches, "current_stream", lambda device: 100 + device)
-    kernel = launches.Remembering(unpermute_kernel.fn)
-    for n in (1, 2, 3):
-        x, out = (torch.empty(4 * n).as_subclass(OnGPU) for _ in range(2))
-        where = {"TOP_K": 2, "UNROLLED": True, "BLOCK_H": 16}
-        kernel[5, n % 2](x, x, None, out, 8, (8, 1), 2.0, **where)
-    first, second, third = x.data_ptr(), None, out.data_ptr()
-    assert len(tritons) == 1 and len(given) == 2
-    assert given[1][:9] == (5, 1, 1, 103, 11, (4, 1, 0), None, None, None)
-    assert given[1][9:] == (first, first, second, third, 8, (8, 1), 2.0, 2, True, 16)
-    kernel[5, 1](x, x, None, out, 9, (8, 1), 2.0, **where)
-    assert len(tritons) == 2
+        found.append(launches.specialisation(x))
+    assert found[0] == found[1] and (found[1] != found[2]) is rocm
 
 
 @pytest.mark.parametrize("rows, columns", [(128, 64), (200, 264)])
@@ -70,10 +44,8 @@ def test_a_descriptor_says_what_tritons_would(rows, columns):
     assert said(ours) == said(hopper.TensorDescriptor.from_tensor(x, list(box), ours.layout))
     fields = list(ragged.shape), list(ragged.strides), list(ragged.block_shape), ragged.layout
     assert said(ragged) == said(hopper.TensorDescriptor(x, *fields))  # which checks them
-    assert ours.base is ragged.base is x and ours.launch_key is ragged.launch_key is None
-    keys = [d(x.as_subclass(OnGPU), *box).launch_key for d in (hopper.descriptor, hopper.ragged_descriptor)]
-    assert None not in keys and keys[0] != keys[1]
-    assert launches.launch_key((ours, 1), {})[0] is None
+    assert ours.base is ragged.base is x
+    assert launches.specialisation(ours) == (x.dtype, box) != launches.specialisation(ragged)
 
 
 def draw(rows, columns, dtype=torch.bfloat16, offset=0):
