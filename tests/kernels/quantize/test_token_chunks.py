@@ -71,6 +71,15 @@ def test_transpose(device, name, format):
         assert torch.equal(got[c].view(torch.uint8), expected)
 
 
+def test_bytes_may_begin_anywhere(device):
+    _, order, group_sizes, _, rows = draw("even", device)
+    x8 = torch.randint(256, (rows // TOP_K * 20 + 1,), dtype=torch.uint8, device=device)[1:].view(-1, 20)
+    x8, (_, chunks) = x8.view(FORMATS["e4m3"]), plan_chunks(group_sizes, rows)
+    got, expected = (transpose_chunks(x, order, TOP_K, chunks).view(torch.uint8) for x in (x8, x8.clone()))
+    used = rows // CHUNK
+    assert torch.equal(got[:used], expected[:used])
+
+
 @pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
 @every_format
 @every_size
