@@ -31,7 +31,6 @@ from .private_api import (
     is_differentiated,
     is_transformed,
     keeps_graph,
-    parse_schema,
 )
 from .torch_ops import defining
 
@@ -115,18 +114,6 @@ def once(check: Callable) -> Callable:
     return run
 
 
-def completion(arguments: list) -> Callable[[tuple], tuple]:
-    """What adds to an op's inputs the defaults of those that a caller, or torch on the way, has left out."""
-    count, values = len(arguments), [a.default_value for a in arguments if a.has_default_value()]
-    defaults = [tuple(v) if isinstance(v, list) else v for v in values]  # what can be part of a key
-
-    def whole(inputs: tuple) -> tuple:
-        missing = count - len(inputs)
-        return (*inputs, *defaults[-missing:]) if missing else inputs
-
-    return whole
-
-
 def layout(t: Tensor) -> tuple:
     """The arguments of torch.empty_strided for another such tensor."""
     return t.shape, t.stride(), {"dtype": t.dtype, "device": t.device}
@@ -150,8 +137,9 @@ KINDS = {  # in a schema -> in Python, and in words
 
 
 def register(
-    schema: str, run: Callable, fake: Callable, backward: Callable | None, save: Callable | None
-) -> Callable:
+    schema: str, inputs: type, run: Callable, fake: Callable,
+    backward: Callable | None = None, save: Callable | None = None,
+) -> Callable:  # fmt: skip
     """Tell torch about an op: its implementation on every device, its fake and its gradient.
 
     Returns a function that calls it, after a look for what torch would pass over or refuse obscurely.
@@ -160,35 +148,35 @@ def register(
     with defining():
         LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(torch.ops.moe_aiter, name).default
-    whole = completion(arguments_of(op))
     mutates = "!" in schema
     # torch would record what is written in place by products of its own, or refuse them
     unrecorded = torch.no_grad()(run) if mutates else run
     hashable = lambda given: tuple(given) if type(given) is list else given  # noqa: E731  to be part of a key
-    LIB.impl(name, lambda *inputs: unrecorded(*map(hashable, whole(inputs))), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_aiter::{name}", lambda *inputs: fake(*whole(inputs)), lib=LIB)
+    LIB.impl(name, lambda *args: unrecorded(inputs(*map(hashable, args))), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_aiter::{name}", lambda *args: fake(inputs(*args)), lib=LIB)
     if backward is not None:
-        torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=save, lib=LIB)
+        setup = save and saving(save, inputs)
+        torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=setup, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
-    short = run if mutates else shortcut(name, run, backward, save)
+    short = run if mutates else shortcut(name, inputs, run, backward, save)
     known = set()  # types of inputs that are what the op wants, and plain
 
-    def call(*inputs):
-        inputs = whole(inputs)
+    def call(*args):
         if torch.compiler.is_compiling():
-            return op(*inputs)
-        kinds = tuple(map(type, inputs))
-        if kinds not in known or is_transformed() or inputs[0].is_meta:
-            check_kinds(arguments, inputs)
-            check_transforms(name, inputs, mutates)
+            return op(*args)
+        i = inputs(*args)
+        kinds = tuple(map(type, i))
+        if kinds not in known or is_transformed() or i[0].is_meta:
+            check_kinds(arguments, i)
+            check_transforms(name, i, mutates)
             # one sample after another, of which torch's dispatcher knows no way to write in place
-            if not is_plain(inputs) or (is_batched() and not mutates):
-                return op(*inputs)
+            if not is_plain(i) or (is_batched() and not mutates):
+                return op(*i)
             if PLAIN.issuperset(kinds):
                 known.add(kinds)
         elif dispatch_modes():
-            return op(*inputs)
-        return op(*inputs) if mutates and torch.is_grad_enabled() else short(*inputs)
+            return op(*i)
+        return op(*i) if mutates and torch.is_grad_enabled() else short(i)
 
     return call
 
@@ -207,25 +195,26 @@ def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
             raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
 
 
-def shortcut(name: str, run: Callable, backward: Callable, save: Callable | None) -> Callable:
+def shortcut(name: str, inputs: type, run: Callable, backward: Callable, save: Callable | None) -> Callable:
     """The op without torch's dispatcher, whose way to an op from Python takes longer than a small kernel."""
 
-    def forward(ctx, *inputs):
-        out = run(*inputs)
+    def forward(ctx, *args):
+        i = inputs(*args)
+        out = run(i)
         if save is not None:
-            save(ctx, inputs, out)
+            save(ctx, i, out)
         return out
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), functions)
     apply = super(torch.autograd.Function, function).apply  # without what is for torch.func
 
-    def call(*inputs):
+    def call(i):
         if torch.is_grad_enabled():
-            for t in inputs:
+            for t in i:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    return (function.apply if innermost_transform() is not None else apply)(*inputs)
-        return run(*inputs)
+                    return (function.apply if innermost_transform() is not None else apply)(*i)
+        return run(i)
 
     return call
 
@@ -334,7 +323,7 @@ ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs th
     "cpu": ("triton", "host", "torch") if interpret else ("host", "torch"),
 }
 IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
-INPUTS: dict[str, Callable[..., tuple]] = {}  # op -> what makes a tuple of its inputs
+INPUTS: dict[str, type] = {}  # op -> the NamedTuple of its inputs
 Written = Annotated[Tensor, "written"]  # a field of an op's inputs that the op writes to
 
 _forced = Scoped("backend", (settings.backend, "MOE_AITER_BACKEND"))  # and what forces it
@@ -505,19 +494,6 @@ def extended(name: str, inputs: type, **fields) -> type:
     return NamedTuple(name, [*(get_type_hints(inputs, include_extras=True) | fields).items()])
 
 
-def packing(schema: str, inputs: type | None, outputs: int) -> tuple[Callable, str]:
-    """Return what makes a tuple of an op's inputs, and the op's schema."""
-    if inputs is not None:
-        schema = schema_of(schema, inputs, outputs)
-    pack = INPUTS[schema.partition("(")[0]] = inputs or (lambda *values: values)
-    return pack, schema
-
-
-def of_fields(function: Callable | None, inputs: type) -> Callable | None:
-    """Return `function(inputs)` as a function of the fields of the NamedTuple `inputs`."""
-    return function and (lambda *args: function(inputs(*args)))
-
-
 def saving(save: Callable, kind: type) -> Callable:
     """Return `save(ctx, i, output)` as torch calls it, with the fields of the NamedTuple `kind`."""
     return lambda ctx, inputs, output: save(ctx, kind(*inputs), output)
@@ -529,8 +505,8 @@ def gradients(inputs: type, **given: Tensor | None) -> tuple:
 
 
 def define_op(
-    schema: str,
-    inputs: type | None = None,
+    name: str,
+    inputs: type,
     *,
     new: Callable,
     outputs: int = 1,
@@ -542,37 +518,28 @@ def define_op(
 ) -> Callable:
     """Register one op, whose outputs are all fresh.
 
-    `inputs`: a NamedTuple whose fields are the arguments of the op `schema`, which then is a name.  Functions
-    get such a tuple in place of `*inputs`.
-
-    `new(*inputs)` checks its inputs and allocates the output, a tensor or a tuple; it is also the fake.
-    `check_values(*inputs)` raises for bad values; it synchronises, so it runs with settings.debug only.
-    `reference(*inputs)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
-    Every other backend is `impl(out, *inputs)`, which fills `out`, or `binds`.  A backend given as None is
-    absent.
+    `inputs` is a NamedTuple whose fields are the op's arguments, and `i` such a tuple.
+    `new(i)` checks the inputs and allocates the output, a tensor or a tuple; it is also the fake.
+    `check_values(i)` raises for bad values; it synchronises, so it runs with settings.debug only.
+    `reference(i)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
+    Every other backend is `impl(out, *i)`, which fills `out`, or `binds`.  A backend given as None is absent.
     """
-    pack, schema = packing(schema, inputs, outputs)
-    if inputs is not None:
-        new, reference, check_values = (of_fields(f, inputs) for f in (new, reference, check_values))
-        save = save and saving(save, inputs)
-    name, _, results = schema.partition("(")
-    several = "->" in results and results.rpartition("-> ")[2].startswith("(")
+    INPUTS[name] = inputs
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
-    IMPLS[name].setdefault("torch", lambda out, *inputs: copy_into(out, reference(*inputs)))
+    IMPLS[name].setdefault("torch", lambda out, *args: copy_into(out, reference(inputs(*args))))
     known = {}  # metadata -> the outputs' layouts, and what fills them
 
-    def run(*args):
-        i = pack(*args)
+    def run(i):
         key = metadata(i, *IMPLS[name].values())
         if key is None:
-            i = pack(*resolved(*i))
+            i = inputs(*resolved(*i))
         if decided := known.get(key):
             layouts, launch = decided
             outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
-            out = outs if several else outs[0]
+            out = outs if outputs > 1 else outs[0]
         else:
-            out = new(*i)
-            outs = out if several else (out,)
+            out = new(i)
+            outs = out if outputs > 1 else (out,)
             launch = None
             if any(t.numel() for t in outs):
                 launch = on_device_of(i[0], bound, pick(name, *i), i)
@@ -580,59 +547,55 @@ def define_op(
         if settings.debug:
             poison(outs)
             if check_values is not None:
-                check_values(*i)
+                check_values(i)
         if launch is not None:
             on_device_of(i[0], launch, out, i)
         return out
 
+    schema = schema_of(name, inputs, outputs)
     if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
         backward = refuse(name)
-    return register(schema, run, new, backward, save)
+    return register(schema, inputs, run, new, backward, save)
 
 
 def define_inplace_op(
-    schema: str,
-    inputs: type | None = None,
+    name: str,
+    inputs: type,
     *,
     check: Callable,
     reference: Callable,
     check_values: Callable | None = None,
     **impls: Callable | None,
 ) -> Callable:
-    """Register an op that updates its first argument, `name(Tensor(a!) out, ...) -> ()`, without gradient.
+    """Register an op that updates what is Written of its inputs, at least the first one, without gradient.
 
-    `check` raises for bad inputs, and each call for one that shares memory with what is updated.  An
-    implementation is `impl(out, x, ...)`, or `binds`; its `fits` is given `out` last.  The rest is as for
+    `check(i)` raises for bad inputs, and each call for one that shares memory with what is updated.  An
+    implementation is `impl(*i)`, or `binds`; its `fits` is given the first input last.  The rest is as for
     `define_op`.
     """
-    pack, schema = packing(schema, inputs, 0)
-    if inputs is not None:
-        check, reference, check_values = (of_fields(f, inputs) for f in (check, reference, check_values))
-    name = schema.partition("(")[0]
+    INPUTS[name] = inputs
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
-    IMPLS[name]["torch"] = reference
+    IMPLS[name]["torch"] = lambda *args: reference(inputs(*args))
     known = {}  # metadata -> what updates the output
-    arguments = parse_schema(f"moe_aiter::{schema}").arguments
-    names = [a.name for a in arguments]
-    written = [place for place, a in enumerate(arguments) if a.alias_info is not None]
+    hints = get_type_hints(inputs, include_extras=True)
+    written = [n for n, hint in enumerate(hints.values()) if "!" in SCHEMA[hint]]
 
-    def run(*args):
-        i = args = pack(*args)
-        key = metadata(i, *IMPLS[name].values())
+    def run(args):
+        i, key = args, metadata(args, *IMPLS[name].values())
         if key is None:
-            i = pack(*resolved(*args))
+            i = inputs(*resolved(*args))
         if decided := known.get(key):
             (launch,) = decided
         else:
-            check(*i)
+            check(i)
             launch = None
             if any(args[n] is not None and args[n].numel() for n in written):
                 impl = pick(name, *i[1:], i[0])
                 launch = on_device_of(i[1], impl, i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
             keep(known, key, (launch,))
-        check_apart(names, args, written)
+        check_apart([*hints], args, written)
         if settings.debug and check_values is not None:
-            check_values(*i)
+            check_values(i)
         if launch is not None:
             on_device_of(i[1], launch, i[0], i)
             for n, t in enumerate(i):
@@ -641,7 +604,7 @@ def define_inplace_op(
             # a graph that had saved what is written now must notice
             increment_version([args[n] for n in written if args[n] is not None])
 
-    return register(schema, run, check, None, None)
+    return register(schema_of(name, inputs, 0), inputs, run, check)
 
 
 def on_device_of(x: Tensor, function: Callable, *args):

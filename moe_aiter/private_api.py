@@ -48,7 +48,6 @@ coo_indices = find("torch.Tensor._indices")  # of a tensor that need not be coal
 coo_values = find("torch.Tensor._values")
 is_alias = find("torch._C._is_alias_of")  # whether two tensors have one storage
 tree_leaves = find("torch.utils._pytree.tree_leaves")
-parse_schema = find("torch._C.parse_schema")
 addmm_activation = find("torch.ops.aten._addmm_activation")
 attention_flash = find("torch.ops.aten._flash_attention_forward")
 attention_math = find("torch.ops.aten._scaled_dot_product_attention_math")
