@@ -41,7 +41,7 @@ from .torch_ops import defining
 # All of this depends on metadata alone, so each op keeps its decisions, by metadata.
 
 _decisions = 0  # how often something has changed that decisions go by, beside metadata
-ASKED: list[Callable] = []  # functions of no argument that say what else decisions go by, in this thread
+SCOPES: list[Scoped] = []  # whose values in this thread decisions go by as well
 # types of inputs in which there is nothing hidden
 PLAIN = {Tensor, torch.nn.Parameter, int, bool, float, str, torch.dtype, tuple, type(None)}
 _lock = threading.Lock()
@@ -50,8 +50,8 @@ ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near mem
 
 
 def metadata(inputs: tuple, *others) -> tuple | None:
-    """Return all that decisions go by: everything but the values of these tensors, what ASKED says, `others`,
-    and how often `decide_again` was called.
+    """Return all that decisions go by: everything but the values of these tensors, the values of SCOPES, how
+    many threads a CPU may use, `others`, and how often `decide_again` was called.
 
     None where tensors are not what they seem: under a transform, of a class of their own, or the negative of
     what their memory holds.
@@ -59,7 +59,9 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     kinds = tuple(map(type, inputs))
     if innermost_transform() is not None or not PLAIN.issuperset(kinds):
         return None
-    key = [kinds, _decisions, *[ask() for ask in ASKED], *others]  # with the kinds, since 1 == True == 1.0
+    key = [kinds, _decisions, torch.get_num_threads(), *others]  # with the kinds, since 1 == True == 1.0
+    for scope in SCOPES:
+        key.append(scope.get() if scope.blocks else scope.default)
     for t in inputs:
         if isinstance(t, Tensor):
             if t.is_neg():
@@ -327,7 +329,7 @@ INPUTS: dict[str, type] = {}  # op -> the NamedTuple of its inputs
 Written = Annotated[Tensor, "written"]  # a field of an op's inputs that the op writes to
 
 _forced = Scoped("backend", (settings.backend, "MOE_AITER_BACKEND"))  # and what forces it
-ASKED.append(_forced.get)
+SCOPES.append(_forced)
 
 
 class BackendError(LookupError):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .config import CHOICES, check_choice, settings
-from .op import ASKED, log, no_autocast
+from .op import SCOPES, log, no_autocast
 from .private_api import Scoped, end_graph
 
 HALVES = {"FP16": torch.float16, "BF16": torch.bfloat16}
@@ -194,14 +194,12 @@ class Shared:
 MATMUL = Shared("cuda matmul", (torch.backends.cuda.matmul, "fp32_precision"))
 OTHERS = Shared("convolutions and oneDNN", *[(switch, "fp32_precision") for switch in FLOAT32_SWITCHES[1:]])
 _matmul = Scoped("matmul", None)
+SCOPES.append(_matmul)
 
 
 def matmul() -> str:
     """The precision of float32 products in this thread: ieee, or tf32 on tensor cores."""
     return _matmul.get() or switches.matmul
-
-
-ASKED.append(matmul)
 
 
 @contextlib.contextmanager

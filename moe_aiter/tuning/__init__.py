@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ..config import interpret
-from ..op import ASKED, decisions
+from ..op import SCOPES, decisions
 from ..private_api import Scoped
 from .candidates import Config
 from .table import Key, find
@@ -23,7 +23,7 @@ from .table import Key, find
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
 _choose = Scoped("tile", None)  # a function that is asked before the tables
-ASKED.append(_choose.get)
+SCOPES.append(_choose)
 
 
 def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:

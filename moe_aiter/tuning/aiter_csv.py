@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import SettingError, settings
-from ..op import ASKED, decide_again
+from ..op import decide_again
 from . import bucket
 from .table import changing, rewrite
 
@@ -121,9 +121,6 @@ find.cache_info, find.cache_clear = cached.cache_info, cache_clear
 def this_device(device: torch.device) -> Device:
     """That of a row for a device: `cpu` with its threads, `sm90` or `gfx942` with its units."""
     return gpu(device) if device.type == "cuda" else Device(device.type, torch.get_num_threads())
-
-
-ASKED.append(torch.get_num_threads)
 
 
 @functools.cache
