@@ -1,8 +1,9 @@
 """The one place that decides which implementation of an op runs.
 
-An op has one schema, one reference in plain torch, and any number of implementations by name: `hopper`
-(Gluon, on sm_90), `triton` (any GPU, or the CPU under Triton's interpreter), `host` (C++ on the CPU) and
-`torch` (the reference).
+An op has a NamedTuple of inputs, which is its schema, one reference in plain torch, and any number of
+implementations by name: `hopper` (Gluon, on sm_90), `triton` (any GPU, or the CPU under Triton's
+interpreter), `host` (C++ on the CPU) and `torch` (the reference).  An implementation that `binds` decides
+once what follows from the metadata of its inputs, and then only launches.
 """
 
 import contextlib
