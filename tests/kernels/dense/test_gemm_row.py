@@ -6,7 +6,7 @@ import torch
 from moe_aiter import tuning
 from moe_aiter.kernels import dense, hopper
 from moe_aiter.kernels.base import gemm_row
-from moe_aiter.kernels.base.gemm_row import BUSY, takes_row
+from moe_aiter.kernels.base.gemm_row import BUSY, GemmInputs, takes_row
 from moe_aiter.kernels.base.launch import num_programs
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.op import IMPLS, ORDER, use
@@ -73,11 +73,10 @@ def test_a_tile_of_one_row_is_no_other_products(device, M, rows):
     x, w, _, _ = make(device, M, 64, 800, torch.float16)
     w = w.mT.contiguous().mT if rows else w
     on_hopper = hopper.is_hopper(device)
-    for launch in (impl, IMPLS["gemm"]["hopper"]) if on_hopper else (impl,):
+    for bind in (impl, IMPLS["gemm"]["hopper"]) if on_hopper else (impl,):
         out = torch.full((1, M, 800), torch.nan, dtype=x.dtype, device=device)
-        launch(
-            (out, out[:0]), x[None], w[None], None, None, "", 1.0, 0.0, None, False, config=Config(1, 1, 2048)
-        )
+        i = GemmInputs(x[None], w[None], None, None, "", 1.0, 0.0, None, False)
+        bind(i, config=Config(1, 1, 2048))((out, out[:0]), i)
         torch.testing.assert_close(out[0], x @ w, rtol=2e-3, atol=2e-3)
 
 
