@@ -188,7 +188,7 @@ def logits_reference(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def save_logits(ctx, i: LogitsInputs, output):
-    ctx.x_dtype, ctx.accumulates = i.x.dtype, accumulates(i.x, i.weight)
+    ctx.x_shape, ctx.x_dtype, ctx.accumulates = i.x.shape, i.x.dtype, accumulates(i.x, i.weight)
     ctx.save_for_backward(i.x if ctx.needs_input_grad[1] else None, i.weight)
     ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
