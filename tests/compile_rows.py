@@ -32,7 +32,7 @@ from moe_aiter.op import launcher
 
 BF16, F32 = torch.bfloat16, torch.float32
 E, TOP_K = 128, 8
-NATIVE = "sm_90", "sm_100", "gfx950"  # GPUs that multiply 8-bit floats; elsewhere the reference quantizes
+NATIVE = "sm_90", "sm_100", "gfx950"  # GPUs that multiply 8-bit floats; for others the reference quantizes
 
 
 def run_sort(dtype, num_experts=E):

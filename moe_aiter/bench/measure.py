@@ -148,7 +148,7 @@ def cuda_gauge():
 
 
 def resident_gauge():
-    """The same from Linux; None elsewhere."""
+    """Return the same from Linux, and None on other systems."""
     if sys.platform != "linux" or not CLEAR.exists():
         return None
 

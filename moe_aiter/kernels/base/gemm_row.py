@@ -1,7 +1,7 @@
 """The epilogue that every kernel of the dense product shares, and the kernel for products of one row.
 
 `finish` adds bias and c to a sum and applies the activation.  If several programs share a sum over K, each
-writes a partial sum, and `bind_finish` adds these and finishes the result.
+writes a partial sum, and `bind_split` adds these and finishes the result.
 
 A product of one row takes as long as reading its weight, and needs no tensor cores.  Each thread multiplies
 the numbers that it loads by its piece of x and adds them up in float32; then the program adds up its threads.
@@ -123,15 +123,26 @@ def epilogue_of(i: GemmInputs) -> tuple:
     return float(i.alpha), float(i.beta), 0 if i.bias is None else i.bias.stride(0), c_strides
 
 
-def bind_finish(i: GemmInputs, splits: int) -> Callable | None:
-    """Return what adds up partial sums (splits, B, M, N) and computes the epilogue; None without splits."""
-    if splits == 1:
-        return None
+def bind_split(i: GemmInputs, splits: int, kernel: Callable, numbers: tuple) -> Callable:
+    """Return the launch of a product whose kernel writes the result, or partial sums (splits, B, M, N).
+
+    A second launch adds up partial sums and computes the epilogue.
+    """
     (B, M, _), N = i.x.shape, i.w.shape[2]
-    sizes, grid = (splits, B * M * N, M, N), (cdiv(B * M * N, FINISHED),)
     constants = {"ACTIVATION": in_triton(i.activation), "BLOCK": FINISHED, "num_warps": 4}
-    kernel, epilogue = bind_kernel(finish_kernel, grid, **constants), epilogue_of(i)
-    return lambda parts, bias, c, z, out: kernel(parts, bias, c, z, out, *sizes, *epilogue)
+    finish = bind_kernel(finish_kernel, (cdiv(B * M * N, FINISHED),), **constants)
+    sums = splits, B * M * N, M, N, *epilogue_of(i)
+
+    def launch(outs, i):
+        out, z = outs
+        z, parts = z if i.save_z else None, None
+        if splits > 1:
+            parts = i.x.new_empty(splits, B, M, N, dtype=torch.float32)
+        kernel(i.x, i.w, i.bias, i.c, z, out, parts, *numbers)
+        if splits > 1:
+            finish(parts, i.bias, i.c, z, out, *sums)
+
+    return launch
 
 
 # one row

@@ -32,8 +32,8 @@ from ..base.check import (
 from ..base.choice import wants_gemm
 from ..base.gemm_row import (
     GemmInputs,
-    bind_finish,
     bind_one_row,
+    bind_split,
     epilogue_of,
     finish,
     in_triton,
@@ -244,17 +244,7 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     )  # fmt: skip
     alpha, beta, *epilogue = epilogue_of(i)
     numbers = B, M, N, K, part, alpha, beta, i.x.stride(), i.w.stride(), *epilogue
-    finish = bind_finish(i, splits)
-
-    def launch(outs, i):
-        out, z = outs
-        z = z if i.save_z else None
-        parts = finish and i.x.new_empty(splits, B, M, N, dtype=torch.float32)
-        kernel(i.x, i.w, i.bias, i.c, z, out, parts, *numbers)
-        if finish:
-            finish(parts, i.bias, i.c, z, out)
-
-    return launch
+    return bind_split(i, splits, kernel, numbers)
 
 
 def fits_gemm(*inputs) -> bool:

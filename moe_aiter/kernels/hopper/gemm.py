@@ -14,12 +14,11 @@ stages at a time: a barrier of the ring tells a stage from the one before it, no
 import functools
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ... import tuning
 from ..base.choice import FEW
-from ..base.gemm_row import GemmInputs, bind_finish, bind_one_row, epilogue_of, finish, splits_of, takes_row
+from ..base.gemm_row import GemmInputs, bind_one_row, bind_split, epilogue_of, finish, splits_of, takes_row
 from ..base.launch import bind_kernel, cdiv, num_programs
 from .epilogue import FUNCTIONS
 from .gluon import (
@@ -193,17 +192,7 @@ def bind_few_rows(i: GemmInputs, config: tuning.Config | None) -> Callable:
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, EVEN=K % step == 0, num_warps=config.num_warps,
     )  # fmt: skip
     numbers = B, M, N, K // 8, part // 8, eights(i.x), eights(i.w.mT), *epilogue_of(i)
-    finish = bind_finish(i, splits)
-
-    def launch(outs, i):
-        out, z = outs
-        z = z if i.save_z else None
-        parts = finish and i.x.new_empty(splits, B, M, N, dtype=torch.float32)
-        kernel(i.x, i.w, i.bias, i.c, z, out, parts, *numbers)
-        if finish:
-            finish(parts, i.bias, i.c, z, out)
-
-    return launch
+    return bind_split(i, splits, kernel, numbers)
 
 
 def units(tiles: int, sms: int, config: tuning.Config) -> int:
