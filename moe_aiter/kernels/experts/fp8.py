@@ -70,6 +70,7 @@ from ..grouped.tgmm_fp8 import weight_gradient_fp8
 from ..quantize.layouts import factors_of_rows, quantize_folded, quantize_transposed, transpose_rows8
 from ..quantize.rows import (
     FORMATS,
+    OF_ROWS,
     dequantize_rows,
     is_read_once,
     new_quantize_rows,
@@ -348,7 +349,7 @@ class HomeFp8Inputs(NamedTuple):
 @binds
 def bind_home_fp8(i: HomeFp8Inputs) -> Callable:
     (R, K), (E, N, _), fold, format = i.x.shape, i.w8.shape, i.fold, i.format
-    bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=FORMATS[format])
+    bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=OF_ROWS[format])
     chunks = [
         (n, bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype), bind_home(i.rank, n, N))
         for n in column_chunks(N, R * i.x.element_size(), i.row_bytes)

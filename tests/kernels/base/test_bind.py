@@ -267,7 +267,7 @@ def test_where_there_are_gradients_streams_and_graphs(asked):
     x.copy_(draw()[0])
     graph.replay()
     right(out, x, w, bias)
-    assert len(asked) == before + 2
+    assert len(asked) == before + 1  # without the activation; the rest decides nothing anew
 
 
 @pytest.mark.gpu
