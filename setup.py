@@ -38,7 +38,7 @@ def extensions() -> list:
     if Pybind11Extension is None:
         skip("pybind11 is not installed")
         return []
-    headers = ["csrc/glu.h", "csrc/numbers.h", "csrc/system.h", "csrc/rows.h", "csrc/topk.h"]
+    headers = ["csrc/glu.h", "csrc/numbers.h", "csrc/system.h", "csrc/rows.h"]
     return [Pybind11Extension("moe_aiter._host", ["csrc/host.cpp"], depends=headers, cxx_std=17)]
 
 

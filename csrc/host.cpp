@@ -14,7 +14,6 @@
 #include "glu.h"
 #include "system.h"
 #include "rows.h"
-#include "topk.h"
 
 namespace py = pybind11;
 using host::bfloat16;

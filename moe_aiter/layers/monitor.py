@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from ..kernels.base.check import check_group, checked
 from ..private_api import COMPILED
-from ..routing.balance import sum_over_ranks
-from ..routing.record import SCALARS, record_routing
+from ..routing.balance import SCALARS, record_routing, sum_over_ranks
+from ..routing.losses import load_statistics
 from ..routing.router import Routing
-from ..routing.stats import load_statistics
 from .moe import MoE
 
 BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # for a terminal, and for one that has only ASCII

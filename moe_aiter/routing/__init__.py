@@ -3,10 +3,16 @@
 from .capacity import Capacity
 from .choices import ExpertChoice, Forced, GroupLimit, Sinkhorn, TokenRounding, TopP
 from .given import hash_experts, route_to
-from .losses import attach_loss, load_balance_loss, sequence_balance_loss, z_loss
+from .losses import (
+    LoadStatistics,
+    attach_loss,
+    load_balance_loss,
+    load_statistics,
+    sequence_balance_loss,
+    z_loss,
+)
 from .plan import RoutePlan, make_plan, permute, unpermute
 from .router import Router, Routing, route
-from .stats import LoadStatistics, load_statistics
 
 __all__ = [
     "Capacity",

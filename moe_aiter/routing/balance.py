@@ -1,4 +1,4 @@
-"""What is counted between two optimizer steps, and the selection bias that evens the load without a loss.
+"""What a layer counts on its device: choices, which move the selection bias, and what a monitor shows.
 
 Wang et al. 2024, arXiv 2408.15664, as DeepSeek-V3 (arXiv 2412.19437, 2.1.2) uses it: experts are chosen by
 score + bias and weighed by the score alone, and with c[e] the choices of expert e since the last step,
@@ -8,6 +8,18 @@ score + bias and weighed by the score alone, and with c[e] the choices of expert
     bias[e] += rate * v[e] / mean(c)         rule="proportional"
 
 with the mean of what is added taken off first where `zero_mean`.
+
+A monitor keeps `totals` (2E + 5,) float64 of a layer, in which whole numbers are exact up to 2^53:
+
+    choices (E,)   of each expert, before any is dropped
+    dropped (E,)   of these, over the capacity
+    tokens         without padding
+    seen           tokens whose logits were there to be summed
+    norm           sum over these of the Euclidean norm of a token's logits
+    logsumexp      sum over these of log sum_e exp(z_e)
+    largest        of all |z|, a maximum instead of a sum
+
+Both are ops, so that a compiled graph asks each time it runs whether to count.
 """
 
 from typing import NamedTuple
@@ -20,6 +32,12 @@ from ..op import Written, define_inplace_op
 from ..private_api import graph_task
 
 RULES = ("sign", "proportional")
+SCALARS = 5
+
+
+def repeats() -> bool:
+    """Whether a backward pass runs this forward pass again, as activation checkpointing does."""
+    return graph_task() != -1
 
 
 class CountInputs(NamedTuple):
@@ -37,8 +55,7 @@ def check_count(i: CountInputs) -> None:
 
 
 def count_reference(i: CountInputs) -> None:
-    # inside a backward pass the forward pass is a repetition, by activation checkpointing
-    if graph_task() == -1:
+    if not repeats():
         i.total.add_(i.group_sizes)
 
 
@@ -46,11 +63,75 @@ count_op = define_inplace_op("count_choices", CountInputs, check=check_count, re
 
 
 def count_choices(total: Tensor, group_sizes: Tensor) -> None:
-    """Add `group_sizes` (E,) to `total` (E,), but not where a forward pass runs again within a backward pass.
-
-    An op, so that a compiled graph asks each time it runs.
-    """
+    """Add `group_sizes` (E,) to `total` (E,), except where a backward pass repeats the forward pass."""
     count_op(total, group_sizes)
+
+
+class RecordInputs(NamedTuple):
+    """The inputs of the op `record_routing`: see the function of this name."""
+
+    totals: Written  # (2E + 5,) float64
+    expert_ids: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    kept: Tensor  # (E,)
+    logits: Tensor | None  # (T, E)
+    mask: Tensor | None  # (T,) bool
+
+
+def check_record(i: RecordInputs) -> None:
+    check_shape("totals", i.totals, "2E + 5")
+    check_shape("expert_ids", i.expert_ids, "T", "k")
+    for name, sizes in (("group_sizes", i.group_sizes), ("kept", i.kept)):
+        check_shape(name, sizes, "E")
+        num_experts = (i.totals.shape[0] - SCALARS) // 2
+        check_size(f"{name} is (E={{}},)", sizes.shape[0], "the monitor counts E={} experts", num_experts)
+    for name, t, axes in (("logits", i.logits, ("T", "E")), ("mask", i.mask, ("T",))):
+        if t is not None:
+            check_shape(name, t, *axes)
+            what = f"{name} is ({', '.join(('T={}', *axes[1:]))})"
+            check_size(what, t.shape[0], "expert_ids is (T={}, k)", i.expert_ids.shape[0])
+    check_device(**i._asdict())
+
+
+def record_reference(i: RecordInputs) -> None:
+    if repeats():
+        return
+    choices, dropped, scalars = i.totals.split([len(i.group_sizes), len(i.group_sizes), SCALARS])
+    choices += i.group_sizes
+    dropped += i.group_sizes - i.kept
+    tokens = i.expert_ids.shape[0] if i.mask is None else i.mask.sum()
+    scalars[0] += tokens
+    if i.logits is None or not i.logits.numel():
+        return
+    scalars[1] += tokens
+    z = i.logits.to(torch.promote_types(i.logits.dtype, torch.float32))
+    of_tokens = torch.stack([z.norm(dim=1), z.logsumexp(1), z.abs().amax(1)])  # (3, T)
+    if i.mask is not None:
+        of_tokens = of_tokens.masked_fill(~i.mask, 0)
+    scalars[2:4] += of_tokens[:2].sum(1, dtype=scalars.dtype)
+    torch.maximum(scalars[4], of_tokens[2].amax(), out=scalars[4])
+
+
+record_op = define_inplace_op("record_routing", RecordInputs, check=check_record, reference=record_reference)
+
+
+def record_routing(
+    totals: Tensor,
+    expert_ids: Tensor,
+    group_sizes: Tensor,
+    kept: Tensor,
+    logits: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> None:
+    """Add a call's routing to `totals` (2E + 5,) float64, whose parts the head of this file names.
+
+    expert_ids (T, k); group_sizes (E,), the choices of each expert; kept (E,), those left by the capacity;
+    logits (T, E), or None where there are none; mask (T,) bool, False at padding, whose logits are not
+    looked at.  No gradient, no synchronisation; nothing is added where a forward pass runs again within a
+    backward pass.
+    """
+    logits = None if logits is None else logits.detach()
+    record_op(totals, expert_ids, group_sizes, kept, logits, mask)
 
 
 def selection_bias_step(

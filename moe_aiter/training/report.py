@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..files import drafted, read_json
-from ..routing.stats import load_statistics
+from ..routing.losses import load_statistics
 from .errors import UsageError, summary
 from .metrics import is_number
 from .plots import draw_load, draw_loss, name, new_figure, rows_of

@@ -1,29 +1,28 @@
 """The training loop, and what it leaves in the run folder."""
 
 import math
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..files import drafted, sync
 from ..layers import LayerStatistics, LiveTable, Monitor
-from ..routing.losses import load_balance_loss, z_loss
-from ..routing.stats import load_statistics
+from ..routing.losses import load_balance_loss, load_statistics, z_loss
 from .checkpoint import load_newest, save_checkpoint
 from .data import load_corpus, train_batch, val_batch
 from .errors import UsageError, need
 from .metrics import Metrics, peak_flops, truncate_metrics
-from .model import VOCAB, Transformer, flops_per_token
-from .optimizer import learning_rate, make_optimizer, set_learning_rate
+from .model import VOCAB, Transformer, flops_per_token, generate, readable
 from .presets import DTYPES, TrainConfig
-from .sample import generate, readable
-from .stop import Stop
 
 LOSSES = {"loss": "the loss", "val_loss": "the validation loss"}
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MONITORED = "entropy", "dead_experts", "logit_norm", "logit_max", "logsumexp"  # written for each layer
 
 
@@ -182,6 +181,60 @@ class Trainer:
         """Matmuls in the run's dtype; weights, norms, softmax and losses stay float32."""
         dtype = DTYPES[self.config.dtype]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+
+class Stop:
+    """Stop on Ctrl-C (SIGINT) and SIGTERM between two steps.
+
+    Inside the `with` block the first signal is noted; a second one ends the process at once.
+
+    `status` is then the exit status that a shell expects, 128 + signal: 130 after Ctrl-C, 143 after SIGTERM.
+    """
+
+    def __init__(self):
+        self.status = 0
+
+    def __enter__(self) -> "Stop":
+        self.before = {number: signal.signal(number, self.note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, _: FrameType | None) -> None:
+        self.status = 128 + number
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
+
+# AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with warmup and a cosine (2017, arXiv 1608.03983)
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Matrices decay; gains and other vectors do not."""
+    matrices = {
+        "params": [p for p in model.parameters() if p.dim() >= 2],
+        "weight_decay": config.weight_decay,
+    }
+    vectors = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    betas = config.beta1, config.beta2
+    return torch.optim.AdamW([matrices, vectors], lr=config.lr, betas=betas, fused=True)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of step 1 ... config.steps: a line up to `lr`, then a cosine down to `min_lr * lr`."""
+    warmup = max(1, round(config.warmup * config.steps))
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = (step - warmup) / max(1, config.steps - warmup)
+    share = config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * share
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def mean(losses: Iterable[Tensor]) -> Tensor:

@@ -9,9 +9,8 @@ from check import assert_as_good_as_torch, with_gradients
 from layers.double_loop import ACTIVATIONS, moe_loop
 
 from moe_aiter.layers.moe import MoE
-from moe_aiter.routing.losses import load_balance_loss, z_loss
+from moe_aiter.routing.losses import load_balance_loss, load_statistics, z_loss
 from moe_aiter.routing.router import Router
-from moe_aiter.routing.stats import load_statistics
 
 H, WIDTH, E, K, T = 12, 10, 6, 2, 13
 MODES = [("softmax", True), ("softmax", False), ("topk_softmax", True), ("sigmoid", True), ("sigmoid", False)]

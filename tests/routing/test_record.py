@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_aiter.routing import make_plan
-from moe_aiter.routing.record import SCALARS, record_op, record_routing
+from moe_aiter.routing.balance import SCALARS, record_op, record_routing
 
 E, K, T = 5, 2, 11
 

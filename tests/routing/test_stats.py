@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_aiter.routing.stats import load_statistics
+from moe_aiter.routing.losses import load_statistics
 
 
 def by_hand(sizes):

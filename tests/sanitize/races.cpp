@@ -11,7 +11,6 @@
 #include "../../csrc/glu.h"
 #include "../../csrc/rows.h"
 #include "../../csrc/system.h"
-#include "../../csrc/topk.h"
 
 extern "C" void omp_set_num_threads(int) {}
 

@@ -23,8 +23,8 @@ from moe_aiter.training.checkpoint import (
 )  # fmt: skip
 from moe_aiter.training.errors import UsageError
 from moe_aiter.training.model import Transformer
-from moe_aiter.training.optimizer import make_optimizer
 from moe_aiter.training.presets import PRESETS
+from moe_aiter.training.trainer import make_optimizer
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 save_file = pytest.importorskip("safetensors.torch").save_file

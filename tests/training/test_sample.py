@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from moe_aiter.training.model import Transformer
+from moe_aiter.training.model import Transformer, generate, readable
 from moe_aiter.training.presets import PRESETS
-from moe_aiter.training.sample import generate, readable
 
 
 @pytest.fixture

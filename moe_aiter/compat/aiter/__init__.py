@@ -1,17 +1,17 @@
 """AITER's names: replace `aiter` by `moe_aiter.compat.aiter` in an import.  The real one stays as it is."""
 
 from ...config import VERSION as __version__
+from ...derived import cache_size as get_cache_size
+from ...derived import set_cache_size
 from ...layers.quantized import quantize
-from .configuration import (
+from ...switches import (
     dynamic_shapes_enabled,
     enable_dynamic_shapes,
     enable_fusion,
     enable_tensor_cores,
     fusion_enabled,
-    get_cache_size,
     get_default_precision,
     get_log_level,
-    set_cache_size,
     set_default_precision,
     set_log_level,
     tensor_cores_enabled,
@@ -27,12 +27,19 @@ from .gemm import (
     matmul,
     sparse_gemm,
 )
-from .modules import AITERAttention, AITERConv2d, AITERLinear
+from .modules import (
+    AITERAttention,
+    AITERConv2d,
+    AITERLinear,
+    attention,
+    conv2d,
+    dynamic_conv2d,
+    gelu,
+)
 from .ops.deepgemm import deepgemm
 from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 from .registry import get_kernel, list_kernels, register_kernel
-from .torchlike import attention, conv2d, dynamic_conv2d, gelu
 
 __all__ = [
     "AITERAttention",

@@ -1,14 +1,38 @@
-"""The modules of AITER's guide, on the functions of this package."""
+"""What torch has as well, by AITER's names: functions as AITER's configuration says, and modules."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.base.check import check_parameter_dtype, check_probability, check_sizes, checked
+from ...kernels.base.check import (
+    check_float,
+    check_parameter_dtype,
+    check_probability,
+    check_sizes,
+    check_tensor,
+    checked,
+)
+from ...layers.attention import attention as _attention
 from ...layers.convolution import check_steps
+from ...layers.convolution import conv2d as _conv2d
+from ...switches import computed
 from .gemm import linear
-from .torchlike import attention, conv2d
 
-__all__ = ["AITERAttention", "AITERConv2d", "AITERLinear"]
+__all__ = ["AITERAttention", "AITERConv2d", "AITERLinear", "attention", "conv2d", "dynamic_conv2d", "gelu"]
+
+attention = computed(_attention)
+conv2d = computed(_conv2d)
+# every shape is welcome to both; what `enable_dynamic_shapes` decides, it decides for both
+dynamic_conv2d = conv2d
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """GELU by the error function, or by its approximation with "tanh"."""
+    check_tensor("input", input)
+    check_float(input=input)
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
+    return F.gelu(input, approximate=approximate)
 
 
 class AITERConv2d(nn.Conv2d):

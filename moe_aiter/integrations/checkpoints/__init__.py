@@ -11,7 +11,7 @@ or `moe-aiter convert`.  It needs safetensors: pip install '.[convert]'.
 
 from .blocks import load_moe, moe_from_huggingface, state_dict_to_huggingface
 from .convert import Report, convert
-from .errors import CheckpointError
+from .files import CheckpointError
 from .upcycle import upcycle
 
 __all__ = [

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from ...kernels.base.check import checked
 from ...layers.moe import MoE
 from ..transformers import known_gate
-from .errors import CheckpointError
 from .families import FAMILIES, Piece
-from .files import Checkpoint
+from .files import Checkpoint, CheckpointError
 from .plan import read_record
 
 

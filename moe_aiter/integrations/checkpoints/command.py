@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from .convert import LAYOUTS, SHARD, Report, convert
-from .errors import CheckpointError, need
-from .files import read_config
+from .files import CheckpointError, need, read_config
 from .plan import RECORD
 from .upcycle import upcycle
 

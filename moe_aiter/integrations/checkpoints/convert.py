@@ -12,8 +12,7 @@ from ...files import drafted_folder
 from ...kernels.base.check import checked
 from ...layers.moe import MoE
 from .blocks import new_moe
-from .errors import CheckpointError
-from .files import Checkpoint, check_target, write_checkpoint
+from .files import Checkpoint, CheckpointError, check_target, write_checkpoint
 from .formula import Formula, difference, tolerance
 from .plan import Plan, plan_to_ours, plan_to_theirs
 

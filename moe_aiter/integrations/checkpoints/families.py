@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...routing.choices import GroupLimit
-from .errors import CheckpointError
+from .files import CheckpointError
 
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}  # by `hidden_act`
 MOST = 2**20  # of whatever config.json counts; more is damage, and would fit no memory

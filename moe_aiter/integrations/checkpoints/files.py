@@ -11,13 +11,14 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...files import need as need_extra
 from ...files import read_json as parse_json
-from .errors import CheckpointError, need
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -25,6 +26,23 @@ BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+SHOWN = 50  # problems of a message
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is refused: `problems` lists every reason, the message the first 50."""
+
+    def __init__(self, what: str, problems: list[str]):
+        self.problems = problems
+        lines = [f"{what}: {len(problems)} problem{'s' if len(problems) > 1 else ''}", *problems[:SHOWN]]
+        if len(problems) > SHOWN:
+            lines.append(f"and {len(problems) - SHOWN} more")
+        super().__init__("\n  ".join(lines))
+
+
+def need(module: str) -> ModuleType:
+    """Import a module that only conversions need, or say how to install it."""
+    return need_extra(module, "convert")
 
 
 class Spec(NamedTuple):

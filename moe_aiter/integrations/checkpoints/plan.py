@@ -6,9 +6,8 @@ from functools import partial
 from typing import NamedTuple
 
 from ...layers.moe import MoE
-from .errors import CheckpointError
 from .families import MOST, OURS, Family, Part, Piece, family_of, from_json, to_json
-from .files import Checkpoint, Output, Spec
+from .files import Checkpoint, CheckpointError, Output, Spec
 
 RECORD = "moe_aiter"  # in config.json: what was converted
 LAYER = re.compile(r"((?:model\.)?layers\.([0-9]{1,9})\.)((?:mlp|block_sparse_moe)\.)(.+)")

@@ -17,9 +17,8 @@ from torch import Tensor
 from ...kernels.base.check import check_not_negative, check_sizes, checked
 from .blocks import new_moe, ours_from
 from .convert import LAYOUTS, SHARD, Progress, Report, read_in, read_moe, write
-from .errors import CheckpointError
 from .families import FAMILIES, OURS, Family, Part, to_json
-from .files import Checkpoint, Output, Spec, check_target
+from .files import Checkpoint, CheckpointError, Output, Spec, check_target
 from .formula import TOKENS, mlp, relative, tolerance
 from .plan import RECORD, Plan, check_block, check_kwargs, finish
 
