@@ -46,9 +46,10 @@ from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.rows.sums import group_sum, group_sum_reference, weigh_rows_op, weigh_rows_reference
 from moe_aiter.kernels.sparse.gemm import sparse_matmul_op, sparse_matmul_reference
 from moe_aiter.kernels.sparse.pattern import SparsePattern
-from moe_aiter.op import ORDER, use
+from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, with_gradients
+from ..conftest import GPU
 from ..shapes import TINY, in_turn
 from .experts.test_experts import fused, layered, loop, make
 
@@ -63,13 +64,14 @@ EXPERTS = {"test_experts", "test_experts_in_turn", "test_frozen_experts"}
 HOST = {"test_permute", "test_glu", *EXPERTS}  # whose ops have C++
 
 
-@pytest.fixture(params=["triton"] if interpret else ["auto", "torch", "triton"], autouse=True)
+def pytest_generate_tests(metafunc):
+    """On what is chosen, C++ on the CPU for the ops that have it, else torch; and on the others, forced."""
+    others = ["torch", "triton"] if GPU or metafunc.function.__name__ in HOST else []
+    metafunc.parametrize("backend", ["triton"] if interpret else ["auto", *others], indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def backend(request, device):
-    """What is chosen, C++ on the CPU for the ops that have it; and the others, forced."""
-    if request.param == "torch" and device.type == "cpu" and request.function.__name__ not in HOST:
-        pytest.skip("no host backend: torch is what is chosen")
-    if request.param not in ("auto", *ORDER[device.type]):
-        pytest.skip(f"no {request.param} backend on {device.type}")
     with use(request.param):
         yield
 

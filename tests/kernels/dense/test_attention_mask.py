@@ -6,14 +6,9 @@ import torch
 from moe_aiter.kernels.dense.attention_mask import lowest, mask_bias, zero_rows
 from moe_aiter.op import use
 
+pytestmark = pytest.mark.no_host
 SHAPES = [(2, 1, 1, 37), (2, 3, 5, 64), (1, 1, 7, 2100), (3, 1, 4, 1), (2, 1, 3, 0), (0, 1, 3, 5)]
 DTYPES = [torch.float16, torch.float32, torch.bfloat16, torch.float64]
-
-
-@pytest.fixture(autouse=True)
-def no_host(request):
-    if "backend" in request.fixturenames and request.getfixturevalue("backend") == "host":
-        pytest.skip("no host backend")
 
 
 def masks(shape, device):

@@ -16,17 +16,9 @@ from ...check import assert_as_good_as_torch, error, with_gradients
 from ...shapes import LAYOUTS, MATRICES, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = pytest.mark.no_host  # Hopper's kernel has tests of its own
 NAMES = [None, *ACTIVATIONS]
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.fixture(params=["triton"] if interpret else ["torch", "triton"])
-def backend(request, device):
-    """Each implementation there is on this device, forced; Hopper's has tests of its own."""
-    if request.param not in ORDER[device.type]:
-        pytest.skip(f"no {request.param} backend on {device.type}")
-    with use(request.param):
-        yield request.param
 
 
 def make(device, M=19, K=24, N=40, dtype=torch.float32, batch=()):

@@ -18,6 +18,7 @@ from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.rows.sums import weigh_rows_op, weigh_rows_reference
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = pytest.mark.no_host
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 T, H, N, E, CHOICES = 23, 24, 40, 5, 3
 SHAPES = {  # rank, bias, order of the weight's memory
@@ -27,12 +28,6 @@ SHAPES = {  # rank, bias, order of the weight's memory
     "no adapter": (None, True, False),
 }
 shapes = pytest.mark.parametrize("rank, bias, transposed", SHAPES.values(), ids=SHAPES)
-
-
-@pytest.fixture(autouse=True)
-def no_host(request):
-    if "backend" in request.fixturenames and request.getfixturevalue("backend") == "host":
-        pytest.skip("no host backend")
 
 
 def plan(device):
@@ -123,7 +118,7 @@ def test_no_tokens(device):
         assert all(t.grad is not None and not t.grad.any() for t in inputs if t is not None)
 
 
-@pytest.mark.skipif(interpret, reason="the interpreter is slow")
+@pytest.mark.no_interpreter
 @pytest.mark.parametrize("rank", [None, 2])
 def test_gradcheck(rank):
     order, ranks, sizes = sort_by_expert(torch.tensor([[0, 2], [-1, 0], [2, 2]]), 3)

@@ -46,9 +46,8 @@ def spent(monkeypatch):
 @pytest.mark.parametrize("need_a", [True, False], ids=["", "frozen"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.pairwise
+@pytest.mark.no_host
 def test_the_same_bits_in_the_memory_of_z(backend, device, kind, need_a, dtype):
-    if backend == "host":
-        pytest.skip("the experts have one op on the CPU")
     i, dout = inputs(device, kind, dtype)
     z = torch.randn(T * K, i.gate_up.shape[1]).to(device, dtype)
     rest = i.down, i.routing_weights, i.order, i.rank, i.group_sizes, *kind, need_a

@@ -7,7 +7,6 @@ import torch
 from check import assert_as_good_as_torch, error, with_gradients
 from shapes import spread, transposed
 
-from moe_aiter.config import interpret
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.base.host import ext
 from moe_aiter.kernels.experts import cpu
@@ -16,9 +15,7 @@ from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 
-if interpret:
-    pytest.skip("nothing here runs Triton", allow_module_level=True)
-
+pytestmark = pytest.mark.no_interpreter
 KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
 NAMES = ExpertInputs._fields[:6]  # the inputs that have gradients
 

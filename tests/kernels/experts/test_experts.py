@@ -312,7 +312,7 @@ def test_bad_input_is_named(change, kind, message):
         expert_mlp(**{**good, **change})
 
 
-@pytest.mark.skipif(interpret, reason="of the CPU's own path")
+@pytest.mark.no_interpreter
 def test_a_counted_row_without_a_choice_is_an_error_not_a_stray_write(no_debug):
     """group_sizes that count the dropped rows: their order is -1."""
     x, gate_up, down, weights = (t.requires_grad_() for t in make("cpu", bias=False))

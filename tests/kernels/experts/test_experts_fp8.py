@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_aiter.config import interpret
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.fp8 import ALL, RECIPES, gmm_unpermute_fp8_op
 from moe_aiter.kernels.experts.mlp import expert_mlp
@@ -118,7 +117,7 @@ def case(name, dtype, device="cpu", **sizes):
     return ids.to(device), act, interleaved, dout, inputs
 
 
-@pytest.mark.skipif(interpret, reason="plain torch, whoever multiplies")
+@pytest.mark.no_interpreter
 @every_recipe
 @pytest.mark.parametrize("name", CASES)
 def test_definition(name, fp8):
@@ -128,7 +127,7 @@ def test_definition(name, fp8):
     compare(got, definition(ids, act, interleaved, fp8, dout, *inputs), 1e-9)
 
 
-@pytest.mark.skipif(interpret, reason="plain torch, whoever multiplies")
+@pytest.mark.no_interpreter
 @every_recipe
 def test_not_far_from_no_quantisation(fp8):
     ids, act, interleaved, dout, inputs = case("swiglu", torch.float32, T=64, H=64, I=48)
@@ -138,7 +137,7 @@ def test_not_far_from_no_quantisation(fp8):
     compare(got, exact, 0.15)
 
 
-@pytest.mark.skipif(interpret, reason="plain torch, whoever multiplies")
+@pytest.mark.no_interpreter
 @pytest.mark.parametrize("powers", [0, 8, 16], ids="rows within 2**{}".format)
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 def test_rows_of_gate_up_of_many_sizes(fp8, powers):
@@ -251,7 +250,7 @@ def test_saved_memory(fp8, device):
         assert (inputs[0].data_ptr() in kept) == (x8 == 0)
 
 
-@pytest.mark.skipif(interpret, reason="whoever quantises")
+@pytest.mark.no_interpreter
 @pytest.mark.parametrize("recompute", ["none", "z"])
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)], ids=["none", "x", "gate_up", "both"])
 def test_tokens_are_quantised_once(frozen, recompute, monkeypatch):

@@ -10,11 +10,10 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_aiter import MoE, keep_fp8_weights
-from moe_aiter.config import interpret
 from moe_aiter.kernels.experts import fp8
 
 E, H, WIDTH, K, T = 6, 256, 64, 2, 24  # which fit Hopper's kernels
-pytestmark = pytest.mark.skipif(interpret, reason="whoever quantises")
+pytestmark = pytest.mark.no_interpreter
 QUANTISE = "quantize_rows", "quantize_rows_and_amax", "quantize_by_amax"
 QUANTISE += "quantize_transposed", "transpose_rows8"
 

@@ -24,9 +24,8 @@ T, K, E, CHOICES = 23, 24, 4, 3
 @pytest.mark.parametrize("columns", [1, 16, 40, 77])
 @pytest.mark.parametrize("blocks", [1, 2, 100])
 @pytest.mark.pairwise
+@pytest.mark.no_host
 def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
-    if backend == "host":
-        pytest.skip("no host backend")
     monkeypatch.setattr(gmm, "BLOCK", 16)
     order, rank, sizes = sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
     x = torch.randn(T * CHOICES, K).to(device, dtype)

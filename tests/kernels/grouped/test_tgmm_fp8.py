@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_aiter.config import interpret
 from moe_aiter.kernels.grouped.tgmm import tgmm
 from moe_aiter.kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, new_tgmm_fp8, tgmm_fp8_into_op, tgmm_fp8_op
 from moe_aiter.kernels.hopper import is_hopper
@@ -13,9 +12,7 @@ from moe_aiter.op import IMPLS, pick, poison, use
 
 from ...check import error
 
-if interpret:
-    pytest.skip("plain torch, whoever multiplies", allow_module_level=True)
-
+pytestmark = pytest.mark.no_interpreter
 TOP_K = 2
 CUDA = torch.device("cuda", 0)
 SIZES = {  # of the groups, and how many rows there are

@@ -30,7 +30,7 @@ def draw(name, K=40, dtype=torch.float32, device="cpu"):
     return x, factor, torch.tensor(sizes, device=device), product
 
 
-@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@pytest.mark.no_interpreter
 @every_size
 @every_format
 @every_dtype
@@ -39,7 +39,7 @@ def test_definition(device, name, format, dtype):
     assert same(quantize_folded(x, factor, group_sizes, format), quantize_rows(product, format))
 
 
-@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@pytest.mark.no_interpreter
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(device, layout):
     x, factor, group_sizes, _ = draw("ragged", device=device)
@@ -49,7 +49,7 @@ def test_strides(device, layout):
     assert same(got, quantize_folded(x.contiguous(), factor.contiguous(), group_sizes))
 
 
-@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@pytest.mark.no_interpreter
 def test_what_is_zero_or_no_number_stays_in_its_row(device):
     """A factor is never 0, but LEAST where a weight's row is zeros: rows stay finite, and so do others."""
     x, factor, group_sizes, product = draw("even", device=device)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from moe_aiter.config import interpret
 from moe_aiter.kernels.base.fp8 import CHUNK
 from moe_aiter.kernels.quantize.blocks import plan_chunks, quantize_chunks, rows_of_chunks, transpose_chunks
 from moe_aiter.kernels.quantize.rows import FORMATS, dequantize_rows, quantize_rows
@@ -80,7 +79,7 @@ def test_bytes_may_begin_anywhere(device):
     assert torch.equal(got[:used], expected[:used])
 
 
-@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@pytest.mark.no_interpreter
 @every_format
 @every_size
 def test_quantize(device, name, format):
@@ -98,7 +97,7 @@ def test_quantize(device, name, format):
         assert not got[c, :, len(part) :].float().any()
 
 
-@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@pytest.mark.no_interpreter
 def test_what_is_not_finite_stays_in_its_column(device):
     y, order, group_sizes, _, rows = draw("ragged", device)
     y[200, 3], y[201, 5] = float("inf"), float("nan")
@@ -108,7 +107,7 @@ def test_what_is_not_finite_stays_in_its_column(device):
     assert spoilt == [[2, 3], [2, 5]]
 
 
-@pytest.mark.skipif(interpret, reason="plain torch: the interpreter has no 8-bit floats")
+@pytest.mark.no_interpreter
 @every_size
 def test_there_and_back(device, name):
     y, order, group_sizes, sizes, rows = draw(name, device)

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from moe_aiter import SparsePattern, sparse_gemm
-from moe_aiter.config import interpret
 from moe_aiter.derived import CACHE, forget
 from moe_aiter.kernels.sparse import gemm as file
 
@@ -153,7 +152,7 @@ def around_the_same_indices(w, values):
     return torch.sparse_compressed_tensor(start, other, values, w.shape, layout=w.layout)
 
 
-@pytest.mark.skipif(interpret, reason="the interpreter changes nothing here, and is slow")
+@pytest.mark.no_interpreter
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dense"])
 def test_patterns_are_read_once(layout, kind, counted):
