@@ -1,16 +1,29 @@
-"""`moe-aiter bench layer`: forward and step of our layer and of its peers."""
+"""`moe-aiter bench layer`: forward and step of our layer, and of what people use instead of it.
+
+Contenders whose name begins with "layer" route the tokens themselves; the others are given the routing.
+"""
 
 import argparse
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import settings
+from ..integrations.transformers import NAME, register
+from ..kernels.experts.fp8 import ALL, keep_fp8_weights
+from ..kernels.experts.mlp import expert_mlp
+from ..layers.moe import MoE
+from ..op import IMPLS, ORDER, runs
+from ..routing.plan import make_plan
 from . import products
-from .contenders import contenders
 from .measure import (
     PASSES,
+    PEER_ERRORS,
     WHERE,
     Contender,
     PassTimer,
@@ -18,9 +31,22 @@ from .measure import (
     device_name,
     distances,
     floors,
+    parameter,
     sustained,
 )
-from .problem import DEFAULT, GROUPS, SHAPES, Problem, Shape, checked_experts, named, new_problem, truth
+from .problem import (
+    DEFAULT,
+    GROUPS,
+    SHAPES,
+    Problem,
+    Shape,
+    activation,
+    checked_experts,
+    for_loop,
+    named,
+    new_problem,
+    truth,
+)
 from .products import Asked, Case, Command, Error, Judge, errors_of
 
 PARTS = ("output", "dx", "dgate_up", "ddown", "drouting", "dgate_up_bias", "ddown_bias")
@@ -130,3 +156,325 @@ def shares(row: dict, floor: dict[str, float]) -> dict:
     return {
         f"{p}_roofline": 100 * ms / sustained(row, f"{p}_") for p, ms in floor.items() if f"{p}_ms" in row
     }
+
+
+# contenders
+
+
+def contenders(p: Problem) -> Iterator[Contender]:
+    """Everything that can run here, ours first.
+
+    A peer that is not there, that cannot do what the shape asks for, or of a version that we do not know is
+    left out, with a line that says so.
+    """
+    yield our_layer(p)
+    if p.x.is_cuda and not settings.debug and keeps_room(p):  # debug's checks synchronise
+        yield our_layer(p, graphed=True)
+    for fp8 in ("e4m3", "e4m3" + ALL) if multiplies_8_bits(p) else ():
+        yield our_layer(p, fp8=fp8)
+        yield later_micro_batch(our_layer(p, fp8=fp8), p)
+    yield from our_experts(p)
+    yield loop(p)
+    for build in peers(p):
+        try:
+            yield build()
+        except PEER_ERRORS as error:
+            print(f"left out: {type(error).__name__}: {error}")
+
+
+def peers(p: Problem) -> Iterator[Callable[[], Contender]]:
+    """A builder of each peer that takes this device and dtype."""
+    bfloat16 = p.x.dtype == torch.bfloat16
+    if p.x.is_cuda and bfloat16:
+        yield lambda: torch_grouped_mm(p)
+        yield lambda: compiled(torch_grouped_mm(p))
+    yield lambda: dense(p)
+    if not p.shape.plain:
+        print("left out: all who are called here for SwiGLU without biases, gate rows first")
+        return
+    yield lambda: hugging_face(p, "eager")
+    if bfloat16:
+        yield lambda: hugging_face(p, "grouped_mm")
+    yield lambda: hugging_face(p, "moe_aiter")
+    if p.x.is_cuda:
+        yield lambda: scattermoe(p)
+        yield lambda: liger(p)
+    if p.x.is_cuda and bfloat16:
+        yield lambda: megablocks(p)
+        sonic = functools.cache(lambda: sonicmoe(p))
+        yield sonic
+        yield lambda: compiled(sonic())
+
+
+def given(p: Problem) -> tuple[Tensor, ...]:
+    """The leaves of a contender that does not route."""
+    return p.x, p.gate_up, p.down, p.routing_weights, *p.biases
+
+
+def keeps_room(p: Problem) -> bool:
+    """Whether memory of their own for one contender's gradients leaves enough for the others."""
+    return 8 * (p.gate_up.nbytes + p.down.nbytes) < torch.cuda.get_device_properties(p.x.device).total_memory
+
+
+def loop(p: Problem) -> Contender:
+    return Contender("for-loop over experts", lambda: for_loop(p), given(p))
+
+
+def multiplies_8_bits(p: Problem) -> bool:
+    """Whether there are kernels for it, and not just their emulation."""
+    up = IMPLS["expert_up_fp8"]["hopper"]
+    plan = (p.expert_ids.flatten(), p.expert_ids, p.expert_ids)  # of which the sizes count
+    act = p.shape.activation, p.shape.interleaved, True
+    return p.x.is_cuda and runs(up, p.x, None, p.gate_up, None, None, *plan, *act, p.x.dtype)
+
+
+def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Contender:
+    shape = p.shape
+    how = {"activation": shape.activation, "bias": shape.bias, "interleaved": shape.interleaved}
+    layer = MoE(*shape.sizes[1:], **how, fp8=fp8, device="meta", dtype=p.x.dtype)
+    router, experts = layer.router, layer.experts
+    router.weight, router.bias = parameter(p.router), None
+    experts.gate_up, experts.down = parameter(p.gate_up), parameter(p.down)
+    biases = tuple(map(parameter, p.biases))
+    experts.gate_up_bias, experts.down_bias = biases or (None, None)
+    leaves = (p.x, experts.gate_up, experts.down, router.weight, *biases)
+    if fp8 is not None:  # it computes something else, on purpose
+        name = f"layer: moe_aiter MoE, FP8 ({fp8})"
+        return Contender(name, lambda: layer(p.x), leaves, routed=True, checked=False, ours=True)
+    if not graphed:
+        return Contender("layer: moe_aiter MoE", lambda: layer(p.x), leaves, routed=True, ours=True)
+    name = "layer: moe_aiter MoE, CUDA graph"
+    replay = torch.cuda.make_graphed_callables(layer, (p.x,))
+    return Contender(name, lambda: replay(p.x), leaves, routed=True, ours=True, graphed=True)
+
+
+def later_micro_batch(contender: Contender, p: Problem) -> Contender:
+    """The same behind another micro-batch of its optimizer step, which has quantised the weights."""
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with keep_fp8_weights():
+            contender.gradients(contender.run(), p)
+            yield
+
+    return dataclasses.replace(contender, name=f"{contender.name}, later micro-batch", around=around)
+
+
+def our_experts(p: Problem) -> Iterator[Contender]:
+    """The experts as they come, then each other implementation here but the reference on a GPU, a loop."""
+
+    how = {"activation": p.shape.activation, "interleaved": p.shape.interleaved}
+    how |= dict(zip(("gate_up_bias", "down_bias"), p.biases, strict=False))
+
+    def run() -> Tensor:
+        plan = make_plan(p.expert_ids, p.shape.num_experts)
+        return expert_mlp(p.x, p.gate_up, p.down, p.routing_weights, plan, **how)
+
+    there = [b for b in ORDER[p.x.device.type] if b == "hopper" or b in IMPLS["sort_by_expert"]]
+    there = [b for b in there if b in IMPLS["expert_mlp"] and runs(IMPLS["expert_mlp"][b], p.x)]
+    there = [b for b in there if b != "torch" or not p.x.is_cuda]
+    yield Contender(f"moe_aiter experts, {there[0]}", run, given(p), ours=True)
+    for backend in there[1:]:
+        yield Contender(f"moe_aiter experts, {backend}", run, given(p), ours=True, backend=backend)
+
+
+def torch_grouped_mm(p: Problem) -> Contender:
+    """What one writes with torch alone: sort, gather, two grouped products, sum."""
+    top_k, num_experts = p.shape.top_k, p.shape.num_experts
+    up_bias, down_bias = p.biases or (None, None)
+
+    def run() -> Tensor:
+        flat = p.expert_ids.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+        ends = counts.scatter_add_(0, flat, torch.ones_like(flat)).cumsum(0).int()
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = torch._grouped_mm(x, weight.mT, offs=ends)
+            # a product, since the gradient of bias[experts] would be added up in 16 bits
+            return y if bias is None else y + F.one_hot(flat[order], num_experts).to(y.dtype) @ bias
+
+        z = linear(p.x[order // top_k], p.gate_up, up_bias)
+        y = linear(activation(z, p.shape), p.down, down_bias)
+        weighted = y * p.routing_weights.flatten()[order, None].to(y.dtype)
+        return torch.zeros_like(p.x).index_add(0, order // top_k, weighted)
+
+    return Contender("torch grouped_mm", run, given(p))
+
+
+def compiled(contender: Contender) -> Contender:
+    """The same by torch.compile; forward and backward are compiled when it is checked, or in a warm-up."""
+    torch.compiler.reset()  # else the shapes before count as further shapes of the same function
+    run = torch.compile(contender.run, dynamic=False)
+    return dataclasses.replace(contender, name=f"{contender.name}, compiled", run=run)
+
+
+def dense(p: Problem) -> Contender:
+    """Two plain products with as many multiplications as the experts: what is left if all else were free.
+
+    On a GPU with the experts' own weights, by the library's batched product, as many rows for each.
+    """
+    shape = p.shape
+    rows = -(-shape.num_tokens * shape.top_k // shape.num_experts)
+    batch = (shape.num_experts, rows) if p.x.is_cuda else (shape.num_tokens * shape.top_k,)
+    gate_up, down = (parameter(w if p.x.is_cuda else w[0]) for w in (p.gate_up, p.down))
+
+    def normal(columns: int) -> Tensor:
+        return torch.randn(*batch, columns, device=p.x.device, dtype=p.x.dtype)
+
+    x, a = normal(shape.hidden).requires_grad_(), normal(shape.intermediate).requires_grad_()
+
+    def run() -> tuple[Tensor, Tensor]:
+        return x @ gate_up.mT, a @ down.mT
+
+    douts = normal(2 * shape.intermediate), normal(shape.hidden)
+    name = "batched" if p.x.is_cuda else "dense"
+    return Contender(
+        f"{name} matmuls of the same FLOPs", run, (x, gate_up, a, down), checked=False, dout=douts
+    )
+
+
+def hugging_face(p: Problem, experts: str) -> Contender:
+    """The Qwen3-MoE block, with the given implementation of its experts; moe_aiter is ours."""
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    if experts == NAME:
+        register()
+    config = Qwen3MoeConfig(
+        hidden_size=p.shape.hidden,
+        moe_intermediate_size=p.shape.intermediate,
+        num_experts=p.shape.num_experts,
+        num_experts_per_tok=p.shape.top_k,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = experts
+    with torch.device("meta"):
+        block = Qwen3MoeSparseMoeBlock(config)
+    block.gate.weight = parameter(p.router)
+    block.experts.gate_up_proj, block.experts.down_proj = parameter(p.gate_up), parameter(p.down)
+
+    @torch.no_grad()
+    def expert_ids() -> Tensor:
+        return block.gate(p.x)[2]
+
+    return Contender(
+        f"layer: Hugging Face Qwen3-MoE, {experts}",
+        lambda: block(p.x[None])[0],
+        (p.x, block.experts.gate_up_proj, block.experts.down_proj, block.gate.weight),
+        routed=True,
+        expert_ids=expert_ids,
+    )
+
+
+def scattermoe(p: Problem) -> Contender:
+    from scattermoe.mlp import GLUMLP
+
+    def swap(gate_up: Tensor) -> Tensor:
+        """Its up rows come first."""
+        return torch.cat(gate_up.chunk(2, 1)[::-1], 1)
+
+    def as_ours(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return gradients[0], swap(gradients[1]), *gradients[2:]
+
+    with torch.device("meta"):
+        mlp = GLUMLP(p.shape.hidden, p.shape.intermediate, p.shape.num_experts, p.shape.top_k)
+    mlp.experts.weight = torch.nn.Parameter(swap(p.gate_up.detach()))
+    mlp.output_experts.weight = parameter(p.down)
+    return Contender(
+        "ScatterMoE",
+        lambda: mlp(p.x, p.routing_weights.to(p.x.dtype), p.expert_ids),
+        (p.x, mlp.experts.weight, mlp.output_experts.weight, p.routing_weights),
+        as_ours=as_ours,
+    )
+
+
+def liger(p: Problem) -> Contender:
+    """The function under Liger's MoE blocks, which takes routing weights in the dtype of x.
+
+    It tries some 240 tiles for each new shape, minutes of compiling; LIGER_FUSED_MOE_AUTOTUNE=0 takes one.
+    """
+    from liger_kernel.ops import fused_moe_kernels
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    def run() -> Tensor:
+        weights = p.routing_weights.to(p.x.dtype)
+        return LigerFusedMoEFunction.apply(p.x, p.gate_up, p.down, p.expert_ids.int(), weights)
+
+    name = "Liger, not tuned" if fused_moe_kernels._AUTOTUNE_DISABLED else "Liger"
+    return Contender(name, run, (p.x, p.gate_up, p.down, p.routing_weights))
+
+
+def megablocks(p: Problem) -> Contender:
+    """The dropless experts by grouped GEMM, MegaBlocks' default; its block-sparse path refuses Triton 3."""
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import ParallelDroplessMLP
+
+    _, hidden, width, num_experts, top_k = p.shape.sizes
+    arguments = Arguments(
+        hidden_size=hidden,
+        ffn_hidden_size=width,
+        bias=False,
+        return_bias=False,
+        activation_fn=F.silu,
+        moe_num_experts=num_experts,
+        moe_top_k=top_k,
+        mlp_type="glu",
+        mlp_impl="grouped",
+        fp16=False,
+        bf16=True,
+        device=torch.device("meta"),
+    )
+    layer = ParallelDroplessMLP(arguments)
+    gate, up = p.gate_up.detach().chunk(2, 1)
+    w1, v1, w2 = (torch.nn.Parameter(w.reshape(-1, hidden)) for w in (gate, up, p.down.detach().mT))
+    layer.mlp.w1, layer.mlp.v1, layer.mlp.w2 = w1, v1, w2
+
+    def as_ours(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        dx, *dweights, dlast = gradients
+        dgate, dup, ddown = (dw.view(num_experts, width, hidden) for dw in dweights)
+        return dx, torch.cat([dgate, dup], 1), ddown.mT, dlast
+
+    return Contender(
+        "MegaBlocks dMoE experts",
+        lambda: layer.forward_once(p.x, p.routing_weights.to(p.x.dtype), p.expert_ids)[0],
+        (p.x, w1, v1, w2, p.routing_weights),
+        as_ours=as_ours,
+    )
+
+
+def sonicmoe(p: Problem) -> Contender:
+    """The function that SonicMoE's benchmark times; its own router, gate and up rows in turn."""
+    from cutlass.base_dsl.common import DSLBaseError
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import TC_Softmax_Topk_Router_Function, moe_TC_softmax_topk_layer
+
+    _, hidden, width, num_experts, top_k = p.shape.sizes
+    in_turn = p.gate_up.detach().view(num_experts, 2, width, hidden).transpose(1, 2)
+    gate_up = torch.nn.Parameter(in_turn.reshape(num_experts, 2 * width, hidden))
+    down, router = parameter(p.down), parameter(p.router)
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def run() -> Tensor:
+        weights = (gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None)
+        how = (top_k, stream, ActivationType.SWIGLU, not torch.is_grad_enabled())
+        return moe_TC_softmax_topk_layer(p.x, router, *weights, *how)[0]
+
+    @torch.no_grad()
+    def expert_ids() -> Tensor:
+        logits = F.linear(p.x, router)
+        return TC_Softmax_Topk_Router_Function.apply(logits, num_experts, top_k)[1].long()
+
+    def as_ours(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        dx, dgate_up, *rest = gradients
+        return dx, torch.cat([dgate_up[:, ::2], dgate_up[:, 1::2]], 1), *rest
+
+    return Contender(
+        "layer: SonicMoE",
+        run,
+        (p.x, gate_up, down, router),
+        routed=True,
+        expert_ids=expert_ids,
+        as_ours=as_ours,
+        errors=(DSLBaseError,),
+    )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..kernels.base.check import checked
 from ..kernels.experts.split import split_expert_mlp
-from ..layers.main_grad import WEIGHTS
+from ..layers.training import WEIGHTS
 from ..routing.plan import RoutePlan, make_plan
 
 try:

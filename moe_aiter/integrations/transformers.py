@@ -21,7 +21,7 @@ from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.experts import cast_as_linear
 from ..layers.lora import Projection, experts_by_step
-from ..layers.main_grad import FINDERS
+from ..layers.training import FINDERS
 from ..private_api import is_changed
 from ..routing.plan import RoutePlan, make_plan
 

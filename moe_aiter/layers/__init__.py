@@ -1,7 +1,6 @@
 """The nn.Modules, and what is called like one."""
 
 from .attention import mha_fwd
-from .balance import balance_step, set_loss_scale
 from .experts import Experts
 from .fuse import fuse_gate_up, fuse_projections, fuse_qkv, unfuse
 from .linear import (
@@ -13,12 +12,12 @@ from .linear import (
     unpatch_linear,
 )
 from .lora import LoRAExperts, LoRALinear
-from .main_grad import use_main_grad
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, LiveTable, Monitor
 from .optimized import OptimizedMoELayer
 from .quantized import QuantizationReport, quantization_report, quantize
 from .segment import SegmentGEMMWrapper
+from .training import balance_step, set_loss_scale, use_main_grad
 
 __all__ = [
     "Experts",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_aiter import bench, cli
-from moe_aiter.bench import contenders, layer, measure
+from moe_aiter.bench import layer, measure
 from moe_aiter.bench.measure import MIB, PASSES, measure_memory
 from moe_aiter.bench.problem import DEFAULT, SHAPES, new_problem
 
@@ -35,7 +35,7 @@ def read(path):
 
 
 def test_every_contender_is_as_good_as_torch(problem):
-    field = list(contenders.contenders(problem))
+    field = list(layer.contenders(problem))
     names = [c.name for c in field]
     assert len(names) == len(set(names))
     assert {"layer: moe_aiter MoE", "for-loop over experts"} <= set(names)
@@ -47,13 +47,13 @@ def test_every_contender_is_as_good_as_torch(problem):
 def test_hugging_face(device, experts):
     pytest.importorskip("transformers")
     problem = new_problem(SHAPES["toy"], torch.bfloat16, device)
-    peer = contenders.hugging_face(problem, experts)
+    peer = layer.hugging_face(problem, experts)
     assert not check([peer], problem)[0]["refused"]
 
 
 def test_a_wrong_contender_gets_no_time(problem, capsys):
-    good = next(contenders.contenders(problem))
-    wrong = contenders.Contender("off by one percent", lambda: 1.01 * good.run(), good.leaves, routed=True)
+    good = next(layer.contenders(problem))
+    wrong = layer.Contender("off by one percent", lambda: 1.01 * good.run(), good.leaves, routed=True)
     good_row, wrong_row = check([good, wrong], problem)
     assert not good_row["refused"] and wrong_row["refused"]
     assert wrong_row["error"] == pytest.approx(0.01, rel=0.2)
@@ -66,11 +66,11 @@ def test_a_peer_that_cannot_run_is_left_out(problem, monkeypatch, capsys):
     def old_version(p):
         raise AttributeError("no such block")
 
-    monkeypatch.setattr(contenders, "peers", lambda p: [lambda: old_version(p)])
-    names = [c.name for c in contenders.contenders(problem)]
+    monkeypatch.setattr(layer, "peers", lambda p: [lambda: old_version(p)])
+    names = [c.name for c in layer.contenders(problem)]
     assert names[-1] == "for-loop over experts"
     assert "left out: AttributeError: no such block" in capsys.readouterr().out
-    broken = contenders.Contender("broken", lambda: old_version(problem), (problem.x,))
+    broken = layer.Contender("broken", lambda: old_version(problem), (problem.x,))
     assert check([broken], problem) == [{"refused": True}]
     broken.ours = True
     with pytest.raises(AttributeError):
@@ -78,7 +78,7 @@ def test_a_peer_that_cannot_run_is_left_out(problem, monkeypatch, capsys):
 
 
 def test_a_wrong_contender_of_ours_fails_the_command(monkeypatch, capsys):
-    wrong = contenders.contenders
+    wrong = layer.contenders
 
     def spoil(problem):
         for c in wrong(problem):
@@ -192,7 +192,7 @@ def test_the_slow_run_less_often_on_a_gpu(is_cuda, slow_runs, monkeypatch):
     monkeypatch.setattr(measure, "measure_gpu", fixed)
     x = types.SimpleNamespace(is_cuda=is_cuda, device="cpu")
     problem = types.SimpleNamespace(x=x, renew=lambda round: None)
-    field = [contenders.Contender(name, None, (x,), checked=name != "yardstick") for name in steps]
+    field = [layer.Contender(name, None, (x,), checked=name != "yardstick") for name in steps]
     times = measure.time_all(field, problem, 11)
     assert [t["step"].median for t in times] == list(steps.values())
     assert calls == dict.fromkeys(steps, measure.WARMUP + 11) | {"slow": measure.WARMUP + slow_runs}
@@ -212,7 +212,7 @@ def test_memory_counts_what_a_contender_takes(problem):
         torch.ones(32 * MIB // 4, device=problem.x.device)
         return problem.x * 2
 
-    greedy = contenders.Contender("greedy", take, (problem.x,))
+    greedy = layer.Contender("greedy", take, (problem.x,))
     measured = measure_memory(greedy, problem)
     if measured is None:
         pytest.skip("this system does not tell the memory of a process")

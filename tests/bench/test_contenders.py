@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_aiter.bench import contenders
+from moe_aiter.bench import layer
 from moe_aiter.bench.problem import SHAPES, Problem, chosen_weights, for_loop, new_problem
 
 from .judge import check
@@ -46,7 +46,7 @@ def liger(monkeypatch):
         liger_kernel__ops__fused_moe={"LigerFusedMoEFunction": Function},
         liger_kernel__ops__fused_moe_kernels={"_AUTOTUNE_DISABLED": True},
     )
-    return contenders.liger
+    return layer.liger
 
 
 def megablocks(monkeypatch):
@@ -66,7 +66,7 @@ def megablocks(monkeypatch):
     arguments = {"Arguments": types.SimpleNamespace}
     dmoe = {"ParallelDroplessMLP": Layer}
     stand_in(monkeypatch, megablocks__layers__arguments=arguments, megablocks__layers__dmoe=dmoe)
-    return contenders.megablocks
+    return layer.megablocks
 
 
 def sonicmoe(monkeypatch):
@@ -94,7 +94,7 @@ def sonicmoe(monkeypatch):
         sonicmoe__enums={"ActivationType": swiglu},
         sonicmoe__functional=functional,
     )
-    return contenders.sonicmoe
+    return layer.sonicmoe
 
 
 def scattermoe(monkeypatch):
@@ -107,7 +107,7 @@ def scattermoe(monkeypatch):
             return looped(x, torch.cat([gate, up], 1), self.output_experts.weight, ids, weights)
 
     stand_in(monkeypatch, scattermoe__mlp={"GLUMLP": MLP})
-    return contenders.scattermoe
+    return layer.scattermoe
 
 
 @pytest.mark.parametrize("peer", [liger, megablocks, sonicmoe, scattermoe])
@@ -144,4 +144,4 @@ def test_a_missing_peer_says_so(build, monkeypatch):
     for name in ("liger_kernel", "megablocks", "cutlass", "sonicmoe", "scattermoe"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError):
-        getattr(contenders, build)(new_problem(SHAPES["toy"], torch.bfloat16, torch.device("cpu")))
+        getattr(layer, build)(new_problem(SHAPES["toy"], torch.bfloat16, torch.device("cpu")))

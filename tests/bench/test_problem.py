@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from moe_aiter.bench import contenders, layer, measure, problem
+from moe_aiter.bench import layer, measure, problem
 from moe_aiter.bench.problem import GROUPS, SHAPES, for_loop, named, new_problem, truth
 from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts import fp8
@@ -46,7 +46,7 @@ def test_contenders_with_biases(device, capsys):
     if "swiglu_oai" not in ACTIVATIONS:
         pytest.skip("the layer does not know swiglu_oai")
     p = toy(device, "toy-oai")
-    field = list(contenders.contenders(p))
+    field = list(layer.contenders(p))
     assert len(field) >= 3 and "SwiGLU without biases" in capsys.readouterr().out
     assert [f for f in check(field, p) if f["refused"]] == []
 
@@ -54,15 +54,15 @@ def test_contenders_with_biases(device, capsys):
 @pytest.mark.parametrize("name", TOYS)
 def test_grouped_products_of_torch(device, name):
     p = toy(device, name, torch.bfloat16)
-    assert not check([contenders.torch_grouped_mm(p)], p)[0]["refused"]
+    assert not check([layer.torch_grouped_mm(p)], p)[0]["refused"]
 
 
 def test_some_experts_are_enough(device, monkeypatch):
     p = toy(device)
     monkeypatch.setattr(problem, "CHECKED", 3 * 3 * 32 * 24)
     assert problem.checked_experts(p.shape) == [0, 2, 4]
-    good = next(contenders.our_experts(p))
-    wrong = contenders.Contender("wrong for expert 4", good.run, good.leaves)
+    good = next(layer.our_experts(p))
+    wrong = layer.Contender("wrong for expert 4", good.run, good.leaves)
 
     def spoiled(gradients):
         gradients[2][4] *= 1.01
@@ -93,14 +93,14 @@ def test_zipf(device):
     popular = p.expert_ids.flatten().bincount(minlength=E).argmax()
     p.renew(1)
     assert p.expert_ids.flatten().bincount(minlength=E).argmax() == popular
-    assert [f for f in check([contenders.our_layer(p)], p) if f["refused"]] == []
+    assert [f for f in check([layer.our_layer(p)], p) if f["refused"]] == []
 
 
 def test_a_later_micro_batch_has_its_weights(device, monkeypatch):
     """Nothing but tokens and gradients is quantised where it is timed, with the same results."""
     p, quantised = toy(device), []
-    first = contenders.our_layer(p, fp8="e4m3")
-    later = contenders.later_micro_batch(first, p)
+    first = layer.our_layer(p, fp8="e4m3")
+    later = layer.later_micro_batch(first, p)
 
     def watched(quantize, x, *rest):
         quantised.append(x.dim())
