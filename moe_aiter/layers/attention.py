@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.base.check import check_device, check_flags, check_float, check_real, check_shape, check_size
+from ..kernels.base.check import (
+    check_axes,
+    check_device,
+    check_flags,
+    check_float,
+    check_real,
+)
 from ..kernels.dense.attention_mask import lowest, mask_bias, zero_rows
 from ..op import INTEGERS, check_backend, compose, is_plain, log
 from ..private_api import any_autocast, attention_choice, attention_flash, attention_math, is_transformed
@@ -197,15 +203,9 @@ def check_options(is_causal: bool, scale: float | None, dropout_p: float) -> Non
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_shape("q", q, "B", "Hq", "Sq", "D")
-    check_shape("k", k, "B", "Hk", "Sk", "D")
-    check_shape("v", v, "B", "Hk", "Sk", "Dv")
+    check_axes(q=(q, "B, Hq, Sq, D"), k=(k, "B, Hk, Sk, D"), v=(v, "B, Hk, Sk, Dv"))
     check_float(q=q, k=k, v=v)
     check_device(q=q, k=k, v=v)
-    check_size("q is (B={}, ...)", q.shape[0], "k is (B={}, ...)", k.shape[0])
-    check_size("q is (..., D={})", q.shape[3], "k is (..., D={})", k.shape[3])
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k is (B, Hk, Sk) = {tuple(k.shape[:3])} but v is {tuple(v.shape[:3])}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads, which {k.shape[1]} of k do not divide")
 

@@ -5,10 +5,9 @@ from torch import Tensor, nn
 
 from ..kernels.base.activations import get_activation
 from ..kernels.base.check import (
+    check_axes,
     check_float,
     check_parameter_dtype,
-    check_shape,
-    check_size,
     check_sizes,
     checked,
     renamed,
@@ -79,10 +78,7 @@ class OptimizedMoELayer(nn.Module):
         or any under torch.autocast.  Differentiable in x, w1, w2 and routing_weights; `main_grad` works as
         for Experts.  Raises ValueError for sizes that disagree, TypeError for dtypes.
         """
-        check_shape("x", x, "T", "H")
-        check_shape("expert_ids", expert_ids, "T", "k")
-        check_size("x is (T={}, H)", x.shape[0], "expert_ids is (T={}, k)", expert_ids.shape[0])
-        check_size("x is (T, H={})", x.shape[1], "w1 is (E, H={}, F)", self.hidden_dim)
+        check_axes(x=(x, "T, H"), expert_ids=(expert_ids, "T, k"), w1=(self.w1, "E, H, F"))
         x, w1, w2 = cast_as_linear(x, self.w1, self.w2)
         check_float(x=x, w1=w1, w2=w2)
         main_grads = [getattr(w, "main_grad", None) for w in (self.w1, self.w2)]

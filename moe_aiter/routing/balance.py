@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.base.check import check_device, check_positive, check_shape, check_size
+from ..kernels.base.check import check_axes, check_device, check_positive, check_shape, check_size
 from ..op import Written, define_inplace_op
 from ..private_api import graph_task
 
@@ -48,9 +48,7 @@ class CountInputs(NamedTuple):
 
 
 def check_count(i: CountInputs) -> None:
-    check_shape("total", i.total, "E")
-    check_shape("group_sizes", i.group_sizes, "E")
-    check_size("total is (E={},)", i.total.shape[0], "group_sizes is (E={},)", i.group_sizes.shape[0])
+    check_axes(total=(i.total, "E"), group_sizes=(i.group_sizes, "E"))
     check_device(**i._asdict())
 
 
@@ -142,9 +140,7 @@ def selection_bias_step(
     Float32, zeros for a load of zeros.  Raises ValueError for an unknown `rule`.
     """
     check_rule(rate, rule)
-    check_shape("selection_bias", selection_bias, "E")
-    check_shape("load", load, "E")
-    check_size("selection_bias is (E={},)", selection_bias.shape[0], "load is (E={},)", load.shape[0])
+    check_axes(selection_bias=(selection_bias, "E"), load=(load, "E"))
     # whole numbers are subtracted: a mean in float32 would not find a perfect balance
     num_experts = load.shape[0]
     total = load.sum()

@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.base.check import (
+    check_axes,
     check_device,
     check_finite,
     check_float,
     check_index,
-    check_shape,
-    check_size,
     check_sizes,
     check_tensor,
     checked,
@@ -38,12 +37,10 @@ def route_to(
     int32 or int64 and weights that are not floating.  An id of E or more weighs 0 here; `make_plan`, which
     the layer calls next, says when it raises.
     """
-    check_shape("logits", logits, "T", "E")
-    check_shape("expert_ids", expert_ids, "T", "k")
+    check_axes(logits=(logits, "T, E"), expert_ids=(expert_ids, "T, k"))
     check_index(expert_ids=expert_ids)
     check_sizes(k=expert_ids.shape[1])
     renormalize = check_score(score, renormalize, expert_ids.shape[1])
-    check_size("logits is (T={}, E)", logits.shape[0], "expert_ids is (T={}, k)", expert_ids.shape[0])
     check_float(logits=logits)
     check_finite(scale=scale)
     if routing_weights is not None:

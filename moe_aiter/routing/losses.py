@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.base.check import (
+    check_axes,
     check_device,
     check_float,
     check_index,
@@ -88,8 +89,7 @@ def load_balance_loss(
     if (expert_ids is None) == (group_sizes is None):
         raise ValueError("give either expert_ids or group_sizes")
     if expert_ids is not None:
-        check_shape("expert_ids", expert_ids, "T", "k")
-        check_size("scores is (T={}, E)", num_tokens, "expert_ids is (T={}, k)", expert_ids.shape[0])
+        check_axes(scores=(scores, "T, E"), expert_ids=(expert_ids, "T, k"))
     if mask is not None:
         check_mask(mask, "scores", num_tokens)
         check_device(scores=scores, expert_ids=expert_ids, mask=mask)
@@ -104,8 +104,7 @@ def load_balance_loss(
 
 def balance_of(scores: Tensor, group_sizes: Tensor, mask: Tensor | None) -> Tensor:
     """The load-balance loss of a load that is counted: where `mask` is False a row of `scores` is zeros."""
-    check_shape("group_sizes", group_sizes, "E")
-    check_size("scores is (T, E={})", scores.shape[1], "group_sizes is (E={},)", group_sizes.shape[0])
+    check_axes(scores=(scores, "T, E"), group_sizes=(group_sizes, "E"))
     check_device(scores=scores, group_sizes=group_sizes)
     load = group_sizes / group_sizes.sum().clamp_min(1)  # (E,)
     return scores.shape[1] * (load * mean_over_tokens(shares_of(scores), mask)).sum()
@@ -129,13 +128,11 @@ def sequence_balance_loss(
     without any other.  Returns a float32 scalar, 0 without tokens.  Raises ValueError for sizes that
     disagree.
     """
-    check_shape("scores", scores, "T", "E")
+    check_axes(scores=(scores, "T, E"), expert_ids=(expert_ids, "T, k"))
     check_float(scores=scores)
-    check_shape("expert_ids", expert_ids, "T", "k")
     check_index(expert_ids=expert_ids)
     check_sizes(sequence_length=sequence_length)
     num_tokens, num_experts = scores.shape
-    check_size("scores is (T={}, E)", num_tokens, "expert_ids is (T={}, k)", expert_ids.shape[0])
     check_device(scores=scores, expert_ids=expert_ids)
     if num_tokens % sequence_length:
         raise ValueError(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...kernels.base.check import check_device, check_shape, check_size, check_tensor
+from ...kernels.base.check import check_axes, check_device, check_tensor
 from ...kernels.base.fp8 import FP8
 from ...kernels.grouped.masked_gmm import scaled_bmm
 from ...layers.segment import SegmentGEMMWrapper
@@ -50,10 +50,7 @@ def check_operands(A: Tensor, B: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dtype not in FP8:
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be a tensor of 8-bit floats, not {kind}")
-    check_shape("A", A, "b", "m", "k")
-    check_shape("B", B, "b", "k", "n")
-    check_size("A is (b={}, m, k)", A.shape[0], "B is (b={}, k, n)", B.shape[0])
-    check_size("A is (b, m, k={})", A.shape[2], "B is (b, k={}, n)", B.shape[1])
+    check_axes(A=(A, "b, m, k"), B=(B, "b, k, n"))
 
 
 def check_scales(A: Tensor, **scales: Tensor | float) -> None:

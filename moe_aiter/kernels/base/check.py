@@ -56,6 +56,27 @@ def check_size(what: str, size: int, other: str, expected: int) -> None:
         raise ValueError(f"{what.format(size)} but {other.format(expected)}")
 
 
+def check_axes(**tensors: tuple[Tensor, str]) -> None:
+    """Raise unless each tensor has the axes that its words name, and axes of one name have one size.
+
+    `check_axes(x=(x, "M, K"), w=(w, "G, K, N"))` may say: x is (M, K=64) but w is (G, K=32, N).
+    """
+    known: dict[str, tuple[str, int]] = {}  # an axis -> the first tensor that has it, and its size
+    for name, (x, axes) in tensors.items():
+        check_shape(name, x, *axes.split(", "))
+        for axis, size in zip(axes.split(", "), x.shape, strict=True):
+            first, expected = known.setdefault(axis, (name, size))
+            if size != expected:
+                there = with_size(first, tensors[first][1], axis, expected)
+                raise ValueError(f"{there} but {with_size(name, axes, axis, size)}")
+
+
+def with_size(name: str, axes: str, axis: str, size: int) -> str:
+    """Return the axes of a tensor in words, with the size of one of them: `x is (M, K=64)`."""
+    words = [f"{a}={size}" if a == axis else a for a in axes.split(", ")]
+    return f"{name} is ({', '.join(words)}{',' if len(words) == 1 else ''})"
+
+
 def check_sizes(**sizes: int) -> None:
     """Raise unless every size is a whole number of at least 1."""
     for name, size in sizes.items():

@@ -19,12 +19,11 @@ from ... import tuning
 from ...op import binds, define_op, takes
 from .. import hopper
 from ..base.check import (
+    check_axes,
     check_device,
     check_groups,
     check_plan_values,
     check_rows,
-    check_shape,
-    check_size,
     group_ends,
     refuse_gradient,
     take_rows,
@@ -311,19 +310,12 @@ def check_operands(x: Tensor, w: Tensor, dtype: torch.dtype) -> None:
 
 
 def new_scaled_gemm(i: ScaledInputs) -> Tensor:
-    M, N = check_sizes(i.x, i.w)
+    check_axes(x=(i.x, "M, K"), w=(i.w, "K, N"))
+    M, N = i.x.shape[0], i.w.shape[1]
     check_operands(i.x, i.w, i.dtype)
     check_scales((M,), (N,), i.x_scale, i.w_scale, i.bias)
     check_device(x=i.x, w=i.w, x_scale=i.x_scale, w_scale=i.w_scale, bias=i.bias)
     return i.x.new_empty(M, N, dtype=i.dtype)
-
-
-def check_sizes(x: Tensor, w: Tensor) -> tuple[int, int]:
-    """Return (M, N), the size of x @ w."""
-    check_shape("x", x, "M", "K")
-    check_shape("w", w, "K", "N")
-    check_size("x is (M, K={})", x.shape[1], "w is (K={}, N)", w.shape[0])
-    return x.shape[0], w.shape[1]
 
 
 scaled_gemm_op = define_op(
@@ -361,7 +353,8 @@ def scaled_gemm(
     Raises ValueError for shapes and devices that do not fit, TypeError for dtypes, RuntimeError where it
     would need a gradient, which it has not; all before anything is launched.
     """
-    M, N = check_sizes(x, w)  # first, or a scale would be blamed
+    check_axes(x=(x, "M, K"), w=(w, "K, N"))  # first, or a scale would be blamed
+    M, N = x.shape[0], w.shape[1]
     x_scale = as_vector("x_scale", x_scale, x, M, ((M,), (M, 1)))
     w_scale = as_vector("w_scale", w_scale, x, N, ((N,), (N, 1), (1, N)))
     refuse_gradient("a scaled product", x, w, x_scale, w_scale, bias)
@@ -387,15 +380,13 @@ def scaled_gmm_reference(x, w, group_sizes, x_scale, w_scale, bias, order, top_k
 
 
 def new_scaled_gmm(i: ScaledGroupsInputs) -> Tensor:
-    check_shape("w", i.w, "G", "K", "N")
     rows = i.x.shape[0] if i.order is None else i.order.shape[0]
     check_rows("x", i.x, "K", i.order, i.top_k, rows)
-    (T, K), (G, w_K, N) = i.x.shape, i.w.shape
-    check_size("x is (M, K={})", K, "w is (G, K={}, N)", w_K)
+    check_axes(x=(i.x, "M, K"), w=(i.w, "G, K, N"), group_sizes=(i.group_sizes, "G"))
+    T, (G, _, N) = i.x.shape[0], i.w.shape
     check_operands(i.x, i.w, i.dtype)
     others = {"x_scale": i.x_scale, "w_scale": i.w_scale, "bias": i.bias, "order": i.order}
     check_groups(i.group_sizes, i.x, w=i.w, **others)
-    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "w is (G={}, K, N)", G)
     check_scales((T,), (G, N), i.x_scale, i.w_scale, i.bias)
     return i.x.new_empty(rows, N, dtype=i.dtype)
 

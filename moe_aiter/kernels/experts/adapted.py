@@ -22,14 +22,12 @@ from torch import Tensor
 
 from ...op import Written, binds, define_inplace_op, define_op, fill, gradients, takes
 from ..base.check import (
-    check_device,
+    check_axes,
     check_float,
     check_groups,
     check_own_memory,
     check_plan_values,
     check_routing_weights,
-    check_shape,
-    check_size,
     split_groups,
 )
 from ..base.tile import TILE_DTYPES
@@ -65,17 +63,9 @@ class AddLowRankInputs(NamedTuple):
 
 
 def check_add_low_rank(i: AddLowRankInputs) -> None:
-    check_shape("out", i.out, "M", "N")
-    check_shape("x", i.x, "M", "r")
-    check_shape("w", i.w, "G", "r", "N")
-    check_size("x is (M, r={})", i.x.shape[1], "w is (G, r={}, N)", i.w.shape[1])
+    check_axes(x=(i.x, "M, r"), w=(i.w, "G, r, N"), out=(i.out, "M, N"), group_sizes=(i.group_sizes, "G"))
     check_float(out=i.out, x=i.x, w=i.w)
-    check_groups(i.group_sizes, i.x, w=i.w)
-    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "w is (G={}, r, N)", i.w.shape[0])
-    check_device(x=i.x, out=i.out)
-    expected = i.x.shape[0], i.w.shape[2]
-    if i.out.shape != expected:
-        raise ValueError(f"out must be (M, N) = {expected}, but it is {tuple(i.out.shape)}")
+    check_groups(i.group_sizes, i.x, w=i.w, out=i.out)
     check_own_memory("out", i.out)
 
 
@@ -133,18 +123,13 @@ def adapted_down_reference(a, w, bias, low, b, routing_weights, order, rank, gro
 
 
 def check_adapter(low, b, w, order, group_sizes) -> None:
-    check_size("group_sizes is ({},)", group_sizes.shape[0], "the weight is (E={}, N, K)", w.shape[0])
+    check_axes(w=(w, "E, N, K"), group_sizes=(group_sizes, "E"))
     if (low is None) != (b is None):
         raise ValueError("low and b go together: one of them is None")
     if low is None:
         return
-    check_shape("low", low, "R", "r")
-    check_shape("b", b, "E", "N", "r")
+    check_axes(low=(low, "R, r"), order=(order, "R"), w=(w, "E, N, K"), b=(b, "E, N, r"))
     check_float(w=w, low=low, b=b)
-    check_size("low is (R={}, r)", low.shape[0], "order is (R={},)", order.shape[0])
-    expected = (*w.shape[:2], low.shape[1])
-    if b.shape != expected:
-        raise ValueError(f"b must be (E, N, r) = {expected}, but it is {tuple(b.shape)}")
 
 
 class AdaptedUpInputs(NamedTuple):
@@ -175,10 +160,7 @@ class AdaptedDownInputs(NamedTuple):
 
 
 def new_adapted_up(i: AdaptedUpInputs) -> Tensor:
-    check_shape("x", i.x, "T", "H")
-    check_shape("w", i.w, "E", "N", "H")
-    check_size("x is (T, H={})", i.x.shape[1], "w is (E, N, H={})", i.w.shape[2])
-    check_size("rank is (T={}, k)", i.rank.shape[0], "x is (T={}, H)", i.x.shape[0])
+    check_axes(x=(i.x, "T, H"), w=(i.w, "E, N, H"), rank=(i.rank, "T, k"))
     check_float(x=i.x, w=i.w)
     check_groups(i.group_sizes, i.x, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
     check_adapter(i.low, i.b, i.w, i.order, i.group_sizes)
@@ -187,8 +169,7 @@ def new_adapted_up(i: AdaptedUpInputs) -> Tensor:
 
 def new_adapted_down(i: AdaptedDownInputs) -> Tensor:
     check_sorted_rows(i.a, i.order)
-    check_shape("w", i.w, "E", "H", "N")
-    check_size("a is (R, N={})", i.a.shape[1], "w is (E, H, N={})", i.w.shape[2])
+    check_axes(a=(i.a, "R, N"), w=(i.w, "E, H, N"))
     check_float(a=i.a, w=i.w)
     check_routing_weights(i.routing_weights, i.rank, i.a)
     check_groups(i.group_sizes, i.a, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)

@@ -19,12 +19,11 @@ from ...config import interpret
 from ...op import Written, binds, define_inplace_op, takes
 from .. import hopper
 from ..base.check import (
+    check_axes,
     check_device,
     check_float,
     check_index,
     check_own_memory,
-    check_shape,
-    check_size,
     refuse_gradient,
     wide,
 )
@@ -211,11 +210,8 @@ def shuffled_options(w: Tensor) -> tuple[bool, tuple[int, ...]]:
 
 
 def check_masked_gmm(i: MaskedInputs) -> None:
-    check_shape("x", i.x, "G", "M", "K")
-    check_shape("w", i.w, "G", "N", "K")
-    (G, M, K), (w_G, N, w_K) = i.x.shape, i.w.shape
-    check_size("x is (G={}, M, K)", G, "w is (G={}, N, K)", w_G)
-    check_size("x is (G, M, K={})", K, "w is (G, N, K={})", w_K)
+    check_axes(x=(i.x, "G, M, K"), w=(i.w, "G, N, K"))
+    (G, M, _), N = i.x.shape, i.w.shape[1]
     check_product(i.out, i.x, i.w)
     if i.out.shape != (G, M, N):
         raise ValueError(f"out must be (G={G}, M={M}, N={N}), but it has shape {tuple(i.out.shape)}")
@@ -224,9 +220,7 @@ def check_masked_gmm(i: MaskedInputs) -> None:
     check_device(x=i.x, w=i.w, out=i.out, group_sizes=i.group_sizes, **scales)
     if i.group_sizes is not None:
         check_index(group_sizes=i.group_sizes)
-        if i.group_sizes.shape != (G,):
-            found = tuple(i.group_sizes.shape)
-            raise ValueError(f"group_sizes must be (G={G},), but it has shape {found}")
+        check_axes(x=(i.x, "G, M, K"), group_sizes=(i.group_sizes, "G"))
     check_scales((G, M), (G, N), **scales)
     if i.shuffled:
         check_shuffle(i.w)
@@ -288,8 +282,7 @@ def masked_gmm(
     argument, TypeError for dtypes, RuntimeError where it would need a gradient, which it has not, before
     anything is written; with MOE_AITER_DEBUG=1 also ValueError for sizes outside [0, M].
     """
-    check_shape("x", x, "G", "M", "K")
-    check_shape("w", w, "G", "N", "K")
+    check_axes(x=(x, "G, M, K"), w=(w, "G, N, K"))
     scales = as_rows("x_scale", x_scale, x, x.shape[1]), as_rows("w_scale", w_scale, x, w.shape[1])
     refuse_gradient("a batched product" if group_sizes is None else "a masked product", out, x, w, *scales)
     masked_gmm_op(out, x, w, group_sizes, *scales, shuffled)
@@ -315,9 +308,7 @@ def scaled_bmm(
     `w`, (G, N).  They multiply sums in float32, which are rounded once, into `out` where it is given.  With
     8 bits a `w` whose K lies in a row, `w.mT` contiguous, is faster.  Not differentiable.
     """
-    check_shape("x", x, "G", "M", "K")
-    check_shape("w", w, "G", "K", "N")
-    check_size("x is (G, M, K={})", x.shape[2], "w is (G, K={}, N)", w.shape[1])
+    check_axes(x=(x, "G, M, K"), w=(w, "G, K, N"))
     if out is None:
         out = x.new_empty(x.shape[0], x.shape[1], w.shape[2], dtype=out_dtype)
     elif out_dtype not in (None, out.dtype):

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...tuning.aiter_json import tile_of
 from ..base.check import (
     FLOATS,
+    check_axes,
     check_device,
     check_existing,
     check_flags,
@@ -18,7 +19,6 @@ from ..base.check import (
     check_groups,
     check_own_memory,
     check_shape,
-    check_size,
     oriented,
     result_dtype,
 )
@@ -105,7 +105,7 @@ def transposed(
     check_shape("lhs", lhs, "K", "M")
     check_shape("rhs", rhs, "M", "N")
     lhs = oriented("trans_lhs", lhs, -1, rhs.shape[0], trans_lhs)
-    check_size("lhs is (K, M={})", lhs.shape[1], "rhs is (M={}, N)", rhs.shape[0])
+    check_axes(lhs=(lhs, "K, M"), rhs=(rhs, "M, N"))
     check_float(lhs=lhs, rhs=rhs)
     check_groups(group_sizes, lhs, "lhs", rhs=rhs)
     (K, M), N, G = lhs.shape, rhs.shape[1], group_sizes.shape[0]

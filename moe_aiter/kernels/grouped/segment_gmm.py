@@ -19,7 +19,7 @@ from torch import Tensor
 from ... import tuning
 from ...op import Written, binds, define_inplace_op, define_op, gradients, takes
 from .. import hopper
-from ..base.check import FLOATS, check_device, check_shape, check_size
+from ..base.check import FLOATS, check_axes, check_device
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, at_least_16, dense, multiply, operand, row_tiles, swizzle, tile_options
 from .segment_tgmm import segment_weight_gradient
@@ -281,9 +281,7 @@ def out_dtype(x: Tensor) -> torch.dtype:
 
 
 def new_segment_gmm(i: SegmentInputs | SegmentOutInputs) -> Tensor:
-    check_shape("x", i.x, "M", "K")
-    check_shape("w", i.w, "W", "K", "N")
-    check_size("x is (M, K={})", i.x.shape[1], "w is (W, K={}, N)", i.w.shape[1])
+    check_axes(x=(i.x, "M, K"), w=(i.w, "W, K, N"))
     check_operands(x=i.x, w=i.w)
     check_segments(i, i.w.shape[0])
     check_device(x=i.x, w=i.w)

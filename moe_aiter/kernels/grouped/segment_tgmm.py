@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import tuning
 from ...op import binds, define_op, takes
-from ..base.check import check_float, check_shape, check_size
+from ..base.check import check_axes, check_float
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import TILE_DTYPES, at_least_16, dense, swizzle, tile_options
 from .segments import (
@@ -121,9 +121,7 @@ def segment_tgmm_kernel(
 
 
 def new_segment_tgmm(i: SegmentTgmmInputs) -> Tensor:
-    check_shape("x", i.x, "M", "K")
-    check_shape("y", i.y, "M", "N")
-    check_size("x is (M={}, K)", i.x.shape[0], "y is (M={}, N)", i.y.shape[0])
+    check_axes(x=(i.x, "M, K"), y=(i.y, "M, N"))
     check_float(x=i.x, y=i.y)
     check_count("weights", i.weights)
     check_segments(i, i.weights)

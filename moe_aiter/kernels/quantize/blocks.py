@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op, takes
-from ..base.check import check_device, check_float, check_index, check_rows, check_shape, check_size, wide
+from ..base.check import check_axes, check_device, check_float, check_index, check_rows, check_shape, wide
 from ..base.fp8 import CHUNK, native_fp8
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense
@@ -337,11 +337,9 @@ def check_chunks(x: Tensor, order: Tensor, chunks: Tensor, **others: Tensor) -> 
 
 
 def new_quantize_chunks(i: QuantizeChunksInputs) -> tuple[Tensor, Tensor]:
-    check_shape("y", i.y, "M", "N")
-    check_shape("factor", i.factor, "T")
+    check_axes(y=(i.y, "M, N"), factor=(i.factor, "T"), order=(i.order, "M"))
     check_float(y=i.y)
     check_chunks(i.y, i.order, i.chunks, factor=i.factor)
-    check_size("y is (M={}, N)", i.y.shape[0], "order is (M={},)", i.order.shape[0])
     if i.format not in FORMATS:
         raise ValueError(f"unknown format {i.format!r}; known: {', '.join(FORMATS)}")
     shape = i.chunks.shape[0], i.y.shape[1]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op, takes
-from ..base.check import check_device, check_float, check_groups, check_shape, check_size, check_tensor, wide
+from ..base.check import check_axes, check_device, check_float, check_groups, check_shape, check_tensor, wide
 from ..base.fp8 import native_fp8
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import TILE_DTYPES, dense, locate, row_tiles
@@ -158,12 +158,9 @@ def quantize_folded_kernel(
 
 
 def new_quantize_folded(i: QuantizeFoldedInputs) -> tuple[Tensor, Tensor]:
-    check_shape("x", i.x, "M", "K")
-    check_shape("factor", i.factor, "G", "K")
+    check_axes(x=(i.x, "M, K"), factor=(i.factor, "G, K"), group_sizes=(i.group_sizes, "G"))
     check_float(x=i.x)
     check_groups(i.group_sizes, i.x, factor=i.factor)
-    check_size("x is (M, K={})", i.x.shape[1], "factor is (G, K={})", i.factor.shape[1])
-    check_size("factor is (G={}, K)", i.factor.shape[0], "group_sizes is (G={},)", i.group_sizes.shape[0])
     if i.factor.dtype != torch.float32:
         raise TypeError(f"factor must be float32, not {i.factor.dtype}")
     return new_quantize_rows(i.x, i.format)

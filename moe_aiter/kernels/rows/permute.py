@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
 from ..base.check import (
+    check_axes,
     check_device,
     check_float,
     check_index,
     check_plan_values,
-    check_shape,
     check_size,
     sum_dtype,
     wide,
@@ -177,22 +177,17 @@ def row_dots_kernel(
 
 # launcher
 def check_sorted_rows(rows: Tensor, order: Tensor, name: str = "rows") -> None:
-    check_shape(name, rows, "R", "H")
-    check_shape("order", order, "R")
+    check_axes(**{name: (rows, "R, H")}, order=(order, "R"))
     check_float(**{name: rows})
-    check_size(f"{name} is (R={{}}, H)", rows.shape[0], "order is (R={},)", order.shape[0])
 
 
 def check_tokens(x: Tensor, rank: Tensor) -> None:
-    check_shape("x", x, "T", "H")
-    check_shape("rank", rank, "T", "k")
+    check_axes(x=(x, "T, H"), rank=(rank, "T, k"))
     check_float(x=x)
-    check_size("x is (T={}, H)", x.shape[0], "rank is (T={}, k)", rank.shape[0])
 
 
 def check_plan(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | None = None) -> None:
-    check_shape("order", order, "R")
-    check_shape("rank", rank, "T", "k")
+    check_axes(order=(order, "R"), rank=(rank, "T, k"))
     check_index(order=order, rank=rank)
     check_device(x=x, order=order, rank=rank, routing_weights=routing_weights)
     if rank.shape[1] < 1:
@@ -227,7 +222,7 @@ def new_row_dots(i: RowDotsInputs) -> Tensor:
     check_plan(i.x, i.order, i.rank)
     check_float(rows=i.rows, x=i.x)
     check_device(rows=i.rows, x=i.x)
-    check_size("rows is (R, H={})", i.rows.shape[1], "x is (T, H={})", i.x.shape[1])
+    check_axes(rows=(i.rows, "R, H"), x=(i.x, "T, H"))
     return i.rows.new_empty(i.rank.shape, dtype=sum_dtype(i.rows))
 
 

@@ -15,6 +15,7 @@ from ...derived import derived
 from ...op import binds, define_op, gradients, takes
 from ...private_api import coo_indices, coo_values, version_of
 from ..base.check import (
+    check_axes,
     check_device,
     check_flags,
     check_float,
@@ -160,9 +161,7 @@ def new_sparse_matmul(i: SparseInputs) -> Tensor:
 
 
 def new_sparse_matmul_grad(i: SparseGradInputs) -> Tensor:
-    check_shape("left", i.left, "M", "N")
-    check_shape("right", i.right, "M", "K")
-    check_size("left is ({}, N)", i.left.shape[0], "right is ({}, K)", i.right.shape[0])
+    check_axes(left=(i.left, "M, N"), right=(i.right, "M, K"))
     check_float(left=i.left, right=i.right)
     check_device(left=i.left, right=i.right, lists=i.lists)
     L = check_lists(i.lists, i.left.shape[1], i.right.shape[1], i.a, i.b)

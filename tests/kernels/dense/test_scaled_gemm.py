@@ -280,7 +280,7 @@ BAD_GROUPS = {
     "groups": (
         dict(group_sizes=torch.tensor([5])),
         ValueError,
-        r"group_sizes is \(1,\) but w is \(G=2, K, N\)",
+        r"w is \(G=2, K, N\) but group_sizes is \(G=1,\)",
     ),
     "w_scale": (dict(w_scale=torch.ones(16)), ValueError, r"w_scale must be \(2, 16\)"),
     "x_scale": (dict(x_scale=torch.ones(4)), ValueError, r"x_scale must be \(5,\)"),

@@ -139,7 +139,7 @@ def test_mistakes(device):
     for inputs, message in (
         ((x, w, None, low, None), "low and b go together"),
         ((x, w[..., 1:], None, low, b), "x is .T, H=24. but w is .E, N, H=23."),
-        ((x, w, None, low, b[..., 1:]), "b must be .E, N, r. = .5, 40, 3."),
+        ((x, w, None, low, b[..., 1:]), "low is .R, r=3. but b is .E, N, r=2."),
         ((x, w, None, low[1:], b), "low is .R=68, r. but order is .R=69"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -147,7 +147,7 @@ def test_mistakes(device):
     with pytest.raises(TypeError, match="w is torch.float32 but low is torch.float64"):
         adapted_up(x, w, None, low.double(), b, *routing)
     out = new(len(low), N, device=device, dtype=torch.float32)
-    with pytest.raises(ValueError, match="out must be .M, N. = .69, 40."):
+    with pytest.raises(ValueError, match="w is .G, r, N=40. but out is .M, N=39."):
         add_low_rank(out[:, 1:], low, b.mT, routing[2])
     with pytest.raises(ValueError, match="shares memory"):
         add_low_rank(out, out[:, :3], b.mT, routing[2])

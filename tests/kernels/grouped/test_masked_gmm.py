@@ -246,7 +246,7 @@ BAD = {
         TypeError,
         "x must be float16, bfloat16, float32 or float64, not torch.int",
     ),
-    "sizes shape": (dict(group_sizes=S[:1]), ValueError, r"group_sizes must be \(G=2,\), but it has shape"),
+    "sizes shape": (dict(group_sizes=S[:1]), ValueError, r"x is \(G=2, M, K\) but group_sizes is \(G=1,\)"),
     "sizes dtype": (
         dict(group_sizes=S.float()),
         TypeError,

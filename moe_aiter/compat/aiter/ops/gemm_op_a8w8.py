@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ....kernels.base.check import check_shape, check_size, check_sizes, renamed
+from ....kernels.base.check import check_axes, check_shape, check_sizes, renamed
 from ....kernels.dense.scaled_gemm import scaled_gemm
 
 __all__ = ["gemm_a8w8", "int8_gemm"]
@@ -28,9 +28,7 @@ def gemm_a8w8(
     """
     if splitK not in (None, 0):
         check_sizes(splitK=splitK)
-    check_shape("XQ", XQ, "M", "K")
-    check_shape("WQ", WQ, "N", "K")
-    check_size("XQ is (M, K={})", XQ.shape[1], "WQ is (N, K={})", WQ.shape[1])
+    check_axes(XQ=(XQ, "M, K"), WQ=(WQ, "N, K"))
     for name, scale in (("x_scale", x_scale), ("w_scale", w_scale)):
         if scale is None:
             raise TypeError(f"{name} must be a tensor or a number, not None")

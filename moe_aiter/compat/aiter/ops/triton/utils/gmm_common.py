@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ......kernels.base.check import INDICES, check_probability, check_shape, check_size, checked, oriented
+from ......kernels.base.check import INDICES, check_axes, check_probability, check_shape, checked, oriented
 
 __all__ = ["gen_group_sizes", "gen_uniform_group_sizes", "get_gmm_shape", "get_tgmm_shape", "is_power_of_2"]
 
@@ -56,11 +56,9 @@ def get_gmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, i
     """
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")
-    check_shape("group_sizes", group_sizes, "G")
     rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], None)
     (M, K), (G, _, N) = lhs.shape, rhs.shape
-    check_size("lhs is (M, K={})", K, "rhs is (G, K={}, N)", rhs.shape[1])
-    check_size("group_sizes is ({},)", group_sizes.shape[0], "rhs is (G={}, K, N)", G)
+    check_axes(lhs=(lhs, "M, K"), rhs=(rhs, "G, K, N"), group_sizes=(group_sizes, "G"))
     return M, K, N, G
 
 
@@ -74,7 +72,7 @@ def get_tgmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, 
     check_shape("group_sizes", group_sizes, "G")
     lhs = oriented("trans_lhs", lhs, -1, rhs.shape[0], None)
     (K, M), N = lhs.shape, rhs.shape[1]
-    check_size("lhs is (K, M={})", M, "rhs is (M={}, N)", rhs.shape[0])
+    check_axes(lhs=(lhs, "K, M"), rhs=(rhs, "M, N"))
     return M, K, N, group_sizes.shape[0]
 
 
