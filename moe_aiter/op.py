@@ -94,12 +94,12 @@ def decisions() -> int:
     return _decisions
 
 
-def keep(known: dict, key: tuple | None, what) -> None:
+def keep(cache: dict, key: tuple | None, value) -> None:
     """Remember what some metadata decided."""
     if key is not None:
-        if len(known) >= MOST:
-            known.clear()
-        known[key] = what
+        if len(cache) >= MOST:
+            cache.clear()
+        cache[key] = value
 
 
 def once(check: Callable) -> Callable:
@@ -154,7 +154,7 @@ def register(
     mutates = "!" in schema
     # torch would record what is written in place by products of its own, or refuse them
     unrecorded = torch.no_grad()(run) if mutates else run
-    hashable = lambda given: tuple(given) if type(given) is list else given  # noqa: E731  to be part of a key
+    hashable = lambda v: tuple(v) if type(v) is list else v  # noqa: E731  a key takes no list
     LIB.impl(name, lambda *args: unrecorded(inputs(*map(hashable, args))), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_aiter::{name}", lambda *args: fake(inputs(*args)), lib=LIB)
     if backward is not None:
@@ -162,21 +162,21 @@ def register(
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=setup, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
     short = run if mutates else shortcut(name, inputs, run, backward, save)
-    known = set()  # types of inputs that are what the op wants, and plain
+    accepted = set()  # types of inputs that passed the checks below and need no dispatcher
 
     def call(*args):
         if torch.compiler.is_compiling():
             return op(*args)
         i = inputs(*args)
         kinds = tuple(map(type, i))
-        if kinds not in known or is_transformed() or i[0].is_meta:
+        if kinds not in accepted or is_transformed() or i[0].is_meta:
             check_kinds(arguments, i)
             check_transforms(name, i, mutates)
             # one sample after another, of which torch's dispatcher knows no way to write in place
             if not is_plain(i) or (is_batched() and not mutates):
                 return op(*i)
             if PLAIN.issuperset(kinds):
-                known.add(kinds)
+                accepted.add(kinds)
         elif dispatch_modes():
             return op(*i)
         return op(*i) if mutates and torch.is_grad_enabled() else short(i)
@@ -192,10 +192,10 @@ def compose(schema: str, fn: Callable) -> None:
 
 
 def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
-    for (argument, kind, words), given in zip(arguments, inputs, strict=True):
+    for (argument, kind, words), value in zip(arguments, inputs, strict=True):
         # a bool is an int to Python, and a mistake here
-        if not isinstance(given, kind) or (isinstance(given, bool) and words in ("an int", "a number")):
-            raise TypeError(f"{argument} must be {words}, not {type(given).__name__}")
+        if not isinstance(value, kind) or (isinstance(value, bool) and words in ("an int", "a number")):
+            raise TypeError(f"{argument} must be {words}, not {type(value).__name__}")
 
 
 def shortcut(name: str, inputs: type, run: Callable, backward: Callable, save: Callable | None) -> Callable:
@@ -361,11 +361,11 @@ def may_be_forced() -> bool:
     return _forced.blocks > 0 or _forced.default[0] != "auto"
 
 
-def check_backend(backend: str, known: tuple[str, ...] = CHOICES["backend"]) -> None:
+def check_backend(backend: str, allowed: tuple[str, ...] = CHOICES["backend"]) -> None:
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a str, not {type(backend).__name__}")
-    if backend not in known:
-        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(known)}")
+    if backend not in allowed:
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(allowed)}")
 
 
 def takes(*dtypes: torch.dtype):
@@ -502,9 +502,9 @@ def saving(save: Callable, kind: type) -> Callable:
     return lambda ctx, inputs, output: save(ctx, kind(*inputs), output)
 
 
-def gradients(inputs: type, **given: Tensor | None) -> tuple:
-    """Return what a backward pass returns: the gradients `given` by name, and None for every other input."""
-    return inputs(**(dict.fromkeys(inputs._fields) | given))
+def gradients(inputs: type, **computed: Tensor | None) -> tuple:
+    """Return what a backward pass returns: the `computed` gradients by name, and None for every other input."""
+    return inputs(**(dict.fromkeys(inputs._fields) | computed))
 
 
 def define_op(
@@ -530,13 +530,13 @@ def define_op(
     INPUTS[name] = inputs
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name].setdefault("torch", lambda out, *args: copy_into(out, reference(inputs(*args))))
-    known = {}  # metadata -> the outputs' layouts, and what fills them
+    cache = {}  # metadata -> the outputs' layouts, and what fills them
 
     def run(i):
         key = metadata(i, *IMPLS[name].values())
         if key is None:
             i = inputs(*resolved(*i))
-        if decided := known.get(key):
+        if decided := cache.get(key):
             layouts, launch = decided
             outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
             out = outs if outputs > 1 else outs[0]
@@ -546,7 +546,7 @@ def define_op(
             launch = None
             if any(t.numel() for t in outs):
                 launch = on_device_of(i[0], bound, pick(name, *i), i)
-            keep(known, key, ([layout(t) for t in outs], launch))
+            keep(cache, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
             if check_values is not None:
@@ -579,7 +579,7 @@ def define_inplace_op(
     INPUTS[name] = inputs
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = lambda *args: reference(inputs(*args))
-    known = {}  # metadata -> what updates the output
+    cache = {}  # metadata -> what updates the output
     hints = get_type_hints(inputs, include_extras=True)
     written = [n for n, hint in enumerate(hints.values()) if "!" in SCHEMA[hint]]
 
@@ -587,7 +587,7 @@ def define_inplace_op(
         i, key = args, metadata(args, *IMPLS[name].values())
         if key is None:
             i = inputs(*resolved(*args))
-        if decided := known.get(key):
+        if decided := cache.get(key):
             (launch,) = decided
         else:
             check(i)
@@ -595,7 +595,7 @@ def define_inplace_op(
             if any(args[n] is not None and args[n].numel() for n in written):
                 impl = pick(name, *i[1:], i[0])
                 launch = on_device_of(i[1], impl, i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
-            keep(known, key, (launch,))
+            keep(cache, key, (launch,))
         check_apart([*hints], args, written)
         if settings.debug and check_values is not None:
             check_values(i)
