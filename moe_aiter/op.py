@@ -503,7 +503,7 @@ def saving(save: Callable, kind: type) -> Callable:
 
 
 def gradients(inputs: type, **computed: Tensor | None) -> tuple:
-    """Return what a backward pass returns: the `computed` gradients by name, and None for every other input."""
+    """Return the gradients of an op's inputs, in order: those `computed`, by name, and None for the others."""
     return inputs(**(dict.fromkeys(inputs._fields) | computed))
 
 

@@ -14,7 +14,7 @@ from ...tuning import Config
 from ..base.activations import get_activation
 from ..base.launch import bind_kernel, num_programs
 from ..rows.sums import bind_sum_parts
-from .epilogue import Scales, kernel_functions, multiply_parts, span_of
+from .epilogue import Scales, kernel_functions, multiply_blocks, span_of
 from .gluon import (
     Number,
     aggregate,
@@ -49,25 +49,25 @@ from .pipeline import (
     make_ring,
     split_pairs,
 )
-from .schedule import Tiles, find_groups, make_places
+from .schedule import Tiles, find_groups, make_queue
 
 SLOTS = gl.constexpr(2)  # blocks of z in shared memory
 
 
 @gluon.jit
 def grad_consumer(
-    WHO: gl.constexpr, weights, ring, tiles, places, scales, handoff,
+    CONSUMER: gl.constexpr, weights, ring, tiles, queue, scales, handoff,
     BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     i = 0
     for n in range(tiles.mine()):
-        group, first, end, tile_n = places.get(n)
-        depth, row = tiles.used(group, weights.K), first + WHO * (BLOCK_M // 2)
+        group, first, end, tile_n = queue.get(n)
+        depth, row = tiles.used(group, weights.K), first + CONSUMER * (BLOCK_M // 2)
         # 512 threads leave the compiler too few registers for an instruction of 256 columns
-        parts, i = multiply_parts(WHO, weights, ring, i, depth, BLOCK_M, 1, SPAN, None, 128)
+        accs, i = multiply_blocks(CONSUMER, weights, ring, i, depth, BLOCK_M, 1, SPAN, None, 128)
         end, limit = gl.where(depth > 0, end, row), tiles.used(group, weights.N)
-        acc = scales.apply(parts[0], group, row, end, tile_n * weights.BLOCK_N, limit)
-        handoff.put(n, WHO, blocks(acc, handoff.BLOCKS))
+        acc = scales.apply(accs[0], group, row, end, tile_n * weights.BLOCK_N, limit)
+        handoff.put(n, CONSUMER, blocks(acc, handoff.BLOCKS))
 
 
 @aggregate
@@ -158,32 +158,32 @@ class Grads:
 
 
 @gluon.jit
-def strip_place(tiles, places, i, STRIPS: gl.constexpr):
+def strip_place(tiles, queue, i, STRIPS: gl.constexpr):
     """First row, end row, end of what there is to read, and column tile of this program's i-th strip.
 
     Past the last one it is a strip of the last tile.
     """
     n = gl.minimum(i // STRIPS, tiles.mine() - 1)
-    group, row, end, tile_n = places.look(n)
-    places.release(n, pred=i == n * STRIPS + STRIPS - 1)
+    group, row, end, tile_n = queue.look(n)
+    queue.release(n, pred=i == n * STRIPS + STRIPS - 1)
     row += i % STRIPS * STRIP
     return row, end, gl.where(group < tiles.G, end, row), tile_n
 
 
 @gluon.jit
-def grad_finisher(tiles, places, handoff, grads):
+def grad_finisher(tiles, queue, handoff, grads):
     if tiles.mine() > 0:
-        finish(tiles, places, handoff, grads)
+        finish(tiles, queue, handoff, grads)
 
 
 @gluon.jit
-def finish(tiles, places, handoff, grads):
+def finish(tiles, queue, handoff, grads):
     BLOCKS: gl.constexpr = handoff.BLOCKS
     STRIPS: gl.constexpr = CONSUMERS * handoff.STRIPS  # of a tile
     layout: gl.constexpr = line_layout(grads.WIDTH)
     # the routing weights are read a strip ahead, and whose they are two
-    row, end, live, tile_n = strip_place(tiles, places, 0, STRIPS)
-    next_row, next_end, next_live, next_n = strip_place(tiles, places, 1, STRIPS)
+    row, end, live, tile_n = strip_place(tiles, queue, 0, STRIPS)
+    next_row, next_end, next_live, next_n = strip_place(tiles, queue, 1, STRIPS)
     s = grads.weight(grads.choice(row, live))
     choice = grads.choice(next_row, next_live)
     c = 0
@@ -191,7 +191,7 @@ def finish(tiles, places, handoff, grads):
         grads.fetch(slot, row, live, tile_n * BLOCKS + slot, True)
     strips = tiles.mine() * STRIPS
     for i in range(0, strips):
-        later_row, later_end, later_live, later_n = strip_place(tiles, places, i + 2, STRIPS)
+        later_row, later_end, later_live, later_n = strip_place(tiles, queue, i + 2, STRIPS)
         next_s = grads.weight(choice)
         choice = grads.choice(later_row, later_live)
         ds = gl.zeros((STRIP,), gl.float32, layout=gl.SliceLayout(1, layout))
@@ -255,7 +255,7 @@ def down_grad_kernel(
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     handoff = make_handoff(z_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
-    places = make_places(CONSUMERS + 1)  # and who finishes
+    queue = make_queue(CONSUMERS + 1)  # and the finisher
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows" if SPAN > 0 else "columns", None)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
@@ -289,10 +289,10 @@ def down_grad_kernel(
     REGISTERS: gl.constexpr = [160, 152, 40] if BLOCK_K == 32 else [160, 136, 56]
     gl.warp_specialize(
         [
-            (grad_consumer, (0, weights, ring, tiles, places, scales, handoff, BLOCK_M, SPAN)),
-            (grad_consumer, (1, weights, ring, tiles, places, scales, handoff, BLOCK_M, SPAN)),
-            (grad_finisher, (tiles, places, handoff, grads)),
-            (gather, (dout, weights, ring, tiles, groups, places, BLOCK_M, False)),
+            (grad_consumer, (0, weights, ring, tiles, queue, scales, handoff, BLOCK_M, SPAN)),
+            (grad_consumer, (1, weights, ring, tiles, queue, scales, handoff, BLOCK_M, SPAN)),
+            (grad_finisher, (tiles, queue, handoff, grads)),
+            (gather, (dout, weights, ring, tiles, groups, queue, BLOCK_M, False)),
         ],
         [4, 4, 4],
         REGISTERS,
@@ -333,15 +333,15 @@ def bind_down_grad(i) -> Callable:
 
     def launch(out, i, scales=(None, None)):
         dz, a, ds = out
-        parts = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
+        partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
         kernel(
             i.dout, i.order.contiguous(),
             descriptor(i.down.mT.view(E * N, K), c.block_n, c.block_k) if fp8
             else descriptor(i.down.view(E * K, N), c.block_k, c.block_n),
             ragged_descriptor(i.z, STRIP.value, LINE.value), dz,
-            a if need_a else dz, i.routing_weights.float().contiguous(), parts,
+            a if need_a else dz, i.routing_weights.float().contiguous(), partial_sums,
             i.group_sizes.contiguous(), *scales, *sizes,
         )  # fmt: skip
-        sum_columns(parts, i.rank, ds)
+        sum_columns(partial_sums, i.rank, ds)
 
     return launch

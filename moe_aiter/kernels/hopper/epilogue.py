@@ -144,25 +144,26 @@ class Scales:
 
 
 @gluon.jit
-def multiply_parts(
-    WHO: gl.constexpr, weights, ring, i, depth,
+def multiply_blocks(
+    CONSUMER: gl.constexpr, weights, ring, i, depth,
     BLOCK_M: gl.constexpr, COUNT: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr = None,
     WIDEST: gl.constexpr = 256,
 ):  # fmt: skip
     """This consumer's half of a tile as COUNT blocks of columns, promoted where there is a SPAN."""
     if SPAN > 0:
-        parts, i = multiply_promoted(WHO, weights, ring, i, depth, BLOCK_M, SPAN, FLAT)
-        gl.static_assert(len(parts) == COUNT)
+        accs, i = multiply_promoted(CONSUMER, weights, ring, i, depth, BLOCK_M, SPAN, FLAT)
+        gl.static_assert(len(accs) == COUNT)
     else:
-        acc, i = multiply(WHO, weights, ring, i, depth, BLOCK_M, FLAT, WIDEST)
-        parts = blocks(acc, COUNT)
-    return parts, i
+        acc, i = multiply(CONSUMER, weights, ring, i, depth, BLOCK_M, FLAT, WIDEST)
+        accs = blocks(acc, COUNT)
+    return accs, i
 
 
 @gluon.jit
 def multiply_promoted(
-    WHO: gl.constexpr, weights, ring, i, depth, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr
-):
+    CONSUMER: gl.constexpr, weights, ring, i, depth,
+    BLOCK_M: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
     """`multiply` of 8-bit floats, as a tuple of tensors of at most 128 columns.
 
     The tensor core keeps some 14 bits of a sum, so it adds SPAN stages at a time, of which `depth` holds a
@@ -177,12 +178,12 @@ def multiply_promoted(
         acc = warpgroup_mma_init(zeros)
         for s in gl.static_range(SPAN):
             ring.wait_ready(i + s)
-            acc = add_stage(acc, weights, ring, i + s, WHO * HALF, 0, s > 0, FLAT)
+            acc = add_stage(acc, weights, ring, i + s, CONSUMER * HALF, 0, s > 0, FLAT)
         if weights.BLOCK_N > WIDTH:
             left += warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             acc = warpgroup_mma_init(zeros)
             for s in gl.static_range(SPAN):
-                acc = add_stage(acc, weights, ring, i + s, WHO * HALF, WIDTH, s > 0, FLAT)
+                acc = add_stage(acc, weights, ring, i + s, CONSUMER * HALF, WIDTH, s > 0, FLAT)
         for s in gl.static_range(SPAN - 1):
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=SPAN - 1 - s, deps=(acc,)))
             ring.release(i + s)

@@ -41,7 +41,7 @@ from .gluon import (
     tma_store,
 )
 from .pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make_ring, multiply, produce
-from .schedule import Tiles, make_places
+from .schedule import Tiles, make_queue
 
 # few_rows: kernel
 
@@ -226,7 +226,7 @@ class Matrices:
     @gluon.jit
     def find(self, tiles, n):
         """Matrix, first row, end row and column tile of the program's n-th tile."""
-        row_tile, column = tiles.place(gl.program_id(0) + n * tiles.PROGRAMS)
+        row_tile, column = tiles.position(gl.program_id(0) + n * tiles.PROGRAMS)
         matrix = row_tile // self.tiles
         first = matrix * self.M
         return matrix, first + row_tile % self.tiles * self.BLOCK_M, first + self.M, column
@@ -252,7 +252,7 @@ class Epilogue:
     ACTIVATION: gl.constexpr
 
     @gluon.jit
-    def block(self, part, WHO: gl.constexpr, matrix, row, end, column):
+    def block(self, part, CONSUMER: gl.constexpr, matrix, row, end, column):
         """Finish and store a block of columns."""
         if self.alpha is not None:
             part *= self.alpha
@@ -270,17 +270,17 @@ class Epilogue:
             part += self.beta * added.to(gl.float32)
         part = add_bias(part, self.bias_ptr, 0, column, self.bias_end)
         if self.z_desc is not None:
-            self.store(self.z_desc, part, WHO, row, end, column)
+            self.store(self.z_desc, part, CONSUMER, row, end, column)
         if self.ACTIVATION is not None:
             part = self.ACTIVATION(part)[0]
-        self.store(self.out_desc, part, WHO, row, end, column)
+        self.store(self.out_desc, part, CONSUMER, row, end, column)
 
     @gluon.jit
-    def store(self, desc, part, WHO: gl.constexpr, row, end, column):
+    def store(self, desc, part, CONSUMER: gl.constexpr, row, end, column):
         store_wait(pendings=0)
-        self.buffers.index(WHO).store(part.to(desc.dtype).reshape(desc.block_type.shape))
+        self.buffers.index(CONSUMER).store(part.to(desc.dtype).reshape(desc.block_type.shape))
         fence_async_shared()
-        tma_store(desc, ragged(row, end, column), self.buffers.index(WHO))
+        tma_store(desc, ragged(row, end, column), self.buffers.index(CONSUMER))
 
 
 @jit_kernel
@@ -317,7 +317,7 @@ def gemm_kernel(
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES, READERS)
-    places = make_places(READERS)
+    queue = make_queue(READERS)
     if TURNS:
         turns = make_barriers(CONSUMERS, 1)
     else:
@@ -331,9 +331,9 @@ def gemm_kernel(
     gap = x_rows - M
     gl.warp_specialize(
         [
-            (gemm_consumer, (0, weights, ring, tiles, places, turns, finish, BLOCK_M, STORES)),
-            (gemm_consumer, (1, weights, ring, tiles, places, turns, finish, BLOCK_M, STORES)),
-            (produce, (x_desc, weights, None, None, ring, tiles, Matrices(M, rows, BLOCK_M), places, gap)),
+            (gemm_consumer, (0, weights, ring, tiles, queue, turns, finish, BLOCK_M, STORES)),
+            (gemm_consumer, (1, weights, ring, tiles, queue, turns, finish, BLOCK_M, STORES)),
+            (produce, (x_desc, weights, None, None, ring, tiles, Matrices(M, rows, BLOCK_M), queue, gap)),
         ],
         [4, 4],
         [232, 40],
@@ -342,31 +342,32 @@ def gemm_kernel(
 
 @gluon.jit
 def gemm_consumer(
-    WHO: gl.constexpr, weights, ring, tiles, places, turns, finish,
+    CONSUMER: gl.constexpr, weights, ring, tiles, queue, turns, finish,
     BLOCK_M: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
     i = 0
     if turns is None:
         for n in range(tiles.mine()):
-            matrix, first, end, tile_n = places.get(n)
-            acc, i = multiply(WHO, weights, ring, i, weights.K, BLOCK_M, None)
-            row = first + WHO * (BLOCK_M // 2)
-            finish_tile(acc, WHO, finish, matrix, row, end, tile_n * weights.BLOCK_N, STORES)
+            matrix, first, end, tile_n = queue.get(n)
+            acc, i = multiply(CONSUMER, weights, ring, i, weights.K, BLOCK_M, None)
+            row = first + CONSUMER * (BLOCK_M // 2)
+            finish_tile(acc, CONSUMER, finish, matrix, row, end, tile_n * weights.BLOCK_N, STORES)
     else:
-        for n in range(WHO, tiles.mine(), CONSUMERS):
-            matrix, first, end, tile_n = places.get(n)
-            mbarrier.wait(turns.index(WHO), n // CONSUMERS & 1 ^ 1 - WHO)
+        for n in range(CONSUMER, tiles.mine(), CONSUMERS):
+            matrix, first, end, tile_n = queue.get(n)
+            mbarrier.wait(turns.index(CONSUMER), n // CONSUMERS & 1 ^ 1 - CONSUMER)
             i = n * gl.cdiv(weights.K, weights.BLOCK_K)
-            acc, i = multiply(0, weights, ring, i, weights.K, 2 * BLOCK_M, None, last=turns.index(1 - WHO))
-            finish_tile(acc, WHO, finish, matrix, first, end, tile_n * weights.BLOCK_N, STORES)
+            last = turns.index(1 - CONSUMER)
+            acc, i = multiply(0, weights, ring, i, weights.K, 2 * BLOCK_M, None, last=last)
+            finish_tile(acc, CONSUMER, finish, matrix, first, end, tile_n * weights.BLOCK_N, STORES)
     store_wait(pendings=0)
 
 
 @gluon.jit
-def finish_tile(acc, WHO: gl.constexpr, finish, matrix, row, end, column, STORES: gl.constexpr):
-    parts = blocks(acc, STORES)
+def finish_tile(acc, CONSUMER: gl.constexpr, finish, matrix, row, end, column, STORES: gl.constexpr):
+    accs = blocks(acc, STORES)
     for j in gl.static_range(STORES):
-        finish.block(parts[j], WHO, matrix, row, end, column + j * (acc.shape[1] // STORES))
+        finish.block(accs[j], CONSUMER, matrix, row, end, column + j * (acc.shape[1] // STORES))
 
 
 # gemm: launcher

@@ -62,9 +62,9 @@ def aggregate(cls):
 
     def init(self, *values):
         for name, value in zip(fields, values, strict=True):
-            known = fields[name] is gl.constexpr or value is None or isinstance(value, int)
-            known = known and not isinstance(value, gl.constexpr)
-            setattr(self, name, gl.constexpr(value) if known else value)
+            constant = fields[name] is gl.constexpr or value is None or isinstance(value, int)
+            constant = constant and not isinstance(value, gl.constexpr)
+            setattr(self, name, gl.constexpr(value) if constant else value)
 
     init.__triton_builtin__ = True
     cls.__init__ = gluon.constexpr_function(init)
@@ -118,7 +118,7 @@ def ragged(row, end, column):
 # launchers
 
 
-SHARED_BYTES = 226 * 1024  # of a program, less 1 KiB for barriers, places and what starts the warpgroups
+SHARED_BYTES = 226 * 1024  # of a program; 1 KiB is left for barriers, the tile queue and starting warpgroups
 
 
 def tile_options(config: Config) -> dict:

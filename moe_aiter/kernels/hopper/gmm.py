@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import tuning
 from ..base.check import take_rows
 from ..base.launch import bind_kernel, num_programs
-from .epilogue import Scales, multiply_parts, span_of
+from .epilogue import Scales, multiply_blocks, span_of
 from .gluon import (
     beside_groups,
     block_g,
@@ -26,7 +26,7 @@ from .gluon import (
     tma_store,
 )
 from .pipeline import CONSUMERS, Weights, add_bias, make_ring, produce
-from .schedule import Tiles, find_groups, find_masked_groups, make_places
+from .schedule import Tiles, find_groups, find_masked_groups, make_queue
 
 # gmm: kernel
 
@@ -65,18 +65,18 @@ def gmm_kernel(
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
-    places = make_places(CONSUMERS)
+    queue = make_queue(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, group_rows)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_scale_stride, 1, M)
     gl.warp_specialize(
         [
-            (gmm_consumer, (0, weights, ring, tiles, places, scales, out, out_desc, bias_ptr,
+            (gmm_consumer, (0, weights, ring, tiles, queue, scales, out, out_desc, bias_ptr,
                             BLOCK_M, STORES, ZERO_REST, SPAN)),
-            (gmm_consumer, (1, weights, ring, tiles, places, scales, out, out_desc, bias_ptr,
+            (gmm_consumer, (1, weights, ring, tiles, queue, scales, out, out_desc, bias_ptr,
                             BLOCK_M, STORES, ZERO_REST, SPAN)),
-            (produce, (x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, None, INDPTR)),
+            (produce, (x_desc, weights, numbers_ptr, W, ring, tiles, groups, queue, None, INDPTR)),
         ],
         [4, 4],
         [232, 40],
@@ -85,11 +85,11 @@ def gmm_kernel(
 
 @gluon.jit
 def gmm_consumer(
-    WHO: gl.constexpr,
+    CONSUMER: gl.constexpr,
     weights,
     ring,
     tiles,
-    places,
+    queue,
     scales,
     out,  # buffers for a block of columns
     out_desc,
@@ -103,21 +103,21 @@ def gmm_consumer(
     WIDTH: gl.constexpr = weights.BLOCK_N // STORES
     i = 0
     for n in range(tiles.mine()):
-        group, row, end, tile_n = places.get(n)
+        group, row, end, tile_n = queue.get(n)
         depth = tiles.used(group, weights.K)
-        parts, i = multiply_parts(WHO, weights, ring, i, depth, BLOCK_M, STORES, SPAN)
+        accs, i = multiply_blocks(CONSUMER, weights, ring, i, depth, BLOCK_M, STORES, SPAN)
         biased = tiles.used(group, weights.N)  # columns
         if not ZERO_REST:
             end = gl.where(group != tiles.G, end, row)  # so TMA clips the rows in no group, which stay
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH
             scaled_end = gl.where(group < tiles.G, end, row)
-            part = scales.apply(parts[j], group, row + WHO * HALF, scaled_end, column, biased)
+            part = scales.apply(accs[j], group, row + CONSUMER * HALF, scaled_end, column, biased)
             part = add_bias(part, bias_ptr, group * weights.N, column, biased)
             store_wait(pendings=0)
-            out.index(WHO).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
+            out.index(CONSUMER).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
             fence_async_shared()
-            tma_store(out_desc, ragged(row + WHO * HALF, end, column), out.index(WHO))
+            tma_store(out_desc, ragged(row + CONSUMER * HALF, end, column), out.index(CONSUMER))
     store_wait(pendings=0)
 
 
@@ -233,7 +233,7 @@ def masked_gmm_kernel(
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
-    places = make_places(CONSUMERS)
+    queue = make_queue(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows", w_rows)
     scales = Scales(x_scale_ptr, x_scale_strides[0], x_scale_strides[1],
                     w_scale_ptr, w_scale_strides[0], w_scale_strides[1], M)  # fmt: skip
@@ -242,11 +242,11 @@ def masked_gmm_kernel(
     gap = out_rows - M
     gl.warp_specialize(
         [
-            (masked_consumer, (0, weights, ring, tiles, places, scales, bias_ptr, out, out_desc, gap,
+            (masked_consumer, (0, weights, ring, tiles, queue, scales, bias_ptr, out, out_desc, gap,
                                BLOCK_M, STORES, SPAN)),
-            (masked_consumer, (1, weights, ring, tiles, places, scales, bias_ptr, out, out_desc, gap,
+            (masked_consumer, (1, weights, ring, tiles, queue, scales, bias_ptr, out, out_desc, gap,
                                BLOCK_M, STORES, SPAN)),
-            (produce, (x_desc, weights, None, None, ring, tiles, groups, places, x_rows - M)),
+            (produce, (x_desc, weights, None, None, ring, tiles, groups, queue, x_rows - M)),
         ],
         [4, 4],
         [232, 40],
@@ -255,11 +255,11 @@ def masked_gmm_kernel(
 
 @gluon.jit
 def masked_consumer(
-    WHO: gl.constexpr,
+    CONSUMER: gl.constexpr,
     weights,
     ring,
     tiles,
-    places,
+    queue,
     scales,
     bias_ptr,
     out,  # buffers for a block of columns
@@ -272,18 +272,18 @@ def masked_consumer(
     WIDTH: gl.constexpr = weights.BLOCK_N // STORES
     i = 0
     for n in range(tiles.mine()):
-        group, first, end, tile_n = places.get(n)
-        row = first + WHO * (BLOCK_M // 2)
-        parts, i = multiply_parts(WHO, weights, ring, i, weights.K, BLOCK_M, STORES, SPAN)
+        group, first, end, tile_n = queue.get(n)
+        row = first + CONSUMER * (BLOCK_M // 2)
+        accs, i = multiply_blocks(CONSUMER, weights, ring, i, weights.K, BLOCK_M, STORES, SPAN)
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH
             first_row = group * scales.M
-            part = scales.apply(parts[j], group, row - first_row, end - first_row, column, weights.N)
+            part = scales.apply(accs[j], group, row - first_row, end - first_row, column, weights.N)
             part = add_bias(part, bias_ptr, 0, column, weights.N)
             store_wait(pendings=0)
-            out.index(WHO).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
+            out.index(CONSUMER).store(part.to(out_desc.dtype).reshape(out_desc.block_type.shape))
             fence_async_shared()
-            tma_store(out_desc, ragged(row + group * gap, end + group * gap, column), out.index(WHO))
+            tma_store(out_desc, ragged(row + group * gap, end + group * gap, column), out.index(CONSUMER))
     store_wait(pendings=0)
 
 

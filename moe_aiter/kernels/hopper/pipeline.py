@@ -137,17 +137,17 @@ class Weights:
 
 @gluon.jit
 def produce(
-    x_desc, weights, numbers_ptr, W, ring, tiles, groups, places, gap=None, FIRST: gl.constexpr = False
+    x_desc, weights, numbers_ptr, W, ring, tiles, groups, queue, gap=None, FIRST: gl.constexpr = False
 ):  # fmt: skip
     """Fetch contiguous rows and weights, tile after tile.
 
-    In x, groups lie `gap` rows farther apart than their places say.  FIRST as in `Tiles.weight_of`.
+    In x, groups lie `gap` rows farther apart than `groups` says.  FIRST as in `Tiles.weight_of`.
     """
     i = 0
     for n in range(tiles.mine()):
         group, row, end, tile_n = groups.find(tiles, n)
         weight, group = tiles.weight_of(group, numbers_ptr, W, FIRST)
-        places.put(n, group, row, end, tile_n)
+        queue.put(n, group, row, end, tile_n)
         if gap is not None:
             row += group * gap
         for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):
@@ -160,7 +160,7 @@ def produce(
 
 
 @gluon.jit
-def gather(x, weights, ring, tiles, groups, places, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
+def gather(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
     """Fetch rows from where they are, and weights, tile after tile; EARLY reads indices a tile ahead."""
     # 16 bytes for each thread, and as much as there is of a row side by side
     LANES: gl.constexpr = weights.BLOCK_K // x.VECTOR
@@ -174,13 +174,13 @@ def gather(x, weights, ring, tiles, groups, places, BLOCK_M: gl.constexpr, EARLY
     for n in range(tiles.mine()):
         if EARLY:
             group, row, end, tile_n = next_group, next_row, next_end, next_n
-            places.put(n, group, row, end, tile_n)
+            queue.put(n, group, row, end, tile_n)
             offsets = source[:, None] + columns[None, :]
             next_group, next_row, next_end, next_n = groups.find(tiles, n + 1)
             source = x.sources(next_row + m, tiles.used(next_group, next_end))
         else:
             group, row, end, tile_n = groups.find(tiles, n)
-            places.put(n, group, row, end, tile_n)
+            queue.put(n, group, row, end, tile_n)
             offsets = x.sources(row + m, tiles.used(group, end))[:, None] + columns[None, :]
         for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):
             ring.wait_empty(i)
@@ -194,7 +194,7 @@ def gather(x, weights, ring, tiles, groups, places, BLOCK_M: gl.constexpr, EARLY
 
 @gluon.jit
 def multiply(
-    WHO: gl.constexpr, weights, ring, i, depth,
+    CONSUMER: gl.constexpr, weights, ring, i, depth,
     BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256, last=None,
 ):  # fmt: skip
     """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage.
@@ -215,7 +215,7 @@ def multiply(
     first = i
     for k in range(0, depth, weights.BLOCK_K):
         ring.wait_ready(i)
-        a = ring.a.index(i % ring.STAGES).slice(WHO * HALF, HALF, 0)
+        a = ring.a.index(i % ring.STAGES).slice(CONSUMER * HALF, HALF, 0)
         b = weights.view(ring.b.index(i % ring.STAGES), FLAT)
         acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
@@ -296,12 +296,12 @@ class Handoff:
     STRIPS: gl.constexpr  # of a consumer
 
     @gluon.jit
-    def put(self, n, WHO: gl.constexpr, parts):
+    def put(self, n, CONSUMER: gl.constexpr, accs):
         """Hand over the blocks of a consumer's half of the program's n-th tile."""
-        mbarrier.wait(self.empty.index(WHO), n & 1 ^ 1)
+        mbarrier.wait(self.empty.index(CONSUMER), n & 1 ^ 1)
         for j in gl.static_range(self.BLOCKS):
-            self.tile.index(WHO * self.BLOCKS + j).store(parts[j].to(self.tile.dtype))
-        mbarrier.arrive(self.full.index(WHO), count=1)
+            self.tile.index(CONSUMER * self.BLOCKS + j).store(accs[j].to(self.tile.dtype))
+        mbarrier.arrive(self.full.index(CONSUMER), count=1)
 
     @gluon.jit
     def get(self, n, strip, j, LAYOUT: gl.constexpr):
@@ -309,12 +309,12 @@ class Handoff:
         COUNT: gl.constexpr = self.tile.shape[0] * self.STRIPS
         SHAPE: gl.constexpr = [COUNT, STRIP, self.tile.shape[2]]
         SAME: gl.constexpr = self.tile.layout  # of the strips too, since it repeats every 8 rows
-        who, within = strip // self.STRIPS, strip % self.STRIPS
-        mbarrier.wait(self.full.index(who), n & 1)
-        at = (who * self.BLOCKS + j) * self.STRIPS + within
+        consumer, within = strip // self.STRIPS, strip % self.STRIPS
+        mbarrier.wait(self.full.index(consumer), n & 1)
+        at = (consumer * self.BLOCKS + j) * self.STRIPS + within
         out = as_tile(self.tile, SHAPE, SAME).index(at).load(LAYOUT)
         last = (within == self.STRIPS - 1) & (j == self.BLOCKS - 1)
-        mbarrier.arrive(self.empty.index(who), count=1, pred=last)
+        mbarrier.arrive(self.empty.index(consumer), count=1, pred=last)
         return out
 
 

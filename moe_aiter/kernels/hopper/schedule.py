@@ -1,14 +1,14 @@
-"""Which tile is whose: its group and its rows.
+"""The schedule of tiles: the group, the rows and the columns of each tile of a program.
 
-Each program lists the groups in shared memory before it starts.  Its producer looks tiles up there, which
-takes long, and tells the other warpgroups.
+Each program lists the groups in shared memory before it starts.  Its producer finds each tile's group there,
+which takes long, and passes the result to the other warpgroups by a queue.
 """
 
 from .gluon import Number, aggregate, as_tile, gl, gluon, mbarrier
 from .pipeline import make_barriers
 
 CHUNK = gl.constexpr(64)  # groups that are looked at at a time, as a producer's registers allow
-SLOTS = gl.constexpr(4)  # tiles whose places are in shared memory
+SLOTS = gl.constexpr(4)  # tiles in a queue
 ALL_FOUR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # every thread has each of four numbers
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -52,8 +52,8 @@ class Tiles:
                 at = gl.minimum(gl.maximum(group - 1, 0), gl.maximum(self.G - 2, 0))
                 number = gl.load(numbers_ptr + at, mask=self.G > 1, other=-1).to(gl.int64)
             there = (number >= 0) & (number < W)
-            known = gl.where(there, group, self.G + 1)
-            out = number.to(gl.int32), gl.where((group == 0) | (group == self.G), self.G, known)
+            weighted = gl.where(there, group, self.G + 1)
+            out = number.to(gl.int32), gl.where((group == 0) | (group == self.G), self.G, weighted)
         elif numbers_ptr is not None:
             number = gl.load(numbers_ptr + gl.minimum(group, self.G - 1)).to(gl.int64)
             there = (number >= 0) & (number < W) | (group == self.G)
@@ -63,7 +63,7 @@ class Tiles:
         return out
 
     @gluon.jit
-    def place(self, tile):
+    def position(self, tile):
         """Tile number -> (row tile, column tile)."""
         if self.GROUP_M == 1:
             row, column = tile // self.columns, tile % self.columns
@@ -110,7 +110,7 @@ class Groups:
     def find(self, tiles, n):
         """Group, first row, end row and column tile of the program's n-th tile, or of the last there is."""
         tile = gl.minimum(gl.program_id(0) + n * tiles.PROGRAMS, tiles.rows * tiles.columns - 1)
-        row_tile, column = tiles.place(tile)
+        row_tile, column = tiles.position(tile)
         group, row, end = self.of_tile(row_tile)
         return group, row, end, column
 
@@ -182,29 +182,29 @@ def list_groups(end, tiles, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, 
 
 
 @aggregate
-class Places:
-    """Where the producer tells the others the place of a tile."""
+class TileQueue:
+    """The queue in shared memory by which the producer tells the other warpgroups each tile."""
 
     values: gl.shared_memory_descriptor  # (SLOTS, 4): group, or G + 1 without weight; rows; column tile
-    there: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # a barrier for each slot, as is empty
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
     def put(self, n, group, first, end, column):
-        """The n-th tile of this program."""
+        """Put the n-th tile of this program into the queue, as soon as there is room."""
         slot, round = n % SLOTS, n // SLOTS
         i = gl.arange(0, 4, layout=ALL_FOUR)
         mbarrier.wait(self.empty.index(slot), (round & 1) ^ 1)
         rows = gl.where(i == 1, first, end)
         self.values.index(slot).store(gl.where(i == 0, group, gl.where(i == 3, column, rows)))
-        mbarrier.arrive(self.there.index(slot), count=1)
+        mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
     def look(self, n):
-        """The place of the n-th tile, which stays until every reader has released it."""
+        """Wait for the n-th tile, and leave it in the queue until every reader has released it."""
         slot, round = n % SLOTS, n // SLOTS
         i = gl.arange(0, 4, layout=ALL_FOUR)
-        mbarrier.wait(self.there.index(slot), round & 1)
+        mbarrier.wait(self.full.index(slot), round & 1)
         values = self.values.index(slot).load(ALL_FOUR)
         group, first = gl.sum(gl.where(i == 0, values, 0), 0), gl.sum(gl.where(i == 1, values, 0), 0)
         end, column = gl.sum(gl.where(i == 2, values, 0), 0), gl.sum(gl.where(i == 3, values, 0), 0)
@@ -216,13 +216,13 @@ class Places:
 
     @gluon.jit
     def get(self, n):
-        """The same for who looks once."""
+        """Wait for the n-th tile, and release it."""
         group, first, end, column = self.look(n)
         self.release(n)
         return group, first, end, column
 
 
 @gluon.jit
-def make_places(READERS: gl.constexpr):
+def make_queue(READERS: gl.constexpr):
     values = gl.allocate_shared_memory(gl.int32, [SLOTS, 4], FLAT)
-    return Places(values, make_barriers(SLOTS, 1), make_barriers(SLOTS, READERS))
+    return TileQueue(values, make_barriers(SLOTS, 1), make_barriers(SLOTS, READERS))

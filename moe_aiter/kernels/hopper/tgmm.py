@@ -41,7 +41,7 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .pipeline import CONSUMERS, VECTOR, blocks, make_ring
-from .schedule import Tiles, clamped_sizes, make_places, warp_layout
+from .schedule import Tiles, clamped_sizes, make_queue, warp_layout
 
 # tgmm: kernel
 
@@ -61,7 +61,7 @@ class Rows:
     M: Number
     G: Number
     K: Number  # a multiple of 8
-    ranks: object  # (BLOCK_G,) in shared memory, the place of each group by size, or None
+    ranks: object  # (BLOCK_G,) in shared memory, the position of each group by size, or None
     TOP_K: gl.constexpr
     BLOCK_G: gl.constexpr
 
@@ -76,14 +76,14 @@ class Rows:
         return gl.maximum(choice, 0) // self.TOP_K * self.x_stride * VECTOR
 
     @gluon.jit
-    def of_place(self, place):
-        """The group at that place, its first row and end row, clamped as by `group_rows` in base/tile.py."""
+    def at_position(self, position):
+        """The group at a position, its first row and end row, clamped as by `group_rows` in base/tile.py."""
         layout: gl.constexpr = warp_layout(self.BLOCK_G)
         g = gl.arange(0, self.BLOCK_G, layout=layout)
         size = clamped_sizes(self.group_sizes_ptr, g, self.M, self.G)
-        group = place
+        group = position
         if self.ranks is not None:
-            group = gl.sum(gl.where(self.ranks.load(layout) == place, g, 0), 0)
+            group = gl.sum(gl.where(self.ranks.load(layout) == position, g, 0), 0)
         first = gl.minimum(gl.sum(gl.where(g < group, size, 0), 0), self.M)
         end = gl.minimum(gl.sum(gl.where(g <= group, size, 0), 0), self.M)
         return group, first.to(gl.int32), end.to(gl.int32)
@@ -91,7 +91,7 @@ class Rows:
 
 @gluon.jit
 def rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G: gl.constexpr):
-    """The place of each group when the largest comes first, and of equals the one with the lower number."""
+    """The position of each group, sorted by falling size; equal groups keep their order."""
     STEP: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([1, STEP], [32, 1], [4, 1], [1, 0])
     g = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(1, layout))
@@ -137,7 +137,7 @@ class Output:
     ACCUMULATE: gl.constexpr
 
     @gluon.jit
-    def put(self, x, WHO: gl.constexpr, group, k, n, TURN: gl.constexpr = 0):
+    def put(self, x, CONSUMER: gl.constexpr, group, k, n, TURN: gl.constexpr = 0):
         """Write the block x whose first element is (k, n) of the group, block TURN of a tile."""
         if self.ACCUMULATE:
             rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
@@ -151,7 +151,7 @@ class Output:
         else:
             COUNT: gl.constexpr = self.buffers.shape[0] // CONSUMERS
             store_wait(pendings=COUNT - 1)
-            buffer = self.buffers.index(WHO * COUNT + TURN % COUNT)
+            buffer = self.buffers.index(CONSUMER * COUNT + TURN % COUNT)
             x = x.to(self.desc.dtype)
             if self.COLUMNS_FIRST:
                 flat: gl.constexpr = [x.shape[1], x.shape[0]]
@@ -166,16 +166,16 @@ class Output:
 
 @gluon.jit
 def tgmm_producer(
-    rows, ring, places, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr
+    rows, ring, queue, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr
 ):
     per_group = tiles.rows * tiles.columns
     count = tiles.G * per_group
     i = 0
     for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
         tile = deal(turn, count, tiles.PROGRAMS)
-        tile_k, tile_n = tiles.place(tile % per_group)
-        group, first, end = rows.of_place(tile // per_group)
-        places.put(turn // tiles.PROGRAMS, group, first, end, tile_n)
+        tile_k, tile_n = tiles.position(tile % per_group)
+        group, first, end = rows.at_position(tile // per_group)
+        queue.put(turn // tiles.PROGRAMS, group, first, end, tile_n)
         k, n = tile_k * BLOCK_M, tile_n * BLOCK_N
         if rows.x_desc is None:
             i = gather_rows(rows, ring, i, first, end, k, n, BLOCK_M, BLOCK_K)
@@ -214,7 +214,7 @@ def gather_rows(rows, ring, i, first, end, k, n, BLOCK_M: gl.constexpr, BLOCK_K:
 
 @gluon.jit
 def tgmm_consumer(
-    WHO: gl.constexpr, ring, places, tiles, out,
+    CONSUMER: gl.constexpr, ring, queue, tiles, out,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STORES: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -225,23 +225,23 @@ def tgmm_consumer(
     i = 0
     for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
         tile = deal(turn, count, tiles.PROGRAMS)
-        tile_k, _ = tiles.place(tile % per_group)
-        group, first, end, tile_n = places.get(turn // tiles.PROGRAMS)
+        tile_k, _ = tiles.position(tile % per_group)
+        group, first, end, tile_n = queue.get(turn // tiles.PROGRAMS)
         acc = warpgroup_mma_init(gl.zeros((HALF, BLOCK_N), gl.float32, layout=layout))
         for row in range(first, end, BLOCK_K):
             ring.wait_ready(i)
             a = as_tile(ring.a.index(i % ring.STAGES), [BLOCK_K, BLOCK_M], A_LAYOUT)
             b = as_tile(ring.b.index(i % ring.STAGES), [BLOCK_K, BLOCK_N], B_LAYOUT)
-            acc = warpgroup_mma(a.slice(WHO * HALF, HALF, 1).permute((1, 0)), b, acc, is_async=True)
+            acc = warpgroup_mma(a.slice(CONSUMER * HALF, HALF, 1).permute((1, 0)), b, acc, is_async=True)
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
             ring.release(i + ring.STAGES - 1, pred=row > first)
             i += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         ring.release(i + ring.STAGES - 1, pred=end > first)
-        parts = blocks(total, STORES)
+        accs = blocks(total, STORES)
         for j in gl.static_range(STORES):
             column = tile_n * BLOCK_N + j * (BLOCK_N // STORES)
-            out.put(parts[j], WHO, group, tile_k * BLOCK_M + WHO * HALF, column)
+            out.put(accs[j], CONSUMER, group, tile_k * BLOCK_M + CONSUMER * HALF, column)
     store_wait(pendings=0)
 
 
@@ -285,7 +285,7 @@ def tgmm_kernel(
     buffers = gl.allocate_shared_memory(
         y_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
     )
-    places = make_places(CONSUMERS)
+    queue = make_queue(CONSUMERS)
     ranks = None
     if RANKED:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -299,13 +299,13 @@ def tgmm_kernel(
         [
             (
                 tgmm_consumer,
-                (0, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, A_LAYOUT, B_LAYOUT),
+                (0, ring, queue, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, A_LAYOUT, B_LAYOUT),
             ),
             (
                 tgmm_consumer,
-                (1, ring, places, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, A_LAYOUT, B_LAYOUT),
+                (1, ring, queue, tiles, out, BLOCK_M, BLOCK_N, BLOCK_K, STORES, A_LAYOUT, B_LAYOUT),
             ),
-            (tgmm_producer, (rows, ring, places, tiles, BLOCK_M, BLOCK_N, BLOCK_K)),
+            (tgmm_producer, (rows, ring, queue, tiles, BLOCK_M, BLOCK_N, BLOCK_K)),
         ],
         [4, 4],
         [216, 72],
@@ -393,13 +393,13 @@ class Chunks:
     a_desc: tma.tensor_descriptor  # (C * M, CHUNK)
     b_desc: tma.tensor_descriptor  # (C * N, CHUNK)
     scale_ptr: gl.tensor  # (C, M) float32, of a
-    places_ptr: gl.tensor  # (G, 3): group, first chunk, end
+    positions_ptr: gl.tensor  # (G, 3): group, first chunk, end
     M: Number
     N: Number
 
     @gluon.jit
-    def of_place(self, place):
-        ptr = self.places_ptr + 3 * place
+    def at_position(self, position):
+        ptr = self.positions_ptr + 3 * position
         return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2)
 
     @gluon.jit
@@ -409,7 +409,7 @@ class Chunks:
 
 
 @gluon.jit
-def chunk_producer(chunks, ring, places, tiles):
+def chunk_producer(chunks, ring, queue, tiles):
     BLOCK_M: gl.constexpr = ring.a.shape[1]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
     per_group = tiles.rows * tiles.columns
@@ -417,9 +417,9 @@ def chunk_producer(chunks, ring, places, tiles):
     i = 0
     for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
         tile = deal(turn, count, tiles.PROGRAMS)
-        tile_m, tile_n = tiles.place(tile % per_group)
-        group, first, end = chunks.of_place(tile // per_group)
-        places.put(turn // tiles.PROGRAMS, group, first, end, tile_n)
+        tile_m, tile_n = tiles.position(tile % per_group)
+        group, first, end = chunks.at_position(tile // per_group)
+        queue.put(turn // tiles.PROGRAMS, group, first, end, tile_n)
         for chunk in range(first, end):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
@@ -432,14 +432,14 @@ def chunk_producer(chunks, ring, places, tiles):
 
 
 @gluon.jit
-def add_chunk(sums, ring, i, scale, WHO: gl.constexpr):
+def add_chunk(sums, ring, i, scale, CONSUMER: gl.constexpr):
     """Add the product of the chunk in stage i, times the scales of its rows, to blocks of columns."""
     HALF: gl.constexpr = ring.a.shape[1] // 2
     WIDTH: gl.constexpr = sums[0].shape[1]
     layout: gl.constexpr = sums[0].type.layout
     zeros = gl.zeros((HALF, WIDTH), gl.float32, layout=layout)
     ring.wait_ready(i)
-    a = ring.a.index(i % ring.STAGES).slice(WHO * HALF, HALF, 0)
+    a = ring.a.index(i % ring.STAGES).slice(CONSUMER * HALF, HALF, 0)
     out = ()
     for j in gl.static_range(len(sums)):
         b = ring.b.index(i % ring.STAGES).slice(j * WIDTH, WIDTH, 0).permute((1, 0))
@@ -453,7 +453,7 @@ def add_chunk(sums, ring, i, scale, WHO: gl.constexpr):
 
 @gluon.jit
 def chunk_consumer(
-    WHO: gl.constexpr, chunks, ring, places, tiles, out, WIDTH: gl.constexpr, STORE_N: gl.constexpr
+    CONSUMER: gl.constexpr, chunks, ring, queue, tiles, out, WIDTH: gl.constexpr, STORE_N: gl.constexpr
 ):
     """This consumer's half of the rows of each tile; registers hold one sum of WIDTH columns of the tensor
     core's beside the whole in float32."""
@@ -465,9 +465,9 @@ def chunk_consumer(
     count = tiles.G * per_group
     i = 0
     for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
-        tile_m, _ = tiles.place(deal(turn, count, tiles.PROGRAMS) % per_group)
-        group, first, end, tile_n = places.get(turn // tiles.PROGRAMS)
-        m = tile_m * BLOCK_M + WHO * HALF
+        tile_m, _ = tiles.position(deal(turn, count, tiles.PROGRAMS) % per_group)
+        group, first, end, tile_n = queue.get(turn // tiles.PROGRAMS)
+        m = tile_m * BLOCK_M + CONSUMER * HALF
         rows = m + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
         zeros = gl.zeros((HALF, WIDTH), gl.float32, layout=layout)
         sums = ()
@@ -476,14 +476,14 @@ def chunk_consumer(
         next_scale = chunks.scales(first, rows, end)
         for chunk in range(first, end):
             scale, next_scale = next_scale, chunks.scales(chunk + 1, rows, end)  # a chunk ahead
-            sums = add_chunk(sums, ring, i, scale, WHO)
+            sums = add_chunk(sums, ring, i, scale, CONSUMER)
             i += 1
         SPLIT: gl.constexpr = WIDTH // STORE_N
         for j in gl.static_range(BLOCK_N // WIDTH):
-            parts = blocks(sums[j], SPLIT)
+            accs = blocks(sums[j], SPLIT)
             for s in gl.static_range(SPLIT):
                 n = tile_n * BLOCK_N + (j * SPLIT + s) * STORE_N
-                out.put(parts[s], WHO, group, m, n, TURN=j * SPLIT + s)
+                out.put(accs[s], CONSUMER, group, m, n, TURN=j * SPLIT + s)
     store_wait(pendings=0)
 
 
@@ -492,7 +492,7 @@ def tgmm_fp8_kernel(
     a_desc,  # (C * M, CHUNK)
     b_desc,  # (C * N, CHUNK)
     scale_ptr,  # (C, M) float32, of a
-    places_ptr,  # (G, 3)
+    positions_ptr,  # (G, 3)
     out_desc,  # (G, M, N), or (G, N, M) where columns come first; not used to accumulate
     out_ptr,  # (G, M, N)
     G,
@@ -519,16 +519,16 @@ def tgmm_fp8_kernel(
             out_desc.dtype, [BUFFERS * CONSUMERS] + out_desc.block_type.shape, out_desc.layout
         )
     ring = make_ring(a, b, False, STAGES)
-    places = make_places(CONSUMERS)
-    chunks = Chunks(a_desc, b_desc, scale_ptr, places_ptr, M, N)
+    queue = make_queue(CONSUMERS)
+    chunks = Chunks(a_desc, b_desc, scale_ptr, positions_ptr, M, N)
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, M, N, COLUMNS_FIRST, ACCUMULATE)
     tiles = Tiles(gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
-            (chunk_consumer, (0, chunks, ring, places, tiles, out, WIDTH, STORE_N)),
-            (chunk_consumer, (1, chunks, ring, places, tiles, out, WIDTH, STORE_N)),
-            (chunk_producer, (chunks, ring, places, tiles)),
+            (chunk_consumer, (0, chunks, ring, queue, tiles, out, WIDTH, STORE_N)),
+            (chunk_consumer, (1, chunks, ring, queue, tiles, out, WIDTH, STORE_N)),
+            (chunk_producer, (chunks, ring, queue, tiles)),
         ],
         [4, 4],
         [232, 40],
@@ -541,9 +541,10 @@ def tgmm_fp8_kernel(
 def bind_tgmm_fp8(
     y: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], out_strides: Sequence[int], accumulate: bool
 ) -> Callable[..., None]:
-    """Return `product(out, x8, y8, y_scale, places)`: out[g] (M, N) = the sum over a group's rows of y outer
-    x, of which y8 (C, M, CHUNK), of this dtype, has the scales y_scale (C, M), and x8 (C, N, CHUNK) has none;
-    added to what is there, if asked.
+    """Return `product(out, x8, y8, y_scale, positions)`, by which out[g] (M, N) = y.T @ x over a group's rows.
+
+    y8 (C, M, CHUNK) has the given dtype and the scales y_scale (C, M); x8 (C, N, CHUNK) has no scales.
+    With `accumulate` the sum is added to `out`.
 
     `sizes` are C, G, M and N.  `out_strides` are those of (G, M, N), and `out` is (G, N, M) if the columns
     come first.
@@ -560,10 +561,10 @@ def bind_tgmm_fp8(
         PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
-    def product(out, x8, y8, y_scale, places):
+    def product(out, x8, y8, y_scale, positions):
         a_desc = descriptor(y8.view(-1, CHUNK), c.block_m, c.block_k)
         b_desc = descriptor(x8.view(-1, CHUNK), c.block_n, c.block_k)
         out_desc = a_desc if accumulate else descriptor(out, 1, *box)
-        kernel(a_desc, b_desc, y_scale, places, out_desc, out, G, M, N, out_strides)
+        kernel(a_desc, b_desc, y_scale, positions, out_desc, out, G, M, N, out_strides)
 
     return product

@@ -7,7 +7,7 @@ import torch
 from ... import tuning
 from ..base.activations import get_activation
 from ..base.launch import bind_kernel, num_programs
-from .epilogue import Scales, kernel_functions, multiply_parts, span_of
+from .epilogue import Scales, kernel_functions, multiply_blocks, span_of
 from .gluon import (
     Number,
     aggregate,
@@ -28,7 +28,7 @@ from .gluon import (
     tma_store,
 )
 from .pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring
-from .schedule import Tiles, find_groups, make_places
+from .schedule import Tiles, find_groups, make_queue
 
 
 @aggregate
@@ -48,7 +48,7 @@ class UpStore:
     WRITE_A: gl.constexpr
 
     @gluon.jit
-    def block(self, gate, up, scales, WHO: gl.constexpr, group, row, end, column, live):
+    def block(self, gate, up, scales, CONSUMER: gl.constexpr, group, row, end, column, live):
         """Write z and a for the channels from `column` on; `up` is unused where there is no gate.
 
         Zeros unless the group is `live`.
@@ -71,23 +71,23 @@ class UpStore:
                 a *= self.UP(up)[0]
         store_wait(pendings=0)
         if self.WRITE_A:
-            put(gl.where(live, a, 0.0), self.a.index(WHO))
+            put(gl.where(live, a, 0.0), self.a.index(CONSUMER))
         if self.WRITE_Z:
             if WHOLE:
-                put(join_pairs(gate, up) if GATED else gate, self.z.index(WHO))
+                put(join_pairs(gate, up) if GATED else gate, self.z.index(CONSUMER))
             else:
-                put(gate, self.z.index(2 * WHO))
-                put(up, self.z.index(2 * WHO + 1))
+                put(gate, self.z.index(2 * CONSUMER))
+                put(up, self.z.index(2 * CONSUMER + 1))
         fence_async_shared()
         if column < self.N:  # or the gate's columns past the last would be written over the first of up
             if self.WRITE_A:
-                tma_store(self.a_desc, ragged(row, end, column), self.a.index(WHO))
+                tma_store(self.a_desc, ragged(row, end, column), self.a.index(CONSUMER))
             if self.WRITE_Z:
                 if WHOLE:
-                    tma_store(self.z_desc, ragged(row, end, STEP * column), self.z.index(WHO))
+                    tma_store(self.z_desc, ragged(row, end, STEP * column), self.z.index(CONSUMER))
                 else:
-                    tma_store(self.z_desc, ragged(row, end, column), self.z.index(2 * WHO))
-                    tma_store(self.z_desc, ragged(row, end, self.N + column), self.z.index(2 * WHO + 1))
+                    tma_store(self.z_desc, ragged(row, end, column), self.z.index(2 * CONSUMER))
+                    tma_store(self.z_desc, ragged(row, end, self.N + column), self.z.index(2 * CONSUMER + 1))
 
 
 @gluon.jit
@@ -97,7 +97,7 @@ def put(x, buffer):
 
 @gluon.jit
 def up_consumer(
-    WHO: gl.constexpr, weights, ring, tiles, places, scales, store,
+    CONSUMER: gl.constexpr, weights, ring, tiles, queue, scales, store,
     BLOCK_M: gl.constexpr, FLAT: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = store.a_desc.block_type.shape[3]
@@ -106,17 +106,17 @@ def up_consumer(
     WIDE: gl.constexpr = 2 if SPAN > 0 and weights.BLOCK_N > 128 else 1
     i = 0
     for n in range(tiles.mine()):
-        group, first, end, tile_n = places.get(n)
-        row, live = first + WHO * (BLOCK_M // 2), group < tiles.G
+        group, first, end, tile_n = queue.get(n)
+        row, live = first + CONSUMER * (BLOCK_M // 2), group < tiles.G
         depth = tiles.used(group, weights.K)
-        wide, i = multiply_parts(WHO, weights, ring, i, depth, BLOCK_M, WIDE, SPAN, FLAT)
-        parts = blocks(wide[0], COUNT // WIDE)
+        wide, i = multiply_blocks(CONSUMER, weights, ring, i, depth, BLOCK_M, WIDE, SPAN, FLAT)
+        accs = blocks(wide[0], COUNT // WIDE)
         if WIDE == 2:
-            parts = parts + blocks(wide[1], COUNT // 2)
+            accs = accs + blocks(wide[1], COUNT // 2)
         for j in gl.static_range(CHANNEL_BLOCKS):
             column = (tile_n * CHANNEL_BLOCKS + j) * WIDTH
-            up = parts[COUNT - CHANNEL_BLOCKS + j]
-            store.block(parts[j], up, scales, WHO, group, row, end, column, live)
+            up = accs[COUNT - CHANNEL_BLOCKS + j]
+            store.block(accs[j], up, scales, CONSUMER, group, row, end, column, live)
     store_wait(pendings=0)
 
 
@@ -162,7 +162,7 @@ def expert_up_kernel(
     a_out = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     LAYOUT: gl.constexpr = "halves" if GATED else "rows"
-    places = make_places(CONSUMERS)
+    queue = make_queue(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, None)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
@@ -173,9 +173,9 @@ def expert_up_kernel(
     scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, PARTS * N, 2 if INTERLEAVED else 1, M)
     gl.warp_specialize(
         [
-            (up_consumer, (0, weights, ring, tiles, places, scales, store, BLOCK_M, FLAT, SPAN)),
-            (up_consumer, (1, weights, ring, tiles, places, scales, store, BLOCK_M, FLAT, SPAN)),
-            (gather, (x, weights, ring, tiles, groups, places, BLOCK_M, True)),
+            (up_consumer, (0, weights, ring, tiles, queue, scales, store, BLOCK_M, FLAT, SPAN)),
+            (up_consumer, (1, weights, ring, tiles, queue, scales, store, BLOCK_M, FLAT, SPAN)),
+            (gather, (x, weights, ring, tiles, groups, queue, BLOCK_M, True)),
         ],
         [4, 4],
         [224, 56] if SPAN > 0 else [224, 64],
