@@ -413,13 +413,13 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
     """Return the forced backend, which never falls back, or the first in ORDER that takes these inputs and
     wants them: an implementation without `wants` wants all that it takes.
 
-    An op that is nothing but torch has no other backend to force.  Under "hopper" an op without such
-    a kernel runs the one of any GPU.
+    An op whose only backend is torch ignores what is forced.  Under "hopper" an op without a Hopper
+    kernel runs its Triton kernel.
     """
     impls = IMPLS[name]
     order = ORDER.get(x.device.type, ("torch",))
-    asked, by = _forced.get()
-    forced = "triton" if asked == "hopper" and "hopper" not in impls else asked
+    requested, by = _forced.get()
+    forced = "triton" if requested == "hopper" and "hopper" not in impls else requested
     tried = order if forced == "auto" or impls.keys() == {"torch"} else (forced,)
     for backend in tried:
         impl = impls.get(backend)
@@ -429,7 +429,7 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
             if wants is None or wants(x, *rest):
                 return impl
     there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
-    why = "" if asked == "auto" else f"; {by} forces {asked}"
+    why = "" if requested == "auto" else f"; {by} forces {requested}"
     raise BackendError(
         f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}{why}"
     )
@@ -503,7 +503,7 @@ def saving(save: Callable, kind: type) -> Callable:
 
 
 def gradients(inputs: type, **computed: Tensor | None) -> tuple:
-    """Return the gradients of an op's inputs, in order: those `computed`, by name, and None for the others."""
+    """Return the gradients of an op's inputs in order: those `computed`, by name, and None for the others."""
     return inputs(**(dict.fromkeys(inputs._fields) | computed))
 
 
@@ -524,8 +524,8 @@ def define_op(
     `inputs` is a NamedTuple whose fields are the op's arguments, and `i` such a tuple.
     `new(i)` checks the inputs and allocates the output, a tensor or a tuple; it is also the fake.
     `check_values(i)` raises for bad values; it synchronises, so it runs with settings.debug only.
-    `reference(i)` is the meaning, in plain torch; it is also the "torch" backend, unless that is given.
-    Every other backend is `impl(out, *i)`, which fills `out`, or `binds`.  A backend given as None is absent.
+    `reference(i)` is the meaning, in plain torch; it is also the "torch" backend, unless `torch` is passed.
+    Every other backend is `impl(out, *i)`, which fills `out`, or `binds`.  A backend that is None is absent.
     """
     INPUTS[name] = inputs
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
@@ -573,7 +573,7 @@ def define_inplace_op(
     """Register an op that updates what is Written of its inputs, at least the first one, without gradient.
 
     `check(i)` raises for bad inputs, and each call for one that shares memory with what is updated.  An
-    implementation is `impl(*i)`, or `binds`; its `fits` is given the first input last.  The rest is as for
+    implementation is `impl(*i)`, or `binds`; its `fits` gets the first input last.  The rest is as for
     `define_op`.
     """
     INPUTS[name] = inputs

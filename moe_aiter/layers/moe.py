@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: a token is routed, its experts run, their outputs add up."""
+"""The mixture-of-experts layer: route each token, run its experts, add up their outputs."""
 
 import copy
 from functools import partial
@@ -43,37 +43,37 @@ class MoE(nn.Module):
 
         out[t] = sum_j s[t, j] * expert[e_tj](x[t]) + shared(x[t])
 
-    Experts    `num_experts` MLPs of width `intermediate`: see `Experts` for `activation` and `interleaved`,
-               for `row_chunks` and `recompute`, which trade time for memory, and `fp8`, precision for time.
+    Experts    `num_experts` MLPs of width `intermediate`.  `activation`, `interleaved`, `row_chunks` and
+               `recompute` (time for memory) and `fp8` (precision for time): see `Experts`.
     Router     `top_k`, `score`, `renormalize`, `scale` and `choice`: see `route`; `jitter`: see `Router`.
-    Capacity   `capacity` limits the choices that an expert takes: see `Capacity`.
-    Shared     `shared_intermediate` > 0 adds a dense MLP of that width which sees every token; several shared
-               experts are one of their total width.  `shared_gate` multiplies its output by
+    Capacity   `capacity` limits how many choices an expert accepts: see `Capacity`.
+    Shared     `shared_intermediate` > 0 adds a dense MLP of that width for every token.  For several shared
+               experts pass their total width.  `shared_gate` multiplies the MLP's output by
                sigmoid(w . x), as in Qwen2-MoE.
-    Balance    `selection_bias` lets experts be chosen by score + router.selection_bias, which `balance_step`
-               moves after each optimizer step by the choices counted in `load` since the last.
+    Balance    With `selection_bias` the router chooses experts by score + router.selection_bias.  After each
+               optimizer step `balance_step` adjusts that bias by the choices that `load` has counted.
     `bias` gives router, experts and shared expert biases.
-    Another module may take the place of `router`: (T, H) -> Routing, or of `experts`: as `Experts.forward`.
+    You may replace `router` by another module (T, H) -> Routing, and `experts` by one with the arguments of
+    `Experts.forward`.
 
-    Losses.  With a coefficient above 0, in training mode, every gradient is what it would be with coef * loss
-    added to the training loss; the output is unchanged.
+    Losses.  With a coefficient above 0, in training mode, the gradients are those of the training loss plus
+    coef * loss; the output is unchanged.
       load_balance_coef      `load_balance_loss` of the tokens of a call
-      sequence_balance_coef  `sequence_balance_loss`, a sequence being the axis of `x` before the last
-      global_balance_coef    `load_balance_loss`, its f of all tokens since the last `balance_step`, which is
-                             to follow each optimizer step, and of all ranks of the process group
-                             `global_balance_group` if given: one all-reduce of E numbers a call
+      sequence_balance_coef  `sequence_balance_loss`; the axis of `x` before the last is a sequence
+      global_balance_coef    `load_balance_loss` whose f counts all tokens since the last `balance_step`; call
+                             `balance_step` after each optimizer step.  With `global_balance_group`, a process
+                             group, f counts the tokens of all ranks: one all-reduce of E numbers a call
       z_loss_coef            `z_loss`
-    Their gradient enters during the backward pass.  If you multiply the training loss, by a GradScaler's
-    scale or by 1/n for n micro-batches, call `set_loss_scale(model, factor)` before backward.
+    The backward pass adds these gradients.  If you multiply the training loss, by a GradScaler's scale or by
+    1/n for n micro-batches, call `set_loss_scale(model, factor)` before backward.
 
-    Activation checkpointing, of any kind, repeats the first routing, whatever the router would decide in the
-    repetition, and counts it once: see docs/training.md.
+    Under activation checkpointing of any kind, the second forward pass reuses the routing of the first, and
+    `load` counts that routing once: see docs/training.md.
 
-    state_dict keys: router.weight (E, H), experts.gate_up (E, 2I, H), experts.down (E, H, I), and where asked
-    for router.bias, experts.gate_up_bias, experts.down_bias, shared.gate_up.weight, shared.down.weight,
-    shared.gate.weight, and their biases, and router.selection_bias (E,).  `load` (E,) int64 counts the
-    choices since the last `balance_step`, in training mode and once under activation checkpointing; it is 0
-    between two steps, and not saved.
+    state_dict keys: router.weight (E, H), experts.gate_up (E, 2I, H) and experts.down (E, H, I).  Options add
+    router.bias, experts.gate_up_bias, experts.down_bias, shared.gate_up.weight, shared.down.weight,
+    shared.gate.weight, their biases, and router.selection_bias (E,).  The buffer `load` (E,), int64, counts
+    the choices in training mode since the last `balance_step`; it is not saved.
     """
 
     monitor = None  # a Monitor's recorder, while there is one
@@ -213,7 +213,7 @@ class MoE(nn.Module):
     def route(
         self, tokens: Tensor, return_routing: bool, mask: Tensor | None = None
     ) -> tuple[Routing, Tensor]:
-        """What the router decides, without scores where nobody asks for them; and the experts' tokens."""
+        """Return the routing, with scores only if they are needed, and the tokens for the experts."""
         if type(self.router).forward is not Router.forward:
             routing = self.router(hide(tokens, mask))  # a custom router takes the tokens alone
             if mask is not None:
@@ -230,18 +230,18 @@ class MoE(nn.Module):
         router = self.router
         if type(router).forward is not Router.forward:
             raise ValueError(f"expert_ids are given, but {type(router).__name__} has a forward of its own")
-        given, tokens = [], x.reshape(-1, self.hidden)
+        flat, tokens = [], x.reshape(-1, self.hidden)
         for name, t in (("expert_ids", expert_ids), ("routing_weights", routing_weights)):
             if t is not None:
                 check_tensor(name, t)
                 if t.dim() != x.dim() or t.shape[:-1] != x.shape[:-1]:
                     raise ValueError(f"{name} is {tuple(t.shape)} but x is {tuple(x.shape)}, (..., H)")
                 t = t.reshape(tokens.shape[0], t.shape[-1])
-            given.append(t)
-        renormalize = None if given[0].shape[1] == 1 else router.renormalize  # ids may be fewer than top_k
+            flat.append(t)
+        renormalize = None if flat[0].shape[1] == 1 else router.renormalize  # ids may be fewer than top_k
         how = {"score": router.score, "renormalize": renormalize, "scale": router.scale}
         logits = router_logits(hide(tokens, mask), router.weight, router.bias)
-        routing = route_to(logits, *given, **how)
+        routing = route_to(logits, *flat, **how)
         if mask is not None:
             routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
         return routing
@@ -250,7 +250,7 @@ class MoE(nn.Module):
         return bool(self.load_balance_coef or self.sequence_balance_coef or self.global_balance_coef)
 
     def is_private(self, tokens: Tensor) -> bool:
-        """Whether the gradient of the tokens that the experts give is for the router alone.
+        """Whether the experts' gradient of the tokens has no other reader than the router's backward pass.
 
         It is where it comes from `Experts`, by plain autograd, and nothing is hooked to either module.
         """
@@ -271,7 +271,7 @@ class MoE(nn.Module):
         return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_experts)
 
     def count(self, plan: RoutePlan) -> Tensor:
-        """Count the choices; returns those that `global_balance_coef` goes by.
+        """Count the choices, and return the counts for `global_balance_coef`.
 
         These are decided once: when a forward pass is repeated, later ones have been counted too.
         """
@@ -289,7 +289,7 @@ class MoE(nn.Module):
         sequence_length: int,
         mask: Tensor | None,
     ) -> list[Tensor]:
-        """Each loss that has a coefficient, times that."""
+        """Return each loss with a coefficient, multiplied by it."""
         losses, scores = [], routing.scores
         if mask is not None and scores is not None:
             scores = scores.masked_fill(~mask[:, None], 0)

@@ -101,8 +101,8 @@ def route(
 def choose_once(logits: Tensor, top_k: int, **how) -> tuple[Tensor | None, Tensor, Tensor]:
     """`choose_experts`, or in a repetition the experts of the first run: see replay.py."""
     here = current_pass()
-    given = here.recall("experts", logits.shape[0], top_k)
-    chosen = choose_experts(logits, top_k, **how, given=given)
+    recorded = here.recall("experts", logits.shape[0], top_k)
+    chosen = choose_experts(logits, top_k, **how, given=recorded)
     here.keep("experts", chosen[2], logits.shape[1])
     return chosen
 
@@ -211,7 +211,7 @@ def backward_logits(ctx, dlogits, dtokens=None):
 
 
 def add_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """out + a @ b, in the memory of `out` where one product can do it and nobody would see it."""
+    """Return out + a @ b, in the memory of `out` if one product can do that unnoticed."""
     if out is not None and a.dtype == out.dtype and is_unwatched(out):
         return out.addmm_(a, b)
     product = (a @ b).to(dtype)
@@ -339,7 +339,7 @@ class Router(nn.Module):
         return route(logits, self.top_k, **how, mask=mask)
 
     def pass_on(self, x: Tensor, need_scores: bool, mask: Tensor | None) -> tuple[Routing, Tensor]:
-        """`forward`, and `x` for experts that nobody else watches: see `LogitsAndTokens`."""
+        """Return what `forward` does, and `x` for the experts: see `LogitsAndTokens`."""
         logits, x = LogitsAndTokens.apply(hide(x, mask), self.weight, self.bias)
         return self.choose(logits, need_scores, mask), x
 

@@ -1,4 +1,4 @@
-"""The down-projection of the experts and the way home, and the gradient that starts the backward pass.
+"""The down-projection of the experts and the weighted sum of each token's rows, and their gradients.
 
     y[r]   = down[e] @ a[r] + bias[e]
     out[t] = sum over j of s[t, j] * y[rank[t, j]]
@@ -8,8 +8,8 @@ The gradient needs neither a nor y: with u[r] = down[e].T @ dout[t] for row r of
     ds = <u, f(z)> + <dout, bias>,   dz = s * u * f'(z),   ddown[e] = sum of dout outer s * f(z)
 
 so one kernel gathers dout, multiplies, and writes dz, s * f(z) and ds in its epilogue (as in SonicMoE,
-arXiv 2512.14080).  a is given only to spare its computation: the gradient that it would carry goes to z.
-Each element of dz is made of the same element of z, and of no other, so dz may take the memory of z.
+arXiv 2512.14080).  a is an input only to save its computation: backward gives the whole gradient to z.
+Each element of dz depends on the same element of z alone, so dz may take the memory of z.
 """
 
 import functools
@@ -245,7 +245,7 @@ class DownInputs(NamedTuple):
     row_bytes: int | torch.SymInt  # the most for the rows of y
     main_grad: Tensor | None  # (E, H, I), which the gradient of down is added to
 
-    def home(self) -> GmmUnpermuteInputs:
+    def as_gmm_unpermute(self) -> GmmUnpermuteInputs:
         """Return the inputs of the product and the weighted sum that `expert_down` is."""
         routing = self.order, self.rank, self.routing_weights
         return GmmUnpermuteInputs(self.a, self.down.mT, self.group_sizes, self.bias, *routing, self.row_bytes)
@@ -287,8 +287,8 @@ def new_expert_down(i: DownInputs) -> Tensor:
 @binds
 @takes(*TILE_DTYPES)
 def bind_expert_down(i: DownInputs) -> Callable:
-    launch = bind_gmm_unpermute(i.home())
-    return lambda out, i: launch(out, i.home())
+    launch = bind_gmm_unpermute(i.as_gmm_unpermute())
+    return lambda out, i: launch(out, i.as_gmm_unpermute())
 
 
 def new_expert_down_grad(i: DownGradInputs) -> tuple[Tensor, ...]:
@@ -317,10 +317,10 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     def launch(out, i):
         dz, a, ds = out
         s, order, rank, group_sizes = dense(i.routing_weights.float(), i.order, i.rank, i.group_sizes)
-        parts = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
+        partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
         a = a if need_a else None
-        kernel(i.dout, i.down, i.z, s, dz, a, parts, order, group_sizes, *numbers)
-        sum_columns(parts, rank, ds)
+        kernel(i.dout, i.down, i.z, s, dz, a, partial_sums, order, group_sizes, *numbers)
+        sum_columns(partial_sums, rank, ds)
 
     return launch
 
@@ -348,15 +348,17 @@ def save_expert_down(ctx, i: DownInputs, output):
 def backward_expert_down(ctx, dout):
     saved, needs = ctx.saved_tensors, DownInputs(*ctx.needs_input_grad)
     spend_z = ctx.spend_z and is_last_use(saved[0])
-    found = down_gradients((needs.down, needs.bias), spend_z, dout, saved, *ctx.rest)
-    return gradients(DownInputs, **dict(zip(("z", "down", "bias", "routing_weights"), found, strict=True)))
+    computed = down_gradients((needs.down, needs.bias), spend_z, dout, saved, *ctx.rest)
+    return gradients(DownInputs, **dict(zip(("z", "down", "bias", "routing_weights"), computed, strict=True)))
 
 
 def down_gradients(
     needs, spend_z, dout, saved, activation, interleaved, main_grad, grad=None, of_weight=weight_gradient
 ) -> tuple:
-    """Those of z, down, bias and routing_weights, of the second and third as needed; `grad` in place of the
-    op that begins, and `of_weight` of the product for down."""
+    """Return the gradients of z, down, bias and routing_weights; those of down and bias if `needs` says so.
+
+    `grad` replaces the op for dz, s * f(z) and ds, and `of_weight` the product for down.
+    """
     z, down, bias, routing_weights, order, rank, group_sizes = saved
     top_k = rank.shape[1]
     grad = grad or (down_grad_over_z if spend_z and is_unwatched(z, dout) else expert_down_grad_op)
@@ -375,9 +377,9 @@ def down_gradients(
 
 
 def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
-    """dz, s * a and ds as of `expert_down_grad_op`, but dz is in the memory of z."""
+    """Return dz, s * f(z) and ds as `expert_down_grad_op` does, but write dz over z."""
     a, ds = expert_down_grad_over_z_op(dout, z, *rest)
-    torch.autograd.graph.increment_version(z)  # if anybody had saved z after all, torch would raise
+    torch.autograd.graph.increment_version(z)  # if another node has saved z after all, torch raises
     return z.detach(), a, ds
 
 

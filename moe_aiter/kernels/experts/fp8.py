@@ -64,7 +64,7 @@ from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
 from ..dense.scaled_gemm import scaled_gmm
-from ..grouped.gmm import bind_home, column_chunks
+from ..grouped.gmm import bind_token_sum, column_chunks
 from ..grouped.tgmm import weight_gradient
 from ..grouped.tgmm_fp8 import weight_gradient_fp8
 from ..quantize.layouts import factors_of_rows, quantize_folded, quantize_transposed, transpose_rows8
@@ -351,7 +351,7 @@ def bind_home_fp8(i: HomeFp8Inputs) -> Callable:
     (R, K), (E, N, _), fold, format = i.x.shape, i.w8.shape, i.fold, i.format
     bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=OF_ROWS[format])
     chunks = [
-        (n, bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype), bind_home(i.rank, n, N))
+        (n, bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype), bind_token_sum(i.rank, n, N))
         for n in column_chunks(N, R * i.x.element_size(), i.row_bytes)
     ]
 

@@ -37,11 +37,11 @@ from ..grouped.gmm import BLOCK
 
 
 class ExpertInputs(NamedTuple):
-    """What the experts need to know, and the arguments of `expert_loop_op`, in order.
+    """The inputs of the experts, which are the arguments of `expert_loop_op`, in order.
 
     x and the weights share a dtype, float32, bfloat16, float16 or float64; the weights may have any strides.
-    `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  z (R, parts * I) is for the backward
-    pass alone, and has no rows without `save_z`.  Differentiable in the first six; a frozen one costs
+    `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  Backward alone needs z
+    (R, parts * I), which has no rows without `save_z`.  Differentiable in the first six; a frozen input costs
     nothing.  A weight with a main gradient, of its shape and any floating dtype, has its gradient added
     there; autograd gets None.
     """
@@ -112,12 +112,12 @@ def check_shapes(i: ExpertInputs) -> None:
         ("gate_up_bias", (E, width)),
         ("down_bias", (E, H)),
     ):
-        given = getattr(i, name)
-        if given is None:
+        t = getattr(i, name)
+        if t is None:
             continue
-        check_tensor(name, given)
-        if given.shape != shape:
-            raise ValueError(f"{name} is {tuple(given.shape)} but must be {tuple(shape)}")
+        check_tensor(name, t)
+        if t.shape != shape:
+            raise ValueError(f"{name} is {tuple(t.shape)} but must be {tuple(shape)}")
 
 
 def check_kinds(i: ExpertInputs) -> None:
@@ -154,10 +154,10 @@ MOST = 4  # chunks: more cost more time than their memory is worth
 
 
 def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
-    """The most bytes for the rows of Y and for those of dX, for as many chunks as asked, or by the rule.
+    """Return the most bytes for the rows of Y and for those of dX: for `row_chunks`, or by the rule above.
 
-    Without gradients, the rows may take as much as if there were all of them: what a layer's training
-    fits in is enough.  Sizes that a compiler does not know are compared by `max` alone, which it can record.
+    Without gradients the limits are those of training every weight.  Sizes that a compiler does not know are
+    compared by `max` alone, which the compiler can record.
     """
     (T, H), (_, width, _), R, size = i.x.shape, i.gate_up.shape, i.order.shape[0], i.x.element_size()
 

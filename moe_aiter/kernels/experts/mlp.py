@@ -61,7 +61,7 @@ class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
             None,
         )
 
-    def home(self, a: Tensor) -> GmmUnpermuteInputs:
+    def as_gmm_unpermute(self, a: Tensor) -> GmmUnpermuteInputs:
         """Return the inputs of the product with down and the weighted sum of its rows."""
         routing = self.order, self.rank, self.routing_weights
         return GmmUnpermuteInputs(
@@ -74,12 +74,12 @@ class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
 def bind_expert_both(i: BothInputs) -> Callable:
     shape = i.order.shape[0], i.down.shape[2]  # of a
     up = bound(pick("expert_up", *i.up()), i.up())
-    home = bind_gmm_unpermute(i.home(i.x.new_empty(shape)))
+    home = bind_gmm_unpermute(i.as_gmm_unpermute(i.x.new_empty(shape)))
 
     def launch(out, i):
         a = i.x.new_empty(shape)
         up((a[:0], a), i.up())
-        home(out, i.home(a))
+        home(out, i.as_gmm_unpermute(a))
 
     return launch
 
@@ -143,7 +143,7 @@ def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
     up = i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z, bytes_of_dx, i.gate_up_main_grad
     z, a = expert_up_op(*up)
     down = i.down, i.down_bias, i.routing_weights
-    # nobody else gets z, so backward may spend it
+    # z has no other user, so backward may write over it
     return expert_down_op(a, z, *down, *routing, *act, True, bytes_of_y, i.down_main_grad)
 
 
@@ -157,9 +157,9 @@ def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor
 
 
 def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
-    """What backward wants x for, z again and the gradient of gate_up, takes 8-bit rows in some recipes."""
-    wants_x = needs_grad(i) and (i.gate_up.requires_grad or not i.save_z)
-    save_x8 = fp8.endswith(ALL) and wants_x
+    """Multiply in FP8.  Some recipes keep x in 8 bits for the gradient of gate_up and to compute z again."""
+    backward_needs_x = needs_grad(i) and (i.gate_up.requires_grad or not i.save_z)
+    save_x8 = fp8.endswith(ALL) and backward_needs_x
     return experts_fp8_op(*i, *row_bytes(i, row_chunks), i.x.requires_grad, save_x8, fp8)[0]
 
 
@@ -193,33 +193,33 @@ def expert_mlp(
     recompute: str = "none",
     fp8: str | None = None,
 ) -> Tensor:
-    """Send each token through its experts and add up what they give, weighted.
+    """Send each token through its experts and return the weighted sum of their outputs.
 
     x: (T, H), float32, bfloat16, float16 or, on the slow reference path, float64.
-    gate_up: (E, 2I, H) for a gated activation, gate rows first (or gate and up in turn if `interleaved`);
-        (E, I, H) for a plain one.  down: (E, H, I).  Dtype of x, any strides.
+    gate_up: (E, 2I, H) for a gated activation, gate rows first, or gate and up rows
+        alternating if `interleaved`; (E, I, H) for a plain one.  down: (E, H, I).  Dtype of x, any strides.
     routing_weights: (T, k), any floating dtype; used in float32.
-    plan: order (T * k,), rank (T, k) and group_sizes (E,), as `make_plan` or `sort_by_expert` give them.
+    plan: order (T * k,), rank (T, k) and group_sizes (E,), as `make_plan` or `sort_by_expert` return them.
     activation: swiglu, swiglu_oai, geglu, reglu, silu, gelu, relu or relu2.
     gate_up_bias: (E, 2I or I), down_bias: (E, H), any floating dtype.
     gate_up_main_grad, down_main_grad: shaped like the weights, any floating dtype, usually float32.  Where
-        given, backward adds the weight's gradient there, and autograd gets None for that weight.
-    row_chunks: the rows of the output before they are summed up, (R, H), are the largest tensor of many a
-        step, as are those of dx; on a GPU they are made in so many chunks of columns, as far as there are
-        256 columns for each.  More take less memory and more time.  None: as few as keep the rows from
-        setting the peak of a training step by more than an eighth.
-    recompute: "none", or "z" to keep x and the routing alone, without z (R, 2I), and compute z again in the
-        backward pass, which has the same results to the bit.  A step then multiplies two ninths more (a sixth
-        for a plain activation): gate_up is 4 of its 18 products of T * k * H * I numbers.  The peak of one
-        layer is lower in the forward pass alone; what falls is the sum over layers.
+        set, backward adds the weight's gradient there, and autograd gets None for that weight.
+    row_chunks: in how many chunks of columns a GPU computes the (R, H) rows that each token's sum reads, and
+        those of dx; R = T * k.  A chunk has at least 256 columns.  These rows are often the largest tensor
+        of a step: more chunks take less memory and more time.  None: as few chunks as raise the peak of a
+        training step by at most an eighth.
+    recompute: "none", or "z" to keep only x and the routing, and to compute the pre-activations z (R, 2I)
+        again in the backward pass, with the same results to the bit.  A step then multiplies two ninths more
+        (a sixth for a plain activation).  This lowers the memory that all layers hold for backward; the peak
+        of a single layer's backward pass stays.
+    fp8: "e4m3" or "e5m2", the format of gradients: products multiply 8-bit floats with row-wise scales,
+        except those for the weights' gradients; "e4m3_all" and "e5m2_all" include these (`tgmm_fp8`).  A
+        Hopper GPU multiplies 8-bit floats if H is a multiple of 256 and I of 64; otherwise the quantised
+        numbers are converted to the dtype of x.
 
-    fp8: "e4m3" or "e5m2", the format of gradients: products are sums of 8-bit floats with scales of rows,
-        but for the weights' gradients, 3 of 9 units; with "_all" after it these too (`tgmm_fp8`).  An H200
-        multiplies them for H a multiple of 256 and I of 64; elsewhere their numbers get the dtype of x.
-
-    Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; a
-    gradient that nobody asks for is not computed.  Kept for backward: x, the routing, and z unless
-    recomputed; with `fp8` beside z a float32 for each column of the weights, with "_all" x in 8 bits alone.
+    Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; only
+    the gradients that autograd needs are computed.  Kept for backward: x, the routing, and z unless
+    recomputed; with `fp8` also a float32 for each column of the weights, with "_all" x in 8 bits only.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.

@@ -1,6 +1,5 @@
 """The up-projection of the experts, which gathers its rows and applies the activation.
 
-
     z[r] = gate_up[e] @ x[order[r] // top_k] + bias[e]
     a[r] = f(gate of z[r]) * h(up of z[r])                or f(z[r]) for a plain activation
 
@@ -258,7 +257,7 @@ def save_expert_up(ctx, i: UpInputs, output):
 
 
 def backward_expert_up(ctx, dz, da):
-    # da is always None: expert_down takes a as a hint, and gives the whole gradient to z
+    # da is always None: expert_down gives the whole gradient to z
     dx, dw, dbias = up_gradients(ctx.needs_input_grad[:3], dz, *saved_tensors(ctx), *ctx.rest)
     return gradients(UpInputs, x=dx, gate_up=dw, bias=dbias)
 
@@ -267,8 +266,10 @@ def up_gradients(
     needs, dz, x, gate_up, order, rank, group_sizes, bias_dtype, row_bytes, main_grad,
     of_weight=weight_gradient,
 ) -> tuple:  # fmt: skip
-    """Those of x, gate_up and bias, as needed; what takes most memory comes last.  `of_weight` is the product
-    for gate_up."""
+    """Return the gradients of x, gate_up and bias, as `needs` says; the largest is computed last.
+
+    `of_weight` is the product for gate_up.
+    """
     dx = dw = dbias = None
     if needs[0]:
         dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes)

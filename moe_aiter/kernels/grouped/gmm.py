@@ -360,7 +360,7 @@ def column_chunks(columns: int, column_bytes: int, most_bytes: int) -> list[slic
 def bind_gmm_unpermute(i: GmmUnpermuteInputs) -> Callable:
     R, N = i.x.shape[0], i.w.shape[2]
     chunks = [
-        (n, bound(pick("gmm", *i.columns(n)), i.columns(n)), bind_home(i.rank, n, N))
+        (n, bound(pick("gmm", *i.columns(n)), i.columns(n)), bind_token_sum(i.rank, n, N))
         for n in column_chunks(N, R * i.x.element_size(), i.row_bytes)
     ]
 
@@ -374,7 +374,7 @@ def bind_gmm_unpermute(i: GmmUnpermuteInputs) -> Callable:
     return launch
 
 
-def bind_home(rank: Tensor, n: slice, columns: int) -> Callable:
+def bind_token_sum(rank: Tensor, n: slice, columns: int) -> Callable:
     """Bind the sum of each token's rows, which are the columns `n` of an output of so many columns."""
     width = n.stop - n.start
     return bind_unpermute_columns(rank.shape, width, (width, 1), columns)

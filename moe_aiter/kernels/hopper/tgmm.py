@@ -541,7 +541,7 @@ def tgmm_fp8_kernel(
 def bind_tgmm_fp8(
     y: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], out_strides: Sequence[int], accumulate: bool
 ) -> Callable[..., None]:
-    """Return `product(out, x8, y8, y_scale, positions)`, by which out[g] (M, N) = y.T @ x over a group's rows.
+    """Return `product(out, x8, y8, y_scale, positions)`, with out[g] (M, N) = y.T @ x over a group's rows.
 
     y8 (C, M, CHUNK) has the given dtype and the scales y_scale (C, M); x8 (C, N, CHUNK) has no scales.
     With `accumulate` the sum is added to `out`.
