@@ -20,9 +20,9 @@ from torch import Tensor
 from moe_aiter.bench.layer import shape_cells
 from moe_aiter.bench.measure import FLOOR, SLACK, append, columns, count, distances, provenance, time_graphs
 from moe_aiter.bench.problem import SHAPES, Shape
-from moe_aiter.bench.tiles import distinct_chunks
+from moe_aiter.bench.tiles import distinct_column_chunks
 from moe_aiter.kernels.base.fp8 import native_fp8
-from moe_aiter.kernels.quantize.blocks import plan_chunks
+from moe_aiter.kernels.quantize.blocks import plan_row_blocks
 from moe_aiter.kernels.quantize.rows import quantize_rows
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, INPUTS, bound, poison, use
@@ -83,7 +83,7 @@ class Kernel:
 
 @dataclasses.dataclass
 class Quantising(Kernel):
-    """The same for 8-bit floats, in a format that leaves no choice of bits; of chunks those in use."""
+    """The same for 8-bit floats, in a format that leaves no choice of bits; of row blocks those in use."""
 
     used: object = ...  # an index
 
@@ -97,7 +97,7 @@ class Quantising(Kernel):
 
 
 def quantising(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
-    """What a step under `fp8=` quantises: rows, weights both ways, and rows in chunks."""
+    """What a step under `fp8=` quantises: rows, weights both ways, and rows in row blocks."""
     torch.manual_seed(0)
     T, H, I, E, k = shape.sizes  # noqa: E741
     R = T * k
@@ -125,13 +125,13 @@ def quantising(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[K
     add("gate_up by its rows, turned", "quantize_transposed", gate_up, scale, "e4m3")
     add("bytes of gate_up, turned", "transpose_rows8", w8)
     add("rows of dz and scales", "quantize_folded", rows["dz"], scale, sizes, "e4m3")
-    _, chunks = plan_chunks(sizes, R)
-    used = chunks[:, 0] < chunks[:, 1]
+    _, row_blocks = plan_row_blocks(sizes, R)
+    used = row_blocks[:, 0] < row_blocks[:, 1]
     x8, factor = quantize_rows(rows["x"])
     for name in ("a", "dz"):
-        given = rows[name], factor, order, k, chunks, "e4m3"
-        add(f"chunks of {name}", "quantize_chunks", *given, used=used)
-    add("chunks of x8", "transpose_chunks", x8, order, k, chunks, used=used)
+        inputs = rows[name], factor, order, k, row_blocks, "e4m3"
+        add(f"row blocks of {name}", "quantize_row_blocks", *inputs, used=used)
+    add("row blocks of x8", "transpose_row_blocks", x8, order, k, row_blocks, used=used)
     return found
 
 
@@ -151,7 +151,7 @@ def kernels(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kern
         Kernel("dlogits", "route_backward", grads, (weights, ids, dweights)),
     ]
     sums = ("weighted sum", weights), ("sum", None)
-    for (name, s), chunks in zip(sums, distinct_chunks(shape, dtype), strict=True):
+    for (name, s), chunks in zip(sums, distinct_column_chunks(shape, dtype), strict=True):
         for n in chunks:
             rows = torch.randn(T * k, n.stop - n.start, device=device, dtype=dtype)
             read = (rows, rank) if s is None else (rows, rank, s)

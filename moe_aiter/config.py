@@ -46,13 +46,13 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: typing.Mapping[str, str] = os.environ) -> "Settings":
-        known = {f.name: f for f in dataclasses.fields(cls)}
-        given = {k.removeprefix(PREFIX).lower(): k for k in env if k.startswith(PREFIX)}
-        if unknown := given.keys() - known.keys():
-            raise SettingError(f"unknown settings {variables(unknown)}; known: {variables(known)}")
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        variable_of = {k.removeprefix(PREFIX).lower(): k for k in env if k.startswith(PREFIX)}
+        if unknown := variable_of.keys() - fields.keys():
+            raise SettingError(f"unknown settings {variables(unknown)}; known: {variables(fields)}")
         aiter = {name: f"AITER_{name.upper()}" for name in AITER}
-        given = {name: variable for name, variable in aiter.items() if variable in env} | given
-        return cls(**{k: parse(variable, env[variable], known[k]) for k, variable in given.items()})
+        variable_of = {name: variable for name, variable in aiter.items() if variable in env} | variable_of
+        return cls(**{k: parse(variable, env[variable], fields[k]) for k, variable in variable_of.items()})
 
 
 def variables(names: typing.Iterable[str]) -> str:
@@ -72,11 +72,11 @@ def parse(variable: str, text: str, field: dataclasses.Field):
     return check_choice(variable, text, CHOICES.get(field.name, (text,)))
 
 
-def check_choice(what: str, given: str, choices: tuple[str, ...]) -> str:
-    """What is given, or a SettingError that names it and what it may be."""
-    if given not in choices:
-        raise SettingError(f"{what} is {given!r}; it takes {', '.join(filter(None, choices))}")
-    return given
+def check_choice(what: str, value: str, choices: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `choices`, or raise a SettingError that lists them."""
+    if value not in choices:
+        raise SettingError(f"{what} is {value!r}; it takes {', '.join(filter(None, choices))}")
+    return value
 
 
 def say_in_a_line(before: typing.Callable, kind: type, error: BaseException, trace) -> None:

@@ -141,10 +141,10 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
-def is_changed(module: nn.Module, known: tuple) -> bool:
-    """Whether a call of this module is not just that of the `forward` known for it."""
+def is_changed(module: nn.Module, methods: tuple) -> bool:
+    """Whether a call of this module runs anything but these `methods`: its class's __call__ and forward."""
     kind = type(module)
-    own = (kind.__call__, kind.forward) != known or "forward" in vars(module)
+    own = (kind.__call__, kind.forward) != methods or "forward" in vars(module)
     return own or has_hooks(module) or any_global_hook() or module._compiled_call_impl is not None
 
 

@@ -113,14 +113,14 @@ def computed(fn: Callable, exact: Sequence[str] = ()) -> Callable:
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
-        if is_as_given():
+        if keeps_dtypes():
             return fn(*args, **kwargs)
         return compute(fn, args, kwargs, exact)
 
     return run
 
 
-def is_as_given() -> bool:
+def keeps_dtypes() -> bool:
     """Whether `computed` leaves every dtype as it is."""
     return switches.tensor_cores and not switches.precision
 
@@ -224,11 +224,11 @@ def inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tens
 def run_inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tensor:
     """What `inside` does, which a compiler must not look into."""
     names = [*range(len(args)), *kwargs]
-    given = dict(zip(names, (*args, *kwargs.values()), strict=True))
-    tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+    arguments = dict(zip(names, (*args, *kwargs.values()), strict=True))
+    tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
 
     def call(*inputs):
-        now = given | dict(zip(tensors, inputs, strict=True))
+        now = arguments | dict(zip(tensors, inputs, strict=True))
         with context():
             return fn(*[now[i] for i in range(len(args))], **{name: now[name] for name in kwargs})
 

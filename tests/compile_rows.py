@@ -140,17 +140,17 @@ def run_new(bind, new, i):
     return out
 
 
-def run_chunks(rows, tokens, n, k, formats):
+def run_row_blocks(rows, tokens, n, k, formats):
     groups, top_k = 128, rows // tokens
     sizes, order = ints(groups), ints(rows)
-    plan = blocks.PlanChunksInputs(sizes, rows)
-    _, chunks = run_new(blocks.bind_plan_chunks, blocks.new_plan_chunks, plan)
-    i = blocks.TransposeChunksInputs(new(tokens, k, dtype=FORMATS["e4m3"]), order, top_k, chunks)
-    run_new(blocks.bind_transpose_chunks, blocks.new_transpose_chunks, i)
+    plan = blocks.PlanRowBlocksInputs(sizes, rows)
+    _, row_blocks = run_new(blocks.bind_plan_row_blocks, blocks.new_plan_row_blocks, plan)
+    i = blocks.TransposeRowBlocksInputs(new(tokens, k, dtype=FORMATS["e4m3"]), order, top_k, row_blocks)
+    run_new(blocks.bind_transpose_row_blocks, blocks.new_transpose_row_blocks, i)
     for format in formats:
         factor = new(tokens, dtype=F32)
-        i = blocks.QuantizeChunksInputs(new(rows, n), factor, order, top_k, chunks, format)
-        run_new(blocks.bind_quantize_chunks, blocks.new_quantize_chunks, i)
+        i = blocks.QuantizeRowBlocksInputs(new(rows, n), factor, order, top_k, row_blocks, format)
+        run_new(blocks.bind_quantize_row_blocks, blocks.new_quantize_row_blocks, i)
 
 
 def run_transposed(shape, dtype, format, columns):
@@ -214,7 +214,7 @@ SHAPES = [(32768, 4096), (262144, 1024), (64, 28672), (128, 4096, 1024), (8, 288
 BOTH_WAYS = [*SHAPES, (3, 200, 130), (8, 512, 8192), (8, 4096, 14336)]
 TRANSPOSED = [(128, 2048, 4096), (8, 28672, 4096), (3, 200, 132), (3, 41, 23)]
 moves_both = moves_16_bytes(load=r"(ld|cp\.async\.cg\.shared)\.global.*(v4|0x10)")
-moves_chunks = moves_16_bytes(r"st\.global(\.cs)?\.v4\.b32", which=slice(1, None), shared_bytes=16384)
+moves_row_blocks = moves_16_bytes(r"st\.global(\.cs)?\.v4\.b32", which=slice(1, None), shared_bytes=16384)
 moves_few = moves_16_bytes(shared_bytes=16384)
 moves_all = moves_16_bytes()
 converts = {format: converts_in_hardware(format) for format in FORMATS}
@@ -246,15 +246,15 @@ def quantize_cases():
 
 def layout_cases():
     for sizes in ((262144, 32768, 2048, 4096), (96, 48, 40, 24)):
-        also = moves_chunks if sizes[0] > 96 else None
+        also = moves_row_blocks if sizes[0] > 96 else None
         for targets, formats in ((NATIVE, tuple(FORMATS)), (sorted(TARGETS.keys() - NATIVE), ())):
             names = [
                 "plan_chunks_kernel",
                 "transpose_chunks_kernel",
                 *["quantize_chunks_kernel"] * len(formats),
             ]
-            run = functools.partial(run_chunks, *sizes, formats)
-            yield f"chunks {sizes} {len(formats)}", Case(run, targets, kernels=names, also=also)
+            run = functools.partial(run_row_blocks, *sizes, formats)
+            yield f"row blocks {sizes} {len(formats)}", Case(run, targets, kernels=names, also=also)
     for shape in TRANSPOSED:
         also, names = moves_few if shape[1] % 16 == 0 else None, ["quantize_transposed_kernel"]
         for dtype, format, columns in itertools.product((BF16, F32), FORMATS, (False, True)):

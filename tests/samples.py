@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import moe_aiter.kernels.experts.split  # noqa: F401  defines an op, and only torchtitan's models import it
-from moe_aiter.kernels.quantize.blocks import plan_chunks
+from moe_aiter.kernels.quantize.blocks import plan_row_blocks
 from moe_aiter.kernels.quantize.rows import quantize_rows
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.sparse.pattern import SparsePattern
@@ -45,8 +45,8 @@ def int8(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).sub(9).to(torch.int8).view(shape)
 
 
-def chunks() -> Tensor:
-    return plan_chunks(SIZES, R)[1]
+def row_blocks() -> Tensor:
+    return plan_row_blocks(SIZES, R)[1]
 
 
 def pattern() -> Tensor:
@@ -149,9 +149,9 @@ SAMPLES = {
     "mha_fwd": lambda d: (*(d(2, 5, 2, H) for _ in "qkv"), 0.0, 0.5, True, -1, -1, True, False, 0),
     "permute": lambda d: (d(T, H), ORDER, RANK, d.positive(T, K)),
     "permute_slots": lambda d: (d(T, K, H), ORDER, RANK),
-    "plan_chunks": lambda d: (SIZES, R),
+    "plan_row_blocks": lambda d: (SIZES, R),
     "quantize_by_amax": lambda d: (d(T, H), d.positive(T).float() + 9, E4M3),
-    "quantize_chunks": lambda d: (d(R, N), d.positive(T).float(), ORDER, K, chunks(), E4M3),
+    "quantize_row_blocks": lambda d: (d(R, N), d.positive(T).float(), ORDER, K, row_blocks(), E4M3),
     "quantize_folded": lambda d: (d(R, H), d.positive(E, H).float(), SIZES, E4M3),
     "quantize_rows": lambda d: (d(T, H), E4M3),
     "quantize_rows_and_amax": lambda d: (d(T, H), E4M3),
@@ -200,7 +200,7 @@ SAMPLES = {
     "tgmm_into": lambda d: (d(E, H, N), d(R, H), d(R, N), SIZES, None, 1, False, d(E, N), True, [], 0),
     "tgmm_sums": lambda d: (d(R, H), d(R, N), SIZES, False),
     "topk": lambda d: (spread(d), K),
-    "transpose_chunks": lambda d: (rows8(d(T, H))[0], ORDER, K, chunks()),
+    "transpose_row_blocks": lambda d: (rows8(d(T, H))[0], ORDER, K, row_blocks()),
     "transpose_rows8": lambda d: (rows8(d(E, N, H))[0],),
     "tuned_gemm": lambda d: (d(T, H), d(N, H), d(N), None, None, "torch"),
     "unpermute": lambda d: (d(R, H), ORDER, RANK, d.positive(T, K)),

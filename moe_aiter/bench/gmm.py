@@ -179,8 +179,8 @@ def by_group(p: Product) -> Judge:
             got = out[start:end] if p.op == "gmm" else out[g]
             if start == end:  # torch and AITER leave such a plane as they find it
                 got = got if contender.ours else torch.zeros_like(got)
-            parts = got.double() - truth, p.exact(g, start, end, p.x.dtype).double() - truth, truth
-            squares += torch.stack([part.square().sum() for part in parts])
+            terms = got.double() - truth, p.exact(g, start, end, p.x.dtype).double() - truth, truth
+            squares += torch.stack([term.square().sum() for term in terms])
         error, torch_error, norm = squares.sqrt().tolist()
         return [Error("output", error / max(norm, 1e-30), torch_error / max(norm, 1e-30))]
 

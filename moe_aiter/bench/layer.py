@@ -123,7 +123,7 @@ def by_loop(p: Problem) -> Judge:
     """By the plain loop in float64, and in the dtype; each is computed when it is first asked for."""
 
     @functools.cache
-    def known(routed: bool) -> tuple[list[Tensor], list[float]]:
+    def expected(routed: bool) -> tuple[list[Tensor], list[float]]:
         exact = truth(p, p.expert_ids, routed, torch.float64)
         return exact, distances(truth(p, p.expert_ids, routed, p.x.dtype), exact)
 
@@ -131,7 +131,7 @@ def by_loop(p: Problem) -> Judge:
         got = contender.results(p)
         if not contender.checked:
             return []
-        exact, torch_errors = known(contender.routed)
+        exact, torch_errors = expected(contender.routed)
         if contender.expert_ids and not torch.equal(contender.expert_ids(), p.expert_ids):
             exact = truth(p, contender.expert_ids(), contender.routed, torch.float64)
         return errors_of(comparable(got, p.shape), exact, torch_errors, PARTS)
@@ -206,7 +206,7 @@ def peers(p: Problem) -> Iterator[Callable[[], Contender]]:
         yield lambda: compiled(sonic())
 
 
-def given(p: Problem) -> tuple[Tensor, ...]:
+def expert_inputs(p: Problem) -> tuple[Tensor, ...]:
     """The leaves of a contender that does not route."""
     return p.x, p.gate_up, p.down, p.routing_weights, *p.biases
 
@@ -217,7 +217,7 @@ def keeps_room(p: Problem) -> bool:
 
 
 def loop(p: Problem) -> Contender:
-    return Contender("for-loop over experts", lambda: for_loop(p), given(p))
+    return Contender("for-loop over experts", lambda: for_loop(p), expert_inputs(p))
 
 
 def multiplies_8_bits(p: Problem) -> bool:
@@ -273,9 +273,9 @@ def our_experts(p: Problem) -> Iterator[Contender]:
     there = [b for b in ORDER[p.x.device.type] if b == "hopper" or b in IMPLS["sort_by_expert"]]
     there = [b for b in there if b in IMPLS["expert_mlp"] and runs(IMPLS["expert_mlp"][b], p.x)]
     there = [b for b in there if b != "torch" or not p.x.is_cuda]
-    yield Contender(f"moe_aiter experts, {there[0]}", run, given(p), ours=True)
+    yield Contender(f"moe_aiter experts, {there[0]}", run, expert_inputs(p), ours=True)
     for backend in there[1:]:
-        yield Contender(f"moe_aiter experts, {backend}", run, given(p), ours=True, backend=backend)
+        yield Contender(f"moe_aiter experts, {backend}", run, expert_inputs(p), ours=True, backend=backend)
 
 
 def torch_grouped_mm(p: Problem) -> Contender:
@@ -299,7 +299,7 @@ def torch_grouped_mm(p: Problem) -> Contender:
         weighted = y * p.routing_weights.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(p.x).index_add(0, order // top_k, weighted)
 
-    return Contender("torch grouped_mm", run, given(p))
+    return Contender("torch grouped_mm", run, expert_inputs(p))
 
 
 def compiled(contender: Contender) -> Contender:

@@ -217,8 +217,8 @@ def no_case(args: argparse.Namespace) -> str:
         named.setdefault(family, []).append(case.name)
     if args.dtype not in (None, *dtypes):
         return f"there is no such case: --dtype is {args.dtype!r}; it takes {', '.join(dtypes)}"
-    known = "; ".join(f"{family}: {', '.join(names)}" for family, names in named.items())
-    return f"there is no such case{f' of {args.dtype}' if args.dtype else ''}; there are, of {known}"
+    available = "; ".join(f"{family}: {', '.join(names)}" for family, names in named.items())
+    return f"there is no such case{f' of {args.dtype}' if args.dtype else ''}; there are, of {available}"
 
 
 def chosen(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, Case]]:
@@ -334,7 +334,7 @@ def by_truth(problem: Problem) -> Judge:
 
 
 def errors_of(
-    got: Sequence[Tensor], exact: Sequence[Tensor], bars: list[float] | None, parts: Sequence[str] = ()
+    got: Sequence[Tensor], exact: Sequence[Tensor], bars: list[float] | None, output_names: Sequence[str] = ()
 ) -> list[Error]:
     """The error of each output, by name; without bars they are those of the truth, rounded."""
     for ours, truth in zip(got, exact, strict=True):
@@ -342,7 +342,7 @@ def errors_of(
             raise ValueError(f"an output is {tuple(ours.shape)} instead of {tuple(truth.shape)}")
     if bars is None:
         bars = distances([truth.to(ours.dtype) for ours, truth in zip(got, exact, strict=True)], exact)
-    names = parts or ["output"] * len(bars)
+    names = output_names or ["output"] * len(bars)
     return [Error(*each) for each in zip(names, distances(got, exact), bars, strict=False)]
 
 

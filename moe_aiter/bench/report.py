@@ -206,15 +206,15 @@ OURS = "moe_aiter"
 
 def products(folder: pathlib.Path) -> str:
     """All that there are in a folder of results; one that is damaged raises `Damaged`."""
-    parts = []
+    sections = []
     for source in (folder / name for name in REPORTS):
         if source.exists():
             with reading(source):
-                parts.append(section(REPORTS[source.name], source))
+                sections.append(section(REPORTS[source.name], source))
     if (source := folder / FAMILIES).exists():
         with reading(source):
-            parts.append(families(source))
-    return "".join(parts)
+            sections.append(families(source))
+    return "".join(sections)
 
 
 def section(report: Report, source: pathlib.Path) -> str:
@@ -222,26 +222,26 @@ def section(report: Report, source: pathlib.Path) -> str:
         # one name for what has a row; tiles beside the chosen one are trials
         rows = [row | {"shape": row[report.subject]} for row in csv.DictReader(file) if not row.get("tile")]
     rows = newest(rows, lambda row: tuple(row[name] for name in (*report.tables, "shape", "contender")))
-    parts = [f"\n## {report.title}\n"]
+    lines = [f"\n## {report.title}\n"]
     for names, part in grouped(rows, lambda row: tuple(row[name] for name in report.tables)):
         device, *others = names
-        parts.append(f"**{device}**{''.join(f', {name}' for name in others)} ({versions(part)})\n")
-        parts.append(table_of(report, part))
-        parts += [EARLIER] * any(earlier(part))
-    return "\n".join(parts)
+        lines.append(f"**{device}**{''.join(f', {name}' for name in others)} ({versions(part)})\n")
+        lines.append(table_of(report, part))
+        lines += [EARLIER] * any(earlier(part))
+    return "\n".join(lines)
 
 
 def families(source: pathlib.Path) -> str:
     """A table for each family, a row for each case."""
     with open(source, newline="") as file:
         rows = newest(list(csv.DictReader(file)), lambda row: (*about(row), row["case"], row["contender"]))
-    parts = ["\n## Products by family\n"]
+    lines = ["\n## Products by family\n"]
     for (device, family, dtype), part in grouped(rows, about):
-        parts.append(f"**{device}**, {family}, {dtype} ({versions(part)})\n")
+        lines.append(f"**{device}**, {family}, {dtype} ({versions(part)})\n")
         cases = grouped(part, lambda row: (row["case"], row["shape"]))
         head = ["case", "ms", "TFLOP/s", "GB/s", "times as fast as", "goal"]
-        parts.append(markdown([head, *(case_row(f"{case} ({shape})", own) for (case, shape), own in cases)]))
-    return "\n".join(parts)
+        lines.append(markdown([head, *(case_row(f"{case} ({shape})", own) for (case, shape), own in cases)]))
+    return "\n".join(lines)
 
 
 def about(row: dict) -> tuple[str, str, str]:
@@ -385,12 +385,12 @@ def chosen(run: list[dict]) -> tuple[list[str], list[str]]:
 
 def whole(rows: list[dict]) -> str:
     """All of FIGURES.  The shapes of a group have tables of their own, but for those that are only drawn."""
-    parts = []
+    lines = []
     for _, section in grouped(rows, kind):
         for group, part in grouped(section, lambda r: IN_TABLE.get(r["shape"], "")):
             if group != "tokens":
-                parts += tables(part, TABLES)
-    return HEAD + "\n".join([*parts, *images(rows, "../docs")])
+                lines += tables(part, TABLES)
+    return HEAD + "\n".join([*lines, *images(rows, "../docs")])
 
 
 def tables(rows: list[dict], titles: Iterable[str]) -> list[str]:
@@ -399,9 +399,9 @@ def tables(rows: list[dict], titles: Iterable[str]) -> list[str]:
         return []
     device, dtype, routing = kind(rows[0])
     skewed = ", Zipf routing" if routing == "zipf" else ""
-    parts = [f"**{device}**, {dtype}{skewed} ({versions(rows)})\n"]
-    parts += [table for title in titles if (table := written_table(title, rows))]
-    return parts + [EARLIER] * any(earlier(rows))
+    lines = [f"**{device}**, {dtype}{skewed} ({versions(rows)})\n"]
+    lines += [table for title in titles if (table := written_table(title, rows))]
+    return lines + [EARLIER] * any(earlier(rows))
 
 
 def images(rows: list[dict], folder: str) -> list[str]:

@@ -49,7 +49,7 @@ def forward_kernel(x: Tensor, w: Tensor, block: int) -> Kernel:
     return Kernel(
         "forward",
         x.new_empty(len(x), len(w)),
-        {backend: given for backend, given in launches.items() if backend != "torch"},
+        {backend: launch for backend, launch in launches.items() if backend != "torch"},
         flops=2 * len(x) * pattern.num_blocks * block**2,
         exact=lambda: F.linear(x.double(), w.double()),
         plain=lambda: F.linear(x, w),
@@ -63,7 +63,7 @@ def gradient_kernel(x: Tensor, dout: Tensor, pattern: SparsePattern) -> Kernel:
     return Kernel(
         "gradient",
         x.new_empty(pattern.num_blocks, a, b),
-        {backend: given for backend, given in launches.items() if backend != "torch"},
+        {backend: launch for backend, launch in launches.items() if backend != "torch"},
         flops=2 * len(x) * pattern.num_blocks * a * b,
         exact=lambda: pattern.take(dout.double().T @ x.double()),
         plain=lambda: pattern.take(dout.T @ x),

@@ -146,9 +146,9 @@ def like_the_default(product: Product, config: Config) -> Callable[[tuple[Tensor
 
 
 def is_close(got: Tensor, want: Tensor) -> bool:
-    """Within CLOSE in the Frobenius norm, in parts, since a copy in float32 might not fit."""
-    parts = zip(got.flatten().split(2**26), want.flatten().split(2**26), strict=True)
-    sums = [torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()]) for a, b in parts]
+    """Within CLOSE in the Frobenius norm, slice by slice, since a copy in float32 might not fit."""
+    pairs = zip(got.flatten().split(2**26), want.flatten().split(2**26), strict=True)
+    sums = [torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()]) for a, b in pairs]
     error, size = torch.stack(sums).double().sum(0).tolist()
     return error <= CLOSE**2 * size
 
@@ -203,7 +203,7 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
             (*x.shape, w.shape[0]),
             (None, x_scale, w_scale),
         )
-        launch = lambda out, *given: bind(x8, w8.mT, sizes, x.dtype)(out, *given, *scales)  # noqa: E731
+        launch = lambda out, *inputs: bind(x8, w8.mT, sizes, x.dtype)(out, *inputs, *scales)  # noqa: E731
         return launch, (x8, w8.mT, *after)
     launch = launcher(f"{op}_fp8", IMPLS[f"{op}_fp8"]["hopper"])
     if op == "expert_up":
@@ -216,7 +216,7 @@ def multiply_fp8(i: TgmmFp8Inputs, out: Tensor, *operands: Tensor) -> None:
     product(out, *operands)
 
 
-def distinct_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
+def distinct_column_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
     """Columns of the rows of Y and of dX: one chunk of each width that a training step has."""
     T, H, width, E, k = shape.sizes
     x, gate_up, down, order, rank, sizes = (
@@ -225,8 +225,8 @@ def distinct_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
     )
     experts, plan = (x, gate_up, None, down, None, rank), (order, rank, sizes)
     most_bytes = row_bytes(ExpertInputs(*experts, *plan, "swiglu", False, save_z=True), None)
-    chunks = [column_chunks(H, T * k * dtype.itemsize, most) for most in most_bytes]
-    return [list({n.stop - n.start: n for n in of_one}.values()) for of_one in chunks]
+    columns = [column_chunks(H, T * k * dtype.itemsize, most) for most in most_bytes]
+    return [list({n.stop - n.start: n for n in of_one}.values()) for of_one in columns]
 
 
 def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
@@ -256,17 +256,17 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
     new_z, new_a = empty(R, 2 * width), empty(R, width)
     grad = new_z, new_a, empty(T, k, dtype=f32)
 
-    def in_chunks(name: str, weights: int, x: Tensor, w: Tensor, chunks: list[slice]) -> Iterable[tuple]:
-        for n in chunks:
+    def in_columns(name: str, weights: int, x: Tensor, w: Tensor, slices: list[slice]) -> Iterable[tuple]:
+        for n in slices:
             columns = n.stop - n.start
             yield name, "gmm", weights * columns / H, empty(R, columns), (x, w[:, :, n], sizes, None)
 
-    chunks_of_y, chunks_of_dx = distinct_chunks(shape, dtype)
+    y_columns, dx_columns = distinct_column_chunks(shape, dtype)
     return [
         ("up", "expert_up", 2, (new_z, new_a), (x, gate_up, None, *plan, *act, 0, None)),
-        *in_chunks("down", 1, sa, down.mT, chunks_of_y),
+        *in_columns("down", 1, sa, down.mT, y_columns),
         ("dz", "expert_down_grad", 1, grad, (dout, z, down, weights, *plan, *act)),
-        *in_chunks("dx", 2, dz, gate_up, chunks_of_dx),
+        *in_columns("dx", 2, dz, gate_up, dx_columns),
         ("ddown", "tgmm", 1, empty(E, H, width), (dout, sa, sizes, order, k, False)),
         ("dgate_up", "tgmm", 2, empty(E, 2 * width, H), (x, dz, sizes, order, k, True)),
     ]

@@ -43,9 +43,9 @@ def attended(sizes: tuple[int, ...], padded: bool, how: dict, device, dtype, see
 def pairs(Sq: int, Sk: int, is_causal: bool = False, window: tuple[int, int] = (-1, -1)) -> int:
     """How many queries see how many keys, summed."""
     left, right = window[0], 0 if is_causal else window[1]
-    places = range(Sk - Sq, Sk)
-    first = (max(place - left, 0) if left >= 0 else 0 for place in places)
-    last = (min(place + right, Sk - 1) if right >= 0 else Sk - 1 for place in places)
+    positions = range(Sk - Sq, Sk)
+    first = (max(position - left, 0) if left >= 0 else 0 for position in positions)
+    last = (min(position + right, Sk - 1) if right >= 0 else Sk - 1 for position in positions)
     return sum(max(b - a + 1, 0) for a, b in zip(first, last, strict=True))
 
 
@@ -76,8 +76,8 @@ def convolved(N: int, C: int, size: int, filters: int, device, dtype, seed: int)
         return F.conv2d(*last, bias, padding=1).contiguous()
 
     def exact() -> Tensor:
-        parts = (F.conv2d(part.double(), w.double(), bias.double(), padding=1) for part in x.split(4))
-        return torch.cat(list(parts))
+        results = (F.conv2d(batch.double(), w.double(), bias.double(), padding=1) for batch in x.split(4))
+        return torch.cat(list(results))
 
     contenders = {
         "moe_aiter": lambda: conv2d(x, w, bias, padding=1),

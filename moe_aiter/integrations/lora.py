@@ -165,10 +165,10 @@ def load_lora(
     targets, how = read_config(config, directory / CONFIG)
     state = load_file(directory / TENSORS)
     adapters = new_adapters(model, targets, dtype, how | lora)
-    places = by_prefix(adapters)
-    if extra := sorted(state.keys() - {f"{prefix}lora_{m}.weight" for prefix in places for m in "AB"}):
+    loras = by_prefix(adapters)
+    if extra := sorted(state.keys() - {f"{prefix}lora_{m}.weight" for prefix in loras for m in "AB"}):
         raise ValueError(f"{directory / TENSORS} has {extra[0]}, which no experts of this model have")
-    load_stacked(places, state)
+    load_stacked(loras, state)
     return attach(model, adapters)
 
 
@@ -233,14 +233,14 @@ def split(prefix: str, module: nn.Module, layers: tuple[str, str, str]) -> dict[
     if up_name in factors:
         rows = factors[up_name].B.shape[1]
         if not module.has_gate:
-            parts = {up: slice(rows)}
+            rows_of = {up: slice(rows)}
         elif known_gate(module) is not None and known_gate(module)[1]:  # in turn
-            parts = {gate: slice(0, rows, 2), up: slice(1, rows, 2)}
+            rows_of = {gate: slice(0, rows, 2), up: slice(1, rows, 2)}
         elif module.is_concatenated:
-            parts = {gate: slice(rows // 2), up: slice(rows // 2, rows)}
+            rows_of = {gate: slice(rows // 2), up: slice(rows // 2, rows)}
         else:
             raise ValueError(f"it is not known which rows of {type(module).__name__} are gates")
-        tensors |= per_expert(prefix, factors[up_name], parts)
+        tensors |= per_expert(prefix, factors[up_name], rows_of)
     if down_name in factors:
         tensors |= per_expert(prefix, factors[down_name], {down: slice(None)})
     return tensors

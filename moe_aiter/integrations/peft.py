@@ -47,7 +47,7 @@ def register() -> None:
     transformers.register()
     wrapper = param_wrapper()
     version = importlib.metadata.version("peft")
-    if not any(version.startswith(f"{known}.") for known in KNOWN):
+    if not any(version.startswith(f"{tested}.") for tested in KNOWN):
         warnings.warn(
             f"PEFT {version} is none of {', '.join(KNOWN)}: its adapters of experts still make whole weights",
             stacklevel=2,

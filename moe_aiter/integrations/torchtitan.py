@@ -138,6 +138,6 @@ def convert(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_kind(kind: type, *known: type) -> None:
-    if kind not in known:
-        raise TypeError(f"no moe_aiter experts for {kind.__qualname__}, only for {known[0].__qualname__}")
+def check_kind(kind: type, *supported: type) -> None:
+    if kind not in supported:
+        raise TypeError(f"no moe_aiter experts for {kind.__qualname__}, only for {supported[0].__qualname__}")

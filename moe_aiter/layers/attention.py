@@ -215,8 +215,8 @@ def shaped_mask(mask: Tensor, q: Tensor, Sk: int) -> Tensor:
     B, H, Sq, _ = q.shape
     axes = {2: ("B", "Sk"), 3: ("B", "Sq", "Sk"), 4: ("B", "Hq", "Sq", "Sk")}
     if not isinstance(mask, Tensor) or mask.dim() not in axes:
-        given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask must be a tensor (B, Sk), (B, Sq, Sk) or (B, Hq, Sq, Sk), but it is {given}")
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must be a tensor (B, Sk), (B, Sq, Sk) or (B, Hq, Sq, Sk), but it is {got}")
     check_device(q=q, mask=mask)
     if mask.dtype.is_complex:
         raise TypeError(f"mask must be of bool, integers or floats, not {mask.dtype}")
@@ -507,7 +507,7 @@ SCHEMA = (
 )
 
 
-def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`out, softmax_lse, S_dmask, rng_state` of q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
     The `Options` follow.  out (B, Sq, Hq, Dv) is that of `attention`: the last query at the last key, windows
@@ -520,7 +520,7 @@ def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor, Te
 
     Raises ValueError for shapes, windows, devices and a sink_size other than 0, TypeError for dtypes.
     """
-    options = Options(*given)
+    options = Options(*options)
     asked = "return_softmax_lse", "return_dropout_randval"
     check_flags(**{name: getattr(options, name) for name in asked})
     if options.sink_size != 0:

@@ -37,14 +37,14 @@ def conv2d(
 
     Raises ValueError for shapes, devices, steps and paddings that do not fit, TypeError for dtypes and kinds.
     """
-    given = input, weight, bias, stride, padding, dilation, groups
-    if len({t.device for t in given[:3] if isinstance(t, Tensor)}) > 1:
+    arguments = input, weight, bias, stride, padding, dilation, groups
+    if len({t.device for t in arguments[:3] if isinstance(t, Tensor)}) > 1:
         check_inputs(input, weight, bias, groups)
     try:
         # off, maybe, for as long as another thread is in such a block
         if switches.dynamic_shapes and (SEARCH.blocks or torch.backends.cudnn.benchmark):
-            return inside(partial(SEARCH.set, False), F.conv2d, given, {})
-        return F.conv2d(*given)
+            return inside(partial(SEARCH.set, False), F.conv2d, arguments, {})
+        return F.conv2d(*arguments)
     except (RuntimeError, TypeError):
         # torch looks before it launches: only what it refused is looked at again
         check_inputs(input, weight, bias, groups)
@@ -73,15 +73,15 @@ def check_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int
 
 def check_steps(stride, padding, dilation, kernel_size=1) -> None:
     steps = ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0)
-    for name, given, least in (*steps, ("kernel_size", kernel_size, 1)):
-        if isinstance(given, str) and name == "padding":
-            if given not in PADDINGS:
-                raise ValueError(f"unknown padding {given!r}; known: {', '.join(PADDINGS)}, an int or two")
-            if given == "same" and stride not in (1, (1,), [1], (1, 1), [1, 1]):
+    for name, value, least in (*steps, ("kernel_size", kernel_size, 1)):
+        if isinstance(value, str) and name == "padding":
+            if value not in PADDINGS:
+                raise ValueError(f"unknown padding {value!r}; known: {', '.join(PADDINGS)}, an int or two")
+            if value == "same" and stride not in (1, (1,), [1], (1, 1), [1, 1]):
                 raise ValueError(f"padding='same' needs a stride of 1, not {stride}")
             continue
-        both = given if isinstance(given, (tuple, list)) else (given,)
+        both = value if isinstance(value, (tuple, list)) else (value,)
         if len(both) not in (1, 2) or not all(is_kind(n, int) for n in both):
-            raise TypeError(f"{name} must be an int or two, not {given!r}")
+            raise TypeError(f"{name} must be an int or two, not {value!r}")
         if min(both) < least:
-            raise ValueError(f"{name} must be at least {least}, not {given}")
+            raise ValueError(f"{name} must be at least {least}, not {value}")

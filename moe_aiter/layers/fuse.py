@@ -123,21 +123,21 @@ class FusedPart(nn.Module):
         mine = dict(self.tensors())
         for name, t in mine.items():
             key = prefix + name
-            given = state_dict.get(key)
-            if given is None:
+            loaded = state_dict.get(key)
+            if loaded is None:
                 missing_keys.append(key)
-            elif given.shape != t.shape:
-                sizes = f"{tuple(given.shape)} in the checkpoint and {tuple(t.shape)} here"
+            elif loaded.shape != t.shape:
+                sizes = f"{tuple(loaded.shape)} in the checkpoint and {tuple(t.shape)} here"
                 error_msgs.append(f"size mismatch for {key}: {sizes}")
-            elif t.is_meta and not given.is_meta:
+            elif t.is_meta and not loaded.is_meta:
                 error_msgs.append(
                     f"{key} is on the meta device: give fused projections memory before loading"
                 )
             else:
                 with torch.no_grad():
-                    t.copy_(given)
-        known = {prefix + name for name in mine}
-        others = (k for k in state_dict if k.startswith(prefix) and k not in known)
+                    t.copy_(loaded)
+        own_keys = {prefix + name for name in mine}
+        others = (k for k in state_dict if k.startswith(prefix) and k not in own_keys)
         unexpected_keys.extend(others if strict else ())
 
     def extra_repr(self) -> str:

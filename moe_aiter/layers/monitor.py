@@ -213,8 +213,8 @@ def by_device(tensors: list[Tensor], change: Callable[[list[Tensor]], list[Tenso
     """`change` of all tensors of a device at once, in the order of the tensors."""
     changed = list(tensors)
     for device in dict.fromkeys(t.device for t in tensors):
-        places = [i for i, t in enumerate(tensors) if t.device == device]
-        for i, t in zip(places, change([tensors[i] for i in places]), strict=True):
+        positions = [i for i, t in enumerate(tensors) if t.device == device]
+        for i, t in zip(positions, change([tensors[i] for i in positions]), strict=True):
             changed[i] = t
     return changed
 
@@ -312,8 +312,8 @@ def columns_of(layers: list[LayerStatistics], width: int, ascii_only: bool) -> d
 
 def bars(load: np.ndarray, width: int, ascii_only: bool = False) -> str:
     """The load (E,) as a character for each expert, or for each few of them, at most `width`."""
-    parts = np.array_split(load * len(load), min(len(load), width))  # multiples of the mean
+    bins = np.array_split(load * len(load), min(len(load), width))  # multiples of the mean
     steps = BARS[ascii_only]
-    heights = [float(part.mean()) / 2 * (len(steps) - 1) for part in parts]
+    heights = [float(bin.mean()) / 2 * (len(steps) - 1) for bin in bins]
     # a bar for every expert that has a token
     return "".join(steps[min(max(round(h), h > 0), len(steps) - 1)] for h in heights)

@@ -231,14 +231,14 @@ def verdict(module: nn.Module) -> type | str:
 def convert(module: nn.Module, kind: type, dtype: str, found: dict) -> None:
     """Make a module what it is converted to: in place, so that its hooks and all that refers to it stay."""
     quantized, weights = KINDS[kind]
-    given = [(name, *(getattr(module, n or "", None) for n in pair)) for name, pair in weights.items()]
+    tensors = [(name, *(getattr(module, n or "", None) for n in pair)) for name, pair in weights.items()]
     # torch's own way to remove them would change the original's class
     own_modules(module).pop("parametrizations", None)
     for name in {n for pair in weights.values() for n in pair}:
         for place in (own_parameters(module), own_buffers(module), vars(module)):
             place.pop(name, None)
     module.__class__, module.dtype = quantized, dtype
-    for name, weight, bias in given:
+    for name, weight, bias in tensors:
         module.set_weight(name, weight.mT if kind is OptimizedMoELayer else weight, bias, found)
 
 

@@ -88,10 +88,10 @@ class SegmentGEMMWrapper:
             None if t is None else t.to(x.device, non_blocking=True)
             for t in (seg_lens, seg_indptr, weight_indices)
         )
-        given = {"lens": lens, "indptr": indptr, "weight_indices": numbers, "out": out}
+        options = {"lens": lens, "indptr": indptr, "weight_indices": numbers, "out": out}
         if self.backend == "torch":  # for its gradient too, whenever that runs
-            return inside(partial(use, "torch"), segment_gmm, (x, w), given)
-        return segment_gmm(x, w, **given)
+            return inside(partial(use, "torch"), segment_gmm, (x, w), options)
+        return segment_gmm(x, w, **options)
 
     forward = run
 
@@ -105,8 +105,8 @@ def check_batch(
 ) -> None:
     """Raise unless what is given says of so many segments what it should."""
     check_count("batch_size", batch_size)
-    given = {"seg_lens": seg_lens, "seg_indptr": seg_indptr, "weight_indices": weight_indices}
-    for name, t in given.items():
+    tensors = {"seg_lens": seg_lens, "seg_indptr": seg_indptr, "weight_indices": weight_indices}
+    for name, t in tensors.items():
         if isinstance(t, Tensor) and t.dim() == 2 and t.is_floating_point():
             raise TypeError(f"{name} is a floating matrix; `out` is an argument by name alone")
         if t is not None:

@@ -128,13 +128,13 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     since, by load_state_dict(assign=True) say, `optimizer` would train none of the model's: handing over
     raises RuntimeError.
     """
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [
         (weight, module, name)
         for module in model.modules()
         for finder in FINDERS
         for name in finder(module)
-        if (weight := getattr(module, name)).requires_grad and id(weight) in known
+        if (weight := getattr(module, name)).requires_grad and id(weight) in trained
     ]
     if not found:
         raise ValueError("the model has no experts whose weights the optimizer trains: nothing to do")

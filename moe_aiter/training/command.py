@@ -14,7 +14,7 @@ from .errors import UsageError, need
 from .metrics import read_metrics
 from .model import active_params
 from .plots import plot_run
-from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, flag, given_flags, make_config, path
+from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, flag, flag_values, make_config, path
 from .trainer import Trainer
 
 RUNS = Path("runs")
@@ -73,7 +73,7 @@ def repeat_on_gpu() -> None:
 
 
 def start_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
-    config = make_config(args.preset, given_flags(args))
+    config = make_config(args.preset, flag_values(args))
     run = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{'dense' if config.dense else 'moe'}"
     if run.exists() and not run.is_dir():
         raise UsageError(f"--out {run} is a file; a run needs a folder")
@@ -110,13 +110,13 @@ def resume_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
 
 def resumed_config(own: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     """The run's own settings with what the flags may change.  The others may be given, as they are."""
-    given = given_flags(args)
-    asked = (vars(PRESETS[args.preset]) if args.preset else {}) | given
+    values = flag_values(args)
+    asked = (vars(PRESETS[args.preset]) if args.preset else {}) | values
     same = vars(own).items() | {("dtype", "auto")}
     if changed := [n for n, value in asked.items() if n not in RESUMABLE and (n, value) not in same]:
         kept, free = (", ".join(map(flag, names)) for names in (changed, RESUMABLE))
         raise UsageError(f"--resume keeps the run's own {kept}; it takes {free}")
-    return make_config("cpu", vars(own) | {name: given[name] for name in RESUMABLE if name in given})
+    return make_config("cpu", vars(own) | {name: values[name] for name in RESUMABLE if name in values})
 
 
 def newest_run() -> Path:

@@ -172,21 +172,21 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def given_flags(args: argparse.Namespace) -> dict:
+def flag_values(args: argparse.Namespace) -> dict:
     """The fields that the command line sets."""
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(args, f.name)}
-    if "data" in given:
-        given["data"] = tuple(str(path.resolve()) for path in given["data"])
-    return given
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(args, f.name)}
+    if "data" in values:
+        values["data"] = tuple(str(path.resolve()) for path in values["data"])
+    return values
 
 
-def make_config(preset: str | None, given: dict) -> TrainConfig:
-    """A preset, by default the one that suits the device, with the given fields; nothing stays on auto."""
-    device = pick_device(given.get("device", "auto"))
+def make_config(preset: str | None, values: dict) -> TrainConfig:
+    """Return a preset, by default the one for the device, with `values` for its fields, none on auto."""
+    device = pick_device(values.get("device", "auto"))
     name = preset or ("gpu" if device.type == "cuda" else "cpu")
     if name not in PRESETS:
         raise UsageError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
-    config = dataclasses.replace(PRESETS[name], **given)
+    config = dataclasses.replace(PRESETS[name], **values)
     device = pick_device(config.device)
     dtype = pick_dtype(device) if config.dtype == "auto" else config.dtype
     return dataclasses.replace(config, device=str(device), dtype=dtype)

@@ -84,26 +84,26 @@ def page(title: str, rows: list[dict], settings: dict | None) -> str:
     curves = {key: found for key in CURVES if (found := numbers(rows, key))}
     loads = with_load(rows)
     layers = {key: found for key in OF_LAYERS if (found := lists(rows, key) or from_loads(loads, key))}
-    parts = [f"<h1>{html.escape(title)}</h1>", table(overview(rows).items())]
+    body = [f"<h1>{html.escape(title)}</h1>", table(overview(rows).items())]
     if numbers(rows, "loss"):
-        parts += [heading("Loss"), picture(draw_loss({title: rows}), "the loss by step")]
+        body += [heading("Loss"), picture(draw_loss({title: rows}), "the loss by step")]
     if curves:
         text = ", ".join(CURVES[key] for key in curves)
-        parts += [heading("Speed and optimizer"), picture(draw_curves(curves, CURVES), f"{text}, by step")]
+        body += [heading("Speed and optimizer"), picture(draw_curves(curves, CURVES), f"{text}, by step")]
     if loads:
-        parts += [heading("Load of the experts"), picture(draw_load(loads), "load by layer, expert and step")]
+        body += [heading("Load of the experts"), picture(draw_load(loads), "load by layer, expert and step")]
     if layers:
         text = ", ".join(OF_LAYERS[key] for key in layers)
-        parts += [heading("Layers"), picture(draw_curves(layers, OF_LAYERS), f"{text}, by step and layer")]
-        parts += [heading("Layers at the end"), table(*last_of_layers(layers))]
+        body += [heading("Layers"), picture(draw_curves(layers, OF_LAYERS), f"{text}, by step and layer")]
+        body += [heading("Layers at the end"), table(*last_of_layers(layers))]
     else:
-        parts.append("<p>No layer of experts in these metrics.</p>")
-    parts.append(heading("Settings"))
-    parts.append("<p>No config.json here.</p>" if settings is None else table(settings.items()))
+        body.append("<p>No layer of experts in these metrics.</p>")
+    body.append(heading("Settings"))
+    body.append("<p>No config.json here.</p>" if settings is None else table(settings.items()))
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n'
-        + "\n".join(parts)
+        + "\n".join(body)
         + "\n</body></html>\n"
     )
 

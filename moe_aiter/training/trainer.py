@@ -106,13 +106,13 @@ class Trainer:
 
     def report(self, display, row: dict, layers: dict[str, LayerStatistics]) -> None:
         """Move the progress bar to this step, or draw the table anew."""
-        parts = [f"loss {row['loss']:.3f}", f"{row['bits_per_byte']:.2f} bits/byte"]
-        parts += [f"{row['tokens_per_s'] / 1000:.1f}k tokens/s"]
+        figures = [f"loss {row['loss']:.3f}", f"{row['bits_per_byte']:.2f} bits/byte"]
+        figures += [f"{row['tokens_per_s'] / 1000:.1f}k tokens/s"]
         if "imbalance" in row:
-            parts += [f"imbalance {max(row['imbalance']):.2f}"]
+            figures += [f"imbalance {max(row['imbalance']):.2f}"]
         if "mfu" in row:
-            parts += [f"MFU {row['mfu']:.0%}"]
-        text = ", ".join(parts)
+            figures += [f"MFU {row['mfu']:.0%}"]
+        text = ", ".join(figures)
         if self.live:
             display.show(layers, f"step {self.step} of {self.config.steps}: {text}")
         else:

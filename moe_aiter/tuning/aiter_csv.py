@@ -250,12 +250,12 @@ def whole(cells: dict[str, str], column: str, where: str, least: int = 0) -> int
     return int(found)
 
 
-def chosen(cells: dict[str, str], column: str, where: str, known: dict):
+def chosen(cells: dict[str, str], column: str, where: str, choices: dict):
     text = cells[column].lower().removeprefix("torch.")
     text = ALIASES.get(text, text)
-    if text not in known:
-        raise SettingError(f"{where}: {column} is {cells[column]!r}; it takes {', '.join(known)}")
-    return known[text]
+    if text not in choices:
+        raise SettingError(f"{where}: {column} is {cells[column]!r}; it takes {', '.join(choices)}")
+    return choices[text]
 
 
 def to_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype:

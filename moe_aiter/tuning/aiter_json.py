@@ -60,9 +60,9 @@ def get_config(
 @functools.lru_cache(maxsize=1024)
 def cached(gmm_type, sizes, accumulate, dtype, name, decided) -> dict[str, int]:
     M, K, N, G = sizes
-    given = from_file(gmm_type, accumulate, name) or {}
+    from_user = from_file(gmm_type, accumulate, name) or {}
     op = "gmm" if gmm_type == "gmm" else "tgmm"
-    return from_tile(gmm_type, default_tile(op, dtype, M, N, K, G)) | given
+    return from_tile(gmm_type, default_tile(op, dtype, M, N, K, G)) | from_user
 
 
 def cache_clear() -> None:
@@ -140,12 +140,12 @@ def check_configs(configs: dict, where: str) -> None:
 
 def check_config(gmm_type: str, config: dict[str, int]) -> None:
     """Raise unless these are block sizes that the kernel can have."""
-    known = variant(gmm_type)
+    names = variant(gmm_type)
     if not isinstance(config, dict):
         raise TypeError(f"the configuration of {gmm_type} must be a dict, not {type(config).__name__}")
     for name, n in config.items():
-        if name not in known:
-            raise ValueError(f"{gmm_type} has no {name!r}; known: {', '.join(known)}")
+        if name not in names:
+            raise ValueError(f"{gmm_type} has no {name!r}; names: {', '.join(names)}")
         if not isinstance(n, int) or isinstance(n, bool):
             raise TypeError(f"{name} must be an int, not {type(n).__name__}")
         if n < (0 if name in AMD_OPTIONS else 1):

@@ -44,18 +44,18 @@ def test_layouts(device, size):
     sizes = torch.tensor([M // 2, 1][:G], dtype=torch.int32, device=device)
     order = torch.randperm(M).to(device, torch.int32)
     (x8, scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
-    _, chunks = blocks.plan_chunks(sizes, M)
+    _, row_blocks = blocks.plan_row_blocks(sizes, M)
     for module, name, *inputs in (
-        (blocks, "plan_chunks", sizes, M),
+        (blocks, "plan_row_blocks", sizes, M),
         (layouts, "quantize_folded", x, factor, sizes, "e4m3"),
         (layouts, "quantize_transposed", w, w_scale, "e4m3"),
         (layouts, "transpose_rows8", w8),
-        (blocks, "quantize_chunks", x, scale, order, 1, chunks, "e4m3"),
-        (blocks, "transpose_chunks", x8, order, 1, chunks),
+        (blocks, "quantize_row_blocks", x, scale, order, 1, row_blocks, "e4m3"),
+        (blocks, "transpose_row_blocks", x8, order, 1, row_blocks),
     ):
         there = (
-            (chunks[:, 0] < chunks[:, 1])
-            if name.endswith("_chunks") and name != "plan_chunks"
+            (row_blocks[:, 0] < row_blocks[:, 1])
+            if name.endswith("_row_blocks") and name != "plan_row_blocks"
             else slice(None)
         )
         got, want = (as_tuple(getattr(module, f"{name}_{way}")(*inputs)) for way in ("op", "reference"))

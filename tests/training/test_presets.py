@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_aiter.training.errors import UsageError
-from moe_aiter.training.presets import PRESETS, TrainConfig, add_flags, flag, given_flags, make_config
+from moe_aiter.training.presets import PRESETS, TrainConfig, add_flags, flag, flag_values, make_config
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
@@ -16,7 +16,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 def parse(*words: str) -> dict:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return given_flags(parser.parse_args(words))
+    return flag_values(parser.parse_args(words))
 
 
 def test_no_flag_changes_nothing():

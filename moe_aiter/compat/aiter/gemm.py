@@ -145,8 +145,8 @@ def as_w(input: Tensor, weight: Tensor, transpose_weight: bool = True, *, is_opt
         raise ValueError("input must be (..., k), but it has no axis")
     check_float(input=input, weight=weight)
     option = f" with transpose_weight={transpose_weight}" if is_option else ""
-    given = f"weight is {'(n, k={})' if transpose_weight else '(k={}, n)'}{option}"
-    check_size("input is (..., k={})", input.shape[-1], given, weight.shape[1 if transpose_weight else 0])
+    described = f"weight is {'(n, k={})' if transpose_weight else '(k={}, n)'}{option}"
+    check_size("input is (..., k={})", input.shape[-1], described, weight.shape[1 if transpose_weight else 0])
     return weight.mT if transpose_weight else weight
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from ...kernels.base.check import check_sizes, checked, renamed
 from ...kernels.base.shuffle import unshuffle_weight
 from ...kernels.dense.tuned_gemm import forget_choices, tuned_config, tuned_gemm
-from ...switches import computed, is_as_given
+from ...switches import computed, keeps_dtypes
 from ...tuning.aiter_csv import Problem, find, to_dtype
 from .ops.gemm_op_a8w8 import gemm_a8w8
 
@@ -35,7 +35,7 @@ def gemm_a16w16(
     """
     if is_shuffled is None:
         is_shuffled = getattr(B, "is_shuffled", None)
-    if is_shuffled and not is_as_given():  # the order is that of its dtype, and no attribute survives a cast
+    if is_shuffled and not keeps_dtypes():  # the order is that of its dtype, and no attribute survives a cast
         B, is_shuffled = unshuffle_weight(B), False
     scales = {"x_scale": scale_a, "w_scale": scale_b, "out_scale": scale_c}
     return product(A, B, bias, out_dtype=otype, is_shuffled=is_shuffled, **scales)

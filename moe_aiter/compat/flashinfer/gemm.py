@@ -57,8 +57,8 @@ def check_scales(A: Tensor, **scales: Tensor | float) -> None:
     """Raise unless every scale is one number, as FlashInfer reads the first of whatever it is given."""
     for name, scale in scales.items():
         if isinstance(scale, Tensor) and (scale.dtype != torch.float32 or scale.numel() != 1):
-            given = f"{scale.dtype} {tuple(scale.shape)}"
-            raise ValueError(f"{name} must be one float32 number, but it is {given}")
+            described = f"{scale.dtype} {tuple(scale.shape)}"
+            raise ValueError(f"{name} must be one float32 number, but it is {described}")
         if isinstance(scale, Tensor) and scale.device != A.device:
             raise ValueError(f"A is on {A.device} but {name} is on {scale.device}")
         if not isinstance(scale, (Tensor, float, int)) or isinstance(scale, bool):

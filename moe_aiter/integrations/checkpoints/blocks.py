@@ -75,7 +75,7 @@ def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
     if here != there or experts.interleaved != (model_type == "gpt_oss"):
         layout = f"{here}, interleaved={experts.interleaved}"
         raise ValueError(f"an MoE of {model_type} has {there}, but this one has {layout}")
-    return {part.name: part.from_ours(ours[piece.name]) for piece in pieces for part in piece.parts}
+    return {part.name: part.from_ours(ours[piece.name]) for piece in pieces for part in piece.tensors}
 
 
 @checked
@@ -111,11 +111,11 @@ def ours_from(pieces: Iterable[Piece], read: Callable[[str], Tensor]) -> dict[st
     """Our state_dict: a view of theirs where a piece is of one tensor, else a copy of several."""
     state = {}
     for piece in pieces:
-        if len(piece.parts) == 1:
-            state[piece.name] = piece.parts[0].from_theirs(read(piece.parts[0].name))
+        if len(piece.tensors) == 1:
+            state[piece.name] = piece.tensors[0].from_theirs(read(piece.tensors[0].name))
             continue
         whole = None
-        for part in piece.parts:
+        for part in piece.tensors:
             theirs = part.from_theirs(read(part.name))
             whole = theirs.new_empty(piece.shape) if whole is None else whole
             whole[part.place] = theirs

@@ -63,11 +63,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> Report:
-    given = {name: getattr(args, name) for name in ("noise", "router_std", "seed")}
-    given = {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(args, name) for name in ("noise", "router_std", "seed")}
+    options = {name: value for name, value in options.items() if value is not None}
     common = {"shard_bytes": args.shard_size, "check": not args.no_check}
     if not args.upcycle:
-        if given or args.experts is not None or args.top_k is not None:
+        if options or args.experts is not None or args.top_k is not None:
             raise CheckpointError("the flags", ["--experts, --top-k, --noise, --router-std and --seed are for"
                                                 " --upcycle"])  # fmt: skip
         to = args.to or LAYOUTS[RECORD in read_config(args.source)]
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> Report:
         raise CheckpointError("the flags", ["--upcycle needs --experts and --top-k"])
     with Bar() as bar:
         common |= {"to": args.to or LAYOUTS[0], "progress": bar}
-        return upcycle(args.source, args.target, args.experts, args.top_k, **given, **common)
+        return upcycle(args.source, args.target, args.experts, args.top_k, **options, **common)
 
 
 class Bar:

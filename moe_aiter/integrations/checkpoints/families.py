@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    tensors: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ class Family:
             yield same("experts.down", "experts.down_proj", E, H, width)
         else:
             gate, up, down = self.matrices
-            places = [(f"experts.{e}.", (e,)) for e in range(E)]
-            yield side_by_side("experts.gate_up", (E,), width, H, places, gate, up)
-            parts = (Part(f"{name}{down}.weight", (H, width), place) for name, place in places)
-            yield Piece("experts.down", (E, H, width), tuple(parts))
+            prefixes = [(f"experts.{e}.", (e,)) for e in range(E)]
+            yield side_by_side("experts.gate_up", (E,), width, H, prefixes, gate, up)
+            tensors = (Part(f"{name}{down}.weight", (H, width), place) for name, place in prefixes)
+            yield Piece("experts.down", (E, H, width), tuple(tensors))
         if shared := kwargs.get("shared_intermediate"):
-            places = [("shared_experts.", ())]
-            yield side_by_side("shared.gate_up.weight", (), shared, H, places, *self.matrices[:2])
+            prefixes = [("shared_experts.", ())]
+            yield side_by_side("shared.gate_up.weight", (), shared, H, prefixes, *self.matrices[:2])
             yield same("shared.down.weight", f"shared_experts.{self.matrices[2]}.weight", H, shared)
 
 
@@ -175,15 +175,15 @@ def same(ours: str, theirs: str, *shape: int) -> Piece:
     return Piece(ours, shape, (Part(theirs, shape),))
 
 
-def side_by_side(ours: str, outer: tuple, width: int, H: int, places: list, gate: str, up: str) -> Piece:
+def side_by_side(ours: str, outer: tuple, width: int, H: int, prefixes: list, gate: str, up: str) -> Piece:
     """Rows of the gate, then rows of up."""
     halves = (gate, slice(0, width)), (up, slice(width, 2 * width))
-    parts = [
+    tensors = [
         Part(f"{name}{matrix}.weight", (width, H), (*place, rows))
-        for name, place in places
+        for name, place in prefixes
         for matrix, rows in halves
     ]
-    return Piece(ours, (*outer, 2 * width, H), tuple(parts))
+    return Piece(ours, (*outer, 2 * width, H), tuple(tensors))
 
 
 def damage(config: dict) -> list[str]:
@@ -236,9 +236,9 @@ FAMILIES = {
 def family_of(config: dict) -> Family:
     kind = config.get("model_type")
     if kind not in list(FAMILIES):  # it need not be a string
-        known = ", ".join(FAMILIES)
+        families = ", ".join(FAMILIES)
         raise CheckpointError(
-            "config.json", [f"model_type is {kind!r}; known: {known}; dense ones are for --upcycle"]
+            "config.json", [f"model_type is {kind!r}; known: {families}; dense ones are for --upcycle"]
         )
     return FAMILIES[kind]
 

@@ -82,10 +82,10 @@ class Checkpoint:
         """The files, and what the index says that each holds."""
         if (self.folder / INDEX).exists():
             files: dict[str, set[str] | None] = {}
-            places = read_json(self.folder / INDEX).get("weight_map")
-            if not isinstance(places, dict) or not all(is_name(file) for file in places.values()):
+            weight_map = read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(is_name(file) for file in weight_map.values()):
                 raise CheckpointError(f"{self.folder / INDEX}", ["it has no weight_map of names to files"])
-            for key, file in places.items():
+            for key, file in weight_map.items():
                 files.setdefault(file, set()).add(key)
             return dict(sorted(files.items()))
         if not (self.folder / SINGLE).exists():
@@ -122,8 +122,8 @@ class Checkpoint:
 
     def other_files(self) -> tuple[list[Path], list[Path]]:
         """Those beside the weights: the tokenizer's and such, and weights that are of no use here."""
-        known = {*self.file_of.values(), INDEX, "config.json"}
-        files = [p for p in sorted(self.folder.iterdir()) if p.is_file() and p.name not in known]
+        listed = {*self.file_of.values(), INDEX, "config.json"}
+        files = [p for p in sorted(self.folder.iterdir()) if p.is_file() and p.name not in listed]
         weights = [p for p in files if p.name.endswith(WEIGHTS)]
         return [p for p in files if p not in weights], weights
 
@@ -172,23 +172,23 @@ def write_checkpoint(
     shards = split(sorted(outputs, key=natural), limit)
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     names = [SINGLE] if len(shards) == 1 else names
-    places = {}
+    weight_map = {}
     for name, shard in zip(names, shards, strict=True):
         write_shard(folder / name, shard, advance)
-        places |= {output.name: name for output in shard}
+        weight_map |= {output.name: name for output in shard}
     if len(shards) > 1:
         specs = [output.spec for shard in shards for output in shard]
         total = {"total_parameters": sum(math.prod(spec.shape) for spec in specs)}
         total["total_size"] = sum(spec.bytes for spec in specs)
-        write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))})
+        write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
     write_json(folder / "config.json", config)
     return names
 
 
 def natural(output: Output) -> list:
     """Layer 2 before layer 10."""
-    parts = re.split(r"([0-9]{1,18})", output.name)  # every second one is a number
-    return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(parts)]
+    fields = re.split(r"([0-9]{1,18})", output.name)  # every second one is a number
+    return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(fields)]
 
 
 def split(outputs: list[Output], limit: int) -> list[list[Output]]:
@@ -206,8 +206,8 @@ def write_shard(path: Path, outputs: list[Output], advance: Callable[[int], None
     header, end = {"__metadata__": {"format": "pt"}}, 0
     outputs = sorted(outputs, key=lambda output: -BYTES[output.spec.dtype])  # then all of them are aligned
     for name, spec, _ in outputs:
-        places = [end, end := end + spec.bytes]
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": places}
+        offsets = [end, end := end + spec.bytes]
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:

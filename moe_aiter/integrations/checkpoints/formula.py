@@ -121,13 +121,13 @@ def difference(moe: MoE, formula: Formula) -> float:
     x = torch.randn(DRAWN, moe.hidden, generator=generator).to(dtype)
     visits = -(-num_experts // moe.top_k)
     ids = torch.arange(visits * moe.top_k).view(visits, moe.top_k) % num_experts
-    given = torch.rand(ids.shape, generator=generator) + 0.5
+    drawn = torch.rand(ids.shape, generator=generator) + 0.5
     more = torch.randn(visits, moe.hidden, generator=generator).to(dtype)
     with torch.no_grad():
         weights, margin = formula.routing_weights(formula.logits(x.float()))
         clear = margin.sort(descending=True, stable=True).indices[:TOKENS]
-        weights = torch.cat([weights[clear], torch.zeros(visits, num_experts).scatter_add(1, ids, given)])
-        ours = torch.cat([moe(x[clear]), moe(more, expert_ids=ids, routing_weights=given)])
+        weights = torch.cat([weights[clear], torch.zeros(visits, num_experts).scatter_add(1, ids, drawn)])
+        ours = torch.cat([moe(x[clear]), moe(more, expert_ids=ids, routing_weights=drawn)])
         theirs = formula.output(torch.cat([x[clear], more]).float(), weights)
     return relative(ours, theirs)
 

@@ -47,7 +47,7 @@ def plan_to_ours(source: Checkpoint) -> Plan:
     check_kwargs(kwargs, problems)
     fused = family.always_fused or any(key.endswith(".mlp.experts.gate_up_proj") for key in source.specs)
     pieces = list(family.pieces(kwargs, fused))
-    expected = {part.name: part.shape for piece in pieces for part in piece.parts}
+    expected = {part.name: part.shape for piece in pieces for part in piece.tensors}
     outputs, layers, used = [], [], set()
     for stem, sparse in sparse_layers(source, family, problems).items():
         block = f"{stem}{family.block_of(fused)}."
@@ -60,8 +60,8 @@ def plan_to_ours(source: Checkpoint) -> Plan:
         layers.append(f"{stem}{OURS}")
         if not problems:
             for piece in pieces:
-                dtype = specs[block + piece.parts[0].name].dtype
-                made = (m for part in piece.parts for m in from_theirs(source, block, part))
+                dtype = specs[block + piece.tensors[0].name].dtype
+                made = (m for part in piece.tensors for m in from_theirs(source, block, part))
                 outputs.append(Output(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
     check_rest(source, used, problems)
     record = {"version": 1, "family": family.name, "fused": fused, "layers": layers, "moe": to_json(kwargs)}
@@ -87,7 +87,7 @@ def plan_to_theirs(source: Checkpoint) -> Plan:
         if not problems:
             for piece in pieces:
                 dtype = specs[block + piece.name].dtype
-                for part in piece.parts:
+                for part in piece.tensors:
                     made = tuple(from_ours(source, block, piece, part))
                     outputs.append(Output(theirs + part.name, Spec(dtype, part.shape), made))
     check_rest(source, used, problems)

@@ -112,19 +112,19 @@ def plan_to_experts(source: Checkpoint, num_experts: int, top_k: int, to: str, g
         dtype = specs[f"{layer}.down_proj.weight"].dtype
         block = f"{layer.removesuffix(OURS)}{family.block_of(False)}"
         for piece in pieces:
-            made = [partial(grow, layer, family, part, dtype) for part in piece.parts]
+            made = [partial(grow, layer, family, part, dtype) for part in piece.tensors]
             if to == "moe_aiter":
                 outputs.append(Output(f"{layer}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
             else:
                 outputs += [
                     Output(f"{block}.{part.name}", Spec(dtype, part.shape), (make,))
-                    for part, make in zip(piece.parts, made, strict=True)
+                    for part, make in zip(piece.tensors, made, strict=True)
                 ]
-    known = re.compile(
+    dense_keys = re.compile(
         r"(model\.)?((embed_tokens|norm|lm_head)\.weight"
         rf"|layers\.\d+\.((input|post_attention)_layernorm\.weight|{KEPT[family.name]}))"
     )
-    rest = (key for key in source.specs if key not in used and not known.fullmatch(key))
+    rest = (key for key in source.specs if key not in used and not dense_keys.fullmatch(key))
     problems += [f"{key} is unknown to {family.name}" for key in rest]
     if to == "moe_aiter":
         record = {"version": 1, "family": family.name, "fused": False, "layers": layers}

@@ -78,17 +78,17 @@ def identity(x):
     return x, 1.0
 
 
-PARTS = {False: "... (parts i)", True: "... (i parts)"}  # interleaved? -> the columns of z
+COLUMNS = {False: "... (two i)", True: "... (i two)"}  # interleaved? -> the columns of z
 
 
-def split_parts(z: Tensor, interleaved: bool) -> Tensor:
+def split_gate_up(z: Tensor, interleaved: bool) -> Tensor:
     """(..., 2I) -> (2, ..., I): gate and up."""
-    return rearrange(z, f"{PARTS[interleaved]} -> parts ... i", parts=2)
+    return rearrange(z, f"{COLUMNS[interleaved]} -> two ... i", two=2)
 
 
-def join_parts(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
-    """The inverse of `split_parts`."""
-    return rearrange([gate, up], f"parts ... i -> {PARTS[interleaved]}")
+def join_gate_up(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of `split_gate_up`."""
+    return rearrange([gate, up], f"two ... i -> {COLUMNS[interleaved]}")
 
 
 def torch_gelu(x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Activation:
         """(..., parts * I) -> (..., I), in plain torch; differentiable."""
         if not self.gated:
             return self.torch_fn(z)
-        gate, up = split_parts(z, interleaved)
+        gate, up = split_gate_up(z, interleaved)
         return self.torch_fn(gate) * self.torch_up(up)
 
 

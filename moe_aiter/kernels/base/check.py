@@ -311,8 +311,8 @@ def check_rows(name: str, x: Tensor, axis: str, order: Tensor | None, top_k: int
         check_shape("order", order, "M")
         check_index(order=order)
         check_size("order is ({},)", order.shape[0], "there are {} rows", rows)
-        given = f"{name} is (T={x.shape[0]}, {axis}) for top_k={top_k}, {{}} rows,"
-        check_size(given, x.shape[0] * top_k, "order is ({},)", rows)
+        described = f"{name} is (T={x.shape[0]}, {axis}) for top_k={top_k}, {{}} rows,"
+        check_size(described, x.shape[0] * top_k, "order is ({},)", rows)
     else:
         check_size(f"{name} is ({{}}, {axis})", x.shape[0], "it takes {} rows", rows)
 

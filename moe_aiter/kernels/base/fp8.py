@@ -171,9 +171,9 @@ def as_vector(
         return scale.reshape(1).expand(size)
     if scale.shape in shapes:
         return scale.reshape(size)
-    known = ", ".join(map(str, shapes))
+    allowed = ", ".join(map(str, shapes))
     raise ValueError(
-        f"{name} must be a number, of one element, or {known}, but it has shape {tuple(scale.shape)}"
+        f"{name} must be a number, of one element, or {allowed}, but it has shape {tuple(scale.shape)}"
     )
 
 
@@ -190,5 +190,5 @@ def as_rows(name: str, scale: Tensor | float | None, x: Tensor, rows: int) -> Te
         return scale.reshape(G, rows)
     if shape in ((G,), (G, 1), (G, 1, 1)) or scale.numel() == 1:
         return scale.reshape(-1, 1).expand(G, rows)
-    known = f"a number, ({G},), ({G}, 1, 1), ({G}, {rows}) or ({G}, {rows}, 1)"
-    raise ValueError(f"{name} must be {known}, but it has shape {shape}")
+    allowed = f"a number, ({G},), ({G}, 1, 1), ({G}, {rows}) or ({G}, {rows}, 1)"
+    raise ValueError(f"{name} must be {allowed}, but it has shape {shape}")

@@ -135,12 +135,12 @@ def bind_split(i: GemmInputs, splits: int, kernel: Callable, numbers: tuple) -> 
 
     def launch(outs, i):
         out, z = outs
-        z, parts = z if i.save_z else None, None
+        z, partial_sums = z if i.save_z else None, None
         if splits > 1:
-            parts = i.x.new_empty(splits, B, M, N, dtype=torch.float32)
-        kernel(i.x, i.w, i.bias, i.c, z, out, parts, *numbers)
+            partial_sums = i.x.new_empty(splits, B, M, N, dtype=torch.float32)
+        kernel(i.x, i.w, i.bias, i.c, z, out, partial_sums, *numbers)
         if splits > 1:
-            finish(parts, i.bias, i.c, z, out, *sums)
+            finish(partial_sums, i.bias, i.c, z, out, *sums)
 
     return launch
 

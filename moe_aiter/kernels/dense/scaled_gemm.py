@@ -300,10 +300,10 @@ def fill_scaled_gemm(out, *inputs) -> None:
 
 def check_operands(x: Tensor, w: Tensor, dtype: torch.dtype) -> None:
     """Raise unless these are int8, or 8-bit floats of any kind, for a result of 16 or 32 bits."""
-    known = torch.int8, *FP8
-    if x.dtype not in known:
+    supported = torch.int8, *FP8
+    if x.dtype not in supported:
         raise TypeError(f"x must be int8 or 8-bit floats, not {x.dtype}")
-    if w.dtype not in known or (x.dtype == torch.int8) != (w.dtype == torch.int8):
+    if w.dtype not in supported or (x.dtype == torch.int8) != (w.dtype == torch.int8):
         raise TypeError(f"x is {x.dtype} but w is {w.dtype}")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"out_dtype must be float16, bfloat16 or float32, not {dtype}")

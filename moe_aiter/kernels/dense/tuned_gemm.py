@@ -313,10 +313,10 @@ def product(
         # a row of the CPU is of so many threads
         forced(), decisions(), None if x.is_cuda else torch.get_num_threads(),
     )  # fmt: skip
-    backend = known.get(key)
+    backend = backends.get(key)
     if backend is None:
         backend = choice_for(x, weight, bias, dtype, is_shuffled, scaled)
-        keep(known, key, backend)
+        keep(backends, key, backend)
     if is_shuffled:
         if backend == "triton" and bias is None and not needs_gradient(x, weight) and not is_transformed():
             return as_it_lies(x, weight)
@@ -329,7 +329,7 @@ def product(
     return F.linear(x, weight, bias)
 
 
-known: dict[tuple, str] = {}  # shapes and dtypes -> who multiplies
+backends: dict[tuple, str] = {}  # shapes and dtypes -> who multiplies
 
 
 def forget_choices() -> None:
@@ -460,13 +460,13 @@ def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | No
     return out.to(dtype)
 
 
-def factor(name: str, scale: Tensor | float | None, result: tuple[int, ...], *known: tuple[int, ...]):
+def factor(name: str, scale: Tensor | float | None, result: tuple[int, ...], *shapes: tuple[int, ...]):
     """A scale as it broadcasts to the product: one number, or of the shape `result`."""
     if not isinstance(scale, Tensor):
         return scale
     if scale.numel() == 1:
         return scale.reshape(())
-    if tuple(scale.shape) not in known:
-        shapes = " or ".join(map(str, known)) or "one number"
-        raise ValueError(f"{name} must be one number or {shapes}, but it has shape {tuple(scale.shape)}")
+    if tuple(scale.shape) not in shapes:
+        allowed = " or ".join(map(str, shapes)) or "one number"
+        raise ValueError(f"{name} must be one number or {allowed}, but it has shape {tuple(scale.shape)}")
     return scale.reshape(result)

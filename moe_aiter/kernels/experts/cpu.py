@@ -55,11 +55,11 @@ def blocks(group_sizes: list[int], rows: int, dtype: torch.dtype) -> list[list[B
     experts, number, start, z_first = [], 0, 0, 0
     for expert, size in enumerate(group_sizes):
         size = min(max(size, 0), rows - start)
-        parts, mine = -(-size // BLOCK_ROWS), []
-        for part in range(parts):
-            first, last = (start + size * p // parts for p in (part, part + 1))
+        count, mine = -(-size // BLOCK_ROWS), []
+        for i in range(count):
+            first, last = (start + size * n // count for n in (i, i + 1))
             z_last = z_first + padded(last - first, dtype)
-            mine.append(Block(number, expert, first, last, part == 0, part == parts - 1, z_first, z_last))
+            mine.append(Block(number, expert, first, last, i == 0, i == count - 1, z_first, z_last))
             number, z_first = number + 1, z_last
         experts.append(mine)
         start += size
@@ -486,15 +486,15 @@ def new_expert_loop_backward(i: LoopBackwardInputs) -> tuple[Tensor, ...]:
     check_float(x=i.x, dout=i.dout, z=i.z)
     if i.dout.shape != i.x.shape:
         raise ValueError(f"dout is {tuple(i.dout.shape)} but x is {tuple(i.x.shape)}")
-    elsewhere = {"gate_up": i.gate_up_main_grad is not None, "down": i.down_main_grad is not None}
+    onto_main = {"gate_up": i.gate_up_main_grad is not None, "down": i.down_main_grad is not None}
 
     def new(name: str, needed: bool) -> Tensor:
         return (
-            torch.empty_like(getattr(i, name)) if needed and not elsewhere.get(name) else i.dout.new_empty(0)
+            torch.empty_like(getattr(i, name)) if needed and not onto_main.get(name) else i.dout.new_empty(0)
         )
 
     grads = LoopGrads(*(new(name, needed) for name, needed in needs._asdict().items()))
-    # always there, so the op has an output even where every gradient goes elsewhere
+    # always there, so the op has an output even where every gradient goes onto a main gradient
     return grads._replace(routing_weights=i.routing_weights.new_empty(i.rank.shape))
 
 
@@ -516,8 +516,8 @@ def backward_expert_loop(ctx, dout, dz):
     needs = [getattr(needed, name) for name in LoopGrads._fields]
     grads = expert_loop_backward_op(dout, z, *tensors, *ctx.others, needs)
     onto_main = {"gate_up": ctx.others[-2] is not None, "down": ctx.others[-1] is not None}
-    given = zip(LoopGrads._fields, grads, needs, strict=True)
-    returned = {name: grad for name, grad, need in given if need and not onto_main.get(name)}
+    named = zip(LoopGrads._fields, grads, needs, strict=True)
+    returned = {name: grad for name, grad, need in named if need and not onto_main.get(name)}
     return gradients(LoopInputs, **returned)
 
 

@@ -128,22 +128,22 @@ def keep_fp8_weights() -> Iterator[None]:
     resharded in between is quantised again if it comes back at another address: gather once a step, by
     `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)` until the last micro-batch.
     """
-    here = places()
+    streams = current_streams()
     with LOCK:
-        for place in here:
-            OPEN.setdefault(place, Block()).count += 1
+        for stream in streams:
+            OPEN.setdefault(stream, Block()).count += 1
     try:
         yield
     finally:
         with LOCK:
-            for place in here:
-                OPEN[place].count -= 1
-            ended = [OPEN.pop(place).cache for place in here if not OPEN[place].count]
+            for stream in streams:
+                OPEN[stream].count -= 1
+            ended = [OPEN.pop(stream).cache for stream in streams if not OPEN[stream].count]
         for cache in ended:
             cache.close()
 
 
-def places() -> list[tuple]:
+def current_streams() -> list[tuple]:
     """Where a weight may be used that is kept from now on: on the CPU, and on each GPU's current stream."""
     if not torch.cuda.is_initialized():  # then each GPU's will be the default one, 0
         gpus = [(index, 0, False) for index in range(torch.cuda.device_count())]
@@ -154,7 +154,7 @@ def places() -> list[tuple]:
     return [("cpu",), *gpus]
 
 
-def place_of(w: Tensor) -> tuple:
+def stream_of(w: Tensor) -> tuple:
     """On one stream nothing is read before it is made, or freed before it is read.  What a capture made, no
     other stream ever computes; what was made before, the graph's replays would find stale."""
     if not w.is_cuda:
@@ -167,7 +167,7 @@ def cache_for(w: Tensor) -> Cache | None:
     """That of an open block, for a weight that the next micro-batch will find again."""
     if not OPEN or not is_keepable(w) or not (w.is_leaf or is_view(w)):
         return None
-    block = OPEN.get(place_of(w))
+    block = OPEN.get(stream_of(w))
     return None if block is None else block.cache
 
 
@@ -350,7 +350,7 @@ class HomeFp8Inputs(NamedTuple):
 def bind_home_fp8(i: HomeFp8Inputs) -> Callable:
     (R, K), (E, N, _), fold, format = i.x.shape, i.w8.shape, i.fold, i.format
     bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=OF_ROWS[format])
-    chunks = [
+    launches = [
         (n, bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype), bind_token_sum(i.rank, n, N))
         for n in column_chunks(N, R * i.x.element_size(), i.row_bytes)
     ]
@@ -360,7 +360,7 @@ def bind_home_fp8(i: HomeFp8Inputs) -> Callable:
             (x8, x_scale), w_scale = quantize_folded(i.x, i.w_scale, i.group_sizes, format), None
         else:
             (x8, x_scale), w_scale = quantize_rows(i.x, format), i.w_scale
-        for n, product, sum_up in chunks:
+        for n, product, sum_up in launches:
             rows = i.x.new_empty(R, n.stop - n.start)
             bias = None if i.bias is None else i.bias[:, n]
             some_scale = None if w_scale is None else w_scale[:, n]

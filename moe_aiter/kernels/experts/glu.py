@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
-from ..base.activations import ALPHA, LIMIT, get_activation, join_parts, split_parts
+from ..base.activations import ALPHA, LIMIT, get_activation, join_gate_up, split_gate_up
 from ..base.check import check_device, check_float, check_shape, check_size
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
@@ -49,10 +49,10 @@ def glu_backward_reference(dout, z, activation, interleaved):
     act = get_activation(activation)
     if not act.gated:
         return TORCH_GRADIENTS[act.base](dout, z)
-    gate, up = split_parts(z, interleaved)
+    gate, up = split_gate_up(z, interleaved)
     dgate = TORCH_GRADIENTS[act.base](dout * act.torch_up(up), gate)
     dup = TORCH_GRADIENTS[act.up](dout * act.torch_fn(gate), up)
-    return join_parts(dgate, dup, interleaved)
+    return join_gate_up(dgate, dup, interleaved)
 
 
 # kernel

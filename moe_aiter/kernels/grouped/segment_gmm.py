@@ -153,12 +153,12 @@ def add_parts_kernel(
     tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=i < size if ZERO_REST else mine)
 
 
-def bind_add_parts(parts: int, M: int, N: int, G: int, **flags) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return `add(sums, out, bounds)`: out = the sum of the parts (parts, M, N) in the rows of G segments.
+def bind_add_split_k(split_k: int, M: int, N: int, G: int, **flags) -> Callable[..., None]:
+    """Return `add(sums, out, bounds)`: add up the partial sums (split_k, M, N) in the rows of G segments.
     The `flags` are those of `segment_gmm`."""
     block = 1024
     kernel = bind_kernel(add_parts_kernel, (cdiv(M * N, block),), **flags, BLOCK=block, num_warps=4)
-    return lambda sums, out, bounds: kernel(sums, out, bounds, parts, M * N, M, N, G)
+    return lambda sums, out, bounds: kernel(sums, out, bounds, split_k, M * N, M, N, G)
 
 
 @jit_kernel
@@ -339,7 +339,7 @@ def bind_segments(
     tiles = max(cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
     flags = {"INDPTR": i.indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(pieces + 1)}
     sizes, strides, options = (M, N, K, G, W), (i.x.stride(), i.w.stride()), tile_options(config)
-    parts, add_parts = 1, None
+    split_k, add_split_k = 1, None
     if short:  # a program for some columns of a row tile
         width = min(max(tiles // ENOUGH, 1), 8) * config.block_n
         del options["GROUP_M"], options["NUM_DIES"]
@@ -348,18 +348,18 @@ def bind_segments(
     else:
         steps = cdiv(K, config.block_k)
         part = max(cdiv(steps * tiles, ENOUGH), cdiv(PART_K, config.block_k)) * config.block_k
-        parts, numbers = cdiv(K, part), (*sizes, tiles_m, part, *strides)
-        add_parts = bind_add_parts(parts, M, N, G, **flags) if parts > 1 else None
-        flags["ZERO_REST"] = zero_rest and parts == 1
+        split_k, numbers = cdiv(K, part), (*sizes, tiles_m, part, *strides)
+        add_split_k = bind_add_split_k(split_k, M, N, G, **flags) if split_k > 1 else None
+        flags["ZERO_REST"] = zero_rest and split_k == 1
         options["EVEN_K"] = K % config.block_k == 0
-        kernel = bind_kernel(segment_gmm_kernel, (tiles_m * tiles_n, parts), **flags, **options)
+        kernel = bind_kernel(segment_gmm_kernel, (tiles_m * tiles_n, split_k), **flags, **options)
 
     def launch(out, i):
         bounds, indices = dense(i.lens if i.indptr is None else i.indptr, i.weight_indices)
-        sums = out if parts == 1 else out.new_empty(parts, M, N, dtype=torch.float32)
+        sums = out if split_k == 1 else out.new_empty(split_k, M, N, dtype=torch.float32)
         kernel(i.x, i.w, sums, bounds, indices, *numbers)
-        if add_parts is not None:
-            add_parts(sums, out, bounds)
+        if add_split_k is not None:
+            add_split_k(sums, out, bounds)
 
     return launch
 

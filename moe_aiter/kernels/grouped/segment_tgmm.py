@@ -137,19 +137,19 @@ def bind_segment_tgmm(i: SegmentTgmmInputs) -> Callable:
     block_m, block_n = min(config.block_m, at_least_16(K)), min(config.block_n, at_least_16(N))
     config = dataclasses.replace(config, block_m=block_m, block_n=block_n)
     tiles = W * cdiv(K, config.block_m) * cdiv(N, config.block_n)
-    parts, columns_first = max(min(ENOUGH // tiles, M // PART_ROWS), 1), i.columns_first
+    splits, columns_first = max(min(ENOUGH // tiles, M // PART_ROWS), 1), i.columns_first
     kernel = bind_kernel(
-        segment_tgmm_kernel, (tiles, parts),
+        segment_tgmm_kernel, (tiles, splits),
         INDPTR=i.indptr is not None, BLOCK_G=next_power_of_2(G + 1), **tile_options(config),
     )  # fmt: skip
-    out_strides = (N * K, 1, K) if columns_first and parts == 1 else (K * N, N, 1)
-    numbers = M, N, K, G, W, cdiv(M, parts), i.x.stride(), i.y.stride(), out_strides
+    out_strides = (N * K, 1, K) if columns_first and splits == 1 else (K * N, N, 1)
+    numbers = M, N, K, G, W, cdiv(M, splits), i.x.stride(), i.y.stride(), out_strides
 
     def launch(out, i):
         bounds, indices = dense(i.lens if i.indptr is None else i.indptr, i.weight_indices)
-        sums = out if parts == 1 else out.new_empty(parts, W, K, N, dtype=torch.float32)
+        sums = out if splits == 1 else out.new_empty(splits, W, K, N, dtype=torch.float32)
         kernel(i.x, i.y, sums, bounds, indices, *numbers)
-        if parts > 1:
+        if splits > 1:
             (out.mT if columns_first else out).copy_(sums.sum(0))
 
     return launch

@@ -6,8 +6,8 @@ x is given as 8-bit rows with scales (`quantize_rows`), as for products that sum
 rows cannot factor out a scale that each of them has, so y takes it over: the numbers y[r] * scale[t] are
 quantised, with a scale for each column and each CHUNK rows of a group.
 
-On Hopper both are laid out by columns (`token_chunks`) and multiplied as they are.  Elsewhere, and for sizes
-that do not fit, what the quantised numbers stand for is multiplied in the dtype of x.
+On Hopper both are laid out by columns (quantize/blocks.py) and multiplied as they are.  On other devices, and
+for sizes that do not fit, both are dequantised and multiplied in the dtype of x.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,13 @@ from torch import Tensor
 from ...op import Written, binds, define_inplace_op, define_op, launcher, pick
 from .. import hopper
 from ..base.check import check_float, sum_dtype, take_rows
-from ..quantize.blocks import most_chunks, plan_chunks, quantize_chunks, rows_of_chunks, transpose_chunks
+from ..quantize.blocks import (
+    most_row_blocks,
+    plan_row_blocks,
+    quantize_row_blocks,
+    rows_of_blocks,
+    transpose_row_blocks,
+)
 from ..quantize.rows import FORMATS, dequantize_rows
 from .tgmm import check_sum, check_tgmm_values, shape_of_tgmm, tgmm_into_op
 
@@ -56,9 +62,9 @@ class TgmmFp8IntoInputs(NamedTuple):
 def rounded_operands(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple:
     """Return the first inputs of `tgmm`: what the quantised numbers stand for, without the scales of x in y,
     and the plan."""
-    _, chunks = plan_chunks(i.group_sizes, len(i.y))
-    y8, y_scale = quantize_chunks(i.y, i.factor, i.order, i.top_k, chunks, i.format)
-    folded = rows_of_chunks(dequantize_rows(y8, y_scale, sum_dtype(i.y)), chunks, len(i.y))
+    _, row_blocks = plan_row_blocks(i.group_sizes, len(i.y))
+    y8, y_scale = quantize_row_blocks(i.y, i.factor, i.order, i.top_k, row_blocks, i.format)
+    folded = rows_of_blocks(dequantize_rows(y8, y_scale, sum_dtype(i.y)), row_blocks, len(i.y))
     y = folded / take_rows(i.factor, i.order, i.top_k)[:, None]
     x = dequantize_rows(i.x8, i.factor, i.y.dtype)
     return x, y.to(i.y.dtype), i.group_sizes, i.order, i.top_k
@@ -79,10 +85,10 @@ def rounded_tgmm_into(*inputs) -> None:
 
 
 def lay_out(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple[Tensor, ...]:
-    """The operands of a product by tensor cores: x (C, K, CHUNK), y (C, N, CHUNK) and its scales, places."""
-    places, chunks = plan_chunks(i.group_sizes, len(i.y))
-    y8 = quantize_chunks(i.y, i.factor, i.order, i.top_k, chunks, i.format)
-    return transpose_chunks(i.x8, i.order, i.top_k, chunks), *y8, places
+    """Return the operands for tensor cores: x (C, K, CHUNK), y (C, N, CHUNK), the scales of y, the spans."""
+    spans, row_blocks = plan_row_blocks(i.group_sizes, len(i.y))
+    y8 = quantize_row_blocks(i.y, i.factor, i.order, i.top_k, row_blocks, i.format)
+    return transpose_row_blocks(i.x8, i.order, i.top_k, row_blocks), *y8, spans
 
 
 def bind_product(
@@ -91,7 +97,7 @@ def bind_product(
     """Return `product(out, *operands)` for a result with these strides along (G, N, K), and operands that
     `lay_out` returns.  The rows of the product are y's columns: of their scales a thread needs few."""
     (M, N), K, G = i.y.shape, i.x8.shape[1], i.group_sizes.shape[0]
-    bind, sizes = hopper.launcher("tgmm", "bind_tgmm_fp8"), (most_chunks(M, G), G, N, K)
+    bind, sizes = hopper.launcher("tgmm", "bind_tgmm_fp8"), (most_row_blocks(M, G), G, N, K)
     return bind(i.y, FORMATS[i.format], sizes, out_strides, accumulate)
 
 

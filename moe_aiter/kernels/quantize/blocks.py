@@ -1,16 +1,16 @@
-"""Rows laid out for 8-bit products that sum over rows: by columns, in chunks of CHUNK rows of one group.
+"""Rows laid out for 8-bit products that sum over rows: by columns, in row blocks of CHUNK rows of one group.
 
-    row r of group g  ->  chunk first[g] + (r - s) // CHUNK, place (r - s) % CHUNK        where g begins at s
+    row r of group g  ->  row block first[g] + (r - s) // CHUNK, place (r - s) % CHUNK    where g begins at s
 
-Tensor cores need 8-bit operands whose summed axis is contiguous, so each chunk of the result holds column
-after column, (C, columns, CHUNK).  Places past a group's end are zero.
+Tensor cores need 8-bit operands whose summed axis is contiguous, so each row block of the result holds column
+after column, (C, columns, CHUNK).  Places past a group's end are zero.  Kernels call a row block a chunk.
 
-`plan_chunks` says where the rows of each group lie.  Each group begins a new chunk, and only the device knows
-how many chunks there are.  C = rows // CHUNK + G, or 0 without groups, is the most that there can be.  Chunks
-past the last one in use begin past the end of the last group; no kernel writes or reads them.
+`plan_row_blocks` computes where the rows of each group lie.  Each group begins a new row block, and only the
+device knows how many there are: at most C = rows // CHUNK + G, or 0 without groups.  Unused row blocks begin
+past the end of the last group; no kernel writes or reads them.
 
-`quantize_chunks` gives each column of a chunk its own scale (the 1 x 128 scales of DeepSeek-V3,
-arXiv 2412.19437).  `transpose_chunks` moves the bytes of rows that are 8-bit floats already.
+`quantize_row_blocks` gives each column of a row block its own scale (the 1 x 128 scales of DeepSeek-V3,
+arXiv 2412.19437).  `transpose_row_blocks` moves the bytes of rows that are 8-bit floats already.
 """
 
 from collections.abc import Callable
@@ -35,69 +35,69 @@ from .rows import (
 )
 
 
-class PlanChunksInputs(NamedTuple):
-    """The inputs of the op `plan_chunks`: where the rows of each group lie in chunks."""
+class PlanRowBlocksInputs(NamedTuple):
+    """The inputs of the op `plan_row_blocks`: in which row blocks the rows of each group lie."""
 
     group_sizes: Tensor  # (G,)
     rows: int | torch.SymInt
 
 
-class QuantizeChunksInputs(NamedTuple):
-    """The inputs of the op `quantize_chunks`: the columns of factor[order[r] // top_k] * y[r], by chunks."""
+class QuantizeRowBlocksInputs(NamedTuple):
+    """The inputs of the op `quantize_row_blocks`: the columns of factor[order[r] // top_k] * y[r]."""
 
     y: Tensor  # (M, N)
     factor: Tensor  # (T,)
     order: Tensor  # (M,)
     top_k: int
-    chunks: Tensor  # (C, 2)
+    row_blocks: Tensor  # (C, 2)
     format: str
 
 
-class TransposeChunksInputs(NamedTuple):
-    """The inputs of the op `transpose_chunks`: the columns of x8[order[r] // top_k], by chunks."""
+class TransposeRowBlocksInputs(NamedTuple):
+    """The inputs of the op `transpose_row_blocks`: the columns of x8[order[r] // top_k]."""
 
     x8: Tensor  # (T, K)
     order: Tensor  # (M,)
     top_k: int
-    chunks: Tensor  # (C, 2)
+    row_blocks: Tensor  # (C, 2)
 
 
-def most_chunks(rows: int, groups: int) -> int:
+def most_row_blocks(rows: int, groups: int) -> int:
     return rows // CHUNK + groups if groups else 0
 
 
-# plan_chunks: reference
+# plan_row_blocks: reference
 
 
-def plan_chunks_reference(group_sizes, rows):
+def plan_row_blocks_reference(group_sizes, rows):
     G = len(group_sizes)
     size = group_sizes.long().clamp(0, rows)
     end = size.cumsum(0)
     start, end = (end - size).clamp(max=rows), end.clamp(max=rows)
     last = ((end - start + CHUNK - 1) // CHUNK).cumsum(0)
     first = torch.cat((last.new_zeros(1), last[:-1]))
-    chunk = torch.arange(most_chunks(rows, G), device=size.device)
-    group = torch.searchsorted(last, chunk, right=True).clamp(max=G - 1)
-    chunks = torch.stack((start[group] + (chunk - first[group]) * CHUNK, end[group]), 1)
+    block = torch.arange(most_row_blocks(rows, G), device=size.device)
+    group = torch.searchsorted(last, block, right=True).clamp(max=G - 1)
+    row_blocks = torch.stack((start[group] + (block - first[group]) * CHUNK, end[group]), 1)
     by_size = (end - start).argsort(descending=True, stable=True)
-    return torch.stack((by_size, first[by_size], last[by_size]), 1), chunks
+    return torch.stack((by_size, first[by_size], last[by_size]), 1), row_blocks
 
 
-def places_of(chunks: Tensor) -> tuple[Tensor, Tensor]:
-    """The row at each place of each chunk, (C, CHUNK), and whether there is one."""
-    row = chunks[:, :1].long() + torch.arange(CHUNK, device=chunks.device)
-    return row, row < chunks[:, 1:]
+def rows_in(row_blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The row at each place of each block, (C, CHUNK), and whether there is one."""
+    row = row_blocks[:, :1].long() + torch.arange(CHUNK, device=row_blocks.device)
+    return row, row < row_blocks[:, 1:]
 
 
-def rows_of_chunks(y: Tensor, chunks: Tensor, rows: int) -> Tensor:
+def rows_of_blocks(y: Tensor, row_blocks: Tensor, rows: int) -> Tensor:
     """The inverse: (C, columns, CHUNK) as (rows, columns), zeros for rows in no group."""
-    row, there = places_of(chunks)
+    row, there = rows_in(row_blocks)
     out = y.new_zeros(rows + 1, y.shape[1])  # the last one takes what is at places without a row
     out[row.where(there, rows)] = y.mT
     return out[:rows]
 
 
-# plan_chunks: kernel
+# plan_row_blocks: kernel
 
 
 @jit_kernel
@@ -137,83 +137,84 @@ def plan_chunks_kernel(
         tl.store(chunks_ptr + 2 * chunk + 1, my_end.to(tl.int32), mask=chunk < last)
 
 
-# plan_chunks: launcher
+# plan_row_blocks: launcher
 
 
-def new_plan_chunks(i: PlanChunksInputs) -> tuple[Tensor, Tensor]:
+def new_plan_row_blocks(i: PlanRowBlocksInputs) -> tuple[Tensor, Tensor]:
     check_shape("group_sizes", i.group_sizes, "G")
     check_index(group_sizes=i.group_sizes)
     G = i.group_sizes.shape[0]
-    places = i.group_sizes.new_empty(G, 3, dtype=torch.int32)
-    return places, places.new_empty(most_chunks(i.rows, G), 2)
+    spans = i.group_sizes.new_empty(G, 3, dtype=torch.int32)
+    return spans, spans.new_empty(most_row_blocks(i.rows, G), 2)
 
 
 @binds
-def bind_plan_chunks(i: PlanChunksInputs) -> Callable:
+def bind_plan_row_blocks(i: PlanRowBlocksInputs) -> Callable:
     G, rows = len(i.group_sizes), i.rows
-    sizes = rows, G, most_chunks(rows, G)
+    sizes = rows, G, most_row_blocks(rows, G)
     kernel = bind_kernel(
         plan_chunks_kernel, (G,), CHUNK=CHUNK, BLOCK_G=next_power_of_2(G), BLOCK=128, num_warps=1
     )
     return lambda outs, i: kernel(i.group_sizes.contiguous(), *outs, *sizes)
 
 
-# plan_chunks: op
+# plan_row_blocks: op
 
 
-plan_chunks_op = define_op(
-    "plan_chunks",
-    PlanChunksInputs,
+plan_row_blocks_op = define_op(
+    "plan_row_blocks",
+    PlanRowBlocksInputs,
     outputs=2,
-    new=new_plan_chunks,
-    reference=lambda i: plan_chunks_reference(*i),
-    triton=bind_plan_chunks,
+    new=new_plan_row_blocks,
+    reference=lambda i: plan_row_blocks_reference(*i),
+    triton=bind_plan_row_blocks,
 )
 
 
-# plan_chunks: public
+# plan_row_blocks: public
 
 
-def plan_chunks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where so many rows, of which groups have `group_sizes` (G,), lie in chunks; nothing synchronises.
+def plan_row_blocks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the row blocks of `rows` rows, of which groups have `group_sizes` (G,); nothing synchronises.
 
-    Returns two int32 tensors: `places` (G, 3), of each group its number, first chunk and end chunk, the group
-    of most rows first; and `chunks` (C, 2) with C = rows // CHUNK + G, or 0 without groups, of each chunk its
-    first row and the row where its group ends.  Chunks that are not in use begin past an end.
+    Two int32 tensors: `spans` (G, 3), each group's number, first row block and end row block, the group of
+    most rows first; and `row_blocks` (C, 2) with C = rows // CHUNK + G, or 0 without groups: the first row of
+    each, and the row where its group ends.  Unused row blocks begin past an end.
     """
-    return plan_chunks_op(group_sizes, rows)
+    return plan_row_blocks_op(group_sizes, rows)
 
 
-# chunks: reference
+# row blocks: reference
 
 
-def take_chunks(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
+def take_row_blocks(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
     """The rows `source` (C, CHUNK) of x by columns, zeros where none is there: (C, columns, CHUNK)."""
     if not len(x):
         return x.new_zeros(len(source), x.shape[1], CHUNK)
     return x[source.where(there, 0)].masked_fill(~there[..., None], 0).mT
 
 
-def tokens_of(chunks: Tensor, order: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def tokens_of(row_blocks: Tensor, order: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The token at each place, and whether there is one."""
-    row, there = places_of(chunks)
+    row, there = rows_in(row_blocks)
     token = order.clamp(min=0).long() // top_k
     return token[row.where(there, 0)] if len(order) else row, there
 
 
-def quantize_chunks_reference(y, factor, order, top_k, chunks, format):
-    token, there = tokens_of(chunks, order, top_k)
-    row, _ = places_of(chunks)
-    factor = take_chunks(factor[:, None], token, there)
-    y = take_chunks(wide(y), row, there) * factor
+def quantize_row_blocks_reference(y, factor, order, top_k, row_blocks, format):
+    token, there = tokens_of(row_blocks, order, top_k)
+    row, _ = rows_in(row_blocks)
+    factor = take_row_blocks(factor[:, None], token, there)
+    y = take_row_blocks(wide(y), row, there) * factor
     return quantize_by_amax_reference(y, amax_reference(y, -1), format)
 
 
-def transpose_chunks_reference(x8, order, top_k, chunks):
-    return take_chunks(x8.view(torch.uint8), *tokens_of(chunks, order, top_k)).contiguous().view(x8.dtype)
+def transpose_row_blocks_reference(x8, order, top_k, row_blocks):
+    columns = take_row_blocks(x8.view(torch.uint8), *tokens_of(row_blocks, order, top_k))
+    return columns.contiguous().view(x8.dtype)
 
 
-# chunks: kernel
+# row blocks: kernel
 
 
 @jit_kernel
@@ -326,40 +327,40 @@ def transpose_chunks_kernel(
     tl.store(out_ptrs, words.to(tl.int32, bitcast=True), mask=(k < 4 * W)[:, None], cache_modifier=".cs")
 
 
-# chunks: launcher
+# row blocks: launcher
 
 
-def check_chunks(x: Tensor, order: Tensor, chunks: Tensor, **others: Tensor) -> None:
+def check_row_blocks(x: Tensor, order: Tensor, row_blocks: Tensor, **others: Tensor) -> None:
     check_shape("order", order, "M")
-    check_shape("chunks", chunks, "C", "2")
-    check_index(order=order, chunks=chunks)
-    check_device(x=x, order=order, chunks=chunks, **others)
+    check_shape("row_blocks", row_blocks, "C", "2")
+    check_index(order=order, row_blocks=row_blocks)
+    check_device(x=x, order=order, row_blocks=row_blocks, **others)
 
 
-def new_quantize_chunks(i: QuantizeChunksInputs) -> tuple[Tensor, Tensor]:
+def new_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> tuple[Tensor, Tensor]:
     check_axes(y=(i.y, "M, N"), factor=(i.factor, "T"), order=(i.order, "M"))
     check_float(y=i.y)
-    check_chunks(i.y, i.order, i.chunks, factor=i.factor)
+    check_row_blocks(i.y, i.order, i.row_blocks, factor=i.factor)
     if i.format not in FORMATS:
         raise ValueError(f"unknown format {i.format!r}; known: {', '.join(FORMATS)}")
-    shape = i.chunks.shape[0], i.y.shape[1]
+    shape = i.row_blocks.shape[0], i.y.shape[1]
     return i.y.new_empty(*shape, CHUNK, dtype=FORMATS[i.format]), i.y.new_empty(shape, dtype=torch.float32)
 
 
-def new_transpose_chunks(i: TransposeChunksInputs) -> Tensor:
+def new_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Tensor:
     check_rows("x8", i.x8, "K", i.order, i.top_k, i.order.shape[0])
-    check_chunks(i.x8, i.order, i.chunks)
+    check_row_blocks(i.x8, i.order, i.row_blocks)
     if i.x8.dtype not in FORMATS.values():
         raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
-    return i.x8.new_empty(i.chunks.shape[0], i.x8.shape[1], CHUNK)
+    return i.x8.new_empty(i.row_blocks.shape[0], i.x8.shape[1], CHUNK)
 
 
 @binds
 @takes(*TILE_DTYPES)
-def bind_quantize_chunks(i: QuantizeChunksInputs) -> Callable:
+def bind_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> Callable:
     if FORMATS[i.format] not in native_fp8():
-        return lambda outs, i: copy_into(outs, quantize_chunks_reference(*i))
-    C, N = i.chunks.shape[0], i.y.shape[1]
+        return lambda outs, i: copy_into(outs, quantize_row_blocks_reference(*i))
+    C, N = i.row_blocks.shape[0], i.y.shape[1]
     block_n = min(max(next_power_of_2(N), 16), 32)
     tiles = cdiv(N, block_n)
     kernel = bind_kernel(
@@ -367,12 +368,12 @@ def bind_quantize_chunks(i: QuantizeChunksInputs) -> Callable:
         **limits(i.format), TOP_K=i.top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=2,
     )  # fmt: skip
     strides = i.y.stride()
-    return lambda outs, i: kernel(i.y, *dense(i.factor, i.order, i.chunks), *outs, N, tiles, strides)
+    return lambda outs, i: kernel(i.y, *dense(i.factor, i.order, i.row_blocks), *outs, N, tiles, strides)
 
 
 @binds
-def bind_transpose_chunks(i: TransposeChunksInputs) -> Callable:
-    C, words = i.chunks.shape[0], i.x8.shape[1] // 4
+def bind_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Callable:
+    C, words = i.row_blocks.shape[0], i.x8.shape[1] // 4
     block_w = min(max(next_power_of_2(words), 16), 32)
     kernel = bind_kernel(
         transpose_chunks_kernel, (C * cdiv(words, block_w),),
@@ -381,48 +382,48 @@ def bind_transpose_chunks(i: TransposeChunksInputs) -> Callable:
 
     def launch(out, i):
         if i.x8.storage_offset() % 4:  # no whole words
-            return copy_into(out, transpose_chunks_reference(*i))
-        x8, order, chunks = dense(i.x8, i.order, i.chunks)
-        kernel(x8.view(torch.int32), order, chunks, out.view(torch.int32), C, words, words)
+            return copy_into(out, transpose_row_blocks_reference(*i))
+        x8, order, row_blocks = dense(i.x8, i.order, i.row_blocks)
+        kernel(x8.view(torch.int32), order, row_blocks, out.view(torch.int32), C, words, words)
 
     return launch
 
 
-bind_transpose_chunks.fits = lambda x8, *_: x8.shape[1] % 4 == 0
+bind_transpose_row_blocks.fits = lambda x8, *_: x8.shape[1] % 4 == 0
 
 
-# chunks: op
+# row blocks: op
 
 
-quantize_chunks_op = define_op(
-    "quantize_chunks",
-    QuantizeChunksInputs,
+quantize_row_blocks_op = define_op(
+    "quantize_row_blocks",
+    QuantizeRowBlocksInputs,
     outputs=2,
-    new=new_quantize_chunks,
-    reference=lambda i: quantize_chunks_reference(*i),
-    triton=bind_quantize_chunks,
+    new=new_quantize_row_blocks,
+    reference=lambda i: quantize_row_blocks_reference(*i),
+    triton=bind_quantize_row_blocks,
 )
-transpose_chunks_op = define_op(
-    "transpose_chunks",
-    TransposeChunksInputs,
-    new=new_transpose_chunks,
-    reference=lambda i: transpose_chunks_reference(*i),
-    triton=bind_transpose_chunks,
+transpose_row_blocks_op = define_op(
+    "transpose_row_blocks",
+    TransposeRowBlocksInputs,
+    new=new_transpose_row_blocks,
+    reference=lambda i: transpose_row_blocks_reference(*i),
+    triton=bind_transpose_row_blocks,
 )
 
 
-# chunks: public
+# row blocks: public
 
 
-def quantize_chunks(
-    y: Tensor, factor: Tensor, order: Tensor, top_k: int, chunks: Tensor, format: str = "e4m3"
+def quantize_row_blocks(
+    y: Tensor, factor: Tensor, order: Tensor, top_k: int, row_blocks: Tensor, format: str = "e4m3"
 ) -> tuple[Tensor, Tensor]:
     """Row r of `y` (M, N), times factor[order[r] // top_k], as 8-bit floats (C, N, CHUNK) by columns, with a
-    float32 scale for each column of each chunk, (C, N).  `factor` (T,) is float32.  Not differentiable.
+    float32 scale for each column of each block, (C, N).  `factor` (T,) is float32.  Not differentiable.
     Raises ValueError for shapes that do not fit or another format, TypeError for dtypes."""
-    return quantize_chunks_op(y.detach(), factor, order, top_k, chunks, format)
+    return quantize_row_blocks_op(y.detach(), factor, order, top_k, row_blocks, format)
 
 
-def transpose_chunks(x8: Tensor, order: Tensor, top_k: int, chunks: Tensor) -> Tensor:
+def transpose_row_blocks(x8: Tensor, order: Tensor, top_k: int, row_blocks: Tensor) -> Tensor:
     """The rows order // top_k of `x8` (T, K), 8-bit floats, by columns: (C, K, CHUNK), the same bytes."""
-    return transpose_chunks_op(x8, order, top_k, chunks)
+    return transpose_row_blocks_op(x8, order, top_k, row_blocks)

@@ -421,9 +421,9 @@ def bind_quantize_rows_and_amax(i: QuantizeRowsInputs) -> Callable:
 
     def launch(outs, i):
         x8, scale, amax = outs
-        parts = amax.new_empty(G, blocks, K)
-        kernel(i.x, x8, scale, parts, M, K, blocks, strides)
-        torch.amax(parts, 1, out=amax.view(G, K))
+        block_amax = amax.new_empty(G, blocks, K)
+        kernel(i.x, x8, scale, block_amax, M, K, blocks, strides)
+        torch.amax(block_amax, 1, out=amax.view(G, K))
 
     return launch
 

@@ -435,12 +435,12 @@ def once(impl: Callable) -> Callable:
     @binds
     @functools.wraps(impl)  # and what it takes
     def bind(i: RouteOnceInputs) -> Callable:
-        first, again = (bound(impl, RouteInputs(*i)) for _ in range(2))
+        first, repeated = (bound(impl, RouteInputs(*i)) for _ in range(2))
 
         def launch(out, i):
             here, ids = current_pass(), out[-1]
             given = here.recall("experts", *ids.shape)
-            (first if given is None else again)(out, RouteInputs(*i, given))
+            (first if given is None else repeated)(out, RouteInputs(*i, given))
             here.keep("experts", ids, i.logits.shape[1])
 
         return launch

@@ -69,8 +69,8 @@ class WeighRowsInputs(NamedTuple):
 def group_sum_reference(y, group_sizes, order, top_k, scale):
     y = wide(take_rows(y, order, top_k))
     y = y if scale is None else y * take_rows(scale.flatten(), order, 1)[:, None]
-    parts = split_groups(y, group_sizes)[:-1]
-    return torch.stack([p.sum(0) for p in parts]) if parts else y.new_zeros(0, y.shape[1])
+    groups = split_groups(y, group_sizes)[:-1]
+    return torch.stack([p.sum(0) for p in groups]) if groups else y.new_zeros(0, y.shape[1])
 
 
 # group_sum: kernel
@@ -330,9 +330,9 @@ def sum_parts_kernel(
 # sum_parts: launcher
 
 
-def bind_sum_parts(parts: int, rows: int, choices: int) -> Callable:
+def bind_sum_parts(count: int, rows: int, choices: int) -> Callable:
     """Return `launch(partial_sums, rank, out)` with out[t, j] = the sum of column rank[t, j] of the partial
-    sums, (parts, rows); 0 for a dropped choice."""
-    block, sizes = 256, (parts, rows, choices)
+    sums, (count, rows); 0 for a dropped choice."""
+    block, sizes = 256, (count, rows, choices)
     kernel = bind_kernel(sum_parts_kernel, (cdiv(choices, block),), BLOCK=block, num_warps=4)
     return lambda partial_sums, rank, out: kernel(partial_sums, rank.contiguous(), out, *sizes)

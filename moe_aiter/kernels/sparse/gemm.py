@@ -38,13 +38,13 @@ from .kernels import (
 from .pattern import (
     SparsePattern,
     as_blocks,
+    block_indices,
     block_of,
     count,
     lists_of,
     num_blocks,
     pair,
     pattern_of_compressed,
-    places,
     regroup,
     to_dense,
 )
@@ -66,7 +66,7 @@ def sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed):
 
 def sparse_matmul_grad_reference(left, right, lists, a, b):
     size = left.shape[1], right.shape[1]
-    blocks = as_blocks(left.T @ right, (a, b))[places(lists, *count(size, (a, b)))]
+    blocks = as_blocks(left.T @ right, (a, b))[block_indices(lists, *count(size, (a, b)))]
     return blocks.flatten() if (a, b) == (1, 1) else blocks
 
 
@@ -79,7 +79,7 @@ def fill_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
         fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed)
     elif x.device.type == "cpu" and values.dim() == 1 and rows * columns > L * FEW:
         w = torch.sparse_coo_tensor(
-            torch.stack(places(lists, rows, columns)),
+            torch.stack(block_indices(lists, rows, columns)),
             wide(values),
             (rows, columns),
             check_invariants=False,
@@ -111,7 +111,7 @@ def fill_sparse_matmul_grad(out, left, right, lists, a, b):
     """By torch; on a CPU block by block, where they are large, or entry by entry, where they are few."""
     (M, rows), columns, L = left.shape, right.shape[1], out.shape[0]
     whole = rows % a == 0 and columns % b == 0
-    row, col = places(lists, *count((rows, columns), (a, b)))
+    row, col = block_indices(lists, *count((rows, columns), (a, b)))
     if left.device.type == "cpu" and whole and min(a, b) >= LARGE:
         left, right = left.T.unflatten(0, (-1, a)), right.unflatten(1, (-1, b))
         for j, (r, c) in enumerate(zip(row.tolist(), col.tolist(), strict=True)):
@@ -329,8 +329,8 @@ def check_kind(weight: Tensor, kind: str | None, blocksize: int | tuple[int, int
             raise ValueError(f"sparsity_pattern must be {', '.join(PATTERNS)} for a dense weight")
         kind = "block" if weight.layout in BLOCKS else "coo" if weight.layout == torch.sparse_coo else "csr"
     if kind not in PATTERNS:
-        known = ", ".join(PATTERNS)
-        raise ValueError(f"unknown sparsity_pattern {kind!r}; known: {known}, or a SparsePattern")
+        kinds = ", ".join(PATTERNS)
+        raise ValueError(f"unknown sparsity_pattern {kind!r}; known: {kinds}, or a SparsePattern")
     if kind != "block" and blocksize is not None:
         raise ValueError(f"blocksize is for sparsity_pattern='block', not {kind!r}")
     if weight.layout != torch.strided and weight.dense_dim():
@@ -394,8 +394,8 @@ def of_coo(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
     if w.is_coalesced():
         return w.values(), indices, f"sparse pattern {shape}", lambda: (pattern_of(indices, shape),)
     name = f"sparse pattern {shape}, coalesced"
-    order, ends, places, pattern = derived(indices, name, lambda: coalesce(indices, shape))
-    return Coalesced.apply(w, order, ends, places), indices, f"{name} alone", lambda: (pattern,)
+    order, ends, unique, pattern = derived(indices, name, lambda: coalesce(indices, shape))
+    return Coalesced.apply(w, order, ends, unique), indices, f"{name} alone", lambda: (pattern,)
 
 
 def pattern_of(indices: Tensor, shape: tuple[int, int]) -> SparsePattern:
@@ -404,26 +404,26 @@ def pattern_of(indices: Tensor, shape: tuple[int, int]) -> SparsePattern:
 
 
 def coalesce(indices: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, SparsePattern]:
-    """The order that brings the entries of a place together, where each place begins, (L + 1,), the places
-    (2, L), and their pattern.  Synchronises."""
+    """The order that brings entries of equal indices together, where each run of them begins, (L + 1,), the
+    unique indices (2, L), and their pattern.  Synchronises."""
     place, order = (indices[0] * shape[1] + indices[1]).sort(stable=True)
     place, counts = place.unique_consecutive(return_counts=True)
-    places = torch.stack([place // max(shape[1], 1), place % max(shape[1], 1)])
+    unique = torch.stack([place // max(shape[1], 1), place % max(shape[1], 1)])
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return order, starts, places, pattern_of(places, shape)
+    return order, starts, unique, pattern_of(unique, shape)
 
 
 class Coalesced(torch.autograd.Function):
     """The values of a COO tensor, those of one place added; its gradient has each place once."""
 
     @staticmethod
-    def forward(ctx, w, order, starts, places):
-        ctx.save_for_backward(places)
+    def forward(ctx, w, order, starts, unique):
+        ctx.save_for_backward(unique)
         ctx.shape = w.shape
         values = wide(coo_values(w)[order])
         return torch.segment_reduce(values, "sum", offsets=starts, unsafe=True, initial=0).to(w.dtype)
 
     @staticmethod
     def backward(ctx, dvalues):
-        (places,) = ctx.saved_tensors
-        return torch.sparse_coo_tensor(places, dvalues, ctx.shape, is_coalesced=True), None, None, None
+        (unique,) = ctx.saved_tensors
+        return torch.sparse_coo_tensor(unique, dvalues, ctx.shape, is_coalesced=True), None, None, None

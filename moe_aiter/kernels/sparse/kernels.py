@@ -193,7 +193,7 @@ def bind_blocks(i: SparseInputs) -> Callable:
     R, C = count(size, block)
     L = num_blocks(i.lists, R, C)
     base = R + C + 2
-    starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
+    starts, others, positions = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
     block, values = (block, i.values) if transposed else (block[::-1], i.values.mT)
     c = tuning.lookup("sparse_blocks", i.x.dtype, M, block[1], block[0], 1)
     c = no_larger(c, block_n=block[1], block_k=block[0])
@@ -203,7 +203,7 @@ def bind_blocks(i: SparseInputs) -> Callable:
         EVEN_N=block[1] % c.block_n == 0, **tile_options(c),
     )  # fmt: skip
     strides = i.x.stride(), values.stride(), 0 if i.bias is None else i.bias.stride(0), (N, 1)
-    numbers = starts, others, places, M, N, K, *strides
+    numbers = starts, others, positions, M, N, K, *strides
     return lambda out, i: kernel(i.x, i.values, i.bias, out, i.lists, *numbers)
 
 
@@ -352,14 +352,14 @@ def gather_entries_grad_kernel(
 # entries: launcher
 
 
-def costs_less(M: int, numbers: int, places: int, L: int, results: int = 0) -> bool:
+def costs_less(M: int, numbers: int, entries: int, L: int, results: int = 0) -> bool:
     """Whether to gather: by the picoseconds that an H200 takes for both.
 
     Gathering reads L entries and M numbers for each, turns M times `numbers`, and writes `results`; the other
-    way writes and reads `places`, or multiplies by them, and writes L of them once more.
+    way writes and reads `entries`, or multiplies by them, and writes L of them once more.
     """
     gathered = L * (30 + 0.5 * M) + 12 * M * numbers + results
-    return gathered < places * (1 + max(1.1, 0.0024 * M)) + 7 * L
+    return gathered < entries * (1 + max(1.1, 0.0024 * M)) + 7 * L
 
 
 def columns_of(x: Tensor, L: int) -> Tensor:
@@ -392,11 +392,11 @@ def bind_entries(i: SparseInputs) -> Callable:
 
         return multiply_whole
     base = R + C + 2
-    starts, others, places = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
+    starts, others, positions = (R + 1, base + 2 * L, base + 3 * L) if transposed else (0, base, None)
     options = gather_options(i.x, N, L)
     grid = (cdiv(N, options["BLOCK_N"]) * cdiv(M, options["BLOCK_M"]),)
     kernel = bind_kernel(gather_entries_kernel, grid, **options)
-    numbers, bias_stride = (starts, others, places, M, N), 0 if i.bias is None else i.bias.stride(0)
+    numbers, bias_stride = (starts, others, positions, M, N), 0 if i.bias is None else i.bias.stride(0)
 
     def launch(out, i):
         x = columns_of(i.x, L)

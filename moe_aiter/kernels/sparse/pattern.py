@@ -47,7 +47,7 @@ class SparsePattern:
 
         Raises ValueError for a mask or a shape that do not fit, TypeError for what is no tensor or size.
         """
-        check_known("mask", mask, "R", "C")
+        check_values("mask", mask, "R", "C")
         block = pair(blocksize)
         if shape is not None and not isinstance(shape, (tuple, list)):
             raise TypeError(f"shape must be two ints, not {type(shape).__name__}")
@@ -61,7 +61,7 @@ class SparsePattern:
     @classmethod
     def from_dense(cls, w: Tensor, blocksize: int | tuple[int, int]) -> "SparsePattern":
         """The blocks of `w` (N, K) in which there is anything but zeros.  Synchronises."""
-        check_known("w", w, "N", "K")
+        check_values("w", w, "N", "K")
         block = pair(blocksize)
         return cls.from_mask(as_blocks(w.detach(), block).ne(0).flatten(2).any(2), block, tuple(w.shape))
 
@@ -125,13 +125,13 @@ class SparsePattern:
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The row and the column of each block, (L,) int64."""
-        return places(self.lists, *count(self.shape, self.blocksize))
+        return block_indices(self.lists, *count(self.shape, self.blocksize))
 
 
 # sizes
 
 
-def check_known(name: str, x: Tensor, *axes: str) -> None:
+def check_values(name: str, x: Tensor, *axes: str) -> None:
     """Raise unless `x` has these axes, and numbers that can be looked at."""
     check_shape(name, x, *axes)
     if x.is_meta:
@@ -191,7 +191,7 @@ def num_blocks(lists: Tensor, R: int, C: int) -> int:
     return (lists.shape[0] - R - C - 2) // 4
 
 
-def places(lists: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
+def block_indices(lists: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
     L = num_blocks(lists, R, C)
     col, row = lists[R + C + 2 :][: 2 * L].long().split(L) if L else lists.new_empty(2, 0, dtype=torch.long)
     return row, col
@@ -247,7 +247,7 @@ def to_dense(values: Tensor, lists: Tensor, rows: int, columns: int) -> Tensor:
     a, b = block_of(values)
     R, C = count((rows, columns), (a, b))
     w = values.new_zeros(R, a, C, b)
-    w.transpose(1, 2)[places(lists, R, C)] = values.reshape(-1, a, b)
+    w.transpose(1, 2)[block_indices(lists, R, C)] = values.reshape(-1, a, b)
     return w.view(R * a, C * b)[:rows, :columns]
 
 

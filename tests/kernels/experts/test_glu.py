@@ -4,7 +4,7 @@ import pytest
 import torch
 from check import assert_as_good_as_torch, with_gradients
 
-from moe_aiter.kernels.base.activations import ACTIVATIONS, join_parts, split_parts
+from moe_aiter.kernels.base.activations import ACTIVATIONS, join_gate_up, split_gate_up
 from moe_aiter.kernels.experts.glu import glu, glu_backward_op, glu_reference
 from moe_aiter.op import use
 
@@ -83,11 +83,11 @@ def test_swiglu_oai_as_in_gpt_oss(backend, device, interleaved):
     g, u = gate.clamp(max=7), up.clamp(-7, 7)
     want = g * torch.sigmoid(1.702 * g) * (u + 1)
     dgate, dup = torch.autograd.grad(want.sum(), (gate, up))
-    z = join_parts(gate.detach(), up.detach(), interleaved).float().to(device).requires_grad_()
+    z = join_gate_up(gate.detach(), up.detach(), interleaved).float().to(device).requires_grad_()
     out = glu(z, "swiglu_oai", interleaved)
     (dz,) = torch.autograd.grad(out.sum(), z)
     torch.testing.assert_close(out.cpu(), want.float(), equal_nan=True)
-    for ours, truth in zip(split_parts(dz, interleaved), (dgate, dup), strict=True):
+    for ours, truth in zip(split_gate_up(dz, interleaved), (dgate, dup), strict=True):
         torch.testing.assert_close(ours.cpu()[~want.isnan()], truth.float()[~want.isnan()])
 
 

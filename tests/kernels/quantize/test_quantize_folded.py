@@ -11,7 +11,7 @@ from moe_aiter.op import use
 
 from ...shapes import LAYOUTS
 from .test_quantize import every_dtype, every_format, same
-from .test_token_chunks import SIZES
+from .test_row_blocks import SIZES
 
 every_size = pytest.mark.parametrize("name", SIZES)
 

@@ -1,10 +1,15 @@
-"""Rows in chunks, against loops over groups: the same places, the same bytes."""
+"""Rows in row blocks, against loops over groups: the same places, the same bytes."""
 
 import pytest
 import torch
 
 from moe_aiter.kernels.base.fp8 import CHUNK
-from moe_aiter.kernels.quantize.blocks import plan_chunks, quantize_chunks, rows_of_chunks, transpose_chunks
+from moe_aiter.kernels.quantize.blocks import (
+    plan_row_blocks,
+    quantize_row_blocks,
+    rows_of_blocks,
+    transpose_row_blocks,
+)
 from moe_aiter.kernels.quantize.rows import FORMATS, dequantize_rows, quantize_rows
 
 TOP_K = 2
@@ -22,8 +27,8 @@ every_size = pytest.mark.parametrize("name", SIZES)
 every_format = pytest.mark.parametrize("format", FORMATS)
 
 
-def chunks_of(sizes: list[int], rows: int) -> list[list[range]]:
-    """The rows of each chunk of each group."""
+def row_blocks_of(sizes: list[int], rows: int) -> list[list[range]]:
+    """The rows of each row block of each group."""
     found, start = [], 0
     for size in sizes:
         end = min(start + max(size, 0), rows)
@@ -36,7 +41,7 @@ def draw(name, device, n=48):
     sizes, rows = SIZES[name]
     y = torch.randn(rows, n, device=device) * torch.logspace(-2, 2, n, device=device)
     order = torch.randperm(rows).to(device, torch.int32)
-    order[sum(map(len, (r for of_group in chunks_of(sizes, rows) for r in of_group))) :] = -1
+    order[sum(map(len, (r for of_group in row_blocks_of(sizes, rows) for r in of_group))) :] = -1
     return y, order, torch.tensor(sizes, device=device), sizes, rows
 
 
@@ -44,16 +49,16 @@ def draw(name, device, n=48):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_plan(device, name, dtype):
     sizes, rows = SIZES[name]
-    places, chunks = plan_chunks(torch.tensor(sizes, device=device).to(dtype), rows)
-    expected = chunks_of(sizes, rows)
-    assert places.dtype == chunks.dtype == torch.int32 and len(chunks) == rows // CHUNK + len(sizes)
+    spans, row_blocks = plan_row_blocks(torch.tensor(sizes, device=device).to(dtype), rows)
+    expected = row_blocks_of(sizes, rows)
+    assert spans.dtype == row_blocks.dtype == torch.int32 and len(row_blocks) == rows // CHUNK + len(sizes)
     flat = [(part.start, of_group[-1].stop) for of_group in expected for part in of_group]
-    assert chunks.tolist()[: len(flat)] == [list(pair) for pair in flat]
-    assert (chunks[len(flat) :, 0] >= chunks[len(flat) :, 1]).all()
+    assert row_blocks.tolist()[: len(flat)] == [list(pair) for pair in flat]
+    assert (row_blocks[len(flat) :, 0] >= row_blocks[len(flat) :, 1]).all()
     lasts = torch.tensor([len(of_group) for of_group in expected]).cumsum(0).tolist()
     lengths = [sum(map(len, of_group)) for of_group in expected]
     by_size = sorted(range(len(sizes)), key=lambda g: (-lengths[g], g))
-    assert places.tolist() == [[g, lasts[g] - len(expected[g]), lasts[g]] for g in by_size]
+    assert spans.tolist() == [[g, lasts[g] - len(expected[g]), lasts[g]] for g in by_size]
 
 
 @every_format
@@ -61,10 +66,10 @@ def test_plan(device, name, dtype):
 def test_transpose(device, name, format):
     _, order, group_sizes, sizes, rows = draw(name, device)
     x8, _ = quantize_rows(torch.randn(rows // TOP_K, 20, device=device), format)
-    _, chunks = plan_chunks(group_sizes, rows)
-    got = transpose_chunks(x8, order, TOP_K, chunks)
-    assert got.shape == (len(chunks), 20, CHUNK) and got.is_contiguous()
-    for c, part in enumerate(part for of_group in chunks_of(sizes, rows) for part in of_group):
+    _, row_blocks = plan_row_blocks(group_sizes, rows)
+    got = transpose_row_blocks(x8, order, TOP_K, row_blocks)
+    assert got.shape == (len(row_blocks), 20, CHUNK) and got.is_contiguous()
+    for c, part in enumerate(part for of_group in row_blocks_of(sizes, rows) for part in of_group):
         expected = torch.zeros(20, CHUNK, dtype=torch.uint8, device=device)
         expected[:, : len(part)] = x8.view(torch.uint8)[order[part.start : part.stop].long() // TOP_K].T
         assert torch.equal(got[c].view(torch.uint8), expected)
@@ -73,8 +78,9 @@ def test_transpose(device, name, format):
 def test_bytes_may_begin_anywhere(device):
     _, order, group_sizes, _, rows = draw("even", device)
     x8 = torch.randint(256, (rows // TOP_K * 20 + 1,), dtype=torch.uint8, device=device)[1:].view(-1, 20)
-    x8, (_, chunks) = x8.view(FORMATS["e4m3"]), plan_chunks(group_sizes, rows)
-    got, expected = (transpose_chunks(x, order, TOP_K, chunks).view(torch.uint8) for x in (x8, x8.clone()))
+    x8, (_, row_blocks) = x8.view(FORMATS["e4m3"]), plan_row_blocks(group_sizes, rows)
+    both = (transpose_row_blocks(x, order, TOP_K, row_blocks) for x in (x8, x8.clone()))
+    got, expected = (result.view(torch.uint8) for result in both)
     used = rows // CHUNK
     assert torch.equal(got[:used], expected[:used])
 
@@ -83,13 +89,13 @@ def test_bytes_may_begin_anywhere(device):
 @every_format
 @every_size
 def test_quantize(device, name, format):
-    """Each column of a chunk as `quantize_rows` has it, once its rows are multiplied."""
+    """Each column of a row block as `quantize_rows` has it, once its rows are multiplied."""
     y, order, group_sizes, sizes, rows = draw(name, device)
     factor = torch.rand(rows // TOP_K, device=device) + 0.1
-    _, chunks = plan_chunks(group_sizes, rows)
-    got, scale = quantize_chunks(y, factor, order, TOP_K, chunks, format)
-    assert got.dtype == FORMATS[format] and got.shape == (len(chunks), 48, CHUNK)
-    for c, part in enumerate(part for of_group in chunks_of(sizes, rows) for part in of_group):
+    _, row_blocks = plan_row_blocks(group_sizes, rows)
+    got, scale = quantize_row_blocks(y, factor, order, TOP_K, row_blocks, format)
+    assert got.dtype == FORMATS[format] and got.shape == (len(row_blocks), 48, CHUNK)
+    for c, part in enumerate(part for of_group in row_blocks_of(sizes, rows) for part in of_group):
         m = slice(part.start, part.stop)
         expected, expected_scale = quantize_rows((y[m] * factor[order[m].long() // TOP_K][:, None]).T, format)
         assert torch.equal(scale[c], expected_scale)
@@ -101,8 +107,8 @@ def test_quantize(device, name, format):
 def test_what_is_not_finite_stays_in_its_column(device):
     y, order, group_sizes, _, rows = draw("ragged", device)
     y[200, 3], y[201, 5] = float("inf"), float("nan")
-    _, chunks = plan_chunks(group_sizes, rows)
-    _, scale = quantize_chunks(y, y.new_ones(rows // TOP_K), order, TOP_K, chunks)
+    _, row_blocks = plan_row_blocks(group_sizes, rows)
+    _, scale = quantize_row_blocks(y, y.new_ones(rows // TOP_K), order, TOP_K, row_blocks)
     spoilt = scale[:4].isnan().nonzero().tolist()
     assert spoilt == [[2, 3], [2, 5]]
 
@@ -111,22 +117,22 @@ def test_what_is_not_finite_stays_in_its_column(device):
 @every_size
 def test_there_and_back(device, name):
     y, order, group_sizes, sizes, rows = draw(name, device)
-    _, chunks = plan_chunks(group_sizes, rows)
-    y8, scale = quantize_chunks(y, y.new_ones(rows // TOP_K), order, TOP_K, chunks)
-    used = chunks[:, :1] < chunks[:, 1:]
+    _, row_blocks = plan_row_blocks(group_sizes, rows)
+    y8, scale = quantize_row_blocks(y, y.new_ones(rows // TOP_K), order, TOP_K, row_blocks)
+    used = row_blocks[:, :1] < row_blocks[:, 1:]
     numbers = dequantize_rows(y8, scale, torch.float32).where(used[..., None], 0)
-    back, live = rows_of_chunks(numbers, chunks, rows), sum(map(len, sum(chunks_of(sizes, rows), [])))
+    back, live = rows_of_blocks(numbers, row_blocks, rows), sum(map(len, sum(row_blocks_of(sizes, rows), [])))
     assert torch.allclose(back[:live], y[:live], rtol=2**-4, atol=0.05)
     assert not back[live:].any()
 
 
 def test_refuses(device):
     y, order, group_sizes, _, rows = draw("even", device)
-    _, chunks = plan_chunks(group_sizes, rows)
+    _, row_blocks = plan_row_blocks(group_sizes, rows)
     factor = y.new_ones(rows // TOP_K)
     with pytest.raises(ValueError, match="unknown format 'e3m4'; known: e4m3, e5m2"):
-        quantize_chunks(y, factor, order, TOP_K, chunks, "e3m4")
+        quantize_row_blocks(y, factor, order, TOP_K, row_blocks, "e3m4")
     with pytest.raises(ValueError, match=r"y is \(M=510, N\) but order is \(M=512,\)"):
-        quantize_chunks(y[:-2], factor, order, TOP_K, chunks)
+        quantize_row_blocks(y[:-2], factor, order, TOP_K, row_blocks)
     with pytest.raises(TypeError, match="x8 must be of 8-bit floats, not torch.float32"):
-        transpose_chunks(y[: rows // TOP_K], order, TOP_K, chunks)
+        transpose_row_blocks(y[: rows // TOP_K], order, TOP_K, row_blocks)
