@@ -1,1 +1,1 @@
-"""Other packages' names at their own import paths.  Translation only: nothing is computed here."""
+"""Other packages' functions under their own import paths.  These modules only translate calls."""

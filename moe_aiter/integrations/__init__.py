@@ -1,1 +1,1 @@
-"""Other people's training code on these kernels.  Each package that a module here is for stays optional."""
+"""moe_aiter in other packages: transformers, PEFT, torchtitan.  Each of these packages is optional."""

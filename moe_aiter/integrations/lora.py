@@ -1,17 +1,17 @@
-"""Adapters of the experts of transformers' models, with what PEFT refuses for them: dropout, DoRA.
+"""Adapters on the experts of transformers' models, with dropout and DoRA, which PEFT does not support there.
 
     from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 
-    add_lora(model, rank=16, alpha=32, dropout=0.05)    # the model is frozen, the adapters are not
+    add_lora(model, rank=16, alpha=32, dropout=0.05)    # freezes the model; the adapters train
     ...
     save_lora(model, directory)                         # for PEFT's `target_parameters`
-    save_lora(model, directory, per_expert=True)        # for a model with a linear layer for each expert
-    merge_lora(model)                                   # for everybody else
+    save_lora(model, directory, per_expert=True)        # for models with a linear layer for each expert
+    merge_lora(model)                                   # for programs that read no adapters
 
-Both directories hold adapter_config.json and adapter_model.safetensors as PEFT writes them.  The second form
-is the only one that has a place for DoRA's magnitudes.  Its names, `<experts>.{e}.gate_proj.lora_A.weight`,
-are what vLLM's loader looks for, the first form's where it keeps all experts of a layer in one tensor; it
-refuses DoRA, and so needs weights into which that has been merged.
+Both forms of `save_lora` write adapter_config.json and adapter_model.safetensors as PEFT does.  Only the form
+`per_expert` can hold DoRA's magnitudes.  vLLM's loader reads the names of this form,
+`<experts>.{e}.gate_proj.lora_A.weight`, or those of the first form if it keeps all experts of a layer in one
+tensor.  vLLM refuses DoRA: merge such adapters first.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A `Monitor` for transformers' models, and the way of its numbers into the logs of transformers' Trainer."""
+"""A `Monitor` for transformers' models, and a callback that logs its numbers in transformers' Trainer."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""PEFT's adapters of experts without whole weights: W + B A is never made.
+"""PEFT's adapters on experts as low-rank products: the sum W + B A is never computed.
 
     from moe_aiter.integrations.peft import register
 
@@ -6,16 +6,16 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_aiter")
     model = get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...]))
 
-PEFT wraps the experts in a `ParamWrapper` for each of the parameters, whose `_activate_lora` has the product
-of the factors in the parameter while the experts run.  Here it hands them the factors instead, where it can;
-where it cannot PEFT does what it does without this, which is correct and slower:
+PEFT wraps the experts in one `ParamWrapper` for each adapted parameter.  While the experts run, the wrapper's
+method `_activate_lora` adds B A to the parameter W.  After `register()`, the method hands A and B to
+the experts instead.  In these cases PEFT's own method runs, which is correct and slower:
 
   * several adapters at once, or none for this parameter
   * a parameter that is not (E, ., .) with E > 1, or not of 16, 32 or 64 bits
   * experts that run another implementation than "moe_aiter"
   * a version of PEFT that is not in KNOWN, with a warning from `register()`
 
-What is merged, saved, loaded, switched or disabled is PEFT's business as before.
+Merging, saving, loading, switching and disabling adapters is left to PEFT.
 """
 
 import contextlib

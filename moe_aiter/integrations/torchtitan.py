@@ -1,13 +1,13 @@
-"""The routed experts of torchtitan's MoE, by torchtitan's own overrides:
+"""The routed experts of torchtitan's MoE, replaced by torchtitan's override mechanism:
 
     --override.imports moe_aiter.integrations.torchtitan.experts
 
-or, for a model at hand that is not parallelised yet, `convert(model)`.  The parameters keep their names,
-shapes and values, and with them checkpoints, state-dict adapters, shardings and initialisers.
+`convert(model)` does the same for a model that exists and is not parallelised yet.  Parameters keep their
+names, shapes and values, so checkpoints, state-dict adapters, shardings and initialisers keep working.
 
-torchtitan's MoE routes; then its dispatcher sends tokens to experts, its experts multiply, and its dispatcher
-brings home what they give.  Where the experts are all here, dispatcher and experts become one `expert_mlp`,
-and no rows of tokens are made.  Under expert parallelism its dispatcher sends as before.
+torchtitan's router stays.  Without expert parallelism, one `expert_mlp` takes the place of torchtitan's
+dispatcher and experts, and tokens are not copied to rows.  With expert parallelism, torchtitan's dispatcher
+sends tokens to the experts and back as before.
 """
 
 from dataclasses import dataclass, replace

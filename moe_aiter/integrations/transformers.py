@@ -5,9 +5,9 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_aiter")
 
-or later `model.set_experts_implementation("moe_aiter")`.  It is for every model whose experts are decorated
-with transformers' `use_experts_implementation`: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, gpt-oss and more.
-Parameters keep their names, shapes and values, so checkpoints do too.
+For a model that is loaded already, call `model.set_experts_implementation("moe_aiter")`.  It works for every
+model whose experts have transformers' decorator `use_experts_implementation`: Mixtral, Qwen3-MoE, OLMoE,
+DeepSeek-V3, gpt-oss and more.  Parameters keep their names, shapes and values, and so do checkpoints.
 """
 
 import types
@@ -57,7 +57,7 @@ GATES = {
 
 
 def register() -> None:
-    """Make `experts_implementation="moe_aiter"` known to transformers.  Once or more often.
+    """Add `experts_implementation="moe_aiter"` to transformers.  Further calls change nothing.
 
     Raises ImportError if transformers is missing or older than 5.7.
     """
@@ -67,7 +67,10 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Take the name back; a model that still uses it fails at its next forward pass, by name."""
+    """Remove the name "moe_aiter" from transformers.
+
+    The next forward pass of a model that still uses it raises an error.
+    """
     interface()._global_mapping.pop(NAME, None)
     FINDERS[:] = [finder for finder in FINDERS if finder is not summed_weights]
 
@@ -186,10 +189,11 @@ def has_norm(module: nn.Module) -> bool:
 
 
 def known_gate(module: nn.Module) -> tuple[str, bool] | None:
-    """The activation of `expert_mlp` that is the module's, and whether gate and up come in turn; or None.
+    """Return the module's activation by its name in `expert_mlp`, and whether gate and up are interleaved; or None.
 
-    By what a method is called rather than by what the configuration says: that names the activation
-    function alone, and models clamp.
+    None means that the module's own `_apply_gate` runs.  The method decides and not the configuration, because a
+    configuration names only the activation function, and some models also clamp.
+    Raises TypeError for a module without transformers' decorator of experts.
     """
     if not is_experts(module):
         raise TypeError(

@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there at all.
+"""Write checkpoints atomically: a folder `step-N` is complete, or it does not exist.
 
-A checkpoint is a folder `step-N`: `model.safetensors`, `optimizer.safetensors` and `state.json`.  It is
-written under another name beside its place, synced to the disk, and renamed, which is atomic; so a process
-that dies at any moment leaves the last whole one untouched.
+A checkpoint has the files `model.safetensors`, `optimizer.safetensors` and `state.json`.  They are written to
+a temporary folder in the same directory and synced to the disk; then the folder is renamed, which is atomic.
+If the process dies at any moment, the previous checkpoint is still complete.
 
-`state.json` holds the SHA-256 of the two other files, and of the rest of itself.  Loading verifies all three.
-A checkpoint of a version before checksums has only `step` and `fingerprint` there; it loads with a warning.
+`state.json` holds the SHA-256 sums of the two other files and of its own content, which loading verifies.
+Checkpoints of versions without these sums have only `step` and `fingerprint` there; they load with a warning.
 """
 
 import hashlib

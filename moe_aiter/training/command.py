@@ -1,4 +1,4 @@
-"""`moe-aiter train`: the flags, the run folder, and what is printed before and after."""
+"""`moe-aiter train`: its flags, the run folder, and the text printed before and after training."""
 
 import argparse
 import contextlib

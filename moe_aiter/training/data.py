@@ -1,6 +1,6 @@
-"""The text: files found, split into training and validation by file, and cut into batches of bytes.
+"""Training text: find files, split them into training and validation, and cut batches of bytes.
 
-Byte 0, which no text holds, stands before each file: it is where a sample begins.
+Byte 0, which no text contains, precedes each file; sampling starts from it.
 """
 
 import dataclasses

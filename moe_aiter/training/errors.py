@@ -1,4 +1,4 @@
-"""What a user can do wrong, and what a disk and a memory can, said in one line."""
+"""Errors of users, disks and memory, each with a message of one line."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line for each step.  Numbers stay on the device until a stretch of steps is written."""
+"""metrics.jsonl: one line for each step.  Numbers stay on the device until several steps are written."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The pictures of a run: loss curves, and the load of every expert over time."""
+"""Plots of a run: loss curves, and the load of every expert over time."""
 
 import collections
 import math

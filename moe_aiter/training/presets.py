@@ -1,4 +1,4 @@
-"""The settings of a training run, and named sets of them.  Each field is a flag of `moe-aiter train`."""
+"""Settings of a training run, and named presets.  Each field is a flag of `moe-aiter train`."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""`moe-aiter report`: one HTML page about a run; it needs no other file and no network."""
+"""`moe-aiter report`: one HTML page about a run, which needs no other file and no network."""
 
 import base64
 import html

@@ -1,4 +1,4 @@
-"""The training loop, and what it leaves in the run folder."""
+"""The training loop, and the files that it writes to the run folder."""
 
 import math
 import signal

@@ -1,4 +1,7 @@
-"""AITER's names: replace `aiter` by `moe_aiter.compat.aiter` in an import.  The real one stays as it is."""
+"""AITER's functions: in an import, replace `aiter` by `moe_aiter.compat.aiter`.
+
+An installed package `aiter` is not changed.
+"""
 
 from ...config import VERSION as __version__
 from ...derived import cache_size as get_cache_size

@@ -1,7 +1,8 @@
 """AITER's dense products: see `moe_aiter/kernels/dense/gemm.py`.
 
-Operands are both float32, float16, bfloat16 or, by torch, float64, and so is the result; a bias and c may be
-of another of these.  All have gradients, and raise ValueError for shapes and devices, TypeError for dtypes.
+Both operands have one dtype: float32, float16, bfloat16 or, computed by torch, float64.  The result has this
+dtype; a bias and c may have another of the four.  All products have gradients.  They raise ValueError for
+shapes and devices, TypeError for dtypes.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What torch has as well, by AITER's names: functions as AITER's configuration says, and modules."""
+"""Functions and modules that torch has too, under AITER's names and with AITER's configuration."""
 
 import torch
 import torch.nn.functional as F

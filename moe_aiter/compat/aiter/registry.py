@@ -1,4 +1,4 @@
-"""Functions that a program has registered by name: `register_kernel`, `get_kernel`, `list_kernels`."""
+"""Register functions by name: `register_kernel`, `get_kernel`, `list_kernels`."""
 
 from collections.abc import Callable
 from typing import TypeVar, overload

@@ -1,4 +1,4 @@
-"""FlashInfer's names: `flashinfer` in an import becomes `moe_aiter.compat.flashinfer`."""
+"""FlashInfer's functions: in an import, replace `flashinfer` by `moe_aiter.compat.flashinfer`."""
 
 from .gemm import SegmentGEMMWrapper, bmm_fp8
 

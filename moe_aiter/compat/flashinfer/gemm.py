@@ -1,4 +1,4 @@
-"""The names of `flashinfer.gemm`."""
+"""The functions of `flashinfer.gemm`."""
 
 import torch
 from torch import Tensor

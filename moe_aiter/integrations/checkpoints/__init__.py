@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face's models to our layout and back, and from dense to MoE.
+"""Convert Hugging Face checkpoints to the layout of `MoE` and back, and dense checkpoints to MoE.
 
     from moe_aiter.integrations.checkpoints import convert, load_moe
 
@@ -6,7 +6,7 @@
     moe = load_moe("converted", "model.layers.3.mlp")
     convert("converted", "for-transformers", to="huggingface")
 
-or `moe-aiter convert`.  It needs safetensors: pip install '.[convert]'.
+The command `moe-aiter convert` does the same.  Both need safetensors: pip install '.[convert]'.
 """
 
 from .blocks import load_moe, moe_from_huggingface, state_dict_to_huggingface

@@ -1,4 +1,4 @@
-"""Single layers: transformers' blocks to MoE and back in memory, and MoE from a converted checkpoint."""
+"""Convert single layers: transformers' blocks to MoE and back in memory; load an MoE from a checkpoint."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

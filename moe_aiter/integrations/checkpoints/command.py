@@ -1,4 +1,4 @@
-"""`moe-aiter convert`: the flags, the progress, and what is printed at the end."""
+"""`moe-aiter convert`: its flags, its progress bar and its final report."""
 
 import argparse
 import math

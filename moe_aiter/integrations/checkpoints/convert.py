@@ -1,4 +1,4 @@
-"""A checkpoint in one layout to a checkpoint in the other."""
+"""Convert a checkpoint from one layout to the other."""
 
 import shutil
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""What Hugging Face checkpoints call the tensors of a mixture of experts, and where each lies in ours.
+"""The names of MoE tensors in Hugging Face checkpoints, and the place of each in our tensors.
 
-On the hub, and from transformers' save_pretrained, with N an expert:
+On the hub, and from transformers' save_pretrained, with N the number of an expert:
 
     family       block             experts                                    router and rest
     mixtral      block_sparse_moe  experts.N.{w1,w3,w2}.weight                gate.weight
@@ -10,12 +10,12 @@ On the hub, and from transformers' save_pretrained, with N an expert:
                                                                               gate.e_score_correction_bias,
                                                                 shared_experts.{gate,up,down}_proj.weight
     gpt_oss      mlp               experts.gate_up_proj (E, H, 2I), gate and  router.weight, router.bias
-                                   up in turn, experts.down_proj (E, I, H),
-                                   and their _bias (E, 2I), (E, H)
+                                   up interleaved, experts.down_proj
+                                   (E, I, H), and their _bias (E, 2I), (E, H)
 
-In the memory of transformers 5, and from save_pretrained(save_original_format=False), "fused": the block of
-all is `mlp`, and the experts of the first four are experts.gate_up_proj (E, 2I, H) and experts.down_proj
-(E, H, I).
+In memory, and from save_pretrained(save_original_format=False), transformers 5 uses the "fused" format: every
+block is called `mlp`, and the experts of the first four families are experts.gate_up_proj (E, 2I, H) and
+experts.down_proj (E, H, I).
 """
 
 from collections.abc import Iterator

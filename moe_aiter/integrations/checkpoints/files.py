@@ -1,8 +1,8 @@
-"""Folders of safetensors files: read a tensor at a time, written a piece of a tensor at a time.
+"""Folders of safetensors files: read one tensor at a time, written one piece of a tensor at a time.
 
-A safetensors file is 8 bytes with the length of its header, the header, JSON with dtype, shape and place of
-each tensor, and the tensors' bytes.  All of the header is known before the first tensor is read, so nothing
-need be held until a file is whole.
+A safetensors file starts with 8 bytes for the length of its header.  The header is JSON with the dtype, shape
+and position of each tensor; then come the tensors' bytes.  The header is written before the first tensor is
+read, so no file has to fit in memory.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Each family's layer as its paper and configuration have it, in plain torch, and our MoE held against it.
+"""The layer of each family in plain torch, after its paper and configuration, to compare our MoE with.
 
-It reads a checkpoint's own names and its config.json; what a conversion makes of either has no part in it.
+The formula reads the original names of the checkpoint and config.json, and nothing that a conversion writes.
 """
 
 import math

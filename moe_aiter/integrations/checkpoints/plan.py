@@ -1,4 +1,4 @@
-"""What becomes of every key of a checkpoint, decided before anything is written."""
+"""Decide for every key of a checkpoint what it becomes, before anything is written."""
 
 import re
 from collections.abc import Callable, Iterable

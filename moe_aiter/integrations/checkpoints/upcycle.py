@@ -1,8 +1,8 @@
-"""A dense checkpoint to one with experts, each of which begins as a copy of the dense MLP.
+"""Convert a dense checkpoint to one with experts, each of which starts as a copy of the dense MLP.
 
-Komatsuzaki et al. 2022, "Sparse Upcycling", arXiv 2212.05055.  The router is drawn at random.  Its weights
-are renormalised, so whatever it chooses the sum of a token's weights is 1, and the function is that of the
-dense model until training moves the copies apart.
+Komatsuzaki et al. 2022, "Sparse Upcycling", arXiv 2212.05055.  The router's weights are random.  The routing
+weights of a token are renormalised to sum to 1.  So without noise, whichever experts the router chooses, the
+layer computes the dense MLP until training makes the copies different.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""AITER's operators, each in the module where AITER has it."""
+"""AITER's operators, each in the module of the same name as in AITER."""

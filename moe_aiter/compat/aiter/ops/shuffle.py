@@ -1,4 +1,4 @@
-"""AITER's `shuffle_weight`, and what AITER lacks: its inverse, and a module that keeps such a weight."""
+"""AITER's `shuffle_weight`, its inverse, and a module for shuffled weights; AITER has only the first."""
 
 from ....kernels.base.shuffle import shuffle_weight, unshuffle_weight
 from ....layers.linear import ShuffledWeight

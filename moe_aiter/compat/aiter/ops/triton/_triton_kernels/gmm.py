@@ -1,4 +1,4 @@
-"""AITER's `aiter.ops.triton._triton_kernels.gmm`, where its configurations are looked up."""
+"""AITER's `aiter.ops.triton._triton_kernels.gmm`: its `get_config`."""
 
 from ......tuning.aiter_json import get_config
 

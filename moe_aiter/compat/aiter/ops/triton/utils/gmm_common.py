@@ -1,4 +1,4 @@
-"""Of AITER's `aiter.ops.triton.utils.gmm_common` what callers of products use: sizes, drawn or looked up."""
+"""Problem sizes for products, random or by name, as in AITER's `aiter.ops.triton.utils.gmm_common`."""
 
 import torch
 from torch import Tensor
