@@ -189,11 +189,11 @@ def has_norm(module: nn.Module) -> bool:
 
 
 def known_gate(module: nn.Module) -> tuple[str, bool] | None:
-    """Return the module's activation by its name in `expert_mlp`, and whether gate and up are interleaved; or None.
+    """Return the module's activation by `expert_mlp`'s name and whether gate and up are interleaved, or None.
 
-    None means that the module's own `_apply_gate` runs.  The method decides and not the configuration, because a
-    configuration names only the activation function, and some models also clamp.
-    Raises TypeError for a module without transformers' decorator of experts.
+    None means that the module's own `_apply_gate` runs.  The module's method decides and not its
+    configuration: a configuration names only the activation function, and some models also clamp.  Raises
+    TypeError for a module without transformers' decorator of experts.
     """
     if not is_experts(module):
         raise TypeError(
