@@ -43,7 +43,7 @@ def run_hopper_up(
     activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024,
     dtype=BF16, sizes=SIZES, fp8=None,
 ):  # fmt: skip
-    s, parts, groups = Shape(n=n, dtype=dtype), get_activation(activation).parts, len(sizes)
+    s, parts, groups = Shape(n=n, dtype=dtype), get_activation(activation).projections, len(sizes)
     z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(groups, parts * n, s.k)
     x, b = s.new(s.rows // TOP_K, s.k), s.new(groups, parts * n) if bias else None
     a, plan, scales = a if save_a else None, (*s.plan[:2], sizes), (None, None)
@@ -58,7 +58,7 @@ def run_hopper_down_grad(
     activation="swiglu", interleaved=False, need_a=True, dtype=BF16, sizes=SIZES, fp8=None
 ):
     """`fp8`: the format of dout, whose weights are e4m3."""
-    s, parts = Shape(n=1024, dtype=dtype), get_activation(activation).parts
+    s, parts = Shape(n=1024, dtype=dtype), get_activation(activation).projections
     z, dz, a = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n), s.new(s.rows if need_a else 0, s.n)
     order, rank, _ = s.plan
     ds, weights = new(*rank.shape, dtype=F32), new(*rank.shape, dtype=F32)

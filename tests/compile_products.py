@@ -102,7 +102,7 @@ def run_tgmm_accumulate(s):
 
 
 def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True):
-    width = s.n // get_activation(activation).parts
+    width = s.n // get_activation(activation).projections
     z, a = s.new(s.rows, s.n), s.new(s.rows, width) if save_a else None
     x, w, b = s.new(s.rows // TOP_K, s.k), s.new(E, s.n, s.k), s.new(E, s.n) if bias else None
     i = UpInputs(x, w, b, *s.plan, activation, interleaved, save_z, 0, None)
@@ -110,7 +110,7 @@ def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True, s
 
 
 def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
-    parts = get_activation(activation).parts
+    parts = get_activation(activation).projections
     order, rank, group_sizes = s.plan
     z, dz = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n)
     ds, weights = new(*rank.shape, dtype=F32), new(*rank.shape, dtype=F32)

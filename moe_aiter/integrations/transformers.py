@@ -94,8 +94,8 @@ def interface() -> type:
 class Weights(NamedTuple):
     """Those of an experts module, in the orientation of `expert_mlp`: views where the module has another."""
 
-    gate_up: Tensor  # (E, parts * I, H)
-    gate_up_bias: Tensor | None  # (E, parts * I)
+    gate_up: Tensor  # (E, width, H)
+    gate_up_bias: Tensor | None  # (E, width)
     gate_up_main_grad: Tensor | None
     down: Tensor  # (E, H, I)
     down_bias: Tensor | None  # (E, H)

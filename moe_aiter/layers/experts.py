@@ -73,8 +73,8 @@ class Experts(nn.Module):
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
-        self.gate_up = new(act.parts * intermediate, hidden)
-        self.gate_up_bias = new(act.parts * intermediate) if bias else None
+        self.gate_up = new(act.projections * intermediate, hidden)
+        self.gate_up_bias = new(act.projections * intermediate) if bias else None
         self.down = new(hidden, intermediate)
         self.down_bias = new(hidden) if bias else None
         self.reset_parameters()
@@ -146,7 +146,7 @@ class SharedExpert(nn.Module):
         check_sizes(shared_intermediate=intermediate)
         self.activation, self.interleaved = activation, interleaved
         where = {"device": device, "dtype": dtype}
-        width = get_activation(activation).parts * intermediate
+        width = get_activation(activation).projections * intermediate
         self.gate_up = nn.Linear(hidden, width, bias=bias, **where)
         self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
         self.gate = nn.Linear(hidden, 1, bias=False, **where) if gate else None

@@ -72,7 +72,7 @@ def experts_by_step(
     *,
     norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """(T, H) -> (T, H): both projections, `act` from (R, parts * I) to (R, I) between them, `norm` of each
+    """(T, H) -> (T, H): both projections, `act` from (R, width) to (R, I) between them, `norm` of each
     expert's output (R, H) behind them.
 
     No product of two factors is made.  Kept for the backward pass are x, what `act` keeps and its result.  A
@@ -84,7 +84,7 @@ def experts_by_step(
 
 
 def up_rows(x: Tensor, up: Projection, plan: RoutePlan) -> Tensor:
-    """(T, H) -> (R, parts * I)."""
+    """(T, H) -> (R, width)."""
     adapter = up.adapter
     if adapter is None:
         return adapted_up(x, up.weight, up.bias, None, None, *plan)

@@ -60,7 +60,7 @@ class OptimizedMoELayer(nn.Module):
         self.hidden_dim, self.num_experts, self.expert_dim = hidden_dim, num_experts, expert_dim
         check_fp8(fp8)
         self.activation, self.fp8 = activation, fp8
-        width = get_activation(activation).parts * expert_dim
+        width = get_activation(activation).projections * expert_dim
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, width, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num_experts, expert_dim, hidden_dim, device=device, dtype=dtype))
         self.reset_parameters()

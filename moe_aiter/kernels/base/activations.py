@@ -141,7 +141,7 @@ class Activation:
         return self.up is not None
 
     @property
-    def parts(self) -> int:
+    def projections(self) -> int:
         """Rows of the up-projection for each intermediate channel: gate and up, or up alone."""
         return 2 if self.gated else 1
 
@@ -159,7 +159,7 @@ class Activation:
         return {"ACTIVATION": FUNCTIONS[self.base][1], "UP": FUNCTIONS[self.up][1] if self.gated else None}
 
     def __call__(self, z: Tensor, interleaved: bool = False) -> Tensor:
-        """(..., parts * I) -> (..., I), in plain torch; differentiable."""
+        """(..., width) -> (..., I), in plain torch; differentiable."""
         if not self.gated:
             return self.torch_fn(z)
         gate, up = split_gate_up(z, interleaved)

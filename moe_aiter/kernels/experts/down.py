@@ -82,9 +82,9 @@ def expert_down_grad_reference(
 def expert_down_grad_kernel(
     dout_ptr,  # (T, K)
     w_ptr,  # (G, K, N)
-    z_ptr,  # (M, parts * N), contiguous
+    z_ptr,  # (M, width), contiguous
     s_ptr,  # (T * top_k,) float32
-    dz_ptr,  # (M, parts * N), contiguous
+    dz_ptr,  # (M, width), contiguous
     a_ptr,  # (M, N), contiguous, or None
     ds_ptr,  # (tiles_n, M) float32: the part of each column tile
     order_ptr,  # (M,)
@@ -147,8 +147,8 @@ def down_grad_epilogue(
     row_end,
     first,  # column
     N,
-    z_ptr,  # (M, parts * N)
-    dz_ptr,  # (M, parts * N)
+    z_ptr,  # (M, width)
+    dz_ptr,  # (M, width)
     a_ptr,  # (M, N) or None
     ACTIVATION: tl.constexpr,
     UP: tl.constexpr,

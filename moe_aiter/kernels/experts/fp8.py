@@ -397,9 +397,9 @@ bind_down_grad.fits = bind_over_z.fits = hopper.fits_down_grad_fp8
 
 
 def new_up(i: UpFp8Inputs) -> tuple[Tensor, Tensor]:
-    R, width, parts = i.order.shape[0], i.w8.shape[1], get_activation(i.activation).parts
+    R, width, projections = i.order.shape[0], i.w8.shape[1], get_activation(i.activation).projections
     z = i.x8.new_empty(R if i.save_z else 0, width, dtype=i.dtype)
-    return z, z.new_empty(R, width // parts)
+    return z, z.new_empty(R, width // projections)
 
 
 def new_beside(i: DownGradFp8Inputs | DownGradFp8OverZInputs) -> tuple[Tensor, Tensor]:
@@ -599,7 +599,7 @@ def by_groups(x, gate_up, down, routing_weights, plan, activation, interleaved) 
         beside = x_scale, w_scale, bias
         return scaled_gmm(x8, w8.mT, group_sizes, *beside, **gathered, out_dtype=product)
 
-    z = multiply(x, gate_up, order=order, top_k=rank.shape[1])  # (R, parts * I)
+    z = multiply(x, gate_up, order=order, top_k=rank.shape[1])  # (R, width)
     a = glu(z, activation, interleaved)
     del z
     return unpermute(multiply(a, down), order, rank, routing_weights).to(x.dtype)

@@ -3,7 +3,8 @@
     gated   out = f(gate) * h(up)  z = gate | up, or their columns in turn if interleaved
     plain   out = f(z)
 
-R rows, I intermediate channels, `parts` * I columns of z.  `activations.py` lists f and h; mostly h(up) = up.
+R rows, I intermediate channels; the width of z is 2I, or I for a plain activation.  `activations.py` lists f
+and h; mostly h(up) = up.
 """
 
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def glu_backward_reference(dout, z, activation, interleaved):
 # kernel
 @jit_kernel
 def glu_kernel(
-    z_ptr,  # (R, parts * I)
+    z_ptr,  # (R, width)
     out_ptr,  # (R, I)
     R,
     I,  # noqa: E741
@@ -81,8 +82,8 @@ def glu_kernel(
 @jit_kernel
 def glu_backward_kernel(
     dout_ptr,  # (R, I)
-    z_ptr,  # (R, parts * I)
-    dz_ptr,  # (R, parts * I)
+    z_ptr,  # (R, width)
+    dz_ptr,  # (R, width)
     R,
     I,  # noqa: E741
     dout_strides,  # row, channel
@@ -111,7 +112,7 @@ def glu_backward_kernel(
 class GluInputs(NamedTuple):
     """The inputs of the op `glu`: f(gate) * h(up), or f(z) for a plain activation."""
 
-    z: Tensor  # (R, parts * I)
+    z: Tensor  # (R, width)
     activation: str
     interleaved: bool
 
@@ -120,20 +121,20 @@ class GluBackwardInputs(NamedTuple):
     """The inputs of the op `glu_backward`: the gradient of z."""
 
     dout: Tensor  # (R, I)
-    z: Tensor  # (R, parts * I)
+    z: Tensor  # (R, width)
     activation: str
     interleaved: bool
 
 
 def new_glu(i: GluInputs | GluBackwardInputs) -> Tensor:
-    check_shape("z", i.z, "R", "parts * I")
+    check_shape("z", i.z, "R", "width")
     check_float(z=i.z)
     act = get_activation(i.activation)
     if i.interleaved and not act.gated:
         raise ValueError(f"interleaved is set but {i.activation} has no gate to interleave")
-    if i.z.shape[1] % act.parts:
+    if i.z.shape[1] % act.projections:
         raise ValueError(f"z has {i.z.shape[1]} columns but {i.activation} needs pairs of gate and up")
-    return i.z.new_empty(i.z.shape[0], i.z.shape[1] // act.parts)
+    return i.z.new_empty(i.z.shape[0], i.z.shape[1] // act.projections)
 
 
 def new_glu_backward(i: GluBackwardInputs) -> Tensor:
@@ -141,7 +142,7 @@ def new_glu_backward(i: GluBackwardInputs) -> Tensor:
     check_float(z=i.z, dout=i.dout)
     check_device(z=i.z, dout=i.dout)
     rows, channels = new_glu(i).shape
-    check_size("dout is (R={}, I)", i.dout.shape[0], "z is (R={}, parts * I)", rows)
+    check_size("dout is (R={}, I)", i.dout.shape[0], "z is (R={}, width)", rows)
     check_size("dout is (R, I={})", i.dout.shape[1], f"z with {i.activation} gives I={{}}", channels)
     return i.z.new_empty(i.z.shape)
 
@@ -166,7 +167,7 @@ def tile(rows: int, channels: int) -> tuple[tuple[int, int], dict]:
 @takes(*TRITON_DTYPES)
 def bind_glu(i: GluInputs) -> Callable:
     act, rows = get_activation(i.activation), i.z.shape[0]
-    channels = i.z.shape[1] // act.parts
+    channels = i.z.shape[1] // act.projections
     grid, blocks = tile(rows, channels)
     kernel = bind_kernel(glu_kernel, grid, **act.triton_fns, **blocks)
     numbers = rows, channels, channel_strides(i.z, channels, i.interleaved)
@@ -230,11 +231,12 @@ glu_backward_op = define_op(
 
 # public
 def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
-    """Apply an expert's activation to `z` (R, parts * I); returns (R, I) in the dtype of `z`.
+    """Apply an expert's activation to `z` (R, width); returns (R, I) in the dtype of `z`.
 
     swiglu, geglu, reglu (Shazeer 2020, arXiv 2002.05202) and swiglu_oai, gpt-oss's clamped SwiGLU, whose
-    formula is in `activations.py`, are gated: parts is 2, the first I columns of `z` are the gate and the
-    others up, or they take turns with `interleaved`.  silu, gelu, relu and relu2 are not: parts is 1.
+    formula is in `activations.py`, are gated: the width is 2I, the first I columns of `z` are the gate and
+    the others up, or gate and up columns alternate if `interleaved`.  silu, gelu, relu and relu2 are plain:
+    the width is I.
     Computed in float32 (float64 for float64); differentiable; strides are free.
 
     Raises ValueError for an unknown activation, an odd number of columns for a gated one, or `interleaved`

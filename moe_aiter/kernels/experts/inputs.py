@@ -41,14 +41,14 @@ class ExpertInputs(NamedTuple):
 
     x and the weights share a dtype, float32, bfloat16, float16 or float64; the weights may have any strides.
     `order`, `rank` and `group_sizes` are those of `sort_by_expert`.  Backward alone needs z
-    (R, parts * I), which has no rows without `save_z`.  Differentiable in the first six; a frozen input costs
+    (R, width), which has no rows without `save_z`.  Differentiable in the first six; a frozen input costs
     nothing.  A weight with a main gradient, of its shape and any floating dtype, has its gradient added
     there; autograd gets None.
     """
 
     x: Tensor  # (T, H)
-    gate_up: Tensor  # (E, parts * I, H)
-    gate_up_bias: Tensor | None  # (E, parts * I)
+    gate_up: Tensor  # (E, width, H)
+    gate_up_bias: Tensor | None  # (E, width)
     down: Tensor  # (E, H, I)
     down_bias: Tensor | None  # (E, H)
     routing_weights: Tensor  # (T, k)
@@ -58,7 +58,7 @@ class ExpertInputs(NamedTuple):
     activation: str
     interleaved: bool
     save_z: bool
-    gate_up_main_grad: Tensor | None = None  # (E, parts * I, H)
+    gate_up_main_grad: Tensor | None = None  # (E, width, H)
     down_main_grad: Tensor | None = None  # (E, H, I)
 
 
@@ -90,19 +90,19 @@ def check_expert_values(i: ExpertInputs) -> None:
 
 
 def check_shapes(i: ExpertInputs) -> None:
-    for name, axes in (("x", "T H"), ("gate_up", "E parts*I H"), ("down", "E H I"), ("order", "R"),
+    for name, axes in (("x", "T H"), ("gate_up", "E width H"), ("down", "E H I"), ("order", "R"),
                        ("rank", "T k"), ("routing_weights", "T k"), ("group_sizes", "E")):  # fmt: skip
         check_shape(name, getattr(i, name), *axes.split())
-    (T, H), (E, width, _), parts = i.x.shape, i.gate_up.shape, get_activation(i.activation).parts
-    check_size("x is (T, H={})", H, "gate_up is (E, parts*I, H={})", i.gate_up.shape[2])
+    (T, H), (E, width, _), projections = i.x.shape, i.gate_up.shape, get_activation(i.activation).projections
+    check_size("x is (T, H={})", H, "gate_up is (E, width, H={})", i.gate_up.shape[2])
     check_size("x is (T, H={})", H, "down is (E, H={}, I)", i.down.shape[1])
-    check_size("gate_up is (E={}, parts*I, H)", E, "down is (E={}, H, I)", i.down.shape[0])
-    check_size("gate_up is (E={}, parts*I, H)", E, "group_sizes is (E={},)", i.group_sizes.shape[0])
+    check_size("gate_up is (E={}, width, H)", E, "down is (E={}, H, I)", i.down.shape[0])
+    check_size("gate_up is (E={}, width, H)", E, "group_sizes is (E={},)", i.group_sizes.shape[0])
     check_size(
-        "gate_up is (E, parts*I={}, H)",
+        "gate_up is (E, width={}, H)",
         width,
         f"{i.activation} and down ask for {{}}",
-        parts * i.down.shape[2],
+        projections * i.down.shape[2],
     )
     check_sizes(k=i.rank.shape[1])
     check_size("x is (T={}, H)", T, "rank is (T={}, k)", i.rank.shape[0])

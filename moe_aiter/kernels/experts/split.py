@@ -120,7 +120,7 @@ def split_expert_mlp(
     up_main_grad: Tensor | None = None,
     down_main_grad: Tensor | None = None,
 ) -> Tensor:
-    """`expert_mlp` of SwiGLU experts whose first weight is in two parts.
+    """`expert_mlp` of SwiGLU experts whose first weight is two tensors, gate and up.
 
         out[t] = sum over j of s[t, j] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))
 

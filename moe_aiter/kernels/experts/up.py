@@ -57,9 +57,9 @@ def expert_up_reference(x, gate_up, bias, order, rank, group_sizes, activation, 
 @jit_kernel
 def expert_up_kernel(
     x_ptr,  # (T, K)
-    w_ptr,  # (G, parts * N, K)
-    bias_ptr,  # (G, parts * N) or None
-    z_ptr,  # (M, parts * N), contiguous, or None
+    w_ptr,  # (G, width, K)
+    bias_ptr,  # (G, width) or None
+    z_ptr,  # (M, width), contiguous, or None
     a_ptr,  # (M, N), contiguous, or None
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
@@ -192,33 +192,33 @@ class ZInputs(NamedTuple):
 
 def new_expert_up(i: UpInputs) -> tuple[Tensor, Tensor]:
     check_shape("x", i.x, "T", "H")
-    check_shape("gate_up", i.gate_up, "E", "parts * I", "H")
-    parts = get_activation(i.activation).parts
+    check_shape("gate_up", i.gate_up, "E", "width", "H")
+    projections = get_activation(i.activation).projections
     (T, H), (E, width, w_H), R = i.x.shape, i.gate_up.shape, i.order.shape[0]
-    check_size("x is (T, H={})", H, "gate_up is (E, parts * I, H={})", w_H)
+    check_size("x is (T, H={})", H, "gate_up is (E, width, H={})", w_H)
     check_size("rank is (T={}, k)", i.rank.shape[0], "x is (T={}, H)", T)
-    if width % parts:
-        raise ValueError(f"gate_up is (E, {width}, H), but {i.activation} needs a multiple of {parts}")
+    if width % projections:
+        raise ValueError(f"gate_up is (E, {width}, H), but {i.activation} needs a multiple of {projections}")
     check_float(x=i.x, gate_up=i.gate_up)
     check_groups(
         i.group_sizes, i.x, gate_up=i.gate_up, bias=i.bias, order=i.order, rank=i.rank, main_grad=i.main_grad
     )
-    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "gate_up is (E={}, parts * I, H)", E)
+    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "gate_up is (E={}, width, H)", E)
     if i.bias is not None and i.bias.shape != (E, width):
         raise ValueError(f"gate_up_bias must be (E={E}, {width}), but it has shape {tuple(i.bias.shape)}")
-    return i.x.new_empty(R if i.save_z else 0, width), i.x.new_empty(R, width // parts)
+    return i.x.new_empty(R if i.save_z else 0, width), i.x.new_empty(R, width // projections)
 
 
 @binds
 @takes(*TILE_DTYPES)
 def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
-    N, write_z = width // act.parts, i.save_z
-    config = tuning.lookup("up", i.x.dtype, R, act.parts * N, K, E)
+    N, write_z = width // act.projections, i.save_z
+    config = tuning.lookup("up", i.x.dtype, R, act.width, K, E)
     if not act.gated:  # an adapter's rank is less than a tile
         config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
-    tiles_n = cdiv(N, config.block_n // act.parts)
+    tiles_n = cdiv(N, config.block_n // act.projections)
     kernel = bind_kernel(
         expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved,
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),

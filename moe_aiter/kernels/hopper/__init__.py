@@ -107,7 +107,7 @@ def fits_segments(x: Tensor, w: Tensor, segments: int) -> bool:
 
 
 def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
-    N = gate_up.shape[1] // get_activation(activation).parts
+    N = gate_up.shape[1] // get_activation(activation).projections
     fit = by_tma(x, gate_up) and gate_up.is_contiguous() and small(x) and few(gate_up)
     return fit and order.numel() > 0 and x.shape[1] % BLOCK_K == 0 and N % 64 == 0
 
@@ -121,7 +121,7 @@ def fits_down_grad(
 
 
 def fits_up_fp8(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, *rest) -> bool:
-    N, dtype = w8.shape[1] // get_activation(activation).parts, rest[-1]
+    N, dtype = w8.shape[1] // get_activation(activation).projections, rest[-1]
     fit = is_hopper(x8.device) and dtype in DTYPES and few(w8) and order.numel() > 0 and x8.numel() < 2**31
     return fit and x8.shape[1] % PROMOTED_K == 0 and N % 64 == 0
 

@@ -74,7 +74,7 @@ def grad_consumer(
 class Grads:
     """Where z and the routing weights come from, and dz, s * a and ds go."""
 
-    z_desc: tma.tensor_descriptor  # (M, parts * N), ragged
+    z_desc: tma.tensor_descriptor  # (M, width), ragged
     z: gl.shared_memory_descriptor  # for each slot a strip of gates and one of ups, or one of both
     arrived: gl.shared_memory_descriptor  # a barrier for each slot
     dz: Rows
@@ -217,8 +217,8 @@ def down_grad_kernel(
     dout_ptr,  # (T, K)
     order_ptr,  # (M,)
     w_desc,  # the weights of G experts, (K, N), or of 8 bits (N, K)
-    z_desc,  # (M, parts * N), ragged
-    dz_ptr,  # (M, parts * N)
+    z_desc,  # (M, width), ragged
+    dz_ptr,  # (M, width)
     a_ptr,  # (M, N)
     s_ptr,  # (T * TOP_K,) float32
     ds_ptr,  # (column tiles, M) float32
@@ -318,7 +318,7 @@ def bind_down_grad(i) -> Callable:
     (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
     fp8, need_a = i.dout.itemsize == 1, i.need_a
     c = tuning.lookup("hopper_down_grad_fp8" if fp8 else "hopper_down_grad", i.dout.dtype, R, N, K, E)
-    pieces = 1 if i.interleaved else act.parts
+    pieces = 1 if i.interleaved else act.projections
     buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
     c = beside_groups(c, buffers, E, i.dout.itemsize)
     programs, tiles_n = num_programs(i.dout), -(-N // c.block_n)

@@ -35,11 +35,11 @@ from .schedule import Tiles, find_groups, make_queue
 class UpStore:
     """Where a consumer's z and a go: through buffers for a block of channels, to ragged rows."""
 
-    z_desc: tma.tensor_descriptor  # (M, parts * N)
+    z_desc: tma.tensor_descriptor  # (M, width)
     a_desc: tma.tensor_descriptor  # (M, N)
     z: gl.shared_memory_descriptor  # for each consumer a buffer, or one for gates and one for ups
     a: gl.shared_memory_descriptor  # one for each consumer
-    bias_ptr: object  # (G, parts * N) or None
+    bias_ptr: object  # (G, width) or None
     N: Number
     ACTIVATION: gl.constexpr
     UP: gl.constexpr  # h, or None where there is no gate
@@ -125,12 +125,12 @@ def expert_up_kernel(
     x_ptr,  # (T, K)
     order_ptr,  # (M,)
     w_desc,  # the weights of G experts, (N, K) or (2, N, K)
-    bias_ptr,  # (G, parts * N) or None
-    z_desc,  # (M, parts * N), ragged
+    bias_ptr,  # (G, width) or None
+    z_desc,  # (M, width), ragged
     a_desc,  # (M, N), ragged
     group_sizes_ptr,
     x_scale_ptr,  # (M,) float32 or None
-    w_scale_ptr,  # (G, parts * N) float32 or None
+    w_scale_ptr,  # (G, width) float32 or None
     M,
     G,
     N,
@@ -189,10 +189,10 @@ def bind_expert_up(i, write_a: bool = True, dtype: torch.dtype | None = None) ->
     """Bind `expert_up`; x and gate_up may have 8 bits: then `dtype` is that of z and a, and `launch` is given
     the scales, float32, of the rows (R,) and of the weights (E, width)."""
     (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
-    N, write_z, interleaved = width // act.parts, i.save_z, i.interleaved
+    N, write_z, interleaved = width // act.projections, i.save_z, i.interleaved
     op = f"hopper_up{'' if act.gated else '_plain'}{kind_of(i.x)}"
     c = tuning.lookup(op, i.x.dtype, R, width, K, E)
-    c = beside_groups(c, c.block_m * c.store_n * (act.parts + 1), E, i.x.itemsize)
+    c = beside_groups(c, c.block_m * c.store_n * (act.projections + 1), E, i.x.itemsize)
     programs = num_programs(i.x)
     kernel = bind_kernel(
         expert_up_kernel, (programs,),

@@ -20,7 +20,7 @@ FLOATS = ExpertInputs._fields[:6]
 
 
 def make(device, kind=("swiglu", False), dtype=torch.float32, bias=True, tokens=T, **others):
-    width = get_activation(kind[0]).parts * WIDTH
+    width = get_activation(kind[0]).projections * WIDTH
     shapes = (tokens, H), (E, width, H), (E, width), (E, H, WIDTH), (E, H), (tokens, K)
     tensors = [(torch.randn(s) * s[-1] ** -0.5).to(device, dtype) for s in shapes]
     if not bias:

@@ -26,7 +26,7 @@ def routing(device):
 
 def inputs(device, kind=("swiglu", False), dtype=torch.float32):
     """The experts' inputs, and the gradient of their output."""
-    width = get_activation(kind[0]).parts * WIDTH
+    width = get_activation(kind[0]).projections * WIDTH
     shapes = (T, H), (E, width, H), (E, width), (E, H, WIDTH), (E, H), (T, K)
     scales = 1, H**-0.5, 1, WIDTH**-0.5, 1, 1
     tensors = [(torch.randn(s) * scale).to(device, dtype) for s, scale in zip(shapes, scales, strict=True)]

@@ -36,7 +36,7 @@ def steps(request, monkeypatch):
 
 def make(ids, H=20, I=12, E=5, kind=("swiglu", False), dtype=torch.float32, bias=True, **named):  # noqa: E741
     """Inputs of modest size for these experts; the routing weights are float32 at least."""
-    width = get_activation(kind[0]).parts * I
+    width = get_activation(kind[0]).projections * I
     tensors = {
         "x": torch.randn(len(ids), H),
         "gate_up": torch.randn(E, width, H) * H**-0.5,
@@ -288,12 +288,12 @@ def test_group_sizes_that_lie(steps, no_debug):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(x=torch.ones(17, 19)), r"x is \(T, H=19\) but gate_up is \(E, parts\*I, H=20\)"),
+        (dict(x=torch.ones(17, 19)), r"x is \(T, H=19\) but gate_up is \(E, width, H=20\)"),
         (
             dict(down=torch.ones(5, 20, 11)),
-            r"gate_up is \(E, parts\*I=24, H\) but swiglu and down ask for 22",
+            r"gate_up is \(E, width=24, H\) but swiglu and down ask for 22",
         ),
-        (dict(down=torch.ones(4, 20, 12)), r"gate_up is \(E=5, parts\*I, H\) but down is \(E=4, H, I\)"),
+        (dict(down=torch.ones(4, 20, 12)), r"gate_up is \(E=5, width, H\) but down is \(E=4, H, I\)"),
         (dict(down=torch.ones(5, 9, 12)), r"x is \(T, H=20\) but down is \(E, H=9, I\)"),
         (dict(down=torch.ones(5, 20)), r"down must be \(E, H, I\)"),
         (dict(group_sizes=torch.ones(4, dtype=torch.int32)), r"but group_sizes is \(E=4,\)"),

@@ -55,7 +55,7 @@ def layered(
 
 def make(device, T=13, H=20, I=24, E=5, k=2, activation="swiglu", dtype=torch.float32, bias=True):  # noqa: E741
     """x, gate_up, down, weights and biases of modest size."""
-    width = get_activation(activation).parts * I
+    width = get_activation(activation).projections * I
     sizes = [(T, H), (E, width, H), (E, H, I), (T, k), (E, width), (E, H)][: 6 if bias else 4]
     scales = [1, max(H, 1) ** -0.5, max(I, 1) ** -0.5, 1, 1, 1]
     tensors = [torch.randn(size) * scale for size, scale in zip(sizes, scales, strict=False)]
@@ -237,17 +237,17 @@ BAD = {
     "width": (
         dict(gate_up=torch.zeros(5, 48, 21)),
         ValueError,
-        r"x is \(T, H=20\) but gate_up is \(E, parts\*I, H=21\)",
+        r"x is \(T, H=20\) but gate_up is \(E, width, H=21\)",
     ),
     "odd": (
         dict(gate_up=torch.zeros(5, 47, 20)),
         ValueError,
-        r"parts\*I=47, H\) but swiglu and down ask for 48",
+        r"width=47, H\) but swiglu and down ask for 48",
     ),
     "down": (
         dict(down=torch.zeros(5, 20, 25)),
         ValueError,
-        r"parts\*I=48, H\) but swiglu and down ask for 50",
+        r"width=48, H\) but swiglu and down ask for 50",
     ),
     "experts": (dict(down=torch.zeros(4, 20, 24)), ValueError, r"E=4"),
     "weights": (dict(routing_weights=torch.zeros(13, 3)), ValueError, r"routing_weights is \(13, 3\)"),

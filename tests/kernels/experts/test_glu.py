@@ -20,7 +20,7 @@ SHAPES = {  # R, I
 
 
 def make(device, rows, channels, activation, dtype=torch.float32):
-    return (3 * torch.randn(rows, ACTIVATIONS[activation].parts * channels)).to(device, dtype)
+    return (3 * torch.randn(rows, ACTIVATIONS[activation].projections * channels)).to(device, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,7 +123,7 @@ def test_errors():
         glu(z, "silu", interleaved=True)
     with pytest.raises(TypeError, match="z must be float16"):
         glu(z.int(), "silu")
-    with pytest.raises(ValueError, match=r"z must be \(R, parts \* I\)"):
+    with pytest.raises(ValueError, match=r"z must be \(R, width\)"):
         glu(z[0], "silu")
     with pytest.raises(ValueError, match=r"dout is \(R, I=8\) but z with swiglu gives I=4"):
         glu_backward_op(z, z, "swiglu", False)
