@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     module = COMMANDS[args.command][0]
     from .op import BackendError  # here, since --help and --version need no torch
-    from .training.errors import UsageError, out_of_memory, summary
+    from .training import UsageError, out_of_memory, summary
 
     try:
         return importlib.import_module(module).main(args) if module else info()

@@ -26,7 +26,7 @@ from moe_aiter.kernels.experts.up import UpInputs, bind_expert_up
 from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind_gmm, bind_gmm_into
 from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs, bind_masked_gmm
 from moe_aiter.kernels.grouped.segment_gmm import SegmentInputs, bind_segments
-from moe_aiter.kernels.grouped.segment_tgmm import SegmentTgmmInputs, bind_segment_tgmm
+from moe_aiter.kernels.grouped.segments import SegmentTgmmInputs, bind_segment_tgmm
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, bind_tgmm, bind_tgmm_into
 from moe_aiter.kernels.sparse.gemm import bind_sparse_matmul, bind_sparse_matmul_grad
 from moe_aiter.kernels.sparse.pattern import count

@@ -352,20 +352,18 @@ class LoRALinear(nn.Module):
     def peft_state_dict(self, adapter: int = 0, prefix: str = "") -> dict[str, Tensor]:
         """One adapter as PEFT saves it: lora_A.weight (r, in), lora_B.weight (out, r), and with DoRA
         lora_magnitude_vector (out,)."""
-        A, B = self.lora.A[adapter], self.lora.B[adapter]
-        found = {f"{prefix}lora_A.weight": A, f"{prefix}lora_B.weight": B}
-        if self.lora.magnitude is not None:
-            found[f"{prefix}lora_magnitude_vector"] = self.lora.magnitude[adapter]
-        return {name: t.detach().clone() for name, t in found.items()}
+        return {name: t.detach().clone() for name, t in self.by_peft_name(adapter, prefix).items()}
 
     @checked
     def load_peft_state_dict(self, state: Mapping[str, Tensor], adapter: int = 0, prefix: str = "") -> None:
         """The inverse.  Raises KeyError for what is not there, ValueError for another shape, and then copies
         nothing."""
-        to = {f"{prefix}lora_A.weight": self.lora.A[adapter], f"{prefix}lora_B.weight": self.lora.B[adapter]}
-        if self.lora.magnitude is not None:
-            to[f"{prefix}lora_magnitude_vector"] = self.lora.magnitude[adapter]
-        copy_in(to, state)
+        copy_in(self.by_peft_name(adapter, prefix), state)
+
+    def by_peft_name(self, adapter: int, prefix: str) -> dict[str, Tensor]:
+        lora = self.lora
+        found = {"lora_A.weight": lora.A, "lora_B.weight": lora.B, "lora_magnitude_vector": lora.magnitude}
+        return {f"{prefix}{name}": t[adapter] for name, t in found.items() if t is not None}
 
 
 class LoRAExperts(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..files import UNFINISHED, drafted_folder, read_json, remove, sync
-from .errors import UsageError, need, out_of_memory, summary
+from . import UsageError, need, out_of_memory, summary
 
 STEP = re.compile(r"step-(\d+)")
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"

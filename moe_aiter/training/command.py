@@ -10,7 +10,7 @@ import torch
 
 from ..config import repeatable_cublas
 from ..files import UNFINISHED, locked, remove
-from .errors import UsageError, need
+from . import UsageError, need
 from .metrics import read_metrics
 from .model import active_params
 from .plots import plot_run

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import UsageError
+from . import UsageError
 
 STDLIB_SKIPPED = {  # tests, programs, tables and installed packages: not the library's own prose
     "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..files import drafted
-from .errors import UsageError, summary
+from . import UsageError, summary
 
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "MI300X": 1307}  # dense bfloat16, from data sheets
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from ..files import drafted
-from .errors import UsageError, need
+from . import UsageError, need
 from .metrics import read_metrics
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..files import drafted, read_json
 from ..kernels.experts.fp8 import RECIPES
-from .errors import UsageError, summary
+from . import UsageError, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RESUMABLE = (  # what may change when a run is resumed

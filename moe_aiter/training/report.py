@@ -11,7 +11,7 @@ import torch
 
 from ..files import drafted, read_json
 from ..routing.losses import load_statistics
-from .errors import UsageError, summary
+from . import UsageError, summary
 from .metrics import is_number
 from .plots import draw_load, draw_loss, name, new_figure, rows_of
 

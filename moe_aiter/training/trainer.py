@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ..files import drafted, sync
 from ..layers import LayerStatistics, LiveTable, Monitor
 from ..routing.losses import load_balance_loss, load_statistics, z_loss
+from . import UsageError, need
 from .checkpoint import load_newest, save_checkpoint
 from .data import load_corpus, train_batch, val_batch
-from .errors import UsageError, need
 from .metrics import Metrics, peak_flops, truncate_metrics
 from .model import VOCAB, Transformer, flops_per_token, generate, readable
 from .presets import DTYPES, TrainConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_aiter import files
-from moe_aiter.training import checkpoint
+from moe_aiter.training import UsageError, checkpoint
 from moe_aiter.training.checkpoint import (
     RANDOM,
     checkpoints,
@@ -21,7 +21,6 @@ from moe_aiter.training.checkpoint import (
     read_state,
     save_checkpoint,
 )  # fmt: skip
-from moe_aiter.training.errors import UsageError
 from moe_aiter.training.model import Transformer
 from moe_aiter.training.presets import PRESETS
 from moe_aiter.training.trainer import make_optimizer

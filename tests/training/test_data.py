@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from moe_aiter.training import UsageError
 from moe_aiter.training.data import find_stdlib, held_out, load_corpus, train_batch, val_batch
-from moe_aiter.training.errors import UsageError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from moe_aiter.training.errors import UsageError
+from moe_aiter.training import UsageError
 from moe_aiter.training.metrics import Metrics, peak_flops, read_metrics, truncate_metrics
 
 

@@ -9,8 +9,7 @@ from training.test_trainer import arguments, in_a_folder_of_its_own, losses, tra
 
 from moe_aiter import cli
 from moe_aiter.files import locked
-from moe_aiter.training import presets
-from moe_aiter.training.errors import UsageError
+from moe_aiter.training import UsageError, presets
 from moe_aiter.training.metrics import truncate_metrics
 
 

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from moe_aiter import cli, load_statistics
-from moe_aiter.training import trainer
+from moe_aiter.training import UsageError, trainer
 from moe_aiter.training.checkpoint import checkpoints
 from moe_aiter.training.command import add_arguments, main
-from moe_aiter.training.errors import UsageError
 from moe_aiter.training.metrics import read_metrics
 from moe_aiter.training.trainer import MONITORED
 

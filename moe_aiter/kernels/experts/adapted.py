@@ -33,7 +33,7 @@ from ..base.check import (
 from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import gmm_op, gmm_reference
 from ..grouped.segment_gmm import SHORT_K, SegmentInputs, bind_segments, segment_gmm_op
-from ..grouped.segment_tgmm import segment_weight_gradient
+from ..grouped.segments import segment_weight_gradient
 from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
 from ..rows.permute import check_sorted_rows, permute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op

@@ -5,7 +5,7 @@ M rows, B segments, W weights, K in, N out.  The kernel finds the weight itself;
 its rows and walks over columns.  Else a program makes one tile, or if there are few tiles (a LoRA's shrinking
 to its rank) a part of the tile's sum over K; the parts are added in order.
 
-`segment_tgmm` is the gradient of the weights; ./segments.py says what segments are.
+./segments.py says what segments are, and has the gradient of the weights.
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ from .. import hopper
 from ..base.check import FLOATS, check_axes, check_device
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, at_least_16, dense, multiply, operand, row_tiles, swizzle, tile_options
-from .segment_tgmm import segment_weight_gradient
 from .segments import (
     ENOUGH,
     check_segment_values,
@@ -30,6 +29,7 @@ from .segments import (
     load_segments,
     load_weights,
     num_segments,
+    segment_weight_gradient,
     split_segments,
     weight_numbers,
 )

@@ -1,20 +1,40 @@
-"""Segments of rows, one behind the other.
+"""Segments of rows, one behind the other, and the gradient of the weights of `segment_gmm`.
 
-Either `lens` (B,) counts their rows from row 0 on, or `indptr` (B + 1,)
-says where each begins and where the last one ends; rows before its first element are in no segment.  Both
-stay on the device.  Lengths (the steps of an indptr) and the first element are clamped to [0, M], and
-segments to the rows that are left: no row belongs to two segments, and no kernel touches memory outside of
-the M rows.  `weight_indices` (B,) names the matrix of each segment, by default the one with the segment's
-number; an index outside of [0, W), usually -1, names a matrix of zeros.
+    out[i] = sum of x[s:e].T @ y[s:e] over the segments of weight i
+
+M rows, B segments, W weights, K in, N out.  Either `lens` (B,) counts the rows of each segment from row 0 on,
+or `indptr` (B + 1,) says where each begins and where the last one ends; rows before its first element are in
+no segment.  Both stay on the device.  Lengths (the steps of an indptr) and the first element are clamped to
+[0, M], and segments to the rows that are left: no row belongs to two segments, and no kernel touches memory
+outside of the M rows.  `weight_indices` (B,) names the matrix of each segment, by default the one with the
+segment's number; an index outside of [0, W), usually -1, names a matrix of zeros.
 """
 
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from ...op import INTEGERS
-from ..base.check import check_device, check_index, check_shape, check_size, group_ends
-from ..base.launch import tl, triton
+from ... import tuning
+from ...op import INTEGERS, binds, define_op, takes
+from ..base.check import (
+    check_axes,
+    check_device,
+    check_float,
+    check_index,
+    check_shape,
+    check_size,
+    group_ends,
+)
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import TILE_DTYPES, at_least_16, dense, swizzle, tile_options
+from .tgmm import chosen, weight_gradient
 
 ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
+PART_ROWS = 512  # of those that programs share, the least that each takes
+WIDE = 128  # of K and N, from where on `tgmm`'s tiles are filled
 
 
 def num_segments(lens: Tensor | None, indptr: Tensor | None) -> int:
@@ -128,3 +148,162 @@ def load_weights(
     if indices_ptr is not None:
         weight = tl.load(indices_ptr + g, mask=g < G, other=-1).to(tl.int64)
     return tl.where((g < G) & (weight >= 0) & (weight < W), weight, -1)
+
+
+# segment_tgmm
+
+
+class SegmentTgmmInputs(NamedTuple):
+    """The inputs of the op `segment_tgmm`: out[w] = the sum of x[s:e].T @ y[s:e] over the segments of w."""
+
+    x: Tensor  # (M, K)
+    y: Tensor  # (M, N)
+    lens: Tensor | None  # (B,), or
+    indptr: Tensor | None  # (B + 1,)
+    weight_indices: Tensor | None  # (B,)
+    weights: int | torch.SymInt  # W
+    columns_first: bool  # return (W, N, K), else (W, K, N)
+
+
+# reference
+
+
+def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_first):
+    out = x.new_zeros(weights, x.shape[1], y.shape[1])
+    product = chosen(out, x, None)
+    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), weights)
+    pairs = zip(split_segments(x, lens, indptr)[1], split_segments(y, lens, indptr)[1], strict=True)
+    for i, (a, b) in zip(numbers, pairs, strict=True):
+        if i is not None:
+            product(out[i], a.T, b, out[i])
+    return out.mT if columns_first else out
+
+
+# kernel
+
+
+@jit_kernel
+def segment_tgmm_kernel(
+    x_ptr,  # (M, K)
+    y_ptr,  # (M, N)
+    out_ptr,  # (W, K, N), or (parts, W, K, N) float32
+    bounds_ptr,  # (G,) or (G + 1,)
+    indices_ptr,  # (G,) or None
+    M,
+    N,
+    K,
+    G,
+    W,
+    part,  # of the rows, which the programs of one place on axis 1 take
+    x_strides,  # m, k
+    y_strides,  # m, n
+    out_strides,  # w, k, n; those of a part are W * K * N apart
+    INDPTR: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # here BLOCK_M x BLOCK_N is a tile of out[i] (K, N), and BLOCK_K rows are summed over at a time
+    tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tile_k, tile_n = swizzle(tl.program_id(0), W * tiles_k, tiles_n, GROUP_M, NUM_DIES)
+    weight = tile_k // tiles_k
+    g = tl.arange(0, BLOCK_G)
+    start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
+    first = tl.program_id(1).to(tl.int64) * part
+    start, end = tl.maximum(start, first), tl.minimum(end, first + part)
+    mine = load_weights(g, indices_ptr, G, W) == weight
+    turn = tl.cumsum(mine.to(tl.int32), 0)
+    k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_ptrs = x_ptr + (k % K)[None, :] * x_strides[1]
+    y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in range(1, tl.sum(mine.to(tl.int32), 0) + 1):
+        here = mine & (turn == i)
+        row_end = tl.sum(tl.where(here, end, 0), 0)
+        for row in range(tl.sum(tl.where(here, start, 0), 0), row_end, BLOCK_K):
+            m = row + tl.arange(0, BLOCK_K)
+            mask = (m < row_end)[:, None]
+            x = tl.load(x_ptrs + m[:, None] * x_strides[0], mask=mask, other=0.0)
+            y = tl.load(y_ptrs + m[:, None] * y_strides[0], mask=mask, other=0.0)
+            acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+
+    out_base = out_ptr + tl.program_id(1).to(tl.int64) * W * K * N + weight.to(tl.int64) * out_strides[0]
+    out_ptrs = out_base + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
+
+
+# launcher
+
+
+def new_segment_tgmm(i: SegmentTgmmInputs) -> Tensor:
+    check_axes(x=(i.x, "M, K"), y=(i.y, "M, N"))
+    check_float(x=i.x, y=i.y)
+    check_count("weights", i.weights)
+    check_segments(i, i.weights)
+    K, N = i.x.shape[1], i.y.shape[1]
+    return i.x.new_empty(i.weights, N, K) if i.columns_first else i.x.new_empty(i.weights, K, N)
+
+
+@binds
+@takes(*TILE_DTYPES)
+def bind_segment_tgmm(i: SegmentTgmmInputs) -> Callable:
+    (M, K), N, W, G = i.x.shape, i.y.shape[1], i.weights, num_segments(i.lens, i.indptr)
+    config = tuning.lookup("segment_tgmm", i.x.dtype, M, N, K, W)
+    block_m, block_n = min(config.block_m, at_least_16(K)), min(config.block_n, at_least_16(N))
+    config = dataclasses.replace(config, block_m=block_m, block_n=block_n)
+    tiles = W * cdiv(K, config.block_m) * cdiv(N, config.block_n)
+    splits, columns_first = max(min(ENOUGH // tiles, M // PART_ROWS), 1), i.columns_first
+    kernel = bind_kernel(
+        segment_tgmm_kernel, (tiles, splits),
+        INDPTR=i.indptr is not None, BLOCK_G=next_power_of_2(G + 1), **tile_options(config),
+    )  # fmt: skip
+    out_strides = (N * K, 1, K) if columns_first and splits == 1 else (K * N, N, 1)
+    numbers = M, N, K, G, W, cdiv(M, splits), i.x.stride(), i.y.stride(), out_strides
+
+    def launch(out, i):
+        bounds, indices = dense(i.lens if i.indptr is None else i.indptr, i.weight_indices)
+        sums = out if splits == 1 else out.new_empty(splits, W, K, N, dtype=torch.float32)
+        kernel(i.x, i.y, sums, bounds, indices, *numbers)
+        if splits > 1:
+            (out.mT if columns_first else out).copy_(sums.sum(0))
+
+    return launch
+
+
+# op
+
+
+segment_tgmm_op = define_op(
+    "segment_tgmm",
+    SegmentTgmmInputs,
+    new=new_segment_tgmm,
+    check_values=check_segment_values,
+    reference=lambda i: segment_tgmm_reference(*i),
+    triton=bind_segment_tgmm,
+)
+
+
+def segment_weight_gradient(
+    w: Tensor,
+    x: Tensor,
+    dout: Tensor,
+    lens: Tensor | None,
+    indptr: Tensor | None,
+    weight_indices: Tensor | None,
+) -> Tensor:
+    """The gradient of the weights `w` (W, K, N) of `segment_gmm`, in the memory layout of `w`.
+
+    Where each segment has a matrix of its own, and a wide one, it is `tgmm`'s.
+    """
+    if weight_indices is None and min(w.shape[1:]) >= WIDE:
+        if indptr is None:
+            return weight_gradient(w, None, x, dout, lens)
+        return weight_gradient(w, None, x, dout, sizes_with_first(indptr))[1:]
+    columns_first = w.stride(1) < w.stride(2)
+    dw = segment_tgmm_op(x, dout, lens, indptr, weight_indices, w.shape[0], columns_first)
+    return dw.mT if columns_first else dw

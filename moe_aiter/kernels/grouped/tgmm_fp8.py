@@ -13,7 +13,6 @@ for sizes that do not fit, both are dequantised and multiplied in the dtype of x
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...op import Written, binds, define_inplace_op, define_op, launcher, pick
@@ -26,7 +25,7 @@ from ..quantize.blocks import (
     rows_of_blocks,
     transpose_row_blocks,
 )
-from ..quantize.rows import FORMATS, dequantize_rows
+from ..quantize.rows import FORMATS, check_float32, check_format, dequantize_rows
 from .tgmm import check_sum, check_tgmm_values, shape_of_tgmm, tgmm_into_op
 
 
@@ -123,13 +122,10 @@ def check_operands(i: TgmmFp8Inputs | TgmmFp8IntoInputs, **others: Tensor) -> tu
     """(G, K, N)."""
     shape = shape_of_tgmm(i.x8, i.y, i.group_sizes, i.order, i.top_k, factor=i.factor, **others)
     check_float(y=i.y)
-    if i.format not in FORMATS:
-        raise ValueError(f"unknown format {i.format!r}; known: {', '.join(FORMATS)}")
+    check_format(i.format)
     if i.x8.dtype not in FORMATS.values():
         raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
-    if i.factor.shape != i.x8.shape[:1] or i.factor.dtype != torch.float32:
-        found = f"{tuple(i.factor.shape)} in {i.factor.dtype}"
-        raise ValueError(f"factor must be ({i.x8.shape[0]},) in float32, not {found}")
+    check_float32("factor", i.factor, i.x8.shape[0])
     return shape
 
 

@@ -27,6 +27,7 @@ from ..base.tile import TILE_DTYPES, dense
 from .rows import (
     FORMATS,
     amax_reference,
+    check_format,
     in_turn,
     limits,
     magnitude,
@@ -341,8 +342,7 @@ def new_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> tuple[Tensor, Tensor]
     check_axes(y=(i.y, "M, N"), factor=(i.factor, "T"), order=(i.order, "M"))
     check_float(y=i.y)
     check_row_blocks(i.y, i.order, i.row_blocks, factor=i.factor)
-    if i.format not in FORMATS:
-        raise ValueError(f"unknown format {i.format!r}; known: {', '.join(FORMATS)}")
+    check_format(i.format)
     shape = i.row_blocks.shape[0], i.y.shape[1]
     return i.y.new_empty(*shape, CHUNK, dtype=FORMATS[i.format]), i.y.new_empty(shape, dtype=torch.float32)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op, takes
-from ..base.check import check_axes, check_device, check_float, check_groups, check_shape, check_tensor, wide
+from ..base.check import check_axes, check_device, check_float, check_groups, check_shape, wide
 from ..base.fp8 import native_fp8
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import TILE_DTYPES, dense, locate, row_tiles
@@ -34,6 +34,8 @@ from .rows import (
     FORMATS,
     OF_ROWS,
     amax_reference,
+    check_float32,
+    check_format,
     in_turn,
     limits,
     magnitude,
@@ -299,13 +301,9 @@ def transpose_rows8_kernel(
 
 def new_quantize_transposed(i: QuantizeTransposedInputs) -> Tensor:
     check_shape("x", i.x, "G", "M", "K")
-    check_tensor("scale", i.scale)
     check_float(x=i.x)
-    if i.format not in FORMATS:
-        raise ValueError(f"unknown format {i.format!r}; known: {', '.join(FORMATS)}")
-    shape = tuple(i.x.shape[:2])
-    if i.scale.dtype != torch.float32 or i.scale.shape != shape:
-        raise ValueError(f"scale must be {shape} in float32, not {tuple(i.scale.shape)} in {i.scale.dtype}")
+    check_format(i.format)
+    check_float32("scale", i.scale, *i.x.shape[:2])
     check_device(x=i.x, scale=i.scale)
     return new_quantize_rows(i.x.mT, i.format)[0]
 

@@ -175,15 +175,26 @@ def quantize_rows_kernel(
 # quantize_rows: launcher
 
 
+def check_format(format: str, known: dict[str, torch.dtype] = FORMATS) -> None:
+    """Raise ValueError unless this is the name of a known format."""
+    if format not in known:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(known)}")
+
+
+def check_float32(name: str, t: Tensor, *shape: int) -> None:
+    """Raise ValueError unless `t` is float32 of this shape."""
+    check_tensor(name, t)
+    if t.dtype != torch.float32 or t.shape != shape:
+        raise ValueError(f"{name} must be {shape} in float32, not {tuple(t.shape)} in {t.dtype}")
+
+
 def new_quantize_rows(x, format):
     check_tensor("x", x)
     if x.dim() not in (2, 3):
         raise ValueError(f"x must be (M, K) or (G, M, K), but it has shape {tuple(x.shape)}")
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be float16, bfloat16, float32 or float64, not {x.dtype}")
-    if format not in OF_ROWS:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(OF_ROWS)}")
-
+    check_format(format, OF_ROWS)
     return x.new_empty(x.shape, dtype=OF_ROWS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -369,10 +380,8 @@ def new_quantize_rows_and_amax(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor, T
 
 
 def new_quantize_by_amax(i: QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
-    out, shape = new_quantize_rows(i.x, i.format), tuple(i.x.shape[:-1])
-    check_tensor("amax", i.amax)
-    if i.amax.dtype != torch.float32 or i.amax.shape != shape:
-        raise ValueError(f"amax must be {shape} in float32, not {tuple(i.amax.shape)} in {i.amax.dtype}")
+    out = new_quantize_rows(i.x, i.format)
+    check_float32("amax", i.amax, *i.x.shape[:-1])
     check_device(x=i.x, amax=i.amax)
     return out
 

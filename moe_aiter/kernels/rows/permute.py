@@ -34,18 +34,10 @@ UNROLL = 16  # choices a token up to which the loop over them is unrolled, so th
 
 
 class PermuteInputs(NamedTuple):
-    """The inputs of the op `permute`: out[r] = routing_weights[order[r]] * x[order[r] // k]."""
+    """The inputs of the op `permute`, out[r] = routing_weights[order[r]] * x[order[r] // k], and of the op
+    `unpermute`, out[t] = sum over j of routing_weights[t, j] * x[rank[t, j]]."""
 
-    x: Tensor  # (T, H)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    routing_weights: Tensor | None  # (T, k)
-
-
-class UnpermuteInputs(NamedTuple):
-    """The inputs of the op `unpermute`: out[t] = sum over j of routing_weights[t, j] * x[rank[t, j]]."""
-
-    x: Tensor  # (R, H)
+    x: Tensor  # (T, H), of `unpermute` (R, H)
     order: Tensor  # (R,)
     rank: Tensor  # (T, k)
     routing_weights: Tensor | None  # (T, k)
@@ -210,7 +202,7 @@ def new_permute(i: PermuteInputs) -> Tensor:
     return i.x.new_empty(i.order.shape[0], i.x.shape[1])
 
 
-def new_unpermute(i: UnpermuteInputs) -> Tensor:
+def new_unpermute(i: PermuteInputs) -> Tensor:
     check_sorted_rows(i.x, i.order, "x")
     check_plan(*i)
     return i.x.new_empty(i.rank.shape[0], i.x.shape[1])
@@ -258,7 +250,7 @@ def bind_unpermute_columns(
 
 @binds
 @takes(*TRITON_DTYPES)
-def bind_unpermute(i: UnpermuteInputs) -> Callable:
+def bind_unpermute(i: PermuteInputs) -> Callable:
     H = i.x.shape[1]
     unpermute = bind_unpermute_columns(i.rank.shape, H, i.x.stride(), H)
     return lambda out, i: unpermute(out, i.x, i.rank, i.routing_weights)
@@ -310,11 +302,11 @@ def backward_permute(ctx, dout):
 def backward_unpermute(ctx, dout):
     rows, order, rank, routing_weights = ctx.saved_tensors
     drows = dweights = None
-    if UnpermuteInputs(*ctx.needs_input_grad).x:
+    if PermuteInputs(*ctx.needs_input_grad).x:
         drows = permute(dout, order, rank, routing_weights)
     if rows is not None:
         dweights = row_dots(rows, dout, order, rank).to(routing_weights.dtype)
-    return gradients(UnpermuteInputs, x=drows, routing_weights=dweights)
+    return gradients(PermuteInputs, x=drows, routing_weights=dweights)
 
 
 def save_row_dots(ctx, i, output):
@@ -342,7 +334,7 @@ permute_op = define_op(
 )
 unpermute_op = define_op(
     "unpermute",
-    UnpermuteInputs,
+    PermuteInputs,
     new=new_unpermute,
     check_values=check_values,
     reference=lambda i: unpermute_reference(*i),

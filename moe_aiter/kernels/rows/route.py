@@ -74,33 +74,23 @@ class DecideInputs(NamedTuple):
 
 
 # route_backward: reference
-def route_backward_reference(
-    dlogits: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    scores: Tensor | None,
-    dweights: Tensor | None,
-    dscores: Tensor | None,
-    num_experts: int,
-    sigmoid: bool,
-    renormalize: bool,
-    scale: float,
-) -> None:
+def fill_route_backward(dlogits: Tensor, *inputs) -> None:
+    i = RouteBackwardInputs(*inputs)
     dlogits.zero_()
-    if dweights is not None:
-        dchosen = dweights * scale if scale != 1.0 else dweights
-        if scores is None:
-            dchosen = softmax_backward(dchosen, weights * inverse(scale))
-        elif renormalize:
-            total = (dweights * weights).sum(1, keepdim=True)
-            dchosen = (dchosen - total) / (scores.gather(1, ids).sum(1, keepdim=True) + EPSILON)
+    if i.dweights is not None:
+        dchosen = i.dweights * i.scale if i.scale != 1.0 else i.dweights
+        if i.scores is None:
+            dchosen = softmax_backward(dchosen, i.weights * inverse(i.scale))
+        elif i.renormalize:
+            total = (i.dweights * i.weights).sum(1, keepdim=True)
+            dchosen = (dchosen - total) / (i.scores.gather(1, i.expert_ids).sum(1, keepdim=True) + EPSILON)
         # the experts of a row are distinct, so this writes each element once: no order to depend on
-        dlogits.scatter_(1, ids, dchosen)
-    if scores is not None:
-        if dscores is not None:
-            dlogits += dscores
-        backward = torch.ops.aten.sigmoid_backward if sigmoid else softmax_backward
-        dlogits.copy_(backward(dlogits, scores))
+        dlogits.scatter_(1, i.expert_ids, dchosen)
+    if i.scores is not None:
+        if i.dscores is not None:
+            dlogits += i.dscores
+        backward = torch.ops.aten.sigmoid_backward if i.sigmoid else softmax_backward
+        dlogits.copy_(backward(dlogits, i.scores))
 
 
 def softmax_backward(dscores: Tensor, scores: Tensor) -> Tensor:
@@ -223,32 +213,23 @@ route_backward_op = define_op(
     "route_backward",
     RouteBackwardInputs,
     new=new_route_backward,
-    torch=route_backward_reference,
+    torch=fill_route_backward,
     triton=bind_route_backward,
-    host=host(route_backward_reference),
+    host=host(fill_route_backward),
 )
 
 
 # route: reference
-def route_reference(
-    logits: Tensor,
-    top_k: int,
-    sigmoid: bool,
-    renormalize: bool,
-    scale: float,
-    need_scores: bool,
-    given: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores = logits.sigmoid() if sigmoid else logits.softmax(1)
-    ranked = logits if renormalize and not sigmoid else scores
-    chosen, ids = topk_reference(ranked, top_k) if given is None else chosen_of(ranked, given)
-    scores = scores if writes_scores(sigmoid, renormalize, need_scores) else scores[:0]
-    return scores, weigh(chosen, sigmoid, renormalize, scale), ids
-
-
-def chosen_of(ranked: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    given = given.long()
-    return ranked.gather(1, given), given
+def route_reference(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
+    scores = i.logits.sigmoid() if i.sigmoid else i.logits.softmax(1)
+    ranked = i.logits if i.renormalize and not i.sigmoid else scores
+    if i.given is None:
+        chosen, ids = topk_reference(ranked, i.top_k)
+    else:
+        ids = i.given.long()
+        chosen = ranked.gather(1, ids)
+    scores = scores if writes_scores(i.sigmoid, i.renormalize, i.need_scores) else scores[:0]
+    return scores, weigh(chosen, i.sigmoid, i.renormalize, i.scale), ids
 
 
 def writes_scores(sigmoid: bool, renormalize: bool, need_scores: bool) -> bool:
@@ -358,19 +339,19 @@ def bind_route(i: RouteInputs) -> Callable:
 
 
 @takes(torch.float32)
-def launch_route_host(out, logits, top_k, sigmoid, renormalize, scale, need_scores, given):
+def launch_route_host(out, *inputs):
     """torch's scores, and the extension's choice."""
-    scores, weights, ids = out
-    if sigmoid:
-        torch.sigmoid(logits, out=scores)
+    (scores, weights, ids), i = out, RouteInputs(*inputs)
+    if i.sigmoid:
+        torch.sigmoid(i.logits, out=scores)
     elif scores.numel():
-        torch.softmax(logits, 1, out=scores)
-    ranked = logits if renormalize and not sigmoid else scores
-    if given is None:
+        torch.softmax(i.logits, 1, out=scores)
+    ranked = i.logits if i.renormalize and not i.sigmoid else scores
+    if i.given is None:
         ext.topk(*map(array, (ranked, weights, ids)), num_threads())
     else:
-        torch.gather(ranked, 1, ids.copy_(given), out=weights)
-    weights.copy_(weigh(weights, sigmoid, renormalize, scale))
+        torch.gather(ranked, 1, ids.copy_(i.given), out=weights)
+    weights.copy_(weigh(weights, i.sigmoid, i.renormalize, i.scale))
 
 
 # route: op
@@ -418,7 +399,7 @@ route_op = define_op(
     RouteInputs,
     outputs=3,
     new=new_route,
-    reference=lambda i: route_reference(*i),
+    reference=route_reference,
     triton=bind_route,
     host=host(launch_route_host),
     save=save_route,

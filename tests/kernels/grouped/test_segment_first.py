@@ -11,7 +11,7 @@ from moe_aiter.kernels.grouped.segment_gmm import (
     segment_gmm_op,
     segment_gmm_reference,
 )
-from moe_aiter.kernels.grouped.segment_tgmm import segment_tgmm_op
+from moe_aiter.kernels.grouped.segments import segment_tgmm_op
 
 from ...check import assert_as_good_as_torch
 from ...shapes import transposed

@@ -12,7 +12,7 @@ from moe_aiter.kernels.grouped.segment_gmm import (
     segment_gmm_op,
     segment_gmm_reference,
 )
-from moe_aiter.kernels.grouped.segment_tgmm import segment_tgmm_op, segment_tgmm_reference
+from moe_aiter.kernels.grouped.segments import segment_tgmm_op, segment_tgmm_reference
 from moe_aiter.op import use
 
 from ...check import assert_as_good_as_torch, with_gradients
@@ -97,7 +97,7 @@ def test_sums_in_parts(device, dtype, zero_rest, monkeypatch):
 @pytest.mark.parametrize("columns_first", [False, True])
 def test_rows_in_parts(device, columns_first, monkeypatch):
     """As for the gradients of a few adapters."""
-    monkeypatch.setattr("moe_aiter.kernels.grouped.segment_tgmm.PART_ROWS", 12)
+    monkeypatch.setattr("moe_aiter.kernels.grouped.segments.PART_ROWS", 12)
     x, _, y, lens = make(device, [7, 0, 30, 4], tail=5)
     index = torch.tensor([1, 0, 1, 0], device=device)
     assert_as_good_as_torch(
