@@ -214,7 +214,7 @@ def new_expert_up(i: UpInputs) -> tuple[Tensor, Tensor]:
 def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
     N, write_z = width // act.projections, i.save_z
-    config = tuning.lookup("up", i.x.dtype, R, act.width, K, E)
+    config = tuning.lookup("up", i.x.dtype, R, width, K, E)
     if not act.gated:  # an adapter's rank is less than a tile
         config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
