@@ -1,21 +1,22 @@
-"""What is computed from a weight is kept while the weight stays as it is: `derived(w, what, make)`.
+"""Cache what is computed from a weight while the weight does not change: `derived(w, what, make)`.
 
-A weight is known by its storage, to which a weak reference is held, so that nothing lives longer for being
-known here, and another weight that gets the same address is not mistaken for it; by where in it the weight
-lies, and by its version counter.  What is kept goes
+The key of a weight is its storage, its position in the storage, and its version counter.  The cache holds a
+weak reference to the storage.  So the cache keeps no weight alive, and does not confuse a weight with a later
+one at the same address.  An entry is dropped
 
-  with the weight, at once, when its storage is freed,
-  when it is asked for and the weight has another version or another address,
-  when any optimizer has made a step, which may write where no counter sees it: through `.data`, or in the
-    shards from which FSDP2 fills the same storage again, with the version that it had; not what is made of
-    integers, the indices of a sparse weight say, which no optimizer writes,
-  when more than `cache_size()` is kept, that first which was not asked for longest.
+  * at once, when the storage of its weight is freed
+  * when it is asked for and the weight has another version or another address
+  * when any optimizer has made a step.  A step may write without a new version: through `.data`, or, with
+    FSDP2, to shards from which the same storage is filled again.  Entries made from integers stay, such as
+    those made from the indices of a sparse weight, because no optimizer writes integers
+  * when the entries take more than `cache_size()`: the entry whose last use is the longest ago goes first
 
-What leaves no such trace is not noticed, and wants a `forget()`: a write through `.data` by hand, shards
-that are loaded from a checkpoint, the replay of a CUDA graph that holds the optimizer.
+Some changes cannot be seen.  Call `forget()` after them: a write through `.data` by hand, loading shards from
+a checkpoint, and the replay of a CUDA graph that contains the optimizer.
 
-A CUDA graph that is being captured reads what was kept before, which then lives as long as the weight, since
-each replay reads it again, and never changes; it is computed within the graph otherwise, and not kept.
+While a CUDA graph is captured, entries made before the capture are reused.  They then live as long as the
+weight and never change, because each replay reads them.  Without such an entry, the value is computed within
+the graph and not kept.
 """
 
 import dataclasses
@@ -129,7 +130,7 @@ class Cache:
             finally:
                 self.lock.release()
 
-    # the rest wants the lock
+    # the methods below need the lock
 
     def bury(self) -> None:
         while self.dead:
@@ -163,7 +164,7 @@ def dtype_of(key: tuple) -> torch.dtype:
 
 
 def state_of(w: Tensor) -> tuple[int, int]:
-    """The address too: memory that was given back in between (`resize_(0)`) came back with other numbers."""
+    """Return version and address: memory freed by `resize_(0)` comes back with other numbers."""
     return version_of(w), w.data_ptr()
 
 

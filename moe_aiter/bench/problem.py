@@ -1,4 +1,4 @@
-"""The shapes that are measured, what the contenders are given, and what they should make of it."""
+"""The shapes that are measured, the inputs of the contenders, and the expected results."""
 
 import dataclasses
 

@@ -347,7 +347,7 @@ def errors_of(
 
 
 def rates(contender: Contender, us: float) -> dict:
-    """TFLOP/s and GB/s, where it is known what there is to do."""
+    """TFLOP/s and GB/s, if the work is known."""
     rates = {"gb_per_s": contender.bytes / us / 1e3} if contender.bytes else {}
     return rates | ({"tflops": contender.flops / us / 1e6} if contender.flops else {})
 

@@ -239,7 +239,7 @@ def split(prefix: str, module: nn.Module, layers: tuple[str, str, str]) -> dict[
         elif module.is_concatenated:
             rows_of = {gate: slice(rows // 2), up: slice(rows // 2, rows)}
         else:
-            raise ValueError(f"it is not known which rows of {type(module).__name__} are gates")
+            raise ValueError(f"cannot tell which rows of {type(module).__name__} are gates")
         tensors |= per_expert(prefix, factors[up_name], rows_of)
     if down_name in factors:
         tensors |= per_expert(prefix, factors[down_name], {down: slice(None)})

@@ -309,11 +309,11 @@ def rows_to_heads(t: Tensor, group: int) -> Tensor:
     return t.unflatten(2, (group, t.shape[2] // group)).flatten(1, 2)
 
 
-# what need not be looked at again: that takes the host as long as a small kernel takes the GPU
+# checks that passed once, cached: they take the host as long as a small kernel takes the GPU
 
 
 def kind_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
-    """All that the choice depends on; None where torch or the log wants to hear of each call."""
+    """All that the choice depends on; None if torch or the log must see each call."""
     if torch.compiler.is_compiling() or any_autocast() or log.isEnabledFor(logging.INFO):
         return None
     if not type(q) is type(k) is type(v) is Tensor:
@@ -372,7 +372,7 @@ def flash_lacks(call: Call) -> str | None:
     if q.shape[3] != v.shape[3] or q.shape[3] > HEAD_SIZE:
         return f"takes head sizes that are equal and at most {HEAD_SIZE}, not {q.shape[3]} and {v.shape[3]}"
     if torch.version.hip is None and torch.cuda.get_device_properties(q.device).major < 8:
-        return "wants a GPU of compute capability 8.0 or newer"
+        return "needs a GPU of compute capability 8.0 or newer"
     if torch.version.hip is not None and call.is_banded and not call.is_torchs_causal:
         return "has no windows and no lower-right causality on AMD's GPUs"
     return None

@@ -25,8 +25,8 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class FusedLinear(nn.Module):
     """`weight` (sum of N, K) and `bias` of several projections; `forward(x)` is a tuple of their results.
 
-    Both are Parameters if they are trained, else buffers that state dicts leave out: the parts save and load
-    them under the old names.
+    Both are Parameters if they are trained, else buffers that state dicts leave out: the projections save and
+    load them under the old names.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], trainable: bool):
@@ -45,10 +45,10 @@ class FusedLinear(nn.Module):
         return multiply(x, self.weight, self.bias).split(self.sizes, -1)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        """Nothing: the parts do."""
+        """Save and load nothing: the projections do."""
 
     def _load_from_state_dict(self, *args) -> None:
-        """Nothing: the parts do."""
+        """Save and load nothing: the projections do."""
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, sizes={self.sizes}, bias={self.bias is not None}"
@@ -149,18 +149,18 @@ class FusedPart(nn.Module):
 def fuse_qkv(
     q: nn.Linear, k: nn.Linear, v: nn.Linear, *, trainable: bool | None = None
 ) -> tuple[FusedPart, FusedPart, FusedPart]:
-    """Return the same three projections as parts of one weight; assign them where the old ones were.
+    """Return three projections that share one weight; assign them in place of `q`, `k` and `v`.
 
-    `q.fused(x)` returns the results of all three, from one product.  `q(x)`, `k(x)` and `v(x)` are a product
-    each, as before.  In their backward pass each adds its weight gradient to a gradient of the whole weight,
-    which takes longer than separate layers do: train with `q.fused(x)`.
+    `q.fused(x)` returns the results of all three, from one product.  `q(x)`, `k(x)` and `v(x)` run one
+    product each, as before.  In the backward pass of such separate calls, each projection adds its weight
+    gradient to a gradient of the whole weight, which takes longer than with separate layers: train with
+    `q.fused(x)`.
 
-    `trainable` makes the weight a Parameter (True) or a buffer (False); by default it stays what it is.
-    Fuse after loading, before torch.compile, and before you make the optimizer, which must get the new
-    Parameter.
+    `trainable` makes the weight a Parameter (True) or a buffer (False); by default it stays what it is.  Fuse
+    after loading, before torch.compile, and before you make the optimizer, which must get the new Parameter.
 
     Raises ValueError or TypeError unless the three are plain nn.Linear of one input size, dtype and device,
-    all with biases or none, all trained or none.  A part raises RuntimeError under nn.DataParallel.
+    all with biases or none, all trained or none.  The projections raise RuntimeError under nn.DataParallel.
     """
     return fuse((q, k, v), trainable)
 
@@ -169,7 +169,7 @@ def fuse_qkv(
 def fuse_gate_up(
     gate: nn.Linear, up: nn.Linear, *, trainable: bool | None = None
 ) -> tuple[FusedPart, FusedPart]:
-    """The same for an MLP's `gate` and `up`: see `fuse_qkv`."""
+    """Return an MLP's `gate` and `up` with one shared weight: see `fuse_qkv`."""
     return fuse((gate, up), trainable)
 
 
@@ -206,12 +206,12 @@ def check_fits(linears: Sequence[nn.Linear]) -> None:
 def fuse_projections(
     model: nn.Module, *, trainable: bool | None = None, groups: Sequence[Sequence[str]] = GROUPS
 ) -> int:
-    """Fuse q_proj, k_proj and v_proj, and gate_proj and up_proj, wherever they are siblings; how many groups.
+    """Fuse all sibling q_proj, k_proj and v_proj, and gate_proj and up_proj; return the number of groups.
 
-    The model's code, state dict and results stay the same.  Fusing alone makes a model no faster, and its
-    backward pass slower: see `fuse_qkv`.  Only calls of `q_proj.fused(x)` run one product for several.
-    Projections that do not fit one weight stay as they are, as do weights that are shared with other modules.
-    `groups` are the names to look for.  `unfuse` is the way back.
+    The model's code, state dict and results stay the same.  Fusing alone makes no model faster, and the
+    backward pass slower (see `fuse_qkv`): only a call of `q_proj.fused(x)` runs one product for all
+    projections.  Projections that do not fit into one weight, or that share a weight with other modules, stay
+    as they are.  `groups` lists the names of siblings to look for.  `unfuse` undoes the fusion.
     """
     uses = Counter()
     for module in model.modules():
@@ -237,9 +237,9 @@ def can_fuse(linears: Sequence[nn.Module | None]) -> bool:
 
 @checked
 def unfuse(model: nn.Module) -> int:
-    """Give every fused projection in a model a weight of its own, as it was before; how many projections.
+    """Give every fused projection in `model` its own weight again; return the number of projections.
 
-    Those are two or three for each product that `fuse_projections` counts.  The optimizer must be made anew.
+    A group that `fuse_projections` counts has two or three projections.  Make the optimizer anew afterwards.
     """
     count = 0
     for parent in list(model.modules()):

@@ -53,17 +53,16 @@ class LinearPatch:
 
 
 def patch_linear() -> LinearPatch:
-    """From now on every nn.Linear multiplies by `tuned_gemm` where its input and weight are both bfloat16 or
-    both float16; all others, and what `tuned_gemm` does not support, run as before.
-
-    Patched twice is patched once: it lasts until both have been undone.
+    """Make every nn.Linear multiply by `tuned_gemm` if input and weight are both bfloat16 or both float16.
 
         with patch_linear():
             model(x)
 
-    It holds for what inherits nn.Linear's own forward, gradients included; weights that are no plain tensors
-    (sharded or quantised ones), and autocast to another dtype, are left to torch.  Patch before torch.compile
-    rather than after: what was compiled before is compiled again.  Errors are not hidden.
+    All other products, and those that `tuned_gemm` does not support, run as before.  The patch holds for
+    modules that inherit nn.Linear's own forward, gradients included.  torch computes products of weights that
+    are not plain tensors (sharded or quantised ones), and products under autocast to another dtype.  A second
+    patch changes nothing; the patch lasts until each call has been undone.  Patch before torch.compile: code
+    compiled before is compiled again.  Errors are not hidden.
     """
     handle = LinearPatch()
     if not _handles:
@@ -135,10 +134,12 @@ def is_ours(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear_with_split_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`tuned_gemm(x, weight) + bias`: in two steps, for implementations that have no bias.
+    """Compute `tuned_gemm(x, weight) + bias` in two steps, for implementations without a bias.
 
-    The product is rounded before the bias is added, and the sum again: one more unit in the last place than
-    in one step.  x (..., K), weight (N, K), bias (N,); returns (..., N) in the dtype of `x`.
+    x (..., K), weight (N, K), bias (N,) or None; returns (..., N) in the dtype of `x`.  The product is
+    rounded before the bias is added, and the sum is rounded again: up to one more unit in the last place than
+    in one step.
+    Raises ValueError for shapes and devices, TypeError for dtypes.
     """
     out = tuned_gemm(x, weight)
     if bias is None:
@@ -159,22 +160,24 @@ _shuffled_from: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDic
 def preshuffle_weights(
     model: nn.Module, require_multiple: int = 256, layout: tuple[int, int] = LAYOUT
 ) -> int:
-    """Give each eligible nn.Linear of a model a copy of its weight as `shuffle_weight` orders it; how many.
+    """Add a shuffled copy of the weight to each eligible nn.Linear of `model`; return the number of layers.
 
-    Eligible is a bfloat16 weight (N, K), N and K multiples of `require_multiple`, without bias.  The copy is
-    the buffer `_preshuffled_weight`, which state dicts leave out.  A patched Linear (`patch_linear`) takes it
+    Eligible are bfloat16 weights (N, K), with N and K multiples of `require_multiple`, without a bias, not
+    made in inference mode.  The copy is in the order of `shuffle_weight`, in the buffer
+    `_preshuffled_weight`, which state dicts leave out.  A patched Linear (`patch_linear`) uses the copy if
+    its weight needs no gradient, outside of torch.compile, under the first of these conditions that applies:
 
-      where a file of tuned products has a row for both orders, and the one for shuffled weights is faster;
-      else from `MOE_AITER_PRESHUFFLE_M_THRESHOLD` rows on; where that is not given, from 64 on, or never on a
-      GPU on which the usual order was the faster one at every size measured, as on the H200,
+      * a file of tuned products has a row for both orders: if the shuffled order is faster
+      * `MOE_AITER_PRESHUFFLE_M_THRESHOLD` is set: from this number of rows on
+      * the usual order was faster at every measured size on this GPU, as on the H200: never
+      * otherwise: from 64 rows on
 
-    while its weight needs no gradient, and outside of torch.compile.  A weight that has changed since is
-    shuffled again when it is next asked for; writes through `.data` leave no trace and want another call.
-    Weights that were made in inference mode never do, and are not eligible.
+    If a weight has changed, its next use shuffles it again.  A write through `.data` is not noticed: call
+    this function again after it.
 
     Shuffled weights are for AMD's matrix instructions: measure before and after.  On NVIDIA's GPUs and on
-    CPUs they gain nothing.  Kernels here read the layout (16, 16); in another one weights are only kept.
-    Raises ValueError where a weight does not fall into blocks of the layout, before anything is changed.
+    CPUs they gain nothing.  Kernels read only the layout (16, 16); copies in other layouts are not used.
+    Raises ValueError if a weight does not divide into blocks of the layout, before anything is changed.
     """
     check_sizes(require_multiple=require_multiple)
     check_layout(layout)

@@ -51,7 +51,7 @@ class LowRank(NamedTuple):
     a: Tensor  # (E, r, in), the scaling in it
     b: Tensor  # (E, out, r)
     growth: Tensor | None = None  # (E, out), float32: what DoRA multiplies each row by, less 1
-    dropout: float = 0.0  # of what A is given; 0 outside training
+    dropout: float = 0.0  # of the input of A; 0 outside training
 
 
 class Projection(NamedTuple):
@@ -135,7 +135,7 @@ def spread(values: Tensor, lens: Tensor, x: Tensor) -> Tensor:
 class LoRAFactors(nn.Module):
     """`count` pairs A (count, r, in) and B (count, out, r), and with `dora` their magnitudes (count, out).
 
-    A begins as nn.Linear's weights do, B with zeros.  In training, each number of what A is given is dropped
+    A begins as nn.Linear's weights do, B with zeros.  In training, each number of A's input is dropped
     with probability `dropout`, as by F.dropout, and each rank of each pair with probability `rank_dropout`
     in a step, for all rows; the others are divided by the rest of it.
     """
@@ -253,12 +253,11 @@ def row_norms(weight: Tensor) -> Tensor:
 
 
 class LoRALinear(nn.Module):
-    """A frozen nn.Linear and `num_adapters` low-rank adapters, of which each row of a batch uses its own.
+    """A frozen nn.Linear with `num_adapters` low-rank adapters; each row of a batch can use another adapter.
 
-    `rank`, `alpha` (the rank unless given), `rslora`, `dora`, `dropout` and `rank_dropout` as in
-    `LoRAFactors`.
-    state_dict keys: base.weight, base.bias, lora.A (num_adapters, r, in), lora.B (num_adapters, out, r) and
-    with `dora` lora.magnitude (num_adapters, out).  `base` gets no gradients from here on.
+    The keyword arguments `rank`, `alpha` (default: the rank), `rslora`, `dora`, `dropout` and `rank_dropout`
+    are those of `LoRAFactors`.  state_dict keys: base.weight, base.bias, lora.A (num_adapters, r, in), lora.B
+    (num_adapters, out, r) and with `dora` lora.magnitude (num_adapters, out).  `base` is frozen.
     """
 
     @checked
@@ -270,12 +269,14 @@ class LoRALinear(nn.Module):
 
     @renamed(lens="seg_lens", weight_indices="adapter_ids")
     def forward(self, x: Tensor, adapter_ids: Tensor | None = None, seg_lens: Tensor | None = None) -> Tensor:
-        """(..., in) -> (..., out).
+        """Return the output of `base` plus that of the adapters: (..., in) -> (..., out).
 
-        `adapter_ids`, int32 or int64, names the adapter of each row, as (...), or of each of the first axes
-        of `x`, as (batch,) for (batch, length, in).  With `seg_lens` (B,), it is (B,), the adapter of each
-        segment of so many of the rows of `x` flattened.  -1 is none.  A single adapter need not be named.
-        Raises ValueError for shapes that do not fit, or once merged for adapter_ids; TypeError for dtypes.
+        `adapter_ids`, int32 or int64, are the adapters' numbers: (...), one for each row of `x`, or one for
+        each index of the first axes of `x`, for example (batch,) for (batch, length, in).  With `seg_lens`
+        (B,), flattened rows of `x` form B segments of these lengths, and `adapter_ids` (B,) has one number
+        for each segment.  -1 means no adapter.  A layer with a single adapter needs no `adapter_ids`.
+        Raises ValueError for shapes that do not fit, and for `adapter_ids` after `merge`; TypeError for
+        dtypes.
         """
         check_tensor("x", x)
         in_features = self.base.weight.shape[1]
@@ -336,7 +337,10 @@ class LoRALinear(nn.Module):
 
     @checked
     def merge(self, adapter: int = 0) -> None:
-        """Put one adapter into the weight, of which a copy is kept; the others are then out of reach."""
+        """Add one adapter to the weight, and keep a copy of the weight.
+
+        The other adapters are unavailable until `unmerge`.
+        """
         if self.original is not None:
             raise ValueError("an adapter is already merged")
         original = self.base.weight.detach().clone()
@@ -344,20 +348,24 @@ class LoRALinear(nn.Module):
         self.original = original
 
     def unmerge(self) -> None:
-        """The weight as it was before `merge`, to the bit."""
+        """Restore the weight as it was before `merge`, to the bit."""
         self.base.weight.data.copy_(taken(self.original))
         self.original = None
 
     @checked
     def peft_state_dict(self, adapter: int = 0, prefix: str = "") -> dict[str, Tensor]:
-        """One adapter as PEFT saves it: lora_A.weight (r, in), lora_B.weight (out, r), and with DoRA
-        lora_magnitude_vector (out,)."""
+        """Return one adapter in PEFT's format: lora_A.weight (r, in) and lora_B.weight (out, r).
+
+        With DoRA also lora_magnitude_vector (out,).
+        """
         return {name: t.detach().clone() for name, t in self.by_peft_name(adapter, prefix).items()}
 
     @checked
     def load_peft_state_dict(self, state: Mapping[str, Tensor], adapter: int = 0, prefix: str = "") -> None:
-        """The inverse.  Raises KeyError for what is not there, ValueError for another shape, and then copies
-        nothing."""
+        """Load one adapter in the format of `peft_state_dict`.
+
+        Raises KeyError for missing keys, ValueError for another shape; then nothing is copied.
+        """
         copy_in(self.by_peft_name(adapter, prefix), state)
 
     def by_peft_name(self, adapter: int, prefix: str) -> dict[str, Tensor]:
@@ -367,15 +375,15 @@ class LoRALinear(nn.Module):
 
 
 class LoRAExperts(nn.Module):
-    """Frozen `Experts` with a low-rank adapter for each of them; takes their place in `MoE`.
+    """Frozen `Experts` with a low-rank adapter for each expert; they replace the experts of an `MoE`.
 
         moe.experts = LoRAExperts(moe.experts, rank=16)
 
-    The arguments by name are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up and down
-    each gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).
-    The router stays trainable.  `row_chunks`, `recompute` and `fp8` of the experts hold once merged: beside
-    adapters the products are those of the weights' dtype.  Raises TypeError for what is no `Experts`,
-    adapters included.
+    The keyword arguments are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up (and down
+    alike) gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).
+    The router stays trainable.  `row_chunks`, `recompute` and `fp8` of the experts have an effect only after
+    `merge`: beside adapters, products use the weights' dtype.
+    Raises TypeError unless `base` is an `Experts`.
     """
 
     def __init__(self, base: Experts, **lora):
@@ -402,7 +410,7 @@ class LoRAExperts(nn.Module):
         return experts_by_step(x, up, act, down, routing_weights, RoutePlan(*plan))
 
     def merge(self) -> None:
-        """Put the adapters into the weights, of which a copy is kept."""
+        """Add the adapters to the weights, and keep a copy of the weights."""
         if self.original is not None:
             raise ValueError("the adapters are already merged")
         weights = self.base.gate_up, self.base.down
@@ -412,25 +420,27 @@ class LoRAExperts(nn.Module):
                 w.data[e] = lora.merged(w.data[e], e)
 
     def unmerge(self) -> None:
-        """The weights as they were before `merge`, to the bit."""
+        """Restore the weights as they were before `merge`, to the bit."""
         for w, before in zip((self.base.gate_up, self.base.down), taken(self.original), strict=True):
             w.data.copy_(before)
         self.original = None
 
     @checked
     def peft_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """The adapters as PEFT saves those of `target_parameters` gate_up_proj and down_proj.
+        """Return the adapters in PEFT's format for `target_parameters` gate_up_proj and down_proj.
 
-        base_layer.lora_A.weight and base_layer.lora_B.weight are those of gate_up, lora_A.weight and
-        lora_B.weight those of down.  A is (E * r, in), expert after expert; B is (out, r * E), rank after
-        rank.  Raises ValueError with DoRA, which PEFT does not have for them.
+        base_layer.lora_A.weight and base_layer.lora_B.weight belong to gate_up, lora_A.weight and
+        lora_B.weight to down.  A is (E * r, in), expert after expert; B is (out, r * E), rank after rank.
+        Raises ValueError with DoRA, which PEFT does not support for these weights.
         """
         return stacked(self.by_peft_name(prefix))
 
     @checked
     def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """The inverse.  Raises KeyError for what is not there, ValueError for another shape or with DoRA, and
-        then copies nothing."""
+        """Load adapters in the format of `peft_state_dict`.
+
+        Raises KeyError for missing keys, ValueError for another shape or with DoRA; then nothing is copied.
+        """
         load_stacked(self.by_peft_name(prefix), state)
 
     def by_peft_name(self, prefix: str) -> dict[str, LoRAFactors]:

@@ -22,9 +22,9 @@ WIDE = 110  # columns of a terminal that has room for twice the bars
 
 
 class LayerStatistics(NamedTuple):
-    """Of one layer, over all that it routed since the monitor was reset.  Numbers and NumPy arrays.
+    """Routing statistics of one layer since the monitor was reset, as numbers and NumPy arrays.
 
-    Without any token the load and its figures are 0, and every expert is dead.
+    Without any token, the load and its figures are 0, and every expert is dead.
     """
 
     tokens: int  # without padding
@@ -40,7 +40,7 @@ class LayerStatistics(NamedTuple):
     logsumexp: float | None  # mean over the tokens of log sum_e exp(logit); None where no logits are seen
 
     def scalars(self) -> dict[str, float]:
-        """The numbers among these by name, for a log; those that are None are left out."""
+        """Return the scalar statistics by name, for a log, without those that are None."""
         values = self._asdict()
         bias = values.pop("bias_range")
         if bias is not None:
@@ -49,7 +49,7 @@ class LayerStatistics(NamedTuple):
 
 
 class Monitor:
-    """Counts what every `MoE` in `model` routes, from now on until `remove`.
+    """Record the expert load and router statistics of every `MoE` in `model`, until `remove`.
 
         with Monitor(model) as monitor:
             for step, batch in enumerate(batches):
@@ -57,15 +57,15 @@ class Monitor:
                 if step % 100 == 0:
                     monitor.log(writer, step)
 
-    A layer adds to a few numbers on its device in each forward pass in training mode, with
-    `evaluation=True` in every forward pass: nothing waits for the device until `read`.  Outputs and
-    gradients are the same to the bit.  Activation checkpointing, torch.compile and CUDA graphs count once; a
-    graph that was captured goes on as it was: attach the monitor first.  A copy of the model has no
-    monitor, a checkpoint does not know of it, and without one a layer does nothing.
+    Each layer adds to a few numbers on its device, in each forward pass in training mode, or with
+    `evaluation=True` in every forward pass.  Nothing synchronises until `read`.  Outputs and gradients stay
+    the same to the bit.  Under activation checkpointing, torch.compile and CUDA graphs, a forward pass counts
+    once.  A CUDA graph that was captured without the monitor does not record: create the monitor first.
+    Copies and checkpoints of the model do not contain the monitor.
 
-    `group` is the process group whose ranks `read` sums over; all of them must call it together.
+    `group` is a process group.  `read` then sums over its ranks, and all ranks must call `read` together.
 
-    Raises ValueError for a model without a layer to count, and for one that has a monitor already.
+    Raises ValueError for a model without a layer to count, and for a model that has a monitor already.
     """
 
     @checked
@@ -82,7 +82,7 @@ class Monitor:
         self.recorders = {name: self.attach(layer) for name, layer in layers.items()}
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The layers to count, by their names in the model."""
+        """Return the layers to count, by their names in the model."""
         return {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
 
     def attach(self, layer: nn.Module) -> "Recorder":
@@ -93,9 +93,9 @@ class Monitor:
         layer.monitor = None
 
     def read(self) -> dict[str, LayerStatistics]:
-        """The statistics of each layer, by name.  One wait for the device, however many layers there are.
+        """Return the statistics of each layer, by name; synchronises once, however many layers there are.
 
-        With a `group`, two all-reduces on each device: of what is summed, and of the largest logits.
+        With a `group`, there are two all-reduces on each device: one of the sums, one of the largest logits.
         """
         totals = [recorder.totals for recorder in self.recorders.values()]
         if self.group is not None:
@@ -109,17 +109,18 @@ class Monitor:
         }
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Set all counts to zero."""
         for recorder in self.recorders.values():
             recorder.totals.zero_()
 
     @checked
     def log(self, sink, step: int | None = None, *, prefix: str = "moe") -> dict[str, LayerStatistics]:
-        """Read, hand the scalars to `sink`, begin anew; returns what was read.
+        """Read the statistics, pass their scalars to `sink`, reset the counts, and return the statistics.
 
-        They are called "{prefix}/{layer}/{name of the scalar}".  The sink is a TensorBoard SummaryWriter, or
-        anything with add_scalar(tag, value, step); a W&B run, or anything with log(dict, step=step); or a
-        function of (dict, step).  Raises TypeError for anything else.
+        Scalars are called "{prefix}/{layer}/{name of the scalar}".  `sink` is a TensorBoard SummaryWriter or
+        any object with add_scalar(tag, value, step); a W&B run or any object with log(dict, step=step); or a
+        function of (dict, step).
+        Raises TypeError for anything else.
         """
         statistics = self.read()
         write = writer_of(sink)
@@ -128,7 +129,7 @@ class Monitor:
         return statistics
 
     def remove(self) -> None:
-        """Detach from the model.  What was counted can still be read."""
+        """Detach from the model; `read` still returns what was counted."""
         for name, layer in self.layers.items():
             if getattr(layer, "monitor", None) is self.recorders[name]:
                 self.detach(layer)
@@ -234,18 +235,22 @@ def totals_over_ranks(totals: list[Tensor], group) -> list[Tensor]:
 
 
 class LiveTable:
-    """A row for each layer, drawn again in place by each `show`; where there is no terminal, once at the end.
+    """Show the statistics of all layers as a table in the terminal; each `show` redraws the table in place.
 
         with Monitor(model) as monitor, LiveTable() as table:
             ...
                 table.show(monitor.read(), f"step {step}")
 
-    The bars are the load of the experts, in their order: half height is the mean, full height twice that or
-    more, and an expert without a token has none.  Of more than 16 experts, or 32 in a wide terminal,
-    neighbours share a bar, which is their mean.  Then the entropy, max_violation, dead_experts, drop_rate,
-    and where there are any bias_range, logit_norm and logit_max of `LayerStatistics`.
+    If the output is not a terminal, the table is printed once, at the end.
 
-    Into `file`, by default stderr, by the package rich; raises ImportError where that is missing.
+    Each layer has a row.  Its bars are the load of the experts, in their order: half height is the mean, full
+    height is twice the mean or more, and an expert without a token has no bar.  With more than 16 experts, or
+    32 in a wide terminal, neighbours share a bar, which shows their mean.  The other columns are the entropy,
+    max_violation, dead_experts and drop_rate of `LayerStatistics`, and its bias_range, logit_norm and
+    logit_max if a layer has them.
+
+    `file` is stderr by default.
+    Raises ImportError if the package rich is missing.
     """
 
     def __init__(self, file: TextIO | None = None):

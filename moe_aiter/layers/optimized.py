@@ -19,21 +19,19 @@ from .experts import cast_as_linear
 
 
 class OptimizedMoELayer(nn.Module):
-    """AITER's example of an MoE forward pass as a module that trains.
+    """AITER's example of an MoE forward pass, as a module that trains.
 
         out[t] = sum_j routing_weights[t, j] * (act(x[t] @ w1[e]) @ w2[e]),  e = expert_ids[t, j]
 
-    The routing weights come before the sum over a token's experts, and the activation before either: the
-    only reading of the example that is a mixture of experts.  Sums in float32, one rounding at the end.
+    AITER's example leaves the order open.  Here the activation comes first, then the routing weights, then
+    the sum over a token's experts: only this order is a mixture of experts.  Sums are float32, rounded once.
 
-    Parameters `w1` (E, H, F) and `w2` (E, F, H), drawn from N(0, 1) as in the example: unscaled, to be
-    overwritten by a checkpoint or an initialisation of yours.  For a gated activation w1 is (E, H, 2F),
-    gate columns first.  No copy is made to use them, but of 8 bits where `fp8` asks for such products, as for
-    Experts.
+    Parameters `w1` (E, H, F) and `w2` (E, F, H) are drawn from N(0, 1), as in the example.  They are not
+    scaled: load a checkpoint, or initialise them yourself.  For a gated activation w1 is (E, H, 2F), gate
+    columns first.  The layer uses both without a copy, except 8-bit copies with `fp8`, as for `Experts`.
 
-    Without `device` and `dtype` the layer is float16 on a GPU, as in the example, and float32 on the CPU,
-    where float16 is slow, if there is no GPU.  torch.set_default_device and `with torch.device(...)` are
-    obeyed, as by nn.Linear.
+    By default the layer is float16 on a GPU, as in the example; without a GPU it is float32 on the CPU, where
+    float16 is slow.  torch.set_default_device and `with torch.device(...)` work as for nn.Linear.
     """
 
     @checked

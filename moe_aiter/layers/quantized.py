@@ -28,7 +28,7 @@ from .lora import LoRAExperts, LoRALinear
 from .optimized import OptimizedMoELayer
 
 FORMATS = {"int8": "int8", "fp8": "e4m3", "fp16": torch.float16, "bf16": torch.bfloat16}
-WHOLE = LoRALinear, LoRAExperts  # what reads the weights of its parts itself
+WHOLE = LoRALinear, LoRAExperts  # modules that read the weights of their submodules
 SKIPPED = "skip names it, or what shares its weight"
 PRODUCTS = torch.float16, torch.bfloat16, torch.float32
 
@@ -153,21 +153,22 @@ KINDS = {  # what is converted -> to what, from which weights and biases
 
 
 def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = ()) -> nn.Module:
-    """A copy of `model` for inference with narrower weights; `model` stays as it is.
+    """Return a copy of `model` for inference with 8-bit or 16-bit weights; `model` stays as it is.
 
-    Every nn.Linear, `Experts` and `OptimizedMoELayer` in it, and `model` itself if it is one, gets weights of
-    `dtype`: "int8" or "fp8" (float8_e4m3fn) with a scale for each output channel, and activations that are
-    quantised row by row as they come; or "fp16" or "bf16".  What a layer returns has the dtype of its input.
-    Biases stay, and so does everything else: convolutions, norms, embeddings, routers.  Layers that share a
-    weight share what it becomes, but a weight that an embedding, say, uses as well stays as it is.
+    Every nn.Linear, `Experts` and `OptimizedMoELayer`, also `model` itself, gets weights of `dtype`.  "int8"
+    and "fp8" (float8_e4m3fn) have a scale for each output channel, and quantise activations row by row in
+    each call.  "fp16" and "bf16" have no scales.  A layer's result has the dtype of its input.  With 8 bits,
+    biases keep their dtype.  Convolutions, norms, embeddings and routers stay as they are.  Layers that share
+    a weight share the converted one; a weight that another module uses too, such as an embedding, stays as it
+    is.
 
-    skip: names, as in `model.named_modules()`, of modules that stay as they are, with all that is in them.
+    skip: names, as in `model.named_modules()`, of modules that stay as they are, with all modules in them.
 
-    Not converted either: a subclass with a forward of its own, adapters (`LoRALinear`, `LoRAExperts`; merge
-    them first), projections that are fused, weights that are not of 16, 32 or 64 bits, and
-    nn.MultiheadAttention, which reads its weights itself; `quantization_report` names them.  No parameter of
-    the copy requires a gradient.  Its state_dict loads into another such copy.
-    Raises ValueError for an unknown `dtype`, or a name in `skip` that the model has not.
+    Also not converted: subclasses with a forward of their own, adapters (`LoRALinear`, `LoRAExperts`; merge
+    them first), fused projections, weights that are not of 16, 32 or 64 bits, and nn.MultiheadAttention,
+    which reads its weights itself; `quantization_report` lists them.  No parameter of the copy requires a
+    gradient.  Its state_dict loads into another such copy.
+    Raises ValueError for an unknown `dtype`, and for a name in `skip` that the model does not have.
     """
     if not isinstance(dtype, str) or dtype not in FORMATS:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(FORMATS)}")
@@ -266,8 +267,12 @@ class LeftLayer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationReport:
-    """`layers`, one for each that is converted, and `left` for each that is not; and of the whole model its
-    parameters and buffers, and the error of its output."""
+    """Sizes and errors of a quantised model, compared with the original.
+
+    `layers` has an entry for each converted layer, `left` one for each layer with weights that was not
+    converted.  `bytes_before` and `bytes_after` count the parameters and buffers of the whole models; `error`
+    is the relative error of the quantised model's output.
+    """
 
     layers: tuple[LayerReport, ...]
     left: tuple[LeftLayer, ...]
@@ -323,13 +328,14 @@ def floats(outputs: Any) -> list[Tensor]:
 
 @checked
 def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> QuantizationReport:
-    """Run `model`, and `quantized`, as `quantize` made it of that, on the same inputs, and compare.
+    """Run `model` and its quantised copy on the same inputs, and compare their sizes and outputs.
 
-    `inputs` is the argument of the model, a tuple of several, or a dict of those by name.  Each converted
-    layer is also given what the one in `model` is given, so that its error is its own and not that of those
-    before.  What has weights and was not converted is named with the reason.  Both run in evaluation mode and
-    without gradients; `print(report)` shows a table.  This waits for the device.
-    Raises ValueError where `quantized` was not made of such a model, or comes before `model`.
+    `quantized` is the result of `quantize(model)`.  `inputs` is the argument of the model, a tuple of
+    arguments, or a dict of named arguments.  Each converted layer also runs on the input of the original
+    layer, so that its error does not contain the errors of earlier layers.  Layers with weights that were not
+    converted are listed with the reason.  Both models run in evaluation mode and without gradients.
+    `print(report)` shows a table.  Synchronises.
+    Raises ValueError if `quantized` was not made from such a model, or if the two models are swapped.
     """
     pairs = {}
     for name, layer in quantized.named_modules():
@@ -386,7 +392,7 @@ def left_in(model: nn.Module, converted: Collection[str]) -> Iterator[LeftLayer]
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Its own ones; what is fused has them for its parts."""
+    """Whether the module itself has weights; a fused projection does."""
     large = (p is not None and p.dim() > 1 for p in own_parameters(module).values())
     return isinstance(module, FusedPart) or (any(large) and not isinstance(module, FusedLinear))
 

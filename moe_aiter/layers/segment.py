@@ -17,9 +17,10 @@ BACKENDS = ("auto", "sm80", "sm90", "triton", "torch")
 class SegmentGEMMWrapper:
     """Multiply each segment of rows by a weight: `y[i] = x[i] @ W[i]`, or `x[i] @ W[weight_indices[i]]`.
 
-    `float_workspace_buffer` is kept as an attribute, as upstream does, and never used: any int8 or uint8
-    tensor will do, even an empty one.  `backend` is torch, the reference, or one of auto, triton, sm80 and
-    sm90, which all run what `segment_gmm` has for the device; `run` refuses another name.
+    `float_workspace_buffer` is stored, as in FlashInfer, and never used: any int8 or uint8 tensor will do,
+    even an empty one.  `backend` is "torch", the reference, or one of "auto", "triton", "sm80" and "sm90",
+    which all run the kernel that `segment_gmm` chooses for the device; `run` raises ValueError for another
+    name.
     """
 
     @checked
@@ -30,7 +31,7 @@ class SegmentGEMMWrapper:
         self.reset_workspace_buffer(float_workspace_buffer, other)
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Keep these instead.  Raises TypeError unless they are tensors of bytes."""
+        """Store these buffers instead.  Raises TypeError unless both are int8 or uint8 tensors."""
         for kind, buffer in (("float", float_workspace_buffer), ("int", int_workspace_buffer)):
             check_tensor(f"{kind}_workspace_buffer", buffer)
             if buffer.dtype not in (torch.int8, torch.uint8):
@@ -103,7 +104,7 @@ def check_batch(
     seg_indptr: Tensor | None,
     weight_indices: Tensor | None,
 ) -> None:
-    """Raise unless what is given says of so many segments what it should."""
+    """Raise unless the index tensors fit `batch_size` segments."""
     check_count("batch_size", batch_size)
     tensors = {"seg_lens": seg_lens, "seg_indptr": seg_indptr, "weight_indices": weight_indices}
     for name, t in tensors.items():

@@ -20,21 +20,24 @@ WEIGHTS = {Experts: ("gate_up", "down"), OptimizedMoELayer: ("w1", "w2")}
 def balance_step(
     model: nn.Module, rate: float = 1e-3, *, rule: str = "sign", zero_mean: bool = False, group=None
 ) -> None:
-    """Move the selection bias of every `MoE` in `model` by its counted choices, and count from 0 again.
+    """Update the selection bias of every `MoE` in `model` from its counted choices, and reset the counts.
 
-    To be called once per optimizer step, whatever the number of micro-batches:
+    Call it once per optimizer step, whatever the number of micro-batches:
 
         optimizer.register_step_post_hook(lambda *_: balance_step(model))
 
-    With c[e] the choices of expert e since the last call, summed over the ranks of the process group `group`
-    if given (one all-reduce for all layers), and v[e] = mean(c) - c[e]: bias[e] += rate * sign(v[e]), as
-    DeepSeek-V3 does (arXiv 2408.15664), or with rule="proportional" bias[e] += rate * v[e] / mean(c).
-    `zero_mean` takes the mean of these steps off them.  No synchronisation with the host.
+    Let c[e] count the choices of expert e since the last call, and v[e] = mean(c) - c[e].
 
-    A layer with a `global_balance_coef` and no bias begins to count anew.
+        rule="sign"          bias[e] += rate * sign(v[e])        DeepSeek-V3, arXiv 2408.15664
+        rule="proportional"  bias[e] += rate * v[e] / mean(c)
 
-    Under DistributedDataParallel use broadcast_buffers=False, or the counts of rank 0 replace the others'.
-    Raises ValueError for a model without such a layer, an unknown rule and a rate that is not above 0.
+    `zero_mean` subtracts the mean over experts from these steps.  With a process `group`, c is summed over
+    its ranks, by one all-reduce for all layers.  No synchronisation with the host.  A layer with a
+    `global_balance_coef` and no bias only resets its counts.
+
+    Under DistributedDataParallel use broadcast_buffers=False; otherwise the counts of rank 0 replace those of
+    all ranks.
+    Raises ValueError for a model without such a layer, an unknown rule, and a rate that is not above 0.
     """
     check_rule(rate, rule)
     check_group(group=group)
@@ -101,14 +104,9 @@ FINDERS: list[Callable[[nn.Module], tuple[str, ...]]] = [weights_of_layers]
 def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Give each trained weight of the experts in `model` a float32 `main_grad`, and hand it to `optimizer`.
 
-    The backward pass of every micro-batch adds to it in the product that makes the gradient.  Autograd alone
-    would write each gradient, then read it and the sum to write the sum; and round that to the weight's
-    dtype.  Float64 weights have a float64 one.
-
-    `optimizer.step()` takes the sum as `.grad`: itself where the weight has its dtype, else rounded to that
-    of the weight, and afterwards sets it to 0, as `optimizer.zero_grad()` does, after a step that was skipped
-    say.  So a loop stays as it was, but for what looks at gradients before: call what is returned, which
-    hands over what there is, ahead of clip_grad_norm_, and of GradScaler's unscale_ or, without that, step.
+    The backward pass of every micro-batch adds to `main_grad` within the product that makes the gradient.
+    Autograd alone writes each gradient, reads it back to add it to the sum, and rounds both to the weight's
+    dtype.  Float64 weights have a float64 `main_grad`.
 
         hand_over = use_main_grad(model, optimizer)
         for micro_batch in batch:
@@ -118,15 +116,21 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
         optimizer.step()
         optimizer.zero_grad()
 
-    What autograd itself has put into `.grad`, of a penalty on a weight say, is added.  A weight that is
-    frozen later is left alone.  It is for weights on one device: what reduces gradients as autograd gives
-    them, DistributedDataParallel and FSDP, would wait for these in vain.
+    `optimizer.step()` takes the sum as `.grad`, rounded to the weight's dtype, and then sets the sum to 0; so
+    does `optimizer.zero_grad()`, for example after a skipped step.  The loop changes only if it reads
+    gradients before the step: then call the returned function first, before clip_grad_norm_ and before
+    GradScaler's unscale_, or before its step if you do not unscale.
 
-    It is for `Experts`, `OptimizedMoELayer`, and the experts of transformers' and torchtitan's models that
-    run on these kernels; with a gate or an adapter that takes transformers' apart they keep to `.grad`.
-    Raises ValueError if `model` has no such weight in `optimizer`.  Where a weight has become another tensor
-    since, by load_state_dict(assign=True) say, `optimizer` would train none of the model's: handing over
-    raises RuntimeError.
+    Gradients that autograd itself wrote to `.grad`, for example of a penalty on a weight, are added.  A
+    weight that you freeze later is left alone.  All weights must be on one device: DistributedDataParallel
+    and FSDP reduce gradients that autograd produces, and these never arrive there.
+
+    It works for `Experts`, `OptimizedMoELayer`, and the experts of transformers' and torchtitan's models that
+    run on these kernels.  transformers' experts with an adapter, or with a gate outside of the kernels, keep
+    to `.grad`.
+    Raises ValueError if `optimizer` has no such weight of `model`.  If load_state_dict(assign=True), say, has
+    replaced a weight since, `optimizer` would no longer train the model's weight: handing over raises
+    RuntimeError.
     """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [
@@ -159,7 +163,7 @@ class Sums:
         self.found, self.zero_others = found, zero_grad
         self.weights = [weight for weight, *_ in found]
         self.main_grads = [weight.main_grad for weight in self.weights]
-        self.handed = {}  # what each weight was given; it may have been clipped since
+        self.handed = {}  # the gradient handed to each weight; it may have been clipped since
 
     def trained(self) -> list[nn.Parameter]:
         return [weight for weight in self.weights if weight.requires_grad]

@@ -14,15 +14,16 @@ POLICIES = ("position", "probability")
 
 @dataclass(frozen=True)
 class Capacity:
-    """At most ceil(factor * T * k / E) choices for each expert; what is dropped has the id -1.
+    """Limit each expert to ceil(factor * T * k / E) choices; a dropped choice gets the expert id -1.
 
     Lepikhin et al. 2020 (GShard), arXiv 2006.16668, and Fedus et al. 2021 (Switch), arXiv 2101.03961, eq. 3.
 
-    drop="position"     an expert keeps the choices that come first: lower t, then lower j
-    drop="probability"  it keeps those of the highest routing weight, of equal ones those that come first
+    drop="position"     an expert keeps its first choices, ordered by token t, then by slot j
+    drop="probability"  an expert keeps its choices with the highest routing weights; ties go to the first
 
-    A dropped choice adds nothing to its token, whose other weights stay as they are.  The losses and the
-    selection bias see the choices before any is dropped.
+    A dropped choice adds nothing to its token, whose other weights stay as they are.  Losses and the
+    selection bias count the choices before any is dropped.
+    Raises ValueError for a `factor` that is not above 0 and for another `drop`.
     """
 
     factor: float

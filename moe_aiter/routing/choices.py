@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class GroupLimit(Choice):
-    """Top-k among the experts of a token's best `top_groups` of `num_groups` equal groups.
+    """Choose the top k among the experts of a token's best `top_groups` of `num_groups` equal groups.
 
     DeepSeek-V2 (arXiv 2405.04434, 2.2.2) and DeepSeek-V3 (arXiv 2412.19437, 2.1.2).  With q the scores,
 
@@ -57,8 +57,8 @@ class GroupLimit(Choice):
         best[g] = sum of the 2 highest q of group g   score="top2", DeepSeek-V3
         chosen  = top-k of q[e] where e's group is among the top_groups highest of best, else `masked`
 
-    `masked` is -inf, or 0 as in DeepSeek's first code, which differs where a selection bias makes q negative:
-    then an expert outside the groups may be chosen.
+    `masked` is -inf, or 0 as in DeepSeek's first code.  The two differ if a selection bias makes q negative:
+    with 0, an expert outside of the best groups may then be chosen.
     """
 
     num_groups: int
@@ -101,12 +101,12 @@ class GroupLimit(Choice):
 
 @dataclass(frozen=True)
 class Forced(Choice):
-    """An even load whatever the logits are: for measurements, not for training.
+    """Force an even load, whatever the logits are: for measurements, not for training.
 
-    how="round_robin"  choice j of token t is expert (t * k + j) mod E: as even as can be
-    how="random"       k distinct experts for each token, drawn anew each time
+    how="round_robin"  choice j of token t is expert (t * k + j) mod E: as even as possible
+    how="random"       k distinct random experts for each token, drawn anew in each call
 
-    The weights are those of the router.
+    The routing weights are still computed from the logits.
     """
 
     how: str = "round_robin"
@@ -126,10 +126,10 @@ class Forced(Choice):
 
 @dataclass(frozen=True)
 class TopP(Choice):
-    """As many experts as it takes to reach a share `p` of a token's scores, at least 1 and at most `top_k`.
+    """Choose as many experts as reach a share `p` of a token's scores, at least 1 and at most `top_k`.
 
-    Huang et al. 2024, arXiv 2403.07652: in the order of rank, an expert is chosen where the scores of those
-    before it sum to less than p * sum_e score[e].
+    Huang et al. 2024, arXiv 2403.07652: in the order of rank, an expert is chosen if the scores of the
+    experts before it sum to less than p * sum_e score[e].
     """
 
     p: float
@@ -155,15 +155,17 @@ class TopP(Choice):
 
 @dataclass(frozen=True)
 class Sinkhorn(Choice):
-    """Top-k of logits that are balanced first: each token's sum to 1, each expert's to T / E.
+    """Choose the top k of balanced logits, which spread the tokens evenly over the experts.
 
-    Clark et al. 2022 (S-BASE), arXiv 2202.01169, as Megatron does for k > 1 too.  `iterations` times
+    Clark et al. 2022 (S-BASE), arXiv 2202.01169; for k > 1 as in Megatron.  From v = 0, repeat `iterations`
+    times
 
         u[t] = -log sum_e exp(z[t, e] + v[e])
         v[e] = log(T / E) - log sum_t exp(z[t, e] + u[t])
 
-    from v = 0; then top-k of z + v.  The weights are the router's own scores of the chosen.  A token's
-    experts depend on the other tokens, later ones included: not causal.
+    Then each token's exp(z + u + v) sum to about 1, and each expert's to T / E.  The experts are the top k of
+    z + v; their weights are the router's own scores.  Not causal: a token's experts depend on other tokens,
+    later ones included.
     """
 
     iterations: int = 8
@@ -188,14 +190,14 @@ class Sinkhorn(Choice):
 
 @dataclass(frozen=True)
 class ExpertChoice(Choice):
-    """Each expert takes its C = ceil(T * top_k / E) highest tokens; a token has from 0 to E experts.
+    """Let each expert choose its C = ceil(T * top_k / E) highest-scoring tokens; a token gets 0 to E experts.
 
-    Zhou et al. 2022, arXiv 2202.09368, where the weights are the scores (renormalize=False) of a softmax.
-    `top_k` is the mean number of experts of a token.  A token's experts depend on the other tokens, later
-    ones included: not causal.
+    Zhou et al. 2022, arXiv 2202.09368, whose weights are softmax scores without renormalisation
+    (renormalize=False).  `top_k` is the mean number of experts of a token.  Not causal: a token's experts
+    depend on other tokens, later ones included.
 
-    `max_per_token` limits the experts of a token to its best few, and the memory of the layer to as many rows
-    for each token; None is E.  Tokens that a mask hides do not count in T.
+    `max_per_token` limits a token to its best experts, and the memory of the layer to that many rows for each
+    token; None means E.  Tokens that a mask hides do not count in T.
     """
 
     max_per_token: int | None = None
@@ -225,20 +227,20 @@ class ExpertChoice(Choice):
 
 @dataclass(frozen=True)
 class TokenRounding(Choice):
-    """Top-k, after which each expert's number of tokens is rounded to a multiple of `tile`.
+    """Choose the top k, then round each expert's number of tokens to a multiple of `tile`.
 
-    Guo et al. 2025 (SonicMoE), arXiv 2512.14080: no tile of the grouped products is filled in part.  With
-    c[e] the tokens of expert e, it keeps the first c'[e] of all tokens in this order: those that chose it, by
-    weight, then the others, by score.
+    Guo et al. 2025 (SonicMoE), arXiv 2512.14080: grouped products then have no partly filled tiles.  An
+    expert chosen by c tokens keeps the first c' of all tokens in this order: first the tokens that chose the
+    expert, by weight; then the others, by score.
 
         to="down"     c' = the multiple below c          drops the lowest weights
         to="up"       c' = the multiple above c          adds the highest scores
         to="nearest"  c' = the nearer one, up at half
 
-    An expert keeps c where c' is more than there are tokens.  A weight that is dropped changes no other; one
-    that is added is scale * score, not renormalised.  `max_added` limits the experts that are added to a
-    token, its best few, and the memory of the layer to top_k + max_added rows for each; None is
-    E - top_k, with which c' is always reached.  Not causal.
+    If c' is more than the number of tokens, the expert keeps c tokens.  Dropping a choice changes no other
+    weight; an added choice has the weight scale * score, not renormalised.  `max_added` limits the experts
+    added to a token to the best, and the memory of the layer to top_k + max_added rows for each token.  With
+    None, it is E - top_k, and c' is always reached.  Not causal.
     """
 
     tile: int = 128

@@ -26,16 +26,17 @@ def route_to(
     renormalize: bool | None = None,
     scale: float = 1.0,
 ) -> Routing:
-    """Route to the experts `expert_ids` (T, k) that are given, by a replay or a hash; -1 drops a choice.
+    """Route each token to the experts `expert_ids` (T, k), from a recording or a hash; -1 drops a choice.
 
-    Weights are those that `route` would give these experts for `logits` (T, E), with that gradient; or
-    `routing_weights` (T, k), recorded in float32 say, which are taken as they are: then no gradient goes to
-    the logits through them.  Replayed ids make a forward pass choose as an earlier one did, that of an
-    inference engine say (Ma et al. 2025, arXiv 2510.11370); replayed weights make it weigh alike too.
+    The weights are those that `route` computes for these experts from `logits` (T, E), with the same
+    gradient.  If you pass `routing_weights` (T, k), for example recorded in float32, they are used as they
+    are, and no gradient goes through them to the logits.  Recorded ids repeat the choices of an earlier
+    forward pass, for example that of an inference engine (Ma et al. 2025, arXiv 2510.11370); recorded weights
+    repeat its weights too.
 
-    Raises ValueError for sizes that disagree and a score that `route` refuses, TypeError for ids that are not
-    int32 or int64 and weights that are not floating.  An id of E or more weighs 0 here; `make_plan`, which
-    the layer calls next, says when it raises.
+    Raises ValueError for sizes that disagree and for a score that `route` refuses; TypeError for ids that are
+    not int32 or int64, and for weights that are not floating.  An id of E or more has the weight 0 here; see
+    `make_plan` for when such an id raises an error.
     """
     check_axes(logits=(logits, "T, E"), expert_ids=(expert_ids, "T, k"))
     check_index(expert_ids=expert_ids)
@@ -63,10 +64,11 @@ def route_to(
 def hash_experts(
     num_tokens: int, num_experts: int, top_k: int, *, seed: int = 0, device: torch.device | str | None = None
 ) -> Tensor:
-    """`top_k` distinct experts for each of `num_tokens` token ids, at random: (num_tokens, top_k) int64.
+    """Draw `top_k` distinct random experts for each of `num_tokens` token ids: (num_tokens, top_k) int64.
 
-    Roller et al. 2021, arXiv 2106.04426: `moe(x, expert_ids=table[token_ids])` routes by token.
-    The same on every machine for one `seed`.
+    Roller et al. 2021, arXiv 2106.04426: `moe(x, expert_ids=table[token_ids])` routes by token id.  A `seed`
+    gives the same table on every machine.
+    Raises ValueError if `top_k` is more than `num_experts`.
     """
     check_sizes(num_tokens=num_tokens, num_experts=num_experts, top_k=top_k)
     if top_k > num_experts:

@@ -26,7 +26,10 @@ from .plan import make_plan
 
 
 class LoadStatistics(NamedTuple):
-    """Of one load, or of a batch of loads, one for each layer say.  All float32 but `idle`, no gradient."""
+    """Statistics of one load, or of a batch of loads, for example one for each layer.
+
+    All tensors are float32, except `idle`, and have no gradient.
+    """
 
     load: Tensor  # (..., E) each expert's share of the choices; sums to 1
     imbalance: Tensor  # (...) the largest load over the mean load, minus 1: 0 at balance, E - 1 at worst
@@ -36,10 +39,10 @@ class LoadStatistics(NamedTuple):
 
 
 def load_statistics(group_sizes: Tensor) -> LoadStatistics:
-    """Statistics of `group_sizes` (..., E), the tokens of each expert, int or float; for logs.
+    """Return statistics of `group_sizes` (..., E), the number of tokens of each expert, int or float.
 
-    Everything stays on the device until it is read.  Without any token the load and all figures are 0, but
-    every expert is idle.
+    Without any token, the load and all figures are 0, and every expert is idle.  Does not synchronise.
+    Raises ValueError without an axis of experts, TypeError for complex numbers.
     """
     check_tensor("group_sizes", group_sizes)
     if group_sizes.dim() < 1 or not group_sizes.shape[-1]:
@@ -70,17 +73,18 @@ def load_balance_loss(
     group_sizes: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """E * sum_e f_e * P_e: 1 when experts are loaded evenly, up to E when one takes all.
+    """Return E * sum_e f_e * P_e: 1 if experts are loaded evenly, up to E if one expert takes all tokens.
 
-    f_e  the share of expert e in the choices that were made (dropped slots are none), no gradient
-    P_e  the mean over tokens of score[t, e] / sum_e score[t, e]; softmax scores sum to 1 already
+        f_e  the share of expert e in all choices that are not dropped; no gradient
+        P_e  the mean over tokens of score[t, e] / sum_e score[t, e]; softmax scores sum to 1 already
 
     Fedus et al. 2021, arXiv 2101.03961, eq. 4-6, for any k.  (Hugging Face's version is k at balance.)
 
-    `scores` (T, E), summed in float32.  The choices: `expert_ids` (T, k), or `group_sizes` (E,) if there is a
-    plan already.  The `group_sizes` of all micro-batches and ranks make it the global-batch loss (Qiu et al.
-    2025, arXiv 2501.11873): f is of all their tokens, and P of these.  `mask` (T,) bool leaves out
-    tokens where it is False, padding say; it needs `expert_ids`.  Returns a float32 scalar, 0 without tokens.
+    `scores` (T, E) are summed in float32.  Pass the choices as `expert_ids` (T, k), or as `group_sizes` (E,)
+    if there is a plan already.  With the `group_sizes` of all micro-batches and ranks, this is the
+    global-batch loss (Qiu et al. 2025, arXiv 2501.11873): f counts all their tokens, P only those of
+    `scores`.  `mask` (T,), bool: tokens where it is False (padding) do not count; a mask needs `expert_ids`.
+    Returns a float32 scalar, 0 without tokens.
     Raises ValueError for sizes that disagree.
     """
     check_shape("scores", scores, "T", "E")
@@ -119,14 +123,14 @@ def shares_of(scores: Tensor) -> Tensor:
 def sequence_balance_loss(
     scores: Tensor, expert_ids: Tensor, sequence_length: int, mask: Tensor | None = None
 ) -> Tensor:
-    """The load-balance loss of each sequence by itself, and of these the mean: 1 where each is balanced.
+    """Return the mean of all sequences' load-balance losses: 1 if each sequence is balanced.
 
-    DeepSeek-V3, arXiv 2412.19437, eq. 17-20: E * sum_e f_e * P_e with both f and P of one sequence.
+    DeepSeek-V3, arXiv 2412.19437, eq. 17-20: E * sum_e f_e * P_e, with f and P of one sequence.
 
-    `scores` (T, E) and `expert_ids` (T, k) are of T / `sequence_length` sequences, one after the other; an id
-    outside [0, E) is a dropped slot.  `mask` (T,) bool leaves out tokens where it is False, and sequences
-    without any other.  Returns a float32 scalar, 0 without tokens.  Raises ValueError for sizes that
-    disagree.
+    `scores` (T, E) and `expert_ids` (T, k) hold T / `sequence_length` sequences, one after the other; an id
+    outside of [0, E) is a dropped choice.  `mask` (T,), bool: tokens where it is False do not count, nor do
+    sequences without other tokens.  Returns a float32 scalar, 0 without tokens.
+    Raises ValueError for sizes that disagree.
     """
     check_axes(scores=(scores, "T, E"), expert_ids=(expert_ids, "T, k"))
     check_float(scores=scores)
@@ -160,10 +164,11 @@ def sequence_balance_loss(
 
 
 def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean over tokens of logsumexp_e(logits[t, e])^2, which keeps the logits of a router small.
+    """Return the mean over tokens of logsumexp_e(logits[t, e])^2, which keeps a router's logits small.
 
-    Zoph et al. 2022, arXiv 2202.08906, eq. 5.  `logits` (T, E) float; `mask` (T,) bool leaves out
-    tokens where it is False.  Returns a float32 scalar, 0 without tokens.
+    Zoph et al. 2022, arXiv 2202.08906, eq. 5.  `logits` (T, E) float; `mask` (T,), bool: tokens where it is
+    False do not count.  Returns a float32 scalar, 0 without tokens.
+    Raises ValueError for sizes that disagree.
     """
     check_shape("logits", logits, "T", "E")
     check_float(logits=logits)
@@ -177,12 +182,13 @@ def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def attach_loss(x: Tensor, loss: Tensor, loss_scale: Tensor | None = None) -> Tensor:
-    """Return `x` itself, whose backward pass also starts the one of the scalar `loss`.
+    """Return `x` itself; the backward pass through the result also runs that of the scalar `loss`.
 
-    The effect on every gradient is that of adding `loss_scale * loss` to the training loss that `x` leads to,
-    without a way for `loss` to travel there.  `loss_scale` has no axes; its value when backward runs counts.
-    None is 1, whatever the training loss is multiplied by.  Raises ValueError unless `loss` and `loss_scale`
-    have no axes, and NotImplementedError under torch.func, which knows no backward pass to start another.
+    Every gradient becomes that of training loss + `loss_scale` * `loss`, without passing `loss` to the
+    training loop.  `loss_scale` is a scalar tensor; its value when backward runs counts.  None means 1,
+    whatever factor the training loss has.
+    Raises ValueError unless `loss` and `loss_scale` have no axes, and NotImplementedError under torch.func,
+    where one backward pass cannot start another.
     """
     check_tensor("x", x)
     check_tensor("loss", loss)

@@ -109,7 +109,7 @@ def resume_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
 
 
 def resumed_config(own: TrainConfig, args: argparse.Namespace) -> TrainConfig:
-    """The run's own settings with what the flags may change.  The others may be given, as they are."""
+    """Return the run's own settings, with the flags that may change.  Other flags must repeat the run's."""
     values = flag_values(args)
     asked = (vars(PRESETS[args.preset]) if args.preset else {}) | values
     same = vars(own).items() | {("dtype", "auto")}

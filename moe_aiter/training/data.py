@@ -25,7 +25,7 @@ class Corpus:
     train: Tensor  # (N,) uint8
     val: Tensor  # (N',) uint8
     files: int
-    fingerprint: str  # of both parts: a resumed run must read the same text
+    fingerprint: str  # of training and validation: a resumed run must read the same text
 
     def to(self, device: torch.device) -> "Corpus":
         return dataclasses.replace(self, train=self.train.to(device), val=self.val.to(device))

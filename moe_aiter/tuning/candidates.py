@@ -173,8 +173,8 @@ def walks(op: str) -> tuple[int, ...]:
 
 
 def is_legal(op: str, config: Config) -> bool:
-    """Whether a table may name `config`: Triton wants powers of two, and a Hopper kernel has no other tiles
-    than those, in any walk."""
+    """Whether a table may name `config`: Triton needs powers of two, and a Hopper kernel has only the tiles
+    of its list, in any walk."""
     powers = config.block_m, config.block_n, config.block_k, config.num_warps
     if min(config.group_m, config.num_stages) < 1 or any(n.bit_count() != 1 for n in powers):
         return False

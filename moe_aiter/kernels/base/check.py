@@ -36,7 +36,7 @@ def check_tensor(name: str, x: Tensor) -> None:
 
 
 def check_plan(plan: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Raise unless `plan` has the three parts of a RoutePlan, which need not be one."""
+    """Raise unless `plan` has the three tensors of a RoutePlan; another tuple will do."""
     if not isinstance(plan, (tuple, list)):
         raise TypeError(f"plan must be order, rank and group_sizes, not {type(plan).__name__}")
     if len(plan) != 3:
@@ -356,7 +356,7 @@ def check_existing(out: Tensor, preferred: torch.dtype | None) -> None:
 def check_plan_values(
     rows: int, group_sizes: Tensor | None = None, order: Tensor | None = None, rank: Tensor | None = None
 ) -> None:
-    """Raise unless what is given of a plan for so many rows fits together; this synchronises.
+    """Raise unless these tensors of a plan for so many rows fit together; synchronises.
 
     Group sizes are not negative, sum to `rows` at most and count no dropped row; order and rank stay below
     `rows` and are inverse.

@@ -32,7 +32,7 @@ class GemmInputs(NamedTuple):
     alpha: float
     beta: float
     dtype: torch.dtype | None  # of the result; None: that of x
-    save_z: bool  # whether to return what the activation is given as well
+    save_z: bool  # whether to return the input of the activation as well
 
 
 # epilogue: kernel
@@ -118,7 +118,7 @@ def in_triton(activation: str) -> Callable | None:
 
 
 def epilogue_of(i: GemmInputs) -> tuple:
-    """Return what every kernel with `finish` is given last: alpha, beta and the strides of bias and c."""
+    """Return the last arguments of every kernel with `finish`: alpha, beta, the strides of bias and c."""
     c_strides = (0, 0, 0) if i.c is None else i.c.stride()
     return float(i.alpha), float(i.beta), 0 if i.bias is None else i.bias.stride(0), c_strides
 

@@ -134,7 +134,7 @@ def add_columns(
 
 
 def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Contiguous: kernels are not given the strides of a plan, which is small."""
+    """Return contiguous tensors: kernels take no strides of a plan, which is small."""
     return [t if t is None else t.contiguous() for t in plan]
 
 

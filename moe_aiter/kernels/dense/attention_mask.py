@@ -17,7 +17,7 @@ from ...op import Written, binds, define_inplace_op, define_op, takes
 from ..base.check import FLOATS, check_device, check_shape
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 
-ROW = 16  # elements: torch's kernels would copy a bias of whose rows one begins elsewhere
+ROW = 16  # elements: each row of a bias begins at a multiple, or torch's kernels copy the bias
 BLOCK_R, BLOCK_D = 128, 32
 
 

@@ -312,23 +312,24 @@ def gemm(
     c: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`act(alpha * x @ w + beta * c + bias)`: x (..., M, K) and w (K, N), or (..., K, N) for batches.
+    """Multiply matrices and apply an epilogue: `act(alpha * x @ w + beta * c + bias)`, (..., M, N).
 
-    Leading axes are broadcast as in torch.matmul; x may also be (K,) where w is (K, N).  Any strides: the
-    weight (N, K) of an nn.Linear is `weight.mT`.
-    bias: (N,); c: what broadcasts to the result, (..., M, N).  Both of any floating dtype.  Where beta is 0,
-        c is not read, NaN or not, and gets no gradient.
+    x: (..., M, K), or (K,) if w is (K, N).
+    w: (K, N), or (..., K, N) for batches; leading axes broadcast as in torch.matmul.  Any strides: the weight
+        (N, K) of an nn.Linear is `weight.mT`.
+    bias, c: (N,), and a shape that broadcasts to the result, (..., M, N); any floating dtype.  If beta is 0,
+        c is not read, even if it holds NaN, and gets no gradient.
     activation: None, "relu", "gelu" (by the error function), "gelu_tanh" or "silu".
-    out_dtype: dtype of the result; that of `x` unless given.
+    out_dtype: dtype of the result [that of `x`].
 
-    Sums and all that is added are float32, or float64 if the result is, rounded once; where the table of the
-    GPU says that torch's BLAS is faster, and on a CPU, what an activation is applied to was rounded before.
-    float32 is multiplied as IEEE says unless MOE_AITER_MATMUL_PRECISION is tf32.
+    Sums and epilogue are float32, or float64 if the result is, and rounded once.  Exception: on a CPU, and
+    where the GPU's table prefers torch's BLAS, the input of the activation is rounded too.  float32 is
+    multiplied in IEEE precision unless MOE_AITER_MATMUL_PRECISION is tf32.
 
-    Differentiable in x, w, bias and c.  "relu" saves the result for that, other activations what they were
-    applied to, in `out_dtype`, as torch does; without a gradient to come nothing is saved.
+    Differentiable in x, w, bias and c.  For backward, "relu" saves the result and other activations save
+    their input, in `out_dtype`, as torch does.  Without gradients nothing is saved.
 
-    Raises ValueError for shapes, devices, an unknown activation, and a beta without c, TypeError for dtypes.
+    Raises ValueError for shapes, devices, an unknown activation, and a beta without c; TypeError for dtypes.
     Source: torch.addmm; the epilogues are those of AITER's `gemm_a16w16`.
     """
     for name, t in (("x", x), ("w", w)):

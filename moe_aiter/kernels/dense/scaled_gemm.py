@@ -341,17 +341,19 @@ def scaled_gemm(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`(x @ w) * x_scale * w_scale + bias`: `x` (M, K) and `w` (K, N) of 8 bits, the result in `out_dtype`.
+    """Multiply 8-bit matrices: `(x @ w) * x_scale * w_scale + bias`, (M, N) in `out_dtype`.
 
-    `x` and `w` are both int8, whose sums are exact for any K, or both 8-bit floats (e4m3fn, e4m3fnuz, e5m2,
-    in any pair), with sums in float32.  Any strides; a `w` whose K lies in a row, `weight.mT` of an
-    nn.Linear's (N, K) say, is the fastest.  Scales are float32 and 1 where they are missing: a number or a
-    tensor of one element, for each row of `x` (M,) or (M, 1), for each column of `w` (N,), (N, 1) or (1, N).
-    `bias` (N,) is of any floating dtype.  All of it is computed in float32 and rounded once, to float16,
-    bfloat16 or float32; what is too large for float16 becomes infinite.
+    x, w: (M, K) and (K, N).  Both int8, with exact sums for any K; or both 8-bit floats (e4m3fn, e4m3fnuz,
+        e5m2, in any pair), with float32 sums.  Any strides; a `w` that is contiguous along K is the fastest,
+        for example `weight.mT` of an nn.Linear's weight (N, K).
+    x_scale, w_scale: float32, 1 if missing; a number, a tensor of one element, or one for each row of `x`,
+        (M,) or (M, 1), and for each column of `w`, (N,), (N, 1) or (1, N).
+    bias: (N,), any floating dtype.
 
-    Raises ValueError for shapes and devices that do not fit, TypeError for dtypes, RuntimeError where it
-    would need a gradient, which it has not; all before anything is launched.
+    Everything is computed in float32 and rounded once, to float16, bfloat16 or float32; values too large for
+    float16 become infinite.
+    Raises ValueError for shapes and devices that do not fit, TypeError for dtypes, and RuntimeError if a
+    gradient is needed, which this product does not have; all before anything is launched.
     """
     check_axes(x=(x, "M, K"), w=(w, "K, N"))  # first, or a scale would be blamed
     M, N = x.shape[0], w.shape[1]

@@ -329,11 +329,11 @@ def product(
     return F.linear(x, weight, bias)
 
 
-backends: dict[tuple, str] = {}  # shapes and dtypes -> who multiplies
+backends: dict[tuple, str] = {}  # shapes and dtypes -> the backend that multiplies
 
 
 def forget_choices() -> None:
-    """Forget who multiplies what, and the files that said so: they are read again."""
+    """Forget the backends that were chosen, and read the files with choices again."""
     note.cache_clear()
     find.cache_clear()
 

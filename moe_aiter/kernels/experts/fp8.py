@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class Block:
-    """The blocks that were entered at one place and not left."""
+    """The blocks that were entered on one stream and not left."""
 
     count: int = 0
     cache: Cache = dataclasses.field(default_factory=Cache)
@@ -104,28 +104,32 @@ LOCK = threading.Lock()  # of OPEN
 
 @contextlib.contextmanager
 def keep_fp8_weights() -> Iterator[None]:
-    """Around the micro-batches of one optimizer step: layers with `fp8=` quantise each weight once in it.
+    """Quantise each weight of layers with `fp8=` once for all micro-batches of an optimizer step.
 
         with keep_fp8_weights():
             for micro_batch in batch:
                 loss(model(micro_batch)).backward()
         optimizer.step()
 
-    Without it every forward pass quantises both weights, every backward pass does so again in the order that
-    it needs, and a recomputed forward pass once more.  Inside, the first that needs them does, for all, and
-    backward finds what forward made of gate_up; the results are the same to the bit.  It takes two bytes for
-    each weight of an expert, until the end of the block, also by an exception; blocks may be nested, and are
-    those of the whole process.
+    Without this block, every forward pass quantises both weights, every backward pass quantises them again in
+    the layout that it needs, and so does a recomputed forward pass.  Inside the block, the first pass that
+    needs a quantised weight makes it, and later passes reuse it; the results are the same to the bit.  The
+    kept weights take two bytes for each number of the experts' weights.  They are freed when the block ends,
+    also by an exception.  Blocks may be nested; they hold for the whole process.
 
-    A weight that changes inside the block (its version counter) is quantised again, and all are after a step
-    of any optimizer.  What changes a weight otherwise belongs outside: writes through `.data`, and replays of
-    CUDA graphs that hold the optimizer.
+    A weight that changes inside the block, by its version counter, is quantised again; so are all weights
+    after a step of any optimizer.  Make other changes outside of the block: writes through `.data`, and
+    replays of CUDA graphs that contain the optimizer.
 
-    Quantised each time as ever: weights that are computed anew for each micro-batch, as float32 ones are
-    under torch.autocast; for backward, in the backward pass of a compiled layer; and what runs on another
-    stream than the block was entered on, as a graph captured within the block does (`mode="reduce-overhead"`
-    too).  A block that is captured as a whole quantises once in each replay.  Under FSDP2 a weight that was
-    resharded in between is quantised again if it comes back at another address: gather once a step, by
+    Still quantised in each pass:
+
+      * weights that are computed for each micro-batch, such as float32 weights under torch.autocast
+      * for backward, weights in the backward pass of a compiled layer
+      * weights on another stream than the one on which the block was entered, as in a CUDA graph that is
+        captured within the block (`mode="reduce-overhead"` too)
+
+    A CUDA graph that contains the whole block quantises once in each replay.  Under FSDP2, a weight that was
+    resharded is quantised again if it comes back at another address.  So gather weights once a step: use
     `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)` until the last micro-batch.
     """
     streams = current_streams()
@@ -144,7 +148,7 @@ def keep_fp8_weights() -> Iterator[None]:
 
 
 def current_streams() -> list[tuple]:
-    """Where a weight may be used that is kept from now on: on the CPU, and on each GPU's current stream."""
+    """Return where kept weights may be used: on the CPU, and on each GPU's current stream."""
     if not torch.cuda.is_initialized():  # then each GPU's will be the default one, 0
         gpus = [(index, 0, False) for index in range(torch.cuda.device_count())]
     else:
@@ -164,7 +168,7 @@ def stream_of(w: Tensor) -> tuple:
 
 
 def cache_for(w: Tensor) -> Cache | None:
-    """That of an open block, for a weight that the next micro-batch will find again."""
+    """Return the cache of an open block, for a weight that the next micro-batch uses again."""
     if not OPEN or not is_keepable(w) or not (w.is_leaf or is_view(w)):
         return None
     block = OPEN.get(stream_of(w))

@@ -231,15 +231,14 @@ glu_backward_op = define_op(
 
 # public
 def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
-    """Apply an expert's activation to `z` (R, width); returns (R, I) in the dtype of `z`.
+    """Apply an expert's activation to `z`, (R, 2I) or (R, I); returns (R, I) in the dtype of `z`.
 
-    swiglu, geglu, reglu (Shazeer 2020, arXiv 2002.05202) and swiglu_oai, gpt-oss's clamped SwiGLU, whose
-    formula is in `activations.py`, are gated: the width is 2I, the first I columns of `z` are the gate and
-    the others up, or gate and up columns alternate if `interleaved`.  silu, gelu, relu and relu2 are plain:
-    the width is I.
-    Computed in float32 (float64 for float64); differentiable; strides are free.
+    swiglu, geglu, reglu (Shazeer 2020, arXiv 2002.05202) and swiglu_oai, gpt-oss's clamped SwiGLU, are gated:
+    `z` is (R, 2I), its first I columns are the gate and the others up; with `interleaved`, gate and up
+    alternate.  silu, gelu, relu and relu2 are plain: `z` is (R, I).  `activations.py` has the formulas.
+    Computed in float32 (float64 for float64); differentiable; any strides.
 
     Raises ValueError for an unknown activation, an odd number of columns for a gated one, or `interleaved`
-    for one that is not gated, TypeError for a dtype that is not floating.
+    for a plain one; TypeError for a dtype that is not floating.
     """
     return glu_op(z, activation, interleaved)

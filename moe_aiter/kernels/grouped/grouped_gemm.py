@@ -118,24 +118,25 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply each token by the weights of its experts; the result keeps the leading axes of `input`.
 
-    input: (T, K), a token for all of its slots, whose products are added up: (T, N) is returned.  Or (T, k,
-        K), a row for each slot, which are kept apart: (T, k, N).  `x.unsqueeze(1).expand(-1, k, -1)` is not
-        copied.
+    input: (T, K), one row for all slots of a token; the slots' products are summed, and (T, N) is returned.
+        Or (T, k, K), one row for each slot; the products are kept apart, and (T, k, N) is returned.
+        `x.unsqueeze(1).expand(-1, k, -1)` is not copied.
     weights: (E, K, N), any strides.
-    expert_ids: (T, k), int32 or int64; also (T,) for one expert each, or (T * topk,).  The same expert twice
-        counts twice.  A negative id drops a slot, which is zeros, adds nothing and gets no gradient.
-    topk: k, where the shape of `expert_ids` does not say it; if it does, the same number.
+    expert_ids: (T, k), int32 or int64; also (T,) for one expert each, or (T * topk,).  If a
+        token has the same expert twice, both count.  A negative id drops a slot: it is zeros, adds nothing
+        and gets no gradient.
+    topk: k, if the shape of `expert_ids` does not contain it; otherwise it must agree.
     routing_weights: (T, k), any floating dtype.  Products are multiplied by them in float32.
     reduce: "sum" or "none", whatever the shape of `input`.
     bias: (E, N), any floating dtype, added to each product.
-    out_dtype: dtype of the result; that of `input` unless given.
+    out_dtype: dtype of the result [that of `input`].
 
     Sums are kept in float32, over j = 0..k-1 in this order, and rounded once.  Differentiable in input,
     weights, bias and routing_weights; an expert without tokens gets a gradient of zeros.
 
     Raises ValueError for shapes, devices and `reduce`, TypeError for dtypes, before anything is launched;
     with MOE_AITER_DEBUG=1 also ValueError for an id of E or more.
-    Source: AITER's documentation names it and does not have it.
+    Source: AITER's documentation names this function, which AITER does not have.
     """
     ids, reduce = check_inputs(input, weights, expert_ids, topk, reduce)
     check_options(input, weights, ids, routing_weights, bias, out_dtype)

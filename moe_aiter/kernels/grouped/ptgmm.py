@@ -41,7 +41,7 @@ def ptgmm(
 ) -> Tensor:
     """Multiply each group's columns of `lhs` (K, M) by its rows of `rhs` (M, N); returns (G, K, N).
 
-    The gradient of a grouped matmul's weights, by a persistent kernel: programs take tile after tile.
+    This is the gradient of a grouped matmul's weights.  The kernel is persistent: programs take many tiles.
 
     group_sizes: (G,) int32 or int64, the rows of each group, in order.  Rows past their sum are not read; a
         group without rows gives exact zeros.
@@ -49,13 +49,13 @@ def ptgmm(
         with that of its rows of `rhs`, if `bias_grad_from` is "rhs".  For a layer y = x @ w + b with weights
         (G, in, out), `ptgmm(x.T, dy, ..., bias_grad_from="rhs")` has both gradients; for weights (G, out,
         in), as in nn.Linear, `ptgmm(dy.T, x, ...)`.
-    preferred_element_type: dtype of the result; that of `lhs` unless given, float32 included.
+    preferred_element_type: dtype of the result [that of `lhs`]; may be float32.
     existing_out: (G, K, N), written instead of a fresh tensor, and returned.
     accumulate: add to `existing_out`, with one rounding; it can be float32 for 16-bit operands.
     config: block sizes as `get_config` returns them, for the Triton kernel, which then runs.
-    grid_dim: run as so many programs.
-    trans_lhs: whether `lhs` is (M, K).  Unless given it is where only that fits: a square `lhs` is (K, M).
-        Strides are free either way.
+    grid_dim: the number of programs.
+    trans_lhs: whether `lhs` is (M, K) [if only this shape fits]; by default, a square `lhs` is (K, M).  Any
+        strides either way.
 
     `lhs` and `rhs` share a dtype; sums are kept in float32.  No gradients are recorded.
 
@@ -80,9 +80,9 @@ def nptgmm(
     trans_lhs: bool | None = None,
     bias_grad_from: str = "lhs",
 ) -> Tensor:
-    """`ptgmm`, by a program for each tile.
+    """Compute `ptgmm` with one program for each tile instead of persistent programs.
 
-    With the same block sizes the same bits.  Where the Hopper kernel runs, which is persistent, both are one.
+    With the same block sizes, both give the same bits.  The Hopper kernel is persistent for both names.
     """
     how = preferred_element_type, existing_out, accumulate, config, None, trans_lhs
     return transposed("nptgmm", lhs, rhs, group_sizes, bias_grad, bias_grad_from, *how)

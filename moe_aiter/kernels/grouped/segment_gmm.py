@@ -3,7 +3,7 @@
 M rows, B segments, W weights, K in, N out.  The kernel finds the weight itself; no weight is copied.  As in
 `gmm`, strides say the layout.  There are two kernels.  If K is short (a LoRA's expansion), a program keeps
 its rows and walks over columns.  Else a program makes one tile, or if there are few tiles (a LoRA's shrinking
-to its rank) a part of the tile's sum over K; the parts are added in order.
+to its rank) a part of the tile's sum over K (split-K); the partial sums are added in order.
 
 ./segments.py says what segments are, and has the gradient of the weights.
 """
@@ -439,24 +439,25 @@ def segment_gmm(
     weight_indices: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each segment of rows of `x` (M, K) by the matrix of `w` (W, K, N) it names; returns (M, N).
+    """Multiply each segment of rows of `x` (M, K) by its matrix of `w` (W, K, N); returns (M, N).
 
-    `lens` (B,) counts the rows of each segment, in order from row 0 on.  Or else `indptr` (B + 1,) says where
-    they lie: segment i has the rows from indptr[i] to indptr[i + 1].  Rows before and past the segments are
-    zeros.  `weight_indices` (B,) is the number of each one's matrix, and may repeat; outside [0, W), usually
-    -1, it stands for zeros.  Without it, segment i has matrix i and B = W.  All are int32 or int64, on the
-    device of `x`, and stay there.  Segments that are negative or reach past M are clamped, and no row is
-    multiplied twice: where an indptr decreases, that segment has no rows, and those behind it begin as if it
-    had none.
+    lens: (B,), the number of rows of each segment, in order from row 0 on.
+    indptr: (B + 1,), instead of `lens`: segment i has the rows from indptr[i] to indptr[i + 1].
+    weight_indices: (B,), the number of each segment's matrix; numbers may repeat.  A number outside of
+        [0, W), usually -1, stands for a matrix of zeros.  Without it, segment i has matrix i, and B = W.
+    out: (M, N), contiguous; written in the rows of segments and nowhere else; it has no gradient.
 
-    `x` and `w` share a dtype and may have any strides; both have gradients, those of a matrix summed over its
-    segments in order.  Sums are kept in float32 (float64 for float64).  The result has that dtype, and
-    bfloat16 for the four kinds of float8, which are multiplied as they are, without scales or gradients.
-    `out` (M, N), contiguous, is overwritten where there are segments, and nowhere else; it has no gradient.
+    Index tensors are int32 or int64, on the device of `x`; nothing synchronises.  Rows before and past the
+    segments are zeros.  Segments that are negative or reach past M are clamped, and no row is multiplied
+    twice: if an indptr decreases, that segment has no rows, and later ones begin as if it had none.
+
+    `x` and `w` share a dtype and may have any strides; both have gradients, that of a matrix summed over its
+    segments in order.  Sums are float32 (float64 for float64).  The result has the dtype of `x`, or bfloat16
+    for the four kinds of float8, which are multiplied without scales or gradients.
 
     Raises ValueError for shapes or devices that do not fit and for an `out` that shares memory with another
     argument, TypeError for dtypes, RuntimeError for `out` and a gradient at once; with MOE_AITER_DEBUG=1 also
-    ValueError for lengths that are negative or sum to more than M, and for an indptr that does not lie in
+    ValueError for lengths that are negative or sum to more than M, and for an indptr that is not within
     [0, M].
     """
     segments = lens, indptr, weight_indices

@@ -453,13 +453,11 @@ tgmm_into_op = define_inplace_op(
 
 
 def tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None, top_k: int = 1) -> Tensor:
-    """`x[s:e].T @ y[s:e]` for each group of rows [s, e): (M, K), (M, N) -> (G, K, N).
+    """Multiply `x[s:e].T @ y[s:e]` for each group of rows [s, e): (M, K), (M, N) -> (G, K, N).
 
-    The gradient of `gmm`'s `rhs`.
-
-    With `order` (M,), `x` is (T, K) with M = T * top_k, and row r stands for `x[order[r] // top_k]`: rows are
-    gathered as they are loaded.  A group without rows gives exact zeros.  Not differentiable.
-    Dtypes, strides and errors as in `gmm`.
+    This is the gradient of `gmm`'s `rhs`.  With `order` (M,), `x` is (T, K) with M = T * top_k, and row r
+    stands for `x[order[r] // top_k]`: the kernel gathers rows as it loads them.  A group without rows gives
+    exact zeros.  Not differentiable.  Dtypes, strides and errors as in `gmm`.
     """
     return tgmm_op(x, y, group_sizes, order, top_k, False)
 

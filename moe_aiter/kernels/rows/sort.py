@@ -193,15 +193,19 @@ sort_op = define_op(
 
 # public
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the choices `expert_ids` (T, k), int32 or int64, by expert, and by t*k + j within one.
+    """Sort the choices `expert_ids` (T, k), int32 or int64, by expert, and within an expert by t*k + j.
 
-    Returns three int32 tensors: `order` (R,) with R = T*k, `order[r]` = t*k + j being the choice in row r;
-    `rank` (T, k), its inverse; and `group_sizes` (E,), the rows of each expert.  A choice with a negative
-    expert, usually -1, is dropped: its rank is -1, it is counted nowhere, and the rows at and past
-    sum(group_sizes) have the order -1.  No host synchronisation and no atomics.
+    Returns three int32 tensors, with R = T*k:
+
+        order (R,)         row r holds the choice order[r] = t*k + j
+        rank (T, k)        the inverse: choice (t, j) is in row rank[t, j]
+        group_sizes (E,)   the number of rows of each expert
+
+    A choice with a negative expert, usually -1, is dropped: its rank is -1, it is counted nowhere, and the
+    rows from sum(group_sizes) on have the order -1.  No host synchronisation and no atomics.
 
     Raises ValueError for a shape that is not (T, k), for T*k of 2^31 or more and for `num_experts` below 1,
-    TypeError for another dtype; on the CPU also ValueError for an id of E or more.  On a GPU that would wait
-    for the device, so there it is for MOE_AITER_DEBUG=1; without it such a choice is dropped.
+    TypeError for another dtype; on the CPU also ValueError for an id of E or more.  On a GPU this check would
+    synchronise, so it runs only with MOE_AITER_DEBUG=1; otherwise such a choice is dropped.
     """
     return sort_op(expert_ids, num_experts)

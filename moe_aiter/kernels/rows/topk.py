@@ -165,11 +165,12 @@ topk_op = define_op(
 
 # public
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` highest of each row of `scores` (T, E): values (T, k) in its dtype, and experts (T, k) int64.
+    """Return the `k` highest of each row of `scores` (T, E): values (T, k), and their experts (T, k) int64.
 
-    Sorted from high to low; equal scores (0 and -0 are equal) by the lower expert first; NaN above
-    everything.  The experts of a row are distinct and within [0, E) whatever the scores are.
-    Differentiable in `scores`: float16, bfloat16, float32 or float64, with any strides.
+    Values have the dtype of `scores` and are sorted from high to low.  Equal scores (0 and -0 are equal) go
+    to the lower expert first; NaN is above everything.  The experts of a row are distinct and within [0, E)
+    whatever the scores are.  Differentiable in `scores`: float16, bfloat16, float32 or float64, with any
+    strides.
     Raises ValueError unless `scores` has two axes and 1 <= k <= E, TypeError for another dtype.
     """
     return topk_op(scores, k)

@@ -53,7 +53,7 @@ from .pattern import (
 
 
 LARGE = 64  # sides of blocks that are worth a product of their own on a CPU
-FEW = 1024  # places for each entry, from which on a CPU takes them one by one
+FEW = 1024  # elements of the matrix for each entry, from which on a CPU takes entries one by one
 
 # sparse_matmul: reference
 
@@ -266,25 +266,25 @@ def sparse_gemm(
 ) -> Tensor:
     """Multiply a dense `input` (..., K) by a sparse `weight` (N, K), as F.linear does; returns (..., N).
 
-    weight: of any of torch's sparse layouts, CSR, CSC, COO, BSR or BSC, or dense; without `transpose_weight`
-        it is (K, N).  A COO weight may name a place several times.  The indices of other layouts are taken
-        to be what torch's `check_invariants` asks for, but in any order.
-    sparsity_pattern: how it is multiplied: "csr" or "coo" entry by entry, "block" by blocks on tensor cores.
-        Unless given, as its layout says.  A weight of another layout is converted, a dense one loses its
-        zeros.  Or a SparsePattern, with its values (L, *blocksize) for the weight.
+    weight: CSR, CSC, COO, BSR, BSC or dense; (K, N) with transpose_weight=False.  Entries of a COO weight may
+        repeat a position.  The indices of other layouts must satisfy torch's `check_invariants`, but may be
+        in any order.
+    sparsity_pattern: how to multiply: "csr" or "coo" entry by entry, "block" by blocks on tensor cores; by
+        default as the layout of `weight` says.  A weight of another layout is converted, and the zeros of a
+        dense one are removed.  Or a `SparsePattern`; then `weight` holds its values (L, *blocksize).
     bias: (N,), added before the one rounding.
-    blocksize: of a weight that is converted to blocks, a number or one down and one across, 64 unless given.
+    blocksize: block size, a number or (rows, columns), for a weight that is converted to blocks [64].
 
-    `input`, `weight` and `bias` share a floating dtype; sums are kept in float32 (float64 for float64).  All
-    three have gradients.  That of a sparse weight is sparse, in its own layout and places; of a COO weight
-    with repeated places coalesced; that of a dense one is dense, and zero where it has no entry or block.
-    `backward()` cannot put what is BSR, BSC or CSC into `.grad`, in torch; `torch.autograd.grad` returns it.
+    `input`, `weight` and `bias` share a floating dtype and all have gradients; sums are float32 (float64 for
+    float64).  The gradient of a sparse weight has its layout and positions, for COO coalesced.  That of a
+    dense weight is dense, and zero where the weight has no entry or block.  In torch, `backward()` cannot
+    write BSR, BSC or CSC gradients to `.grad`; `torch.autograd.grad` returns them.
 
-    What is computed of a pattern is kept (see `moe_aiter.derived`), and the calls after the first wait for
-    nothing, while the memory of the weight's indices, or of a dense weight, stays as it is.  To torch a write
-    to a sparse weight's values is one to its indices as well: for training give a SparsePattern, or the
-    weight that its `to_sparse` builds in each step.  Who writes to indices from which a weight was made, and
-    makes another of them, says `moe_aiter.derived.forget()`.
+    What depends on the pattern alone is cached (see `moe_aiter.derived`): the first call synchronises, later
+    calls do not, until the memory of the weight's indices, or of a dense weight, changes.  For torch, a write
+    to a sparse weight's values also changes its indices.  So for training, pass a SparsePattern, or the
+    weight that its `to_sparse` builds in each step.  If you write to index tensors from which a weight was
+    made, and make another weight of them, call `moe_aiter.derived.forget()`.
 
     Raises ValueError for shapes, devices and patterns that do not fit, TypeError for dtypes and flags.
     """

@@ -18,12 +18,12 @@ COMPRESSED = torch.sparse_csr, torch.sparse_bsr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparsePattern:
-    """The places of the blocks of a sparse (N, K) matrix, for any values (L, *blocksize) or, of blocks of
-    1 x 1, (L,).
+    """The positions of the nonzero blocks of a sparse (N, K) matrix, without their values.
 
-    Blocks are counted row by row, and from left to right in a row, or as they come in a sparse tensor.  Make
-    one with `from_mask`, `from_dense` or `from_sparse` and give it to `sparse_gemm` with values that change:
-    nothing is computed from it again.
+    The values of L blocks are (L, *blocksize), or (L,) for blocks of 1 x 1.  Blocks are counted row by row
+    and from left to right, or in the order of the sparse tensor.  Make a pattern with `from_mask`,
+    `from_dense` or `from_sparse`, and pass it to `sparse_gemm` with values that change: what depends on the
+    pattern alone is computed once.
     """
 
     shape: tuple[int, int]  # N, K
@@ -42,10 +42,11 @@ class SparsePattern:
     def from_mask(
         cls, mask: Tensor, blocksize: int | tuple[int, int], shape: tuple[int, int] | None = None
     ) -> "SparsePattern":
-        """The blocks where `mask` (R, C) is not zero, of a matrix of `shape`, which is that of whole blocks
-        unless given: its last blocks may reach past its end.  Synchronises.
+        """Return the pattern of the blocks where `mask` (R, C) is not zero.  Synchronises.
 
-        Raises ValueError for a mask or a shape that do not fit, TypeError for what is no tensor or size.
+        `shape` is the shape of the matrix, by default that of R x C whole blocks; the last blocks may reach
+        past its end.
+        Raises ValueError for a mask or a shape that do not fit, TypeError for other types.
         """
         check_values("mask", mask, "R", "C")
         block = pair(blocksize)
@@ -60,16 +61,16 @@ class SparsePattern:
 
     @classmethod
     def from_dense(cls, w: Tensor, blocksize: int | tuple[int, int]) -> "SparsePattern":
-        """The blocks of `w` (N, K) in which there is anything but zeros.  Synchronises."""
+        """Return the pattern of the blocks of `w` (N, K) that are not all zeros.  Synchronises."""
         check_values("w", w, "N", "K")
         block = pair(blocksize)
         return cls.from_mask(as_blocks(w.detach(), block).ne(0).flatten(2).any(2), block, tuple(w.shape))
 
     @classmethod
     def from_sparse(cls, w: Tensor) -> "SparsePattern":
-        """The places of a CSR or BSR tensor (N, K), for which `w.values()` are the values.  Synchronises.
+        """Return the pattern of a CSR or BSR tensor (N, K), whose values are `w.values()`.  Synchronises.
 
-        Raises ValueError for another layout or shape, and for entries that share a place.
+        Raises ValueError for another layout or shape, and for two entries at one position.
         """
         check_tensor("w", w)
         if w.layout not in COMPRESSED or w.dense_dim():
@@ -79,16 +80,16 @@ class SparsePattern:
 
     @property
     def num_blocks(self) -> int:
-        """L."""
+        """The number of blocks, L."""
         return num_blocks(self.lists, *count(self.shape, self.blocksize))
 
     @checked
     def to(self, device: torch.device | str) -> "SparsePattern":
-        """The same on another device."""
+        """Return the pattern on another device."""
         return dataclasses.replace(self, lists=self.lists.to(device))
 
     def take(self, w: Tensor) -> Tensor:
-        """The values that a dense `w` (N, K) has in these places: (L, *blocksize), or (L,).
+        """Return the values that a dense `w` (N, K) has in the blocks: (L, *blocksize), or (L,).
 
         Differentiable.  Blocks that reach past the end of `w` have zeros there.
         """
@@ -100,7 +101,7 @@ class SparsePattern:
         return values.flatten() if self.blocksize == (1, 1) else values
 
     def to_dense(self, values: Tensor) -> Tensor:
-        """The matrix (N, K) that has `values` in these places and zeros elsewhere.  Differentiable."""
+        """Return the matrix (N, K) with `values` in the blocks and zeros in between.  Differentiable."""
         check_tensor("values", values)
         block, L = self.blocksize, self.num_blocks
         if tuple(values.shape) not in ((L, *block), (L,) if block == (1, 1) else ()):
@@ -109,22 +110,23 @@ class SparsePattern:
         return to_dense(values, self.lists, *self.shape)
 
     def to_sparse(self, values: Tensor) -> Tensor:
-        """The matrix as a BSR or CSR tensor with `values` themselves.  Differentiable.
+        """Return the matrix as a BSR or CSR tensor that shares `values`.  Differentiable.
 
-        A gradient with the same indices, that of `sparse_gemm` say, is taken as it is, where torch's own
-        constructors make it dense, and wait.  Raises ValueError unless all blocks are whole and have values.
+        A gradient with the same indices, for example from `sparse_gemm`, is used as it is; torch's own
+        constructors make it dense, and synchronise.
+        Raises ValueError unless all blocks are whole and have values.
         """
         check_tensor("values", values)
         block, L = self.blocksize, self.num_blocks
         if tuple(values.shape) != ((L,) if block == (1, 1) else (L, *block)):
             raise ValueError(f"values are {tuple(values.shape)} but the pattern has {L} blocks of {block}")
         if any(size % side for size, side in zip(self.shape, block, strict=True)):
-            raise ValueError(f"the shape is {self.shape} but torch wants whole blocks of {block}")
+            raise ValueError(f"the shape is {self.shape} but torch needs whole blocks of {block}")
         check_device(values=values, lists=self.lists)
         return AsSparse.apply(values, self)
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """The row and the column of each block, (L,) int64."""
+        """Return the row and the column of each block, (L,) int64."""
         return block_indices(self.lists, *count(self.shape, self.blocksize))
 
 
@@ -132,10 +134,10 @@ class SparsePattern:
 
 
 def check_values(name: str, x: Tensor, *axes: str) -> None:
-    """Raise unless `x` has these axes, and numbers that can be looked at."""
+    """Raise unless `x` has these axes and values, which a meta tensor lacks."""
     check_shape(name, x, *axes)
     if x.is_meta:
-        raise ValueError(f"{name} is on meta, where it is not known what is zero")
+        raise ValueError(f"{name} is on meta, which has no values to look for zeros")
 
 
 def pair(blocksize: int | tuple[int, int]) -> tuple[int, int]:

@@ -82,7 +82,7 @@ def test_gradients_of_sparse_tensors(block, monkeypatch):
             lambda: SparsePattern.from_mask(torch.eye(2), 2).to_sparse(torch.ones(3, 2, 2)),
         ),
         (
-            r"torch wants whole blocks of \(2, 2\)",
+            r"torch needs whole blocks of \(2, 2\)",
             lambda: SparsePattern.from_mask(torch.eye(2), 2, (3, 4)).to_sparse(torch.ones(2, 2, 2)),
         ),
     ],
