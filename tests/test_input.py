@@ -273,7 +273,7 @@ def is_in_the_table(module, name: str) -> bool:
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # for a folder of any name
-    monkeypatch.setattr("moe_aiter.compat.aiter.registry.KERNELS", {"known": print})
+    monkeypatch.setattr("moe_aiter.compat.aiter.KERNELS", {"known": print})
     fn, valid = CALLS[name]
     fn(**valid())  # what is changed is a valid call
     rules = {}

@@ -20,7 +20,7 @@ from ..routing.plan import make_plan
 from . import products
 from .layer import SIZES, shape_cells
 from .measure import PASSES, PEER_ERRORS, WHERE, Contender, PassTimer, add_contenders, count, distances
-from .problem import SHAPES, Problem, Shape, expert, new_problem
+from .problem import SHAPES, Problem, Shape, by_experts, new_problem
 from .products import Asked, Case, Command, Judge, errors_of
 
 DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}
@@ -102,7 +102,8 @@ def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
 
 
 def lora_experts(p: Problem, adapters: Adapters) -> Contender:
-    base = Experts(*frozen_sizes(p), device="meta", dtype=p.x.dtype)
+    _, hidden, width, num_experts, _ = p.shape.sizes
+    base = Experts(num_experts, hidden, width, device="meta", dtype=p.x.dtype)
     base.gate_up, base.down = frozen(p.gate_up), frozen(p.down)
     layer = LoRAExperts(base, rank=adapters.rank, alpha=adapters.scaling * adapters.rank)
     leaves = [nn.Parameter(t.clone()) for t in adapters.factors]
@@ -170,10 +171,6 @@ def frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.detach(), requires_grad=False)
 
 
-def frozen_sizes(p: Problem) -> tuple[int, int, int]:
-    return p.shape.num_experts, p.shape.hidden, p.shape.intermediate
-
-
 def pairs(factors) -> list[tuple[Tensor, Tensor]]:
     """A and B of gate_up, A and B of down."""
     return list(zip(factors[::2], factors[1::2], strict=True))
@@ -181,23 +178,15 @@ def pairs(factors) -> list[tuple[Tensor, Tensor]]:
 
 def truth(p: Problem, adapters: Adapters, dtype: torch.dtype) -> list[Tensor]:
     """The PARTS in `dtype`: expert by expert, with weights that have the product of the factors in them."""
-    x, dout, s = p.x.detach().to(dtype), p.dout.to(dtype), p.routing_weights.detach()
-    s = s.to(p.x.dtype).to(torch.promote_types(dtype, torch.float32))  # as a model of this dtype gives them
-    out, dx, ds = torch.zeros_like(dout), torch.zeros_like(dout), torch.zeros_like(s)
-    stacks = [torch.empty_like(t, dtype=dtype) for t in adapters.factors]
-    for e in range(p.shape.num_experts):
-        token, j = torch.where(p.expert_ids == e)
-        leaves = [x[token], s[token, j], *(t[e].to(dtype) for t in adapters.factors)]
-        leaves = [t.requires_grad_() for t in leaves]
-        bases = p.gate_up[e].detach().to(dtype), p.down[e].detach().to(dtype)
-        weights = [w + adapters.scaling * (b @ a) for w, (a, b) in zip(bases, pairs(leaves[2:]), strict=True)]
-        y = (expert(leaves[0], weights, p.shape) * leaves[1][:, None]).to(dtype)
-        drows, ds[token, j], *grads = torch.autograd.grad(y, leaves, dout[token])
-        out.index_add_(0, token, y.detach())
-        dx.index_add_(0, token, drows)
-        for stack, grad in zip(stacks, grads, strict=True):
-            stack[e] = grad
-    return [out, dx, ds, *stacks]
+    # the weights as a model of this dtype gives them
+    s = p.routing_weights.to(p.x.dtype).to(torch.promote_types(dtype, torch.float32))
+
+    def whole(e: int, factors: list[Tensor]) -> list[Tensor]:
+        bases = (w[e].detach().to(dtype) for w in (p.gate_up, p.down))
+        return [w + adapters.scaling * (b @ a) for w, (a, b) in zip(bases, pairs(factors), strict=True)]
+
+    every = range(p.shape.num_experts)
+    return by_experts(p, p.expert_ids, p.x.to(dtype), s, adapters.factors, every, whole)
 
 
 def by_whole_weights(p: Problem, adapters: Adapters) -> Judge:

@@ -126,7 +126,8 @@ def measure_memory(contender: Contender, problem: Problem) -> tuple[float, float
     On a GPU what torch's allocator has given out.  On the CPU the resident memory of the process, which
     includes what the C++ extension and the matrix library take, after freed memory went back to the system.
     """
-    gauge = cuda_gauge() if problem.x.is_cuda else resident_gauge()
+    cuda = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats
+    gauge = cuda if problem.x.is_cuda else resident_gauge()
     if gauge is None:
         return None
     now, peak, reset = gauge
@@ -142,13 +143,8 @@ def measure_memory(contender: Contender, problem: Problem) -> tuple[float, float
     return held / MIB, highest / MIB
 
 
-def cuda_gauge():
-    """Functions for the bytes in use, the most since the reset, and the reset."""
-    return torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats
-
-
 def resident_gauge():
-    """Return the same from Linux, and None on other systems."""
+    """Functions for the bytes in use, the most since the reset, and the reset; None on systems but Linux."""
     if sys.platform != "linux" or not CLEAR.exists():
         return None
 

@@ -1,6 +1,7 @@
 """The shapes that are measured, the inputs of the contenders, and the expected results."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -214,32 +215,50 @@ def truth(p: Problem, expert_ids: Tensor, routed: bool, dtype: torch.dtype) -> l
     weights for `checked_experts` only.  Each expert's backward follows its forward, to hold little.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    x, router, dout = p.x.detach().to(dtype).requires_grad_(), None, p.dout.to(dtype)
+    x, router = p.x.detach().to(dtype).requires_grad_(), None
     if routed:
         router = p.router.detach().to(dtype).requires_grad_()
         routing_weights = chosen_weights(x, router, expert_ids, wide)
     else:
         routing_weights = p.routing_weights.detach().to(wide)
-    s = routing_weights.detach()
-    out, dx, ds = torch.zeros_like(dout), torch.zeros_like(dout), torch.zeros_like(s)
-    place = {e: i for i, e in enumerate(checked_experts(p.shape))}
-    stacks = [w.new_empty(len(place), *w.shape[1:], dtype=dtype) for w in (p.gate_up, p.down, *p.biases)]
-    for e in range(p.shape.num_experts):
-        token, j = torch.where(expert_ids == e)
-        weights = [w[e].detach().to(dtype) for w in (p.gate_up, p.down, *p.biases)]
-        leaves = [t.requires_grad_() for t in (x.detach()[token], s[token, j], *weights)]
-        y = (expert(leaves[0], leaves[2:], p.shape) * leaves[1][:, None]).to(dtype)
-        grads = torch.autograd.grad(y, leaves, dout[token])
-        out.index_add_(0, token, y.detach())
-        dx.index_add_(0, token, grads[0])
-        ds[token, j] = grads[1]
-        for stack, grad in zip(stacks, grads[2:], strict=True):
-            if e in place:
-                stack[place[e]] = grad
+    tensors, kept = (p.gate_up, p.down, *p.biases), checked_experts(p.shape)
+    out, dx, ds, *stacks = by_experts(p, expert_ids, x, routing_weights, tensors, kept)
     if routed:
         more, ds = torch.autograd.grad(routing_weights, (x, router), ds)
         dx += more
     return [out, dx, *stacks[:2], ds, *stacks[2:]]
+
+
+def by_experts(
+    p: Problem,
+    expert_ids: Tensor,
+    x: Tensor,
+    s: Tensor,
+    tensors: tuple[Tensor, ...],
+    kept: Sequence[int],
+    weights_of: Callable[[int, list[Tensor]], Sequence[Tensor]] = lambda e, own: own,
+) -> list[Tensor]:
+    """The output in the dtype of `x`, and the gradients of `x`, of the routing weights `s` and of `tensors`.
+
+    `tensors` have a part for each expert, from which `weights_of` makes its weights; their gradients are
+    those of the experts in `kept`.
+    """
+    x, s, dout = x.detach(), s.detach(), p.dout.to(x.dtype)
+    out, dx, ds = torch.zeros_like(dout), torch.zeros_like(dout), torch.zeros_like(s)
+    index = {e: i for i, e in enumerate(kept)}
+    stacks = [t.new_empty(len(kept), *t.shape[1:], dtype=x.dtype) for t in tensors]
+    for e in range(p.shape.num_experts):
+        token, j = torch.where(expert_ids == e)
+        leaves = [x[token], s[token, j], *(t[e].detach().to(x.dtype) for t in tensors)]
+        leaves = [t.requires_grad_() for t in leaves]
+        y = (expert(leaves[0], weights_of(e, leaves[2:]), p.shape) * leaves[1][:, None]).to(x.dtype)
+        drows, ds[token, j], *grads = torch.autograd.grad(y, leaves, dout[token])
+        out.index_add_(0, token, y.detach())
+        dx.index_add_(0, token, drows)
+        for stack, grad in zip(stacks, grads, strict=True):
+            if e in index:
+                stack[index[e]] = grad
+    return [out, dx, ds, *stacks]
 
 
 def chosen_weights(x: Tensor, router: Tensor, expert_ids: Tensor, wide: torch.dtype) -> Tensor:

@@ -124,7 +124,8 @@ class Trainer:
         config = self.config
         self.step += 1
         rate = learning_rate(config, self.step)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         text = self.corpus.train
         loss, routings = self.loss(*train_batch(text, config.batch, config.sequence, config.seed, self.step))
         total, tensors = loss, {"loss": loss.detach()}
@@ -230,11 +231,6 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     progress = (step - warmup) / max(1, config.steps - warmup)
     share = config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * share
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def mean(losses: Iterable[Tensor]) -> Tensor:

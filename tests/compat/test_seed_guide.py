@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import moe_aiter.compat.aiter as aiter
-from moe_aiter.compat.aiter.registry import KERNELS
+from moe_aiter.compat.aiter import KERNELS
 from moe_aiter.switches import get_log_level, set_log_level, switches
 
 from .seeds import near

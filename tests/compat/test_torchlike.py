@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_aiter.compat import aiter
-from moe_aiter.compat.aiter.registry import KERNELS
+from moe_aiter.compat.aiter import KERNELS
 from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
 from moe_aiter.switches import switches
 

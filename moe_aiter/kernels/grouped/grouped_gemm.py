@@ -15,6 +15,7 @@ from torch import Tensor
 from ...op import INTEGERS, binds, define_op, gradients, takes
 from ..base.check import (
     FLOATS,
+    check_axes,
     check_device,
     check_float,
     check_index,
@@ -171,10 +172,8 @@ def check_inputs(
     check_shape("expert_ids", ids, "T", "k")
     if topk is not None:
         check_size("topk is {}", topk, "expert_ids is (T, k={})", ids.shape[1])
-    check_size("input is (T={}, ...)", input.shape[0], "expert_ids is (T={}, k)", ids.shape[0])
-    if input.dim() == 3:
-        check_size("input is (T, k={}, K)", input.shape[1], "expert_ids is (T, k={})", ids.shape[1])
-    check_size("input is (..., K={})", input.shape[-1], "weights is (E, K={}, N)", weights.shape[1])
+    axes = "T, K" if input.dim() == 2 else "T, k, K"
+    check_axes(input=(input, axes), expert_ids=(ids, "T, k"), weights=(weights, "E, K, N"))
     if reduce not in (None, "sum", "none"):
         raise ValueError(f"reduce must be 'sum', 'none' or None, not {reduce!r}")
     return ids, reduce or ("sum" if input.dim() == 2 else "none")

@@ -136,9 +136,9 @@ def test_compiles(device):
 BAD = {
     "topk": (dict(topk=2), ValueError, r"topk is 2 but expert_ids is \(T, k=3\)"),
     "topk of one axis": (dict(topk=4, expert_ids=torch.zeros(39).int()), ValueError, r"must be \(T, k\)"),
-    "tokens": (dict(input=torch.zeros(9, K)), ValueError, r"input is \(T=9, ...\) but expert_ids is \(T=13"),
+    "tokens": (dict(input=torch.zeros(9, K)), ValueError, r"input is \(T=9, K\) but expert_ids is \(T=13"),
     "slots": (dict(input=torch.zeros(T, 2, K)), ValueError, r"input is \(T, k=2, K\) but expert_ids"),
-    "inner": (dict(input=torch.zeros(T, 7)), ValueError, r"input is \(..., K=7\) but weights is \(E, K=12"),
+    "inner": (dict(input=torch.zeros(T, 7)), ValueError, r"input is \(T, K=7\) but weights is \(E, K=12"),
     "axes": (dict(input=torch.zeros(T)), ValueError, r"input must be \(T, K\) or \(T, k, K\)"),
     "reduce": (dict(reduce="mean"), ValueError, "reduce must be 'sum', 'none' or None, not 'mean'"),
     "ids": (dict(expert_ids=torch.zeros(T, 3)), TypeError, "expert_ids must be int32 or int64"),
