@@ -16,13 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.base.check import (
-    check_axes,
-    check_device,
-    check_flags,
-    check_float,
-    check_real,
-)
+from ..kernels.base.check import check_axes, check_device, check_flags, check_float, check_real
 from ..kernels.dense.attention_mask import lowest, mask_bias, zero_rows
 from ..op import INTEGERS, check_backend, compose, is_plain, log
 from ..private_api import any_autocast, attention_choice, attention_flash, attention_math, is_transformed

@@ -33,15 +33,7 @@ from .gemm import (
     matmul,
     sparse_gemm,
 )
-from .modules import (
-    AITERAttention,
-    AITERConv2d,
-    AITERLinear,
-    attention,
-    conv2d,
-    dynamic_conv2d,
-    gelu,
-)
+from .modules import AITERAttention, AITERConv2d, AITERLinear, attention, conv2d, dynamic_conv2d, gelu
 from .ops.deepgemm import deepgemm
 from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight

@@ -8,7 +8,15 @@ shapes and devices, TypeError for dtypes.
 from torch import Tensor
 
 from ...kernels.base.activations import FUNCTIONS
-from ...kernels.base.check import check_flags, check_float, check_shape, check_size, check_tensor, renamed
+from ...kernels.base.check import (
+    check_axes,
+    check_flags,
+    check_float,
+    check_shape,
+    check_size,
+    check_tensor,
+    renamed,
+)
 from ...kernels.dense.gemm import gemm
 from ...kernels.grouped.grouped_gemm import grouped_gemm as _grouped_gemm
 from ...kernels.sparse.gemm import sparse_gemm as _sparse_gemm
@@ -38,12 +46,11 @@ def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: b
     With `transpose_a` the tensor a is (batch, k, m), with `transpose_b` b is (batch, n, k).
     """
     check_flags(transpose_a=transpose_a, transpose_b=transpose_b)
-    check_shape("a", a, "batch", *("km" if transpose_a else "mk"))
-    check_shape("b", b, "batch", *("nk" if transpose_b else "kn"))
-    check_size("a is (batch={}, ...)", a.shape[0], "b is (batch={}, ...)", b.shape[0])
-    a, b = a.mT if transpose_a else a, b.mT if transpose_b else b
-    check_product(a=a, b=b)
-    return gemm(a, b)
+    axes_of_a = "batch, k, m" if transpose_a else "batch, m, k"
+    axes_of_b = "batch, n, k" if transpose_b else "batch, k, n"
+    check_axes(a=(a, axes_of_a), b=(b, axes_of_b))
+    check_float(a=a, b=b)
+    return gemm(a.mT if transpose_a else a, b.mT if transpose_b else b)
 
 
 @computed
@@ -96,9 +103,8 @@ def cutlass_gemm(
 
     The result is a new tensor.  Where `beta` is 0, as it is unless given, c is not read.
     """
-    check_shape("a", a, "m", "k")
-    check_shape("b", b, "k", "n")
-    check_product(a=a, b=b)
+    check_axes(a=(a, "m, k"), b=(b, "k, n"))
+    check_float(a=a, b=b)
     return gemm(a, b, alpha=alpha, beta=beta, c=c)
 
 
@@ -123,18 +129,12 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     check_tensor("y", y)
     if x.dim() == 0 or y.dim() == 0:
         raise ValueError(f"x and y must have an axis, but they are {tuple(x.shape)} and {tuple(y.shape)}")
-    check_product(x=x, y=y)
+    check_float(x=x, y=y)
+    axes = "k={}" if y.dim() == 1 else "k={}, n" if y.dim() == 2 else "..., k={}, n"
+    check_size("x is (..., k={})", x.shape[-1], f"y is ({axes})", y.shape[max(-2, -y.dim())])
     if x.dim() == 1 and y.dim() > 2:
         return gemm(x[None], y).squeeze(-2)
     return gemm(x, y[:, None]).squeeze(-1) if y.dim() == 1 else gemm(x, y)
-
-
-def check_product(**operands: Tensor) -> None:
-    """Raise unless two operands, of one axis or more, have one dtype and one k; of theirs by their names."""
-    (first, a), (second, b) = operands.items()
-    check_float(**operands)
-    axes = "k={}" if b.dim() == 1 else "k={}, n" if b.dim() == 2 else "..., k={}, n"
-    check_size(f"{first} is (..., k={{}})", a.shape[-1], f"{second} is ({axes})", b.shape[max(-2, -b.dim())])
 
 
 def as_w(input: Tensor, weight: Tensor, transpose_weight: bool = True, *, is_option: bool = True) -> Tensor:

@@ -97,36 +97,20 @@ def torch_gelu(x: Tensor) -> Tensor:
     return y if x.is_cuda else y.where(x < 10, x)  # from 9 on, float64 does not know the two apart
 
 
-def torch_gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def torch_relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 def torch_silu_oai(x: Tensor) -> Tensor:
     x = x.clamp(max=LIMIT)
     return x * torch.sigmoid(ALPHA * x)
 
 
-def torch_up_oai(x: Tensor) -> Tensor:
-    return x.clamp(-LIMIT, LIMIT) + 1
-
-
-def torch_identity(x: Tensor) -> Tensor:
-    return x
-
-
 FUNCTIONS = {  # in torch; and in Triton, in float32, x -> (value, slope)
     "silu": (F.silu, silu),
     "gelu": (torch_gelu, gelu),
-    "gelu_tanh": (torch_gelu_tanh, gelu_tanh),
+    "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), gelu_tanh),
     "relu": (F.relu, relu),
-    "relu2": (torch_relu2, relu2),
+    "relu2": (lambda x: F.relu(x).square(), relu2),
     "silu_oai": (torch_silu_oai, silu_oai),
-    "up_oai": (torch_up_oai, up_oai),
-    "identity": (torch_identity, identity),
+    "up_oai": (lambda x: x.clamp(-LIMIT, LIMIT) + 1, up_oai),
+    "identity": (lambda x: x, identity),
 }
 
 
