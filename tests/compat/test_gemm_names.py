@@ -160,7 +160,7 @@ def test_a_mistake_is_named_as_the_caller_names_it():
         aiter.linear(torch.tensor(1.0), weight)
     with pytest.raises(ValueError, match=r"a is \(m, k=24\) but b is \(k=10, n\)"):
         aiter.cutlass_gemm(x, weight.T)
-    with pytest.raises(ValueError, match=r"a is \(batch, m, k=24\) but b is \(batch, k=10, n\)"):
+    with pytest.raises(ValueError, match=r"a is \(batch, m, k=24\) but b is \(batch, n, k=10\)"):
         aiter.batched_gemm(x[None], weight[None], transpose_b=True)
     for y, shape in ((x, r"\(k=7, n\)"), (bias, r"\(k=10\)"), (x[None], r"\(..., k=7, n\)")):
         with pytest.raises(ValueError, match=rf"x is \(..., k=24\) but y is {shape}"):
