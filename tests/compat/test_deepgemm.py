@@ -82,6 +82,7 @@ def test_the_guides_example(device):
 @pytest.mark.parametrize("fp8", [None, E4M3, FNUZ], ids=str)
 @pytest.mark.parametrize("expect_m", [1, 16, 128])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.pairwise
 def test_upstreams_shapes_made_small(expect_m, dtype, fp8):
     check(*make("cpu", 4, expect_m, 224, 128, dtype, fp8))
 

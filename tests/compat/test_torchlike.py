@@ -39,6 +39,7 @@ CONVOLUTIONS = [
 @pytest.mark.parametrize("shape, weight, options", CONVOLUTIONS)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, torch.float64])
 @pytest.mark.parametrize("fn", [aiter.conv2d, aiter.dynamic_conv2d])
+@pytest.mark.pairwise
 def test_conv2d_is_torchs(shape, weight, options, dtype, fn, device):
     x, w, bias = (torch.randn(s, device=device).to(dtype) for s in (shape, weight, weight[:1]))
     for b in (bias, None):

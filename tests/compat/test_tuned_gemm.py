@@ -136,6 +136,7 @@ def test_an_unknown_dtype_is_refused():
 @pytest.mark.parametrize("otype", [None, torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("m, n, k", [(128, 32, 512), (64, 256, 320), (3, 1, 1024), (16, 40, 256)])
+@pytest.mark.pairwise
 def test_aiters_own_cases(device, files, dtype, otype, bias, m, n, k):
     files("")
     x, w = torch.randn(m, k).to(device, dtype), torch.randn(n, k).to(device, dtype)

@@ -162,12 +162,14 @@ def test_weigh_rows(device, H):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rows, width", [(0, 5), (1, 0), (1, 1), (7, 0), (7, 1)])
+@pytest.mark.pairwise
 def test_glu(device, rows, width, interleaved):
     check(glu, glu_reference, new(device, rows, 2 * width), "swiglu", interleaved)
 
 
 @pytest.mark.parametrize("M", [0, 1])
 @tiny
+@pytest.mark.pairwise
 def test_gemm(device, M, a, b):
     def plain(x, w, bias, c):
         return torch.nn.functional.silu(x @ w + bias + 0.5 * c)
@@ -183,6 +185,7 @@ def test_gemm(device, M, a, b):
 
 @pytest.mark.parametrize("activation, parts", [("swiglu", 2), ("relu2", 1)])
 @tiny
+@pytest.mark.pairwise
 def test_experts(device, a, b, activation, parts):
     """H and I, with the biases, through both autograd nodes."""
     x, s = new(device, T, a), torch.rand(T, K_CHOICES, device=device)
@@ -223,6 +226,7 @@ def test_experts_in_turn(device, size, recompute):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @tiny
+@pytest.mark.pairwise
 def test_adapted(device, a, b, rank):
     order, rank_of, sizes = plan(device)
     w, bias = new(device, E, b, a), new(device, E, b)
@@ -274,6 +278,7 @@ def test_masked_gmm(device, a, b):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @tiny
+@pytest.mark.pairwise
 def test_scaled_products(device, a, b, dtype):
     x, w = (torch.randint(-4, 5, (n, a)).float().to(device).to(dtype) for n in (9, b))
     scales, bias = (torch.rand(9, device=device), torch.rand(b, device=device)), new(device, b)
@@ -307,6 +312,7 @@ def test_quantize(device, M, K, format):
 
 @pytest.mark.parametrize("lead", [(), (0,), (1,), (2, 0)], ids=str)
 @tiny
+@pytest.mark.pairwise
 def test_tuned_gemm(device, lead, a, b):
     def scaled(x, w, bias, x_scale, w_scale):
         return tuned_gemm(x, w, bias, x_scale=x_scale, w_scale=w_scale)
@@ -321,6 +327,7 @@ def test_tuned_gemm(device, lead, a, b):
 @pytest.mark.parametrize("block", [(1, 1), (16, 16)], ids=str)
 @pytest.mark.parametrize("M", [0, 1])
 @tiny
+@pytest.mark.pairwise
 def test_sparse_matmul(device, a, b, block, M):
     mask = torch.ones(-(-a // block[0]), -(-b // block[1]), dtype=torch.bool, device=device)
     pattern = SparsePattern.from_mask(mask, block, (a, b))

@@ -25,6 +25,7 @@ REFUSED = {"E": 0, "k": 0}.items()  # by sort_by_expert
 
 @pytest.mark.parametrize("fp8, recompute", WAYS[:: len(WAYS) - 1] if interpret else WAYS)
 @pytest.mark.parametrize("size", [s for s in in_turn(**SIZES) if not s.items() & REFUSED], ids=str)
+@pytest.mark.pairwise
 def test_experts(device, size, fp8, recompute):
     inputs = make(device, **size)
     x, gate_up, down, s, *biases = inputs
@@ -67,6 +68,7 @@ FITS = dict(T=4, H=256, I=64, E=2)
 
 
 @pytest.mark.parametrize("size", [FITS, *(s for s in in_turn(**FITS) if 0 in s.values())], ids=str)
+@pytest.mark.no_interpreter
 def test_hopper_is_for_what_has_elements(size, monkeypatch):
     """TMA copies nothing of a tensor that has none."""
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)

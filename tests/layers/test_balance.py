@@ -70,6 +70,7 @@ def test_a_group_is_masked_by_0_or_by_minus_infinity(device):
 @pytest.mark.parametrize(
     "load", [[3, 0, 5, 1], [4, 4, 4, 4], [0, 0, 0, 0], [1, 1, 1, 0], [10**9, 1, 1, 2]], ids=str
 )
+@pytest.mark.pairwise
 def test_step_by_hand(device, load, rule, zero_mean):
     bias = torch.tensor([0.1, 0.0, -0.3, 0.2], device=device)
     step = selection_bias_step(bias, torch.tensor(load, device=device), 0.01, rule, zero_mean)

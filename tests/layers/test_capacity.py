@@ -25,6 +25,7 @@ def dropped_by_hand(ids, weights, num_experts, limit, policy):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("factor", [0.3, 1.0, 1.25, 6.0])
 @pytest.mark.parametrize("policy", ["position", "probability"])
+@pytest.mark.pairwise
 def test_dropped_by_hand(device, policy, factor, dtype):
     ids = torch.rand(T, E).argsort(1)[:, :K].to(device, dtype)
     ids[:9, 0] = 3  # crowded

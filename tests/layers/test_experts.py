@@ -53,6 +53,7 @@ def compare(experts, x, expert_ids, routing_weights):
 @pytest.mark.parametrize(
     "activation, interleaved", [(a, False) for a in ACTIVATIONS] + [(a, True) for a in GATED]
 )
+@pytest.mark.pairwise
 def test_against_the_loop(device, activation, interleaved, bias):
     compare(build(device, activation=activation, bias=bias, interleaved=interleaved), *draw(device))
 

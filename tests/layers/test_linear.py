@@ -112,6 +112,7 @@ def test_several_threads_share_the_patch(calls):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0,)])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.pairwise
 def test_results_and_gradients_are_torchs(device, calls, dtype, shape, bias):
     one = layer(dtype=dtype, bias=bias, device=device)
     x = torch.randn(*shape, 32).to(device, dtype).requires_grad_()

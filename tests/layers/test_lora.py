@@ -65,6 +65,7 @@ def linear_reference(layer, x, ids):
 @kinds
 @pytest.mark.parametrize("few", [0, 256])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.pairwise
 def test_each_row_has_its_own_adapter(kind, few, bias, monkeypatch):
     monkeypatch.setattr(file, "FEW_ROWS", few)
     layer = make_linear(kind, 3, bias)

@@ -25,6 +25,7 @@ def true_norms(factors, weight):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("block", [1, 100, 2**25])
 @pytest.mark.parametrize("width", [1, 40])
+@pytest.mark.pairwise
 def test_norms_where_the_sum_cancels(monkeypatch, dtype, block, width):
     monkeypatch.setattr(lora, "NORM_BLOCK", block)
     factors, weight = cancelling(dtype, width=width)

@@ -38,6 +38,7 @@ def compare(moe, x, floor=1e-7, **options):
 
 @pytest.mark.parametrize("top_k", [1, 2, E])
 @pytest.mark.parametrize("score, renormalize", MODES)
+@pytest.mark.pairwise
 def test_every_score(device, score, renormalize, top_k):
     scoring = {"score": score, "renormalize": renormalize, "scale": 2.5}
     if top_k == 1 and renormalize:

@@ -36,6 +36,7 @@ def same(a, b):
 @every_dtype
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.pairwise
 def test_a_linear_layer(device, dtype, bias, of_x):
     layer = nn.Linear(64, 96, bias=bias, device=device)
     before, x = copy.deepcopy(layer), torch.randn(3, 50, 64, device=device).to(of_x)

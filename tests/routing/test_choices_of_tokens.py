@@ -126,6 +126,7 @@ def rounding_by_hand(p, top_k, tile, to, renormalize):
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("to", ["down", "up", "nearest"])
 @pytest.mark.parametrize("tile", [1, 4, 5, 16, 64])
+@pytest.mark.pairwise
 def test_token_rounding_by_hand(device, tile, to, renormalize):
     logits = draw(T, E, device=device)
     routing = route(logits, K, choice=TokenRounding(tile, to), renormalize=renormalize)

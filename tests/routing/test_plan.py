@@ -24,6 +24,7 @@ def ids(request, device):
 
 @pytest.mark.parametrize("dropping", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.pairwise
 def test_identities(ids, dropping, dtype):
     expert_ids, num_experts = ids
     expert_ids = expert_ids.to(dtype)

@@ -37,6 +37,7 @@ def by_hand(logits, top_k, score, renormalize, scale):
 
 @modes
 @pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.pairwise
 def test_route_by_hand(device, score, renormalize, top_k):
     logits = draw(13, 8, device=device)
     how = {"score": score, "renormalize": renormalize, "scale": 2.5}

@@ -77,6 +77,7 @@ def test_debug_refuses_a_plan_that_contradicts_itself(device, part, value, ops, 
 
 @pytest.mark.parametrize("value", [2**32, 2**32 + 1, 2**40, 2**31], ids=str)
 @pytest.mark.parametrize("op", WHOLE[:1] + MOVES)
+@pytest.mark.no_interpreter
 def test_an_index_is_not_wrapped(op, value, backend, device, no_debug):
     """As int32 they would be 0, 1 and negative."""
     if device.type != "cpu" or backend == "triton":

@@ -9,6 +9,7 @@ from moe_aiter.kernels.base.shuffle import shuffle_weight, unshuffle_weight
 
 from ...shapes import transposed
 
+pytestmark = pytest.mark.no_interpreter
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz]
 DTYPES += [torch.float4_e2m1fn_x2, torch.uint8]
 

@@ -229,6 +229,7 @@ def test_autocast_changes_nothing(device):
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
+@pytest.mark.no_interpreter
 def test_refusals(change, kind, message):
     x, w, bias, _ = make("cpu")
     with pytest.raises(kind, match=message):

@@ -42,6 +42,7 @@ def new(*shape, dtype=torch.bfloat16):
         (16, 4096, 4099, torch.bfloat16, "torch"),
     ],
 )
+@pytest.mark.no_interpreter
 def test_long_weights_of_few_rows_are_hoppers(on_hopper, M, N, K, dtype, backend):
     x, weight, rest = new(M, K, dtype=dtype)[None], new(N, K, dtype=dtype)[None], (None, None, "gelu")
     assert pick("gemm", x, weight.mT, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"][backend]

@@ -95,6 +95,7 @@ def test_what_is_not_a_number_stays_in_its_row_or_column(device):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kinds", KINDS[:2], ids=["int8", "fp8"])
 @pytest.mark.parametrize("M", [10, 140])
+@pytest.mark.pairwise
 def test_strides(device, layout, kinds, M):
     x, w, *beside = make(device, M, 40, 24, kinds)
 
@@ -139,6 +140,7 @@ def test_a_cpu_without_exact_int8_is_not_asked(monkeypatch):
 @pytest.mark.parametrize("kinds", KINDS[:2], ids=["int8", "fp8"])
 @pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
 @pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.pairwise
 def test_groups(device, sizes, kinds, gathered):
     G, M, K, N, top_k = len(sizes), sum(sizes) + 4 - sum(sizes) % 2, 40, 24, 2
     order = torch.randperm(M, device=device) if gathered else None
@@ -268,6 +270,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
+@pytest.mark.no_interpreter
 def test_bad_input_is_named(change, kind, message):
     with pytest.raises(kind, match=message):
         scaled_gemm(**{**dict(x=X, w=W, out_dtype=F32), **change})
@@ -290,6 +293,7 @@ BAD_GROUPS = {
 
 
 @pytest.mark.parametrize("change, kind, message", BAD_GROUPS.values(), ids=BAD_GROUPS)
+@pytest.mark.no_interpreter
 def test_bad_groups_are_named(change, kind, message):
     with pytest.raises(kind, match=message):
         scaled_gmm(**{**GROUPED, **change})
@@ -297,6 +301,7 @@ def test_bad_groups_are_named(change, kind, message):
 
 @pytest.mark.parametrize("strides", [(1, 1), (2, 1), (1, 2), (3, 2), (17, 1), (1, 17), (40, 1), (0, 1)])
 @pytest.mark.parametrize("M, N", [(1, 1), (1, 20), (20, 1), (20, 20)])
+@pytest.mark.pairwise
 def test_any_strides_of_int8(device, M, N, strides):
     memory = torch.randint(-128, 128, (2000,), dtype=torch.int8, device=device)
     x, w = memory.as_strided((M, 16), strides), memory.as_strided((16, N), strides)

@@ -49,6 +49,8 @@ def chosen(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lead", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.no_interpreter
+@pytest.mark.pairwise
 def test_it_is_torchs_linear(device, dtype, lead, bias):
     x, w = (torch.randn(*size, 24).to(device, dtype) for size in (lead, (16,)))
     b = torch.randn(16).to(device, dtype) if bias else None
@@ -59,6 +61,7 @@ def test_it_is_torchs_linear(device, dtype, lead, bias):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("K, N", MATRICES.values(), ids=MATRICES)
+@pytest.mark.no_interpreter
 def test_any_strides_and_sizes(device, layout, K, N):
     x, w = layout(torch.randn(7, K).to(device)), transposed(torch.randn(N, K).to(device))
     assert_as_good_as_torch(with_gradients(tuned_gemm), with_gradients(F.linear), x, w)
@@ -145,6 +148,7 @@ def test_without_being_asked_it_logs_nothing(device, files, caplog):
 
 
 @pytest.mark.parametrize("libtype", ["asm", "hipblaslt", "skinny", "flydsl", "opus", "of another planet"])
+@pytest.mark.no_interpreter
 def test_libraries_that_are_not_here_are_torch_and_one_line_says_so(device, files, chosen, caplog, libtype):
     files(rows_for(device, libtype, M=5) + rows_for(device, libtype, M=6))
     x, w = torch.randn(6, 32, device=device), torch.randn(16, 32, device=device)
@@ -291,6 +295,7 @@ def test_it_means_the_same_under_autocast(device, files):
         (lambda x, w: tuned_gemm(x, w[:3], is_shuffled=True), ValueError, "N=3 must be a multiple of 16"),
     ],
 )
+@pytest.mark.no_interpreter
 def test_bad_inputs(files, call, error, message):
     files("")
     with pytest.raises(error, match=message):

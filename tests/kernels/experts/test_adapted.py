@@ -73,6 +73,7 @@ def test_down(backend, device, dtype, rank, bias, transposed):
 @dtypes
 @pytest.mark.parametrize("rank", [1, 16, 64, 65])
 @pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.pairwise
 def test_add_low_rank(backend, device, dtype, rank, strided):
     rows = T * CHOICES
     out = new(rows, 2 * N if strided else N, device=device, dtype=dtype)

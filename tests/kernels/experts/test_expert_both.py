@@ -71,6 +71,7 @@ def test_activations(device, forward, kind):
 @both
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.pairwise
 def test_dtypes(device, forward, dtype, bias):
     assert_same_bits(forward, make(device, dtype=dtype, bias=bias))
 

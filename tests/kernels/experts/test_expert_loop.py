@@ -100,6 +100,7 @@ def exact_gradients(i: ExpertInputs, *names):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.pairwise
 def test_activations(steps, kind, bias):
     ids = random_ids()
     compare(ids, make(ids, kind=kind, bias=bias))

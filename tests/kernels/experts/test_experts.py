@@ -73,6 +73,7 @@ def compare(fn, ids, activation, interleaved, inputs, **tolerance):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.pairwise
 def test_activations(device, fn, activation, interleaved):
     if interleaved and not get_activation(activation).gated:
         pytest.skip("nothing to interleave")
@@ -119,6 +120,7 @@ def test_shapes(device, fn, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.pairwise
 def test_dtypes(device, fn, dtype, bias):
     ids = expert_ids(40, 5, 2).to(device)
     compare(fn, ids, "swiglu", False, make(device, T=40, dtype=dtype, bias=bias))

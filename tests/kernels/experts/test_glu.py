@@ -107,6 +107,7 @@ def test_no_rows(backend, device):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.no_interpreter
 def test_gradcheck(kind):
     z = make("cpu", 3, 4, kind[0], torch.float64).requires_grad_()
     with use("torch"):

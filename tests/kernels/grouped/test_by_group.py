@@ -50,6 +50,8 @@ def test_nan_behind_a_row_of_an_operand_stays_there(rows):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("bias_dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("out_dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.no_interpreter
+@pytest.mark.pairwise
 def test_a_bias_is_added_before_the_rounding(dtype, bias_dtype, out_dtype):
     x, w, _, sizes = make(dtype)
     bias = torch.randn(4, 96).to(bias_dtype)
@@ -63,6 +65,7 @@ def test_a_bias_is_added_before_the_rounding(dtype, bias_dtype, out_dtype):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("out_dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.no_interpreter
 def test_what_is_there_is_added_before_the_rounding(dtype, out_dtype):
     x, _, y, sizes = make(dtype)
     out = torch.randn(4, 64, 96).to(out_dtype)

@@ -51,6 +51,7 @@ def plain_tgmm(x, y, group_sizes, order, top_k, columns_first):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
 @pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.pairwise
 def test_tgmm_gathers(device, sizes, dtype, columns_first):
     top_k = 2 if sum(sizes) % 2 == 0 else 1
     M = sum(sizes)
@@ -212,6 +213,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
+@pytest.mark.no_interpreter
 def test_bad_input_is_named(change, kind, message):
     good = dict(
         lhs=torch.zeros(5, 4),

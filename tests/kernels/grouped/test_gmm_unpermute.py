@@ -50,6 +50,7 @@ def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
         (1, 0, [1]),
     ],
 )
+@pytest.mark.no_interpreter
 def test_column_chunks(columns, most, widths):
     chunks = column_chunks(columns, 1, most)
     assert [n.stop - n.start for n in chunks] == widths
@@ -127,6 +128,7 @@ def peak(i):
     "name, chunks, mib", [("A", (1, 1), 4608), ("B", (2, 3), 648), ("C", (1, 1), 2432), ("D", (1, 1), 4736),
                           ("E", (1, 1), 928)],
 )  # fmt: skip
+@pytest.mark.no_interpreter
 def test_the_rule(name, chunks, mib):
     i = large(name)
     assert tuple(map(len, chunks_of(i, row_bytes(i, None)))) == chunks

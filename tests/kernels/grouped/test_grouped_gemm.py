@@ -35,6 +35,7 @@ def make(device, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduce", [None, "sum", "none"])
 @pytest.mark.parametrize("axes", [2, 3])
+@pytest.mark.pairwise
 def test_grouped_gemm(device, axes, reduce, dtype):
     x, w, ids, rw, bias = make(device, dtype)
     x = x if axes == 2 else torch.randn(T, TOP_K, K).to(x)
@@ -159,6 +160,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
+@pytest.mark.no_interpreter
 def test_bad_input_is_named(change, kind, message):
     x, w, ids, _, _ = make("cpu")
     with pytest.raises(kind, match=message):

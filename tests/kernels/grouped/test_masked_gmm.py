@@ -55,6 +55,7 @@ reference = result(lambda *inputs: masked_gmm_reference(*inputs, False))
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(t)[6:] for t in d))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.pairwise
 def test_masked_gmm(device, sizes, dtypes, shuffled):
     def fn(out, x, w, *rest):
         masked_gmm(out, x, shuffle_weight(w) if shuffled else w, *rest, shuffled=shuffled)
@@ -79,6 +80,7 @@ def test_shuffled_weights_that_end_within_a_tile(device, N, K, max_m):
 @pytest.mark.parametrize("N, K", [(1, 1), (37, 23), (80, 257), (300, 16)])
 @pytest.mark.parametrize("max_m", [10, 140])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.pairwise
 def test_shapes_and_layouts(device, N, K, max_m, layout):
     dtype = F16 if device.type == "cpu" and interpret else E4M3
     _, *inputs = make(device, [3, 10, 0], N, K, (dtype, dtype, F16), max_m)
@@ -274,6 +276,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
+@pytest.mark.no_interpreter
 def test_bad_input_is_named_and_nothing_written(change, kind, message):
     assert settings.debug, "the tests run with MOE_AITER_DEBUG=1"
     good = dict(out=OUT.clone().fill_(7), x=X, w=W, group_sizes=S)

@@ -33,6 +33,7 @@ def make(device, shape, dtype=torch.float32, sizes=None, tail=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("shape", SMALL, ids=str)
+@pytest.mark.pairwise
 def test_gmm(device, shape, dtype, out_dtype):
     lhs, rhs, _, bias, sizes = make(device, shape, dtype)
     sizes = sizes.long()
@@ -55,6 +56,7 @@ def test_gmm(device, shape, dtype, out_dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("trans_lhs", [False, True])
 @pytest.mark.parametrize("source", ["lhs", "rhs"])
+@pytest.mark.pairwise
 def test_transposed(device, variant, dtype, trans_lhs, source):
     """Both layouts of lhs, with and without a gradient of a bias, which is the same either way."""
     x, _, dout, _, sizes = make(device, (50, 24, 40, 5), dtype, [7, 0, 29, 1, 10], tail=3)
@@ -142,6 +144,7 @@ def poisoned(view_of, device, dtype):
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 2], [0, 0, 0, 0], [20, -3, 1, 0]], ids=str)
 @pytest.mark.parametrize("grid_dim", [None, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.pairwise
 def test_nothing_outside_the_groups_is_written(device, sizes, grid_dim, dtype, no_debug):
     lhs, rhs, dout, bias, sizes = make(device, (30, 24, 20, 4), dtype, sizes)
     ends = sizes.clamp(0, 30).cumsum(0)[-1]
@@ -272,6 +275,7 @@ BAD = {
 
 @every_variant
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
+@pytest.mark.no_interpreter
 def test_bad_input_is_named_and_nothing_written(variant, change, kind, message):
     given = OPERANDS | {"bias_grad": torch.ones(2, 4), "existing_out": torch.ones(2, 4, 6)} | change
     if "accumulate" in change or message == "must be a floating dtype":

@@ -183,6 +183,7 @@ def test_two_runs_give_the_same_bits(device):
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.no_interpreter
 def test_float8_is_multiplied_as_it_is(dtype):
     x, w, _, lens = make("cpu", [3, 0, 4], dtype=dtype)
     with use("torch"):
@@ -254,6 +255,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("change, kind, message", BAD.values(), ids=BAD)
+@pytest.mark.no_interpreter
 def test_bad_input_is_named_and_nothing_is_launched(change, kind, message, monkeypatch):
     monkeypatch.setattr("moe_aiter.op.pick", lambda *_: pytest.fail("launched"))
     good = dict(x=torch.zeros(5, 4), w=torch.zeros(2, 4, 6), lens=torch.tensor([2, 3]))

@@ -12,6 +12,7 @@ import pytest
 
 from moe_aiter.kernels import hopper
 
+pytestmark = pytest.mark.no_interpreter
 PROGRAMS = 5
 SIZES = {
     "ragged": [129, 0, 1, 64, 63, 300, 128, 255, 0, 60],
@@ -111,6 +112,7 @@ def row_tiles(sizes, M, block_m):
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("M", [1, 128, 1000, 1025])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.pairwise
 def test_each_tile_is_found_once(schedule, sizes, M, columns, group_m):
     sizes, found = SIZES[sizes], {}
     block_g = max(1 << (len(sizes) - 1).bit_length(), 32)
@@ -134,6 +136,7 @@ def test_each_tile_is_found_once(schedule, sizes, M, columns, group_m):
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("M", [128, 200, 1024])
 @pytest.mark.parametrize("sizes", [*SIZES, None])
+@pytest.mark.pairwise
 def test_each_tile_of_masked_groups_is_found_once(schedule, sizes, M, columns):
     """Groups lie M rows apart, whatever they hold; without sizes they hold all."""
     given = [M] * 7 if sizes is None else SIZES[sizes]

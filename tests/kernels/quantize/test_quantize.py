@@ -35,6 +35,8 @@ def draw(*shape, dtype, device):
 @every_format
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1), (13, 40), (5, 300), (3, 7, 24), (2, 65, 33)], ids=str)
+@pytest.mark.no_interpreter
+@pytest.mark.pairwise
 def test_error(device, shape, dtype, format):
     x = draw(*shape, dtype=dtype, device=device)
     x8, scale = quantize_rows(x, format)
@@ -61,6 +63,7 @@ def test_rows_that_are_not_numbers(device, format):
 
 @every_format
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.no_interpreter
 def test_strides(device, layout, format):
     x = LAYOUTS[layout](torch.randn(37, 48, device=device))
     for given in (x, x.mT, x[None], torch.stack([x, x + 1]).mT):
@@ -96,6 +99,8 @@ def test_int8_of_what_is_not_a_number(device):
 @every_format
 @every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.no_interpreter
+@pytest.mark.pairwise
 def test_columns_whose_largest_are_known(device, layout, dtype, format):
     x = LAYOUTS[layout](odd(torch.randn(3, 37, 48).to(device, dtype)))
     for w in (x, x[1]):

@@ -34,6 +34,7 @@ def draw(name, K=40, dtype=torch.float32, device="cpu"):
 @every_size
 @every_format
 @every_dtype
+@pytest.mark.pairwise
 def test_definition(device, name, format, dtype):
     x, factor, group_sizes, product = draw(name, dtype=dtype, device=device)
     assert same(quantize_folded(x, factor, group_sizes, format), quantize_rows(product, format))

@@ -24,6 +24,8 @@ def bits(x):
 @every_format
 @every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.no_interpreter
+@pytest.mark.pairwise
 def test_the_bytes_of_the_rows(device, layout, dtype, format):
     w = LAYOUTS[layout](odd(draw(3, 37, 48, dtype=dtype, device=device)))
     x8, scale = quantize_rows(w, format)

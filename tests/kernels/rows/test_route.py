@@ -197,6 +197,7 @@ def test_twice_the_same_bits(backend, device, mode):
 
 
 @modes
+@pytest.mark.no_interpreter
 def test_gradcheck(device, mode):
     logits = draw(5, 6, dtype=torch.float64, device=device).requires_grad_()
     assert torch.autograd.gradcheck(lambda z: run(z, 3, mode, 0.5)[:2], logits)
@@ -253,6 +254,7 @@ def test_one_graph_for_any_number_of_tokens(device, mode):
         (torch.ones(4, 8).int(), 2, TypeError, "logits must be float16.* not torch.int32"),
     ],
 )
+@pytest.mark.no_interpreter
 def test_errors(logits, top_k, error, text):
     with pytest.raises(error, match=text):
         choose_experts(logits, top_k)

@@ -126,6 +126,7 @@ def test_one_graph_for_any_number_of_tokens(device):
         (torch.ones(4, 8, dtype=torch.int64), 2, TypeError, "scores must be float16.* not torch.int64"),
     ],
 )
+@pytest.mark.no_interpreter
 def test_errors(scores, k, error, text):
     with pytest.raises(error, match=text):
         topk(scores, k)

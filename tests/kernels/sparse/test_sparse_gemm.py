@@ -61,6 +61,7 @@ def gradients(out, *leaves):
 @pytest.mark.parametrize("transpose_weight", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, None])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.pairwise
 def test_any_layout_in_any_pattern(device, layout, kind, transpose_weight):
     """The second time with what was kept from the first; gradients in the weight's layout and places."""
     if (layout, kind) == ("dense", None):
@@ -285,6 +286,7 @@ PATTERN = SparsePattern.from_mask(torch.eye(2), 4)
         (TypeError, "weight must be a tensor", (X, 1.0, "csr"), {}),
     ],
 )  # fmt: skip
+@pytest.mark.no_interpreter
 def test_bad_input(error, words, arguments, named):
     with pytest.raises(error, match=words):
         sparse_gemm(*arguments, **named)

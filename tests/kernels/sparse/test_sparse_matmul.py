@@ -74,6 +74,7 @@ def test_products_and_gradients(device, matrix, density, turned, few):
 
 @pytest.mark.parametrize("M", [1, 20])
 @pytest.mark.parametrize("turned", [False, True], ids=["A.T", "A"])
+@pytest.mark.pairwise
 def test_one_row_has_nearly_all_entries(device, turned, M, few):
     """And so has one column, of which the result has one number."""
     mask = torch.eye(40, 333).roll(7, 1)
@@ -85,6 +86,7 @@ def test_one_row_has_nearly_all_entries(device, turned, M, few):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("matrix", ["blocks of 16 x 32", "blocks larger than a tile", "entries"])
+@pytest.mark.pairwise
 def test_dtypes(device, matrix, dtype, few):
     inputs = make(device, *MATRICES[matrix], dtype=dtype)
     check(*inputs)
@@ -93,6 +95,7 @@ def test_dtypes(device, matrix, dtype, few):
 
 @pytest.mark.parametrize("layout", [transposed, spread], ids=["transposed", "spread"])
 @pytest.mark.parametrize("matrix", ["blocks of 16 x 32", "entries"])
+@pytest.mark.pairwise
 def test_strides(device, matrix, layout, few):
     x, values, bias, *rest = make(device, *MATRICES[matrix])
     apart = spread(bias[None])[0]
@@ -130,6 +133,7 @@ def test_the_same_bits_twice(device, matrix, few):
         (4096, 2**20, 2**24, True),  # for which no memory would do
     ],
 )
+@pytest.mark.no_interpreter
 def test_entries_are_gathered_where_zeros_cost_more(M, side, L, gathered):
     costs_less = kernels.costs_less
     assert costs_less(M, 2 * side, side**2, L, results=M * side) == gathered
@@ -145,6 +149,7 @@ def test_x_is_turned_where_many_of_its_numbers_are_read(M, L, copied):
 
 @pytest.mark.parametrize("turned", [False, True], ids=["A.T", "A"])
 @pytest.mark.parametrize("matrix", ["blocks of 16 x 32", "blocks larger than a tile", "entries"])
+@pytest.mark.no_interpreter
 def test_by_torch(matrix, turned, monkeypatch):
     """By the blocks or the entries, and not as a dense matrix, which is the reference."""
     inputs = make("cpu", *MATRICES[matrix], turned=turned)
@@ -198,6 +203,7 @@ def bad(**changes):
         (TypeError, "bias is torch.float64", {"bias": torch.ones(32).double()}),
     ],
 )
+@pytest.mark.no_interpreter
 def test_bad_input(error, words, changes):
     with pytest.raises(error, match=words):
         bad(**changes)
@@ -206,6 +212,7 @@ def test_bad_input(error, words, changes):
 @pytest.mark.skipif(not settings.debug, reason="values are checked with MOE_AITER_DEBUG=1 only")
 @pytest.mark.parametrize("number", [-1, 99])
 @pytest.mark.parametrize("index", [0, 6, -1])
+@pytest.mark.no_interpreter
 def test_bad_lists(index, number):
     lists = make("cpu", 32, 48, (16, 16), 5)[3].clone()
     lists[index] = number

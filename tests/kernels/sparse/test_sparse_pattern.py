@@ -18,6 +18,7 @@ def matrix(shape, block, device="cpu"):
 
 
 @pytest.mark.parametrize("shape, block", SHAPES)
+@pytest.mark.no_interpreter
 def test_there_and_back(device, shape, block):
     mask, w = matrix(shape, block, device)
     for pattern in (SparsePattern.from_mask(mask, block, shape), SparsePattern.from_dense(w, block)):
@@ -28,6 +29,7 @@ def test_there_and_back(device, shape, block):
 
 @pytest.mark.parametrize("shape, block", SHAPES)
 @pytest.mark.parametrize("other", [(1, 1), (2, 5), (64, 64)])
+@pytest.mark.no_interpreter
 def test_regrouped(shape, block, other):
     _, w = matrix(shape, block)
     pattern = SparsePattern.from_dense(w, (1, 1))
@@ -87,6 +89,7 @@ def test_gradients_of_sparse_tensors(block, monkeypatch):
         ),
     ],
 )
+@pytest.mark.no_interpreter
 def test_what_is_no_such_tensor(words, make):
     with pytest.raises(ValueError, match=words):
         make()
@@ -111,6 +114,7 @@ def test_gradients_of_dense_matrices():
         (TypeError, "mask must be a tensor", ([[1]], 4)),
     ],
 )
+@pytest.mark.no_interpreter
 def test_bad_masks(error, words, arguments):
     with pytest.raises(error, match=words):
         SparsePattern.from_mask(*arguments)
