@@ -145,7 +145,7 @@ def check_config(gmm_type: str, config: dict[str, int]) -> None:
         raise TypeError(f"the configuration of {gmm_type} must be a dict, not {type(config).__name__}")
     for name, n in config.items():
         if name not in names:
-            raise ValueError(f"{gmm_type} has no {name!r}; names: {', '.join(names)}")
+            raise ValueError(f"{gmm_type} has no {name!r}; known: {', '.join(names)}")
         if not isinstance(n, int) or isinstance(n, bool):
             raise TypeError(f"{name} must be an int, not {type(n).__name__}")
         if n < (0 if name in AMD_OPTIONS else 1):
