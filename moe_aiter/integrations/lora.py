@@ -37,20 +37,20 @@ CONFIG, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 def add_lora(
     model: nn.Module, *, targets: tuple[str, ...] = TARGETS, dtype: torch.dtype = torch.float32, **lora
 ) -> list[str]:
-    """Freeze `model` and give its experts adapters of `dtype`; returns the names of the experts' modules.
+    """Freeze `model` and add adapters of `dtype` to its experts; returns the names of the experts' modules.
 
-    targets: which weights, of gate_up_proj (up_proj in a model without gates) and down_proj.
-    lora: `rank`, `alpha` (the rank unless given), `rslora`, `dora`, `dropout` and `rank_dropout` of
-        `LoRAFactors`.  A dropout draws once for each token before gate_up_proj, whose experts then see the
-        same, and once for each row of an expert before down_proj.
+    targets: which weights get adapters: gate_up_proj (up_proj in a model without gates) and down_proj.
+    lora: `rank`, `alpha` [the rank], `rslora`, `dora`, `dropout` and `rank_dropout` of `LoRAFactors`.  Before
+        gate_up_proj, dropout draws once for each token, and all its experts see the same; before down_proj,
+        it draws once for each row of an expert.
 
-    The model then runs `experts_implementation="moe_aiter"`; set to another one, which knows no adapters, its
-    next forward pass raises RuntimeError.  Its parameters keep their names; the adapters are further ones,
-    `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
-    `.magnitude` (E, out).  Other parameters may be unfrozen again.
+    From then on the model runs `experts_implementation="moe_aiter"`.  Other implementations ignore adapters;
+    with one of them, the next forward pass raises RuntimeError.  Existing parameters keep their names.  New
+    parameters are `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
+    `.magnitude` (E, out).  You may unfreeze other parameters afterwards.
 
-    Raises ValueError where there are no experts with transformers' decorator, or adapters already, and as
-    `LoRAFactors` does; the model is then as it was.
+    Raises ValueError if the model has no experts with transformers' decorator, or has adapters already, and
+    as `LoRAFactors` does; then the model is unchanged.
     """
     return attach(model, new_adapters(model, targets, dtype, lora))
 
@@ -108,12 +108,12 @@ def save_lora(
     layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     base_model: str | None = None,
 ) -> None:
-    """Write the adapters of `add_lora` as PEFT does: adapter_config.json and adapter_model.safetensors.
+    """Write the adapters of `add_lora` in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-    As they are, a pair of tensors for each weight, they are for PEFT's `target_parameters` on the same model,
-    without the dropout, which PEFT would refuse.  With `per_expert` there is a pair for each expert and
-    layer, `<experts>.{e}.{layer}.lora_A.weight`, gate and up with the same A, for a model whose experts are
-    linear layers of these names.
+    By default there is one pair of tensors for each weight, for PEFT's `target_parameters` on the same model.
+    The configuration then says no dropout, which PEFT would refuse.  With `per_expert` there is one pair for
+    each expert and layer, `<experts>.{e}.{layer}.lora_A.weight`, for a model whose experts are linear layers
+    of these names; gate and up have the same A.
 
     Raises ValueError for a model without adapters and, unless `per_expert`, with DoRA; ImportError without
     safetensors.
@@ -149,11 +149,12 @@ def save_lora(
 def load_lora(
     model: nn.Module, directory: str | pathlib.Path, *, dtype: torch.dtype = torch.float32, **lora
 ) -> list[str]:
-    """`add_lora` with the adapters that PEFT or `save_lora` wrote there for `target_parameters`.
+    """Add adapters to `model` as `add_lora` does, with the values that PEFT or `save_lora` wrote.
 
-    lora: what the directory does not say, such as `dropout`.  Raises ValueError for a directory of another
-    kind and for tensors that the experts have no place for, KeyError and ValueError for tensors that are
-    missing or of another shape; the model is then as it was.
+    The files must be for `target_parameters`.  `lora` has options that they do not contain, such as
+    `dropout`.
+    Raises ValueError for another kind of directory and for tensors that fit no experts of the model, KeyError
+    and ValueError for tensors that are missing or of another shape; then the model is unchanged.
     """
     from safetensors.torch import load_file
 
@@ -189,7 +190,7 @@ def read_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]:
 @torch.no_grad()
 @checked
 def merge_lora(model: nn.Module) -> None:
-    """Put the adapters of `add_lora` into the weights, and take them off: a model as any other, still frozen.
+    """Add the adapters of `add_lora` to the weights, and remove them; the model stays frozen.
 
     Raises ValueError for a model without adapters.
     """

@@ -14,12 +14,12 @@ __all__ = ["ExpertsMonitor", "MonitorCallback", "watch"]
 
 
 class ExpertsMonitor(Monitor):
-    """`Monitor`, which also counts the experts modules of transformers' models.
+    """A `Monitor` that also counts the experts of transformers' models.
 
-    That is every module whose class has transformers' decorator `use_experts_implementation`, whichever
-    implementation runs.  The routers are transformers' own: logits and selection biases are not seen, and
-    logit_norm, logit_max, logsumexp and bias_range are None.  The id E, with which expert parallelism marks
-    the experts of other ranks, and negative ones are no choice.
+    It counts every module whose class has transformers' decorator `use_experts_implementation`, whichever
+    implementation runs.  transformers' routers do not report logits and selection biases, so logit_norm,
+    logit_max, logsumexp and bias_range are None.  Negative ids are not counted, nor is the id E, which marks
+    experts of other ranks under expert parallelism.
     """
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -52,10 +52,10 @@ def record_experts(module: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 class MonitorCallback(TrainerCallback):
-    """Adds the scalars of each layer to what transformers' Trainer logs of the training.
+    """Add the scalars of each layer to the training logs of transformers' Trainer.
 
-    They are those that `Monitor.log` hands on, over the steps since the last log; with `group` summed over
-    its ranks.  The Trainer's own reporters see them if this callback comes before them: see `watch`.
+    The scalars are those of `Monitor.log`, over the steps since the last log; with `group`, summed over its
+    ranks.  The Trainer's own reporters see them only if this callback precedes them: use `watch`.
     """
 
     @checked

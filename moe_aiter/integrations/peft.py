@@ -38,10 +38,11 @@ _original = None  # PEFT's own, while ours is in its place
 
 
 def register() -> None:
-    """Let the experts of PEFT's models read the factors; also `transformers.register()`.  Once or more often.
+    """Run PEFT's adapters on experts as low-rank products; calls `transformers.register()` too.
 
-    For all models of the process, those that exist included.  Raises ImportError if PEFT or transformers is
-    missing.  Warns of a version of PEFT that it does not know, and leaves that as it is.
+    It holds for all models of the process, existing ones included.  Further calls change nothing.
+    Raises ImportError if PEFT or transformers is missing.  Warns of an unknown version of PEFT, and then
+    changes nothing.
     """
     global _original
     transformers.register()
@@ -57,7 +58,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Give PEFT its own method back; the name "moe_aiter" stays known to transformers."""
+    """Restore PEFT's own method; the name "moe_aiter" stays registered in transformers."""
     global _original
     if _original is not None:
         param_wrapper()._activate_lora, _original = _original, None

@@ -104,7 +104,7 @@ STANDARD = LocalTokenDispatcher, AllToAllTokenDispatcher
 @override(target=RoutedExperts.Config, description="Routed experts on moe_aiter's kernels.")
 @checked
 def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
-    """The override: torchtitan calls it with the configuration of the routed experts of each layer.
+    """Replace the routed experts of a layer: the override that torchtitan calls with their configuration.
 
     Raises TypeError for experts of another kind, such as those of gpt-oss, and for quantised ones.
     """
@@ -117,11 +117,12 @@ def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
 
 @checked
 def convert(model: nn.Module) -> nn.Module:
-    """Give every MoE of `model` these experts, in place; returns the model.
+    """Replace the experts of every MoE of `model` by these, in place; returns the model.
 
-    Once or more often, before the model is parallelised, compiled or checkpointed.  The parameters remain the
-    very same.  Raises TypeError as `experts` does, and ValueError for a model without a MoE or whose MoE is
-    parallelised already.
+    Call it before the model is parallelised, compiled or checkpointed; further calls change nothing.  The
+    parameters stay the same objects.
+    Raises TypeError as `experts` does, and ValueError for a model without an MoE or whose MoE is parallelised
+    already.
     """
     found = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if not found:

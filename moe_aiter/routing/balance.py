@@ -121,7 +121,7 @@ def record_routing(
     logits: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> None:
-    """Add a call's routing to `totals` (2E + 5,) float64, whose parts the head of this file names.
+    """Add a call's routing to `totals` (2E + 5,) float64; the head of this file lists its entries.
 
     expert_ids (T, k); group_sizes (E,), the choices of each expert; kept (E,), those left by the capacity;
     logits (T, E), or None where there are none; mask (T,) bool, False at padding, whose logits are not

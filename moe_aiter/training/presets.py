@@ -210,7 +210,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(device: torch.device) -> str:
-    """bfloat16 where the hardware multiplies it; elsewhere it would be emulated and slower than float32."""
+    """Return bfloat16 if the hardware multiplies it, else float32: emulated bfloat16 would be slower."""
     if device.type == "cuda":
         return "bfloat16"
     cpu = getattr(torch.cpu, "get_capabilities", dict)()  # not in the oldest torch

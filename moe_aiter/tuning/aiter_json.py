@@ -22,7 +22,7 @@ from .candidates import Config
 log = logging.getLogger("moe_aiter")
 
 TILE = ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages")
-AMD_OPTIONS = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")  # of the compiler, without meaning elsewhere
+AMD_OPTIONS = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")  # compiler options for AMD GPUs only
 GMM = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")  # rows, columns and what is summed over
 TGMM = ("BLOCK_SIZE_K", "BLOCK_SIZE_N", "BLOCK_SIZE_M")
 NAMES = {t: (*(GMM if t == "gmm" else TGMM), "GROUP_SIZE", *TILE[4:]) for t in ("gmm", "ptgmm", "nptgmm")}

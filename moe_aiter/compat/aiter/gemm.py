@@ -41,7 +41,7 @@ sparse_gemm = computed(_sparse_gemm)
 @computed
 @renamed(x="a", w="b")
 def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
-    """`a @ b` of batches: a (batch, m, k) and b (batch, k, n), which give (batch, m, n).
+    """Multiply batches of matrices: `a @ b`, (batch, m, k) and (batch, k, n) -> (batch, m, n).
 
     With `transpose_a` the tensor a is (batch, k, m), with `transpose_b` b is (batch, n, k).
     """
@@ -75,7 +75,7 @@ def gemm_gelu(
     transpose_weight: bool = True,
     approximate: str = "none",
 ) -> Tensor:
-    """GELU of `gemm_bias`, whose arguments these are: (..., n).
+    """Apply GELU to the result of `gemm_bias`, whose arguments these are: (..., n).
 
     `approximate` is "none", for the error function, or "tanh".
     """
@@ -90,7 +90,7 @@ def gemm_gelu(
 def gemm_relu(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = True
 ) -> Tensor:
-    """ReLU of `gemm_bias`, whose arguments these are: (..., n)."""
+    """Apply ReLU to the result of `gemm_bias`, whose arguments these are: (..., n)."""
     return in_one_or_in_steps(input, as_w(input, weight, transpose_weight), bias, "relu")
 
 
@@ -99,9 +99,9 @@ def gemm_relu(
 def cutlass_gemm(
     a: Tensor, b: Tensor, alpha: float = 1.0, beta: float = 0.0, c: Tensor | None = None
 ) -> Tensor:
-    """`alpha * (a @ b) + beta * c`: a (m, k), b (k, n), and c, which stays as it is, broadcasts to (m, n).
+    """Compute `alpha * (a @ b) + beta * c` as a new tensor (m, n), for a (m, k) and b (k, n).
 
-    The result is a new tensor.  Where `beta` is 0, as it is unless given, c is not read.
+    c broadcasts to (m, n).  If `beta` is 0, the default, c is not read.
     """
     check_axes(a=(a, "m, k"), b=(b, "k, n"))
     check_float(a=a, b=b)

@@ -27,11 +27,12 @@ def gemm_a16w16(
     *,
     is_shuffled: bool | None = None,
 ) -> Tensor:
-    """`A @ B.mT + bias` for A (..., K) and B (N, K), in `otype` or else the dtype of `A`.
+    """Compute `A @ B.mT + bias` for A (..., K) and B (N, K), in `otype` or the dtype of `A`.
 
-    By the implementation that the files of `AITER_CONFIG_GEMM_BF16` name for these sizes, or else the fastest
-    that is known.  Differentiable.  `B` may be as `shuffle_weight` makes it: `is_shuffled` says so, or else
-    its attribute of that name.  Scales, errors and the rest: `moe_aiter.kernels.dense.tuned_gemm.tuned_gemm`.
+    The files of `AITER_CONFIG_GEMM_BF16` name the implementation for each size; without a row, the fastest
+    known one runs.  Differentiable.  `B` may be shuffled by `shuffle_weight`: `is_shuffled` says whether it
+    is, by default `B`'s attribute of that name.  For scales, errors and the rest see
+    `moe_aiter.kernels.dense.tuned_gemm.tuned_gemm`.
     """
     if is_shuffled is None:
         is_shuffled = getattr(B, "is_shuffled", None)
@@ -52,12 +53,13 @@ def get_GEMM_A16W16_config(
     scaleAB: bool | int = False,
     bpreshuffle: bool | int = False,
 ) -> dict:
-    """What the files say of a product on this device: `libtype`, `solidx`, `splitK`, `us`, `kernelName`...
+    """Return what AITER's files say of a product on this device: `libtype`, `solidx`, `splitK`, `us`...
 
-    The row for M, or for the M that AITER pads it to; where there is none, who multiplies then.
-    Dtypes by torch's names or AITER's: torch.bfloat16, "torch.bfloat16", "bf16".  The flags may be 0 and 1.
-    The dict is the caller's own.  Raises ValueError for malformed files and unknown dtypes, FileNotFoundError
-    where of several files none is there.
+    It is the row for M, or for the M to which AITER pads M; without a row, the dict names the backend that
+    multiplies.  Dtypes by torch's names or AITER's: torch.bfloat16, "torch.bfloat16", "bf16".  Flags may be 0
+    and 1.  The dict is a copy.
+    Raises ValueError for malformed files and unknown dtypes, FileNotFoundError if there are several files and
+    none exists.
     """
     check_sizes(M=M, N=N, K=K)
     for name, flag in (("bias", bias), ("scaleAB", scaleAB), ("bpreshuffle", bpreshuffle)):

@@ -15,14 +15,16 @@ from .plan import read_record
 
 
 def moe_from_huggingface(block: nn.Module) -> MoE:
-    """An `MoE` that computes what a block of transformers does, on the same memory where that can be.
+    """Return an `MoE` that computes the same as a block of transformers and shares its memory.
 
     block: MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock, OlmoeSparseMoeBlock, DeepseekV3MoE or GptOssMLP, of
-    transformers 5.  The experts' and the router's weights are views of the block's, (E, H, 2I) transposed
-    ones in gpt-oss; only the gate and up projections of a shared expert are two tensors there and one here,
-    which is a copy.  The parameters are new, so an optimizer of the block does not know them.
+        transformers 5.
 
-    Raises TypeError for another class, ValueError where the block does what an MoE would not.
+    The experts' and the router's weights are views of the block's, transposed (E, H, 2I) ones in gpt-oss.  A
+    shared expert's gate and up projections are two tensors in the block and one here, which is a copy.  The
+    parameters are new objects: make the optimizer anew.
+
+    Raises TypeError for another class, ValueError if an `MoE` cannot compute what the block does.
     """
     families = {family.block_class: family for family in FAMILIES.values()}
     family = families.get(type(block).__name__)
@@ -57,10 +59,11 @@ def config_of(block: nn.Module, width: str, num_experts: str, router: str) -> di
 
 @checked
 def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
-    """The state_dict of transformers' block for an `MoE`: views, for `block.load_state_dict`.
+    """Return the state dict of transformers' block for an `MoE`: views, for `block.load_state_dict`.
 
-    model_type: mixtral, qwen3_moe, olmoe, deepseek_v3 or gpt_oss.  Raises ValueError for another, and for an
-    MoE whose tensors are not those of such a block.
+    model_type: mixtral, qwen3_moe, olmoe, deepseek_v3 or gpt_oss.
+
+    Raises ValueError for another model_type, and for an MoE whose tensors do not fit such a block.
     """
     if model_type not in FAMILIES:
         raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(FAMILIES)}")

@@ -46,18 +46,19 @@ def convert(
     """Convert the checkpoint in the folder `source` into a new one in `target`.
 
     to="moe_aiter"    from Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss, in safetensors: each block of
-                      experts gets the keys of `MoE`, model.layers.3.mlp.router.weight say; every other key
-                      and file stays as it is.  config.json gets what `load_moe` needs, and the way back.
-    to="huggingface"  the way back, to the same bytes of every tensor
+                      experts gets the keys of `MoE`, such as model.layers.3.mlp.router.weight; all other keys
+                      and files stay.  config.json gets what `load_moe` and the way back need.
+    to="huggingface"  back; every tensor has the same bytes as before
 
-    Nothing is rounded: dtypes stay.  Tensors are read and written one by one, those of experts matrix by
-    matrix, in files of at most `shard_bytes` (a larger tensor has one of its own).  `check` then builds each
-    MoE from our side's files and holds it against its family's formula, computed from theirs.
+    Dtypes stay, and nothing is rounded.  Tensors are read and written one by one, those of experts matrix by
+    matrix, in files of at most `shard_bytes`; a larger tensor has a file of its own.  With `check`, each MoE
+    is then built from the files of our layout and compared with its family's formula, computed from the other
+    layout.
 
     Raises CheckpointError, a ValueError, with every reason in `problems`: keys that are missing, unknown,
-    misshapen or of mixed dtypes, quantised weights, a damaged file, a model that is not known, a layer that
-    differs from the formula, a `target` that is not empty.  Then `target` is as it was before.
-    ImportError if safetensors is missing.
+    misshapen or of mixed dtypes, quantised weights, a damaged file, an unknown model, a layer that differs
+    from the formula, a `target` that is not empty.  Then `target` is as it was before.  ImportError if
+    safetensors is missing.
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS)}")

@@ -40,7 +40,7 @@ def check_plan(plan: tuple[Tensor, Tensor, Tensor]) -> None:
     if not isinstance(plan, (tuple, list)):
         raise TypeError(f"plan must be order, rank and group_sizes, not {type(plan).__name__}")
     if len(plan) != 3:
-        raise ValueError(f"plan must be order, rank and group_sizes, but it has {len(plan)} parts")
+        raise ValueError(f"plan must be order, rank and group_sizes, but it has {len(plan)} items")
 
 
 def check_shape(name: str, x: Tensor, *axes: str) -> None:
@@ -61,11 +61,11 @@ def check_axes(**tensors: tuple[Tensor, str]) -> None:
 
     `check_axes(x=(x, "M, K"), w=(w, "G, K, N"))` may say: x is (M, K=64) but w is (G, K=32, N).
     """
-    known: dict[str, tuple[str, int]] = {}  # an axis -> the first tensor that has it, and its size
+    sizes: dict[str, tuple[str, int]] = {}  # an axis -> the first tensor that has it, and its size
     for name, (x, axes) in tensors.items():
         check_shape(name, x, *axes.split(", "))
         for axis, size in zip(axes.split(", "), x.shape, strict=True):
-            first, expected = known.setdefault(axis, (name, size))
+            first, expected = sizes.setdefault(axis, (name, size))
             if size != expected:
                 there = with_size(first, tensors[first][1], axis, expected)
                 raise ValueError(f"{there} but {with_size(name, axes, axis, size)}")

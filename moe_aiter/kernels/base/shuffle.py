@@ -39,7 +39,7 @@ def unshuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool
 
 
 def check_shuffle(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False) -> tuple[int, ...]:
-    """Rows and columns of a block, and elements of a vector.  Raises ValueError where x has parts of them."""
+    """Return rows and columns of a block, and elements of a vector.  Raises unless x has whole blocks."""
     check_tensor("x", x)
     check_layout(layout)
     rows, columns, vector = layout[0], 2 * layout[1], 32 if use_int4 else max(16 // x.itemsize, 1)

@@ -191,7 +191,7 @@ def num_dies() -> int:
 
 @functools.cache
 def dies_of(device: int) -> int:
-    """8 on a whole MI300X or MI350, 6 on MI300A, 1 on a partition that is one chiplet and elsewhere."""
+    """Return 8 on a whole MI300X or MI350, 6 on MI300A, 1 on a partition of one chiplet and on other GPUs."""
     target = triton.runtime.driver.active.get_current_target()
     units = {"gfx942": 38, "gfx950": 32}.get(target.arch)  # of a chiplet
     if target.backend != "hip" or units is None:

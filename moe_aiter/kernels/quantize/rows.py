@@ -175,10 +175,10 @@ def quantize_rows_kernel(
 # quantize_rows: launcher
 
 
-def check_format(format: str, known: dict[str, torch.dtype] = FORMATS) -> None:
-    """Raise ValueError unless this is the name of a known format."""
-    if format not in known:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(known)}")
+def check_format(format: str, formats: dict[str, torch.dtype] = FORMATS) -> None:
+    """Raise ValueError unless this is the name of one of the formats."""
+    if format not in formats:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(formats)}")
 
 
 def check_float32(name: str, t: Tensor, *shape: int) -> None:

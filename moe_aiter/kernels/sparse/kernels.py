@@ -426,7 +426,7 @@ def bind_entries_grad(i: SparseGradInputs) -> Callable:
 
 
 def bind_spread(values: Tensor, size: tuple[int, int], back: bool) -> Callable:
-    """Return `spread(values, w, lists)`, which puts entries in their places of w, or takes them `back`."""
+    """Return `spread(values, w, lists)`, which copies entries to their positions in w, or `back`."""
     L, base = len(values), sum(size) + 2
     kernel = bind_kernel(spread_entries_kernel, (cdiv(L, BLOCK),), BACK=back, BLOCK=BLOCK, num_warps=4)
     numbers = base, base + L, L, size[1], values.stride(0)

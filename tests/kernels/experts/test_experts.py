@@ -300,7 +300,7 @@ BAD = {
         ValueError,
         "k must be at least 1, not 0",
     ),
-    "plan": (dict(plan=(torch.zeros(26), torch.zeros(13, 2))), ValueError, "but it has 2 parts"),
+    "plan": (dict(plan=(torch.zeros(26), torch.zeros(13, 2))), ValueError, "but it has 2 items"),
     "rank": (dict(x=torch.zeros(20)), ValueError, r"x must be \(T, H\)"),
 }
 
