@@ -6,7 +6,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..kernels.base.check import check_positive, check_shape
+from ..kernels.base.check import check_axes, check_positive
 from .plan import RoutePlan, make_plan
 
 POLICIES = ("position", "probability")
@@ -47,10 +47,7 @@ def drop_over_capacity(
     Tokens where `mask` (T,) bool is False do not count in T.  Deterministic, without a synchronisation.
     Raises ValueError for weights of another shape.
     """
-    check_shape("expert_ids", expert_ids, "T", "k")
-    if routing_weights.shape != expert_ids.shape:
-        shapes = tuple(routing_weights.shape), tuple(expert_ids.shape)
-        raise ValueError("routing_weights is {} but expert_ids is {}".format(*shapes))
+    check_axes(expert_ids=(expert_ids, "T, k"), routing_weights=(routing_weights, "T, k"))
     num_experts = plan.group_sizes.shape[0]
     choices = expert_ids.numel() if mask is None else mask.sum() * expert_ids.shape[1]
     # in whole numbers, which torch.export can write down

@@ -10,7 +10,6 @@ from ..kernels.base.check import (
     check_float,
     check_index,
     check_sizes,
-    check_tensor,
     checked,
 )
 from .router import Routing
@@ -45,18 +44,15 @@ def route_to(
     check_float(logits=logits)
     check_finite(scale=scale)
     if routing_weights is not None:
-        check_tensor("routing_weights", routing_weights)
+        check_axes(expert_ids=(expert_ids, "T, k"), routing_weights=(routing_weights, "T, k"))
+        if not routing_weights.is_floating_point():
+            raise TypeError(f"routing_weights must be floating, not {routing_weights.dtype}")
     check_device(logits=logits, expert_ids=expert_ids, routing_weights=routing_weights)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = scores_of(logits, score)
     expert_ids = expert_ids.long()
     if routing_weights is None:
         routing_weights = weigh(scores, expert_ids, renormalize, scale)
-    elif routing_weights.shape != expert_ids.shape:
-        shapes = tuple(routing_weights.shape), tuple(expert_ids.shape)
-        raise ValueError("routing_weights is {} but expert_ids is {}".format(*shapes))
-    elif not routing_weights.is_floating_point():
-        raise TypeError(f"routing_weights must be floating, not {routing_weights.dtype}")
     return Routing(expert_ids, routing_weights, scores, logits)
 
 

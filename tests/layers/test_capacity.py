@@ -87,7 +87,7 @@ def test_one_graph(device):
                 Capacity(1),
             ),
             ValueError,
-            r"routing_weights is \(3, 1\) but expert_ids is \(3, 2\)",
+            r"expert_ids is \(T, k=2\) but routing_weights is \(T, k=1\)",
         ),
     ],
 )

@@ -150,7 +150,7 @@ def with_mine():
         (
             lambda m: m(X, expert_ids=IDS, routing_weights=torch.ones(3, 5, 1)),
             ValueError,
-            r"routing_weights is \(15, 1\) but expert_ids is \(15, 2\)",
+            r"expert_ids is \(T, k=2\) but routing_weights is \(T, k=1\)",
         ),
         (lambda m: m(X, expert_ids=IDS.float()), TypeError, "expert_ids must be int32 or int64"),
         (lambda m: m(X, expert_ids=[1]), TypeError, "expert_ids must be a tensor, not list"),

@@ -187,9 +187,7 @@ def check_plan(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor |
     check_size("order is (R={},)", order.shape[0], "rank (T, k) holds {} choices", rank.numel())
     if routing_weights is not None:
         check_float(routing_weights=routing_weights)
-        if routing_weights.shape != rank.shape:
-            shapes = tuple(routing_weights.shape), tuple(rank.shape)
-            raise ValueError("routing_weights is {} but rank is (T, k) = {}".format(*shapes))
+        check_axes(rank=(rank, "T, k"), routing_weights=(routing_weights, "T, k"))
 
 
 def check_values(i) -> None:

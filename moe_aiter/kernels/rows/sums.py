@@ -24,13 +24,13 @@ from torch import Tensor
 
 from ...op import binds, define_op, takes
 from ..base.check import (
+    check_axes,
     check_device,
     check_float,
     check_groups,
     check_plan_values,
     check_routing_weights,
     check_rows,
-    check_shape,
     split_groups,
     sum_dtype,
     take_rows,
@@ -38,7 +38,7 @@ from ..base.check import (
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense, group_rows
-from .permute import block_of, check_sorted_rows, check_values
+from .permute import block_of, check_values
 
 
 class GroupSumInputs(NamedTuple):
@@ -268,11 +268,8 @@ def weigh_rows_kernel(
 
 
 def new_weigh_rows(i: WeighRowsInputs) -> tuple[Tensor, Tensor]:
-    check_sorted_rows(i.x, i.order)
-    check_shape("y", i.y, "R", "N")
+    check_axes(x=(i.x, "R, N"), y=(i.y, "R, N"), order=(i.order, "R"))
     check_float(x=i.x, y=i.y)
-    if i.x.shape != i.y.shape:
-        raise ValueError(f"x is {tuple(i.x.shape)} but y is {tuple(i.y.shape)}")
     check_routing_weights(i.routing_weights, i.rank, i.x)
     check_device(x=i.x, y=i.y, order=i.order, rank=i.rank)
     return i.x.new_empty(i.x.shape), i.x.new_empty(i.rank.shape, dtype=sum_dtype(i.x))

@@ -174,7 +174,7 @@ def test_errors():
         permute(x, order[:11], rank)
     with pytest.raises(ValueError, match=r"rows is \(R, H=7\) but x is \(T, H=8\)"):
         row_dots(rows[:, :7], x, order, rank)
-    with pytest.raises(ValueError, match=r"routing_weights is \(6, 1\) but rank is \(T, k\) = \(6, 2\)"):
+    with pytest.raises(ValueError, match=r"rank is \(T, k=2\) but routing_weights is \(T, k=1\)"):
         unpermute(rows, order, rank, weights[:, :1])
     with pytest.raises(TypeError, match="order must be int32 or int64"):
         permute(x, order.float(), rank)
