@@ -99,12 +99,12 @@ def test_the_log_names_the_kernel_of_a_call_once(caplog):
     [
         ({"backend": "cudnn"}, ValueError, "unknown backend 'cudnn'; known: auto, flash, sdpa, math"),
         ({"q": torch.zeros(5, 8)}, ValueError, r"q must be \(B, Hq, Sq, D\)"),
-        ({"k": torch.zeros(3, 4, 5, 8)}, ValueError, r"q is \(B=2, ...\) but k is \(B=3, ...\)"),
-        ({"k": torch.zeros(2, 4, 5, 9)}, ValueError, r"q is \(..., D=8\) but k is \(..., D=9\)"),
+        ({"k": torch.zeros(3, 4, 5, 8)}, ValueError, r"q is \(B=2, Hq, Sq, D\) but k is \(B=3, Hk, Sk, D\)"),
+        ({"k": torch.zeros(2, 4, 5, 9)}, ValueError, r"q is \(B, Hq, Sq, D=8\) but k is \(B, Hk, Sk, D=9\)"),
         (
             {"v": torch.zeros(2, 4, 6, 8)},
             ValueError,
-            r"k is \(B, Hk, Sk\) = \(2, 4, 5\) but v is \(2, 4, 6\)",
+            r"k is \(B, Hk, Sk=5, D\) but v is \(B, Hk, Sk=6, Dv\)",
         ),
         ({"q": torch.zeros(2, 6, 5, 8)}, ValueError, "q has 6 heads, which 4 of k do not divide"),
         ({"k": torch.zeros(2, 4, 5, 8).half()}, TypeError, "q is torch.float32 but k is torch.float16"),
