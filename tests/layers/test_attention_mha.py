@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused():
     q, k, v = make()
     with pytest.raises(ValueError, match="sink_size must be 0, not 4"):
         mha_fwd(q, k, v, **PLAIN, sink_size=4)
-    with pytest.raises(ValueError, match=r"q is \(..., D=8\) but k is \(..., D=4\)"):
+    with pytest.raises(ValueError, match=r"q is \(B, Hq, Sq, D=8\) but k is \(B, Hk, Sk, D=4\)"):
         mha_fwd(q, k[..., :4], v, **PLAIN)
     with pytest.raises(ValueError, match=r"q must be \(B, Hq, Sq, D\)"):
         mha_fwd(q[0], k, v, **PLAIN)
