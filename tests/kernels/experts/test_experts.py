@@ -53,6 +53,9 @@ def layered(
     return by_layer(ExpertInputs(*differentiable, *plan, activation, interleaved, recompute == "none"))
 
 
+WAYS = [fused] if interpret else [fused, layered]  # the interpreter runs fused by layer
+
+
 def make(device, T=13, H=20, I=24, E=5, k=2, activation="swiglu", dtype=torch.float32, bias=True):  # noqa: E741
     """x, gate_up, down, weights and biases of modest size."""
     width = get_activation(activation).projections * I
@@ -72,7 +75,7 @@ def compare(fn, ids, activation, interleaved, inputs, **tolerance):
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.parametrize("fn", WAYS)
 @pytest.mark.pairwise
 def test_activations(device, fn, activation, interleaved):
     if interleaved and not get_activation(activation).gated:
@@ -93,7 +96,7 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.parametrize("fn", WAYS)
 def test_routings(device, fn, routing):
     compare(fn, routing(13, 5, 2).to(device), "swiglu", False, make(device))
 
@@ -110,7 +113,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.parametrize("fn", WAYS)
 def test_shapes(device, fn, shape):
     size = SMALL | shape
     ids = expert_ids(size["T"], size["E"], size["k"]).to(device)
@@ -119,7 +122,7 @@ def test_shapes(device, fn, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.parametrize("fn", WAYS)
 @pytest.mark.pairwise
 def test_dtypes(device, fn, dtype, bias):
     ids = expert_ids(40, 5, 2).to(device)
@@ -127,7 +130,7 @@ def test_dtypes(device, fn, dtype, bias):
 
 
 @pytest.mark.parametrize("layout", [transposed, spread])
-@pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.parametrize("fn", WAYS)
 def test_layouts(device, fn, layout):
     ids = expert_ids(13, 5, 2).to(device)
     compare(fn, transposed(ids), "swiglu", False, [layout(t) for t in make(device)])
@@ -136,14 +139,14 @@ def test_layouts(device, fn, layout):
 def test_gradcheck():
     ids = torch.tensor([[0, 2], [2, 2], [3, -1]])
     inputs = [t.requires_grad_() for t in make("cpu", 3, 4, 3, 4, 2, "geglu", torch.float64)]
-    for fn in (fused, layered):
+    for fn in WAYS:
         with use("torch"):
             assert torch.autograd.gradcheck(functools.partial(fn, ids, "geglu", False), inputs)
 
 
 def test_two_runs_give_the_same_bits(device):
     ids, inputs = expert_ids(60, 5, 3).to(device), make(device, T=60, k=3)
-    for fn in (fused, layered):
+    for fn in WAYS:
         run = with_gradients(functools.partial(fn, ids, "swiglu", False))
         for a, b in zip(run(*inputs), run(*inputs), strict=True):
             assert torch.equal(a, b)
@@ -154,7 +157,7 @@ def test_only_the_tokens_experts_see_a_nan(device):
     x, gate_up, down, weights, *_ = make(device, T=3)
     x[0] = float("nan")
     leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
-    for fn in (fused, layered):
+    for fn in WAYS:
         out = fn(ids, "swiglu", False, *leaves)
         dx, dgate_up, ddown, _ = torch.autograd.grad(out.sum(), leaves)
         assert out[0].isnan().all() and not out[1:].isnan().any() and not dx[1:].isnan().any()
@@ -163,7 +166,7 @@ def test_only_the_tokens_experts_see_a_nan(device):
             assert torch.equal(dw[4], torch.zeros_like(dw[4])), "an expert without rows"
 
 
-@pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.parametrize("fn", WAYS)
 def test_held_memory_is_x_z_and_the_routing(device, fn):
     ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
     leaves = [t.requires_grad_() for t in inputs]
@@ -181,7 +184,7 @@ def test_held_memory_is_x_z_and_the_routing(device, fn):
     assert sum(storages.values()) == z + plan
 
 
-@pytest.mark.parametrize("fn", [fused, layered])
+@pytest.mark.parametrize("fn", WAYS)
 def test_inference_keeps_nothing(device, fn):
     ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
     with torch.no_grad():
@@ -193,7 +196,7 @@ def test_inference_keeps_nothing(device, fn):
 @pytest.mark.parametrize("frozen", range(6))
 def test_frozen_inputs(device, frozen):
     ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
-    for fn in (fused, layered):
+    for fn in WAYS:
         leaves = [t.detach().requires_grad_(i != frozen) for i, t in enumerate(inputs)]
         asked = [t for t in leaves if t.requires_grad]
         expected = torch.autograd.grad(loop(ids, "swiglu", False, *leaves).sum(), asked)
