@@ -59,7 +59,8 @@ def assert_same_bits(forward, i, **options):
         assert a is b is None or torch.equal(a, b)
 
 
-both = pytest.mark.parametrize("forward", [whole] if interpret else [layered, whole])  # whole is layered there
+# the interpreter runs the whole by layer
+both = pytest.mark.parametrize("forward", [whole] if interpret else [layered, whole])
 
 
 @both
