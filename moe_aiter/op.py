@@ -156,12 +156,14 @@ def register(
     unrecorded = torch.no_grad()(run) if mutates else run
     hashable = lambda v: tuple(v) if type(v) is list else v  # noqa: E731  a key takes no list
     LIB.impl(name, lambda *args: unrecorded(inputs(*map(hashable, args))), "CompositeExplicitAutograd")
+    if mutates:  # `run` writes to negative views, which torch's own kernel for them cannot
+        LIB.impl(name, torch.library.fallthrough_kernel, "Negative")
     torch.library.register_fake(f"moe_aiter::{name}", lambda *args: fake(inputs(*args)), lib=LIB)
-    if backward is not None:
+    if backward is not None and not mutates:  # torch takes a formula only for an op that changes nothing
         setup = save and saving(save, inputs)
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=setup, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
-    short = run if mutates else shortcut(name, inputs, run, backward, save)
+    short = run if backward is None else shortcut(name, inputs, run, backward, save)
     accepted = set()  # types of inputs that passed the checks below and need no dispatcher
 
     def call(*args):
@@ -179,7 +181,7 @@ def register(
                 accepted.add(kinds)
         elif dispatch_modes():
             return op(*i)
-        return op(*i) if mutates and torch.is_grad_enabled() else short(i)
+        return op(*i) if backward is None and torch.is_grad_enabled() else short(i)
 
     return call
 
@@ -283,7 +285,7 @@ def refuse(name: str) -> Callable:
 # Whether tensors share memory, which the metadata of one tensor does not say
 
 
-def check_apart(names: list[str], inputs: tuple, written: list[int]) -> None:
+def check_apart(names: tuple[str, ...], inputs: tuple, written: list[int]) -> None:
     """Raise ValueError if what an op writes shares memory with another of its inputs."""
     for i in written:
         for j, other in enumerate(inputs):
@@ -492,6 +494,19 @@ def schema_of(name: str, inputs: type, outputs: int) -> str:
     return f"{name}({', '.join(arguments)}) -> {results}"
 
 
+def written_of(inputs: type) -> list[int]:
+    """Return the places of the fields of the NamedTuple `inputs` that are Written."""
+    hints = get_type_hints(inputs, include_extras=True).values()
+    return [n for n, hint in enumerate(hints) if "!" in SCHEMA[hint]]
+
+
+def write_back(args: tuple, i: tuple, written: list[int]) -> None:
+    """Copy what was written to `i`, the inputs `args` as `resolved` returned them, to the latter."""
+    for n in written:
+        if i[n] is not args[n]:
+            args[n].copy_(i[n])
+
+
 def extended(name: str, inputs: type, **fields) -> type:
     """Return a NamedTuple with the fields of another, of which `fields` replace some, or follow the last."""
     return NamedTuple(name, [*(get_type_hints(inputs, include_extras=True) | fields).items()])
@@ -530,12 +545,12 @@ def define_op(
     INPUTS[name] = inputs
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name].setdefault("torch", lambda out, *args: copy_into(out, reference(inputs(*args))))
-    cache = {}  # metadata -> the outputs' layouts, and what fills them
+    cache, written = {}, written_of(inputs)  # metadata -> the outputs' layouts, and what fills them
 
-    def run(i):
-        key = metadata(i, *IMPLS[name].values())
+    def run(args):
+        i, key = args, metadata(args, *IMPLS[name].values())
         if key is None:
-            i = inputs(*resolved(*i))
+            i = inputs(*resolved(*args))
         if decided := cache.get(key):
             layouts, launch = decided
             outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
@@ -553,12 +568,10 @@ def define_op(
                 check_values(i)
         if launch is not None:
             on_device_of(i[0], launch, out, i)
+            write_back(args, i, written)
         return out
 
-    schema = schema_of(name, inputs, outputs)
-    if backward is None and "!" not in schema:  # torch takes a formula only for an op that changes nothing
-        backward = refuse(name)
-    return register(schema, inputs, run, new, backward, save)
+    return register(schema_of(name, inputs, outputs), inputs, run, new, backward or refuse(name), save)
 
 
 def define_inplace_op(
@@ -580,8 +593,7 @@ def define_inplace_op(
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = lambda *args: reference(inputs(*args))
     cache = {}  # metadata -> what updates the output
-    hints = get_type_hints(inputs, include_extras=True)
-    written = [n for n, hint in enumerate(hints.values()) if "!" in SCHEMA[hint]]
+    written = written_of(inputs)
 
     def run(args):
         i, key = args, metadata(args, *IMPLS[name].values())
@@ -596,14 +608,12 @@ def define_inplace_op(
                 impl = pick(name, *i[1:], i[0])
                 launch = on_device_of(i[1], impl, i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
             keep(cache, key, (launch,))
-        check_apart([*hints], args, written)
+        check_apart(inputs._fields, args, written)
         if settings.debug and check_values is not None:
             check_values(i)
         if launch is not None:
             on_device_of(i[1], launch, i[0], i)
-            for n, t in enumerate(i):
-                if t is not args[n] and n in written:
-                    args[n].copy_(t)
+            write_back(args, i, written)
             # a graph that had saved what is written now must notice
             increment_version([args[n] for n in written if args[n] is not None])
 

@@ -61,6 +61,11 @@ add_op = define_inplace_op(
 )
 
 
+beside_op = define_op(
+    f"beside_{NAME}", AddInputs, new=lambda i: torch.empty_like(i.x), reference=lambda i: i.out.add_(i.x)
+)
+
+
 @pytest.fixture(autouse=True)
 def forget():
     seen.clear()
@@ -183,16 +188,18 @@ def test_launchers_read_memory_that_means_what_it_says(monkeypatch):
     assert torch.equal(out, torch.full((2, 3), -5.0))
 
 
-def test_what_is_written_can_be_seen_as_its_negative(monkeypatch):
-    def only_plain(out, x):
-        assert not out.is_neg() and not x.is_neg()
-        out.add_(x)
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_written_can_be_seen_as_its_negative(monkeypatch, grad):
+    def only_plain(*tensors):
+        assert not any(t.is_neg() for t in tensors)
+        tensors[-2].add_(tensors[-1])
 
-    monkeypatch.setitem(IMPLS[f"add_{NAME}"], "torch", only_plain)
-    memory, x = torch.full((3,), 5.0), torch.full((3,), 7.0)
-    with torch.no_grad():
-        add_op(memory._neg_view(), x._neg_view())
-    assert torch.equal(memory, torch.full((3,), 12.0))
+    for name, write in {"add": add_op, "beside": beside_op}.items():
+        monkeypatch.setitem(IMPLS[f"{name}_{NAME}"], "torch", only_plain)
+        memory, x = torch.full((3,), 5.0), torch.full((3,), 7.0)
+        with torch.set_grad_enabled(grad):
+            write(memory._neg_view(), x._neg_view())
+        assert torch.equal(memory, torch.full((3,), 12.0))
 
 
 def test_memory_is_bounded_and_holds_no_tensor(monkeypatch):

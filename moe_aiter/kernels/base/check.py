@@ -243,7 +243,7 @@ def check_index(**tensors: Tensor) -> None:
 
 def check_own_memory(name: str, x: Tensor) -> None:
     """Raise for an expanded tensor, in which nothing can be added up."""
-    if 0 in x.stride() and x.numel():
+    if any(not step and size > 1 for size, step in zip(x.shape, x.stride(), strict=True)) and x.numel():
         raise ValueError(f"{name} is expanded: its elements must not share memory")
 
 

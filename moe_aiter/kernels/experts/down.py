@@ -360,6 +360,7 @@ def down_gradients(
     `grad` replaces the op for dz, s * f(z) and ds, and `of_weight` the product for down.
     """
     z, down, bias, routing_weights, order, rank, group_sizes = saved
+    z = z.contiguous()  # as it was saved: a program's hooks for saved tensors may return other strides
     top_k = rank.shape[1]
     grad = grad or (down_grad_over_z if spend_z and is_unwatched(z, dout) else expert_down_grad_op)
     dz, a, ds = grad(

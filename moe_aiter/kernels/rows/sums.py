@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import binds, define_op, takes
+from ...op import binds, define_op, no_autocast, takes
 from ..base.check import (
     check_axes,
     check_device,
@@ -217,7 +217,9 @@ def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> 
     E products a token instead of k rows gathered.
     """
     expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
-    return (wide(dout) @ wide(bias).T).gather(1, expert).masked_fill(rank < 0, 0)
+    with no_autocast(dout):
+        dots = wide(dout) @ wide(bias).T
+    return dots.gather(1, expert).masked_fill(rank < 0, 0)
 
 
 # weigh_rows: reference

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
@@ -330,12 +331,37 @@ def test_a_counted_row_without_a_choice_is_an_error_not_a_stray_write(no_debug):
         expert_mlp(x, gate_up, down, weights, plan).sum().backward()
 
 
-def test_a_second_derivative_is_refused(device):
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_a_second_derivative_is_refused(device, fn):
     ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
     leaves = [t.requires_grad_() for t in inputs]
     with pytest.raises(
         RuntimeError, match="has no gradient; a second derivative may have asked|differentiation"
     ):
-        out = layered(ids, "swiglu", False, *leaves)
+        out = fn(ids, "swiglu", False, *leaves)
         (dx,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
         dx.square().sum().backward()
+
+
+def turned(x):
+    return transposed(x.detach()) if x.dim() > 1 else x.detach()
+
+
+CONTEXTS = {  # of a forward and a backward pass
+    "autocast": lambda device: torch.autocast(device.type, torch.bfloat16),
+    "saved tensors with other strides": lambda _: saved_tensors_hooks(turned, lambda t: t),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+@pytest.mark.parametrize("fn", [fused, layered])
+def test_gradients_are_the_same(device, fn, context):
+    ids, leaves = expert_ids(13, 5, 2).to(device), [t.requires_grad_() for t in make(device)]
+
+    def step():
+        out = fn(ids, "swiglu", False, *leaves)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    with context(device):
+        got = step()
+    torch.testing.assert_close(got, step())

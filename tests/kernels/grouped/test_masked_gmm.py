@@ -283,3 +283,8 @@ def test_bad_input_is_named_and_nothing_written(change, kind, message):
     with pytest.raises(kind, match=message):
         masked_gmm(**{**good, **change})
     assert (good["out"] == 7).all()
+
+
+def test_an_axis_of_one_element_has_any_stride():
+    out = torch.zeros_like(OUT[:1]).expand(2, 5, 16)[:1]
+    torch.testing.assert_close(masked_gmm(out, X[:1], W[:1]), X[:1] @ W[:1].mT)
