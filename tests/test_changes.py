@@ -91,7 +91,7 @@ def test_who_multiplies_is_asked_again(change, tables, monkeypatch):
     asked, threads = [], torch.get_num_threads()
     choose = tuned_gemm.choose
     monkeypatch.setattr(tuned_gemm, "choose", lambda *given: asked.append(given[0]) or choose(*given))
-    monkeypatch.setattr(tuned_gemm, "known", {})
+    monkeypatch.setattr(tuned_gemm, "backends", {})
     x, weight = torch.ones(3, 5), torch.ones(7, 5)
     run = lambda: tuned_gemm.tuned_gemm(x, weight).sum().item()  # noqa: E731
     try:
