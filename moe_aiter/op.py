@@ -78,8 +78,15 @@ def metadata(inputs: tuple, *others) -> tuple | None:
 
 
 def resolved(*inputs) -> list:
-    """The same with tensors that hold what they say, as the imaginary part of a conjugate does not."""
-    return [t.resolve_neg() if isinstance(t, Tensor) else t for t in inputs]
+    """The same with tensors that hold what they say, as the imaginary part of a conjugate does not, and with
+    Python's numbers for numpy's, which Triton does not take."""
+    return [t.resolve_neg() if isinstance(t, Tensor) else in_python(t) for t in inputs]
+
+
+def in_python(value):
+    if type(value) in PLAIN or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def decide_again() -> None:

@@ -3,6 +3,7 @@
 import uuid
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,12 +181,20 @@ def test_tensors_that_hide_something_have_no_metadata():
 def test_launchers_read_memory_that_means_what_it_says(monkeypatch):
     def only_plain(out, *inputs):
         assert not any(isinstance(t, torch.Tensor) and t.is_neg() for t in inputs)
+        assert type(inputs[-1]) is float
         launch(out, *inputs)
 
     monkeypatch.setitem(IMPLS[NAME], "host", only_plain)
     x = torch.ones(2, 3)
-    out, _ = sum_op(x, torch.complex(x, 3 * x).conj().imag, 2.0)
-    assert torch.equal(out, torch.full((2, 3), -5.0))
+    for scale in (2.0, np.float32(2)):
+        out, _ = sum_op(x, torch.complex(x, 3 * x).conj().imag, scale)
+        assert torch.equal(out, torch.full((2, 3), -5.0))
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    found = op.resolved(np.int32(2), np.float64(2), 2, True, "2", None)
+    assert found == [2, 2.0, 2, True, "2", None] and {type(v) for v in found[:3]} == {int, float}
+    assert op.metadata(tuple(found)) is not None
 
 
 @pytest.mark.parametrize("grad", [False, True])

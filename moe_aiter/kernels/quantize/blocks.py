@@ -384,7 +384,7 @@ def bind_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Callable:
         if i.x8.storage_offset() % 4:  # no whole words
             return copy_into(out, transpose_row_blocks_reference(*i))
         x8, order, row_blocks = dense(i.x8, i.order, i.row_blocks)
-        kernel(x8.view(torch.int32), order, row_blocks, out.view(torch.int32), C, words, words)
+        kernel(x8.flatten().view(torch.int32), order, row_blocks, out.view(torch.int32), C, words, words)
 
     return launch
 

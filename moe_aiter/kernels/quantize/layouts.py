@@ -341,7 +341,7 @@ def bind_transpose_rows8(i: TransposeRows8Inputs) -> Callable:
     def launch(out, i):
         if M % 4 or K % 4 or i.x8.storage_offset() % 4:  # no whole words
             return copy_into(out, transpose_rows8_reference(i.x8))
-        x, out = i.x8.contiguous().view(torch.int32), out.view(torch.int32)
+        x, out = i.x8.contiguous().flatten().view(torch.int32), out.view(torch.int32)
         kernel(x, out, M, K // 4, tiles_m, tiles_w)
 
     return launch

@@ -85,6 +85,13 @@ def test_bytes_may_begin_anywhere(device):
     assert torch.equal(got[:used], expected[:used])
 
 
+def test_one_token_may_have_any_stride(device):
+    order, sizes = torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, device=device).int()
+    x8 = torch.arange(8, dtype=torch.uint8, device=device).view(8, 1).T
+    got = transpose_row_blocks(x8.view(FORMATS["e4m3"]), order, 1, plan_row_blocks(sizes, 1)[1])
+    assert torch.equal(got.view(torch.uint8)[0, :, 0], x8[0])
+
+
 @pytest.mark.no_interpreter
 @every_format
 @every_size
