@@ -88,9 +88,10 @@ def sixteen(x):
 
 
 @gluon.jit
-def opaque(n):
-    """n, which the compiler does not know to be that."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+def trap_if_negative(n):
+    """Stop the kernel where n < 0."""
+    asm: gl.constexpr = "{.reg .pred p; setp.lt.s32 p, $1, 0; @p trap; mov.b32 $0, $1;}"
+    gl.inline_asm_elementwise(asm, "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @functools.partial(jit_kernel, do_not_specialize=["M"])
@@ -149,16 +150,14 @@ def few_rows_kernel(
         start = gl.where(start >= steps * STEP, start - steps * STEP, start)
         w_words = load_words(w_ptrs + start, k, depth - start, True, EVEN)
         x_words = load_words(x_ptrs + start, k, depth - start, False, EVEN)
-        if opaque(M) > 0:  # always: without the branch the assembler puts each load before its product
-            x = gl.convert_layout(
-                sixteen(in_order(x_words, dtype)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True
-            )
-            w = gl.convert_layout(
-                in_order(w_words, dtype).permute((0, 2, 1)),
-                gl.DotOperandLayout(1, MMA, 2),
-                assert_trivial=True,
-            )
-            acc = mma_v2(x, w, acc)
+        trap_if_negative(M)  # never: without a branch here the assembler puts each load before its product
+        x = gl.convert_layout(
+            sixteen(in_order(x_words, dtype)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True
+        )
+        w = gl.convert_layout(
+            in_order(w_words, dtype).permute((0, 2, 1)), gl.DotOperandLayout(1, MMA, 2), assert_trivial=True
+        )
+        acc = mma_v2(x, w, acc)
 
     ACROSS: gl.constexpr = min(BLOCK_N, 32)
     SUM: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // ACROSS, ACROSS], [1, WARPS, 1], [2, 1, 0])

@@ -308,7 +308,7 @@ def test_more_than_2_to_the_31_weights(most_of_the_gpu, name):
 
 
 @pytest.mark.gpu
-def test_runs_are_the_same_to_the_bit(no_debug):
+def test_runs_and_a_graph_are_the_same_to_the_bit(no_debug):
     x, w, bias, _ = make(CUDA, 16, 8192, 1024, torch.bfloat16)
     with use("triton"):
         first = gemm(x, w, bias, activation="silu")
