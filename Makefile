@@ -103,9 +103,9 @@ sanitize-threads:
 	build/races
 
 # One case of each kernel's tests under compute-sanitizer, on a GPU, 30 tests a process; SANITIZE chooses other tests. Without
-# torch's cache an access past the end of a tensor is seen, but nothing can be captured in a graph or counted. racecheck takes the portable
-# kernels alone and initcheck is left out: the one reports barriers of warp-specialised kernels, the other what TMA wrote
-# (NOTES-gpu.md).
+# torch's cache an access past the end of a tensor is seen, but nothing can be captured in a graph and no memory is counted.
+# racecheck takes the portable kernels alone and initcheck is left out: the one reports barriers of warp-specialised kernels,
+# the other what TMA wrote (NOTES-gpu.md).
 SANITIZE ?= tests/kernels
 SANITIZED_TESTS = $(PY) -m pytest -q -p no:xdist -m gpu --cases one $(ARGS)
 FOUND_TESTS = $(SANITIZED_TESTS) --collect-only -k "not graph and not captur and not memory_on_a_gpu" $(SANITIZE) | grep ::

@@ -47,7 +47,7 @@ PRODUCTS = {
     *("masked_gmm_kernel", "scaled_gemm_kernel", "sparse_blocks_kernel", "sparse_blocks_grad_kernel"),
     *("segment_gmm_kernel", "segment_expand_kernel", "segment_tgmm_kernel", "gather_entries_kernel"),
 }
-# Triton 3.9's compilers keep one or two registers of five kernels in memory, outside of the loops or read once a step
+# Triton 3.9's compilers keep one or two registers of five kernels in memory, and read one a step at most
 FEW_SPILLED = 0 if triton.__version__.startswith("3.6.") else 8  # bytes, or registers of AMD's
 TILE = {"BLOCK_M", "BLOCK_N", "BLOCK_K", "STORES", "STORE_N", "STAGES", "num_warps", "num_stages"}
 
