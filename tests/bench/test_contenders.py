@@ -24,7 +24,8 @@ def stand_in(monkeypatch, **modules):
         module = types.ModuleType(".".join(parts))
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
+        if len(parts) > 1:
+            setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
 
 
 def looped(x, gate_up, down, ids, weights):
@@ -72,7 +73,8 @@ def megablocks(monkeypatch):
 def sonicmoe(monkeypatch):
     class Router:
         @staticmethod
-        def apply(logits, E, k):
+        def apply(logits, E, k, softmax_over_chosen=True, renormalize=False):
+            assert softmax_over_chosen and not renormalize
             scores, ids = logits.float().topk(k)
             return scores.softmax(-1), ids.int()
 
@@ -90,6 +92,7 @@ def sonicmoe(monkeypatch):
     functional = {"TC_Softmax_Topk_Router_Function": Router, "moe_TC_softmax_topk_layer": moe}
     stand_in(
         monkeypatch,
+        sonicmoe={"__version__": "0.1.2"},
         cutlass__base_dsl__common={"DSLBaseError": type("DSLBaseError", (Exception,), {})},
         sonicmoe__enums={"ActivationType": swiglu},
         sonicmoe__functional=functional,
@@ -136,7 +139,7 @@ def test_an_error_of_its_own_kind_leaves_a_peer_out(monkeypatch, capsys):
 
     contender.run = run
     assert check([contender], p) == [{"refused": True}]
-    assert "layer: SonicMoE cannot run here: DSLBaseError: no such GPU" in capsys.readouterr().out
+    assert "layer: SonicMoE 0.1.2 cannot run here: DSLBaseError: no such GPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("build", ["liger", "megablocks", "sonicmoe", "scattermoe"])
