@@ -12,16 +12,21 @@ import typing
 
 from .config import VERSION, SettingError
 
-COMMANDS = {  # name: (module with add_arguments and main, help)
-    "info": (None, "versions, devices, backends and settings"),
-    "train": ("moe_aiter.training.command", "train a byte-level language model with MoE layers"),
-    "plot": ("moe_aiter.training.plots", "draw the loss curves of several runs in one picture"),
-    "report": ("moe_aiter.training.report", "write one HTML page about a run, with plots of its experts"),
-    "bench": ("moe_aiter.bench", "measure the layer and its products beside their peers"),
-    "tune": ("moe_aiter.bench.tune", "measure the tiles of each kernel, and write this GPU's table"),
+COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an example)
+    "info": (None, "print versions, devices, backends and settings", ""),
+    "train": (
+        "moe_aiter.training.command",
+        "train a byte-level language model with MoE layers",
+        " --data my_texts/ --steps 2000",
+    ),
+    "plot": ("moe_aiter.training.plots", "plot the loss curves of several runs", " runs/one runs/two"),
+    "report": ("moe_aiter.training.report", "write an HTML page about a run", " runs/one"),
+    "bench": ("moe_aiter.bench", "compare speed and memory with other implementations", " layer --shape C"),
+    "tune": ("moe_aiter.bench.tune", "find the fastest tile of each kernel on this GPU", " --shape C"),
     "convert": (
         "moe_aiter.integrations.checkpoints.command",
-        "checkpoints of Hugging Face to the layout of MoE and back, and from dense to MoE",
+        "convert Hugging Face checkpoints to the layout of MoE and back, or from dense to MoE",
+        " Qwen3-30B-A3B converted",
     ),
 }
 
@@ -32,8 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="moe-aiter", description="Mixture-of-Experts layers for training.")
     parser.add_argument("--version", action="version", version=f"moe-aiter {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+    for name, (module, text, example) in COMMANDS.items():
+        example = f"Example: moe-aiter {name}{example}"
+        command = commands.add_parser(name, help=text, description=text, epilog=example)
         if module and name in argv[:1]:  # the others are not even imported
             importlib.import_module(module).add_arguments(command)
     if any("\0" in word for word in argv):

@@ -42,11 +42,12 @@ def test_help_and_version_need_no_torch(flag, starts):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(starts)
 
 
-@pytest.mark.parametrize("command", ["train", "plot", "report", "bench", "convert"])
+@pytest.mark.parametrize("command", ["train", "plot", "report", "bench", "tune", "convert"])
 def test_help_of_a_command(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    assert "--" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "--" in out and f"Example: moe-aiter {command} " in out
 
 
 def test_no_command_and_unknown_flags_are_errors(capsys):

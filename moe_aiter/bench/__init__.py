@@ -11,12 +11,12 @@ from .measure import add_measurement
 
 CSV = pathlib.Path("benchmarks/results/layer.csv")
 COMMANDS = {  # command: (module with add_arguments and COMMAND, help)
-    "layer": ("layer", "time forward and step of the layer and its peers"),
-    "gmm": ("gmm", "time grouped products and their peers"),
-    "deepgemm": ("masked", "time masked products of 8 and of 16 bits"),
-    "segment": ("segment", "time segment GEMM: LoRA, decoding, dense segments"),
-    "gemm": ("products", "time dense and other products, family by family"),
-    "lora": ("lora", "time frozen experts with PEFT's adapters"),
+    "layer": ("layer", "MoE layers: forward pass and training step"),
+    "gmm": ("gmm", "grouped products"),
+    "deepgemm": ("masked", "masked products in 8 and 16 bits"),
+    "segment": ("segment", "segment products: LoRA, decoding, dense segments"),
+    "gemm": ("products", "dense, scaled and sparse products"),
+    "lora": ("lora", "frozen experts with LoRA adapters"),
 }
 
 
@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=text, description=text)
         importlib.import_module(f"{__name__}.{module}").add_arguments(command)
         add_measurement(command)
-    text = "write tables and plots from the figures"
+    text = "write tables and plots from the results"
     report = commands.add_parser("report", help=text, description=text)
-    report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"of bench layer; default {CSV}")
+    report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"results of bench layer [{CSV}]")
     report.add_argument(
         "--readme",
         type=pathlib.Path,
         default=pathlib.Path("README.md"),
-        help="default README.md; benchmarks/FIGURES.md and docs/ are beside it",
+        help="file to update, beside benchmarks/FIGURES.md and docs/ [README.md]",
     )
 
 

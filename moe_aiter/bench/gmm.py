@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=SIZES,
         metavar="NAME",
-        help=f"of {', '.join(SIZES)}; all but the last two on a GPU, cpu on a CPU unless given",
+        help=f"shapes: {', '.join(SIZES)} [all but the last two on a GPU, cpu on a CPU]",
     )
-    parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="default both")
+    parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="products [both]")
     parser.add_argument(
         "--transposed",
         action="store_true",
-        help="weights as (G, N, K), and the first operand of ptgmm as (K, M)",
+        help="store weights as (G, N, K), and the first operand of ptgmm as (K, M)",
     )
     add_contenders(parser)
 

@@ -57,12 +57,13 @@ ADDED = ["routing", "forward_roofline", "step_roofline", *HOST]  # columns that 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = (
-        f"of {', '.join(SHAPES)}; or a group: {', '.join(GROUPS)}; A to E on a GPU, cpu on a CPU unless given"
-    )
+    names = f"shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)} [A to E on a GPU, cpu on a CPU]"
     parser.add_argument("--shape", nargs="+", choices=[*SHAPES, *GROUPS], metavar="NAME", help=names)
     parser.add_argument(
-        "--routing", choices=("normal", "zipf"), default="normal", help="normal logits, or skewed experts"
+        "--routing",
+        choices=("normal", "zipf"),
+        default="normal",
+        help="normal logits, or skewed experts [normal]",
     )
     add_contenders(parser)
 

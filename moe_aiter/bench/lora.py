@@ -29,9 +29,9 @@ PARTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"of {', '.join(PLAIN)}; C on a GPU, cpu on a CPU unless given"
+    names = f"shapes: {', '.join(PLAIN)} [C on a GPU, cpu on a CPU]"
     parser.add_argument("--shape", nargs="+", choices=PLAIN, metavar="NAME", help=names)
-    parser.add_argument("--rank", type=count, default=16, help="of the adapters; 16 unless given")
+    parser.add_argument("--rank", type=count, default=16, help="rank of the adapters [16]")
     add_contenders(parser)
 
 

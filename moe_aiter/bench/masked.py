@@ -23,13 +23,13 @@ from .tiles import Product, fits
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, *sizes in zip(("groups", "n", "k"), *MASKED.values(), strict=True):
-        default = "default {} on a GPU, {} on a CPU".format(*sizes)
+        default = "[{} on a GPU, {} on a CPU]".format(*sizes)
         parser.add_argument(f"--{name}", type=count, metavar="N", help=default)
     rows = ", ".join(map(str, MAX_M))
     parser.add_argument(
-        "--max-m", nargs="+", type=count, default=MAX_M, metavar="M", help=f"rows of a group; default {rows}"
+        "--max-m", nargs="+", type=count, default=MAX_M, metavar="M", help=f"rows of a group [{rows}]"
     )
-    parser.add_argument("--tiles", action="store_true", help="try every candidate for a table, on a GPU")
+    parser.add_argument("--tiles", action="store_true", help="time every candidate tile, on a GPU")
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:

@@ -30,20 +30,26 @@ def count(text: str) -> int:
 
 
 def add_contenders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="[bfloat16]"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"
+    )
 
 
 def add_measurement(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device [cuda if there is a GPU, else cpu]")
     parser.add_argument(
         "--reps",
         type=count,
         metavar="N",
-        help="timed runs of each contender; default 25 on a GPU, 11 on a CPU (lora: 3)",
+        help="timed runs of each contender [25 on a GPU; 11 on a CPU, 3 for lora]",
     )
-    parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
-    parser.add_argument("--commit", help="the commit to note, where git cannot tell")
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="CSV", help="append the results to this file [none]"
+    )
+    parser.add_argument("--commit", help="commit to record [the one that git reports]")
 
 
 def refuse(command: str, mistake: str) -> int:

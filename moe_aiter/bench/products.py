@@ -129,19 +129,18 @@ class Command:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    families = f"of {', '.join(FAMILIES)}; default all"
+    families = f"families: {', '.join(FAMILIES)} [all]"
     parser.add_argument("--family", nargs="+", choices=FAMILIES, metavar="NAME", help=families)
     parser.add_argument(
         "--shape",
         nargs="+",
         metavar="WORD",
-        help="cases whose name contains one of these words (toy, say), or whose shape is one; "
-        "default: those meant for the device",
+        help="cases with this shape, or with this word in their name, such as toy [all for the device]",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="contenders whose name contains one of these"
+        "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"
     )
-    parser.add_argument("--dtype", help="default: that of the case, bfloat16 for most")
+    parser.add_argument("--dtype", help="dtype [the case's, mostly bfloat16]")
 
 
 def run(command: Command, args: argparse.Namespace) -> int:

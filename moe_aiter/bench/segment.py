@@ -53,9 +53,11 @@ DEFAULT = {"cuda": REAL, "cpu": [name for name in REAL if not name.startswith("d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"of {', '.join(SEGMENTS)}; on a GPU all but toys, on a CPU those of lora and decode unless given"
+    names = f"cases: {', '.join(SEGMENTS)} [all but toys on a GPU, lora and decode on a CPU]"
     parser.add_argument("--case", nargs="+", choices=SEGMENTS, metavar="NAME", help=names)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="float16")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="float16", help="[float16]"
+    )
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:

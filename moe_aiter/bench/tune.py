@@ -28,24 +28,30 @@ FAMILIES = (LAYER, "dense", "scaled", "sparse")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"of {LAYER}: {', '.join(SHAPES)}, or a group: {', '.join(GROUPS)}; of others: as for bench gemm"
+    names = f"shapes or groups of shapes [{', '.join(DEFAULT['cuda'])}]; for other families as in bench gemm"
+    listed = f"kernels: {', '.join(OPS)}; shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)}"
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=[LAYER], metavar="NAME",
-                        help=f"of {', '.join(FAMILIES)}; default {LAYER}, a training step")  # fmt: skip
+                        help=f"kernels to tune: {', '.join(FAMILIES)} [{LAYER}]")  # fmt: skip
     parser.add_argument("--shape", nargs="+", metavar="NAME", help=names)
-    parser.add_argument("--tokens", nargs="+", type=count, metavar="T", help="in place of a layer's own")
+    parser.add_argument(
+        "--tokens", nargs="+", type=count, metavar="T", help="numbers of tokens [the shape's]"
+    )
     parser.add_argument(
         "--op",
         nargs="+",
         choices=OPS,
         metavar="OP",
-        help=f"default: those that run here; of {', '.join(OPS)}",
+        help="tune only these kernels [all that this GPU can run]",
     )
-    text = "default: the table of this GPU; choices go to choice/ beside it"
+    text = "file to write [the table of this GPU]; choices of backends go to choice/ beside it"
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help=text)
-    parser.add_argument("--reps", type=count, default=15, metavar="N", help="timed runs of each; default 15")
-    text = "measure dense products, and write rows of AITER's files: see its --help"
+    parser.add_argument("--reps", type=count, default=15, metavar="N", help="timed runs of each tile [15]")
+    text = "time dense products and write a table in AITER's format"
+    parser.add_argument(
+        "--list", action="version", version=listed, help="print the names of kernels and shapes"
+    )
     several = parser.add_subparsers(dest="product", metavar="gemm")
-    tune_gemm.add_arguments(several.add_parser("gemm", help=text, description=text.partition(":")[0]))
+    tune_gemm.add_arguments(several.add_parser("gemm", help=text, description=text))
 
 
 @dataclasses.dataclass

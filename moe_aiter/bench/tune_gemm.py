@@ -36,34 +36,39 @@ SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 def shape(text: str) -> tuple[int, int, int]:
     found = SHAPE.fullmatch(text)
     if not found or "0" in found.groups():
-        raise argparse.ArgumentTypeError(f"{text!r} is no MxNxK of whole numbers, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not MxNxK, such as 16x256x256")
     return tuple(map(int, found.groups()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
-    parser.add_argument("sizes", nargs="*", type=shape, metavar="MxNxK", help="x (M, K) times weight (N, K)")
     parser.add_argument(
-        "--untuned", type=pathlib.Path, metavar="CSV", help="sizes that AITER_TUNE_GEMM noted"
+        "sizes", nargs="*", type=shape, metavar="MxNxK", help="sizes: x (M, K) times weight (N, K)"
     )
     parser.add_argument(
-        "--model", type=pathlib.Path, metavar="JSON", help="the config.json of a transformers model"
+        "--untuned", type=pathlib.Path, metavar="CSV", help="file of sizes that AITER_TUNE_GEMM wrote"
     )
-    rows = f"M of a model's products; default {' '.join(map(str, ROWS))}"
+    parser.add_argument(
+        "--model",
+        type=pathlib.Path,
+        metavar="JSON",
+        help="config.json of a transformers model, instead of sizes",
+    )
+    rows = f"M of a model's products [{' '.join(map(str, ROWS))}]"
     parser.add_argument("--rows", nargs="+", type=count, default=ROWS, metavar="M", help=rows)
-    parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help=f"default {dtypes[0]}")
-    parser.add_argument("--out-dtype", choices=dtypes, help="default: the same")
-    parser.add_argument("--bias", action="store_true", help="with a bias")
-    parser.add_argument("--shuffled", action="store_true", help="and the same with shuffled weights")
-    parser.add_argument("--out", type=pathlib.Path, default=OUT, metavar="CSV", help=f"default {OUT}")
     parser.add_argument(
-        "--replace", action="store_true", help="measure again what the file has, and replace it"
+        "--dtype", choices=dtypes, default=dtypes[0], help=f"dtype of x and weight [{dtypes[0]}]"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
+    parser.add_argument("--out-dtype", choices=dtypes, help="dtype of the result [that of x]")
+    parser.add_argument("--bias", action="store_true", help="add a bias")
+    parser.add_argument("--shuffled", action="store_true", help="also time shuffled weights")
+    parser.add_argument("--out", type=pathlib.Path, default=OUT, metavar="CSV", help=f"file to write [{OUT}]")
+    parser.add_argument("--replace", action="store_true", help="measure existing rows again and replace them")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device [cuda if there is a GPU, else cpu]")
     parser.add_argument(
-        "--reps", type=count, metavar="N", help="timed runs of each: 25 on a GPU, 11 on a CPU"
+        "--reps", type=count, metavar="N", help="timed runs of each [25 on a GPU, 11 on a CPU]"
     )
-    parser.add_argument("--commit", help="the commit to note, where git cannot tell")
+    parser.add_argument("--commit", help="commit to record [the one that git reports]")
 
 
 @dataclasses.dataclass

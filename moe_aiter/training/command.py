@@ -24,14 +24,12 @@ LOCK = "lock"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--preset", choices=PRESETS, help="settings to start from; gpu if there is one, else cpu"
+        "--preset", choices=PRESETS, help="settings to start from [gpu if there is a GPU, else cpu]"
     )
-    parser.add_argument(
-        "--out", type=path, metavar="RUN", help="the run folder; by default a new one in runs/"
-    )
-    text = "continue a run; by default the newest in runs/"
+    parser.add_argument("--out", type=path, metavar="RUN", help="run folder [a new one in runs/]")
+    text = "continue a run [the newest in runs/]"
     parser.add_argument("--resume", nargs="?", type=path, const=True, metavar="RUN", help=text)
-    text = "show a table of what each layer's experts do, in place of the progress bar"
+    text = "show the expert load of each layer in a table instead of the progress bar"
     parser.add_argument("--live", action="store_true", help=text)
     add_flags(parser)
 
@@ -49,7 +47,7 @@ def finish(trainer: Trainer) -> int:
     """Train the steps that are left, and write the plots and the sample."""
     describe(trainer)
     if trainer.step >= trainer.config.steps:
-        print(f"nothing left to train: the run has made its {trainer.step} steps; --steps takes more")
+        print(f"nothing left to train: the run has made its {trainer.step} steps; to continue, raise --steps")
     status = trainer.train()
     plot_run(trainer.run)
     if status:
@@ -135,5 +133,5 @@ def describe(trainer: Trainer) -> None:
     print(f"model    {kind}; {total:,} parameters, {active_params(trainer.model, config):,} active")
     print(f"text     {corpus.files} files; {len(corpus.train) / 1e6:.2f} MB for training,"
           f" {len(corpus.val) / 1e6:.2f} MB for validation")  # fmt: skip
-    print(f"machine  {config.device}, {config.dtype}; steps {trainer.step} to {config.steps}"
-          f" of {config.tokens_per_step} bytes", flush=True)  # fmt: skip
+    print(f"machine  {config.device}, {config.dtype}; steps {trainer.step} to {config.steps},"
+          f" {config.tokens_per_step} bytes each", flush=True)  # fmt: skip

@@ -98,7 +98,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders or metrics.jsonl files"
     )
-    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="where the picture goes")
+    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="image to write [loss.png]")
 
 
 def main(args) -> int:

@@ -36,44 +36,44 @@ def option(default, text: str, **bounds: float):
 class TrainConfig:
     """Everything that decides what a run computes; the defaults are the `cpu` preset."""
 
-    data: tuple[str, ...] = option((), "files or folders of text; the default is Python's standard library")
+    data: tuple[str, ...] = option((), "files or folders of text [Python's standard library]")
     val_fraction: float = option(0.05, "share of the text that is kept for validation", above=0, below=1)
 
     layers: int = option(4, "transformer blocks", **SIZE)
     hidden: int = option(128, "width of the model", **SIZE)
     heads: int = option(2, "attention heads", **SIZE)
-    sequence: int = option(128, "bytes that the model sees at once", **SIZE)
+    sequence: int = option(128, "context length in bytes", **SIZE)
     intermediate: int = option(128, "inner width of one expert", **SIZE)
     num_experts: int = option(16, "experts of each layer", **SIZE)
     top_k: int = option(2, "experts that each token uses", **SIZE)
     shared_intermediate: int = option(0, "inner width of an expert that every token uses", **SIZE_OR_NONE)
-    dense: bool = option(False, "one MLP as wide as the active experts, instead of a MoE layer")
+    dense: bool = option(False, "replace each MoE layer by one MLP as wide as its active experts")
 
     steps: int = option(1400, "optimizer steps", **SIZE)
     batch: int = option(16, "sequences in one step", **SIZE)
     lr: float = option(3e-3, "peak learning rate of AdamW", above=0, below=math.inf)
-    min_lr: float = option(0.05, "learning rate at the end, as a share of the peak", **SHARE)
-    warmup: float = option(0.05, "share of the steps in which the learning rate rises to its peak", **SHARE)
-    beta1: float = option(0.9, "AdamW's decay of the mean gradient", **DECAY)
-    beta2: float = option(0.95, "AdamW's decay of the mean square", **DECAY)
+    min_lr: float = option(0.05, "final learning rate, as a share of --lr", **SHARE)
+    warmup: float = option(0.05, "share of the steps in which the learning rate rises", **SHARE)
+    beta1: float = option(0.9, "AdamW's beta1", **DECAY)
+    beta2: float = option(0.95, "AdamW's beta2", **DECAY)
     weight_decay: float = option(0.1, "AdamW's weight decay, on matrices only", **FACTOR)
-    clip: float = option(1.0, "largest norm of the gradient", above=0)
+    clip: float = option(1.0, "maximum gradient norm", above=0)
     balance_coef: float = option(0.01, "weight of the load-balance loss, which is 1 at balance", **FACTOR)
     z_coef: float = option(0.001, "weight of the router's z-loss", **FACTOR)
-    seed: int = option(0, "of the weights and of the batches", **SEED)
+    seed: int = option(0, "random seed for weights and batches", **SEED)
 
-    device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU where there is one")
-    dtype: str = option("auto", "of activations and matmuls: float32 or bfloat16; weights stay float32")
-    fp8: str = option(
-        "none", "experts' products of 8-bit floats: none, or gradients as e4m3 or e5m2, or with _all"
-    )
+    device: str = option("auto", "cpu, cuda, cuda:N or auto (a GPU if there is one)")
+    dtype: str = option("auto", "dtype of activations: float32, bfloat16 or auto; weights stay float32")
+    fp8: str = option("none", f"8-bit recipe of the experts: none, {', '.join(RECIPES)}; see docs/fp8.md")
     compile: bool = option(False, "compile the model with torch.compile")
-    log_every: int = option(1, "steps between two updates of the progress bar and of metrics.jsonl", **SIZE)
-    val_every: int = option(100, "steps between two validations", **SIZE)
+    log_every: int = option(1, "steps between updates of the progress bar and metrics.jsonl", **SIZE)
+    val_every: int = option(100, "steps between validations", **SIZE)
     val_batches: int = option(16, "batches of one validation", **SIZE)
-    save_every: int = option(250, "steps between two checkpoints", **SIZE)
+    save_every: int = option(250, "steps between checkpoints", **SIZE)
     sample_bytes: int = option(400, "length of the text sample", **SIZE_OR_NONE)
-    temperature: float = option(0.7, "of the text sample; 0 takes the likeliest byte", **FACTOR)
+    temperature: float = option(
+        0.7, "sampling temperature of the text; 0 takes the most likely byte", **FACTOR
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -82,7 +82,7 @@ class TrainConfig:
             raise UsageError(f"--top-k is {self.top_k} but --num-experts is {self.num_experts}")
         if self.hidden % (2 * self.heads):
             raise UsageError(
-                f"--hidden is {self.hidden} but --heads is {self.heads}: no even width of a head"
+                f"--hidden is {self.hidden} but --heads is {self.heads}: the width of a head must be even"
             )
         if self.dtype not in ("auto", *DTYPES):
             raise UsageError(f"--dtype is {self.dtype!r}; it takes auto, {', '.join(DTYPES)}")

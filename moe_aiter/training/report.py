@@ -44,10 +44,8 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; }
 
 def add_arguments(parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder or a metrics.jsonl file")
-    parser.add_argument(
-        "--out", type=Path, help="where the page goes; by default report.html in the run's folder"
-    )
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--out", type=Path, help="file to write [report.html in the run's folder]")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def main(args) -> int:

@@ -107,8 +107,8 @@ def test_shuffled_weights_have_rows_of_their_own(tmp_path):
     "argv, message",
     [
         ((), "give sizes as MxNxK, --untuned or --model"),
-        (("5x16",), "'5x16' is no MxNxK"),
-        (("0x16x32",), "'0x16x32' is no MxNxK"),
+        (("5x16",), "'5x16' is not MxNxK"),
+        (("0x16x32",), "'0x16x32' is not MxNxK"),
         (("--untuned", "gone.csv"), "gone.csv"),
         (("--model", "gone.json"), "gone.json"),
         (("5x16x32", "--device", "cuda"), "there is no GPU that torch can use"),

@@ -192,7 +192,7 @@ def test_a_target_that_is_not_empty_is_left_alone(tmp_path):
     save(tmp_path / "theirs", "mixtral")
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "notes.txt").write_text("mine")
-    assert refused(tmp_path) == ["it is not empty, and nothing is overwritten"]
+    assert refused(tmp_path) == ["the folder is not empty: choose a new or empty one"]
     (tmp_path / "ours" / "notes.txt").unlink()
     convert(tmp_path / "theirs", tmp_path / "ours")  # an empty folder is as good as none
     (tmp_path / "file").write_text("")
@@ -311,9 +311,9 @@ def test_a_missing_package_says_how_to_install_it(package, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--shard-size 0", "'0' is no size such as 500MB or 5GB"),
+        ("--shard-size 0", "'0' is not a size such as 500MB or 5GB"),
         ("--to olmoe", "invalid choice"),
-        ("--noise 1", "are for --upcycle"),
+        ("--noise 1", "need --upcycle"),
         ("--upcycle --top-k 2", "--upcycle needs --experts and --top-k"),
         ("--upcycle --experts 2 --top-k 3", "top_k is 3 but num_experts is 2"),
         ("--upcycle --experts 2 --top-k 1 --noise -1", "-1 must be at least 0 and finite"),

@@ -147,7 +147,7 @@ def test_the_command_goes_there_and_back(tmp_path, capsys):
     assert "difference" not in capsys.readouterr().out
     assert identical(tensors(tmp_path / "theirs"), tensors(tmp_path / "back"))
     assert main(["convert", *names[:2]]) == 2
-    assert "it is not empty, and nothing is overwritten" in capsys.readouterr().err
+    assert "the folder is not empty: choose a new or empty one" in capsys.readouterr().err
 
 
 MEMORY = """

@@ -154,7 +154,7 @@ def test_resume_of_a_finished_run_says_so(capsys):
     assert "nothing left to train" not in capsys.readouterr().out
     assert train("--resume", "run") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "nothing left to train: the run has made its 4 steps; --steps takes more" in lines
+    assert "nothing left to train: the run has made its 4 steps; to continue, raise --steps" in lines
     assert "None" not in lines
 
 

@@ -11,33 +11,34 @@ from .files import CheckpointError, need, read_config
 from .plan import RECORD
 from .upcycle import upcycle
 
+UPCYCLE_ONLY = "--experts, --top-k, --noise, --router-std and --seed need --upcycle"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="a folder with config.json and safetensors files")
-    parser.add_argument("target", type=Path, help="the folder to write: a new one, or an empty one")
-    text = "the layout to write; by default the other one than the source's"
+    parser.add_argument("source", type=Path, help="folder with config.json and safetensors files")
+    parser.add_argument("target", type=Path, help="folder to write, new or empty")
+    text = "layout to write [the one that the source does not have]"
     parser.add_argument("--to", choices=LAYOUTS, help=text)
-    text = "bytes of a file at most, as 5GB; a larger tensor has a file of its own"
+    text = "maximum size of a file [5GB]; a larger tensor gets a separate file"
     parser.add_argument("--shard-size", type=size, default=SHARD, metavar="SIZE", help=text)
-    text = "do not hold each written layer against what was read"
+    text = "do not compare the outputs of the converted layers with the source"
     parser.add_argument("--no-check", action="store_true", help=text)
-    text = "make the MLPs of a dense Llama, Mistral or Qwen3 the experts of an MoE"
+    text = "turn a dense Llama, Mistral or Qwen3 into an MoE whose experts are copies of each MLP"
     parser.add_argument("--upcycle", action="store_true", help=text)
     group = parser.add_argument_group("with --upcycle")
-    group.add_argument("--experts", type=int, metavar="E", help="copies of each MLP")
-    group.add_argument("--top-k", type=int, metavar="K", help="experts of a token")
-    text = "of each weight of an expert, in standard deviations of its matrix; 0"
+    group.add_argument("--experts", type=int, metavar="E", help="number of experts (required)")
+    group.add_argument("--top-k", type=int, metavar="K", help="experts for each token (required)")
+    text = "noise on the experts' weights, in standard deviations of each matrix [0]"
     group.add_argument("--noise", type=amount, help=text)
-    group.add_argument("--router-std", type=amount, help="of the router's random weights; 0.02")
-    group.add_argument("--seed", type=seed, help="of both; 0")
+    group.add_argument("--router-std", type=amount, help="standard deviation of the router's weights [0.02]")
+    group.add_argument("--seed", type=seed, help="random seed for noise and router [0]")
 
 
 def size(text: str) -> int:
     match = re.fullmatch(r"([0-9]+)([KMG]B)?", text.upper())
     if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     return int(match[1]) * UNITS[match[2] or ""]
 
 
@@ -68,13 +69,12 @@ def run(args: argparse.Namespace) -> Report:
     common = {"shard_bytes": args.shard_size, "check": not args.no_check}
     if not args.upcycle:
         if options or args.experts is not None or args.top_k is not None:
-            raise CheckpointError("the flags", ["--experts, --top-k, --noise, --router-std and --seed are for"
-                                                " --upcycle"])  # fmt: skip
+            raise CheckpointError("wrong options", [UPCYCLE_ONLY])
         to = args.to or LAYOUTS[RECORD in read_config(args.source)]
         with Bar() as bar:
             return convert(args.source, args.target, to, **common, progress=bar)
     if args.experts is None or args.top_k is None:
-        raise CheckpointError("the flags", ["--upcycle needs --experts and --top-k"])
+        raise CheckpointError("wrong options", ["--upcycle needs --experts and --top-k"])
     with Bar() as bar:
         common |= {"to": args.to or LAYOUTS[0], "progress": bar}
         return upcycle(args.source, args.target, args.experts, args.top_k, **options, **common)
@@ -108,6 +108,6 @@ def print_report(target: Path, report: Report) -> None:
     for layer, difference in report.differences.items():
         print(f"  {layer:<40} relative difference {difference:.1e}")
     if report.left_out:
-        print(f"not of the checkpoint, and left out: {', '.join(report.left_out)}")
+        print(f"not copied, because the checkpoint does not use them: {', '.join(report.left_out)}")
     print(f"{report.converted} tensors of MoE layers converted and {report.copied} copied:"
           f" {report.written} tensors in {len(report.files)} files in {target}/")  # fmt: skip

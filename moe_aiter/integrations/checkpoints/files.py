@@ -34,7 +34,9 @@ class CheckpointError(ValueError):
 
     def __init__(self, what: str, problems: list[str]):
         self.problems = problems
-        lines = [f"{what}: {len(problems)} problem{'s' if len(problems) > 1 else ''}", *problems[:SHOWN]]
+        lines = [f"{what}: {len(problems)} problems", *problems[:SHOWN]]
+        if len(problems) == 1:
+            lines = [f"{what}: {problems[0]}"]
         if len(problems) > SHOWN:
             lines.append(f"and {len(problems) - SHOWN} more")
         super().__init__("\n  ".join(lines))
@@ -234,7 +236,7 @@ def check_target(target: str | Path, shard_bytes: int, progress: Callable | None
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}", ["it is a file; a checkpoint needs a folder"])
     if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target}", ["it is not empty, and nothing is overwritten"])
+        raise CheckpointError(f"{target}", ["the folder is not empty: choose a new or empty one"])
     return target
 
 
