@@ -49,6 +49,13 @@ def adapted_experts() -> ours.LoRAExperts:
     return ours.LoRAExperts(ours.Experts(E, H, 4), rank=2)
 
 
+FOUR = {"M": 7, "K": H, "N": N, "G": 3}
+DRAWN = {"group_sizes_dtype": torch.int64, "device": "cpu", "rng_seed": 3}
+LAYOUT = {"alt_trans": True, "unif_group_sizes": True}
+SEVERAL = {"num_group_sizes": 2, "input_type": BF16, "output_type": BF16, "use_bias": True}
+UNUSED = {"unused_tokens_prob": 0.1, "unused_experts_prob": 0.1}
+BOTH = {"trans_lhs": True, "trans_rhs": True}
+EXISTING = {"device": "cpu", "preferred_element_type": BF16}
 PATTERN = ours.SparsePattern.from_dense(torch.eye(4, 6), (2, 2))
 PRODUCT = {"input": (T, H), "weight": (N, H)}
 MORE = {
@@ -260,20 +267,90 @@ MORE = {
     ),
     "gmm_common.gen_group_sizes": (
         gmm_common.gen_group_sizes,
+        lambda: {"M": 7, "G": 3, **DRAWN, **UNUSED},
+    ),
+    "gmm_common.gen_multiple_group_sizes": (
+        gmm_common.gen_multiple_group_sizes,
         lambda: {
+            "num_group_sizes": 2,
             "M": 7,
             "G": 3,
-            "group_sizes_dtype": torch.int64,
-            "device": "cpu",
-            "rng_seed": 3,
-            "unused_tokens_prob": 0.1,
-            "unused_experts_prob": 0.1,
+            **DRAWN,
+            **UNUSED,
+            "group_sizes_0": sizes().long()[:3],
         },
+    ),
+    "gmm_common.gen_gmm_input": (
+        gmm_common.gen_gmm_input,
+        lambda: {**FOUR, "preferred_element_type": BF16, **DRAWN, "trans_rhs": True, **LAYOUT},
+    ),
+    "gmm_common.gen_tgmm_input": (
+        gmm_common.gen_tgmm_input,
+        lambda: {**FOUR, "preferred_element_type": BF16, **DRAWN, "trans_lhs": True, **LAYOUT},
+    ),
+    "gmm_common.gen_gmm_tensors": (
+        gmm_common.gen_gmm_tensors,
+        lambda: {**FOUR, **SEVERAL, **DRAWN, **BOTH, **LAYOUT},
+    ),
+    "gmm_common.gen_tgmm_tensors": (
+        gmm_common.gen_tgmm_tensors,
+        lambda: {**FOUR, **SEVERAL, **DRAWN, **BOTH, **LAYOUT},
+    ),
+    "gmm_common.gen_gmm_output": (gmm_common.gen_gmm_output, lambda: {"M": 7, "N": N, **EXISTING}),
+    "gmm_common.gen_tgmm_output": (
+        gmm_common.gen_tgmm_output,
+        lambda: {"K": H, "N": N, "G": 3, **EXISTING},
+    ),
+    "gmm_common.gen_tgmm_bias_grad": (
+        gmm_common.gen_tgmm_bias_grad,
+        lambda: {"K": H, "G": 3, "device": "cpu", "with_bias_grad": True},
+    ),
+    "gmm_common.get_gmm_output": (
+        gmm_common.get_gmm_output,
+        lambda: {"M": 7, "N": N, **EXISTING, "existing_out": rand(7, N, dtype=BF16)},
+    ),
+    "gmm_common.get_tgmm_output": (
+        gmm_common.get_tgmm_output,
+        lambda: {"K": H, "N": N, "G": 3, **EXISTING, "existing_out": rand(3, H, N, dtype=BF16)},
+    ),
+    "gmm_common.get_tgmm_bias_grad": (
+        gmm_common.get_tgmm_bias_grad,
+        lambda: {"K": H, "G": 3, "device": "cpu", "existing_bias_grad": rand(3, H)},
     ),
     "gmm_common.get_gmm_shape": (gmm_common.get_gmm_shape, products),
     "gmm_common.get_tgmm_shape": (
         gmm_common.get_tgmm_shape,
         lambda: {"lhs": rand(H, 6), "rhs": rand(6, N), "group_sizes": sizes()},
+    ),
+    "gmm_common.get_gmm_transposition": (
+        gmm_common.get_gmm_transposition,
+        lambda: {"lhs": rand(6, H), "rhs": rand(4, H, N), "out": rand(6, N)},
+    ),
+    "gmm_common.get_tgmm_transposition": (
+        gmm_common.get_tgmm_transposition,
+        lambda: {"lhs": rand(H, 6), "rhs": rand(6, N), "out": rand(4, H, N)},
+    ),
+    "gmm_common.check_input_device_dtype": (
+        gmm_common.check_input_device_dtype,
+        lambda: products(bias=rand(4, N)),
+    ),
+    "gmm_common.check_bias_shape_stride": (
+        gmm_common.check_bias_shape_stride,
+        lambda: {"bias": rand(4, N), "G": 4, "N": N},
+    ),
+    "gmm_common.check_group_sizes_dtype": (
+        gmm_common.check_group_sizes_dtype,
+        lambda: {"dtype": torch.int64},
+    ),
+    "gmm_common.dtype_from_str": (gmm_common.dtype_from_str, lambda: {"dtype_str": "bf16"}),
+    "gmm_common.str_from_dtype": (gmm_common.str_from_dtype, lambda: {"dtype": BF16}),
+    "gmm_common.group_sizes_dtype_from_str": (
+        gmm_common.group_sizes_dtype_from_str,
+        lambda: {"dtype_str": "int64"},
+    ),
+    "gmm_common.str_from_group_sizes_dtype": (
+        gmm_common.str_from_group_sizes_dtype,
+        lambda: {"dtype": torch.int64},
     ),
     "gmm_common.is_power_of_2": (gmm_common.is_power_of_2, lambda: {"x": 4}),
     "flashinfer.bmm_fp8": (

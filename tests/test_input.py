@@ -43,7 +43,7 @@ MORE = "more weights, experts or groups than are used"
 ALONE = "the only tensor: its device, and what no rule restricts, decide the result"
 ANY_NUMBER = "any number, as in torch.addmm; the result may be NaN"
 SCALES = "a number, one element or a vector; a row of scales in any documented shape"
-SHAPES_ONLY = "nothing but the shape is read"
+SHAPES_ONLY = "nothing but the shape, or the shape and the strides, is read"
 COMPUTED = "computed"
 COMPUTES = {
     LEADING: {
@@ -119,7 +119,17 @@ COMPUTES = {
         "checkpoints.upcycle.seed": "negative",
         "hash_experts.seed": "negative",
         "Monitor.log.step": "negative",
-        "gmm_common.gen_group_sizes.rng_seed": "negative",
+        **{
+            f"gmm_common.gen_{what}.rng_seed": "negative"
+            for what in (
+                "group_sizes",
+                "multiple_group_sizes",
+                "gmm_input",
+                "gmm_tensors",
+                "tgmm_input",
+                "tgmm_tensors",
+            )
+        },
         "gmm_common.is_power_of_2.x": "negative",
         "flashinfer.bmm_fp8.B_scale": "NaN infinity",
     },
@@ -142,6 +152,20 @@ COMPUTES = {
         "gmm_common.get_tgmm_shape.lhs": "dtype complex device size0",
         "gmm_common.get_tgmm_shape.rhs": "dtype complex device size1",
         "gmm_common.get_tgmm_shape.group_sizes": "dtype complex device size0",
+        **{
+            f"gmm_common.get_{which}_transposition.{name}": "dtype complex device"
+            for which in ("gmm", "tgmm")
+            for name in ("lhs", "rhs", "out")
+        },
+        "gmm_common.get_gmm_transposition.rhs": "dtype complex device size0",
+        "gmm_common.get_tgmm_transposition.out": "dtype complex device size0",
+        "gmm_common.check_bias_shape_stride.bias": "dtype complex device",
+    },
+    "nothing but the dtype and the device is read": {
+        "gmm_common.check_input_device_dtype.lhs": "rank+1 rank-1 size0 size1",
+        "gmm_common.check_input_device_dtype.rhs": "rank+1 rank-1 size0 size1 size2",
+        "gmm_common.check_input_device_dtype.group_sizes": "rank+1 rank-1 size0",
+        "gmm_common.check_input_device_dtype.bias": "rank+1 rank-1 size0 size1",
     },
     "one number, or one in a list, is meant for both axes, as in torch": {
         "aiter.AITERConv2d.stride": "list",

@@ -53,10 +53,11 @@ def test_transposed_into():
         """
 import torch
 from aiter.ops.triton.gmm import gmm
-from aiter.ops.triton.utils.gmm_common import SIZES
+from aiter.ops.triton.utils.gmm_common import gen_gmm_tensors
 
-def test_sizes_of_the_checkout():
-    assert (gmm(torch.ones(3, 2), torch.ones(2, 2, 4), torch.tensor(SIZES)) == 2).all()
+def test_tensors_of_the_helpers():
+    lhs, rhs, (sizes,), out, _ = gen_gmm_tensors(3, 2, 4, 2, 1, unif_group_sizes=True)
+    assert gmm(lhs, rhs, sizes, existing_out=out) is out and sizes.tolist() == [2, 1]
 """,
     ),
     "flashinfer": (
@@ -80,9 +81,8 @@ def test_segment_gemm(batch_size, num_rows_per_batch, d_in, d_out, use_weight_in
 """,
     ),
 }
-# what a checkout of AITER has beside its tests: helpers that are read, and an import that is not followed
+# what a checkout of AITER has beside its tests: an import that is not followed
 BESIDE = {
-    "aiter/ops/triton/utils/gmm_common.py": "SIZES = [1, 2]",
     "op_tests/__init__.py": "",
     "op_tests/triton_tests/__init__.py": "import aiter.no_such_module",
 }
