@@ -1,10 +1,10 @@
-"""Time the kernels that have no tile to choose: those of routing, the sums that bring rows home, and, where
-the GPU multiplies 8-bit floats, those that make them.
+"""Time the kernels that have no tile to choose: those of routing, sums that return rows to token order, and,
+where the GPU multiplies 8-bit floats, those that make them.
 
     python benchmarks/kernels.py A B C D E --out benchmarks/results/kernels.csv
 
 Each is checked first, against its reference in float64, or where it quantises against the reference's bits.
-The sums are given chunks of columns as a training step of the shape has them, one of each width, weighted as
+The sums are given slices of columns as a training step of the shape has them, one of each width, weighted as
 forward and plain as backward, and stand beside a copy that reads and writes as many bytes.  `moe-aiter tune`
 measures the products.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_aiter.bench.layer import shape_cells
 from moe_aiter.bench.measure import FLOOR, SLACK, append, columns, count, distances, provenance, time_graphs
 from moe_aiter.bench.problem import SHAPES, Shape
-from moe_aiter.bench.tiles import distinct_column_chunks
+from moe_aiter.bench.tiles import distinct_column_slices
 from moe_aiter.kernels.base.fp8 import native_fp8
 from moe_aiter.kernels.quantize.blocks import plan_row_blocks
 from moe_aiter.kernels.quantize.rows import quantize_rows
@@ -151,8 +151,8 @@ def kernels(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kern
         Kernel("dlogits", "route_backward", grads, (weights, ids, dweights)),
     ]
     sums = ("weighted sum", weights), ("sum", None)
-    for (name, s), chunks in zip(sums, distinct_column_chunks(shape, dtype), strict=True):
-        for n in chunks:
+    for (name, s), slices in zip(sums, distinct_column_slices(shape, dtype), strict=True):
+        for n in slices:
             rows = torch.randn(T * k, n.stop - n.start, device=device, dtype=dtype)
             read = (rows, rank) if s is None else (rows, rank, s)
             found.append(Kernel(name, "unpermute", (rows, order, rank, s), read, rows.shape[1]))

@@ -52,7 +52,7 @@ ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near mem
 
 def metadata(inputs: tuple, *others) -> tuple | None:
     """Return all that decisions go by: everything but the values of these tensors, the values of SCOPES, how
-    many threads a CPU may use, `others`, and how often `decide_again` was called.
+    many threads a CPU may use, `others`, and how often `invalidate_decisions` was called.
 
     None where tensors are not what they seem: under a transform, of a class of their own, or the negative of
     what their memory holds.
@@ -89,15 +89,15 @@ def in_python(value):
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def decide_again() -> None:
-    """Decide anew at the next call, in every thread: a table, say, or a registered kernel has changed."""
+def invalidate_decisions() -> None:
+    """Make every thread decide anew at its next call, because for example a table has changed."""
     global _decisions
     with _lock:
         _decisions += 1
 
 
 def decisions() -> int:
-    """Return how often `decide_again` was called: a part of each key under which a decision is kept."""
+    """Return how often `invalidate_decisions` was called: a part of each kept decision's key."""
     return _decisions
 
 
@@ -420,7 +420,7 @@ def fill(name: str, out: Tensor | tuple[Tensor, ...], *inputs) -> None:
 
 def pick(name: str, x: Tensor, *rest) -> Callable:
     """Return the forced backend, which never falls back, or the first in ORDER that takes these inputs and
-    wants them: an implementation without `wants` wants all that it takes.
+    should be used for them: one without `should_use` is used for all that it takes.
 
     An op whose only backend is torch ignores what is forced.  Under "hopper" an op without a Hopper
     kernel runs its Triton kernel.
@@ -434,8 +434,8 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
         impl = impls.get(backend)
         usable = backend in order or backend == "torch"
         if impl is not None and usable and runs(impl, x, *rest):
-            wants = getattr(impl, "wants", None) if forced == "auto" else None
-            if wants is None or wants(x, *rest):
+            should_use = getattr(impl, "should_use", None) if forced == "auto" else None
+            if should_use is None or should_use(x, *rest):
                 return impl
     there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
     why = "" if requested == "auto" else f"; {by} forces {requested}"
@@ -467,7 +467,7 @@ def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | N
         if takes is not None:
             fn.takes = takes
         IMPLS[op][backend] = fn
-        decide_again()
+        invalidate_decisions()
         return fn
 
     return add
@@ -502,7 +502,7 @@ def schema_of(name: str, inputs: type, outputs: int) -> str:
 
 
 def written_of(inputs: type) -> list[int]:
-    """Return the places of the fields of the NamedTuple `inputs` that are Written."""
+    """Return the positions of the fields of the NamedTuple `inputs` that are Written."""
     hints = get_type_hints(inputs, include_extras=True).values()
     return [n for n, hint in enumerate(hints) if "!" in SCHEMA[hint]]
 

@@ -325,8 +325,8 @@ def triton_launches() -> tuple:
     )
 
 
-def gluon_parts() -> tuple:
-    """Return the decorator of a struct, and what gives a buffer a shape."""
+def gluon_internals() -> tuple:
+    """Return the decorator of a struct, and the function that gives a buffer another shape."""
     shared = "triton.experimental.gluon.language.shared_memory_descriptor"
     return (
         find("triton.language.core._aggregate"),

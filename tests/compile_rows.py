@@ -52,11 +52,11 @@ def routed(num_experts, k):
     return *floats, ints(4096, k, dtype=torch.int64)
 
 
-def run_route(num_experts, k, sigmoid, renormalize, need_scores=True, given=False):
+def run_route(num_experts, k, sigmoid, renormalize, need_scores=True, fixed=False):
     logits = new(4096, num_experts, dtype=torch.float32)
     scores, *rest = routed(num_experts, k)
     out = scores if need_scores else scores[:0], *rest
-    ids = new(4096, k, dtype=torch.int16) if given else None
+    ids = new(4096, k, dtype=torch.int16) if fixed else None
     launcher("route", bind_route)(out, logits, k, sigmoid, renormalize, 1.0, need_scores, ids)
 
 
@@ -249,9 +249,9 @@ def layout_cases():
         also = moves_row_blocks if sizes[0] > 96 else None
         for targets, formats in ((NATIVE, tuple(FORMATS)), (sorted(TARGETS.keys() - NATIVE), ())):
             names = [
-                "plan_chunks_kernel",
-                "transpose_chunks_kernel",
-                *["quantize_chunks_kernel"] * len(formats),
+                "plan_row_blocks_kernel",
+                "transpose_row_blocks_kernel",
+                *["quantize_row_blocks_kernel"] * len(formats),
             ]
             run = functools.partial(run_row_blocks, *sizes, formats)
             yield f"row blocks {sizes} {len(formats)}", Case(run, targets, kernels=names, also=also)
@@ -284,7 +284,7 @@ RUNS = {
     "route softmax": lambda: run_route(128, 8, False, False),
     "route without scores": lambda: run_route(128, 8, False, True, need_scores=False),
     "route sigmoid": lambda: run_route(128, 8, True, True),
-    "route given": lambda: run_route(128, 8, False, True, given=True),
+    "route fixed": lambda: run_route(128, 8, False, True, fixed=True),
     "route backward": lambda: run_route_backward(128, 8, False, True, of_scores=False),
     "route backward of the scores": lambda: run_route_backward(128, 8, True, True, of_weights=False),
     "route backward of the weights": lambda: run_route_backward(128, 8, True, True, of_scores=False),

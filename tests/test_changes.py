@@ -28,7 +28,7 @@ def by_table(out, x):
     out.fill_(1)
 
 
-by_table.wants = lambda x: choose_backend(NAME, x, "n", "none", 1, 1, 1) == "triton"
+by_table.should_use = lambda x: choose_backend(NAME, x, "n", "none", 1, 1, 1) == "triton"
 chosen_op = define_op(NAME, Inputs, new=lambda i: torch.empty_like(i.x), torch=fill(0), host=by_table)
 
 

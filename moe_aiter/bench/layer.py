@@ -49,7 +49,7 @@ from .problem import (
 )
 from .products import Asked, Case, Command, Error, Judge, errors_of
 
-PARTS = ("output", "dx", "dgate_up", "ddown", "drouting", "dgate_up_bias", "ddown_bias")
+RESULTS = ("output", "dx", "dgate_up", "ddown", "drouting", "dgate_up_bias", "ddown_bias")
 PER_EXPERT = ("dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
 SIZES = ("tokens", "hidden", "intermediate", "experts", "top_k")
 HOST = [f"{name}_host_ms" for name in PASSES]
@@ -135,7 +135,7 @@ def by_loop(p: Problem) -> Judge:
         exact, torch_errors = expected(contender.routed)
         if contender.expert_ids and not torch.equal(contender.expert_ids(), p.expert_ids):
             exact = truth(p, contender.expert_ids(), contender.routed, torch.float64)
-        return errors_of(comparable(got, p.shape), exact, torch_errors, PARTS)
+        return errors_of(comparable(got, p.shape), exact, torch_errors, RESULTS)
 
     return judge
 
@@ -145,7 +145,7 @@ def comparable(got: list[Tensor], shape: Shape) -> list[Tensor]:
     experts = checked_experts(shape)
     if len(experts) == shape.num_experts:
         return got
-    return [t[experts] if part in PER_EXPERT else t for part, t in zip(PARTS, got, strict=False)]
+    return [t[experts] if part in PER_EXPERT else t for part, t in zip(RESULTS, got, strict=False)]
 
 
 def shape_cells(name: str, shape: Shape) -> dict:

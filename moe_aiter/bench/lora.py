@@ -25,7 +25,7 @@ from .products import Asked, Case, Command, Judge, errors_of
 
 DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}
 PLAIN = [name for name, shape in SHAPES.items() if shape.plain]
-PARTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of down", "dB of down")
+RESULTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of down", "dB of down")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +177,7 @@ def pairs(factors) -> list[tuple[Tensor, Tensor]]:
 
 
 def truth(p: Problem, adapters: Adapters, dtype: torch.dtype) -> list[Tensor]:
-    """The PARTS in `dtype`: expert by expert, with weights that have the product of the factors in them."""
+    """Return the RESULTS in `dtype`: expert by expert, with the factors' product added to the weights."""
     # the weights as a model of this dtype gives them
     s = p.routing_weights.to(p.x.dtype).to(torch.promote_types(dtype, torch.float32))
 
@@ -192,4 +192,4 @@ def truth(p: Problem, adapters: Adapters, dtype: torch.dtype) -> list[Tensor]:
 def by_whole_weights(p: Problem, adapters: Adapters) -> Judge:
     exact = truth(p, adapters, torch.float64)
     torch_errors = distances(truth(p, adapters, p.x.dtype), exact)
-    return lambda contender: errors_of(contender.results(p), exact, torch_errors, PARTS)
+    return lambda contender: errors_of(contender.results(p), exact, torch_errors, RESULTS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import tuning
 from ..kernels import hopper
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
-from ..kernels.grouped.gmm import column_chunks
+from ..kernels.grouped.gmm import column_slices
 from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_product, lay_out
 from ..kernels.quantize.rows import quantize_rows
 from ..kernels.rows.sort import sort_by_expert
@@ -178,7 +178,7 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     """
     if op == "gmm":
         w, *after = rest
-        w, fits = w.mT, hopper.fits_home_fp8(x, w.mT)
+        w, fits = w.mT, hopper.fits_gmm_unpermute_fp8(x, w.mT)
     elif op == "expert_up":
         w, *after = rest
         fits = hopper.fits_up_fp8(x, None, w, None, *after[:-2], x.dtype)
@@ -216,8 +216,8 @@ def multiply_fp8(i: TgmmFp8Inputs, out: Tensor, *operands: Tensor) -> None:
     product(out, *operands)
 
 
-def distinct_column_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
-    """Columns of the rows of Y and of dX: one chunk of each width that a training step has."""
+def distinct_column_slices(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
+    """Columns of the rows of Y and of dX: one slice of each width that a training step has."""
     T, H, width, E, k = shape.sizes
     x, gate_up, down, order, rank, sizes = (
         torch.empty(size, dtype=dtype, device="meta")
@@ -225,7 +225,7 @@ def distinct_column_chunks(shape: Shape, dtype: torch.dtype) -> list[list[slice]
     )
     experts, plan = (x, gate_up, None, down, None, rank), (order, rank, sizes)
     most_bytes = row_bytes(ExpertInputs(*experts, *plan, "swiglu", False, save_z=True), None)
-    columns = [column_chunks(H, T * k * dtype.itemsize, most) for most in most_bytes]
+    columns = [column_slices(H, T * k * dtype.itemsize, most) for most in most_bytes]
     return [list({n.stop - n.start: n for n in of_one}.values()) for of_one in columns]
 
 
@@ -261,7 +261,7 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
             columns = n.stop - n.start
             yield name, "gmm", weights * columns / H, empty(R, columns), (x, w[:, :, n], sizes, None)
 
-    y_columns, dx_columns = distinct_column_chunks(shape, dtype)
+    y_columns, dx_columns = distinct_column_slices(shape, dtype)
     return [
         ("up", "expert_up", 2, (new_z, new_a), (x, gate_up, None, *plan, *act, 0, None)),
         *in_columns("down", 1, sa, down.mT, y_columns),

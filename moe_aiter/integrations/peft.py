@@ -13,7 +13,7 @@ the experts instead.  In these cases PEFT's own method runs, which is correct an
   * several adapters at once, or none for this parameter
   * a parameter that is not (E, ., .) with E > 1, or not of 16, 32 or 64 bits
   * experts that run another implementation than "moe_aiter"
-  * a version of PEFT that is not in KNOWN, with a warning from `register()`
+  * a version of PEFT that is not in SUPPORTED, with a warning from `register()`
 
 Merging, saving, loading, switching and disabling adapters is left to PEFT.
 """
@@ -32,7 +32,7 @@ from . import transformers
 
 __all__ = ["register", "unregister"]
 
-KNOWN = ("0.21",)  # versions whose `_activate_lora` this replaces
+SUPPORTED = ("0.21",)  # versions whose `_activate_lora` this replaces
 
 _original = None  # PEFT's own, while ours is in its place
 
@@ -48,9 +48,10 @@ def register() -> None:
     transformers.register()
     wrapper = param_wrapper()
     version = importlib.metadata.version("peft")
-    if not any(version.startswith(f"{tested}.") for tested in KNOWN):
+    if not any(version.startswith(f"{tested}.") for tested in SUPPORTED):
         warnings.warn(
-            f"PEFT {version} is none of {', '.join(KNOWN)}: its adapters of experts still make whole weights",
+            f"PEFT {version} is none of {', '.join(SUPPORTED)}: "
+            "its adapters of experts still make whole weights",
             stacklevel=2,
         )
     elif _original is None:

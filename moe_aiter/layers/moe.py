@@ -21,7 +21,7 @@ from ..private_api import is_changed, is_transformed
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
 from ..routing.choices import Choice
-from ..routing.given import route_to
+from ..routing.fixed import route_to
 from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
 from ..routing.router import Router, Routing, hide, router_logits, without_padding
@@ -187,7 +187,7 @@ class MoE(nn.Module):
             check_padding(mask, x)
             mask = mask.reshape(-1)
         if expert_ids is not None:
-            routing, expert_tokens = self.route_as_given(x, expert_ids, routing_weights, mask), tokens
+            routing, expert_tokens = self.route_fixed(x, expert_ids, routing_weights, mask), tokens
         elif routing_weights is not None:
             raise ValueError("routing_weights are given without their expert_ids")
         else:
@@ -224,7 +224,7 @@ class MoE(nn.Module):
             return self.router.pass_on(tokens, need_scores, mask)
         return self.router(tokens, need_scores=need_scores, mask=mask), tokens
 
-    def route_as_given(
+    def route_fixed(
         self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor | None, mask: Tensor | None
     ) -> Routing:
         router = self.router

@@ -2,7 +2,7 @@
 
 from .capacity import Capacity
 from .choices import ExpertChoice, Forced, GroupLimit, Sinkhorn, TokenRounding, TopP
-from .given import hash_experts, route_to
+from .fixed import hash_experts, route_to
 from .losses import (
     LoadStatistics,
     attach_loss,

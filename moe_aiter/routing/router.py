@@ -102,7 +102,7 @@ def choose_once(logits: Tensor, top_k: int, **how) -> tuple[Tensor | None, Tenso
     """`choose_experts`, or in a repetition the experts of the first run: see replay.py."""
     here = current_pass()
     recorded = here.recall("experts", logits.shape[0], top_k)
-    chosen = choose_experts(logits, top_k, **how, given=recorded)
+    chosen = choose_experts(logits, top_k, **how, fixed_ids=recorded)
     here.keep("experts", chosen[2], logits.shape[1])
     return chosen
 

@@ -18,7 +18,7 @@ from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, flag, flag_valu
 from .trainer import Trainer
 
 RUNS = Path("runs")
-PARTS = ("config.json", "metrics.jsonl", "checkpoints")
+RUN_FILES = ("config.json", "metrics.jsonl", "checkpoints")
 LOCK = "lock"
 
 
@@ -85,7 +85,7 @@ def start_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
 
 
 def refuse_second_run(run: Path) -> None:
-    if any(os.path.lexists(run / part) for part in PARTS):
+    if any(os.path.lexists(run / part) for part in RUN_FILES):
         raise UsageError(f"{run} holds a run already: use --resume {run}, or choose another --out")
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import SettingError, settings
-from ..op import decide_again
+from ..op import invalidate_decisions
 from . import bucket
 from .table import changing, rewrite
 
@@ -112,7 +112,7 @@ def cache_clear() -> None:
     cached.cache_clear()
     load.cache_clear()
     recorded.cache_clear()
-    decide_again()
+    invalidate_decisions()
 
 
 find.cache_info, find.cache_clear = cached.cache_info, cache_clear

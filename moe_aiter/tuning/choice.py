@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..op import decide_again
+from ..op import invalidate_decisions
 from . import bucket, gpu_table
 from .table import TABLES, changing, rewrite
 
@@ -86,7 +86,7 @@ def cache_clear() -> None:
     """Read the tables again, and choose again, at the next call."""
     load_choices.cache_clear()
     find_choice.cache_clear()
-    decide_again()
+    invalidate_decisions()
 
 
 def read_choices(path: pathlib.Path) -> list[tuple[Choice, dict]]:

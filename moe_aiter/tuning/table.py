@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..files import drafted, locked
-from ..op import decide_again
+from ..op import invalidate_decisions
 from .candidates import OPS, Config, is_legal, rule
 
 TABLES = pathlib.Path(__file__).parent / "tables"
@@ -73,7 +73,7 @@ def cache_clear() -> None:
     """Read the tables again, and choose tiles again, at the next call."""
     load.cache_clear()
     find.cache_clear()
-    decide_again()
+    invalidate_decisions()
 
 
 def read(path: pathlib.Path) -> list[tuple[Row, dict]]:

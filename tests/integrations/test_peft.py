@@ -234,7 +234,7 @@ def test_register_is_idempotent_and_can_be_undone():
 
 def test_unknown_versions_are_left_alone(monkeypatch):
     file.unregister()
-    monkeypatch.setattr(file, "KNOWN", ("0.1",))
+    monkeypatch.setattr(file, "SUPPORTED", ("0.1",))
     wrapper = file.param_wrapper()
     with pytest.warns(UserWarning, match="is none of 0.1"):
         file.register()

@@ -1,8 +1,8 @@
-"""Choose who computes a dense or a scaled product: torch's BLAS or a kernel here.
+"""Choose what computes a dense or a scaled product: torch's BLAS or a kernel here.
 
-* `wants_gemm`: the table of the GPU names the fastest.  For a product that the table does not list, the
+* `should_use_gemm`: the table of the GPU names the fastest.  For a product that the table does not list, the
   Hopper kernel computes few rows of a large weight, and torch everything else.
-* `wants_scaled`: torch's BLAS computes products of 8-bit floats that the table says it is faster at.  A
+* `should_use_scaled`: torch's BLAS computes products of 8-bit floats that the table says it is faster at.  A
   kernel here computes all others: the Hopper kernel those with enough tiles to fill more than half of the
   GPU.
 """
@@ -23,7 +23,7 @@ LONG = 2**22  # numbers of all weights, 8 MiB: what was measured is as much and 
 DEEP = 512  # of them in a row, or some warps of a program would have nothing to read
 
 
-def wants_gemm(backend: str) -> Callable[..., bool]:
+def should_use_gemm(backend: str) -> Callable[..., bool]:
     """Whether `backend`, which could compute it, should."""
 
     def check(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
@@ -36,8 +36,7 @@ def wants_gemm(backend: str) -> Callable[..., bool]:
 
 
 def unmeasured(size: Sequence[int], numbers: int, itemsize: int) -> str:
-    """Whom `choose_backend` names for matrices (M, K), and a weight that lies by rows, where the table says
-    nothing of them."""
+    """Return the backend for matrices (M, K) and a weight that lies by rows, which no table lists."""
     M, K = size
     return "hopper" if M <= FEW and K >= DEEP and numbers >= LONG and itemsize == 2 else "torch"
 
@@ -57,7 +56,7 @@ E4M3 = torch.float8_e4m3fn
 TILE_M, TILE_N = 128, 256  # of Hopper's kernel
 
 
-def wants_scaled(backend: str) -> Callable[..., bool]:
+def should_use_scaled(backend: str) -> Callable[..., bool]:
     """Whether `backend`, hopper or triton, which could compute it, should."""
 
     def check(x, w, x_scale, w_scale, bias, dtype) -> bool:

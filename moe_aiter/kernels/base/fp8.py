@@ -25,7 +25,7 @@ FP8 = {  # dtype -> the format that `decode` knows
 }
 MOST_K = 131071  # products of -128 and -128 of which int32 holds a sum
 MOST_IMPRECISE = tl.constexpr(128)  # 8-bit products that Hopper's tensor core adds up, with some 14 bits
-CHUNK = 128  # rows that are summed together: a line of memory, and of shared memory as wgmma reads it
+ROW_BLOCK = 128  # rows that are summed together: a line of memory, and of shared memory as wgmma reads it
 OCP = (torch.float8_e4m3fn, torch.float8_e5m2)  # the formats of the Open Compute Project
 NATIVE = {  # architecture -> what its matrix instructions multiply, where Triton emits these
     90: OCP,
@@ -40,8 +40,8 @@ NATIVE = {  # architecture -> what its matrix instructions multiply, where Trito
 def decode(x, FORMAT: tl.constexpr):
     """Bytes of a FORMAT as float16; x itself without one.
 
-    Sign, exponent and mantissa move into the places of float16, whose exponent counts from elsewhere: a power
-    of two makes up for that, for subnormal numbers as well.
+    Sign, exponent and mantissa move to their bits in float16, whose exponent has another bias: a power of two
+    corrects it, for subnormal numbers as well.
     """
     if FORMAT is None:
         out = x

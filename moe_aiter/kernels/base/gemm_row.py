@@ -73,7 +73,7 @@ def finish(
 
 @jit_kernel
 def finish_kernel(
-    parts_ptr,  # (splits, B, M, N) float32
+    partial_sums_ptr,  # (splits, B, M, N) float32
     bias_ptr,  # (N,) or None
     c_ptr,  # (B, M, N) or None
     z_ptr,  # (B, M, N), contiguous, as is out, or None
@@ -95,7 +95,7 @@ def finish_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     size = tl.cast(size, tl.int64)
     for split in range(0, splits):
-        acc += tl.load(parts_ptr + split * size + i, mask=mask, other=0.0)
+        acc += tl.load(partial_sums_ptr + split * size + i, mask=mask, other=0.0)
     row, n = i // N, i % N
     c_base = c_ptr if c_ptr is None else c_ptr + row // M * c_strides[0]
     finish(acc, row % M, n, mask, i, bias_ptr, c_base, z_ptr, out_ptr, alpha, beta,

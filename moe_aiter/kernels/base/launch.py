@@ -103,7 +103,7 @@ class BoundKernel:
 
 
 def is_watched() -> bool:
-    """Whether a profiler, say, wants to hear of each launch: a chain of hooks, or a function in its place."""
+    """Whether a hook observes each launch, for example a profiler's: a chain of hooks, or one function."""
     enter, leave = launch_hooks.launch_enter_hook, launch_hooks.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 

@@ -165,10 +165,10 @@ def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
     return options
 
 
-def given_or_found(
+def choose_tile(
     tile: Sequence[int], op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int
 ) -> tuple[tuning.Config, tuple[int, ...]]:
-    """The configuration that the caller of an op gave as numbers, or the one in the tables; and AMD's."""
+    """Return the configuration that an op's caller passed as numbers, or that of the tables; and AMD's."""
     if not tile:
         return tuning.lookup(op, dtype, m, n, k, groups), ()
     return tuning.Config(*tile[: len(TILE)]), tuple(tile[len(TILE) :])

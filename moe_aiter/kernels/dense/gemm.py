@@ -29,7 +29,7 @@ from ..base.check import (
     sum_dtype,
     wide,
 )
-from ..base.choice import wants_gemm
+from ..base.choice import should_use_gemm
 from ..base.gemm_row import (
     GemmInputs,
     bind_one_row,
@@ -152,7 +152,7 @@ def gemm_kernel(
     c_ptr,  # (B, M, N) or None
     z_ptr,  # (B, M, N) contiguous, as is out, or None
     out_ptr,
-    parts_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
+    partial_sums_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
     B,
     M,
     N,
@@ -194,8 +194,8 @@ def gemm_kernel(
 
     mask = (m < M)[:, None] & (n < N)[None, :]
     m, n = m.to(tl.int64)[:, None], n[None, :]
-    if parts_ptr is not None:
-        tl.store(parts_ptr + (split * B + b) * M * N + (m * N + n), acc, mask=mask)
+    if partial_sums_ptr is not None:
+        tl.store(partial_sums_ptr + (split * B + b) * M * N + (m * N + n), acc, mask=mask)
     else:
         matrix = b * M * N
         c_base = c_ptr if c_ptr is None else c_ptr + b * c_strides[0]
@@ -250,7 +250,8 @@ def fits_gemm(*inputs) -> bool:
     return i.dtype != torch.float64 and WIDEST_STEP * max(i.x.stride(2), i.w.stride(1)) < 2**31
 
 
-bind_gemm.fits, bind_gemm.wants, bind_gemm.tiles = fits_gemm, wants_gemm("triton"), ("gemm", "gemm_row")
+bind_gemm.fits, bind_gemm.should_use = fits_gemm, should_use_gemm("triton")
+bind_gemm.tiles = ("gemm", "gemm_row")
 
 # op
 

@@ -28,7 +28,7 @@ from ..base.check import (
     refuse_gradient,
     take_rows,
 )
-from ..base.choice import fits_blas, multiply_by_blas, wants_scaled
+from ..base.choice import fits_blas, multiply_by_blas, should_use_scaled
 from ..base.fp8 import (
     FP8,
     MOST_K,
@@ -235,7 +235,7 @@ def bind_scaled_gemm(i: ScaledInputs) -> Callable:
     return lambda out, i: product(out, as_groups(i))
 
 
-bind_scaled_gemm.wants = wants_scaled("triton")
+bind_scaled_gemm.should_use = should_use_scaled("triton")
 
 
 def as_groups(i: ScaledInputs) -> ScaledGroupsInputs:

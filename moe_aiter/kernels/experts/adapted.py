@@ -197,8 +197,8 @@ def fill_adapted_down(out, a, w, bias, low, b, routing_weights, order, rank, gro
     y = gmm_op(a, w.mT, group_sizes, bias)  # (R, H)
     if low is not None:
         add_low_rank_op(y, low, b.mT, group_sizes)
-    home = y, order, rank, routing_weights
-    fill("unpermute", out, *home)
+    inputs = y, order, rank, routing_weights
+    fill("unpermute", out, *inputs)
 
 
 @takes(*TILE_DTYPES)

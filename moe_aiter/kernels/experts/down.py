@@ -48,7 +48,7 @@ from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, tr
 from ..base.tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute, gmm_reference, gmm_unpermute_reference
 from ..grouped.tgmm import weight_gradient
-from ..rows.sums import bias_dots, bind_sum_parts, group_sum
+from ..rows.sums import bias_dots, bind_add_partial_sums, group_sum
 from .glu import glu_backward_reference, glu_reference
 
 EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue fits in registers
@@ -312,7 +312,7 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     numbers = R, N, K, E, i.rank.shape[1], tiles_m, i.dout.stride(), i.down.stride()
-    sum_columns, need_a = bind_sum_parts(tiles_n, R, i.rank.numel()), i.need_a
+    sum_columns, need_a = bind_add_partial_sums(tiles_n, R, i.rank.numel()), i.need_a
 
     def launch(out, i):
         dz, a, ds = out

@@ -64,7 +64,7 @@ from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
 from ..dense.scaled_gemm import scaled_gmm
-from ..grouped.gmm import bind_token_sum, column_chunks
+from ..grouped.gmm import bind_token_sum, column_slices
 from ..grouped.tgmm import weight_gradient
 from ..grouped.tgmm_fp8 import weight_gradient_fp8
 from ..quantize.layouts import factors_of_rows, quantize_folded, quantize_transposed, transpose_rows8
@@ -224,7 +224,7 @@ def rounded_up(out, x8, x_scale, w8, w_scale, *rest, op="expert_up", after=(0, N
 rounded_z = functools.partial(rounded_up, op="expert_z", after=())
 
 
-def rounded_home(out, x, w8, w_scale, *rest) -> None:
+def rounded_gmm_unpermute(out, x, w8, w_scale, *rest) -> None:
     *rest, format, fold = rest
     if fold:
         x, w = rounded_folded(x, w_scale, rest[0], format), dequantize_rows(w8.mT, w_scale, x.dtype)
@@ -334,7 +334,7 @@ def bind_z(i: ZFp8Inputs) -> Callable:
     return lambda z, i: launch((z, None), i.with_z())
 
 
-class HomeFp8Inputs(NamedTuple):
+class GmmUnpermuteFp8Inputs(NamedTuple):
     """The inputs of the op `gmm_unpermute_fp8`: those of `gmm_unpermute`, with a weight of 8 bits."""
 
     x: Tensor  # (R, K)
@@ -351,12 +351,12 @@ class HomeFp8Inputs(NamedTuple):
 
 
 @binds
-def bind_home_fp8(i: HomeFp8Inputs) -> Callable:
+def bind_gmm_unpermute_fp8(i: GmmUnpermuteFp8Inputs) -> Callable:
     (R, K), (E, N, _), fold, format = i.x.shape, i.w8.shape, i.fold, i.format
     bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=OF_ROWS[format])
     launches = [
         (n, bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype), bind_token_sum(i.rank, n, N))
-        for n in column_chunks(N, R * i.x.element_size(), i.row_bytes)
+        for n in column_slices(N, R * i.x.element_size(), i.row_bytes)
     ]
 
     def launch(out, i):
@@ -371,7 +371,7 @@ def bind_home_fp8(i: HomeFp8Inputs) -> Callable:
             w = i.w8[:, n].mT
             product(rows, x8, w, i.group_sizes, bias, x_scale=x_scale, w_scale=some_scale)
             sum_up(out[:, n], rows, i.rank, i.routing_weights)
-            del rows  # before the next chunk's
+            del rows  # before those of the next columns
 
     return launch
 
@@ -392,7 +392,7 @@ def bind_over_z(i: DownGradFp8OverZInputs) -> Callable:
     return lambda out, i: launch((i.z, *out), DownGradFp8Inputs(*i))
 
 
-bind_home_fp8.takes, bind_home_fp8.fits = hopper.DTYPES, hopper.fits_home_fp8
+bind_gmm_unpermute_fp8.takes, bind_gmm_unpermute_fp8.fits = hopper.DTYPES, hopper.fits_gmm_unpermute_fp8
 bind_up.fits = bind_z.fits = hopper.fits_up_fp8
 bind_down_grad.fits = bind_over_z.fits = hopper.fits_down_grad_fp8
 
@@ -424,10 +424,10 @@ expert_z_fp8_op = define_op(
 )
 gmm_unpermute_fp8_op = define_op(
     "gmm_unpermute_fp8",
-    HomeFp8Inputs,
+    GmmUnpermuteFp8Inputs,
     new=lambda i: i.x.new_empty(i.rank.shape[0], i.w8.shape[1]),
-    **everywhere(rounded_home),
-    hopper=bind_home_fp8,
+    **everywhere(rounded_gmm_unpermute),
+    hopper=bind_gmm_unpermute_fp8,
 )
 expert_down_grad_fp8_op = define_op(
     "expert_down_grad_fp8",
@@ -484,8 +484,8 @@ def launch_experts(out, *inputs) -> None:
     fill("expert_up_fp8", (z, a), *up)
     del up, w8, x8  # and with them 8 bits of each weight
     w8 = rows_and_amax(i.down, down_amax)
-    home = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, i.bytes_of_y
-    fill("gmm_unpermute_fp8", y, *home, "e4m3", False)
+    inputs = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, i.bytes_of_y
+    fill("gmm_unpermute_fp8", y, *inputs, "e4m3", False)
 
 
 def rows_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -535,9 +535,9 @@ def backward_experts(ctx, dout, *_):
     dx = None
     if needs.x:
         w8 = transposed_rows(i.gate_up, gate_up_scale), gate_up_scale
-        home = dz, *w8, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx, format, True
-        dx = gmm_unpermute_fp8_op(*home)
-        del w8, home
+        inputs = dz, *w8, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx, format, True
+        dx = gmm_unpermute_fp8_op(*inputs)
+        del w8, inputs
     rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, i.bytes_of_dx, i.gate_up_main_grad
     needs_up = False, needs.gate_up, needs.gate_up_bias
     _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest, of_gate_up)
@@ -585,7 +585,7 @@ experts_fp8_op = define_op(
 # quantized_experts
 
 
-ALL_ROWS = 2**62  # bytes: the rows of the second product come in one chunk
+ALL_ROWS = 2**62  # bytes: the rows of the second product come in one slice
 
 
 def format_of(w8: Tensor) -> str:
@@ -615,8 +615,8 @@ def on_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) 
     x8 = quantize_rows(x, format)
     _, a = expert_up_fp8_op(*x8, *gate_up, *plan, activation, interleaved, False, x.dtype)
     w8, w_scale, bias = down
-    home = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, format, False
-    return gmm_unpermute_fp8_op(a, w8, w_scale, *home)
+    rest = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, format, False
+    return gmm_unpermute_fp8_op(a, w8, w_scale, *rest)
 
 
 def fits_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) -> bool:

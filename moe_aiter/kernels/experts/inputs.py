@@ -161,11 +161,11 @@ def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
     """
     (T, H), (_, width, _), R, size = i.x.shape, i.gate_up.shape, i.order.shape[0], i.x.element_size()
 
-    def in_chunks(n: int) -> int:
+    def slice_bytes(n: int) -> int:
         return -(-H // (n * BLOCK)) * BLOCK * R * size
 
     if row_chunks is not None:
-        return in_chunks(row_chunks), in_chunks(row_chunks)
+        return slice_bytes(row_chunks), slice_bytes(row_chunks)
     trained = needs_grad(i)
 
     def wanted(t: Tensor) -> bool:
@@ -181,4 +181,4 @@ def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
     rest = max(forward, early + (a if wanted(i.down) else 0))
     rest = max(rest, late + gradient(i.gate_up, i.gate_up_main_grad))
     limit = rest + rest // SLACK
-    return max(limit - forward, in_chunks(MOST)), max(limit - late, in_chunks(MOST))
+    return max(limit - forward, slice_bytes(MOST)), max(limit - late, slice_bytes(MOST))

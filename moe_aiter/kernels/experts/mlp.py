@@ -74,12 +74,12 @@ class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
 def bind_expert_both(i: BothInputs) -> Callable:
     shape = i.order.shape[0], i.down.shape[2]  # of a
     up = bound(pick("expert_up", *i.up()), i.up())
-    home = bind_gmm_unpermute(i.as_gmm_unpermute(i.x.new_empty(shape)))
+    down = bind_gmm_unpermute(i.as_gmm_unpermute(i.x.new_empty(shape)))
 
     def launch(out, i):
         a = i.x.new_empty(shape)
         up((a[:0], a), i.up())
-        home(out, i.as_gmm_unpermute(a))
+        down(out, i.as_gmm_unpermute(a))
 
     return launch
 

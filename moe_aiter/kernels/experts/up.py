@@ -113,7 +113,7 @@ def expert_up_kernel(
         z_ptrs = z_ptr + m * (2 * N if GATED else N) + column[None, :]
         tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])
     if a_ptr is not None:
-        gate, up = split_parts(z, INTERLEAVED) if GATED else (z, None)
+        gate, up = split_gate_up(z, INTERLEAVED) if GATED else (z, None)
         store_activation(gate, up, m, row_mask, tile_n * WIDTH, N, a_ptr, ACTIVATION, UP)
 
 
@@ -151,7 +151,7 @@ def tile_columns(tile_n, N, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOC
 
 
 @triton.jit
-def split_parts(z, INTERLEAVED: tl.constexpr):
+def split_gate_up(z, INTERLEAVED: tl.constexpr):
     """Gate and up of a tile of z whose columns are those of `tile_columns`."""
     if INTERLEAVED:
         return tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))

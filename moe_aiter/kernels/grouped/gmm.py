@@ -7,7 +7,7 @@ product of the experts forward, and the gradient of x backward:
 
     out[t] = sum over j of s[t, j] * rows[rank[t, j]],   rows[s:e] = x[s:e] @ w[g] + bias[g]
 
-The rows (R, N) exist only between the product and the sum, one chunk of their columns at a time.
+The rows (R, N) exist only between the product and the sum, one slice of their columns at a time.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
-from ..base.tile import TILE_DTYPES, given_or_found, locate, multiply, row_tiles, swizzle, tile_options, walk
+from ..base.tile import TILE_DTYPES, choose_tile, locate, multiply, row_tiles, swizzle, tile_options, walk
 from ..rows.permute import bind_unpermute_columns, check_plan, unpermute_reference
 from ..rows.sums import group_sum
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
@@ -188,7 +188,7 @@ def bind_gmm_into(i: GroupedIntoInputs) -> Callable:
 
 def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, zero_rest: bool) -> Callable:
     (M, _), (G, K, N) = i.lhs.shape, i.rhs.shape
-    config, amd = given_or_found(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
+    config, amd = choose_tile(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
     tiles_m = row_tiles(M, G, config.block_m)
     grid, persistent = walk(tiles_m * cdiv(N, config.block_n), i.programs, i.lhs)
     kernel = bind_kernel(
@@ -308,7 +308,7 @@ def gmm(
 # gmm_unpermute
 
 
-BLOCK = 256  # columns of the widest tile: chunks are multiples, so that no tile is wasted
+BLOCK = 256  # columns of the widest tile: slices are multiples of it, so that no tile is wasted
 
 # gmm_unpermute: reference
 
@@ -347,8 +347,8 @@ def new_gmm_unpermute(i: GmmUnpermuteInputs) -> Tensor:
     return i.x.new_empty(i.rank.shape[0], i.w.shape[2])
 
 
-def column_chunks(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
-    """Even chunks of columns, as few as have `most_bytes` at most, or one block of columns each."""
+def column_slices(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
+    """Return even slices of columns, as few as have `most_bytes` at most, or one block of columns each."""
     blocks = max(-(-columns // BLOCK), 1)
     fit = max(most_bytes // (BLOCK * column_bytes), 1)
     width = -(-blocks // -(-blocks // fit)) * BLOCK
@@ -359,17 +359,17 @@ def column_chunks(columns: int, column_bytes: int, most_bytes: int) -> list[slic
 @takes(*TILE_DTYPES)
 def bind_gmm_unpermute(i: GmmUnpermuteInputs) -> Callable:
     R, N = i.x.shape[0], i.w.shape[2]
-    chunks = [
+    launches = [
         (n, bound(pick("gmm", *i.columns(n)), i.columns(n)), bind_token_sum(i.rank, n, N))
-        for n in column_chunks(N, R * i.x.element_size(), i.row_bytes)
+        for n in column_slices(N, R * i.x.element_size(), i.row_bytes)
     ]
 
     def launch(out, i):
-        for n, multiply_columns, sum_up in chunks:
+        for n, multiply_columns, sum_up in launches:
             rows = i.x.new_empty(R, n.stop - n.start)
             multiply_columns(rows, i.columns(n))
             sum_up(out[:, n], rows, i.rank, i.routing_weights)
-            del rows  # before the next chunk's
+            del rows  # before those of the next columns
 
     return launch
 

@@ -3,7 +3,8 @@
     s[t, j] = x[t] @ w[expert_ids[t, j]] + bias[expert_ids[t, j]]       the products of the k slots of a token
     out[t]  = sum over j of routing_weights[t, j] * s[t, j]             or all of them
 
-T tokens, k slots, E experts, K in, N out.  Rows are sorted by expert, multiplied, and come home.
+T tokens, k slots, E experts, K in, N out.  Rows are sorted by expert, multiplied, and return to token
+order.
 """
 
 from collections.abc import Callable

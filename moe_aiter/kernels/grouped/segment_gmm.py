@@ -124,12 +124,12 @@ def locate_segment(
 
 
 @jit_kernel
-def add_parts_kernel(
-    parts_ptr,  # (parts, M, N) float32
+def add_split_k_kernel(
+    partial_sums_ptr,  # (split_k, M, N) float32
     out_ptr,  # (M, N), contiguous
     bounds_ptr,  # (G,) or (G + 1,)
-    parts,
-    size,  # of a part
+    split_k,
+    size,  # M * N
     M,
     N,
     G,
@@ -138,7 +138,7 @@ def add_parts_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of the parts, in order, in the rows of segments."""
+    """The sum of the partial sums, in order, in the rows of segments."""
     g = tl.arange(0, BLOCK_G)
     start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
     rest = tl.sum(tl.where(g == G, start, 0), 0)  # the first row past the segments
@@ -148,8 +148,8 @@ def add_parts_kernel(
         mine &= i >= tl.sum(tl.where(g == G + 1, end, 0), 0) * N
     acc = tl.zeros((BLOCK,), tl.float32)
     size = tl.cast(size, tl.int64)
-    for p in range(0, parts):
-        acc += tl.load(parts_ptr + p * size + i, mask=mine, other=0.0)
+    for split in range(0, split_k):
+        acc += tl.load(partial_sums_ptr + split * size + i, mask=mine, other=0.0)
     tl.store(out_ptr + i, acc.to(out_ptr.dtype.element_ty), mask=i < size if ZERO_REST else mine)
 
 
@@ -157,7 +157,7 @@ def bind_add_split_k(split_k: int, M: int, N: int, G: int, **flags) -> Callable[
     """Return `add(sums, out, bounds)`: add up the partial sums (split_k, M, N) in the rows of G segments.
     The `flags` are those of `segment_gmm`."""
     block = 1024
-    kernel = bind_kernel(add_parts_kernel, (cdiv(M * N, block),), **flags, BLOCK=block, num_warps=4)
+    kernel = bind_kernel(add_split_k_kernel, (cdiv(M * N, block),), **flags, BLOCK=block, num_warps=4)
     return lambda sums, out, bounds: kernel(sums, out, bounds, split_k, M * N, M, N, G)
 
 
@@ -165,7 +165,7 @@ def bind_add_split_k(split_k: int, M: int, N: int, G: int, **flags) -> Callable[
 def segment_gmm_kernel(
     x_ptr,  # (M, K)
     w_ptr,  # (W, K, N)
-    out_ptr,  # (M, N), or (parts, M, N) float32; contiguous
+    out_ptr,  # (M, N), or (split_k, M, N) float32; contiguous
     bounds_ptr,  # (G,) or (G + 1,)
     indices_ptr,  # (G,) or None
     M,

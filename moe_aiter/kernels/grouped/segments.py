@@ -186,7 +186,7 @@ def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_
 def segment_tgmm_kernel(
     x_ptr,  # (M, K)
     y_ptr,  # (M, N)
-    out_ptr,  # (W, K, N), or (parts, W, K, N) float32
+    out_ptr,  # (W, K, N), or (split_k, W, K, N) float32
     bounds_ptr,  # (G,) or (G + 1,)
     indices_ptr,  # (G,) or None
     M,

@@ -36,8 +36,8 @@ from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, tr
 from ..base.tile import (
     TILE_DTYPES,
     add_columns,
+    choose_tile,
     dense,
-    given_or_found,
     group_rows,
     swizzle,
     tile_options,
@@ -398,7 +398,7 @@ def bind_product(
     (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
     # the pipeline spends stages on the indices, so gathering has rows of its own
     op = "tgmm" if order is None else "tgmm_gather"
-    config, amd = given_or_found(tile, op, x.dtype, M, N, K, G)
+    config, amd = choose_tile(tile, op, x.dtype, M, N, K, G)
     grid, persistent = walk(G * cdiv(K, config.block_m) * cdiv(N, config.block_n), programs, x)
     kernel = bind_kernel(
         tgmm_kernel, grid, TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,

@@ -4,7 +4,7 @@
 
 x is given as 8-bit rows with scales (`quantize_rows`), as for products that sum over its columns.  A sum over
 rows cannot factor out a scale that each of them has, so y takes it over: the numbers y[r] * scale[t] are
-quantised, with a scale for each column and each CHUNK rows of a group.
+quantised, with a scale for each column and each ROW_BLOCK rows of a group.
 
 On Hopper both are laid out by columns (quantize/blocks.py) and multiplied as they are.  On other devices, and
 for sizes that do not fit, both are dequantised and multiplied in the dtype of x.
@@ -84,7 +84,7 @@ def rounded_tgmm_into(*inputs) -> None:
 
 
 def lay_out(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple[Tensor, ...]:
-    """Return the operands for tensor cores: x (C, K, CHUNK), y (C, N, CHUNK), the scales of y, the spans."""
+    """Return the operands x (C, K, ROW_BLOCK) and y (C, N, ROW_BLOCK), the scales of y, and the spans."""
     spans, row_blocks = plan_row_blocks(i.group_sizes, len(i.y))
     y8 = quantize_row_blocks(i.y, i.factor, i.order, i.top_k, row_blocks, i.format)
     return transpose_row_blocks(i.x8, i.order, i.top_k, row_blocks), *y8, spans

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...op import binds
 from ..base.activations import get_activation
-from ..base.choice import FEW, wants_gemm, wants_scaled
-from ..base.fp8 import CHUNK, MOST_K, OCP
+from ..base.choice import FEW, should_use_gemm, should_use_scaled
+from ..base.fp8 import MOST_K, OCP, ROW_BLOCK
 
 DTYPES = (torch.bfloat16, torch.float16)
 BYTES = (torch.int8, *OCP)
@@ -78,7 +78,7 @@ def few(w: Tensor) -> bool:
 
 
 def stacked(w: Tensor) -> bool:
-    """Whether the matrices of w (G, A, B) are parts of one: some columns of it, so many rows apart."""
+    """Whether the matrices of w (G, A, B) are blocks of one matrix: some of its columns, whole rows apart."""
     group, row, _ = w.stride()
     return row >= w.shape[2] and (group % row == 0 or w.shape[0] == 1)
 
@@ -126,7 +126,7 @@ def fits_up_fp8(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activa
     return fit and x8.shape[1] % PROMOTED_K == 0 and N % 64 == 0
 
 
-def fits_home_fp8(x, w8, *_) -> bool:
+def fits_gmm_unpermute_fp8(x, w8, *_) -> bool:
     _, N, K = w8.shape
     return is_hopper(x.device) and few(w8) and x.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
 
@@ -150,9 +150,9 @@ def fits_tgmm_into(
 
 def fits_tgmm_fp8(x8, factor, y, group_sizes, *_) -> bool:
     K, N = x8.shape[1], y.shape[1]
-    chunks = y.shape[0] // CHUNK + group_sizes.shape[0]
+    row_blocks = y.shape[0] // ROW_BLOCK + group_sizes.shape[0]
     fit = is_hopper(y.device) and y.dtype in DTYPES and min(x8.numel(), y.numel()) > 0
-    return fit and K % 16 == 0 and N % 16 == 0 and chunks * max(K, N) < 2**31
+    return fit and K % 16 == 0 and N % 16 == 0 and row_blocks * max(K, N) < 2**31
 
 
 def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
@@ -196,7 +196,8 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
 
 
 bind_gemm = implementation("gemm", "bind_gemm", fits_gemm)
-bind_gemm.wants, bind_gemm.tiles = wants_gemm("hopper"), ("hopper_gemm", "hopper_few_rows", "gemm_row")
+bind_gemm.should_use = should_use_gemm("hopper")
+bind_gemm.tiles = ("hopper_gemm", "hopper_few_rows", "gemm_row")
 bind_gmm = implementation("gmm", "bind_gmm", fits_gmm)
 bind_gmm_into = implementation("gmm", "bind_gmm_into", fits_gmm_into)
 bind_masked_gmm = implementation("gmm", "bind_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
@@ -207,5 +208,5 @@ bind_tgmm = implementation("tgmm", "bind_tgmm", fits_tgmm)
 bind_tgmm_sums = implementation("tgmm", "bind_tgmm_sums", lambda x, y, *_: by_tma(x, y))
 bind_tgmm_into = implementation("tgmm", "bind_tgmm_into", fits_tgmm_into)
 bind_scaled_gemm = implementation("gmm", "bind_scaled_gemm", fits_scaled_gemm, BYTES)
-bind_scaled_gemm.wants = wants_scaled("hopper")
+bind_scaled_gemm.should_use = should_use_scaled("hopper")
 bind_scaled_gmm = implementation("gmm", "bind_scaled_gmm", fits_scaled_gmm, BYTES)

@@ -13,7 +13,7 @@ from ... import tuning
 from ...tuning import Config
 from ..base.activations import get_activation
 from ..base.launch import bind_kernel, num_programs
-from ..rows.sums import bind_sum_parts
+from ..rows.sums import bind_add_partial_sums
 from .epilogue import Scales, kernel_functions, multiply_blocks, span_of
 from .gluon import (
     Number,
@@ -246,7 +246,7 @@ def down_grad_kernel(
     PROGRAMS: gl.constexpr,
 ):
     N *= 8  # the compiler sees that it is a multiple
-    PARTS: gl.constexpr = 1 if UP is None else 2
+    PROJECTIONS: gl.constexpr = 1 if UP is None else 2
     WIDTH: gl.constexpr = LINE // 2 if INTERLEAVED else LINE
     A_LAYOUT: gl.constexpr = LAYOUTS[0]
     TILE: gl.constexpr = LAYOUTS[1]
@@ -259,10 +259,10 @@ def down_grad_kernel(
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows" if SPAN > 0 else "columns", None)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
-    PIECES: gl.constexpr = 1 if INTERLEAVED else PARTS
+    PIECES: gl.constexpr = 1 if INTERLEAVED else PROJECTIONS
     z = gl.allocate_shared_memory(z_desc.dtype, [SLOTS * PIECES] + z_desc.block_type.shape, z_desc.layout)
     arrived = make_barriers(SLOTS, 1)
-    dz, out = Rows(dz_ptr, PARTS * N), Rows(a_ptr, N)
+    dz, out = Rows(dz_ptr, PROJECTIONS * N), Rows(a_ptr, N)
     grads = Grads(
         z_desc,
         z,
@@ -302,7 +302,7 @@ def down_grad_kernel(
 # launcher
 
 
-@functools.cache  # so that a launch knows them again
+@functools.cache  # so that each launch passes the same objects
 def layouts(dtype: torch.dtype, z_dtype: torch.dtype, c: Config, interleaved: bool) -> tuple:
     """Those of the rows gathered, of a block of a consumer's half of a tile, and of a strip of z."""
     return (
@@ -329,7 +329,7 @@ def bind_down_grad(i) -> Callable:
         SPAN=span_of(i.dout, c, i.z.dtype), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sizes = R, E, N // 8, K, i.dout.stride(0) * i.dout.itemsize // 16
-    sum_columns = bind_sum_parts(tiles_n, R, i.rank.numel())
+    sum_columns = bind_add_partial_sums(tiles_n, R, i.rank.numel())
 
     def launch(out, i, scales=(None, None)):
         dz, a, ds = out

@@ -102,7 +102,7 @@ def few_rows_kernel(
     c_ptr,  # (B, M, N) or None
     z_ptr,  # (B, M, N) contiguous, as is out, or None
     out_ptr,
-    parts_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
+    partial_sums_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
     B,
     M,
     N,
@@ -165,8 +165,8 @@ def few_rows_kernel(
     m = gl.arange(0, 16, layout=gl.SliceLayout(1, total.type.layout))[:, None].to(gl.int64)
     n = (tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, total.type.layout)))[None, :]
     mask = (n < N) & (m < M)
-    if parts_ptr is not None:
-        sums = parts_ptr + (split * B + matrix) * M * N
+    if partial_sums_ptr is not None:
+        sums = partial_sums_ptr + (split * B + matrix) * M * N
         gl.store(sums + (m * N + n), total, mask=mask)
     else:
         matrix_first = matrix * M * N

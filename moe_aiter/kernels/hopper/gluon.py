@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...private_api import gluon_parts
+from ...private_api import gluon_internals
 from ...tuning import Config
 from ..base.launch import next_power_of_2
 
@@ -33,7 +33,7 @@ __all__ = [
     "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
-make_aggregate, reinterpret = gluon_parts()
+make_aggregate, reinterpret = gluon_internals()
 # 3.9 has other names for the copies
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

@@ -1,8 +1,8 @@
 """Transposed grouped matmul on Hopper, the gradients of weights: of 16-bit rows and of 8-bit rows.
 
 `tgmm` has the meaning of ../grouped/tgmm.py, `tgmm_fp8` that of ../grouped/tgmm_fp8.py; ../quantize/blocks.py
-makes the operands of the latter.  Its stage is one chunk of rows: the tensor core sums the chunk, and float32
-adds that sum times the scales of the chunk, one for each row of the result.  So one instruction both promotes
+makes the operands of the latter.  Its stage is one row block: the tensor core sums the block, and float32
+adds that sum times the scales of the block, one for each row of the result.  So one instruction both promotes
 and scales a sum.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
-from ..base.fp8 import CHUNK
+from ..base.fp8 import ROW_BLOCK
 from ..base.launch import bind_kernel, num_programs
 from ..rows.sums import bind_bias_grad, bind_sum_groups
 from .gluon import (
@@ -387,13 +387,13 @@ def bind_product(
 
 
 @aggregate
-class Chunks:
-    """Both operands by columns, chunk after chunk, and where those of each group are."""
+class Operands:
+    """Both operands by columns, one row block after the other, and the row blocks of each group."""
 
-    a_desc: tma.tensor_descriptor  # (C * M, CHUNK)
-    b_desc: tma.tensor_descriptor  # (C * N, CHUNK)
+    a_desc: tma.tensor_descriptor  # (C * M, ROW_BLOCK)
+    b_desc: tma.tensor_descriptor  # (C * N, ROW_BLOCK)
     scale_ptr: gl.tensor  # (C, M) float32, of a
-    positions_ptr: gl.tensor  # (G, 3): group, first chunk, end
+    positions_ptr: gl.tensor  # (G, 3): group, first row block, end
     M: Number
     N: Number
 
@@ -403,13 +403,13 @@ class Chunks:
         return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2)
 
     @gluon.jit
-    def scales(self, chunk, m, end):
-        """Those of the rows m of the result in a chunk, if it lies before `end`."""
-        return gl.load(self.scale_ptr + chunk * self.M + m, mask=(m < self.M) & (chunk < end), other=0.0)
+    def scales(self, block, m, end):
+        """The scales of the rows m of the result in a row block; zeros for a block from `end` on."""
+        return gl.load(self.scale_ptr + block * self.M + m, mask=(m < self.M) & (block < end), other=0.0)
 
 
 @gluon.jit
-def chunk_producer(chunks, ring, queue, tiles):
+def row_block_producer(operands, ring, queue, tiles):
     BLOCK_M: gl.constexpr = ring.a.shape[1]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
     per_group = tiles.rows * tiles.columns
@@ -418,22 +418,22 @@ def chunk_producer(chunks, ring, queue, tiles):
     for turn in range(gl.program_id(0), count, tiles.PROGRAMS):
         tile = deal(turn, count, tiles.PROGRAMS)
         tile_m, tile_n = tiles.position(tile % per_group)
-        group, first, end = chunks.at_position(tile // per_group)
+        group, first, end = operands.at_position(tile // per_group)
         queue.put(turn // tiles.PROGRAMS, group, first, end, tile_n)
-        for chunk in range(first, end):
+        for block in range(first, end):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
-            mbarrier.expect(ready, chunks.a_desc.block_type.nbytes + chunks.b_desc.block_type.nbytes)
+            mbarrier.expect(ready, operands.a_desc.block_type.nbytes + operands.b_desc.block_type.nbytes)
             # past the last column lie others, whose sums nobody stores
-            a, b = chunk * chunks.M + tile_m * BLOCK_M, chunk * chunks.N + tile_n * BLOCK_N
-            tma_load(chunks.a_desc, [a, 0], ready, ring.a.index(i % ring.STAGES))
-            tma_load(chunks.b_desc, [b, 0], ready, ring.b.index(i % ring.STAGES))
+            a, b = block * operands.M + tile_m * BLOCK_M, block * operands.N + tile_n * BLOCK_N
+            tma_load(operands.a_desc, [a, 0], ready, ring.a.index(i % ring.STAGES))
+            tma_load(operands.b_desc, [b, 0], ready, ring.b.index(i % ring.STAGES))
             i += 1
 
 
 @gluon.jit
-def add_chunk(sums, ring, i, scale, CONSUMER: gl.constexpr):
-    """Add the product of the chunk in stage i, times the scales of its rows, to blocks of columns."""
+def add_row_block(sums, ring, i, scale, CONSUMER: gl.constexpr):
+    """Add the product of the row block in stage i, times the scales of its rows, to blocks of columns."""
     HALF: gl.constexpr = ring.a.shape[1] // 2
     WIDTH: gl.constexpr = sums[0].shape[1]
     layout: gl.constexpr = sums[0].type.layout
@@ -452,8 +452,8 @@ def add_chunk(sums, ring, i, scale, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def chunk_consumer(
-    CONSUMER: gl.constexpr, chunks, ring, queue, tiles, out, WIDTH: gl.constexpr, STORE_N: gl.constexpr
+def row_block_consumer(
+    CONSUMER: gl.constexpr, operands, ring, queue, tiles, out, WIDTH: gl.constexpr, STORE_N: gl.constexpr
 ):
     """This consumer's half of the rows of each tile; registers hold one sum of WIDTH columns of the tensor
     core's beside the whole in float32."""
@@ -473,10 +473,10 @@ def chunk_consumer(
         sums = ()
         for _ in gl.static_range(BLOCK_N // WIDTH):
             sums = sums + (zeros,)
-        next_scale = chunks.scales(first, rows, end)
-        for chunk in range(first, end):
-            scale, next_scale = next_scale, chunks.scales(chunk + 1, rows, end)  # a chunk ahead
-            sums = add_chunk(sums, ring, i, scale, CONSUMER)
+        next_scale = operands.scales(first, rows, end)
+        for block in range(first, end):
+            scale, next_scale = next_scale, operands.scales(block + 1, rows, end)  # a block ahead
+            sums = add_row_block(sums, ring, i, scale, CONSUMER)
             i += 1
         SPLIT: gl.constexpr = WIDTH // STORE_N
         for j in gl.static_range(BLOCK_N // WIDTH):
@@ -489,8 +489,8 @@ def chunk_consumer(
 
 @jit_kernel
 def tgmm_fp8_kernel(
-    a_desc,  # (C * M, CHUNK)
-    b_desc,  # (C * N, CHUNK)
+    a_desc,  # (C * M, ROW_BLOCK)
+    b_desc,  # (C * N, ROW_BLOCK)
     scale_ptr,  # (C, M) float32, of a
     positions_ptr,  # (G, 3)
     out_desc,  # (G, M, N), or (G, N, M) where columns come first; not used to accumulate
@@ -503,7 +503,7 @@ def tgmm_fp8_kernel(
     ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,  # a chunk
+    BLOCK_K: gl.constexpr,  # a row block
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     WIDTH: gl.constexpr,
@@ -520,15 +520,15 @@ def tgmm_fp8_kernel(
         )
     ring = make_ring(a, b, False, STAGES)
     queue = make_queue(CONSUMERS)
-    chunks = Chunks(a_desc, b_desc, scale_ptr, positions_ptr, M, N)
+    operands = Operands(a_desc, b_desc, scale_ptr, positions_ptr, M, N)
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, M, N, COLUMNS_FIRST, ACCUMULATE)
     tiles = Tiles(gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
-            (chunk_consumer, (0, chunks, ring, queue, tiles, out, WIDTH, STORE_N)),
-            (chunk_consumer, (1, chunks, ring, queue, tiles, out, WIDTH, STORE_N)),
-            (chunk_producer, (chunks, ring, queue, tiles)),
+            (row_block_consumer, (0, operands, ring, queue, tiles, out, WIDTH, STORE_N)),
+            (row_block_consumer, (1, operands, ring, queue, tiles, out, WIDTH, STORE_N)),
+            (row_block_producer, (operands, ring, queue, tiles)),
         ],
         [4, 4],
         [232, 40],
@@ -543,7 +543,7 @@ def bind_tgmm_fp8(
 ) -> Callable[..., None]:
     """Return `product(out, x8, y8, y_scale, positions)`, with out[g] (M, N) = y.T @ x over a group's rows.
 
-    y8 (C, M, CHUNK) has the given dtype and the scales y_scale (C, M); x8 (C, N, CHUNK) has no scales.
+    y8 (C, M, ROW_BLOCK) has this `dtype` and the scales y_scale (C, M); x8 (C, N, ROW_BLOCK) has no scales.
     With `accumulate` the sum is added to `out`.
 
     `sizes` are C, G, M and N.  `out_strides` are those of (G, M, N), and `out` is (G, N, M) if the columns
@@ -551,7 +551,7 @@ def bind_tgmm_fp8(
     """
     C, G, M, N = sizes
     op = "hopper_tgmm_accumulate_fp8" if accumulate else "hopper_tgmm_fp8"
-    c = tuning.lookup(op, dtype, C * CHUNK, N, M, G)
+    c = tuning.lookup(op, dtype, C * ROW_BLOCK, N, M, G)
     half, width, columns_first = c.block_m // 2, c.store_n, out_strides[2] != 1
     box = (width, half) if columns_first else (half, width)
     programs = num_programs(y)
@@ -562,8 +562,8 @@ def bind_tgmm_fp8(
     )  # fmt: skip
 
     def product(out, x8, y8, y_scale, positions):
-        a_desc = descriptor(y8.view(-1, CHUNK), c.block_m, c.block_k)
-        b_desc = descriptor(x8.view(-1, CHUNK), c.block_n, c.block_k)
+        a_desc = descriptor(y8.view(-1, ROW_BLOCK), c.block_m, c.block_k)
+        b_desc = descriptor(x8.view(-1, ROW_BLOCK), c.block_n, c.block_k)
         out_desc = a_desc if accumulate else descriptor(out, 1, *box)
         kernel(a_desc, b_desc, y_scale, positions, out_desc, out, G, M, N, out_strides)
 

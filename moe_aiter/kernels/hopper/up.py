@@ -55,9 +55,9 @@ class UpStore:
         """
         GATED: gl.constexpr = self.UP is not None
         WHOLE: gl.constexpr = not GATED or self.INTERLEAVED  # one block of z, not one of gates and one of ups
-        PARTS: gl.constexpr = 2 if GATED else 1
+        PROJECTIONS: gl.constexpr = 2 if GATED else 1
         STEP: gl.constexpr = 2 if self.INTERLEAVED else 1
-        base, biased = group * (PARTS * self.N), gl.where(live, self.N, 0)
+        base, biased = group * (PROJECTIONS * self.N), gl.where(live, self.N, 0)
         scaled = gl.where(live, end, row)  # rows before this one
         gate = scales.apply(gate, group, row, scaled, column, biased)
         gate = add_bias(gate, self.bias_ptr, base, column, biased, STEP)
@@ -169,8 +169,8 @@ def expert_up_kernel(
     tiles = Tiles(rows, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
     store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
     x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
-    PARTS: gl.constexpr = 2 if GATED else 1
-    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, PARTS * N, 2 if INTERLEAVED else 1, M)
+    PROJECTIONS: gl.constexpr = 2 if GATED else 1
+    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, PROJECTIONS * N, 2 if INTERLEAVED else 1, M)
     gl.warp_specialize(
         [
             (up_consumer, (0, weights, ring, tiles, queue, scales, store, BLOCK_M, FLAT, SPAN)),

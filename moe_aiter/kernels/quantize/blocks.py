@@ -1,13 +1,14 @@
-"""Rows laid out for 8-bit products that sum over rows: by columns, in row blocks of CHUNK rows of one group.
+"""Rows laid out for 8-bit products that sum over rows: by columns, in row blocks.
 
-    row r of group g  ->  row block first[g] + (r - s) // CHUNK, place (r - s) % CHUNK    where g begins at s
+    row r of group g  ->  row block first[g] + (r - s) // ROW_BLOCK, offset (r - s) % ROW_BLOCK
 
-Tensor cores need 8-bit operands whose summed axis is contiguous, so each row block of the result holds column
-after column, (C, columns, CHUNK).  Places past a group's end are zero.  Kernels call a row block a chunk.
+where s is the first row of g.  A row block has ROW_BLOCK rows of one group.  Tensor cores need 8-bit operands
+whose summed axis is contiguous, so each row block of the result holds column after column,
+(C, columns, ROW_BLOCK).  Offsets past a group's end are zero.
 
 `plan_row_blocks` computes where the rows of each group lie.  Each group begins a new row block, and only the
-device knows how many there are: at most C = rows // CHUNK + G, or 0 without groups.  Unused row blocks begin
-past the end of the last group; no kernel writes or reads them.
+device knows how many there are: at most C = rows // ROW_BLOCK + G, or 0 without groups.  Unused row blocks
+begin past the end of the last group; no kernel writes or reads them.
 
 `quantize_row_blocks` gives each column of a row block its own scale (the 1 x 128 scales of DeepSeek-V3,
 arXiv 2412.19437).  `transpose_row_blocks` moves the bytes of rows that are 8-bit floats already.
@@ -21,14 +22,14 @@ from torch import Tensor
 
 from ...op import binds, copy_into, define_op, takes
 from ..base.check import check_axes, check_device, check_float, check_index, check_rows, check_shape, wide
-from ..base.fp8 import CHUNK, native_fp8
+from ..base.fp8 import ROW_BLOCK, native_fp8
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense
 from .rows import (
     FORMATS,
     amax_reference,
     check_format,
-    in_turn,
+    interleave,
     limits,
     magnitude,
     quantize_by_amax_reference,
@@ -64,7 +65,7 @@ class TransposeRowBlocksInputs(NamedTuple):
 
 
 def most_row_blocks(rows: int, groups: int) -> int:
-    return rows // CHUNK + groups if groups else 0
+    return rows // ROW_BLOCK + groups if groups else 0
 
 
 # plan_row_blocks: reference
@@ -75,25 +76,25 @@ def plan_row_blocks_reference(group_sizes, rows):
     size = group_sizes.long().clamp(0, rows)
     end = size.cumsum(0)
     start, end = (end - size).clamp(max=rows), end.clamp(max=rows)
-    last = ((end - start + CHUNK - 1) // CHUNK).cumsum(0)
+    last = ((end - start + ROW_BLOCK - 1) // ROW_BLOCK).cumsum(0)
     first = torch.cat((last.new_zeros(1), last[:-1]))
     block = torch.arange(most_row_blocks(rows, G), device=size.device)
     group = torch.searchsorted(last, block, right=True).clamp(max=G - 1)
-    row_blocks = torch.stack((start[group] + (block - first[group]) * CHUNK, end[group]), 1)
+    row_blocks = torch.stack((start[group] + (block - first[group]) * ROW_BLOCK, end[group]), 1)
     by_size = (end - start).argsort(descending=True, stable=True)
     return torch.stack((by_size, first[by_size], last[by_size]), 1), row_blocks
 
 
 def rows_in(row_blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The row at each place of each block, (C, CHUNK), and whether there is one."""
-    row = row_blocks[:, :1].long() + torch.arange(CHUNK, device=row_blocks.device)
+    """The row at each offset of each block, (C, ROW_BLOCK), and whether there is one."""
+    row = row_blocks[:, :1].long() + torch.arange(ROW_BLOCK, device=row_blocks.device)
     return row, row < row_blocks[:, 1:]
 
 
 def rows_of_blocks(y: Tensor, row_blocks: Tensor, rows: int) -> Tensor:
-    """The inverse: (C, columns, CHUNK) as (rows, columns), zeros for rows in no group."""
+    """The inverse: (C, columns, ROW_BLOCK) as (rows, columns), zeros for rows in no group."""
     row, there = rows_in(row_blocks)
-    out = y.new_zeros(rows + 1, y.shape[1])  # the last one takes what is at places without a row
+    out = y.new_zeros(rows + 1, y.shape[1])  # the last one takes what is at offsets without a row
     out[row.where(there, rows)] = y.mT
     return out[:rows]
 
@@ -102,14 +103,14 @@ def rows_of_blocks(y: Tensor, row_blocks: Tensor, rows: int) -> Tensor:
 
 
 @jit_kernel
-def plan_chunks_kernel(
+def plan_row_blocks_kernel(
     group_sizes_ptr,  # (G,)
-    places_ptr,  # (G, 3): group, its first chunk and its end, the group of most rows first
-    chunks_ptr,  # (C, 2): first row, and the row where the group ends
+    spans_ptr,  # (G, 3): group, its first row block and its end, the group of most rows first
+    row_blocks_ptr,  # (C, 2): first row, and the row where the group ends
     M,
     G,
     C,
-    CHUNK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -120,22 +121,22 @@ def plan_chunks_kernel(
     end = tl.cumsum(size, 0)
     start, end = tl.minimum(end - size, M), tl.minimum(end, M)
     size = end - start
-    count = (size + CHUNK - 1) // CHUNK
+    count = (size + ROW_BLOCK - 1) // ROW_BLOCK
     mine = g == group
     my_size, my_count = tl.sum(tl.where(mine, size, 0), 0), tl.sum(tl.where(mine, count, 0), 0)
     my_start, my_end = tl.sum(tl.where(mine, start, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
     first = tl.sum(tl.where(g < group, count, 0), 0)
     ahead = (g < G) & ((size > my_size) | ((size == my_size) & (g < group)))
-    place_ptr = places_ptr + 3 * tl.sum(ahead.to(tl.int32), 0)
-    tl.store(place_ptr, group)
-    tl.store(place_ptr + 1, first.to(tl.int32))
-    tl.store(place_ptr + 2, (first + my_count).to(tl.int32))
-    last = tl.where(group == G - 1, C, first + my_count)  # past the last chunk, rows past the end
+    span_ptr = spans_ptr + 3 * tl.sum(ahead.to(tl.int32), 0)
+    tl.store(span_ptr, group)
+    tl.store(span_ptr + 1, first.to(tl.int32))
+    tl.store(span_ptr + 2, (first + my_count).to(tl.int32))
+    last = tl.where(group == G - 1, C, first + my_count)  # past the last row block, rows past the end
     for begin in range(first, last, BLOCK):
-        chunk = begin + tl.arange(0, BLOCK)
-        row = my_start + (chunk - first) * CHUNK
-        tl.store(chunks_ptr + 2 * chunk, row.to(tl.int32), mask=chunk < last)
-        tl.store(chunks_ptr + 2 * chunk + 1, my_end.to(tl.int32), mask=chunk < last)
+        block = begin + tl.arange(0, BLOCK)
+        row = my_start + (block - first) * ROW_BLOCK
+        tl.store(row_blocks_ptr + 2 * block, row.to(tl.int32), mask=block < last)
+        tl.store(row_blocks_ptr + 2 * block + 1, my_end.to(tl.int32), mask=block < last)
 
 
 # plan_row_blocks: launcher
@@ -154,7 +155,7 @@ def bind_plan_row_blocks(i: PlanRowBlocksInputs) -> Callable:
     G, rows = len(i.group_sizes), i.rows
     sizes = rows, G, most_row_blocks(rows, G)
     kernel = bind_kernel(
-        plan_chunks_kernel, (G,), CHUNK=CHUNK, BLOCK_G=next_power_of_2(G), BLOCK=128, num_warps=1
+        plan_row_blocks_kernel, (G,), ROW_BLOCK=ROW_BLOCK, BLOCK_G=next_power_of_2(G), BLOCK=128, num_warps=1
     )
     return lambda outs, i: kernel(i.group_sizes.contiguous(), *outs, *sizes)
 
@@ -179,7 +180,7 @@ def plan_row_blocks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return the row blocks of `rows` rows, of which groups have `group_sizes` (G,); nothing synchronises.
 
     Two int32 tensors: `spans` (G, 3), each group's number, first row block and end row block, the group of
-    most rows first; and `row_blocks` (C, 2) with C = rows // CHUNK + G, or 0 without groups: the first row of
+    most rows first; and `row_blocks` (C, 2), C = rows // ROW_BLOCK + G, or 0 without groups: the first row of
     each, and the row where its group ends.  Unused row blocks begin past an end.
     """
     return plan_row_blocks_op(group_sizes, rows)
@@ -189,14 +190,14 @@ def plan_row_blocks(group_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def take_row_blocks(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
-    """The rows `source` (C, CHUNK) of x by columns, zeros where none is there: (C, columns, CHUNK)."""
+    """The rows `source` (C, ROW_BLOCK) of x by columns, zeros if not `there`: (C, columns, ROW_BLOCK)."""
     if not len(x):
-        return x.new_zeros(len(source), x.shape[1], CHUNK)
+        return x.new_zeros(len(source), x.shape[1], ROW_BLOCK)
     return x[source.where(there, 0)].masked_fill(~there[..., None], 0).mT
 
 
 def tokens_of(row_blocks: Tensor, order: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The token at each place, and whether there is one."""
+    """The token at each offset of each block, and whether there is one."""
     row, there = rows_in(row_blocks)
     token = order.clamp(min=0).long() // top_k
     return token[row.where(there, 0)] if len(order) else row, there
@@ -219,26 +220,26 @@ def transpose_row_blocks_reference(x8, order, top_k, row_blocks):
 
 
 @jit_kernel
-def quantize_chunks_kernel(
+def quantize_row_blocks_kernel(
     y_ptr,  # (M, N)
     factor_ptr,  # (T,) float32
     order_ptr,  # (M,)
-    chunks_ptr,  # (C, 2)
-    out_ptr,  # (C, N, CHUNK)
+    row_blocks_ptr,  # (C, 2)
+    out_ptr,  # (C, N, ROW_BLOCK)
     scale_ptr,  # (C, N) float32
     N,
-    tiles,  # of a chunk
+    tiles,  # of a row block
     y_strides,  # m, n
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
     TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some columns of a chunk, read along these and written along its rows."""
-    QUARTER: tl.constexpr = CHUNK // 4
-    chunk, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    row, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    """Some columns of a row block, read along the columns and written along the rows."""
+    QUARTER: tl.constexpr = ROW_BLOCK // 4
+    block, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    row, end = tl.load(row_blocks_ptr + 2 * block), tl.load(row_blocks_ptr + 2 * block + 1)
     if row >= end:
         return
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -248,22 +249,22 @@ def quantize_chunks_kernel(
         m = row + tl.arange(0, QUARTER) * 4 + i
         choice = tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0)
         factors = factors + (tl.load(factor_ptr + choice // TOP_K, mask=m < end, other=0.0),)
-    parts, most = (), tl.zeros((BLOCK_N, QUARTER), tl.float32)
+    quarters, most = (), tl.zeros((BLOCK_N, QUARTER), tl.float32)
     for i in tl.static_range(4):
         m = row + tl.arange(0, QUARTER) * 4 + i
         mask = (n < N)[:, None] & (m < end)[None, :]
         y = tl.load(y_ptrs + m.to(tl.int64)[None, :] * y_strides[0], mask=mask, other=0.0)
         y = y.to(tl.float32) * factors[i][None, :]
         most = tl.maximum(most, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
-        parts = parts + (y,)
+        quarters = quarters + (y,)
     scale, inverse = scale_and_inverse(tl.max(magnitude(most), 1), MOST, LEAST)
-    tl.store(scale_ptr + chunk * N + n, scale, mask=n < N)
+    tl.store(scale_ptr + block * N + n, scale, mask=n < N)
     scaled = ()
     for i in tl.static_range(4):
-        scaled = scaled + (parts[i] * inverse[:, None],)
-    y8 = in_turn(scaled).to(out_ptr.dtype.element_ty)
-    places = tl.arange(0, CHUNK)[None, :]
-    tl.store(out_ptr + (chunk * N + n[:, None]) * CHUNK + places, y8, mask=(n < N)[:, None])
+        scaled = scaled + (quarters[i] * inverse[:, None],)
+    y8 = interleave(scaled).to(out_ptr.dtype.element_ty)
+    offsets = tl.arange(0, ROW_BLOCK)[None, :]
+    tl.store(out_ptr + (block * N + n[:, None]) * ROW_BLOCK + offsets, y8, mask=(n < N)[:, None])
 
 
 @triton.jit
@@ -293,23 +294,23 @@ def transpose_words(rows):
 
 
 @jit_kernel
-def transpose_chunks_kernel(
+def transpose_row_blocks_kernel(
     x_ptr,  # (T, W) words of four bytes
     order_ptr,  # (M,)
-    chunks_ptr,  # (C, 2)
-    out_ptr,  # (C, 4 * W, CHUNK // 4)
+    row_blocks_ptr,  # (C, 2)
+    out_ptr,  # (C, 4 * W, ROW_BLOCK // 4)
     C,
     W,
     x_stride,  # t
     TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Some columns of a chunk.  All chunks of some columns come before the next columns, so that what tokens
-    have of them stays in L2 for all their experts."""
-    QUARTER: tl.constexpr = CHUNK // 4
-    chunk, tile = (tl.program_id(0) % C).to(tl.int64), tl.program_id(0) // C
-    row, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    """Some columns of a row block.  Programs take these columns of all row blocks before the next columns, so
+    that a token's columns stay in L2 for all its experts."""
+    QUARTER: tl.constexpr = ROW_BLOCK // 4
+    block, tile = (tl.program_id(0) % C).to(tl.int64), tl.program_id(0) // C
+    row, end = tl.load(row_blocks_ptr + 2 * block), tl.load(row_blocks_ptr + 2 * block + 1)
     if row >= end:
         return
     w = tile * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -322,8 +323,8 @@ def transpose_chunks_kernel(
         rows = rows + (x.to(tl.uint32, bitcast=True),)
     words = transpose_words(rows)
     k = tile * BLOCK_W * 4 + tl.arange(0, 4 * BLOCK_W)
-    places = tl.arange(0, QUARTER)[None, :]
-    out_ptrs = out_ptr + (chunk * (4 * W) + k[:, None]) * QUARTER + places
+    offsets = tl.arange(0, QUARTER)[None, :]
+    out_ptrs = out_ptr + (block * (4 * W) + k[:, None]) * QUARTER + offsets
     # streamed past L2, which is for the tokens
     tl.store(out_ptrs, words.to(tl.int32, bitcast=True), mask=(k < 4 * W)[:, None], cache_modifier=".cs")
 
@@ -344,7 +345,9 @@ def new_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> tuple[Tensor, Tensor]
     check_row_blocks(i.y, i.order, i.row_blocks, factor=i.factor)
     check_format(i.format)
     shape = i.row_blocks.shape[0], i.y.shape[1]
-    return i.y.new_empty(*shape, CHUNK, dtype=FORMATS[i.format]), i.y.new_empty(shape, dtype=torch.float32)
+    return i.y.new_empty(*shape, ROW_BLOCK, dtype=FORMATS[i.format]), i.y.new_empty(
+        shape, dtype=torch.float32
+    )
 
 
 def new_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Tensor:
@@ -352,7 +355,7 @@ def new_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Tensor:
     check_row_blocks(i.x8, i.order, i.row_blocks)
     if i.x8.dtype not in FORMATS.values():
         raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
-    return i.x8.new_empty(i.row_blocks.shape[0], i.x8.shape[1], CHUNK)
+    return i.x8.new_empty(i.row_blocks.shape[0], i.x8.shape[1], ROW_BLOCK)
 
 
 @binds
@@ -364,8 +367,8 @@ def bind_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> Callable:
     block_n = min(max(next_power_of_2(N), 16), 32)
     tiles = cdiv(N, block_n)
     kernel = bind_kernel(
-        quantize_chunks_kernel, (C * tiles,),
-        **limits(i.format), TOP_K=i.top_k, CHUNK=CHUNK, BLOCK_N=block_n, num_warps=2,
+        quantize_row_blocks_kernel, (C * tiles,),
+        **limits(i.format), TOP_K=i.top_k, ROW_BLOCK=ROW_BLOCK, BLOCK_N=block_n, num_warps=2,
     )  # fmt: skip
     strides = i.y.stride()
     return lambda outs, i: kernel(i.y, *dense(i.factor, i.order, i.row_blocks), *outs, N, tiles, strides)
@@ -376,8 +379,8 @@ def bind_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Callable:
     C, words = i.row_blocks.shape[0], i.x8.shape[1] // 4
     block_w = min(max(next_power_of_2(words), 16), 32)
     kernel = bind_kernel(
-        transpose_chunks_kernel, (C * cdiv(words, block_w),),
-        TOP_K=i.top_k, CHUNK=CHUNK, BLOCK_W=block_w, num_warps=4,
+        transpose_row_blocks_kernel, (C * cdiv(words, block_w),),
+        TOP_K=i.top_k, ROW_BLOCK=ROW_BLOCK, BLOCK_W=block_w, num_warps=4,
     )  # fmt: skip
 
     def launch(out, i):
@@ -418,12 +421,12 @@ transpose_row_blocks_op = define_op(
 def quantize_row_blocks(
     y: Tensor, factor: Tensor, order: Tensor, top_k: int, row_blocks: Tensor, format: str = "e4m3"
 ) -> tuple[Tensor, Tensor]:
-    """Row r of `y` (M, N), times factor[order[r] // top_k], as 8-bit floats (C, N, CHUNK) by columns, with a
-    float32 scale for each column of each block, (C, N).  `factor` (T,) is float32.  Not differentiable.
+    """Row r of `y` (M, N), times factor[order[r] // top_k], as 8-bit floats (C, N, ROW_BLOCK) by columns, and
+    a float32 scale for each column of each block, (C, N).  `factor` (T,) is float32.  Not differentiable.
     Raises ValueError for shapes that do not fit or another format, TypeError for dtypes."""
     return quantize_row_blocks_op(y.detach(), factor, order, top_k, row_blocks, format)
 
 
 def transpose_row_blocks(x8: Tensor, order: Tensor, top_k: int, row_blocks: Tensor) -> Tensor:
-    """The rows order // top_k of `x8` (T, K), 8-bit floats, by columns: (C, K, CHUNK), the same bytes."""
+    """The rows order // top_k of `x8` (T, K), 8-bit floats, by columns: (C, K, ROW_BLOCK), the same bytes."""
     return transpose_row_blocks_op(x8, order, top_k, row_blocks)

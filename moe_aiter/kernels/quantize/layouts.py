@@ -36,7 +36,7 @@ from .rows import (
     amax_reference,
     check_float32,
     check_format,
-    in_turn,
+    interleave,
     limits,
     magnitude,
     new_quantize_rows,
@@ -254,7 +254,7 @@ def quantize_transposed_kernel(
     group, tile_k = (tile // tiles_k).to(tl.int64), tile % tiles_k
     k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + group * x_strides[0] + k.to(tl.int64)[:, None] * x_strides[2]
-    loaded, scales, parts = (), (), ()
+    loaded, scales, quarters = (), (), ()
     for i in tl.static_range(4):  # all of it is on its way before the first division, which branches
         m = tile_m * BLOCK_M + tl.arange(0, QUARTER) * 4 + i
         mask = (k < K)[:, None] & (m < M)[None, :]
@@ -262,8 +262,8 @@ def quantize_transposed_kernel(
         loaded = loaded + (tl.load(x_ptrs + x_offsets, mask=mask, other=0.0),)
         scales = scales + (tl.load(scale_ptr + group * M + m, mask=m < M, other=1.0),)
     for i in tl.static_range(4):
-        parts = parts + (loaded[i].to(tl.float32) * tl.div_rn(1.0, scales[i])[None, :],)
-    x = in_turn(parts).to(out_ptr.dtype.element_ty)
+        quarters = quarters + (loaded[i].to(tl.float32) * tl.div_rn(1.0, scales[i])[None, :],)
+    x = interleave(quarters).to(out_ptr.dtype.element_ty)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     out_ptrs = out_ptr + (group * K + k[:, None]) * M + m[None, :]
     tl.store(out_ptrs, x, mask=(k < K)[:, None] & (m < M)[None, :])

@@ -117,11 +117,11 @@ def rounded_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def in_turn(parts):
-    """Numbers 4 * n + i of each row, which parts[i] (rows, N) hold, as one: (rows, 4 * N).  A thread that has
-    four in turn moves them as one."""
-    x = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
-    return x.reshape(parts[0].shape[0], 4 * parts[0].shape[1])
+def interleave(quarters):
+    """Interleave four tensors: number 4 * n + i of a row is number n of quarters[i] (rows, N).  A thread that
+    has four neighbours moves them as one."""
+    x = tl.join(tl.join(quarters[0], quarters[2]), tl.join(quarters[1], quarters[3]))
+    return x.reshape(quarters[0].shape[0], 4 * quarters[0].shape[1])
 
 
 @jit_kernel
@@ -358,15 +358,15 @@ def quantize_columns_kernel(
     x_stride_g, x_stride_k = x_strides
     x_ptrs = x_ptr + group * x_stride_g + m[:, None]
     four = tile_k * BLOCK_K + tl.arange(0, QUARTER) * 4
-    parts = ()
+    quarters = ()
     for i in tl.static_range(4):
         mask = (m < M)[:, None] & (four + i < K)[None, :]
         x = tl.load(x_ptrs + (four + i).to(tl.int64)[None, :] * x_stride_k, mask=mask, other=0.0)
-        parts = parts + (x.to(tl.float32) * inverse[:, None],)
+        quarters = quarters + (x.to(tl.float32) * inverse[:, None],)
     mask = (m < M)[:, None] & (k < K)[None, :]
     tl.store(
         out_ptr + (group * M + m[:, None]) * K + k[None, :],
-        in_turn(parts).to(out_ptr.dtype.element_ty),
+        interleave(quarters).to(out_ptr.dtype.element_ty),
         mask=mask,
     )
 

@@ -30,7 +30,7 @@ from ..base.check import check_device, check_finite, check_float, check_shape, w
 from ..base.host import array, ext, host, num_threads
 from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import dense
-from .topk import NO_KEY, from_key, row_tile, take_given, take_highest, to_key, topk_reference
+from .topk import NO_KEY, from_key, row_tile, take_expert, take_highest, to_key, topk_reference
 
 EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
 
@@ -58,10 +58,10 @@ class RouteInputs(NamedTuple):
     renormalize: bool
     scale: float
     need_scores: bool
-    given: Tensor | None = None  # (T, k)
+    fixed_ids: Tensor | None = None  # (T, k), the experts instead of the highest
 
 
-# the inputs of the op `route_once`, which looks for `given` itself
+# the inputs of the op `route_once`, which looks up `fixed_ids` itself
 RouteOnceInputs = NamedTuple("RouteOnceInputs", list(RouteInputs.__annotations__.items())[:-1])
 
 
@@ -223,10 +223,10 @@ route_backward_op = define_op(
 def route_reference(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
     scores = i.logits.sigmoid() if i.sigmoid else i.logits.softmax(1)
     ranked = i.logits if i.renormalize and not i.sigmoid else scores
-    if i.given is None:
+    if i.fixed_ids is None:
         chosen, ids = topk_reference(ranked, i.top_k)
     else:
-        ids = i.given.long()
+        ids = i.fixed_ids.long()
         chosen = ranked.gather(1, ids)
     scores = scores if writes_scores(i.sigmoid, i.renormalize, i.need_scores) else scores[:0]
     return scores, weigh(chosen, i.sigmoid, i.renormalize, i.scale), ids
@@ -251,7 +251,7 @@ def route_kernel(
     scores_ptr,  # (T, E) or None
     weights_ptr,  # (T, K)
     ids_ptr,  # (T, K) int64
-    given_ptr,  # (T, K) or None
+    fixed_ids_ptr,  # (T, K) or None
     T,
     E,
     scale,
@@ -281,11 +281,11 @@ def route_kernel(
     ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     keys = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for j in range(K):
-        if given_ptr is None:
+        if fixed_ids_ptr is None:
             best, expert, key = take_highest(key, e, BLOCK_E)
         else:
-            expert = tl.load(given_ptr + t * K + j, mask=t < T, other=0).to(tl.int32).reshape(BLOCK_T)
-            best = take_given(key, e, expert)
+            expert = tl.load(fixed_ids_ptr + t * K + j, mask=t < T, other=0).to(tl.int32).reshape(BLOCK_T)
+            best = take_expert(key, e, expert)
         ids = tl.where(slot == j, expert[:, None], ids)
         keys = tl.where(slot == j, best[:, None], keys)
     chosen = tl.where(slot < K, from_key(keys), NOTHING)
@@ -314,10 +314,10 @@ def new_route(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
     (num_tokens, num_experts), top_k = i.logits.shape, i.top_k
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={num_experts}); top_k must be from 1 to E")
-    if i.given is not None:
-        check_device(logits=i.logits, given=i.given)
-        if i.given.shape != (num_tokens, top_k):
-            raise ValueError(f"given is {tuple(i.given.shape)} but must be {(num_tokens, top_k)}")
+    if i.fixed_ids is not None:
+        check_device(logits=i.logits, fixed_ids=i.fixed_ids)
+        if i.fixed_ids.shape != (num_tokens, top_k):
+            raise ValueError(f"fixed_ids is {tuple(i.fixed_ids.shape)} but must be {(num_tokens, top_k)}")
     written = num_tokens if writes_scores(i.sigmoid, i.renormalize, i.need_scores) else 0
     scores, weights = i.logits.new_empty(written, num_experts), i.logits.new_empty(num_tokens, top_k)
     return scores, weights, i.logits.new_empty(num_tokens, top_k, dtype=torch.int64)
@@ -332,8 +332,8 @@ def bind_route(i: RouteInputs) -> Callable:
 
     def launch(out, i):
         scores, weights, ids = out
-        given = None if i.given is None else i.given.contiguous()
-        kernel(i.logits, scores if scores.numel() else None, weights, ids, given, *numbers)
+        fixed_ids = None if i.fixed_ids is None else i.fixed_ids.contiguous()
+        kernel(i.logits, scores if scores.numel() else None, weights, ids, fixed_ids, *numbers)
 
     return launch
 
@@ -347,10 +347,10 @@ def launch_route_host(out, *inputs):
     elif scores.numel():
         torch.softmax(i.logits, 1, out=scores)
     ranked = i.logits if i.renormalize and not i.sigmoid else scores
-    if i.given is None:
+    if i.fixed_ids is None:
         ext.topk(*map(array, (ranked, weights, ids)), num_threads())
     else:
-        torch.gather(ranked, 1, ids.copy_(i.given), out=weights)
+        torch.gather(ranked, 1, ids.copy_(i.fixed_ids), out=weights)
     weights.copy_(weigh(weights, i.sigmoid, i.renormalize, i.scale))
 
 
@@ -420,8 +420,8 @@ def once(impl: Callable) -> Callable:
 
         def launch(out, i):
             here, ids = current_pass(), out[-1]
-            given = here.recall("experts", *ids.shape)
-            (first if given is None else repeated)(out, RouteInputs(*i, given))
+            recorded = here.recall("experts", *ids.shape)
+            (first if recorded is None else repeated)(out, RouteInputs(*i, recorded))
             here.keep("experts", ids, i.logits.shape[1])
 
         return launch
@@ -450,23 +450,23 @@ def choose_experts(
     renormalize: bool = True,
     scale: float = 1.0,
     need_scores: bool = True,
-    given: Tensor | None = None,
+    fixed_ids: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Scores (T, E), weights (T, k) and experts (T, k) int64, the best first, for `logits` (T, E).
 
     The floats are float32, float64 for float64 logits.  Differentiable once in `logits`: float16, bfloat16,
     float32 or float64, with any strides.  NaN is chosen first; the experts of a row are distinct and within
     [0, E) whatever the logits are.  A renormalised softmax without `need_scores` gives None for them.
-    Experts `given` (T, k) of any integer dtype, within [0, E), are taken instead of the highest.
+    `fixed_ids` (T, k), of any integer dtype and within [0, E), are taken instead of the highest experts.
     Raises ValueError unless `logits` has two axes and 1 <= top_k <= E, TypeError for another dtype.
     """
     check_float(logits=logits)
     logits = wide(logits)
     how = top_k, sigmoid, renormalize, scale, need_scores
-    if torch.compiler.is_compiling() and given is None:
+    if torch.compiler.is_compiling() and fixed_ids is None:
         scores, weights, ids = route_once_op(logits, *how)
     else:
-        scores, weights, ids = route_op(logits, *how, given)
+        scores, weights, ids = route_op(logits, *how, fixed_ids)
     if not writes_scores(sigmoid, renormalize, need_scores):
         scores = None
     elif renormalize and not sigmoid and needs_own_gradient():

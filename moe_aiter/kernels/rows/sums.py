@@ -13,7 +13,8 @@ for each group g, whose rows are [s, e).  With `order`, row r stands for row ord
 
 for the row r = rank[t, j] of each choice.  A row without a choice becomes zeros, a dropped choice gets 0.
 
-`sum_parts` adds up the partial sums (P, R) of several programs, and gives each choice the sum of its row.
+`bind_add_partial_sums` adds up the partial sums (P, R) of several programs: each choice gets the sum of its
+row.
 """
 
 from collections.abc import Callable, Sequence
@@ -304,12 +305,12 @@ def scaled_rows(x: torch.Tensor, *plan: torch.Tensor) -> torch.Tensor:
     return weigh_rows_op(x, x, *plan)[0]
 
 
-# sum_parts: kernel
+# add_partial_sums: kernel
 
 
 @jit_kernel
-def sum_parts_kernel(
-    parts_ptr,  # (P, M) float32
+def add_partial_sums_kernel(
+    partial_sums_ptr,  # (P, M) float32
     rank_ptr,  # (C,)
     out_ptr,  # (C,)
     P,
@@ -317,21 +318,21 @@ def sum_parts_kernel(
     C,
     BLOCK: tl.constexpr,
 ):
-    """out[c] = the sum of column rank[c] of parts, in order; 0 for a dropped choice."""
+    """out[c] = the sum of column rank[c] of the partial sums, in order; 0 for a dropped choice."""
     c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r = tl.load(rank_ptr + c, mask=c < C, other=-1).to(tl.int64)
     acc = tl.zeros((BLOCK,), tl.float32)
     for p in range(0, P):
-        acc += tl.load(parts_ptr + p * tl.cast(M, tl.int64) + r, mask=r >= 0, other=0.0)
+        acc += tl.load(partial_sums_ptr + p * tl.cast(M, tl.int64) + r, mask=r >= 0, other=0.0)
     tl.store(out_ptr + c, acc, mask=c < C)
 
 
-# sum_parts: launcher
+# add_partial_sums: launcher
 
 
-def bind_sum_parts(count: int, rows: int, choices: int) -> Callable:
+def bind_add_partial_sums(count: int, rows: int, choices: int) -> Callable:
     """Return `launch(partial_sums, rank, out)` with out[t, j] = the sum of column rank[t, j] of the partial
     sums, (count, rows); 0 for a dropped choice."""
     block, sizes = 256, (count, rows, choices)
-    kernel = bind_kernel(sum_parts_kernel, (cdiv(choices, block),), BLOCK=block, num_warps=4)
+    kernel = bind_kernel(add_partial_sums_kernel, (cdiv(choices, block),), BLOCK=block, num_warps=4)
     return lambda partial_sums, rank, out: kernel(partial_sums, rank.contiguous(), out, *sizes)

@@ -65,8 +65,8 @@ def take_highest(key, e, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def take_given(key, e, expert):
-    """Of each row the key of an expert that is given."""
+def take_expert(key, e, expert):
+    """Return the key of one expert in each row."""
     return tl.max(tl.where(e[None, :] == expert[:, None], key, NO_KEY), 1)
 
 

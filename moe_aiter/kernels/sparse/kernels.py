@@ -55,9 +55,9 @@ def sparse_blocks_kernel(
     bias_ptr,  # (N,) or None
     out_ptr,  # (M, N)
     lists_ptr,
-    starts,  # where in the lists those of the blocks of each column of the result begin,
-    others,  # where the places in x of these blocks are,
-    places,  # and those in values, or None: they are as they come
+    starts,  # offset in the lists of the first block of each column of the result
+    others,  # offset of the blocks' indices in x
+    indices,  # offset of the indices in values, or None: values lie in the order of the lists
     M,
     N,
     K,
@@ -76,11 +76,11 @@ def sparse_blocks_kernel(
     EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    PARTS: tl.constexpr = (BLOCK_OUT + BLOCK_N - 1) // BLOCK_N
+    TILES_PER_BLOCK: tl.constexpr = (BLOCK_OUT + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (BLOCK_IN + BLOCK_K - 1) // BLOCK_K
-    tiles_n = tl.cdiv(N, BLOCK_OUT) * PARTS
+    tiles_n = tl.cdiv(N, BLOCK_OUT) * TILES_PER_BLOCK
     tile_m, tile_n = swizzle(tl.program_id(0), tl.cdiv(M, BLOCK_M), tiles_n, GROUP_M, NUM_DIES)
-    column, n = tile_n // PARTS, tile_n % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    column, n = tile_n // TILES_PER_BLOCK, tile_n % TILES_PER_BLOCK * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     first = tl.load(lists_ptr + starts + column)
@@ -93,11 +93,11 @@ def sparse_blocks_kernel(
     w_ptrs = values_ptr + k[:, None] * values_strides[1] + n_read[None, :] * values_strides[2]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # a block is looked up a step before it is read: Triton would halve the stages between list and product
-    other, place = find(lists_ptr, others, places, first, end)
+    other, index = find(lists_ptr, others, indices, first, end)
     for step in range(first * STEPS, end * STEPS):
         k_start = step % STEPS * BLOCK_K
         x_step = x_ptrs + (other.to(tl.int64) * BLOCK_IN + k_start) * x_strides[1]
-        w_step = w_ptrs + place.to(tl.int64) * values_strides[0] + k_start * values_strides[1]
+        w_step = w_ptrs + index.to(tl.int64) * values_strides[0] + k_start * values_strides[1]
         if EVEN_K:
             x, w = tl.load(x_step), tl.load(w_step)
         else:
@@ -105,7 +105,7 @@ def sparse_blocks_kernel(
             x = tl.load(x_step, mask=k_mask[None, :], other=0.0)
             w = tl.load(w_step, mask=k_mask[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        other, place = find(lists_ptr, others, places, (step + 1) // STEPS, end)
+        other, index = find(lists_ptr, others, indices, (step + 1) // STEPS, end)
 
     n_out = column * BLOCK_OUT + n
     n_mask = (n < BLOCK_OUT) & (n_out < N)
@@ -118,13 +118,13 @@ def sparse_blocks_kernel(
 
 
 @triton.jit
-def find(lists_ptr, others, places, j, end):
-    """Block j of the list -> its place in x and its place in values; zeros past the end."""
+def find(lists_ptr, others, indices, j, end):
+    """Block j of the list -> its index in x and its index in values; zeros past the end."""
     other = tl.load(lists_ptr + others + j, mask=j < end, other=0)
-    place = j
-    if places is not None:
-        place = tl.load(lists_ptr + places + j, mask=j < end, other=0)
-    return other, place
+    index = j
+    if indices is not None:
+        index = tl.load(lists_ptr + indices + j, mask=j < end, other=0)
+    return other, index
 
 
 @jit_kernel
@@ -268,9 +268,9 @@ def gather_entries_kernel(
     bias_ptr,  # (N,) or None
     out_ptr,  # (M, N), contiguous
     lists_ptr,
-    starts,  # where in the lists those of the entries of each column of out begin,
-    others,  # where the columns of x of these entries are,
-    places,  # and those in values, or None: they are as they come
+    starts,  # offset in the lists of the first entry of each column of out
+    others,  # offset of the entries' columns of x
+    indices,  # offset of the indices in values, or None: values lie in the order of the lists
     M,
     N,
     x_strides,  # m, k
@@ -299,10 +299,10 @@ def gather_entries_kernel(
         j = start + tl.arange(0, GATHERED)
         there = j < stop
         other = tl.load(lists_ptr + others + j, mask=there, other=0).to(tl.int64)
-        place = j
-        if places is not None:
-            place = tl.load(lists_ptr + places + j, mask=there, other=0)
-        value = tl.load(values_ptr + place.to(tl.int64) * values_stride, mask=there, other=0.0)
+        index = j
+        if indices is not None:
+            index = tl.load(lists_ptr + indices + j, mask=there, other=0)
+        value = tl.load(values_ptr + index.to(tl.int64) * values_stride, mask=there, other=0.0)
         mask = there[:, None] & (m < M)[None, :]
         x = tl.load(x_ptrs + other[:, None] * x_strides[1], mask=mask, other=0.0)
         mine = (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None])

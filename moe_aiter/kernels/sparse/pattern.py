@@ -96,7 +96,7 @@ class SparsePattern:
         check_tensor("w", w)
         if tuple(w.shape) != self.shape:
             raise ValueError(f"w is {tuple(w.shape)} but the pattern is of {self.shape}")
-        row, col = self.places()
+        row, col = self.indices()
         values = as_blocks(w, self.blocksize)[row, col]
         return values.flatten() if self.blocksize == (1, 1) else values
 
@@ -125,9 +125,11 @@ class SparsePattern:
         check_device(values=values, lists=self.lists)
         return AsSparse.apply(values, self)
 
-    def places(self) -> tuple[Tensor, Tensor]:
+    def indices(self) -> tuple[Tensor, Tensor]:
         """Return the row and the column of each block, (L,) int64."""
         return block_indices(self.lists, *count(self.shape, self.blocksize))
+
+    places = indices  # the deprecated name
 
 
 # sizes
@@ -206,7 +208,7 @@ def pattern_of_compressed(
     columns = count(shape, block)[1]
     pattern = SparsePattern(shape, block, lists_of_compressed(start, col, columns))
     if block == (1, 1):
-        row, col = pattern.places()
+        row, col = pattern.indices()
         if ((row * columns + col).sort().values.diff() == 0).any():
             raise ValueError("weight has two entries in one place, which only a COO tensor may have")
     return pattern
@@ -272,7 +274,7 @@ def regroup(pattern: SparsePattern, block: tuple[int, int]) -> Regrouped:
     """The same numbers in blocks of another size.  Synchronises."""
     (a, b), (N, K) = pattern.blocksize, pattern.shape
     R, C = count((N, K), block)
-    row, col = pattern.places()
+    row, col = pattern.indices()
     device = row.device
     row = (row[:, None, None] * a + torch.arange(a, device=device)[:, None]).expand(-1, a, b).flatten()
     col = (col[:, None, None] * b + torch.arange(b, device=device)).expand(-1, a, b).flatten()

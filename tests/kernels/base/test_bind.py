@@ -16,7 +16,7 @@ from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm_op
 from moe_aiter.kernels.rows.permute import unpermute_kernel
-from moe_aiter.op import IMPLS, decide_again, register_kernel, use
+from moe_aiter.op import IMPLS, invalidate_decisions, register_kernel, use
 from moe_aiter.switches import float32_products
 from moe_aiter.tuning import Config
 
@@ -115,7 +115,7 @@ def test_whatever_changes_a_decision_binds_anew(binds):
             assert [call(), call()] == [before + 1, before + 1]
     with float32_products("tf32"):
         assert [call(), call()] == [5, 5]
-    decide_again()
+    invalidate_decisions()
     assert [call(), call()] == [6, 6]
     assert call() == 6
 

@@ -11,7 +11,7 @@ from moe_aiter.config import interpret
 from moe_aiter.kernels.experts.inputs import ExpertInputs, row_bytes
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
 from moe_aiter.kernels.grouped import gmm
-from moe_aiter.kernels.grouped.gmm import column_chunks, gmm_unpermute_op, gmm_unpermute_reference
+from moe_aiter.kernels.grouped.gmm import column_slices, gmm_unpermute_op, gmm_unpermute_reference
 from moe_aiter.kernels.rows.sort import sort_by_expert
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
@@ -51,11 +51,11 @@ def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
     ],
 )
 @pytest.mark.no_interpreter
-def test_column_chunks(columns, most, widths):
-    chunks = column_chunks(columns, 1, most)
-    assert [n.stop - n.start for n in chunks] == widths
+def test_column_slices(columns, most, widths):
+    slices = column_slices(columns, 1, most)
+    assert [n.stop - n.start for n in slices] == widths
     ends = [0, *itertools.accumulate(widths)]
-    assert [(n.start, n.stop) for n in chunks] == list(itertools.pairwise(ends))
+    assert [(n.start, n.stop) for n in slices] == list(itertools.pairwise(ends))
 
 
 def problem(device, H=20, bias=True, dtype=torch.float32):
@@ -111,7 +111,7 @@ def large(name, trained=True, **options):
 
 def chunks_of(i, limits):
     rows, H = i.order.shape[0], i.x.shape[1]
-    return [column_chunks(H, 2 * rows, limit) for limit in limits]
+    return [column_slices(H, 2 * rows, limit) for limit in limits]
 
 
 def peak(i):

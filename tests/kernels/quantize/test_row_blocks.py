@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_aiter.kernels.base.fp8 import CHUNK
+from moe_aiter.kernels.base.fp8 import ROW_BLOCK
 from moe_aiter.kernels.quantize.blocks import (
     plan_row_blocks,
     quantize_row_blocks,
@@ -32,7 +32,7 @@ def row_blocks_of(sizes: list[int], rows: int) -> list[list[range]]:
     found, start = [], 0
     for size in sizes:
         end = min(start + max(size, 0), rows)
-        found.append([range(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK)])
+        found.append([range(first, min(first + ROW_BLOCK, end)) for first in range(start, end, ROW_BLOCK)])
         start = end
     return found
 
@@ -51,7 +51,8 @@ def test_plan(device, name, dtype):
     sizes, rows = SIZES[name]
     spans, row_blocks = plan_row_blocks(torch.tensor(sizes, device=device).to(dtype), rows)
     expected = row_blocks_of(sizes, rows)
-    assert spans.dtype == row_blocks.dtype == torch.int32 and len(row_blocks) == rows // CHUNK + len(sizes)
+    assert spans.dtype == row_blocks.dtype == torch.int32
+    assert len(row_blocks) == rows // ROW_BLOCK + len(sizes)
     flat = [(part.start, of_group[-1].stop) for of_group in expected for part in of_group]
     assert row_blocks.tolist()[: len(flat)] == [list(pair) for pair in flat]
     assert (row_blocks[len(flat) :, 0] >= row_blocks[len(flat) :, 1]).all()
@@ -68,9 +69,9 @@ def test_transpose(device, name, format):
     x8, _ = quantize_rows(torch.randn(rows // TOP_K, 20, device=device), format)
     _, row_blocks = plan_row_blocks(group_sizes, rows)
     got = transpose_row_blocks(x8, order, TOP_K, row_blocks)
-    assert got.shape == (len(row_blocks), 20, CHUNK) and got.is_contiguous()
+    assert got.shape == (len(row_blocks), 20, ROW_BLOCK) and got.is_contiguous()
     for c, part in enumerate(part for of_group in row_blocks_of(sizes, rows) for part in of_group):
-        expected = torch.zeros(20, CHUNK, dtype=torch.uint8, device=device)
+        expected = torch.zeros(20, ROW_BLOCK, dtype=torch.uint8, device=device)
         expected[:, : len(part)] = x8.view(torch.uint8)[order[part.start : part.stop].long() // TOP_K].T
         assert torch.equal(got[c].view(torch.uint8), expected)
 
@@ -81,7 +82,7 @@ def test_bytes_may_begin_anywhere(device):
     x8, (_, row_blocks) = x8.view(FORMATS["e4m3"]), plan_row_blocks(group_sizes, rows)
     both = (transpose_row_blocks(x, order, TOP_K, row_blocks) for x in (x8, x8.clone()))
     got, expected = (result.view(torch.uint8) for result in both)
-    used = rows // CHUNK
+    used = rows // ROW_BLOCK
     assert torch.equal(got[:used], expected[:used])
 
 
@@ -101,7 +102,7 @@ def test_quantize(device, name, format):
     factor = torch.rand(rows // TOP_K, device=device) + 0.1
     _, row_blocks = plan_row_blocks(group_sizes, rows)
     got, scale = quantize_row_blocks(y, factor, order, TOP_K, row_blocks, format)
-    assert got.dtype == FORMATS[format] and got.shape == (len(row_blocks), 48, CHUNK)
+    assert got.dtype == FORMATS[format] and got.shape == (len(row_blocks), 48, ROW_BLOCK)
     for c, part in enumerate(part for of_group in row_blocks_of(sizes, rows) for part in of_group):
         m = slice(part.start, part.stop)
         expected, expected_scale = quantize_rows((y[m] * factor[order[m].long() // TOP_K][:, None]).T, format)

@@ -75,14 +75,14 @@ def test_given_experts(backend, device, mode, dtype):
     logits = draw(37, 12, device=device).requires_grad_()
     how = {"sigmoid": mode[0], "renormalize": mode[1], "scale": 2.5}
     want = choose_experts(logits, 3, **how)
-    got = choose_experts(logits, 3, **how, given=want[2].to(dtype))
+    got = choose_experts(logits, 3, **how, fixed_ids=want[2].to(dtype))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) and got[2].dtype == torch.int64
     others = torch.rand(37, 12, device=device).argsort(1)[:, :3]
-    scores, weights, ids = choose_experts(logits, 3, **how, given=others.T.to(dtype).contiguous().T)
+    scores, weights, ids = choose_experts(logits, 3, **how, fixed_ids=others.T.to(dtype).contiguous().T)
     assert torch.equal(ids, others)
     exact = logits.detach().double().requires_grad_()
     with use("torch"):
-        _, true, _ = choose_experts(exact, 3, **how, given=others)
+        _, true, _ = choose_experts(exact, 3, **how, fixed_ids=others)
     chosen = exact.sigmoid() if mode[0] else exact.softmax(1)
     chosen = chosen.gather(1, others)
     torch.testing.assert_close(true, 2.5 * (chosen / chosen.sum(1, keepdim=True) if mode[1] else chosen))

@@ -15,7 +15,7 @@ from moe_aiter.kernels.sparse.gemm import (
     sparse_matmul_reference,
 )
 from moe_aiter.kernels.sparse.pattern import SparsePattern
-from moe_aiter.op import decide_again
+from moe_aiter.op import invalidate_decisions
 
 from ...check import assert_as_good_as_torch, with_gradients
 from ...shapes import spread, transposed
@@ -46,9 +46,9 @@ def few(request, monkeypatch):
     gathered, pieces = request.param
     monkeypatch.setattr(kernels, "costs_less", lambda *sizes, **named: gathered)
     monkeypatch.setattr(kernels, "PIECES", pieces)
-    decide_again()  # what is bound has read both
+    invalidate_decisions()  # what is bound has read both
     yield
-    decide_again()
+    invalidate_decisions()
 
 
 def make(device, N, K, block, M, *, density=0.4, dtype=torch.float32, turned=False):

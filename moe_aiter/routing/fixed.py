@@ -1,4 +1,4 @@
-"""Experts that no logit chose: recorded ones, those of a hash, and for measurements an even spread."""
+"""Route to fixed experts instead of the highest logits: recorded experts, or those of a hash table."""
 
 import torch
 from torch import Tensor
