@@ -65,7 +65,7 @@ def environment():
     """That of a user: without the settings of the tests, nor those of a make that runs them."""
     hidden = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "VENV", "PYTHON", "ARGS"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) and k not in hidden}
-    return kept | {"PYTHONPATH": str(ROOT)}
+    return kept | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}  # compiling takes minutes
 
 
 def test_make_passes_the_flags_on():
