@@ -81,10 +81,10 @@ def str_from_group_sizes_dtype(dtype: torch.dtype) -> str:
     return look_up("dtype", {kind: name for name, kind in INDEX_NAMES.items()}, dtype)
 
 
-def look_up(argument: str, known: dict, key: object):
-    if key not in known:
-        raise ValueError(f"{argument} must be one of {', '.join(map(str, known))}, not {key}")
-    return known[key]
+def look_up(argument: str, choices: dict, key: object):
+    if key not in choices:
+        raise ValueError(f"{argument} must be one of {', '.join(map(str, choices))}, not {key}")
+    return choices[key]
 
 
 # checks
@@ -116,12 +116,12 @@ def check_input_device_dtype(
     lhs: Tensor, rhs: Tensor, group_sizes: Tensor, bias: Tensor | None = None
 ) -> None:
     """Raise unless all tensors share a device, the floating ones share a dtype and the sizes are integers."""
-    given = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes} | ({} if bias is None else {"bias": bias})
-    for name, x in given.items():
+    tensors = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes} | ({} if bias is None else {"bias": bias})
+    for name, x in tensors.items():
         check_tensor(name, x)
-    check_device(**given)
-    check_index(group_sizes=given.pop("group_sizes"))
-    check_float(**given)
+    check_device(**tensors)
+    check_index(group_sizes=tensors.pop("group_sizes"))
+    check_float(**tensors)
 
 
 @checked
@@ -203,12 +203,12 @@ def gen_multiple_group_sizes(
     """Return results of `gen_group_sizes`, each of another seed; `group_sizes_0`, if given, is the first."""
     check_sizes(num_group_sizes=num_group_sizes, G=G)
     check_index_dtype(group_sizes_dtype=group_sizes_dtype)
-    given = []
+    first = []
     if group_sizes_0 is not None:
-        given = [existing_or_new((G,), group_sizes_dtype, device, group_sizes_0=group_sizes_0)]
-    seeds = [None if rng_seed is None else rng_seed + i for i in range(len(given), num_group_sizes)]
+        first = [existing_or_new((G,), group_sizes_dtype, device, group_sizes_0=group_sizes_0)]
+    seeds = [None if rng_seed is None else rng_seed + i for i in range(len(first), num_group_sizes)]
     unused = unused_tokens_prob, unused_experts_prob
-    return given + [gen_group_sizes(M, G, group_sizes_dtype, device, seed, *unused) for seed in seeds]
+    return first + [gen_group_sizes(M, G, group_sizes_dtype, device, seed, *unused) for seed in seeds]
 
 
 def seeded(rng_seed: int | None, device: torch.device | str = "cpu") -> torch.Generator | None:
