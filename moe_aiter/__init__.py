@@ -191,5 +191,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-importlib.import_module(".config", __name__)  # a wrong setting is an error of `import moe_aiter`
+__version__ = importlib.import_module(".config", __name__).VERSION  # `import` reports wrong settings
 _torch_ops.define_on_demand()

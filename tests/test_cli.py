@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import moe_aiter
 from moe_aiter.cli import COMMANDS, main
 from moe_aiter.config import VERSION, SettingError, Settings
 from moe_aiter.op import BackendError, use
@@ -39,6 +40,7 @@ def test_help_and_version_need_no_torch(flag, starts):
         f"from moe_aiter.cli import main; main(['{flag}'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert moe_aiter.__version__ == VERSION
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(starts)
 
 
