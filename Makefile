@@ -1,10 +1,13 @@
 # `make train` and `make test` need Python 3.10 or newer and, for the fast CPU path, a C++17 compiler.
 # `make test-gpu VENV=` uses the python3 at hand, with what is installed there, and installs nothing.
+# `make install CPU=1` takes PyTorch's build without CUDA, where pip's own index would bring the one with CUDA.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+CPU ?=
+TORCH_INDEX = $(if $(CPU),--index-url https://download.pytorch.org/whl/cpu)
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -20,16 +23,18 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz lint bench sanitize sanitize-threads sanitize-gpu
+.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz lint dist bench sanitize sanitize-threads sanitize-gpu
 
 install: $(READY)
 
 # torch has builds for the CPU, CUDA and ROCm under one version, so the lock file has no hash for torch
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt requirements.lock $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	@echo "Installing into $(VENV): some minutes, and 2 GB on disk with PyTorch for CPUs; with CUDA's libraries several times as much."
+	@$(CXX) --version > /dev/null 2>&1 || echo "There is no C++ compiler ($(CXX)): on CPUs moe_aiter will run in plain torch, which is slower."
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --no-deps --require-hashes -r requirements.lock
-	$(PY) -m pip install -q -c constraints.txt torch
+	$(PY) -m pip install --no-deps --require-hashes -r requirements.lock
+	$(PY) -m pip install $(TORCH_INDEX) -c constraints.txt torch
 	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -120,6 +125,22 @@ sanitize-gpu: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	MYPYPATH=. $(PY) -m mypy --strict --follow-imports=silent tests/typed_user.py
+
+# a wheel for this platform and an sdist in dist/, checked; then the wheel alone in a new environment, where no compiler is found,
+# runs the README's Python block
+BARE = build/bare/bin/python
+dist: export PYTHONPATH =
+dist: $(READY)
+	rm -rf dist build/dist build/bare
+	$(PYTHON) -m venv build/dist && build/dist/bin/python -m pip install -q build twine
+	build/dist/bin/python -m build -q
+	build/dist/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/bare
+	$(BARE) -m pip install $(TORCH_INDEX) -c constraints.txt torch
+	CC=false CXX=false $(BARE) -m pip install -q -c constraints.txt dist/*.whl
+	sed -n '/^```python/,/^```$$/p' README.md | grep -v '^```' > build/readme.py
+	cd build && time bare/bin/python readme.py
 
 bench: $(READY)
 	$(PY) -m moe_aiter.cli bench layer --out benchmarks/results/layer.csv $(ARGS)

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from . import config as _config  # a wrong setting is an error of `import moe_aiter`
 from . import torch_ops as _torch_ops
 
 if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` imports the same
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
         z_loss,
     )
 
+__version__ = _config.VERSION
 __all__ = [
     "Capacity",
     "ExpertChoice",
@@ -191,5 +193,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-__version__ = importlib.import_module(".config", __name__).VERSION  # `import` reports wrong settings
 _torch_ops.define_on_demand()

@@ -95,7 +95,11 @@ def info() -> int:
     gpus = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     print_table("machine", {"system": platform.system(), "cpu": cpu} | gpus)
-    built = "ready" if host.ext is not None else "not built: ops on the CPU run in plain torch"
+    built = (
+        "ready"
+        if host.ext is not None
+        else "not built; CPUs run in plain torch: install a wheel, or a C++17 compiler and moe-aiter again"
+    )
     triton = "ready" if gpus else "installed, but there is no GPU"
     if importlib.util.find_spec("triton") is None:
         triton = "not installed"

@@ -6,7 +6,7 @@ import os
 import sys
 import typing
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 PREFIX = "MOE_AITER_"
 # settings that AITER's documents call AITER_<FIELD>: that counts where ours is not given
 AITER = {"cache_size", "debug", "default_precision", "enable_fusion", "enable_tensor_cores", "log_level"}

@@ -11,8 +11,8 @@ import inspect
 import logging
 import numbers
 import threading
-from collections.abc import Callable
-from typing import Annotated, NamedTuple, get_type_hints
+from collections.abc import Callable, Iterator
+from typing import Annotated, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -347,7 +347,7 @@ class BackendError(LookupError):
 
 
 @contextlib.contextmanager
-def use(backend: str):
+def use(backend: str) -> Iterator[None]:
     """Force one backend inside the block: `with use("torch"): ...`.  For tests and debugging.
 
     Raises ValueError unless it is auto, hopper, triton, host or torch.
@@ -450,7 +450,12 @@ def runs(impl: Callable, x: Tensor, *rest) -> bool:
     return x.dtype in getattr(impl, "takes", (x.dtype,)) and (fits is None or fits(x, *rest))
 
 
-def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | None = None):
+Kernel = TypeVar("Kernel", bound=Callable)
+
+
+def register_kernel(
+    *, op: str, backend: str, takes: tuple[torch.dtype, ...] | None = None
+) -> Callable[[Kernel], Kernel]:
     """Add or replace an implementation of an op: `@register_kernel(op="gmm", backend="triton")`.
 
     The function is called as `impl(out, *inputs)` and fills `out` (a tuple for ops with several outputs).
@@ -463,7 +468,7 @@ def register_kernel(*, op: str, backend: str, takes: tuple[torch.dtype, ...] | N
         raise ValueError(f"unknown op {op!r}; known: {sorted(IMPLS)}")
     check_backend(backend, CHOICES["backend"][1:])  # "auto" has no implementation
 
-    def add(fn):
+    def add(fn: Kernel) -> Kernel:
         if takes is not None:
             fn.takes = takes
         IMPLS[op][backend] = fn

@@ -12,7 +12,7 @@ LoRA never makes the product B A.  DoRA makes W + c B A for its norm, one block 
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -261,7 +261,7 @@ class LoRALinear(nn.Module):
     """
 
     @checked
-    def __init__(self, base: nn.Linear, num_adapters: int = 1, **lora):
+    def __init__(self, base: nn.Linear, num_adapters: int = 1, **lora: Any):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.lora = LoRAFactors(base.weight, num_adapters, **lora)
@@ -386,7 +386,7 @@ class LoRAExperts(nn.Module):
     Raises TypeError unless `base` is an `Experts`.
     """
 
-    def __init__(self, base: Experts, **lora):
+    def __init__(self, base: Experts, **lora: Any):
         super().__init__()
         if not isinstance(base, Experts):
             raise TypeError(f"base must be an Experts, such as MoE(...).experts, not {type(base).__name__}")

@@ -102,7 +102,7 @@ class MoE(nn.Module):
         load_balance_coef: float = 0.0,
         sequence_balance_coef: float = 0.0,
         global_balance_coef: float = 0.0,
-        global_balance_group=None,
+        global_balance_group: "torch.distributed.ProcessGroup | None" = None,
         z_loss_coef: float = 0.0,
         row_chunks: int | None = None,
         recompute: str = "none",

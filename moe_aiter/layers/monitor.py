@@ -69,7 +69,13 @@ class Monitor:
     """
 
     @checked
-    def __init__(self, model: nn.Module, *, evaluation: bool = False, group=None):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        evaluation: bool = False,
+        group: "torch.distributed.ProcessGroup | None" = None,
+    ):
         check_group(group=group)
         self.evaluation, self.group = evaluation, group
         layers = {plain_name(name) or type(m).__name__: m for name, m in self.find(model).items()}
@@ -114,7 +120,9 @@ class Monitor:
             recorder.totals.zero_()
 
     @checked
-    def log(self, sink, step: int | None = None, *, prefix: str = "moe") -> dict[str, LayerStatistics]:
+    def log(
+        self, sink: object, step: int | None = None, *, prefix: str = "moe"
+    ) -> dict[str, LayerStatistics]:
         """Read the statistics, pass their scalars to `sink`, reset the counts, and return the statistics.
 
         Scalars are called "{prefix}/{layer}/{name of the scalar}".  `sink` is a TensorBoard SummaryWriter or
@@ -137,7 +145,7 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -280,7 +288,7 @@ class LiveTable:
         self.live.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.live.stop()
 
 

@@ -18,7 +18,12 @@ WEIGHTS = {Experts: ("gate_up", "down"), OptimizedMoELayer: ("w1", "w2")}
 @torch.no_grad()
 @checked
 def balance_step(
-    model: nn.Module, rate: float = 1e-3, *, rule: str = "sign", zero_mean: bool = False, group=None
+    model: nn.Module,
+    rate: float = 1e-3,
+    *,
+    rule: str = "sign",
+    zero_mean: bool = False,
+    group: "torch.distributed.ProcessGroup | None" = None,
 ) -> None:
     """Update the selection bias of every `MoE` in `model` from its counted choices, and reset the counts.
 

@@ -139,7 +139,9 @@ class TopP(Choice):
         if not 0 < self.p <= 1:
             raise ValueError(f"p must be above 0 and at most 1, not {self.p}")
 
-    def choose(self, scores, ranked, top_k, mask, renormalize, scale):
+    def choose(
+        self, scores: Tensor, ranked: Tensor, top_k: int, mask: Tensor | None, renormalize: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         expert_ids = decide("experts", lambda: self.fewest(scores.detach(), ranked, top_k), *ranked.shape)
         return expert_ids, weigh(scores, expert_ids, renormalize, scale)
 
@@ -260,7 +262,9 @@ class TokenRounding(Choice):
     def check(self, top_k: int, num_experts: int) -> None:
         check_slots("max_added", self.max_added, num_experts - top_k)
 
-    def choose(self, scores, ranked, top_k, mask, renormalize, scale):
+    def choose(
+        self, scores: Tensor, ranked: Tensor, top_k: int, mask: Tensor | None, renormalize: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         own = decide("experts", lambda: topk(ranked, top_k)[1], *ranked.shape)
         weights = weigh(scores, own, renormalize, scale)
         chose = torch.zeros_like(ranked, dtype=torch.bool).scatter(1, own, True)

@@ -1,0 +1,39 @@
+"""What the package says about itself."""
+
+import pathlib
+import re
+import runpy
+
+import pytest
+import setuptools
+
+import moe_aiter
+
+ROOT = pathlib.Path(__file__).parents[1]
+RELATIVE_LINK = r"\]\((?!https?:|#)"
+
+
+@pytest.fixture
+def setup(monkeypatch):
+    monkeypatch.setattr(setuptools, "setup", lambda **given: None)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def test_one_version():
+    changes, citation = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff"))
+    assert re.search(r"^## \[(.*?)\]", changes, re.M)[1] == moe_aiter.__version__
+    assert re.search(r"^version: (.*)", citation, re.M)[1] == moe_aiter.__version__
+
+
+def test_links_without_an_address(setup):
+    setup["description"].__globals__["REPOSITORY"] = ""
+    assert not re.search(RELATIVE_LINK, setup["description"]()) and not setup["urls"]()
+
+
+def test_links_from_an_address(setup):
+    setup["description"].__globals__["REPOSITORY"] = address = "https://example.org/moe_aiter"
+    text = setup["description"]()
+    assert f"[CONTRIBUTING]({address}/blob/main/CONTRIBUTING.md)" in text
+    assert f"({address}/raw/main/docs/memory.png)" in text and f"[![tests]({address}/actions/" in text
+    assert not re.search(RELATIVE_LINK, text)
+    assert all(url.startswith(address) for url in setup["urls"]().values())
