@@ -128,8 +128,6 @@ class MoE(nn.Module):
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
         scoring = {"score": score, "renormalize": renormalize, "scale": scale, "choice": choice}
         scoring |= {"selection_bias": selection_bias, "jitter": jitter}
-        if capacity is not None and not isinstance(capacity, Capacity):
-            raise TypeError(f"capacity must be a Capacity, not {type(capacity).__name__}")
         if capacity is not None and choice is not None and not choice.takes_capacity:
             raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
         self.capacity = capacity
