@@ -101,6 +101,7 @@ CALLS = {
     ),
     "monitor.MonitorCallback": (monitor.MonitorCallback, lambda: {"prefix": "moe", "group": None}),
     "monitor.watch": (monitor.watch, lambda: {"trainer": trainer(), "prefix": "moe", "group": None}),
+    "transformers.check": (transformers.check, lambda: {"model": model()}),
     "transformers.known_gate": (
         transformers.known_gate,
         lambda: {"module": model().model.layers[0].mlp.experts},

@@ -8,15 +8,20 @@
 For a model that is loaded already, call `model.set_experts_implementation("moe_aiter")`.  It works for every
 model whose experts have transformers' decorator `use_experts_implementation`: Mixtral, Qwen3-MoE, OLMoE,
 DeepSeek-V3, gpt-oss and more.  Parameters keep their names, shapes and values, and so do checkpoints.
+
+`check(model)` prints which kernels each experts module runs.
 """
 
 import types
-from functools import partial
+import warnings
+from contextvars import ContextVar
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.base.check import FLOATS, checked
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.experts import cast_as_linear
@@ -25,7 +30,7 @@ from ..layers.training import FINDERS
 from ..private_api import is_changed
 from ..routing.plan import RoutePlan, make_plan
 
-__all__ = ["known_gate", "register", "unregister"]
+__all__ = ["check", "known_gate", "register", "unregister"]
 
 NAME = "moe_aiter"
 ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
@@ -55,15 +60,29 @@ GATES = {
     ),
 }
 
+_originals = {}  # methods of PreTrainedModel, while those that warn are in their places
+_inside = ContextVar("inside", default=False)  # while a model is made, in which further models are its parts
+warned = set()  # classes of models that had their warning
+
 
 def register() -> None:
     """Add `experts_implementation="moe_aiter"` to transformers.  Further calls change nothing.
 
+    After that, `from_pretrained`, `from_config` and `set_experts_implementation` warn, once for each class of
+    models, if the name changes nothing in a model.
     Raises ImportError if transformers is missing or older than 5.7.
     """
     interface().register(NAME, experts_forward)
     if summed_weights not in FINDERS:
         FINDERS.append(summed_weights)
+    if not _originals:
+        from transformers import PreTrainedModel as model
+
+        names = "from_pretrained", "_from_config", "set_experts_implementation"
+        _originals.update((name, vars(model)[name]) for name in names)
+        for name in names[:2]:
+            setattr(model, name, classmethod(warns_after_making(_originals[name].__func__)))
+        model.set_experts_implementation = warns_after_switching(model.set_experts_implementation)
 
 
 def unregister() -> None:
@@ -73,6 +92,12 @@ def unregister() -> None:
     """
     interface()._global_mapping.pop(NAME, None)
     FINDERS[:] = [finder for finder in FINDERS if finder is not summed_weights]
+    if _originals:
+        from transformers import PreTrainedModel as model
+
+        for name, original in _originals.items():
+            setattr(model, name, original)
+        _originals.clear()
 
 
 def interface() -> type:
@@ -89,6 +114,126 @@ def interface() -> type:
     from transformers.integrations.moe import ExpertsInterface
 
     return ExpertsInterface
+
+
+# a warning if nothing here runs
+
+
+def warns_after_making(method):
+    @wraps(method)
+    def run(cls, *args, **kwargs):
+        is_part, token = _inside.get(), _inside.set(True)
+        try:
+            made = method(cls, *args, **kwargs)
+        finally:
+            _inside.reset(token)
+        model = made[0] if isinstance(made, tuple) else made  # from_pretrained may add what it has loaded
+        if not is_part and any(implementation_of(module) == NAME for module in model.modules()):
+            warn_if_unused(model)
+        return made
+
+    return run
+
+
+def warns_after_switching(method):
+    @wraps(method)
+    def run(self, experts_implementation):
+        method(self, experts_implementation)
+        given = experts_implementation
+        if NAME in (given.values() if isinstance(given, dict) else [given]):
+            warn_if_unused(self)
+
+    return run
+
+
+def warn_if_unused(model: nn.Module) -> None:
+    """Warn, once for its class, of a model without an experts module that could run here."""
+    if type(model) not in warned and not any(map(is_experts, model.modules())):
+        warned.add(type(model))
+        warnings.warn(
+            f"experts_implementation={NAME!r} changes nothing in {type(model).__name__}: none of its modules "
+            "has transformers' decorator use_experts_implementation, so transformers' own code runs",
+            stacklevel=3,
+        )
+
+
+def implementation_of(module: nn.Module) -> str | None:
+    """The name in the configuration of a model or of experts."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+# what runs where
+
+
+class ModulePath(NamedTuple):
+    """How the experts of one module run."""
+
+    kind: str  # the module's class
+    path: str  # "fused", "two products" or "not ours"
+    why: str
+
+
+@checked
+def check(model: nn.Module) -> dict[str, ModulePath]:
+    """Return and print how each experts module of a transformers model runs: a `ModulePath` by its name.
+
+    "fused": the activation runs inside the two products.  "two products": the activation is an op between
+    them.  "not ours": transformers' own code runs.  A module without transformers' decorator of experts is
+    listed, as not ours, if the name of its class has "Expert" in it or ends in "MoE".
+    """
+    adapted = {module.get_base_layer() for module in model.modules() if is_peft_wrapper(module)}
+    found = {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            found[name] = path_of(module, module in adapted)
+        elif looks_like_experts(module) and not any(name.startswith(f"{above}.") for above in found):
+            why = "its class lacks transformers' decorator use_experts_implementation"
+            found[name] = ModulePath(type(module).__name__, "not ours", why)
+    alike = {}
+    for name, path in found.items():
+        alike.setdefault(path, []).append(name)
+    for (kind, path, why), names in alike.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        print(f"{path}: {names[0]}{more} ({kind}): {why}")
+    if not found:
+        print(f"{type(model).__name__} has no experts")
+    return found
+
+
+def path_of(module: nn.Module, adapted: bool) -> ModulePath:
+    kind, implementation = type(module).__name__, implementation_of(module)
+    dtypes = {getattr(module, name).dtype for name in names_of(module)}
+    if implementation != NAME:
+        return ModulePath(
+            kind, "not ours", f"its configuration has experts_implementation={implementation!r}"
+        )
+    if not dtypes <= set(FLOATS):
+        return ModulePath(kind, "not ours", f"its weights are {' and '.join(map(str, dtypes))}")
+    if adapted or getattr(module, ADAPTERS, None):
+        return ModulePath(kind, "two products", "each weight has an adapter's products beside its own")
+    if has_norm(module):
+        return ModulePath(kind, "two products", "the output of each expert is normalised")
+    gate, why = gate_and_reason(module)
+    if gate is None:
+        return ModulePath(kind, "two products", why)
+    return ModulePath(kind, "fused", f"the activation {gate[0]} runs inside the products")
+
+
+def is_peft_wrapper(module: nn.Module) -> bool:
+    """Whether it is PEFT's, around experts, after `integrations.peft.register()`."""
+    method = getattr(type(module), "_activate_lora", None)
+    return getattr(method, "__module__", "").startswith(f"{__package__}.")
+
+
+def looks_like_experts(module: nn.Module) -> bool:
+    """By the name of its class; not what stands around experts that have transformers' decorator."""
+    name = type(module).__name__.lower()
+    named = "expert" in name or name.endswith("moe")
+    ours = type(module).__module__.startswith(f"{__package__.partition('.')[0]}.")
+    return named and not ours and "shared" not in name and not any(map(is_experts, module.modules()))
+
+
+# experts
 
 
 class Weights(NamedTuple):
@@ -199,18 +344,24 @@ def known_gate(module: nn.Module) -> tuple[str, bool] | None:
         raise TypeError(
             f"module must have transformers' decorator of experts, but is {type(module).__name__}"
         )
-    functions = FUNCTIONS.get(function_name(getattr(module, "act_fn", None)), (None, None))
+    return gate_and_reason(module)[0]
+
+
+def gate_and_reason(module: nn.Module) -> tuple[tuple[str, bool] | None, str]:
+    """Return what `known_gate` returns, and if it is None the reason."""
+    plain, gated = FUNCTIONS.get(function_name(getattr(module, "act_fn", None)), (None, None))
+    other = None, "no kernel has its activation function, or the function has hooks"
     if not module.has_gate:
-        return functions[0] and (functions[0], False)
+        return ((plain, False), "") if plain else other
     gate = type(module)._apply_gate
     if "_apply_gate" in vars(module) or full_name(gate) not in GATES:
-        return None
+        return None, "no kernel has its method _apply_gate"
     interleaved, constants = GATES[full_name(gate)]
     if constants is BY_FUNCTION:
-        return functions[1] and (functions[1], interleaved)
+        return ((gated, interleaved), "") if gated else other
     if any(getattr(module, name, None) != value for name, value in constants.items()):
-        return None
-    return "swiglu_oai", interleaved
+        return None, "the kernels have its gate with other constants"
+    return ("swiglu_oai", interleaved), ""
 
 
 def full_name(kind) -> str:
