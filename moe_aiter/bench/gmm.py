@@ -15,7 +15,15 @@ from torch import Tensor
 from ..kernels.grouped.gmm import gmm
 from ..kernels.grouped.ptgmm import nptgmm, ptgmm
 from ..op import IMPLS, ORDER, runs, use
-from .measure import PEER_ERRORS, WHERE, Contender, PassTimer, add_contenders
+from .measure import (
+    PEER_ERRORS,
+    WHERE,
+    Contender,
+    PassTimer,
+    add_contenders,
+    add_list,
+    skip,
+)
 from .problem import SHAPES
 from .products import Asked, Case, Command, Error, Judge, Problem
 
@@ -50,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=SIZES,
         metavar="NAME",
-        help=f"shapes: {', '.join(SIZES)} [all but the last two on a GPU, cpu on a CPU]",
+        help="shapes, as --list prints them [all but the last two on a GPU, cpu on a CPU]",
     )
+    add_list(parser, lambda: ", ".join(SIZES))
     parser.add_argument("--op", nargs="+", choices=OPS, default=OPS, help="products [both]")
     parser.add_argument(
         "--transposed",
@@ -142,7 +151,7 @@ def runners(p: Product) -> Iterator[Contender]:
     try:
         theirs = __import__("aiter.ops.triton.gmm", fromlist=list(variants))
     except PEER_ERRORS as error:
-        print(f"left out: AITER: {type(error).__name__}: {error}")
+        skip("AITER", error)
         return
     for name in variants:
         fn = getattr(theirs, name)

@@ -28,10 +28,12 @@ from .measure import (
     Contender,
     PassTimer,
     add_contenders,
+    add_list,
     device_name,
     distances,
     floors,
     parameter,
+    skip,
     sustained,
 )
 from .problem import (
@@ -57,8 +59,11 @@ ADDED = ["routing", "forward_roofline", "step_roofline", *HOST]  # columns that 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)} [A to E on a GPU, cpu on a CPU]"
+    names = "shapes or groups of shapes, as --list prints them [A to E on a GPU, cpu on a CPU]"
     parser.add_argument("--shape", nargs="+", choices=[*SHAPES, *GROUPS], metavar="NAME", help=names)
+    add_list(
+        parser, lambda: f"shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)}", of="shapes and groups"
+    )
     parser.add_argument(
         "--routing",
         choices=("normal", "zipf"),
@@ -176,33 +181,32 @@ def contenders(p: Problem) -> Iterator[Contender]:
         yield later_micro_batch(our_layer(p, fp8=fp8), p)
     yield from our_experts(p)
     yield loop(p)
-    for build in peers(p):
+    for name, build in peers(p):
         try:
             yield build()
         except PEER_ERRORS as error:
-            print(f"left out: {type(error).__name__}: {error}")
+            skip(name, error)
 
 
-def peers(p: Problem) -> Iterator[Callable[[], Contender]]:
-    """A builder of each peer that takes this device and dtype."""
+def peers(p: Problem) -> Iterator[tuple[str, Callable[[], Contender]]]:
+    """The name and the builder of each peer that takes this device and dtype."""
     bfloat16 = p.x.dtype == torch.bfloat16
     if p.x.is_cuda and bfloat16:
-        yield lambda: torch_grouped_mm(p)
-        yield lambda: compiled(torch_grouped_mm(p))
-    yield lambda: dense(p)
+        yield "torch", lambda: torch_grouped_mm(p)
+        yield "torch, compiled", lambda: compiled(torch_grouped_mm(p))
+    yield "torch", lambda: dense(p)
     if not p.shape.plain:
-        print("left out: all who are called here for SwiGLU without biases, gate rows first")
+        print("skipping the other peers: they are measured for SwiGLU without biases, gate rows first")
         return
-    yield lambda: hugging_face(p, "eager")
-    if bfloat16:
-        yield lambda: hugging_face(p, "grouped_mm")
-    yield lambda: hugging_face(p, "moe_aiter")
+    for name in ("eager", "grouped_mm", "moe_aiter"):
+        if bfloat16 or name != "grouped_mm":
+            yield f"Hugging Face Qwen3-MoE, {name}", functools.partial(hugging_face, p, name)
     if p.x.is_cuda:
-        yield lambda: scattermoe(p)
-        yield lambda: liger(p)
+        yield "ScatterMoE", lambda: scattermoe(p)
+        yield "Liger", lambda: liger(p)
     if p.x.is_cuda and bfloat16:
-        yield lambda: megablocks(p)
-        yield lambda: sonicmoe(p)
+        yield "MegaBlocks", lambda: megablocks(p)
+        yield "SonicMoE", lambda: sonicmoe(p)
 
 
 def expert_inputs(p: Problem) -> tuple[Tensor, ...]:

@@ -19,7 +19,18 @@ from ..layers.lora import LoRAExperts
 from ..routing.plan import make_plan
 from . import products
 from .layer import SIZES, shape_cells
-from .measure import PASSES, PEER_ERRORS, WHERE, Contender, PassTimer, add_contenders, count, distances
+from .measure import (
+    PASSES,
+    PEER_ERRORS,
+    WHERE,
+    Contender,
+    PassTimer,
+    add_contenders,
+    add_list,
+    count,
+    distances,
+    skip,
+)
 from .problem import SHAPES, Problem, Shape, by_experts, new_problem
 from .products import Asked, Case, Command, Judge, errors_of
 
@@ -29,8 +40,9 @@ RESULTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"shapes: {', '.join(PLAIN)} [C on a GPU, cpu on a CPU]"
+    names = "shapes, as --list prints them [C on a GPU, cpu on a CPU]"
     parser.add_argument("--shape", nargs="+", choices=PLAIN, metavar="NAME", help=names)
+    add_list(parser, lambda: ", ".join(PLAIN))
     parser.add_argument("--rank", type=count, default=16, help="rank of the adapters [16]")
     add_contenders(parser)
 
@@ -98,7 +110,7 @@ def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
         try:
             yield peft_experts(p, adapters, name)
         except PEER_ERRORS as error:
-            print(f"left out: {type(error).__name__}: {error}")
+            skip(f"PEFT with {name}", error)
 
 
 def lora_experts(p: Problem, adapters: Adapters) -> Contender:

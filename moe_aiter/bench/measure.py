@@ -8,19 +8,23 @@ import dataclasses
 import datetime
 import gc
 import importlib.metadata
+import importlib.util
 import pathlib
 import platform
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..op import use
 from .problem import Problem, Shape
+
+T = TypeVar("T")
 
 
 def count(text: str) -> int:
@@ -36,6 +40,19 @@ def add_contenders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"
     )
+
+
+class ListNames(argparse.Action):
+    """`--list`: print what `const` returns, and exit."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        print(self.const())
+        parser.exit()
+
+
+def add_list(parser: argparse.ArgumentParser, names: Callable[[], str], of: str = "shapes") -> None:
+    """Add `--list`; `names` is called only then."""
+    parser.add_argument("--list", action=ListNames, nargs=0, const=names, help=f"print the names of {of}")
 
 
 def add_measurement(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +126,31 @@ class Contender:
         if self.around is not None:
             return self.around()
         return use(self.backend) if self.backend else contextlib.nullcontext()
+
+
+def progress(items: Iterable[T], what: str, name: Callable[[T], str] = str) -> Iterator[T]:
+    """Iterate with a progress bar on a terminal, if tqdm is installed, that shows the name of each item."""
+    if importlib.util.find_spec("tqdm") is None:
+        yield from items
+        return
+    from tqdm import tqdm
+
+    with tqdm(items, desc=what, disable=None, leave=False) as bar:
+        for item in bar:
+            bar.set_postfix_str(name(item))
+            yield item
+
+
+INSTALL = {"transformers": "moe-aiter[hf]", "peft": "moe-aiter[peft]"}  # package: what pip is asked for
+
+
+def skip(peer: str, error: Exception) -> None:
+    """Print why a peer is not measured: a package is missing, or something else."""
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        package = str(error.name).partition(".")[0]
+        reason = f"pip install '{INSTALL[package]}'" if package in INSTALL else f"{package} is not installed"
+    print(f"skipping {peer}: {reason}")
 
 
 PEER_ERRORS = (
@@ -207,7 +249,7 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
         measure, flush = measure_gpu, lambda: (torch.cuda._sleep(lead), flush_l2())
     samples: list[list[tuple[float, ...]]] = [[] for _ in contenders]
     slow: set[int] = set()
-    for round in range(WARMUP + reps):
+    for round in progress(range(WARMUP + reps), "timing all", lambda round: f"round {round + 1}"):
         problem.renew(round)
         results = []
         for turn in turns(len(contenders), round):

@@ -44,11 +44,13 @@ from .measure import (
     KernelTimer,
     Outputs,
     PassTimer,
+    add_list,
     append,
     as_tuple,
     columns,
     copier,
     distances,
+    progress,
     provenance,
     refuse,
     widen,
@@ -137,6 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="cases with this shape, or with this word in their name, such as toy [all for the device]",
     )
+    add_list(parser, lambda: case_names(FAMILIES), of="cases")
     parser.add_argument(
         "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"
     )
@@ -208,15 +211,17 @@ def cases(families: list[str] | None) -> Iterator[tuple[str, Case]]:
             yield family, case
 
 
+def case_names(families: Iterable[str]) -> str:
+    """The names of all cases, by family."""
+    return "; ".join(f"{f}: {', '.join(case.name for _, case in cases([f]))}" for f in families)
+
+
 def no_case(args: argparse.Namespace) -> str:
     """What --shape and --dtype could have named."""
-    dtypes, named = {}, {}
-    for family, case in cases(args.family):
-        dtypes |= dict.fromkeys(case.dtypes)
-        named.setdefault(family, []).append(case.name)
+    dtypes = {dtype: None for _, case in cases(args.family) for dtype in case.dtypes}
     if args.dtype not in (None, *dtypes):
         return f"there is no such case: --dtype is {args.dtype!r}; it takes {', '.join(dtypes)}"
-    available = "; ".join(f"{family}: {', '.join(names)}" for family, names in named.items())
+    available = case_names(args.family or FAMILIES)
     return f"there is no such case{f' of {args.dtype}' if args.dtype else ''}; there are, of {available}"
 
 
@@ -297,7 +302,7 @@ def copy_of(size: int, device: torch.device, name: str = COPY, **cells) -> Conte
 def check_all(field: list[Contender], judge: Judge, prepare: Callable[[Contender], dict]) -> list[dict]:
     """The worst error of each contender, whether it is refused, and what `prepare` says of the others."""
     rows = []
-    for contender in field:
+    for contender in progress(field, "checking", lambda contender: contender.name):
         row = {"contender": contender.name, "refused": True} | contender.cells
         rows.append(row)
         try:

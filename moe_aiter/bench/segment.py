@@ -14,7 +14,12 @@ from torch import Tensor
 from ..kernels.grouped.segment_gmm import segment_gmm_reference
 from ..layers.segment import SegmentGEMMWrapper
 from . import products
-from .measure import WHERE, Contender, KernelTimer
+from .measure import (
+    WHERE,
+    Contender,
+    KernelTimer,
+    add_list,
+)
 from .products import OURS, Asked, Case, Command, copy_of
 
 
@@ -53,8 +58,9 @@ DEFAULT = {"cuda": REAL, "cpu": [name for name in REAL if not name.startswith("d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"cases: {', '.join(SEGMENTS)} [all but toys on a GPU, lora and decode on a CPU]"
+    names = "cases, as --list prints them [all but toys on a GPU, lora and decode on a CPU]"
     parser.add_argument("--case", nargs="+", choices=SEGMENTS, metavar="NAME", help=names)
+    add_list(parser, lambda: ", ".join(SEGMENTS), of="cases")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="float16", help="[float16]"
     )

@@ -17,7 +17,12 @@ from ..tuning.candidates import OPS, Config, candidates
 from ..tuning.choice import read_choices, write_choices
 from ..tuning.table import TABLES, Key, read, write
 from . import tune_gemm
-from .measure import count, provenance, refuse
+from .measure import (
+    add_list,
+    count,
+    provenance,
+    refuse,
+)
 from .problem import DEFAULT, GROUPS, SHAPES, named
 from .products import Case, chosen, no_case
 from .tiles import Kernel, Product, check, choose, measure, pick, products
@@ -29,7 +34,6 @@ FAMILIES = (LAYER, "dense", "scaled", "sparse")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = f"shapes or groups of shapes [{', '.join(DEFAULT['cuda'])}]; for other families as in bench gemm"
-    listed = f"kernels: {', '.join(OPS)}; shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)}"
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=[LAYER], metavar="NAME",
                         help=f"kernels to tune: {', '.join(FAMILIES)} [{LAYER}]")  # fmt: skip
     parser.add_argument("--shape", nargs="+", metavar="NAME", help=names)
@@ -47,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help=text)
     parser.add_argument("--reps", type=count, default=15, metavar="N", help="timed runs of each tile [15]")
     text = "time dense products and write a table in AITER's format"
-    parser.add_argument(
-        "--list", action="version", version=listed, help="print the names of kernels and shapes"
+    add_list(
+        parser,
+        lambda: f"kernels: {', '.join(OPS)}; shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)}",
+        of="kernels and shapes",
     )
     several = parser.add_subparsers(dest="product", metavar="gemm")
     tune_gemm.add_arguments(several.add_parser("gemm", help=text, description=text))

@@ -11,7 +11,7 @@ import torch
 
 from moe_aiter import bench, cli
 from moe_aiter.bench import layer, measure
-from moe_aiter.bench.measure import MIB, PASSES, measure_memory
+from moe_aiter.bench.measure import MIB, PASSES, measure_memory, skip
 from moe_aiter.bench.problem import DEFAULT, SHAPES, new_problem
 
 from .judge import check
@@ -66,10 +66,10 @@ def test_a_peer_that_cannot_run_is_left_out(problem, monkeypatch, capsys):
     def old_version(p):
         raise AttributeError("no such block")
 
-    monkeypatch.setattr(layer, "peers", lambda p: [lambda: old_version(p)])
+    monkeypatch.setattr(layer, "peers", lambda p: [("Old", lambda: old_version(p))])
     names = [c.name for c in layer.contenders(problem)]
     assert names[-1] == "for-loop over experts"
-    assert "left out: AttributeError: no such block" in capsys.readouterr().out
+    assert "skipping Old: AttributeError: no such block" in capsys.readouterr().out
     broken = layer.Contender("broken", lambda: old_version(problem), (problem.x,))
     assert check([broken], problem) == [{"refused": True}]
     broken.ours = True
@@ -235,3 +235,25 @@ def test_arguments_have_help():
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     assert "layer | gmm | deepgemm | segment | gemm | lora | report" in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (ModuleNotFoundError(name="transformers.models"), "pip install 'moe-aiter[hf]'"),
+        (ModuleNotFoundError(name="scattermoe"), "scattermoe is not installed"),
+        (ValueError("no such GPU"), "ValueError: no such GPU"),
+    ],
+)
+def test_a_skipped_peer_says_what_to_install(error, reason, capsys):
+    skip("Peer", error)
+    assert capsys.readouterr().out == f"skipping Peer: {reason}\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["bench layer", "bench gmm", "bench segment", "bench gemm", "bench lora", "tune"]
+)
+def test_lists_of_names(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command.split(), "--list"])
+    assert capsys.readouterr().out
