@@ -135,6 +135,8 @@ def test_train_refuses(flags, message, capsys, tmp_path, monkeypatch):
         ("good.jsonl empty.jsonl", "empty.jsonl holds no step to draw"),
         ("damaged.jsonl", "damaged.jsonl: line 1 is damaged"),
         ("good.jsonl --out x.zzz", "--out is x.zzz; its name must end with one of "),
+        ("good.jsonl --out old.png", "old.png is there already: --force replaces it, --out names another"),
+        ("good.jsonl --out old.png --force --out dir.png", "dir.png is there already: --out names another"),
         ("good.jsonl --out nowhere/x.png", "nowhere/x.png: No such file or directory"),
     ],
 )
@@ -143,7 +145,10 @@ def test_plot_refuses(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, rows in {"good": '{"step": 1, "loss": 3}\n', "empty": "", "damaged": "x\ny\n"}.items():
         (tmp_path / f"{name}.jsonl").write_text(rows)
+    (tmp_path / "old.png").write_text("mine")
+    (tmp_path / "dir.png").mkdir()
     assert message in one_line(capsys, "plot", *words.split())
+    assert (tmp_path / "old.png").read_text() == "mine"
 
 
 def test_plot_draws_several_runs(capsys, tmp_path):
@@ -152,8 +157,11 @@ def test_plot_draws_several_runs(capsys, tmp_path):
     for name in ("moe", "dense"):
         (tmp_path / f"{name}.jsonl").write_text(rows)
     out = tmp_path / "both.png"
-    assert main(["plot", str(tmp_path / "moe.jsonl"), str(tmp_path / "dense.jsonl"), "--out", str(out)]) == 0
+    words = ["plot", str(tmp_path / "moe.jsonl"), str(tmp_path / "dense.jsonl"), "--out", str(out)]
+    assert main(words) == 0
     assert out.stat().st_size > 5000 and capsys.readouterr().out.strip() == str(out)
+    out.write_text("")
+    assert main([*words, "--force"]) == 0 and out.stat().st_size > 5000
 
 
 def test_a_missing_extra_says_how_to_install_it(tmp_path):

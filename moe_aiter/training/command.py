@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "show the expert load of each layer in a table instead of the progress bar"
     parser.add_argument("--live", action="store_true", help=text)
     add_flags(parser)
+    text = "loss in nats per byte, bits per byte, speed, and imbalance: the load of a layer's busiest expert "
+    text += "divided by the mean load, minus 1; 0 is perfect balance, and the most unbalanced layer is shown"
+    parser.add_argument_group("progress bar", text)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -99,6 +99,7 @@ def add_arguments(parser) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders or metrics.jsonl files"
     )
     parser.add_argument("--out", type=Path, default=Path("loss.png"), help="image to write [loss.png]")
+    parser.add_argument("--force", action="store_true", help="replace an existing image")
 
 
 def main(args) -> int:
@@ -108,11 +109,19 @@ def main(args) -> int:
         raise UsageError(
             f"--out is {args.out}; its name must end with one of .{', .'.join(sorted(supported))}"
         )
+    refuse_existing(args.out, args.force)
     names = collections.Counter(map(name, set(args.runs)))
     runs = {str(run) if names[name(run)] > 1 else name(run): rows_of(run) for run in args.runs}
     plot_loss(runs, args.out)
     print(args.out)
     return 0
+
+
+def refuse_existing(out: Path, force: bool) -> None:
+    """Raise UsageError if something is at `out` that the command must not replace."""
+    if out.exists() and not (force and out.is_file()):
+        how = "--force replaces it, --out" if out.is_file() else "--out"
+        raise UsageError(f"{out} is there already: {how} names another")
 
 
 def name(run: Path) -> str:

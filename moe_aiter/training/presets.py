@@ -69,7 +69,9 @@ class TrainConfig:
     log_every: int = option(1, "steps between updates of the progress bar and metrics.jsonl", **SIZE)
     val_every: int = option(100, "steps between validations", **SIZE)
     val_batches: int = option(16, "batches of one validation", **SIZE)
-    save_every: int = option(250, "steps between checkpoints", **SIZE)
+    save_every: int = option(
+        250, "steps between checkpoints; the first comes after a minute at the latest", **SIZE
+    )
     sample_bytes: int = option(400, "length of the text sample", **SIZE_OR_NONE)
     temperature: float = option(
         0.7, "sampling temperature of the text; 0 takes the most likely byte", **FACTOR

@@ -13,7 +13,7 @@ from ..files import drafted, read_json
 from ..routing.losses import load_statistics
 from . import UsageError, summary
 from .metrics import is_number
-from .plots import draw_load, draw_loss, name, new_figure, rows_of
+from .plots import draw_load, draw_loss, name, new_figure, refuse_existing, rows_of
 
 CURVES = {  # a number in each line of metrics.jsonl -> what it is
     "lr": "learning rate",
@@ -54,9 +54,7 @@ def main(args) -> int:
     rows, settings = rows_of(args.run), read_settings(folder / "config.json")
     if out in [path.resolve() for path in (args.run, folder / "metrics.jsonl", folder / "config.json")]:
         raise UsageError(f"{out} is what the page is about: --out names another")
-    if out.exists() and not (args.force and out.is_file()):
-        how = "--force replaces it, --out" if out.is_file() else "--out"
-        raise UsageError(f"{out} is there already: {how} names another")
+    refuse_existing(out, args.force)
     text = page(name(args.run), rows, settings)
     with drafted(out, errors="replace") as file:
         file.write(text)

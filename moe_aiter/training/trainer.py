@@ -3,6 +3,7 @@
 import math
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,8 @@ from .model import VOCAB, Transformer, flops_per_token, generate, readable
 from .presets import DTYPES, TrainConfig
 
 LOSSES = {"loss": "the loss", "val_loss": "the validation loss"}
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # Windows has no SIGHUP
+FIRST_SAVE = 60  # seconds of training after which there is a checkpoint, however long --save-every is
 MONITORED = "entropy", "dead_experts", "logit_norm", "logit_max", "logsumexp"  # written for each layer
 
 
@@ -59,13 +61,15 @@ class Trainer:
         flops = flops_per_token(self.model, config) * config.tokens_per_step
         peak = peak_flops(self.device) if config.dtype == "bfloat16" else None
         metrics = Metrics(self.run / "metrics.jsonl", config.tokens_per_step, flops, peak)
+        first_save = time.perf_counter() + FIRST_SAVE
         with Stop() as stop, LiveTable() if self.live else self.progress_bar() as display:
             while self.step < config.steps:
                 metrics.add(*self.take_step())
                 status = stop.status  # read once: a signal that comes later waits for the next step
                 last = self.step == config.steps
                 validates = last or self.step % config.val_every == 0
-                saves = last or status or self.step % config.save_every == 0
+                early = time.perf_counter() > first_save
+                saves = last or status or early or self.step % config.save_every == 0
                 if validates or saves or self.step % config.log_every == 0:
                     rows, layers = metrics.collect(), self.read_monitor()
                     if layers:
@@ -76,6 +80,7 @@ class Trainer:
                     self.report(display, rows[-1], layers)
                 if saves:
                     self.save()
+                    first_save = math.inf
                 if status:
                     return status
                 if validates or saves:
@@ -185,9 +190,10 @@ class Trainer:
 
 
 class Stop:
-    """Stop on Ctrl-C (SIGINT) and SIGTERM between two steps.
+    """Stop on Ctrl-C (SIGINT), SIGTERM and SIGHUP (the terminal is closed) between two steps.
 
-    Inside the `with` block the first signal is noted; a second one ends the process at once.
+    Inside the `with` block the first signal is noted; a second one ends the process at once.  Under nohup,
+    SIGHUP stays ignored.
 
     `status` is then the exit status that a shell expects, 128 + signal: 130 after Ctrl-C, 143 after SIGTERM.
     """
@@ -196,7 +202,8 @@ class Stop:
         self.status = 0
 
     def __enter__(self) -> "Stop":
-        self.before = {number: signal.signal(number, self.note) for number in SIGNALS}
+        nohup = [s for s in SIGNALS if s.name == "SIGHUP" and signal.getsignal(s) is signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self.note) for number in SIGNALS if number not in nohup}
         return self
 
     def __exit__(self, *_) -> None:
@@ -205,7 +212,7 @@ class Stop:
 
     def note(self, number: int, _: FrameType | None) -> None:
         self.status = 128 + number
-        for each in SIGNALS:
+        for each in self.before:
             signal.signal(each, signal.SIG_DFL)
 
 

@@ -248,7 +248,10 @@ def test_a_new_run_does_not_mix_with_what_is_left_of_another(part):
         train(*arguments("--out", "run"))
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+STOPS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+@pytest.mark.parametrize("number, status", STOPS)
 def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
     process = start(*arguments("--out", "run", "--steps", "4000", "--save-every", "4000"))
     wait_for_steps("run", 5, process)
@@ -264,6 +267,26 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
     process.send_signal(number)
     assert process.wait(30) == status
     assert_as_unbroken("run", steps="4000", save_every="4000")
+
+
+def test_nohup_keeps_a_run_going():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with trainer.Stop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.status == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_first_checkpoint_comes_early(monkeypatch):
+    """One more than the later ones, and the same losses."""
+    assert train(*arguments("--out", "late")) == 0
+    saved, save = [], trainer.save_checkpoint
+    monkeypatch.setattr(trainer, "FIRST_SAVE", 0)
+    monkeypatch.setattr(trainer, "save_checkpoint", lambda *a, **k: saved.append(a[1]) or save(*a, **k))
+    assert train(*arguments("--out", "early")) == 0
+    assert saved == [1, 10, 20] and losses("early") == losses("late")
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step():
