@@ -1,4 +1,4 @@
-"""The command `moe-aiter`: info, train, plot, report, bench, tune, convert."""
+"""The command `moe-aiter`: info, train, sample, plot, report, bench, tune, convert."""
 
 import argparse
 import dataclasses
@@ -18,6 +18,11 @@ COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an
         "moe_aiter.training.command",
         "train a byte-level language model with MoE layers",
         " --data my_texts/ --steps 2000",
+    ),
+    "sample": (
+        "moe_aiter.training.sample",
+        "continue a text with the model of a run",
+        " runs/one --prompt 'def '",
     ),
     "plot": ("moe_aiter.training.plots", "plot the loss curves of several runs", " runs/one runs/two"),
     "report": ("moe_aiter.training.report", "write an HTML page about a run", " runs/one"),

@@ -44,7 +44,7 @@ def test_help_and_version_need_no_torch(flag, starts):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(starts)
 
 
-@pytest.mark.parametrize("command", ["train", "plot", "report", "bench", "tune", "convert"])
+@pytest.mark.parametrize("command", ["train", "sample", "plot", "report", "bench", "tune", "convert"])
 def test_help_of_a_command(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
@@ -60,7 +60,17 @@ def test_no_command_and_unknown_flags_are_errors(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "plot runs", "report runs", "bench layer", "bench segment", "tune", "convert a b"]
+    "command",
+    [
+        "train",
+        "sample runs",
+        "plot runs",
+        "report runs",
+        "bench layer",
+        "bench segment",
+        "tune",
+        "convert a b",
+    ],
 )
 def test_an_unknown_flag_is_refused_by_the_command_that_was_given_it(command, capsys):
     err = one_line(capsys, command, "--no-such-flag")

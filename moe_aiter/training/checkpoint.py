@@ -61,8 +61,10 @@ def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict:
             print(f"moe-aiter train: warning: {error}; going back to {path.name}", file=sys.stderr)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
-    """Restore model, optimizer and torch's random state in place; returns the state.json.
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None) -> dict:
+    """Restore model, optimizer and torch's random state in place; return the state.json.
+
+    Without an optimizer, restore the model alone.
 
     Raises UsageError if the checkpoint is damaged, or of another model; what is restored then is undefined.
     """
@@ -75,12 +77,15 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
         raise UsageError(f"{path} is damaged, or of another model: {summary(error)}") from error
 
 
-def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict:
+def restore(path: Path, model: nn.Module, optimizer: Optimizer | None) -> dict:
     safetensors = need("safetensors.torch")
     state = read_state(path)
     weights = safetensors.load_file(path / MODEL)
-    tensors = safetensors.load_file(path / OPTIMIZER)
     check_tensors(MODEL, weights, model.state_dict())
+    if optimizer is None:
+        model.load_state_dict(weights)
+        return state
+    tensors = safetensors.load_file(path / OPTIMIZER)
     check_tensors(OPTIMIZER, tensors, optimizer_like(model))
     for name in (f"{name}/{key}" for name, _ in model.named_parameters() for key in MOMENTS):
         least = {"step": 1, "exp_avg_sq": 0}.get(name.rpartition("/")[2])

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from .metrics import read_metrics
 from .model import active_params
 from .plots import plot_run
 from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, flag, flag_values, make_config, path
+from .report import write_page
 from .trainer import Trainer
 
 RUNS = Path("runs")
@@ -47,22 +49,24 @@ def main(args: argparse.Namespace) -> int:
 
 
 def finish(trainer: Trainer) -> int:
-    """Train the steps that are left, and write the plots and the sample."""
+    """Train the steps that are left, and write the plots, the report and the sample."""
     describe(trainer)
     if trainer.step >= trainer.config.steps:
         print(f"nothing left to train: the run has made its {trainer.step} steps; to continue, raise --steps")
     status = trainer.train()
     plot_run(trainer.run)
+    report = trainer.run / "report.html"
+    if rows := read_metrics(trainer.run / "metrics.jsonl"):  # a finished run may have lost its metrics
+        write_page(report, trainer.run.name, rows, dataclasses.asdict(trainer.config))
     if status:
         print(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
         return status
     print(f"\na sample of {trainer.config.sample_bytes} bytes:", flush=True)  # it takes seconds
     print(trainer.write_sample())
-    validated = [row for row in read_metrics(trainer.run / "metrics.jsonl") if "val_loss" in row]
-    if validated:  # no line of them is left if a finished run lost its metrics
+    if validated := [row for row in rows if "val_loss" in row]:
         last = validated[-1]
         print(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
-              f" after {last['seconds']:.0f} s; see {trainer.run}/")  # fmt: skip
+              f" after {last['seconds']:.0f} s; see {report}")  # fmt: skip
     return 0
 
 
@@ -97,8 +101,7 @@ def resume_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
     if args.out and args.resume is not True and args.out.resolve() != args.resume.resolve():
         raise UsageError(f"--resume names {args.resume} but --out names {args.out}: give one of them")
     run = args.resume if args.resume is not True else args.out or newest_run()
-    if not (run / "config.json").exists():
-        raise UsageError(f"{run} is not a run folder: it has no config.json")
+    TrainConfig.load(run / "config.json")  # before a lock file appears in a folder that is no run
     held.enter_context(locked(run / LOCK))
     for leftover in run.glob(f"{UNFINISHED}*"):
         remove(leftover)

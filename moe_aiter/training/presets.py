@@ -108,7 +108,9 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: Path) -> "TrainConfig":
-        """Read what `save` wrote; a file that is damaged, or of another program, raises UsageError."""
+        """Read what `save` wrote; a file that is absent, damaged or of another program raises UsageError."""
+        if not path.exists():
+            raise UsageError(f"{path.parent} is not a run folder: it has no {path.name}")
         try:
             values = read_json(path)
             return cls(**values | {"data": tuple(map(str, values["data"]))})

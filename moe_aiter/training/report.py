@@ -55,11 +55,15 @@ def main(args) -> int:
     if out in [path.resolve() for path in (args.run, folder / "metrics.jsonl", folder / "config.json")]:
         raise UsageError(f"{out} is what the page is about: --out names another")
     refuse_existing(out, args.force)
-    text = page(name(args.run), rows, settings)
-    with drafted(out, errors="replace") as file:
-        file.write(text)
+    write_page(out, name(args.run), rows, settings)
     print(args.out or folder / "report.html")
     return 0
+
+
+def write_page(out: Path, title: str, rows: list[dict], settings: dict | None) -> None:
+    text = page(title, rows, settings)
+    with drafted(out, errors="replace") as file:
+        file.write(text)
 
 
 def read_settings(path: Path) -> dict | None:

@@ -153,7 +153,7 @@ class Trainer:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list]:
         """Mean cross-entropy in nats per byte, and the routing of each MoE layer."""
-        with self.autocast():
+        with autocast(self.config):
             logits, routings = self.forward(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), routings
 
@@ -175,18 +175,24 @@ class Trainer:
         save_checkpoint(folder, self.step, self.model, self.optimizer, fingerprint=self.corpus.fingerprint)
 
     def write_sample(self) -> str:
-        config = self.config
-        self.model.eval()
-        with self.autocast():
-            text = readable(generate(self.model, config.sample_bytes, config.temperature, config.seed))
+        text = sample(self.model, self.config)
         with drafted(self.run / "sample.txt", errors="replace") as file:
             file.write(text + "\n")
         return text
 
-    def autocast(self) -> torch.autocast:
-        """Matmuls in the run's dtype; weights, norms, softmax and losses stay float32."""
-        dtype = DTYPES[self.config.dtype]
-        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+def sample(model: Transformer, config: TrainConfig, prompt: bytes = b"") -> str:
+    """Return `prompt` and the model's continuation, by default a text from its start."""
+    model.eval()
+    with autocast(config):
+        text = generate(model, config.sample_bytes, config.temperature, config.seed, prompt or b"\0")
+    return readable(prompt + text)
+
+
+def autocast(config: TrainConfig) -> torch.autocast:
+    """Matmuls in the run's dtype; weights, norms, softmax and losses stay float32."""
+    dtype = DTYPES[config.dtype]
+    return torch.autocast(torch.device(config.device).type, dtype, enabled=dtype != torch.float32)
 
 
 class Stop:

@@ -88,13 +88,14 @@ def test_nothing_is_written_through_a_link():
         "load.png",
         "metrics.draft",
         "metrics.jsonl.draft",
+        "report.html",
         "report.html.draft",
     )
     for name in names:
         Path("run", name).unlink(missing_ok=True)
         Path("run", name).symlink_to(Path("mine").resolve())
     assert train("--resume", "run", "--steps", "3") == 0
-    assert cli.main(["report", "run"]) == 0
+    assert cli.main(["report", "run", "--force"]) == 0
     assert Path("mine").read_text() == "mine" and not Path("run/sample.txt").is_symlink()
     Path("new").mkdir()
     Path("new/metrics.jsonl").symlink_to(Path("nowhere").resolve())

@@ -1,8 +1,13 @@
-"""Text from a model."""
+"""Text from a model, and `moe-aiter sample`."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from training.test_trainer import arguments, in_a_folder_of_its_own, train  # noqa: F401
 
+from moe_aiter import cli
 from moe_aiter.training.model import Transformer, generate, readable
 from moe_aiter.training.presets import PRESETS
 
@@ -27,3 +32,42 @@ def test_no_temperature_takes_the_likeliest_byte(model, temperature):
 
 def test_no_byte_reaches_the_terminal_that_could_upset_it():
     assert readable(b"a\0b\tc\x1b[2J\xff\n") == "a\nb\tc\ufffd[2J\ufffd\n"
+
+
+def test_the_command_repeats_the_sample_of_the_run_and_continues_a_prompt(capsys):
+    """From the newest checkpoint, without the training text and without a change of the run."""
+    assert train(*arguments("--out", "run")) == 0
+    Path("text.txt").unlink()
+    Path("run/checkpoints/unfinished-draft").mkdir()
+    before = sorted(Path("run").rglob("*"))
+    text = {}
+    for words in ("", "--prompt 7é", "--prompt 7é --seed 1", "--prompt 7é --temperature 0 --tokens 5"):
+        capsys.readouterr()
+        assert cli.main(["sample", "run", *words.split()]) == 0
+        text[words] = capsys.readouterr().out
+    assert text.pop("") == Path("run/sample.txt").read_text()
+    assert len(set(text.values())) == 3 and all(found.startswith("7é") for found in text.values())
+    assert sorted(Path("run").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("nowhere", "nowhere is not a run folder: it has no config.json"),
+        ("run --tokens -1", "--tokens is -1; it must be at least 0"),
+        ("run --temperature nan", "--temperature is nan; it must be at least 0"),
+        ("run --device meta", "--device is 'meta'; it takes auto, cpu, cuda or cuda:N"),
+        ("damaged", "step-00000001 is damaged, or of another model"),
+        ("empty", "empty holds no checkpoint to sample from"),
+    ],
+)
+def test_the_command_refuses(words, message, capsys):
+    assert train(*arguments("--out", "run", "--steps", "1")) == 0
+    for name in ("damaged", "empty"):
+        shutil.copytree("run", name)
+    Path("damaged/checkpoints/step-00000001/model.safetensors").write_text("")
+    shutil.rmtree("empty/checkpoints")
+    capsys.readouterr()
+    assert cli.main(["sample", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe-aiter sample: error: ") and message in err and err.count("\n") == 1

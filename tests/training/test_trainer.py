@@ -70,11 +70,12 @@ def wait_for_steps(run: str, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_leaves_everything_and_learns():
+def test_a_run_leaves_everything_and_learns(capsys):
     assert train(*arguments("--out", "run", "--steps", "60")) == 0
+    assert capsys.readouterr().out.endswith("; see run/report.html\n")
     run = Path("run")
     assert sorted(os.listdir(run)) == [
-        "checkpoints", "config.json", "load.png", "loss.png", "metrics.jsonl", "sample.txt",
+        "checkpoints", "config.json", "load.png", "loss.png", "metrics.jsonl", "report.html", "sample.txt",
     ]  # fmt: skip
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 61))
@@ -260,7 +261,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
     done = len(losses("run"))
     assert 5 <= done < 4000
     assert [path.name for path in checkpoints(Path("run/checkpoints"))] == [f"step-{done:08d}"]
-    assert "load.png" in os.listdir("run")
+    assert {"load.png", "report.html"} <= set(os.listdir("run"))
 
     process = start("--resume", "run")
     wait_for_steps("run", done + 5, process)

@@ -1,0 +1,43 @@
+"""`moe-aiter sample`: continue a text with the newest checkpoint of a run."""
+
+import argparse
+import os
+from pathlib import Path
+
+from . import UsageError
+from .checkpoint import checkpoints, load_checkpoint
+from .model import Transformer
+from .presets import TrainConfig, flag_values, make_config
+from .trainer import sample
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue [the start of a file]")
+    parser.add_argument(
+        "--tokens", type=int, metavar="INT", help="length in bytes [the run's --sample-bytes]"
+    )
+    own = {"default": argparse.SUPPRESS}  # flag_values takes those that are given
+    text = "sampling temperature; 0 takes the most likely byte [the run's]"
+    parser.add_argument("--temperature", type=float, metavar="FLOAT", help=text, **own)
+    parser.add_argument(
+        "--seed", type=int, metavar="INT", help="random seed of the sample [the run's]", **own
+    )
+    text = "cpu, cuda, cuda:N or auto (a GPU if there is one) [auto]"
+    parser.add_argument("--device", metavar="STR", help=text, **own)
+
+
+def main(args: argparse.Namespace) -> int:
+    own = TrainConfig.load(args.run / "config.json")
+    if args.tokens is not None and args.tokens < 0:
+        raise UsageError(f"--tokens is {args.tokens}; it must be at least 0")
+    length = own.sample_bytes if args.tokens is None else args.tokens
+    values = {"device": "auto", "sample_bytes": length} | flag_values(args)
+    config = make_config("cpu", vars(own) | values)
+    found = checkpoints(args.run / "checkpoints")
+    if not found:
+        raise UsageError(f"{args.run} holds no checkpoint to sample from")
+    model = Transformer(config)
+    load_checkpoint(found[-1], model, None)
+    print(sample(model.to(config.device), config, os.fsencode(args.prompt)))
+    return 0
