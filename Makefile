@@ -23,7 +23,7 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz lint dist bench sanitize sanitize-threads sanitize-gpu
+.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz lint docs dist bench sanitize sanitize-threads sanitize-gpu
 
 install: $(READY)
 
@@ -127,6 +127,16 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	MYPYPATH=. $(PY) -m mypy --strict --follow-imports=silent tests/typed_user.py
+
+# the documentation in site/, from an environment of its own: mkdocstrings reads the sources and imports nothing; a warning or
+# a broken link is an error
+docs: build/docs/.installed
+	NO_MKDOCS_2_WARNING=1 PATH="build/docs/bin:$$PATH" build/docs/bin/mkdocs build --strict
+
+build/docs/.installed: pyproject.toml
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install -q $$(sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
+	touch $@
 
 # a wheel for this platform and an sdist in dist/, checked; then the wheel alone in a new environment, where no compiler is found,
 # runs the README's Python block

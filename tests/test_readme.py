@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+import moe_aiter
 from moe_aiter.config import PREFIX, Settings
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -106,6 +107,12 @@ def test_documents_are_short_and_link_to_what_is_there():
         assert len(written.splitlines()) <= cap, f"{path.name}, without the tables, which a command writes"
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    named = re.findall(r"^::: moe_aiter\.(\w+)$", pages, re.M)
+    assert sorted(named) == sorted(set(moe_aiter.__all__) - {"__version__"})
 
 
 @pytest.mark.parametrize(
