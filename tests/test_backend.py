@@ -1,5 +1,6 @@
 """Which implementation runs, and that a forced one never becomes another."""
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -253,3 +254,9 @@ def test_without_triton():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_former_module(monkeypatch):
+    monkeypatch.delitem(sys.modules, "moe_aiter.backend", raising=False)
+    with pytest.deprecated_call(match="import from moe_aiter.op"):
+        importlib.import_module("moe_aiter.backend")

@@ -6,6 +6,7 @@ across, rounded up; a matrix without structure has blocks of 1 x 1.  L of the bl
 
 import dataclasses
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -129,7 +130,10 @@ class SparsePattern:
         """Return the row and the column of each block, (L,) int64."""
         return block_indices(self.lists, *count(self.shape, self.blocksize))
 
-    places = indices  # the deprecated name
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Deprecated, until 0.3: `indices`."""
+        warnings.warn("SparsePattern.places is now called indices", DeprecationWarning, stacklevel=2)
+        return self.indices()
 
 
 # sizes

@@ -134,3 +134,11 @@ def test_to_another_device(device):
 def test_its_text_is_short():
     text = repr(SparsePattern.from_mask(torch.eye(30), 2))
     assert text == "SparsePattern(shape=(60, 60), blocksize=(2, 2))"
+
+
+@pytest.mark.no_interpreter
+def test_the_former_name_of_indices():
+    pattern = SparsePattern.from_mask(torch.eye(3), 2)
+    with pytest.deprecated_call(match="now called indices"):
+        row, col = pattern.places()
+    assert torch.equal(row, pattern.indices()[0]) and torch.equal(col, pattern.indices()[1])
