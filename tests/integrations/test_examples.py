@@ -7,22 +7,54 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SMALL = {"hidden": 64, "num-experts": 4, "top-k": 2, "layers": 1, "sequence": 32, "batch": 4, "steps": 24}
 
 
-def run(*flags):
+def run(example, *flags):
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    sizes = [f"--{name}={value}" for name, value in SMALL.items()]
-    command = [sys.executable, ROOT / "examples" / "hf_finetune.py", *sizes, *flags]
+    command = [sys.executable, ROOT / "examples" / f"{example}.py", *flags]
     return subprocess.run(command, env=env, text=True, capture_output=True)
+
+
+def output(example, *flags):
+    done = run(example, *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def hf_finetune(*flags):
+    return run("hf_finetune", *(f"--{name}={value}" for name, value in SMALL.items()), *flags)
+
+
+def test_train_from_scratch(tmp_path):
+    """A resumed run is the run that was not interrupted, to the bit."""
+    flags = "--steps=20", "--every=10"
+    printed = output("train_from_scratch", *flags, f"--out={tmp_path}/once")
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", printed))
+    assert last < first - 0.2 and "blocks.1.mlp: load [" in printed
+    output("train_from_scratch", *flags, f"--out={tmp_path}/twice", f"--resume={tmp_path}/once/10.pt")
+    once, twice = (torch.load(tmp_path / out / "20.pt")["model"] for out in ("once", "twice"))
+    assert all(torch.equal(twice[key], weight) for key, weight in once.items())
+
+
+@pytest.mark.parametrize("dtype, limit", [("bfloat16", 0.05), ("float32", 1e-5)])
+def test_replay_routing(dtype, limit):
+    printed = output("replay_routing", "--steps=5", f"--rollout-dtype={dtype}")
+    rewards, without, replayed = (
+        [float(number) for number in re.findall(rf"{name} ([\d.]+)", printed)]
+        for name in ("reward", "of log-probabilities", "with replay")
+    )
+    assert rewards[-1] > rewards[0] + 0.1
+    assert max(replayed) < limit and (dtype == "float32" or max(without) > 2 * max(replayed))
 
 
 @pytest.mark.parametrize("experts", ["moe_aiter", "grouped_mm", "eager"])
 def test_hf_finetune(experts):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    done = run("--experts", experts)
+    done = hf_finetune("--experts", experts)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses[-1] < losses[0] - 0.5
@@ -33,9 +65,9 @@ def test_hf_finetune_on_a_text(tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
     text = tmp_path / "text.txt"
     text.write_text("abc" * 100)
-    assert run("--text", text).returncode == 0
+    assert hf_finetune("--text", text).returncode == 0
     text.write_text("abc")
-    done = run("--text", text)
+    done = hf_finetune("--text", text)
     assert done.returncode and "the text has 3 bytes, but a sequence needs 33" in done.stderr
 
 
@@ -45,5 +77,5 @@ def test_hf_finetune_on_a_text(tmp_path):
 )
 def test_a_mistake_is_one_line(flag, said):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    done = run(flag)
+    done = hf_finetune(flag)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
