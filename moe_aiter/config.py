@@ -96,6 +96,10 @@ except SettingError:  # no program has imported the package by then, so that non
 interpret = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU, slowly, for tests
 
 
+def threads_are_given() -> bool:
+    return "OMP_NUM_THREADS" in os.environ
+
+
 def repeatable_cublas() -> None:
     """Let cuBLAS give the same bits every time; only before its first product, when it reads the variable."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -15,7 +15,17 @@ from . import UsageError, need
 from .metrics import read_metrics
 from .model import active_params
 from .plots import plot_run
-from .presets import PRESETS, RESUMABLE, TrainConfig, add_flags, flag, flag_values, make_config, path
+from .presets import (
+    PRESETS,
+    RESUMABLE,
+    TrainConfig,
+    add_flags,
+    flag,
+    flag_values,
+    make_config,
+    path,
+    set_threads,
+)
 from .report import write_page
 from .trainer import Trainer
 
@@ -83,6 +93,7 @@ def start_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
     if run.exists() and not run.is_dir():
         raise UsageError(f"--out {run} is a file; a run needs a folder")
     refuse_second_run(run)
+    set_threads(config)
     trainer = Trainer(config, run, args.live)
     run.mkdir(parents=True, exist_ok=True)
     held.enter_context(locked(run / LOCK))
@@ -106,6 +117,7 @@ def resume_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
     for leftover in run.glob(f"{UNFINISHED}*"):
         remove(leftover)
     config = resumed_config(TrainConfig.load(run / "config.json"), args)
+    set_threads(config)
     trainer = Trainer(config, run, args.live)
     trainer.resume()
     config.save(run / "config.json")

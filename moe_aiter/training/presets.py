@@ -5,22 +5,27 @@ import dataclasses
 import json
 import math
 import operator
+import os
 import typing
 from pathlib import Path
 
 import torch
 
+from ..config import threads_are_given
 from ..files import drafted, read_json
 from ..kernels.experts.fp8 import RECIPES
 from . import UsageError, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RESUMABLE = (  # what may change when a run is resumed
-    "steps", "val_every", "save_every", "log_every", "device", "compile", "sample_bytes", "temperature",
+    "steps", "val_every", "save_every", "log_every", "device", "threads", "compile", "sample_bytes",
+    "temperature",
 )  # fmt: skip
+LOADS = Path("/proc/loadavg")  # on Linux
 COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 SIZE = {"at_least": 1, "at_most": 2**31 - 1}
 SIZE_OR_NONE = SIZE | {"at_least": 0}
+THREADS = {"at_least": 0, "at_most": 1024}
 SHARE = {"at_least": 0, "at_most": 1}
 DECAY = {"at_least": 0, "below": 1}
 FACTOR = {"at_least": 0, "below": math.inf}
@@ -63,6 +68,9 @@ class TrainConfig:
     seed: int = option(0, "random seed for weights and batches", **SEED)
 
     device: str = option("auto", "cpu, cuda, cuda:N or auto (a GPU if there is one)")
+    threads: int = option(
+        0, "CPU threads; 0: OMP_NUM_THREADS, or as many as other programs leave free", **THREADS
+    )
     dtype: str = option("auto", "dtype of activations: float32, bfloat16 or auto; weights stay float32")
     fp8: str = option("none", f"8-bit recipe of the experts: none, {', '.join(RECIPES)}; see docs/fp8.md")
     compile: bool = option(False, "compile the model with torch.compile")
@@ -211,6 +219,24 @@ def pick_device(name: str) -> torch.device:
             gpus = f"GPUs 0 to {there - 1}" if there else "no GPU"
             raise UsageError(f"--device is {name!r} but torch {torch.__version__} sees {gpus}")
     return device
+
+
+def set_threads(config: TrainConfig) -> None:
+    """Set torch's threads to --threads, or on a CPU to those that other programs leave free.
+
+    An OpenMP thread that has to wait for its CPU keeps all others waiting.
+    """
+    most = torch.get_num_threads()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    elif config.device == "cpu" and not threads_are_given() and LOADS.exists():
+        load, *_, tasks, _ = LOADS.read_text().split()
+        # the mean load of a minute includes programs that have ended; a task that runs now may end at once
+        busy = min(float(load), int(tasks.partition("/")[0]) - 1)
+        free = max(1, round(os.cpu_count() - busy))
+        if free < most:
+            torch.set_num_threads(free)
+            print(f"threads  {free} of {most}: other programs use the rest; to choose, add --threads {most}")
 
 
 def pick_dtype(device: torch.device) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from . import UsageError
 from .checkpoint import checkpoints, load_checkpoint
 from .model import Transformer
-from .presets import TrainConfig, flag_values, make_config
+from .presets import TrainConfig, flag_values, make_config, set_threads
 from .trainer import sample
 
 
@@ -37,6 +37,7 @@ def main(args: argparse.Namespace) -> int:
     found = checkpoints(args.run / "checkpoints")
     if not found:
         raise UsageError(f"{args.run} holds no checkpoint to sample from")
+    set_threads(config)
     model = Transformer(config)
     load_checkpoint(found[-1], model, None)
     print(sample(model.to(config.device), config, os.fsencode(args.prompt)))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moe_aiter import cli, load_statistics
-from moe_aiter.training import UsageError, trainer
+from moe_aiter.training import UsageError, presets, trainer
 from moe_aiter.training.checkpoint import checkpoints
 from moe_aiter.training.command import add_arguments, main
 from moe_aiter.training.metrics import read_metrics
@@ -268,6 +268,32 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
     process.send_signal(number)
     assert process.wait(30) == status
     assert_as_unbroken("run", steps="4000", save_every="4000")
+
+
+@pytest.mark.parametrize(
+    "flags, loads, given, expected",
+    [
+        ((), "3.20 1 1 5/90 7", False, 1),
+        ((), "0.90 1 1 5/90 7", False, 3),
+        ((), "9.00 1 1 1/90 7", False, 4),  # nothing runs any more
+        ((), "0.10 1 1 9/90 7", False, 4),
+        ((), "9.00 1 1 9/90 7", True, 4),
+        (("--threads", "3"), "9.00 1 1 9/90 7", False, 3),
+        (("--threads", "2"), "0.00 1 1 1/90 7", True, 2),
+    ],
+)
+def test_threads_are_those_that_are_free(flags, loads, given, expected, monkeypatch, capsys):
+    """On four CPUs.  A given number wins."""
+    Path("loads").write_text(loads)
+    monkeypatch.setattr(presets, "LOADS", Path("loads"))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    if not given:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(4)
+    assert train(*arguments("--out", "run", "--steps", "1", *flags)) == 0
+    assert torch.get_num_threads() == expected
+    said = f"threads  {expected} of 4: other programs use the rest; to choose, add --threads 4\n"
+    assert (said in capsys.readouterr().out) == (expected != 4 and not flags)
 
 
 def test_nohup_keeps_a_run_going():
