@@ -51,6 +51,23 @@ def test_replay_routing(dtype, limit):
     assert max(replayed) < limit and (dtype == "float32" or max(without) > 2 * max(replayed))
 
 
+def test_upcycle():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    printed = output("upcycle", "--steps=10")
+    dense, moe, trained = (float(loss) for loss in re.findall(r"loss ([\d.]+)", printed))
+    assert abs(dense - moe) <= 1e-4 and trained < moe - 0.2
+    assert float(re.search(r"logits: (\S+)", printed)[1]) < 1e-5
+
+
+def test_hf_lora(tmp_path):
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    printed = output("hf_lora", "--steps=20", f"--out={tmp_path}")
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert losses[-1] < losses[0] - 0.5 and "two products" in printed
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
 @pytest.mark.parametrize("experts", ["moe_aiter", "grouped_mm", "eager"])
 def test_hf_finetune(experts):
     pytest.importorskip("transformers", reason="transformers is not installed")
