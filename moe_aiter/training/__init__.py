@@ -16,9 +16,9 @@ class UsageError(ValueError):
     """A mistake that the user can mend: the command line prints its message, without a traceback."""
 
 
-def need(module: str) -> ModuleType:
+def need(module: str, extra: str = "train") -> ModuleType:
     """Import a module that only training and its plots need, or say how to install it."""
-    return files.need(module, "train", UsageError)
+    return files.need(module, extra, UsageError)
 
 
 def summary(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import torch
 from ..config import repeatable_cublas
 from ..files import UNFINISHED, locked, remove
 from . import UsageError, need
-from .metrics import read_metrics
+from .metrics import LOGGERS, opened_log, read_metrics
 from .model import active_params
 from .plots import plot_run
 from .presets import (
@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", nargs="?", type=path, const=True, metavar="RUN", help=text)
     text = "show the expert load of each layer in a table instead of the progress bar"
     parser.add_argument("--live", action="store_true", help=text)
+    text = "also write the losses and the statistics of each layer to this logger"
+    parser.add_argument("--log", choices=LOGGERS, help=text)
     add_flags(parser)
     text = "loss in nats per byte, bits per byte, speed, and imbalance: the load of a layer's busiest expert "
     text += "divided by the mean load, minus 1; 0 is perfect balance, and the most unbalanced layer is shown"
@@ -52,22 +54,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     for module in ("tqdm", "safetensors", "matplotlib", *(["rich"] if args.live else [])):
         need(module)  # now, not after the training
+    if args.log:
+        need(args.log, args.log)
     if torch.cuda.is_available():
         repeat_on_gpu()
     with contextlib.ExitStack() as held:  # the run's lock
-        return finish(resume_run(args, held) if args.resume else start_run(args, held))
+        return finish(resume_run(args, held) if args.resume else start_run(args, held), args.log)
 
 
-def finish(trainer: Trainer) -> int:
+def finish(trainer: Trainer, logger: str | None) -> int:
     """Train the steps that are left, and write the plots, the report and the sample."""
     describe(trainer)
     if trainer.step >= trainer.config.steps:
         print(f"nothing left to train: the run has made its {trainer.step} steps; to continue, raise --steps")
-    status = trainer.train()
+    settings = dataclasses.asdict(trainer.config)
+    with opened_log(logger, trainer.run, settings, trainer.step) as log:
+        status = trainer.train(log)
     plot_run(trainer.run)
     report = trainer.run / "report.html"
     if rows := read_metrics(trainer.run / "metrics.jsonl"):  # a finished run may have lost its metrics
-        write_page(report, trainer.run.name, rows, dataclasses.asdict(trainer.config))
+        write_page(report, trainer.run.name, rows, settings)
     if status:
         print(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
         return status

@@ -1,16 +1,24 @@
-"""metrics.jsonl: one line for each step.  Numbers stay on the device until several steps are written."""
+"""metrics.jsonl: one line for each step, and loggers, which get the same numbers.
 
+Numbers stay on the device until several steps are written.
+"""
+
+import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..files import drafted
-from . import UsageError, summary
+from ..layers import LayerStatistics
+from ..layers.monitor import scalars_of, writer_of
+from . import UsageError, need, summary
 
+LOGGERS = "tensorboard", "wandb", "trackio"  # packages, each of which is also an extra
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "MI300X": 1307}  # dense bfloat16, from data sheets
 
 
@@ -75,6 +83,43 @@ def read_metrics(path: Path) -> list[dict]:
 def is_number(value) -> bool:
     """One that a plot can take: JSON's whole numbers have no end."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+@contextlib.contextmanager
+def opened_log(name: str | None, run: Path, settings: dict, step: int) -> Iterator[object]:
+    """Open a logger for the steps after `step`, and close the logger at the end of the block."""
+    if name is None:
+        yield None
+        return
+    if name == "tensorboard":
+        log = need("torch.utils.tensorboard").SummaryWriter(run / name, purge_step=step + 1)
+        close = log.close
+    else:
+        log = start_log(name, run, settings)
+        close = log.finish
+    try:
+        yield log
+    finally:
+        close()
+
+
+def start_log(name: str, run: Path, settings: dict):
+    """A run of W&B, or of trackio, which has the same functions."""
+    if name == "trackio":
+        return need(name).init(project="moe-aiter", name=run.name, config=settings)
+    wandb = need(name)
+    try:
+        return wandb.init(project="moe-aiter", name=run.name, config=settings, dir=str(run))
+    except wandb.Error as error:
+        raise UsageError(f"--log {name}: {summary(error)}") from error
+
+
+def log_rows(log: object, rows: list[dict], layers: dict[str, LayerStatistics]) -> None:
+    """Pass the numbers of each row to the logger, with the last row those of each MoE layer."""
+    write = writer_of(log)
+    of_layers = {f"moe/{name}": value for name, value in scalars_of(layers).items()}
+    for row in (*rows[:-1], rows[-1] | of_layers):
+        write({k: v for k, v in row.items() if k != "step" and is_number(v)}, row["step"])
 
 
 def truncate_metrics(path: Path, step: int) -> None:

@@ -18,7 +18,7 @@ from ..routing.losses import load_balance_loss, load_statistics, z_loss
 from . import UsageError, need
 from .checkpoint import load_newest, save_checkpoint
 from .data import load_corpus, train_batch, val_batch
-from .metrics import Metrics, peak_flops, truncate_metrics
+from .metrics import Metrics, log_rows, peak_flops, truncate_metrics
 from .model import VOCAB, Transformer, flops_per_token, generate, readable
 from .presets import DTYPES, TrainConfig
 
@@ -55,8 +55,11 @@ class Trainer:
             raise UsageError(f"--steps is {self.config.steps} but {self.run} has made {self.step} already")
         truncate_metrics(self.run / "metrics.jsonl", self.step)
 
-    def train(self) -> int:
-        """Run the steps that are left; returns the exit status, 0 unless a signal stopped it."""
+    def train(self, log: object = None) -> int:
+        """Run the steps that are left; returns the exit status, 0 unless a signal stopped it.
+
+        `log` takes the numbers of each step; see `Monitor.log` for its kinds.
+        """
         config = self.config
         flops = flops_per_token(self.model, config) * config.tokens_per_step
         peak = peak_flops(self.device) if config.dtype == "bfloat16" else None
@@ -76,6 +79,8 @@ class Trainer:
                         rows[-1] |= {name: [getattr(s, name) for s in layers.values()] for name in MONITORED}
                     rows[-1] |= self.validate() if validates else {}
                     metrics.write(rows)
+                    if log is not None:
+                        log_rows(log, rows, layers)
                     self.check(rows, saves)
                     self.report(display, rows[-1], layers)
                 if saves:
