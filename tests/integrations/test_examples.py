@@ -1,5 +1,6 @@
 """The examples run, and what they train learns."""
 
+import json
 import os
 import pathlib
 import re
@@ -14,7 +15,7 @@ SMALL = {"hidden": 64, "num-experts": 4, "top-k": 2, "layers": 1, "sequence": 32
 
 
 def run(example, *flags):
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
     command = [sys.executable, ROOT / "examples" / f"{example}.py", *flags]
     return subprocess.run(command, env=env, text=True, capture_output=True)
 
@@ -66,6 +67,18 @@ def test_hf_lora(tmp_path):
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0] - 0.5 and "two products" in printed
     assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_explore(tmp_path):
+    """The notebook's code runs, and the notebook is kept without outputs."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    notebook = json.loads((ROOT / "examples" / "explore.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    (tmp_path / "explore.py").write_text("\n".join("".join(cell["source"]) for cell in cells))
+    printed = output(tmp_path / "explore")
+    losses = re.findall(r"loss ([\d.]+) at the start, ([\d.]+) at the end", printed)
+    assert len(losses) == 2 and all(float(last) < float(first) / 10 for first, last in losses)
 
 
 @pytest.mark.parametrize("experts", ["moe_aiter", "grouped_mm", "eager"])
