@@ -33,7 +33,8 @@ def as_lists(text: str) -> str:
         entry, depth = ENTRY.fullmatch(line), len(line) - len(line.lstrip())
         if entry and (entry["key"] or indent is not None or not lines or not lines[-1]):
             lines += [""] if indent is None else []
-            lines.append(f"* **`{entry['key'] or entry['name']}`**: {entry['text']}")
+            rest = re.sub(r"(?<=[^\s.:;,?!]) {2,}", " · ", entry["text"])  # further columns
+            lines.append(f"* **`{entry['key'] or entry['name']}`**: {rest}")
             indent = depth
         elif indent is not None and line and depth > indent:
             lines.append(f"    {line.strip()}")
