@@ -1,5 +1,6 @@
 """Fine-tune a small Qwen3-MoE on text, byte by byte, with the implementation of its experts that you choose.
 
+    pip install '.[hf]'
     python examples/hf_finetune.py --experts moe_aiter
     python examples/hf_finetune.py --experts grouped_mm --text my_text.txt
 

@@ -1,5 +1,6 @@
 """Fine-tune the experts of a small Qwen3-MoE with LoRA: transformers' Trainer, PEFT, and our kernels.
 
+    pip install '.[peft]'
     python examples/hf_lora.py
     python examples/hf_lora.py --rank 16 --steps 200 --out runs/lora
 

@@ -1,5 +1,6 @@
 """Upcycle a dense model: replace its MLPs by MoE layers that compute the same function, and train on.
 
+    pip install '.[hf]'
     python examples/upcycle.py
     python examples/upcycle.py --experts 16 --top-k 4 --out runs/upcycled
 
