@@ -107,21 +107,19 @@ sanitize-threads:
 	$(CXX) -std=c++17 -O1 -g -fsanitize=thread -rdynamic tests/sanitize/races.cpp -o build/races -pthread -ldl
 	build/races
 
-# One case of each kernel's tests under compute-sanitizer, on a GPU, 20 tests a process; SANITIZE chooses other tests. Without
-# torch's cache an access past the end of a tensor is seen, but nothing can be captured in a graph and no memory is counted.
-# racecheck takes the portable kernels alone and initcheck is left out: the one reports barriers of warp-specialised kernels,
-# the other what TMA wrote (NOTES-gpu.md). Tensors of more than 2**31 elements, which take minutes, are for memcheck alone.
+# One case of each kernel's tests under compute-sanitizer, on a GPU, 20 tests a process; SANITIZE chooses other tests and TOOL
+# another tool. Without torch's cache an access past the end of a tensor is seen, but nothing can be captured in a graph and no
+# memory is counted. racecheck reports barriers of warp-specialised kernels, cuBLAS's too, and initcheck what TMA wrote
+# (benchmarks/NOTES-gpu.md).
 SANITIZE ?= tests/kernels
+TOOL ?= memcheck
 SANITIZED_TESTS = $(PY) -m pytest -q -p no:xdist -m gpu --cases one $(ARGS)
-NO_GRAPHS = not graph and not captur and not memory_on_a_gpu
-FOUND_TESTS = $(SANITIZED_TESTS) --collect-only -k "$(1)" $(SANITIZE) | grep ::
-SANITIZER = xargs -d '\n' -n 20 -P $(subst auto,8,$(WORKERS)) compute-sanitizer --error-exitcode 9 --target-processes all --tool
 sanitize-gpu: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 sanitize-gpu: export OMP_NUM_THREADS = 1
 sanitize-gpu: $(READY)
-	$(call FOUND_TESTS,$(NO_GRAPHS)) | $(SANITIZER) memcheck $(SANITIZED_TESTS)
-	$(call FOUND_TESTS,$(NO_GRAPHS) and not two_billion) | $(SANITIZER) synccheck $(SANITIZED_TESTS)
-	$(call FOUND_TESTS,$(NO_GRAPHS) and not two_billion) | MOE_AITER_BACKEND=triton $(SANITIZER) racecheck $(SANITIZED_TESTS)
+	$(SANITIZED_TESTS) --collect-only -k "not graph and not captur and not memory_on_a_gpu" $(SANITIZE) | grep :: | \
+	xargs -d '\n' -n 20 -P $(subst auto,8,$(WORKERS)) compute-sanitizer --error-exitcode 9 --target-processes all \
+	--tool $(TOOL) $(SANITIZED_TESTS)
 
 lint: $(READY)
 	$(PY) -m ruff check .
