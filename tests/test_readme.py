@@ -37,9 +37,12 @@ def test_python(code, tmp_path):
         pytest.importorskip("rich", reason="rich is not installed")
     if "from peft" in code:
         pytest.importorskip("peft", reason="PEFT is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), text=True, capture_output=True
-    )
+    (tmp_path / "block.py").write_text(code)
+    command, env = [sys.executable, "block.py"], environment()
+    if "init_process_group" in code:
+        command[1:1] = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+        env["CUDA_VISIBLE_DEVICES"] = ""  # there may be a single GPU
+    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 

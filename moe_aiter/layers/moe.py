@@ -68,7 +68,7 @@ class MoE(nn.Module):
     1/n for n micro-batches, call `set_loss_scale(model, factor)` before backward.
 
     Under activation checkpointing of any kind, the second forward pass reuses the routing of the first, and
-    `load` counts that routing once: see docs/training.md.
+    `load` counts that routing once: see docs/memory.md.
 
     state_dict keys: router.weight (E, H), experts.gate_up (E, 2I, H) and experts.down (E, H, I).  Options add
     router.bias, experts.gate_up_bias, experts.down_bias, shared.gate_up.weight, shared.down.weight,

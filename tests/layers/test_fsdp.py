@@ -1,6 +1,7 @@
-"""FSDP2 over two processes: losses, gradients and weights are those of one process with the joined batch."""
+"""FSDP2 and DDP over two processes: losses, gradients and weights are those of one with the joined batch."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import MoE, balance_step, use
@@ -28,8 +30,10 @@ CASES = [
     "checkpoint",
     "reentrant",
     "mixed",
+    "ddp",
+    "ddp checkpoint",
+    "ddp reentrant",
 ]
-CHECKPOINT = {"checkpoint": False, "reentrant": True}  # -> use_reentrant
 
 
 class Block(nn.Module):
@@ -40,9 +44,9 @@ class Block(nn.Module):
         self.case = case
 
     def forward(self, x):
-        if self.case not in CHECKPOINT:
-            return x + self.moe(self.norm(x))
-        return x + checkpoint(self.inner, x, use_reentrant=CHECKPOINT[self.case])
+        if self.case.endswith(("checkpoint", "reentrant")):
+            return x + checkpoint(self.inner, x, use_reentrant="reentrant" in self.case)
+        return x + self.inner(x)
 
     def inner(self, x):
         return self.moe(self.norm(x))
@@ -85,7 +89,8 @@ def train(model, inputs, group=None) -> dict:
 
 def named(model):
     """Parameters by the names that they have without a wrapper."""
-    return [(name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in model.named_parameters()]
+    wrapper = r"_checkpoint_wrapped_module\.|^module\."
+    return [(re.sub(wrapper, "", name), p) for name, p in model.named_parameters()]
 
 
 def whole(x):
@@ -94,6 +99,8 @@ def whole(x):
 
 def shard(case: str, mesh) -> nn.Module:
     model = build(case)
+    if "ddp" in case:
+        return DistributedDataParallel(model, broadcast_buffers=False)
     values = {name: p.detach().clone() for name, p in named(model)}
     if case == "meta":
         model = model.to("meta")
