@@ -1,6 +1,7 @@
 """The documents run as printed, and what docs/settings.md says is what they are."""
 
 import dataclasses
+import importlib
 import os
 import pathlib
 import re
@@ -11,12 +12,16 @@ import sys
 import pytest
 
 import moe_aiter
+from moe_aiter.cli import COMMANDS, main
 from moe_aiter.config import PREFIX, Settings
 
 ROOT = pathlib.Path(__file__).parent.parent
 SETTINGS = ROOT / "docs" / "settings.md"
 DOCUMENTS = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))
 BLOCKS = [b for d in DOCUMENTS for b in re.findall(r"^```(\w*)\n(.*?)^```", d.read_text(), re.S | re.M)]
+PAGES = *DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"
+SCRIPTS = sorted([*ROOT.glob("examples/*.py"), ROOT / "docs" / "screenshots.py"])
+INDENTED, INLINE = r"^    ((?:moe-aiter|make|python) .*)", r"`(moe-aiter [^`]*--[^`]*|make [^`]*)`"
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 
 
@@ -70,6 +75,38 @@ def environment():
     hidden = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "VENV", "PYTHON", "ARGS"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) and k not in hidden}
     return kept | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}  # compiling takes minutes
+
+
+def commands():
+    """Those outside of blocks: in indented lines, in sentences, and in the help of `moe-aiter`."""
+    found = [f"moe-aiter {name}{example}" for name, (_, _, example) in COMMANDS.items() if example]
+    for path in (*PAGES, *SCRIPTS):
+        found += re.findall(INDENTED, path.read_text(), re.M)
+    for path in PAGES:
+        found += re.findall(INLINE, path.read_text())
+    return sorted({" ".join(shlex.split(command, comments=True)) for command in found})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_has_the_arguments_of_its_program(command, monkeypatch):
+    program, *words = command.split()
+    if program == "moe-aiter":
+        module = importlib.import_module(COMMANDS[words[0]][0])
+        monkeypatch.setattr(module, "main", lambda args: 0)
+        assert main(words) == 0
+    elif program == "make":
+        command = ["make", "--dry-run", *words]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        source = (ROOT / words[0]).read_text()
+        assert all(f'"{word}"' in source for word in words if word.startswith("--"))
+
+
+def test_screenshots_need_a_browser():
+    script = ROOT / "docs" / "screenshots.py"
+    done = subprocess.run([sys.executable, script], env={"PATH": ""}, text=True, capture_output=True)
+    assert done.returncode == 2 and "no browser on PATH: install one of chromium" in done.stderr
 
 
 def test_make_passes_the_flags_on():
