@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import platform
 import re
 import sys
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text, epilog=example)
         if module and name in argv[:1]:  # the others are not even imported
             importlib.import_module(module).add_arguments(command)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a letter that the terminal's encoding lacks
     if any("\0" in word for word in argv):
         parser.error("an argument has a zero byte, which no path has")
     args = parser.parse_args(argv)

@@ -581,8 +581,11 @@ def git_commit() -> str:
 
 
 def columns(path: pathlib.Path) -> list[str]:
-    with open(path, newline="") as file:
-        return next(csv.reader(file), [])
+    with open(path, newline="", encoding="utf-8") as file:
+        try:
+            return next(csv.reader(file), [])
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} is not a CSV file: {error}") from None
 
 
 def widen(path: pathlib.Path, fields: list[str], added: Sequence[str]) -> None:

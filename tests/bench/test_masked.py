@@ -60,12 +60,14 @@ def test_what_is_wrong_gets_no_time(spoil, monkeypatch, capsys):
         (("--device", "cuda"), "there is no GPU that torch can use"),
         (("--device", "cpu", "--tiles"), "only a GPU has tiles"),
         (("--out", "old.csv"), "old.csv has other columns: date"),
+        (("--out", "image.csv"), "image.csv is not a CSV file: 'utf-8' codec"),
         (("--n", "0"), "argument --n: 0 is less than 1"),
     ],
 )
 def test_refusals(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.csv").write_text("date\n")
+    (tmp_path / "image.csv").write_bytes(b"\xff\xd8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     try:
         status = run(*flags)

@@ -143,6 +143,13 @@ def test_faults(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
+@pytest.mark.parametrize("experts, top_k", [("0", "1"), ("4", "-1")])
+def test_the_command_refuses(experts, top_k, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", "dense", "moe", "--upcycle", "--experts", experts, "--top-k", top_k])
+    assert "is less than 1" in capsys.readouterr().err
+
+
 def test_the_command(tmp_path, capsys):
     pytest.importorskip("tqdm")
     save_dense(tmp_path / "dense", "mistral")

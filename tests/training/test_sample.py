@@ -1,6 +1,8 @@
 """Text from a model, and `moe-aiter sample`."""
 
+import io
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,16 @@ def test_the_command_repeats_the_sample_of_the_run_and_continues_a_prompt(capsys
     assert text.pop("") == Path("run/sample.txt").read_text()
     assert len(set(text.values())) == 3 and all(found.startswith("7é") for found in text.values())
     assert sorted(Path("run").rglob("*")) == before
+
+
+def test_a_letter_that_the_terminal_lacks_is_escaped(monkeypatch):
+    """As on Windows, where the output of a pipe is not UTF-8."""
+    assert train(*arguments("--out", "run", "--steps", "1")) == 0
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(["sample", "run", "--prompt", "7é", "--tokens", "0"]) == 0
+    stdout.flush()
+    assert stdout.buffer.getvalue().decode("ascii").strip() == r"7\xe9"
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "turn a dense Llama, Mistral or Qwen3 into an MoE whose experts are copies of each MLP"
     parser.add_argument("--upcycle", action="store_true", help=text)
     group = parser.add_argument_group("with --upcycle")
-    group.add_argument("--experts", type=int, metavar="E", help="number of experts (required)")
-    group.add_argument("--top-k", type=int, metavar="K", help="experts for each token (required)")
+    group.add_argument("--experts", type=count, metavar="E", help="number of experts (required)")
+    group.add_argument("--top-k", type=count, metavar="K", help="experts for each token (required)")
     text = "noise on the experts' weights, in standard deviations of each matrix [0]"
     group.add_argument("--noise", type=amount, help=text)
     group.add_argument("--router-std", type=amount, help="standard deviation of the router's weights [0.02]")
@@ -40,6 +40,12 @@ def size(text: str) -> int:
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     return int(match[1]) * UNITS[match[2] or ""]
+
+
+def count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
 
 
 def amount(text: str) -> float:
