@@ -92,7 +92,7 @@ class TrainConfig:
             raise UsageError(f"--top-k is {self.top_k} but --num-experts is {self.num_experts}")
         if self.hidden % (2 * self.heads):
             raise UsageError(
-                f"--hidden is {self.hidden} but --heads is {self.heads}: the width of a head must be even"
+                f"--hidden is {self.hidden}; it must be a multiple of 2 * --heads, which is {2 * self.heads}"
             )
         if self.dtype not in ("auto", *DTYPES):
             raise UsageError(f"--dtype is {self.dtype!r}; it takes auto, {', '.join(DTYPES)}")

@@ -62,7 +62,7 @@ def test_preset_follows_the_device():
     "given, message",
     [
         ({"top_k": 5}, "--top-k is 5 but --num-experts is 4"),
-        ({"hidden": 30, "heads": 4}, "--hidden is 30 but --heads is 4"),
+        ({"hidden": 30, "heads": 4}, r"--hidden is 30; it must be a multiple of 2 \* --heads, which is 8"),
         ({"steps": 0}, "--steps is 0; it must be at least 1"),
         ({"dtype": "int8"}, "dtype is 'int8'; it takes auto, float32, bfloat16"),
         ({"fp8": "e8m0"}, "--fp8 is 'e8m0'; it takes none, e4m3, e5m2, e4m3_all, e5m2_all"),
