@@ -83,14 +83,15 @@ def test_compiled_under_autocast(device):
     torch.testing.assert_close(got, want)
 
 
-def test_autocast_behaves_as_for_linear_layers(device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_behaves_as_for_linear_layers(dtype, device):
     """Lower-precision experts between float32 leaves; the router chooses as without autocast."""
     moe = build(device, **FULL)
     x = torch.randn(T, H, device=device, requires_grad=True)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=dtype):
         out, (routing, _) = moe(x, return_routing=True)
     exact, (plain, _) = moe(x, return_routing=True)
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == dtype
     for a, b in zip(routing, plain, strict=True):
         assert torch.equal(a, b)
     torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.02)
