@@ -30,6 +30,8 @@ T = TypeVar("T")
 def count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is too large")
     return int(text)
 
 

@@ -162,7 +162,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if field.type is bool:
             parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         elif field.name == "data":
-            parser.add_argument(flag(field.name), nargs="+", type=path, metavar="PATH", **keywords)
+            parser.add_argument(
+                flag(field.name), action="extend", nargs="+", type=path, metavar="PATH", **keywords
+            )
         else:
             parser.add_argument(
                 flag(field.name), type=field.type, metavar=field.type.__name__.upper(), **keywords

@@ -165,6 +165,7 @@ def test_other_columns_are_left_alone(tmp_path, capsys):
         (("--only", "zzz"), "no contender matches zzz; there are 'layer: moe_aiter MoE', "),
         (("--only", "loop", "zzz"), "no contender matches zzz; there are "),
         (("--reps", "0"), "argument --reps: 0 is less than 1"),
+        (("--reps", str(2**31)), "argument --reps: 2147483648 is too large"),
         (("--reps", "-1"), "argument --reps: -1 is less than 1"),
         (("--reps", "1", "--out", "."), ".: Is a directory"),
     ],

@@ -32,6 +32,7 @@ def test_switches_texts_and_paths(tmp_path):
     assert parse("--dense", "--no-compile") == {"dense": True, "compile": False}
     assert parse("--dtype", "float32", "--device", "cpu") == {"dtype": "float32", "device": "cpu"}
     assert parse("--data", "a", str(tmp_path))["data"][1] == str(tmp_path)
+    assert len(parse("--data", "a", "--data", "b")["data"]) == 2
     assert parse("--data", "a")["data"][0].startswith("/")  # a resumed run may start elsewhere
 
 
