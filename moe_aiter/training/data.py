@@ -82,15 +82,17 @@ def find_text(paths: tuple[str, ...]) -> dict[str, Path]:
     for root in map(Path, paths):
         if not root.exists():
             raise UsageError(f"--data {root}: no such file or folder")
+        texts = 0
         for path in [root] if root.is_file() else sorted(root.rglob("*")):
             name = path.relative_to(root.parent)
             hidden = any(part.startswith(".") or part in NEVER_TEXT for part in name.parts[1:])
             if path.is_file() and not hidden and is_text(path):
+                texts += 1
                 other = found.setdefault(name.as_posix(), path)
                 if not path.samefile(other):
                     raise UsageError(f"--data: {other} and {path} are both named {name}; rename one")
-    if not found:
-        raise UsageError(f"--data {' '.join(paths)}: no text file there (text is UTF-8 without zero bytes)")
+        if not texts:
+            raise UsageError(f"--data {root}: no text file there (text is UTF-8 without zero bytes)")
     return found
 
 

@@ -85,6 +85,9 @@ def test_errors_name_what_is_wrong(tmp_path):
     with pytest.raises(UsageError, match="no text file there"):
         load_corpus((str(tmp_path),), 0.1, 16)
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="empty: no text file there"):
+        load_corpus((str(tmp_path / "short.txt"), str(tmp_path / "empty")), 0.1, 2)
     with pytest.raises(UsageError, match="has 5 bytes but a sequence needs 17"):
         load_corpus((str(tmp_path / "short.txt"),), 0.1, 16)
 
