@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="[100]")
     parser.add_argument("--out", type=pathlib.Path, default="runs/lora", help="folder [runs/lora]")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
 
     files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
     data = Windows(b"\n".join(f.read_bytes() for f in files))

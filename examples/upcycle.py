@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from moe_aiter.integrations.checkpoints import upcycle
+from moe_aiter.integrations.checkpoints import CheckpointError, upcycle
 from moe_aiter.integrations.transformers import register
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -74,7 +74,10 @@ def main() -> None:
         folder = args.out or pathlib.Path(temporary)
         dense.save_pretrained(folder / "dense")
         options = {"to": "huggingface", "noise": args.noise}
-        upcycle(folder / "dense", folder / "moe", args.experts, args.top_k, **options)
+        try:
+            upcycle(folder / "dense", folder / "moe", args.experts, args.top_k, **options)
+        except CheckpointError as error:
+            parser.error(str(error))
         moe = AutoModelForCausalLM.from_pretrained(folder / "moe", experts_implementation="moe_aiter")
     moe.to(device).config.output_router_logits = True  # adds the load-balance loss to the training loss
 

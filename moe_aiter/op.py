@@ -438,9 +438,10 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
             if should_use is None or should_use(x, *rest):
                 return impl
     there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
+    missing = " or ".join(tried) if requested == "auto" else requested
     why = "" if requested == "auto" else f"; {by} forces {requested}"
     raise BackendError(
-        f"{name}: no {' or '.join(tried)} backend for {x.dtype} on {x.device.type}; there is {there}{why}"
+        f"{name}: no {missing} backend for {x.dtype} on {x.device.type}; there is {there}{why}"
     )
 
 

@@ -141,6 +141,8 @@ def test_an_error_says_who_forced_a_backend(monkeypatch):
     )  # as the variable does, before anything else
     with pytest.raises(BackendError, match="there is torch; MOE_AITER_BACKEND forces host$"):
         half_op(x)
+    with use("hopper"), pytest.raises(BackendError, match=r"no hopper backend .*; use\(\) forces hopper$"):
+        half_op(x)
     with use("triton"), pytest.raises(BackendError, match=r"; use\(\) forces triton$"):
         half_op(x)
     with pytest.raises(BackendError, match="MOE_AITER_BACKEND forces host$"):

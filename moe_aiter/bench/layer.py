@@ -59,8 +59,8 @@ ADDED = ["routing", "forward_roofline", "step_roofline", *HOST]  # columns that 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = "shapes or groups of shapes, as --list prints them [A to E on a GPU, cpu on a CPU]"
-    parser.add_argument("--shape", nargs="+", choices=[*SHAPES, *GROUPS], metavar="NAME", help=names)
+    names = "shapes or groups that --list prints, or sizes T,H,I,E,k [A to E on a GPU, cpu on a CPU]"
+    parser.add_argument("--shape", nargs="+", metavar="NAME", help=names)
     add_list(
         parser, lambda: f"shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)}", of="shapes and groups"
     )
@@ -74,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
-    for name in named(args.shape or DEFAULT[kind]):
-        shape = SHAPES[name]
+    for name, shape in named(args.shape or DEFAULT[kind]).items():
+        if args.routing == "zipf" and shape.hidden < shape.num_experts:
+            raise ValueError(f"--routing zipf: {name} has more experts than hidden sizes")
         title = f"shape {name}: T, H, I, E, k = {shape}; {args.routing} routing"
         cells = shape_cells(name, shape) | {"routing": args.routing}
         yield Asked(title, cells, Case(name, str(shape), functools.partial(problem, shape, args.routing)))

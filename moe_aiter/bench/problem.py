@@ -1,6 +1,7 @@
 """The shapes that are measured, the inputs of the contenders, and the expected results."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -88,9 +89,26 @@ GROUPS = {  # names that --shape takes for several
 }
 
 
-def named(words: list[str]) -> list[str]:
-    """The names of shapes, with those of a group in its place, and none twice."""
-    return list(dict.fromkeys(name for word in words for name in GROUPS.get(word, [word])))
+def named(words: list[str]) -> dict[str, Shape]:
+    """Name -> shape, with the shapes of a group in its place.  A word may also be the sizes of a shape.
+
+    Raises ValueError for a word that is neither.
+    """
+    names = dict.fromkeys(name for word in words for name in GROUPS.get(word, [word]))
+    return {name: SHAPES.get(name) or of_sizes(name) for name in names}
+
+
+def of_sizes(word: str) -> Shape:
+    """ "4096,2048,768,64,8": T, H, I, E and k."""
+    sizes = list(map(int, word.split(","))) if re.fullmatch(r"\d{1,9}(,\d{1,9}){4}", word) else [0]
+    if 0 in sizes:
+        raise ValueError(
+            f"there is no shape {word!r}; there are {', '.join([*SHAPES, *GROUPS])}, "
+            f"and sizes of your own: T,H,I,E,k, as in 4096,2048,768,64,8"
+        )
+    if sizes[4] > sizes[3]:
+        raise ValueError(f"{word}: a token cannot go to {sizes[4]} of {sizes[3]} experts")
+    return Shape(*sizes)
 
 
 # of masked products, by device: groups, N and K (on a GPU those of AITER's test), and most rows of a group

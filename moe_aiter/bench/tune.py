@@ -33,7 +33,7 @@ FAMILIES = (LAYER, "dense", "scaled", "sparse")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"shapes or groups of shapes [{', '.join(DEFAULT['cuda'])}]; for other families as in bench gemm"
+    names = f"shapes, groups or T,H,I,E,k [{', '.join(DEFAULT['cuda'])}]; for other families as in bench gemm"
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=[LAYER], metavar="NAME",
                         help=f"kernels to tune: {', '.join(FAMILIES)} [{LAYER}]")  # fmt: skip
     parser.add_argument("--shape", nargs="+", metavar="NAME", help=names)
@@ -134,18 +134,20 @@ def refused(args: argparse.Namespace) -> str:
         return f"--shape names shapes of {LAYER} or of other families, not of both"
     if args.tokens and LAYER not in args.family:
         return f"--tokens is for {LAYER}"
-    unknown = [word for word in args.shape or () if word not in {*SHAPES, *GROUPS}]
-    if LAYER in args.family and unknown:
-        return f"there is no shape {unknown[0]!r} of {LAYER}; there are {', '.join([*SHAPES, *GROUPS])}"
+    if LAYER in args.family:
+        try:
+            named(args.shape or [])
+        except ValueError as error:
+            return str(error)
     if families and not cases(args):
         return no_case(as_bench(args))
     return ""
 
 
 def tune_layers(args: argparse.Namespace, run: Run) -> None:
-    for name in named(args.shape or DEFAULT["cuda"]):
-        for tokens in args.tokens or [SHAPES[name].num_tokens]:
-            shape = dataclasses.replace(SHAPES[name], num_tokens=tokens)
+    for name, known in named(args.shape or DEFAULT["cuda"]).items():
+        for tokens in args.tokens or [known.num_tokens]:
+            shape = dataclasses.replace(known, num_tokens=tokens)
             print(f"\nshape {name}: T, H, I, E, k = {shape}")
             tune_products(products(shape, torch.device("cuda"), torch.bfloat16, bool(run.ops)), run)
             torch.cuda.empty_cache()

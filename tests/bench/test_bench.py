@@ -228,8 +228,29 @@ def test_shapes_are_known():
     protocol = (ROOT / "benchmarks" / "README.md").read_text()
     for name in ("B", "C", "D", "E"):
         assert str(SHAPES[name]) in protocol
-    with pytest.raises(SystemExit):
-        run("layer", "--shape", "Z")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--shape Z", "there is no shape 'Z'; there are A, B"),
+        ("--shape toy 64,32,24,5", "there is no shape '64,32,24,5'"),
+        ("--shape 64,32,24,0,2", "there is no shape '64,32,24,0,2'"),
+        ("--shape 64,32,24,2,5", "a token cannot go to 5 of 2 experts"),
+        ("--shape 64,3,24,5,2 --routing zipf", "64,3,24,5,2 has more experts than hidden sizes"),
+    ],
+)
+def test_shapes_are_refused(flags, message, capsys):
+    assert run("layer", "--device", "cpu", *flags.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", ["33,20,7,5,2", "1,1,1,1,1"])
+def test_sizes_of_your_own(sizes, tmp_path, capsys):
+    flags = "--device", "cpu", "--reps", 1, "--only", "moe_aiter MoE", "loop"
+    assert run("layer", "--shape", sizes, *flags, "--out", tmp_path / "layer.csv") == 0
+    rows = read(tmp_path / "layer.csv")
+    assert rows and all(",".join(row[size] for size in layer.SIZES) == sizes == row["shape"] for row in rows)
 
 
 def test_arguments_have_help():

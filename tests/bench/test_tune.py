@@ -96,7 +96,7 @@ def test_wrong_flags(flags, message, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--shape nowhere", "there is no shape 'nowhere' of layer; there are A, B"),
+        ("--shape nowhere", "there is no shape 'nowhere'; there are A, B"),
         ("--family dense --shape nowhere", "there is no such case; there are, of dense: square-512"),
         ("--family dense --tokens 8", "--tokens is for layer"),
         ("--family layer dense --shape A", "--shape names shapes of layer or of other families, not of both"),
