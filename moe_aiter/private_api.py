@@ -69,6 +69,20 @@ current_device = find("torch._C._cuda_getDevice") if GPU else None
 current_stream = find("torch._C._cuda_getCurrentRawStream") if GPU else None  # a number, of a device's index
 
 
+# process groups, which a torch without distributed lacks
+
+
+def process_group(name: str):
+    """Return the process group of this name."""
+    return find("torch.distributed.distributed_c10d._resolve_process_group")(name)
+
+
+def flattened(mesh, name: str):
+    """Return all ranks of a mesh as one axis of this name; DTensors on `mesh` then need one collective."""
+    path = "torch.distributed.device_mesh.DeviceMesh"
+    return find(f"{path}.flatten", f"{path}._flatten")(mesh, name)
+
+
 # what is at work in this thread
 
 dispatch_modes = find("torch._C._len_torch_dispatch_stack")  # how many

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 # these modules, and what they import, define the ops
 OPS = (
     "moe_aiter.layers",
+    "moe_aiter.distributed.collective",
     "moe_aiter.kernels.experts.split",
     "moe_aiter.kernels.grouped.grouped_gemm",
     "moe_aiter.kernels.sparse.gemm",

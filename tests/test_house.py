@@ -23,6 +23,7 @@ LEVELS = [
     ["kernels"],
     ["routing"],
     ["layers"],
+    ["distributed"],
     ["integrations"],
     ["training", "bench"],
     ["compat", "cli"],

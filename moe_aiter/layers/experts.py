@@ -40,7 +40,11 @@ class Experts(nn.Module):
     gradients, most of them; "e4m3_all" or "e5m2_all" those of the weights' gradients too.  Parameters, their
     gradients and what is saved keep their dtype, but for the input with "_all"; see `expert_mlp`.
     `keep_fp8_weights` saves quantising each weight anew for each micro-batch.
+
+    `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.
     """
+
+    dispatcher = None
 
     @checked
     def __init__(
@@ -93,7 +97,26 @@ class Experts(nn.Module):
         dtype, as from nn.Linear.  Raises ValueError and TypeError as `expert_mlp` does.
         """
         check_tensor("x", x)
-        x, gate_up, down = cast_as_linear(x, self.gate_up, self.down)
+        if self.dispatcher is not None:
+            return self.dispatcher(self, x, routing_weights, plan)
+        weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        return self.compute(x, routing_weights, plan, weights)
+
+    def local_weights(self) -> tuple[Tensor | None, ...]:
+        """Return gate_up, down and their biases, for sharded ones the part of this rank."""
+        return tuple(map(local_part, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
+
+    def compute(
+        self,
+        x: Tensor,
+        routing_weights: Tensor,
+        plan: RoutePlan,
+        weights: tuple[Tensor | None, ...],
+        recompute: str | None = None,
+    ) -> Tensor:
+        """Return the experts' output as `forward` does, on this rank, with these weights as parameters."""
+        gate_up, down, gate_up_bias, down_bias = weights
+        x, gate_up, down = cast_as_linear(x, gate_up, down)
         return expert_mlp(
             x,
             gate_up,
@@ -102,12 +125,12 @@ class Experts(nn.Module):
             plan,
             activation=self.activation,
             interleaved=self.interleaved,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias,
-            gate_up_main_grad=getattr(self.gate_up, "main_grad", None),
-            down_main_grad=getattr(self.down, "main_grad", None),
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            gate_up_main_grad=local_part(getattr(self.gate_up, "main_grad", None)),
+            down_main_grad=local_part(getattr(self.down, "main_grad", None)),
             row_chunks=self.row_chunks,
-            recompute=self.recompute,
+            recompute=recompute or self.recompute,
             fp8=self.fp8,
         )
 
@@ -116,6 +139,11 @@ class Experts(nn.Module):
         rest = f"bias={self.down_bias is not None}, interleaved={self.interleaved}"
         memory = f"row_chunks={self.row_chunks}, recompute={self.recompute!r}, fp8={self.fp8!r}"
         return f"{sizes}, activation={self.activation!r}, {rest}, {memory}"
+
+
+def local_part(t: Tensor | None) -> Tensor | None:
+    """Return the part of a DTensor that this rank has, and another tensor as it is."""
+    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:

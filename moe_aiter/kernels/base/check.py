@@ -311,10 +311,19 @@ def check_rows(name: str, x: Tensor, axis: str, order: Tensor | None, top_k: int
         check_shape("order", order, "M")
         check_index(order=order)
         check_size("order is ({},)", order.shape[0], "there are {} rows", rows)
-        described = f"{name} is (T={x.shape[0]}, {axis}) for top_k={top_k}, {{}} rows,"
-        check_size(described, x.shape[0] * top_k, "order is ({},)", rows)
+        if rows > x.shape[0] * top_k:
+            raise ValueError(
+                f"{name} is (T={x.shape[0]}, {axis}) for top_k={top_k}, {x.shape[0] * top_k} rows, "
+                f"but order is ({rows},)"
+            )
     else:
         check_size(f"{name} is ({{}}, {axis})", x.shape[0], "it takes {} rows", rows)
+
+
+def check_order(order: Tensor, rank: Tensor) -> None:
+    """Raise if `order` (R,) has more rows than `rank` (T, k) has choices."""
+    if order.shape[0] > rank.numel():
+        raise ValueError(f"order is (R={order.shape[0]},) but rank (T, k) holds {rank.numel()} choices")
 
 
 def check_groups(group_sizes: Tensor, x: Tensor, name: str = "x", **others: Tensor | None) -> None:
@@ -354,16 +363,22 @@ def check_existing(out: Tensor, preferred: torch.dtype | None) -> None:
 
 
 def check_plan_values(
-    rows: int, group_sizes: Tensor | None = None, order: Tensor | None = None, rank: Tensor | None = None
+    rows: int,
+    group_sizes: Tensor | None = None,
+    order: Tensor | None = None,
+    rank: Tensor | None = None,
+    choices: int | None = None,
 ) -> None:
     """Raise unless these tensors of a plan for so many rows fit together; synchronises.
 
-    Group sizes are not negative, sum to `rows` at most and count no dropped row; order and rank stay below
-    `rows` and are inverse.
+    Group sizes are not negative, sum to `rows` at most and count no dropped row; order stays below `choices`,
+    by default those of rank, or `rows` without one; rank stays below `rows`; both are inverse.
     """
-    for name, t in (("order", order), ("rank", rank)):
-        if t is not None and t.numel() and t.max() >= rows:
-            raise ValueError(f"{name} holds {int(t.max())} but there are {rows} rows")
+    if choices is None:
+        choices = rows if rank is None else rank.numel()
+    for name, t, limit, what in (("order", order, choices, "choices"), ("rank", rank, rows, "rows")):
+        if t is not None and t.numel() and t.max() >= limit:
+            raise ValueError(f"{name} holds {int(t.max())} but there are {limit} {what}")
     if group_sizes is not None:
         sizes = group_sizes.tolist()
         if min(sizes, default=0) < 0 or sum(sizes) > rows:

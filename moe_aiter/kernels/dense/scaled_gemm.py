@@ -394,7 +394,9 @@ def new_scaled_gmm(i: ScaledGroupsInputs) -> Tensor:
 
 
 def check_scaled_values(i: ScaledGroupsInputs) -> None:
-    check_plan_values(len(i.x if i.order is None else i.order), i.group_sizes, i.order)
+    check_plan_values(
+        len(i.x if i.order is None else i.order), i.group_sizes, i.order, choices=len(i.x) * i.top_k
+    )
 
 
 scaled_gmm_op = define_op(

@@ -26,6 +26,7 @@ from ..base.check import (
     check_device,
     check_float,
     check_index,
+    check_order,
     check_own_memory,
     check_plan_values,
     check_shape,
@@ -106,7 +107,7 @@ def check_shapes(i: ExpertInputs) -> None:
     )
     check_sizes(k=i.rank.shape[1])
     check_size("x is (T={}, H)", T, "rank is (T={}, k)", i.rank.shape[0])
-    check_size("order is (R={},)", i.order.shape[0], "rank (T, k) holds {} choices", i.rank.numel())
+    check_order(i.order, i.rank)
     for name, shape in (
         ("routing_weights", i.rank.shape),
         ("gate_up_bias", (E, width)),

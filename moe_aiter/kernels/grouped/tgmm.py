@@ -325,7 +325,7 @@ def new_tgmm_sums(i: TgmmSumsInputs) -> tuple[Tensor, Tensor]:
 
 
 def check_tgmm_values(i: TgmmInputs | TgmmIntoInputs) -> None:
-    check_plan_values(len(i.y), i.group_sizes, i.order)
+    check_plan_values(len(i.y), i.group_sizes, i.order, choices=len(i[0]) * i.top_k)
 
 
 def check_tgmm_into(i: TgmmIntoInputs) -> None:

@@ -4,7 +4,7 @@
     unpermute  out[t] = sum over j of w[t, j] * rows[rank[t, j]]    (R, H) -> (T, H)
     row_dots   out[t, j] = <rows[rank[t, j]], x[t]>                 (R, H), (T, H) -> (T, k)
 
-T tokens, k choices each, R = T*k rows, H columns; `order` (R,) and `rank` (T, k) are inverse, -1 marks a row
+T tokens, k choices each, R <= T*k rows, H columns; `order` (R,) and `rank` (T, k) are inverse, -1 marks a row
 or choice that is dropped.  Each is the gradient of the others, and w may be absent, which is a weight of 1.
 """
 
@@ -20,8 +20,8 @@ from ..base.check import (
     check_device,
     check_float,
     check_index,
+    check_order,
     check_plan_values,
-    check_size,
     sum_dtype,
     wide,
 )
@@ -84,6 +84,7 @@ def permute_kernel(
     rank_ptr,  # (T, k)
     weights_ptr,  # (T, k) or None
     out_ptr,  # (R, H)
+    R,
     H,
     x_strides,  # t, h
     TOP_K: tl.constexpr,
@@ -97,7 +98,7 @@ def permute_kernel(
     for j in range(TOP_K):
         i = t * TOP_K + j
         row = tl.load(rank_ptr + i).to(tl.int64)
-        unused = tl.load(order_ptr + i) < 0  # row i belongs to no choice
+        unused = tl.load(order_ptr + i, mask=i < R, other=0) < 0  # row i belongs to no choice
         out = x
         if weights_ptr is not None:
             out = x.to(tl.float32) * tl.load(weights_ptr + i).to(tl.float32)
@@ -184,7 +185,7 @@ def check_plan(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor |
     check_device(x=x, order=order, rank=rank, routing_weights=routing_weights)
     if rank.shape[1] < 1:
         raise ValueError(f"rank is (T, k={rank.shape[1]}); k must be at least 1")
-    check_size("order is (R={},)", order.shape[0], "rank (T, k) holds {} choices", rank.numel())
+    check_order(order, rank)
     if routing_weights is not None:
         check_float(routing_weights=routing_weights)
         check_axes(rank=(rank, "T, k"), routing_weights=(routing_weights, "T, k"))
@@ -226,8 +227,8 @@ def block_of(columns: int) -> int:
 def bind_permute(i: PermuteInputs) -> Callable:
     (T, H), block = i.x.shape, block_of(i.x.shape[1])
     kernel = bind_kernel(permute_kernel, (T, cdiv(H, block)), TOP_K=i.rank.shape[1], BLOCK_H=block)
-    strides = i.x.stride()
-    return lambda out, i: kernel(i.x, *dense(i.order, i.rank, i.routing_weights), out, H, strides)
+    sizes = i.order.shape[0], H, i.x.stride()
+    return lambda out, i: kernel(i.x, *dense(i.order, i.rank, i.routing_weights), out, *sizes)
 
 
 def bind_unpermute_columns(

@@ -81,7 +81,7 @@ def group_sum_reference(y, group_sizes, order, top_k, scale):
 def sum_rows(
     y_ptr,  # (M, N), or (T, N) read at order // top_k
     order_ptr,  # (M,) or None
-    scale_ptr,  # (M * top_k,) read at order, or None
+    scale_ptr,  # (T * top_k,) read at order, or None
     row,
     row_end,
     n,  # (columns,)
@@ -109,7 +109,7 @@ def sum_rows(
 def group_sum_kernel(
     y_ptr,  # (M, N), or (T, N) read at order // top_k
     order_ptr,  # (M,) or None
-    scale_ptr,  # (M * top_k,) read at order, or None
+    scale_ptr,  # (T * top_k,) read at order, or None
     out_ptr,  # (G, N) float32
     group_sizes_ptr,  # (G,)
     M,
@@ -136,9 +136,10 @@ def new_group_sum(i: GroupSumInputs) -> Tensor:
     rows = i.y.shape[0] if i.order is None else i.order.shape[0]
     check_rows("y", i.y, "N", i.order, i.top_k, rows)
     check_groups(i.group_sizes, i.y, order=i.order, scale=i.scale)
-    if i.scale is not None and (i.scale.numel() != rows or not i.scale.is_contiguous()):
+    choices = i.y.shape[0] * i.top_k
+    if i.scale is not None and (i.scale.numel() != choices or not i.scale.is_contiguous()):
         raise ValueError(
-            f"scale must be contiguous with {rows} elements, but it has shape {tuple(i.scale.shape)}"
+            f"scale must be contiguous with {choices} elements, but it has shape {tuple(i.scale.shape)}"
         )
     return i.y.new_empty(i.group_sizes.shape[0], i.y.shape[1], dtype=sum_dtype(i.y))
 
@@ -185,7 +186,8 @@ def bind_bias_grad(i) -> Callable:
 
 
 def check_group_sum_values(i: GroupSumInputs) -> None:
-    check_plan_values(len(i.y if i.order is None else i.order), i.group_sizes, i.order)
+    rows = len(i.y if i.order is None else i.order)
+    check_plan_values(rows, i.group_sizes, i.order, choices=len(i.y) * i.top_k)
 
 
 group_sum_op = define_op(
@@ -245,6 +247,7 @@ def weigh_rows_kernel(
     rank_ptr,  # (T, k)
     out_ptr,  # (R, N), contiguous
     dots_ptr,  # (T, k) float32
+    R,
     N,
     x_strides,  # r, n
     y_strides,  # r, n
@@ -254,7 +257,7 @@ def weigh_rows_kernel(
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rank_ptr + i).to(tl.int64)
     s = tl.load(weights_ptr + i, mask=row >= 0, other=0.0).to(tl.float32)
-    unused = tl.load(order_ptr + i) < 0
+    unused = tl.load(order_ptr + i, mask=i < R, other=0) < 0
     acc = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, N, BLOCK):
         n = (first + tl.arange(0, BLOCK)).to(tl.int64)
@@ -283,7 +286,7 @@ def new_weigh_rows(i: WeighRowsInputs) -> tuple[Tensor, Tensor]:
 def bind_weigh_rows(i: WeighRowsInputs) -> Callable:
     N = i.x.shape[1]
     kernel = bind_kernel(weigh_rows_kernel, (i.rank.numel(),), BLOCK=block_of(N))
-    sizes = N, i.x.stride(), i.y.stride()
+    sizes = *i.x.shape, i.x.stride(), i.y.stride()
     return lambda outs, i: kernel(i.x, i.y, *dense(i.routing_weights, i.order, i.rank), *outs, *sizes)
 
 

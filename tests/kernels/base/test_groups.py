@@ -57,7 +57,7 @@ BAD = {  # name -> which part, its first element then, which ops see it, the mes
     "a size is negative": (2, -1, WHOLE + SUMS, r"group_sizes \[-1, 5, 0\] must not be negative"),
     "sizes sum to too much": (2, 8, WHOLE + SUMS, "nor sum to more than 12 rows"),
     "a dropped row is counted": (2, 5, WHOLE + SUMS, r"order drops a row that group_sizes \[5, 5, 0\] count"),
-    "order is past the end": (0, 12, list(OPS), "order holds 12 but there are 12 rows"),
+    "order is past the end": (0, 12, list(OPS), "order holds 12 but there are 12 choices"),
     "rank is past the end": (1, 12, WHOLE + MOVES, "rank holds 12 but there are 12 rows"),
     "a row twice": (1, 1, WHOLE + MOVES, "rank is not the inverse of order"),
     "a choice without a row": (1, -1, WHOLE + MOVES, "rank is not the inverse of order"),

@@ -188,7 +188,7 @@ def test_errors():
 
 def test_an_index_past_the_end_in_debug_mode():
     x, rows, _, order, rank = make("cpu", 6, 2, 3, 8)
-    with pytest.raises(ValueError, match="order holds 12 but there are 12 rows"):
+    with pytest.raises(ValueError, match="order holds 12 but there are 12 choices"):
         permute(x, order.index_fill(0, torch.tensor(3), 12), rank)
     with pytest.raises(ValueError, match="rank holds 99 but there are 12 rows"):
         unpermute(rows, order, rank.index_fill(0, torch.tensor(3), 99))

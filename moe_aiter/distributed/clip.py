@@ -1,0 +1,43 @@
+"""Clip gradients of parameters on several meshes, which torch's own function refuses."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from .parallelize import mesh_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients so that their norm, as of one vector, is at most `max_norm`; return it before that.
+
+    As torch.nn.utils.clip_grad_norm_, for parameters that are plain tensors, or DTensors on any meshes.  The
+    norm is that of the whole model, the same scalar on each rank.  No synchronisation with the host unless
+    `error_if_nonfinite`, which raises RuntimeError then.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    by_mesh: dict = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(mesh_of(parameter.grad), []).append(parameter.grad)
+    if not by_mesh:
+        return torch.tensor(0.0)
+    norms = [get_total_norm(grads, norm_type, False, foreach) for grads in by_mesh.values()]
+    norms = [norm.full_tensor() if mesh_of(norm) is not None else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grads in by_mesh.values():
+        for grad in grads:
+            local = grad.to_local() if mesh_of(grad) is not None else grad
+            local.mul_(scale.to(local.device))
+    return total

@@ -1,0 +1,86 @@
+"""Send tokens to the slots of all ranks, and add up at home what the ranks computed for a token.
+
+    dispatch_tokens    out[r * T + t] = x of rank r [t]                         (T, N) -> (R * T, N)
+    combine_tokens     out[t] = sum over r of rows of rank r [own * T + t]      (R * T, N) -> (T, N)
+
+for the R ranks of a process group, `own` being this rank.  Each is the gradient of the other.  A sum adds in
+the order of the ranks, in float32 or float64, and is rounded once, so that two runs give the same bits.  Both
+use collectives of equal sizes, which wait for nothing on the host: an all-gather and an all-to-all.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.base.check import check_float, check_shape, check_sizes
+from ..kernels.rows.permute import unpermute
+from ..op import define_op, gradients
+from ..private_api import process_group
+
+
+class TokensInputs(NamedTuple):
+    """The inputs of both ops."""
+
+    x: Tensor  # (T, N), of `combine_tokens` (R * T, N)
+    group: str  # the name of the process group
+    ranks: int  # R
+
+
+def new_dispatch(i: TokensInputs) -> Tensor:
+    check_shape("x", i.x, "T", "N")
+    check_sizes(ranks=i.ranks)
+    return i.x.new_empty(i.ranks * i.x.shape[0], i.x.shape[1])
+
+
+def new_combine(i: TokensInputs) -> Tensor:
+    check_shape("x", i.x, "R * T", "N")
+    check_float(x=i.x)
+    check_sizes(ranks=i.ranks)
+    if i.x.shape[0] % i.ranks:
+        raise ValueError(f"x is ({i.x.shape[0]}, N), which is no multiple of {i.ranks} ranks")
+    return i.x.new_empty(i.x.shape[0] // i.ranks, i.x.shape[1])
+
+
+def launch_dispatch(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    dist.all_gather_into_tensor(out, x.contiguous(), group=process_group(group))
+
+
+def launch_combine(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=process_group(group))
+    choices = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    rank = choices.view(ranks, -1).t().contiguous()  # (T, R): the row of each rank
+    order = choices.view(-1, ranks).t().flatten()
+    out.copy_(unpermute(received, order, rank))
+
+
+def backward_dispatch(ctx, dout):
+    return gradients(TokensInputs, x=combine_tokens(dout, *ctx.group))
+
+
+def backward_combine(ctx, dout):
+    return gradients(TokensInputs, x=dispatch_tokens(dout, *ctx.group))
+
+
+def save_group(ctx, i: TokensInputs, output):
+    ctx.group = i.group, i.ranks
+
+
+dispatch_tokens = define_op(
+    "dispatch_tokens",
+    TokensInputs,
+    new=new_dispatch,
+    torch=launch_dispatch,
+    save=save_group,
+    backward=backward_dispatch,
+)
+combine_tokens = define_op(
+    "combine_tokens",
+    TokensInputs,
+    new=new_combine,
+    torch=launch_combine,
+    save=save_group,
+    backward=backward_combine,
+)

@@ -1,0 +1,235 @@
+"""Expert parallelism: each rank of a group holds some of the experts and computes them for the tokens of all.
+
+    dispatch   every rank gets the tokens, ids and routing weights of all ranks
+    experts    each rank computes the rows of its own experts, as it would for a batch of its own
+    combine    each rank adds up, in the order of the ranks, what they computed for its tokens
+
+Rows are computed in windows of a fixed size, of which the first usually holds all.  Rows past the first
+window take further passes: more time, the same result, no more memory.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from ..config import settings
+from ..kernels.base.check import check_positive, check_sizes, wide
+from ..layers.experts import cast_as_linear
+from ..op import saved_tensors
+from ..private_api import is_alias, keeps_graph
+from ..routing.plan import RoutePlan, make_plan
+from .collective import combine_tokens, dispatch_tokens
+from .slots import ids_of, local_ids, pad, window, windows
+
+log = logging.getLogger("moe_aiter")
+
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # of the same width
+
+
+class ExpertDispatcher:
+    """Computes experts that the ranks of a process group share: `experts.dispatcher = ExpertDispatcher(...)`.
+
+    `ExpertParallel` and `parallelize` make it, and shard the parameters.  Rank r of the group's R ranks holds
+    the experts [r * c, (r + 1) * c) of E, c = ceil(E / R), the last rank those that are left.
+
+    rows        rows of a window, as a multiple of the T * k rows that a rank has with a balanced load.  Any
+                load is computed exactly; rows past the first window take further passes, which cost time.
+    max_tokens  the most tokens that a rank may have in a call; fewer are padded.  None: all ranks have
+                the same number in each call.  The first call compares these numbers, with
+                MOE_AITER_DEBUG=1 every call, and raises ValueError on all ranks.
+    keep_x      True keeps the tokens of all ranks for backward, R * T rows a layer; False sends the
+                tokens again.  Under torch.compile they are always kept.
+
+    All ranks must make the same calls in the same order, forward and backward, also with no tokens.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        rows: float = 2.0,
+        max_tokens: int | None = None,
+        keep_x: bool = False,
+    ):
+        check_sizes(num_experts=num_experts)
+        check_positive(rows=rows)
+        if max_tokens is not None:
+            check_sizes(max_tokens=max_tokens)
+        self.group, self.ranks = group, group.size()
+        self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
+        each = -(-num_experts // self.ranks)
+        if (self.ranks - 1) * each >= num_experts:
+            raise ValueError(
+                f"num_experts={num_experts} in {each} for each of {self.ranks} ranks leaves ranks without an "
+                f"expert: use at most {-(-num_experts // each)} ranks"
+            )
+        self.first = group.rank() * each
+        self.count = min(each, num_experts - self.first)
+        self.called = False
+
+    def __deepcopy__(self, memo: dict) -> "ExpertDispatcher":
+        return self  # a process group has no copies
+
+    def __repr__(self) -> str:
+        last = self.first + self.count - 1
+        return f"experts {self.first} to {last} of {self.num_experts}, {self.ranks} ranks, rows={self.rows}"
+
+    def __call__(self, experts: nn.Module, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+        """Return the output (T, H) for this rank's tokens `x` (T, H), from the experts of all ranks.
+
+        `routing_weights` (T, k) and `plan` are those of these tokens, with all E experts.
+        """
+        tokens, compiles = x.shape[0], torch.compiler.is_compiling()
+        (x,) = cast_as_linear(x)  # fewer bytes travel
+        if not compiles:
+            self.check_tokens(x)
+        ids, s, weights = ids_of(plan), wide(routing_weights), experts.local_weights()
+        if self.max_tokens is not None:
+            x, s, ids = (pad(t, self.max_tokens, fill) for t, fill in ((x, 0), (s, 0), (ids, -1)))
+        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
+        if trains and weights and not (compiles or self.keep_x):
+            out = Dispatched.apply(self, experts, x, ids, s, *weights)
+        else:
+            out = self.combine(self.passes(experts, *self.arrive(x, ids, s), weights))
+        return out[:tokens]
+
+    def check_tokens(self, x: Tensor) -> None:
+        """Raise ValueError, on all ranks if possible, unless the ranks' numbers of tokens fit."""
+        tokens, most = x.shape[0], self.max_tokens
+        if not self.called or settings.debug:
+            mine = torch.tensor([tokens], device=x.device)
+            found = mine.new_empty(self.ranks)
+            dist.all_gather_into_tensor(found, mine, group=self.group)
+            counts, self.called = found.tolist(), True
+        else:
+            counts = [tokens]
+        if most is not None and max(counts) > most:
+            raise ValueError(f"the ranks have {counts} tokens, but max_tokens is {most}")
+        if most is None and len(set(counts)) > 1:
+            raise ValueError(
+                f"the ranks of an expert-parallel group have {counts} tokens: pass the same number on each, "
+                "or set max_tokens, to which fewer are padded"
+            )
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        return dispatch_tokens(x, self.group.group_name, self.ranks)
+
+    def combine(self, x: Tensor) -> Tensor:
+        return combine_tokens(x, self.group.group_name, self.ranks)
+
+    def arrive(self, x: Tensor, ids: Tensor, s: Tensor) -> tuple[Tensor, Tensor, RoutePlan]:
+        """Return the tokens of all slots (R * T, H), their routing weights, and the plan of own experts."""
+        # ids travel with the weights, as numbers of the same bits
+        routing = self.dispatch(torch.cat([ids.to(INTEGERS[s.dtype]).view(s.dtype), s], 1))
+        ids, s = routing.split(s.shape[1], 1)
+        ids = ids.detach().contiguous().view(INTEGERS[s.dtype])
+        return self.dispatch(x), s, make_plan(local_ids(ids, self.first, self.count), self.count)
+
+    def windows(self, plan: RoutePlan) -> list[RoutePlan]:
+        choices = plan.rank.numel()
+        count, rows = windows(choices, int(self.rows * choices / self.ranks))
+        return [plan] if count == 1 else [window(plan, i * rows, rows) for i in range(count)]
+
+    def passes(
+        self, experts: nn.Module, slots: Tensor, s: Tensor, plan: RoutePlan, weights: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Return the sum over all windows, (R * T, H), of which the first alone keeps pre-activations."""
+        first, *others = self.windows(plan)
+        out = experts.compute(slots, s, first, weights)
+        for plan in filter(has_rows, others):
+            out = wide(out) + wide(experts.compute(slots, s, plan, weights, recompute="z"))
+        return out.to(slots.dtype)
+
+
+def has_rows(plan: RoutePlan) -> bool:
+    """Return False if a plan surely has no rows: on a CPU, where looking waits for nothing."""
+    sizes = plan.group_sizes
+    return torch.compiler.is_compiling() or not sizes.is_cpu or bool(sizes.any())
+
+
+class Saved:
+    """What the operations inside of `Dispatched` save for backward, the slots by a number alone.
+
+    torch saves these tensors as those of the one node that `Dispatched` is, so that activation checkpointing
+    and offloading treat them as usual.
+    """
+
+    def __init__(self, slots: Tensor):
+        self.slots, self.tensors, self.uses_slots = slots, [], False
+
+    def pack(self, t: Tensor) -> int:
+        if t.shape == self.slots.shape and t.dtype == self.slots.dtype and is_alias(t, self.slots):
+            self.uses_slots = True
+            return -1
+        self.tensors.append(t)
+        return len(self.tensors) - 1
+
+    def unpack(self, number: int) -> Tensor:
+        return self.slots if number < 0 else self.tensors[number]
+
+
+def leaf(t: Tensor | None, needs_grad: bool) -> Tensor | None:
+    """Return the same numbers outside of any graph."""
+    return None if t is None else t.detach().requires_grad_(needs_grad)
+
+
+def edge_of(t: Tensor | None):
+    """Return where the gradient of `t` arrives, or None if it has none."""
+    return get_gradient_edge(t) if t is not None and t.requires_grad else None
+
+
+class Anchor(torch.autograd.Function):
+    """Give slots a place in the graph that does not hold their memory."""
+
+    @staticmethod
+    def forward(ctx, nothing: Tensor, slots: Tensor) -> Tensor:
+        return slots.view_as(slots)
+
+    @staticmethod
+    def backward(ctx, dslots):
+        return None, None
+
+
+class Dispatched(torch.autograd.Function):
+    """Dispatch, experts and combine as one node that keeps no slots: backward sends the tokens again.
+
+    The node holds the graph of the experts, which autograd records as usual.
+    """
+
+    @staticmethod
+    def forward(ctx, dispatcher: ExpertDispatcher, experts: nn.Module, x, ids, s, *weights):
+        _, _, needs_x, _, *needs = ctx.needs_input_grad
+        slots, slots_s, plan = dispatcher.arrive(x, ids, s)
+        saved = Saved(slots)
+        with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
+            anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
+            leaves = [leaf(t, need) for t, need in zip((slots_s, *weights), needs, strict=True)]
+            out = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
+            ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
+        ctx.dispatcher, ctx.saved, ctx.x_shape = dispatcher, saved, x.shape
+        ctx.save_for_backward(x if saved.uses_slots else None, *saved.tensors)
+        saved.slots, saved.tensors = None, []  # what torch saves may be other tensors by then
+        return dispatcher.combine(out.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        dispatcher, saved = ctx.dispatcher, ctx.saved
+        x, *saved.tensors = saved_tensors(ctx)
+        dslots = dispatcher.dispatch(dout)
+        saved.slots = None if x is None else dispatcher.dispatch(x)
+        edges = [edge for edge in ctx.edges if edge is not None]
+        how = {"retain_graph": keeps_graph(), "allow_unused": True}
+        try:
+            computed = iter(torch.autograd.grad(ctx.edge, edges, dslots, **how))
+        finally:
+            saved.slots, saved.tensors = None, []
+        dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
+        dx, ds = (None if d is None else dispatcher.combine(d) for d in (dx, ds))
+        return None, None, dx, None, ds, *dweights

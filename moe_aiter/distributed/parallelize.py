@@ -1,0 +1,162 @@
+"""A whole model on many GPUs: experts shared by expert parallelism, all parameters sharded by FSDP2."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ..layers import LoRAExperts
+from ..private_api import flattened
+from .mesh import EFSDP, EP
+from .style import KINDS, ExpertParallel
+
+log = logging.getLogger("moe_aiter")
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    rows: float = 2.0,
+    max_tokens: int | None = None,
+    keep_x: bool = False,
+    fsdp: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Share the experts of every `Experts` and `LoRAExperts` in `model`, and shard it by FSDP2; in place.
+
+        mesh = expert_mesh("cuda", ep=8)
+        parallelize(model, mesh)
+        optimizer = torch.optim.AdamW(parameter_groups(model), lr)    # after it
+        loss.backward()                                               # a mean over this rank's tokens
+        clip_grad_norm_(model.parameters(), 1.0)                      # ours, which takes several meshes
+        optimizer.step()
+
+    All ranks must hold the same weights before; or parameters on the meta device, which each rank then
+    materialises by `to_empty` and loads.  Each rank has tokens of its own, and all gradients are those of the
+    mean of the ranks' losses.
+
+    mesh        from `expert_mesh`.  Experts are sharded over both axes, everything else over all ranks.
+    rows, max_tokens, keep_x    see `ExpertDispatcher`.
+    fsdp        False shares the experts only.  Then the gradients of an expert are those of the sum of the
+                ranks' losses, and others those of a rank's own: `reduce_gradients` makes means of both.
+    mp_policy, reshard_after_forward    those of `fully_shard`.  Routing weights stay float32.
+
+    Units of FSDP2 are the experts, each member of an nn.ModuleList or nn.Sequential that contains experts,
+    and the model.  Raises ValueError for a model without such experts or another mesh, and if the experts
+    cannot be divided evenly.
+    """
+    check_mesh(mesh)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
+    inner = {f"{name}.base" for name, module in found.items() if isinstance(module, LoRAExperts)}
+    found = {name: module for name, module in found.items() if name not in inner}
+    if not found:
+        raise ValueError("the model has no Experts nor LoRAExperts: nothing to share")
+    efsdp, ep = mesh.shape
+    for name, experts in found.items():
+        check_divides(name, next(experts.parameters()).shape[0], efsdp, ep)
+    blocks = list(blocks_of(model))
+    for experts in found.values():
+        style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x)
+        parallelize_module(experts, mesh[EP], style, src_data_rank=None)
+    if not fsdp:
+        return model
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    world = flattened(mesh, "fsdp")
+    options = {"reshard_after_forward": reshard_after_forward}
+    for experts in found.values():
+        shard_experts(experts, mesh, policy, options)
+    for block in [*blocks, model]:
+        if block not in found.values():
+            fully_shard(block, mesh=world, mp_policy=policy, **options)
+    return model
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.mesh_dim_names != (EFSDP, EP):
+        raise ValueError(
+            f"mesh must have the axes (efsdp, ep), as from expert_mesh, not {mesh.mesh_dim_names}"
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(f"mesh has {mesh.size()} ranks, but the world {dist.get_world_size()}")
+
+
+def check_divides(name: str, num_experts: int, efsdp: int, ep: int) -> None:
+    """FSDP2 shards the same number of experts on each rank."""
+    if efsdp > 1 and num_experts % ep:
+        fit = [n for n in range(1, efsdp * ep + 1) if num_experts % n == 0 and efsdp * ep % n == 0]
+        nearest = min(fit, key=lambda n: abs(n - ep))
+        raise ValueError(f"{name} has {num_experts} experts, which ep={ep} does not divide: try ep={nearest}")
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members with experts of the outermost lists of modules."""
+    for child in model.children():
+        holds = any(isinstance(module, KINDS) for module in child.modules())
+        if not holds or isinstance(child, KINDS):
+            continue
+        if isinstance(model, (nn.ModuleList, nn.Sequential)):
+            yield child
+        else:
+            yield from blocks_of(child)
+
+
+def shard_experts(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, options: dict) -> None:
+    """Shard this rank's experts over the ranks that have the same ones.
+
+    Gradients of experts are sums over the ranks of `ep` already: with those over `efsdp`, FSDP2 divides them
+    by the number of all ranks.
+    """
+    efsdp, ep = mesh.shape
+    num_experts = next(experts.parameters()).shape[0]
+    # fewer experts than ranks: shards of each expert instead of whole ones
+    placement = (lambda _: Shard(1)) if efsdp * ep > num_experts else None
+    policy = dataclasses.replace(policy, cast_forward_inputs=False)
+    fully_shard(experts, mesh=mesh[EFSDP], mp_policy=policy, shard_placement_fn=placement, **options)
+    experts.set_gradient_divide_factor(float(mesh.size()))
+    if efsdp > 1 and dist.get_backend(mesh.get_group(EFSDP)) == "gloo":
+        experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies no sum
+
+
+def parameter_groups(model: nn.Module, **options) -> list[dict]:
+    """Return groups of parameters for an optimizer, one for each mesh: fused optimizers take no mixture.
+
+    `options` such as `lr` are set for all groups.
+    """
+    groups: dict = {}
+    for parameter in model.parameters():
+        groups.setdefault(mesh_of(parameter), []).append(parameter)
+    return [{"params": parameters, **options} for parameters in groups.values()]
+
+
+def mesh_of(t: torch.Tensor) -> DeviceMesh | None:
+    """Return the mesh of a DTensor, None for another tensor."""
+    return getattr(t, "device_mesh", None)
+
+
+@torch.no_grad()
+def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the gradients those of the mean of all ranks' losses, after `parallelize(..., fsdp=False)`.
+
+    Call it once after the backward passes of a step.  It averages `.grad`, and where a weight has one its
+    `main_grad`, of parameters that are not shared over all ranks, and divides those of shared experts.  Every
+    rank must have the same gradients.
+    """
+    check_mesh(mesh)
+    efsdp, world = mesh.get_group(EFSDP), mesh.size()
+    for parameter in model.parameters():
+        group = dist.group.WORLD if mesh_of(parameter) is None else efsdp
+        for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
+            if grad is not None:
+                local = grad.to_local() if mesh_of(grad) is not None else grad
+                if group.size() > 1:
+                    dist.all_reduce(local, group=group)
+                local.div_(world)
