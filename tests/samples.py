@@ -3,8 +3,10 @@
 import re
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import moe_aiter.distributed.collective  # noqa: F401  defines ops
 import moe_aiter.kernels.experts.split  # noqa: F401  defines an op, and only torchtitan's models import it
 from moe_aiter.kernels.quantize.blocks import plan_row_blocks
 from moe_aiter.kernels.quantize.rows import quantize_rows
@@ -53,6 +55,13 @@ def pattern() -> Tensor:
     return SparsePattern.from_mask(torch.tensor([[1, 0], [1, 1], [0, 1]]), (2, 3)).lists
 
 
+def alone() -> tuple[str, int]:
+    """A process group of this process, by its name, and how many ranks it has."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD.group_name, 1
+
+
 def of_experts(draw: Draw, *rest) -> tuple:
     return *draw.plain(), *ROUTING, *ACT, *rest
 
@@ -92,6 +101,8 @@ SAMPLES = {
     "attach_loss": lambda d: (d(T, H), d(1)[0], None),
     "count_choices": lambda d: (torch.zeros(E, dtype=torch.int64), SIZES),
     "decide": lambda d: (IDS, "experts", E),
+    "combine_tokens": lambda d: (d(T, H), *alone()),
+    "dispatch_tokens": lambda d: (d(T, H), *alone()),
     "expert_both": lambda d: of_experts(d, True, None, None, 0, 0),
     "expert_down": lambda d: (
         d(R, F),

@@ -72,7 +72,7 @@ COMPUTES = {
         "glu.z": "size0 device",
         "permute.x": "size1",
         "unpermute.x": "size1",
-        "tgmm.x": "size1",
+        "tgmm.x": "size0 size1",
         "tgmm.y": "size1",
         "make_plan.expert_ids": "size0 size1 device",
         "sort_by_expert.expert_ids": "size0 size1 device",

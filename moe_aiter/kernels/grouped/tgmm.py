@@ -325,7 +325,8 @@ def new_tgmm_sums(i: TgmmSumsInputs) -> tuple[Tensor, Tensor]:
 
 
 def check_tgmm_values(i: TgmmInputs | TgmmIntoInputs) -> None:
-    check_plan_values(len(i.y), i.group_sizes, i.order, choices=len(i[0]) * i.top_k)
+    x = i.x if hasattr(i, "x") else i.x8
+    check_plan_values(len(i.y), i.group_sizes, i.order, choices=len(x) * i.top_k)
 
 
 def check_tgmm_into(i: TgmmIntoInputs) -> None:
@@ -455,7 +456,7 @@ tgmm_into_op = define_inplace_op(
 def tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None, top_k: int = 1) -> Tensor:
     """Multiply `x[s:e].T @ y[s:e]` for each group of rows [s, e): (M, K), (M, N) -> (G, K, N).
 
-    This is the gradient of `gmm`'s `rhs`.  With `order` (M,), `x` is (T, K) with M = T * top_k, and row r
+    This is the gradient of `gmm`'s `rhs`.  With `order` (M,), `x` is (T, K) with M <= T * top_k, and row r
     stands for `x[order[r] // top_k]`: the kernel gathers rows as it loads them.  A group without rows gives
     exact zeros.  Not differentiable.  Dtypes, strides and errors as in `gmm`.
     """

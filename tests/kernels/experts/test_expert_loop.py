@@ -298,7 +298,7 @@ def test_group_sizes_that_lie(steps, no_debug):
         (dict(down=torch.ones(5, 9, 12)), r"x is \(T, H=20\) but down is \(E, H=9, I\)"),
         (dict(down=torch.ones(5, 20)), r"down must be \(E, H, I\)"),
         (dict(group_sizes=torch.ones(4, dtype=torch.int32)), r"but group_sizes is \(E=4,\)"),
-        (dict(order=torch.ones(50, dtype=torch.int32)), r"order is \(R=50,\) but rank \(T, k\) holds 51"),
+        (dict(order=torch.ones(52, dtype=torch.int32)), r"order is \(R=52,\) but rank \(T, k\) holds 51"),
         (dict(routing_weights=torch.ones(17, 2)), r"routing_weights is \(17, 2\) but must be \(17, 3\)"),
         (dict(down_bias=torch.ones(5, 12)), r"down_bias is \(5, 12\) but must be \(5, 20\)"),
         (dict(gate_up_main_grad=torch.ones(5, 20, 24)), r"gate_up_main_grad is \(5, 20, 24\) but must be"),

@@ -7,11 +7,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from moe_aiter.config import interpret
+from moe_aiter.distributed.slots import window
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
+from moe_aiter.routing.plan import make_plan
 
 from ...check import assert_as_good_as_torch, error, with_gradients
 from ...shapes import expert_ids, spread, transposed
@@ -365,3 +367,37 @@ def test_gradients_are_the_same(device, fn, context):
     with context(device):
         got = step()
     torch.testing.assert_close(got, step())
+
+
+def in_windows(
+    ids, rows, recompute, fp8, x, gate_up, down, weights, gate_up_bias=None, down_bias=None
+):  # fmt: skip
+    """The sum over plans of so many rows of one plan."""
+    plan = make_plan(ids, len(down))
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    options = {"recompute": recompute, "fp8": fp8, **biases}
+    firsts = range(0, max(ids.numel(), 1), rows)
+    plans = [window(plan, first, rows) for first in firsts]
+    assert all(len(p.order) <= rows for p in plans)
+    return sum(expert_mlp(x, gate_up, down, weights, p, **options) for p in plans)
+
+
+@pytest.mark.parametrize("recompute", ["none", "z"])
+@pytest.mark.parametrize("rows", [5, 24, 26])
+@pytest.mark.parametrize("routing", ["every expert", "dropped choices", "twice the same expert"])
+@pytest.mark.pairwise
+def test_plans_of_fewer_rows_than_choices(device, routing, rows, recompute):
+    ids = ROUTINGS[routing](13, 5, 2).to(device)
+    ours = functools.partial(in_windows, ids, rows, recompute, None)
+    meaning = functools.partial(loop, ids, "swiglu", False)
+    assert_as_good_as_torch(with_gradients(ours), with_gradients(meaning), *make(device), floor=3e-7)
+
+
+@pytest.mark.parametrize("recipe", ["e4m3", "e5m2"])
+def test_plans_of_fewer_rows_in_8_bits(device, recipe):
+    """Rows are rounded one by one, and the weights' gradients multiply in the dtype of x."""
+    ids = ROUTINGS["dropped choices"](13, 5, 2).to(device)
+    whole, parts = (with_gradients(functools.partial(in_windows, ids, n, "none", recipe)) for n in (26, 9))
+    inputs = make(device)
+    for got, want in zip(parts(*inputs), whole(*inputs), strict=True):
+        assert error(got, want) < 1e-6

@@ -13,6 +13,7 @@ from moe_aiter.kernels.rows.permute import (
     unpermute_reference,
 )
 from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.kernels.rows.sums import weigh_rows_op
 from moe_aiter.op import use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -164,14 +165,38 @@ def test_gradcheck():
             assert torch.autograd.gradgradcheck(fn, inputs)
 
 
+def test_fewer_rows_than_choices(backend, device):
+    """The last rows of a plan: a choice whose row is not among them adds nothing."""
+    x, rows, weights, order, rank = make(device, 6, 2, 3, 8)
+    some, there = order[7:], rank.where(rank >= 7, 7 - 1) - 7  # -1 before the first of these rows
+    whole = permute(x, order, rank, weights)
+    assert torch.equal(permute(x, some, there, weights), whole[7:])
+    kept = rows.clone()
+    kept[:7] = 0
+    assert torch.equal(unpermute(rows[7:], some, there, weights), unpermute(kept, order, rank, weights))
+    assert torch.equal(row_dots(rows[7:], x, some, there), row_dots(kept, x, order, rank))
+
+
+@pytest.mark.no_host
+def test_fewer_weighted_rows_than_choices(backend, device):
+    _, rows, weights, order, rank = make(device, 6, 2, 3, 8)
+    some, there = order[7:], rank.where(rank >= 7, 7 - 1) - 7
+    kept = rows.clone()
+    kept[:7] = 0
+    scaled, dots = weigh_rows_op(rows[7:], rows[7:], weights, some, there)
+    want, want_dots = weigh_rows_op(kept, kept, weights, order, rank)
+    assert torch.equal(scaled, want[7:])
+    torch.testing.assert_close(dots, want_dots)
+
+
 def test_errors():
     x, rows, weights, order, rank = make("cpu", 6, 2, 3, 8)
     with pytest.raises(ValueError, match=r"x is \(T=5, H\) but rank is \(T=6, k\)"):
         permute(x[:5], order, rank)
     with pytest.raises(ValueError, match=r"x is \(R=11, H\) but order is \(R=12,\)"):
         unpermute(rows[:11], order, rank)
-    with pytest.raises(ValueError, match=r"order is \(R=11,\) but rank \(T, k\) holds 12 choices"):
-        permute(x, order[:11], rank)
+    with pytest.raises(ValueError, match=r"order is \(R=13,\) but rank \(T, k\) holds 12 choices"):
+        permute(x, torch.cat([order, order[:1]]), rank)
     with pytest.raises(ValueError, match=r"rows is \(R, H=7\) but x is \(T, H=8\)"):
         row_dots(rows[:, :7], x, order, rank)
     with pytest.raises(ValueError, match=r"rank is \(T, k=2\) but routing_weights is \(T, k=1\)"):
