@@ -143,7 +143,11 @@ class Experts(nn.Module):
 
 def local_part(t: Tensor | None) -> Tensor | None:
     """Return the part of a DTensor that this rank has, and another tensor as it is."""
-    return t.to_local() if hasattr(t, "to_local") else t
+    if t is None or type(t) in (Tensor, nn.Parameter):
+        return t
+    from torch.distributed.tensor import DTensor  # here, since it takes long to import
+
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:

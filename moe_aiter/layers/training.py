@@ -1,6 +1,7 @@
 """What a training loop calls on a whole model: `balance_step`, `set_loss_scale` and `use_main_grad`."""
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -127,15 +128,16 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     GradScaler's unscale_, or before its step if you do not unscale.
 
     Gradients that autograd itself wrote to `.grad`, for example of a penalty on a weight, are added.  A
-    weight that you freeze later is left alone.  All weights must be on one device: DistributedDataParallel
-    and FSDP reduce gradients that autograd produces, and these never arrive there.
+    weight that you freeze later is left alone.  DistributedDataParallel and FSDP reduce gradients that
+    autograd produces, and these never arrive there.  With expert parallelism alone, call `reduce_gradients`
+    of `moe_aiter.distributed` before handing over.
 
     It works for `Experts`, `OptimizedMoELayer`, and the experts of transformers' and torchtitan's models that
     run on these kernels.  transformers' experts with an adapter, or with a gate outside of the kernels, keep
     to `.grad`.
-    Raises ValueError if `optimizer` has no such weight of `model`.  If load_state_dict(assign=True), say, has
-    replaced a weight since, `optimizer` would no longer train the model's weight: handing over raises
-    RuntimeError.
+    Raises ValueError if `optimizer` has no such weight of `model`, and for a model sharded by FSDP2.  If
+    load_state_dict(assign=True), say, has replaced a weight since, `optimizer` would no longer train the
+    model's weight: handing over raises RuntimeError.
     """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [
@@ -147,6 +149,11 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     ]
     if not found:
         raise ValueError("the model has no experts whose weights the optimizer trains: nothing to do")
+    if any(is_fsdp(module) for module in model.modules()):
+        raise ValueError(
+            "FSDP2 shards this model and sums gradients itself: instead of use_main_grad, let it sum in "
+            "float32 by fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+        )
     for weight, *_ in found:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         weight.main_grad = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
@@ -156,6 +163,11 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     optimizer.register_step_pre_hook(sums.before_step)
     optimizer.register_step_post_hook(sums.after_step)
     return sums.hand_over
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether torch's fully_shard was called on this module."""
+    return "torch.distributed.fsdp" in sys.modules and isinstance(module, torch.distributed.fsdp.FSDPModule)
 
 
 class Sums:

@@ -1,0 +1,35 @@
+"""Run a function on several processes of one machine, connected by gloo."""
+
+import pathlib
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def run(world: int, function: Callable, folder: pathlib.Path, *args) -> None:
+    """Call `function(rank, world, folder, *args)` in `world` processes; an error in one of them is raised."""
+    torch.multiprocessing.spawn(one_rank, (world, function, folder, args), nprocs=world)
+
+
+def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, args: tuple) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    try:
+        function(rank, world, folder, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded tensor; another one is returned as it is."""
+    return getattr(t, "full_tensor", lambda: t)().detach()
+
+
+def gathered(t: torch.Tensor) -> torch.Tensor:
+    """Return the tensors of all ranks, one after the other."""
+    parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, t.contiguous())
+    return torch.cat(parts)

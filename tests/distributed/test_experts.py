@@ -1,0 +1,364 @@
+"""Experts shared by 2 and by 4 ranks against one process that has all tokens and all experts."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from check import error
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from moe_aiter import Experts, MoE, make_plan, use
+from moe_aiter.config import interpret
+from moe_aiter.distributed import ExpertParallel, expert_mesh
+from moe_aiter.kernels.base.host import ext
+from moe_aiter.kernels.experts.cpu import expert_loop_reference
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+
+from .ranks import gathered, run, whole
+
+if interpret:
+    pytest.skip("nothing here runs Triton", allow_module_level=True)
+
+E, K, T, H, I = 16, 4, 96, 64, 32  # noqa: E741  tokens of each rank
+BACKENDS = ["torch"] if ext is None else ["host", "torch"]
+
+
+def distinct(shares, tokens):
+    return torch.multinomial(shares.expand(tokens, -1), K) if tokens else torch.zeros(0, K, dtype=torch.int64)
+
+
+def some(ids, kept):
+    return ids.masked_fill(~kept, -1)
+
+
+def routings(world: int) -> dict:
+    """Name -> the experts (world * tokens, K) of all ranks' tokens."""
+    n, even, each = world * T, torch.ones(E), E // world
+    mine, others = torch.arange(E) < each, (torch.arange(E) >= each).float()
+    return {
+        "random": distinct(even, n),
+        "zipf": distinct(1 / torch.arange(1.0, E + 1), n),
+        "one rank": distinct(mine.float(), n),
+        "an empty rank": distinct(others, n),
+        "masked tokens": some(distinct(even, n), torch.rand(n, 1) < 0.6),
+        "over capacity": some(distinct(even, n), torch.rand(n, K) < 0.7),
+        "everything dropped": torch.full((n, K), -1),
+        "an expert twice": torch.randint(0, E, (n, 1)).expand(n, K),
+        "no tokens": distinct(even, 0),
+    }
+
+
+def build(dtype=torch.float32, **options) -> Experts:
+    torch.manual_seed(0)
+    return Experts(E, H, I, bias=True, dtype=dtype, **options)
+
+
+def share(experts, world, **options):
+    mesh = expert_mesh("cpu", world)["ep"]
+    return parallelize_module(copy.deepcopy(experts), mesh, ExpertParallel(**options))
+
+
+def inputs(n: int, dtype=torch.float32):
+    torch.manual_seed(1)
+    return torch.randn(n, H).to(dtype), torch.rand(n, K).softmax(1), torch.randn(n, H).bfloat16().to(dtype)
+
+
+def step(fn, experts, x, ids, s, dout) -> dict:
+    """Output and all gradients of one call."""
+    experts.zero_grad()
+    x, s = x.clone().requires_grad_(), s.clone().requires_grad_()
+    out = fn(x, s, make_plan(ids, E))
+    out.backward(dout)
+    grads = {name: p.grad for name, p in experts.named_parameters()}
+    return {"out": out.detach(), "dx": x.grad, "ds": s.grad} | grads
+
+
+def reference(experts: Experts, dtype: torch.dtype, *given) -> dict:
+    """Plain torch in a dtype."""
+    experts = copy.deepcopy(experts).to(dtype)
+    x, ids, s, dout = given
+    s = s if dtype != torch.float64 else s.double()
+    weights = experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias
+
+    def fn(x, s, plan):
+        i = ExpertInputs(x, *weights, s, *plan, experts.activation, experts.interleaved, False)
+        return expert_loop_reference(*i)[0]
+
+    return step(fn, experts, x.to(dtype), ids, s, dout.to(dtype))
+
+
+def mine(rank: int, world: int, *tensors):
+    """This rank's part of tensors of all ranks."""
+    return [t.tensor_split(world)[rank] for t in tensors]
+
+
+def of_all_ranks(results: dict) -> dict:
+    token = {name: gathered(results[name]) for name in ("out", "dx", "ds")}
+    return token | {name: whole(t) for name, t in results.items() if name not in token}
+
+
+def check_routing(rank, world, name, ids, dtype):
+    """No further from the truth than twice plain torch; weights' gradients in float32 to the bit."""
+    experts = build(dtype)
+    x, s, dout = inputs(len(ids), dtype)
+    given = x, ids, s, dout
+    # with bounds so large the rows of an expert are in one window, as in one process
+    shared = share(experts, world, rows=float(world) if dtype == torch.float32 else 2.0)
+    runs = [of_all_ranks(step(shared, shared, *mine(rank, world, *given))) for _ in range(2)]
+    truth, torchs = (reference(experts, d, *given) for d in (torch.float64, dtype))
+    alone = step(experts, experts, *given)
+    for what, value in runs[0].items():
+        assert torch.equal(value, runs[1][what]), f"{name}, {what}: two runs differ"
+        got, best = error(value, truth[what]), error(torchs[what], truth[what])
+        assert got <= 2 * best + 1e-7, f"{name}, {dtype}, {what}: error {got:.2e}, torch {best:.2e}"
+        if dtype == torch.float32 and what not in ("out", "dx"):
+            assert torch.equal(value, alone[what]), f"{name}, {what} is not that of one process"
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most rows of any matrix with `columns` columns."""
+
+    def __init__(self, columns):
+        self.columns, self.rows = columns, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[1] in self.columns:
+                self.rows = max(self.rows, t.shape[0])
+        return out
+
+
+def check_windows(rank, world):
+    for keep_x in (False, True):
+        windows_of_one_rank(rank, world, keep_x)
+
+
+def windows_of_one_rank(rank, world, keep_x):
+    """All tokens on one rank: as many passes as ranks, none with more rows than the bound."""
+    experts, ids, bound = build(), routings(world)["one rank"], T * K
+    x, s, dout = inputs(len(ids))
+    given = x, ids, s, dout
+    shared = share(experts, world, rows=1.0, keep_x=keep_x)
+    computed = []
+    compute, shared.compute = shared.compute, lambda *a, **k: computed.append(a[2]) or compute(*a, **k)
+    with Largest({I, 2 * I}) as largest:
+        results = step(shared, shared, *mine(rank, world, *given))
+    del shared.compute
+    assert len(computed) == (world if rank == 0 else 1)
+    assert all(len(plan.order) == bound for plan in computed)
+    assert largest.rows <= bound + (0 if rank == 0 else E)
+    results, truth = of_all_ranks(results), reference(experts, torch.float64, *given)
+    torchs, alone = reference(experts, torch.float32, *given), step(experts, experts, *given)
+    for what in results:
+        got, *others = (error(r[what], truth[what]) for r in (results, torchs, alone))
+        # one process adds an expert's rows one after the other, torch in pairs
+        assert got <= 2 * max(others) + 1e-7, f"{what}: error {got:.2e}, torch and one process {others}"
+
+
+def check_nothing_is_kept(rank, world):
+    """Backward sends the tokens again: no slots among what is saved, with the same bits as if they were."""
+    experts, x, ids = build(), torch.randn(T, H), distinct(torch.ones(E), T)
+    results = []
+    for keep_x in (False, True):
+        shared, saved = share(experts, world, keep_x=keep_x), []
+        with saved_tensors_hooks(lambda t, saved=saved: saved.append(t.shape) or t, lambda t: t):
+            s = torch.rand(T, K)
+            leaf = x.clone().requires_grad_()
+            out = shared(leaf, s, make_plan(ids, E))
+        assert ((world * T, H) in saved) == keep_x
+        out.backward(torch.ones_like(out), retain_graph=True)
+        first = leaf.grad.clone()
+        out.backward(torch.ones_like(out))
+        assert torch.equal(leaf.grad, 2 * first)
+        results.append(first)
+        torch.manual_seed(1)
+    assert results[0].isfinite().all()
+
+
+def check_what_is_trained(rank, world):
+    """Frozen weights, tokens without a gradient, and no gradient at all."""
+    experts, (x, s, dout) = build(), inputs(world * T)
+    ids = distinct(torch.ones(E), world * T)
+    want = step(experts, experts, x, ids, s, dout)
+    x, ids, s, dout = mine(rank, world, x, ids, s, dout)
+    shared = share(experts, world)
+    plan = make_plan(ids, E)
+    with torch.no_grad():
+        torch.testing.assert_close(shared(x, s, plan), mine(rank, world, want["out"])[0])
+    shared(x, s, plan).backward(dout)
+    assert torch.equal(whole(shared.down.grad), want["down"])
+    shared.requires_grad_(False).zero_grad()
+    x.requires_grad_()
+    shared(x, s, plan).backward(dout)
+    torch.testing.assert_close(x.grad, mine(rank, world, want["dx"])[0])
+    assert shared.down.grad is None
+    s.requires_grad_()
+    shared(x.detach(), s, plan).backward(dout)
+    torch.testing.assert_close(s.grad, mine(rank, world, want["ds"])[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = shared(x.detach(), s, plan)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), mine(rank, world, want["out"])[0], rtol=0.05, atol=0.02)
+
+
+def check_max_tokens(rank, world):
+    """Ranks with different numbers of tokens: padded, the results are those of the tokens."""
+    experts, counts = build(), [3, 0, 17, 5][:world]
+    n, start = sum(counts), sum(counts[:rank])
+    x, s, dout = inputs(n)
+    ids = distinct(torch.ones(E), n)
+    want = step(experts, experts, x, ids, s, dout)
+    shared = share(experts, world, max_tokens=20)
+    own = slice(start, start + counts[rank])
+    got = step(shared, shared, *(t[own] for t in (x, ids, s, dout)))
+    for what, value in got.items():
+        expected = want[what] if value.dim() and hasattr(value, "full_tensor") else want[what][own]
+        torch.testing.assert_close(whole(value), expected, rtol=1e-5, atol=1e-5)
+
+
+def check_unequal_tokens(rank, world):
+    """An error on every rank, which names all numbers."""
+    shared = share(build(), world)
+    x = torch.randn(5 + rank, H)
+    with pytest.raises(ValueError, match=r"have \[5, 6.*\] tokens: pass the same number"):
+        shared(x, torch.rand(len(x), K), make_plan(distinct(torch.ones(E), len(x)), E))
+    few = share(build(), world, max_tokens=5)
+    with pytest.raises(ValueError, match=r"have \[5, 6.*\] tokens, but max_tokens is 5"):
+        few(x, torch.rand(len(x), K), make_plan(distinct(torch.ones(E), len(x)), E))
+
+
+def check_uneven_experts(rank, world):
+    """Experts that the ranks do not divide: as torch.chunk."""
+    torch.manual_seed(0)
+    experts = Experts(7, H, I)
+    shared = share(experts, world)
+    sizes = [len(part) for part in torch.arange(7).chunk(world)]
+    assert shared.down.to_local().shape[0] == sizes[rank]
+    x, s = torch.randn(T, H), torch.rand(T, K)
+    plan = make_plan(torch.randint(0, 7, (T, K)), 7)
+    torch.testing.assert_close(shared(x, s, plan), experts(x, s, plan))
+    with pytest.raises(ValueError, match="leaves ranks without an expert"):
+        share(Experts(world + 1 if world > 2 else 1, H, I), world)
+
+
+def save_products(*_):
+    names = "expert_loop", "route_once"
+    ops = {getattr(torch.ops.moe_aiter, name).default for name in names}
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+CHECKPOINTS = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": save_products},
+}
+
+
+def check_checkpointing(rank, world):
+    for kind in CHECKPOINTS:
+        as_without(rank, world, kind)
+
+
+def as_without(rank, world, kind):
+    """The routing of a repeated forward pass is that of the first, which noise would change."""
+    torch.manual_seed(0)
+    moe = MoE(H, I, E, K, jitter=0.3)
+    x = torch.randn(T, H) + rank
+    grads = []
+    for repeated in (False, True):
+        layer = copy.deepcopy(moe)
+        layer.experts = share(layer.experts, world)
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(rank)
+        fn = functools.partial(checkpoint, layer, **CHECKPOINTS[kind]) if repeated else layer
+        fn(leaf).square().sum().backward()
+        grads.append(
+            [leaf.grad, layer.router.weight.grad, *map(whole, (p.grad for p in layer.experts.parameters()))]
+        )
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def check_main_grad(rank, world):
+    """Ten micro-batches add to a float32 main gradient of this rank's bfloat16 experts."""
+    experts = build(torch.bfloat16)
+    shared = share(experts, world)
+    for layer in (experts, shared):
+        for p in (layer.gate_up, layer.down):
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        x, s = torch.randn(world * T, H).bfloat16(), torch.rand(world * T, K)
+        ids = distinct(torch.ones(E), world * T)
+        experts(x, s, make_plan(ids, E)).float().square().sum().backward()
+        x, s, ids = mine(rank, world, x, s, ids)
+        shared(x, s, make_plan(ids, E)).float().square().sum().backward()
+    for got, want in ((shared.gate_up, experts.gate_up), (shared.down, experts.down)):
+        assert got.grad is None
+        assert error(whole(got.main_grad), want.main_grad) < 3e-3  # outputs are rounded twice
+
+
+def check_options(rank, world):
+    """Other activations, z computed again, FP8."""
+    for options in ({"recompute": "z"}, {"activation": "gelu"}, {"interleaved": True}, {"fp8": "e4m3"}):
+        with use("torch"):
+            experts, (x, s, dout) = build(**options), inputs(world * T)
+            ids = distinct(torch.ones(E), world * T)
+            want = step(experts, experts, x, ids, s, dout)
+            shared = share(experts, world)
+            got = of_all_ranks(step(shared, shared, *mine(rank, world, x, ids, s, dout)))
+        for what, value in got.items():
+            torch.testing.assert_close(value, want[what], rtol=1e-4, atol=1e-5, msg=f"{options}, {what}")
+
+
+def check_compiled(rank, world):
+    """One graph, with the same numbers."""
+    torch.manual_seed(0)
+    moe = MoE(H, I, E, K)
+    moe.experts = share(moe.experts, world)
+    x = torch.randn(T, H)
+    results = []
+    for layer in (moe, torch.compile(moe, fullgraph=True, backend="aot_eager")):
+        moe.zero_grad()
+        leaf = x.clone().requires_grad_()
+        layer(leaf).square().sum().backward()
+        results.append([leaf.grad, *(whole(p.grad) for p in moe.parameters())])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def everything(rank, world, _):
+    checks = [
+        check_windows,
+        check_nothing_is_kept,
+        check_what_is_trained,
+        check_main_grad,
+        check_checkpointing,
+    ]
+    others = [check_options, check_max_tokens, check_unequal_tokens, check_uneven_experts]
+    for backend in BACKENDS:
+        with use(backend):
+            torch.manual_seed(0)
+            for name, ids in routings(world).items():
+                for dtype in (torch.float32, torch.bfloat16):
+                    check_routing(rank, world, name, ids, dtype)
+            for check in checks:
+                torch.manual_seed(0)
+                check(rank, world)
+    for check in others + [check_compiled] * (world == 2):
+        torch.manual_seed(0)
+        check(rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_shared_experts(world, tmp_path):
+    run(world, everything, tmp_path)

@@ -1,0 +1,278 @@
+"""Models sharded by `parallelize` against one process with the batches of all ranks."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from check import error
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from moe_aiter import MoE, balance_step, use_main_grad
+from moe_aiter.config import interpret
+from moe_aiter.distributed import (
+    clip_grad_norm_,
+    expert_mesh,
+    export_safetensors,
+    load_sharded,
+    parallelize,
+    parameter_groups,
+    reduce_gradients,
+    save_sharded,
+)
+
+from .ranks import run, whole
+
+if interpret:
+    pytest.skip("nothing here runs Triton", allow_module_level=True)
+
+E, T, H = 16, 24, 32
+MESHES = {2: (1, 2), 4: (2, 4)}  # ranks -> ep
+
+
+class Block(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(H), MoE(H, 16, E, 3, bias=True, **options)
+        self.repeats = False
+
+    def forward(self, x):
+        inner = lambda x: self.moe(self.norm(x))  # noqa: E731
+        return x + (checkpoint(inner, x, use_reentrant=False) if self.repeats else inner(x))
+
+
+def build(**options) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"shared_intermediate": 8, "selection_bias": True} | options
+    return nn.Sequential(nn.Linear(H, H), Block(**options), Block(**options))
+
+
+def batches(world: int, step: int) -> torch.Tensor:
+    return torch.randn(world, T, H, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, x):
+    return (model(x) - x.roll(1, -1)).square().mean()
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(parameter_groups(model), 1e-2, fused=True)
+
+
+def compare(model, alone, what, tolerance=1e-6):
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        got, want = what(p), what(q)
+        assert error(whole(got), want) < tolerance, f"{name}: {error(whole(got), want):.1e}"
+
+
+def mean_of(loss):
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def check_steps(rank, world, ep, folder):
+    """Gradients, clipped by either norm, two steps, and checkpoints."""
+    for norm_type in (2.0, math.inf):
+        alone, model = build(), parallelize(build(), expert_mesh("cpu", ep))
+        optimizers = [torch.optim.AdamW(alone.parameters(), 1e-2), optimizer_of(model)]
+        for step in range(2):
+            x = batches(world, step)
+            want = loss_of(alone, x.flatten(0, 1))
+            want.backward()
+            loss = loss_of(model, x[rank])
+            loss.backward()
+            assert error(mean_of(loss), want.detach()) < 1e-6
+            compare(model, alone, lambda p: p.grad, 1e-6 if step == 0 else 1e-4)
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.1, norm_type)
+            assert error(clip_grad_norm_(model.parameters(), 0.1, norm_type), norm) < (
+                1e-6 if step == 0 else 1e-5
+            )
+            compare(model, alone, lambda p: p.grad, 1e-6 if step == 0 else 1e-4)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(model[1:], alone[1:], strict=True):
+        assert torch.equal(ours.moe.load, theirs.moe.load) == (world == 1)
+    save_sharded(folder / f"{world}-{ep}", model, optimizers[1])
+    with pytest.raises(FileExistsError):
+        save_sharded(folder / f"{world}-{ep}", model, optimizers[1])
+    export_safetensors(folder / f"{world}-{ep}.safetensors", model)
+    for name, weight in load_file(folder / f"{world}-{ep}.safetensors").items():
+        assert torch.equal(weight, whole(model.state_dict()[name])), name
+    loss = mean_of(loss_of(model, batches(4, 9)[:world].flatten(0, 1)))
+    if rank == 0:
+        torch.save(loss, folder / f"{world}-{ep}.loss")
+
+
+def check_load(world, ep, folder):
+    """What 4 ranks saved, in a model of other weights on any mesh; then the same steps."""
+    model = build()
+    with torch.no_grad():
+        for t in (*model.parameters(), *model.buffers()):
+            t.zero_()
+    if world > 1:
+        parallelize(model, expert_mesh("cpu", ep))
+    optimizer = optimizer_of(model)
+    load_sharded(folder / "4-2", model, optimizer)
+    saved = load_file(folder / "4-2.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    for name, t in model.state_dict().items():
+        assert torch.equal(whole(t), saved[name]), name
+    moments = {name: [whole(optimizer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")]
+               for name, p in model.named_parameters()}  # fmt: skip
+    before = folder / "moments.pt"
+    if world == 4 and ep == 2 and dist.get_rank() == 0:
+        torch.save(moments, before)
+    if world < 4:
+        for name, values in torch.load(before).items():
+            assert all(map(torch.equal, values, moments[name])), name
+    loss = loss_of(model, batches(4, 9).flatten(0, 1))
+    loss = mean_of(loss) if world > 1 else loss.detach()
+    assert error(loss, torch.load(folder / "4-2.loss")) < 1e-6
+
+
+def check_a_rank_without_rows(rank, world, ep):
+    """All tokens go to the first experts: the others' gradients are zeros, and everything is finite."""
+    model = parallelize(build(selection_bias=False), expert_mesh("cpu", ep))
+    for block in model[1:]:
+        with torch.no_grad():
+            block.moe.router.bias.to_local().fill_(0)
+        block.moe.router.register_forward_hook(lambda m, i, routing: routing._replace(
+            expert_ids=routing.expert_ids.new_tensor([0, 1, 2]).expand(T, 3)))  # fmt: skip
+    loss_of(model, batches(world, 0)[rank]).backward()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.isfinite() and norm > 0
+    for block in model[1:]:
+        grad = whole(block.moe.experts.down.grad)
+        assert grad[:3].count_nonzero() and not grad[3:].count_nonzero()
+
+
+def check_experts_alone(rank, world, ep):
+    """Without FSDP2: `reduce_gradients` makes means, of main gradients too."""
+    alone, model = build(), parallelize(build(), expert_mesh("cpu", ep), fsdp=False)
+    hand_over = use_main_grad(model, optimizer_of(model))
+    x = batches(world, 0)
+    loss_of(alone, x.flatten(0, 1)).backward()
+    loss_of(model, x[rank]).backward()
+    reduce_gradients(model, expert_mesh("cpu", ep))
+    hand_over()
+    compare(model, alone, lambda p: p.grad)
+
+
+def check_balance(rank, world, ep):
+    """The global balance loss and the selection bias count the tokens of all ranks."""
+    options = {"global_balance_coef": 0.1, "shared_intermediate": 0}
+    alone, model = build(**options), build(**options, global_balance_group=dist.group.WORLD)
+    parallelize(model, expert_mesh("cpu", ep))
+    x = batches(world, 0)
+    loss_of(alone, x.flatten(0, 1)).backward()
+    loss_of(model, x[rank]).backward()
+    compare(model, alone, lambda p: p.grad)
+    balance_step(alone)
+    balance_step(model, group=dist.group.WORLD)
+    for ours, theirs in zip(model[1:], alone[1:], strict=True):
+        assert torch.equal(ours.moe.router.selection_bias, theirs.moe.router.selection_bias)
+
+
+def check_memory_options(rank, world, ep):
+    """Checkpointing, weights that stay whole, bfloat16, and parameters on the meta device."""
+    alone, x = build(), batches(world, 0)
+    loss_of(alone, x.flatten(0, 1)).backward()
+    model = parallelize(build(), expert_mesh("cpu", ep), reshard_after_forward=False)
+    for block in model[1:]:
+        block.repeats = True
+    loss_of(model, x[rank]).backward()
+    compare(model, alone, lambda p: p.grad)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    model = parallelize(build(), expert_mesh("cpu", ep), mp_policy=policy)
+    seen = []
+    model[1].moe.experts.register_forward_pre_hook(lambda m, inputs: seen.extend(t.dtype for t in inputs[:2]))
+    loss_of(model, x[rank].bfloat16()).backward()
+    assert seen == [torch.bfloat16, torch.float32]
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    halves = [build().bfloat16() for _ in range(world)]
+    for half, batch in zip(halves, x, strict=True):
+        loss_of(half, batch.bfloat16()).backward()
+    for ours, *theirs in zip(model.parameters(), *(half.parameters() for half in halves), strict=True):
+        mean = sum(p.grad.float() for p in theirs) / world
+        # with ep > 1 a token's sum is rounded on each rank, so that the next router may choose another expert
+        assert error(whole(ours.grad), mean) < (2e-2 if ep == 1 else 0.25)
+
+    model = parallelize(build().to("meta"), expert_mesh("cpu", ep)).to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for p in model.parameters():
+        assert whole(p).isfinite().all() and whole(p).abs().max() <= 1
+
+
+def check_errors(rank, world, ep):
+    mesh = expert_mesh("cpu", ep)
+    with pytest.raises(ValueError, match="ep=3 does not divide the world"):
+        expert_mesh("cpu", 3)
+    with pytest.raises(ValueError, match="no Experts nor LoRAExperts"):
+        parallelize(nn.Linear(3, 3), mesh)
+    with pytest.raises(ValueError, match="must have the axes"):
+        parallelize(build(), mesh["ep"])
+    model = parallelize(build(), mesh)
+    with pytest.raises(ValueError, match="reduce_dtype=torch.float32"):
+        use_main_grad(model, optimizer_of(model))
+    with pytest.raises(ValueError, match="shared among ranks already"):
+        parallelize(model, mesh)
+    if world // ep > 1 and ep > 1:
+        with pytest.raises(ValueError, match="experts has 7 experts, which ep=2 does not divide: try ep=1"):
+            parallelize(MoE(H, 8, 7, 2), mesh)
+
+
+def few_experts(rank, world, ep):
+    """More ranks than experts: FSDP2 shards each expert."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(MoE(H, 16, 2, 1))
+    model = parallelize(copy.deepcopy(alone), expert_mesh("cpu", ep))
+    x = batches(world, 0)
+    loss_of(alone, x.flatten(0, 1)).backward()
+    loss_of(model, x[rank]).backward()
+    compare(model, alone, lambda p: p.grad)
+
+
+def everything(rank, world, folder):
+    for ep in MESHES[world]:
+        check_steps(rank, world, ep, folder)
+        check_a_rank_without_rows(rank, world, ep)
+        check_experts_alone(rank, world, ep)
+        check_balance(rank, world, ep)
+        check_memory_options(rank, world, ep)
+        check_errors(rank, world, ep)
+    few_experts(rank, world, 2)
+    for ep in MESHES[world]:
+        check_load(world, ep, folder)
+
+
+def test_sharded_models(tmp_path):
+    run(4, everything, tmp_path)
+    (tmp_path / "store").unlink()
+    run(2, everything, tmp_path)
+    check_load(1, 1, tmp_path)
+
+
+def test_clipping_without_processes():
+    """As torch's function, for plain tensors."""
+    model, other = build(), build()
+    for m in (model, other):
+        loss_of(m, batches(1, 0)[0]).backward()
+    for norm_type in (1.0, 2.0, math.inf):
+        norms = [fn(m.parameters(), 0.01, norm_type) for fn, m in
+                 ((clip_grad_norm_, model), (nn.utils.clip_grad_norm_, other))]  # fmt: skip
+        torch.testing.assert_close(*norms)
+        compare(model, other, lambda p: p.grad)
+    assert clip_grad_norm_([torch.ones(3)], 1.0) == 0
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, torch.inf])
+    with pytest.raises(RuntimeError, match="norm of order 2.0"):
+        clip_grad_norm_(weight, 1.0, error_if_nonfinite=True)
