@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.base.check import check_float, check_shape, check_sizes
-from ..kernels.rows.permute import unpermute
-from ..op import define_op, gradients
+from ..op import define_op, fill, gradients
 from ..private_api import process_group
+
+# the newer name; torch 2.11 has the older one alone
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class TokensInputs(NamedTuple):
@@ -44,16 +46,15 @@ def new_combine(i: TokensInputs) -> Tensor:
 
 
 def launch_dispatch(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    dist.all_gather_into_tensor(out, x.contiguous(), group=process_group(group))
+    all_gather(out, x.contiguous(), group=process_group(group))
 
 
 def launch_combine(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=process_group(group))
-    choices = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    rank = choices.view(ranks, -1).t().contiguous()  # (T, R): the row of each rank
-    order = choices.view(-1, ranks).t().flatten()
-    out.copy_(unpermute(received, order, rank))
+    rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    rank = rows.view(ranks, -1).t().contiguous()  # (T, R): the row of each rank
+    fill("unpermute", out, received, rows, rank, None)  # which reads `rank` alone
 
 
 def backward_dispatch(ctx, dout):

@@ -23,7 +23,7 @@ from ..layers.experts import cast_as_linear
 from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph
 from ..routing.plan import RoutePlan, make_plan
-from .collective import combine_tokens, dispatch_tokens
+from .collective import all_gather, combine_tokens, dispatch_tokens
 from .slots import ids_of, local_ids, pad, window, windows
 
 log = logging.getLogger("moe_aiter")
@@ -105,7 +105,7 @@ class ExpertDispatcher:
         if not self.called or settings.debug:
             mine = torch.tensor([tokens], device=x.device)
             found = mine.new_empty(self.ranks)
-            dist.all_gather_into_tensor(found, mine, group=self.group)
+            all_gather(found, mine, group=self.group)
             counts, self.called = found.tolist(), True
         else:
             counts = [tokens]
