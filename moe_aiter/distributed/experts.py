@@ -97,7 +97,7 @@ class ExpertDispatcher:
             out = Dispatched.apply(self, experts, x, ids, s, *weights)
         else:
             out = self.combine(self.passes(experts, *self.arrive(x, ids, s), weights))
-        return out[:tokens]
+        return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
     def check_tokens(self, x: Tensor) -> None:
         """Raise ValueError, on all ranks if possible, unless the ranks' numbers of tokens fit."""

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,14 +15,16 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 SMALL = {"hidden": 64, "num-experts": 4, "top-k": 2, "layers": 1, "sequence": 32, "batch": 4, "steps": 24}
 
 
-def run(example, *flags):
+def run(example, *flags, processes=None):
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
     command = [sys.executable, ROOT / "examples" / f"{example}.py", *flags]
+    if processes is not None:
+        command[1:1] = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"
     return subprocess.run(command, env=env, text=True, capture_output=True)
 
 
-def output(example, *flags):
-    done = run(example, *flags)
+def output(example, *flags, **options):
+    done = run(example, *flags, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -39,6 +42,21 @@ def test_train_from_scratch(tmp_path):
     output("train_from_scratch", *flags, f"--out={tmp_path}/twice", f"--resume={tmp_path}/once/6.pt")
     once, twice = (torch.load(tmp_path / out / "12.pt")["model"] for out in ("once", "twice"))
     assert all(torch.equal(twice[key], weight) for key, weight in once.items())
+
+
+def test_expert_parallel(tmp_path):
+    """Two processes train, and one continues as two would."""
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    printed = output("expert_parallel", "--ep=2", "--steps=4", f"--out={tmp_path}", processes=2)
+    first = float(re.search(r"step 4: loss ([\d.]+)", printed)[1])
+    losses = []
+    for processes in (2, 1):
+        out = tmp_path / str(processes)
+        shutil.copytree(tmp_path / "4", out / "4")
+        flags = f"--ep={processes}", "--steps=6", "--resume=4", f"--out={out}"
+        printed = output("expert_parallel", *flags, processes=processes)
+        losses.append(float(re.search(r"step 6: loss ([\d.]+)", printed)[1]))
+    assert losses[0] < first and abs(losses[0] - losses[1]) < 0.01
 
 
 def replay_routing(*flags):
