@@ -88,6 +88,8 @@ class ExpertDispatcher:
         tokens, compiles = x.shape[0], torch.compiler.is_compiling()
         (x,) = cast_as_linear(x)  # fewer bytes travel
         if not compiles:
+            if not self.called:
+                self.log_traffic(experts, x)
             self.check_tokens(x)
         ids, s, weights = ids_of(plan), wide(routing_weights), experts.local_weights()
         if self.max_tokens is not None:
@@ -98,6 +100,17 @@ class ExpertDispatcher:
         else:
             out = self.combine(self.passes(experts, *self.arrive(x, ids, s), weights))
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
+
+    def log_traffic(self, experts: nn.Module, x: Tensor) -> None:
+        """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
+        others = self.ranks - 1
+        tokens = 5 * others * x.nbytes  # of x, dout and x again, and of the sums for out and dx
+        weights = sum(p.numel() for p in experts.parameters()) * x.element_size()
+        whole = 3 * weights * others / self.ranks  # gathered twice, and the sums of gradients
+        log.info(
+            "expert parallelism over %d ranks: each sends %.1f MB a layer and training step; without it, "
+            "FSDP2 would send %.1f MB for whole experts", self.ranks, tokens / 1e6, whole / 1e6,
+        )  # fmt: skip
 
     def check_tokens(self, x: Tensor) -> None:
         """Raise ValueError, on all ranks if possible, unless the ranks' numbers of tokens fit."""

@@ -138,7 +138,8 @@ class Experts(nn.Module):
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
         rest = f"bias={self.down_bias is not None}, interleaved={self.interleaved}"
         memory = f"row_chunks={self.row_chunks}, recompute={self.recompute!r}, fp8={self.fp8!r}"
-        return f"{sizes}, activation={self.activation!r}, {rest}, {memory}"
+        shared = "" if self.dispatcher is None else f", {self.dispatcher}"
+        return f"{sizes}, activation={self.activation!r}, {rest}, {memory}{shared}"
 
 
 def local_part(t: Tensor | None) -> Tensor | None:

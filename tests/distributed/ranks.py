@@ -8,17 +8,19 @@ import torch
 import torch.distributed as dist
 
 
-def run(world: int, function: Callable, folder: pathlib.Path, *args) -> None:
-    """Call `function(rank, world, folder, *args)` in `world` processes; an error in one of them is raised."""
-    torch.multiprocessing.spawn(one_rank, (world, function, folder, args), nprocs=world)
+def run(world: int, function: Callable, folder: pathlib.Path, backend: str = "gloo") -> None:
+    """Call `function(rank, world, folder)` in `world` processes; an error in one of them is raised."""
+    torch.multiprocessing.spawn(one_rank, (world, function, folder, backend), nprocs=world)
 
 
-def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, args: tuple) -> None:
+def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, backend: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=world)
     try:
-        function(rank, world, folder, *args)
+        function(rank, world, folder)
     finally:
         dist.destroy_process_group()
 

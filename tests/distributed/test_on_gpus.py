@@ -1,0 +1,141 @@
+"""Experts shared by two GPUs, or by the one that there is, over NCCL."""
+
+import copy
+
+import pytest
+import torch
+from check import error
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_aiter import Experts, make_plan, use
+from moe_aiter.config import settings
+from moe_aiter.distributed import ExpertParallel, expert_mesh
+from moe_aiter.kernels.experts.cpu import expert_loop_reference
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+
+from .ranks import gathered, run, whole
+
+pytestmark = pytest.mark.gpu
+E, K, T, H, I = 16, 4, 512, 256, 128  # noqa: E741  tokens of each rank
+
+
+def build(dtype=torch.bfloat16, **options) -> Experts:
+    torch.manual_seed(0)
+    return Experts(E, H, I, device="cuda", dtype=dtype, **options)
+
+
+def share(experts, world, **options):
+    mesh = expert_mesh("cuda", world)["ep"]
+    return parallelize_module(copy.deepcopy(experts), mesh, ExpertParallel(**options))
+
+
+def draw(world, seed=1, dtype=torch.bfloat16):
+    """x, ids, routing weights and dout of all ranks, the same on each."""
+    generator = torch.Generator().manual_seed(seed)
+    n = world * T
+    ids = torch.rand(n, E, generator=generator).argsort(1)[:, :K]
+    x, s, dout = (torch.randn(n, size, generator=generator) for size in (H, K, H))
+    return x.to("cuda", dtype), ids.cuda(), s.softmax(1).cuda(), dout.to("cuda", dtype)
+
+
+def mine(rank, world, tensors):
+    return [t.tensor_split(world)[rank].contiguous() for t in tensors]
+
+
+def step(fn, experts, x, ids, s, dout) -> dict:
+    experts.zero_grad()
+    x, s = x.clone().requires_grad_(), s.clone().requires_grad_()
+    out = fn(x, s, make_plan(ids, E))
+    out.backward(dout)
+    grads = {name: p.grad for name, p in experts.named_parameters()}
+    return {"out": out.detach(), "dx": x.grad, "ds": s.grad} | grads
+
+
+def of_all_ranks(results: dict) -> dict:
+    token = {name: gathered(results[name]) for name in ("out", "dx", "ds")}
+    return token | {name: whole(t) for name, t in results.items() if name not in token}
+
+
+def reference(experts, dtype, x, ids, s, dout) -> dict:
+    experts = copy.deepcopy(experts).to(dtype)
+    weights = experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias
+    s = s.to(torch.promote_types(dtype, torch.float32))
+
+    def fn(x, s, plan):
+        return expert_loop_reference(*ExpertInputs(x, *weights, s, *plan, "swiglu", False, False))[0]
+
+    return step(fn, experts, x.to(dtype), ids, s, dout.to(dtype))
+
+
+def check_values(rank, world, backend, dtype, options):
+    """As good as plain torch, and the same bits twice; in float32 weights' gradients are one process's."""
+    experts, given = build(dtype, bias=True), draw(world, dtype=dtype)
+    truth, torchs = (reference(experts, d, *given) for d in (torch.float64, dtype))
+    with use(backend):
+        alone = step(experts, experts, *given)
+        shared = share(experts, world, **options)
+        runs = [of_all_ranks(step(shared, shared, *mine(rank, world, given))) for _ in range(2)]
+    for what, value in runs[0].items():
+        assert torch.equal(value, runs[1][what]), f"{backend}, {options}, {what}: two runs differ"
+        got, best = error(value, truth[what]), error(torchs[what], truth[what])
+        assert got <= 2 * best + 1e-7, f"{backend}, {dtype}, {options}, {what}: {got:.2e}, torch {best:.2e}"
+        if dtype == torch.float32 and what not in ("out", "dx") and "rows" not in options:
+            assert torch.equal(value, alone[what]), f"{backend}, {what} is not that of one process"
+
+
+def check_no_synchronisation(rank, world):
+    """100 steps in which nothing may wait for the GPU."""
+    experts, (x, ids, s, dout) = share(build(), world), mine(rank, world, draw(world))
+    plan = make_plan(ids, E)
+    for i in range(103):
+        if i == 3:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        step(experts, experts, x, ids, s, dout)
+    torch.cuda.set_sync_debug_mode("default")
+    assert plan.group_sizes.sum() == T * K
+
+
+def check_graph(rank, world):
+    """One CUDA graph, replayed with five routings, has the bits of eager steps."""
+    experts = share(build(), world)
+    x, ids, s, dout = mine(rank, world, draw(world))
+    x, s = x.requires_grad_(), s.requires_grad_()
+    weights = experts.gate_up, experts.down
+
+    def run_once():
+        out = experts(x, s, make_plan(ids, E))
+        return out, *torch.autograd.grad(out, (x, s, *weights), dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run_once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run_once()
+    for seed in range(5):
+        new = mine(rank, world, draw(world, seed))
+        with torch.no_grad():
+            for old, value in zip((x, ids, s, dout), new, strict=True):
+                old.copy_(value)
+        graph.replay()
+        got = [whole(t).clone() for t in results]
+        want = [whole(t) for t in run_once()]
+        assert all(map(torch.equal, got, want)), seed
+
+
+def everything(rank, world, folder):
+    for backend in ("triton", "auto"):
+        for dtype in (torch.bfloat16, torch.float32):
+            for options in ({}, {"keep_x": True}, {"rows": 0.5}, {"max_tokens": T + 3}):
+                check_values(rank, world, backend, dtype, options)
+    object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
+    check_no_synchronisation(rank, world)
+    check_graph(rank, world)
+
+
+def test_on_gpus(tmp_path):
+    run(min(torch.cuda.device_count(), 2), everything, tmp_path, "nccl")
