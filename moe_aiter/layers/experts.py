@@ -104,7 +104,7 @@ class Experts(nn.Module):
 
     def local_weights(self) -> tuple[Tensor | None, ...]:
         """Return gate_up, down and their biases, for sharded ones the part of this rank."""
-        return tuple(map(local_part, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
+        return tuple(map(local_weight, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
 
     def compute(
         self,
@@ -149,6 +149,13 @@ def local_part(t: Tensor | None) -> Tensor | None:
     from torch.distributed.tensor import DTensor  # here, since it takes long to import
 
     return t.to_local() if isinstance(t, DTensor) else t
+
+
+def local_weight(p: Tensor | None) -> Tensor | None:
+    """Return the part of a parameter that this rank has.  A `main_grad` takes all of its gradient, so that
+    autograd, which may send zeros for none, is not asked."""
+    local = local_part(p)
+    return local.detach().requires_grad_(p.requires_grad) if hasattr(p, "main_grad") else local
 
 
 def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
