@@ -36,7 +36,7 @@ from ..kernels.grouped.gmm import gmm
 from ..kernels.grouped.segment_gmm import segment_gmm
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
-from .experts import Experts, cast_as_linear
+from .experts import Experts, cast_as_linear, local_part
 
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
 FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by adapter
@@ -188,14 +188,20 @@ class LoRAFactors(nn.Module):
 
     def scaled_a(self) -> Tensor:
         """c * A, in training without the ranks that are dropped: (count, r, in)."""
-        kept = F.dropout(self.A.new_ones(*self.A.shape[:2], 1), self.rank_dropout, self.training)
-        return self.A * (self.scaling * kept)
+        a = local_part(self.A)
+        kept = F.dropout(a.new_ones(*a.shape[:2], 1), self.rank_dropout, self.training)
+        return a * (self.scaling * kept)
 
     def low_rank(self, weight: Tensor) -> LowRank:
         """The adapters of the weight (count, out, in) as `experts_by_step` takes them, in its dtype."""
-        a, b = (t.to(weight.dtype) for t in (self.scaled_a(), self.B))
+        a, b = (t.to(weight.dtype) for t in (self.scaled_a(), local_part(self.B)))
         growth = None if self.magnitude is None else self.growth(weight)
-        return LowRank(a, b, growth, self.dropout if self.training else 0.0)
+        return LowRank(a, b, growth, self.input_dropout)
+
+    @property
+    def input_dropout(self) -> float:
+        """The probability with which a number of A's input is dropped now."""
+        return self.dropout if self.training else 0.0
 
     @torch.no_grad()
     def norms(self, weight: Tensor) -> Tensor:
@@ -203,7 +209,8 @@ class LoRAFactors(nn.Module):
 
         |W|^2 + 2 c W (B A) + |c B A|^2 would do without the sum, but cancels where B A is close to -W / c.
         """
-        count, out_features = self.B.shape[:2]
+        all_a, all_b = local_part(self.A), local_part(self.B)
+        count, out_features = all_b.shape[:2]
         in_features = weight.shape[-1]
         rows = max(1, min(out_features, NORM_BLOCK // max(in_features, 1)))
         pairs = max(1, NORM_BLOCK // max(rows * in_features, 1))
@@ -212,7 +219,7 @@ class LoRAFactors(nn.Module):
         for i in range(0, count, pairs):
             for j in range(0, out_features, rows):
                 block = slice(i, i + pairs), slice(j, j + rows)
-                norms[block] = row_norms(self.adapted(weight[block], self.A[block[0]], self.B[block]))
+                norms[block] = row_norms(self.adapted(weight[block], all_a[block[0]], all_b[block]))
         return norms.clamp_min(torch.finfo(norms.dtype).tiny)
 
     def adapted(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -223,19 +230,21 @@ class LoRAFactors(nn.Module):
 
     def growth(self, weight: Tensor) -> Tensor:
         """m / |W + c B A| - 1, (count, out) in float32: what DoRA multiplies by, less the one of LoRA."""
-        dtype, wide = self.magnitude.dtype, sum_dtype(self.magnitude)
+        magnitude = local_part(self.magnitude)
+        dtype, wide = magnitude.dtype, sum_dtype(magnitude)
         least = torch.finfo(dtype).tiny  # the norm of a row of zeros, which float16 would round to 0
         # rounded as m is: a new adapter changes nothing
         norms = self.norms(weight).to(dtype).clamp_min(least).to(wide)
-        return (self.magnitude.to(wide) - norms) / norms
+        return (magnitude.to(wide) - norms) / norms
 
     @torch.no_grad()
     def merged(self, weight: Tensor, number: int | slice) -> Tensor:
         """The one weight that does the same as `weight` with these factors: here the product is made."""
         wide = sum_dtype(weight)
-        full = self.adapted(weight, self.A[number], self.B[number])
-        if self.magnitude is not None:
-            full *= (self.magnitude[number].to(wide) / row_norms(full))[..., None]
+        a, b, magnitude = map(local_part, (self.A, self.B, self.magnitude))
+        full = self.adapted(weight, a[number], b[number])
+        if magnitude is not None:
+            full *= (magnitude[number].to(wide) / row_norms(full))[..., None]
         return full.to(weight.dtype)
 
     def extra_repr(self) -> str:
@@ -381,10 +390,14 @@ class LoRAExperts(nn.Module):
 
     The keyword arguments are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up (and down
     alike) gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).
+    Once sharded by `moe_aiter.distributed`, they are DTensors, of which each rank computes its own part.
     The router stays trainable.  `row_chunks`, `recompute` and `fp8` of the experts have an effect only after
     `merge`: beside adapters, products use the weights' dtype.
+    `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.
     Raises TypeError unless `base` is an `Experts`.
     """
+
+    dispatcher = None
 
     def __init__(self, base: Experts, **lora: Any):
         super().__init__()
@@ -397,32 +410,70 @@ class LoRAExperts(nn.Module):
 
     def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
         """As `Experts.forward`: (T, H) -> (T, H)."""
-        base = self.base
-        if self.original is not None:
-            return base(x, routing_weights, plan)
         check_shape("x", x, "T", "H")
-        x, gate_up, down = cast_as_linear(x, base.gate_up, base.down)
+        if self.dispatcher is not None:
+            return self.dispatcher(self, x, routing_weights, plan)
+        return self.compute(x, routing_weights, plan, self.local_weights())
+
+    def local_weights(self) -> tuple[Tensor | None, ...]:
+        """Return the weights and biases of `base` and, unless merged, the adapters' factors, as `LowRank`.
+
+        Of sharded ones the part of this rank.  In training, ranks are dropped here.
+        """
+        gate_up, down, *biases = self.base.local_weights()
+        if self.original is not None:
+            return gate_up, down, *biases
+        gate_up, down = cast_as_linear(gate_up, down)
+        factors = self.gate_up_lora.low_rank(gate_up), self.down_lora.low_rank(down)
+        return gate_up, down, *biases, *factors[0][:3], *factors[1][:3]
+
+    def compute(
+        self,
+        x: Tensor,
+        routing_weights: Tensor,
+        plan: RoutePlan,
+        weights: tuple[Tensor | None, ...],
+        recompute: str | None = None,
+    ) -> Tensor:
+        """Return the experts' output as `forward` does, on this rank, with these `local_weights`."""
+        gate_up, down, gate_up_bias, down_bias, *factors = weights
+        base, up_lora, down_lora = self.base, self.gate_up_lora, self.down_lora
+        if not factors:
+            return base.compute(x, routing_weights, plan, weights, recompute)
+        x, gate_up, down = cast_as_linear(x, gate_up, down)
         check_float(x=x, gate_up=gate_up)
         check_plan(plan)
-        up = Projection(gate_up, base.gate_up_bias, self.gate_up_lora.low_rank(gate_up))
-        down = Projection(down, base.down_bias, self.down_lora.low_rank(down))
+        up = Projection(gate_up, gate_up_bias, LowRank(*factors[:3], up_lora.input_dropout))
+        down = Projection(down, down_bias, LowRank(*factors[3:], down_lora.input_dropout))
         act = partial(glu, activation=base.activation, interleaved=base.interleaved)
         return experts_by_step(x, up, act, down, routing_weights, RoutePlan(*plan))
 
     def merge(self) -> None:
-        """Add the adapters to the weights, and keep a copy of the weights."""
+        """Add the adapters to the weights, and keep a copy of the weights.
+
+        Raises ValueError for merged adapters, and for weights that are sharded other than by experts.
+        """
         if self.original is not None:
             raise ValueError("the adapters are already merged")
-        weights = self.base.gate_up, self.base.down
-        self.original = tuple(w.detach().clone() for w in weights)
+        for name, p in self.named_parameters():
+            if any(getattr(placement, "dim", 0) != 0 for placement in getattr(p, "placements", ())):
+                raise ValueError(
+                    f"{name} is sharded by {p.placements}: merge needs whole experts on each rank"
+                )
+        weights = self.own_weights()
+        self.original = tuple(w.clone() for w in weights)
         for w, lora in zip(weights, (self.gate_up_lora, self.down_lora), strict=True):
             for e in range(len(w)):  # one by one: all of them in float32 would take twice their memory
-                w.data[e] = lora.merged(w.data[e], e)
+                w[e] = lora.merged(w[e], e)
+
+    def own_weights(self) -> tuple[Tensor, Tensor]:
+        """Return gate_up and down outside of autograd, for sharded ones the part of this rank."""
+        return local_part(self.base.gate_up.data), local_part(self.base.down.data)
 
     def unmerge(self) -> None:
         """Restore the weights as they were before `merge`, to the bit."""
-        for w, before in zip((self.base.gate_up, self.base.down), taken(self.original), strict=True):
-            w.data.copy_(before)
+        for w, before in zip(self.own_weights(), taken(self.original), strict=True):
+            w.copy_(before)
         self.original = None
 
     @checked

@@ -1,0 +1,154 @@
+"""`LoRAExperts` shared by two processes: outputs and gradients are those of one with the joined batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_aiter import LoRAExperts, MoE
+from moe_aiter.config import interpret
+from moe_aiter.distributed import ExpertParallel, expert_mesh, parallelize
+
+if interpret:
+    pytest.skip("nothing here runs Triton", allow_module_level=True)
+
+WORLD, T, H, E, K = 2, 96, 16, 8, 4
+ADAPTED = "gate_up_lora.A", "gate_up_lora.B", "down_lora.A", "down_lora.B"
+MAGNITUDES = "gate_up_lora.magnitude", "down_lora.magnitude"
+MORE = {"bias": True, "activation": "gelu"}, {"dora": True, "rslora": True}
+CASES = {  # of the MoE, its adapters and the dispatcher
+    "lora": ({}, {}, {}),
+    "dora": (*MORE, {}),
+    "windows": (*MORE, {"rows": 0.5}),
+    "padded": ({"interleaved": True}, {}, {"max_tokens": T + 3}),
+    "tokens kept": (*MORE, {"keep_x": True}),
+}
+
+
+def build(moe: dict, lora: dict, num_experts: int = E) -> MoE:
+    torch.manual_seed(0)
+    model = MoE(H, 8, num_experts, min(K, num_experts), **moe)
+    model.experts = LoRAExperts(model.experts, rank=4, **lora)
+    for name, p in model.experts.named_parameters():
+        if "lora" in name:
+            p.data.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, dout = torch.randn(2, WORLD, T, H, generator=generator)
+    return x, dout
+
+
+def step(model: nn.Module, x: torch.Tensor, dout: torch.Tensor) -> dict:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.backward(dout)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
+    return {"out": out.detach(), "dx": x.grad, **grads}
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
+    mesh = expert_mesh("cpu", WORLD)
+    x, dout = (t[rank] for t in batch())
+    results = {}
+
+    def shared(moe, lora, options):
+        return parallelize_module(build(moe, lora), mesh["ep"], {"experts": ExpertParallel(**options)})
+
+    for name, case in CASES.items():
+        results[name] = step(shared(*case), x, dout)
+
+    model = shared({}, MORE[1], {})
+    before = [w.to_local().clone() for w in (model.experts.base.gate_up, model.experts.base.down)]
+    model.experts.merge()
+    results["merged"] = step(model, x, dout)
+    model.experts.unmerge()
+    after = [w.to_local() for w in (model.experts.base.gate_up, model.experts.base.down)]
+    results["unmerged"] = list(map(torch.equal, after, before))
+
+    for rows in (2.0, 0.5):
+        model = shared({}, {"rank_dropout": 0.5}, {"rows": rows})
+        torch.manual_seed(2)
+        results["rank dropout", rows] = step(model, x, dout)
+
+    for ep in (1, 2):
+        model = parallelize(nn.Sequential(build(*MORE)), expert_mesh("cpu", ep))
+        results["fsdp", ep] = step(model, x, dout)
+        model[0].experts.merge()
+        results["merged fsdp", ep] = model(x).detach()
+    model = parallelize(nn.Sequential(build({}, {}, num_experts=1)), expert_mesh("cpu", 1))
+    with pytest.raises(ValueError, match=r"gate_up is sharded by .*: merge needs whole experts"):
+        model[0].experts.merge()
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("lora")
+    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def alone(moe: dict, lora: dict, merged: bool = False) -> dict:
+    model = build(moe, lora)
+    if merged:
+        model.experts.merge()
+    x, dout = batch()
+    return step(model, x.flatten(0, 1), dout.flatten(0, 1))
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
+def check(ranks: list[dict], want: dict) -> None:
+    """Gradients of experts are sums over the ranks; those of the rest are a rank's own."""
+    for name in ("out", "dx"):
+        close(torch.cat([results[name] for results in ranks]), want[name])
+    for results in ranks:
+        assert results.keys() == want.keys()
+    for name in set(want) - {"out", "dx"}:
+        grads = [results[name] for results in ranks]
+        close(grads[0] if name.startswith("experts.") else sum(grads), want[name])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_one_process(ranks, case):
+    moe, lora, _ = CASES[case]
+    want = alone(moe, lora)
+    adapted = {f"experts.{name}" for name in ADAPTED + (MAGNITUDES if "dora" in lora else ())}
+    assert {name for name in want if name.startswith("experts.")} == adapted
+    check([results[case] for results in ranks], want)
+
+
+def test_merged_adapters(ranks):
+    check([results["merged"] for results in ranks], alone({}, MORE[1], merged=True))
+    assert all(all(results["unmerged"]) for results in ranks)
+
+
+def test_each_window_drops_the_same_ranks(ranks):
+    for results in ranks:
+        few, many = results["rank dropout", 2.0], results["rank dropout", 0.5]
+        for name, want in few.items():
+            close(many[name], want)
+    assert not torch.allclose(ranks[0]["lora"]["out"], ranks[0]["rank dropout", 2.0]["out"])
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_with_fsdp(ranks, ep):
+    """Gradients are the mean of the ranks'; dx is that of a rank's own loss."""
+    want = alone(*MORE)
+    for name in ("out", "dx"):
+        close(torch.cat([results["fsdp", ep][name] for results in ranks]), want[name])
+    for results in ranks:
+        for name in set(want) - {"out", "dx"}:
+            close(results["fsdp", ep][f"0.{name}"], want[name] / WORLD)
+    close(torch.cat([results["merged fsdp", ep] for results in ranks]), alone(*MORE, merged=True)["out"])
