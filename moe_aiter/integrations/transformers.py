@@ -10,13 +10,15 @@ model whose experts have transformers' decorator `use_experts_implementation`: M
 DeepSeek-V3, gpt-oss and more.  Parameters keep their names, shapes and values, and so do checkpoints.
 
 `check(model)` prints which kernels each experts module runs.
+
+Several GPUs: `DistributedConfig(..., ep_implementation="moe_aiter")`, see `DispatchedExperts`.
 """
 
 import types
 import warnings
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,6 +31,9 @@ from ..layers.lora import Projection, experts_by_step
 from ..layers.training import FINDERS
 from ..private_api import is_changed
 from ..routing.plan import RoutePlan, make_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["check", "known_gate", "register", "unregister"]
 
@@ -62,17 +67,26 @@ GATES = {
 
 _originals = {}  # methods of PreTrainedModel, while those that warn are in their places
 _inside = ContextVar("inside", default=False)  # while a model is made, in which further models are its parts
+_options = {}  # of `ExpertDispatcher`, for models to come
 warned = set()  # classes of models that had their warning
 
 
-def register() -> None:
-    """Add `experts_implementation="moe_aiter"` to transformers.  Further calls change nothing.
+def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x: bool | None = None) -> None:
+    """Add `experts_implementation="moe_aiter"` to transformers.  Further calls change only the options.
+
+    Where transformers has `DistributedConfig(ep_implementation=...)`, as 5.23 does, the name works there too.
+    The options are those of `ExpertDispatcher` for models that are loaded with it after this call; None
+    leaves an option as it is.
 
     After that, `from_pretrained`, `from_config` and `set_experts_implementation` warn, once for each class of
     models, if the name changes nothing in a model.
     Raises ImportError if transformers is missing or older than 5.7.
     """
     interface().register(NAME, experts_forward)
+    if (parallel := parallel_interface()) is not None:
+        parallel.register(NAME, DispatchedExperts)
+    options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x}
+    _options.update((name, value) for name, value in options.items() if value is not None)
     if summed_weights not in FINDERS:
         FINDERS.append(summed_weights)
     if not _originals:
@@ -91,6 +105,9 @@ def unregister() -> None:
     The next forward pass of a model that still uses it raises an error.
     """
     interface()._global_mapping.pop(NAME, None)
+    if (parallel := parallel_interface()) is not None:
+        parallel._global_mapping.pop(NAME, None)
+    _options.clear()
     FINDERS[:] = [finder for finder in FINDERS if finder is not summed_weights]
     if _originals:
         from transformers import PreTrainedModel as model
@@ -114,6 +131,15 @@ def interface() -> type:
     from transformers.integrations.moe import ExpertsInterface
 
     return ExpertsInterface
+
+
+def parallel_interface() -> type | None:
+    """transformers' registry of expert parallelism, None in a version without one."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:
+        return None
+    return EPImplementationInterface
 
 
 # a warning if nothing here runs
@@ -275,21 +301,32 @@ def experts_forward(
     does.
     """
     weights = weights_of(module)
-    gate_up, down = cast_as_linear(weights.gate_up, weights.down)
-    x, num_experts = hidden_states.to(gate_up.dtype), down.shape[0]
+    num_experts = weights.down.shape[0]
     plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
-    weights = weights._replace(gate_up=gate_up, down=down)
+    return compute(module, hidden_states, top_k_weights, plan, weights).to(hidden_states.dtype)
+
+
+def compute(
+    module: nn.Module,
+    x: Tensor,
+    routing_weights: Tensor,
+    plan: RoutePlan,
+    weights: Weights,
+    recompute: str = "none",
+) -> Tensor:
+    """Return (T, H) in the dtype of the products, from the experts of `plan` with these weights."""
+    gate_up, down = cast_as_linear(weights.gate_up, weights.down)
+    x, weights = x.to(gate_up.dtype), weights._replace(gate_up=gate_up, down=down)
     gate = known_gate(module)
     if not runs_fused(module):
-        out = unfused(module, gate, weights, x, top_k_weights, plan)
-    else:
-        activation, interleaved = gate
-        out = expert_mlp(
-            x, gate_up, down, top_k_weights, plan, activation=activation, interleaved=interleaved,
-            gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias,
-            gate_up_main_grad=weights.gate_up_main_grad, down_main_grad=weights.down_main_grad,
-        )  # fmt: skip
-    return out.to(hidden_states.dtype)
+        return unfused(module, gate, weights, x, routing_weights, plan)
+    activation, interleaved = gate
+    return expert_mlp(
+        x, gate_up, down, routing_weights, plan, activation=activation, interleaved=interleaved,
+        gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias,
+        gate_up_main_grad=weights.gate_up_main_grad, down_main_grad=weights.down_main_grad,
+        recompute=recompute,
+    )  # fmt: skip
 
 
 def weights_of(module: nn.Module) -> Weights:
@@ -409,3 +446,69 @@ def unfused(
         act = module._apply_gate if module.has_gate else module.act_fn
     norm = module.post_expert_norm if has_norm(module) else None
     return experts_by_step(x, up, act, down, routing_weights, plan, norm=norm)
+
+
+# several GPUs
+
+
+class DispatchedExperts:
+    """Expert parallelism of transformers on our dispatcher.
+
+        sizes = {"fsdp_size": 8, "ep_size": 8}
+        config = DistributedConfig(**sizes, ep_implementation="moe_aiter")
+        model = AutoModelForCausalLM.from_pretrained(
+            name, experts_implementation="moe_aiter", distributed_config=config
+        )
+
+    transformers shards the parameters while it loads them, and makes one of these for each experts module.
+    Each rank has tokens of its own; gradients are those of the mean of the ranks' losses.
+    Raises ValueError with `tp_size` above 1, for experts that do not run on our kernels or whose parameters
+    the `ep_plan` does not shard, and for experts with adapters.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: "DeviceMesh", tp_mesh: "DeviceMesh"):
+        from ..distributed import ExpertDispatcher
+
+        kind = type(experts).__name__
+        if tp_mesh.size() > 1:
+            raise ValueError(
+                f"ep_implementation={NAME!r} needs tp_size=1, not {tp_mesh.size()}: ranks differ in tokens"
+            )
+        if not is_experts(experts) or implementation_of(experts) != NAME:
+            raise ValueError(
+                f"ep_implementation={NAME!r} needs experts on our kernels, but {kind} runs "
+                f"{implementation_of(experts)!r}: pass experts_implementation={NAME!r} too"
+            )
+        weights = [getattr(experts, name) for name in names_of(experts)]
+        if not all(hasattr(weight, "placements") for weight in weights):
+            raise ValueError(f"ep_plan leaves weights of {kind} whole: shard each by 'grouped_gemm'")
+        self.module = experts
+        self.dispatcher = ExpertDispatcher(ep_mesh.get_group(), weights[0].shape[0], **_options)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As `experts_forward`, for this rank's tokens; ids are those of all experts."""
+        if getattr(self.module, ADAPTERS, None):
+            raise ValueError(f"ep_implementation={NAME!r} does not support experts with adapters")
+        num_experts = self.dispatcher.num_experts
+        plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
+        x = hidden_states.to(weights_of(self.module).down.dtype)  # before it travels
+        return self.dispatcher(self, x, top_k_weights, plan)
+
+    def local_weights(self) -> tuple[Tensor | None, ...]:
+        """Return this rank's weights; none if the module itself computes something, with parameters perhaps.
+
+        transformers puts the local part of each parameter in its place during the call.
+        """
+        return weights_of(self.module) if runs_fused(self.module) else ()
+
+    def compute(
+        self,
+        x: Tensor,
+        routing_weights: Tensor,
+        plan: RoutePlan,
+        weights: tuple[Tensor | None, ...],
+        recompute: str | None = None,
+    ) -> Tensor:
+        """Return the output of this rank's experts, with these weights in place of the module's."""
+        weights = Weights(*weights) if weights else weights_of(self.module)
+        return compute(self.module, x, routing_weights, plan, weights, recompute or "none")

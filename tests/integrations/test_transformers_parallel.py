@@ -1,0 +1,141 @@
+"""Expert parallelism of transformers on our dispatcher: two processes beside one with the joined batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_aiter.config import interpret
+from moe_aiter.distributed import clip_grad_norm_
+from moe_aiter.integrations.transformers import (
+    ADAPTERS,
+    NAME,
+    check,
+    parallel_interface,
+    register,
+    unregister,
+)
+
+from .families import VOCAB, experts_of, tiny_model
+
+if interpret:
+    pytest.skip("nothing here runs Triton", allow_module_level=True)
+pytest.importorskip("transformers", reason="transformers is not installed")
+if torch.accelerator.current_accelerator() is not None:
+    pytest.skip("transformers uses the accelerator, with one rank on each", allow_module_level=True)
+if parallel_interface() is None:
+    pytest.skip("this transformers has no ep_implementation", allow_module_level=True)
+
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+WORLD = 2
+PLAN = [f"model.layers.*.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+CASES = {  # the family, changes of its configuration, of its experts, and the options of the dispatcher
+    "qwen3_moe": ("qwen3_moe", {}, {}, {}),
+    "gpt_oss": ("gpt_oss", {}, {}, {}),  # transposed, with biases
+    "a gate of its own": ("gpt_oss", {}, {"limit": 5.0}, {}),
+    "windows": ("qwen3_moe", {}, {}, {"rows": 0.2, "max_tokens": 80}),
+}
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(VOCAB, (WORLD, 2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def step(model, tokens: torch.Tensor, constants: dict, checkpoints: bool = False) -> dict:
+    """The loss, all gradients, whole, and their norm."""
+    for experts in experts_of(model):
+        vars(experts).update(constants)
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    grads = {
+        name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()
+    }
+    return {"loss": loss.detach(), "norm": clip_grad_norm_(model.parameters(), 1e9), **grads}
+
+
+def load(folder: str, name: str, experts: str = NAME, **config):
+    config = {"fsdp_size": WORLD, "ep_size": WORLD, "ep_implementation": NAME} | config
+    return AutoModelForCausalLM.from_pretrained(
+        f"{folder}/{name}", experts_implementation=experts, distributed_config=DistributedConfig(**config)
+    )
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
+    tokens, results = batch()[rank], {}
+    for name, (_, _, constants, options) in CASES.items():
+        register(**options)
+        model = load(folder, name)
+        for experts in experts_of(model):
+            for weight in experts.parameters():
+                assert weight.to_local().shape[0] == weight.shape[0] // WORLD
+        results[name] = step(model, tokens, constants)
+        unregister()
+    register()
+    results["checkpoints"] = step(load(folder, "qwen3_moe"), tokens, {}, checkpoints=True)
+    theirs = load(folder, "qwen3_moe", ep_implementation="all_to_all")
+    results["all_to_all"] = step(theirs, tokens, {})
+    results["experts replicated"] = step(load(folder, "qwen3_moe", ep_size=1), tokens, {})
+    model = load(folder, "qwen3_moe")
+    results["check"] = check(model)
+    model.save_pretrained(f"{folder}/saved")
+    vars(experts_of(model)[0])[ADAPTERS] = {"down_proj": None}
+    with pytest.raises(ValueError, match="does not support experts with adapters"):
+        model(tokens)
+    with pytest.raises(ValueError, match="needs tp_size=1, not 2"):
+        load(folder, "qwen3_moe", fsdp_size=1, tp_size=2)
+    with pytest.raises(ValueError, match="Qwen3MoeExperts runs 'eager': pass experts_implementation="):
+        load(folder, "qwen3_moe", experts="eager")
+    with pytest.raises(ValueError, match="ep_plan leaves weights of Qwen3MoeExperts whole"):
+        load(folder, "qwen3_moe", ep_plan=dict.fromkeys(PLAN, "replicate"))
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The models' weights, and what both ranks made of them."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (family, changes, _, _) in CASES.items():
+        torch.manual_seed(0)
+        tiny_model(family, **changes).save_pretrained(folder / name)
+    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=WORLD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict]:
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("case", [*CASES, "checkpoints", "all_to_all", "experts replicated"])
+def test_as_one_process(folder, ranks, case):
+    name = case if case in CASES else "qwen3_moe"
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder / name, experts_implementation=NAME)
+    want = step(model, batch().flatten(0, 1), CASES[name][2])
+    got = [results[case] for results in ranks]
+    close(torch.stack([results.pop("loss") for results in got]).mean(), want.pop("loss"))
+    for results in got:
+        assert results.keys() == want.keys()
+        for name, gradient in want.items():
+            close(results[name], gradient)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
+def test_check_and_save(folder, ranks):
+    for results in ranks:
+        assert {path.path for path in results["check"].values()} == {"fused"}
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("qwen3_moe", "saved")
+    )
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
