@@ -64,6 +64,10 @@ def one_rank(rank: int, folder: str) -> None:
     for name, case in CASES.items():
         results[name] = step(shared(*case), x, dout)
 
+    model = shared(*CASES["dora"])
+    compiled = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x, dout)
+    results["compiled"] = {name.removeprefix("_orig_mod."): t for name, t in compiled.items()}
+
     model = shared({}, MORE[1], {})
     before = [w.to_local().clone() for w in (model.experts.base.gate_up, model.experts.base.down)]
     model.experts.merge()
@@ -120,9 +124,9 @@ def check(ranks: list[dict], want: dict) -> None:
         close(grads[0] if name.startswith("experts.") else sum(grads), want[name])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "compiled"])
 def test_as_one_process(ranks, case):
-    moe, lora, _ = CASES[case]
+    moe, lora, _ = CASES.get(case, CASES["dora"])
     want = alone(moe, lora)
     adapted = {f"experts.{name}" for name in ADAPTED + (MAGNITUDES if "dora" in lora else ())}
     assert {name for name in want if name.startswith("experts.")} == adapted
