@@ -5,21 +5,27 @@
 `convert(model)` does the same for a model that exists and is not parallelised yet.  Parameters keep their
 names, shapes and values, so checkpoints, state-dict adapters, shardings and initialisers keep working.
 
-torchtitan's router stays.  Without expert parallelism, one `expert_mlp` takes the place of torchtitan's
-dispatcher and experts, and tokens are not copied to rows.  With expert parallelism, torchtitan's dispatcher
-sends tokens to the experts and back as before.
+torchtitan's router stays.  One `expert_mlp` takes the place of torchtitan's dispatcher and experts, and
+tokens are not copied to rows.  Under expert parallelism, `ExpertDispatcher` sends tokens to the experts and
+back.  It sends each token to all ranks of the group, so groups of more than `MOST_RANKS` ranks keep
+torchtitan's dispatcher, as layers do that choose another one than the standard.
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from ..distributed import ExpertDispatcher
 from ..kernels.base.check import checked
 from ..kernels.experts.split import split_expert_mlp
+from ..layers.experts import local_part
 from ..layers.training import WEIGHTS
 from ..routing.plan import RoutePlan, make_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 try:
     from torchtitan.config import derive, override
@@ -32,6 +38,7 @@ except ImportError as error:
 
 __all__ = ["convert", "experts"]
 
+MOST_RANKS = 8  # of one NVLink domain
 WEIGHTS_IN_TURN = "w1_EFD", "w3_EFD", "w2_EDF"  # gate, up, down
 
 
@@ -41,19 +48,27 @@ class Routing:
 
     weights: Tensor  # (T, k), float32
     plan: RoutePlan
+    dispatcher: ExpertDispatcher | None = None  # if ranks share the experts; the plan is that of all experts
 
 
 class Dispatcher(AllToAllTokenDispatcher):
-    """torchtitan's standard one under expert parallelism; else it leaves tokens where they are."""
+    """Leaves tokens where they are; `Experts` sends them to other ranks."""
+
+    shared: ExpertDispatcher | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         pass
 
+    def wire_meshes(self, *, ep_mesh: "DeviceMesh | None") -> None:
+        super().wire_meshes(ep_mesh=ep_mesh)
+        ours = ep_mesh is not None and ep_mesh.size() <= MOST_RANKS
+        self.shared = ExpertDispatcher(ep_mesh.get_group(), self.num_experts) if ours else None
+
     def dispatch(self, x: Tensor, scores: Tensor, expert_ids: Tensor, counts: Tensor) -> tuple:
-        if self.ep_mesh is not None:
+        if self.ep_mesh is not None and self.shared is None:
             return super().dispatch(x, scores, expert_ids, counts)
-        return x, Routing(scores, make_plan(expert_ids, self.num_experts)), None
+        return x, Routing(scores, make_plan(expert_ids, self.num_experts), self.shared), None
 
     def combine(self, out: Tensor, metadata, x: Tensor) -> Tensor:
         return out if metadata is None else super().combine(out, metadata, x)
@@ -75,15 +90,35 @@ class Experts(GroupedExperts):
         Returns as many rows in the dtype of x: weighted sums, or rows as they are.  Rows past the last
         expert's, which a dispatcher may have, become zeros.
         """
-        weights = [getattr(self, name) for name in WEIGHTS_IN_TURN]
-        sums = [getattr(w, "main_grad", None) for w in weights]
-        *weights, gate, up, down = (t.to_local() if isinstance(t, DTensor) else t for t in weights + sums)
         if not isinstance(routing, Routing):
             routing = each_row_once(len(x), routing)
+        inputs = x.bfloat16(), routing.weights, routing.plan
+        if routing.dispatcher is None:
+            return self.compute(*inputs, self.local_weights()).type_as(x)
+        return routing.dispatcher(self, *inputs).type_as(x)
+
+    def local_weights(self) -> tuple[Tensor, ...]:
+        """Return the weights, for sharded ones the part of this rank."""
+        return tuple(local_part(getattr(self, name)) for name in WEIGHTS_IN_TURN)
+
+    def compute(
+        self,
+        x: Tensor,
+        routing_weights: Tensor,
+        plan: RoutePlan,
+        weights: tuple[Tensor, ...],
+        recompute: str | None = None,
+    ) -> Tensor:
+        """Return the output of this rank's experts, with these weights in place of the parameters.
+
+        All windows of a dispatcher keep their pre-activations, whatever `recompute` says.
+        """
+        gate, up, down = (
+            local_part(getattr(getattr(self, name), "main_grad", None)) for name in WEIGHTS_IN_TURN
+        )
         return split_expert_mlp(
-            x.bfloat16(), *weights, routing.weights, routing.plan,
-            gate_main_grad=gate, up_main_grad=up, down_main_grad=down,
-        ).type_as(x)  # fmt: skip
+            x, *weights, routing_weights, plan, gate_main_grad=gate, up_main_grad=up, down_main_grad=down
+        )
 
 
 WEIGHTS[Experts] = WEIGHTS_IN_TURN

@@ -18,6 +18,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 from torchtitan.models.common.moe import RoutedExperts
 
+from moe_aiter.integrations import torchtitan as file
 from moe_aiter.integrations.torchtitan import Dispatcher, Experts, convert
 
 NAME = "moe_aiter.integrations.torchtitan.experts"
@@ -202,14 +203,17 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def test_expert_parallel_dispatch(one_rank):
-    """With a mesh, torchtitan's all-to-all makes the rows, and the experts take them as they come."""
+@pytest.mark.parametrize("most_ranks", [0, 8], ids=["theirs", "ours"])
+def test_expert_parallel_dispatch(one_rank, monkeypatch, most_ranks):
+    """With a mesh, our dispatcher; in a larger one torchtitan's makes rows, which the experts take."""
+    monkeypatch.setattr(file, "MOST_RANKS", most_ranks)
     ours, theirs = moe_of(), moe_of(overridden=False)
     x = tokens(ours)
     dout = torch.randn_like(x).bfloat16().float()
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
     for moe in (ours, theirs):
         moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    assert (ours.routed_experts.token_dispatcher.shared is not None) == (most_ranks > 0)
     got, best, truth = step(ours, x, dout), step(theirs, x, dout), exact(moe_of(), x, dout)
     for name in truth:
         assert_output_as_good(name, got[name], best[name], truth[name])

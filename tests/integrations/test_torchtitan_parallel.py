@@ -1,0 +1,95 @@
+"""torchtitan's expert parallelism on our dispatcher: two processes beside one with the joined batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from check import assert_output_as_good, error
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from moe_aiter.config import interpret
+
+from .test_torchtitan import (
+    WEIGHTS,
+    FullAC,
+    SelectiveAC,
+    exact,
+    moe_of,
+    set_spmd_backend,
+    step,
+    tokens,
+)
+
+if interpret:
+    pytest.skip("nothing here runs Triton", allow_module_level=True)
+
+from moe_aiter.integrations import torchtitan as ours
+
+WORLD = 2
+CASES = ["ours", "their dispatcher", "all recomputed", "some recomputed", "compiled"]
+EXPERTS = "routed_experts.inner_experts."
+
+
+def batch(moe: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    x = torch.stack([tokens(moe) for _ in range(WORLD)])
+    return x, torch.randn_like(x).bfloat16().float()
+
+
+def shared(case: str, mesh) -> nn.Module:
+    """A MoE whose experts are sharded as torchtitan shards them."""
+    moe = moe_of()
+    experts, dispatcher = moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher
+    for name in WEIGHTS:
+        weight = distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])
+        setattr(experts, name, nn.Parameter(weight))
+    ours.MOST_RANKS = 0 if case == "their dispatcher" else WORLD
+    dispatcher.wire_meshes(ep_mesh=mesh)
+    assert (dispatcher.shared is None) == (case == "their dispatcher")
+    if case == "compiled":
+        moe.compile(fullgraph=True, backend="aot_eager")
+    if case.endswith("recomputed"):
+        policy = FullAC if case == "all recomputed" else SelectiveAC
+        return policy(policy.Config())._wrap_block(moe, base_fqn="layers.0.moe")
+    return moe
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
+    set_spmd_backend("partial_dtensor")
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
+    x, dout = (t[rank] for t in batch(moe_of()))
+    results = {}
+    for case in CASES:
+        found = step(shared(case, mesh), x, dout)
+        results[case] = {
+            name.replace("_checkpoint_wrapped_module.", ""): getattr(t, "full_tensor", lambda t=t: t)()
+            for name, t in found.items()
+        }
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("torchtitan")
+    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_one_process(ranks, case):
+    """As good as torchtitan's own experts, beside float64; gradients of experts are sums over ranks."""
+    x, dout = (t.flatten(0, 1) for t in batch(moe_of()))
+    best, truth = step(moe_of(overridden=False), x, dout), exact(moe_of(), x, dout)
+    mine = [results[case] for results in ranks]
+    assert mine[0].keys() == truth.keys()
+    for name in truth:
+        parts = [results[name] for results in mine]
+        got = parts[0] if name.startswith(EXPERTS) else sum(parts)
+        got = torch.cat(parts) if name in ("out", "x") else got
+        assert_output_as_good(name, got, best[name], truth[name])
+        assert case != "ours" or error(got, truth[name]) < 1e-2, name
