@@ -101,6 +101,10 @@ CALLS = {
     ),
     "monitor.MonitorCallback": (monitor.MonitorCallback, lambda: {"prefix": "moe", "group": None}),
     "monitor.watch": (monitor.watch, lambda: {"trainer": trainer(), "prefix": "moe", "group": None}),
+    "transformers.register": (
+        transformers.register,
+        lambda: {"rows": 2.0, "max_tokens": 64, "keep_x": False},
+    ),
     "transformers.check": (transformers.check, lambda: {"model": model()}),
     "transformers.known_gate": (
         transformers.known_gate,

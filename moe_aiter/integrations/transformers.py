@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.base.check import FLOATS, checked
+from ..kernels.base.check import FLOATS, check_positive, check_sizes, checked
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.experts import cast_as_linear
@@ -71,6 +71,7 @@ _options = {}  # of `ExpertDispatcher`, for models to come
 warned = set()  # classes of models that had their warning
 
 
+@checked
 def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x: bool | None = None) -> None:
     """Add `experts_implementation="moe_aiter"` to transformers.  Further calls change only the options.
 
@@ -80,8 +81,13 @@ def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x
 
     After that, `from_pretrained`, `from_config` and `set_experts_implementation` warn, once for each class of
     models, if the name changes nothing in a model.
-    Raises ImportError if transformers is missing or older than 5.7.
+    Raises ImportError if transformers is missing or older than 5.7, and TypeError or ValueError for options
+    that `ExpertDispatcher` refuses.
     """
+    if rows is not None:
+        check_positive(rows=rows)
+    if max_tokens is not None:
+        check_sizes(max_tokens=max_tokens)
     interface().register(NAME, experts_forward)
     if (parallel := parallel_interface()) is not None:
         parallel.register(NAME, DispatchedExperts)
