@@ -11,6 +11,7 @@ import re
 
 import callables
 import callables_compat
+import callables_distributed
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ import moe_aiter
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 CALLS = {name: (getattr(moe_aiter, name), given) for name, given in callables.OURS.items()}
-CALLS |= callables_compat.MORE
-MODULES, ELSEWHERE = [*callables_compat.MODULES], callables_compat.ELSEWHERE
+CALLS |= callables_compat.MORE | callables_distributed.CALLS
+MODULES = [*callables_compat.MODULES, *callables_distributed.MODULES]
+ELSEWHERE = callables_compat.ELSEWHERE
 TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 if TRANSFORMERS:
     import callables_integrations
@@ -193,6 +195,9 @@ COMPUTES = {
         f"LoRALinear.{name}.adapter": "negative"
         for name in ("merge", "peft_state_dict", "load_peft_state_dict")
     },
+    "infinity clips nothing; the norm of order infinity is the largest magnitude": {
+        f"distributed.clip_grad_norm_.{name}": "infinity" for name in ("max_norm", "norm_type")
+    },
     "any name": {
         "LiveTable.show.title": "str",
         "LoRALinear.peft_state_dict.prefix": "str",
@@ -204,6 +209,8 @@ COMPUTES = {
         "monitor.watch.prefix": "str",
     },
     "any folder that is not there or empty": {
+        "distributed.save_sharded.path": "str",
+        "distributed.export_safetensors.path": "str",
         "checkpoints.convert.target": "str",
         "checkpoints.upcycle.target": "str",
         "lora.save_lora.directory": "str",

@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from ..files import UNFINISHED, draft_of, need, remove, sync
+from ..kernels.base.check import checked
 
 
+@checked
 def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Write the folder `path`: each rank its own shards of the model's and the optimizer's state.
 
@@ -42,11 +44,15 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     barrier()
 
 
+@checked
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Load what `save_sharded` wrote into `model` and `optimizer`, on any number of ranks and any mesh.
 
-    All ranks must call it.  Raises torch's CheckpointException for another model, or if files are missing.
+    All ranks must call it.  Raises FileNotFoundError if `path` is no such folder, and torch's
+    CheckpointException for another model, or if files of it are missing.
     """
+    if not (Path(path) / ".metadata").exists():
+        raise FileNotFoundError(f"path is {path}, but there is no sharded checkpoint")
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=Path(path))
     optimizers = () if optimizer is None else optimizer
@@ -60,6 +66,7 @@ def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict:
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
 
 
+@checked
 def export_safetensors(path: str | os.PathLike, model: nn.Module) -> None:
     """Write the whole model to one .safetensors file, under its state_dict's names, as one process would.
 

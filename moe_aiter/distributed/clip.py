@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from ..kernels.base.check import check_tensor, checked
 from .parallelize import mesh_of
 
 
 @torch.no_grad()
+@checked
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -23,9 +25,17 @@ def clip_grad_norm_(
     norm is that of the whole model, the same scalar on each rank.  No synchronisation with the host unless
     `error_if_nonfinite`, which raises RuntimeError then.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    elif not isinstance(parameters, Iterable):
+        raise TypeError(f"parameters must be tensors, not {type(parameters).__name__}")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must not be negative, but it is {max_norm}")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, but it is {norm_type}")
     by_mesh: dict = {}
     for parameter in parameters:
+        check_tensor("an element of parameters", parameter)
         if parameter.grad is not None:
             by_mesh.setdefault(mesh_of(parameter.grad), []).append(parameter.grad)
     if not by_mesh:

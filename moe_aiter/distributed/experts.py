@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ..config import settings
-from ..kernels.base.check import check_positive, check_sizes, wide
+from ..kernels.base.check import check_positive, check_sizes, checked, wide
 from ..layers.experts import cast_as_linear
 from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph
@@ -48,6 +48,7 @@ class ExpertDispatcher:
     All ranks must make the same calls in the same order, forward and backward, also with no tokens.
     """
 
+    @checked
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -58,9 +59,7 @@ class ExpertDispatcher:
         keep_x: bool = False,
     ):
         check_sizes(num_experts=num_experts)
-        check_positive(rows=rows)
-        if max_tokens is not None:
-            check_sizes(max_tokens=max_tokens)
+        check_options(rows, max_tokens)
         self.group, self.ranks = group, group.size()
         self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
         each = -(-num_experts // self.ranks)
@@ -158,6 +157,12 @@ class ExpertDispatcher:
         for plan in filter(has_rows, others):
             out = wide(out) + wide(experts.compute(slots, s, plan, weights, recompute="z"))
         return out.to(slots.dtype)
+
+
+def check_options(rows: float, max_tokens: int | None) -> None:
+    check_positive(rows=rows)
+    if max_tokens is not None:
+        check_sizes(max_tokens=max_tokens)
 
 
 def has_rows(plan: RoutePlan) -> bool:

@@ -3,11 +3,12 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..kernels.base.check import check_sizes
+from ..kernels.base.check import check_device_name, check_sizes, checked
 
 EFSDP, EP = "efsdp", "ep"  # its axes
 
 
+@checked
 def expert_mesh(device_type: str, ep: int) -> DeviceMesh:
     """Return a mesh (efsdp, ep) over all ranks: `ep` neighbours share the experts of a layer.
 
@@ -16,6 +17,7 @@ def expert_mesh(device_type: str, ep: int) -> DeviceMesh:
     Raises ValueError unless `ep` divides the number of ranks.
     """
     check_sizes(ep=ep)
+    check_device_name("device_type", device_type)
     world = dist.get_world_size() if dist.is_initialized() else init_device_mesh(device_type, (1,)).size()
     if world % ep:
         raise ValueError(f"ep={ep} does not divide the world of {world} ranks")

@@ -1,7 +1,7 @@
 """A whole model on many GPUs: experts shared by expert parallelism, all parameters sharded by FSDP2."""
 
 import dataclasses
-import logging
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -12,14 +12,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from ..kernels.base.check import checked
 from ..layers import LoRAExperts
 from ..private_api import flattened
 from .mesh import EFSDP, EP
 from .style import KINDS, ExpertParallel
 
-log = logging.getLogger("moe_aiter")
 
-
+@checked
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -55,6 +55,7 @@ def parallelize(
     cannot be divided evenly.
     """
     check_mesh(mesh)
+    style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x)
     found = {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
     inner = {f"{name}.base" for name, module in found.items() if isinstance(module, LoRAExperts)}
     found = {name: module for name, module in found.items() if name not in inner}
@@ -65,7 +66,6 @@ def parallelize(
         check_divides(name, next(experts.parameters()).shape[0], efsdp, ep)
     blocks = list(blocks_of(model))
     for experts in found.values():
-        style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x)
         parallelize_module(experts, mesh[EP], style, src_data_rank=None)
     if not fsdp:
         return model
@@ -116,9 +116,8 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     by the number of all ranks.
     """
     efsdp, ep = mesh.shape
-    num_experts = next(experts.parameters()).shape[0]
-    # fewer experts than ranks: shards of each expert instead of whole ones
-    placement = (lambda _: Shard(1)) if efsdp * ep > num_experts else None
+    few = efsdp * ep > next(experts.parameters()).shape[0]  # then each rank has a part of each of its experts
+    placement = functools.partial(within_experts, efsdp) if few else None
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
     fully_shard(experts, mesh=mesh[EFSDP], mp_policy=policy, shard_placement_fn=placement, **options)
     experts.set_gradient_divide_factor(float(mesh.size()))
@@ -126,6 +125,13 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
         experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies no sum
 
 
+def within_experts(ranks: int, parameter: nn.Parameter) -> Shard:
+    """Return the first axis within an expert that the ranks divide, or else that of the experts."""
+    axes = (axis for axis in range(1, parameter.dim()) if parameter.shape[axis] % ranks == 0)
+    return Shard(next(axes, 0))
+
+
+@checked
 def parameter_groups(model: nn.Module, **options) -> list[dict]:
     """Return groups of parameters for an optimizer, one for each mesh: fused optimizers take no mixture.
 
@@ -143,6 +149,7 @@ def mesh_of(t: torch.Tensor) -> DeviceMesh | None:
 
 
 @torch.no_grad()
+@checked
 def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make the gradients those of the mean of all ranks' losses, after `parallelize(..., fsdp=False)`.
 

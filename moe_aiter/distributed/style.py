@@ -5,8 +5,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..kernels.base.check import checked
 from ..layers import Experts, LoRAExperts
-from .experts import ExpertDispatcher
+from .experts import ExpertDispatcher, check_options
 
 KINDS = Experts, LoRAExperts
 
@@ -23,8 +24,10 @@ class ExpertParallel(ParallelStyle):
     expert.
     """
 
+    @checked
     def __init__(self, *, rows: float = 2.0, max_tokens: int | None = None, keep_x: bool = False):
         super().__init__()
+        check_options(rows, max_tokens)
         self.options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

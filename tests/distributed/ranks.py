@@ -21,6 +21,7 @@ def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, ba
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=world)
     try:
         function(rank, world, folder)
+        dist.barrier()  # a rank that leaves while others still talk may abort
     finally:
         dist.destroy_process_group()
 
