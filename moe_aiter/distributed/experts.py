@@ -86,11 +86,11 @@ class ExpertDispatcher:
         """
         tokens, compiles = x.shape[0], torch.compiler.is_compiling()
         (x,) = cast_as_linear(x)  # fewer bytes travel
+        ids, s, weights = ids_of(plan), wide(routing_weights), experts.local_weights()
         if not compiles:
             if not self.called:
-                self.log_traffic(experts, x)
+                self.log_traffic(x, weights)
             self.check_tokens(x)
-        ids, s, weights = ids_of(plan), wide(routing_weights), experts.local_weights()
         if self.max_tokens is not None:
             x, s, ids = (pad(t, self.max_tokens, fill) for t, fill in ((x, 0), (s, 0), (ids, -1)))
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
@@ -100,12 +100,11 @@ class ExpertDispatcher:
             out = self.combine(self.passes(experts, *self.arrive(x, ids, s), weights))
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
-    def log_traffic(self, experts: nn.Module, x: Tensor) -> None:
+    def log_traffic(self, x: Tensor, weights: Sequence[Tensor | None]) -> None:
         """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
         others = self.ranks - 1
         tokens = 5 * others * x.nbytes  # of x, dout and x again, and of the sums for out and dx
-        weights = sum(p.numel() for p in experts.parameters()) * x.element_size()
-        whole = 3 * weights * others / self.ranks  # gathered twice, and the sums of gradients
+        whole = 3 * others * sum(w.nbytes for w in weights if w is not None)  # gathered twice, and gradients
         log.info(
             "expert parallelism over %d ranks: each sends %.1f MB a layer and training step; without it, "
             "FSDP2 would send %.1f MB for whole experts", self.ranks, tokens / 1e6, whole / 1e6,
