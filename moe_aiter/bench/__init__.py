@@ -10,13 +10,14 @@ import pathlib
 from .measure import add_measurement
 
 CSV = pathlib.Path("benchmarks/results/layer.csv")
-COMMANDS = {  # command: (module with add_arguments and COMMAND, help)
+COMMANDS = {  # command: (module with add_arguments and COMMAND, perhaps a main of its own; help)
     "layer": ("layer", "MoE layers: forward pass and training step"),
     "gmm": ("gmm", "grouped products"),
     "deepgemm": ("masked", "masked products in 8 and 16 bits"),
     "segment": ("segment", "segment products: LoRA, decoding, dense segments"),
     "gemm": ("products", "dense, scaled and sparse products"),
     "lora": ("lora", "frozen experts with LoRA adapters"),
+    "parallel": ("parallel", "expert parallelism on several ranks, under torchrun"),
 }
 
 
@@ -45,4 +46,5 @@ def main(args: argparse.Namespace) -> int:
         return update(args.csv, args.readme)
     from .products import run
 
-    return run(importlib.import_module(f"{__name__}.{COMMANDS[args.bench][0]}").COMMAND, args)
+    module = importlib.import_module(f"{__name__}.{COMMANDS[args.bench][0]}")
+    return module.main(args) if hasattr(module, "main") else run(module.COMMAND, args)

@@ -239,16 +239,23 @@ def summary(samples: list[float]) -> Times:
     return Times(*quantiles.tolist())
 
 
-def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[dict[str, Times]]:
+def time_all(
+    contenders: list[Contender],
+    problem: Problem,
+    reps: int,
+    align: Callable[[], object] = int,
+    agree: Callable[[dict[int, tuple]], dict[int, tuple]] = dict,
+) -> list[dict[str, Times]]:
     """The passes of each contender, in ms; each round has new inputs, and another order.
 
-    Where contenders have a step, the host is ahead of the GPU, as in training.
+    Where contenders have a step, the host is ahead of the GPU, as in training.  Several ranks that measure
+    together `align` before each pass, and `agree` on the times of each round.
     """
-    measure, flush = measure_cpu, hand_back
+    measure, flush = measure_cpu, lambda: (hand_back(), align())
     if problem.x.is_cuda:
         flush_l2 = l2_flush(problem.x.device)
         lead = LEAD_CYCLES * any(contender.leaves for contender in contenders)
-        measure, flush = measure_gpu, lambda: (torch.cuda._sleep(lead), flush_l2())
+        measure, flush = measure_gpu, lambda: (torch.cuda._sleep(lead), flush_l2(), align())
     samples: list[list[tuple[float, ...]]] = [[] for _ in contenders]
     slow: set[int] = set()
     for round in progress(range(WARMUP + reps), "timing all", lambda round: f"round {round + 1}"):
@@ -260,7 +267,7 @@ def time_all(contenders: list[Contender], problem: Problem, reps: int) -> list[d
             with contenders[turn].context():
                 results.append((turn, measure(contenders[turn], problem, flush)))
         # read only now: a wait between contenders would time the host's launches, which training overlaps
-        times = {turn: elapsed() for turn, elapsed in results}
+        times = agree({turn: elapsed() for turn, elapsed in results})
         if round == WARMUP - 1 and problem.x.is_cuda:
             slow = who_is_slow(contenders, {turn: step for turn, (*_, step) in times.items()})
         elif round >= WARMUP:
@@ -441,18 +448,26 @@ class PassTimer:
 
     def cells(self, reps: int) -> list[dict]:
         """What the row of each gets."""
-        times = time_all(self.field, self.problem, reps)
-        return [self.cells_of(*pair) for pair in zip(self.field, times, strict=True)]
+        return [self.cells_of(*pair) for pair in zip(self.field, self.times(reps), strict=True)]
+
+    def times(self, reps: int) -> list[dict[str, Times]]:
+        return time_all(self.field, self.problem, reps)
+
+    def host(self, contender: Contender) -> dict[str, Times]:
+        return time_host(contender, self.problem) if self.problem.x.is_cuda else {}
+
+    def memory(self, contender: Contender) -> Sequence[float] | None:
+        return measure_memory(contender, self.problem)
 
     def cells_of(self, contender: Contender, times: dict[str, Times]) -> dict:
         row, trains = {}, bool(contender.leaves)
-        host = time_host(contender, self.problem) if trains and self.problem.x.is_cuda else {}
+        host = self.host(contender) if trains else {}
         for name, t in times.items():
             prefix = f"{name}_" if name else ""
             row |= {f"{prefix}ms": t.median, f"{prefix}p20": t.p20, f"{prefix}p80": t.p80}
             row |= {f"{prefix}host_ms": host[name].median} if host else {}
             row[f"{prefix}tflops"] = contender.passes[name] * self.flops / sustained(row, prefix) / 1e9
-        memory = measure_memory(contender, self.problem) if trains and not contender.graphed else None
+        memory = self.memory(contender) if trains and not contender.graphed else None
         return row | (dict(zip(("held_mib", "peak_mib"), memory, strict=True)) if memory else {})
 
 
