@@ -256,7 +256,7 @@ def test_sizes_of_your_own(sizes, tmp_path, capsys):
 def test_arguments_have_help():
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    assert "layer | gmm | deepgemm | segment | gemm | lora | report" in parser.format_help()
+    assert "layer | gmm | deepgemm | segment | gemm | lora | parallel | report" in parser.format_help()
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,8 @@ def test_a_skipped_peer_says_what_to_install(error, reason, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["bench layer", "bench gmm", "bench segment", "bench gemm", "bench lora", "tune"]
+    "command",
+    ["bench layer", "bench gmm", "bench segment", "bench gemm", "bench lora", "bench parallel", "tune"],
 )
 def test_lists_of_names(command, capsys):
     with pytest.raises(SystemExit, match="0"):
