@@ -329,10 +329,12 @@ def torch_all_to_all(p: RankProblem) -> Contender:
         x = all_to_all_single_autograd(p.x[order // top_k], in_sizes, out_sizes, group)
         experts = torch.arange(each, device=flat.device).repeat(ranks)
         by_expert = experts.repeat_interleave(received, output_size=rows).argsort(stable=True)
-        x = F.pad(x[by_expert], (0, 0, 0, int(not rows)))  # a row of no group: a product of no rows may fail
+        x = x.index_select(0, by_expert)
+        if not rows:
+            x = F.pad(x, (0, 0, 0, 1))  # a row of no group, for products that do not take zero rows
         ends = received.view(ranks, each).sum(0).cumsum(0).int()
         a = activation(F.grouped_mm(x, gate_up.mT, offs=ends), p.shape)
-        y = F.grouped_mm(a, down.mT, offs=ends)[:rows][by_expert.argsort()]
+        y = F.grouped_mm(a, down.mT, offs=ends)[:rows].index_select(0, by_expert.argsort())
         y = all_to_all_single_autograd(y, out_sizes, in_sizes, group)
         weighted = y * p.routing_weights.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(p.x).index_add(0, order // top_k, weighted)
