@@ -232,7 +232,9 @@ class Dispatched(torch.autograd.Function):
         ctx.dispatcher, ctx.saved, ctx.x_shape = dispatcher, saved, x.shape
         ctx.save_for_backward(x if saved.uses_slots else None, *saved.tensors)
         saved.slots, saved.tensors = None, []  # what torch saves may be other tensors by then
-        return dispatcher.combine(out.detach())
+        out = out.detach()
+        del slots, anchored, leaves  # before the sums of other ranks arrive
+        return dispatcher.combine(out)
 
     @staticmethod
     @once_differentiable
@@ -247,6 +249,7 @@ class Dispatched(torch.autograd.Function):
             computed = iter(torch.autograd.grad(ctx.edge, edges, dslots, **how))
         finally:
             saved.slots, saved.tensors = None, []
+        del dslots
         dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
         dx, ds = (None if d is None else dispatcher.combine(d) for d in (dx, ds))
         return None, None, dx, None, ds, *dweights

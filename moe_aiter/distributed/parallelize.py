@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ..kernels.base.check import checked
 from ..layers import LoRAExperts
+from ..layers.training import is_fsdp
 from ..private_api import flattened
 from .mesh import EFSDP, EP
 from .style import KINDS, ExpertParallel
@@ -61,11 +62,13 @@ def parallelize(
     found = {name: module for name, module in found.items() if name not in inner}
     if not found:
         raise ValueError("the model has no Experts nor LoRAExperts: nothing to share")
+    if any(map(is_fsdp, model.modules())):
+        raise ValueError("model is sharded by FSDP2 already: call parallelize once, on the whole model")
     efsdp, ep = mesh.shape
     for name, experts in found.items():
         check_divides(name, next(experts.parameters()).shape[0], efsdp, ep)
     blocks = list(blocks_of(model))
-    for experts in found.values():
+    for experts in found.values() if ep > 1 else ():
         parallelize_module(experts, mesh[EP], style, src_data_rank=None)
     if not fsdp:
         return model

@@ -223,8 +223,12 @@ def check_errors(rank, world, ep):
     model = parallelize(build(), mesh)
     with pytest.raises(ValueError, match="reduce_dtype=torch.float32"):
         use_main_grad(model, optimizer_of(model))
-    with pytest.raises(ValueError, match="shared among ranks already"):
+    with pytest.raises(ValueError, match="sharded by FSDP2 already"):
         parallelize(model, mesh)
+    if ep > 1:
+        experts = parallelize(build(), mesh, fsdp=False)[1].moe.experts
+        with pytest.raises(ValueError, match="shared among ranks already"):
+            parallelize(experts, mesh)
     if world // ep > 1 and ep > 1:
         with pytest.raises(ValueError, match="experts has 7 experts, which ep=2 does not divide: try ep=1"):
             parallelize(MoE(H, 8, 7, 2), mesh)
