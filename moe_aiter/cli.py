@@ -11,7 +11,7 @@ import re
 import sys
 import typing
 
-from .config import VERSION, SettingError
+from .config import VERSION, SettingError, launch
 
 COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an example)
     "info": (None, "print versions, devices, backends and settings", ""),
@@ -78,7 +78,8 @@ class Parser(argparse.ArgumentParser):
     """A mistake is one line; the usage, forty flags long, is left to --help."""
 
     def error(self, message: str) -> typing.NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        text = f"{self.prog}: error: {message}; see {self.prog} --help\n"
+        self.exit(2, text if launch().rank == 0 else None)
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
         """Refuse a flag that a command does not know where its --help lists those it does."""

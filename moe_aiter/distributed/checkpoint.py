@@ -1,6 +1,7 @@
 """Sharded checkpoints, by torch.distributed.checkpoint: saved on some ranks, loaded on any number."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,11 +18,17 @@ from torch.optim import Optimizer
 from ..files import UNFINISHED, draft_of, need, remove, sync
 
 
-def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def save_sharded(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    finish: Callable[[Path], None] | None = None,
+) -> None:
     """Write the folder `path`: each rank its own shards of the model's and the optimizer's state.
 
     All ranks must call it.  The folder is complete or absent: files go to a draft beside it, which is renamed
-    at the end.  Raises FileExistsError, on each rank, if `path` exists.
+    at the end.  Before that, the first rank calls `finish` with the draft, to add files of its own.
+    Raises FileExistsError, on each rank, if `path` exists.
     """
     path = Path(path)
     draft = path.with_name(f"{UNFINISHED}{path.name}")
@@ -35,6 +42,8 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     dcp.save(state_of(model, optimizer), checkpoint_id=draft)
     barrier()
     if is_first():
+        if finish is not None:
+            finish(draft)
         for part in (*draft.iterdir(), draft):
             sync(part)
         draft.rename(path)
@@ -48,11 +57,24 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     All ranks must call it.  Raises torch's CheckpointException for another model, or if files are missing.
     """
     state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=Path(path))
+    groups = [] if optimizer is None else state["optimizer"]["param_groups"]
+    dcp.load(state, checkpoint_id=Path(path), no_dist=not dist.is_initialized())
+    if optimizer is not None:
+        state["optimizer"]["param_groups"] = regrouped(groups, state["optimizer"]["param_groups"])
     optimizers = () if optimizer is None else optimizer
     set_state_dict(
         model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
     )
+
+
+def regrouped(groups: list[dict], saved: list[dict]) -> list[dict]:
+    """Return `groups` with the saved options of their parameters: there is a group for each mesh, and the
+    meshes may be others now."""
+    found = []
+    for names in (group["params"] for group in groups):
+        options = next(group for group in saved if names[0] in group["params"])
+        found.append(options | {"params": names})
+    return found
 
 
 def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict:
