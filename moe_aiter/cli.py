@@ -8,7 +8,9 @@ import importlib.util
 import io
 import platform
 import re
+import signal
 import sys
+import time
 import typing
 
 from .config import VERSION, SettingError, launch
@@ -78,8 +80,11 @@ class Parser(argparse.ArgumentParser):
     """A mistake is one line; the usage, forty flags long, is left to --help."""
 
     def error(self, message: str) -> typing.NoReturn:
-        text = f"{self.prog}: error: {message}; see {self.prog} --help\n"
-        self.exit(2, text if launch().rank == 0 else None)
+        if launch().rank:  # the first process says it; torchrun then ends this one
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+            time.sleep(10)
+            sys.exit(2)
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
         """Refuse a flag that a command does not know where its --help lists those it does."""

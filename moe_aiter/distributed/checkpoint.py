@@ -1,6 +1,7 @@
 """Sharded checkpoints, by torch.distributed.checkpoint: saved on some ranks, loaded on any number."""
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from ..files import UNFINISHED, draft_of, need, remove, sync
+
+# by parameter, not by group: a group has the parameters of one mesh, and other ranks have other meshes
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_sharded(
@@ -57,28 +61,18 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     All ranks must call it.  Raises torch's CheckpointException for another model, or if files are missing.
     """
     state = state_of(model, optimizer)
-    groups = [] if optimizer is None else state["optimizer"]["param_groups"]
-    dcp.load(state, checkpoint_id=Path(path), no_dist=not dist.is_initialized())
-    if optimizer is not None:
-        state["optimizer"]["param_groups"] = regrouped(groups, state["optimizer"]["param_groups"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, which is no mistake
+        dcp.load(state, checkpoint_id=Path(path))
     optimizers = () if optimizer is None else optimizer
+    moments = state.get("optimizer", {})
     set_state_dict(
-        model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
+        model, optimizers, model_state_dict=state["model"], optim_state_dict=moments, options=OPTIONS
     )
 
 
-def regrouped(groups: list[dict], saved: list[dict]) -> list[dict]:
-    """Return `groups` with the saved options of their parameters: there is a group for each mesh, and the
-    meshes may be others now."""
-    found = []
-    for names in (group["params"] for group in groups):
-        options = next(group for group in saved if names[0] in group["params"])
-        found.append(options | {"params": names})
-    return found
-
-
 def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict:
-    weights, moments = get_state_dict(model, () if optimizer is None else optimizer)
+    weights, moments = get_state_dict(model, () if optimizer is None else optimizer, options=OPTIONS)
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
 
 
