@@ -97,7 +97,10 @@ def started() -> Iterator[Ranks]:
     # the model changes no output of a module in place, and the new name is not in every torch
     for message in ("FSDP2-wrapped module", "`torch.distributed.all_gather_into_tensor` is deprecated"):
         warnings.filterwarnings("ignore", message)
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    # torchrun keeps its store when it starts all ranks again: addresses of ranks that have ended are in it
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store = dist.PrefixStore(f"start {own.restarts}", store)
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     try:
         yield Ranks(own)
     finally:
