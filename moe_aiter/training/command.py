@@ -52,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "loss in nats per byte, bits per byte, speed, and imbalance: the load of a layer's busiest expert "
     text += "divided by the mean load, minus 1; 0 is perfect balance, and the most unbalanced layer is shown"
     parser.add_argument_group("progress bar", text)
+    text = (
+        "torchrun --standalone --nproc-per-node N -m moe_aiter.cli train divides each batch among N processes"
+    )
+    parser.add_argument_group("several processes", text)
 
 
 def main(args: argparse.Namespace) -> int:
