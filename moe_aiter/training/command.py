@@ -86,7 +86,10 @@ def finish(trainer: Trainer, logger: str | None) -> int:
         describe(trainer)
     if trainer.step >= trainer.config.steps:
         say(f"nothing left to train: the run has made its {trainer.step} steps; to continue, raise --steps")
-    with opened_log(logger if ranks.first else None, trainer.run, settings, trainer.step) as log:
+    with contextlib.ExitStack() as opened:
+        with ranks.together():
+            logger = logger if ranks.first else None
+            log = opened.enter_context(opened_log(logger, trainer.run, settings, trainer.step))
         status = trainer.train(log)
     report = trainer.run / "report.html"
     with ranks.together():
