@@ -52,9 +52,10 @@ extension:
 
 # `make train NPROC=4` divides each batch among four processes: on GPUs, each has one; on CPUs, each has its share of them
 NPROC ?=
-LAUNCHER = $(if $(filter-out 1,$(NPROC)),-m torch.distributed.run --standalone --nproc-per-node $(NPROC))
+TORCHRUN = torch.distributed.run --standalone --nproc-per-node $(NPROC) -m --
+LAUNCHER = -m $(if $(filter-out 1,$(NPROC)),$(TORCHRUN))
 train: $(READY)
-	$(PY) $(LAUNCHER) -m moe_aiter.cli train $(ARGS)
+	$(PY) $(LAUNCHER) moe_aiter.cli train $(ARGS)
 
 # 5: ARGS has chosen no test that the interpreter runs
 test: $(READY)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -59,23 +60,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    with started() as ranks, contextlib.ExitStack() as held:  # the run's lock
+    with started() as ranks:
         try:
-            with ranks.together():
-                for module in ("tqdm", "safetensors", "matplotlib", *(["rich"] if args.live else [])):
-                    need(module)  # now, not after the training
-                if args.log:
-                    need(args.log, args.log)
-                if torch.cuda.is_available():
-                    repeat_on_gpu()
-                args = continued(args, ranks)
-            args = ranks.broadcast(args)
-            trainer = (resume_run if args.resume else start_run)(args, ranks, held)
-            return finish(trainer, args.log)
-        except UsageError:  # the same on all ranks
+            return run_on(ranks, args)
+        except UsageError as error:  # the same on all ranks
+            traceback.clear_frames(error.__traceback__)  # they refer to process groups
             if ranks.first:
                 raise
             return 2
+
+
+def run_on(ranks: Ranks, args: argparse.Namespace) -> int:
+    with ranks.together():
+        for module in ("tqdm", "safetensors", "matplotlib", *(["rich"] if args.live else [])):
+            need(module)  # now, not after the training
+        if args.log:
+            need(args.log, args.log)
+        if torch.cuda.is_available():
+            repeat_on_gpu()
+        args = continued(args, ranks)
+    args = ranks.broadcast(args)
+    with contextlib.ExitStack() as held:  # the run's lock
+        return finish((resume_run if args.resume else start_run)(args, ranks, held), args.log)
 
 
 def finish(trainer: Trainer, logger: str | None) -> int:

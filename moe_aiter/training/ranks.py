@@ -6,6 +6,7 @@ nothing.
 
 import contextlib
 import datetime
+import gc
 import signal
 import warnings
 from collections.abc import Iterator
@@ -101,12 +102,16 @@ def started() -> Iterator[Ranks]:
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     store = dist.PrefixStore(f"start {own.restarts}", store)
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
+    ranks = Ranks(own)
     try:
-        yield Ranks(own)
+        yield ranks
     finally:
         # torchrun ends all ranks as soon as one has ended with an error: let each keep its exit status
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         dist.destroy_process_group()
+        # a thread of gloo that outlives the interpreter aborts the process; a group that is freed ends its own
+        ranks.group = None
+        gc.collect()
 
 
 def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
