@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import os
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -63,8 +62,7 @@ def main(args: argparse.Namespace) -> int:
     with started() as ranks:
         try:
             return run_on(ranks, args)
-        except UsageError as error:  # the same on all ranks
-            traceback.clear_frames(error.__traceback__)  # they refer to process groups
+        except UsageError:  # the same on all ranks
             if ranks.first:
                 raise
             return 2
