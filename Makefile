@@ -50,12 +50,12 @@ lock:
 extension:
 	$(PY) setup.py -q build_ext --inplace
 
-# `make train NPROC=4` divides each batch among four processes: on GPUs, each has one; on CPUs, each has its share of them
+# `make train NPROC=4` divides each batch among four processes: on GPUs, each has one; on CPUs, each has its share of them.
+# Without --, torchrun would take --log for a flag of its own.
 NPROC ?=
 TORCHRUN = torch.distributed.run --standalone --nproc-per-node $(NPROC) -m --
-LAUNCHER = -m $(if $(filter-out 1,$(NPROC)),$(TORCHRUN))
 train: $(READY)
-	$(PY) $(LAUNCHER) moe_aiter.cli train $(ARGS)
+	$(PY) -m $(strip $(if $(filter-out 1,$(NPROC)),$(TORCHRUN)) moe_aiter.cli) train $(ARGS)
 
 # 5: ARGS has chosen no test that the interpreter runs
 test: $(READY)

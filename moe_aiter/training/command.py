@@ -53,8 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text += "divided by the mean load, minus 1; 0 is perfect balance, and the most unbalanced layer is shown"
     parser.add_argument_group("progress bar", text)
     text = (
-        "torchrun --standalone --nproc-per-node N -m moe_aiter.cli train divides each batch among N processes"
+        "torchrun --standalone --nproc-per-node N -m -- moe_aiter.cli train divides each batch among the N "
     )
+    text += "processes that it starts"
     parser.add_argument_group("several processes", text)
 
 
