@@ -50,8 +50,12 @@ lock:
 extension:
 	$(PY) setup.py -q build_ext --inplace
 
+# `make train NPROC=4` divides each batch among four processes: on GPUs, each has one; on CPUs, each has its share of them.
+# Without --, torchrun would take --log for a flag of its own.
+NPROC ?=
+TORCHRUN = torch.distributed.run --standalone --nproc-per-node $(NPROC) -m --
 train: $(READY)
-	$(PY) -m moe_aiter.cli train $(ARGS)
+	$(PY) -m $(strip $(if $(filter-out 1,$(NPROC)),$(TORCHRUN)) moe_aiter.cli) train $(ARGS)
 
 # 5: ARGS has chosen no test that the interpreter runs
 test: $(READY)
@@ -62,7 +66,8 @@ test: $(READY)
 
 # one case of each test, but for those that start many processes, compile kernels or run the blocks of the docs
 MANY_PROCESSES = tests/test_compile.py tests/test_compile_ones.py $(addprefix tests/,test_readme.py upstream fuzz \
-	training/test_trainer.py integrations/test_examples.py layers/test_fsdp.py)
+	training/test_trainer.py training/test_distributed_train.py \
+	integrations/test_examples.py layers/test_fsdp.py)
 test-quick: $(READY)
 	$(PYTEST) --cases one $(addprefix --ignore=,$(MANY_PROCESSES)) $(ARGS)
 

@@ -8,10 +8,12 @@ import importlib.util
 import io
 import platform
 import re
+import signal
 import sys
+import time
 import typing
 
-from .config import VERSION, SettingError
+from .config import VERSION, SettingError, launch
 
 COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an example)
     "info": (None, "print versions, devices, backends and settings", ""),
@@ -78,6 +80,10 @@ class Parser(argparse.ArgumentParser):
     """A mistake is one line; the usage, forty flags long, is left to --help."""
 
     def error(self, message: str) -> typing.NoReturn:
+        if launch().rank:  # the first process says it; torchrun then ends this one
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+            time.sleep(10)
+            sys.exit(2)
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:

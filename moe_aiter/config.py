@@ -96,6 +96,30 @@ except SettingError:  # no program has imported the package by then, so that non
 interpret = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU, slowly, for tests
 
 
+class Launch(typing.NamedTuple):
+    """What torchrun tells a process about itself and the others; without torchrun, one process alone."""
+
+    rank: int = 0
+    world: int = 1  # processes
+    local_rank: int = 0
+    local_world: int = 1  # processes on this machine
+    restarts: int = 0  # so often torchrun has started all processes again
+    name: str = ""  # of this call of torchrun, the same after a restart
+
+
+ONE_PROCESS = Launch()
+
+
+def launch(env: typing.Mapping[str, str] = os.environ) -> Launch:
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not all(env.get(variable, "").isdecimal() for variable in variables):
+        return ONE_PROCESS
+    restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # the identifier is "none" unless the user gives one; the parent is torchrun itself
+    name = f"{env.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
+    return Launch(*(int(env[variable]) for variable in variables), int(restarts), name)
+
+
 def threads_are_given() -> bool:
     return "OMP_NUM_THREADS" in os.environ
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moe_aiter.config import AITER, CHOICES, PREFIX, Settings
+from moe_aiter.config import AITER, CHOICES, ONE_PROCESS, PREFIX, Settings, launch
 
 
 def test_defaults():
@@ -83,3 +83,12 @@ def test_a_typo_stops_the_import():
         text=True,
     )
     assert done.returncode != 0 and "unknown settings MOE_AITER_BAKCEND" in done.stderr
+
+
+def test_what_torchrun_says():
+    env = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert launch(env)[:5] == (3, 8, 1, 2, 0)
+    env |= {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "job"}
+    assert launch(env)[4:] == (2, f"job {os.getppid()}")
+    for other in ({}, {"RANK": "0", "WORLD_SIZE": "4"}, env | {"RANK": "x"}):  # of other launchers
+        assert launch(other) == ONE_PROCESS

@@ -75,7 +75,7 @@ def test_bash(code, tmp_path):
 
 def environment():
     """That of a user: without the settings of the tests, nor those of a make that runs them."""
-    hidden = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "VENV", "PYTHON", "ARGS"}
+    hidden = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "VENV", "PYTHON", "ARGS", "NPROC"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) and k not in hidden}
     return kept | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}  # compiling takes minutes
 
@@ -116,6 +116,11 @@ def test_make_passes_the_flags_on():
     line = 'make --dry-run train ARGS="--steps 10 --resume"'
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), text=True, capture_output=True)
     assert "-m moe_aiter.cli train --steps 10 --resume\n" in done.stdout
+    launched = "-m torch.distributed.run --standalone --nproc-per-node 4 -m -- moe_aiter.cli train \n"
+    for number in ("", "1", "4"):
+        command = ["make", "--dry-run", "train", f"NPROC={number}"]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
+        assert (launched in done.stdout) == (number == "4") and "moe_aiter.cli train \n" in done.stdout
 
 
 def test_make_without_an_environment_installs_nothing():

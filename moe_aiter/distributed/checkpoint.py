@@ -1,6 +1,8 @@
 """Sharded checkpoints, by torch.distributed.checkpoint: saved on some ranks, loaded on any number."""
 
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,13 +19,22 @@ from torch.optim import Optimizer
 from ..files import UNFINISHED, draft_of, need, remove, sync
 from ..kernels.base.check import checked
 
+# by parameter, not by group: a group has the parameters of one mesh, and other ranks have other meshes
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
 
 @checked
-def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def save_sharded(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    finish: Callable[[Path], None] | None = None,
+) -> None:
     """Write the folder `path`: each rank its own shards of the model's and the optimizer's state.
 
     All ranks must call it.  The folder is complete or absent: files go to a draft beside it, which is renamed
-    at the end.  Raises FileExistsError, on each rank, if `path` exists.
+    at the end.  Before that, the first rank calls `finish` with the draft, to add files of its own.
+    Raises FileExistsError, on each rank, if `path` exists.
     """
     path = Path(path)
     draft = path.with_name(f"{UNFINISHED}{path.name}")
@@ -37,6 +48,8 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     dcp.save(state_of(model, optimizer), checkpoint_id=draft)
     barrier()
     if is_first():
+        if finish is not None:
+            finish(draft)
         for part in (*draft.iterdir(), draft):
             sync(part)
         draft.rename(path)
@@ -54,15 +67,18 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     if not (Path(path) / ".metadata").exists():
         raise FileNotFoundError(f"path is {path}, but there is no sharded checkpoint")
     state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=Path(path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, which is no mistake
+        dcp.load(state, checkpoint_id=Path(path))
     optimizers = () if optimizer is None else optimizer
+    moments = state.get("optimizer", {})
     set_state_dict(
-        model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
+        model, optimizers, model_state_dict=state["model"], optim_state_dict=moments, options=OPTIONS
     )
 
 
 def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict:
-    weights, moments = get_state_dict(model, () if optimizer is None else optimizer)
+    weights, moments = get_state_dict(model, () if optimizer is None else optimizer, options=OPTIONS)
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
 
 

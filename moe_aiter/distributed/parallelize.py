@@ -124,7 +124,8 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
     fully_shard(experts, mesh=mesh[EFSDP], mp_policy=policy, shard_placement_fn=placement, **options)
     experts.set_gradient_divide_factor(float(mesh.size()))
-    if efsdp > 1 and dist.get_backend(mesh.get_group(EFSDP)) == "gloo":
+    # a group with a backend for each kind of device has gloo for CPUs
+    if efsdp > 1 and (mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(EFSDP)) == "gloo"):
         experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies no sum
 
 

@@ -6,12 +6,17 @@ If the process dies at any moment, the previous checkpoint is still complete.
 
 `state.json` holds the SHA-256 sums of the two other files and of its own content, which loading verifies.
 Checkpoints of versions without these sums have only `step` and `fingerprint` there; they load with a warning.
+
+Several ranks write shards of torch.distributed.checkpoint instead of the two files, and no random state,
+which training does not use.  Any number of ranks loads either kind.
 """
 
+import contextlib
 import hashlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,82 +25,137 @@ from torch.optim import Optimizer
 
 from ..files import UNFINISHED, drafted_folder, read_json, remove, sync
 from . import UsageError, need, out_of_memory, summary
+from .ranks import ALONE, Ranks
 
 STEP = re.compile(r"step-(\d+)")
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SUMS = "sha256"  # in state.json
 MOMENTS = "step", "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter
 RANDOM = "random_state"
+METADATA = ".metadata"  # of torch.distributed.checkpoint
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: Optimizer, fingerprint: str | None = None
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    fingerprint: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write `folder/step-N` and keep the newest two.  `fingerprint` is that of the text."""
     final = folder / f"step-{step:08d}"
-    with drafted_folder(final) as draft:
-        write_tensors(draft / MODEL, model.state_dict())
-        write_tensors(draft / OPTIMIZER, optimizer_tensors(model, optimizer))
-        state = {"step": step, "fingerprint": fingerprint}
-        sums = {name: file_sum(draft / name) for name in (MODEL, OPTIMIZER)} | {STATE: state_sum(state)}
-        (draft / STATE).write_text(json.dumps(state | {SUMS: sums}, indent=2) + "\n")
-        sync(draft / STATE)
-        if final.exists():
-            discard(final)
-    for old in checkpoints(folder)[:-2]:
+    state = {"step": step, "fingerprint": fingerprint}
+    if ranks.size > 1:
+        from .sharded import save_shards  # here, since one rank needs none of torch's imports for several
+
+        with ranks.together():
+            if ranks.first and final.exists():
+                discard(final)
+        save_shards(final, model, optimizer, lambda draft: write_state(draft, state))
+    else:
+        with drafted_folder(final) as draft:
+            write_tensors(draft / MODEL, model.state_dict())
+            write_tensors(draft / OPTIMIZER, optimizer_tensors(model, optimizer))
+            write_state(draft, state)
+            if final.exists():
+                discard(final)
+    for old in checkpoints(folder)[:-2] if ranks.first else ():
         if old != final:  # later ones that could not be read may still be there
             discard(old)
     return final
 
 
-def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict:
+def write_state(draft: Path, state: dict) -> None:
+    """Write the state.json of a checkpoint whose other files are written."""
+    sums = {path.name: file_sum(path) for path in sorted(draft.iterdir())} | {STATE: state_sum(state)}
+    (draft / STATE).write_text(json.dumps(state | {SUMS: sums}, indent=2) + "\n")
+    sync(draft / STATE)
+
+
+def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks = ALONE) -> dict:
     """`load_checkpoint` of the newest in `folder`; if that is damaged say so, and take the one before."""
-    path, older = newest_checkpoint(folder), checkpoints(folder)[:-1]
+    found = []
+    with ranks.together():
+        if ranks.first:
+            newest_checkpoint(folder)
+            found = checkpoints(folder)
+    found = ranks.broadcast(found)
+    path = found.pop()
     while True:
         try:
-            return load_checkpoint(path, model, optimizer)
+            return load_checkpoint(path, model, optimizer, ranks)
         except UsageError as error:
-            if not older:
+            if not found:
                 raise
-            path = older.pop()
-            print(f"moe-aiter train: warning: {error}; going back to {path.name}", file=sys.stderr)
+            path = found.pop()
+            if ranks.first:
+                print(f"moe-aiter train: warning: {error}; going back to {path.name}", file=sys.stderr)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None) -> dict:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, ranks: Ranks = ALONE) -> dict:
     """Restore model, optimizer and torch's random state in place; return the state.json.
 
     Without an optimizer, restore the model alone.
 
     Raises UsageError if the checkpoint is damaged, or of another model; what is restored then is undefined.
     """
+    state, sharded = None, (path / METADATA).exists()
+    with ranks.together(), damages_named(path):
+        if not sharded:
+            state, weights, tensors = read_tensors(path, model, optimizer)
+        elif ranks.first:
+            state = read_state(path)
+    with ranks.together(), damages_named(path):
+        if sharded:
+            from .sharded import load_shards
+
+            load_shards(path, model, optimizer)
+        elif ranks.size > 1:
+            from .sharded import distribute
+
+            distribute(model, optimizer, weights, tensors)
+        else:
+            restore(model, optimizer, weights, tensors)
+    return ranks.broadcast(state)
+
+
+@contextlib.contextmanager
+def damages_named(path: Path) -> Iterator[None]:
+    """Make the errors of a damaged checkpoint, or one of another model, UsageErrors of one line."""
     damages = (OSError, ValueError, TypeError, KeyError, RuntimeError, need("safetensors").SafetensorError)
     try:
-        return restore(path, model, optimizer)
+        yield
     except damages as error:
         if out_of_memory(error):
             raise
         raise UsageError(f"{path} is damaged, or of another model: {summary(error)}") from error
 
 
-def restore(path: Path, model: nn.Module, optimizer: Optimizer | None) -> dict:
+def read_tensors(path: Path, model: nn.Module, optimizer: Optimizer | None) -> tuple[dict, dict, dict]:
+    """Return the state.json, the weights and the optimizer's tensors of an unsharded checkpoint, checked."""
     safetensors = need("safetensors.torch")
     state = read_state(path)
     weights = safetensors.load_file(path / MODEL)
     check_tensors(MODEL, weights, model.state_dict())
     if optimizer is None:
-        model.load_state_dict(weights)
-        return state
+        return state, weights, {}
     tensors = safetensors.load_file(path / OPTIMIZER)
     check_tensors(OPTIMIZER, tensors, optimizer_like(model))
     for name in (f"{name}/{key}" for name, _ in model.named_parameters() for key in MOMENTS):
         least = {"step": 1, "exp_avg_sq": 0}.get(name.rpartition("/")[2])
         if least is not None and not (tensors[name] >= least).all():
             raise ValueError(f"{OPTIMIZER}: {name} has a value below {least}")
+    return state, weights, tensors
+
+
+def restore(model: nn.Module, optimizer: Optimizer | None, weights: dict, tensors: dict) -> None:
     model.load_state_dict(weights)
+    if optimizer is None:
+        return
     torch.set_rng_state(tensors[RANDOM])
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {key: tensors[f"{name}/{key}"].to(parameter.device) for key in MOMENTS}
-    return state
 
 
 def read_state(path: Path) -> dict:
@@ -106,11 +166,13 @@ def read_state(path: Path) -> dict:
     sums = state.pop(SUMS, None)
     if extra := sorted(state.keys() - {"step", "fingerprint"}):
         raise ValueError(f"{STATE} has an unknown key, {extra[0]!r}")
-    if sums is None:
+    sharded = (path / METADATA).exists()
+    if sums is None and not sharded:  # all versions that shard write them
         note = "was saved without checksums, so damage of its numbers may go unnoticed"
         print(f"moe-aiter train: warning: {path} {note}", file=sys.stderr)
         return state
-    found = {name: file_sum(path / name) for name in (MODEL, OPTIMIZER)} | {STATE: state_sum(state)}
+    names = sorted({*dict(sums), METADATA} - {STATE}) if sharded else (MODEL, OPTIMIZER)
+    found = {name: file_sum(path / name) for name in names} | {STATE: state_sum(state)}
     if wrong := [name for name in found if found[name] != sums[name]]:
         raise ValueError(f"the SHA-256 of {', '.join(wrong)} is not the one in {STATE}")
     return state

@@ -12,6 +12,7 @@ import torch
 from ..config import repeatable_cublas
 from ..files import UNFINISHED, locked, remove
 from . import UsageError, need
+from .checkpoint import checkpoints
 from .metrics import LOGGERS, opened_log, read_metrics
 from .model import active_params
 from .plots import plot_run
@@ -26,12 +27,14 @@ from .presets import (
     path,
     set_threads,
 )
+from .ranks import Ranks, check_ranks, started
 from .report import write_page
 from .trainer import Trainer
 
 RUNS = Path("runs")
 RUN_FILES = ("config.json", "metrics.jsonl", "checkpoints")
 LOCK = "lock"
+LAUNCH = "launch"  # names the call of torchrun that started the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,40 +52,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "loss in nats per byte, bits per byte, speed, and imbalance: the load of a layer's busiest expert "
     text += "divided by the mean load, minus 1; 0 is perfect balance, and the most unbalanced layer is shown"
     parser.add_argument_group("progress bar", text)
+    text = (
+        "torchrun --standalone --nproc-per-node N -m -- moe_aiter.cli train divides each batch among the N "
+    )
+    text += "processes that it starts"
+    parser.add_argument_group("several processes", text)
 
 
 def main(args: argparse.Namespace) -> int:
-    for module in ("tqdm", "safetensors", "matplotlib", *(["rich"] if args.live else [])):
-        need(module)  # now, not after the training
-    if args.log:
-        need(args.log, args.log)
-    if torch.cuda.is_available():
-        repeat_on_gpu()
+    with started() as ranks:
+        try:
+            return run_on(ranks, args)
+        except UsageError:  # the same on all ranks
+            if ranks.first:
+                raise
+            return 2
+
+
+def run_on(ranks: Ranks, args: argparse.Namespace) -> int:
+    with ranks.together():
+        for module in ("tqdm", "safetensors", "matplotlib", *(["rich"] if args.live else [])):
+            need(module)  # now, not after the training
+        if args.log:
+            need(args.log, args.log)
+        if torch.cuda.is_available():
+            repeat_on_gpu()
+        args = continued(args, ranks)
+    args = ranks.broadcast(args)
     with contextlib.ExitStack() as held:  # the run's lock
-        return finish(resume_run(args, held) if args.resume else start_run(args, held), args.log)
+        return finish((resume_run if args.resume else start_run)(args, ranks, held), args.log)
 
 
 def finish(trainer: Trainer, logger: str | None) -> int:
     """Train the steps that are left, and write the plots, the report and the sample."""
-    describe(trainer)
+    ranks, settings, rows = trainer.ranks, dataclasses.asdict(trainer.config), []
+    say = print if ranks.first else lambda *_, **__: None
+    if ranks.first:
+        describe(trainer)
     if trainer.step >= trainer.config.steps:
-        print(f"nothing left to train: the run has made its {trainer.step} steps; to continue, raise --steps")
-    settings = dataclasses.asdict(trainer.config)
-    with opened_log(logger, trainer.run, settings, trainer.step) as log:
+        say(f"nothing left to train: the run has made its {trainer.step} steps; to continue, raise --steps")
+    with contextlib.ExitStack() as opened:
+        with ranks.together():
+            logger = logger if ranks.first else None
+            log = opened.enter_context(opened_log(logger, trainer.run, settings, trainer.step))
         status = trainer.train(log)
-    plot_run(trainer.run)
     report = trainer.run / "report.html"
-    if rows := read_metrics(trainer.run / "metrics.jsonl"):  # a finished run may have lost its metrics
-        write_page(report, trainer.run.name, rows, settings)
+    with ranks.together():
+        if ranks.first:
+            plot_run(trainer.run)
+            rows = read_metrics(trainer.run / "metrics.jsonl")
+            if rows:  # a finished run may have lost its metrics
+                write_page(report, trainer.run.name, rows, settings)
     if status:
-        print(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
+        say(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
         return status
-    print(f"\na sample of {trainer.config.sample_bytes} bytes:", flush=True)  # it takes seconds
-    print(trainer.write_sample())
+    say(f"\na sample of {trainer.config.sample_bytes} bytes:", flush=True)  # it takes seconds
+    say(trainer.write_sample())
     if validated := [row for row in rows if "val_loss" in row]:
         last = validated[-1]
-        print(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
-              f" after {last['seconds']:.0f} s; see {report}")  # fmt: skip
+        say(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
+            f" after {last['seconds']:.0f} s; see {report}")  # fmt: skip
     return 0
 
 
@@ -93,18 +122,47 @@ def repeat_on_gpu() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
 
-def start_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
-    config = make_config(args.preset, flag_values(args))
-    run = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{'dense' if config.dense else 'moe'}"
-    if run.exists() and not run.is_dir():
-        raise UsageError(f"--out {run} is a file; a run needs a folder")
-    refuse_second_run(run)
-    set_threads(config)
-    trainer = Trainer(config, run, args.live)
-    run.mkdir(parents=True, exist_ok=True)
-    held.enter_context(locked(run / LOCK))
-    refuse_second_run(run)  # another process may have started one meanwhile
-    config.save(run / "config.json")
+def continued(args: argparse.Namespace, ranks: Ranks) -> argparse.Namespace:
+    """Return what to do after torchrun has started all ranks again: resume the run that it started before.
+
+    A run without a checkpoint starts anew, in the same folder.
+    """
+    launch = ranks.launch
+    if args.resume or not launch.restarts or not ranks.first:
+        return args
+    folders = [args.out] if args.out else RUNS.glob("*")
+    own = [run for run in folders if (run / LAUNCH).exists() and (run / LAUNCH).read_text() == launch.name]
+    if not own:
+        return args
+    run = max(own, key=lambda run: (run / LAUNCH).stat().st_mtime)
+    if checkpoints(run / "checkpoints"):
+        return argparse.Namespace(**vars(args) | {"resume": run})
+    for part in RUN_FILES:
+        if os.path.lexists(run / part):
+            remove(run / part)
+    return argparse.Namespace(**vars(args) | {"out": run})
+
+
+def start_run(args: argparse.Namespace, ranks: Ranks, held: contextlib.ExitStack) -> Trainer:
+    with ranks.together():
+        config = make_config(args.preset, flag_values(args))
+        run = args.out or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{'dense' if config.dense else 'moe'}"
+        check_ranks(config, ranks)
+        if ranks.first:
+            if run.exists() and not run.is_dir():
+                raise UsageError(f"--out {run} is a file; a run needs a folder")
+            refuse_second_run(run)
+    config, run = ranks.broadcast((config, run))
+    set_threads(config, ranks.launch)
+    trainer = Trainer(config, run, args.live, ranks)
+    with ranks.together():
+        if ranks.first:
+            run.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(run / LOCK))
+            refuse_second_run(run)  # another process may have started one meanwhile
+            if ranks.launch.name:
+                (run / LAUNCH).write_text(ranks.launch.name)
+            config.save(run / "config.json")
     return trainer
 
 
@@ -113,8 +171,26 @@ def refuse_second_run(run: Path) -> None:
         raise UsageError(f"{run} holds a run already: use --resume {run}, or choose another --out")
 
 
-def resume_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
+def resume_run(args: argparse.Namespace, ranks: Ranks, held: contextlib.ExitStack) -> Trainer:
     """The trainer of a run, at its newest checkpoint.  Flags that would make it another run are refused."""
+    run = config = None
+    with ranks.together():
+        if ranks.first:
+            run, config = opened_run(args, held)
+    run, config = ranks.broadcast((run, config))
+    with ranks.together():
+        check_ranks(config, ranks)
+    set_threads(config, ranks.launch)
+    trainer = Trainer(config, run, args.live, ranks)
+    trainer.resume()
+    with ranks.together():
+        if ranks.first:
+            config.save(run / "config.json")
+    return trainer
+
+
+def opened_run(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Path, TrainConfig]:
+    """Lock the run to resume; return its folder and its settings."""
     if args.out and args.resume is not True and args.out.resolve() != args.resume.resolve():
         raise UsageError(f"--resume names {args.resume} but --out names {args.out}: give one of them")
     run = args.resume if args.resume is not True else args.out or newest_run()
@@ -122,12 +198,7 @@ def resume_run(args: argparse.Namespace, held: contextlib.ExitStack) -> Trainer:
     held.enter_context(locked(run / LOCK))
     for leftover in run.glob(f"{UNFINISHED}*"):
         remove(leftover)
-    config = resumed_config(TrainConfig.load(run / "config.json"), args)
-    set_threads(config)
-    trainer = Trainer(config, run, args.live)
-    trainer.resume()
-    config.save(run / "config.json")
-    return trainer
+    return run, resumed_config(TrainConfig.load(run / "config.json"), args)
 
 
 def resumed_config(own: TrainConfig, args: argparse.Namespace) -> TrainConfig:
@@ -157,5 +228,6 @@ def describe(trainer: Trainer) -> None:
     print(f"model    {kind}; {total:,} parameters, {active_params(trainer.model, config):,} active")
     print(f"text     {corpus.files} files; {len(corpus.train) / 1e6:.2f} MB for training,"
           f" {len(corpus.val) / 1e6:.2f} MB for validation")  # fmt: skip
-    print(f"machine  {config.device}, {config.dtype}; steps {trainer.step} to {config.steps},"
+    several = f"{trainer.ranks.size} processes, " if trainer.ranks.size > 1 else ""
+    print(f"machine  {several}{config.device}, {config.dtype}; steps {trainer.step} to {config.steps},"
           f" {config.tokens_per_step} bytes each", flush=True)  # fmt: skip

@@ -105,19 +105,29 @@ def is_text(path: Path) -> bool:
     return bool(data) and b"\0" not in data
 
 
-def train_batch(text: Tensor, batch: int, sequence: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (batch, sequence) int64 of one step; they depend on the seed and the step alone."""
+ALL = slice(None)
+
+
+def train_batch(
+    text: Tensor, batch: int, sequence: int, seed: int, step: int, rows: slice = ALL
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (batch, sequence) int64 of one step; they depend on the seed and the step alone.
+
+    `rows` selects the sequences of one of several processes.
+    """
     # hashed, because torch's generator on the CPU looks at 32 bits of its seed only
     digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
     starts = torch.randint(len(text) - sequence, (batch,), generator=generator)
-    return windows(text, starts, sequence)
+    return windows(text, starts[rows], sequence)
 
 
-def val_batch(text: Tensor, batch: int, sequence: int, index: int, count: int) -> tuple[Tensor, Tensor]:
-    """Batch `index` of `count` batches whose windows are spread evenly over the text."""
+def val_batch(
+    text: Tensor, batch: int, sequence: int, index: int, count: int, rows: slice = ALL
+) -> tuple[Tensor, Tensor]:
+    """Batch `index` of `count` batches whose windows are spread evenly over the text; `rows` as above."""
     starts = torch.linspace(0, len(text) - sequence - 1, batch * count).long()
-    return windows(text, starts[index::count], sequence)
+    return windows(text, starts[index::count][rows], sequence)
 
 
 def windows(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor]:

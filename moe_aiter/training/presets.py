@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import threads_are_given
+from ..config import ONE_PROCESS, Launch, threads_are_given
 from ..files import drafted, read_json
 from ..kernels.experts.fp8 import RECIPES
 from . import UsageError, summary
@@ -19,7 +19,7 @@ from . import UsageError, summary
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RESUMABLE = (  # what may change when a run is resumed
     "steps", "val_every", "save_every", "log_every", "device", "threads", "compile", "sample_bytes",
-    "temperature",
+    "temperature", "ep", "fsdp",
 )  # fmt: skip
 LOADS = Path("/proc/loadavg")  # on Linux
 COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -55,7 +55,7 @@ class TrainConfig:
     dense: bool = option(False, "replace each MoE layer by one MLP as wide as its active experts")
 
     steps: int = option(1400, "optimizer steps", **SIZE)
-    batch: int = option(16, "sequences in one step", **SIZE)
+    batch: int = option(16, "sequences in one step, of all processes together", **SIZE)
     lr: float = option(3e-3, "peak learning rate of AdamW", above=0, below=math.inf)
     min_lr: float = option(0.05, "final learning rate, as a share of --lr", **SHARE)
     warmup: float = option(0.05, "share of the steps in which the learning rate rises", **SHARE)
@@ -69,7 +69,16 @@ class TrainConfig:
 
     device: str = option("auto", "cpu, cuda, cuda:N or auto (a GPU if there is one)")
     threads: int = option(
-        0, "CPU threads; 0: OMP_NUM_THREADS, or as many as other programs leave free", **THREADS
+        0, "CPU threads of a process; 0: OMP_NUM_THREADS, or its share of those that are free", **THREADS
+    )
+    ep: int = option(
+        0,
+        "under torchrun, processes that share the experts of a layer; 0: as many of one machine as divide "
+        "--num-experts",
+        **SIZE_OR_NONE,
+    )
+    fsdp: bool = option(
+        True, "under torchrun, shard all parameters by FSDP2; with --no-fsdp share only the experts"
     )
     dtype: str = option("auto", "dtype of activations: float32, bfloat16 or auto; weights stay float32")
     fp8: str = option("none", f"8-bit recipe of the experts: none, {', '.join(RECIPES)}; see docs/fp8.md")
@@ -223,22 +232,27 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def set_threads(config: TrainConfig) -> None:
-    """Set torch's threads to --threads, or on a CPU to those that other programs leave free.
+def set_threads(config: TrainConfig, launch: Launch = ONE_PROCESS) -> None:
+    """Set torch's threads to --threads, or on a CPU to this process's share of those that are free.
 
     An OpenMP thread that has to wait for its CPU keeps all others waiting.
     """
-    most = torch.get_num_threads()
+    most, processes = torch.get_num_threads(), launch.local_world
     if config.threads:
         torch.set_num_threads(config.threads)
-    elif config.device == "cpu" and not threads_are_given() and LOADS.exists():
-        load, *_, tasks, _ = LOADS.read_text().split()
-        # the mean load of a minute includes programs that have ended; a task that runs now may end at once
-        busy = min(float(load), int(tasks.partition("/")[0]) - 1)
-        free = max(1, round(os.cpu_count() - busy))
+    elif config.device == "cpu" and not threads_are_given() and (LOADS.exists() or processes > 1):
+        free = os.cpu_count()
+        if LOADS.exists():
+            load, *_, tasks, _ = LOADS.read_text().split()
+            # the mean load of a minute includes programs that have ended; tasks that run now may end at once
+            others = max(0, int(tasks.partition("/")[0]) - processes)
+            free = round(free - min(float(load), others))
+        free = max(1, free // processes)
         if free < most:
             torch.set_num_threads(free)
-            print(f"threads  {free} of {most}: other programs use the rest; to choose, add --threads {most}")
+            if launch.rank == 0:
+                print(f"threads  {free} of {most}: other programs use the rest;"
+                      f" to choose, add --threads {most}")  # fmt: skip
 
 
 def pick_dtype(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """The training loop, and the files that it writes to the run folder."""
 
+import contextlib
 import math
 import signal
 import sys
@@ -21,6 +22,7 @@ from .data import load_corpus, train_batch, val_batch
 from .metrics import Metrics, log_rows, peak_flops, truncate_metrics
 from .model import VOCAB, Transformer, flops_per_token, generate, readable
 from .presets import DTYPES, TrainConfig
+from .ranks import ALONE, Ranks
 
 LOSSES = {"loss": "the loss", "val_loss": "the validation loss"}
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # Windows has no SIGHUP
@@ -31,58 +33,74 @@ MONITORED = "entropy", "dead_experts", "logit_norm", "logit_max", "logsumexp"  #
 class Trainer:
     """A model, its optimizer, its text and its run folder, at some step.
 
-    `live` shows a table of the layers while it trains, in place of a bar.
+    `live` shows a table of the layers while it trains, in place of a bar.  Each of `ranks` computes its part
+    of a batch; the first one alone writes and shows what all have computed.
     """
 
-    def __init__(self, config: TrainConfig, run: Path, live: bool = False):
-        self.config, self.run, self.live, self.step = config, run, live, 0
-        self.device = torch.device(config.device)
+    def __init__(self, config: TrainConfig, run: Path, live: bool = False, ranks: Ranks = ALONE):
+        self.config, self.run, self.live, self.ranks, self.step = config, run, live, ranks, 0
+        self.device = ranks.device(config.device)
         torch.manual_seed(config.seed)
-        self.corpus = load_corpus(config.data, config.val_fraction, config.sequence).to(self.device)
-        torch.empty(config.tokens_per_step, VOCAB, device=self.device)  # its logits: a huge batch fails here
-        self.model = Transformer(config).to(self.device)
-        self.monitor = None if config.dense else Monitor(self.model)
+        self.rows, self.mesh = ranks.rows(config.batch), None
+        with ranks.together():
+            self.corpus = load_corpus(config.data, config.val_fraction, config.sequence).to(self.device)
+            # the logits: a huge batch fails here
+            torch.empty(config.tokens_per_step // ranks.size, VOCAB, device=self.device)
+            self.model = Transformer(config).to(self.device)
+        if ranks.size > 1:
+            from .sharded import share
+
+            self.mesh = share(self.model, config, ranks)
+        self.monitor = None if config.dense else Monitor(self.model, group=ranks.group)
         self.forward = torch.compile(self.model) if config.compile else self.model
         self.optimizer = make_optimizer(self.model, config)
 
     def resume(self) -> None:
         """Continue from the newest checkpoint of the run folder that can be read."""
-        state = load_newest(self.run / "checkpoints", self.model, self.optimizer)
-        if state.get("fingerprint") != self.corpus.fingerprint:
-            raise UsageError(f"{self.run} was trained on other text than --data (or this Python) gives now")
+        state = load_newest(self.run / "checkpoints", self.model, self.optimizer, self.ranks)
         self.step = state["step"]
-        if self.step > self.config.steps:
-            raise UsageError(f"--steps is {self.config.steps} but {self.run} has made {self.step} already")
-        truncate_metrics(self.run / "metrics.jsonl", self.step)
+        with self.ranks.together():
+            if state.get("fingerprint") != self.corpus.fingerprint:
+                text = f"{self.run} was trained on other text than --data (or this Python) gives now"
+                raise UsageError(text)
+            if self.step > self.config.steps:
+                text = f"--steps is {self.config.steps} but {self.run} has made {self.step} already"
+                raise UsageError(text)
+            if self.ranks.first:
+                truncate_metrics(self.run / "metrics.jsonl", self.step)
 
     def train(self, log: object = None) -> int:
         """Run the steps that are left; returns the exit status, 0 unless a signal stopped it.
 
         `log` takes the numbers of each step; see `Monitor.log` for its kinds.
         """
-        config = self.config
+        config, ranks = self.config, self.ranks
         flops = flops_per_token(self.model, config) * config.tokens_per_step
         peak = peak_flops(self.device) if config.dtype == "bfloat16" else None
+        peak = peak and peak * ranks.size
         metrics = Metrics(self.run / "metrics.jsonl", config.tokens_per_step, flops, peak)
         first_save = time.perf_counter() + FIRST_SAVE
-        with Stop() as stop, LiveTable() if self.live else self.progress_bar() as display:
+        with Stop() as stop, self.display() as display:
             while self.step < config.steps:
                 metrics.add(*self.take_step())
-                status = stop.status  # read once: a signal that comes later waits for the next step
+                early = ranks.first and time.perf_counter() > first_save
+                # read once: a signal that comes later waits for the next step
+                status, early = ranks.largest(stop.status, early)
                 last = self.step == config.steps
                 validates = last or self.step % config.val_every == 0
-                early = time.perf_counter() > first_save
                 saves = last or status or early or self.step % config.save_every == 0
                 if validates or saves or self.step % config.log_every == 0:
                     rows, layers = metrics.collect(), self.read_monitor()
                     if layers:
                         rows[-1] |= {name: [getattr(s, name) for s in layers.values()] for name in MONITORED}
                     rows[-1] |= self.validate() if validates else {}
-                    metrics.write(rows)
+                    if ranks.first:
+                        metrics.write(rows)
                     if log is not None:
                         log_rows(log, rows, layers)
                     self.check(rows, saves)
-                    self.report(display, rows[-1], layers)
+                    if ranks.first:
+                        self.report(display, rows[-1], layers)
                 if saves:
                     self.save()
                     first_save = math.inf
@@ -92,16 +110,22 @@ class Trainer:
                     metrics.restart_clock()  # those were not training
         return 0
 
-    def progress_bar(self):
+    def display(self):
+        """Return the table or the bar, as a context; nothing on other ranks than the first."""
+        if not self.ranks.first:
+            return contextlib.nullcontext()
+        if self.live:
+            return LiveTable()
         seconds = 0.1 if sys.stderr.isatty() else 10  # between two updates; a log file needs few
         keywords = {"unit": "step", "dynamic_ncols": True, "mininterval": seconds}
         return need("tqdm").tqdm(total=self.config.steps, initial=self.step, **keywords)
 
     def check(self, rows: list[dict], saves: bool) -> None:
-        """End the run at the first loss, or weight that would be saved, that is no number."""
+        """End the run, on all ranks, at the first loss, or weight that would be saved, that is no number."""
         losses = [(row["step"], LOSSES[name], row[name]) for row in rows for name in LOSSES if name in row]
         lost = [(step, name, value) for step, name, value in losses if not math.isfinite(value)]
-        if saves and not all(weight.isfinite().all() for weight in self.model.parameters()):
+        finite = not saves or all(local(weight).isfinite().all() for weight in self.model.parameters())
+        if any(self.ranks.largest(not finite)):
             lost.append((self.step, "a weight", "not finite"))
         if lost:
             step, name, value = lost[0]
@@ -137,24 +161,36 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         text = self.corpus.train
-        loss, routings = self.loss(*train_batch(text, config.batch, config.sequence, config.seed, self.step))
-        total, tensors = loss, {"loss": loss.detach()}
+        batch = train_batch(text, config.batch, config.sequence, config.seed, self.step, self.rows)
+        loss, routings = self.loss(*batch)
+        total, losses, tensors = loss, {"loss": loss}, {}
         if routings:
-            load = torch.stack([r.plan.group_sizes for r in routings])  # (layers, E)
+            load = self.ranks.sum(torch.stack([r.plan.group_sizes for r in routings]))  # (layers, E)
             balance = mean(
-                load_balance_loss(r.routing.scores, group_sizes=r.plan.group_sizes) for r in routings
+                load_balance_loss(r.routing.scores, group_sizes=sizes)
+                for r, sizes in zip(routings, load, strict=True)
             )
             z = mean(z_loss(r.routing.logits) for r in routings)
             total = loss + config.balance_coef * balance + config.z_coef * z
-            tensors |= {"balance_loss": balance.detach(), "z_loss": z.detach()}
+            losses |= {"balance_loss": balance, "z_loss": z}
             tensors["imbalance"] = load_statistics(load).imbalance
             if self.step % max(1, config.steps // 200) == 0 or self.step == 1:
                 tensors["load"] = load
         total.backward()
-        tensors["grad_norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        means = self.ranks.mean(torch.stack([loss.detach() for loss in losses.values()]))
+        tensors = dict(zip(losses, means, strict=True)) | tensors
+        tensors["grad_norm"] = self.clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"step": self.step, "lr": rate}, tensors
+
+    def clip_gradients(self) -> Tensor:
+        """Clip the gradients, those of the whole batch, and return their norm before that."""
+        if self.mesh is None:
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        from .sharded import clip_gradients
+
+        return clip_gradients(self.model, self.config, self.mesh)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list]:
         """Mean cross-entropy in nats per byte, and the routing of each MoE layer."""
@@ -168,21 +204,24 @@ class Trainer:
         self.model.eval()
         losses = []
         for index in range(config.val_batches):
-            batch = val_batch(self.corpus.val, config.batch, config.sequence, index, config.val_batches)
+            text, count = self.corpus.val, config.val_batches
+            batch = val_batch(text, config.batch, config.sequence, index, count, self.rows)
             losses.append(self.loss(*batch)[0])
         self.model.train()
-        loss = mean(losses).item()
+        loss = self.ranks.mean(mean(losses)).item()
         return {"val_loss": loss, "val_bits_per_byte": loss / math.log(2)}
 
     def save(self) -> None:
-        sync(self.run / "metrics.jsonl")
-        folder = self.run / "checkpoints"
-        save_checkpoint(folder, self.step, self.model, self.optimizer, fingerprint=self.corpus.fingerprint)
+        if self.ranks.first:
+            sync(self.run / "metrics.jsonl")
+        folder, fingerprint = self.run / "checkpoints", self.corpus.fingerprint
+        save_checkpoint(folder, self.step, self.model, self.optimizer, fingerprint, self.ranks)
 
     def write_sample(self) -> str:
-        text = sample(self.model, self.config)
-        with drafted(self.run / "sample.txt", errors="replace") as file:
-            file.write(text + "\n")
+        text = sample(self.model, self.config)  # by all ranks, each of which has a part of the model
+        if self.ranks.first:
+            with drafted(self.run / "sample.txt", errors="replace") as file:
+                file.write(text + "\n")
         return text
 
 
@@ -231,14 +270,19 @@ class Stop:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Matrices decay; gains and other vectors do not."""
-    matrices = {
-        "params": [p for p in model.parameters() if p.dim() >= 2],
-        "weight_decay": config.weight_decay,
-    }
-    vectors = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    """Matrices decay; gains and other vectors do not.  A fused optimizer takes groups of one mesh each."""
+    groups: dict = {}
+    for p in sorted(model.parameters(), key=lambda p: p.dim() < 2):
+        decay = config.weight_decay if p.dim() >= 2 else 0.0
+        groups.setdefault((decay, getattr(p, "device_mesh", None)), []).append(p)
+    groups = [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
     betas = config.beta1, config.beta2
-    return torch.optim.AdamW([matrices, vectors], lr=config.lr, betas=betas, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+
+
+def local(weight: Tensor) -> Tensor:
+    """Return this rank's part of a weight."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

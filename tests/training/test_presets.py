@@ -95,6 +95,7 @@ OUTSIDE = {  # what the fields do not take, and the ends of what they do
     "z_coef": ([-0.1, math.inf], [0.0]),
     "seed": ([-(2**63) - 1, 2**64], [-(2**63), 2**64 - 1]),
     "threads": ([-1, 1025], [0, 1024]),
+    "ep": ([-1, 2**31], [0]),
     "sample_bytes": ([-5, 2**31], [0]),
     "temperature": ([-0.1, math.inf], [0.0]),
 }
