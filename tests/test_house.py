@@ -23,7 +23,7 @@ LEVELS = [
     ["kernels"],
     ["routing"],
     ["layers"],
-    ["distributed"],
+    ["distributed", "optim"],
     ["integrations"],
     ["training", "bench"],
     ["compat", "cli"],

@@ -21,7 +21,7 @@ from ..config import settings
 from ..kernels.base.check import check_positive, check_sizes, checked, wide
 from ..layers.experts import cast_as_linear
 from ..op import saved_tensors
-from ..private_api import is_alias, keeps_graph
+from ..private_api import is_alias, keeps_graph, process_group
 from ..routing.plan import RoutePlan, make_plan
 from .collective import all_gather, combine_tokens, dispatch_tokens
 from .slots import ids_of, local_ids, pad, window, windows
@@ -60,7 +60,8 @@ class ExpertDispatcher:
     ):
         check_sizes(num_experts=num_experts)
         check_options(rows, max_tokens)
-        self.group, self.ranks = group, group.size()
+        # by name: the threads of a group end with the last object that holds the group itself
+        self.group, self.ranks = group.group_name, group.size()
         self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
         each = -(-num_experts // self.ranks)
         if (self.ranks - 1) * each >= num_experts:
@@ -71,9 +72,6 @@ class ExpertDispatcher:
         self.first = group.rank() * each
         self.count = min(each, num_experts - self.first)
         self.called = False
-
-    def __deepcopy__(self, memo: dict) -> "ExpertDispatcher":
-        return self  # a process group has no copies
 
     def __repr__(self) -> str:
         last = self.first + self.count - 1
@@ -116,7 +114,7 @@ class ExpertDispatcher:
         if not self.called or settings.debug:
             mine = torch.tensor([tokens], device=x.device)
             found = mine.new_empty(self.ranks)
-            all_gather(found, mine, group=self.group)
+            all_gather(found, mine, group=process_group(self.group))
             counts, self.called = found.tolist(), True
         else:
             counts = [tokens]
@@ -129,10 +127,10 @@ class ExpertDispatcher:
             )
 
     def dispatch(self, x: Tensor) -> Tensor:
-        return dispatch_tokens(x, self.group.group_name, self.ranks)
+        return dispatch_tokens(x, self.group, self.ranks)
 
     def combine(self, x: Tensor) -> Tensor:
-        return combine_tokens(x, self.group.group_name, self.ranks)
+        return combine_tokens(x, self.group, self.ranks)
 
     def arrive(self, x: Tensor, ids: Tensor, s: Tensor) -> tuple[Tensor, Tensor, RoutePlan]:
         """Return the tokens of all slots (R * T, H), their routing weights, and the plan of own experts."""
