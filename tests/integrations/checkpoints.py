@@ -11,7 +11,11 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 # of some families, a layer without experts, or with several shared ones
-CHANGES = {"qwen3_moe": {"mlp_only_layers": [0]}, "deepseek_v3": {"n_shared_experts": 2}}
+CHANGES = {
+    "qwen3_moe": {"mlp_only_layers": [0]}, "deepseek_v3": {"n_shared_experts": 2},
+    "glm4_moe": {"n_shared_experts": 2, "n_group": 3, "topk_group": 2}, "qwen2_moe": {"norm_topk_prob": True},
+    "qwen3_next": {"decoder_sparse_step": 2},
+}  # fmt: skip
 
 
 def save(folder: pathlib.Path, family: str, dtype=torch.float32, *, fused: bool = False, shard="20KB"):

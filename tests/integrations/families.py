@@ -32,10 +32,59 @@ FAMILIES = {  # the class of the configuration, and what it calls the rest
 }  # fmt: skip
 
 
+HYBRID = {"layers_block_type": ["moe", "full_attention", "moe"], "num_hidden_layers": None}
+LINEAR = {
+    "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+QWEN = {"num_experts": E, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+CONVERTED = FAMILIES | {  # further ones, of which this package only converts checkpoints
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": E, "moe_intermediate_size": 24, "intermediate_size": 32, "head_dim": 8,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "qwen2_moe": ("Qwen2MoeConfig", QWEN | {"intermediate_size": 32}),
+    "qwen3_next": ("Qwen3NextConfig", QWEN | LINEAR | {"intermediate_size": 32, "head_dim": 8}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", QWEN | LINEAR | {"head_dim": 8}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": E, "intermediate_size": 24, "head_dim": 8, "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig", {"num_experts": E, "moe_intermediate_size": 24, "intermediate_size": 32},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "n_routed_experts": E, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+            "head_dim": 8, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, **HYBRID,
+        },
+    ),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": E, "intermediate_size": 24}),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {"num_local_experts": E, "intermediate_size": 24, "shared_intermediate_size": 40},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "num_local_experts": E, "intermediate_size": 24, "shared_intermediate_size": 40,
+            "layer_types": ["full_attention"] * 2, "mamba_n_heads": 4,
+        },
+    ),
+}  # fmt: skip
+
+
 def tiny_config(family: str, **changes):
     import transformers
 
-    kind, sizes = FAMILIES[family]
+    kind, sizes = CONVERTED[family]
     return getattr(transformers, kind)(**COMMON | sizes | changes)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 from check import error  # noqa: E402
 from integrations.checkpoints import CHANGES, change, save, tensors  # noqa: E402
 from integrations.checkpoints import same as identical  # noqa: E402
-from integrations.families import FAMILIES, E, H, tiny_model  # noqa: E402
+from integrations.families import CONVERTED, E, H, tiny_model  # noqa: E402
 
 from moe_aiter.cli import main  # noqa: E402
 from moe_aiter.integrations.checkpoints import (  # noqa: E402
@@ -24,15 +25,23 @@ from moe_aiter.integrations.checkpoints import (  # noqa: E402
     moe_from_huggingface,
     state_dict_to_huggingface,
 )
+from moe_aiter.integrations.transformers import names_of  # noqa: E402
 
-FUSED = {family: [False] if family == "gpt_oss" else [False, True] for family in FAMILIES}
-CASES = [(family, fused) for family in FAMILIES for fused in FUSED[family]]
+FUSED = {family: [False] if family == "gpt_oss" else [False, True] for family in CONVERTED}
+CASES = [(family, fused) for family in CONVERTED for fused in FUSED[family]]
 IDS = [f"{family}{'-fused' * fused}" for family, fused in CASES]
 
 
 def blocks(model) -> dict[str, torch.nn.Module]:
     """transformers' blocks of experts, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "experts")}
+
+
+def layer_of(name: str, family: str, fused: bool) -> str:
+    """Our name of a block of transformers."""
+    if family == "nemotron_h" and not fused:
+        name = name.replace("model.", "backbone.", 1)
+    return re.sub("block_sparse_moe|mixer", "mlp", name)
 
 
 def run(block, x):
@@ -44,7 +53,7 @@ def run(block, x):
 def test_each_layer_computes_what_transformers_block_does(family, fused, tmp_path):
     model = save(tmp_path / "theirs", family, fused=fused)
     report = convert(tmp_path / "theirs", tmp_path / "ours", shard_bytes=30_000)
-    found = blocks(model)
+    found = {layer_of(name, family, fused): block for name, block in blocks(model).items()}
     assert len(report.files) > 1 and list(report.differences) == list(found)
     assert max(report.differences.values()) < 1e-6
     x = torch.randn(2, 20, H)
@@ -70,7 +79,7 @@ def test_the_way_back_is_exact(family, fused, tmp_path):
     assert back.differences.keys() == there.differences.keys() != set()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONVERTED)
 def test_transformers_loads_what_came_back(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -99,7 +108,7 @@ def test_every_other_key_is_unchanged(tmp_path):
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONVERTED)
 def test_blocks_in_memory_are_shared(family):
     model = tiny_model(family, **CHANGES.get(family, {}))
     for block in blocks(model).values():
@@ -110,7 +119,7 @@ def test_blocks_in_memory_are_shared(family):
         with torch.no_grad():
             assert error(moe(x), run(block, x[None])[0]) < 1e-6
             experts = block.experts
-            assert moe.experts.gate_up.data_ptr() == experts.gate_up_proj.data_ptr()
+            assert moe.experts.gate_up.data_ptr() == getattr(experts, names_of(experts)[0]).data_ptr()
             assert moe.experts.down.data_ptr() == experts.down_proj.data_ptr()
             back = state_dict_to_huggingface(moe, family)
             assert identical(back, dict(block.state_dict()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...kernels.base.check import checked
 from ...layers.moe import MoE
 from ..transformers import known_gate
-from .families import FAMILIES, Piece
+from .families import FAMILIES, Family, Piece
 from .files import Checkpoint, CheckpointError
 from .plan import read_record
 
@@ -17,8 +17,8 @@ from .plan import read_record
 def moe_from_huggingface(block: nn.Module) -> MoE:
     """Return an `MoE` that computes the same as a block of transformers and shares its memory.
 
-    block: MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock, OlmoeSparseMoeBlock, DeepseekV3MoE or GptOssMLP, of
-        transformers 5.
+    block: of transformers 5, and of a family that `convert` knows: MixtralSparseMoeBlock, for example,
+        Qwen3MoeSparseMoeBlock, DeepseekV3MoE or GptOssMLP.
 
     The experts' and the router's weights are views of the block's, transposed (E, H, 2I) ones in gpt-oss.  A
     shared expert's gate and up projections are two tensors in the block and one here, which is a copy.  The
@@ -36,24 +36,30 @@ def moe_from_huggingface(block: nn.Module) -> MoE:
     if getattr(block, "jitter_noise", 0):
         raise ValueError("block.jitter_noise is not 0: it moves what the experts see too")
     theirs = dict(block.state_dict())
-    config = config_of(block, family.width, family.num_experts[0], family.router)
+    config = config_of(block, family)
+    if problems := family.differences(config):
+        raise ValueError(f"the block's configuration: {'; '.join(problems)}")
     kwargs = family.moe_kwargs(config) | dict(zip(("activation", "interleaved"), gate, strict=True))
     return new_moe(kwargs, ours_from(family.pieces(kwargs, fused=True), theirs.__getitem__)).train(
         block.training
     )
 
 
-def config_of(block: nn.Module, width: str, num_experts: str, router: str) -> dict:
+def config_of(block: nn.Module, family: Family) -> dict:
     """What the block was built from, by the names of config.json."""
-    router = getattr(block, router)
+    router = getattr(block, family.routers[1])
     down = block.experts.down_proj.mT if block.experts.is_transposed else block.experts.down_proj
     E, H, intermediate = down.shape
-    config = {num_experts: E, "hidden_size": H, width: intermediate, "num_experts_per_tok": router.top_k}
+    config = {name: getattr(block.experts.config, name, value) for name, value in family.only.items()}
+    config |= {family.num_experts[0]: E, "hidden_size": H, family.width: intermediate}
+    config[family.top_k[0]] = router.top_k
     names = {"norm_topk_prob": "norm_topk_prob", "n_group": "num_group", "topk_group": "topk_group"}
     names["routed_scaling_factor"] = "routed_scaling_factor"
     config |= {key: getattr(router, name) for key, name in names.items() if hasattr(router, name)}
-    if hasattr(block, "shared_experts"):
-        config["n_shared_experts"] = block.shared_experts.gate_proj.weight.shape[0] // intermediate
+    if family.shared is not None:
+        shared = getattr(block, family.shared.name)
+        width = 0 if shared is None else shared.down_proj.weight.shape[1]
+        config[family.shared.size] = width // intermediate if family.shared.counts else width
     return config
 
 
@@ -61,18 +67,18 @@ def config_of(block: nn.Module, width: str, num_experts: str, router: str) -> di
 def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
     """Return the state dict of transformers' block for an `MoE`: views, for `block.load_state_dict`.
 
-    model_type: mixtral, qwen3_moe, olmoe, deepseek_v3 or gpt_oss.
+    model_type: of a family that `convert` knows, mixtral or qwen3_moe, for example.
 
     Raises ValueError for another model_type, and for an MoE whose tensors do not fit such a block.
     """
     if model_type not in FAMILIES:
         raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(FAMILIES)}")
-    ours, experts = dict(moe.state_dict()), moe.experts
+    ours, experts, family = dict(moe.state_dict()), moe.experts, FAMILIES[model_type]
     kwargs = {"num_experts": moe.num_experts, "hidden": moe.hidden, "intermediate": experts.intermediate}
-    kwargs |= {"bias": model_type == "gpt_oss", "selection_bias": model_type == "deepseek_v3"}
-    if model_type == "deepseek_v3" and moe.shared is not None:
+    kwargs["bias"] = model_type == "gpt_oss"
+    if family.shared is not None and moe.shared is not None:
         kwargs["shared_intermediate"] = moe.shared.down.in_features
-    pieces = list(FAMILIES[model_type].pieces(kwargs, fused=True))
+    pieces = list(family.pieces(kwargs, fused=True))
     here = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     there = {piece.name: piece.shape for piece in pieces}
     if here != there or experts.interleaved != (model_type == "gpt_oss"):
@@ -115,7 +121,8 @@ def ours_from(pieces: Iterable[Piece], read: Callable[[str], Tensor]) -> dict[st
     state = {}
     for piece in pieces:
         if len(piece.tensors) == 1:
-            state[piece.name] = piece.tensors[0].from_theirs(read(piece.tensors[0].name))
+            theirs = read(piece.tensors[0].name)
+            state[piece.name] = piece.tensors[0].from_theirs(theirs).view(piece.shape)
             continue
         whole = None
         for part in piece.tensors:

@@ -69,7 +69,8 @@ def convert(
     def compare(new: Checkpoint, layer: str) -> tuple[float, float]:
         ours, theirs = (new, found) if to == "moe_aiter" else (found, new)
         moe = read_moe(ours, layer, plan)
-        formula = Formula(plan.family, plan.fused, theirs.config, partial(read_in, theirs, plan.block(layer)))
+        settings = plan.family.settings(theirs.config)
+        formula = Formula(plan.family, plan.fused, settings, partial(read_in, theirs, plan.block(layer)))
         return difference(moe, formula), tolerance(moe.experts.down.dtype)
 
     return write(found, target, plan, compare if check else None, shard_bytes, progress)

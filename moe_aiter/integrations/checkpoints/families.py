@@ -1,25 +1,41 @@
-"""The names of MoE tensors in Hugging Face checkpoints, and the place of each in our tensors.
+"""The families of Hugging Face checkpoints: names of MoE tensors, and what config.json says of the layer.
 
-On the hub, and from transformers' save_pretrained, with N the number of an expert:
+Names on the hub, and from transformers' save_pretrained.  N is the number of an expert; gate, up and down are
+short for gate_proj.weight, up_proj.weight and down_proj.weight:
 
-    family       block             experts                                    router and rest
-    mixtral      block_sparse_moe  experts.N.{w1,w3,w2}.weight                gate.weight
-    qwen3_moe    mlp               experts.N.{gate,up,down}_proj.weight       gate.weight
-    olmoe        mlp               the same                                   gate.weight
-    deepseek_v3  mlp               the same                                   gate.weight,
-                                                                              gate.e_score_correction_bias,
-                                                                shared_experts.{gate,up,down}_proj.weight
-    gpt_oss      mlp               experts.gate_up_proj (E, H, 2I), gate and  router.weight, router.bias
-                                   up interleaved, experts.down_proj
-                                   (E, I, H), and their _bias (E, 2I), (E, H)
+    family           block             experts                         router and rest
+    mixtral          block_sparse_moe  experts.N.{w1,w3,w2}.weight     gate.weight
+    minimax_m2       block_sparse_moe  the same                        gate.weight,
+                                                                       e_score_correction_bias
+    qwen3_moe        mlp               experts.N.{gate,up,down}        gate.weight
+    olmoe            mlp               the same                        gate.weight
+    qwen2_moe        mlp               the same                        gate.weight,
+    qwen3_next                                                         shared_expert.{gate,up,down},
+    qwen3_5_moe                                                        shared_expert_gate.weight
+    deepseek_v3      mlp               the same                        gate.weight,
+    glm4_moe                                                           gate.e_score_correction_bias,
+                                                                       shared_experts.{gate,up,down}
+    ernie4_5_moe     mlp               the same                        gate.weight, shared_experts and
+                                                       moe_statics.e_score_correction_bias (1, E)
+    nemotron_h       mixer             experts.N.{up,down}             as deepseek_v3, without gate_proj
+    granitemoe, and  block_sparse_moe  input_linear.weight (E, 2I, H)  router.layer.weight
+    -shared, -hybrid                   output_linear.weight (E, H, I)
+    gpt_oss          mlp               experts.gate_up_proj            router.weight, router.bias
+                                       (E, H, 2I), gate and up
+                                       interleaved, experts.down_proj
+                                       (E, I, H), and their _bias
+                                       (E, 2I), (E, H)
 
-In memory, and from save_pretrained(save_original_format=False), transformers 5 uses the "fused" format: every
-block is called `mlp`, and the experts of the first four families are experts.gate_up_proj (E, 2I, H) and
-experts.down_proj (E, H, I).
+In memory, and from save_pretrained(save_original_format=False), transformers 5 uses the "fused" format: the
+experts are experts.gate_up_proj (E, 2I, H), or experts.up_proj (E, I, H) without a gate, and
+experts.down_proj (E, H, I).  In this format, the block of mixtral and minimax_m2 is called mlp, the bias of
+ernie4_5_moe is part of gate, and the router of Granite has the key router.weight.
+
+`REFUSED` lists the families whose layer `MoE` cannot compute, each with the reason.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -28,15 +44,39 @@ from ...routing.choices import GroupLimit
 from .files import CheckpointError
 
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}  # by `hidden_act`
+PLAIN = {"relu2": "relu2", "silu": "silu", "gelu": "gelu", "relu": "relu"}  # without a gate
 MOST = 2**20  # of whatever config.json counts; more is damage, and would fit no memory
 COUNTS = {  # by name, the least
     "hidden_size": 1, "intermediate_size": 1, "moe_intermediate_size": 1, "num_hidden_layers": 1,
-    "num_experts": 1, "num_local_experts": 1, "n_routed_experts": 1, "num_experts_per_tok": 1,
-    "n_shared_experts": 0, "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1,
+    "num_experts": 1, "num_local_experts": 1, "n_routed_experts": 1, "moe_num_experts": 1,
+    "num_experts_per_tok": 1, "moe_k": 1, "n_shared_experts": 0, "moe_num_shared_experts": 0,
+    "shared_expert_intermediate_size": 1, "moe_shared_expert_intermediate_size": 1,
+    "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "moe_layer_interval": 1,
+    "moe_layer_start_index": 0, "moe_layer_end_index": -1,
     "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "num_mtp_layers": 0,
 }  # fmt: skip
-TYPES = {"norm_topk_prob": (bool,), "mlp_only_layers": (list,), "routed_scaling_factor": (int, float)}
-OURS = "mlp"  # our block, in every family: it is what transformers 5 calls the module
+TYPES = {
+    "norm_topk_prob": (bool,), "mlp_only_layers": (list,), "routed_scaling_factor": (int, float),
+    "layers_block_type": (list,), "hybrid_override_pattern": (str,),
+}  # fmt: skip
+LAYERS: dict[str, Callable] = {  # settings that say which layers have experts, given the layer and the value
+    "first_k_dense_replace": lambda layer, start: layer >= start,
+    "moe_layer_freq": lambda layer, step: layer % step == 0,
+    "decoder_sparse_step": lambda layer, step: (layer + 1) % step == 0,
+    "mlp_only_layers": lambda layer, dense: layer not in dense,
+    "moe_layer_start_index": lambda layer, start: layer >= start,
+    "moe_layer_end_index": lambda layer, end: end == -1 or layer <= end,
+    "moe_layer_interval": lambda layer, step: (layer + 1) % step == 0,
+    "layers_block_type": lambda layer, kinds: kinds[layer : layer + 1] == ["moe"],
+    "hybrid_override_pattern": lambda layer, kinds: kinds[layer : layer + 1] == "E",
+}
+LISTED = "layers_block_type", "hybrid_override_pattern"  # those with an entry for each layer
+WHY = {  # a setting with another value is something that MoE has not
+    "moe_latent_size": "the experts of MoE have the width of its input",
+    "mlp_bias": "MoE has biases in the router and all experts, or in none",
+    "use_bias": "MoE has biases in the router and all experts, or in none",
+}
+OURS = "mlp"  # our block, in every family: it is what transformers 5 calls most of them
 
 
 class Part(NamedTuple):
@@ -52,7 +92,7 @@ class Part(NamedTuple):
 
     def from_ours(self, ours: Tensor) -> Tensor:
         ours = ours[self.place] if self.place else ours
-        return ours.mT if self.transposed else ours
+        return (ours.mT if self.transposed else ours).view(self.shape)
 
 
 class Piece(NamedTuple):
@@ -63,127 +103,183 @@ class Piece(NamedTuple):
     tensors: tuple[Part, ...]
 
 
+class Shared(NamedTuple):
+    """The shared expert of a family: a dense MLP in the block."""
+
+    name: str  # of the module
+    size: str  # what the configuration calls its width, or its number of experts if it `counts` them
+    default: int
+    counts: bool = True
+    gate: str = ""  # the module whose sigmoid multiplies the output
+
+
 @dataclass(frozen=True)
 class Family:
-    """A `model_type` of transformers."""
+    """A `model_type` of transformers.  Names in pairs are those on the hub and in the fused format."""
 
     name: str
     block_class: str  # of transformers
     architecture: str
     num_experts: tuple[str, ...]  # what its configuration calls it; the first is what we write
     width: str
-    block: str = "mlp"  # on the hub
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    router: str = "gate"
+    top_k: tuple[str, ...] = ("num_experts_per_tok",)
+    act: str = "hidden_act"
+    inner: str = ""  # the entry of config.json that has all of this, if not config.json itself
+    blocks: tuple[str, str] = ("mlp", OURS)
+    matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: the experts have no gate
+    stacked: tuple[str, ...] = ()  # on the hub, the tensors of all experts, if there is none of each
+    routers: tuple[str, str] = ("gate", "gate")
+    correction: tuple[str, ...] = ()  # the tensor that is added to scores to choose experts
+    correction_shape: tuple[int, ...] = ()  # of its axes before the experts
     always_fused: bool = False
+    score: str = "softmax"
     renormalizes: bool | None = None  # where the configuration does not say; None: it has no say
+    scale: float | None = None  # of the routing weights, where the configuration does not say
+    groups: tuple[int, int] | None = None  # how many there are, and are chosen
+    shared: Shared | None = None
+    layers: Mapping = field(default_factory=dict)  # keys of LAYERS that count, and their defaults
+    further: bool = False  # whether layers past the last, which predict further tokens, have experts too
+    only: Mapping = field(default_factory=dict)  # settings of which a single value is known
 
     def block_of(self, fused: bool) -> str:
-        return OURS if fused else self.block
+        return self.blocks[fused]
+
+    def stacked_of(self, fused: bool) -> tuple[str, ...]:
+        """The two tensors of all experts, (E, 2I, H) and (E, H, I); none where each expert has its own."""
+        if not (fused or self.always_fused):
+            return self.stacked
+        return f"experts.{'gate_up' if len(self.matrices) == 3 else 'up'}_proj", "experts.down_proj"
+
+    def settings(self, config: dict) -> dict:
+        """The part of config.json that describes the layers."""
+        found = config.get(self.inner) if self.inner else config
+        return found if isinstance(found, dict) else {}
 
     def problems(self, config: dict) -> list[str]:
         """What the configuration asks for that an MoE would not do."""
         found = damage(config)
-        for names in (*self.required(), ("num_hidden_layers",)):
+        for names in self.required():
             if first(config, names) is None:
                 found.append(f"config.json has no {names[0]}")
+        if not found and self.num_layers(config) is None:
+            found.append("config.json has no num_hidden_layers")
         if config.get("router_jitter_noise"):
             found.append("router_jitter_noise is not 0: transformers then moves what the experts see too")
-        if self.name == "gpt_oss":
-            for name, value in {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}.items():
-                if config.get(name, value) != value:
-                    found.append(f"{name} is {config[name]}; only {value} is known")
-        elif first(config, ("hidden_act",), "silu") not in list(ACTIVATIONS):
-            found.append(f"hidden_act is {config['hidden_act']!r}; known: {', '.join(ACTIVATIONS)}")
-        if self.name == "deepseek_v3":
-            for name, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
-                if config.get(name, value) != value:
-                    found.append(f"{name} is {config[name]!r}; only {value!r} is known")
+        acts = self.activations()
+        if not self.always_fused and first(config, (self.act,), next(iter(acts))) not in list(acts):
+            found.append(f"{self.act} is {config[self.act]!r}; known: {', '.join(acts)}")
+        found += self.differences(config)
         sums_to_1 = self.renormalizes is None or first(config, ("norm_topk_prob",), self.renormalizes)
-        if sums_to_1 and first(config, ("num_experts_per_tok",)) == 1:
-            found.append("num_experts_per_tok is 1 and weights sum to 1: MoE has no router that cannot train")
+        if sums_to_1 and first(config, self.top_k) == 1:
+            found.append(f"{self.top_k[0]} is 1 and weights sum to 1: MoE has no router that cannot train")
         return found
 
+    def differences(self, config: dict) -> list[str]:
+        """The settings that are not what `only` says."""
+        return [
+            f"{name} is {config[name]!r}; only {value!r} is known" + (f": {WHY[name]}" if name in WHY else "")
+            for name, value in self.only.items()
+            if config.get(name, value) != value
+        ]
+
+    def activations(self) -> dict[str, str]:
+        return ACTIVATIONS if len(self.matrices) == 3 else PLAIN
+
     def required(self) -> tuple[tuple[str, ...], ...]:
-        return ("hidden_size",), (self.width,), self.num_experts, ("num_experts_per_tok",)
+        return ("hidden_size",), (self.width,), self.num_experts, self.top_k
+
+    def num_layers(self, config: dict) -> int | None:
+        listed = (config[name] for name in LISTED if name in self.layers and config.get(name) is not None)
+        return next((len(kinds) for kinds in listed), first(config, ("num_hidden_layers",)))
 
     def moe_kwargs(self, config: dict) -> dict:
         """What to call `MoE` with, `choice` aside all of it fit for JSON."""
         hidden, width, num_experts, top_k = (first(config, names) for names in self.required())
         kwargs = {"hidden": hidden, "intermediate": width, "num_experts": num_experts, "top_k": top_k}
-        if self.name == "gpt_oss":
+        if self.always_fused:
             act = {"activation": "swiglu_oai", "bias": True, "interleaved": True}
-            return kwargs | act | {"score": "topk_softmax"}
-        kwargs["activation"] = ACTIVATIONS[first(config, ("hidden_act",), "silu")]
+            return kwargs | act | {"score": self.score}
+        acts = self.activations()
+        kwargs["activation"] = acts[first(config, (self.act,), next(iter(acts)))]
         # said also where it is the default: MoE refuses weights of 1, and would weigh otherwise by itself
         says = self.renormalizes is not None
         kwargs["renormalize"] = first(config, ("norm_topk_prob",), self.renormalizes) if says else True
-        if self.name == "deepseek_v3":
-            kwargs |= {"score": "sigmoid", "selection_bias": True}
-            kwargs["scale"] = first(config, ("routed_scaling_factor",), 2.5)
-            groups, best = first(config, ("n_group",), 8), first(config, ("topk_group",), 4)
+        if self.score != "softmax":
+            kwargs["score"] = self.score
+        if self.correction:
+            kwargs["selection_bias"] = True
+        if self.scale is not None:
+            kwargs["scale"] = first(config, ("routed_scaling_factor",), self.scale)
+        if self.groups is not None:
+            groups, best = (
+                first(config, (name,), default)
+                for name, default in zip(("n_group", "topk_group"), self.groups, strict=True)
+            )
             if best < groups:
                 kwargs["choice"] = GroupLimit(groups, best)
-            kwargs["shared_intermediate"] = width * first(config, ("n_shared_experts",), 1)
+        if self.shared is not None:
+            size = first(config, (self.shared.size,), self.shared.default)
+            kwargs["shared_intermediate"] = width * size if self.shared.counts else size
+            if self.shared.gate:
+                kwargs["shared_gate"] = True
         return kwargs
 
     def is_sparse(self, config: dict, layer: int) -> bool | None:
         """Whether a layer has experts; None where it may have, in layers that predict further tokens."""
-        layers = config["num_hidden_layers"]
+        layers = self.num_layers(config)
         if layer >= layers:
             further = first(config, ("num_nextn_predict_layers", "num_mtp_layers"), 0)
-            return None if self.name == "deepseek_v3" and layer < layers + further else False
-        if self.name == "qwen3_moe":
-            step = first(config, ("decoder_sparse_step",), 1)
-            return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
-        if self.name == "deepseek_v3":
-            start = first(config, ("first_k_dense_replace",), 3)
-            step = first(config, ("moe_layer_freq",), 1)
-            return layer >= start and layer % step == 0
-        return True
+            return None if self.further and layer < layers + further else False
+        values = ((name, first(config, (name,), default)) for name, default in self.layers.items())
+        return all(LAYERS[name](layer, value) for name, value in values if value is not None)
 
     def pieces(self, kwargs: dict, fused: bool) -> Iterator[Piece]:
         """All tensors of a block.  `kwargs` are those of `moe_kwargs`."""
         E, H, width = kwargs["num_experts"], kwargs["hidden"], kwargs["intermediate"]
-        yield same("router.weight", f"{self.router}.weight", E, H)
+        router = self.routers[fused]
+        yield same("router.weight", f"{router}.weight", E, H)
         if kwargs.get("bias"):
-            yield same("router.bias", f"{self.router}.bias", E)
-        if kwargs.get("selection_bias"):
-            yield same("router.selection_bias", f"{self.router}.e_score_correction_bias", E)
+            yield same("router.bias", f"{router}.bias", E)
+        if self.correction:  # of any number of axes
+            part = Part(self.correction[fused], (*self.correction_shape, E))
+            yield Piece("router.selection_bias", (E,), (part,))
+        rows = (len(self.matrices) - 1) * width
         if self.always_fused:
-            for ours, theirs, rows, columns in (("gate_up", "gate_up_proj", 2 * width, H),
-                                                ("down", "down_proj", H, width)):  # fmt: skip
-                part = Part(f"experts.{theirs}", (E, columns, rows), transposed=True)
-                yield Piece(f"experts.{ours}", (E, rows, columns), (part,))
-                yield same(f"experts.{ours}_bias", f"experts.{theirs}_bias", E, rows)
-        elif fused:
-            yield same("experts.gate_up", "experts.gate_up_proj", E, 2 * width, H)
-            yield same("experts.down", "experts.down_proj", E, H, width)
+            shapes = ("gate_up", 2 * width, H), ("down", H, width)
+            for (ours, *shape), theirs in zip(shapes, self.stacked_of(fused), strict=True):
+                part = Part(theirs, (E, *shape[::-1]), transposed=True)
+                yield Piece(f"experts.{ours}", (E, *shape), (part,))
+                yield same(f"experts.{ours}_bias", f"{theirs}_bias", E, shape[0])
+        elif stacked := self.stacked_of(fused):
+            yield same("experts.gate_up", stacked[0], E, rows, H)
+            yield same("experts.down", stacked[1], E, H, width)
         else:
-            gate, up, down = self.matrices
             prefixes = [(f"experts.{e}.", (e,)) for e in range(E)]
-            yield side_by_side("experts.gate_up", (E,), width, H, prefixes, gate, up)
-            tensors = (Part(f"{name}{down}.weight", (H, width), place) for name, place in prefixes)
+            yield side_by_side("experts.gate_up", (E,), width, H, prefixes, self.matrices[:-1])
+            tensors = (
+                Part(f"{name}{self.matrices[-1]}.weight", (H, width), place) for name, place in prefixes
+            )
             yield Piece("experts.down", (E, H, width), tuple(tensors))
         if shared := kwargs.get("shared_intermediate"):
-            prefixes = [("shared_experts.", ())]
-            yield side_by_side("shared.gate_up.weight", (), shared, H, prefixes, *self.matrices[:2])
-            yield same("shared.down.weight", f"shared_experts.{self.matrices[2]}.weight", H, shared)
+            name = f"{self.shared.name}."
+            yield side_by_side("shared.gate_up.weight", (), shared, H, [(name, ())], self.matrices[:-1])
+            yield same("shared.down.weight", f"{name}{self.matrices[-1]}.weight", H, shared)
+            if self.shared.gate:
+                yield same("shared.gate.weight", f"{self.shared.gate}.weight", 1, H)
 
 
 def same(ours: str, theirs: str, *shape: int) -> Piece:
     return Piece(ours, shape, (Part(theirs, shape),))
 
 
-def side_by_side(ours: str, outer: tuple, width: int, H: int, prefixes: list, gate: str, up: str) -> Piece:
-    """Rows of the gate, then rows of up."""
-    halves = (gate, slice(0, width)), (up, slice(width, 2 * width))
+def side_by_side(ours: str, outer: tuple, width: int, H: int, prefixes: list, matrices: tuple) -> Piece:
+    """Rows of the gate, then rows of up; or rows of up alone."""
     tensors = [
-        Part(f"{name}{matrix}.weight", (width, H), (*place, rows))
+        Part(f"{name}{matrix}.weight", (width, H), (*place, slice(i * width, (i + 1) * width)))
         for name, place in prefixes
-        for matrix, rows in halves
+        for i, matrix in enumerate(matrices)
     ]
-    return Piece(ours, (*outer, 2 * width, H), tuple(tensors))
+    return Piece(ours, (*outer, len(matrices) * width, H), tuple(tensors))
 
 
 def damage(config: dict) -> list[str]:
@@ -206,16 +302,34 @@ def first(config: dict, names: tuple[str, ...], default=None):
 
 
 EXPERTS = "num_experts", "num_local_experts"
+DEEPSEEK = {  # what GLM and Nemotron took from it
+    "correction": ("gate.e_score_correction_bias",) * 2, "score": "sigmoid", "renormalizes": True,
+}  # fmt: skip
+MIXTRAL = {"blocks": ("block_sparse_moe", OURS), "matrices": ("w1", "w3", "w2")}
+GRANITE = {
+    "blocks": ("block_sparse_moe",) * 2, "routers": ("router.layer", "router"), "score": "topk_softmax",
+    "stacked": ("input_linear.weight", "output_linear.weight"),
+}  # fmt: skip
+QWEN_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+QWEN2_SHARED = Shared(
+    "shared_expert", "shared_expert_intermediate_size", 5632, counts=False, gate="shared_expert_gate"
+)
+QWEN_SHARED = QWEN2_SHARED._replace(default=512)
+NEMOTRON_SHARED = Shared("shared_experts", "moe_shared_expert_intermediate_size", 7688, counts=False)
+QWEN3_5 = Family(
+    "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", "Qwen3_5MoeForCausalLM", EXPERTS,
+    "moe_intermediate_size", shared=QWEN_SHARED,
+)  # fmt: skip
 FAMILIES = {
     family.name: family
     for family in (
         Family(
-            "mixtral", "MixtralSparseMoeBlock", "MixtralForCausalLM",
-            EXPERTS[::-1], "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"),
+            "mixtral", "MixtralSparseMoeBlock", "MixtralForCausalLM", EXPERTS[::-1], "intermediate_size",
+            **MIXTRAL,
         ),
         Family(
             "qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeForCausalLM", EXPERTS, "moe_intermediate_size",
-            renormalizes=False,
+            renormalizes=False, layers=QWEN_LAYERS,
         ),
         Family(
             "olmoe", "OlmoeSparseMoeBlock", "OlmoeForCausalLM", EXPERTS, "intermediate_size",
@@ -223,18 +337,74 @@ FAMILIES = {
         ),
         Family(
             "deepseek_v3", "DeepseekV3MoE", "DeepseekV3ForCausalLM",
-            ("n_routed_experts", "num_local_experts"), "moe_intermediate_size", renormalizes=True,
+            ("n_routed_experts", "num_local_experts"), "moe_intermediate_size", **DEEPSEEK, scale=2.5,
+            groups=(8, 4), shared=Shared("shared_experts", "n_shared_experts", 1), further=True,
+            layers={"first_k_dense_replace": 3, "moe_layer_freq": 1},
+            only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         ),
         Family(
             "gpt_oss", "GptOssMLP", "GptOssForCausalLM", EXPERTS[::-1], "intermediate_size",
-            router="router", always_fused=True,
+            routers=("router", "router"), always_fused=True, score="topk_softmax",
+            only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        ),
+        Family(
+            "glm4_moe", "Glm4MoeMoE", "Glm4MoeForCausalLM", ("n_routed_experts", "num_local_experts"),
+            "moe_intermediate_size", **DEEPSEEK, scale=1.0, groups=(1, 1),
+            shared=Shared("shared_experts", "n_shared_experts", 1), further=True,
+            layers={"first_k_dense_replace": 1},
+        ),
+        Family(
+            "qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeForCausalLM", EXPERTS, "moe_intermediate_size",
+            renormalizes=False, layers=QWEN_LAYERS, shared=QWEN2_SHARED,
+        ),
+        Family(
+            "qwen3_next", "Qwen3NextSparseMoeBlock", "Qwen3NextForCausalLM", EXPERTS,
+            "moe_intermediate_size", renormalizes=True, layers=QWEN_LAYERS, shared=QWEN_SHARED,
+        ),
+        QWEN3_5,
+        replace(QWEN3_5, name="qwen3_5_moe", inner="text_config"),
+        Family(
+            "minimax_m2", "MiniMaxM2SparseMoeBlock", "MiniMaxM2ForCausalLM", EXPERTS[::-1],
+            "intermediate_size", **MIXTRAL, score="sigmoid", correction=("e_score_correction_bias",) * 2,
+            only={"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0},
+        ),
+        Family(
+            "ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock", "Ernie4_5_MoeForCausalLM",
+            ("moe_num_experts", *EXPERTS), "moe_intermediate_size", top_k=("moe_k", "num_experts_per_tok"),
+            correction=tuple(f"{name}moe_statics.e_score_correction_bias" for name in ("", "gate.")),
+            correction_shape=(1,), shared=Shared("shared_experts", "moe_num_shared_experts", 2),
+            layers={"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
+            only={"use_bias": False, "moe_norm_min": 1e-12},
+        ),
+        Family(
+            "nemotron_h", "NemotronHMoE", "NemotronHForCausalLM", ("n_routed_experts", "num_local_experts"),
+            "moe_intermediate_size", act="mlp_hidden_act", blocks=("mixer", "mixer"),
+            matrices=("up_proj", "down_proj"), **DEEPSEEK, scale=1.0, groups=(1, 1), shared=NEMOTRON_SHARED,
+            layers=dict.fromkeys(LISTED), only={"moe_latent_size": None, "mlp_bias": False},
+        ),
+        Family(
+            "granitemoe", "GraniteMoeMoE", "GraniteMoeForCausalLM", EXPERTS[::-1], "intermediate_size",
+            **GRANITE,
+        ),
+        Family(
+            "granitemoeshared", "GraniteMoeSharedMoE", "GraniteMoeSharedForCausalLM", EXPERTS[::-1],
+            "intermediate_size", **GRANITE,
+        ),
+        Family(
+            "granitemoehybrid", "GraniteMoeHybridMoE", "GraniteMoeHybridForCausalLM", EXPERTS[::-1],
+            "intermediate_size", **GRANITE,
         ),
     )
 }  # fmt: skip
+LLAMA4 = "it multiplies the input of an expert by the routing weight, and MoE the output"
+GEMMA4 = "its router has a norm, a scale and a factor for each expert of its own, and MoE has none of them"
+REFUSED = {"llama4": LLAMA4, "llama4_text": LLAMA4, "gemma4": GEMMA4, "gemma4_text": GEMMA4}
 
 
 def family_of(config: dict) -> Family:
     kind = config.get("model_type")
+    if kind in list(REFUSED):
+        raise CheckpointError("config.json", [f"model_type is {kind!r}: {REFUSED[kind]}"])
     if kind not in list(FAMILIES):  # it need not be a string
         families = ", ".join(FAMILIES)
         raise CheckpointError(

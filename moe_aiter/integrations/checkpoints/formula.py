@@ -15,6 +15,7 @@ from ...layers.moe import MoE
 from .families import Family, first
 
 FUNCTIONS = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu}
+FUNCTIONS["relu2"] = lambda x: x.relu().square()
 DRAWN, TOKENS = 64, 16  # tokens, and those of them whose choice of experts is clearest: rounding changes none
 
 
@@ -28,37 +29,31 @@ class Formula(NamedTuple):
 
     def logits(self, x: Tensor) -> Tensor:
         """(T, H) -> (T, E)."""
-        router = self.family.router
+        router = self.family.routers[self.fused]
         bias = self.read(f"{router}.bias").float() if self.family.name == "gpt_oss" else None
         return F.linear(x, self.read(f"{router}.weight").float(), bias)
 
     def routing_weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """(T, E), 0 where an expert is not chosen; and by how much the choice is clear, (T,)."""
-        config, renormalizes, top_k = (
-            self.config,
-            self.family.renormalizes,
-            self.config["num_experts_per_tok"],
-        )
-        if self.family.name == "deepseek_v3":
-            scores = logits.sigmoid()
-            ids, margin = self.limited(scores, top_k)
-        else:
-            scores = logits.softmax(1)
-            ids, margin = best(logits, top_k)
+        family, config = self.family, self.config
+        top_k = first(config, family.top_k)
+        scores = logits.sigmoid() if family.score == "sigmoid" else logits.softmax(1)
+        ids, margin = self.limited(scores, top_k) if family.correction else best(logits, top_k)
         weights = scores.gather(1, ids)
-        if self.family.name == "gpt_oss":
+        if family.score == "topk_softmax":
             weights = logits.gather(1, ids).softmax(1)
-        elif renormalizes is None or first(config, ("norm_topk_prob",), renormalizes):
+        elif family.renormalizes is None or first(config, ("norm_topk_prob",), family.renormalizes):
             weights = weights / weights.sum(1, keepdim=True)
-        if self.family.name == "deepseek_v3":
-            weights = weights * first(config, ("routed_scaling_factor",), 2.5)
+        if family.scale is not None:
+            weights = weights * first(config, ("routed_scaling_factor",), family.scale)
         return torch.zeros_like(logits).scatter(1, ids, weights), margin
 
     def limited(self, scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """The choice among the experts of the best groups: DeepSeek-AI 2024, arXiv 2412.19437, 2.1.2."""
-        ranked = scores + self.read(f"{self.family.router}.e_score_correction_bias").float()
-        groups, kept = first(self.config, ("n_group",), 8), first(self.config, ("topk_group",), 4)
-        if kept >= groups:
+        ranked = scores + self.read(self.family.correction[self.fused]).float().view(-1)
+        most, fewer = self.family.groups or (1, 1)
+        groups, kept = first(self.config, ("n_group",), most), first(self.config, ("topk_group",), fewer)
+        if self.family.groups is None or kept >= groups:
             return best(ranked, top_k)
         sums = ranked.unflatten(1, (groups, -1)).topk(2).values.sum(-1)
         chosen, margin = best(sums, kept)
@@ -69,24 +64,33 @@ class Formula(NamedTuple):
 
     def output(self, x: Tensor, weights: Tensor) -> Tensor:
         """sum_e weights[t, e] * expert_e(x[t]) + shared(x[t]): (T, H)."""
-        out, family = torch.zeros_like(x), self.family
+        out = torch.zeros_like(x)
         for e, column in enumerate(weights.T):
             rows = column.nonzero()[:, 0]
             if len(rows):
                 out[rows] += column[rows, None] * self.expert(x[rows], e)
-        if family.name == "deepseek_v3" and first(self.config, ("n_shared_experts",), 1):
-            matrices = (self.read(f"shared_experts.{matrix}.weight") for matrix in family.matrices)
-            out += mlp(self.config, x, *matrices)
-        return out
+        shared = self.family.shared
+        if shared is None or not first(self.config, (shared.size,), shared.default):
+            return out
+        both = self.mlp(x, *(self.read(f"{shared.name}.{matrix}.weight") for matrix in self.family.matrices))
+        if shared.gate:  # Qwen Team 2024, arXiv 2407.10671
+            both = both * F.linear(x, self.read(f"{shared.gate}.weight").float()).sigmoid()
+        return out + both
 
     def expert(self, x: Tensor, e: int) -> Tensor:
         if self.family.name == "gpt_oss":
             return self.oai_expert(x, e)
-        if self.fused:
-            gate, up = self.read("experts.gate_up_proj", (e,)).chunk(2)
-            return mlp(self.config, x, gate, up, self.read("experts.down_proj", (e,)))
-        matrices = (self.read(f"experts.{e}.{matrix}.weight") for matrix in self.family.matrices)
-        return mlp(self.config, x, *matrices)
+        if stacked := self.family.stacked_of(self.fused):
+            first_weight, down = (self.read(name, (e,)) for name in stacked)
+            return self.mlp(x, *first_weight.chunk(len(self.family.matrices) - 1), down)
+        return self.mlp(x, *(self.read(f"experts.{e}.{matrix}.weight") for matrix in self.family.matrices))
+
+    def mlp(self, x: Tensor, *weights: Tensor) -> Tensor:
+        if len(weights) == 3:
+            return mlp(self.config, x, *weights)
+        up, down = weights
+        act = FUNCTIONS[first(self.config, (self.family.act,), "relu2")]
+        return F.linear(act(F.linear(x, up.float())), down.float())
 
     def oai_expert(self, x: Tensor, e: int) -> Tensor:
         """OpenAI 2025, arXiv 2508.10925."""

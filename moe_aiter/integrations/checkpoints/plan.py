@@ -10,8 +10,13 @@ from .families import MOST, OURS, Family, Part, Piece, family_of, from_json, to_
 from .files import Checkpoint, CheckpointError, Output, Spec
 
 RECORD = "moe_aiter"  # in config.json: what was converted
-LAYER = re.compile(r"((?:model\.)?layers\.([0-9]{1,9})\.)((?:mlp|block_sparse_moe)\.)(.+)")
-EXPERT = re.compile(r"\b(experts|shared_experts|block_sparse_moe|mlp\.gate|mlp\.router)\.")
+BLOCK = r"(?:mlp|block_sparse_moe|mixer)\..+"
+LAYER = re.compile(rf"(((?:model\.)?(?:language_model\.)?|backbone\.)layers\.([0-9]{{1,9}})\.){BLOCK}")
+EXPERT = re.compile(
+    r"\b(experts|shared_experts?|shared_expert_gate|block_sparse_moe|(mlp|mixer)\.(gate|router|moe_statics))\."
+)
+FURTHER = "mtp.", "model.mtp_"  # beside the layers, what predicts further tokens; it stays as it is
+FLOAT32 = re.compile(r"(?<!shared)\.(gate|router|router\.layer)\.weight$")  # may be, in a 16-bit model
 QUANTISED = re.compile(r"(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.scales|\.absmax)$")
 DTYPES = ("F32", "BF16", "F16")
 ADVICE = "save it dequantised, in bfloat16 say, and convert that"
@@ -40,12 +45,14 @@ def plan_to_ours(source: Checkpoint) -> Plan:
     if RECORD in config:
         raise CheckpointError(f"{source.folder}", ["it has the layout of moe_aiter already"])
     family = family_of(config)
-    problems = family.problems(config)
+    settings = family.settings(config)
+    problems = family.problems(settings)
     if problems:
         raise CheckpointError(f"{source.folder}", problems)
-    kwargs = family.moe_kwargs(config)
+    kwargs = family.moe_kwargs(settings)
     check_kwargs(kwargs, problems)
-    fused = family.always_fused or any(key.endswith(".mlp.experts.gate_up_proj") for key in source.specs)
+    stacked = f".{family.block_of(True)}.{family.stacked_of(True)[0]}"
+    fused = family.always_fused or any(key.endswith(stacked) for key in source.specs)
     pieces = list(family.pieces(kwargs, fused))
     expected = {part.name: part.shape for piece in pieces for part in piece.tensors}
     outputs, layers, used = [], [], set()
@@ -76,7 +83,7 @@ def plan_to_theirs(source: Checkpoint) -> Plan:
     del config[RECORD]
     pieces = list(family.pieces(kwargs, fused))
     expected = {piece.name: piece.shape for piece in pieces}
-    outputs, problems, used = [], family.problems(config), set()
+    outputs, problems, used = [], family.problems(family.settings(config)), set()
     for layer in layers:
         stem, block = layer.removesuffix(OURS), f"{layer}."
         theirs = f"{stem}{family.block_of(fused)}."
@@ -124,13 +131,13 @@ def read_record(checkpoint: Checkpoint) -> tuple[Family, bool, dict, list[str]]:
 def sparse_layers(source: Checkpoint, family: Family, problems: list[str]) -> dict[str, bool]:
     """The stems of the layers that should have experts, or may: model.layers.3. -> whether it must."""
     matches = [m for m in map(LAYER.fullmatch, source.specs) if m]
-    prefix = "model." if any(m[1].startswith("model.") for m in matches) else ""
-    stems = {f"{prefix}layers.{n}.": n for n in range(source.config["num_hidden_layers"])}
-    stems |= {m[1]: int(m[2]) for m in sorted(matches, key=lambda m: int(m[2]))}
+    settings, prefix = family.settings(source.config), max((m[2] for m in matches), key=len, default="")
+    stems = {f"{prefix}layers.{n}.": n for n in range(family.num_layers(settings))}
+    stems |= {m[1]: int(m[3]) for m in sorted(matches, key=lambda m: int(m[3]))}
     return {
         stem: bool(sparse)
         for stem, n in stems.items()
-        if (sparse := family.is_sparse(source.config, n)) is not False
+        if (sparse := family.is_sparse(settings, n)) is not False
     }
 
 
@@ -138,7 +145,7 @@ def check_block(
     source: Checkpoint, stem: str, block: str, expected: dict[str, tuple], problems: list[str]
 ) -> tuple[dict[str, Spec], bool]:
     """Hold the keys of a layer's MoE against `expected`; their specs by key, and whether there are any."""
-    pattern = re.compile(re.escape(stem) + r"(?:mlp|block_sparse_moe)\..+")
+    pattern = re.compile(re.escape(stem) + BLOCK)
     there = {key: spec for key, spec in source.specs.items() if key.startswith(stem) and pattern.match(key)}
     quantised = [key for key in there if QUANTISED.search(key)]
     if quantised:
@@ -154,7 +161,9 @@ def check_block(
             problems.append(f"{key} is {spec.shape}; it should be {wanted[key]}")
         if key in wanted and spec.dtype not in DTYPES:
             problems.append(f"{key} is {spec.dtype}; known: {', '.join(DTYPES)}; {ADVICE}")
-        if not key.endswith(("e_score_correction_bias", "selection_bias")):  # float32 in any model
+        if key.endswith(("e_score_correction_bias", "selection_bias")):  # float32 in any model
+            continue
+        if spec.dtype != "F32" or not FLOAT32.search(key):
             by_dtype.setdefault(spec.dtype, []).append(key)
     if len(by_dtype) > 1:
         *fewer, (most, _) = sorted(by_dtype.items(), key=lambda item: len(item[1]))
@@ -167,7 +176,9 @@ def check_rest(source: Checkpoint, used: set[str], problems: list[str]) -> None:
     """Keys of experts that no layer claims: in a dense layer, say, or past the last."""
     rest = [key for key in source.specs if key not in used]
     problems += [
-        f"{key} belongs to experts, where config.json has none" for key in rest if EXPERT.search(key)
+        f"{key} belongs to experts, where config.json has none"
+        for key in rest
+        if EXPERT.search(key) and not key.startswith(FURTHER)
     ]
 
 
