@@ -13,7 +13,14 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from integrations.checkpoints import INDEX, change, change_config, save  # noqa: E402
+from integrations.checkpoints import (  # noqa: E402
+    INDEX,
+    change,
+    change_config,
+    same,
+    save,
+    tensors,
+)
 
 from moe_aiter.cli import main  # noqa: E402
 from moe_aiter.integrations.checkpoints import CheckpointError, convert, load_moe  # noqa: E402
@@ -67,9 +74,10 @@ def test_experts_in_a_layer_that_should_be_dense(tmp_path):
     assert len(problems) == 19 and all("layers.1.mlp." in problem for problem in problems)
 
 
-def test_layers_for_further_tokens_may_be_there_or_not(tmp_path):
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_for_further_tokens_may_be_there_or_not(family, tmp_path):
     """DeepSeek-V3's layer 61, past the last."""
-    save(tmp_path / "theirs", "deepseek_v3")
+    save(tmp_path / "theirs", family)
 
     def add(found):
         for key in [key for key in found if key.startswith("model.layers.1.")]:
@@ -98,6 +106,37 @@ def test_quantised_weights_are_refused_by_name(family, names, dtype, tmp_path):
     problems = refused(tmp_path)
     assert [problem.split()[0] for problem in problems] == [DEEPSEEK + name for name in names]
     assert all("belongs to quantised weights: save it dequantised" in problem for problem in problems)
+
+
+def test_layers_for_further_tokens_beside_the_others_stay_as_they_are(tmp_path):
+    """Those of Qwen3-Next, which may also be in the other format."""
+    save(tmp_path / "theirs", "qwen3_next")
+    extra = {"mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(6, 48, 16), "mtp.fc.weight": torch.ones(2)}
+    change(tmp_path / "theirs", lambda found: found.update(extra))
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert list(report.differences) == ["model.layers.1.mlp"]
+    assert same(extra, {k: v for k, v in tensors(tmp_path / "ours").items() if k in extra})
+
+
+def test_a_router_may_be_float32_in_a_16_bit_model(tmp_path):
+    save(tmp_path / "theirs", "minimax_m2", torch.bfloat16)
+
+    def widen(found):
+        found.update({k: v.float() for k, v in found.items() if k.endswith((".gate.weight", "_bias"))})
+
+    change(tmp_path / "theirs", widen)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "back", "huggingface")
+    assert same(tensors(tmp_path / "theirs"), tensors(tmp_path / "back"))
+    moe = load_moe(tmp_path / "ours", "model.layers.0.mlp")
+    assert moe.router.weight.dtype == torch.float32 and moe.experts.down.dtype == torch.bfloat16
+
+
+def test_a_shared_gate_has_the_dtype_of_its_expert(tmp_path):
+    save(tmp_path / "theirs", "qwen2_moe", torch.bfloat16)
+    key = "model.layers.1.mlp.shared_expert_gate.weight"
+    change(tmp_path / "theirs", lambda found: found.update({key: found[key].float()}))
+    assert refused(tmp_path) == [f"{key} is F32, but most of model.layers.1.mlp is BF16"]
 
 
 def test_dtypes_that_no_layer_has_are_refused(tmp_path):
@@ -133,6 +172,22 @@ def test_dtypes_that_no_layer_has_are_refused(tmp_path):
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is known"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ("deepseek_v3", {"n_group": 4}, "which 4 groups cannot share evenly"),
+        ("mixtral", {"model_type": "llama4"}, "model_type is 'llama4': it multiplies the input of an expert"),
+        ("mixtral", {"model_type": "gemma4"}, "model_type is 'gemma4': its router has a norm, a scale and"),
+        (
+            "nemotron_h",
+            {"moe_latent_size": 8},
+            "moe_latent_size is 8; only None is known: the experts of MoE",
+        ),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias is True; only False is known: MoE has biases in"),
+        ("nemotron_h", {"layers_block_type": ...}, "config.json has no num_hidden_layers"),
+        ("nemotron_h", {"layers_block_type": "moe"}, "layers_block_type is 'moe'; it should be of type list"),
+        ("nemotron_h", {"mlp_hidden_act": "gelu_new"}, "mlp_hidden_act is 'gelu_new'; known: relu2, silu,"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is True; only False is known: MoE has biases in"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1; only 1e-12 is known"),
+        ("ernie4_5_moe", {"moe_k": 1}, "moe_k is 1 and weights sum to 1"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is known"),
+        ("granitemoe", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1 and weights sum to 1"),
     ],
 )
 def test_configurations_that_are_something_else(family, changes, problem, tmp_path):

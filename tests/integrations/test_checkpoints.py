@@ -16,7 +16,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 from check import error  # noqa: E402
 from integrations.checkpoints import CHANGES, change, save, tensors  # noqa: E402
 from integrations.checkpoints import same as identical  # noqa: E402
-from integrations.families import CONVERTED, E, H, tiny_model  # noqa: E402
+from integrations.families import CONVERTED, E, H, tiny_config, tiny_model  # noqa: E402
 
 from moe_aiter.cli import main  # noqa: E402
 from moe_aiter.integrations.checkpoints import (  # noqa: E402
@@ -91,6 +91,32 @@ def test_transformers_loads_what_came_back(family, tmp_path):
     assert identical(dict(model.state_dict()), dict(loaded.state_dict()))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_language_model_within_another_model(fused, tmp_path):
+    """Qwen3.5 with its vision tower, whose config.json describes the language model in an entry."""
+    import transformers
+
+    names = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+    vision = {"depth": 1, "hidden_size": H, "intermediate_size": H, "num_heads": 2, "out_hidden_size": H}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=tiny_config("qwen3_5_moe_text").to_dict(),
+        vision_config=vision | {"num_position_embeddings": 16},
+        **dict(zip(names, range(3, 7), strict=True)),
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    model.save_pretrained(tmp_path / "theirs", save_original_format=not fused)
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert list(report.differences) == list(blocks(model))
+    x = torch.randn(2, 20, H)
+    for name, block in blocks(model).items():
+        with torch.no_grad():
+            assert error(load_moe(tmp_path / "ours", name)(x), run(block, x)) < 1e-6
+    convert(tmp_path / "ours", tmp_path / "back", to="huggingface")
+    assert identical(tensors(tmp_path / "theirs"), tensors(tmp_path / "back"))
+
+
 def test_every_other_key_is_unchanged(tmp_path):
     save(tmp_path / "theirs", "deepseek_v3")
     convert(tmp_path / "theirs", tmp_path / "ours")
@@ -142,6 +168,9 @@ def test_what_is_no_known_block_is_refused():
     block.jitter_noise = 0.0
     block.experts._apply_gate = lambda z: z
     with pytest.raises(ValueError, match="a gate of their own"):
+        moe_from_huggingface(block)
+    block = next(iter(blocks(tiny_model("nemotron_h", moe_latent_size=8)).values()))
+    with pytest.raises(ValueError, match="configuration: moe_latent_size is 8; only None is known"):
         moe_from_huggingface(block)
 
 

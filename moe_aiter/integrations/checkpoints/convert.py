@@ -45,7 +45,7 @@ def convert(
 ) -> Report:
     """Convert the checkpoint in the folder `source` into a new one in `target`.
 
-    to="moe_aiter"    from Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss, in safetensors: each block of
+    to="moe_aiter"    from a family of docs/convert.md, Qwen3-MoE for example, in safetensors: each block of
                       experts gets the keys of `MoE`, such as model.layers.3.mlp.router.weight; all other keys
                       and files stay.  config.json gets what `load_moe` and the way back need.
     to="huggingface"  back; every tensor has the same bytes as before

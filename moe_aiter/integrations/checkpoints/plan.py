@@ -52,7 +52,9 @@ def plan_to_ours(source: Checkpoint) -> Plan:
     kwargs = family.moe_kwargs(settings)
     check_kwargs(kwargs, problems)
     stacked = f".{family.block_of(True)}.{family.stacked_of(True)[0]}"
-    fused = family.always_fused or any(key.endswith(stacked) for key in source.specs)
+    fused = family.always_fused or any(
+        key.endswith(stacked) and not key.startswith(FURTHER) for key in source.specs
+    )
     pieces = list(family.pieces(kwargs, fused))
     expected = {part.name: part.shape for piece in pieces for part in piece.tensors}
     outputs, layers, used = [], [], set()
