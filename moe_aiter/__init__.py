@@ -40,16 +40,22 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
         Monitor,
         OptimizedMoELayer,
         QuantizationReport,
+        Route,
+        RouteDifference,
+        RouteReplay,
         SegmentGEMMWrapper,
         balance_step,
         fuse_gate_up,
         fuse_projections,
         fuse_qkv,
         linear_with_split_bias,
+        pack_routes,
         patch_linear,
         preshuffle_weights,
         quantization_report,
         quantize,
+        record_routes,
+        replay_routes,
         set_loss_scale,
         unfuse,
         unpatch_linear,
@@ -98,7 +104,10 @@ __all__ = [
     "Monitor",
     "OptimizedMoELayer",
     "QuantizationReport",
+    "Route",
+    "RouteDifference",
     "RoutePlan",
+    "RouteReplay",
     "Router",
     "Routing",
     "SegmentGEMMWrapper",
@@ -124,13 +133,16 @@ __all__ = [
     "load_statistics",
     "make_plan",
     "nptgmm",
+    "pack_routes",
     "patch_linear",
     "permute",
     "preshuffle_weights",
     "ptgmm",
     "quantization_report",
     "quantize",
+    "record_routes",
     "register_kernel",
+    "replay_routes",
     "route",
     "route_to",
     "scaled_gemm",
@@ -165,9 +177,10 @@ _MODULES = {  # module: its public names
     "kernels.sparse.pattern": "SparsePattern",
     "layers": (
         "Experts LayerStatistics LiveTable LoRAExperts LoRALinear MoE MoERouting Monitor "
-        "OptimizedMoELayer QuantizationReport SegmentGEMMWrapper balance_step fuse_gate_up "
-        "fuse_projections fuse_qkv linear_with_split_bias patch_linear preshuffle_weights "
-        "quantization_report quantize set_loss_scale unfuse unpatch_linear use_main_grad"
+        "OptimizedMoELayer QuantizationReport Route RouteDifference RouteReplay SegmentGEMMWrapper "
+        "balance_step fuse_gate_up fuse_projections fuse_qkv linear_with_split_bias pack_routes patch_linear "
+        "preshuffle_weights quantization_report quantize record_routes replay_routes set_loss_scale unfuse "
+        "unpatch_linear use_main_grad"
     ),
     "op": "register_kernel use",
     "routing": (

@@ -127,6 +127,7 @@ def is_differentiated(inputs: tuple) -> bool:
 any_global_hook = find("torch.nn.modules.module._has_any_global_hook")
 REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes
 COMPILED = "_orig_mod"  # where the module that torch.compile returns has the original
+WRAPPERS = {COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # where torch's wrappers have it
 
 
 def own_parameters(module: nn.Module) -> dict:

@@ -21,6 +21,7 @@ from ..distributed import ExpertDispatcher
 from ..kernels.base.check import checked
 from ..kernels.experts.split import split_expert_mlp
 from ..layers.experts import local_part
+from ..layers.route_replay import FINDERS, Foreign
 from ..layers.training import WEIGHTS
 from ..routing.plan import RoutePlan, make_plan
 
@@ -122,6 +123,16 @@ class Experts(GroupedExperts):
 
 
 WEIGHTS[Experts] = WEIGHTS_IN_TURN
+
+
+def routed_experts(module: nn.Module) -> Foreign | None:
+    """For `record_routes` and `replay_routes`.  torchtitan knows no dropped choice: expert 0 has weight 0."""
+    if not isinstance(module, RoutedExperts):
+        return None
+    return Foreign(2, 1, module.inner_experts.num_experts, dropped=0)
+
+
+FINDERS.append(routed_experts)
 
 
 def each_row_once(rows: int, group_sizes: Tensor) -> Routing:

@@ -28,6 +28,8 @@ from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.experts import cast_as_linear
 from ..layers.lora import Projection, experts_by_step
+from ..layers.route_replay import FINDERS as ROUTE_FINDERS
+from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
 from ..private_api import is_changed
 from ..routing.plan import RoutePlan, make_plan
@@ -95,6 +97,7 @@ def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x
     _options.update((name, value) for name, value in options.items() if value is not None)
     if summed_weights not in FINDERS:
         FINDERS.append(summed_weights)
+        ROUTE_FINDERS.append(routed_experts)
     if not _originals:
         from transformers import PreTrainedModel as model
 
@@ -115,6 +118,7 @@ def unregister() -> None:
         parallel._global_mapping.pop(NAME, None)
     _options.clear()
     FINDERS[:] = [finder for finder in FINDERS if finder is not summed_weights]
+    ROUTE_FINDERS[:] = [finder for finder in ROUTE_FINDERS if finder is not routed_experts]
     if _originals:
         from transformers import PreTrainedModel as model
 
@@ -352,6 +356,14 @@ def is_experts(module: nn.Module) -> bool:
     """Whether its class has transformers' decorator."""
     flags = "has_gate", "has_bias", "is_transposed", "is_concatenated"
     return all(hasattr(module, flag) for flag in flags)
+
+
+def routed_experts(module: nn.Module) -> Foreign | None:
+    """For `record_routes` and `replay_routes`: experts that any implementation runs."""
+    if not is_experts(module):
+        return None
+    num_experts = module.down_proj.shape[0]
+    return Foreign(1, 2, num_experts, dropped=num_experts)
 
 
 def names_of(module: nn.Module) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, LiveTable, Monitor
 from .optimized import OptimizedMoELayer
 from .quantized import QuantizationReport, quantization_report, quantize
+from .route_replay import Route, RouteDifference, RouteReplay, pack_routes, record_routes, replay_routes
 from .segment import SegmentGEMMWrapper
 from .training import balance_step, set_loss_scale, use_main_grad
 
@@ -31,6 +32,9 @@ __all__ = [
     "Monitor",
     "OptimizedMoELayer",
     "QuantizationReport",
+    "Route",
+    "RouteDifference",
+    "RouteReplay",
     "SegmentGEMMWrapper",
     "ShuffledWeight",
     "balance_step",
@@ -39,10 +43,13 @@ __all__ = [
     "fuse_qkv",
     "linear_with_split_bias",
     "mha_fwd",
+    "pack_routes",
     "patch_linear",
     "preshuffle_weights",
     "quantization_report",
     "quantize",
+    "record_routes",
+    "replay_routes",
     "set_loss_scale",
     "unfuse",
     "unpatch_linear",

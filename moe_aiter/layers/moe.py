@@ -77,6 +77,7 @@ class MoE(nn.Module):
     """
 
     monitor = None  # a Monitor's recorder, while there is one
+    routes = None  # records or replays routes, while `record_routes` or `replay_routes` is open
     _loss_scale: Tensor | None = None  # None is 1
 
     @checked
@@ -184,12 +185,16 @@ class MoE(nn.Module):
         if mask is not None:
             check_padding(mask, x)
             mask = mask.reshape(-1)
+        if self.routes is not None:
+            expert_ids, routing_weights = self.routes.given(x, expert_ids, routing_weights)
         if expert_ids is not None:
             routing, expert_tokens = self.route_fixed(x, expert_ids, routing_weights, mask), tokens
         elif routing_weights is not None:
             raise ValueError("routing_weights are given without their expert_ids")
         else:
             routing, expert_tokens = self.route(tokens, return_routing, mask)
+        if self.routes is not None:
+            self.routes.see(routing, self.router, mask)
         plan = make_plan(routing.expert_ids, self.num_experts)
         load = self.count(plan) if self.load is not None and self.training else None
         weights = routing.routing_weights

@@ -1,0 +1,511 @@
+"""Router replay: record the experts that every MoE layer of a model chooses, and use the same experts again.
+
+Reinforcement learning needs it (Ma et al. 2025, arXiv 2510.11370): an inference engine generates samples, and
+training computes their log-probabilities with the experts that the engine chose.  The files `replay.py` and
+`kernels/rows/route.py` are about something else: activation checkpointing runs one forward pass twice.
+
+A `MoE` takes the recorded experts in its own forward pass.  The layers of other packages (`FINDERS`) choose
+with torch.topk.  While such a layer runs, `ChosenExperts` gives topk the recorded experts instead of the
+highest, so that the layer computes their weights by its own rule, with its own gradient.
+"""
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..kernels.base.check import check_flags, check_shape, check_tensor, checked
+from ..private_api import WRAPPERS, end_graph
+from ..replay import current_pass
+from ..routing.balance import repeats
+from ..routing.router import Router, Routing, most_experts
+from .moe import MoE
+
+ANY_INTEGER = 2**63 - 1
+TOPK = torch.topk, Tensor.topk
+
+
+class Route(NamedTuple):
+    """The experts that the T tokens of one call of a layer went to."""
+
+    expert_ids: Tensor  # (T, k) int16, int32 from 2**15 experts on; -1 drops a choice
+    routing_weights: Tensor | None = None  # (T, k)
+
+
+class RouteDifference(NamedTuple):
+    """How much the router's own choice differs from the replayed experts of a layer."""
+
+    choices: float  # share of the replayed choices whose expert is not among the router's own
+    tokens: float  # share of the tokens with such a choice
+
+
+class Foreign(NamedTuple):
+    """Experts of another package: the places of two arguments of `forward`, and which experts there are."""
+
+    expert_ids: int
+    routing_weights: int
+    num_experts: int
+    dropped: int  # the id of a dropped choice, whose weight is 0
+
+
+FINDERS: list[Callable[[nn.Module], Foreign | None]] = []  # integrations add theirs
+
+
+# recording
+
+
+@checked
+def record_routes(
+    model: nn.Module, *, weights: bool = False
+) -> contextlib.AbstractContextManager[dict[str, list[Route]]]:
+    """Record which experts every MoE layer of `model` chooses, inside a `with` block.
+
+        with record_routes(model) as routes:
+            model(tokens)
+        routes["layers.0.moe"][0].expert_ids  # of the layer's first call: (T, k)
+
+    The block gets a dict: for the name of each layer one `Route` for each call, in order.  The tensors stay
+    on the layer's device, and nothing synchronises.  With `weights`, routes have routing weights too.  If
+    activation checkpointing repeats a forward pass, the repetition is not recorded.  Choices are those of the
+    router, before a `Capacity` drops some.
+
+    Layers are `MoE` and, after `register()`, the experts of transformers' models; those of torchtitan, if
+    `moe_aiter.integrations.torchtitan` is imported.
+    Raises ValueError for a model without such a layer, and at the end of the block if no layer has run.
+    """
+    check_flags(weights=weights)
+    return recording(layers_of(model), weights)
+
+
+@contextlib.contextmanager
+def recording(layers: dict[str, "Layer"], weights: bool) -> Iterator[dict[str, list[Route]]]:
+    routes = {name: [] for name in layers}
+    with attached(layers, {name: Recorder(calls, weights) for name, calls in routes.items()}):
+        yield routes
+    if not any(routes.values()):
+        raise ValueError(f"no layer of the model has run, for example {next(iter(routes))}")
+
+
+class Recorder:
+    """Records one layer."""
+
+    def __init__(self, calls: list[Route], weights: bool):
+        self.calls, self.weights = calls, weights
+
+    def take(self, num_tokens: int) -> None:
+        """Return no route: the layer chooses."""
+
+    def see(self, expert_ids: Tensor, routing_weights: Tensor, num_experts: int) -> None:
+        if not repeats():
+            with torch.inference_mode(False):  # a training step could not use inference tensors
+                weights = routing_weights.detach().clone() if self.weights else None
+                self.calls.append(Route(small(expert_ids.detach().clone(), num_experts), weights))
+
+
+def small(expert_ids: Tensor, num_experts: int) -> Tensor:
+    return expert_ids.to(torch.int16 if num_experts <= 2**15 else torch.int32)
+
+
+# replay
+
+
+class RouteReplay:
+    """Replays routes in a `with` block: see `replay_routes`."""
+
+    def __init__(self, layers: dict[str, "Layer"], routes: dict[str, list[Route]], weights: bool):
+        self.layers = layers
+        self.players = {name: Player(name, calls, weights) for name, calls in routes.items()}
+
+    def __enter__(self) -> "RouteReplay":
+        self.attachment = attached(self.layers, self.players)
+        self.attachment.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        self.attachment.__exit__(kind, *error)
+        if kind is None:
+            for player in self.players.values():
+                player.check_end()
+
+    def differences(self) -> dict[str, RouteDifference]:
+        """Return by layer how much the router's own choice differed so far; synchronises for each layer."""
+        counts = {name: player.totals.tolist() for name, player in self.players.items()}
+        return {name: RouteDifference(a / max(b, 1), c / max(d, 1)) for name, (a, b, c, d) in counts.items()}
+
+
+@checked
+def replay_routes(model: nn.Module, routes: object, *, weights: bool = False) -> RouteReplay:
+    """Let every MoE layer of `model` use recorded experts, inside a `with` block.
+
+        with replay_routes(model, routes) as replay:
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+        replay.differences()  # by layer: how much the router's own choice differs
+
+    `routes` is what `record_routes` gave, or a dict with a (T, k) array for each layer, or one array (tokens,
+    layers, k) as inference engines return it, whose layers are those of the model in order; or a list of
+    such arrays, one for each forward pass.  An array is a tensor or a NumPy array of integers.  The id -1
+    drops a choice; in a layer of transformers or torchtitan it must drop all choices of a token.
+
+    The model's router computes the weights of the replayed experts, with gradient.  With `weights`, recorded
+    weights take their place, and the router gets no gradient through them.
+
+    Calls of a layer get its routes in order.  If activation checkpointing repeats a call, the call gets the
+    same route again; run the backward pass inside the block then.
+
+    Raises ValueError that names the layer if layers, calls, tokens, k or ids do not fit; at the end of the
+    block, if a layer was called too few times or a checkpointed forward pass still waits for its backward
+    pass.  Raises TypeError for routes that are not integers.
+    """
+    check_flags(weights=weights)
+    layers = layers_of(model)
+    calls = calls_of(routes, list(layers))
+    for name, layer in layers.items():
+        calls[name] = [layer.checked_route(name, route, weights) for route in calls[name]]
+    return RouteReplay(layers, calls, weights)
+
+
+class Player:
+    """Replays the routes of one layer."""
+
+    def __init__(self, name: str, calls: list[Route], weights: bool):
+        self.name, self.calls, self.weights = name, calls, weights
+        self.next = 0
+        self.again = False  # whether the last call was a repetition
+        self.waiting: dict[int, weakref.ref] = {}  # calls in checkpointed regions, until they are repeated
+        self.totals = torch.zeros(4, dtype=torch.int64)
+
+    def take(self, num_tokens: int | None = None) -> Route:
+        """Return the route of this call: the next one, or in a repetition that of the first run."""
+        here, what = current_pass(), f"route {id(self)}"
+        call = here.recall(what)
+        self.again = call is not None
+        if call is None:
+            if repeats():
+                raise RuntimeError(f"{self.name} runs in a backward pass, but in no checkpoint of torch's")
+            if self.next == len(self.calls):
+                raise ValueError(f"{self.name} is called once more, but routes have {self.next} of its calls")
+            call = torch.tensor(self.next, device="cpu")  # regions keep tensors
+            self.next += 1
+            if here.first:
+                self.waiting[int(call)] = weakref.ref(call)
+        here.keep(what, call, ANY_INTEGER)
+        if repeats():
+            self.waiting.pop(int(call), None)
+        route = self.calls[int(call)]
+        if num_tokens is not None:
+            self.check_tokens(route, num_tokens)
+        return route
+
+    def check_tokens(self, route: Route, num_tokens: int) -> None:
+        if num_tokens != len(route.expert_ids):
+            given = len(route.expert_ids)
+            raise ValueError(f"{self.name} gets {num_tokens} tokens, but its route has {given}")
+
+    def count(self, replayed: Tensor, own: Tensor) -> None:
+        """Count the `replayed` choices (T, k) whose experts are not among the router's `own` (T, any)."""
+        if self.again:
+            return
+        used = replayed >= 0
+        other = used & (replayed[:, :, None] != own[:, None, :]).all(2)
+        counts = [other.sum(), used.sum(), other.any(1).sum(), used.any(1).sum()]
+        with torch.inference_mode(False):
+            self.totals = self.totals.to(own.device) + torch.stack(counts).clone()
+
+    def check_end(self) -> None:
+        if self.next < len(self.calls):
+            raise ValueError(f"{self.name} was called {self.next} times, routes have {len(self.calls)} calls")
+        if any(call() is not None for call in self.waiting.values()):
+            raise RuntimeError(
+                f"{self.name} ran in a checkpointed region, whose backward pass would run it again without "
+                "its route: call backward inside the block of replay_routes"
+            )
+
+
+# layers
+
+
+class Layer:
+    """A `MoE` whose routes are recorded or replayed."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.num_experts = module, module.num_experts
+
+    def attach(self, use: Recorder | Player) -> None:
+        self.module.routes = LayerRoutes(use)
+
+    def detach(self) -> None:
+        del self.module.routes
+
+    def checked_route(self, name: str, route: Route, weights: bool) -> Route:
+        """Return a route with small ids, and without the weights that are not used."""
+        ids, num_experts = route.expert_ids, self.num_experts
+        if ids.numel() and not (ids.min() >= -1 and ids.max() < num_experts):
+            raise ValueError(
+                f"{name} has experts 0 to {num_experts - 1}, its route has ids {ids.min()} to {ids.max()}"
+            )
+        if weights and route.routing_weights is None:
+            raise ValueError(f"weights=True, but routes have no routing weights of {name}")
+        self.check(name, ids, weights)
+        return Route(small(ids, num_experts), route.routing_weights if weights else None)
+
+    def check(self, name: str, ids: Tensor, weights: bool) -> None:
+        router = self.module.router
+        if type(router).forward is not Router.forward:
+            raise ValueError(f"{name} has a router of its own, {type(router).__name__}: nothing to replay")
+        width = most_experts(router.choice, router.top_k, self.num_experts)
+        if router.choice is None and ids.shape[1] != width:
+            raise ValueError(f"{name} chooses {width} experts for each token, its route has k={ids.shape[1]}")
+
+
+class LayerRoutes:
+    """What `MoE.forward` calls."""
+
+    def __init__(self, use: Recorder | Player):
+        self.use = use
+
+    def given(
+        self, x: Tensor, expert_ids: Tensor | None, routing_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the expert ids and routing weights for x (..., H): the route's, or without one the given."""
+        if torch.compiler.is_compiling():
+            end_graph("routes are recorded or replayed")
+        route = self.use.take(x.shape[:-1].numel())
+        if route is None:
+            return expert_ids, routing_weights
+        return tuple(None if t is None else t.to(x.device).view(*x.shape[:-1], -1) for t in wide(route))
+
+    def see(self, routing: Routing, router: nn.Module, mask: Tensor | None) -> None:
+        if isinstance(self.use, Recorder):
+            self.use.see(routing.expert_ids, routing.routing_weights, router.num_experts)
+        elif not self.use.again:
+            own = router.choose(routing.logits.detach(), False, mask)
+            self.use.count(routing.expert_ids, own.expert_ids)
+
+    def __reduce__(self):
+        return type(None), ()  # copy.deepcopy and pickle leave None in its place
+
+
+def wide(route: Route) -> Route:
+    return route._replace(expert_ids=route.expert_ids.int())
+
+
+class ForeignLayer(Layer):
+    """Experts of another package, and the `block` whose forward pass chooses experts and calls them."""
+
+    def __init__(self, module: nn.Module, block: nn.Module | None, foreign: Foreign):
+        self.module, self.block, self.foreign = module, block, foreign
+        self.num_experts, self.chosen = foreign.num_experts, None
+
+    def check(self, name: str, ids: Tensor, weights: bool) -> None:
+        dropped = ids < 0
+        if not torch.equal(dropped.any(1), dropped.all(1)):
+            raise ValueError(f"{name} cannot drop some choices of a token, but its route has some ids of -1")
+        if self.block is None and not weights:
+            raise ValueError(f"{name} has no router in the model: pass what contains both")
+
+    def attach(self, use: Recorder | Player) -> None:
+        self.use = use
+        self.hook = self.module.register_forward_pre_hook(self.before_experts, with_kwargs=True)
+        if isinstance(use, Player) and not use.weights:
+            self.own = vars(self.block).get("forward")  # of some wrappers
+            self.forward = self.block.forward
+            self.block.forward = self.run_block
+
+    def detach(self) -> None:
+        self.hook.remove()
+        if isinstance(self.use, Player) and not self.use.weights:
+            del self.block.forward
+            if self.own is not None:
+                self.block.forward = self.own
+
+    def run_block(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            end_graph("routes are replayed")
+        self.chosen = ChosenExperts(self.use, wide(self.use.take()), self.num_experts)
+        with self.chosen:
+            return self.forward(*args, **kwargs)
+
+    def before_experts(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A hook: read the arguments of the experts, or change them."""
+        if torch.compiler.is_compiling():
+            end_graph("routes are recorded or replayed")
+        call = inspect.signature(module.forward).bind(*args, **kwargs)
+        names = [list(call.arguments)[place] for place in self.foreign[:2]]
+        ids, weights = (call.arguments[name] for name in names)
+        if isinstance(self.use, Recorder):
+            self.use.see(ids.flatten(0, -2), weights.flatten(0, -2), self.num_experts)
+            return None
+        if self.use.weights:
+            route = wide(self.use.take(ids.shape[:-1].numel()))
+            replayed = route.expert_ids.to(ids.device)
+            self.use.count(replayed, ids.flatten(0, -2))
+            ids, weights = replayed.to(ids).view_as(ids), route.routing_weights.to(weights).view_as(weights)
+        else:
+            replayed = self.chosen.replayed
+            if replayed is None:
+                raise ValueError(f"{self.use.name} has chosen its experts without torch.topk")
+        dropped = (replayed < 0).view_as(ids)
+        changed = ids.masked_fill(dropped, self.foreign.dropped), weights.masked_fill(dropped, 0)
+        call.arguments.update(zip(names, changed, strict=True))
+        return call.args, call.kwargs
+
+
+class ChosenExperts(TorchFunctionMode):
+    """Lets torch.topk over all experts choose those of a route; a dropped choice is expert 0 here."""
+
+    def __init__(self, player: Player, route: Route, num_experts: int):
+        super().__init__()
+        self.player, self.route, self.num_experts = player, route, num_experts
+        self.replayed: Tensor | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func not in TOPK:
+            return out
+        ranked = args[0] if args else kwargs["input"]
+        if ranked.shape[-1] != self.num_experts:
+            return out  # groups of experts
+        self.player.check_tokens(self.route, ranked.shape[:-1].numel())
+        k, own = self.route.expert_ids.shape[1], out.indices
+        if own.shape[-1] != k:
+            raise ValueError(
+                f"{self.player.name} chooses {own.shape[-1]} experts for each token, its route has k={k}"
+            )
+        self.replayed = self.route.expert_ids.to(own.device)
+        self.player.count(self.replayed, own.flatten(0, -2))
+        ids = self.replayed.clamp_min(0).to(own).view_as(own)
+        return type(out)((ranked.gather(-1, ids), ids))
+
+
+def layers_of(model: nn.Module) -> dict[str, Layer]:
+    """Return the MoE layers of a model, by name, in order."""
+    modules = dict(model.named_modules())
+    layers: dict[str, Layer] = {}
+    for name, module in modules.items():
+        found = next((found for find in FINDERS if (found := find(module)) is not None), None)
+        if isinstance(module, MoE):
+            layer = Layer(module)
+        elif found is not None:
+            layer = ForeignLayer(module, modules[name.rpartition(".")[0]] if name else None, found)
+        else:
+            continue
+        name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        layers[name or type(module).__name__] = layer
+    if not layers:
+        raise ValueError(
+            f"model has no MoE layer, {type(model).__name__}; for one of transformers, call "
+            "moe_aiter.integrations.transformers.register() first"
+        )
+    return layers
+
+
+@contextlib.contextmanager
+def attached(layers: dict[str, Layer], uses: Mapping[str, Recorder | Player]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name, layer in layers.items():
+            if getattr(layer.module, "routes", None) is not None:
+                raise ValueError(f"routes of {name} are recorded or replayed already")
+            layer.attach(uses[name])
+            stack.callback(layer.detach)
+        yield
+
+
+# arrays
+
+
+def calls_of(routes: object, names: list[str]) -> dict[str, list[Route]]:
+    """Return the routes of all calls of each layer, whatever form they have."""
+    if not isinstance(routes, Mapping):
+        passes = [three_axes(a) for a in (routes if isinstance(routes, list | tuple) else [routes])]
+        for array in passes:
+            if array.shape[1] != len(names):
+                raise ValueError(
+                    f"the model has {len(names)} MoE layers, {names[0]} to {names[-1]}, but routes are "
+                    f"(tokens, layers={array.shape[1]}, k): select the layers that are MoE"
+                )
+        return {name: [Route(array[:, i]) for array in passes] for i, name in enumerate(names)}
+    for name in (*(set(names) - set(routes)), *(set(routes) - set(names))):
+        where = "the model has it, routes do not" if name in names else "routes have it, the model does not"
+        raise ValueError(f"layer {name}: {where} ({len(names)} layers, {len(routes)} in routes)")
+    return {name: [as_route(name, r) for r in in_calls(routes[name])] for name in names}
+
+
+def in_calls(routes: object) -> list | tuple:
+    """A list of calls; one route alone is a list of one."""
+    return routes if isinstance(routes, list | tuple) and not isinstance(routes, Route) else [routes]
+
+
+def as_route(name: str, route: object) -> Route:
+    ids, weights = route if isinstance(route, Route) else (route, None)
+    ids = integers(ids)
+    check_shape(f"the route of {name}", ids, "T", "k")
+    if weights is not None and weights.shape != ids.shape:
+        raise ValueError(f"{name} has ids {tuple(ids.shape)} but routing weights {tuple(weights.shape)}")
+    return Route(ids, weights)
+
+
+def three_axes(array: object) -> Tensor:
+    array = integers(array)
+    check_shape("routes", array, "tokens", "layers", "k")
+    return array
+
+
+def integers(array: object) -> Tensor:
+    if not isinstance(array, Tensor | np.ndarray):
+        raise TypeError(f"routes must be tensors or NumPy arrays, not {type(array).__name__}")
+    array = array if isinstance(array, Tensor) else torch.tensor(array)  # a copy: it may be read-only
+    if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
+        raise TypeError(f"routes must be integers, not {array.dtype}")
+    return array.int()
+
+
+@checked
+def pack_routes(sequences: list, *, lengths: list | None = None, mask: Tensor | None = None) -> Tensor:
+    """Join the routes of sequences, (tokens, layers, k) each, to those of a batch: (T, layers, k) int32.
+
+    Without more, sequences follow each other, as in a packed batch.  `lengths` are the numbers of tokens that
+    they have there.  `mask` (B, S) bool is True at the tokens of a padded batch, and row b has those of
+    sequence b; padding gets the id -1, which drops its choices.  Engines return no route for the last token
+    that they sampled, so a sequence may have one route less than tokens: that token gets -1.
+
+    Raises ValueError for other numbers of tokens or sequences, and for sequences that differ in layers or k.
+    """
+    if not sequences:
+        raise ValueError("sequences is empty")
+    if lengths is not None and mask is not None:
+        raise ValueError("lengths and mask are given: pass one of them")
+    routes = [three_axes(sequence) for sequence in sequences]
+    if mask is not None:
+        check_tensor("mask", mask)
+        check_shape("mask", mask, "B", "S")
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask must be bool, not {mask.dtype}")
+        lengths = mask.sum(1).tolist()
+    lengths = list(map(len, routes)) if lengths is None else lengths
+    if len(lengths) != len(routes):
+        given = "lengths has" if mask is None else "mask has rows for"
+        raise ValueError(f"{given} {len(lengths)} sequences, but sequences has {len(routes)}")
+    first, joined = routes[0], []
+    for i, (route, length) in enumerate(zip(routes, lengths, strict=True)):
+        if route.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"sequences[{i}] is {tuple(route.shape)} but sequences[0] is {tuple(first.shape)}"
+            )
+        if length - len(route) not in (0, 1):
+            raise ValueError(
+                f"sequences[{i}] has the routes of {len(route)} tokens, but lengths or mask {length} tokens"
+            )
+        joined.append(nn.functional.pad(route, (0, 0, 0, 0, 0, length - len(route)), value=-1))
+    packed = torch.cat(joined)
+    if mask is None:
+        return packed
+    whole = packed.new_full((mask.numel(), *packed.shape[1:]), -1)
+    whole[mask.flatten().to(packed.device)] = packed
+    return whole
