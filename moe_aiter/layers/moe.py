@@ -194,7 +194,7 @@ class MoE(nn.Module):
         else:
             routing, expert_tokens = self.route(tokens, return_routing, mask)
         if self.routes is not None:
-            self.routes.see(routing, self.router, mask)
+            self.routes.see(routing, mask)
         plan = make_plan(routing.expert_ids, self.num_experts)
         load = self.count(plan) if self.load is not None and self.training else None
         weights = routing.routing_weights

@@ -24,7 +24,7 @@ from ..kernels.base.check import check_flags, check_shape, check_tensor, checked
 from ..private_api import WRAPPERS, end_graph
 from ..replay import current_pass
 from ..routing.balance import repeats
-from ..routing.router import Router, Routing, most_experts
+from ..routing.router import Router, Routing
 from .moe import MoE
 
 ANY_INTEGER = 2**63 - 1
@@ -84,7 +84,7 @@ def record_routes(
 
 
 @contextlib.contextmanager
-def recording(layers: dict[str, "Layer"], weights: bool) -> Iterator[dict[str, list[Route]]]:
+def recording(layers: "Layers", weights: bool) -> Iterator[dict[str, list[Route]]]:
     routes = {name: [] for name in layers}
     with attached(layers, {name: Recorder(calls, weights) for name, calls in routes.items()}):
         yield routes
@@ -101,7 +101,7 @@ class Recorder:
     def take(self, num_tokens: int) -> None:
         """Return no route: the layer chooses."""
 
-    def see(self, expert_ids: Tensor, routing_weights: Tensor, num_experts: int) -> None:
+    def keep(self, expert_ids: Tensor, routing_weights: Tensor, num_experts: int) -> None:
         if not repeats():
             with torch.inference_mode(False):  # a training step could not use inference tensors
                 weights = routing_weights.detach().clone() if self.weights else None
@@ -118,7 +118,7 @@ def small(expert_ids: Tensor, num_experts: int) -> Tensor:
 class RouteReplay:
     """Replays routes in a `with` block: see `replay_routes`."""
 
-    def __init__(self, layers: dict[str, "Layer"], routes: dict[str, list[Route]], weights: bool):
+    def __init__(self, layers: "Layers", routes: dict[str, list[Route]], weights: bool):
         self.layers = layers
         self.players = {name: Player(name, calls, weights) for name, calls in routes.items()}
 
@@ -167,7 +167,7 @@ def replay_routes(model: nn.Module, routes: object, *, weights: bool = False) ->
     layers = layers_of(model)
     calls = calls_of(routes, list(layers))
     for name, layer in layers.items():
-        calls[name] = [layer.checked_route(name, route, weights) for route in calls[name]]
+        calls[name] = [checked_route(name, layer, route, weights) for route in calls[name]]
     return RouteReplay(layers, calls, weights)
 
 
@@ -201,7 +201,7 @@ class Player:
         route = self.calls[int(call)]
         if num_tokens is not None:
             self.check_tokens(route, num_tokens)
-        return route
+        return route._replace(expert_ids=route.expert_ids.int())  # make_plan takes no smaller ones
 
     def check_tokens(self, route: Route, num_tokens: int) -> None:
         if num_tokens != len(route.expert_ids):
@@ -228,75 +228,75 @@ class Player:
             )
 
 
+def checked_route(name: str, layer: "Layer | ForeignLayer", route: Route, weights: bool) -> Route:
+    """Return a route with small ids, and without the weights that are not used."""
+    ids, num_experts = route.expert_ids, layer.num_experts
+    if ids.numel() and not (ids.min() >= -1 and ids.max() < num_experts):
+        raise ValueError(
+            f"{name} has experts 0 to {num_experts - 1}, its route has ids {ids.min()} to {ids.max()}"
+        )
+    if weights and route.routing_weights is None:
+        raise ValueError(f"weights=True, but routes have no routing weights of {name}")
+    layer.check(name, ids, weights)
+    return Route(small(ids, num_experts), route.routing_weights if weights else None)
+
+
 # layers
 
 
 class Layer:
-    """A `MoE` whose routes are recorded or replayed."""
+    """A `MoE`, whose attribute `routes` this is while its routes are recorded or replayed."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: MoE):
         self.module, self.num_experts = module, module.num_experts
-
-    def attach(self, use: Recorder | Player) -> None:
-        self.module.routes = LayerRoutes(use)
-
-    def detach(self) -> None:
-        del self.module.routes
-
-    def checked_route(self, name: str, route: Route, weights: bool) -> Route:
-        """Return a route with small ids, and without the weights that are not used."""
-        ids, num_experts = route.expert_ids, self.num_experts
-        if ids.numel() and not (ids.min() >= -1 and ids.max() < num_experts):
-            raise ValueError(
-                f"{name} has experts 0 to {num_experts - 1}, its route has ids {ids.min()} to {ids.max()}"
-            )
-        if weights and route.routing_weights is None:
-            raise ValueError(f"weights=True, but routes have no routing weights of {name}")
-        self.check(name, ids, weights)
-        return Route(small(ids, num_experts), route.routing_weights if weights else None)
-
-    def check(self, name: str, ids: Tensor, weights: bool) -> None:
-        router = self.module.router
-        if type(router).forward is not Router.forward:
-            raise ValueError(f"{name} has a router of its own, {type(router).__name__}: nothing to replay")
-        width = most_experts(router.choice, router.top_k, self.num_experts)
-        if router.choice is None and ids.shape[1] != width:
-            raise ValueError(f"{name} chooses {width} experts for each token, its route has k={ids.shape[1]}")
-
-
-class LayerRoutes:
-    """What `MoE.forward` calls."""
-
-    def __init__(self, use: Recorder | Player):
-        self.use = use
-
-    def given(
-        self, x: Tensor, expert_ids: Tensor | None, routing_weights: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the expert ids and routing weights for x (..., H): the route's, or without one the given."""
-        if torch.compiler.is_compiling():
-            end_graph("routes are recorded or replayed")
-        route = self.use.take(x.shape[:-1].numel())
-        if route is None:
-            return expert_ids, routing_weights
-        return tuple(None if t is None else t.to(x.device).view(*x.shape[:-1], -1) for t in wide(route))
-
-    def see(self, routing: Routing, router: nn.Module, mask: Tensor | None) -> None:
-        if isinstance(self.use, Recorder):
-            self.use.see(routing.expert_ids, routing.routing_weights, router.num_experts)
-        elif not self.use.again:
-            own = router.choose(routing.logits.detach(), False, mask)
-            self.use.count(routing.expert_ids, own.expert_ids)
+        self.use: Recorder | Player | None = None
 
     def __reduce__(self):
         return type(None), ()  # copy.deepcopy and pickle leave None in its place
 
+    def check(self, name: str, ids: Tensor, weights: bool) -> None:
+        """Raise ValueError if the layer cannot use these ids (T, k)."""
+        router = self.module.router
+        if type(router).forward is not Router.forward:
+            raise ValueError(f"{name} has a router of its own, {type(router).__name__}: nothing to replay")
+        if router.choice is None and ids.shape[1] != router.top_k:
+            raise ValueError(f"{name} chooses {router.top_k} experts a token, its route has k={ids.shape[1]}")
 
-def wide(route: Route) -> Route:
-    return route._replace(expert_ids=route.expert_ids.int())
+    def attach(self, use: Recorder | Player) -> None:
+        self.module.routes, self.use = self, use
+
+    def detach(self) -> None:
+        del self.module.routes
+
+    def given(
+        self, x: Tensor, expert_ids: Tensor | None, routing_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return expert ids and routing weights for x (..., H): a route's, or without one the given."""
+        route = outside_of_graph(self.use.take, x.shape[:-1].numel())
+        if route is None:
+            return expert_ids, routing_weights
+        return tuple(None if t is None else t.to(x.device).view(*x.shape[:-1], -1) for t in route)
+
+    def see(self, routing: Routing, mask: Tensor | None) -> None:
+        outside_of_graph(self.note, routing, mask)
+
+    def note(self, routing: Routing, mask: Tensor | None) -> None:
+        if isinstance(self.use, Recorder):
+            self.use.keep(routing.expert_ids, routing.routing_weights, self.num_experts)
+        elif not self.use.again:
+            own = self.module.router.choose(routing.logits.detach(), False, mask)
+            self.use.count(routing.expert_ids, own.expert_ids)
 
 
-class ForeignLayer(Layer):
+def outside_of_graph(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call `fn`.  A compiled graph ends before it: `fullgraph=True` is an error that says why."""
+    if not torch.compiler.is_compiling():
+        return fn(*args, **kwargs)
+    end_graph("routes are recorded or replayed")
+    return torch.compiler.disable(fn)(*args, **kwargs)
+
+
+class ForeignLayer:
     """Experts of another package, and the `block` whose forward pass chooses experts and calls them."""
 
     def __init__(self, module: nn.Module, block: nn.Module | None, foreign: Foreign):
@@ -326,24 +326,26 @@ class ForeignLayer(Layer):
                 self.block.forward = self.own
 
     def run_block(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            end_graph("routes are replayed")
-        self.chosen = ChosenExperts(self.use, wide(self.use.take()), self.num_experts)
+        return outside_of_graph(self.choose, *args, **kwargs)
+
+    def choose(self, *args: Any, **kwargs: Any) -> Any:
+        self.chosen = ChosenExperts(self.use, self.use.take(), self.num_experts)
         with self.chosen:
             return self.forward(*args, **kwargs)
 
     def before_experts(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A hook: read the arguments of the experts, or change them."""
-        if torch.compiler.is_compiling():
-            end_graph("routes are recorded or replayed")
+        """A hook: record the arguments of the experts, or change them."""
+        return outside_of_graph(self.change, module, args, kwargs)
+
+    def change(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         call = inspect.signature(module.forward).bind(*args, **kwargs)
         names = [list(call.arguments)[place] for place in self.foreign[:2]]
         ids, weights = (call.arguments[name] for name in names)
         if isinstance(self.use, Recorder):
-            self.use.see(ids.flatten(0, -2), weights.flatten(0, -2), self.num_experts)
+            self.use.keep(ids.flatten(0, -2), weights.flatten(0, -2), self.num_experts)
             return None
         if self.use.weights:
-            route = wide(self.use.take(ids.shape[:-1].numel()))
+            route = self.use.take(ids.shape[:-1].numel())
             replayed = route.expert_ids.to(ids.device)
             self.use.count(replayed, ids.flatten(0, -2))
             ids, weights = replayed.to(ids).view_as(ids), route.routing_weights.to(weights).view_as(weights)
@@ -384,10 +386,13 @@ class ChosenExperts(TorchFunctionMode):
         return type(out)((ranked.gather(-1, ids), ids))
 
 
-def layers_of(model: nn.Module) -> dict[str, Layer]:
+Layers = dict[str, Layer | ForeignLayer]
+
+
+def layers_of(model: nn.Module) -> Layers:
     """Return the MoE layers of a model, by name, in order."""
     modules = dict(model.named_modules())
-    layers: dict[str, Layer] = {}
+    layers: Layers = {}
     for name, module in modules.items():
         found = next((found for find in FINDERS if (found := find(module)) is not None), None)
         if isinstance(module, MoE):
@@ -407,7 +412,9 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 
 
 @contextlib.contextmanager
-def attached(layers: dict[str, Layer], uses: Mapping[str, Recorder | Player]) -> Iterator[None]:
+def attached(
+    layers: dict[str, Layer | ForeignLayer], uses: Mapping[str, Recorder | Player]
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, layer in layers.items():
             if getattr(layer.module, "routes", None) is not None:

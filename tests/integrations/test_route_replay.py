@@ -1,0 +1,155 @@
+"""Routes of transformers' models: their own routers weigh the replayed experts, by their own rules."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from integrations.families import FAMILIES, VOCAB, E, experts_of, tiny_model
+
+from moe_aiter import record_routes, replay_routes
+from moe_aiter.integrations.transformers import NAME, register
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+def inputs_of_experts(model, run):
+    """The ids and weights that all experts get, by hooks of the test's own, behind those of a replay."""
+    found = []
+    forwards = [(m, m.forward) for m in experts_of(model)]
+    for m, forward in forwards:
+
+        def seen(x, ids, weights, forward=forward):
+            found.extend((ids.clone(), weights.detach().clone()))
+            return forward(x, ids, weights)
+
+        m.forward = seen
+    run()
+    for m, _ in forwards:
+        del m.forward
+    return found
+
+
+def moved(model):
+    """A copy whose routers choose other experts."""
+    model = copy.deepcopy(model)
+    for name, p in model.named_parameters():
+        if "gate.weight" in name or "router.weight" in name:
+            p.data += torch.randn_like(p)
+    return model
+
+
+def router_gradients(model):
+    return [p.grad for n, p in model.named_parameters() if "gate.weight" in n or "router.weight" in n]
+
+
+@pytest.mark.parametrize("experts", ["eager", NAME])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, experts):
+    model, tokens = tiny_model(family, experts=experts).train(), torch.randint(1, VOCAB, (2, 9))
+    with record_routes(model, weights=True) as routes:
+        want = inputs_of_experts(model, lambda: model(tokens))
+        loss = model(tokens, labels=tokens).loss
+    assert all(name.endswith("mlp.experts") and len(calls) == 2 for name, calls in routes.items())
+    with replay_routes(model, routes) as replay:
+        got = inputs_of_experts(model, lambda: model(tokens))
+        again = model(tokens, labels=tokens).loss
+        again.backward()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert abs(again - loss) < 1e-6 and all(g.abs().sum() > 0 for g in router_gradients(model))
+    assert all(d == (0, 0) for d in replay.differences().values())
+    other = moved(model)
+    with replay_routes(other, routes, weights=True):
+        got = inputs_of_experts(other, lambda: other(tokens))
+        assert abs(other(tokens, labels=tokens).loss - loss) < 1e-6
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with replay_routes(other, routes) as replay:
+        got = inputs_of_experts(other, lambda: other(tokens))
+        other(tokens)
+    assert all(torch.equal(a, b) for a, b in zip(got[::2], want[::2], strict=True))
+    assert all(d.choices > 0 for d in replay.differences().values())
+    assert not torch.equal(got[1], want[1])  # the new router's weights
+    assert not any("forward" in vars(m) or m._forward_pre_hooks for m in other.modules())
+
+
+def test_weights_are_those_of_the_router():
+    """Qwen3-MoE's rule, written here once more, on experts that its router would not choose."""
+    model, tokens = tiny_model("qwen3_moe", experts=NAME), torch.randint(1, VOCAB, (1, 5))
+    ids = torch.tensor([[4, 1], [0, 5], [2, 3], [3, 0], [1, 2]])
+    logits = []
+    gate = model.model.layers[0].mlp.gate
+    hook = gate.register_forward_hook(lambda _, args, out: logits.append(out[0]))
+    with replay_routes(model, torch.stack([ids, ids], 1)):
+        got = inputs_of_experts(model, lambda: model(tokens))
+    hook.remove()
+    chosen = logits[0].softmax(1).gather(1, ids)
+    assert torch.equal(got[0], ids) and torch.allclose(got[1], chosen / chosen.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_and_padding(reentrant):
+    """Checkpointing has the gradients of the run without it; a dropped token is one of no expert."""
+    tokens = torch.randint(1, VOCAB, (2, 9))
+    for family in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
+        model = tiny_model(family, experts=NAME).train()
+        with record_routes(model) as routes:
+            model(tokens)
+        for calls in routes.values():
+            calls[0].expert_ids[3] = -1
+        other, found = moved(model), []
+        for checkpointing in (False, True):
+            if checkpointing:
+                other.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                other.enable_input_require_grads()
+            other.zero_grad()
+            with replay_routes(other, routes):
+                loss = other(tokens, labels=tokens).loss
+                loss.backward()
+            found.append([loss, *(p.grad.clone() for p in other.parameters() if p.grad is not None)])
+        for a, b in zip(*found, strict=True):
+            assert a.isfinite().all()
+            torch.testing.assert_close(a, b)
+        with replay_routes(other, routes), torch.no_grad():
+            ids, weights, *_ = inputs_of_experts(other, partial(other, tokens))
+        assert (ids[3] == E).all() and (weights[3] == 0).all()
+
+
+def test_compiled():
+    torch.compiler.reset()
+    model, tokens = tiny_model("qwen3_moe", experts=NAME), torch.randint(1, VOCAB, (1, 5))
+    with record_routes(model) as routes:
+        model(tokens)
+    other = moved(model)
+    compiled = torch.compile(other, backend="aot_eager")
+    compiled(tokens)
+    with replay_routes(other, routes):
+        want = other(tokens).logits
+    with replay_routes(compiled, routes) as replay:
+        torch.testing.assert_close(compiled(tokens).logits, want)
+    assert all(d.choices > 0 for d in replay.differences().values())
+
+
+def test_mismatches():
+    model, tokens = tiny_model("deepseek_v3", experts=NAME), torch.randint(1, VOCAB, (1, 5))
+    with record_routes(model) as routes:
+        model(tokens)
+    ((name, (route,)),) = routes.items()
+    ids = route.expert_ids
+    some = ids.clone()
+    some[0, 0] = -1
+    for given, message in [
+        ({name: ids[:4]}, f"{name} gets 5 tokens, but its route has 4"),
+        ({name: ids[:, :1]}, f"{name} chooses 2 experts for each token, its route has k=1"),
+        ({name: some}, f"{name} cannot drop some choices of a token"),
+        (torch.stack([ids, ids], 1), "the model has 1 MoE layers"),
+    ]:
+        with pytest.raises(ValueError, match=message), replay_routes(model, given):
+            model(tokens)
+    with pytest.raises(ValueError, match="has no router in the model"):
+        replay_routes(experts_of(model)[0], {type(experts_of(model)[0]).__name__: ids})

@@ -1,0 +1,281 @@
+"""Routes of whole models: recorded, replayed, refused where they do not fit."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_aiter import (
+    Capacity,
+    GroupLimit,
+    MoE,
+    Route,
+    Sinkhorn,
+    TopP,
+    pack_routes,
+    record_routes,
+    replay_routes,
+)
+
+H, E, K, LAYERS = 16, 6, 3, 2
+OPTIONS = {
+    "softmax": {},
+    "probabilities": {"renormalize": False},
+    "sigmoid": {"score": "sigmoid", "scale": 2.5, "selection_bias": True, "bias": True},
+    "topk_softmax": {"score": "topk_softmax", "shared_intermediate": 8},
+    "capacity": {"capacity": Capacity(0.7, "probability")},
+    "groups": {"choice": GroupLimit(3, 2, "max")},
+    "top-p": {"choice": TopP(0.5)},
+    "sinkhorn": {"choice": Sinkhorn(3)},
+}
+
+
+class Model(nn.Module):
+    def __init__(self, reentrant=None, **options):
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(MoE(H, 8, E, K, **options) for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = x + layer(x)
+            else:
+                x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def moved(model):
+    """A copy whose routers choose other experts."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.weight += torch.randn_like(layer.router.weight)
+    return model
+
+
+def chosen(model, run):
+    """The expert ids of all calls, by hooks of the test's own."""
+    found = []
+    hooks = [
+        layer.experts.register_forward_pre_hook(lambda _, args: found.append(args[2].rank.clone()))
+        for layer in model.layers
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def gradients(model):
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_record_and_replay(options):
+    model, x = Model(**options), torch.randn(2, 7, H)
+    with torch.inference_mode(), record_routes(model, weights=True) as routes:
+        want = chosen(model, lambda: model(x))
+        loss = model(x)
+    assert list(routes) == ["layers.0", "layers.1"] and all(len(calls) == 2 for calls in routes.values())
+    assert routes["layers.0"][0].expert_ids.dtype == torch.int16
+    with replay_routes(model, routes) as replay:
+        assert_same(chosen(model, lambda: model(x)), want)
+        again = model(x)
+        again.backward()
+    assert torch.allclose(again, loss, atol=1e-6, rtol=0)
+    assert all(d == (0, 0) for d in replay.differences().values())
+    assert all(layer.router.weight.grad.abs().sum() > 0 for layer in model.layers)
+    other = moved(model)
+    own = chosen(other, lambda: other(x))
+    with replay_routes(other, routes) as replay:
+        other(x)
+        other(x)
+    assert all(not torch.equal(a, b) for a, b in zip(own, want, strict=True))
+    assert all(0 < d.choices <= d.tokens <= 1 for d in replay.differences().values())
+    model.zero_grad()
+    with replay_routes(model, routes, weights=True):
+        model(x)
+        again = model(x)
+        again.backward()
+    assert torch.equal(again, loss) and model.layers[0].router.weight.grad is None
+
+
+def test_differences_are_counted_exactly():
+    model, x = Model(), torch.randn(4, H)
+    with record_routes(model) as routes:
+        model(x)
+    route = routes["layers.0"][0].expert_ids
+    unused = next(e for e in range(E) if e not in route[0])
+    route[0, 1] = unused
+    route[3] = -1
+    with replay_routes(model, routes) as replay:
+        model(x)
+        assert copy.deepcopy(model).layers[0].routes is None
+    assert replay.differences()["layers.0"] == (1 / 9, 1 / 3)  # of 3 tokens with 3 choices
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_micro_batches(reentrant):
+    """Two micro-batches in flight, backward in both orders: each repetition has the routes of its own."""
+    model = Model()
+    batches = [torch.randn(n, H, requires_grad=True) for n in (5, 5, 8)]
+    with record_routes(model) as routes:
+        for x in batches:
+            model(x)
+    other, checkpointed = moved(model), None
+    with replay_routes(other, routes):
+        for x in batches:
+            other(x).backward()
+    want = gradients(other)
+    checkpointed = copy.deepcopy(other)
+    checkpointed.reentrant = reentrant
+    with replay_routes(checkpointed, routes) as replay:
+        losses = [checkpointed(x) for x in batches[:2]]
+        for loss in losses[::-1]:
+            loss.backward()
+        checkpointed(batches[2]).backward()
+    for a, b in zip(gradients(checkpointed), want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert replay.differences()["layers.0"].tokens > 0
+    with record_routes(checkpointed) as again:
+        checkpointed(batches[0]).backward()
+    assert len(again["layers.0"]) == 1  # a repetition is not recorded
+    one = {name: calls[:1] for name, calls in routes.items()}
+    late = pytest.raises(RuntimeError, match="layers.0 ran in a checkpointed region")
+    with late, replay_routes(checkpointed, one):
+        loss = checkpointed(batches[0])
+    with replay_routes(checkpointed, one), torch.no_grad():
+        checkpointed(batches[0])  # no backward pass will follow
+
+
+def test_compiled():
+    torch.compiler.reset()
+    model, x = Model(), torch.randn(5, H)
+    with record_routes(model) as routes:
+        loss = model(x)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x)
+    other = moved(model)
+    with record_routes(compiled) as again:
+        compiled(x)
+    assert_same([calls[0][0] for calls in again.values()], [calls[0][0] for calls in routes.values()])
+    with replay_routes(compiled, routes) as replay:
+        torch.testing.assert_close(compiled(x), loss)
+    compiled = torch.compile(other, backend="aot_eager")
+    with replay_routes(compiled, routes) as replay:
+        compiled(x)
+    assert replay.differences()["layers.1"].choices > 0
+    torch.compiler.reset()
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    refused = pytest.raises(torch._dynamo.exc.Unsupported, match="routes are recorded or replayed")
+    with refused, replay_routes(whole, routes):
+        whole(x)
+
+
+def rank_trains(rank, world, folder):
+    torch.manual_seed(0)
+    model = Model()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(1 + rank)
+    x, other = torch.randn(5 + rank, H), None  # each rank has tokens and routes of its own
+    with record_routes(parallel) as routes:
+        loss = parallel(x)
+    with replay_routes(parallel, routes) as replay:
+        again = parallel(x)
+        again.backward()
+    assert abs(again - loss) < 1e-6 and replay.differences()["module.layers.0"] == (0, 0)
+    other = [torch.empty_like(model.layers[0].router.weight) for _ in range(world)]
+    dist.all_gather(other, model.layers[0].router.weight.grad)
+    assert torch.equal(*other) and other[0].abs().sum() > 0
+
+
+def test_data_parallel(tmp_path):
+    ranks.run(2, rank_trains, tmp_path)
+
+
+def test_arrays_of_an_engine():
+    model = Model()
+    lengths, x = [4, 2, 3], torch.randn(9, H)
+    with record_routes(model) as routes:
+        loss = model(x)
+    whole = torch.stack([calls[0].expert_ids for calls in routes.values()], 1)  # (tokens, layers, k)
+    sequences = whole.split(lengths)
+    packed = pack_routes([s.numpy().astype("uint8") for s in sequences])
+    assert torch.equal(packed, whole.int())
+    for given in (packed, packed.numpy(), [packed], {n: packed[:, i] for i, n in enumerate(routes)}):
+        with replay_routes(model, given):
+            assert torch.allclose(model(x), loss, atol=1e-6, rtol=0)
+    with replay_routes(model, [packed[:4], packed[4:]]) as replay:  # micro-batches
+        model(x[:4])
+        model(x[4:])
+    assert replay.differences()["layers.1"] == (0, 0)
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    for row, n in zip(mask, lengths, strict=True):
+        row[5 - n :] = True  # padding on the left
+    padded = pack_routes(list(sequences), mask=mask)
+    assert torch.equal(padded[mask.flatten()], packed) and (padded[~mask.flatten()] == -1).all()
+    short = pack_routes([s[:-1] for s in sequences], lengths=lengths)  # no route for the last token
+    assert (short[[3, 5, 8]] == -1).all() and torch.equal(short[:3], packed[:3])
+    x = torch.randn(3, 5, H)
+    with replay_routes(model, padded):
+        out = model.layers[0](x)
+        model.layers[1](x)
+    assert out[~mask].count_nonzero() == 0
+
+
+def routes_of(model, x):
+    with record_routes(model) as routes:
+        model(x)
+    return routes
+
+
+def test_mismatches():
+    model, x = Model(), torch.randn(5, H)
+    routes = routes_of(model, x)
+    ids = routes["layers.0"][0].expert_ids
+    array = torch.stack([ids, ids, ids], 1)
+
+    def wrong(given, message, kind=ValueError, calls=1, **options):
+        with pytest.raises(kind, match=message), replay_routes(model, given, **options):
+            for _ in range(calls):
+                model(x)
+        assert all(layer.routes is None for layer in model.layers)
+
+    wrong({"layers.0": ids}, "layer layers.1: the model has it, routes do not .2 layers, 1 in routes")
+    wrong(routes | {"layers.7": ids}, "layer layers.7: routes have it, the model does not")
+    wrong(routes | {"layers.1": ids[:4]}, "layers.1 gets 5 tokens, but its route has 4")
+    wrong(routes | {"layers.1": ids[:, :2]}, "layers.1 chooses 3 experts a token, its route has k=2")
+    wrong(routes | {"layers.1": ids + 6}, "layers.1 has experts 0 to 5, its route has ids 6 to 11")
+    wrong(routes | {"layers.1": ids - 9}, "layers.1 has experts 0 to 5")
+    wrong(routes, "layers.0 is called once more, but routes have 1 of its calls", calls=2)
+    wrong(routes, "layers.0 was called 0 times, routes have 1 calls", calls=0)
+    wrong(array, "2 MoE layers, layers.0 to layers.1, but routes are .tokens, layers=3, k.")
+    wrong(array.float(), "routes must be integers", TypeError)
+    wrong([[1]], "routes must be tensors or NumPy arrays, not list", TypeError)
+    wrong(routes, "weights=True, but routes have no routing weights of layers.0", weights=True)
+    wrong(routes | {"layers.1": Route(ids, torch.ones(4, 3))}, "layers.1 has ids .5, 3. but")
+    with replay_routes(model, routes), pytest.raises(ValueError, match="layers.0 are .* already"):
+        model(x)
+        replay_routes(model, routes).__enter__()
+    with pytest.raises(ValueError, match="model has no MoE layer, Linear"):
+        record_routes(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no layer of the model has run"), record_routes(model):
+        pass
+    with pytest.raises(ValueError, match=r"sequences\[1\] has the routes of 3 tokens, but .* 5 tokens"):
+        pack_routes([array, array[:3]], lengths=[5, 5])
+    with pytest.raises(ValueError, match=r"sequences\[1\] is"):
+        pack_routes([array, array[:, :2]])
+    with pytest.raises(ValueError, match="mask has rows for 1 sequences, but sequences has 2"):
+        pack_routes([array, array], mask=torch.ones(1, 5, dtype=torch.bool))
