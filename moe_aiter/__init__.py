@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
         QuantizationReport,
         Route,
         RouteDifference,
-        RouteReplay,
         SegmentGEMMWrapper,
         balance_step,
         fuse_gate_up,
@@ -107,7 +106,6 @@ __all__ = [
     "Route",
     "RouteDifference",
     "RoutePlan",
-    "RouteReplay",
     "Router",
     "Routing",
     "SegmentGEMMWrapper",
@@ -177,7 +175,7 @@ _MODULES = {  # module: its public names
     "kernels.sparse.pattern": "SparsePattern",
     "layers": (
         "Experts LayerStatistics LiveTable LoRAExperts LoRALinear MoE MoERouting Monitor "
-        "OptimizedMoELayer QuantizationReport Route RouteDifference RouteReplay SegmentGEMMWrapper "
+        "OptimizedMoELayer QuantizationReport Route RouteDifference SegmentGEMMWrapper "
         "balance_step fuse_gate_up fuse_projections fuse_qkv linear_with_split_bias pack_routes patch_linear "
         "preshuffle_weights quantization_report quantize record_routes replay_routes set_loss_scale unfuse "
         "unpatch_linear use_main_grad"

@@ -129,6 +129,9 @@ OURS = {
         "fp8": "e4m3",
         **WHERE,
     },
+    "pack_routes": lambda: {"sequences": [ids()[:, None]], "mask": torch.ones(1, T, dtype=torch.bool)},
+    "record_routes": lambda: {"model": small_moe(), "weights": True},
+    "replay_routes": lambda: {"model": small_moe(), "routes": ids()[:, None], "weights": False},
     "Router": lambda: {
         "hidden": H,
         "num_experts": E,

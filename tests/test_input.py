@@ -34,6 +34,7 @@ DOCUMENTS = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 # they have no arguments to check, or are tuples and records that functions return
 WITHOUT = {"keep_fp8_weights", "patch_linear", "unpatch_linear"}
 RESULTS = {"LayerStatistics", "LoadStatistics", "MoERouting", "QuantizationReport", "RoutePlan", "Routing"}
+RESULTS |= {"Route", "RouteDifference"}
 
 FOREIGN = {"quantization_report.inputs"}  # they are the model's, and so are its errors
 PATHS = {"directory", "folder", "source"}  # an error may say which instead of the argument's name
@@ -80,6 +81,7 @@ COMPUTES = {
         "sort_by_expert.expert_ids": "size0 size1 device",
         "topk.scores": "size0 size1 device",
         "z_loss.logits": "size1",
+        "replay_routes.routes": "size0 list",  # or a list, which has one array for each forward pass
         "load_balance_loss.expert_ids": "size1",
         "sequence_balance_loss.expert_ids": "size1",
         "aiter.batched_gemm.a": "size2",

@@ -11,8 +11,11 @@ from moe_aiter import (
     gmm,
     keep_fp8_weights,
     make_plan,
+    pack_routes,
     permute,
+    record_routes,
     register_kernel,
+    replay_routes,
     route,
     set_loss_scale,
     unpermute,
@@ -29,6 +32,11 @@ print(moe_aiter.__version__.split("."), gemm_a16w16.__name__, AITERLinear.__name
 with keep_fp8_weights(), use("torch"), Monitor(moe) as monitor:
     for name, layer in monitor.read().items():
         print(name, layer.dead_experts + 1)
+with record_routes(moe, weights=True) as routes:
+    moe(x)
+with replay_routes(moe, routes) as replay:
+    moe(x)
+print(pack_routes([routes["MoE"][0].expert_ids[:, None]]).shape, replay.differences()["MoE"].choices + 1)
 balance_step(moe)
 set_loss_scale(moe, 1.0)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.base.check import check_flags, check_shape, check_tensor, checked
+from ..kernels.base.check import check_flags, check_shape, check_tensor, checked, is_kind
 from ..private_api import WRAPPERS, end_graph
 from ..replay import current_pass
 from ..routing.balance import repeats
@@ -206,7 +206,7 @@ class Player:
     def check_tokens(self, route: Route, num_tokens: int) -> None:
         if num_tokens != len(route.expert_ids):
             given = len(route.expert_ids)
-            raise ValueError(f"{self.name} gets {num_tokens} tokens, but its route has {given}")
+            raise ValueError(f"{self.name} gets {num_tokens} tokens, but its routes have {given}")
 
     def count(self, replayed: Tensor, own: Tensor) -> None:
         """Count the `replayed` choices (T, k) whose experts are not among the router's `own` (T, any)."""
@@ -233,7 +233,7 @@ def checked_route(name: str, layer: "Layer | ForeignLayer", route: Route, weight
     ids, num_experts = route.expert_ids, layer.num_experts
     if ids.numel() and not (ids.min() >= -1 and ids.max() < num_experts):
         raise ValueError(
-            f"{name} has experts 0 to {num_experts - 1}, its route has ids {ids.min()} to {ids.max()}"
+            f"{name} has experts 0 to {num_experts - 1}, but its routes have ids {ids.min()} to {ids.max()}"
         )
     if weights and route.routing_weights is None:
         raise ValueError(f"weights=True, but routes have no routing weights of {name}")
@@ -260,7 +260,9 @@ class Layer:
         if type(router).forward is not Router.forward:
             raise ValueError(f"{name} has a router of its own, {type(router).__name__}: nothing to replay")
         if router.choice is None and ids.shape[1] != router.top_k:
-            raise ValueError(f"{name} chooses {router.top_k} experts a token, its route has k={ids.shape[1]}")
+            raise ValueError(
+                f"{name} chooses {router.top_k} experts a token, but its routes have k={ids.shape[1]}"
+            )
 
     def attach(self, use: Recorder | Player) -> None:
         self.module.routes, self.use = self, use
@@ -306,7 +308,9 @@ class ForeignLayer:
     def check(self, name: str, ids: Tensor, weights: bool) -> None:
         dropped = ids < 0
         if not torch.equal(dropped.any(1), dropped.all(1)):
-            raise ValueError(f"{name} cannot drop some choices of a token, but its route has some ids of -1")
+            raise ValueError(
+                f"{name} cannot drop some choices of a token: in routes, all or none of its ids are -1"
+            )
         if self.block is None and not weights:
             raise ValueError(f"{name} has no router in the model: pass what contains both")
 
@@ -378,7 +382,7 @@ class ChosenExperts(TorchFunctionMode):
         k, own = self.route.expert_ids.shape[1], out.indices
         if own.shape[-1] != k:
             raise ValueError(
-                f"{self.player.name} chooses {own.shape[-1]} experts for each token, its route has k={k}"
+                f"{self.player.name} chooses {own.shape[-1]} experts a token, but its routes have k={k}"
             )
         self.replayed = self.route.expert_ids.to(own.device)
         self.player.count(self.replayed, own.flatten(0, -2))
@@ -468,6 +472,8 @@ def integers(array: object) -> Tensor:
     if not isinstance(array, Tensor | np.ndarray):
         raise TypeError(f"routes must be tensors or NumPy arrays, not {type(array).__name__}")
     array = array if isinstance(array, Tensor) else torch.tensor(array)  # a copy: it may be read-only
+    if array.is_meta:
+        raise ValueError("routes are on the meta device and have no values")
     if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
         raise TypeError(f"routes must be integers, not {array.dtype}")
     return array.int()
@@ -486,14 +492,16 @@ def pack_routes(sequences: list, *, lengths: list | None = None, mask: Tensor | 
     """
     if not sequences:
         raise ValueError("sequences is empty")
+    if lengths is not None and not all(is_kind(length, int) for length in lengths):
+        raise TypeError(f"lengths must be a list of integers, not {lengths}")
     if lengths is not None and mask is not None:
         raise ValueError("lengths and mask are given: pass one of them")
     routes = [three_axes(sequence) for sequence in sequences]
     if mask is not None:
         check_tensor("mask", mask)
         check_shape("mask", mask, "B", "S")
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask must be bool, not {mask.dtype}")
+        if mask.dtype != torch.bool or mask.is_meta:
+            raise TypeError(f"mask must be bool and have values, not {mask.dtype} on {mask.device}")
         lengths = mask.sum(1).tolist()
     lengths = list(map(len, routes)) if lengths is None else lengths
     if len(lengths) != len(routes):

@@ -144,8 +144,8 @@ def test_mismatches():
     some = ids.clone()
     some[0, 0] = -1
     for given, message in [
-        ({name: ids[:4]}, f"{name} gets 5 tokens, but its route has 4"),
-        ({name: ids[:, :1]}, f"{name} chooses 2 experts for each token, its route has k=1"),
+        ({name: ids[:4]}, f"{name} gets 5 tokens, but its routes have 4"),
+        ({name: ids[:, :1]}, f"{name} chooses 2 experts a token, but its routes have k=1"),
         ({name: some}, f"{name} cannot drop some choices of a token"),
         (torch.stack([ids, ids], 1), "the model has 1 MoE layers"),
     ]:

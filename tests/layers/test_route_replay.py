@@ -134,7 +134,7 @@ def test_checkpointed_micro_batches(reentrant):
     with record_routes(model) as routes:
         for x in batches:
             model(x)
-    other, checkpointed = moved(model), None
+    other = moved(model)
     with replay_routes(other, routes):
         for x in batches:
             other(x).backward()
@@ -189,7 +189,7 @@ def rank_trains(rank, world, folder):
     model = Model()
     parallel = nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(1 + rank)
-    x, other = torch.randn(5 + rank, H), None  # each rank has tokens and routes of its own
+    x = torch.randn(5 + rank, H)  # each rank has tokens and routes of its own
     with record_routes(parallel) as routes:
         loss = parallel(x)
     with replay_routes(parallel, routes) as replay:
@@ -255,9 +255,9 @@ def test_mismatches():
 
     wrong({"layers.0": ids}, "layer layers.1: the model has it, routes do not .2 layers, 1 in routes")
     wrong(routes | {"layers.7": ids}, "layer layers.7: routes have it, the model does not")
-    wrong(routes | {"layers.1": ids[:4]}, "layers.1 gets 5 tokens, but its route has 4")
-    wrong(routes | {"layers.1": ids[:, :2]}, "layers.1 chooses 3 experts a token, its route has k=2")
-    wrong(routes | {"layers.1": ids + 6}, "layers.1 has experts 0 to 5, its route has ids 6 to 11")
+    wrong(routes | {"layers.1": ids[:4]}, "layers.1 gets 5 tokens, but its routes have 4")
+    wrong(routes | {"layers.1": ids[:, :2]}, "layers.1 chooses 3 experts a token, but its routes have k=2")
+    wrong(routes | {"layers.1": ids + 6}, "layers.1 has experts 0 to 5, but its routes have ids 6 to 11")
     wrong(routes | {"layers.1": ids - 9}, "layers.1 has experts 0 to 5")
     wrong(routes, "layers.0 is called once more, but routes have 1 of its calls", calls=2)
     wrong(routes, "layers.0 was called 0 times, routes have 1 calls", calls=0)

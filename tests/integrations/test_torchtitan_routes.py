@@ -1,0 +1,34 @@
+"""Routes of torchtitan's models: their own routers weigh the replayed experts."""
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan.config.override", reason="torchtitan 0.3 or newer is not installed")
+
+from integrations.test_torchtitan import FLAVORS, moe_of, tokens
+
+from moe_aiter import record_routes, replay_routes
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+@pytest.mark.parametrize("flavor", FLAVORS, ids=[name for name, _ in FLAVORS])
+def test_replay(flavor, overridden):
+    moe = moe_of(flavor, overridden)
+    x = tokens(moe)
+    with record_routes(moe, weights=True) as routes:
+        want = moe(x)
+    assert list(routes) == ["routed_experts"]
+    with replay_routes(moe, routes) as replay:
+        out = moe(x)
+        out.square().mean().backward()
+    assert torch.equal(out, want) and replay.differences()["routed_experts"] == (0, 0)
+    assert moe.router.gate.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        moe.router.gate.weight += torch.randn_like(moe.router.gate.weight)
+    with record_routes(moe) as other:
+        moe(x)
+    ids = routes["routed_experts"][0].expert_ids
+    assert not torch.equal(other["routed_experts"][0].expert_ids, ids)
+    with replay_routes(moe, routes, weights=True) as replay:
+        torch.testing.assert_close(moe(x), want)
+    assert replay.differences()["routed_experts"].choices > 0
