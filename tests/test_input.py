@@ -81,6 +81,7 @@ COMPUTES = {
         "sort_by_expert.expert_ids": "size0 size1 device",
         "topk.scores": "size0 size1 device",
         "z_loss.logits": "size1",
+        "pack_routes.mask": "size1",  # the last token may have no route
         "replay_routes.routes": "size0 list",  # or a list, which has one array for each forward pass
         "load_balance_loss.expert_ids": "size1",
         "sequence_balance_loss.expert_ids": "size1",

@@ -118,9 +118,9 @@ def small(expert_ids: Tensor, num_experts: int) -> Tensor:
 class RouteReplay:
     """Replays routes in a `with` block: see `replay_routes`."""
 
-    def __init__(self, layers: "Layers", routes: dict[str, list[Route]], weights: bool):
+    def __init__(self, layers: "Layers", routes: dict[str, list[Route]]):
         self.layers = layers
-        self.players = {name: Player(name, calls, weights) for name, calls in routes.items()}
+        self.players = {name: Player(name, calls) for name, calls in routes.items()}
 
     def __enter__(self) -> "RouteReplay":
         self.attachment = attached(self.layers, self.players)
@@ -168,14 +168,14 @@ def replay_routes(model: nn.Module, routes: object, *, weights: bool = False) ->
     calls = calls_of(routes, list(layers))
     for name, layer in layers.items():
         calls[name] = [checked_route(name, layer, route, weights) for route in calls[name]]
-    return RouteReplay(layers, calls, weights)
+    return RouteReplay(layers, calls)
 
 
 class Player:
     """Replays the routes of one layer."""
 
-    def __init__(self, name: str, calls: list[Route], weights: bool):
-        self.name, self.calls, self.weights = name, calls, weights
+    def __init__(self, name: str, calls: list[Route]):
+        self.name, self.calls = name, calls
         self.next = 0
         self.again = False  # whether the last call was a repetition
         self.waiting: dict[int, weakref.ref] = {}  # calls in checkpointed regions, until they are repeated
@@ -237,7 +237,7 @@ def checked_route(name: str, layer: "Layer | ForeignLayer", route: Route, weight
         )
     if weights and route.routing_weights is None:
         raise ValueError(f"weights=True, but routes have no routing weights of {name}")
-    layer.check(name, ids, weights)
+    layer.check(name, ids)
     return Route(small(ids, num_experts), route.routing_weights if weights else None)
 
 
@@ -254,7 +254,7 @@ class Layer:
     def __reduce__(self):
         return type(None), ()  # copy.deepcopy and pickle leave None in its place
 
-    def check(self, name: str, ids: Tensor, weights: bool) -> None:
+    def check(self, name: str, ids: Tensor) -> None:
         """Raise ValueError if the layer cannot use these ids (T, k)."""
         router = self.module.router
         if type(router).forward is not Router.forward:
@@ -305,26 +305,26 @@ class ForeignLayer:
         self.module, self.block, self.foreign = module, block, foreign
         self.num_experts, self.chosen = foreign.num_experts, None
 
-    def check(self, name: str, ids: Tensor, weights: bool) -> None:
+    def check(self, name: str, ids: Tensor) -> None:
         dropped = ids < 0
         if not torch.equal(dropped.any(1), dropped.all(1)):
             raise ValueError(
                 f"{name} cannot drop some choices of a token: in routes, all or none of its ids are -1"
             )
-        if self.block is None and not weights:
+        if self.block is None:
             raise ValueError(f"{name} has no router in the model: pass what contains both")
 
     def attach(self, use: Recorder | Player) -> None:
         self.use = use
         self.hook = self.module.register_forward_pre_hook(self.before_experts, with_kwargs=True)
-        if isinstance(use, Player) and not use.weights:
+        if isinstance(use, Player):
             self.own = vars(self.block).get("forward")  # of some wrappers
             self.forward = self.block.forward
             self.block.forward = self.run_block
 
     def detach(self) -> None:
         self.hook.remove()
-        if isinstance(self.use, Player) and not self.use.weights:
+        if isinstance(self.use, Player):
             del self.block.forward
             if self.own is not None:
                 self.block.forward = self.own
@@ -348,15 +348,11 @@ class ForeignLayer:
         if isinstance(self.use, Recorder):
             self.use.keep(ids.flatten(0, -2), weights.flatten(0, -2), self.num_experts)
             return None
-        if self.use.weights:
-            route = self.use.take(ids.shape[:-1].numel())
-            replayed = route.expert_ids.to(ids.device)
-            self.use.count(replayed, ids.flatten(0, -2))
-            ids, weights = replayed.to(ids).view_as(ids), route.routing_weights.to(weights).view_as(weights)
-        else:
-            replayed = self.chosen.replayed
-            if replayed is None:
-                raise ValueError(f"{self.use.name} has chosen its experts without torch.topk")
+        replayed, recorded = self.chosen.replayed, self.chosen.route.routing_weights
+        if replayed is None:
+            raise ValueError(f"{self.use.name} has chosen its experts without torch.topk")
+        if recorded is not None:
+            weights = recorded.to(weights).view_as(weights)
         dropped = (replayed < 0).view_as(ids)
         changed = ids.masked_fill(dropped, self.foreign.dropped), weights.masked_fill(dropped, 0)
         call.arguments.update(zip(names, changed, strict=True))
@@ -434,7 +430,7 @@ def attached(
 def calls_of(routes: object, names: list[str]) -> dict[str, list[Route]]:
     """Return the routes of all calls of each layer, whatever form they have."""
     if not isinstance(routes, Mapping):
-        passes = [three_axes(a) for a in (routes if isinstance(routes, list | tuple) else [routes])]
+        passes = [three_axes("routes", a) for a in (routes if isinstance(routes, list | tuple) else [routes])]
         for array in passes:
             if array.shape[1] != len(names):
                 raise ValueError(
@@ -455,27 +451,27 @@ def in_calls(routes: object) -> list | tuple:
 
 def as_route(name: str, route: object) -> Route:
     ids, weights = route if isinstance(route, Route) else (route, None)
-    ids = integers(ids)
-    check_shape(f"the route of {name}", ids, "T", "k")
+    ids = integers(f"routes of {name}", ids)
+    check_shape(f"routes of {name}", ids, "T", "k")
     if weights is not None and weights.shape != ids.shape:
         raise ValueError(f"{name} has ids {tuple(ids.shape)} but routing weights {tuple(weights.shape)}")
     return Route(ids, weights)
 
 
-def three_axes(array: object) -> Tensor:
-    array = integers(array)
-    check_shape("routes", array, "tokens", "layers", "k")
+def three_axes(name: str, array: object) -> Tensor:
+    array = integers(name, array)
+    check_shape(name, array, "tokens", "layers", "k")
     return array
 
 
-def integers(array: object) -> Tensor:
+def integers(name: str, array: object) -> Tensor:
     if not isinstance(array, Tensor | np.ndarray):
-        raise TypeError(f"routes must be tensors or NumPy arrays, not {type(array).__name__}")
+        raise TypeError(f"{name} must be tensors or NumPy arrays, not {type(array).__name__}")
     array = array if isinstance(array, Tensor) else torch.tensor(array)  # a copy: it may be read-only
     if array.is_meta:
-        raise ValueError("routes are on the meta device and have no values")
+        raise ValueError(f"{name} must have values, but the device is meta")
     if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
-        raise TypeError(f"routes must be integers, not {array.dtype}")
+        raise TypeError(f"{name} must be integers, not {array.dtype}")
     return array.int()
 
 
@@ -496,7 +492,7 @@ def pack_routes(sequences: list, *, lengths: list | None = None, mask: Tensor | 
         raise TypeError(f"lengths must be a list of integers, not {lengths}")
     if lengths is not None and mask is not None:
         raise ValueError("lengths and mask are given: pass one of them")
-    routes = [three_axes(sequence) for sequence in sequences]
+    routes = [three_axes("sequences", sequence) for sequence in sequences]
     if mask is not None:
         check_tensor("mask", mask)
         check_shape("mask", mask, "B", "S")
