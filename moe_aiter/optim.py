@@ -15,7 +15,7 @@ Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from .kernels.base.activations import get_activation
-from .kernels.base.check import check_not_negative, check_sizes, checked
+from .kernels.base.check import check_not_negative, check_sizes, checked, is_kind
 from .layers import Experts
 from .layers.experts import SharedExpert
 from .routing import Router
@@ -77,8 +77,10 @@ class Muon(torch.optim.Optimizer):
         check_sizes(ns_steps=ns_steps)
         if adjust_lr_fn not in SCALES:
             raise ValueError(f"unknown adjust_lr_fn {adjust_lr_fn!r}; known: {', '.join(SCALES)}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be at least 0 and less than 1, not {betas}")
+        if not isinstance(betas, (tuple, list)) or not all(is_kind(beta, float) for beta in betas):
+            raise TypeError(f"betas must be two numbers, not {betas!r}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers from 0 to less than 1, not {betas}")
         defaults = {"lr": lr, "weight_decay": weight_decay, "muon": True, "halves": None}
         defaults |= {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         defaults |= {"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps}
@@ -181,15 +183,15 @@ def orthogonal(u: Tensor, steps: int) -> Tensor:
 
 
 @checked
-def muon_groups(model: nn.Module, *, adamw: Iterable[str] = ()) -> list[dict]:
+def muon_groups(model: nn.Module, *, adamw: Sequence[str] = ()) -> list[dict]:
     """Return groups for `Muon`: all trained parameters of `model`, each once.
 
     AdamW gets embeddings and matrices of the shape of one (the output layer), routers, whatever is not a
     matrix, and parameters whose name matches a pattern of `adamw`, such as "*.lm_head.*".  Gate and up of
     gated experts are matrices of their own.
     """
-    if isinstance(adamw, str):
-        raise TypeError("adamw must be patterns in a list or tuple, not a str")
+    if not isinstance(adamw, (tuple, list)) or not all(isinstance(pattern, str) for pattern in adamw):
+        raise TypeError(f"adamw must be patterns in a list or tuple, not {adamw!r}")
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     shapes = {e.shape for e in embeddings}
     routers = {id(p) for m in model.modules() if isinstance(m, Router) for p in m.parameters()}

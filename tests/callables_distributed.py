@@ -1,4 +1,4 @@
-"""A valid call of each name of moe_aiter.distributed, in a process group of this process alone."""
+"""A valid call of each name of moe_aiter.distributed, in a process group of one, and of moe_aiter.optim."""
 
 import torch
 import torch.distributed as dist
@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moe_aiter import distributed as ours
+from moe_aiter import optim
 
-MODULES = [ours]
+MODULES = [ours, optim]
 
 
 def mesh():
@@ -85,3 +86,20 @@ OURS = {
     "save_sharded": lambda: fresh(**saved()),
 }
 CALLS = {f"distributed.{name}": (getattr(ours, name), given) for name, given in OURS.items()}
+CALLS |= {
+    "optim.Muon": (
+        optim.Muon,
+        lambda: {
+            "params": [with_gradient()],
+            "lr": 0.1,
+            "weight_decay": 0.1,
+            "momentum": 0.9,
+            "nesterov": True,
+            "ns_steps": 5,
+            "adjust_lr_fn": "original",
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+        },
+    ),
+    "optim.muon_groups": (optim.muon_groups, lambda: {"model": model(), "adamw": ["*.router.*"]}),
+}

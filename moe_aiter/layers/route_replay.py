@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -465,9 +464,10 @@ def three_axes(name: str, array: object) -> Tensor:
 
 
 def integers(name: str, array: object) -> Tensor:
-    if not isinstance(array, Tensor | np.ndarray):
-        raise TypeError(f"{name} must be tensors or NumPy arrays, not {type(array).__name__}")
-    array = array if isinstance(array, Tensor) else torch.tensor(array)  # a copy: it may be read-only
+    if not isinstance(array, Tensor):
+        if not hasattr(array, "__array_interface__"):  # NumPy's
+            raise TypeError(f"{name} must be tensors or NumPy arrays, not {type(array).__name__}")
+        array = torch.tensor(array)  # a copy: it may be read-only
     if array.is_meta:
         raise ValueError(f"{name} must have values, but the device is meta")
     if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
