@@ -32,37 +32,40 @@ def save_sharded(
 ) -> None:
     """Write the folder `path`: each rank its own shards of the model's and the optimizer's state.
 
-    All ranks must call it.  The folder is complete or absent: files go to a draft beside it, which is renamed
-    at the end.  Before that, the first rank calls `finish` with the draft, to add files of its own.
+    All ranks must call it, and `path` must be on a disk that all ranks see.  The folder is complete or
+    absent: files go to a draft beside it, which is renamed at the end.  Before that, the first rank calls
+    `finish` with the draft, to add files of its own.
     Raises FileExistsError, on each rank, if `path` exists.
     """
     path = Path(path)
     draft = path.with_name(f"{UNFINISHED}{path.name}")
-    barrier()
-    if path.exists():
-        raise FileExistsError(f"{path} exists")
-    barrier()
-    if is_first() and draft.exists():
-        remove(draft)
-    barrier()
-    dcp.save(state_of(model, optimizer), checkpoint_id=draft)
-    barrier()
-    if is_first():
+
+    def begin() -> None:
+        if os.path.lexists(path):
+            raise FileExistsError(f"path {path} exists")
+        if draft.exists():
+            remove(draft)
+
+    def end() -> None:
         if finish is not None:
             finish(draft)
         for part in (*draft.iterdir(), draft):
             sync(part)
         draft.rename(path)
         sync(path.parent)
-    barrier()
+
+    on_first_rank(begin)
+    dcp.save(state_of(model, optimizer), checkpoint_id=draft)
+    on_first_rank(end)
 
 
 @checked
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Load what `save_sharded` wrote into `model` and `optimizer`, on any number of ranks and any mesh.
 
-    All ranks must call it.  Raises FileNotFoundError if `path` is no such folder, and torch's
-    CheckpointException for another model, or if files of it are missing.
+    All ranks must call it.  Tensors that the model does not have are left out.
+    Raises FileNotFoundError if `path` is no such folder, and torch's CheckpointException if it lacks a tensor
+    of the model, or if files are damaged; the model may be partly loaded then.
     """
     if not (Path(path) / ".metadata").exists():
         raise FileNotFoundError(f"path is {path}, but there is no sharded checkpoint")
@@ -78,7 +81,12 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
 
 def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict:
+    # torch makes the state of an optimizer without one by a step with lr=0, whose hooks may change buffers
+    steps = optimizer is not None and not optimizer.state
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if steps else []
     weights, moments = get_state_dict(model, () if optimizer is None else optimizer, options=OPTIONS)
+    for buffer, before in buffers:
+        buffer.copy_(before)
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
 
 
@@ -90,22 +98,35 @@ def export_safetensors(path: str | os.PathLike, model: nn.Module) -> None:
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
-    if is_first():
+
+    def write() -> None:
+        safetensors, torch_files = need("safetensors", "train"), need("safetensors.torch", "train")
+        tensors = {name: weight.contiguous() for name, weight in weights.items()}
+        memory = [t.untyped_storage().data_ptr() for t in tensors.values()]
+        # the format has no tied weights
+        tied = {name for i, name in enumerate(tensors) if memory[i] in memory[:i]}
         draft = draft_of(Path(path))
         try:
-            save_file = need("safetensors.torch", "train").save_file
-            save_file({name: weight.contiguous() for name, weight in weights.items()}, draft)
+            torch_files.save_file({n: t.clone() if n in tied else t for n, t in tensors.items()}, draft)
             sync(draft)
             draft.replace(path)
+        except safetensors.SafetensorError as error:  # its OSError, such as that of a full disk
+            raise OSError(f"path {path} cannot be written: {error}") from error
         finally:
             draft.unlink(missing_ok=True)
-    barrier()
+
+    on_first_rank(write)
 
 
-def is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def barrier() -> None:
+def on_first_rank(fn: Callable[[], None]) -> None:
+    """Call `fn` on the first rank while the others wait; an error there is raised on all ranks."""
+    errors: list = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            fn()
+        except (OSError, RuntimeError, ValueError, ImportError) as error:
+            errors = [error]
     if dist.is_initialized():
-        dist.barrier()
+        dist.broadcast_object_list(errors)
+    if errors[0] is not None:
+        raise errors[0]

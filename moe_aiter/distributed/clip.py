@@ -22,7 +22,9 @@ def clip_grad_norm_(
     """Scale the gradients so that their norm, as of one vector, is at most `max_norm`; return it before that.
 
     As torch.nn.utils.clip_grad_norm_, for parameters that are plain tensors, or DTensors on any meshes.  The
-    norm is that of the whole model, the same scalar on each rank.  No synchronisation with the host unless
+    norm is that of the whole model, the same scalar on each rank if gradients of plain tensors are: with
+    `parallelize(fsdp=False)`, call `reduce_gradients` first.  All ranks must call it, with gradients of the
+    same parameters.  No synchronisation with the host unless
     `error_if_nonfinite`, which raises RuntimeError then.
     """
     if isinstance(parameters, Tensor):
@@ -36,8 +38,9 @@ def clip_grad_norm_(
     by_mesh: dict = {}
     for parameter in parameters:
         check_tensor("an element of parameters", parameter)
-        if parameter.grad is not None:
-            by_mesh.setdefault(mesh_of(parameter.grad), []).append(parameter.grad)
+        grads = by_mesh.setdefault(mesh_of(parameter), [])  # the same order on all ranks
+        grads += [] if parameter.grad is None else [parameter.grad]
+    by_mesh = {mesh: grads for mesh, grads in by_mesh.items() if grads}
     if not by_mesh:
         return torch.tensor(0.0)
     norms = [get_total_norm(grads, norm_type, False, foreach) for grads in by_mesh.values()]

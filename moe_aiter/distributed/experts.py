@@ -18,10 +18,18 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ..config import settings
-from ..kernels.base.check import check_positive, check_sizes, checked, wide
+from ..kernels.base.check import (
+    check_plan,
+    check_positive,
+    check_routing_weights,
+    check_size,
+    check_sizes,
+    checked,
+    wide,
+)
 from ..layers.experts import cast_as_linear
 from ..op import saved_tensors
-from ..private_api import is_alias, keeps_graph, process_group
+from ..private_api import is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan, make_plan
 from .collective import all_gather, combine_tokens, dispatch_tokens
 from .slots import ids_of, local_ids, pad, window, windows
@@ -39,13 +47,15 @@ class ExpertDispatcher:
 
     rows        rows of a window, as a multiple of the T * k rows that a rank has with a balanced load.  Any
                 load is computed exactly; rows past the first window take further passes, which cost time.
-    max_tokens  the most tokens that a rank may have in a call; fewer are padded.  None: all ranks have
-                the same number in each call.  The first call compares these numbers, with
-                MOE_AITER_DEBUG=1 every call, and raises ValueError on all ranks.
+    max_tokens  the most tokens that a rank may have in a call; fewer are padded, and more raise ValueError on
+                that rank.  None: all ranks have the same number in each call.  The first call compares these
+                numbers, with MOE_AITER_DEBUG=1 every call, and raises ValueError on all ranks.
     keep_x      True keeps the tokens of all ranks for backward, R * T rows a layer; False sends the
                 tokens again.  Under torch.compile they are always kept.
 
-    All ranks must make the same calls in the same order, forward and backward, also with no tokens.
+    All ranks must make the same calls in the same order, forward and backward, also with no tokens, and the
+    same inputs and weights must require gradients: otherwise ranks wait for each other without end.  That
+    holds for other numbers of tokens after the first call too, and for all calls under torch.compile.
     """
 
     @checked
@@ -63,12 +73,7 @@ class ExpertDispatcher:
         # by name: the threads of a group end with the last object that holds the group itself
         self.group, self.ranks = group.group_name, group.size()
         self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
-        each = -(-num_experts // self.ranks)
-        if (self.ranks - 1) * each >= num_experts:
-            raise ValueError(
-                f"num_experts={num_experts} in {each} for each of {self.ranks} ranks leaves ranks without an "
-                f"expert: use at most {-(-num_experts // each)} ranks"
-            )
+        each = experts_of_a_rank(num_experts, self.ranks)
         self.first = group.rank() * each
         self.count = min(each, num_experts - self.first)
         self.called = False
@@ -82,13 +87,13 @@ class ExpertDispatcher:
 
         `routing_weights` (T, k) and `plan` are those of these tokens, with all E experts.
         """
+        plan = self.checked(x, routing_weights, plan)
         tokens, compiles = x.shape[0], torch.compiler.is_compiling()
         (x,) = cast_as_linear(x)  # fewer bytes travel
         ids, s, weights = ids_of(plan), wide(routing_weights), experts.local_weights()
-        if not compiles:
-            if not self.called:
-                self.log_traffic(x, weights)
-            self.check_tokens(x)
+        if not (compiles or self.called):
+            self.log_traffic(x, weights)
+        self.check_tokens(x, compiles)
         if self.max_tokens is not None:
             x, s, ids = (pad(t, self.max_tokens, fill) for t, fill in ((x, 0), (s, 0), (ids, -1)))
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
@@ -97,6 +102,16 @@ class ExpertDispatcher:
         else:
             out = self.combine(self.passes(experts, *self.arrive(x, ids, s), weights))
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
+
+    def checked(self, x: Tensor, routing_weights: Tensor, plan: tuple) -> RoutePlan:
+        """Return the plan; raise, before any rank waits for another, unless it fits these inputs."""
+        check_plan(plan)
+        plan = RoutePlan(*plan)
+        check_routing_weights(routing_weights, plan.rank, x)
+        check_size(
+            "group_sizes is (E={},)", plan.group_sizes.shape[0], "{} experts are shared", self.num_experts
+        )
+        return plan
 
     def log_traffic(self, x: Tensor, weights: Sequence[Tensor | None]) -> None:
         """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
@@ -108,23 +123,25 @@ class ExpertDispatcher:
             "FSDP2 would send %.1f MB for whole experts", self.ranks, tokens / 1e6, whole / 1e6,
         )  # fmt: skip
 
-    def check_tokens(self, x: Tensor) -> None:
-        """Raise ValueError, on all ranks if possible, unless the ranks' numbers of tokens fit."""
-        tokens, most = x.shape[0], self.max_tokens
-        if not self.called or settings.debug:
-            mine = torch.tensor([tokens], device=x.device)
+    def check_tokens(self, x: Tensor, compiles: bool) -> None:
+        """Raise ValueError unless the ranks' numbers of tokens fit.
+
+        In the first call and in debug mode, ranks compare their numbers, and all of them raise.
+        """
+        most, counts = self.max_tokens, [x.shape[0]]
+        if not compiles and (not self.called or settings.debug):
+            mine = torch.tensor(counts, device=x.device)
             found = mine.new_empty(self.ranks)
             all_gather(found, mine, group=process_group(self.group))
-            counts, self.called = found.tolist(), True
-        else:
-            counts = [tokens]
+            counts = found.tolist()
         if most is not None and max(counts) > most:
             raise ValueError(f"the ranks have {counts} tokens, but max_tokens is {most}")
-        if most is None and len(set(counts)) > 1:
+        if most is None and len(counts) > 1 and len(set(counts)) > 1:
             raise ValueError(
                 f"the ranks of an expert-parallel group have {counts} tokens: pass the same number on each, "
                 "or set max_tokens, to which fewer are padded"
             )
+        self.called = self.called or not compiles
 
     def dispatch(self, x: Tensor) -> Tensor:
         return dispatch_tokens(x, self.group, self.ranks)
@@ -142,7 +159,7 @@ class ExpertDispatcher:
 
     def windows(self, plan: RoutePlan) -> list[RoutePlan]:
         choices = plan.rank.numel()
-        count, rows = windows(choices, int(self.rows * choices / self.ranks))
+        count, rows = windows(choices, int(min(self.rows / self.ranks, 1) * choices))
         return [plan] if count == 1 else [window(plan, i * rows, rows) for i in range(count)]
 
     def passes(
@@ -154,6 +171,17 @@ class ExpertDispatcher:
         for plan in filter(has_rows, others):
             out = wide(out) + wide(experts.compute(slots, s, plan, weights, recompute="z"))
         return out.to(slots.dtype)
+
+
+def experts_of_a_rank(num_experts: int, ranks: int) -> int:
+    """Return how many experts each rank has, the last one perhaps fewer; ValueError if one has none."""
+    each = -(-num_experts // ranks)
+    if (ranks - 1) * each >= num_experts:
+        raise ValueError(
+            f"num_experts={num_experts} in {each} for each of {ranks} ranks leaves ranks without an expert: "
+            f"use at most {-(-num_experts // each)} ranks"
+        )
+    return each
 
 
 def check_options(rows: float, max_tokens: int | None) -> None:
@@ -228,6 +256,9 @@ class Dispatched(torch.autograd.Function):
             out = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
             ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
         ctx.dispatcher, ctx.saved, ctx.x_shape = dispatcher, saved, x.shape
+        # DTensors hide from autograd that a weight has changed
+        ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
+        ctx.versions = tuple(map(version_of, ctx.parameters))
         ctx.save_for_backward(x if saved.uses_slots else None, *saved.tensors)
         saved.slots, saved.tensors = None, []  # what torch saves may be other tensors by then
         out = out.detach()
@@ -238,6 +269,11 @@ class Dispatched(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         dispatcher, saved = ctx.dispatcher, ctx.saved
+        if tuple(map(version_of, ctx.parameters)) != ctx.versions:
+            raise RuntimeError(
+                "a weight of shared experts was changed in place between the forward and the backward pass, "
+                "by an optimizer step say, and backward needs the weight as it was"
+            )
         x, *saved.tensors = saved_tensors(ctx)
         dslots = dispatcher.dispatch(dout)
         saved.slots = None if x is None else dispatcher.dispatch(x)

@@ -16,8 +16,11 @@ from ..kernels.base.check import checked
 from ..layers import LoRAExperts
 from ..layers.training import is_fsdp
 from ..private_api import flattened
+from .experts import experts_of_a_rank
 from .mesh import EFSDP, EP
 from .style import KINDS, ExpertParallel
+
+CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
 @checked
@@ -51,17 +54,19 @@ def parallelize(
                 ranks' losses, and others those of a rank's own: `reduce_gradients` makes means of both.
     mp_policy, reshard_after_forward    those of `fully_shard`.  Routing weights stay float32.
 
-    Units of FSDP2 are the experts, each member of an nn.ModuleList or nn.Sequential that contains experts,
-    and the model.  Raises ValueError for a model without such experts or another mesh, and if the experts
-    cannot be divided evenly.
+    Units of FSDP2 are the experts, each member of an nn.ModuleList, nn.ModuleDict or nn.Sequential that
+    contains experts, and the model.  Set hooks and attributes of parameters afterwards: experts get new ones.
+    Raises ValueError for a model without such experts or another mesh, for experts that cannot be divided,
+    and for a parameter that two modules of experts share.
     """
     check_mesh(mesh)
     style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x)
     found = {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
-    inner = {f"{name}.base" for name, module in found.items() if isinstance(module, LoRAExperts)}
-    found = {name: module for name, module in found.items() if name not in inner}
+    inner = [module.base for module in found.values() if isinstance(module, LoRAExperts)]
+    found = {name: module for name, module in found.items() if not any(module is base for base in inner)}
     if not found:
         raise ValueError("the model has no Experts nor LoRAExperts: nothing to share")
+    check_untied(found)
     if any(map(is_fsdp, model.modules())):
         raise ValueError("model is sharded by FSDP2 already: call parallelize once, on the whole model")
     efsdp, ep = mesh.shape
@@ -93,20 +98,31 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def check_divides(name: str, num_experts: int, efsdp: int, ep: int) -> None:
-    """FSDP2 shards the same number of experts on each rank."""
+    """Raise ValueError if a rank would have no expert; FSDP2 shards the same number on each."""
+    experts_of_a_rank(num_experts, ep)
     if efsdp > 1 and num_experts % ep:
         fit = [n for n in range(1, efsdp * ep + 1) if num_experts % n == 0 and efsdp * ep % n == 0]
         nearest = min(fit, key=lambda n: abs(n - ep))
         raise ValueError(f"{name} has {num_experts} experts, which ep={ep} does not divide: try ep={nearest}")
 
 
+def check_untied(found: dict[str, nn.Module]) -> None:
+    """Raise ValueError if two modules of experts have a parameter in common, which sharding would part."""
+    owners: dict = {}
+    for name, experts in found.items():
+        for own, parameter in experts.named_parameters(prefix=name):
+            other = owners.setdefault(id(parameter), own)
+            if other != own:
+                raise ValueError(f"{other} and {own} are one parameter: tied experts cannot be shared")
+
+
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members with experts of the outermost lists of modules."""
+    """Yield the members with experts of lists of modules, the outermost that have a forward pass."""
     for child in model.children():
         holds = any(isinstance(module, KINDS) for module in child.modules())
         if not holds or isinstance(child, KINDS):
             continue
-        if isinstance(model, (nn.ModuleList, nn.Sequential)):
+        if isinstance(model, CONTAINERS) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield child
         else:
             yield from blocks_of(child)
@@ -168,6 +184,7 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
             if grad is not None:
                 local = grad.to_local() if mesh_of(grad) is not None else grad
+                mean = local.div(world).contiguous()  # first: a sum of float16 may be infinite
                 if group.size() > 1:
-                    dist.all_reduce(local, group=group)
-                local.div_(world)
+                    dist.all_reduce(mean, group=group)
+                local.copy_(mean)

@@ -232,6 +232,36 @@ def check_unequal_tokens(rank, world):
         few(x, torch.rand(len(x), K), make_plan(distinct(torch.ones(E), len(x)), E))
 
 
+def check_inputs(rank, world):
+    """Inputs that do not fit are refused before a rank waits for another."""
+    shared, (x, s, _) = share(build(), world), inputs(T)
+    ids = distinct(torch.ones(E), T)
+    torch.testing.assert_close(shared(x, s, tuple(make_plan(ids, E))), shared(x, s, make_plan(ids, E)))
+    with pytest.raises(ValueError, match=r"group_sizes is \(E=32,\) but 16 experts are shared"):
+        shared(x, s, make_plan(ids, 2 * E))
+    with pytest.raises(ValueError, match="routing_weights is"):
+        shared(x, s[:, 1:], make_plan(ids, E))
+    with pytest.raises(TypeError, match="routing_weights must be floating"):
+        shared(x, s.long(), make_plan(ids, E))
+    few = share(build(), world, max_tokens=T)
+    few(x, s, make_plan(ids, E))
+    more = torch.cat([x, x])
+    compiled = torch.compile(few, backend="eager")
+    for layer in (few, compiled):
+        with pytest.raises(Exception, match=rf"have \[{2 * T}.*\] tokens, but max_tokens is {T}"):
+            layer(more, torch.cat([s, s]), make_plan(torch.cat([ids, ids]), E))
+
+
+def check_changed_weights(rank, world):
+    """Autograd does not see that a DTensor has changed in place."""
+    shared, (x, s, _) = share(build(), world), inputs(T)
+    out = shared(x.requires_grad_(), s, make_plan(distinct(torch.ones(E), T), E))
+    with torch.no_grad():
+        shared.down.mul_(2)
+    with pytest.raises(RuntimeError, match="a weight of shared experts was changed in place"):
+        out.sum().backward()
+
+
 def check_uneven_experts(rank, world):
     """Experts that the ranks do not divide: as torch.chunk."""
     torch.manual_seed(0)
@@ -344,7 +374,8 @@ def everything(rank, world, _):
         check_main_grad,
         check_checkpointing,
     ]
-    others = [check_options, check_max_tokens, check_unequal_tokens, check_uneven_experts]
+    others = [check_options, check_max_tokens, check_unequal_tokens, check_uneven_experts, check_inputs]
+    others += [check_changed_weights]
     for backend in BACKENDS:
         with use(backend):
             torch.manual_seed(0)

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from check import error
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from moe_aiter import MoE, balance_step, use_main_grad
+from moe_aiter import Experts, LoRAExperts, MoE, balance_step, use_main_grad
 from moe_aiter.config import interpret
 from moe_aiter.distributed import (
     clip_grad_norm_,
@@ -234,6 +234,66 @@ def check_errors(rank, world, ep):
             parallelize(MoE(H, 8, 7, 2), mesh)
 
 
+def check_structures(rank, world, ep):
+    """Lists within lists; experts with adapters as the model; refusals that leave the model as it was."""
+    mesh = expert_mesh("cpu", ep)
+    nested = nn.Module()
+    nested.layers = nn.ModuleList([nn.ModuleList([nn.Linear(H, H), Block()])])
+    assert isinstance(parallelize(nested, mesh).layers[0][1], FSDPModule)
+    adapters = parallelize(LoRAExperts(Experts(E, H, 8), rank=2), mesh)
+    assert isinstance(adapters, FSDPModule) and not isinstance(adapters.base, FSDPModule)
+    tied = build()
+    tied[2].moe.experts.down = tied[1].moe.experts.down
+    with pytest.raises(ValueError, match="1.moe.experts.down and 2.moe.experts.down are one parameter"):
+        parallelize(tied, mesh)
+    if ep == 4:
+        half = nn.Sequential(MoE(H, 8, E, 2), MoE(H, 8, 6, 2))
+        with pytest.raises(ValueError, match="leaves ranks without an expert"):
+            parallelize(half, mesh)
+        assert half[0].experts.dispatcher is None
+
+
+def check_reduction(rank, world, ep):
+    """Gradients of any strides; a mean of large float16 numbers."""
+    model, mesh = nn.Linear(3, 2), expert_mesh("cpu", ep)
+    model.weight.grad = torch.full((3, 2), 1.0 + rank).t()
+    model.bias.grad = torch.full((2,), 1.0 + rank)
+    reduce_gradients(model, mesh)
+    for p in model.parameters():
+        assert torch.equal(p.grad, torch.full_like(p, (world + 1) / 2))
+    half = nn.Linear(3, 2).half()
+    half.bias.grad = torch.full((2,), 40000.0, dtype=torch.float16)
+    reduce_gradients(half, mesh)
+    assert torch.equal(half.bias.grad, torch.full((2,), 40000.0, dtype=torch.float16))
+
+
+def check_saving(rank, world, folder):
+    """Saving before the first step changes nothing; what fails on the first rank fails on all."""
+    model = parallelize(build(), expert_mesh("cpu", 2))
+    optimizer = optimizer_of(model)
+    optimizer.register_step_post_hook(lambda *_: balance_step(model))
+    model(batches(world, 0)[rank])
+    before = [buffer.clone() for buffer in model.buffers()]
+    assert sum(buffer.sum() for buffer in before) > 0
+    save_sharded(folder / f"early-{world}", model, optimizer)
+    assert all(map(torch.equal, model.buffers(), before))
+    with pytest.raises(OSError, match="cannot be written"):
+        export_safetensors(folder / "nowhere" / "model.safetensors", model)
+
+    def fail(draft):
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        save_sharded(folder / f"failed-{world}", model, optimizer, finish=fail)
+    tied = nn.Sequential(*[nn.Linear(H, H, bias=False) for _ in range(2)], MoE(H, 8, E, 2))
+    tied[1].weight = tied[0].weight
+    export_safetensors(
+        folder / f"tied-{world}.safetensors", parallelize(tied, expert_mesh("cpu", 2), fsdp=False)
+    )
+    found = load_file(folder / f"tied-{world}.safetensors")
+    assert torch.equal(found["0.weight"], found["1.weight"])
+
+
 def few_experts(rank, world, ep):
     """More ranks than experts: FSDP2 shards each expert."""
     torch.manual_seed(0)
@@ -253,6 +313,9 @@ def everything(rank, world, folder):
         check_balance(rank, world, ep)
         check_memory_options(rank, world, ep)
         check_errors(rank, world, ep)
+        check_structures(rank, world, ep)
+        check_reduction(rank, world, ep)
+    check_saving(rank, world, folder)
     few_experts(rank, world, 2)
     for ep in MESHES[world]:
         check_load(world, ep, folder)

@@ -118,8 +118,8 @@ def keep_fp8_weights() -> Iterator[None]:
     also by an exception.  Blocks may be nested; they hold for the whole process.
 
     A weight that changes inside the block, by its version counter, is quantised again; so are all weights
-    after a step of any optimizer.  Make other changes outside of the block: writes through `.data`, and
-    replays of CUDA graphs that contain the optimizer.
+    after a step of any optimizer.  Make other changes outside of the block: writes through `.data`, writes to
+    DTensors, as by `load_sharded`, and replays of CUDA graphs that contain the optimizer.
 
     Still quantised in each pass:
 
