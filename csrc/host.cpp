@@ -190,6 +190,7 @@ template <class Fn>
 static void with_activation(const std::string& name, const Fn& fn) {
   if (name == "silu") return fn(host::Silu{});
   if (name == "gelu") return fn(host::Gelu{});
+  if (name == "gelu_tanh") return fn(host::GeluTanh{});
   if (name == "relu") return fn(host::Relu{});
   if (name == "relu2") return fn(host::Relu2{});
   if (name == "silu_oai") return fn(host::SiluOai{});

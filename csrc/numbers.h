@@ -107,6 +107,17 @@ struct Gelu : Identity {
   }
 };
 
+struct GeluTanh : Identity {
+  static constexpr float SCALE = 1.59576912f, CUBE = 0.044715f;  // 2 sqrt(2 / pi)
+  static ALWAYS_INLINE float value(float x) { return x / (1.0f + exp(-SCALE * x * (1.0f + CUBE * x * x))); }
+  static ALWAYS_INLINE void both(float x, float& value, float& slope) {
+    const float e = exp(-SCALE * x * (1.0f + CUBE * x * x)), sig = 1.0f / (1.0f + e);
+    const float rest = x > 0 ? e * sig : 1.0f - sig;  // 1 - sig, without cancellation
+    value = x * sig;
+    slope = sig + value * rest * SCALE * (1.0f + 3.0f * CUBE * x * x);
+  }
+};
+
 struct Relu : Identity {
   static ALWAYS_INLINE float value(float x) { return x < 0 ? 0.0f : x; }
   static ALWAYS_INLINE void both(float x, float& value, float& slope) {

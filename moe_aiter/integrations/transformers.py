@@ -48,6 +48,7 @@ FUNCTIONS = {
     "torch.nn.modules.activation.SiLU": ("silu", "swiglu"),
     "transformers.activations.SiLUActivation": ("silu", "swiglu"),
     "transformers.activations.GELUActivation": ("gelu", "geglu"),
+    "transformers.activations.GELUTanh": (None, "geglu_tanh"),
     "torch.nn.modules.activation.ReLU": ("relu", "reglu"),
     "transformers.activations.ReLUSquaredActivation": ("relu2", None),
 }

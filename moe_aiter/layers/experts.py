@@ -25,7 +25,7 @@ class Experts(nn.Module):
       down          (E, H, I)
       gate_up_bias  (E, 2I or I) and down_bias (E, H), with `bias`
     All are initialised as E nn.Linear layers would be.  `activation`: swiglu, swiglu_oai (gpt-oss:
-    clamped), geglu, reglu, silu, gelu, relu or relu2.
+    clamped), geglu, geglu_tanh, reglu, silu, gelu, relu or relu2.
 
     A weight with a `main_grad` attribute, a tensor of its shape and usually float32, gets its gradient added
     there, without a rounding between micro-batches, and its `.grad` stays None: see `use_main_grad`.

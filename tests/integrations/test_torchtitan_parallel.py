@@ -10,6 +10,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from moe_aiter.config import interpret
 
+pytest.importorskip("torchtitan.config.override", reason="torchtitan 0.3 or newer is not installed")
+
 from .test_torchtitan import (
     WEIGHTS,
     FullAC,

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("torchtitan.config.override", reason="torchtitan 0.3 or newer is not installed")
 
-from integrations.test_torchtitan import FLAVORS, moe_of, tokens
-
 from moe_aiter import record_routes, replay_routes
+
+from .test_torchtitan import FLAVORS, moe_of, tokens
 
 
 @pytest.mark.parametrize("overridden", [False, True])

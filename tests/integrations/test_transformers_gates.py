@@ -117,7 +117,7 @@ def test_every_class_of_transformers(module, kind, fused):
 @pytest.mark.parametrize(
     "act, known",
     [("silu", "swiglu"), ("swish", "swiglu"), ("gelu", "geglu"), ("relu", "reglu"),
-     ("gelu_python", "geglu"), ("gelu_pytorch_tanh", None), ("relu2", None), ("tanh", None)],
+     ("gelu_python", "geglu"), ("gelu_pytorch_tanh", "geglu_tanh"), ("relu2", None), ("tanh", None)],
 )  # fmt: skip
 def test_activation_functions(act, known, fused):
     experts = mixtral(act=act)

@@ -12,13 +12,14 @@ ACTIVATIONS = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "swiglu_oai": lambda gate, up: swiglu_oai(gate.clamp(max=7), up.clamp(-7, 7)),
     "geglu": lambda gate, up: F.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "reglu": lambda gate, up: F.relu(gate) * up,
     "silu": F.silu,
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda up: F.relu(up) ** 2,
 }
-GATED = ("swiglu", "swiglu_oai", "geglu", "reglu")
+GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu")
 
 
 def mlp(x, gate_up, down, gate_up_bias, down_bias, activation, interleaved=False):

@@ -289,7 +289,10 @@ def test_initialised_as_linear_layers_would_be(device):
         (lambda: Experts(4, 8, -1), "intermediate must be at least 1, not -1"),
         (lambda: Experts(4, 8, 8, recompute="x"), "unknown recompute 'x'; known: none, z"),
         (lambda: Experts(4, 8, 8, row_chunks=0), "row_chunks must be at least 1, not 0"),
-        (lambda: Experts(4, 8, 8, activation="tanh"), "unknown activation 'tanh'; known: geglu, gelu"),
+        (
+            lambda: Experts(4, 8, 8, activation="tanh"),
+            "unknown activation 'tanh'; known: geglu, geglu_tanh, gelu",
+        ),
         (lambda: Experts(4, 8, 8, activation="gelu", interleaved=True), "'gelu' has no gate to interleave"),
     ],
 )

@@ -43,7 +43,9 @@ from torch import Tensor
 from ...routing.choices import GroupLimit
 from .files import CheckpointError
 
-ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}  # by `hidden_act`
+ACTIVATIONS = {  # by `hidden_act`
+    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu",
+}  # fmt: skip
 PLAIN = {"relu2": "relu2", "silu": "silu", "gelu": "gelu", "relu": "relu"}  # without a gate
 MOST = 2**20  # of whatever config.json counts; more is damage, and would fit no memory
 COUNTS = {  # by name, the least

@@ -16,6 +16,7 @@ from .families import Family, first
 
 FUNCTIONS = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu}
 FUNCTIONS["relu2"] = lambda x: x.relu().square()
+FUNCTIONS["gelu_pytorch_tanh"] = lambda x: F.gelu(x, approximate="tanh")
 DRAWN, TOKENS = 64, 16  # tokens, and those of them whose choice of experts is clearest: rounding changes none
 
 

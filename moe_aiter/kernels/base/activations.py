@@ -3,6 +3,7 @@
 A gated activation maps (gate, up) to f(gate) * h(up), a plain one maps up to f(up); f and h are written once
 each, with their slopes.  SwiGLU, GEGLU, ReGLU, where h(up) = up: Shazeer 2020, arXiv 2002.05202.
 ReLU^2: So et al. 2021, arXiv 2109.08668.
+geglu_tanh is GEGLU with the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415).
 swiglu_oai is gpt-oss's clamped SwiGLU (OpenAI 2025, arXiv 2508.10925), with the limit 7 and alpha 1.702:
 
     g = min(gate, 7)    u = min(max(up, -7), 7)    out = g * sigmoid(1.702 * g) * (u + 1)
@@ -39,8 +40,8 @@ def gelu(x):
 def gelu_tanh(x):
     """x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 * x^3), and its slope."""
     y = 1.5957691216057308 * x * (1 + 0.044715 * x * x)  # 2 * u
-    sig = tl.sigmoid(y)
-    return x * sig, sig + x * sig * (1 - sig) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    sig, rest = tl.sigmoid(y), tl.sigmoid(-y)  # 1 - sig would cancel
+    return x * sig, sig + x * sig * rest * 1.5957691216057308 * (1 + 0.134145 * x * x)
 
 
 @triton.jit
@@ -156,6 +157,7 @@ ACTIVATIONS = {
         Activation("swiglu", "silu", "identity"),
         Activation("swiglu_oai", "silu_oai", "up_oai"),
         Activation("geglu", "gelu", "identity"),
+        Activation("geglu_tanh", "gelu_tanh", "identity"),
         Activation("reglu", "relu", "identity"),
         Activation("silu", "silu"),
         Activation("gelu", "gelu"),

@@ -7,6 +7,7 @@ R rows, I intermediate channels; the width of z is 2I, or I for a plain activati
 and h; mostly h(up) = up.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ def torch_silu_oai_backward(dout: Tensor, x: Tensor) -> Tensor:
 TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     "relu": lambda dout, x: torch.ops.aten.threshold_backward(dout, x, 0),
     "relu2": lambda dout, x: 2 * F.relu(x) * dout,
     "silu_oai": torch_silu_oai_backward,
@@ -233,7 +235,7 @@ glu_backward_op = define_op(
 def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
     """Apply an expert's activation to `z`, (R, 2I) or (R, I); returns (R, I) in the dtype of `z`.
 
-    swiglu, geglu, reglu (Shazeer 2020, arXiv 2002.05202) and swiglu_oai, gpt-oss's clamped SwiGLU, are gated:
+    swiglu, geglu, geglu_tanh, reglu (Shazeer 2020, arXiv 2002.05202) and swiglu_oai (gpt-oss) are gated:
     `z` is (R, 2I), its first I columns are the gate and the others up; with `interleaved`, gate and up
     alternate.  silu, gelu, relu and relu2 are plain: `z` is (R, I).  `activations.py` has the formulas.
     Computed in float32 (float64 for float64); differentiable; any strides.

@@ -270,7 +270,11 @@ BAD = {
         "x is torch.float16 but gate_up is torch.float32",
     ),
     "tokens": (dict(x=torch.zeros(12, 20)), ValueError, "12"),
-    "activation": (dict(activation="swish"), ValueError, "unknown activation 'swish'; known: geglu, gelu"),
+    "activation": (
+        dict(activation="swish"),
+        ValueError,
+        "unknown activation 'swish'; known: geglu, geglu_tanh, gelu",
+    ),
     "bias": (dict(down_bias=torch.zeros(5, 24)), ValueError, r"down_bias is \(5, 24\) but must be \(5, 20\)"),
     "main grad": (
         dict(down_main_grad=torch.zeros(1)),
