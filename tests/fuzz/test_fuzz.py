@@ -30,11 +30,17 @@ NOT_FUZZED = {
     "MoERouting": "is a record",
     "Monitor": "counts: tests/layers/test_monitor.py",
     "QuantizationReport": "is a record",
+    "Route": "is a record",
+    "RouteDifference": "is a record",
     "RoutePlan": "is a record",
     "Routing": "is a record",
     "preshuffle_weights": "for bfloat16 weights of 256 x 256 and more: tests/layers/test_linear_shuffled.py",
     "quantization_report": "compares two models: tests/layers/test_quantized_report.py",
     "register_kernel": "changes the library: tests/test_backend.py",
+    **dict.fromkeys(
+        ("pack_routes", "record_routes", "replay_routes"),
+        "move routes between models: tests/layers/test_route_replay.py",
+    ),
     "use": "each case runs under it, called by the fuzzer itself",
     "unpatch_linear": "ends every patch of the process: tests/layers/test_linear.py",
 }
@@ -53,6 +59,7 @@ NOT_REACHED = {  # ops that no case can reach here, and what tests them
         ),
         "Hopper alone: tests/kernels/experts/test_experts_fp8.py",
     ),
+    **dict.fromkeys(("combine_tokens", "dispatch_tokens"), "several processes: tests/distributed"),
     **dict.fromkeys(("tgmm_fp8", "tgmm_fp8_into"), "Hopper alone: tests/kernels/grouped/test_tgmm_fp8.py"),
 }
 # on a CPU one op computes all of the experts; the interpreter and a GPU run these
