@@ -87,7 +87,7 @@ class ExpertDispatcher:
 
         `routing_weights` (T, k) and `plan` are those of these tokens, with all E experts.
         """
-        plan = self.checked(x, routing_weights, plan)
+        plan = self.checked_plan(x, routing_weights, plan)
         tokens, compiles = x.shape[0], torch.compiler.is_compiling()
         (x,) = cast_as_linear(x)  # fewer bytes travel
         ids, s, weights = ids_of(plan), wide(routing_weights), experts.local_weights()
@@ -103,7 +103,7 @@ class ExpertDispatcher:
             out = self.combine(self.passes(experts, *self.arrive(x, ids, s), weights))
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
-    def checked(self, x: Tensor, routing_weights: Tensor, plan: tuple) -> RoutePlan:
+    def checked_plan(self, x: Tensor, routing_weights: Tensor, plan: tuple) -> RoutePlan:
         """Return the plan; raise, before any rank waits for another, unless it fits these inputs."""
         check_plan(plan)
         plan = RoutePlan(*plan)
