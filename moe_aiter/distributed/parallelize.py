@@ -61,12 +61,7 @@ def parallelize(
     """
     check_mesh(mesh)
     style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
-    inner = [module.base for module in found.values() if isinstance(module, LoRAExperts)]
-    found = {name: module for name, module in found.items() if not any(module is base for base in inner)}
-    if not found:
-        raise ValueError("the model has no Experts nor LoRAExperts: nothing to share")
-    check_untied(found)
+    found = experts_of(model)
     if any(map(is_fsdp, model.modules())):
         raise ValueError("model is sharded by FSDP2 already: call parallelize once, on the whole model")
     efsdp, ep = mesh.shape
@@ -106,14 +101,20 @@ def check_divides(name: str, num_experts: int, efsdp: int, ep: int) -> None:
         raise ValueError(f"{name} has {num_experts} experts, which ep={ep} does not divide: try ep={nearest}")
 
 
-def check_untied(found: dict[str, nn.Module]) -> None:
-    """Raise ValueError if two modules of experts have a parameter in common, which sharding would part."""
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of experts by name; ValueError without one, or if two share a parameter."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
+    inner = [module.base for module in found.values() if isinstance(module, LoRAExperts)]
+    found = {name: module for name, module in found.items() if not any(module is base for base in inner)}
+    if not found:
+        raise ValueError("the model has no Experts nor LoRAExperts: nothing to share")
     owners: dict = {}
     for name, experts in found.items():
         for own, parameter in experts.named_parameters(prefix=name):
             other = owners.setdefault(id(parameter), own)
             if other != own:
                 raise ValueError(f"{other} and {own} are one parameter: tied experts cannot be shared")
+    return found
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
