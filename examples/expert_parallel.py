@@ -34,6 +34,10 @@ def main() -> None:
     parser.add_argument("--resume", type=int, default=0, metavar="STEP", help="step to continue from")
     args = parser.parse_args()
 
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("start it with torchrun, as its first lines say")
+    if (args.out / str(args.steps)).exists():
+        raise SystemExit(f"{args.out / str(args.steps)} exists: choose another --out or --steps")
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

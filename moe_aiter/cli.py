@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import os
 import platform
 import re
 import signal
@@ -138,4 +139,9 @@ def print_table(title: str, rows: dict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if launch().world > 1:  # a thread of gloo that frees its last tensor while the interpreter ends aborts
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+    sys.exit(status)

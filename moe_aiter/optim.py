@@ -186,20 +186,22 @@ def orthogonal(u: Tensor, steps: int) -> Tensor:
 def muon_groups(model: nn.Module, *, adamw: Sequence[str] = ()) -> list[dict]:
     """Return groups for `Muon`: all trained parameters of `model`, each once.
 
-    AdamW gets embeddings and matrices of the shape of one (the output layer), routers, whatever is not a
-    matrix, and parameters whose name matches a pattern of `adamw`, such as "*.lm_head.*".  Gate and up of
-    gated experts are matrices of their own.
+    AdamW gets embeddings, the output layer (an nn.Linear with the shape of the largest embedding), routers,
+    whatever is not a matrix, and parameters whose name matches a pattern of `adamw`, such as
+    "*.lm_head.*".  Gate and up of gated experts are matrices of their own.
     """
     if not isinstance(adamw, (tuple, list)) or not all(isinstance(pattern, str) for pattern in adamw):
         raise TypeError(f"adamw must be patterns in a list or tuple, not {adamw!r}")
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    shapes = {e.shape for e in embeddings}
-    routers = {id(p) for m in model.modules() if isinstance(m, Router) for p in m.parameters()}
+    largest = max((e.shape for e in embeddings), default=None)
+    outputs = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape == largest]
+    routers = [p for m in model.modules() if isinstance(m, Router) for p in m.parameters()]
+    others = {id(p) for p in (*embeddings, *outputs, *routers)}
     halves = {id(p): kind for m in model.modules() for p, kind in halves_of(m)}
     groups: dict[tuple, list[Tensor]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            matrix = p.dim() in (2, 3) and p.shape not in shapes and id(p) not in routers
+            matrix = p.dim() in (2, 3) and id(p) not in others
             muon = matrix and not any(fnmatchcase(name, pattern) for pattern in adamw)
             groups.setdefault((muon, halves.get(id(p)) if muon else None), []).append(p)
     return [{"params": ps, "muon": muon, "halves": kind} for (muon, kind), ps in groups.items()]

@@ -22,10 +22,10 @@ class Model(nn.Module):
         self.tokens, self.head = nn.Embedding(50, H), nn.Linear(H, 50, bias=False)
         options = {"shared_intermediate": 8, "bias": True} | options
         self.blocks = nn.ModuleList([MoE(H, 24, E, 2, **options) for _ in range(2)])
-        self.out = nn.Linear(H, H)
+        self.out, self.positions = nn.Linear(H, H), nn.Embedding(H, H)
 
     def forward(self, ids):
-        x = self.tokens(ids)
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         for block in self.blocks:
             x = x + block(x)
         return self.head(self.out(x))
@@ -89,6 +89,11 @@ def test_groups():
     assert found["blocks.1.shared.gate_up.weight"] == (True, "rows")
     for name in ("tokens.weight", "head.weight", "blocks.0.router.weight", "out.weight"):
         assert found[name] == (False, None), name
+    every = [(names[id(p)], g["muon"]) for g in muon_groups(model) for p in g["params"]]
+    assert ("out.weight", True) in every and (
+        "head.weight",
+        False,
+    ) in every  # both are as large as an embedding
     interleaved = muon_groups(MoE(H, 8, E, 2, interleaved=True))
     assert [g["halves"] for g in interleaved if g["muon"]] == ["interleaved", None]
     assert {g["halves"] for g in muon_groups(MoE(H, 8, E, 2, activation="gelu"))} == {None}

@@ -48,7 +48,8 @@ def test_python(code, tmp_path):
     (tmp_path / "block.py").write_text(code)
     command, env = [sys.executable, "block.py"], environment()
     if "init_process_group" in code:
-        command[1:1] = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+        launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+        command[1:1] = *launcher, str(ROOT / "tests" / "ends_at_once.py")
         env["CUDA_VISIBLE_DEVICES"] = ""  # there may be a single GPU
     done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

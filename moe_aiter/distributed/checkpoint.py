@@ -42,7 +42,7 @@ def save_sharded(
 
     def begin() -> None:
         if os.path.lexists(path):
-            raise FileExistsError(f"path {path} exists")
+            raise FileExistsError(f"path {path} exists: choose another one, or remove it")
         if draft.exists():
             remove(draft)
 
@@ -67,8 +67,12 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     Raises FileNotFoundError if `path` is no such folder, and torch's CheckpointException if it lacks a tensor
     of the model, or if files are damaged; the model may be partly loaded then.
     """
-    if not (Path(path) / ".metadata").exists():
-        raise FileNotFoundError(f"path is {path}, but there is no sharded checkpoint")
+
+    def check() -> None:
+        if not (Path(path) / ".metadata").exists():
+            raise FileNotFoundError(f"path {path} is no folder that save_sharded has written")
+
+    on_first_rank(check)
     state = state_of(model, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, which is no mistake
@@ -124,7 +128,7 @@ def on_first_rank(fn: Callable[[], None]) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             fn()
-        except (OSError, RuntimeError, ValueError, ImportError) as error:
+        except (OSError, RuntimeError, ValueError, TypeError, LookupError, ImportError) as error:
             errors = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(errors)

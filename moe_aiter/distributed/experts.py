@@ -6,6 +6,11 @@
 
 Rows are computed in windows of a fixed size, of which the first usually holds all.  Rows past the first
 window take further passes: more time, the same result, no more memory.
+
+All of this is one autograd node, `Dispatched`.  Its forward pass records the experts' own graph, and takes
+what they save for itself, so that checkpointing sees one node's tensors; the tokens of other ranks are left
+out.  Its backward pass receives these tokens again, and runs the recorded graph.  `keep_x` and torch.compile
+use plain operations instead, which keep the tokens.
 """
 
 import logging

@@ -13,12 +13,14 @@ def expert_mesh(device_type: str, ep: int) -> DeviceMesh:
     """Return a mesh (efsdp, ep) over all ranks: `ep` neighbours share the experts of a layer.
 
     The ranks of one `efsdp` group have the same experts, of which FSDP2 gives each a shard.  Without a
-    process group, torch makes one from the environment that torchrun sets.
+    process group, this makes one from the environment that torchrun sets.
     Raises ValueError unless `ep` divides the number of ranks.
     """
     check_sizes(ep=ep)
     check_device_name("device_type", device_type)
-    world = dist.get_world_size() if dist.is_initialized() else init_device_mesh(device_type, (1,)).size()
+    if not dist.is_initialized():
+        dist.init_process_group(dist.get_default_backend_for_device(device_type))
+    world = dist.get_world_size()
     if world % ep:
         raise ValueError(f"ep={ep} does not divide the world of {world} ranks")
     return init_device_mesh(device_type, (world // ep, ep), mesh_dim_names=(EFSDP, EP))

@@ -55,7 +55,8 @@ def parallelize(
     mp_policy, reshard_after_forward    those of `fully_shard`.  Routing weights stay float32.
 
     Units of FSDP2 are the experts, each member of an nn.ModuleList, nn.ModuleDict or nn.Sequential that
-    contains experts, and the model.  Set hooks and attributes of parameters afterwards: experts get new ones.
+    contains experts, and the model.  Parameters are new ones afterwards: an optimizer that was made before
+    trains nothing, and hooks and attributes of parameters are gone.
     Raises ValueError for a model without such experts or another mesh, for experts that cannot be divided,
     and for a parameter that two modules of experts share.
     """
@@ -107,7 +108,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     inner = [module.base for module in found.values() if isinstance(module, LoRAExperts)]
     found = {name: module for name, module in found.items() if not any(module is base for base in inner)}
     if not found:
-        raise ValueError("the model has no Experts nor LoRAExperts: nothing to share")
+        raise ValueError("the model has no MoE layer: no Experts nor LoRAExperts to share")
     owners: dict = {}
     for name, experts in found.items():
         for own, parameter in experts.named_parameters(prefix=name):
@@ -118,14 +119,14 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members with experts of lists of modules, the outermost that have a forward pass."""
+    """Yield the members of the outermost lists of modules that contain experts, those without experts too."""
     for child in model.children():
         holds = any(isinstance(module, KINDS) for module in child.modules())
-        if not holds or isinstance(child, KINDS):
+        if isinstance(child, KINDS) or next(child.parameters(), None) is None:
             continue
         if isinstance(model, CONTAINERS) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield child
-        else:
+        elif holds:
             yield from blocks_of(child)
 
 

@@ -7,7 +7,6 @@ nothing.
 import contextlib
 import datetime
 import signal
-import time
 import warnings
 from collections.abc import Iterator
 
@@ -109,8 +108,6 @@ def started() -> Iterator[Ranks]:
         # torchrun ends all ranks as soon as one has ended with an error: let each keep its exit status
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         dist.destroy_process_group()
-        # gloo's threads free the last tensors, and abort if the interpreter has ended
-        time.sleep(0.5)
 
 
 def check_ranks(config: TrainConfig, ranks: Ranks) -> None:

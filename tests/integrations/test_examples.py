@@ -19,7 +19,8 @@ def run(example, *flags, processes=None):
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
     command = [sys.executable, ROOT / "examples" / f"{example}.py", *flags]
     if processes is not None:
-        command[1:1] = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"
+        launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"
+        command[1:1] = *launcher, ROOT / "tests" / "ends_at_once.py"
     return subprocess.run(command, env=env, text=True, capture_output=True)
 
 
