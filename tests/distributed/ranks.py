@@ -21,9 +21,13 @@ def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, ba
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=world)
     function(rank, world, folder)
+    leave()
+
+
+def leave() -> None:
+    """End this process at once: gloo's threads may abort it if they free tensors while the interpreter ends."""
     dist.barrier()
     dist.destroy_process_group()
-    # at once: a thread of gloo that frees its last tensor while the interpreter ends aborts the process
     os._exit(0)
 
 

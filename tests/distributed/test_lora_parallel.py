@@ -10,6 +10,8 @@ from moe_aiter import LoRAExperts, MoE
 from moe_aiter.config import interpret
 from moe_aiter.distributed import ExpertParallel, expert_mesh, parallelize
 
+from .ranks import leave
+
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 
@@ -90,8 +92,7 @@ def one_rank(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"gate_up is sharded by .*: merge needs whole experts"):
         model[0].experts.merge()
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

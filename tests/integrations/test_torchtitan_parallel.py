@@ -12,6 +12,7 @@ from moe_aiter.config import interpret
 
 pytest.importorskip("torchtitan.config.override", reason="torchtitan 0.3 or newer is not installed")
 
+from ..distributed.ranks import leave
 from .test_torchtitan import (
     WEIGHTS,
     FullAC,
@@ -71,8 +72,7 @@ def one_rank(rank: int, folder: str) -> None:
             for name, t in found.items()
         }
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

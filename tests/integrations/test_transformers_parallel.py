@@ -15,6 +15,7 @@ from moe_aiter.integrations.transformers import (
     unregister,
 )
 
+from ..distributed.ranks import leave
 from .families import VOCAB, experts_of, tiny_model
 
 if interpret:
@@ -94,8 +95,7 @@ def one_rank(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="ep_plan leaves weights of Qwen3MoeExperts whole"):
         load(folder, "qwen3_moe", ep_plan=dict.fromkeys(PLAN, "replicate"))
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,7 @@ def on_rank(rank: int, world: int, ports: list[int], commands: list[list[str]]) 
             os.environ["MASTER_PORT"] = str(port)
             statuses.append(cli.main(["train", *words]))
     Path(f"rank-{rank}.json").write_text(json.dumps(statuses))
+    os._exit(0)  # gloo's threads may abort a process whose interpreter ends
 
 
 def run_on(world: int, *commands: list[str]) -> list[int]:
