@@ -25,7 +25,7 @@ def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, ba
 
 
 def leave() -> None:
-    """End this process at once: gloo's threads may abort it if they free tensors while the interpreter ends."""
+    """End this process at once: gloo's threads may abort it while the interpreter ends."""
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)
