@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ..kernels.base.check import check_tensor, checked
+from ..layers.experts import local_part
 from .parallelize import mesh_of
 
 
@@ -51,6 +52,6 @@ def clip_grad_norm_(
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grads in by_mesh.values():
         for grad in grads:
-            local = grad.to_local() if mesh_of(grad) is not None else grad
+            local = local_part(grad)
             local.mul_(scale.to(local.device))
     return total

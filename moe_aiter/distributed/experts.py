@@ -141,7 +141,7 @@ class ExpertDispatcher:
             counts = found.tolist()
         if most is not None and max(counts) > most:
             raise ValueError(f"the ranks have {counts} tokens, but max_tokens is {most}")
-        if most is None and len(counts) > 1 and len(set(counts)) > 1:
+        if most is None and len(set(counts)) > 1:
             raise ValueError(
                 f"the ranks of an expert-parallel group have {counts} tokens: pass the same number on each, "
                 "or set max_tokens, to which fewer are padded"

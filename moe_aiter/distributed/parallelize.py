@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ..kernels.base.check import checked
 from ..layers import LoRAExperts
+from ..layers.experts import local_part
 from ..layers.training import is_fsdp
 from ..private_api import flattened
 from .experts import experts_of_a_rank
@@ -185,7 +186,7 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         group = dist.group.WORLD if mesh_of(parameter) is None else efsdp
         for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
             if grad is not None:
-                local = grad.to_local() if mesh_of(grad) is not None else grad
+                local = local_part(grad)
                 mean = local.div(world).contiguous()  # first: a sum of float16 may be infinite
                 if group.size() > 1:
                     dist.all_reduce(mean, group=group)

@@ -36,7 +36,7 @@ def share(model: nn.Module, config: TrainConfig, ranks: Ranks) -> DeviceMesh:
     if not config.dense:
         try:
             parallelize(model, mesh, fsdp=config.fsdp)
-        except (ValueError, NotImplementedError) as error:
+        except ValueError as error:
             raise UsageError(f"--ep {ep} with {ranks.size} processes: {summary(error)}") from error
     elif config.fsdp:
         for part in (*model.blocks, model):

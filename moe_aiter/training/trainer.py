@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..files import drafted, sync
 from ..layers import LayerStatistics, LiveTable, Monitor
+from ..layers.experts import local_part
 from ..routing.losses import load_balance_loss, load_statistics, z_loss
 from . import UsageError, need
 from .checkpoint import load_newest, save_checkpoint
@@ -124,7 +125,7 @@ class Trainer:
         """End the run, on all ranks, at the first loss, or weight that would be saved, that is no number."""
         losses = [(row["step"], LOSSES[name], row[name]) for row in rows for name in LOSSES if name in row]
         lost = [(step, name, value) for step, name, value in losses if not math.isfinite(value)]
-        finite = not saves or all(local(weight).isfinite().all() for weight in self.model.parameters())
+        finite = not saves or all(local_part(weight).isfinite().all() for weight in self.model.parameters())
         if any(self.ranks.largest(not finite)):
             lost.append((self.step, "a weight", "not finite"))
         if lost:
@@ -278,11 +279,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     groups = [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
     betas = config.beta1, config.beta2
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
-
-
-def local(weight: Tensor) -> Tensor:
-    """Return this rank's part of a weight."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

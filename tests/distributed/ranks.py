@@ -41,3 +41,9 @@ def gathered(t: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, t.contiguous())
     return torch.cat(parts)
+
+
+def of_all_ranks(results: dict) -> dict:
+    """Join what belongs to tokens, out, dx and ds, in the order of the ranks, and gather sharded tensors."""
+    token = {name: gathered(results[name]) for name in ("out", "dx", "ds")}
+    return token | {name: whole(t) for name, t in results.items() if name not in token}

@@ -13,7 +13,7 @@ from moe_aiter.distributed import ExpertParallel, expert_mesh
 from moe_aiter.kernels.experts.cpu import expert_loop_reference
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 
-from .ranks import gathered, run, whole
+from .ranks import of_all_ranks, run, whole
 
 pytestmark = pytest.mark.gpu
 E, K, T, H, I = 16, 4, 512, 256, 128  # noqa: E741  tokens of each rank
@@ -49,11 +49,6 @@ def step(fn, experts, x, ids, s, dout) -> dict:
     out.backward(dout)
     grads = {name: p.grad for name, p in experts.named_parameters()}
     return {"out": out.detach(), "dx": x.grad, "ds": s.grad} | grads
-
-
-def of_all_ranks(results: dict) -> dict:
-    token = {name: gathered(results[name]) for name in ("out", "dx", "ds")}
-    return token | {name: whole(t) for name, t in results.items() if name not in token}
 
 
 def reference(experts, dtype, x, ids, s, dout) -> dict:

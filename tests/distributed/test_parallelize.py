@@ -96,8 +96,6 @@ def check_steps(rank, world, ep, folder):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    for ours, theirs in zip(model[1:], alone[1:], strict=True):
-        assert torch.equal(ours.moe.load, theirs.moe.load) == (world == 1)
     save_sharded(folder / f"{world}-{ep}", model, optimizers[1])
     with pytest.raises(FileExistsError):
         save_sharded(folder / f"{world}-{ep}", model, optimizers[1])
