@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed import ExpertParallel, expert_mesh
+from ..distributed.transport import region_bytes
 from ..layers.experts import Experts, local_part
 from ..routing.plan import make_plan
 from ..routing.router import route
@@ -138,17 +139,26 @@ COMMAND = Command(
         *WHERE,
         *("ranks", "ep", "shape", *SIZES, "routing", "contender"),
         *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
-        *("forward_share", "step_share", "sent_mb", "held_mib", "peak_mib", "error", "torch_error"),
+        *(
+            "forward_share",
+            "step_share",
+            "sent_mb",
+            "pool_mib",
+            "held_mib",
+            "peak_mib",
+            "error",
+            "torch_error",
+        ),
     ],
     (
         "{contender:<40}",
         *(f"{{{name}_ms:13.2f}} {{{name}_tflops:7.2f}}" for name in PASSES),
-        *("{forward_share:7.0f}", "{step_share:5.0f}", "{sent_mb:8.1f}"),
+        *("{forward_share:7.0f}", "{step_share:5.0f}", "{sent_mb:8.1f}", "{pool_mib:8.0f}"),
         *("{held_mib:8.0f}", "{peak_mib:8.0f}", "{error:9.1e}"),
     ),
     asked,
     head=f"{'':<40}{''.join(f'{name} ms, TFLOP/s'.rjust(22) for name in PASSES)} "
-    f"{'% of one GPU':>13} {'sent MB':>8} {'held':>8} {'peak MiB':>8} {'error':>9}",
+    f"{'% of one GPU':>13} {'sent MB':>8} {'pool':>8} {'held':>8} {'peak MiB':>8} {'error':>9}",
     demands=all,
 )
 
@@ -268,8 +278,10 @@ def summed(results: list[Tensor], p: RankProblem) -> list[Tensor]:
 
 def contenders(p: RankProblem) -> Iterator[Contender]:
     """Ours, then plain torch.  An error on one rank ends all: going on would leave the others waiting."""
-    yield ours(p, "moe_aiter, collective", ExpertParallel())
+    yield ours(p, "moe_aiter, collective", ExpertParallel(transport="collective"))
     yield ours(p, "moe_aiter, collective, keep_x", ExpertParallel(keep_x=True))
+    if p.x.is_cuda:
+        yield ours(p, "moe_aiter, symmetric", ExpertParallel(transport="symmetric"))
     yield ours(p, ONE_GPU, None)
     yield torch_all_to_all(p)
     for name, package in PEERS.items():
@@ -294,13 +306,15 @@ def ours(p: RankProblem, name: str, style: ExpertParallel | None) -> Contender:
     def as_ours(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(map(local_part, gradients))
 
-    leaves, cells = (p.x, experts.gate_up, experts.down, p.routing_weights), {"sent_mb": 0.0}
+    leaves, cells = (p.x, experts.gate_up, experts.down, p.routing_weights), {"sent_mb": 0.0, "pool_mib": 0.0}
     if style is not None:
-        cells = {"sent_mb": collective_bytes(p, style.options["keep_x"]) / 1e6}
+        cells["sent_mb"] = bytes_sent(p, style.options["keep_x"]) / 1e6
+        if style.options["transport"] == "symmetric":  # torch's allocator does not count it
+            cells["pool_mib"] = 3 * region_bytes(p.mesh.size(), p.x, p.routing_weights) / 2**20
     return Contender(name, run, leaves, ours=True, as_ours=as_ours, cells=cells)
 
 
-def collective_bytes(p: RankProblem, keep_x: bool) -> int:
+def bytes_sent(p: RankProblem, keep_x: bool) -> int:
     """Return the bytes that a rank sends in a step: for each token of each other rank, or of its own to it.
 
     X, output, dO and dX travel, X twice unless it is kept; ids and weights of 4 bytes, and their gradients.
@@ -339,7 +353,7 @@ def torch_all_to_all(p: RankProblem) -> Contender:
         weighted = y * p.routing_weights.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(p.x).index_add(0, order // top_k, weighted)
 
-    cells = {"sent_mb": all_to_all_bytes(p) / 1e6}
+    cells = {"sent_mb": all_to_all_bytes(p) / 1e6, "pool_mib": 0.0}
     leaves = (p.x, gate_up, down, p.routing_weights)
     return Contender("torch all_to_all_single + grouped_mm", run, leaves, ours=True, cells=cells)
 

@@ -4,15 +4,18 @@
     experts    each rank computes the rows of its own experts, as it would for a batch of its own
     combine    each rank adds up, in the order of the ranks, what they computed for its tokens
 
-Rows are computed in windows of a fixed size, of which the first usually holds all.  Rows past the first
-window take further passes: more time, the same result, no more memory.
+`transport.py` says how the ranks send.  Rows are computed in windows of a fixed size, of which the first
+usually holds all.  Rows past the first window take further passes: more time, the same result, no more
+memory.
 
 All of this is one autograd node, `Dispatched`.  Its forward pass records the experts' own graph, and takes
 what they save for itself, so that checkpointing sees one node's tensors; the tokens of other ranks are left
-out.  Its backward pass receives these tokens again, and runs the recorded graph.  `keep_x` and torch.compile
-use plain operations instead, which keep the tokens.
+out.  Its backward pass receives these tokens again, and runs the recorded graph.  Through symmetric memory,
+tokens arrive while the down-projection's gradients are computed, and the gradients of tokens leave while the
+gradient of gate_up is.  `keep_x` and torch.compile use plain operations instead, which keep the tokens.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -32,12 +35,14 @@ from ..kernels.base.check import (
     checked,
     wide,
 )
-from ..layers.experts import cast_as_linear
+from ..kernels.experts.up import early_dx
+from ..layers.experts import Experts, cast_as_linear
 from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan, make_plan
-from .collective import all_gather, combine_tokens, dispatch_tokens
+from .collective import all_gather
 from .slots import ids_of, local_ids, pad, window, windows
+from .transport import DOUT, TRANSPORTS, Collective, Pool, X, exchange, pool_for, region_bytes, uses_symmetric
 
 log = logging.getLogger("moe_aiter")
 
@@ -57,6 +62,11 @@ class ExpertDispatcher:
                 numbers, with MOE_AITER_DEBUG=1 every call, and raises ValueError on all ranks.
     keep_x      True keeps the tokens of all ranks for backward, R * T rows a layer; False sends the
                 tokens again.  Under torch.compile they are always kept.
+    transport   "symmetric": GPUs of one host copy into each other's memory, by torch's symmetric memory.  All
+                layers of a group share a buffer of some 3 * R * T rows on each GPU, and all calls must be on
+                one stream.  "collective": an all-gather and an all-to-all, also between hosts and on CPUs.
+                "auto": "symmetric" if the first call finds that it works on all ranks.  `keep_x` and
+                torch.compile always use "collective".
 
     All ranks must make the same calls in the same order, forward and backward, also with no tokens, and the
     same inputs and weights must require gradients: otherwise ranks wait for each other without end.  That
@@ -72,16 +82,18 @@ class ExpertDispatcher:
         rows: float = 2.0,
         max_tokens: int | None = None,
         keep_x: bool = False,
+        transport: str = "auto",
     ):
         check_sizes(num_experts=num_experts)
-        check_options(rows, max_tokens)
+        check_options(rows, max_tokens, transport)
         # by name: the threads of a group end with the last object that holds the group itself
         self.group, self.ranks = group.group_name, group.size()
         self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
         each = experts_of_a_rank(num_experts, self.ranks)
         self.first = group.rank() * each
         self.count = min(each, num_experts - self.first)
-        self.called = False
+        self.transport, self.collective = transport, Collective(self.group, self.ranks)
+        self.symmetric = self.called = False
 
     def __repr__(self) -> str:
         last = self.first + self.count - 1
@@ -102,10 +114,14 @@ class ExpertDispatcher:
         if self.max_tokens is not None:
             x, s, ids = (pad(t, self.max_tokens, fill) for t, fill in ((x, 0), (s, 0), (ids, -1)))
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
-        if trains and weights and not (compiles or self.keep_x):
-            out = Dispatched.apply(self, experts, x, ids, s, *weights)
+        plain = compiles or self.keep_x or (trains and not weights)
+        transport = self.collective if plain else self.transport_for(x, s)
+        if trains and not plain:
+            out = Dispatched.apply(self, transport, experts, x, ids, s, *weights)
         else:
-            out = self.combine(self.passes(experts, *self.arrive(x, ids, s), weights))
+            transport.begin()
+            partial = self.passes(experts, *self.arrive(transport, x, ids, s), weights)
+            (out,) = exchange(transport.combine(), partial)
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
     def checked_plan(self, x: Tensor, routing_weights: Tensor, plan: tuple) -> RoutePlan:
@@ -146,25 +162,33 @@ class ExpertDispatcher:
                 f"the ranks of an expert-parallel group have {counts} tokens: pass the same number on each, "
                 "or set max_tokens, to which fewer are padded"
             )
+        if not (compiles or self.called):
+            self.symmetric = uses_symmetric(self.transport, process_group(self.group), x.device)
         self.called = self.called or not compiles
 
-    def dispatch(self, x: Tensor) -> Tensor:
-        return dispatch_tokens(x, self.group, self.ranks)
+    def transport_for(self, x: Tensor, s: Tensor) -> Collective | Pool:
+        if not self.symmetric:
+            return self.collective
+        return pool_for(process_group(self.group), region_bytes(self.ranks, x, s), x.device)
 
-    def combine(self, x: Tensor) -> Tensor:
-        return combine_tokens(x, self.group, self.ranks)
-
-    def arrive(self, x: Tensor, ids: Tensor, s: Tensor) -> tuple[Tensor, Tensor, RoutePlan]:
+    def arrive(
+        self, transport: Collective | Pool, x: Tensor, ids: Tensor, s: Tensor
+    ) -> tuple[Tensor, Tensor, RoutePlan]:
         """Return the tokens of all slots (R * T, H), their routing weights, and the plan of own experts."""
         # ids travel with the weights, as numbers of the same bits
-        routing = self.dispatch(torch.cat([ids.to(INTEGERS[s.dtype]).view(s.dtype), s], 1))
+        routing = torch.cat([ids.to(INTEGERS[s.dtype]).view(s.dtype), s], 1)
+        routing, slots = exchange(transport.dispatch(), routing, x)
         ids, s = routing.split(s.shape[1], 1)
         ids = ids.detach().contiguous().view(INTEGERS[s.dtype])
-        return self.dispatch(x), s, make_plan(local_ids(ids, self.first, self.count), self.count)
+        plan = make_plan(local_ids(ids, self.first, self.count), self.count)
+        return slots, s.clone(), plan  # a pool's memory is used again, but the weights may be saved
+
+    def window_sizes(self, plan: RoutePlan) -> tuple[int, int]:
+        choices = plan.rank.numel()
+        return windows(choices, int(min(self.rows / self.ranks, 1) * choices))
 
     def windows(self, plan: RoutePlan) -> list[RoutePlan]:
-        choices = plan.rank.numel()
-        count, rows = windows(choices, int(min(self.rows / self.ranks, 1) * choices))
+        count, rows = self.window_sizes(plan)
         return [plan] if count == 1 else [window(plan, i * rows, rows) for i in range(count)]
 
     def passes(
@@ -189,8 +213,10 @@ def experts_of_a_rank(num_experts: int, ranks: int) -> int:
     return each
 
 
-def check_options(rows: float, max_tokens: int | None) -> None:
+def check_options(rows: float, max_tokens: int | None, transport: str) -> None:
     check_positive(rows=rows)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
     if max_tokens is not None:
         check_sizes(max_tokens=max_tokens)
 
@@ -204,22 +230,29 @@ def has_rows(plan: RoutePlan) -> bool:
 class Saved:
     """What the operations inside of `Dispatched` save for backward, the slots by a number alone.
 
+    In backward, `again` is the transfer that brings the slots again.
+
     torch saves these tensors as those of the one node that `Dispatched` is, so that activation checkpointing
     and offloading treat them as usual.
     """
 
     def __init__(self, slots: Tensor):
-        self.slots, self.tensors, self.uses_slots = slots, [], False
+        self.slots, self.tensors, self.uses_slots, self.again = slots, [], False, None
 
     def pack(self, t: Tensor) -> int:
-        if t.shape == self.slots.shape and t.dtype == self.slots.dtype and is_alias(t, self.slots):
-            self.uses_slots = True
-            return -1
+        if is_alias(t, self.slots):
+            if t.shape == self.slots.shape and t.dtype == self.slots.dtype:
+                self.uses_slots = True
+                return -1
+            t = t.clone()  # the memory of slots is used again
         self.tensors.append(t)
         return len(self.tensors) - 1
 
     def unpack(self, number: int) -> Tensor:
-        return self.slots if number < 0 else self.tensors[number]
+        if number >= 0:
+            return self.tensors[number]
+        (slots,) = self.again.receive()
+        return slots
 
 
 def leaf(t: Tensor | None, needs_grad: bool) -> Tensor | None:
@@ -251,16 +284,18 @@ class Dispatched(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, dispatcher: ExpertDispatcher, experts: nn.Module, x, ids, s, *weights):
-        _, _, needs_x, _, *needs = ctx.needs_input_grad
-        slots, slots_s, plan = dispatcher.arrive(x, ids, s)
+    def forward(ctx, dispatcher: ExpertDispatcher, transport, experts: nn.Module, x, ids, s, *weights):
+        _, _, _, needs_x, _, *needs = ctx.needs_input_grad
+        transport.begin()
+        slots, slots_s, plan = dispatcher.arrive(transport, x, ids, s)
         saved = Saved(slots)
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
             anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
             leaves = [leaf(t, need) for t, need in zip((slots_s, *weights), needs, strict=True)]
             out = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
             ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
-        ctx.dispatcher, ctx.saved, ctx.x_shape = dispatcher, saved, x.shape
+        ctx.dispatcher, ctx.transport, ctx.saved = dispatcher, transport, saved
+        ctx.early = type(experts) is Experts and dispatcher.window_sizes(plan)[0] == 1  # dx is no sum then
         # DTensors hide from autograd that a weight has changed
         ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
         ctx.versions = tuple(map(version_of, ctx.parameters))
@@ -268,27 +303,36 @@ class Dispatched(torch.autograd.Function):
         saved.slots, saved.tensors = None, []  # what torch saves may be other tensors by then
         out = out.detach()
         del slots, anchored, leaves  # before the sums of other ranks arrive
-        return dispatcher.combine(out)
+        return exchange(transport.combine(), out)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        dispatcher, saved = ctx.dispatcher, ctx.saved
+        saved, transport = ctx.saved, ctx.transport
         if tuple(map(version_of, ctx.parameters)) != ctx.versions:
             raise RuntimeError(
                 "a weight of shared experts was changed in place between the forward and the backward pass, "
                 "by an optimizer step say, and backward needs the weight as it was"
             )
         x, *saved.tensors = saved_tensors(ctx)
-        dslots = dispatcher.dispatch(dout)
-        saved.slots = None if x is None else dispatcher.dispatch(x)
+        transport.begin()
+        arriving, saved.again, sums = transport.dispatch(DOUT), transport.dispatch(X), transport.combine()
+        arriving.send(dout)
+        if x is not None:
+            saved.again.send(x)
         edges = [edge for edge in ctx.edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         try:
-            computed = iter(torch.autograd.grad(ctx.edge, edges, dslots, **how))
+            with early_dx.set(sums.send) if ctx.early else contextlib.nullcontext():
+                computed = iter(torch.autograd.grad(ctx.edge, edges, arriving.receive(), **how))
         finally:
-            saved.slots, saved.tensors = None, []
-        del dslots
+            again, saved.again, saved.tensors = saved.again, None, []
+        if x is not None:
+            again.receive()  # on all ranks, also where nothing has read it
         dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
-        dx, ds = (None if d is None else dispatcher.combine(d) for d in (dx, ds))
-        return None, None, dx, None, ds, *dweights
+        sent = [d for d in (dx, ds) if d is not None]
+        for d in sent[len(sums.sent) :]:  # dx is under way, if it was early
+            sums.send(d)
+        arrived = iter(sums.receive() if sent else ())
+        dx, ds = (None if d is None else next(arrived) for d in (dx, ds))
+        return None, None, None, dx, None, ds, *dweights

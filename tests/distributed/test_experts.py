@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from moe_aiter import Experts, MoE, make_plan, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh
+from moe_aiter.distributed import ExpertParallel, expert_mesh, transport
 from moe_aiter.kernels.base.host import ext
 from moe_aiter.kernels.experts.cpu import expert_loop_reference
 from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import by_layer
+from moe_aiter.op import IMPLS
 
 from .ranks import of_all_ranks, run, whole
+from .shared_memory import use_files
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
@@ -387,3 +391,70 @@ def everything(rank, world, _):
 @pytest.mark.parametrize("world", [2, 4])
 def test_shared_experts(world, tmp_path):
     run(world, everything, tmp_path)
+
+
+def check_transports(rank, world):
+    """Two layers through one pool, the second with more tokens: the bits of the collective transport."""
+    torch.manual_seed(0)
+    layers = [build(), build(activation="gelu")]
+    results = []
+    for name in ("collective", "symmetric"):
+        shared, found = [share(layer, world, transport=name) for layer in layers], []
+        for tokens in (T, 2 * T, T):
+            torch.manual_seed(tokens)
+            ids = distinct(torch.ones(E), tokens)
+            x, s = torch.randn(tokens, H).requires_grad_(), torch.rand(tokens, K).requires_grad_()
+            out = x
+            for layer in shared:
+                layer.zero_grad()
+                out = layer(out, s, make_plan(ids, E))
+            out.square().sum().backward()
+            weights = [whole(p.grad) for layer in shared for p in layer.parameters()]
+            found += [out.detach(), x.grad, s.grad, *weights]
+        results.append(found)
+    assert all(map(torch.equal, *results))
+
+
+def check_early(rank, world):
+    """The gradients of tokens may leave before those of weights are computed, with the same bits."""
+    left = []
+    send = transport.PoolTransfer.send
+
+    def noted(self, t):
+        left.append((self.region, sys._getframe(1).f_code.co_name))
+        send(self, t)
+
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport.PoolTransfer, "send", noted)
+        patch.setitem(IMPLS["expert_mlp"], "torch", by_layer)
+        for name in ("collective", "symmetric"):
+            torch.manual_seed(0)
+            shared = share(build(), world, rows=world, transport=name)
+            x, s, dout = inputs(T)
+            with use("torch"):
+                results.append(of_all_ranks(step(shared, shared, x, distinct(torch.ones(E), T), s, dout)))
+    assert (transport.SUMS, "up_gradients") in left
+    assert all(torch.equal(value, results[1][what]) for what, value in results[0].items())
+
+
+def through_memory(rank, world, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        use_files(folder, patch)
+        check_early(rank, world)
+        for backend in BACKENDS:
+            with use(backend):
+                torch.manual_seed(0)
+                for name, ids in routings(world).items():
+                    check_routing(rank, world, name, ids, torch.float32)
+                checks = [check_transports, check_windows, check_nothing_is_kept, check_what_is_trained]
+                checks += [check_main_grad, check_checkpointing, check_max_tokens, check_uneven_experts]
+                for check in checks:
+                    torch.manual_seed(0)
+                    check(rank, world)
+        check_options(rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shared_experts_through_memory(world, tmp_path):
+    run(world, through_memory, tmp_path)
