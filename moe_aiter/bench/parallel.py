@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed import ExpertParallel, expert_mesh
-from ..distributed.transport import region_bytes
+from ..distributed.transport import region_sizes
 from ..layers.experts import Experts, local_part
 from ..routing.plan import make_plan
 from ..routing.router import route
@@ -310,7 +310,7 @@ def ours(p: RankProblem, name: str, style: ExpertParallel | None) -> Contender:
     if style is not None:
         cells["sent_mb"] = bytes_sent(p, style.options["keep_x"]) / 1e6
         if style.options["transport"] == "symmetric":  # torch's allocator does not count it
-            cells["pool_mib"] = 3 * region_bytes(p.mesh.size(), p.x, p.routing_weights) / 2**20
+            cells["pool_mib"] = sum(region_sizes(p.mesh.size(), p.x, p.routing_weights)) / 2**20
     return Contender(name, run, leaves, ours=True, as_ours=as_ours, cells=cells)
 
 

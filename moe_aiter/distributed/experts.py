@@ -42,7 +42,18 @@ from ..private_api import is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan, make_plan
 from .collective import all_gather
 from .slots import ids_of, local_ids, pad, window, windows
-from .transport import DOUT, TRANSPORTS, Collective, Pool, X, exchange, pool_for, region_bytes, uses_symmetric
+from .transport import (
+    DOUT,
+    ROUTING,
+    TRANSPORTS,
+    Collective,
+    Pool,
+    X,
+    exchange,
+    pool_for,
+    region_bytes,
+    uses_symmetric,
+)
 
 log = logging.getLogger("moe_aiter")
 
@@ -107,20 +118,20 @@ class ExpertDispatcher:
         plan = self.checked_plan(x, routing_weights, plan)
         tokens, compiles = x.shape[0], torch.compiler.is_compiling()
         (x,) = cast_as_linear(x)  # fewer bytes travel
-        ids, s, weights = ids_of(plan), wide(routing_weights), experts.local_weights()
+        s, weights = wide(routing_weights), experts.local_weights()
         if not (compiles or self.called):
             self.log_traffic(x, weights)
         self.check_tokens(x, compiles)
         if self.max_tokens is not None:
-            x, s, ids = (pad(t, self.max_tokens, fill) for t, fill in ((x, 0), (s, 0), (ids, -1)))
+            x, s = (pad(t, self.max_tokens) for t in (x, s))
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
         plain = compiles or self.keep_x or (trains and not weights)
         transport = self.collective if plain else self.transport_for(x, s)
         if trains and not plain:
-            out = Dispatched.apply(self, transport, experts, x, ids, s, *weights)
+            out = Dispatched.apply(self, transport, experts, plan, x, s, *weights)
         else:
             transport.begin()
-            partial = self.passes(experts, *self.arrive(transport, x, ids, s), weights)
+            partial = self.passes(experts, *self.arrive(transport, x, s, plan), weights)
             (out,) = exchange(transport.combine(), partial)
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
@@ -172,16 +183,23 @@ class ExpertDispatcher:
         return pool_for(process_group(self.group), region_bytes(self.ranks, x, s), x.device)
 
     def arrive(
-        self, transport: Collective | Pool, x: Tensor, ids: Tensor, s: Tensor
+        self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan
     ) -> tuple[Tensor, Tensor, RoutePlan]:
-        """Return the tokens of all slots (R * T, H), their routing weights, and the plan of own experts."""
+        """Return the tokens of all slots (R * T, H), their routing weights, and the plan of own experts.
+
+        Tokens travel while the routing is sent and the plan is made.
+        """
+        tokens = transport.dispatch(X)
+        tokens.send(x)
+        ids = pad(ids_of(plan), s.shape[0], -1)
         # ids travel with the weights, as numbers of the same bits
         routing = torch.cat([ids.to(INTEGERS[s.dtype]).view(s.dtype), s], 1)
-        routing, slots = exchange(transport.dispatch(), routing, x)
+        (routing,) = exchange(transport.dispatch(ROUTING), routing)
         ids, s = routing.split(s.shape[1], 1)
         ids = ids.detach().contiguous().view(INTEGERS[s.dtype])
         plan = make_plan(local_ids(ids, self.first, self.count), self.count)
-        return slots, s.clone(), plan  # a pool's memory is used again, but the weights may be saved
+        s = s.clone()  # the weights may be saved, but a pool's memory is used again
+        return *tokens.receive(), s, plan
 
     def window_sizes(self, plan: RoutePlan) -> tuple[int, int]:
         choices = plan.rank.numel()
@@ -284,10 +302,11 @@ class Dispatched(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, dispatcher: ExpertDispatcher, transport, experts: nn.Module, x, ids, s, *weights):
-        _, _, _, needs_x, _, *needs = ctx.needs_input_grad
+    def forward(ctx, dispatcher: ExpertDispatcher, transport, experts: nn.Module, plan, x, s, *weights):
+        *_, needs_x, needs_s = ctx.needs_input_grad[:6]
+        needs = needs_s, *ctx.needs_input_grad[6:]
         transport.begin()
-        slots, slots_s, plan = dispatcher.arrive(transport, x, ids, s)
+        slots, slots_s, plan = dispatcher.arrive(transport, x, s, plan)
         saved = Saved(slots)
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
             anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
@@ -335,4 +354,4 @@ class Dispatched(torch.autograd.Function):
             sums.send(d)
         arrived = iter(sums.receive() if sent else ())
         dx, ds = (None if d is None else next(arrived) for d in (dx, ds))
-        return None, None, None, dx, None, ds, *dweights
+        return None, None, None, None, dx, ds, *dweights

@@ -10,7 +10,9 @@ float64, and is rounded once, so that both transports and two runs give the same
 """
 
 import contextlib
+import itertools
 import logging
+import operator
 import pathlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ log = logging.getLogger("moe_aiter")
 TRANSPORTS = "auto", "collective", "symmetric"
 TIMEOUT = 600_000  # milliseconds that a rank waits for another on its GPU: NCCL's usual ten minutes
 ALIGNMENT = 256  # bytes
-X, DOUT, SUMS = range(3)  # the regions of a pool
+X, DOUT, SUMS, ROUTING = range(4)  # the regions of a pool
 BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -60,18 +62,19 @@ class CollectiveTransfer:
 
 
 class Pool:
-    """A buffer on each rank of a group that all of them can write, in three regions; it sends on a stream of
-    its own, by copies that take no SM.
+    """Memory on each rank of a group that all of them can write, in four regions.
 
     A dispatch copies a rank's rows into a region of all ranks, a combine copies rows into the region of their
-    home, which adds them up.  What a dispatch returns is memory of the region, and valid until `begin`.
+    home, which adds them up.  Large copies take no SM, and run on a stream of their own, beside kernels.
+    What a dispatch returns is memory of the region, and valid until `begin`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, capacity: int, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device):
         memory = symmetric_memory()
-        self.capacity = -(-capacity // ALIGNMENT) * ALIGNMENT
+        self.sizes = sizes
+        self.starts = [0, *itertools.accumulate(sizes)]
         self.rank, self.ranks = group.rank(), group.size()
-        self.memory = memory.empty(3 * self.capacity, dtype=torch.uint8, device=device)
+        self.memory = memory.empty(self.starts[-1], dtype=torch.uint8, device=device)
         self.handle = memory.rendezvous(self.memory, group.group_name)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -90,8 +93,7 @@ class Pool:
 
     def buffer(self, rank: int, region: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a part of a rank's region, which begins `offset` bytes after the region."""
-        first = (region * self.capacity + offset) // dtype.itemsize
-        return self.handle.get_buffer(rank, shape, dtype, first)
+        return self.handle.get_buffer(rank, shape, dtype, (self.starts[region] + offset) // dtype.itemsize)
 
 
 class PoolTransfer:
@@ -100,6 +102,7 @@ class PoolTransfer:
     def __init__(self, pool: Pool, region: int):
         self.pool, self.region, self.offset = pool, region, 0
         self.sent, self.arrived, self.event, self.results = [], [], None, None
+        self.stream = pool.stream if region != ROUTING else None  # which would wait behind tokens there
 
     def send(self, t: Tensor) -> None:
         pool, t = self.pool, t.contiguous()
@@ -108,10 +111,10 @@ class PoolTransfer:
         rows = parts[0].shape[0]
         here = slice(own * rows, (own + 1) * rows)
         where = self.region, self.offset, (ranks * rows, t.shape[1]), t.dtype
-        self.offset += -(-ranks * parts[0].nbytes // ALIGNMENT) * ALIGNMENT
-        if self.offset > pool.capacity:
-            raise AssertionError(f"{self.offset} bytes in a region of {pool.capacity}")
-        with beside(pool.stream) as stream:
+        self.offset += aligned(ranks * parts[0].nbytes)
+        if self.offset > pool.sizes[self.region]:
+            raise AssertionError(f"{self.offset} bytes in a region of {pool.sizes[self.region]}")
+        with beside(self.stream) as stream:
             for rank in (*range(own + 1, ranks), *range(own)):  # not all to the same rank at once
                 pool.buffer(rank, *where)[here].copy_(parts[rank], non_blocking=True)
             self.event = stream and stream.record_event()
@@ -124,7 +127,7 @@ class PoolTransfer:
         """Return what arrived; the first call waits for it, on the GPU."""
         if self.results is None:
             if self.event is not None:
-                torch.cuda.current_stream(self.pool.stream.device).wait_event(self.event)
+                torch.cuda.current_stream(self.stream.device).wait_event(self.event)
             self.pool.barrier()
             self.results = self.arrived if self.region != SUMS else list(map(self.added, self.arrived))
             self.sent = self.arrived = None
@@ -145,7 +148,7 @@ def exchange(transfer: CollectiveTransfer | PoolTransfer, *tensors: Tensor) -> l
 
 @contextlib.contextmanager
 def beside(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | None]:
-    """Run the block on this stream, after what the current stream has begun; on a CPU just run it."""
+    """Run the block on this stream, after what the current stream has begun; without one just run it."""
     if stream is None:
         yield None
         return
@@ -157,27 +160,31 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | Non
 POOLS: WeakKeyDictionary = WeakKeyDictionary()  # group -> its pools; the last one is the largest
 
 
-def pool_for(group: dist.ProcessGroup, capacity: int, device: torch.device) -> Pool:
-    """Return the group's pool, with regions of at least so many bytes; all ranks make the same calls.
+def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> Pool:
+    """Return the group's pool, with regions of at least these bytes; all ranks make the same calls.
 
     A pool that has become too small stays, because a CUDA graph may use it.
     """
     pools = POOLS.setdefault(group, [])
-    if not pools or pools[-1].capacity < capacity:
+    largest = pools[-1].sizes if pools else [0] * len(sizes)
+    if any(map(operator.gt, sizes, largest)):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "experts shared by ranks need larger buffers for these tokens, which cannot be made during a "
                 "capture: run a step with as many tokens before"
             )
-        pools.append(Pool(group, capacity, device))
+        pools.append(Pool(group, list(map(max, sizes, largest)), device))
     return pools[-1]
 
 
-def region_bytes(ranks: int, x: Tensor, s: Tensor) -> int:
-    """Return how large a region has to be: for x (T, H), ids and s (T, k) of all ranks, or for the
-    gradients of x and s."""
-    rows = (x.shape[1] * x.element_size(), 2 * s.shape[1] * s.element_size())
-    return sum(ranks * x.shape[0] * size + ALIGNMENT for size in rows)
+def region_sizes(ranks: int, x: Tensor, s: Tensor) -> list[int]:
+    """Return the bytes of each region for x (T, H), ids and routing weights s (T, k), and their gradients."""
+    tokens, routing = aligned(ranks * x.nbytes), aligned(ranks * s.nbytes)
+    return [tokens, tokens, tokens + routing, 2 * routing]
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -193,23 +200,14 @@ def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str:
         return "the ranks are on several hosts"
     if len(gpus) < group.size():
         return "ranks share a GPU"
-    return (
-        ""
-        if all_agree(group, device, lambda: pool_for(group, 1, device))
-        else "torch could not map the memory"
-    )
-
-
-def all_agree(group: dist.ProcessGroup, device: torch.device, attempt: Callable) -> bool:
-    """Return whether `attempt` raised no RuntimeError on any rank."""
     failed = torch.zeros(1, dtype=torch.int32, device=device)
     try:
-        attempt()
+        Pool(group, [ALIGNMENT], device)
     except RuntimeError as error:
         log.info("symmetric memory: %s", error)
         failed += 1
     dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-    return not failed.item()
+    return "torch could not map the memory of one GPU on another" if failed.item() else ""
 
 
 def uses_symmetric(transport: str, group: dist.ProcessGroup, device: torch.device) -> bool:
