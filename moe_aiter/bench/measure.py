@@ -146,8 +146,12 @@ def progress(items: Iterable[T], what: str, name: Callable[[T], str] = str) -> I
 INSTALL = {"transformers": "moe-aiter[hf]", "peft": "moe-aiter[peft]"}  # package: what pip is asked for
 
 
+skipped: set[str] = set()  # the peers that `skip` named in this run; --only may name them
+
+
 def skip(peer: str, error: Exception) -> None:
     """Print why a peer is not measured: a package is missing, or something else."""
+    skipped.add(peer)
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]

@@ -51,7 +51,7 @@ from .transport import (
     X,
     exchange,
     pool_for,
-    region_bytes,
+    region_sizes,
     uses_symmetric,
 )
 
@@ -180,7 +180,7 @@ class ExpertDispatcher:
     def transport_for(self, x: Tensor, s: Tensor) -> Collective | Pool:
         if not self.symmetric:
             return self.collective
-        return pool_for(process_group(self.group), region_bytes(self.ranks, x, s), x.device)
+        return pool_for(process_group(self.group), region_sizes(self.ranks, x, s), x.device)
 
     def arrive(
         self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan
