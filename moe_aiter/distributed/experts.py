@@ -16,6 +16,7 @@ gradient of gate_up is.  `keep_x` and torch.compile use plain operations instead
 """
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -41,6 +42,7 @@ from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan, make_plan
 from .collective import all_gather
+from .overflow import add_gradients, add_output, can_add
 from .slots import ids_of, local_ids, pad, window, windows
 from .transport import (
     DOUT,
@@ -131,7 +133,9 @@ class ExpertDispatcher:
             out = Dispatched.apply(self, transport, experts, plan, x, s, *weights)
         else:
             transport.begin()
-            partial = self.passes(experts, *self.arrive(transport, x, s, plan), weights)
+            slots, s, plan = self.arrive(transport, x, s, plan)
+            partial, others = self.passes(experts, slots, s, plan, weights)
+            add_output(partial, experts, slots, s, others, weights)
             (out,) = exchange(transport.combine(), partial)
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
@@ -211,13 +215,22 @@ class ExpertDispatcher:
 
     def passes(
         self, experts: nn.Module, slots: Tensor, s: Tensor, plan: RoutePlan, weights: Sequence[Tensor | None]
-    ) -> Tensor:
-        """Return the sum over all windows, (R * T, H), of which the first alone keeps pre-activations."""
+    ) -> tuple[Tensor, list[RoutePlan]]:
+        """Return the sum over the windows, (R * T, H), and windows that `overflow.py` has yet to add.
+
+        What autograd records of later windows does not keep pre-activations.
+        """
         first, *others = self.windows(plan)
         out = experts.compute(slots, s, first, weights)
+        if can_add(experts, slots) and not self.records(out):
+            return out, others
         for plan in filter(has_rows, others):
             out = wide(out) + wide(experts.compute(slots, s, plan, weights, recompute="z"))
-        return out.to(slots.dtype)
+        return out.to(slots.dtype), []
+
+    def records(self, out: Tensor) -> bool:
+        """Whether autograd itself has to record all windows."""
+        return out.requires_grad and (self.keep_x or torch.compiler.is_compiling())
 
 
 def experts_of_a_rank(num_experts: int, ranks: int) -> int:
@@ -311,29 +324,37 @@ class Dispatched(torch.autograd.Function):
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
             anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
             leaves = [leaf(t, need) for t, need in zip((slots_s, *weights), needs, strict=True)]
-            out = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
+            out, others = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
             ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
-        ctx.dispatcher, ctx.transport, ctx.saved = dispatcher, transport, saved
-        ctx.early = type(experts) is Experts and dispatcher.window_sizes(plan)[0] == 1  # dx is no sum then
+        out = out.detach()
+        add_output(out, experts, slots, slots_s, others, weights)
+        ctx.experts, ctx.transport, ctx.saved = experts, transport, saved
+        several = dispatcher.window_sizes(plan)[0] > 1
+        ctx.early = type(experts) is Experts and not several  # dx is no sum then
         # DTensors hide from autograd that a weight has changed
         ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
         ctx.versions = tuple(map(version_of, ctx.parameters))
-        ctx.save_for_backward(x if saved.uses_slots else None, *saved.tensors)
+        rest = (slots_s, *weights, *itertools.chain(*others)) if others else ()
+        ctx.num_others = len(others)
+        # tokens travel again on all ranks or on none, also where only one of them has further windows
+        ctx.save_for_backward(x if saved.uses_slots or several else None, *rest, *saved.tensors)
         saved.slots, saved.tensors = None, []  # what torch saves may be other tensors by then
-        out = out.detach()
         del slots, anchored, leaves  # before the sums of other ranks arrive
         return exchange(transport.combine(), out)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        saved, transport = ctx.saved, ctx.transport
+        experts, saved, transport = ctx.experts, ctx.saved, ctx.transport
         if tuple(map(version_of, ctx.parameters)) != ctx.versions:
             raise RuntimeError(
                 "a weight of shared experts was changed in place between the forward and the backward pass, "
                 "by an optimizer step say, and backward needs the weight as it was"
             )
         x, *saved.tensors = saved_tensors(ctx)
+        if ctx.num_others:
+            slots_s, *weights = (saved.tensors.pop(0) for _ in range(5))
+            others = [RoutePlan(*(saved.tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
         transport.begin()
         arriving, saved.again, sums = transport.dispatch(DOUT), transport.dispatch(X), transport.combine()
         arriving.send(dout)
@@ -346,9 +367,11 @@ class Dispatched(torch.autograd.Function):
                 computed = iter(torch.autograd.grad(ctx.edge, edges, arriving.receive(), **how))
         finally:
             again, saved.again, saved.tensors = saved.again, None, []
-        if x is not None:
-            again.receive()  # on all ranks, also where nothing has read it
-        dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
+        slots = None if x is None else again.receive()[0]  # on all ranks, also where nothing has read them
+        found = [None if edge is None else next(computed) for edge in ctx.edges]
+        if ctx.num_others:
+            add_gradients(found, arriving.receive()[0], experts, slots, slots_s, others, weights)
+        dx, ds, *dweights = found
         sent = [d for d in (dx, ds) if d is not None]
         for d in sent[len(sums.sent) :]:  # dx is under way, if it was early
             sums.send(d)

@@ -1,5 +1,6 @@
 """Experts shared by 2 and by 4 ranks against one process that has all tokens and all experts."""
 
+import contextlib
 import copy
 import functools
 import sys
@@ -427,7 +428,6 @@ def check_early(rank, world):
     results = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport.PoolTransfer, "send", noted)
-        patch.setitem(IMPLS["expert_mlp"], "torch", by_layer)
         for name in ("collective", "symmetric"):
             torch.manual_seed(0)
             shared = share(build(), world, rows=world, transport=name)
@@ -438,17 +438,52 @@ def check_early(rank, world):
     assert all(torch.equal(value, results[1][what]) for what, value in results[0].items())
 
 
+@contextlib.contextmanager
+def as_on_gpus():
+    """All experts at once, by the ops that a GPU uses, in plain torch."""
+    with pytest.MonkeyPatch.context() as patch, use("torch"):
+        patch.setitem(IMPLS["expert_mlp"], "torch", by_layer)
+        yield
+
+
+def check_overflow(rank, world):
+    """Windows that are added later have the results of those that autograd adds up."""
+    x, s, dout = inputs(world * T)
+    ids = routings(world)["one rank"]
+    given = mine(rank, world, x, ids, s, dout)
+    for options, frozen in (({}, ()), ({"activation": "gelu"}, ("gate_up", "down_bias")), ({}, ("down",))):
+        results = []
+        for transport_name in ("collective", "symmetric"):
+            for keep_x in (True, False):
+                shared = share(build(**options), world, rows=1.0, keep_x=keep_x, transport=transport_name)
+                for name in frozen:
+                    getattr(shared, name).requires_grad_(False)
+                with Largest({I, 2 * I}) as largest:
+                    got = step(shared, shared, *given)
+                assert largest.rows <= T * K + E
+                with torch.no_grad():
+                    alone = shared(given[0], given[2], make_plan(given[1], E))
+                torch.testing.assert_close(alone, got["out"])
+                results.append({name: whole(t) for name, t in got.items() if name not in frozen})
+        for others in results[1:]:
+            for name, value in others.items():
+                assert error(value, results[0][name]) < 1e-6, (name, options)
+
+
 def through_memory(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch:
         use_files(folder, patch)
-        check_early(rank, world)
+        with as_on_gpus():
+            for check in (check_early, check_overflow):
+                torch.manual_seed(0)
+                check(rank, world)
         for backend in BACKENDS:
             with use(backend):
                 torch.manual_seed(0)
                 for name, ids in routings(world).items():
                     check_routing(rank, world, name, ids, torch.float32)
-                checks = [check_transports, check_windows, check_nothing_is_kept, check_what_is_trained]
-                checks += [check_main_grad, check_checkpointing, check_max_tokens, check_uneven_experts]
+                checks = [check_transports, check_windows, check_overflow, check_nothing_is_kept]
+                checks += [check_what_is_trained, check_main_grad, check_checkpointing, check_max_tokens]
                 for check in checks:
                     torch.manual_seed(0)
                     check(rank, world)
