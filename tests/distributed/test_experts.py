@@ -317,10 +317,10 @@ def as_without(rank, world, kind):
         torch.testing.assert_close(got, want)
 
 
-def check_main_grad(rank, world):
+def check_main_grad(rank, world, **options):
     """Ten micro-batches add to a float32 main gradient of this rank's bfloat16 experts."""
     experts = build(torch.bfloat16)
-    shared = share(experts, world)
+    shared = share(experts, world, **options)
     for layer in (experts, shared):
         for p in (layer.gate_up, layer.down):
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
@@ -474,7 +474,7 @@ def through_memory(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch:
         use_files(folder, patch)
         with as_on_gpus():
-            for check in (check_early, check_overflow):
+            for check in (check_early, check_overflow, functools.partial(check_main_grad, rows=0.5)):
                 torch.manual_seed(0)
                 check(rank, world)
         for backend in BACKENDS:
@@ -484,6 +484,7 @@ def through_memory(rank, world, folder):
                     check_routing(rank, world, name, ids, torch.float32)
                 checks = [check_transports, check_windows, check_overflow, check_nothing_is_kept]
                 checks += [check_what_is_trained, check_main_grad, check_checkpointing, check_max_tokens]
+                checks += [check_uneven_experts]
                 for check in checks:
                     torch.manual_seed(0)
                     check(rank, world)

@@ -350,7 +350,7 @@ def new_gmm_unpermute(i: GmmUnpermuteInputs) -> Tensor:
 def column_slices(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
     """Return even slices of columns, as few as have `most_bytes` at most, or one block of columns each."""
     blocks = max(-(-columns // BLOCK), 1)
-    fit = max(most_bytes // (BLOCK * column_bytes), 1)
+    fit = max(most_bytes // (BLOCK * max(column_bytes, 1)), 1)
     width = -(-blocks // -(-blocks // fit)) * BLOCK
     return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
 

@@ -63,7 +63,7 @@ def permute_reference(x, order, rank, routing_weights):
 
 def unpermute_reference(rows, order, rank, routing_weights):
     out = torch.zeros(len(rank), rows.shape[1], dtype=sum_dtype(rows), device=rows.device)
-    for j in range(rank.shape[1]):
+    for j in range(rank.shape[1] if len(rows) else 0):
         row = wide(rows[rank[:, j].clamp(min=0).long()])
         if routing_weights is not None:
             row = row * routing_weights[:, j, None]
