@@ -135,7 +135,8 @@ class ExpertDispatcher:
             transport.begin()
             slots, s, plan = self.arrive(transport, x, s, plan)
             partial, others = self.passes(experts, slots, s, plan, weights)
-            add_output(partial, experts, slots, s, others, weights)
+            if others:
+                add_output(partial, experts, slots, s, others, weights)
             (out,) = exchange(transport.combine(), partial)
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
@@ -222,15 +223,12 @@ class ExpertDispatcher:
         """
         first, *others = self.windows(plan)
         out = experts.compute(slots, s, first, weights)
-        if can_add(experts, slots) and not self.records(out):
+        by_autograd = torch.compiler.is_compiling() or (self.keep_x and out.requires_grad)
+        if not by_autograd and can_add(experts, slots):
             return out, others
         for plan in filter(has_rows, others):
             out = wide(out) + wide(experts.compute(slots, s, plan, weights, recompute="z"))
         return out.to(slots.dtype), []
-
-    def records(self, out: Tensor) -> bool:
-        """Whether autograd itself has to record all windows."""
-        return out.requires_grad and (self.keep_x or torch.compiler.is_compiling())
 
 
 def experts_of_a_rank(num_experts: int, ranks: int) -> int:
@@ -253,7 +251,7 @@ def check_options(rows: float, max_tokens: int | None, transport: str) -> None:
 
 
 def has_rows(plan: RoutePlan) -> bool:
-    """Return False if a plan surely has no rows: on a CPU, where looking waits for nothing."""
+    """Return False if a plan certainly has no rows, which only a CPU can tell without waiting."""
     sizes = plan.group_sizes
     return torch.compiler.is_compiling() or not sizes.is_cpu or bool(sizes.any())
 
@@ -261,10 +259,8 @@ def has_rows(plan: RoutePlan) -> bool:
 class Saved:
     """What the operations inside of `Dispatched` save for backward, the slots by a number alone.
 
-    In backward, `again` is the transfer that brings the slots again.
-
     torch saves these tensors as those of the one node that `Dispatched` is, so that activation checkpointing
-    and offloading treat them as usual.
+    and offloading treat them as usual.  In backward, `again` is the transfer that brings the slots again.
     """
 
     def __init__(self, slots: Tensor):
@@ -327,7 +323,8 @@ class Dispatched(torch.autograd.Function):
             out, others = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
             ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
         out = out.detach()
-        add_output(out, experts, slots, slots_s, others, weights)
+        if others:
+            add_output(out, experts, slots, slots_s, others, weights)
         ctx.experts, ctx.transport, ctx.saved = experts, transport, saved
         several = dispatcher.window_sizes(plan)[0] > 1
         ctx.early = type(experts) is Experts and not several  # dx is no sum then

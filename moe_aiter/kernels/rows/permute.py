@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
@@ -63,7 +64,8 @@ def permute_reference(x, order, rank, routing_weights):
 
 def unpermute_reference(rows, order, rank, routing_weights):
     out = torch.zeros(len(rank), rows.shape[1], dtype=sum_dtype(rows), device=rows.device)
-    for j in range(rank.shape[1] if len(rows) else 0):
+    rows = rows if len(rows) else F.pad(rows, (0, 0, 0, 1))  # a row for dropped choices to point at
+    for j in range(rank.shape[1]):
         row = wide(rows[rank[:, j].clamp(min=0).long()])
         if routing_weights is not None:
             row = row * routing_weights[:, j, None]
