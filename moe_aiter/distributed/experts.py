@@ -327,7 +327,8 @@ class Dispatched(torch.autograd.Function):
             add_output(out, experts, slots, slots_s, others, weights)
         ctx.experts, ctx.transport, ctx.saved = experts, transport, saved
         several = dispatcher.window_sizes(plan)[0] > 1
-        ctx.early = type(experts) is Experts and not several  # dx is no sum then
+        # unless autograd adds up dx, the first dx that is computed is all of it but the windows that we add
+        ctx.early = type(experts) is Experts and (bool(others) or not several)
         # DTensors hide from autograd that a weight has changed
         ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
         ctx.versions = tuple(map(version_of, ctx.parameters))
@@ -353,25 +354,36 @@ class Dispatched(torch.autograd.Function):
             slots_s, *weights = (saved.tensors.pop(0) for _ in range(5))
             others = [RoutePlan(*(saved.tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
         transport.begin()
-        arriving, saved.again, sums = transport.dispatch(DOUT), transport.dispatch(X), transport.combine()
+        arriving, again, sums = transport.dispatch(DOUT), transport.dispatch(X), transport.combine()
         arriving.send(dout)
         if x is not None:
-            saved.again.send(x)
+            again.send(x)
+        saved.again = again
+
+        def add_others(gradients: list) -> None:
+            if ctx.num_others:
+                inputs = experts, *again.receive(), slots_s, others, weights
+                add_gradients(gradients, *arriving.receive(), *inputs)
+
+        def leave(dx: Tensor) -> None:
+            add_others([dx, *[None] * 5])
+            sums.send(dx)
+
         edges = [edge for edge in ctx.edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         try:
-            with early_dx.set(sums.send) if ctx.early else contextlib.nullcontext():
+            with early_dx.set(leave) if ctx.early else contextlib.nullcontext():
                 computed = iter(torch.autograd.grad(ctx.edge, edges, arriving.receive(), **how))
         finally:
-            again, saved.again, saved.tensors = saved.again, None, []
-        slots = None if x is None else again.receive()[0]  # on all ranks, also where nothing has read them
-        found = [None if edge is None else next(computed) for edge in ctx.edges]
-        if ctx.num_others:
-            add_gradients(found, arriving.receive()[0], experts, slots, slots_s, others, weights)
-        dx, ds, *dweights = found
-        sent = [d for d in (dx, ds) if d is not None]
-        for d in sent[len(sums.sent) :]:  # dx is under way, if it was early
-            sums.send(d)
-        arrived = iter(sums.receive() if sent else ())
+            saved.again, saved.tensors = None, []
+        if x is not None:
+            again.receive()  # on all ranks, also where nothing has read them
+        dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
+        left = bool(sums.sent)
+        add_others([None if left else dx, ds, *dweights])
+        for d in (None if left else dx, ds):
+            if d is not None:
+                sums.send(d)
+        arrived = iter(sums.receive() if sums.sent else ())
         dx, ds = (None if d is None else next(arrived) for d in (dx, ds))
         return None, None, None, None, dx, ds, *dweights
