@@ -187,6 +187,9 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+REASONS: WeakKeyDictionary = WeakKeyDictionary()  # group -> type of device -> why not, or ""
+
+
 def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return why these ranks cannot write into each other's memory, or "" if they can; a collective call."""
     if device.type != "cuda":
@@ -217,10 +220,12 @@ def uses_symmetric(transport: str, group: dist.ProcessGroup, device: torch.devic
     """
     if transport == "collective" or group.size() == 1:
         return False
-    why = why_not_symmetric(group, device)
+    reasons = REASONS.setdefault(group, {})
+    if device.type not in reasons:
+        why = reasons[device.type] = why_not_symmetric(group, device)
+        how = f"by collectives: {why}" if why else "through symmetric memory"
+        log.info("expert parallelism sends tokens %s", how)
+    why = reasons[device.type]
     if why and transport == "symmetric":
         raise RuntimeError(f"transport='symmetric' is not possible: {why}")
-    log.info(
-        "expert parallelism sends tokens %s", f"by collectives: {why}" if why else "through symmetric memory"
-    )
     return not why
