@@ -6,11 +6,11 @@ The README gets a summary, between two markers; benchmarks/FIGURES.md gets all, 
 import contextlib
 import csv
 import dataclasses
-import importlib
 import pathlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
+from ..files import need
 from .layer import ADDED
 from .measure import refuse
 from .problem import DEFAULT, GROUPS, SHAPES
@@ -122,9 +122,9 @@ def draw(rows: list[dict], place: pathlib.Path) -> None:
     if not todo:
         return
     try:
-        matplotlib_figure = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        print("no plots: matplotlib is not installed", file=sys.stderr)
+        matplotlib_figure = need("matplotlib.figure", "bench")
+    except ImportError as error:
+        print(f"no plots: {error}", file=sys.stderr)
         return
     (place / "docs").mkdir(exist_ok=True)
     for name, (plot, lines) in todo.items():

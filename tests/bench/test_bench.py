@@ -276,10 +276,13 @@ def test_arguments_have_help():
     assert "layer | gmm | deepgemm | segment | gemm | lora | parallel | report" in parser.format_help()
 
 
+NO_TRANSFORMERS = "transformers is not installed: pip install '.[hf]' in the source tree"
+
+
 @pytest.mark.parametrize(
     "error, reason",
     [
-        (ModuleNotFoundError(name="transformers.models"), "pip install 'moe-aiter[hf]'"),
+        (ModuleNotFoundError(name="transformers.models"), NO_TRANSFORMERS),
         (ModuleNotFoundError(name="scattermoe"), "scattermoe is not installed"),
         (ValueError("no such GPU"), "ValueError: no such GPU"),
     ],
