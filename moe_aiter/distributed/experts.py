@@ -381,7 +381,7 @@ class Dispatched(torch.autograd.Function):
         dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
         left = bool(sums.sent)
         add_others([None if left else dx, ds, *dweights])
-        del arriving, again  # memory of a collective, before that of the sums
+        arriving = again = None  # what a collective has received is free before the sums arrive
         for d in (None if left else dx, ds):
             if d is not None:
                 sums.send(d)
