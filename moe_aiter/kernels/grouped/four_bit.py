@@ -125,10 +125,10 @@ def expand_scales_kernel(
 
 
 @triton.jit
-def value_of(code, table_ptr, FORMAT: tl.constexpr):
+def value_of(code, table, FORMAT: tl.constexpr):
     """The float32 that a code stands for, before scale and shift."""
-    if FORMAT == "nf4":
-        return tl.load(table_ptr + code)
+    if FORMAT == "nf4":  # from registers: Triton would copy what a load finds to shared memory first
+        return tl.reshape(tl.gather(table, tl.reshape(code, (code.numel,)), 0), code.shape)
     if FORMAT == "mxfp4":  # its exponent and mantissa where those of a float32 end and begin
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
@@ -140,7 +140,7 @@ def weight_tile(
     bytes,  # (ROWS, COLUMNS / 2) uint8
     scale,  # (ROWS, COLUMNS / WIDTH) float32
     shift,  # the same, or None
-    table_ptr,
+    table,  # (16,) float32, or None
     FORMAT: tl.constexpr,
     HIGH_FIRST: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -150,9 +150,8 @@ def weight_tile(
     COLUMNS: tl.constexpr = 2 * bytes.shape[1]
     PARTS: tl.constexpr = scale.shape[1]
     code = bytes.to(tl.int32)
-    low, high = value_of(code & 15, table_ptr, FORMAT), value_of(code >> 4, table_ptr, FORMAT)
-    pair = tl.join(high, low) if HIGH_FIRST else tl.join(low, high)
-    w = tl.reshape(pair, (ROWS, PARTS, COLUMNS // PARTS)) * scale[:, :, None]
+    pair = tl.join(code >> 4, code & 15) if HIGH_FIRST else tl.join(code & 15, code >> 4)
+    w = value_of(tl.reshape(pair, (ROWS, PARTS, COLUMNS // PARTS)), table, FORMAT) * scale[:, :, None]
     if shift is not None:
         w += shift[:, :, None]
     return tl.reshape(w, (ROWS, COLUMNS)).to(DTYPE)
@@ -214,6 +213,9 @@ def four_bit_gmm_kernel(
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
         acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
+    table = None
+    if table_ptr is not None:
+        table = tl.load(table_ptr + tl.arange(0, 16))
     x_ptrs = x_ptr + m_read[:, None] * x_strides[0] + k[None, :] * x_strides[1]
     for k_start in range(0, tl.where(group < G, K, 0), BLOCK_K):
         first_row = tile_n * BLOCK_N if TRANSPOSE else k_start
@@ -232,7 +234,7 @@ def four_bit_gmm_kernel(
             x = tl.load(x_ptrs)
         else:  # w repeats itself past its end, where x is 0
             x = tl.load(x_ptrs, mask=(k < K - k_start)[None, :], other=0.0)
-        w = weight_tile(bytes, scale, shift, table_ptr, FORMAT, HIGH_FIRST, x_ptr.dtype.element_ty)
+        w = weight_tile(bytes, scale, shift, table, FORMAT, HIGH_FIRST, x_ptr.dtype.element_ty)
         acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_strides[1]
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
