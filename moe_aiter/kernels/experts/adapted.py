@@ -135,7 +135,7 @@ def adapted_down_reference(a, w, bias, low, b, routing_weights, order, rank, gro
 
 
 def has_four_bits(four_bit: tuple) -> bool:
-    """Whether the last fields of an op's inputs are parts of a weight of 4 bits, which end with its format."""
+    """Whether the last fields of an op's inputs, which end with a format, are of a weight of 4 bits."""
     return bool(four_bit) and bool(four_bit[-1])
 
 

@@ -101,7 +101,7 @@ def expand_scales_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """What values are multiplied by, and what is added then: beside each other for rows next to each other."""
+    """Write what values are multiplied by, and what is added then; neighbouring rows become neighbours."""
     pid, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     b = pid // tiles_n * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
@@ -230,10 +230,8 @@ def four_bit_gmm_kernel(
         scale, shift = tl.load(scale_ptr + at), None
         if shift_ptr is not None:
             shift = tl.load(shift_ptr + at)
-        if EVEN_K:
-            x = tl.load(x_ptrs)
-        else:  # w repeats itself past its end, where x is 0
-            x = tl.load(x_ptrs, mask=(k < K - k_start)[None, :], other=0.0)
+        # w repeats itself past its end, where x is 0
+        x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=(k < K - k_start)[None, :], other=0.0)
         w = weight_tile(bytes, scale, shift, table, FORMAT, HIGH_FIRST, x_ptr.dtype.element_ty)
         acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_strides[1]

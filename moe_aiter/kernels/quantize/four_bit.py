@@ -6,9 +6,9 @@
 
 Blocks are consecutive numbers along K.  All but the final rounding to the dtype of the weight is float32.
 
-NF4 keeps absmax as float32 or, double-quantised, as bitsandbytes does: the 8-bit number of an entry of a table,
-times a float32 for each 256 blocks of the whole weight (`nested`), plus a float32 for each expert (`offset`,
-the mean of absmax).
+NF4 keeps absmax as float32 or, double-quantised, as bitsandbytes does: the 8-bit number of an entry of a
+table, times a float32 for each 256 blocks of the whole weight (`nested`), plus a float32 for each expert
+(`offset`, the mean of absmax).
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ def check_four_bit(packed, scales, nested, offset, table, format: str) -> None:
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
     check_axes(packed=(packed, "E, N, half"), scales=(scales, "E, N, blocks"))
-    (E, N, half), block = packed.shape, FORMATS[format].block
+    E, half, block = len(packed), packed.shape[2], FORMATS[format].block
     if 2 * half != scales.shape[2] * block:
         raise ValueError(
             f"packed is (E, N, K / 2={half}) but scales is (E, N, K / {block}={scales.shape[2]})"
@@ -197,7 +197,8 @@ def mxfp4_block(w: Tensor) -> tuple[Tensor, Tensor, None]:
     """(N, blocks, 32) -> codes, exponents + 127."""
     exponent = (torch.frexp(w.abs().amax(-1)).exponent.to(torch.int32) - 3).clamp(-127, 127)
     middles = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=w.device)
-    middles[1::2] = torch.nextafter(middles[1::2], middles.new_zeros(()))  # a tie there goes up, to an even code
+    # a tie at these goes up, to an even code
+    middles[1::2] = torch.nextafter(middles[1::2], middles.new_zeros(()))
     scaled = torch.ldexp(w, -exponent[..., None])
     codes = torch.bucketize(scaled.abs(), middles) + 8 * torch.signbit(scaled)
     return codes, (exponent + 127).to(torch.uint8), None
@@ -225,7 +226,7 @@ def double_quantized(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def absmax_table(device: torch.device) -> Tensor:
-    """The 256 values that double quantisation rounds to: 0, 1, and 2 ** i even steps in [0.1, 1] * 10 ** (i - 6).
+    """The 256 values that double quantisation rounds to: 0, 1, and 2 ** i steps in [0.1, 1] * 10 ** (i - 6).
 
     Source: Dettmers 2015, arXiv 1511.04561, the dynamic tree with 7 bits of exponent.
     """

@@ -84,7 +84,9 @@ def with_weight(w, fn, reference):
     packed = with_gradients(lambda x, *rest: fn(x, w.packed, *rest, *w.parts))
 
     def whole(x, *rest):
-        return reference(x, w.dequantize().to(x.dtype), *rest)  # rounded as the product rounds it, in float64 too
+        return reference(
+            x, w.dequantize().to(x.dtype), *rest
+        )  # rounded as the product rounds it, in float64 too
 
     return packed, with_gradients(whole)
 
@@ -101,7 +103,9 @@ def test_four_bits(backend, device, dtype, format, width, rank, bias):
     a, _, *rest = problem(device, dtype, T * CHOICES, width, H, rank, bias, False)
     w = of_four_bits(format, width, H, device).to(dtype)
     s = torch.rand(T, CHOICES).to(device)
-    assert_as_good_as_torch(*with_weight(w, adapted_down, adapted_down_reference), a, *rest, s, order, ranks, sizes)
+    assert_as_good_as_torch(
+        *with_weight(w, adapted_down, adapted_down_reference), a, *rest, s, order, ranks, sizes
+    )
 
 
 @dtypes
