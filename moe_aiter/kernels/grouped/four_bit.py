@@ -142,7 +142,6 @@ def weight_tile(
     shift,  # the same, or None
     table,  # (16,) float32, or None
     FORMAT: tl.constexpr,
-    HIGH_FIRST: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """(ROWS, COLUMNS) of the weight in DTYPE."""
@@ -150,7 +149,7 @@ def weight_tile(
     COLUMNS: tl.constexpr = 2 * bytes.shape[1]
     PARTS: tl.constexpr = scale.shape[1]
     code = bytes.to(tl.int32)
-    pair = tl.join(code >> 4, code & 15) if HIGH_FIRST else tl.join(code & 15, code >> 4)
+    pair = tl.join(code >> 4, code & 15) if FORMAT == "nf4" else tl.join(code & 15, code >> 4)
     w = value_of(tl.reshape(pair, (ROWS, PARTS, COLUMNS // PARTS)), table, FORMAT) * scale[:, :, None]
     if shift is not None:
         w += shift[:, :, None]
@@ -172,8 +171,7 @@ def four_bit_gmm_kernel(
     N,
     K,
     G,
-    rows,
-    half,  # bytes of a row
+    half,  # bytes of a row of w
     blocks,  # of a row
     top_k,
     tiles_m,
@@ -181,7 +179,6 @@ def four_bit_gmm_kernel(
     bias_strides,  # g, n
     FORMAT: tl.constexpr,
     WIDTH: tl.constexpr,  # of a block
-    HIGH_FIRST: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -207,6 +204,7 @@ def four_bit_gmm_kernel(
     m_read = tl.where(m < row_end, m, row).to(tl.int64)
     if order_ptr is not None:
         m_read = tl.maximum(tl.load(order_ptr + m_read, mask=m < row_end, other=0), 0).to(tl.int64) // top_k
+    rows = N if TRANSPOSE else K
     expert = tl.minimum(group, G - 1).to(tl.int64)
     w_base, at_scale = w_ptr + expert * rows * half, expert * rows * blocks
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -232,7 +230,7 @@ def four_bit_gmm_kernel(
             shift = tl.load(shift_ptr + at)
         # w repeats itself past its end, where x is 0
         x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=(k < K - k_start)[None, :], other=0.0)
-        w = weight_tile(bytes, scale, shift, table, FORMAT, HIGH_FIRST, x_ptr.dtype.element_ty)
+        w = weight_tile(bytes, scale, shift, table, FORMAT, x_ptr.dtype.element_ty)
         acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_strides[1]
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
@@ -283,15 +281,15 @@ def bind_expand_scales(i: FourBitInputs) -> Callable:
 def bind_four_bit_gmm(i: FourBitInputs) -> Callable:
     (N, K), M, G = i.sizes, i.rows, i.packed.shape[0]
     config = tuning.lookup("four_bit", i.x.dtype, M, N, K, G)
-    tiles_m, format = row_tiles(M, G, config.block_m), FORMATS[i.format]
+    tiles_m = row_tiles(M, G, config.block_m)
     kernel = bind_kernel(
         four_bit_gmm_kernel, (tiles_m * cdiv(N, config.block_n),),
-        FORMAT=i.format, WIDTH=format.block, HIGH_FIRST=format.high_first, TRANSPOSE=i.transpose,
+        FORMAT=i.format, WIDTH=FORMATS[i.format].block, TRANSPOSE=i.transpose,
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     expand = bind_expand_scales(i)
     strides = i.x.stride(), (0, 0) if i.bias is None else i.bias.stride()
-    numbers = M, N, K, G, *i.packed.shape[1:], i.scales.shape[2], i.top_k, tiles_m, *strides
+    numbers = M, N, K, G, i.packed.shape[2], i.scales.shape[2], i.top_k, tiles_m, *strides
 
     def launch(out, i):
         scale, shift = expand(i)
