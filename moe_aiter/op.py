@@ -501,7 +501,8 @@ def schema_of(name: str, inputs: type, outputs: int) -> str:
     for field, p in inspect.signature(inputs).parameters.items():
         kind = SCHEMA[hints[field]]
         kind = kind.replace("(!)", f"({next(aliases)}!)") if "!" in kind else kind
-        default = "" if p.default is p.empty else f"={[] if p.default == () else p.default}"
+        value = f'"{p.default}"' if isinstance(p.default, str) else [] if p.default == () else p.default
+        default = "" if p.default is p.empty else f"={value}"
         arguments.append(f"{kind} {field}{default}")
     results = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
     return f"{name}({', '.join(arguments)}) -> {results}"

@@ -6,6 +6,7 @@ import re
 
 import torch
 from aot import TARGETS, Case, compiling_for, ints, new, with_tile
+from compile_four_bit import run_four_bit
 
 from moe_aiter import tuning
 from moe_aiter.kernels.base.activations import get_activation
@@ -28,6 +29,7 @@ from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs, bind_masked_gmm
 from moe_aiter.kernels.grouped.segment_gmm import SegmentInputs, bind_segments
 from moe_aiter.kernels.grouped.segments import SegmentTgmmInputs, bind_segment_tgmm
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, bind_tgmm, bind_tgmm_into
+from moe_aiter.kernels.quantize.four_bit import FORMATS
 from moe_aiter.kernels.sparse.gemm import bind_sparse_matmul, bind_sparse_matmul_grad
 from moe_aiter.kernels.sparse.pattern import count
 from moe_aiter.op import launcher
@@ -275,6 +277,7 @@ TUNED = {
     "tgmm_gather": run_tgmm_gather,
     "up": run_up,
     "down_grad": run_down_grad,
+    "four_bit": run_four_bit,
     "segment_gmm": run_segment_gmm,
     "segment_expand": run_segment_expand,
     "segment_tgmm": run_segment_tgmm,
@@ -306,6 +309,15 @@ GROUPED = {
     "down_grad swiglu_oai": lambda: run_down_grad(FULL, activation="swiglu_oai", interleaved=True),
     "down_grad relu2 frozen": lambda: run_down_grad(FULL, activation="relu2", need_a=False),
     "down_grad geglu odd": lambda: run_down_grad(ODD, activation="geglu"),
+    **{
+        f"four_bit {format}, {'forward' if transpose else 'backward'}": functools.partial(
+            run_four_bit, FULL, format, transpose, bias=transpose
+        )
+        for format in FORMATS
+        for transpose in (True, False)
+    },
+    "four_bit with float32 absmax": lambda: run_four_bit(FULL, double=False),
+    "four_bit odd": lambda: (run_four_bit(ODD, "mxfp4"), run_four_bit(ODD, "mxfp4", transpose=False)),
 }
 # a float32 result, or sums beside a product, at tiles chosen for neither: some bytes, outside of the loop
 FEW_SPILLS = {"gmm into float32": ["sm_100"], "ptgmm with sums of rhs": ["sm_100"]}

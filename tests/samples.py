@@ -9,6 +9,7 @@ from torch import Tensor
 import moe_aiter.distributed.collective  # noqa: F401  defines ops
 import moe_aiter.kernels.experts.split  # noqa: F401  defines an op, and only torchtitan's models import it
 from moe_aiter.kernels.quantize.blocks import plan_row_blocks
+from moe_aiter.kernels.quantize.four_bit import quantized
 from moe_aiter.kernels.quantize.rows import quantize_rows
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.sparse.pattern import SparsePattern
@@ -45,6 +46,12 @@ def rows8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def int8(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).sub(9).to(torch.int8).view(shape)
+
+
+def of_four_bits(columns: int) -> tuple:
+    """A weight (E, 2, columns) in NF4: its codes and other parts."""
+    w = quantized(torch.arange(E * 2 * columns).sin().view(E, 2, columns), "nf4")
+    return w.packed, *w.parts
 
 
 def row_blocks() -> Tensor:
@@ -136,6 +143,7 @@ SAMPLES = {
     "expert_z": lambda d: (*d.plain()[:3], *ROUTING, *ACT),
     "expert_z_fp8": lambda d: (*of_8_bit_up(d), d.dtype),
     "experts_fp8": lambda d: of_experts(d, True, None, None, 0, 0, True, False, E4M3),
+    "four_bit_gmm": lambda d: (d(T, 64), *of_four_bits(64), True, SIZES, d(E, 2), ORDER, K),
     "gemm": lambda d: (d(2, T, H), d(2, H, N), d(N), d(2, T, N), "gelu", 0.5, 1.5, None, True),
     "glu": lambda d: (d(R, 2 * F), "swiglu", True),
     "glu_backward": lambda d: (d(R, F), d(R, 2 * F), "geglu", False),

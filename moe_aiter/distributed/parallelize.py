@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..kernels.base.check import checked
 from ..layers import LoRAExperts
 from ..layers.experts import local_part
+from ..layers.four_bit import FourBitExperts
 from ..layers.training import is_fsdp
 from ..private_api import flattened
 from .experts import experts_of_a_rank
@@ -109,6 +110,8 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     found = {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
     inner = [module.base for module in found.values() if isinstance(module, LoRAExperts)]
     found = {name: module for name, module in found.items() if not any(module is base for base in inner)}
+    if any(isinstance(module, FourBitExperts) for module in model.modules()):
+        raise ValueError("experts of 4 bits cannot be shared among ranks: keep them in 16 bits")
     if not found:
         raise ValueError("the model has no MoE layer: no Experts nor LoRAExperts to share")
     owners: dict = {}

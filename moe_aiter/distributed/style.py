@@ -40,6 +40,8 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, KINDS):
             raise TypeError(f"ExpertParallel takes Experts or LoRAExperts, not {type(module).__name__}")
+        if isinstance(module, LoRAExperts) and module.has_four_bits:
+            raise ValueError("experts of 4 bits cannot be shared among ranks: keep them in 16 bits")
         if device_mesh.ndim != 1:
             raise ValueError(f"ExpertParallel takes a mesh of one axis, but this one has {device_mesh.ndim}")
         if module.dispatcher is not None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ..kernels.base.check import FLOATS
-from ..layers.lora import LowRank
+from ..layers.by_step import LowRank
 from ..private_api import own_modules, own_parameters
 from . import transformers
 

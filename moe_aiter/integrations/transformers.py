@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from ..kernels.base.check import FLOATS, check_positive, check_sizes, checked
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp
+from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import cast_as_linear
-from ..layers.lora import Projection, experts_by_step
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS

@@ -10,9 +10,9 @@ LoRA never makes the product B A.  DoRA makes W + c B A for its norm, one block 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,103 +30,17 @@ from ..kernels.base.check import (
     renamed,
     sum_dtype,
 )
-from ..kernels.experts.adapted import adapted_down, adapted_up
 from ..kernels.experts.glu import glu
-from ..kernels.grouped.gmm import gmm
 from ..kernels.grouped.segment_gmm import segment_gmm
+from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
+from .by_step import LowRank, Projection, experts_by_step, spread
 from .experts import Experts, cast_as_linear, local_part
+from .four_bit import FourBitExperts
 
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
 FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by adapter
-
-
-# experts with adapters, step by step; the factors may come from anywhere
-
-
-class LowRank(NamedTuple):
-    """The factors of each expert's adapter.  a and b have the dtype of the weight."""
-
-    a: Tensor  # (E, r, in), the scaling in it
-    b: Tensor  # (E, out, r)
-    growth: Tensor | None = None  # (E, out), float32: what DoRA multiplies each row by, less 1
-    dropout: float = 0.0  # of the input of A; 0 outside training
-
-
-class Projection(NamedTuple):
-    """A weight of each expert and what goes with it."""
-
-    weight: Tensor  # (E, out, in)
-    bias: Tensor | None  # (E, out)
-    adapter: LowRank | None = None
-
-
-def experts_by_step(
-    x: Tensor,
-    up: Projection,
-    act: Callable[[Tensor], Tensor],
-    down: Projection,
-    routing_weights: Tensor,
-    plan: RoutePlan,
-    *,
-    norm: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """(T, H) -> (T, H): both projections, `act` from (R, width) to (R, I) between them, `norm` of each
-    expert's output (R, H) behind them.
-
-    No product of two factors is made.  Kept for the backward pass are x, what `act` keeps and its result.  A
-    dropout draws once for each token before the first projection, whose experts then see the same, and
-    once for each row before the second.
-    """
-    a = act(up_rows(x, up, plan)).to(x.dtype)  # (R, I)
-    return weighted_sum(a, down, routing_weights, plan, norm)
-
-
-def up_rows(x: Tensor, up: Projection, plan: RoutePlan) -> Tensor:
-    """(T, H) -> (R, width)."""
-    adapter = up.adapter
-    if adapter is None:
-        return adapted_up(x, up.weight, up.bias, None, None, *plan)
-    low = adapted_up(F.dropout(x, adapter.dropout), adapter.a, None, None, None, *plan)  # (R, r)
-    if adapter.growth is None:
-        return adapted_up(x, up.weight, up.bias, low, adapter.b, *plan)
-    z = adapted_up(x, up.weight, None, low, adapter.b, *plan)
-    return grown(z, adapter.growth, up.bias, plan.group_sizes)
-
-
-def weighted_sum(
-    a: Tensor, down: Projection, routing_weights: Tensor, plan: RoutePlan, norm: Callable | None
-) -> Tensor:
-    """(R, I) -> (T, H)."""
-    adapter, lens = down.adapter, plan.group_sizes
-    low = b = growth = None
-    if adapter is not None:
-        low = segment_gmm(F.dropout(a, adapter.dropout), adapter.a.mT, lens)  # (R, r)
-        b, growth = adapter.b, adapter.growth
-    if norm is None and growth is None:
-        return adapted_down(a, down.weight, down.bias, low, b, routing_weights, *plan)
-    y = gmm(a, down.weight.mT, lens, bias=down.bias if growth is None else None, trans_rhs=False)  # (R, H)
-    if low is not None:
-        y = y + segment_gmm(low, b.mT, lens)
-    if growth is not None:
-        y = grown(y, growth, down.bias, lens)
-    return unpermute(y if norm is None else norm(y), plan, routing_weights)
-
-
-def grown(y: Tensor, growth: Tensor, bias: Tensor | None, lens: Tensor) -> Tensor:
-    """DoRA's part, which a bias has none in, rounded once."""
-    out = y * (1 + spread(growth, lens, y))
-    return (out if bias is None else out + spread(bias, lens, y)).to(y.dtype)
-
-
-def spread(values: Tensor, lens: Tensor, x: Tensor) -> Tensor:
-    """The row of `values` (G, N) of each row's group, for `x` (R, K); zeros past the groups.
-
-    As the bias of a product of nothing, whose gradient is a sum in a fixed order.
-    """
-    nothing = x[:, :0], x.new_empty(len(values), 0, values.shape[1])
-    return gmm(*nothing, lens, bias=values, preferred_element_type=values.dtype)
 
 
 # the factors
@@ -143,7 +57,7 @@ class LoRAFactors(nn.Module):
     @checked
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | FourBit,
         count: int,
         *,
         rank: int,
@@ -160,6 +74,8 @@ class LoRAFactors(nn.Module):
                 raise ValueError(f"{name} must be at least 0 and less than 1, not {chance}")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"alpha must be finite, not {alpha}")
+        if dora and isinstance(weight, FourBit):
+            raise ValueError("dora=True needs the norms of the weight, which has 4 bits: use LoRA")
         self.rank, self.dropout, self.rank_dropout = rank, dropout, rank_dropout
         self.alpha, self.rslora = rank if alpha is None else alpha, rslora
         self.scaling = self.alpha / (math.sqrt(rank) if rslora else rank)
@@ -388,25 +304,33 @@ class LoRAExperts(nn.Module):
 
         moe.experts = LoRAExperts(moe.experts, rank=16)
 
+    `base` may have 4 bits, from `quantize(model, "nf4")`: then without `dora` and `merge`.
+
     The keyword arguments are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up (and down
     alike) gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).
     Once sharded by `moe_aiter.distributed`, they are DTensors, of which each rank computes its own part.
     The router stays trainable.  `row_chunks`, `recompute` and `fp8` of the experts have an effect only after
     `merge`: beside adapters, products use the weights' dtype.
     `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.
-    Raises TypeError unless `base` is an `Experts`.
+    Raises TypeError unless `base` is an `Experts`, perhaps one of 4 bits.
     """
 
     dispatcher = None
 
-    def __init__(self, base: Experts, **lora: Any):
+    def __init__(self, base: Experts | FourBitExperts, **lora: Any):
         super().__init__()
-        if not isinstance(base, Experts):
+        if not isinstance(base, (Experts, FourBitExperts)):
             raise TypeError(f"base must be an Experts, such as MoE(...).experts, not {type(base).__name__}")
         self.base = base.requires_grad_(False)
-        self.gate_up_lora = LoRAFactors(base.gate_up, base.num_experts, **lora)
-        self.down_lora = LoRAFactors(base.down, base.num_experts, **lora)
+        gate_up, down = base.local_weights()[:2] if self.has_four_bits else (base.gate_up, base.down)
+        self.gate_up_lora = LoRAFactors(gate_up, base.num_experts, **lora)
+        self.down_lora = LoRAFactors(down, base.num_experts, **lora)
         self.original: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def has_four_bits(self) -> bool:
+        """Whether the frozen weights have 4 bits."""
+        return isinstance(self.base, FourBitExperts)
 
     def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
         """As `Experts.forward`: (T, H) -> (T, H)."""
@@ -451,10 +375,13 @@ class LoRAExperts(nn.Module):
     def merge(self) -> None:
         """Add the adapters to the weights, and keep a copy of the weights.
 
-        Raises ValueError for merged adapters, and for weights that are sharded other than by experts.
+        Raises ValueError for merged adapters, for weights of 4 bits, and for weights that are sharded other
+        than by experts.
         """
         if self.original is not None:
             raise ValueError("the adapters are already merged")
+        if self.has_four_bits:
+            raise ValueError("the weights have 4 bits, which would round the adapters away")
         for name, p in self.named_parameters():
             if any(getattr(placement, "dim", 0) != 0 for placement in getattr(p, "placements", ())):
                 raise ValueError(

@@ -19,10 +19,12 @@ from ..kernels.base.check import FLOATS, check_shape, check_size, check_tensor, 
 from ..kernels.dense.scaled_gemm import scaled_gemm
 from ..kernels.experts.fp8 import quantized_experts
 from ..kernels.experts.mlp import expert_mlp
+from ..kernels.quantize.four_bit import FORMATS as FOUR_BITS
 from ..kernels.quantize.rows import quantize_rows
 from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves
 from ..routing.plan import RoutePlan, make_plan
 from .experts import Experts, cast_as_linear
+from .four_bit import FourBitExperts, to_four_bits
 from .fuse import FusedLinear, FusedPart
 from .lora import LoRAExperts, LoRALinear
 from .optimized import OptimizedMoELayer
@@ -152,8 +154,16 @@ KINDS = {  # what is converted -> to what, from which weights and biases
 }
 
 
+CONVERTED = Quantized, FourBitExperts
+
+
 def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = ()) -> nn.Module:
-    """Return a copy of `model` for inference with 8-bit or 16-bit weights; `model` stays as it is.
+    """Return a copy of `model` with weights of 4, 8 or 16 bits; `model` stays as it is.
+
+    4 bits, "nf4", "mxfp4" or "int4": every `Experts` gets weights of 4 bits, also those inside a
+    `LoRAExperts`; all else stays as it is, trainable parameters too.  They are frozen, and gradients pass
+    through them: adapters on them can train.  H and I must be multiples of 64 (nf4), 32 or 128.  The rest of
+    this text is about 8 and 16 bits, for inference.
 
     Every nn.Linear, `Experts` and `OptimizedMoELayer`, also `model` itself, gets weights of `dtype`.  "int8"
     and "fp8" (float8_e4m3fn) have a scale for each output channel, and quantise activations row by row in
@@ -168,10 +178,11 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     them first), fused projections, weights that are not of 16, 32 or 64 bits, and nn.MultiheadAttention,
     which reads its weights itself; `quantization_report` lists them.  No parameter of the copy requires a
     gradient.  Its state_dict loads into another such copy.
-    Raises ValueError for an unknown `dtype`, and for a name in `skip` that the model does not have.
+    Raises ValueError for an unknown `dtype`, and for a name in `skip` that the model does not have; with 4
+    bits also for a model without `Experts`, other sizes and merged adapters.
     """
-    if not isinstance(dtype, str) or dtype not in FORMATS:
-        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(FORMATS)}")
+    if not isinstance(dtype, str) or dtype not in {*FORMATS, *FOUR_BITS}:
+        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join([*FORMATS, *FOUR_BITS])}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, not {type(model).__name__}")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -180,6 +191,8 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     skip = {skip} if isinstance(skip, str) else set(skip)
     if unknown := skip - names:
         raise ValueError(f"skip names {', '.join(map(repr, sorted(unknown)))}, which the model has not")
+    if dtype in FOUR_BITS:
+        return with_four_bits(copy.deepcopy(model), dtype, skip)
     other = copy.deepcopy(model).requires_grad_(False)
     other.zero_grad(set_to_none=True)
     with torch.no_grad():
@@ -191,6 +204,20 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
     return other
+
+
+def with_four_bits(model: nn.Module, format: str, skip: Collection[str]) -> nn.Module:
+    """Return `model`, in which every `Experts` that `skip` does not name now has 4 bits."""
+    skipped = {module for name in skip for module in model.get_submodule(name).modules()}
+    found = [m for m in model.modules() if type(m) is Experts and m not in skipped]
+    found = [m for m in found if "forward" not in vars(m)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no Experts, whose weights {format!r} is for")
+    if any(isinstance(m, LoRAExperts) and m.original is not None for m in model.modules()):
+        raise ValueError("adapters are merged into the weights: unmerge them first")
+    for experts in found:
+        to_four_bits(experts, format)
+    return model
 
 
 def verdicts(model: nn.Module, skip: Collection[str]) -> dict[nn.Module, type | str]:
@@ -339,12 +366,12 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
     """
     pairs = {}
     for name, layer in quantized.named_modules():
-        if isinstance(layer, Quantized):
+        if isinstance(layer, CONVERTED):
             try:
                 pairs[name] = model.get_submodule(name), layer
             except AttributeError as error:
                 raise ValueError(f"quantized has a layer {name!r} that model has not") from error
-    if not pairs and any(isinstance(layer, Quantized) for layer in model.modules()):
+    if not pairs and any(isinstance(layer, CONVERTED) for layer in model.modules()):
         raise ValueError("model has quantised layers and quantized has none: the original comes first")
     distances = {name: Distance() for name in pairs}
 
@@ -374,20 +401,26 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
         for m, mode in training.items():
             m.training = mode
     converted = tuple(
-        LayerReport(name, layer.dtype, size_of(original), size_of(layer), distances[name].relative())
+        LayerReport(name, format_of(layer), size_of(original), size_of(layer), distances[name].relative())
         for name, (original, layer) in pairs.items()
     )
-    left = tuple(left_in(model, pairs))
+    only = any(isinstance(layer, FourBitExperts) for _, layer in pairs.values())
+    left = tuple(left_in(model, pairs, "only experts get 4 bits" if only else SKIPPED))
     return QuantizationReport(converted, left, size_of(model), size_of(quantized), whole.relative())
 
 
-def left_in(model: nn.Module, converted: Collection[str]) -> Iterator[LeftLayer]:
+def format_of(layer: nn.Module) -> str:
+    """What a converted layer was quantised to."""
+    return layer.gate_up.format if isinstance(layer, FourBitExperts) else layer.dtype
+
+
+def left_in(model: nn.Module, converted: Collection[str], otherwise: str) -> Iterator[LeftLayer]:
     """What has weights, parameters of two dimensions or more, outside of the modules with these names."""
     why = verdicts(model, ())
     inside = tuple(f"{name}." for name in converted)
     for name, module in model.named_modules():
         if has_weights(module) and name not in converted and not name.startswith(inside):
-            reason = why[module] if isinstance(why[module], str) else SKIPPED
+            reason = why[module] if isinstance(why[module], str) else otherwise
             yield LeftLayer(name, type(module).__name__, reason)
 
 

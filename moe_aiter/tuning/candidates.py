@@ -145,6 +145,14 @@ PORTABLE = {
     ),
     "scaled_decode": (Config(128, 128, 64, 8, 8, 3), Config(16, 64, 256, 1, 4, 4)),
     "scaled_long": (Config(64, 128, 128, 8, 8, 3), Config(64, 64, 128, 8, 4, 3)),
+    "four_bit": (
+        Config(128, 128, 64, 8, 4, 3),
+        Config(128, 128, 64, 8, 8, 3),
+        Config(128, 256, 64, 8, 8, 3),
+        Config(256, 128, 64, 8, 8, 3),
+        Config(64, 128, 64, 8, 4, 4),
+        Config(128, 128, 128, 8, 8, 3),
+    ),  # fmt: skip
     "segment_gmm": (*SEGMENT, *WIDE[:2]),
     "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
     "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3)),

@@ -187,9 +187,9 @@ def test_names_to_skip():
         quantize(model, skip=["x", "a", "b.e"])
 
 
-@pytest.mark.parametrize("dtype", ["int4", "INT8", None, torch.int8])
+@pytest.mark.parametrize("dtype", ["int2", "INT8", None, torch.int8])
 def test_an_unknown_dtype(dtype):
-    with pytest.raises(ValueError, match="unknown dtype .*; known: int8, fp8, fp16, bf16"):
+    with pytest.raises(ValueError, match="unknown dtype .*; known: int8, fp8, fp16, bf16, nf4, mxfp4, int4"):
         quantize(mlp(), dtype)
     with pytest.raises(TypeError, match="model must be a module, not Tensor"):
         quantize(torch.zeros(2))

@@ -11,6 +11,8 @@ Without an adapter both are grouped products whose gradients keep no rows that w
 of x nor those that are summed up.  The gradient of the routing weights is <u, a> + <g, low> + <dout, bias>,
 with u = w[e].T @ dout and g = b[e].T @ dout.  A frozen weight gets no gradient.
 
+`w` may be a frozen weight of 4 bits (../quantize/four_bit.py): its packed codes, the other parts last.
+
 `add_low_rank` adds an adapter's second product to that of the weight, in place: `out[s:e] += x[s:e] @ w[g]`,
 with M rows, G groups, r in, N out.  r is a rank and so short that reading and writing `out` once dominates.
 """
@@ -28,14 +30,17 @@ from ..base.check import (
     check_own_memory,
     check_plan_values,
     check_routing_weights,
+    check_size,
     split_groups,
 )
 from ..base.tile import TILE_DTYPES
+from ..grouped.four_bit import four_bit_gmm_op
 from ..grouped.gmm import gmm_op, gmm_reference
 from ..grouped.segment_gmm import SHORT_K, SegmentInputs, bind_segments, segment_gmm_op
 from ..grouped.segments import segment_weight_gradient
 from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
-from ..rows.permute import check_sorted_rows, permute_op, unpermute_reference
+from ..quantize.four_bit import FourBit, check_four_bit
+from ..rows.permute import check_sorted_rows, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
 from .up import expert_up_reference, up_gradients
 
@@ -108,12 +113,19 @@ PLAIN = "relu", False, True  # an activation without a gate, not applied; keep z
 # adapted: reference
 
 
-def adapted_up_reference(x, w, bias, low, b, order, rank, group_sizes):
+def whole(w: Tensor, four_bit: tuple, x: Tensor) -> Tensor:
+    """Return the weight (E, N, K), dequantised to the dtype of `x` if it is one of 4 bits."""
+    return FourBit(w, *four_bit, x.dtype).dequantize() if has_four_bits(four_bit) else w
+
+
+def adapted_up_reference(x, w, bias, low, b, order, rank, group_sizes, *four_bit):
+    w = whole(w, four_bit, x)
     z, _ = expert_up_reference(x, w, bias, order, rank, group_sizes, *PLAIN)
     return z if low is None else z + gmm_reference(low, b.mT, group_sizes, None)
 
 
-def adapted_down_reference(a, w, bias, low, b, routing_weights, order, rank, group_sizes):
+def adapted_down_reference(a, w, bias, low, b, routing_weights, order, rank, group_sizes, *four_bit):
+    w = whole(w, four_bit, a)
     y = gmm_reference(a, w.mT, group_sizes, bias)
     y = y if low is None else y + gmm_reference(low, b.mT, group_sizes, None)
     return unpermute_reference(y, order, rank, routing_weights)
@@ -122,14 +134,33 @@ def adapted_down_reference(a, w, bias, low, b, routing_weights, order, rank, gro
 # adapted: launcher
 
 
-def check_adapter(low, b, w, order, group_sizes) -> None:
+def has_four_bits(four_bit: tuple) -> bool:
+    """Whether the last fields of an op's inputs, which end with a format, are of a weight of 4 bits."""
+    return bool(four_bit) and bool(four_bit[-1])
+
+
+def check_weight(four_bit: tuple, w_axes: str, w: Tensor, **named: tuple[Tensor, str]) -> None:
+    """Raise unless the axes of `w`, perhaps of 4 bits, are those of the words, and fit the input's."""
+    ((name, (x, axes)),) = named.items()
+    if not has_four_bits(four_bit):
+        check_axes(**{name: (x, axes)}, w=(w, w_axes))
+        return check_float(**{name: x}, w=w)
+    check_axes(**{name: (x, axes)})
+    check_float(**{name: x})
+    check_four_bit(w, *four_bit)
+    axis = w_axes.rpartition(" ")[2]
+    words = f"{name} is ({axes.replace(axis, axis + '={}')})", f"w is ({w_axes}={{}}) in 4 bits"
+    check_size(words[0], x.shape[1], words[1], 2 * w.shape[2])
+
+
+def check_adapter(low, b, w, order, group_sizes, x) -> None:
     check_axes(w=(w, "E, N, K"), group_sizes=(group_sizes, "E"))
     if (low is None) != (b is None):
         raise ValueError("low and b go together: one of them is None")
     if low is None:
         return
     check_axes(low=(low, "R, r"), order=(order, "R"), w=(w, "E, N, K"), b=(b, "E, N, r"))
-    check_float(w=w, low=low, b=b)
+    check_float(x=x, low=low, b=b)
 
 
 class AdaptedUpInputs(NamedTuple):
@@ -143,6 +174,11 @@ class AdaptedUpInputs(NamedTuple):
     order: Tensor  # (R,)
     rank: Tensor  # (T, k)
     group_sizes: Tensor  # (E,)
+    scales: Tensor | None = None  # those of a weight of 4 bits, whose codes are w
+    nested: Tensor | None = None
+    offset: Tensor | None = None
+    table: Tensor | None = None
+    format: str = ""
 
 
 class AdaptedDownInputs(NamedTuple):
@@ -157,44 +193,63 @@ class AdaptedDownInputs(NamedTuple):
     order: Tensor  # (R,)
     rank: Tensor  # (T, k)
     group_sizes: Tensor  # (E,)
+    scales: Tensor | None = None  # those of a weight of 4 bits, whose codes are w
+    nested: Tensor | None = None
+    offset: Tensor | None = None
+    table: Tensor | None = None
+    format: str = ""
+
+
+UP, DOWN = (cls._fields.index("scales") for cls in (AdaptedUpInputs, AdaptedDownInputs))  # of 4 bits
 
 
 def new_adapted_up(i: AdaptedUpInputs) -> Tensor:
-    check_axes(x=(i.x, "T, H"), w=(i.w, "E, N, H"), rank=(i.rank, "T, k"))
-    check_float(x=i.x, w=i.w)
+    check_weight(i[UP:], "E, N, H", i.w, x=(i.x, "T, H"))
+    check_axes(x=(i.x, "T, H"), rank=(i.rank, "T, k"))
     check_groups(i.group_sizes, i.x, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
-    check_adapter(i.low, i.b, i.w, i.order, i.group_sizes)
+    check_adapter(i.low, i.b, i.w, i.order, i.group_sizes, i[0])
     return i.x.new_empty(i.order.shape[0], i.w.shape[1])
 
 
 def new_adapted_down(i: AdaptedDownInputs) -> Tensor:
     check_sorted_rows(i.a, i.order)
-    check_axes(a=(i.a, "R, N"), w=(i.w, "E, H, N"))
-    check_float(a=i.a, w=i.w)
+    check_weight(i[DOWN:], "E, H, N", i.w, a=(i.a, "R, N"))
     check_routing_weights(i.routing_weights, i.rank, i.a)
     check_groups(i.group_sizes, i.a, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
-    check_adapter(i.low, i.b, i.w, i.order, i.group_sizes)
+    check_adapter(i.low, i.b, i.w, i.order, i.group_sizes, i[0])
     return i.a.new_empty(i.rank.shape[0], i.w.shape[1])
 
 
 @takes(*TILE_DTYPES)
-def launch_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes):
+def launch_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes, *four_bit):
     """By the kernel that gathers, then the adapter in place: two passes over z more instead of four."""
-    product = x, w, bias, order, rank, group_sizes, *PLAIN[:2]
-    fill("expert_z", z, *product)
+    if has_four_bits(four_bit):
+        fill("four_bit_gmm", z, x, w, *four_bit, True, group_sizes, bias, order, rank.shape[1])
+    else:
+        product = x, w, bias, order, rank, group_sizes, *PLAIN[:2]
+        fill("expert_z", z, *product)
     if low is not None:
         add_low_rank_op(z, low, b.mT, group_sizes)
 
 
-def fill_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes):
+def fill_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes, *four_bit):
     """By torch, each group straight into its place."""
+    if has_four_bits(four_bit):
+        return launch_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes, *four_bit)
     fill_gmm(z, permute_op(x, order, rank, None), w.mT, group_sizes, bias)
     if low is not None:
         add_low_rank_op(z, low, b.mT, group_sizes)
 
 
-def fill_adapted_down(out, a, w, bias, low, b, routing_weights, order, rank, group_sizes):
-    y = gmm_op(a, w.mT, group_sizes, bias)  # (R, H)
+def multiplied(x: Tensor, w: Tensor, four_bit: tuple, transpose: bool, group_sizes, bias=None) -> Tensor:
+    """Return x @ w[g].T + bias[g] of each group, or without `transpose` x @ w[g]."""
+    if has_four_bits(four_bit):
+        return four_bit_gmm_op(x, w, *four_bit, transpose, group_sizes, bias, None, 1)
+    return gmm_op(x, w.mT if transpose else w, group_sizes, bias)
+
+
+def fill_adapted_down(out, a, w, bias, low, b, routing_weights, order, rank, group_sizes, *four_bit):
+    y = multiplied(a, w, four_bit, True, group_sizes, bias)  # (R, H)
     if low is not None:
         add_low_rank_op(y, low, b.mT, group_sizes)
     inputs = y, order, rank, routing_weights
@@ -210,32 +265,42 @@ def launch_adapted_down(out, *inputs):
 
 
 def save_adapted_up(ctx, i: AdaptedUpInputs, output):
-    ctx.save_for_backward(i.x, i.w, i.low, i.b, i.order, i.rank, i.group_sizes)
-    ctx.bias_dtype = None if i.bias is None else i.bias.dtype
+    ctx.save_for_backward(i.x, i.w, i.low, i.b, i.order, i.rank, i.group_sizes, *i[UP:-1])
+    ctx.bias_dtype, ctx.format = None if i.bias is None else i.bias.dtype, i.format
 
 
 def backward_adapted_up(ctx, dz):
-    x, w, low, b, order, rank, group_sizes = ctx.saved_tensors
+    x, w, low, b, order, rank, group_sizes, *parts = ctx.saved_tensors
     needs = AdaptedUpInputs(*ctx.needs_input_grad)
     dlow = segment_gmm_op(dz, b, group_sizes, None, None) if needs.low else None
     db = segment_weight_gradient(b.mT, low, dz, group_sizes, None, None).mT if needs.b else None
-    whole = order.shape[0] * x.shape[1] * x.element_size()  # the rows of dx in one piece
-    rest = order, rank, group_sizes, ctx.bias_dtype, whole, None
-    dx, dw, dbias = up_gradients(needs[:3], dz, x, w, *rest)
+    if ctx.format:
+        dx = dw = dbias = None
+        if needs.x:
+            rows = multiplied(dz, w, (*parts, ctx.format), False, group_sizes)
+            dx = unpermute_op(rows, order, rank, None)
+        if needs.bias:
+            dbias = group_sum(dz, group_sizes).to(ctx.bias_dtype)
+    else:
+        in_one_piece = order.shape[0] * x.shape[1] * x.element_size()  # the rows of dx
+        rest = order, rank, group_sizes, ctx.bias_dtype, in_one_piece, None
+        dx, dw, dbias = up_gradients(needs[:3], dz, x, w, *rest)
     return gradients(AdaptedUpInputs, x=dx, w=dw, bias=dbias, low=dlow, b=db)
 
 
 def save_adapted_down(ctx, i: AdaptedDownInputs, output):
-    ctx.save_for_backward(*i)
+    ctx.save_for_backward(*i[:-1])
+    ctx.format = i.format
 
 
 def backward_adapted_down(ctx, dout):
-    a, w, bias, low, b, routing_weights, order, rank, group_sizes = ctx.saved_tensors
+    a, w, bias, low, b, routing_weights, order, rank, group_sizes, *parts = ctx.saved_tensors
     needs = AdaptedDownInputs(*ctx.needs_input_grad)
     weighed = routing_weights, order, rank
     dw = dbias = dlow = db = None
     rows = permute_op(dout, order, rank, None)  # (R, H), not yet weighted
-    da, ds = weigh_rows_op(gmm_op(rows, w, group_sizes, None), a, *weighed)
+    u = multiplied(rows, w, (*parts, ctx.format), False, group_sizes)
+    da, ds = weigh_rows_op(u, a, *weighed)
     if low is not None:
         dlow, more = weigh_rows_op(segment_gmm_op(rows, b, group_sizes, None, None), low, *weighed)
         ds = ds + more

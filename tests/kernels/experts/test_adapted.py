@@ -14,6 +14,7 @@ from moe_aiter.kernels.experts.adapted import (
     add_low_rank_op,
     add_low_rank_reference,
 )
+from moe_aiter.kernels.quantize.four_bit import quantized
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.rows.sums import weigh_rows_op, weigh_rows_reference
 
@@ -68,6 +69,43 @@ def test_down(backend, device, dtype, rank, bias, transposed):
     s = torch.rand(T, CHOICES).to(device)
     ops = with_gradients(adapted_down), with_gradients(adapted_down_reference)
     assert_as_good_as_torch(*ops, *inputs, s, order, rank, sizes)
+
+
+FOUR_BITS = pytest.mark.parametrize("format, width", [("nf4", 64), ("mxfp4", 96), ("int4", 128)])
+
+
+def of_four_bits(format, width, out, device):
+    w = torch.randn(E, out, width, generator=torch.Generator().manual_seed(4)) / width**0.5
+    return quantized(w.to(device), format)
+
+
+def with_weight(w, fn, reference):
+    """`fn` with this weight of 4 bits as its second argument, and `reference` with what it stands for."""
+    packed = with_gradients(lambda x, *rest: fn(x, w.packed, *rest, *w.parts))
+
+    def whole(x, *rest):
+        return reference(
+            x, w.dequantize().to(x.dtype), *rest
+        )  # rounded as the product rounds it, in float64 too
+
+    return packed, with_gradients(whole)
+
+
+@dtypes
+@FOUR_BITS
+@pytest.mark.parametrize("rank, bias", [(3, True), (16, False), (None, True)])
+def test_four_bits(backend, device, dtype, format, width, rank, bias):
+    """Output and all gradients, against the product with the dequantised weight."""
+    order, ranks, sizes = plan(device)
+    x, _, *rest = problem(device, dtype, T, width, N, rank, bias, False)
+    w = of_four_bits(format, width, N, device).to(dtype)
+    assert_as_good_as_torch(*with_weight(w, adapted_up, adapted_up_reference), x, *rest, order, ranks, sizes)
+    a, _, *rest = problem(device, dtype, T * CHOICES, width, H, rank, bias, False)
+    w = of_four_bits(format, width, H, device).to(dtype)
+    s = torch.rand(T, CHOICES).to(device)
+    assert_as_good_as_torch(
+        *with_weight(w, adapted_down, adapted_down_reference), a, *rest, s, order, ranks, sizes
+    )
 
 
 @dtypes
@@ -145,7 +183,7 @@ def test_mistakes(device):
     ):
         with pytest.raises(ValueError, match=message):
             adapted_up(*inputs, *routing)
-    with pytest.raises(TypeError, match="w is torch.float32 but low is torch.float64"):
+    with pytest.raises(TypeError, match="x is torch.float32 but low is torch.float64"):
         adapted_up(x, w, None, low.double(), b, *routing)
     out = new(len(low), N, device=device, dtype=torch.float32)
     with pytest.raises(ValueError, match="w is .G, r, N=40. but out is .M, N=39."):

@@ -1,0 +1,311 @@
+"""Grouped matmul with weights of 4 bits: `out[s:e] = x[s:e] @ w[g].T + bias[g]`, or `x[s:e] @ w[g]`.
+
+`FourBit` (../quantize/four_bit.py) says how w (G, rows, columns) is stored.  A product with w.T is that of
+nn.Linear; the other is its gradient of x.  One kernel expands the scales of all blocks to float32, for the
+time of the product; the other loads packed bytes, makes a tile of w in the dtype of x, and multiplies.
+So w exists in 16 bits only as tiles, and on a CPU as one group at a time.
+
+    out = x @ round(value(code) * scale).T        the product of x and the dequantised weight
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import tuning
+from ...op import binds, define_op, takes
+from ..base.check import (
+    check_axes,
+    check_device,
+    check_float,
+    check_groups,
+    check_plan_values,
+    check_rows,
+    check_size,
+    group_ends,
+    take_rows,
+    wide,
+)
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.tile import TILE_DTYPES, dense, locate, row_tiles, swizzle, tile_options
+from ..quantize.four_bit import FORMATS, NESTED, check_four_bit, dequantized, expanded_scales
+
+SCALE_N, SCALE_B = 64, 32  # rows and blocks of which a program expands the scales
+
+
+class FourBitInputs(NamedTuple):
+    """The inputs of the op `four_bit_gmm`: the product of each group's rows and its weight of 4 bits."""
+
+    x: Tensor  # (M, K), or (T, K) with an order
+    packed: Tensor  # (G, rows, columns / 2) uint8
+    scales: Tensor  # (G, rows, blocks)
+    nested: Tensor | None
+    offset: Tensor | None
+    table: Tensor | None
+    format: str
+    transpose: bool  # x @ w[g].T
+    group_sizes: Tensor  # (G,)
+    bias: Tensor | None  # (G, N)
+    order: Tensor | None  # (M,): row r of the product takes x[order[r] // top_k]
+    top_k: int
+
+    @property
+    def rows(self) -> int:
+        """Return M, the rows of the product."""
+        return self.x.shape[0] if self.order is None else self.order.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return N and K, the columns of the product and the length of its sums."""
+        _, rows, half = self.packed.shape
+        return (rows, 2 * half) if self.transpose else (2 * half, rows)
+
+
+# reference
+
+
+def fill_four_bit_gmm(out, *inputs):
+    """By torch, one group's weight at a time."""
+    i = FourBitInputs(*inputs)
+    x, wide_sum = take_rows(i.x, i.order, i.top_k), i.bias is not None
+    scale, zero = expanded_scales(i.packed, i.scales, i.nested, i.offset, i.table, i.format)
+    ends = group_ends(i.group_sizes, len(x))
+    *outs, rest = out.tensor_split(ends)
+    for g, (o, rows) in enumerate(zip(outs, x.tensor_split(ends), strict=False)):
+        if len(rows):
+            zeros = None if zero is None else zero[g]
+            w = dequantized(i.packed[g], scale[g], zeros, i.table, i.format).to(x.dtype)
+            y = rows @ (w.T if i.transpose else w)
+            o.copy_(wide(y) + i.bias[g] if wide_sum else y)
+    rest.zero_()
+
+
+# kernels
+
+
+@jit_kernel
+def expand_scales_kernel(
+    scales_ptr,  # (G, rows, blocks), contiguous
+    nested_ptr,  # (G * rows * blocks / 256,) float32, or None
+    offset_ptr,  # (G,) float32, or the zeros (G, rows, blocks) uint8, or None
+    table_ptr,  # (16 + 256,) float32
+    scale_ptr,  # (G, blocks, rows) float32
+    shift_ptr,  # (G, blocks, rows) float32, or None
+    rows,
+    blocks,
+    tiles_n,
+    FORMAT: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Write what values are multiplied by, and what is added then; neighbouring rows become neighbours."""
+    pid, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    b = pid // tiles_n * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
+    mask = (n < rows) & (b < blocks)
+    at = (group * rows + n) * blocks + b
+    scale = tl.load(scales_ptr + at, mask=mask, other=0)
+    to = (group * blocks + b) * rows + n
+    if FORMAT == "mxfp4":  # the number of a power of two, of which 2 ** -127 is not normal
+        bits = tl.where(scale == 0, 0x00400000, scale.to(tl.int32) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+    elif nested_ptr is not None:
+        value = tl.load(table_ptr + 16 + scale.to(tl.int32), mask=mask, other=0.0)
+        each = tl.load(nested_ptr + at // NESTED, mask=mask, other=0.0)
+        scale = value * each + tl.load(offset_ptr + group)
+    else:
+        scale = scale.to(tl.float32)
+    if shift_ptr is not None:
+        zero = tl.load(offset_ptr + at, mask=mask, other=0).to(tl.float32)
+        tl.store(shift_ptr + to, -zero * scale, mask=mask)
+    tl.store(scale_ptr + to, scale, mask=mask)
+
+
+@triton.jit
+def value_of(code, table, FORMAT: tl.constexpr):
+    """The float32 that a code stands for, before scale and shift."""
+    if FORMAT == "nf4":  # from registers: Triton would copy what a load finds to shared memory first
+        return tl.reshape(tl.gather(table, tl.reshape(code, (code.numel,)), 0), code.shape)
+    if FORMAT == "mxfp4":  # its exponent and mantissa where those of a float32 end and begin
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+    return code.to(tl.float32)
+
+
+@triton.jit
+def weight_tile(
+    bytes,  # (ROWS, COLUMNS / 2) uint8
+    scale,  # (ROWS, COLUMNS / WIDTH) float32
+    shift,  # the same, or None
+    table,  # (16,) float32, or None
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """(ROWS, COLUMNS) of the weight in DTYPE."""
+    ROWS: tl.constexpr = bytes.shape[0]
+    COLUMNS: tl.constexpr = 2 * bytes.shape[1]
+    PARTS: tl.constexpr = scale.shape[1]
+    code = bytes.to(tl.int32)
+    pair = tl.join(code >> 4, code & 15) if FORMAT == "nf4" else tl.join(code & 15, code >> 4)
+    w = value_of(tl.reshape(pair, (ROWS, PARTS, COLUMNS // PARTS)), table, FORMAT) * scale[:, :, None]
+    if shift is not None:
+        w += shift[:, :, None]
+    return tl.reshape(w, (ROWS, COLUMNS)).to(DTYPE)
+
+
+@jit_kernel
+def four_bit_gmm_kernel(
+    x_ptr,  # (M, K), or (T, K)
+    w_ptr,  # (G, rows, columns / 2) uint8, contiguous
+    scale_ptr,  # (G, blocks, rows) float32
+    shift_ptr,  # (G, blocks, rows) float32, or None
+    table_ptr,  # (16,) float32, or None
+    bias_ptr,  # (G, N) or None
+    out_ptr,  # (M, N), contiguous
+    order_ptr,  # (M,) or None
+    group_sizes_ptr,  # (G,)
+    M,
+    N,
+    K,
+    G,
+    half,  # bytes of a row of w
+    blocks,  # of a row
+    top_k,
+    tiles_m,
+    x_strides,  # m, k
+    bias_strides,  # g, n
+    FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a block
+    TRANSPOSE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
+    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    if group > G:
+        return
+    # a tile of w stays in its rows and walks along the columns, or the other way round
+    ROWS: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
+    COLUMNS: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
+    PARTS: tl.constexpr = COLUMNS // WIDTH if COLUMNS > WIDTH else 1
+    m = row + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows and columns past the end read others' values, which are never stored: cheaper than a mask
+    m_read = tl.where(m < row_end, m, row).to(tl.int64)
+    if order_ptr is not None:
+        m_read = tl.maximum(tl.load(order_ptr + m_read, mask=m < row_end, other=0), 0).to(tl.int64) // top_k
+    rows = N if TRANSPOSE else K
+    expert = tl.minimum(group, G - 1).to(tl.int64)
+    w_base, at_scale = w_ptr + expert * rows * half, expert * rows * blocks
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
+        acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
+    table = None
+    if table_ptr is not None:
+        table = tl.load(table_ptr + tl.arange(0, 16))
+    x_ptrs = x_ptr + m_read[:, None] * x_strides[0] + k[None, :] * x_strides[1]
+    for k_start in range(0, tl.where(group < G, K, 0), BLOCK_K):
+        first_row = tile_n * BLOCK_N if TRANSPOSE else k_start
+        first_column = k_start if TRANSPOSE else tile_n * BLOCK_N
+        r = (first_row + tl.arange(0, ROWS)) % rows
+        byte = first_column // 2 + tl.arange(0, COLUMNS // 2)
+        block = first_column // WIDTH + tl.arange(0, PARTS)
+        if not (TRANSPOSE and EVEN_K):
+            byte, block = byte % half, block % blocks
+        bytes = tl.load(w_base + r[:, None] * half + byte[None, :])
+        at = at_scale + block[None, :].to(tl.int64) * rows + r[:, None]
+        scale, shift = tl.load(scale_ptr + at), None
+        if shift_ptr is not None:
+            shift = tl.load(shift_ptr + at)
+        # w repeats itself past its end, where x is 0
+        x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=(k < K - k_start)[None, :], other=0.0)
+        w = weight_tile(bytes, scale, shift, table, FORMAT, x_ptr.dtype.element_ty)
+        acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * x_strides[1]
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
+
+
+# launcher
+
+
+def new_four_bit_gmm(i: FourBitInputs) -> Tensor:
+    check_axes(x=(i.x, "M, K"))
+    check_float(x=i.x)
+    check_four_bit(*i[1:7])
+    N, K = i.sizes
+    G = i.packed.shape[0]
+    check_size("x is (M, K={})", i.x.shape[1], "the weight needs (M, K={})", K)
+    check_rows("x", i.x, "K", i.order, i.top_k, i.rows)
+    check_groups(i.group_sizes, i.x, packed=i.packed, bias=i.bias, order=i.order)
+    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "packed is (G={}, rows, columns / 2)", G)
+    if i.bias is not None:
+        check_axes(packed=(i.packed, "G, rows, half"), bias=(i.bias, "G, N"))
+        check_size("bias is (G, N={})", i.bias.shape[1], "the weight needs (G, N={})", N)
+    check_device(x=i.x, packed=i.packed)
+    return i.x.new_empty(i.rows, N)
+
+
+def bind_expand_scales(i: FourBitInputs) -> Callable:
+    """Return `expand(i)` for `scale` and `shift`, (G, blocks, rows) float32 each; None for no shift."""
+    (G, rows, blocks), shifted = i.scales.shape, i.format == "int4"
+    tiles_n = cdiv(rows, SCALE_N)
+    kernel = bind_kernel(
+        expand_scales_kernel, (tiles_n * cdiv(blocks, SCALE_B), G), FORMAT=i.format, NESTED=NESTED,
+        BLOCK_N=SCALE_N, BLOCK_B=SCALE_B, num_warps=4,
+    )  # fmt: skip
+
+    def expand(i):
+        scale = i.scales.new_empty(G, blocks, rows, dtype=torch.float32)
+        shift = torch.empty_like(scale) if shifted else None
+        parts = dense(i.scales, i.nested, i.offset, i.table)
+        kernel(*parts, scale, shift, rows, blocks, tiles_n)
+        return scale, shift
+
+    return expand
+
+
+@binds
+@takes(*TILE_DTYPES)
+def bind_four_bit_gmm(i: FourBitInputs) -> Callable:
+    (N, K), M, G = i.sizes, i.rows, i.packed.shape[0]
+    config = tuning.lookup("four_bit", i.x.dtype, M, N, K, G)
+    tiles_m = row_tiles(M, G, config.block_m)
+    kernel = bind_kernel(
+        four_bit_gmm_kernel, (tiles_m * cdiv(N, config.block_n),),
+        FORMAT=i.format, WIDTH=FORMATS[i.format].block, TRANSPOSE=i.transpose,
+        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+    )  # fmt: skip
+    expand = bind_expand_scales(i)
+    strides = i.x.stride(), (0, 0) if i.bias is None else i.bias.stride()
+    numbers = M, N, K, G, i.packed.shape[2], i.scales.shape[2], i.top_k, tiles_m, *strides
+
+    def launch(out, i):
+        scale, shift = expand(i)
+        packed, order, group_sizes = dense(i.packed, i.order, i.group_sizes)
+        kernel(i.x, packed, scale, shift, i.table, i.bias, out, order, group_sizes, *numbers)
+
+    return launch
+
+
+# op
+
+four_bit_gmm_op = define_op(
+    "four_bit_gmm",
+    FourBitInputs,
+    new=new_four_bit_gmm,
+    check_values=lambda i: check_plan_values(i.rows, i.group_sizes, i.order),
+    torch=fill_four_bit_gmm,
+    triton=bind_four_bit_gmm,
+)

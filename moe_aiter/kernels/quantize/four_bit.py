@@ -1,0 +1,238 @@
+"""Weights of 4 bits: how they are stored, made and read back.  `FourBit` stands for a weight (E, N, K).
+
+    nf4      w = CODES[code] * absmax           blocks of 64; QLoRA, Dettmers et al. 2023, arXiv 2305.14314
+    mxfp4    w = e2m1(code) * 2 ** (scale - 127)   blocks of 32; OCP Microscaling Formats 1.0
+    int4     w = (code - zero) * scale          groups of 128, as AWQ and GPTQ have them
+
+Blocks are consecutive numbers along K.  All but the final rounding to the dtype of the weight is float32.
+
+NF4 keeps absmax as float32 or, double-quantised, as bitsandbytes does: the 8-bit number of an entry of a
+table, times a float32 for each 256 blocks of the whole weight (`nested`), plus a float32 for each expert
+(`offset`, the mean of absmax).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.check import check_axes, check_device, check_shape
+
+
+class Format(NamedTuple):
+    """How a format stores its codes: numbers of a block, and whether the first of a byte is its high half."""
+
+    block: int
+    high_first: bool
+
+
+FORMATS = {"nf4": Format(64, True), "mxfp4": Format(32, False), "int4": Format(128, False)}
+NESTED = 256  # blocks of NF4 that share an entry of `nested`
+SCALES = {  # the dtypes of `scales`
+    "nf4": (torch.uint8, torch.float32),
+    "mxfp4": (torch.uint8,),
+    "int4": (torch.float16, torch.bfloat16),  # times a code of 4 bits, float32 holds them exactly
+}
+CODES = {
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "mxfp4": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+    "int4": tuple(map(float, range(16))),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FourBit:
+    """A weight (E, N, K) of 4 bits, in place of a frozen tensor; `dtype` is what it is dequantised to."""
+
+    packed: Tensor  # (E, N, K / 2) uint8
+    scales: Tensor  # (E, N, K / block), a dtype of SCALES
+    nested: Tensor | None  # (blocks / 256,) float32, of double-quantised NF4
+    offset: Tensor | None  # NF4: (E,) float32, with `nested`; int4: the zeros (E, N, K / 128) uint8
+    table: Tensor | None  # NF4: its codes (16,) float32, with `nested` followed by those of scales (256,)
+    format: str
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        E, N, half = self.packed.shape
+        return torch.Size((E, N, 2 * half))
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def is_meta(self) -> bool:
+        return self.packed.is_meta
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @property
+    def parts(self) -> tuple:
+        """All that an op takes beside `packed`."""
+        return self.scales, self.nested, self.offset, self.table, self.format
+
+    def to(self, dtype: torch.dtype) -> "FourBit":
+        """Return the same weight, to be dequantised to another dtype."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    def dequantize(self) -> Tensor:
+        """Return the weight (E, N, K), whole, in its dtype."""
+        scale, zero = expanded_scales(self.packed, *self.parts)
+        return torch.stack([
+            dequantized(self.packed[e], scale[e], None if zero is None else zero[e], self.table, self.format)
+            .to(self.dtype) for e in range(len(self.packed))
+        ])  # fmt: skip
+
+
+# from codes to numbers
+
+
+def check_four_bit(packed, scales, nested, offset, table, format: str) -> None:
+    """Raise unless these are the parts of a `FourBit`."""
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    check_axes(packed=(packed, "E, N, half"), scales=(scales, "E, N, blocks"))
+    E, half, block = len(packed), packed.shape[2], FORMATS[format].block
+    if 2 * half != scales.shape[2] * block:
+        raise ValueError(
+            f"packed is (E, N, K / 2={half}) but scales is (E, N, K / {block}={scales.shape[2]})"
+        )
+    double = format == "nf4" and scales.dtype == torch.uint8
+    expected = {
+        "packed": (packed, torch.uint8, packed.shape),
+        "nested": (nested, torch.float32, (-(-scales.numel() // NESTED),) if double else None),
+        "offset": (offset, torch.float32, (E,) if double else None),
+        "table": (table, torch.float32, (16 + 256 * double,) if format == "nf4" else None),
+    }
+    if format == "int4":
+        expected["offset"] = offset, torch.uint8, scales.shape
+    for name, (t, dtype, shape) in expected.items():
+        found = None if t is None else tuple(t.shape)
+        if found != (None if shape is None else tuple(shape)):
+            raise ValueError(f"{name} is {found}, but must be {shape and tuple(shape)} with {format}")
+        if t is not None and t.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, not {t.dtype}")
+    if scales.dtype not in SCALES[format]:
+        raise TypeError(f"scales of {format} must be {SCALES[format]}, not {scales.dtype}")
+    check_device(packed=packed, scales=scales, nested=nested, offset=offset, table=table)
+
+
+def expanded_scales(packed, scales, nested, offset, table, format: str) -> tuple[Tensor, Tensor | None]:
+    """Return what codes are multiplied by, (E, N, blocks) float32, and what is subtracted from them first."""
+    if format == "mxfp4":
+        return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127), None
+    if format == "int4":
+        return scales.float(), offset.float()
+    if nested is None:
+        return scales, None
+    each = nested.repeat_interleave(NESTED)[: scales.numel()].view(scales.shape)
+    return table[16:][scales.int()] * each + offset[:, None, None], None
+
+
+def dequantized(packed: Tensor, scale: Tensor, zero: Tensor | None, table, format: str) -> Tensor:
+    """Return the weight (..., K) in float32 from `packed` (..., K / 2) and `scale` (..., blocks)."""
+    values = torch.tensor(CODES[format], device=packed.device) if table is None else table
+    w = values[unpacked(packed, format).int()].unflatten(-1, (-1, FORMATS[format].block))
+    w = w if zero is None else w - zero[..., None]
+    return (w * scale[..., None]).flatten(-2)
+
+
+def unpacked(packed: Tensor, format: str) -> Tensor:
+    """(..., K / 2) -> (..., K): the codes."""
+    low, high = packed & 15, packed >> 4
+    return torch.stack((high, low) if FORMATS[format].high_first else (low, high), -1).flatten(-2)
+
+
+def packed_codes(codes: Tensor, format: str) -> Tensor:
+    """(..., K) -> (..., K / 2), uint8."""
+    first, second = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return (first << 4 | second) if FORMATS[format].high_first else (second << 4 | first)
+
+
+# from numbers to codes
+
+
+def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
+    """Return `w` (E, N, K) in 4 bits, quantised one expert at a time; `double`: NF4's absmax too.
+
+    Codes are the nearest; MXFP4's scale is 2 ** (floor(log2(largest)) - 2), and ties go to even codes; int4's
+    scale and zero cover 0 and the group's range.  Raises ValueError unless K is a multiple of the block.
+    """
+    check_shape("w", w, "E", "N", "K")
+    block = FORMATS[format].block
+    if w.shape[2] % block:
+        raise ValueError(f"{format} needs rows of a multiple of {block} numbers, not {tuple(w.shape)}")
+    quantize = {"nf4": nf4_block, "mxfp4": mxfp4_block, "int4": int4_block}[format]
+    found = [quantize(expert.float().unflatten(-1, (-1, block))) for expert in w.detach().unbind()]
+    codes, scales, zeros = zip(*found, strict=True)
+    packed = torch.stack([packed_codes(c.flatten(-2), format) for c in codes])
+    scales, nested, table = torch.stack(scales), None, None
+    offset = None if zeros[0] is None else torch.stack(zeros)
+    if format == "nf4":
+        table = torch.tensor(CODES["nf4"], device=w.device)
+        if double:
+            scales, nested, offset, more = double_quantized(scales)
+            table = torch.cat([table, more])
+    return FourBit(packed, scales, nested, offset, table, format, w.dtype)
+
+
+def nf4_block(w: Tensor) -> tuple[Tensor, Tensor, None]:
+    """(N, blocks, 64) -> codes, absmax."""
+    values = torch.tensor(CODES["nf4"], device=w.device)
+    absmax = w.abs().amax(-1)
+    scaled = w / torch.where(absmax == 0, 1, absmax)[..., None]
+    return torch.bucketize(scaled, (values[1:] + values[:-1]) / 2), absmax, None
+
+
+def mxfp4_block(w: Tensor) -> tuple[Tensor, Tensor, None]:
+    """(N, blocks, 32) -> codes, exponents + 127."""
+    exponent = (torch.frexp(w.abs().amax(-1)).exponent.to(torch.int32) - 3).clamp(-127, 127)
+    middles = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=w.device)
+    # a tie at these goes up, to an even code
+    middles[1::2] = torch.nextafter(middles[1::2], middles.new_zeros(()))
+    scaled = torch.ldexp(w, -exponent[..., None])
+    codes = torch.bucketize(scaled.abs(), middles) + 8 * torch.signbit(scaled)
+    return codes, (exponent + 127).to(torch.uint8), None
+
+
+def int4_block(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(N, blocks, 128) -> codes, scale in float16, zero."""
+    low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
+    limits = torch.finfo(torch.float16)
+    scale = ((high - low) / 15).clamp(limits.tiny, limits.max).to(torch.float16)
+    zero = (-low / scale.float()).round().clamp(0, 15)
+    codes = ((w / scale.float()[..., None]).round() + zero[..., None]).clamp(0, 15)
+    return codes, scale, zero.to(torch.uint8)
+
+
+def double_quantized(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(E, N, blocks) float32 -> 8-bit numbers, `nested`, `offset` and the table of the 8 bits."""
+    offset, table = absmax.mean(), absmax_table(absmax.device)
+    rest = (absmax - offset).flatten()
+    groups = torch.nn.functional.pad(rest, (0, -len(rest) % NESTED)).view(-1, NESTED)
+    nested = groups.abs().amax(1)
+    scaled = groups / torch.where(nested == 0, 1, nested)[:, None]
+    numbers = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    return numbers.flatten()[: len(rest)].view_as(absmax), nested, offset.repeat(len(absmax)), table
+
+
+def absmax_table(device: torch.device) -> Tensor:
+    """The 256 values that double quantisation rounds to: 0, 1, and 2 ** i steps in [0.1, 1] * 10 ** (i - 6).
+
+    Source: Dettmers 2015, arXiv 1511.04561, the dynamic tree with 7 bits of exponent.
+    """
+    values = [0.0, 1.0]
+    for i in range(7):
+        ends = torch.linspace(0.1, 1, 2**i + 1)
+        steps = (10.0 ** (i - 6) * ((ends[1:] + ends[:-1]) / 2)).tolist()
+        values += steps + [-v for v in steps]
+    return torch.tensor(sorted(values), device=device)

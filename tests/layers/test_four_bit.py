@@ -1,0 +1,250 @@
+"""Experts of 4 bits: `quantize`, adapters on them, and weights in the formats of others."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from moe_aiter import Experts, LoRAExperts, MoE, make_plan, quantization_report, quantize
+from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
+from moe_aiter.layers.four_bit import (
+    STATE,
+    FourBitExperts,
+    from_bitsandbytes,
+    from_mxfp4,
+    to_bitsandbytes,
+)
+
+E, SIZE, T = 4, 128, 12
+formats = pytest.mark.parametrize("format", FORMATS)
+EXPERTS = {
+    "swiglu": {},
+    "oai with biases": {"bias": True, "activation": "swiglu_oai", "interleaved": True},
+    "relu2": {"activation": "relu2"},
+}
+
+
+def dequantized(experts):
+    """The `Experts` that `FourBitExperts` stand for."""
+    full = Experts(
+        E, SIZE, SIZE, activation=experts.activation, interleaved=experts.interleaved,
+        bias=experts.down_bias is not None, dtype=experts.down.dtype, device=experts.down.packed.device,
+    )  # fmt: skip
+    state = {"gate_up": experts.gate_up.dequantize(), "down": experts.down.dequantize()}
+    biases = {name: getattr(experts, name) for name in ("gate_up_bias", "down_bias")}
+    full.load_state_dict(state | {name: b for name, b in biases.items() if b is not None})
+    return full.requires_grad_(False)
+
+
+def routed(device, dtype=torch.float32):
+    x = torch.randn(T, SIZE, device=device, dtype=dtype).requires_grad_()
+    weights = torch.rand(T, 2, device=device).requires_grad_()
+    ids = torch.randint(-1, E - 1, (T, 2), generator=torch.Generator().manual_seed(1))
+    return x, weights, make_plan(ids.to(device), E)
+
+
+def run(module, x, weights, plan):
+    """The output, and the gradients of x, routing weights and trainable parameters."""
+    out = module(x, weights, plan)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    leaves = x, weights, *(p for p in module.parameters() if p.requires_grad)
+    return out, *torch.autograd.grad(out, leaves, dout)
+
+
+def assert_equal(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@formats
+@pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
+def test_frozen_experts(device, format, options):
+    experts = quantize(Experts(E, SIZE, SIZE, device=device, **options), format)
+    assert type(experts) is FourBitExperts and not any(p.requires_grad for p in experts.parameters())
+    inputs = routed(device)
+    assert_equal(run(experts, *inputs), run(dequantized(experts), *inputs))
+
+
+@formats
+@pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.pairwise
+def test_adapters(device, format, options):
+    torch.manual_seed(0)
+    layer = LoRAExperts(quantize(Experts(E, SIZE, SIZE, device=device, **options), format), rank=3)
+    for name, p in layer.named_parameters():
+        if name.endswith("lora.B"):
+            nn.init.normal_(p, std=0.1)
+    full = LoRAExperts(dequantized(layer.base), rank=3)
+    full.load_state_dict({n: p for n, p in layer.state_dict().items() if "lora" in n}, strict=False)
+    inputs = routed(device)
+    assert_equal(run(layer, *inputs), run(full, *inputs))
+
+
+def test_a_layer_trains_its_adapters_and_router(device):
+    torch.manual_seed(0)
+    moe = quantize(MoE(SIZE, SIZE, E, 2, device=device), "nf4")
+    moe.experts = LoRAExperts(moe.experts, rank=4)
+    before = {name: t.clone() for name, t in moe.state_dict().items()}
+    x, target = torch.randn(2, 64, SIZE, device=device)
+    optimizer = torch.optim.Adam([p for p in moe.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (moe(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    after = moe.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    loras = {f"experts.{weight}_lora.{m}" for weight in ("gate_up", "down") for m in "AB"}
+    assert changed == {"router.weight", *loras}
+
+
+@formats
+def test_memory(format):
+    """Of bfloat16's at most 0.29, adapters apart, at sizes where biases do not count."""
+    experts = Experts(2, 256, 256, dtype=torch.bfloat16)
+    size = sum(p.nbytes for p in experts.parameters())
+    packed = quantize(experts, format)
+    assert sum(b.nbytes for b in packed.buffers()) <= 0.29 * size
+    report = quantization_report(
+        MoE(SIZE, SIZE, E, 2), quantize(MoE(SIZE, SIZE, E, 2), format), torch.randn(3, SIZE)
+    )
+    assert [layer.dtype for layer in report.layers] == [format]
+
+
+@formats
+def test_safetensors_round_trip(tmp_path, format):
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    moe = quantize(MoE(SIZE, SIZE, E, 2), format)
+    moe.experts = LoRAExperts(moe.experts, rank=2)
+    safetensors.save_file(moe.state_dict(), tmp_path / "moe.safetensors")
+    other = quantize(MoE(SIZE, SIZE, E, 2), format)
+    other.experts = LoRAExperts(other.experts, rank=2)
+    x = torch.randn(5, SIZE)
+    assert not torch.equal(other(x), moe(x))
+    other.load_state_dict(safetensors.load_file(tmp_path / "moe.safetensors"))
+    assert torch.equal(other(x), moe(x))
+
+
+def test_dtype_moves_no_code_and_no_scale():
+    experts = quantize(Experts(E, SIZE, SIZE, bias=True), "nf4")
+    before = {name: b.clone() for name, b in experts.named_buffers()}
+    experts.bfloat16()
+    assert experts.gate_up.dtype == experts.gate_up_bias.dtype == torch.bfloat16
+    for name, b in experts.named_buffers():
+        assert b.dtype == before[name].dtype and torch.equal(b, before[name])
+    x, weights, plan = routed("cpu", torch.bfloat16)
+    assert experts(x, weights, plan).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match=r"x is torch\.float32 but the weights of 4 bits stand for"):
+        experts(x.float(), weights, plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts(x.float(), weights, plan).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_compiles_and_is_deterministic(device, adapted):
+    moe = quantize(MoE(SIZE, SIZE, E, 2, device=device), "nf4")
+    if adapted:
+        moe.experts = LoRAExperts(moe.experts, rank=2)
+    x = torch.randn(T, SIZE, device=device, requires_grad=True)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(fn(x).square().sum(), x)[0] for fn in (moe, moe, compiled)]
+    assert torch.equal(grads[0], grads[1])
+    torch.testing.assert_close(grads[2], grads[0])
+
+
+def test_skip_and_copies():
+    model = nn.ModuleDict({"a": MoE(SIZE, SIZE, E, 2), "b": MoE(SIZE, SIZE, E, 2)})
+    other = quantize(model, "int4", skip=("a",))
+    kinds = [type(other[name].experts) for name in "ab"]
+    assert kinds == [Experts, FourBitExperts] and type(model["b"].experts) is Experts
+    assert other["a"].experts.down.requires_grad and other["b"].router.weight.requires_grad
+    twin = copy.deepcopy(other)
+    x = torch.randn(3, SIZE)
+    assert torch.equal(twin["b"](x), other["b"](x))
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="Linear has no Experts, whose weights 'nf4' is for"):
+        quantize(nn.Linear(8, 8), "nf4")
+    with pytest.raises(ValueError, match="int4 needs rows of a multiple of 128 numbers"):
+        quantize(Experts(2, 64, 64), "int4")
+    base = quantize(Experts(2, 64, 64), "nf4")
+    with pytest.raises(ValueError, match="dora=True needs the norms of the weight"):
+        LoRAExperts(base, rank=2, dora=True)
+    with pytest.raises(ValueError, match="the weights have 4 bits"):
+        LoRAExperts(base, rank=2).merge()
+    merged = LoRAExperts(Experts(2, 64, 64), rank=2)
+    merged.merge()
+    with pytest.raises(ValueError, match="unmerge them first"):
+        quantize(merged, "nf4")
+
+
+# formats of others
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_bitsandbytes_round_trip(double):
+    """Tensors as bitsandbytes writes them come back bit by bit, and stand for what its formula says."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (E * 6 * 64, 1), generator=generator, dtype=torch.uint8)
+    blocks = E * 6 * 2
+    table = torch.randn(16, generator=generator)
+    how = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [E, 6, 128]}
+    if double:
+        numbers = torch.randint(256, (blocks,), generator=generator, dtype=torch.uint8)
+        nested, more = torch.rand(1, generator=generator), torch.rand(256, generator=generator)
+        how |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
+        absmax = more.double()[numbers.long()] * nested.double() + 0.25
+        state = {"w.absmax": numbers, "w.nested_absmax": nested, "w.nested_quant_map": more}
+    else:
+        state = {"w.absmax": torch.rand(blocks, generator=generator)}
+        absmax = state["w.absmax"].double()
+    text = torch.tensor(list(json.dumps(how).encode()), dtype=torch.uint8)
+    state |= {"w": codes, "w.quant_map": table, f"w.{STATE}": text}
+    weight = from_bitsandbytes(state, "w", (E, 6, 128))
+    high_then_low = torch.stack((codes >> 4, codes & 15), -1).flatten().long()
+    expected = table.double()[high_then_low] * absmax.repeat_interleave(64)
+    assert torch.equal(weight.dequantize().flatten(), expected.float().bfloat16())
+    again = to_bitsandbytes(weight, "w")
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], t) for name, t in state.items())
+
+
+# what quantize_4bit(w, quant_type="nf4", compress_statistics=True) of bitsandbytes 0.50 makes of the w below
+ABSMAX, NESTED, OFFSET = [55, 15, 255], [61.66666793823242], 63.333332
+CODES = bytes.fromhex(
+    "04c16e29f3b05d17e29f3c05d18e2af4c16e18e3b05d17e29f3b05d18e2af4c16d18e3b04c17e29f3b05d17e2af4c06d"
+    "18e2a04c16e29f3b05d17e29f3c05d18e2af4c16e18e3b05d17e29f3b05d18e2af4c16d18e3b04c17e29f3b05d17e2af"
+)
+
+
+def test_bitsandbytes_quantises_alike():
+    w = (torch.arange(192) * 37 % 101 - 50).float().view(1, 3, 64) * torch.tensor([[1.0], [0.3], [2.5]])
+    got = quantized(w, "nf4")
+    assert got.scales.flatten().tolist() == ABSMAX and bytes(got.packed.flatten().tolist()) == CODES
+    assert got.nested.tolist() == pytest.approx(NESTED, rel=1e-6)
+    assert got.offset.tolist() == pytest.approx([OFFSET], rel=1e-6)
+    table = [-0.9929687, -0.9789063, -0.00746875, 0.0, 5.5e-7, 0.2335937, 1.0]
+    assert got.table[16:][[0, 1, 100, 127, 128, 200, 255]].tolist() == pytest.approx(table, rel=1e-6)
+
+
+def test_mxfp4_of_gpt_oss():
+    """Against the definition of its two parts: e2m1 and e8m0."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (2, 6, 3, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(118, 132, (2, 6, 3), generator=generator, dtype=torch.uint8)
+    weight = from_mxfp4(blocks, scales)
+    assert weight.packed.data_ptr() == blocks.data_ptr() and weight.scales is scales
+    expected = torch.empty(2, 6, 3, 32, dtype=torch.float64)
+    for at in torch.cartesian_prod(*map(torch.arange, expected.shape)).tolist():
+        code = int(blocks[(*at[:3], at[3] // 2)]) >> (4 * (at[3] % 2)) & 15
+        sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+        value = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
+        expected[tuple(at)] = (-1) ** sign * value * 2.0 ** (int(scales[tuple(at[:3])]) - 127)
+    assert torch.equal(weight.dequantize().double().view_as(expected), expected)
