@@ -47,6 +47,7 @@ NOT_FUZZED = {
 NOT_REACHED = {  # ops that no case can reach here, and what tests them
     "decide": "torch.compile alone",
     "route_once": "torch.compile alone",
+    "four_bit_gmm": "frozen weights of 4 bits: tests/kernels/grouped/test_four_bit.py",
     "expert_up_split": "torchtitan's models: tests/kernels/experts/test_expert_split.py",
     "record_routing": "Monitor: tests/layers/test_monitor.py",
     **dict.fromkeys(
