@@ -77,6 +77,12 @@ def process_group(name: str):
     return find("torch.distributed.distributed_c10d._resolve_process_group")(name)
 
 
+def symmetric_memory():
+    """Return the module with `empty` and `rendezvous`: memory of GPUs that other ranks can write."""
+    importlib.import_module("torch.distributed._symmetric_memory")  # torch does not import it by itself
+    return find("torch.distributed._symmetric_memory")
+
+
 def flattened(mesh, name: str):
     """Return all ranks of a mesh as one axis of this name; DTensors on `mesh` then need one collective."""
     path = "torch.distributed.device_mesh.DeviceMesh"

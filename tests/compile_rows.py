@@ -23,7 +23,12 @@ from moe_aiter.kernels.quantize.rows import (
     bind_quantize_rows,
     bind_quantize_rows_and_amax,
 )
-from moe_aiter.kernels.rows.permute import bind_permute, bind_row_dots, bind_unpermute
+from moe_aiter.kernels.rows.permute import (
+    bind_permute,
+    bind_row_dots,
+    bind_unpermute,
+    bind_unpermute_columns,
+)
 from moe_aiter.kernels.rows.route import bind_route, bind_route_backward
 from moe_aiter.kernels.rows.sort import bind_sort
 from moe_aiter.kernels.rows.sums import bind_group_sum, bind_weigh_rows
@@ -78,6 +83,12 @@ def run_unpermute(dtype, weighted):
     rows, weights = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
     launch = launcher("unpermute", bind_unpermute)
     launch(new(4096, 2048, dtype=dtype), rows, ints(4096 * 8), ints(4096, 8), weights)
+
+
+def run_add_to_sums(dtype):
+    rows, rank, weights = new(9000, 512, dtype=dtype), ints(4096, 8), new(4096, 8, dtype=torch.float32)
+    add = bind_unpermute_columns(rank.shape, 512, rows.stride(), 2048, add=True)
+    add(new(4096, 2048, dtype=dtype)[:, 512:1024], rows, rank, weights)
 
 
 def run_row_dots(dtype):
@@ -299,6 +310,7 @@ RUNS = {
     "permute weighted float32": lambda: run_permute(torch.float32, True),
     "unpermute": lambda: run_unpermute(torch.bfloat16, False),
     "unpermute weighted": lambda: run_unpermute(torch.bfloat16, True),
+    "unpermute, added": lambda: run_add_to_sums(torch.bfloat16),
     "row_dots": lambda: run_row_dots(torch.bfloat16),
     "weigh_rows": lambda: run_weigh_rows(torch.bfloat16),
     "glu swiglu": lambda: run_glu("swiglu"),

@@ -150,6 +150,10 @@ SAMPLES = {
     "gmm": lambda d: (d(R, H), d(E, H, N), SIZES, d(E, N), d.dtype, [], 0),
     "gmm_into": lambda d: (d(R, N), d(R, H), d(E, H, N), SIZES, d(E, N), [], 0),
     "gmm_unpermute": lambda d: (d(R, F), d(E, F, H), SIZES, d(E, H), ORDER, RANK, d.positive(T, K), 0),
+    "gmm_unpermute_add": lambda d: (
+        d(T, H),
+        *(d(R, F), d(E, F, H), SIZES, d(E, H), ORDER, RANK, d.positive(T, K), 0),
+    ),
     "gmm_unpermute_fp8": lambda d: (
         d(R, F),
         *rows8(d(E, H, F)),

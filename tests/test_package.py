@@ -37,3 +37,20 @@ def test_links_from_an_address(setup):
     assert f"({address}/raw/main/docs/memory.png)" in text and f"[![tests]({address}/actions/" in text
     assert not re.search(RELATIVE_LINK, text)
     assert all(url.startswith(address) for url in setup["urls"]().values())
+
+
+def test_documents_name_every_extra_of_users():
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    documents = ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")
+    named = {name for path in documents for name in re.findall(r"'\.\[(\w+)\]'", path.read_text())}
+    assert named == extras.keys() - {"dev", "docs"}  # those that make installs
+
+
+def test_messages_name_extras_that_exist():
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    call = r"""need\("[\w.]+", "(\w+)"\)|'\.\[(\w+)\]'"""
+    sources = [path.read_text() for path in (*ROOT.glob("moe_aiter/**/*.py"), *ROOT.glob("examples/*"))]
+    named = {a or b for text in sources for a, b in re.findall(call, text)}
+    assert {"hf", "convert", "bench", "peft"} <= named <= extras.keys()

@@ -338,13 +338,11 @@ def dense(p: Problem) -> Contender:
     )
 
 
-def hugging_face(p: Problem, experts: str) -> Contender:
-    """The Qwen3-MoE block, with the given implementation of its experts; moe_aiter is ours."""
+def qwen3_moe(p: Problem, experts: str) -> torch.nn.Module:
+    """Hugging Face's Qwen3-MoE block with the weights of `p` and the given implementation of its experts."""
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    if experts == NAME:
-        register()
     config = Qwen3MoeConfig(
         hidden_size=p.shape.hidden,
         moe_intermediate_size=p.shape.intermediate,
@@ -357,6 +355,14 @@ def hugging_face(p: Problem, experts: str) -> Contender:
         block = Qwen3MoeSparseMoeBlock(config)
     block.gate.weight = parameter(p.router)
     block.experts.gate_up_proj, block.experts.down_proj = parameter(p.gate_up), parameter(p.down)
+    return block
+
+
+def hugging_face(p: Problem, experts: str) -> Contender:
+    """The Qwen3-MoE block, with the given implementation of its experts; moe_aiter is ours."""
+    if experts == NAME:
+        register()
+    block = qwen3_moe(p, experts)
 
     @torch.no_grad()
     def expert_ids() -> Tensor:

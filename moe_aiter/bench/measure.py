@@ -143,15 +143,21 @@ def progress(items: Iterable[T], what: str, name: Callable[[T], str] = str) -> I
             yield item
 
 
-INSTALL = {"transformers": "moe-aiter[hf]", "peft": "moe-aiter[peft]"}  # package: what pip is asked for
+EXTRAS = {"transformers": "hf", "peft": "peft"}  # the extra that installs a package
+
+
+skipped: set[str] = set()  # the peers that `skip` named in this run; --only may name them
 
 
 def skip(peer: str, error: Exception) -> None:
     """Print why a peer is not measured: a package is missing, or something else."""
+    skipped.add(peer)
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]
-        reason = f"pip install '{INSTALL[package]}'" if package in INSTALL else f"{package} is not installed"
+        reason = f"{package} is not installed"
+        if package in EXTRAS:
+            reason += f": pip install '.[{EXTRAS[package]}]' in the source tree"
     print(f"skipping {peer}: {reason}")
 
 

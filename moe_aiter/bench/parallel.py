@@ -18,16 +18,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..distributed import ExpertParallel, expert_mesh
+from ..distributed.transport import region_sizes
+from ..integrations.transformers import parallel_interface
 from ..layers.experts import Experts, local_part
 from ..routing.plan import make_plan
 from ..routing.router import route
 from . import products
-from .layer import RESULTS, SIZES, shape_cells
+from .layer import RESULTS, SIZES, qwen3_moe, shape_cells
 from .measure import (
     PASSES,
+    PEER_ERRORS,
     WHERE,
     Contender,
     PassTimer,
@@ -59,12 +62,8 @@ from .products import Asked, Case, Command, Error, Judge, errors_of
 START = "torchrun --standalone --nproc-per-node N -m moe_aiter.cli bench parallel"
 ONE_GPU = "moe_aiter, one GPU"  # the contender that the others are compared with
 DGATE_UP, DDOWN = RESULTS.index("dgate_up"), RESULTS.index("ddown")
-PEERS = {  # those without a contender yet: package
-    "torchtitan's standard dispatcher": "torchtitan",
-    "Hugging Face's expert parallelism": "transformers",
-    "DeepEP": "deep_ep",
-    "SonicMoE's expert parallelism": "sonicmoe",
-}
+TORCHTITAN, HUGGING_FACE = "torchtitan AllToAllTokenDispatcher", "Hugging Face all_to_all + grouped_mm"
+PEERS = {"DeepEP": "deep_ep", "SonicMoE's expert parallelism": "sonicmoe"}  # without a contender yet: package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,17 +137,26 @@ COMMAND = Command(
         *WHERE,
         *("ranks", "ep", "shape", *SIZES, "routing", "contender"),
         *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
-        *("forward_share", "step_share", "sent_mb", "held_mib", "peak_mib", "error", "torch_error"),
+        *(
+            "forward_share",
+            "step_share",
+            "sent_mb",
+            "pool_mib",
+            "held_mib",
+            "peak_mib",
+            "error",
+            "torch_error",
+        ),
     ],
     (
         "{contender:<40}",
         *(f"{{{name}_ms:13.2f}} {{{name}_tflops:7.2f}}" for name in PASSES),
-        *("{forward_share:7.0f}", "{step_share:5.0f}", "{sent_mb:8.1f}"),
+        *("{forward_share:7.0f}", "{step_share:5.0f}", "{sent_mb:8.1f}", "{pool_mib:8.0f}"),
         *("{held_mib:8.0f}", "{peak_mib:8.0f}", "{error:9.1e}"),
     ),
     asked,
     head=f"{'':<40}{''.join(f'{name} ms, TFLOP/s'.rjust(22) for name in PASSES)} "
-    f"{'% of one GPU':>13} {'sent MB':>8} {'held':>8} {'peak MiB':>8} {'error':>9}",
+    f"{'% of one GPU':>13} {'sent MB':>8} {'pool':>8} {'held':>8} {'peak MiB':>8} {'error':>9}",
     demands=all,
 )
 
@@ -267,11 +275,21 @@ def summed(results: list[Tensor], p: RankProblem) -> list[Tensor]:
 
 
 def contenders(p: RankProblem) -> Iterator[Contender]:
-    """Ours, then plain torch.  An error on one rank ends all: going on would leave the others waiting."""
-    yield ours(p, "moe_aiter, collective", ExpertParallel())
+    """Ours, then plain torch and peers, which are left out on all ranks if they cannot be made.
+
+    An error on one rank while a contender runs ends all: going on would leave the others waiting.
+    """
+    yield ours(p, "moe_aiter, collective", ExpertParallel(transport="collective"))
     yield ours(p, "moe_aiter, collective, keep_x", ExpertParallel(keep_x=True))
+    if p.x.is_cuda:
+        yield ours(p, "moe_aiter, symmetric", ExpertParallel(transport="symmetric"))
     yield ours(p, ONE_GPU, None)
     yield torch_all_to_all(p)
+    for name, build in ((TORCHTITAN, torchtitan), (HUGGING_FACE, hugging_face)):
+        try:
+            yield build(p)
+        except PEER_ERRORS as error:
+            skip(name, error)
     for name, package in PEERS.items():
         if importlib.util.find_spec(package) is None:
             skip(name, ModuleNotFoundError(name=package))
@@ -291,16 +309,26 @@ def ours(p: RankProblem, name: str, style: ExpertParallel | None) -> Contender:
     def run() -> Tensor:
         return experts(p.x, p.routing_weights, make_plan(p.expert_ids, num_experts))
 
-    def as_ours(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(map(local_part, gradients))
-
-    leaves, cells = (p.x, experts.gate_up, experts.down, p.routing_weights), {"sent_mb": 0.0}
+    leaves, sent, pool = (p.x, experts.gate_up, experts.down, p.routing_weights), 0, 0
     if style is not None:
-        cells = {"sent_mb": collective_bytes(p, style.options["keep_x"]) / 1e6}
-    return Contender(name, run, leaves, ours=True, as_ours=as_ours, cells=cells)
+        sent = bytes_sent(p, style.options["keep_x"])
+        if style.options["transport"] == "symmetric":
+            pool = sum(region_sizes(p.mesh.size(), p.x, p.routing_weights))
+    cells = cells_of(sent, pool)
+    return Contender(name, run, leaves, ours=True, as_ours=local_parts, cells=cells)
 
 
-def collective_bytes(p: RankProblem, keep_x: bool) -> int:
+def cells_of(sent: float, pool: int = 0) -> dict[str, float]:
+    """Return the columns for bytes: what a rank sends in a step, and buffers that torch's allocator does not
+    count."""
+    return {"sent_mb": sent / 1e6, "pool_mib": pool / 2**20}
+
+
+def local_parts(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(map(local_part, gradients))
+
+
+def bytes_sent(p: RankProblem, keep_x: bool) -> int:
     """Return the bytes that a rank sends in a step: for each token of each other rank, or of its own to it.
 
     X, output, dO and dX travel, X twice unless it is kept; ids and weights of 4 bytes, and their gradients.
@@ -339,13 +367,79 @@ def torch_all_to_all(p: RankProblem) -> Contender:
         weighted = y * p.routing_weights.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(p.x).index_add(0, order // top_k, weighted)
 
-    cells = {"sent_mb": all_to_all_bytes(p) / 1e6}
+    cells = cells_of(all_to_all_bytes(p))
     leaves = (p.x, gate_up, down, p.routing_weights)
     return Contender("torch all_to_all_single + grouped_mm", run, leaves, ours=True, cells=cells)
 
 
+def torchtitan(p: RankProblem) -> Contender:
+    """The routed experts of torchtitan's MoE, called as there, with `spmd_backend="partial_dtensor"`.
+
+    The all-to-all of its default "spmd_types" copies the received rows once more, and gloo refuses it.
+    """
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    tokens, hidden, width, num_experts, top_k = p.shape.sizes
+    if p.x.dtype != torch.bfloat16:
+        raise ValueError("its products are in bfloat16")
+    if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # which its dispatcher calls
+        raise ImportError("torchtitan 0.3 needs torch 2.12 or newer")
+    config = RoutedExperts.Config(
+        inner_experts=GroupedExperts.Config(dim=hidden, hidden_dim=width, num_experts=num_experts),
+        token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
+    )
+    with torch.device("meta"):
+        routed = config.build()
+    set_spmd_backend("partial_dtensor")
+    routed.token_dispatcher.wire_meshes(ep_mesh=p.mesh)
+    mine, experts = slice(p.mine.start, p.mine.stop), routed.inner_experts
+    gate, up = (w.contiguous() for w in p.gate_up.detach()[mine].chunk(2, 1))
+    experts.w1_EFD, experts.w3_EFD, experts.w2_EDF = map(parameter, (gate, up, p.down[mine]))
+
+    def run() -> Tensor:
+        chosen = torch.zeros(tokens, num_experts, dtype=torch.bool, device=p.x.device)
+        counts = chosen.scatter_(1, p.expert_ids, True).sum(0)
+        return routed(p.x[None], p.routing_weights[None], p.expert_ids[None], counts)[0]
+
+    def as_ours(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        dx, dgate, dup, *rest = gradients
+        return dx, torch.cat([dgate, dup], 1), *rest
+
+    leaves = (p.x, experts.w1_EFD, experts.w3_EFD, experts.w2_EDF, p.routing_weights)
+    return Contender(
+        TORCHTITAN,
+        run,
+        leaves,
+        ours=True,
+        as_ours=as_ours,
+        cells=cells_of(all_to_all_bytes(p)),
+    )
+
+
+def hugging_face(p: RankProblem) -> Contender:
+    """The experts of Qwen3-MoE under the plan that a model with `DistributedConfig(ep_size=...)` applies."""
+    block = qwen3_moe(p, "grouped_mm")
+    if parallel_interface() is None:
+        raise ImportError("ranks with tokens of their own need transformers 5.23 or newer")
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    experts = block.experts
+    plan = experts.config.base_model_ep_plan
+    plan = {name.removeprefix("layers.*.mlp."): style for name, style in plan.items()}
+    alone = init_device_mesh(p.x.device.type, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))["tp"]
+    apply_expert_parallelism(block, p.mesh, alone, plan, "all_to_all")
+
+    def run() -> Tensor:  # its router returns weights in the dtype of x
+        return experts(p.x, p.expert_ids, p.routing_weights.to(p.x.dtype))
+
+    leaves, cells = (p.x, *experts.parameters(), p.routing_weights), cells_of(all_to_all_bytes(p))
+    return Contender(HUGGING_FACE, run, leaves, ours=True, as_ours=local_parts, cells=cells)
+
+
 def all_to_all_bytes(p: RankProblem) -> float:
-    """Return the most bytes that a rank sends in a step, with the inputs at hand.
+    """Return the most bytes that a rank sends in a step of an all-to-all contender, with the inputs at hand.
 
     X and dO of each choice go to another rank, the output and dX of each choice of other ranks go back.
     """

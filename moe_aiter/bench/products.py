@@ -53,6 +53,7 @@ from .measure import (
     progress,
     provenance,
     refuse,
+    skipped,
     widen,
 )
 
@@ -150,6 +151,7 @@ def run(command: Command, args: argparse.Namespace) -> int:
     """Measure every case asked for; 1 if one of ours was not as good as torch."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     only, any_dtype = getattr(args, "only", None), getattr(args, "dtype", None)
+    skipped.clear()
     try:
         cases = ready(command, args, kind)
     except ValueError as mistake:
@@ -196,9 +198,10 @@ def ready(command: Command, args: argparse.Namespace, kind: str) -> list[Asked]:
 
 
 def strangers(command: Command, problem: Problem, only: list[str] | None) -> str:
-    """What is wrong with the words of --only; nothing where contenders match them."""
+    """What is wrong with the words of --only; nothing where contenders or skipped peers match them."""
     names = [getattr(contender, "name", contender) for contender in problem.contenders]
-    unknown = [word for word in only or () if not any(word in name for name in names)]
+    unknown = [word for word in only or () if not any(word in name for name in [*names, *skipped])]
+    unknown = [word for word in unknown if not any(peer in word for peer in skipped)]  # as with "layer: "
     if not unknown or not command.demands or command.demands(word not in unknown for word in only):
         return ""
     return f"--only: no contender matches {', '.join(unknown)}; there are {', '.join(map(repr, names))}"

@@ -6,11 +6,11 @@ The README gets a summary, between two markers; benchmarks/FIGURES.md gets all, 
 import contextlib
 import csv
 import dataclasses
-import importlib
 import pathlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
+from ..files import need
 from .layer import ADDED
 from .measure import refuse
 from .problem import DEFAULT, GROUPS, SHAPES
@@ -122,9 +122,9 @@ def draw(rows: list[dict], place: pathlib.Path) -> None:
     if not todo:
         return
     try:
-        matplotlib_figure = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        print("no plots: matplotlib is not installed", file=sys.stderr)
+        matplotlib_figure = need("matplotlib.figure", "bench")
+    except ImportError as error:
+        print(f"no plots: {error}", file=sys.stderr)
         return
     (place / "docs").mkdir(exist_ok=True)
     for name, (plot, lines) in todo.items():
@@ -199,6 +199,14 @@ REPORTS = {
         "shape",
         ("tokens", "hidden", "intermediate", "experts", "top_k", "rank"),
     ),
+    "parallel.csv": Report(
+        "Expert parallelism",
+        ("forward_share", "step_share"),
+        "percent of the rate of one GPU that holds all experts, forward / step",
+        ("device", "dtype", "ranks", "ep", "routing"),
+        "shape",
+        ("tokens", "hidden", "intermediate", "experts", "top_k"),
+    ),
 }
 FAMILIES = "products.csv"  # of `bench gemm`
 OURS = "moe_aiter"
@@ -223,9 +231,10 @@ def section(report: Report, source: pathlib.Path) -> str:
         rows = [row | {"shape": row[report.subject]} for row in csv.DictReader(file) if not row.get("tile")]
     rows = newest(rows, lambda row: tuple(row[name] for name in (*report.tables, "shape", "contender")))
     lines = [f"\n## {report.title}\n"]
-    for names, part in grouped(rows, lambda row: tuple(row[name] for name in report.tables)):
-        device, *others = names
-        lines.append(f"**{device}**{''.join(f', {name}' for name in others)} ({versions(part)})\n")
+    for values, part in grouped(rows, lambda row: tuple(row[name] for name in report.tables)):
+        named = zip(report.tables[1:], values[1:], strict=True)
+        others = "".join(f", {f'{name} {value}' if value.isdigit() else value}" for name, value in named)
+        lines.append(f"**{values[0]}**{others} ({versions(part)})\n")
         lines.append(table_of(report, part))
         lines += [EARLIER] * any(earlier(part))
     return "\n".join(lines)

@@ -52,9 +52,14 @@ def launch_dispatch(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
 def launch_combine(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=process_group(group))
-    rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    add_parts(out, received, ranks)
+
+
+def add_parts(out: Tensor, parts: Tensor, ranks: int) -> None:
+    """Write the sum over the ranks of `parts` (R * T, N), in their order, to `out` (T, N)."""
+    rows = torch.arange(parts.shape[0], dtype=torch.int32, device=parts.device)
     rank = rows.view(ranks, -1).t().contiguous()  # (T, R): the row of each rank
-    fill("unpermute", out, received, rows, rank, None)  # which reads `rank` alone
+    fill("unpermute", out, parts, rows, rank, None)  # which reads `rank` alone
 
 
 def backward_dispatch(ctx, dout):

@@ -4,15 +4,19 @@
     experts    each rank computes the rows of its own experts, as it would for a batch of its own
     combine    each rank adds up, in the order of the ranks, what they computed for its tokens
 
-Rows are computed in windows of a fixed size, of which the first usually holds all.  Rows past the first
-window take further passes: more time, the same result, no more memory.
+`transport.py` says how the ranks send.  Rows are computed in windows of a fixed size, of which the first
+usually holds all.  Rows past the first window take further passes: more time, the same result, no more
+memory.
 
 All of this is one autograd node, `Dispatched`.  Its forward pass records the experts' own graph, and takes
 what they save for itself, so that checkpointing sees one node's tensors; the tokens of other ranks are left
-out.  Its backward pass receives these tokens again, and runs the recorded graph.  `keep_x` and torch.compile
-use plain operations instead, which keep the tokens.
+out.  Its backward pass receives these tokens again, and runs the recorded graph.  Through symmetric memory,
+tokens arrive while the down-projection's gradients are computed, and the gradients of tokens leave while the
+gradient of gate_up is.  `keep_x` and torch.compile use plain operations instead, which keep the tokens.
 """
 
+import contextlib
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -32,12 +36,26 @@ from ..kernels.base.check import (
     checked,
     wide,
 )
-from ..layers.experts import cast_as_linear
+from ..kernels.experts.up import early_dx
+from ..layers.experts import Experts, cast_as_linear
 from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan, make_plan
-from .collective import all_gather, combine_tokens, dispatch_tokens
+from .collective import all_gather
+from .overflow import add_gradients, add_output, can_add
 from .slots import ids_of, local_ids, pad, window, windows
+from .transport import (
+    DOUT,
+    ROUTING,
+    TRANSPORTS,
+    Collective,
+    Pool,
+    X,
+    exchange,
+    pool_for,
+    region_sizes,
+    uses_symmetric,
+)
 
 log = logging.getLogger("moe_aiter")
 
@@ -57,6 +75,11 @@ class ExpertDispatcher:
                 numbers, with MOE_AITER_DEBUG=1 every call, and raises ValueError on all ranks.
     keep_x      True keeps the tokens of all ranks for backward, R * T rows a layer; False sends the
                 tokens again.  Under torch.compile they are always kept.
+    transport   "symmetric": GPUs of one host copy into each other's memory, by torch's symmetric memory.  All
+                layers of a group share a buffer of some 3 * R * T rows on each GPU, and all calls must be on
+                one stream.  "collective": an all-gather and an all-to-all, also between hosts and on CPUs.
+                "auto": "symmetric" if the first call finds that it works on all ranks.  `keep_x` and
+                torch.compile always use "collective".
 
     All ranks must make the same calls in the same order, forward and backward, also with no tokens, and the
     same inputs and weights must require gradients: otherwise ranks wait for each other without end.  That
@@ -72,16 +95,18 @@ class ExpertDispatcher:
         rows: float = 2.0,
         max_tokens: int | None = None,
         keep_x: bool = False,
+        transport: str = "auto",
     ):
         check_sizes(num_experts=num_experts)
-        check_options(rows, max_tokens)
+        check_options(rows, max_tokens, transport)
         # by name: the threads of a group end with the last object that holds the group itself
         self.group, self.ranks = group.group_name, group.size()
         self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
         each = experts_of_a_rank(num_experts, self.ranks)
         self.first = group.rank() * each
         self.count = min(each, num_experts - self.first)
-        self.called = False
+        self.transport, self.collective = transport, Collective(self.group, self.ranks)
+        self.symmetric = self.called = False
 
     def __repr__(self) -> str:
         last = self.first + self.count - 1
@@ -95,17 +120,24 @@ class ExpertDispatcher:
         plan = self.checked_plan(x, routing_weights, plan)
         tokens, compiles = x.shape[0], torch.compiler.is_compiling()
         (x,) = cast_as_linear(x)  # fewer bytes travel
-        ids, s, weights = ids_of(plan), wide(routing_weights), experts.local_weights()
+        s, weights = wide(routing_weights), experts.local_weights()
         if not (compiles or self.called):
             self.log_traffic(x, weights)
         self.check_tokens(x, compiles)
         if self.max_tokens is not None:
-            x, s, ids = (pad(t, self.max_tokens, fill) for t, fill in ((x, 0), (s, 0), (ids, -1)))
+            x, s = (pad(t, self.max_tokens) for t in (x, s))
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
-        if trains and weights and not (compiles or self.keep_x):
-            out = Dispatched.apply(self, experts, x, ids, s, *weights)
+        plain = compiles or self.keep_x or (trains and not weights)
+        transport = self.collective if plain else self.transport_for(x, s)
+        if trains and not plain:
+            out = Dispatched.apply(self, transport, experts, plan, x, s, *weights)
         else:
-            out = self.combine(self.passes(experts, *self.arrive(x, ids, s), weights))
+            transport.begin()
+            slots, s, plan = self.arrive(transport, x, s, plan)
+            partial, others = self.passes(experts, slots, s, plan, weights)
+            if others:
+                add_output(partial, experts, slots, s, others, weights)
+            (out,) = exchange(transport.combine(), partial)
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
     def checked_plan(self, x: Tensor, routing_weights: Tensor, plan: tuple) -> RoutePlan:
@@ -146,36 +178,57 @@ class ExpertDispatcher:
                 f"the ranks of an expert-parallel group have {counts} tokens: pass the same number on each, "
                 "or set max_tokens, to which fewer are padded"
             )
+        if not (compiles or self.called):
+            self.symmetric = uses_symmetric(self.transport, process_group(self.group), x.device)
         self.called = self.called or not compiles
 
-    def dispatch(self, x: Tensor) -> Tensor:
-        return dispatch_tokens(x, self.group, self.ranks)
+    def transport_for(self, x: Tensor, s: Tensor) -> Collective | Pool:
+        if not self.symmetric:
+            return self.collective
+        return pool_for(process_group(self.group), region_sizes(self.ranks, x, s), x.device)
 
-    def combine(self, x: Tensor) -> Tensor:
-        return combine_tokens(x, self.group, self.ranks)
+    def arrive(
+        self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan
+    ) -> tuple[Tensor, Tensor, RoutePlan]:
+        """Return the tokens of all slots (R * T, H), their routing weights, and the plan of own experts.
 
-    def arrive(self, x: Tensor, ids: Tensor, s: Tensor) -> tuple[Tensor, Tensor, RoutePlan]:
-        """Return the tokens of all slots (R * T, H), their routing weights, and the plan of own experts."""
+        Tokens travel while the routing is sent and the plan is made.
+        """
+        tokens = transport.dispatch(X)
+        tokens.send(x)
+        ids = pad(ids_of(plan), s.shape[0], -1)
         # ids travel with the weights, as numbers of the same bits
-        routing = self.dispatch(torch.cat([ids.to(INTEGERS[s.dtype]).view(s.dtype), s], 1))
+        routing = torch.cat([ids.to(INTEGERS[s.dtype]).view(s.dtype), s], 1)
+        (routing,) = exchange(transport.dispatch(ROUTING), routing)
         ids, s = routing.split(s.shape[1], 1)
         ids = ids.detach().contiguous().view(INTEGERS[s.dtype])
-        return self.dispatch(x), s, make_plan(local_ids(ids, self.first, self.count), self.count)
+        plan = make_plan(local_ids(ids, self.first, self.count), self.count)
+        s = s.clone()  # the weights may be saved, but a pool's memory is used again
+        return *tokens.receive(), s, plan
+
+    def window_sizes(self, plan: RoutePlan) -> tuple[int, int]:
+        choices = plan.rank.numel()
+        return windows(choices, int(min(self.rows / self.ranks, 1) * choices))
 
     def windows(self, plan: RoutePlan) -> list[RoutePlan]:
-        choices = plan.rank.numel()
-        count, rows = windows(choices, int(min(self.rows / self.ranks, 1) * choices))
+        count, rows = self.window_sizes(plan)
         return [plan] if count == 1 else [window(plan, i * rows, rows) for i in range(count)]
 
     def passes(
         self, experts: nn.Module, slots: Tensor, s: Tensor, plan: RoutePlan, weights: Sequence[Tensor | None]
-    ) -> Tensor:
-        """Return the sum over all windows, (R * T, H), of which the first alone keeps pre-activations."""
+    ) -> tuple[Tensor, list[RoutePlan]]:
+        """Return the sum over the windows, (R * T, H), and windows that `overflow.py` has yet to add.
+
+        What autograd records of later windows does not keep pre-activations.
+        """
         first, *others = self.windows(plan)
         out = experts.compute(slots, s, first, weights)
+        by_autograd = torch.compiler.is_compiling() or (self.keep_x and out.requires_grad)
+        if not by_autograd and can_add(experts, slots):
+            return out, others
         for plan in filter(has_rows, others):
             out = wide(out) + wide(experts.compute(slots, s, plan, weights, recompute="z"))
-        return out.to(slots.dtype)
+        return out.to(slots.dtype), []
 
 
 def experts_of_a_rank(num_experts: int, ranks: int) -> int:
@@ -189,14 +242,16 @@ def experts_of_a_rank(num_experts: int, ranks: int) -> int:
     return each
 
 
-def check_options(rows: float, max_tokens: int | None) -> None:
+def check_options(rows: float, max_tokens: int | None, transport: str) -> None:
     check_positive(rows=rows)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
     if max_tokens is not None:
         check_sizes(max_tokens=max_tokens)
 
 
 def has_rows(plan: RoutePlan) -> bool:
-    """Return False if a plan surely has no rows: on a CPU, where looking waits for nothing."""
+    """Return False if a plan certainly has no rows, which only a CPU can tell without waiting."""
     sizes = plan.group_sizes
     return torch.compiler.is_compiling() or not sizes.is_cpu or bool(sizes.any())
 
@@ -205,21 +260,26 @@ class Saved:
     """What the operations inside of `Dispatched` save for backward, the slots by a number alone.
 
     torch saves these tensors as those of the one node that `Dispatched` is, so that activation checkpointing
-    and offloading treat them as usual.
+    and offloading treat them as usual.  In backward, `again` is the transfer that brings the slots again.
     """
 
     def __init__(self, slots: Tensor):
-        self.slots, self.tensors, self.uses_slots = slots, [], False
+        self.slots, self.tensors, self.uses_slots, self.again = slots, [], False, None
 
     def pack(self, t: Tensor) -> int:
-        if t.shape == self.slots.shape and t.dtype == self.slots.dtype and is_alias(t, self.slots):
-            self.uses_slots = True
-            return -1
+        if is_alias(t, self.slots):
+            if t.shape == self.slots.shape and t.dtype == self.slots.dtype:
+                self.uses_slots = True
+                return -1
+            t = t.clone()  # the memory of slots is used again
         self.tensors.append(t)
         return len(self.tensors) - 1
 
     def unpack(self, number: int) -> Tensor:
-        return self.slots if number < 0 else self.tensors[number]
+        if number >= 0:
+            return self.tensors[number]
+        (slots,) = self.again.receive()
+        return slots
 
 
 def leaf(t: Tensor | None, needs_grad: bool) -> Tensor | None:
@@ -251,44 +311,80 @@ class Dispatched(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, dispatcher: ExpertDispatcher, experts: nn.Module, x, ids, s, *weights):
-        _, _, needs_x, _, *needs = ctx.needs_input_grad
-        slots, slots_s, plan = dispatcher.arrive(x, ids, s)
+    def forward(ctx, dispatcher: ExpertDispatcher, transport, experts: nn.Module, plan, x, s, *weights):
+        *_, needs_x, needs_s = ctx.needs_input_grad[:6]
+        needs = needs_s, *ctx.needs_input_grad[6:]
+        transport.begin()
+        slots, slots_s, plan = dispatcher.arrive(transport, x, s, plan)
         saved = Saved(slots)
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
             anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
             leaves = [leaf(t, need) for t, need in zip((slots_s, *weights), needs, strict=True)]
-            out = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
+            out, others = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
             ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
-        ctx.dispatcher, ctx.saved, ctx.x_shape = dispatcher, saved, x.shape
+        out = out.detach()
+        if others:
+            add_output(out, experts, slots, slots_s, others, weights)
+        ctx.experts, ctx.transport, ctx.saved = experts, transport, saved
+        several = dispatcher.window_sizes(plan)[0] > 1
+        # unless autograd adds up dx, the first dx that is computed is all of it but the windows that we add
+        ctx.early = type(experts) is Experts and (bool(others) or not several)
         # DTensors hide from autograd that a weight has changed
         ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
         ctx.versions = tuple(map(version_of, ctx.parameters))
-        ctx.save_for_backward(x if saved.uses_slots else None, *saved.tensors)
+        rest = (slots_s, *weights, *itertools.chain(*others)) if others else ()
+        ctx.num_others = len(others)
+        # tokens travel again on all ranks or on none, also where only one of them has further windows
+        ctx.save_for_backward(x if saved.uses_slots or several else None, *rest, *saved.tensors)
         saved.slots, saved.tensors = None, []  # what torch saves may be other tensors by then
-        out = out.detach()
         del slots, anchored, leaves  # before the sums of other ranks arrive
-        return dispatcher.combine(out)
+        return exchange(transport.combine(), out)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        dispatcher, saved = ctx.dispatcher, ctx.saved
+        experts, saved, transport = ctx.experts, ctx.saved, ctx.transport
         if tuple(map(version_of, ctx.parameters)) != ctx.versions:
             raise RuntimeError(
                 "a weight of shared experts was changed in place between the forward and the backward pass, "
                 "by an optimizer step say, and backward needs the weight as it was"
             )
         x, *saved.tensors = saved_tensors(ctx)
-        dslots = dispatcher.dispatch(dout)
-        saved.slots = None if x is None else dispatcher.dispatch(x)
+        if ctx.num_others:
+            slots_s, *weights = (saved.tensors.pop(0) for _ in range(5))
+            others = [RoutePlan(*(saved.tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
+        transport.begin()
+        arriving, again, sums = transport.dispatch(DOUT), transport.dispatch(X), transport.combine()
+        arriving.send(dout)
+        if x is not None:
+            again.send(x)
+        saved.again = again
+
+        def add_others(gradients: list) -> None:
+            if ctx.num_others:
+                inputs = experts, *again.receive(), slots_s, others, weights
+                add_gradients(gradients, *arriving.receive(), *inputs)
+
+        def leave(dx: Tensor) -> None:
+            add_others([dx, *[None] * 5])
+            sums.send(dx)
+
         edges = [edge for edge in ctx.edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         try:
-            computed = iter(torch.autograd.grad(ctx.edge, edges, dslots, **how))
+            with early_dx.set(leave) if ctx.early else contextlib.nullcontext():
+                computed = iter(torch.autograd.grad(ctx.edge, edges, arriving.receive(), **how))
         finally:
-            saved.slots, saved.tensors = None, []
-        del dslots
+            saved.again, saved.tensors = None, []
+        if x is not None:
+            again.receive()  # on all ranks, also where nothing has read them
         dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
-        dx, ds = (None if d is None else dispatcher.combine(d) for d in (dx, ds))
-        return None, None, dx, None, ds, *dweights
+        left = bool(sums.sent)
+        add_others([None if left else dx, ds, *dweights])
+        arriving = again = None  # what a collective has received is free before the sums arrive
+        for d in (None if left else dx, ds):
+            if d is not None:
+                sums.send(d)
+        arrived = iter(sums.receive() if sums.sent else ())
+        dx, ds = (None if d is None else next(arrived) for d in (dx, ds))
+        return None, None, None, None, dx, ds, *dweights

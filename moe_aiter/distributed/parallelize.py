@@ -33,6 +33,7 @@ def parallelize(
     rows: float = 2.0,
     max_tokens: int | None = None,
     keep_x: bool = False,
+    transport: str = "auto",
     fsdp: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
@@ -51,7 +52,7 @@ def parallelize(
     mean of the ranks' losses.
 
     mesh        from `expert_mesh`.  Experts are sharded over both axes, everything else over all ranks.
-    rows, max_tokens, keep_x    see `ExpertDispatcher`.
+    rows, max_tokens, keep_x, transport    see `ExpertDispatcher`.
     fsdp        False shares the experts only.  Then the gradients of an expert are those of the sum of the
                 ranks' losses, and others those of a rank's own: `reduce_gradients` makes means of both.
     mp_policy, reshard_after_forward    those of `fully_shard`.  Routing weights stay float32.
@@ -63,7 +64,7 @@ def parallelize(
     and for a parameter that two modules of experts share.
     """
     check_mesh(mesh)
-    style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x)
+    style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x, transport=transport)
     found = experts_of(model)
     if any(map(is_fsdp, model.modules())):
         raise ValueError("model is sharded by FSDP2 already: call parallelize once, on the whole model")

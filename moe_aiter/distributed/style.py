@@ -25,10 +25,17 @@ class ExpertParallel(ParallelStyle):
     """
 
     @checked
-    def __init__(self, *, rows: float = 2.0, max_tokens: int | None = None, keep_x: bool = False):
+    def __init__(
+        self,
+        *,
+        rows: float = 2.0,
+        max_tokens: int | None = None,
+        keep_x: bool = False,
+        transport: str = "auto",
+    ):
         super().__init__()
-        check_options(rows, max_tokens)
-        self.options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x}
+        check_options(rows, max_tokens, transport)
+        self.options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x, "transport": transport}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, KINDS):

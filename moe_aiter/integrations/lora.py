@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..files import drafted, read_json
+from ..files import drafted, need, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
 from ..layers.lora import LoRAFactors, load_stacked, per_expert, stacked
 from ..private_api import hooks_before
@@ -118,8 +118,7 @@ def save_lora(
     Raises ValueError for a model without adapters and, unless `per_expert`, with DoRA; ImportError without
     safetensors.
     """
-    from safetensors.torch import save
-
+    save = need("safetensors.torch", "convert").save
     if not isinstance(layers, (tuple, list)) or [type(name) for name in layers] != [str] * 3:
         raise ValueError(f"layers must be three names, of gate, up and down, not {layers!r}")
     modules = {name: getattr(module, ADAPTERS) for name, module in adapted_experts(model).items()}
@@ -156,8 +155,7 @@ def load_lora(
     Raises ValueError for another kind of directory and for tensors that fit no experts of the model, KeyError
     and ValueError for tensors that are missing or of another shape; then the model is unchanged.
     """
-    from safetensors.torch import load_file
-
+    load_file = need("safetensors.torch", "convert").load_file
     directory = pathlib.Path(directory)
     try:
         config = read_json(directory / CONFIG)

@@ -2,8 +2,8 @@
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
 
+from ..files import need
 from ..kernels.base.check import check_group, checked
 from ..layers.monitor import Monitor, Recorder, scalars_of
 from ..routing.plan import make_plan
@@ -11,6 +11,8 @@ from ..routing.router import Routing
 from .transformers import is_experts
 
 __all__ = ["ExpertsMonitor", "MonitorCallback", "watch"]
+
+TrainerCallback = need("transformers", "hf").TrainerCallback
 
 
 class ExpertsMonitor(Monitor):

@@ -106,8 +106,8 @@ def opened_log(name: str | None, run: Path, settings: dict, step: int) -> Iterat
 def start_log(name: str, run: Path, settings: dict):
     """A run of W&B, or of trackio, which has the same functions."""
     if name == "trackio":
-        return need(name).init(project="moe-aiter", name=run.name, config=settings)
-    wandb = need(name)
+        return need(name, name).init(project="moe-aiter", name=run.name, config=settings)
+    wandb = need(name, name)
     try:
         return wandb.init(project="moe-aiter", name=run.name, config=settings, dir=str(run))
     except wandb.Error as error:

@@ -77,6 +77,23 @@ def test_a_peer_that_cannot_run_is_left_out(problem, monkeypatch, capsys):
         check([broken], problem)
 
 
+@pytest.mark.parametrize("word", ["Sonic", "layer: SonicMoE"])
+def test_only_may_name_a_skipped_peer(word, monkeypatch, tmp_path, capsys):
+    def broken():
+        raise ImportError("undefined symbol")
+
+    path = tmp_path / "layer.csv"
+    flags = "--device", "cpu", "--shape", "toy", "--reps", 1, "--dtype", "float32", "--out", path
+    monkeypatch.setattr(layer, "peers", lambda p: [("SonicMoE", broken)])
+    assert run("layer", *flags, "--only", "loop", word) == 0
+    assert "skipping SonicMoE: ImportError: undefined symbol" in capsys.readouterr().out
+    assert [row["contender"] for row in read(path)] == ["for-loop over experts"]
+    assert run("layer", *flags, "--only", word) == 0 and len(read(path)) == 1
+    monkeypatch.setattr(layer, "peers", lambda p: [])
+    assert run("layer", *flags, "--only", "loop", word) == 2
+    assert f"no contender matches {word}; there are" in capsys.readouterr().err
+
+
 def test_a_wrong_contender_of_ours_fails_the_command(monkeypatch, capsys):
     wrong = layer.contenders
 
@@ -259,10 +276,13 @@ def test_arguments_have_help():
     assert "layer | gmm | deepgemm | segment | gemm | lora | parallel | report" in parser.format_help()
 
 
+NO_TRANSFORMERS = "transformers is not installed: pip install '.[hf]' in the source tree"
+
+
 @pytest.mark.parametrize(
     "error, reason",
     [
-        (ModuleNotFoundError(name="transformers.models"), "pip install 'moe-aiter[hf]'"),
+        (ModuleNotFoundError(name="transformers.models"), NO_TRANSFORMERS),
         (ModuleNotFoundError(name="scattermoe"), "scattermoe is not installed"),
         (ValueError("no such GPU"), "ValueError: no such GPU"),
     ],

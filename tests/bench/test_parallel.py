@@ -15,6 +15,7 @@ import torch.distributed as dist
 from moe_aiter import cli
 from moe_aiter.bench import measure, parallel
 from moe_aiter.bench.measure import PASSES
+from moe_aiter.integrations.transformers import parallel_interface
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TOY = ("--device", "cpu", "--shape", "64,32,24,8,2", "--reps", "1", "--dtype", "float32")
@@ -42,21 +43,41 @@ def alone(monkeypatch):
         dist.destroy_process_group()
 
 
-def test_two_ranks(tmp_path):
+def peers(dtype: str) -> dict[str, str]:
+    """The reason why each peer is left out here; empty where it runs."""
+    reasons = dict.fromkeys((parallel.TORCHTITAN, parallel.HUGGING_FACE), "")
+    if importlib.util.find_spec("torchtitan") is None:
+        reasons[parallel.TORCHTITAN] = "torchtitan is not installed"
+    elif dtype != "bfloat16":
+        reasons[parallel.TORCHTITAN] = "ValueError: its products are in bfloat16"
+    elif not hasattr(torch.compiler, "_is_non_strict_tracing"):
+        reasons[parallel.TORCHTITAN] = "ImportError: torchtitan 0.3 needs torch 2.12 or newer"
+    if importlib.util.find_spec("transformers") is None:
+        reasons[parallel.HUGGING_FACE] = "pip install 'moe-aiter[hf]'"
+    elif parallel_interface() is None:
+        reasons[parallel.HUGGING_FACE] = "ImportError: ranks with tokens of their own need transformers 5.23"
+    for name, package in parallel.PEERS.items():
+        there = importlib.util.find_spec(package) is not None
+        reasons[name] = "there is no contender for it yet" if there else f"{package} is not installed"
+    return reasons
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks(dtype, tmp_path):
     """With all tokens at the experts of one rank: the other one computes no rows."""
     path = tmp_path / "new" / "parallel.csv"
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = (*start, "-m", "moe_aiter.cli", "bench", "parallel", *TOY)
-    command = (*command, "--routing", "one-rank", "--out", path)
+    command = (*command, "--routing", "one-rank", "--dtype", dtype, "--out", path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, ep 2") == 1  # the first rank alone prints
-    for name, package in parallel.PEERS.items():
-        there = importlib.util.find_spec(package) is not None
-        reason = "there is no contender for it yet" if there else f"{package} is not installed"
-        assert f"skipping {name}: {reason}" in done.stdout
+    reasons = peers(dtype)
+    for name, reason in reasons.items():
+        assert (f"skipping {name}: {reason}" in done.stdout) == bool(reason), done.stdout
+    others = [name for name, reason in reasons.items() if not reason]
     rows = read(path)
-    assert list(rows) == [COLLECTIVE, KEPT, parallel.ONE_GPU, TORCH]
+    assert list(rows) == [COLLECTIVE, KEPT, parallel.ONE_GPU, TORCH, *others]
     one = rows[parallel.ONE_GPU]
     for row in rows.values():
         assert list(row) == parallel.COMMAND.fields
@@ -70,12 +91,13 @@ def test_two_ranks(tmp_path):
         for name in ("forward", "step"):
             share = 100 * float(one[f"{name}_ms"]) / float(row[f"{name}_ms"])
             assert float(row[f"{name}_share"]) == pytest.approx(share, rel=1e-2)
-    numbers = 64 * 32  # of a rank's tokens
+    size = 64 * 32 * getattr(torch, dtype).itemsize  # of a rank's tokens
+    to_experts = 2 * 2 * size + 8 * 4  # the other rank's choices and their dO, or what they get back
     expected = {
-        COLLECTIVE: 4 * (5 * numbers + 64 * 3 * 2),
-        KEPT: 4 * (4 * numbers + 64 * 4 * 2),
+        COLLECTIVE: 5 * size + 4 * 64 * 3 * 2,
+        KEPT: 4 * size + 4 * 64 * 4 * 2,
         parallel.ONE_GPU: 0,
-        TORCH: 4 * 2 * 2 * numbers + 8 * 4,  # the other rank's choices and their dO, or what they get back
+        **dict.fromkeys((TORCH, *others), to_experts),
     }
     assert {name: float(row["sent_mb"]) for name, row in rows.items()} == pytest.approx(
         {name: size / 1e6 for name, size in expected.items()}, rel=1e-3

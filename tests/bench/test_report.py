@@ -271,4 +271,4 @@ def test_a_report_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     rows = [measured(n, contender="x") for n in GROUPS["tokens"]]
     assert all("tflops.png" in text for text in documents_of(rows, tmp_path))
-    assert "no plots: matplotlib is not installed" in capsys.readouterr().err
+    assert "no plots: matplotlib is missing: pip install '.[bench]'" in capsys.readouterr().err

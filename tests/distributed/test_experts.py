@@ -1,7 +1,9 @@
 """Experts shared by 2 and by 4 ranks against one process that has all tokens and all experts."""
 
+import contextlib
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -13,12 +15,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from moe_aiter import Experts, MoE, make_plan, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh
+from moe_aiter.distributed import ExpertParallel, expert_mesh, transport
 from moe_aiter.kernels.base.host import ext
 from moe_aiter.kernels.experts.cpu import expert_loop_reference
 from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import by_layer
+from moe_aiter.op import IMPLS
 
 from .ranks import of_all_ranks, run, whole
+from .shared_memory import use_files
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
@@ -312,10 +317,10 @@ def as_without(rank, world, kind):
         torch.testing.assert_close(got, want)
 
 
-def check_main_grad(rank, world):
+def check_main_grad(rank, world, **options):
     """Ten micro-batches add to a float32 main gradient of this rank's bfloat16 experts."""
     experts = build(torch.bfloat16)
-    shared = share(experts, world)
+    shared = share(experts, world, **options)
     for layer in (experts, shared):
         for p in (layer.gate_up, layer.down):
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)
@@ -387,3 +392,104 @@ def everything(rank, world, _):
 @pytest.mark.parametrize("world", [2, 4])
 def test_shared_experts(world, tmp_path):
     run(world, everything, tmp_path)
+
+
+def check_transports(rank, world):
+    """Two layers through one pool, the second with more tokens: the bits of the collective transport."""
+    torch.manual_seed(0)
+    layers = [build(), build(activation="gelu")]
+    results = []
+    for name in ("collective", "symmetric"):
+        shared, found = [share(layer, world, transport=name) for layer in layers], []
+        for tokens in (T, 2 * T, T):
+            torch.manual_seed(tokens)
+            ids = distinct(torch.ones(E), tokens)
+            x, s = torch.randn(tokens, H).requires_grad_(), torch.rand(tokens, K).requires_grad_()
+            out = x
+            for layer in shared:
+                layer.zero_grad()
+                out = layer(out, s, make_plan(ids, E))
+            out.square().sum().backward()
+            weights = [whole(p.grad) for layer in shared for p in layer.parameters()]
+            found += [out.detach(), x.grad, s.grad, *weights]
+        results.append(found)
+    assert all(map(torch.equal, *results))
+
+
+def check_early(rank, world):
+    """The gradients of tokens may leave before those of weights are computed, with the same bits."""
+    left, send, (x, s, dout) = [], transport.PoolTransfer.send, inputs(T)
+    ids = distinct(torch.ones(E), T)
+
+    def noted(self, t):
+        left.append((self.region, sys._getframe(2).f_code.co_name))
+        send(self, t)
+
+    for rows in (float(world), 0.5):
+        left.clear()
+        results = []
+        for name in ("collective", "symmetric"):
+            shared = share(build(), world, rows=rows, transport=name)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(transport.PoolTransfer, "send", noted)
+                results.append(of_all_ranks(step(shared, shared, x, ids, s, dout)))
+        assert (transport.SUMS, "up_gradients") in left
+        assert all(torch.equal(value, results[1][what]) for what, value in results[0].items())
+
+
+@contextlib.contextmanager
+def as_on_gpus():
+    """All experts at once, by the ops that a GPU uses, in plain torch."""
+    with pytest.MonkeyPatch.context() as patch, use("torch"):
+        patch.setitem(IMPLS["expert_mlp"], "torch", by_layer)
+        yield
+
+
+def check_overflow(rank, world):
+    """Windows that are added later have the results of those that autograd adds up."""
+    x, s, dout = inputs(world * T)
+    ids = routings(world)["one rank"]
+    given = mine(rank, world, x, ids, s, dout)
+    for options, frozen in (({}, ()), ({"activation": "gelu"}, ("gate_up", "down_bias")), ({}, ("down",))):
+        results = []
+        for transport_name in ("collective", "symmetric"):
+            for keep_x in (True, False):
+                shared = share(build(**options), world, rows=1.0, keep_x=keep_x, transport=transport_name)
+                for name in frozen:
+                    getattr(shared, name).requires_grad_(False)
+                with Largest({I, 2 * I}) as largest:
+                    got = step(shared, shared, *given)
+                assert largest.rows <= T * K + E
+                with torch.no_grad():
+                    alone = shared(given[0], given[2], make_plan(given[1], E))
+                torch.testing.assert_close(alone, got["out"])
+                results.append({name: whole(t) for name, t in got.items() if name not in frozen})
+        for others in results[1:]:
+            for name, value in others.items():
+                assert error(value, results[0][name]) < 1e-6, (name, options)
+
+
+def through_memory(rank, world, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        use_files(folder, patch)
+        with as_on_gpus():
+            for check in (check_early, check_overflow, functools.partial(check_main_grad, rows=0.5)):
+                torch.manual_seed(0)
+                check(rank, world)
+        for backend in BACKENDS:
+            with use(backend):
+                torch.manual_seed(0)
+                for name, ids in routings(world).items():
+                    check_routing(rank, world, name, ids, torch.float32)
+                checks = [check_transports, check_windows, check_overflow, check_nothing_is_kept]
+                checks += [check_what_is_trained, check_main_grad, check_checkpointing, check_max_tokens]
+                checks += [check_uneven_experts]
+                for check in checks:
+                    torch.manual_seed(0)
+                    check(rank, world)
+        check_options(rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shared_experts_through_memory(world, tmp_path):
+    run(world, through_memory, tmp_path)

@@ -78,9 +78,35 @@ def check_values(rank, world, backend, dtype, options):
             assert torch.equal(value, alone[what]), f"{backend}, {what} is not that of one process"
 
 
-def check_no_synchronisation(rank, world):
+def check_transports(rank, world):
+    """Three layers of large tensors, whose copies run beside products: the same bits by both transports."""
+    tokens, hidden = 4096, 1024
+    torch.manual_seed(rank)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(3, tokens, E, device="cuda").argsort(2)[..., :K]
+    s, results = torch.rand(3, tokens, K, device="cuda"), []
+    torch.manual_seed(0)
+    layers = [Experts(E, hidden, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    for transport in ("collective", "auto"):
+        shared = [share(layer, world, transport=transport) for layer in layers]
+        for _ in range(3):
+            leaf, weights = x.clone().requires_grad_(), s.clone().requires_grad_()
+            out = leaf
+            for i, layer in enumerate(shared):
+                layer.zero_grad()
+                out = out + layer(out, weights[i], make_plan(ids[i], E))
+            out.square().mean().backward()
+            gradients = [whole(p.grad) for layer in shared for p in layer.parameters()]
+            results.append([out.detach(), leaf.grad, weights.grad, *gradients])
+        assert shared[0].dispatcher.symmetric == (transport == "auto" and world > 1)
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
+def check_no_synchronisation(rank, world, transport):
     """100 steps in which nothing may wait for the GPU."""
-    experts, (x, ids, s, dout) = share(build(), world), mine(rank, world, draw(world))
+    experts = share(build(), world, transport=transport)
+    x, ids, s, dout = mine(rank, world, draw(world))
     plan = make_plan(ids, E)
     for i in range(103):
         if i == 3:
@@ -91,9 +117,9 @@ def check_no_synchronisation(rank, world):
     assert plan.group_sizes.sum() == T * K
 
 
-def check_graph(rank, world):
+def check_graph(rank, world, transport):
     """One CUDA graph, replayed with five routings, has the bits of eager steps."""
-    experts = share(build(), world)
+    experts = share(build(), world, transport=transport)
     x, ids, s, dout = mine(rank, world, draw(world))
     x, s = x.requires_grad_(), s.requires_grad_()
     weights = experts.gate_up, experts.down
@@ -126,10 +152,14 @@ def everything(rank, world, folder):
     for backend in ("triton", "auto"):
         for dtype in (torch.bfloat16, torch.float32):
             for options in ({}, {"keep_x": True}, {"rows": 0.5}, {"max_tokens": T + 3}):
-                check_values(rank, world, backend, dtype, options)
+                for transport in ("collective", "symmetric"):
+                    if world > 1 or transport == "collective":
+                        check_values(rank, world, backend, dtype, options | {"transport": transport})
+    check_transports(rank, world)
     object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
-    check_no_synchronisation(rank, world)
-    check_graph(rank, world)
+    for transport in ("collective", "auto"):
+        check_no_synchronisation(rank, world, transport)
+        check_graph(rank, world, transport)
 
 
 def test_on_gpus(tmp_path):

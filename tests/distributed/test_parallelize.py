@@ -26,6 +26,7 @@ from moe_aiter.distributed import (
 )
 
 from .ranks import run, whole
+from .shared_memory import use_files
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
@@ -315,6 +316,13 @@ def everything(rank, world, folder):
         check_reduction(rank, world, ep)
     check_saving(rank, world, folder)
     few_experts(rank, world, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        memory = folder / f"memory-{world}"
+        memory.mkdir(exist_ok=True)
+        use_files(memory, patch)
+        check_steps(rank, world, 2, memory)
+        check_a_rank_without_rows(rank, world, 2)
+        check_memory_options(rank, world, 2)
     for ep in MESHES[world]:
         check_load(world, ep, folder)
 

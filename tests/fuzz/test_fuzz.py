@@ -47,6 +47,7 @@ NOT_FUZZED = {
 NOT_REACHED = {  # ops that no case can reach here, and what tests them
     "decide": "torch.compile alone",
     "route_once": "torch.compile alone",
+    "four_bit_gmm": "frozen weights of 4 bits: tests/kernels/grouped/test_four_bit.py",
     "expert_up_split": "torchtitan's models: tests/kernels/experts/test_expert_split.py",
     "record_routing": "Monitor: tests/layers/test_monitor.py",
     **dict.fromkeys(
@@ -59,7 +60,9 @@ NOT_REACHED = {  # ops that no case can reach here, and what tests them
         ),
         "Hopper alone: tests/kernels/experts/test_experts_fp8.py",
     ),
-    **dict.fromkeys(("combine_tokens", "dispatch_tokens"), "several processes: tests/distributed"),
+    **dict.fromkeys(
+        ("combine_tokens", "dispatch_tokens", "gmm_unpermute_add"), "several processes: tests/distributed"
+    ),
     **dict.fromkeys(("tgmm_fp8", "tgmm_fp8_into"), "Hopper alone: tests/kernels/grouped/test_tgmm_fp8.py"),
 }
 # on a CPU one op computes all of the experts; the interpreter and a GPU run these

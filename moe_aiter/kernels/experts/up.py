@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ... import tuning
 from ...op import binds, define_op, gradients, saved_tensors, takes
+from ...private_api import Scoped
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_float, check_groups, check_plan_values, check_shape, check_size, take_rows
@@ -246,6 +247,8 @@ def z_alone(bind: Callable) -> Callable:
 
 # op
 
+early_dx = Scoped("early_dx", None)  # a function that gets dx before the weight's gradient is computed
+
 
 def save_expert_up(ctx, i: UpInputs, output):
     ctx.x_shape = i.x.shape
@@ -273,6 +276,8 @@ def up_gradients(
     dx = dw = dbias = None
     if needs[0]:
         dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes)
+        if (take := early_dx.get()) is not None:
+            take(dx)
     if needs[2]:
         dbias = group_sum(dz, group_sizes).to(bias_dtype)
     if needs[1]:

@@ -350,17 +350,17 @@ def new_gmm_unpermute(i: GmmUnpermuteInputs) -> Tensor:
 def column_slices(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
     """Return even slices of columns, as few as have `most_bytes` at most, or one block of columns each."""
     blocks = max(-(-columns // BLOCK), 1)
-    fit = max(most_bytes // (BLOCK * column_bytes), 1)
+    fit = max(most_bytes // (BLOCK * max(column_bytes, 1)), 1)
     width = -(-blocks // -(-blocks // fit)) * BLOCK
     return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
 
 
 @binds
 @takes(*TILE_DTYPES)
-def bind_gmm_unpermute(i: GmmUnpermuteInputs) -> Callable:
+def bind_gmm_unpermute(i: GmmUnpermuteInputs, add: bool = False) -> Callable:
     R, N = i.x.shape[0], i.w.shape[2]
     launches = [
-        (n, bound(pick("gmm", *i.columns(n)), i.columns(n)), bind_token_sum(i.rank, n, N))
+        (n, bound(pick("gmm", *i.columns(n)), i.columns(n)), bind_token_sum(i.rank, n, N, add))
         for n in column_slices(N, R * i.x.element_size(), i.row_bytes)
     ]
 
@@ -374,10 +374,10 @@ def bind_gmm_unpermute(i: GmmUnpermuteInputs) -> Callable:
     return launch
 
 
-def bind_token_sum(rank: Tensor, n: slice, columns: int) -> Callable:
+def bind_token_sum(rank: Tensor, n: slice, columns: int, add: bool = False) -> Callable:
     """Bind the sum of each token's rows, which are the columns `n` of an output of so many columns."""
     width = n.stop - n.start
-    return bind_unpermute_columns(rank.shape, width, (width, 1), columns)
+    return bind_unpermute_columns(rank.shape, width, (width, 1), columns, add)
 
 
 # gmm_unpermute: op
@@ -389,4 +389,59 @@ gmm_unpermute_op = define_op(
     new=new_gmm_unpermute,
     reference=lambda i: gmm_unpermute_reference(*i),
     triton=bind_gmm_unpermute,
+)
+
+
+# gmm_unpermute_add: `gmm_unpermute` for a few more rows of tokens that have a sum already
+
+
+class GmmUnpermuteAddInputs(NamedTuple):
+    """The inputs of the op `gmm_unpermute_add`: `gmm_unpermute`, added to what is there.
+
+    Each sum is rounded to the dtype of `out`.  A token without rows is neither read nor written.
+    """
+
+    out: Written  # (T, N), contiguous
+    x: Tensor  # (R, K)
+    w: Tensor  # (G, K, N)
+    group_sizes: Tensor  # (G,)
+    bias: Tensor | None  # (G, N)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    routing_weights: Tensor | None  # (T, k)
+    row_bytes: int | torch.SymInt
+
+    def product(self) -> GmmUnpermuteInputs:
+        return GmmUnpermuteInputs(*self[1:])
+
+
+def check_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> None:
+    expected = new_gmm_unpermute(i.product())
+    if (i.out.shape, i.out.dtype) != (expected.shape, expected.dtype) or not i.out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous, {expected.dtype} and (T, N) = {tuple(expected.shape)}, "
+            f"but it is {i.out.dtype} {tuple(i.out.shape)} with the strides {i.out.stride()}"
+        )
+    check_device(x=i.x, out=i.out)
+
+
+def add_gmm_unpermute(i: GmmUnpermuteAddInputs) -> None:
+    x, w, group_sizes, bias, *routing, _ = i.product()
+    rows = wide(gmm_reference(x, w, group_sizes, bias))
+    i.out.copy_(wide(i.out) + unpermute_reference(rows, *routing))
+
+
+@binds
+@takes(*TILE_DTYPES)
+def bind_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> Callable:
+    launch = bind_gmm_unpermute(i.product(), add=True)
+    return lambda out, i: launch(out, i.product())
+
+
+gmm_unpermute_add_op = define_inplace_op(
+    "gmm_unpermute_add",
+    GmmUnpermuteAddInputs,
+    check=check_gmm_unpermute_add,
+    reference=add_gmm_unpermute,
+    triton=bind_gmm_unpermute_add,
 )

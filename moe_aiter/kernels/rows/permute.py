@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
@@ -63,6 +64,7 @@ def permute_reference(x, order, rank, routing_weights):
 
 def unpermute_reference(rows, order, rank, routing_weights):
     out = torch.zeros(len(rank), rows.shape[1], dtype=sum_dtype(rows), device=rows.device)
+    rows = rows if len(rows) else F.pad(rows, (0, 0, 0, 1))  # a row for dropped choices to point at
     for j in range(rank.shape[1]):
         row = wide(rows[rank[:, j].clamp(min=0).long()])
         if routing_weights is not None:
@@ -128,13 +130,21 @@ def unpermute_kernel(
     out_stride_t,
     TOP_K: tl.constexpr,
     UNROLLED: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """One token's columns.  With ADD they are added to what is there; a token without rows is left alone."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     h_mask = h < H
     cols = h.to(tl.int64) * rows_strides[1]
     acc = tl.zeros((BLOCK_H,), tl.float32)
+    if ADD:
+        last = tl.load(rank_ptr + t * TOP_K)
+        for j in tl.static_range(1, TOP_K):
+            last = tl.maximum(last, tl.load(rank_ptr + t * TOP_K + j))
+        h_mask &= last >= 0
+        acc += tl.load(out_ptr + t * out_stride_t + h, mask=h_mask, other=0.0).to(tl.float32)
     if UNROLLED:
         for j in tl.static_range(TOP_K):
             acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
@@ -232,14 +242,13 @@ def bind_permute(i: PermuteInputs) -> Callable:
 
 
 def bind_unpermute_columns(
-    choices: Sequence[int], columns: int, rows_strides: Sequence[int], out_stride: int
+    choices: Sequence[int], columns: int, rows_strides: Sequence[int], out_stride: int, add: bool = False
 ) -> Callable:
     """Return `launch(out, rows, rank, routing_weights)` of `unpermute` for `choices`, (T, k), and the row
-    stride of `out`, which may be some columns of a wider tensor."""
+    stride of `out`, which may be some columns of a wider tensor.  With `add` the sums are added to `out`."""
     (T, top_k), block = choices, block_of(columns)
-    kernel = bind_kernel(
-        unpermute_kernel, (T, cdiv(columns, block)), TOP_K=top_k, UNROLLED=top_k <= UNROLL, BLOCK_H=block
-    )
+    constants = {"TOP_K": top_k, "UNROLLED": top_k <= UNROLL, "ADD": add, "BLOCK_H": block}
+    kernel = bind_kernel(unpermute_kernel, (T, cdiv(columns, block)), **constants)
 
     def launch(out, rows, rank, routing_weights):
         kernel(rows, *dense(rank, routing_weights), out, columns, rows_strides, out_stride)

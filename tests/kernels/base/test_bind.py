@@ -46,7 +46,7 @@ def tritons(monkeypatch):
 
 def bound_kernel():
     kernel = launches.JITFunction(unpermute_kernel.fn)  # in the interpreter the kernel itself is none
-    return bind_kernel(kernel, (5,), TOP_K=2, UNROLLED=True, BLOCK_H=16)
+    return bind_kernel(kernel, (5,), TOP_K=2, UNROLLED=True, ADD=False, BLOCK_H=16)
 
 
 def new(count=2, dtype=torch.float32, offset=0):
@@ -62,7 +62,8 @@ def test_a_bound_kernel_is_given_addresses(tritons):
         launch(x, x, None, out, 8, (8, 1), 2.0)
     assert len(through) == 1 and len(past) == 2
     assert past[1][:9] == (5, 1, 1, 103, 11, (4, 1, 0), None, None, None)
-    assert past[1][9:] == (x.data_ptr(), x.data_ptr(), None, out.data_ptr(), 8, (8, 1), 2.0, 2, True, 16)
+    arguments = x.data_ptr(), x.data_ptr(), None, out.data_ptr(), 8, (8, 1), 2.0
+    assert past[1][9:] == (*arguments, 2, True, False, 16)
 
 
 @pytest.mark.parametrize(

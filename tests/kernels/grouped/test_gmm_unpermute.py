@@ -8,11 +8,18 @@ from check import assert_as_good_as_torch, error, with_gradients
 
 from moe_aiter.bench.problem import SHAPES
 from moe_aiter.config import interpret
+from moe_aiter.distributed.slots import window
 from moe_aiter.kernels.experts.inputs import ExpertInputs, row_bytes
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
 from moe_aiter.kernels.grouped import gmm
-from moe_aiter.kernels.grouped.gmm import column_slices, gmm_unpermute_op, gmm_unpermute_reference
+from moe_aiter.kernels.grouped.gmm import (
+    column_slices,
+    gmm_unpermute_add_op,
+    gmm_unpermute_op,
+    gmm_unpermute_reference,
+)
 from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.routing.plan import RoutePlan
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 MIB = 2**20
@@ -36,6 +43,43 @@ def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
     for b, weights in ((None, None), (bias, s)):
         inputs = x, w, sizes, b, order, rank, weights, most
         assert_as_good_as_torch(gmm_unpermute_op, gmm_unpermute_reference, *inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 40, 77])
+@pytest.mark.parametrize("rows", [0, 1, 30])
+@pytest.mark.pairwise
+@pytest.mark.no_host
+def test_add(backend, device, monkeypatch, rows, columns, dtype):
+    """A window of rows is added to what is there; a token without rows in it keeps its bits, NaN too."""
+    monkeypatch.setattr(gmm, "BLOCK", 16)
+    plan = sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
+    order, rank, sizes = window(RoutePlan(*plan), 5, rows)
+    x = torch.randn(len(order), K).to(device, dtype)
+    w, bias = torch.randn(E, K, columns).to(device, dtype), torch.randn(E, columns).to(device, dtype)
+    s = torch.rand(T, CHOICES).to(device)
+    before = torch.randn(T, columns).to(device, dtype)
+    touched = (rank >= 0).any(1)
+    before[~touched] = torch.nan
+    for b, weights in ((None, None), (bias, s)):
+        inputs = x, w, sizes, b, order, rank, weights
+        out = before.clone()
+        gmm_unpermute_add_op(out, *inputs, 0)
+        exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
+        want = (before.double() + gmm_unpermute_reference(*exact))[touched]
+        torchs = (before.float() + gmm_unpermute_reference(*inputs).float()).to(dtype)[touched]
+        assert torch.equal(out[~touched].isnan(), torch.ones_like(out[~touched], dtype=torch.bool))
+        assert error(out[touched], want) <= 2 * error(torchs, want) + torch.finfo(torch.float32).eps
+
+
+@pytest.mark.no_interpreter
+def test_add_refuses():
+    x, w, sizes = torch.randn(3, 4), torch.randn(2, 4, 5), torch.tensor([1, 2], dtype=torch.int32)
+    order, rank = torch.arange(3, dtype=torch.int32), torch.arange(3, dtype=torch.int32)[:, None]
+    said = r"out must be contiguous, torch.float32 and \(T, N\) = \(3, 5\)"
+    for out in (torch.zeros(3, 4), torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 3).mT):
+        with pytest.raises(ValueError, match=said):
+            gmm_unpermute_add_op(out, x, w, sizes, None, order, rank, None, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Rows past the first window of shared experts, added to results that are there.
+
+How many rows a rank has is known on the GPU alone, so the kernels of these windows always run.  With no rows
+they do almost nothing: tokens without rows are neither read nor written.  Each window is rounded for itself.
+Nothing of it is kept for backward, which computes z again.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.experts.down import down_gradients
+from ..kernels.experts.inputs import ExpertInputs, row_bytes
+from ..kernels.experts.mlp import BothInputs, by_expert
+from ..kernels.experts.up import expert_up_op, expert_z_op
+from ..kernels.grouped.gmm import gmm_unpermute_add_op
+from ..kernels.grouped.tgmm import weight_gradient
+from ..kernels.rows.sums import group_sum
+from ..layers.experts import Experts, cast_as_linear, local_part
+from ..op import pick
+from ..routing.plan import RoutePlan
+
+
+def can_add(experts: nn.Module, x: Tensor) -> bool:
+    """Whether these functions compute the experts: with 16 or 32 bits, and all experts at once, as on a GPU.
+
+    In other cases autograd adds up the windows, which takes longer.
+    """
+    return type(experts) is Experts and experts.fp8 is None and pick("expert_mlp", x) is not by_expert
+
+
+@torch.no_grad()
+def add_output(
+    out: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Sequence
+) -> None:
+    """Add the experts' output of these rows to `out` (T, H)."""
+    for i in inputs_of(experts, x, s, plans, weights):
+        _, a = expert_up_op(*i.up())
+        gmm_unpermute_add_op(out, *i.as_gmm_unpermute(a))
+
+
+@torch.no_grad()
+def add_gradients(
+    gradients: Sequence[Tensor | None],
+    dout: Tensor,
+    experts: Experts,
+    x: Tensor,
+    s: Tensor,
+    plans: Iterable[RoutePlan],
+    weights: Sequence,
+) -> None:
+    """Add these rows' part to the gradients of x, s and the weights; None for those that are not wanted."""
+    dx, ds, dgate_up, ddown, dgate_up_bias, ddown_bias = gradients
+    main = (local_part(getattr(w, "main_grad", None)) for w in (experts.gate_up, experts.down))
+    dgate_up, ddown = (d if m is None else m for d, m in zip((dgate_up, ddown), main, strict=True))
+    for i in inputs_of(experts, x, s, plans, weights):
+        routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
+        z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
+        saved = z, i.down, i.down_bias, i.routing_weights, *routing
+        needs = ddown is not None, ddown_bias is not None
+        dz, _, more_bias, more_ds = down_gradients(needs, True, dout, saved, *act, ddown)
+        if ds is not None:
+            ds += more_ds
+        if ddown_bias is not None:
+            ddown_bias += more_bias
+        if dgate_up_bias is not None:
+            dgate_up_bias += group_sum(dz, i.group_sizes).to(dgate_up_bias.dtype)
+        if dx is not None:
+            of_dx = i.gate_up, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx
+            gmm_unpermute_add_op(dx, dz, *of_dx)
+        if dgate_up is not None:
+            weight_gradient(i.gate_up.mT, dgate_up.mT, i.x, dz, i.group_sizes, i.order, i.rank.shape[1])
+
+
+def inputs_of(
+    experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Sequence
+) -> Iterator[BothInputs]:
+    """Yield the inputs of each window, cast as `Experts.compute` does."""
+    gate_up, down, gate_up_bias, down_bias = weights
+    x, gate_up, down = cast_as_linear(x, gate_up, down)
+    for plan in plans:
+        tensors = x, gate_up, gate_up_bias, down, down_bias, s, *plan
+        i = ExpertInputs(*tensors, experts.activation, experts.interleaved, False)
+        yield BothInputs(*i, *row_bytes(i, experts.row_chunks))

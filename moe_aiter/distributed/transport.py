@@ -1,0 +1,231 @@
+"""How tokens reach the experts' ranks and results come back: by collectives, or through symmetric memory.
+
+    transfer = transport.dispatch()       all ranks get the rows of each rank       (T, N) -> (R * T, N)
+    transfer = transport.combine()        a rank gets the sum of its rows           (R * T, N) -> (T, N)
+    transfer.send(t)                      begins to send a tensor, and returns at once
+    transfer.receive()                    returns what arrived, for each tensor that was sent
+
+All ranks send the same shapes in the same order.  A sum adds in the order of the ranks, in float32 or
+float64, and is rounded once, so that both transports and two runs give the same bits.
+"""
+
+import contextlib
+import itertools
+import logging
+import operator
+import pathlib
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..private_api import symmetric_memory
+from .collective import add_parts, combine_tokens, dispatch_tokens
+
+log = logging.getLogger("moe_aiter")
+
+TRANSPORTS = "auto", "collective", "symmetric"
+TIMEOUT = 600_000  # milliseconds that a rank waits for another on its GPU: NCCL's usual ten minutes
+ALIGNMENT = 256  # bytes
+X, DOUT, SUMS, ROUTING = range(4)  # the regions of a pool
+BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+class Collective:
+    """Sends by an all-gather and an all-to-all, through which autograd can differentiate."""
+
+    def __init__(self, group: str, ranks: int):
+        self.group = group, ranks
+
+    def begin(self) -> None:
+        """Nothing has to be free: each result is a new tensor."""
+
+    def dispatch(self, region: int = X) -> "CollectiveTransfer":
+        return CollectiveTransfer(dispatch_tokens, self.group)
+
+    def combine(self) -> "CollectiveTransfer":
+        return CollectiveTransfer(combine_tokens, self.group)
+
+
+class CollectiveTransfer:
+    def __init__(self, op: Callable, group: tuple):
+        self.op, self.group, self.sent = op, group, []
+
+    def send(self, t: Tensor) -> None:
+        self.sent.append(self.op(t, *self.group))
+
+    def receive(self) -> list[Tensor]:
+        return self.sent
+
+
+class Pool:
+    """Memory on each rank of a group that all of them can write, in four regions.
+
+    A dispatch copies a rank's rows into a region of all ranks, a combine copies rows into the region of their
+    home, which adds them up.  Large copies take no SM, and run on a stream of their own, beside kernels.
+    What a dispatch returns is memory of the region, and valid until `begin`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device):
+        memory = symmetric_memory()
+        self.sizes = sizes
+        self.starts = [0, *itertools.accumulate(sizes)]
+        self.rank, self.ranks = group.rank(), group.size()
+        self.memory = memory.empty(self.starts[-1], dtype=torch.uint8, device=device)
+        self.handle = memory.rendezvous(self.memory, group.group_name)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self) -> None:
+        """Wait, on the GPU, until no rank uses what arrived earlier."""
+        self.barrier()
+
+    def barrier(self) -> None:
+        self.handle.barrier(0, TIMEOUT)
+
+    def dispatch(self, region: int = X) -> "PoolTransfer":
+        return PoolTransfer(self, region)
+
+    def combine(self) -> "PoolTransfer":
+        return PoolTransfer(self, SUMS)
+
+    def buffer(self, rank: int, region: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a part of a rank's region, which begins `offset` bytes after the region."""
+        return self.handle.get_buffer(rank, shape, dtype, (self.starts[region] + offset) // dtype.itemsize)
+
+
+class PoolTransfer:
+    """What all ranks send into one region.  It keeps tensors until they have arrived."""
+
+    def __init__(self, pool: Pool, region: int):
+        self.pool, self.region, self.offset = pool, region, 0
+        self.sent, self.arrived, self.event, self.results = [], [], None, None
+        self.stream = pool.stream if region != ROUTING else None  # which would wait behind tokens there
+
+    def send(self, t: Tensor) -> None:
+        pool, t = self.pool, t.contiguous()
+        ranks, own = pool.ranks, pool.rank
+        parts = t.chunk(ranks) if self.region == SUMS and t.shape[0] else (t,) * ranks
+        rows = parts[0].shape[0]
+        here = slice(own * rows, (own + 1) * rows)
+        where = self.region, self.offset, (ranks * rows, t.shape[1]), t.dtype
+        self.offset += aligned(ranks * parts[0].nbytes)
+        if self.offset > pool.sizes[self.region]:
+            raise AssertionError(f"{self.offset} bytes in a region of {pool.sizes[self.region]}")
+        with beside(self.stream) as stream:
+            for rank in (*range(own + 1, ranks), *range(own)):  # not all to the same rank at once
+                pool.buffer(rank, *where)[here].copy_(parts[rank], non_blocking=True)
+            self.event = stream and stream.record_event()
+        arrived = pool.buffer(own, *where)
+        arrived[here].copy_(parts[own])
+        self.sent.append(t)
+        self.arrived.append(arrived)
+
+    def receive(self) -> list[Tensor]:
+        """Return what arrived; the first call waits for it, on the GPU."""
+        if self.results is None:
+            if self.event is not None:
+                torch.cuda.current_stream(self.stream.device).wait_event(self.event)
+            self.pool.barrier()
+            self.results = self.arrived if self.region != SUMS else list(map(self.added, self.arrived))
+            self.sent = self.arrived = None
+        return self.results
+
+    def added(self, parts: Tensor) -> Tensor:
+        out = parts.new_empty(parts.shape[0] // self.pool.ranks, parts.shape[1])
+        add_parts(out, parts, self.pool.ranks)
+        return out
+
+
+def exchange(transfer: CollectiveTransfer | PoolTransfer, *tensors: Tensor) -> list[Tensor]:
+    """Send these tensors, and return what arrived."""
+    for t in tensors:
+        transfer.send(t)
+    return transfer.receive()
+
+
+@contextlib.contextmanager
+def beside(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | None]:
+    """Run the block on this stream, after what the current stream has begun; without one just run it."""
+    if stream is None:
+        yield None
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+POOLS: WeakKeyDictionary = WeakKeyDictionary()  # group -> its pools; the last one is the largest
+
+
+def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> Pool:
+    """Return the group's pool, with regions of at least these bytes; all ranks make the same calls.
+
+    A pool that has become too small stays, because a CUDA graph may use it.
+    """
+    pools = POOLS.setdefault(group, [])
+    largest = pools[-1].sizes if pools else [0] * len(sizes)
+    if any(map(operator.gt, sizes, largest)):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "experts shared by ranks need larger buffers for these tokens, which cannot be made during a "
+                "capture: run a step with as many tokens before"
+            )
+        pools.append(Pool(group, list(map(max, sizes, largest)), device))
+    return pools[-1]
+
+
+def region_sizes(ranks: int, x: Tensor, s: Tensor) -> list[int]:
+    """Return the bytes of each region for x (T, H), ids and routing weights s (T, k), and their gradients."""
+    tokens, routing = aligned(ranks * x.nbytes), aligned(ranks * s.nbytes)
+    return [tokens, tokens, tokens + routing, 2 * routing]
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+REASONS: WeakKeyDictionary = WeakKeyDictionary()  # group -> type of device -> why not, or ""
+
+
+def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return why these ranks cannot write into each other's memory, or "" if they can; a collective call."""
+    if device.type != "cuda":
+        return f"the tokens are on the device {device.type}"
+    host = BOOT.read_text() if BOOT.exists() else socket.gethostname()
+    mine = host, str(torch.cuda.get_device_properties(device).uuid)
+    everyone = [mine] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    hosts, gpus = map(set, zip(*everyone, strict=True))
+    if len(hosts) > 1:
+        return "the ranks are on several hosts"
+    if len(gpus) < group.size():
+        return "ranks share a GPU"
+    failed = torch.zeros(1, dtype=torch.int32, device=device)
+    try:
+        Pool(group, [ALIGNMENT], device)
+    except RuntimeError as error:
+        log.info("symmetric memory: %s", error)
+        failed += 1
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    return "torch could not map the memory of one GPU on another" if failed.item() else ""
+
+
+def uses_symmetric(transport: str, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the ranks of a group use symmetric memory, on all ranks the same; a collective call.
+
+    Raises RuntimeError on all ranks if `transport` is "symmetric" and they cannot.
+    """
+    if transport == "collective" or group.size() == 1:
+        return False
+    reasons = REASONS.setdefault(group, {})
+    if device.type not in reasons:
+        why = reasons[device.type] = why_not_symmetric(group, device)
+        how = f"by collectives: {why}" if why else "through symmetric memory"
+        log.info("expert parallelism sends tokens %s", how)
+    why = reasons[device.type]
+    if why and transport == "symmetric":
+        raise RuntimeError(f"transport='symmetric' is not possible: {why}")
+    return not why

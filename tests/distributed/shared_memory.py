@@ -1,0 +1,51 @@
+"""Symmetric memory on a CPU: files that all processes of a machine have mapped, in place of GPUs' memory."""
+
+import itertools
+import pathlib
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_aiter.distributed import transport
+from moe_aiter.private_api import process_group
+
+
+class Mapped:
+    """What `rendezvous` returns: the memory of each rank of a group, and a barrier."""
+
+    def __init__(self, memories: list[torch.Tensor], group: dist.ProcessGroup):
+        self.memories, self.group = memories, group
+
+    def get_buffer(self, rank, shape, dtype, first):
+        memory = self.memories[rank].view(dtype)
+        size = torch.Size(shape).numel()
+        assert first + size <= memory.numel()
+        return memory[first : first + size].view(shape)
+
+    def barrier(self, channel, timeout):
+        dist.barrier(self.group)
+
+
+def use_files(folder: pathlib.Path, patch: pytest.MonkeyPatch) -> None:
+    """Let `Pool` take its memory from files in `folder`; new memory holds NaN."""
+    numbers = itertools.count()
+
+    def mapped(number: int, rank: int, size: int) -> torch.Tensor:
+        path = f"{folder}/memory-{number}-{rank}"
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+    def empty(size, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def rendezvous(memory, name):
+        number, size, group = next(numbers), memory.numel(), process_group(name)
+        mapped(number, dist.get_rank(), size).fill_(255)  # NaN in each floating dtype
+        dist.barrier(group)
+        return Mapped([mapped(number, rank, size) for rank in dist.get_process_group_ranks(group)], group)
+
+    patch.setattr(
+        transport, "symmetric_memory", lambda: types.SimpleNamespace(empty=empty, rendezvous=rendezvous)
+    )
+    patch.setattr(transport, "why_not_symmetric", lambda group, device: "")
