@@ -2,6 +2,8 @@
 
 Qwen3-MoE's experts with the routing given, and PEFT's adapters of both weights in float32, as it makes them.
 As `moe-aiter bench layer`, with the gradients of the adapters, but the weights get no gradients.
+
+A contender with weights of 4 bits is compared with the results of its own weights, dequantised.
 """
 
 import argparse
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 
 from ..integrations import peft as integration
 from ..integrations.transformers import NAME
+from ..kernels.quantize.four_bit import quantized
 from ..layers.experts import Experts
+from ..layers.four_bit import to_four_bits
 from ..layers.lora import LoRAExperts
 from ..routing.plan import make_plan
 from . import products
@@ -36,6 +40,7 @@ from .products import Asked, Case, Command, Judge, errors_of
 
 DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}
 PLAIN = [name for name, shape in SHAPES.items() if shape.plain]
+FOUR_BITS = "nf4", "mxfp4"
 RESULTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of down", "dB of down")
 
 
@@ -103,6 +108,11 @@ def new_adapters(p: Problem, rank: int) -> Adapters:
 def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
     """Who can run here, ours first; a line for who is left out."""
     yield lora_experts(p, adapters)
+    for format in FOUR_BITS:
+        try:
+            yield lora_experts(p, adapters, format)
+        except ValueError as error:
+            skip(f"LoRAExperts, {format}", error)
     implementations = [NAME, f"{NAME}, whole weights", "grouped_mm", "eager"]
     if p.x.dtype != torch.bfloat16:
         implementations.remove("grouped_mm")
@@ -113,10 +123,13 @@ def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
             skip(f"PEFT with {name}", error)
 
 
-def lora_experts(p: Problem, adapters: Adapters) -> Contender:
+def lora_experts(p: Problem, adapters: Adapters, format: str = "") -> Contender:
+    """Ours, with weights of 4 bits if there is a format."""
     _, hidden, width, num_experts, _ = p.shape.sizes
     base = Experts(num_experts, hidden, width, device="meta", dtype=p.x.dtype)
     base.gate_up, base.down = frozen(p.gate_up), frozen(p.down)
+    if format:
+        to_four_bits(base, format)
     layer = LoRAExperts(base, rank=adapters.rank, alpha=adapters.scaling * adapters.rank)
     leaves = [nn.Parameter(t.clone()) for t in adapters.factors]
     for lora, pair in zip((layer.gate_up_lora, layer.down_lora), pairs(leaves), strict=True):
@@ -126,7 +139,8 @@ def lora_experts(p: Problem, adapters: Adapters) -> Contender:
         plan = make_plan(p.expert_ids, p.shape.num_experts)
         return layer(p.x, p.routing_weights.to(p.x.dtype), plan)
 
-    return Contender("moe_aiter LoRAExperts", run, (p.x, p.routing_weights, *leaves), ours=True)
+    name = f"moe_aiter LoRAExperts{format and ', '}{format}"
+    return Contender(name, run, (p.x, p.routing_weights, *leaves), ours=True)
 
 
 def peft_experts(p: Problem, adapters: Adapters, name: str) -> Contender:
@@ -202,6 +216,19 @@ def truth(p: Problem, adapters: Adapters, dtype: torch.dtype) -> list[Tensor]:
 
 
 def by_whole_weights(p: Problem, adapters: Adapters) -> Judge:
-    exact = truth(p, adapters, torch.float64)
-    torch_errors = distances(truth(p, adapters, p.x.dtype), exact)
-    return lambda contender: errors_of(contender.results(p), exact, torch_errors, RESULTS)
+    """Return the judge of every contender, which computes what a format's results should be."""
+
+    @functools.lru_cache(1)  # they are large
+    def expected(format: str) -> tuple[list[Tensor], list[float]]:
+        weights = {name: getattr(p, name) for name in ("gate_up", "down")}
+        if format:
+            weights = {name: quantized(w, format).dequantize() for name, w in weights.items()}
+        mine = dataclasses.replace(p, **weights)
+        exact = truth(mine, adapters, torch.float64)
+        return exact, distances(truth(mine, adapters, p.x.dtype), exact)
+
+    def judge(contender: Contender):
+        format = next((f for f in FOUR_BITS if contender.name.endswith(f", {f}")), "")
+        return errors_of(contender.results(p), *expected(format), RESULTS)
+
+    return judge

@@ -25,7 +25,7 @@ from ..files import drafted, need, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
 from ..layers.lora import LoRAFactors, load_stacked, per_expert, stacked
 from ..private_api import hooks_before
-from .transformers import ADAPTERS, NAME, is_experts, known_gate, names_of, register, weights_of
+from .transformers import ADAPTERS, NAME, four_bits_of, is_experts, known_gate, names_of, register, weights_of
 
 __all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]
 
@@ -72,7 +72,7 @@ def new_adapters(
     for name, module in experts.items():
         weights = weights_of(module)
         found = zip(names_of(module), (weights.gate_up, weights.down), strict=True)
-        factors = {n: LoRAFactors(w, len(w), **lora).to(dtype) for n, w in found if n in targets}
+        factors = {n: LoRAFactors(w, w.shape[0], **lora).to(dtype) for n, w in found if n in targets}
         if not factors:
             raise ValueError(f"none of targets {targets} is one of {names_of(module)}")
         adapters[name] = nn.ModuleDict(factors).train(module.training)
@@ -190,9 +190,13 @@ def read_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]:
 def merge_lora(model: nn.Module) -> None:
     """Add the adapters of `add_lora` to the weights, and remove them; the model stays frozen.
 
-    Raises ValueError for a model without adapters.
+    Raises ValueError for a model without adapters, and for weights of 4 bits, which would round them away.
     """
-    for module in adapted_experts(model).values():
+    adapted = adapted_experts(model)
+    for name, module in adapted.items():
+        if any(four_bits_of(module, weight) is not None for weight in names_of(module)):
+            raise ValueError(f"the weights of {name} have 4 bits, which would round the adapters away")
+    for module in adapted.values():
         for name, lora in getattr(module, ADAPTERS).items():
             weight = getattr(module, name)
             weight = weight.mT if module.is_transposed else weight

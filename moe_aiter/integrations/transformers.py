@@ -26,12 +26,14 @@ from torch import Tensor, nn
 from ..kernels.base.check import FLOATS, check_positive, check_sizes, checked
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp
+from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import cast_as_linear
+from ..layers.four_bit import FourBitWeight, from_mxfp4
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
-from ..private_api import is_changed
+from ..private_api import is_changed, own_buffers, own_modules
 from ..routing.plan import RoutePlan, make_plan
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ __all__ = ["check", "known_gate", "register", "unregister"]
 
 NAME = "moe_aiter"
 ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
+BLOCKS, SCALES = "_blocks", "_scales"  # how the parts of a weight in MXFP4 are called, after its name
 OLDEST = (5, 7)  # those before know a fixed list of names
 
 # activation functions by what they are called: f of a plain activation; f of a gated one, f(gate) * up
@@ -239,13 +242,16 @@ def check(model: nn.Module) -> dict[str, ModulePath]:
 
 def path_of(module: nn.Module, adapted: bool) -> ModulePath:
     kind, implementation = type(module).__name__, implementation_of(module)
-    dtypes = {getattr(module, name).dtype for name in names_of(module)}
+    packed = [four_bits_of(module, name) for name in names_of(module)]
+    dtypes = {getattr(module, n).dtype for n, w in zip(names_of(module), packed, strict=True) if w is None}
     if implementation != NAME:
         return ModulePath(
             kind, "not ours", f"its configuration has experts_implementation={implementation!r}"
         )
     if not dtypes <= set(FLOATS):
         return ModulePath(kind, "not ours", f"its weights are {' and '.join(map(str, dtypes))}")
+    if any(w is not None for w in packed):
+        return ModulePath(kind, "two products", "its weights have 4 bits, dequantised inside the products")
     if adapted or getattr(module, ADAPTERS, None):
         return ModulePath(kind, "two products", "each weight has an adapter's products beside its own")
     if has_norm(module):
@@ -276,10 +282,10 @@ def looks_like_experts(module: nn.Module) -> bool:
 class Weights(NamedTuple):
     """Those of an experts module, in the orientation of `expert_mlp`: views where the module has another."""
 
-    gate_up: Tensor  # (E, width, H)
+    gate_up: Tensor | FourBit  # (E, width, H)
     gate_up_bias: Tensor | None  # (E, width)
     gate_up_main_grad: Tensor | None
-    down: Tensor  # (E, H, I)
+    down: Tensor | FourBit  # (E, H, I)
     down_bias: Tensor | None  # (E, H)
     down_main_grad: Tensor | None
 
@@ -341,9 +347,11 @@ def compute(
 
 
 def weights_of(module: nn.Module) -> Weights:
-    def read(name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        weight = getattr(module, name)  # once: with an adapter, it is computed here
+    def read(name: str) -> tuple[Tensor | FourBit, Tensor | None, Tensor | None]:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        if (packed := four_bits_of(module, name)) is not None:
+            return packed, bias, None
+        weight = getattr(module, name)  # once: with an adapter, it is computed here
         main_grad = getattr(weight, "main_grad", None)
         if not module.is_transposed:
             return weight, bias, main_grad
@@ -351,6 +359,18 @@ def weights_of(module: nn.Module) -> Weights:
 
     up, down = names_of(module)
     return Weights(*read(up), *read(down))
+
+
+def four_bits_of(module: nn.Module, name: str) -> FourBit | None:
+    """Return a weight (E, out, in) of an experts module if `integrations.four_bit` made it one of 4 bits."""
+    weight = own_modules(module).get(name)
+    if isinstance(weight, FourBitWeight):
+        return weight.weight()
+    blocks = own_buffers(module).get(name + BLOCKS)
+    if blocks is None:
+        return None
+    dtype = getattr(module, f"{name}_bias").dtype
+    return from_mxfp4(blocks, own_buffers(module)[name + SCALES], dtype).weight()
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -363,7 +383,8 @@ def routed_experts(module: nn.Module) -> Foreign | None:
     """For `record_routes` and `replay_routes`: experts that any implementation runs."""
     if not is_experts(module):
         return None
-    num_experts = module.down_proj.shape[0]
+    packed = four_bits_of(module, "down_proj")
+    num_experts = (module.down_proj if packed is None else packed).shape[0]
     return Foreign(1, 2, num_experts, dropped=num_experts)
 
 
@@ -374,6 +395,8 @@ def names_of(module: nn.Module) -> tuple[str, str]:
 
 def runs_fused(module: nn.Module) -> bool:
     """Whether `expert_mlp` computes it all, and not a product, a gate, a norm or an adapter at a time."""
+    if any(four_bits_of(module, name) is not None for name in names_of(module)):
+        return False
     return bool(known_gate(module)) and not has_norm(module) and not getattr(module, ADAPTERS, None)
 
 
@@ -498,7 +521,7 @@ class DispatchedExperts:
                 f"ep_implementation={NAME!r} needs experts on our kernels, but {kind} runs "
                 f"{implementation_of(experts)!r}: pass experts_implementation={NAME!r} too"
             )
-        weights = [getattr(experts, name) for name in names_of(experts)]
+        weights = [getattr(experts, name, None) for name in names_of(experts)]
         if not all(hasattr(weight, "placements") for weight in weights):
             raise ValueError(f"ep_plan leaves weights of {kind} whole: shard each by 'grouped_gemm'")
         self.module = experts

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from moe_aiter import Experts, LoRAExperts, MoE, make_plan, quantization_report, quantize
+from moe_aiter.config import interpret
 from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
 from moe_aiter.layers.four_bit import (
     STATE,
@@ -19,6 +20,7 @@ from moe_aiter.layers.four_bit import (
 
 E, SIZE, T = 4, 128, 12
 formats = pytest.mark.parametrize("format", FORMATS)
+slow = pytest.mark.skipif(interpret, reason="interpreted kernels take minutes here")
 EXPERTS = {
     "swiglu": {},
     "oai with biases": {"bias": True, "activation": "swiglu_oai", "interleaved": True},
@@ -60,6 +62,7 @@ def assert_equal(got, expected):
 
 @formats
 @pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.pairwise
 def test_frozen_experts(device, format, options):
     experts = quantize(Experts(E, SIZE, SIZE, device=device, **options), format)
     assert type(experts) is FourBitExperts and not any(p.requires_grad for p in experts.parameters())
@@ -82,6 +85,7 @@ def test_adapters(device, format, options):
     assert_equal(run(layer, *inputs), run(full, *inputs))
 
 
+@slow
 def test_a_layer_trains_its_adapters_and_router(device):
     torch.manual_seed(0)
     moe = quantize(MoE(SIZE, SIZE, E, 2, device=device), "nf4")
@@ -116,6 +120,7 @@ def test_memory(format):
     assert [layer.dtype for layer in report.layers] == [format]
 
 
+@slow
 @formats
 def test_safetensors_round_trip(tmp_path, format):
     safetensors = pytest.importorskip("safetensors.torch")
@@ -146,6 +151,7 @@ def test_dtype_moves_no_code_and_no_scale():
         assert experts(x.float(), weights, plan).dtype == torch.bfloat16
 
 
+@slow
 @pytest.mark.parametrize("adapted", [False, True])
 def test_compiles_and_is_deterministic(device, adapted):
     moe = quantize(MoE(SIZE, SIZE, E, 2, device=device), "nf4")

@@ -172,7 +172,7 @@ def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
     if w.shape[2] % block:
         raise ValueError(f"{format} needs rows of a multiple of {block} numbers, not {tuple(w.shape)}")
     quantize = {"nf4": nf4_block, "mxfp4": mxfp4_block, "int4": int4_block}[format]
-    found = [quantize(expert.float().unflatten(-1, (-1, block))) for expert in w.detach().unbind()]
+    found = [quantize(e.contiguous().float().unflatten(-1, (-1, block))) for e in w.detach().unbind()]
     codes, scales, zeros = zip(*found, strict=True)
     packed = torch.stack([packed_codes(c.flatten(-2), format) for c in codes])
     scales, nested, table = torch.stack(scales), None, None

@@ -1,0 +1,115 @@
+"""Experts of 4 bits in transformers' models: gpt-oss as it is published, and other models quantised here.
+
+    from moe_aiter.integrations.four_bit import load_gpt_oss, quantize_experts
+
+    model = load_gpt_oss("openai/gpt-oss-20b")  # MXFP4, never dequantised
+    quantize_experts(model, "nf4")  # another model, whose experts have transformers' decorator
+    add_lora(model, rank=16, alpha=32)  # of integrations.lora: adapters on the frozen weights
+
+The model runs `experts_implementation="moe_aiter"`, which dequantises tiles inside the products.
+"""
+
+import pathlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kernels.base.check import check_parameter_dtype, checked
+from ..kernels.quantize.four_bit import FORMATS, quantized
+from ..layers.four_bit import FourBitWeight
+from ..private_api import own_parameters
+from .transformers import ADAPTERS, BLOCKS, NAME, SCALES, four_bits_of, is_experts, names_of, register
+
+__all__ = ["load_gpt_oss", "quantize_experts"]
+
+
+@torch.no_grad()
+@checked
+def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
+    """Replace the weights of the model's experts by frozen ones of 4 bits; returns the modules' names.
+
+    format: "nf4", "mxfp4" or "int4"; rows must be a multiple of 64, 32 or 128 numbers.  One weight after
+    another is replaced, so the peak is the model and the largest weight in 4 bits.  state_dict then has
+    `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.
+
+    Raises ValueError for an unknown format, other sizes, a model without experts that have transformers'
+    decorator, and experts with adapters or with a norm of their outputs.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    register()
+    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no experts with transformers' decorator")
+    for name, module in found.items():
+        if getattr(module, ADAPTERS, None) or getattr(module, "has_post_expert_norm", False):
+            raise ValueError(f"{name} has adapters or a norm: experts of 4 bits must have neither yet")
+        for weight in names_of(module):
+            if four_bits_of(module, weight) is None:
+                check_rows(module, weight, FORMATS[format].block)
+    for module in found.values():
+        for weight in names_of(module):
+            if four_bits_of(module, weight) is None:
+                w = own_parameters(module).pop(weight)
+                setattr(module, weight, FourBitWeight(quantized(w.mT if module.is_transposed else w, format)))
+        module.requires_grad_(False)
+    model.set_experts_implementation(NAME)
+    return list(found)
+
+
+def check_rows(module: nn.Module, name: str, block: int) -> None:
+    w = own_parameters(module).get(name)
+    if w is None:
+        raise ValueError(f"{name} of {type(module).__name__} is no parameter: take away what wraps it")
+    width = w.shape[1 if module.is_transposed else 2]
+    if width % block:
+        found = f"{name} of {type(module).__name__} has rows of {width} numbers"
+        raise ValueError(f"{found}, not a multiple of {block}")
+
+
+@checked
+def load_gpt_oss(
+    directory: str | pathlib.Path, *, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> nn.Module:
+    """Load gpt-oss's published checkpoint as transformers does, but keep its experts in MXFP4.
+
+    directory: a directory or a name on the Hub.  dtype: of all other weights, and of the products.
+    options: more arguments of `from_pretrained`, such as `device_map`.  The experts' weights are buffers,
+    `<experts>.gate_up_proj_blocks` (E, 2I, H / 32, 16) and `..._scales` (E, 2I, H / 32), for down_proj alike.
+    These are the checkpoint's names and shapes, so `save_pretrained` writes what was read.
+    Raises ImportError without transformers, ValueError for a model that is not gpt-oss.
+    """
+    register()
+    from transformers import AutoConfig, GptOssForCausalLM
+
+    check_parameter_dtype(dtype)
+    config = AutoConfig.from_pretrained(directory)
+    if config.model_type != "gpt_oss":
+        raise ValueError(f"{directory} is {config.model_type}, not gpt_oss")
+    published = vars(config).pop("quantization_config", None)  # by which transformers would convert weights
+
+    class Packed(GptOssForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            for module in filter(is_experts, self.modules()):
+                as_published(module)
+
+    model = Packed.from_pretrained(
+        directory, config=config, dtype=dtype, experts_implementation=NAME, **options
+    )
+    model.__class__ = GptOssForCausalLM
+    if published is not None:
+        model.config.quantization_config = published
+    for module in filter(is_experts, model.modules()):
+        module.requires_grad_(False)
+    return model
+
+
+def as_published(module: nn.Module) -> None:
+    """Replace the weights of an experts module by empty buffers, named and shaped as in the checkpoint."""
+    for name in names_of(module):
+        E, width, rows = own_parameters(module).pop(name).shape  # transposed
+        shape = E, rows, width // FORMATS["mxfp4"].block
+        module.register_buffer(f"{name}{BLOCKS}", torch.empty(*shape, 16, dtype=torch.uint8))
+        module.register_buffer(f"{name}{SCALES}", torch.empty(shape, dtype=torch.uint8))

@@ -1,0 +1,159 @@
+"""Experts of 4 bits in transformers' models: gpt-oss's published layout, adapters on it, other models."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from moe_aiter.config import interpret  # noqa: E402
+from moe_aiter.integrations import transformers as file  # noqa: E402
+from moe_aiter.integrations.four_bit import load_gpt_oss, quantize_experts  # noqa: E402
+from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora  # noqa: E402
+from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized  # noqa: E402
+
+if interpret:
+    pytest.skip("the interpreted kernels have tests of their own", allow_module_level=True)
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "vocab_size": 32, "max_position_embeddings": 32, "pad_token_id": 0,
+    "head_dim": 8,
+}  # fmt: skip
+FAMILIES = {
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64},
+}
+TOKENS = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(1))
+
+
+def tiny(family, experts="eager", **sizes):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family] | sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation=experts)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    return model
+
+
+def in_mxfp4(model):
+    """By its name, each weight of the experts as the published checkpoint has it, and in float32."""
+    found = {}
+    for name, p in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            w = quantized(p.detach().mT, "mxfp4")
+            found[name] = w.packed.unflatten(2, (-1, 16)), w.scales, w.dequantize().mT.contiguous()
+    return found
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A directory as gpt-oss is published, its tensors, and the same model with dequantised weights."""
+    model = tiny("gpt_oss")
+    packed = in_mxfp4(model)
+    state = {name: p.detach().clone() for name, p in model.state_dict().items() if name not in packed}
+    for name, (blocks, scales, _) in packed.items():
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model.load_state_dict({name: full for name, (_, _, full) in packed.items()}, strict=False)
+    return tmp_path, state, model
+
+
+def test_gpt_oss_as_published(published, tmp_path_factory):
+    directory, state, whole = published
+    model = load_gpt_oss(directory, dtype=torch.float32)
+    assert type(model) is type(whole)
+    assert not any(name.endswith(("gate_up_proj", "down_proj")) for name, _ in model.named_parameters())
+    torch.testing.assert_close(model(TOKENS).logits, whole(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    assert {path.path for path in file.check(model).values()} == {"two products"}
+    other = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(other)
+    config = [json.loads((d / "config.json").read_text())["quantization_config"] for d in (directory, other)]
+    assert config[0] == config[1]
+    again = load_file(other / "model.safetensors")
+    assert again.keys() == state.keys() and all(torch.equal(again[name], t) for name, t in state.items())
+    with pytest.raises(ValueError, match="is qwen3_moe, not gpt_oss"):
+        tiny("qwen3_moe").config.save_pretrained(other)
+        load_gpt_oss(other)
+
+
+def train(model, steps=20):
+    """The loss of each step, on one batch."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_adapters_train_as_on_dequantised_weights(published, tmp_path_factory):
+    directory, _, whole = published
+    models = load_gpt_oss(directory, dtype=torch.float32), whole
+    losses = []
+    for model in models:
+        torch.manual_seed(5)
+        add_lora(model, rank=4, alpha=8)
+        losses.append(train(model))
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    saved = tmp_path_factory.mktemp("lora")
+    save_lora(models[0], saved)
+    fresh = load_gpt_oss(directory, dtype=torch.float32)
+    load_lora(fresh, saved)
+    assert torch.equal(fresh(TOKENS).logits, models[0](TOKENS).logits)
+    with pytest.raises(ValueError, match="have 4 bits, which would round the adapters away"):
+        merge_lora(fresh)
+
+
+@pytest.mark.parametrize(
+    "family, format", [("qwen3_moe", "nf4"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "mxfp4")]
+)
+def test_quantize_experts(family, format, tmp_path):
+    """The loss is that of a model whose weights are dequantised, and state_dict makes the round trip."""
+    model, whole = tiny(family), tiny(family)
+    names = quantize_experts(model, format)
+    for name in names:
+        module, plain = model.get_submodule(name), whole.get_submodule(name)
+        for weight in ("gate_up_proj", "down_proj"):
+            full = getattr(module, weight).dequantize()
+            getattr(plain, weight).data.copy_(full.mT if plain.is_transposed else full)
+    expected = whole(TOKENS).logits
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other = tiny(family)
+    nn.init.zeros_(other.lm_head.weight)
+    quantize_experts(other, format)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+    assert quantize_experts(model, format) == names, "what has 4 bits stays as it is"
+
+
+def test_mistakes():
+    model = tiny("qwen3_moe", moe_intermediate_size=48)
+    before = {name: p.shape for name, p in model.named_parameters()}
+    with pytest.raises(
+        ValueError, match="down_proj of Qwen3MoeExperts has rows of 48 numbers, not a multiple of 64"
+    ):
+        quantize_experts(model, "nf4")
+    assert {name: p.shape for name, p in model.named_parameters()} == before
+    with pytest.raises(ValueError, match="unknown format 'int8'; known: " + ", ".join(FORMATS)):
+        quantize_experts(model, "int8")
+    with pytest.raises(ValueError, match="Linear has no experts with transformers' decorator"):
+        quantize_experts(nn.Linear(2, 2))
+    add_lora(model, rank=2)
+    with pytest.raises(ValueError, match="has adapters or a norm"):
+        quantize_experts(model, "mxfp4")
