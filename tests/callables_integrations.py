@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from moe_aiter import integrations
-from moe_aiter.integrations import checkpoints, lora, monitor, transformers
+from moe_aiter.integrations import checkpoints, four_bit, lora, monitor, transformers
 
 FOLDER = tempfile.TemporaryDirectory()  # for as long as the tests run
 ROOT = pathlib.Path(FOLDER.name)
@@ -47,12 +47,16 @@ def adapted() -> nn.Module:
 
 @functools.cache
 def saved(what: str) -> pathlib.Path:
-    """Folders to read: a model, its layers converted, a dense one, adapters."""
+    """Folders to read: a model, its layers converted, a dense one, gpt-oss as published, adapters."""
     folder = ROOT / what
     if what == "theirs":
         model().save_pretrained(folder, save_original_format=True)
     elif what == "ours":
         checkpoints.convert(saved("theirs"), folder)
+    elif what == "gpt_oss":
+        published = tiny_model("gpt_oss", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+        four_bit.as_published(published.model.layers[0].mlp.experts)
+        published.save_pretrained(folder)
     elif what == "adapters":
         lora.save_lora(adapted(), folder)
     else:
@@ -94,6 +98,14 @@ CALLS = {
             "layers": ("gate_proj", "up_proj", "down_proj"),
             "base_model": "a name",
         },
+    ),
+    "four_bit.load_gpt_oss": (
+        four_bit.load_gpt_oss,
+        lambda: {"directory": saved("gpt_oss"), "dtype": BF16},
+    ),
+    "four_bit.quantize_experts": (
+        four_bit.quantize_experts,
+        lambda: {"model": tiny_model("mixtral", hidden_size=64, intermediate_size=64), "format": "nf4"},
     ),
     "monitor.ExpertsMonitor": (
         monitor.ExpertsMonitor,

@@ -78,13 +78,17 @@ def load_gpt_oss(
     options: more arguments of `from_pretrained`, such as `device_map`.  The experts' weights are buffers,
     `<experts>.gate_up_proj_blocks` (E, 2I, H / 32, 16) and `..._scales` (E, 2I, H / 32), for down_proj alike.
     These are the checkpoint's names and shapes, so `save_pretrained` writes what was read.
-    Raises ImportError without transformers, ValueError for a model that is not gpt-oss.
+    Raises ImportError without transformers, FileNotFoundError without a model there, ValueError for a model
+    that is not gpt-oss.
     """
     register()
     from transformers import AutoConfig, GptOssForCausalLM
 
     check_parameter_dtype(dtype)
-    config = AutoConfig.from_pretrained(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except OSError as error:
+        raise FileNotFoundError(f"{directory} is no model that transformers finds") from error
     if config.model_type != "gpt_oss":
         raise ValueError(f"{directory} is {config.model_type}, not gpt_oss")
     published = vars(config).pop("quantization_config", None)  # by which transformers would convert weights
