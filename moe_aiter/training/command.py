@@ -39,7 +39,9 @@ LAUNCH = "launch"  # names the call of torchrun that started the run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--preset", choices=PRESETS, help="settings to start from [gpu if there is a GPU, else cpu]"
+        "--preset",
+        choices=PRESETS,
+        help="settings to start from; test: a tiny model, for seconds [gpu if there is a GPU, else cpu]",
     )
     parser.add_argument("--out", type=path, metavar="RUN", help="run folder [a new one in runs/]")
     text = "continue a run [the newest in runs/]"
