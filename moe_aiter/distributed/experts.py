@@ -42,7 +42,7 @@ from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan, make_plan
 from .collective import all_gather
-from .overflow import add_gradients, add_output, can_add
+from .overflow import add_gradients, add_output, can_add, targets
 from .slots import ids_of, local_ids, pad, window, windows
 from .transport import (
     DOUT,
@@ -83,7 +83,8 @@ class ExpertDispatcher:
 
     All ranks must make the same calls in the same order, forward and backward, also with no tokens, and the
     same inputs and weights must require gradients: otherwise ranks wait for each other without end.  That
-    holds for other numbers of tokens after the first call too, and for all calls under torch.compile.
+    holds for other numbers of tokens after the first call too, and for all calls under torch.compile; through
+    symmetric memory, results are then wrong without an error, which MOE_AITER_DEBUG=1 finds.
     """
 
     @checked
@@ -380,7 +381,8 @@ class Dispatched(torch.autograd.Function):
             again.receive()  # on all ranks, also where nothing has read them
         dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
         left = bool(sums.sent)
-        add_others([None if left else dx, ds, *dweights])
+        if ctx.num_others:
+            add_others([None if left else dx, ds, *targets(experts, *dweights)])
         arriving = again = None  # what a collective has received is free before the sums arrive
         for d in (None if left else dx, ds):
             if d is not None:

@@ -17,7 +17,7 @@ from ..kernels.experts.up import expert_up_op, expert_z_op
 from ..kernels.grouped.gmm import gmm_unpermute_add_op
 from ..kernels.grouped.tgmm import weight_gradient
 from ..kernels.rows.sums import group_sum
-from ..layers.experts import Experts, cast_as_linear, local_part
+from ..layers.experts import Experts, local_part
 from ..op import pick
 from ..routing.plan import RoutePlan
 
@@ -52,8 +52,6 @@ def add_gradients(
 ) -> None:
     """Add these rows' part to the gradients of x, s and the weights; None for those that are not wanted."""
     dx, ds, dgate_up, ddown, dgate_up_bias, ddown_bias = gradients
-    main = (local_part(getattr(w, "main_grad", None)) for w in (experts.gate_up, experts.down))
-    dgate_up, ddown = (d if m is None else m for d, m in zip((dgate_up, ddown), main, strict=True))
     for i in inputs_of(experts, x, s, plans, weights):
         routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
         z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
@@ -73,12 +71,19 @@ def add_gradients(
             weight_gradient(i.gate_up.mT, dgate_up.mT, i.x, dz, i.group_sizes, i.order, i.rank.shape[1])
 
 
+def targets(experts: Experts, dgate_up: Tensor | None, ddown: Tensor | None, *dbiases) -> list[Tensor | None]:
+    """Return what gradients of weights are added to: the main gradient of a trained weight that has one."""
+    main = (local_part(getattr(w, "main_grad", None)) if w.requires_grad else None
+            for w in (experts.gate_up, experts.down))  # fmt: skip
+    return [d if m is None else m for d, m in zip((dgate_up, ddown), main, strict=True)] + list(dbiases)
+
+
 def inputs_of(
     experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Sequence
 ) -> Iterator[BothInputs]:
-    """Yield the inputs of each window, cast as `Experts.compute` does."""
+    """Yield the inputs of each window.  `x` has been cast; backward is not under forward's autocast."""
     gate_up, down, gate_up_bias, down_bias = weights
-    x, gate_up, down = cast_as_linear(x, gate_up, down)
+    gate_up, down = gate_up.to(x.dtype), down.to(x.dtype)
     for plan in plans:
         tensors = x, gate_up, gate_up_bias, down, down_bias, s, *plan
         i = ExpertInputs(*tensors, experts.activation, experts.interleaved, False)

@@ -44,5 +44,5 @@ def window(plan: RoutePlan, first: int, rows: int) -> RoutePlan:
 def windows(choices: int, bound: int) -> tuple[int, int]:
     """Return how many windows hold so many choices, and how many rows each has: at most `bound`, rounded up
     to a multiple of ROWS."""
-    rows = max(min(-(-bound // ROWS) * ROWS, choices), 1)
+    rows = max(min(-(-max(bound, 1) // ROWS) * ROWS, choices), 1)
     return max(-(-choices // rows), 1), rows

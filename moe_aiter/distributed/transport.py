@@ -167,7 +167,7 @@ def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.devic
     """
     pools = POOLS.setdefault(group, [])
     largest = pools[-1].sizes if pools else [0] * len(sizes)
-    if any(map(operator.gt, sizes, largest)):
+    if not pools or any(map(operator.gt, sizes, largest)):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "experts shared by ranks need larger buffers for these tokens, which cannot be made during a "
@@ -179,7 +179,7 @@ def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.devic
 
 def region_sizes(ranks: int, x: Tensor, s: Tensor) -> list[int]:
     """Return the bytes of each region for x (T, H), ids and routing weights s (T, k), and their gradients."""
-    tokens, routing = aligned(ranks * x.nbytes), aligned(ranks * s.nbytes)
+    tokens, routing = (max(aligned(ranks * t.nbytes), ALIGNMENT) for t in (x, s))
     return [tokens, tokens, tokens + routing, 2 * routing]
 
 
