@@ -470,11 +470,47 @@ def check_overflow(rank, world):
                 assert error(value, results[0][name]) < 1e-6, (name, options)
 
 
+def check_overflow_in_training(rank, world):
+    """Backward outside of forward's autocast; a frozen weight's main gradient stays as it is."""
+    x, ids, s, dout = mine(
+        rank, world, inputs(world * T)[0], routings(world)["one rank"], *inputs(world * T)[1:]
+    )
+    results = []
+    for keep_x in (True, False):
+        shared = share(build(), world, rows=1.0, keep_x=keep_x)
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = shared(leaf, s, make_plan(ids, E))
+        out.backward(dout.to(out.dtype))
+        results.append([leaf.grad, whole(shared.gate_up.grad), whole(shared.down.grad)])
+    for autograds, ours in zip(*results, strict=True):
+        assert error(ours, autograds) < 2e-2
+    shared = share(build(), world, rows=1.0)
+    shared.down.main_grad = torch.zeros_like(shared.down)
+    shared.down.requires_grad_(False)
+    shared(x.clone().requires_grad_(), s, make_plan(ids, E)).backward(dout)
+    assert not whole(shared.down.main_grad).count_nonzero()
+
+
+def check_no_tokens_first(rank, world):
+    """The first call of a group may have no tokens."""
+    transport.POOLS.clear()
+    shared, x = share(build(), world, transport="symmetric"), torch.zeros(0, H)
+    assert shared(x, torch.zeros(0, K), make_plan(distinct(torch.ones(E), 0), E)).shape == (0, H)
+
+
 def through_memory(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch:
         use_files(folder, patch)
         with as_on_gpus():
-            for check in (check_early, check_overflow, functools.partial(check_main_grad, rows=0.5)):
+            many = functools.partial(check_main_grad, rows=0.5)
+            for check in (
+                check_no_tokens_first,
+                check_early,
+                check_overflow,
+                check_overflow_in_training,
+                many,
+            ):
                 torch.manual_seed(0)
                 check(rank, world)
         for backend in BACKENDS:
