@@ -54,6 +54,7 @@ attention_math = find("torch.ops.aten._scaled_dot_product_attention_math")
 attention_choice = find("torch._fused_sdp_choice")  # the number of the kernel that torch would run
 softmax_gradient = find("torch.ops.aten._softmax_backward_data")
 int8_product = find("torch._int_mm")
+assert_async = find("torch._assert_async")  # of a tensor with one bool, which the host does not wait for
 scaled_product = find("torch._scaled_mm")
 
 

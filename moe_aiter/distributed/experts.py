@@ -39,7 +39,7 @@ from ..kernels.base.check import (
 from ..kernels.experts.up import early_dx
 from ..layers.experts import Experts, cast_as_linear
 from ..op import saved_tensors
-from ..private_api import is_alias, keeps_graph, process_group, version_of
+from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan, make_plan
 from .collective import all_gather
 from .overflow import add_gradients, add_output, can_add, targets
@@ -84,7 +84,7 @@ class ExpertDispatcher:
     All ranks must make the same calls in the same order, forward and backward, also with no tokens, and the
     same inputs and weights must require gradients: otherwise ranks wait for each other without end.  That
     holds for other numbers of tokens after the first call too, and for all calls under torch.compile; through
-    symmetric memory, results are then wrong without an error, which MOE_AITER_DEBUG=1 finds.
+    symmetric memory, other numbers of tokens fail an assertion on the GPU.
     """
 
     @checked
@@ -200,7 +200,12 @@ class ExpertDispatcher:
         ids = pad(ids_of(plan), s.shape[0], -1)
         # ids travel with the weights, as numbers of the same bits
         routing = torch.cat([ids.to(INTEGERS[s.dtype]).view(s.dtype), s], 1)
-        (routing,) = exchange(transport.dispatch(ROUTING), routing)
+        count = [] if transport is self.collective else [x.new_full((1, 1), x.shape[0], dtype=torch.int64)]
+        *counts, routing = exchange(transport.dispatch(ROUTING), *count, routing)
+        for c in counts:  # where ranks write to wrong slots, and nothing waits for ever
+            assert_async(
+                (c == x.shape[0]).all(), "the ranks have different numbers of tokens: see max_tokens"
+            )
         ids, s = routing.split(s.shape[1], 1)
         ids = ids.detach().contiguous().view(INTEGERS[s.dtype])
         plan = make_plan(local_ids(ids, self.first, self.count), self.count)

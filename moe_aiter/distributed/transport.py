@@ -180,7 +180,7 @@ def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.devic
 def region_sizes(ranks: int, x: Tensor, s: Tensor) -> list[int]:
     """Return the bytes of each region for x (T, H), ids and routing weights s (T, k), and their gradients."""
     tokens, routing = (max(aligned(ranks * t.nbytes), ALIGNMENT) for t in (x, s))
-    return [tokens, tokens, tokens + routing, 2 * routing]
+    return [tokens, tokens, tokens + routing, ALIGNMENT + 2 * routing]  # numbers of tokens come first
 
 
 def aligned(size: int) -> int:

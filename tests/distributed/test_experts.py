@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_aiter import Experts, MoE, make_plan, use
-from moe_aiter.config import interpret
+from moe_aiter.config import interpret, settings
 from moe_aiter.distributed import ExpertParallel, expert_mesh, transport
 from moe_aiter.kernels.base.host import ext
 from moe_aiter.kernels.experts.cpu import expert_loop_reference
@@ -499,6 +499,22 @@ def check_no_tokens_first(rank, world):
     assert shared(x, torch.zeros(0, K), make_plan(distinct(torch.ones(E), 0), E)).shape == (0, H)
 
 
+def check_other_tokens(rank, world):
+    """After the first call, other numbers of tokens are an error on each rank, and not a wrong result."""
+    shared = share(build(), world, transport="symmetric")
+
+    def call(tokens):
+        ids = distinct(torch.ones(E), tokens)
+        shared(torch.randn(tokens, H), torch.rand(tokens, K), make_plan(ids, E))
+
+    call(8)
+    debug = settings.debug
+    object.__setattr__(settings, "debug", False)  # which compares the numbers in every call
+    with pytest.raises(RuntimeError, match="different numbers of tokens"):
+        call(8 - (rank == 0))
+    object.__setattr__(settings, "debug", debug)
+
+
 def through_memory(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch:
         use_files(folder, patch)
@@ -525,6 +541,7 @@ def through_memory(rank, world, folder):
                     torch.manual_seed(0)
                     check(rank, world)
         check_options(rank, world)
+        check_other_tokens(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
