@@ -30,3 +30,10 @@ def run_four_bit(s, format="nf4", transpose=True, double=True, bias=False):
     b = s.new(E, N) if bias else None
     i = FourBitInputs(x, *parts, transpose, ints(E), b, order, TOP_K if transpose else 1)
     bind_four_bit_gmm(i)(s.new(s.rows, N), i)
+
+
+def rounds_scales_twice(target, launches):
+    """A product and an addition in one instruction would not round as bitsandbytes does."""
+    (text,) = (launch.assembly for launch in launches if launch.kernel == "expand_scales_kernel")
+    fused = "fma." if target.startswith("sm") else "fma"
+    assert fused not in text

@@ -6,7 +6,7 @@ import re
 
 import torch
 from aot import TARGETS, Case, compiling_for, ints, new, with_tile
-from compile_four_bit import run_four_bit
+from compile_four_bit import rounds_scales_twice, run_four_bit
 
 from moe_aiter import tuning
 from moe_aiter.kernels.base.activations import get_activation
@@ -660,6 +660,7 @@ def detailed_cases():
 def cases():
     for name, run in GROUPED.items():
         yield name, Case(run, spills=FEW_SPILLS.get(name, odd(name)), matrix="own")
+    yield "scales of NF4", Case(lambda: run_four_bit(FULL), also=rounds_scales_twice)
     for name, run in SEGMENTS.items():
         yield f"segments {name}", Case(run, spills=odd(name), matrix="any")
     for dtype in (E4M3, E5M2):  # of x and w; the reference has e4m3 on sm_80

@@ -15,8 +15,10 @@ from torch import Tensor
 from .. import tuning
 from ..kernels import hopper
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
+from ..kernels.grouped.four_bit import FourBitInputs
 from ..kernels.grouped.gmm import column_slices
 from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_product, lay_out
+from ..kernels.quantize.four_bit import quantized
 from ..kernels.quantize.rows import quantize_rows
 from ..kernels.rows.sort import sort_by_expert
 from ..op import IMPLS, ORDER, launcher, runs
@@ -270,6 +272,27 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
         ("ddown", "tgmm", 1, empty(E, H, width), (dout, sa, sizes, order, k, False)),
         ("dgate_up", "tgmm", 2, empty(E, 2 * width, H), (x, dz, sizes, order, k, True)),
     ]
+
+
+def four_bit_products(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterable[Product]:
+    """Those of a step of frozen experts of 4 bits, on ragged routing.  In NF4: all formats share a table."""
+    T, H, width, E, k = shape.sizes
+    torch.manual_seed(0)
+    _, expert_ids = torch.randn(T, E, device=device).topk(k)
+    order, _, sizes = sort_by_expert(expert_ids, E)
+    launch = launcher("four_bit_gmm", IMPLS["four_bit_gmm"]["triton"])
+    for name, transpose, weights, rows, columns in (
+        ("up", True, 2, 2 * width, H),
+        ("down", True, 1, H, width),
+        ("da", False, 1, H, width),
+        ("dx", False, 2, 2 * width, H),
+    ):
+        w = quantized(torch.randn(E, rows, columns, device=device, dtype=dtype), "nf4")
+        K, N = (columns, rows) if transpose else (rows, columns)
+        gathered = (order, k) if name == "up" else (None, 1)
+        x = torch.randn(T if name == "up" else T * k, K, device=device, dtype=dtype)
+        inputs = FourBitInputs(x, w.packed, *w.parts, transpose, sizes, None, *gathered)
+        yield Product(name, launch, x.new_empty(T * k, N), inputs, weights * shape.forward_flops / 3)
 
 
 CLEAR = 0.99  # of torch's time; between two launches of the same kernel there is less

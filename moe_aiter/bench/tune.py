@@ -1,8 +1,9 @@
 """`moe-aiter tune`: measure a few configurations of each kernel, and write what wins into this GPU's table.
 
 A candidate has to be right, and clearly faster than the default; all of them run in turn.  A family is the
-products of a training step, `layer`, or cases of `bench gemm`, whose tiles are held against float64.  Where
-torch has the product too, the table of choices gets a row that says who computes it: see tiles.py.
+products of a training step, `layer`, those of a step with frozen experts of 4 bits, `four_bit`, or cases of
+`bench gemm`, whose tiles are held against float64.  Where torch has the product too, the table of choices
+gets a row that says who computes it: see tiles.py.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .. import tuning
+from ..kernels.quantize.four_bit import FORMATS
 from ..tuning.candidates import OPS, Config, candidates
 from ..tuning.choice import read_choices, write_choices
 from ..tuning.table import TABLES, Key, read, write
@@ -25,11 +27,12 @@ from .measure import (
 )
 from .problem import DEFAULT, GROUPS, SHAPES, named
 from .products import Case, chosen, no_case
-from .tiles import Kernel, Product, check, choose, measure, pick, products
+from .tiles import Kernel, Product, check, choose, four_bit_products, measure, pick, products
 
 COMPILE, FLUSH, RATE = 1.5, 1e-4, 5e14  # s for a configuration, s before a run, FLOP/s: for the estimate
-LAYER = "layer"
-FAMILIES = (LAYER, "dense", "scaled", "sparse")
+LAYER, FOUR_BIT = STEPS = "layer", "four_bit"  # which have the shapes of layers
+NF4 = FORMATS["nf4"].block
+FAMILIES = (*STEPS, "dense", "scaled", "sparse")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,8 +104,8 @@ def main(args: argparse.Namespace) -> int:
         save=lambda row: write(out, [row | where]),
         save_choice=lambda row: write_choices(choices, [row | where]),
     )
-    if LAYER in args.family:
-        tune_layers(args, run)
+    for family in (name for name in STEPS if name in args.family):
+        tune_layers(args, run, family)
     for family, case in cases(args):
         print(f"\n{family}, {case.name} ({case.shape}), {case.dtypes[0]}")
         problem = case.make(torch.device("cuda"), getattr(torch, case.dtypes[0]), 0)
@@ -117,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
 
 def as_bench(args: argparse.Namespace) -> argparse.Namespace:
     """What `bench gemm` would be asked."""
-    families = [family for family in args.family if family != LAYER]
+    families = [family for family in args.family if family not in STEPS]
     return argparse.Namespace(family=families, shape=args.shape, dtype=None)
 
 
@@ -130,26 +133,32 @@ def cases(args: argparse.Namespace) -> list[tuple[str, Case]]:
 def refused(args: argparse.Namespace) -> str:
     """What is wrong with the names of shapes; nothing where they are known."""
     families = as_bench(args).family
-    if LAYER in args.family and families and args.shape:
-        return f"--shape names shapes of {LAYER} or of other families, not of both"
-    if args.tokens and LAYER not in args.family:
-        return f"--tokens is for {LAYER}"
-    if LAYER in args.family:
+    steps = [name for name in STEPS if name in args.family]
+    if steps and families and args.shape:
+        return f"--shape names shapes of {steps[0]} or of other families, not of both"
+    if args.tokens and not steps:
+        return f"--tokens is for {' and '.join(STEPS)}"
+    if steps:
         try:
-            named(args.shape or [])
+            shapes = named(args.shape or [])
         except ValueError as error:
             return str(error)
+        for name, s in shapes.items():
+            if FOUR_BIT in steps and (s.hidden % NF4 or s.intermediate % NF4):
+                return f"{FOUR_BIT} needs H and I that are multiples of {NF4}, not those of {name}: {s}"
     if families and not cases(args):
         return no_case(as_bench(args))
     return ""
 
 
-def tune_layers(args: argparse.Namespace, run: Run) -> None:
+def tune_layers(args: argparse.Namespace, run: Run, family: str) -> None:
     for name, known in named(args.shape or DEFAULT["cuda"]).items():
         for tokens in args.tokens or [known.num_tokens]:
             shape = dataclasses.replace(known, num_tokens=tokens)
             print(f"\nshape {name}: T, H, I, E, k = {shape}")
-            tune_products(products(shape, torch.device("cuda"), torch.bfloat16, bool(run.ops)), run)
+            step = shape, torch.device("cuda"), torch.bfloat16
+            several = products(*step, bool(run.ops)) if family == LAYER else four_bit_products(*step)
+            tune_products(several, run)
             torch.cuda.empty_cache()
 
 

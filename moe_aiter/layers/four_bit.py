@@ -1,7 +1,7 @@
 """Frozen experts of 4 bits: from `quantize(model, "nf4")`, or from weights that others have quantised."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from ..kernels.base.check import check_plan, check_shape, checked
 from ..kernels.experts.glu import glu
-from ..kernels.quantize.four_bit import FORMATS, NESTED, FourBit, check_four_bit, quantized
+from ..kernels.quantize.four_bit import (
+    FORMATS,
+    NESTED,
+    FourBit,
+    check_four_bit,
+    expanded_scales,
+    quantized,
+)
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
 from .by_step import Projection, experts_by_step
@@ -60,8 +67,9 @@ class FourBitExperts(nn.Module):
     """Frozen `Experts` with weights of 4 bits, made by `quantize(model, "nf4")`, "mxfp4" or "int4".
 
     Products load packed codes and dequantise tiles, forward and for the gradient of `x`: no weight exists in
-    16 bits.  `x` must have the dtype of the weights before they were quantised.  state_dict keys:
-    gate_up.packed (E, 2I, H / 2), gate_up.scales and so on (see `FourBitWeight`), down.* alike, and biases.
+    16 bits.  `x` must have the dtype of the weights before they were quantised.  `row_chunks`, `recompute`
+    and `fp8` of the experts have no effect.  state_dict keys: gate_up.packed (E, 2I, H / 2), gate_up.scales
+    and so on (see `FourBitWeight`), down.* alike, and biases.
     `LoRAExperts` trains adapters on them.
     """
 
@@ -108,10 +116,10 @@ def check_dtype(x: Tensor, weight: FourBit) -> None:
 def to_four_bits(experts: Experts, format: str) -> None:
     """Make an `Experts` one of 4 bits: in place, so that its hooks and all that refers to it stay."""
     weights = {name: FourBitWeight(quantized(getattr(experts, name), format)) for name in ("gate_up", "down")}
-    experts.requires_grad_(False)
     for name, weight in weights.items():
         own_parameters(experts).pop(name)
         setattr(experts, name, weight)
+    experts.requires_grad_(False)
     experts.__class__ = FourBitExperts
 
 
@@ -149,10 +157,43 @@ def to_bitsandbytes(weight: FourBitWeight, prefix: str) -> dict[str, Tensor]:
     parts = {"": w.packed.reshape(-1, 1), ".absmax": w.scales.flatten(), ".quant_map": w.table[:16]}
     if w.nested is not None:
         offsets = w.offset.unique().tolist()
+        if len(offsets) > 1:
+            raise ValueError(f"{prefix} has {len(offsets)} offsets, for which bitsandbytes has one place")
         how |= {"nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": offsets[0]}
         parts |= {".nested_absmax": w.nested, ".nested_quant_map": w.table[16:]}
     parts[f".{STATE}"] = torch.tensor(list(json.dumps(how).encode()), dtype=torch.uint8)
     return {prefix + end: t.clone() for end, t in parts.items()}
+
+
+def join_weights(weights: Sequence[Sequence[FourBitWeight]]) -> FourBitWeight:
+    """Return one weight (E, out, in) of what others keep in a weight (1, rows, in) for each linear layer.
+
+    weights[e] are the layers of expert e, whose rows are put together: gate and up, or down alone.  Codes are
+    taken over as they are.  NF4's scales become float32, 4.5 bits a number in all, because each layer has an
+    offset of its own.  Raises ValueError for layers of different formats, dtypes, tables and sizes.
+    """
+    experts = [[layer.weight() for layer in layers] for layers in weights]
+    kinds = [(w.format, w.dtype, *w.shape[::2]) for layers in experts for w in layers]
+    tables = [w.table[:16] for layers in experts for w in layers if w.table is not None]
+    rows = [sum(w.shape[1] for w in layers) for layers in experts]
+    if len({*kinds}) != 1 or len({*rows}) != 1 or kinds[0][2] != 1:
+        raise ValueError(
+            f"layers are of kinds {sorted({*map(str, kinds)})}, {sorted({*rows})} rows an expert"
+        )
+    if any(not torch.equal(table, tables[0]) for table in tables):
+        raise ValueError("layers have different tables of codes")
+
+    def joined(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.cat([torch.cat(tuple(of_expert), 1) for of_expert in parts])
+
+    format, dtype = kinds[0][:2]
+    packed = joined([[w.packed for w in layers] for layers in experts])
+    if format == "nf4":
+        scales = joined([[expanded_scales(w.packed, *w.parts)[0] for w in layers] for layers in experts])
+        return FourBitWeight(FourBit(packed, scales, None, None, tables[0].clone(), format, dtype))
+    scales = joined([[w.scales for w in layers] for layers in experts])
+    zeros = joined([[w.offset for w in layers] for layers in experts]) if format == "int4" else None
+    return FourBitWeight(FourBit(packed, scales, None, zeros, None, format, dtype))
 
 
 @checked

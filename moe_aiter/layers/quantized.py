@@ -163,7 +163,8 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     4 bits, "nf4", "mxfp4" or "int4": every `Experts` gets weights of 4 bits, also those inside a
     `LoRAExperts`; all else stays as it is, trainable parameters too.  They are frozen, and gradients pass
     through them: adapters on them can train.  H and I must be multiples of 64 (nf4), 32 or 128.  The rest of
-    this text is about 8 and 16 bits, for inference.
+    this text is about 8 and 16 bits, for inference.  On the meta device, the copy takes no memory until
+    `load_state_dict(state, assign=True)`.
 
     Every nn.Linear, `Experts` and `OptimizedMoELayer`, also `model` itself, gets weights of `dtype`.  "int8"
     and "fp8" (float8_e4m3fn) have a scale for each output channel, and quantise activations row by row in
@@ -179,7 +180,7 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     which reads its weights itself; `quantization_report` lists them.  No parameter of the copy requires a
     gradient.  Its state_dict loads into another such copy.
     Raises ValueError for an unknown `dtype`, and for a name in `skip` that the model does not have; with 4
-    bits also for a model without `Experts`, other sizes and merged adapters.
+    bits also for a model without `Experts`, other sizes, merged adapters, experts that ranks share, and NaN.
     """
     if not isinstance(dtype, str) or dtype not in {*FORMATS, *FOUR_BITS}:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join([*FORMATS, *FOUR_BITS])}")
@@ -192,7 +193,7 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     if unknown := skip - names:
         raise ValueError(f"skip names {', '.join(map(repr, sorted(unknown)))}, which the model has not")
     if dtype in FOUR_BITS:
-        return with_four_bits(copy.deepcopy(model), dtype, skip)
+        return with_four_bits(model, dtype, skip)
     other = copy.deepcopy(model).requires_grad_(False)
     other.zero_grad(set_to_none=True)
     with torch.no_grad():
@@ -207,17 +208,23 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
 
 
 def with_four_bits(model: nn.Module, format: str, skip: Collection[str]) -> nn.Module:
-    """Return `model`, in which every `Experts` that `skip` does not name now has 4 bits."""
+    """Return a copy of `model`, in which every `Experts` that `skip` does not name has 4 bits."""
+    if any(getattr(m, "dispatcher", None) is not None for m in model.modules()):
+        raise ValueError("experts of 4 bits cannot be shared among ranks: keep them in 16 bits")
     skipped = {module for name in skip for module in model.get_submodule(name).modules()}
-    found = [m for m in model.modules() if type(m) is Experts and m not in skipped]
-    found = [m for m in found if "forward" not in vars(m)]
+    found = {name: m for name, m in model.named_modules() if type(m) is Experts and m not in skipped}
+    found = {name: m for name, m in found.items() if "forward" not in vars(m)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no Experts, whose weights {format!r} is for")
     if any(isinstance(m, LoRAExperts) and m.original is not None for m in model.modules()):
         raise ValueError("adapters are merged into the weights: unmerge them first")
-    for experts in found:
-        to_four_bits(experts, format)
-    return model
+    # the copy begins with the weights themselves: copies of them would double the memory
+    elsewhere = {p for m in model.modules() if m not in found.values() for p in own_parameters(m).values()}
+    weights = {own_parameters(m)[name] for m in found.values() for name in ("gate_up", "down")} - elsewhere
+    other = copy.deepcopy(model, {id(p): p for p in weights})
+    for name in found:
+        to_four_bits(other.get_submodule(name), format)
+    return other
 
 
 def verdicts(model: nn.Module, skip: Collection[str]) -> dict[nn.Module, type | str]:

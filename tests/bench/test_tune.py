@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from moe_aiter import cli, tuning
+from moe_aiter import Experts, LoRAExperts, cli, make_plan, quantize, tuning
 from moe_aiter.bench import tiles, tune
 from moe_aiter.bench.problem import SHAPES, Shape
 from moe_aiter.config import interpret
@@ -98,7 +98,8 @@ def test_wrong_flags(flags, message, capsys):
     [
         ("--shape nowhere", "there is no shape 'nowhere'; there are A, B"),
         ("--family dense --shape nowhere", "there is no such case; there are, of dense: square-512"),
-        ("--family dense --tokens 8", "--tokens is for layer"),
+        ("--family dense --tokens 8", "--tokens is for layer and four_bit"),
+        ("--family four_bit --shape 8,64,32,4,2", "four_bit needs H and I that are multiples of 64, not"),
         ("--family layer dense --shape A", "--shape names shapes of layer or of other families, not of both"),
     ],
 )
@@ -239,6 +240,22 @@ def test_it_measures_what_a_step_looks_up(monkeypatch):
     assert asked == {product.key() for product in tiles.products(shape, device, torch.float16, True)}
 
 
+@pytest.mark.interpret
+@pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
+def test_it_measures_what_a_step_of_4_bits_looks_up():
+    shape, device, asked = Shape(12, 64, 128, 3, 2), torch.device("cpu"), set()
+    T, H, width, E, k = shape.sizes
+    layer = LoRAExperts(quantize(Experts(E, H, width, dtype=torch.float16), "nf4"), rank=4)
+    x = torch.randn(T, H, dtype=torch.float16, requires_grad=True)
+    with tuning.choose(asked.add):
+        layer(x, torch.rand(T, k), make_plan(torch.randint(E, (T, k)), E)).sum().backward()
+    found = list(tiles.four_bit_products(shape, device, torch.float16))
+    assert {key for key in asked if key.op == "four_bit"} == {product.key() for product in found}
+    other = tuning.Config(32, 32, 32)
+    for product in found:
+        assert tiles.check(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
+
+
 def test_products_of_8_bits(monkeypatch):
     """What a step under `fp8=` launches: the same products, of rows that were quantised along the sum."""
     launched, there = [], hopper.launcher
@@ -281,6 +298,14 @@ def test_products_of_8_bits(monkeypatch):
         assert w8.shape == w.shape and given[place + 1 :] == inputs[place + 1 :]
         back = w8.float() * (w_scale[:, None] if columns else w_scale[..., None])
         assert error(back, w) < 0.05
+
+
+@pytest.mark.gpu
+def test_4_bits_on_a_gpu(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    flags = "--family", "four_bit", "--shape", "E", "--tokens", 256, "--reps", 3, "--out", path
+    assert run(*flags) == 0
+    assert {row.key.op for row, _ in read(path)} == {"four_bit"}
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_aiter import Experts, LoRAExperts, MoE, make_plan, quantization_report, quantize
 from moe_aiter.config import interpret
@@ -13,8 +14,10 @@ from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
 from moe_aiter.layers.four_bit import (
     STATE,
     FourBitExperts,
+    FourBitWeight,
     from_bitsandbytes,
     from_mxfp4,
+    join_weights,
     to_bitsandbytes,
 )
 
@@ -175,7 +178,66 @@ def test_skip_and_copies():
     assert torch.equal(twin["b"](x), other["b"](x))
 
 
+class Copies(TorchDispatchMode):
+    """Notes the sizes of the tensors that are cloned."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            self.sizes.add(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_original_stays_and_its_weights_are_not_copied():
+    model = nn.ModuleDict({"a": MoE(SIZE, SIZE, E, 2, bias=True), "b": MoE(SIZE, SIZE, 2 * E, 2)})
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    with Copies() as copies:
+        other = quantize(model, "nf4", skip=["b"])
+    assert (2 * E, SIZE, SIZE) in copies.sizes and (E, SIZE, SIZE) not in copies.sizes
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert all(p.requires_grad for p in model.parameters())
+    theirs = {p.data_ptr() for p in model.parameters()}
+    assert not theirs & {t.data_ptr() for t in other.state_dict().values()}
+
+
+def test_a_weight_that_a_skipped_module_uses_too_is_copied():
+    model = nn.ModuleDict({"a": Experts(E, SIZE, SIZE), "b": Experts(E, SIZE, SIZE)})
+    model["b"].down = model["a"].down
+    other = quantize(model, "nf4", skip=["b"])
+    assert torch.equal(other["b"].down, model["b"].down) and other["b"].down is not model["b"].down
+
+
+@slow
+@formats
+def test_an_empty_model_is_filled_from_a_state_dict(format):
+    """So that no weight has to exist in 16 bits."""
+    moe = quantize(MoE(SIZE, SIZE, E, 2), format)
+    with torch.device("meta"):
+        empty = quantize(MoE(SIZE, SIZE, E, 2), format)
+    empty.load_state_dict(moe.state_dict(), assign=True)
+    x = torch.randn(3, SIZE)
+    assert torch.equal(empty(x), moe(x))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-6])
+def test_int4_takes_small_groups(size):
+    """A code is off by half a step at most, and by what float16 rounds the scale by, 15 of them at an end."""
+    w = size * torch.rand(2, 3, 128, generator=torch.Generator().manual_seed(0))
+    step = w.amax(-1, keepdim=True) / 15
+    assert ((quantized(w, "int4").dequantize() - w).abs() <= 0.5 * step + 15 * 2.0**-25).all()
+
+
 def test_mistakes():
+    shared = MoE(SIZE, SIZE, E, 2)
+    shared.experts.dispatcher = object()
+    with pytest.raises(ValueError, match="experts of 4 bits cannot be shared among ranks"):
+        quantize(shared, "nf4")
+    with pytest.raises(ValueError, match="w holds NaN or infinity"):
+        quantized(torch.full((1, 2, 128), torch.nan), "mxfp4")
     with pytest.raises(ValueError, match="Linear has no Experts, whose weights 'nf4' is for"):
         quantize(nn.Linear(8, 8), "nf4")
     with pytest.raises(ValueError, match="int4 needs rows of a multiple of 128 numbers"):
@@ -238,6 +300,41 @@ def test_bitsandbytes_quantises_alike():
     assert got.offset.tolist() == pytest.approx([OFFSET], rel=1e-6)
     table = [-0.9929687, -0.9789063, -0.00746875, 0.0, 5.5e-7, 0.2335937, 1.0]
     assert got.table[16:][[0, 1, 100, 127, 128, 200, 255]].tolist() == pytest.approx(table, rel=1e-6)
+
+
+@formats
+def test_layers_of_experts_are_joined(format):
+    """As in a checkpoint with a weight for gate, up and down of each expert."""
+    torch.manual_seed(0)
+    layers = {n: [torch.randn(1, SIZE, SIZE) * (3 + e) for e in range(E)] for n in ("gate", "up", "down")}
+    found = {n: [FourBitWeight(quantized(w, format)) for w in ws] for n, ws in layers.items()}
+    gate_up = join_weights(list(zip(found["gate"], found["up"], strict=True)))
+    down = join_weights([[w] for w in found["down"]])
+    whole = {n: torch.cat([w.dequantize() for w in ws]) for n, ws in found.items()}
+    assert torch.equal(gate_up.dequantize(), torch.cat((whole["gate"], whole["up"]), 1))
+    assert torch.equal(down.dequantize(), whole["down"])
+    assert sum(b.nbytes for b in gate_up.buffers()) <= 0.29 * 2 * gate_up.weight().shape.numel()
+    experts = quantize(Experts(E, SIZE, SIZE), format)
+    experts.gate_up, experts.down = gate_up, down
+    if not interpret:
+        inputs = routed("cpu")
+        assert_equal(run(experts, *inputs), run(dequantized(experts), *inputs))
+
+
+def test_layers_that_do_not_fit_together():
+    a, b = (FourBitWeight(quantized(torch.randn(1, rows, 128), "nf4")) for rows in (4, 8))
+    with pytest.raises(ValueError, match=r"\[4, 8\] rows an expert"):
+        join_weights([[a], [b]])
+    with pytest.raises(ValueError, match="kinds .*int4.*nf4"):
+        join_weights([[a], [FourBitWeight(quantized(torch.randn(1, 4, 128), "int4"))]])
+    other = copy.deepcopy(a)
+    other.table[3] += 1
+    with pytest.raises(ValueError, match="different tables of codes"):
+        join_weights([[a, other]])
+    several = FourBitWeight(quantized(torch.randn(2, 4, 128), "nf4"))
+    several.offset[1] += 1
+    with pytest.raises(ValueError, match="w has 2 offsets"):
+        to_bitsandbytes(several, "w")
 
 
 def test_mxfp4_of_gpt_oss():

@@ -264,6 +264,7 @@ def bind_expand_scales(i: FourBitInputs) -> Callable:
     kernel = bind_kernel(
         expand_scales_kernel, (tiles_n * cdiv(blocks, SCALE_B), G), FORMAT=i.format, NESTED=NESTED,
         BLOCK_N=SCALE_N, BLOCK_B=SCALE_B, num_warps=4,
+        enable_fp_fusion=False,  # or scales of NF4 differ from bitsandbytes' in their last bit
     )  # fmt: skip
 
     def expand(i):

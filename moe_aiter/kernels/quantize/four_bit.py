@@ -29,6 +29,7 @@ class Format(NamedTuple):
 
 FORMATS = {"nf4": Format(64, True), "mxfp4": Format(32, False), "int4": Format(128, False)}
 NESTED = 256  # blocks of NF4 that share an entry of `nested`
+LEAST_SCALE = 2.0**-24  # of int4: the least number of float16 above 0
 SCALES = {  # the dtypes of `scales`
     "nf4": (torch.uint8, torch.float32),
     "mxfp4": (torch.uint8,),
@@ -165,12 +166,15 @@ def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
     """Return `w` (E, N, K) in 4 bits, quantised one expert at a time; `double`: NF4's absmax too.
 
     Codes are the nearest; MXFP4's scale is 2 ** (floor(log2(largest)) - 2), and ties go to even codes; int4's
-    scale and zero cover 0 and the group's range.  Raises ValueError unless K is a multiple of the block.
+    scale and zero cover 0 and the group's range.  On the meta device the result has no numbers either.
+    Raises ValueError unless K is a multiple of the block and all numbers are finite.
     """
     check_shape("w", w, "E", "N", "K")
     block = FORMATS[format].block
     if w.shape[2] % block:
         raise ValueError(f"{format} needs rows of a multiple of {block} numbers, not {tuple(w.shape)}")
+    if not w.is_meta and not all(e.isfinite().all() for e in w.detach().unbind()):
+        raise ValueError("w holds NaN or infinity, which have no 4 bits")
     quantize = {"nf4": nf4_block, "mxfp4": mxfp4_block, "int4": int4_block}[format]
     found = [quantize(e.contiguous().float().unflatten(-1, (-1, block))) for e in w.detach().unbind()]
     codes, scales, zeros = zip(*found, strict=True)
@@ -207,8 +211,8 @@ def mxfp4_block(w: Tensor) -> tuple[Tensor, Tensor, None]:
 def int4_block(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(N, blocks, 128) -> codes, scale in float16, zero."""
     low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
-    limits = torch.finfo(torch.float16)
-    scale = ((high - low) / 15).clamp(limits.tiny, limits.max).to(torch.float16)
+    most = torch.finfo(torch.float16).max
+    scale = ((high - low) / 15).clamp(LEAST_SCALE, most).to(torch.float16)
     zero = (-low / scale.float()).round().clamp(0, 15)
     codes = ((w / scale.float()[..., None]).round() + zero[..., None]).clamp(0, 15)
     return codes, scale, zero.to(torch.uint8)
@@ -232,7 +236,7 @@ def absmax_table(device: torch.device) -> Tensor:
     """
     values = [0.0, 1.0]
     for i in range(7):
-        ends = torch.linspace(0.1, 1, 2**i + 1)
+        ends = torch.linspace(0.1, 1, 2**i + 1, device="cpu")
         steps = (10.0 ** (i - 6) * ((ends[1:] + ends[:-1]) / 2)).tolist()
         values += steps + [-v for v in steps]
     return torch.tensor(sorted(values), device=device)
