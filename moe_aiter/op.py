@@ -401,6 +401,11 @@ def bound(impl: Callable, i: tuple, **options) -> Callable:
     return lambda out, i: impl(out, *i, **options)
 
 
+def bound_inplace(impl: Callable, i: tuple) -> Callable:
+    """Return the same of an op that updates the first of its inputs, which is also `out`."""
+    return impl(i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
+
+
 def launcher(op: str, impl: Callable) -> Callable:
     """Return an implementation of an op as `launch(out, *inputs)`, which decides anew at each call."""
     if not hasattr(impl, "binds"):
@@ -580,6 +585,9 @@ def define_op(
             poison(outs)
             if check_values is not None:
                 check_values(i)
+        if torch.is_anomaly_enabled():  # which looks for NaN also in rows that a kernel need not write
+            for t in outs:
+                t.zero_()
         if launch is not None:
             on_device_of(i[0], launch, out, i)
             write_back(args, i, written)
@@ -620,7 +628,7 @@ def define_inplace_op(
             launch = None
             if any(args[n] is not None and args[n].numel() for n in written):
                 impl = pick(name, *i[1:], i[0])
-                launch = on_device_of(i[1], impl, i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
+                launch = on_device_of(i[1], bound_inplace, impl, i)
             keep(cache, key, (launch,))
         check_apart(inputs._fields, args, written)
         if settings.debug and check_values is not None:

@@ -49,6 +49,12 @@ def assert_output_as_good(
     assert got <= slack * best + floor, f"{name}: error {got:.2e}, torch in the same dtype {best:.2e}"
 
 
+def of_groups(op, group_sizes):
+    """An op whose first two outputs lack the rows of no group, which its kernels do not write."""
+    n = int(group_sizes.sum())
+    return lambda *inputs: tuple(t[:n] if i < 2 else t for i, t in enumerate(op(*inputs)))
+
+
 def with_gradients(fn: Callable) -> Callable:
     """`fn`, returning after its outputs the gradient of each floating input, for a fixed random `dout`.
 

@@ -10,15 +10,18 @@ memory.
 
 All of this is one autograd node, `Dispatched`.  Its forward pass records the experts' own graph, and takes
 what they save for itself, so that checkpointing sees one node's tensors; the tokens of other ranks are left
-out.  Its backward pass receives these tokens again, and runs the recorded graph.  Through symmetric memory,
-tokens arrive while the down-projection's gradients are computed, and the gradients of tokens leave while the
-gradient of gate_up is.  `keep_x` and torch.compile use plain operations instead, which keep the tokens.
+out.  Its backward pass receives these tokens again, and runs the recorded graph.  `keep_x` and torch.compile
+use plain operations instead, which keep the tokens.
+
+Through symmetric memory, transfers run beside products (`Sources`).  While tokens or their gradients arrive,
+the rows of own tokens are computed.  Sums and gradients of other ranks' tokens leave while those of own
+tokens are computed, and gradients of tokens also while the gradient of gate_up is.
 """
 
 import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from ..config import settings
+from ..config import interpret, settings
 from ..kernels.base.check import (
     check_plan,
     check_positive,
@@ -36,20 +39,23 @@ from ..kernels.base.check import (
     checked,
     wide,
 )
-from ..kernels.experts.up import early_dx
-from ..layers.experts import Experts, cast_as_linear
+from ..kernels.base.sources import by_source
+from ..layers.experts import cast_as_linear
 from ..op import saved_tensors
 from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan, make_plan
 from .collective import all_gather
 from .overflow import add_gradients, add_output, can_add, targets
-from .slots import ids_of, local_ids, pad, window, windows
+from .slots import ids_of, local_ids, pad, source_spans, window, windows
 from .transport import (
     DOUT,
     ROUTING,
     TRANSPORTS,
     Collective,
+    CollectiveTransfer,
     Pool,
+    PoolTransfer,
+    Sources,
     X,
     exchange,
     pool_for,
@@ -134,11 +140,8 @@ class ExpertDispatcher:
             out = Dispatched.apply(self, transport, experts, plan, x, s, *weights)
         else:
             transport.begin()
-            slots, s, plan = self.arrive(transport, x, s, plan)
-            partial, others = self.passes(experts, slots, s, plan, weights)
-            if others:
-                add_output(partial, experts, slots, s, others, weights)
-            (out,) = exchange(transport.combine(), partial)
+            sums, *_ = self.run(transport, experts, x, s, plan, weights)
+            (out,) = sums.receive()
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
     def checked_plan(self, x: Tensor, routing_weights: Tensor, plan: tuple) -> RoutePlan:
@@ -190,11 +193,8 @@ class ExpertDispatcher:
 
     def arrive(
         self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan
-    ) -> tuple[Tensor, Tensor, RoutePlan]:
-        """Return the tokens of all slots (R * T, H), their routing weights, and the plan of own experts.
-
-        Tokens travel while the routing is sent and the plan is made.
-        """
+    ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, RoutePlan]:
+        """Return the tokens of all slots, on their way; their weights, and the plan of own experts."""
         tokens = transport.dispatch(X)
         tokens.send(x)
         ids = pad(ids_of(plan), s.shape[0], -1)
@@ -210,7 +210,7 @@ class ExpertDispatcher:
         ids = ids.detach().contiguous().view(INTEGERS[s.dtype])
         plan = make_plan(local_ids(ids, self.first, self.count), self.count)
         s = s.clone()  # the weights may be saved, but a pool's memory is used again
-        return *tokens.receive(), s, plan
+        return tokens, s, plan
 
     def window_sizes(self, plan: RoutePlan) -> tuple[int, int]:
         choices = plan.rank.numel()
@@ -220,21 +220,66 @@ class ExpertDispatcher:
         count, rows = self.window_sizes(plan)
         return [plan] if count == 1 else [window(plan, i * rows, rows) for i in range(count)]
 
+    def run(
+        self,
+        transport: Collective | Pool,
+        experts: nn.Module,
+        x: Tensor,
+        s: Tensor,
+        plan: RoutePlan,
+        weights: Sequence[Tensor | None],
+        compute: Callable | None = None,
+    ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, list[RoutePlan], Tensor | None]:
+        """Compute all slots, and begin to send the sums home; return their transfer.
+
+        Also return the routing weights of the slots, the windows that were added by `overflow.py`, and the
+        spans of `Sources`, or None where products read all tokens at once.  `compute` is called in place of
+        `passes`, with the tokens of all slots, their routing weights and the other windows.
+        """
+        arriving, s, plan = self.arrive(transport, x, s, plan)
+        plans, others, spans = self.windows(plan), [], None
+        recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
+        if not recorded and can_add(experts, x):
+            plans, others = plans[:1], plans[1:]
+            if isinstance(transport, Pool) and has_passes(x, plan):
+                spans = source_spans(plans[0], self.ranks)
+        slots = arriving.receive()[0] if spans is None else arriving.arrived[0]
+        sums = transport.combine()
+
+        def add(out: Tensor) -> None:
+            add_output(out, experts, slots, s, others, weights)
+
+        with in_passes(spans, arriving, sums, add if others else None):
+            out = compute(slots, s, plans) if compute else self.passes(experts, slots, s, plans, weights)
+        if spans is not None and arriving.results is None:
+            raise RuntimeError(
+                "a kernel that was registered for expert_up has not waited for the tokens of other ranks: "
+                "it needs transport='collective'"
+            )
+        arriving.receive()  # on all ranks, also where nothing has read the tokens
+        if not sums.sent:
+            if others:
+                add(out)
+            sums.send(out)
+        return sums, s, others, spans
+
     def passes(
-        self, experts: nn.Module, slots: Tensor, s: Tensor, plan: RoutePlan, weights: Sequence[Tensor | None]
-    ) -> tuple[Tensor, list[RoutePlan]]:
-        """Return the sum over the windows, (R * T, H), and windows that `overflow.py` has yet to add.
+        self,
+        experts: nn.Module,
+        slots: Tensor,
+        s: Tensor,
+        plans: Sequence[RoutePlan],
+        weights: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Return the sum over the windows, (R * T, H).
 
         What autograd records of later windows does not keep pre-activations.
         """
-        first, *others = self.windows(plan)
+        first, *others = plans
         out = experts.compute(slots, s, first, weights)
-        by_autograd = torch.compiler.is_compiling() or (self.keep_x and out.requires_grad)
-        if not by_autograd and can_add(experts, slots):
-            return out, others
         for plan in filter(has_rows, others):
             out = wide(out) + wide(experts.compute(slots, s, plan, weights, recompute="z"))
-        return out.to(slots.dtype), []
+        return out.to(slots.dtype)
 
 
 def experts_of_a_rank(num_experts: int, ranks: int) -> int:
@@ -260,6 +305,19 @@ def has_rows(plan: RoutePlan) -> bool:
     """Return False if a plan certainly has no rows, which only a CPU can tell without waiting."""
     sizes = plan.group_sizes
     return torch.compiler.is_compiling() or not sizes.is_cpu or bool(sizes.any())
+
+
+def has_passes(x: Tensor, plan: RoutePlan) -> bool:
+    """Whether products can take the rows of each rank's tokens (T, H) for themselves: kernels do, where the
+    tensors of each rank begin at a multiple of 16 bytes."""
+    tokens, choices = x.shape[0], x.shape[0] * plan.rank.shape[1]
+    even = choices % 4 == 0 and tokens * x.shape[1] * x.element_size() % 16 == 0
+    return (x.is_cuda or interpret) and tokens > 0 and even
+
+
+def in_passes(spans: Tensor | None, *transfers) -> contextlib.AbstractContextManager:
+    """Let products inside the block take the rows of one rank after the other, if there are spans."""
+    return contextlib.nullcontext() if spans is None else by_source.set(Sources(spans, *transfers))
 
 
 class Saved:
@@ -321,30 +379,30 @@ class Dispatched(torch.autograd.Function):
         *_, needs_x, needs_s = ctx.needs_input_grad[:6]
         needs = needs_s, *ctx.needs_input_grad[6:]
         transport.begin()
-        slots, slots_s, plan = dispatcher.arrive(transport, x, s, plan)
-        saved = Saved(slots)
-        with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
-            anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
-            leaves = [leaf(t, need) for t, need in zip((slots_s, *weights), needs, strict=True)]
-            out, others = dispatcher.passes(experts, anchored, leaves[0], plan, leaves[1:])
-            ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
-        out = out.detach()
-        if others:
-            add_output(out, experts, slots, slots_s, others, weights)
-        ctx.experts, ctx.transport, ctx.saved = experts, transport, saved
-        several = dispatcher.window_sizes(plan)[0] > 1
-        # unless autograd adds up dx, the first dx that is computed is all of it but the windows that we add
-        ctx.early = type(experts) is Experts and (bool(others) or not several)
+
+        def record(slots: Tensor, slots_s: Tensor, plans: Sequence[RoutePlan]) -> Tensor:
+            saved = ctx.saved = Saved(slots)
+            ctx.windows = len(plans)
+            with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
+                anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
+                leaves = [leaf(t, need) for t, need in zip((slots_s, *weights), needs, strict=True)]
+                out = dispatcher.passes(experts, anchored, leaves[0], plans, leaves[1:])
+                ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
+            return out.detach()
+
+        ran = dispatcher.run(transport, experts, x, s, plan, weights, record)
+        sums, slots_s, others, spans = ran
+        ctx.experts, ctx.transport, saved = experts, transport, ctx.saved
+        several = bool(others) or ctx.windows > 1
         # DTensors hide from autograd that a weight has changed
         ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
         ctx.versions = tuple(map(version_of, ctx.parameters))
         rest = (slots_s, *weights, *itertools.chain(*others)) if others else ()
         ctx.num_others = len(others)
         # tokens travel again on all ranks or on none, also where only one of them has further windows
-        ctx.save_for_backward(x if saved.uses_slots or several else None, *rest, *saved.tensors)
+        ctx.save_for_backward(x if saved.uses_slots or several else None, spans, *rest, *saved.tensors)
         saved.slots, saved.tensors = None, []  # what torch saves may be other tensors by then
-        del slots, anchored, leaves  # before the sums of other ranks arrive
-        return exchange(transport.combine(), out)[0]
+        return sums.receive()[0]
 
     @staticmethod
     @once_differentiable
@@ -355,7 +413,7 @@ class Dispatched(torch.autograd.Function):
                 "a weight of shared experts was changed in place between the forward and the backward pass, "
                 "by an optimizer step say, and backward needs the weight as it was"
             )
-        x, *saved.tensors = saved_tensors(ctx)
+        x, spans, *saved.tensors = saved_tensors(ctx)
         if ctx.num_others:
             slots_s, *weights = (saved.tensors.pop(0) for _ in range(5))
             others = [RoutePlan(*(saved.tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
@@ -371,24 +429,25 @@ class Dispatched(torch.autograd.Function):
                 inputs = experts, *again.receive(), slots_s, others, weights
                 add_gradients(gradients, *arriving.receive(), *inputs)
 
-        def leave(dx: Tensor) -> None:
+        def finish(dx: Tensor) -> None:
             add_others([dx, *[None] * 5])
-            sums.send(dx)
 
         edges = [edge for edge in ctx.edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
+        dout = arriving.receive()[0] if spans is None else arriving.arrived[0]
         try:
-            with early_dx.set(leave) if ctx.early else contextlib.nullcontext():
-                computed = iter(torch.autograd.grad(ctx.edge, edges, arriving.receive(), **how))
+            with in_passes(spans, arriving, sums, finish if ctx.num_others else None):
+                computed = iter(torch.autograd.grad(ctx.edge, edges, dout, **how))
         finally:
             saved.again, saved.tensors = None, []
+        arriving.receive()  # on all ranks, also where nothing has read what arrives
         if x is not None:
-            again.receive()  # on all ranks, also where nothing has read them
+            again.receive()
         dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
         left = bool(sums.sent)
         if ctx.num_others:
             add_others([None if left else dx, ds, *targets(experts, *dweights)])
-        arriving = again = None  # what a collective has received is free before the sums arrive
+        arriving = again = dout = None  # what a collective has received is free before the sums arrive
         for d in (None if left else dx, ds):
             if d is not None:
                 sums.send(d)

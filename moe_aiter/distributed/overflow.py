@@ -27,7 +27,8 @@ def can_add(experts: nn.Module, x: Tensor) -> bool:
 
     In other cases autograd adds up the windows, which takes longer.
     """
-    return type(experts) is Experts and experts.fp8 is None and pick("expert_mlp", x) is not by_expert
+    plain = isinstance(experts, Experts) and type(experts).compute is Experts.compute  # also under FSDP2
+    return plain and experts.fp8 is None and pick("expert_mlp", x) is not by_expert
 
 
 @torch.no_grad()

@@ -41,6 +41,21 @@ def window(plan: RoutePlan, first: int, rows: int) -> RoutePlan:
     return RoutePlan(plan.order[first : first + rows], rank, group_sizes)
 
 
+def source_spans(plan: RoutePlan, ranks: int) -> Tensor:
+    """Return where the rows of each rank's tokens begin in each expert, and how many they are: (2, ranks, E)
+    int32.  An expert's rows are in the order of slots, so that those of a rank are contiguous.
+
+    A rank's numbers lie at a multiple of 16 bytes.
+    """
+    choices, ends = plan.rank.numel(), plan.group_sizes.cumsum(0)
+    row = torch.arange(len(plan.order), device=ends.device)
+    ascending = torch.searchsorted(ends, row, right=True) * choices + plan.order
+    first = torch.arange(ranks + 1, device=ends.device) * (choices // ranks)  # choice of each rank
+    bounds = first[:, None] + torch.arange(len(ends), device=ends.device) * choices
+    rows = torch.searchsorted(ascending, bounds).minimum(ends).int()  # past the last expert are no rows
+    return F.pad(torch.stack([rows[:-1], rows.diff(dim=0)]), (0, -len(ends) % 4))[..., : len(ends)]
+
+
 def windows(choices: int, bound: int) -> tuple[int, int]:
     """Return how many windows hold so many choices, and how many rows each has: at most `bound`, rounded up
     to a multiple of ROWS."""

@@ -5,8 +5,9 @@
     transfer.send(t)                      begins to send a tensor, and returns at once
     transfer.receive()                    returns what arrived, for each tensor that was sent
 
-All ranks send the same shapes in the same order.  A sum adds in the order of the ranks, in float32 or
-float64, and is rounded once, so that both transports and two runs give the same bits.
+Through symmetric memory, what is here can be used before the rest arrives, and parts of a sum can leave one
+by one: `Sources`.  All ranks send the same shapes in the same order.  A sum adds in the order of the ranks,
+in float32 or float64, and is rounded once, so that both transports and two runs give the same bits.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.base.sources import by_source
 from ..private_api import symmetric_memory
 from .collective import add_parts, combine_tokens, dispatch_tokens
 
@@ -105,23 +107,35 @@ class PoolTransfer:
         self.stream = pool.stream if region != ROUTING else None  # which would wait behind tokens there
 
     def send(self, t: Tensor) -> None:
-        pool, t = self.pool, t.contiguous()
-        ranks, own = pool.ranks, pool.rank
+        t, ranks = t.contiguous(), self.pool.ranks
         parts = t.chunk(ranks) if self.region == SUMS and t.shape[0] else (t,) * ranks
-        rows = parts[0].shape[0]
-        here = slice(own * rows, (own + 1) * rows)
-        where = self.region, self.offset, (ranks * rows, t.shape[1]), t.dtype
-        self.offset += aligned(ranks * parts[0].nbytes)
+        places = self.places(parts[0])
+        self.copy({rank: (places[rank], parts[rank]) for rank in self.others()})
+        places[self.pool.rank].copy_(parts[self.pool.rank])
+
+    def others(self) -> list[int]:
+        """Return the other ranks in the order in which this one sends: not all to the same rank at once."""
+        own, ranks = self.pool.rank, self.pool.ranks
+        return [*range(own + 1, ranks), *range(own)]
+
+    def places(self, part: Tensor) -> list[Tensor]:
+        """Return where on each rank a part of this shape from this rank belongs, and expect those of all."""
+        pool, (rows, columns) = self.pool, part.shape
+        where = self.region, self.offset, (pool.ranks * rows, columns), part.dtype
+        self.offset += aligned(pool.ranks * part.nbytes)
         if self.offset > pool.sizes[self.region]:
             raise AssertionError(f"{self.offset} bytes in a region of {pool.sizes[self.region]}")
+        buffers = [pool.buffer(rank, *where) for rank in range(pool.ranks)]
+        self.arrived.append(buffers[pool.rank])
+        return [b[pool.rank * rows : (pool.rank + 1) * rows] for b in buffers]
+
+    def copy(self, parts: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Begin to copy parts to their places, given for each rank as (place, part)."""
         with beside(self.stream) as stream:
-            for rank in (*range(own + 1, ranks), *range(own)):  # not all to the same rank at once
-                pool.buffer(rank, *where)[here].copy_(parts[rank], non_blocking=True)
+            for place, part in parts.values():
+                place.copy_(part, non_blocking=True)
+                self.sent.append(part)
             self.event = stream and stream.record_event()
-        arrived = pool.buffer(own, *where)
-        arrived[here].copy_(parts[own])
-        self.sent.append(t)
-        self.arrived.append(arrived)
 
     def receive(self) -> list[Tensor]:
         """Return what arrived; the first call waits for it, on the GPU."""
@@ -137,6 +151,44 @@ class PoolTransfer:
         out = parts.new_empty(parts.shape[0] // self.pool.ranks, parts.shape[1])
         add_parts(out, parts, self.pool.ranks)
         return out
+
+
+class Sources:
+    """The passes of `kernels/base/sources.py`: the rows of own tokens while others arrive, and the sums of
+    other ranks' tokens first, which travel while the own ones are computed.
+
+    spans      as `source_spans` returns them
+    dispatch   what the products read
+    sums       what their sums are sent by
+    finish     None, or adds to the sums what is missing: then they leave together
+    """
+
+    def __init__(self, spans: Tensor, dispatch: PoolTransfer, sums: PoolTransfer, finish: Callable | None):
+        self.starts, self.sizes = (t.unbind() for t in spans.unbind())
+        self.dispatch, self.sums, self.finish = dispatch, sums, finish
+
+    def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
+        own = self.dispatch.pool.rank
+        yield self.sizes[own], self.starts[own]
+        self.dispatch.receive()
+        for rank in reversed(self.dispatch.others()):  # in which they arrive
+            yield self.sizes[rank], self.starts[rank]
+
+    def leaving(self, group_sizes: Tensor, out: Tensor) -> Iterator[tuple]:
+        if self.finish is not None:
+            yield group_sizes, None, slice(None), out
+            with by_source.set(None):
+                self.finish(out)
+            self.sums.send(out)
+            return
+        own, ranks = self.sums.pool.rank, self.sums.pool.ranks
+        tokens = out.shape[0] // ranks
+        places = self.sums.places(out[:tokens])
+        for rank in self.sums.others():
+            here = slice(rank * tokens, (rank + 1) * tokens)
+            yield self.sizes[rank], self.starts[rank], here, out[here]
+            self.sums.copy({rank: (places[rank], out[here])})
+        yield self.sizes[own], self.starts[own], slice(own * tokens, (own + 1) * tokens), places[own]
 
 
 def exchange(transfer: CollectiveTransfer | PoolTransfer, *tensors: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ class Mapped:
         memory = self.memories[rank].view(dtype)
         size = torch.Size(shape).numel()
         assert first + size <= memory.numel()
-        return memory[first : first + size].view(shape)
+        return memory[first : first + size].view(shape).data  # for autograd no view of the others
 
     def barrier(self, channel, timeout):
         dist.barrier(self.group)

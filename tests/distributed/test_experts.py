@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import sys
 
 import pytest
 import torch
@@ -417,27 +416,6 @@ def check_transports(rank, world):
     assert all(map(torch.equal, *results))
 
 
-def check_early(rank, world):
-    """The gradients of tokens may leave before those of weights are computed, with the same bits."""
-    left, send, (x, s, dout) = [], transport.PoolTransfer.send, inputs(T)
-    ids = distinct(torch.ones(E), T)
-
-    def noted(self, t):
-        left.append((self.region, sys._getframe(2).f_code.co_name))
-        send(self, t)
-
-    for rows in (float(world), 0.5):
-        left.clear()
-        results = []
-        for name in ("collective", "symmetric"):
-            shared = share(build(), world, rows=rows, transport=name)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(transport.PoolTransfer, "send", noted)
-                results.append(of_all_ranks(step(shared, shared, x, ids, s, dout)))
-        assert (transport.SUMS, "up_gradients") in left
-        assert all(torch.equal(value, results[1][what]) for what, value in results[0].items())
-
-
 @contextlib.contextmanager
 def as_on_gpus():
     """All experts at once, by the ops that a GPU uses, in plain torch."""
@@ -522,7 +500,6 @@ def through_memory(rank, world, folder):
             many = functools.partial(check_main_grad, rows=0.5)
             for check in (
                 check_no_tokens_first,
-                check_early,
                 check_overflow,
                 check_overflow_in_training,
                 many,

@@ -16,16 +16,21 @@ TILE_DTYPES = (torch.float16, torch.float32) if interpret else (torch.float16, t
 
 
 @triton.jit
-def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, starts_ptr=None):
     """Row tile number -> (group, first row, end row).
 
     Group G stands for the rows past the last group; beyond it there is no such tile.  Sizes that are negative
-    or sum to more than M are clamped, so that nothing outside (M,) is ever touched.
+    or sum to more than M are clamped, so that nothing outside (M,) is ever touched.  With starts_ptr (G,),
+    groups begin there, in ascending order, and no tile stands for the other rows.
     """
     g = tl.arange(0, BLOCK_G)
     size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
-    size = tl.where(g == G, M, tl.minimum(tl.maximum(size, 0), M))  # or the sum could overflow
-    end = tl.cumsum(size, 0)
+    size = tl.minimum(tl.maximum(size, 0), M)  # or the sum could overflow
+    if starts_ptr is not None:
+        end = tl.load(starts_ptr + g, mask=g < G, other=M).to(tl.int64) + size
+    else:
+        size = tl.where(g == G, M, size)
+        end = tl.cumsum(size, 0)
     start = tl.minimum(end - size, M)
     end = tl.minimum(end, M)
     tiles = (end - start + BLOCK_M - 1) // BLOCK_M

@@ -44,7 +44,8 @@ from ..base.check import (
     take_rows,
     wide,
 )
-from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.sources import arriving, bind_passes
 from ..base.tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute, gmm_reference, gmm_unpermute_reference
 from ..grouped.tgmm import weight_gradient
@@ -89,6 +90,7 @@ def expert_down_grad_kernel(
     ds_ptr,  # (tiles_n, M) float32: the part of each column tile
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
+    starts_ptr,  # (G,) or None: see `locate`
     M,
     N,
     K,
@@ -113,23 +115,22 @@ def expert_down_grad_kernel(
     dout_stride_t, dout_stride_k = dout_strides
     w_stride_g, w_stride_k, w_stride_n = w_strides
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
-    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
-    if group > G:
+    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
+    if group >= G:
         return
     m = row + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    live = (m < row_end) & (group < G)  # rows past the last group become zeros
+    live = m < row_end
     choice = tl.maximum(tl.load(order_ptr + m, mask=live, other=0), 0)
 
     dout_ptrs = (
         dout_ptr + (choice // top_k).to(tl.int64)[:, None] * dout_stride_t + k[None, :] * dout_stride_k
     )
-    w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
+    w_base = w_ptr + group.to(tl.int64) * w_stride_g
     w_ptrs = w_base + k.to(tl.int64)[:, None] * w_stride_k + (n % N).to(tl.int64)[None, :] * w_stride_n
     u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    depth = tl.where(group < G, K, 0)
-    u = multiply(u, dout_ptrs, w_ptrs, depth, dout_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+    u = multiply(u, dout_ptrs, w_ptrs, K, dout_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
 
     s = tl.load(s_ptr + choice, mask=live, other=0.0)
     ds = down_grad_epilogue(
@@ -306,7 +307,7 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
     config = tuning.lookup("down_grad", i.dout.dtype, R, N, K, E)
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)
-    kernel = bind_kernel(
+    launch_for = bind_passes(
         expert_down_grad_kernel, (tiles_m * tiles_n,),
         **act.triton_fns, INTERLEAVED=i.interleaved, EPILOGUE_N=EPILOGUE_N[i.interleaved],
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
@@ -316,10 +317,12 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
 
     def launch(out, i):
         dz, a, ds = out
-        s, order, rank, group_sizes = dense(i.routing_weights.float(), i.order, i.rank, i.group_sizes)
+        s, order, rank = dense(i.routing_weights.float(), i.order, i.rank)
         partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
         a = a if need_a else None
-        kernel(i.dout, i.down, i.z, s, dz, a, partial_sums, order, group_sizes, *numbers)
+        tensors = i.dout, i.down, i.z, s, dz, a, partial_sums, order
+        for group_sizes, starts in arriving(i.group_sizes):
+            launch_for(starts)(*tensors, group_sizes, starts, *numbers)
         sum_columns(partial_sums, rank, ds)
 
     return launch

@@ -355,7 +355,11 @@ def bind_gmm_unpermute_fp8(i: GmmUnpermuteFp8Inputs) -> Callable:
     (R, K), (E, N, _), fold, format = i.x.shape, i.w8.shape, i.fold, i.format
     bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=OF_ROWS[format])
     launches = [
-        (n, bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype), bind_token_sum(i.rank, n, N))
+        (
+            n,
+            bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype, zero_rest=False),
+            bind_token_sum(i.rank.shape, n.stop - n.start, N),
+        )
         for n in column_slices(N, R * i.x.element_size(), i.row_bytes)
     ]
 

@@ -3,7 +3,8 @@
     z[r] = gate_up[e] @ x[order[r] // top_k] + bias[e]
     a[r] = f(gate of z[r]) * h(up of z[r])                or f(z[r]) for a plain activation
 
-for each row r of each expert e.  Only x, z and the routing are kept for the backward pass:
+for each row r of each expert e; rows of no expert are not written.  Only x, z and the routing are kept for
+the backward pass:
 
     dx         each token's rows of dz @ gate_up[e], summed
     dgate_up   dz[s:e].T @ the rows of x, for each expert's rows [s, e)
@@ -20,15 +21,14 @@ from torch import Tensor
 
 from ... import tuning
 from ...op import binds, define_op, gradients, saved_tensors, takes
-from ...private_api import Scoped
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_float, check_groups, check_plan_values, check_shape, check_size, take_rows
-from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.sources import arriving, bind_passes
 from ..base.tile import (
     TILE_DTYPES,
     at_least_16,
-    dense,
     halves,
     locate,
     multiply,
@@ -64,6 +64,7 @@ def expert_up_kernel(
     a_ptr,  # (M, N), contiguous, or None
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
+    starts_ptr,  # (G,) or None: see `locate`
     M,
     N,
     K,
@@ -91,8 +92,8 @@ def expert_up_kernel(
     x_stride_t, x_stride_k = x_strides
     w_stride_g, w_stride_n, w_stride_k = w_strides
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, WIDTH), GROUP_M, NUM_DIES)
-    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
-    if group > G:
+    group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
+    if group >= G:
         return
     m = row + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -100,14 +101,13 @@ def expert_up_kernel(
 
     token = tl.maximum(tl.load(order_ptr + m, mask=m < row_end, other=0), 0) // top_k
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
-    w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
+    w_base = w_ptr + group.to(tl.int64) * w_stride_g
     w_ptrs = w_base + tl.where(n < N, column, 0).to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
-        z += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
-    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
-    z = multiply(z, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+        z += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    z = multiply(z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
 
     m, row_mask = m.to(tl.int64)[:, None], (m < row_end)[:, None]
     if z_ptr is not None:
@@ -220,7 +220,7 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
         config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
     tiles_n = cdiv(N, config.block_n // act.projections)
-    kernel = bind_kernel(
+    launch_for = bind_passes(
         expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved,
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
@@ -229,7 +229,9 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
 
     def launch(out, i):
         z, a = out[0] if write_z else None, out[1] if write_a else None
-        kernel(i.x, i.gate_up, i.bias, z, a, *dense(i.order, i.group_sizes), *sizes, *strides)
+        tensors = i.x, i.gate_up, i.bias, z, a, i.order.contiguous()
+        for group_sizes, starts in arriving(i.group_sizes):
+            launch_for(starts)(*tensors, group_sizes, starts, *sizes, *strides)
 
     return launch
 
@@ -246,8 +248,6 @@ def z_alone(bind: Callable) -> Callable:
 
 
 # op
-
-early_dx = Scoped("early_dx", None)  # a function that gets dx before the weight's gradient is computed
 
 
 def save_expert_up(ctx, i: UpInputs, output):
@@ -276,8 +276,6 @@ def up_gradients(
     dx = dw = dbias = None
     if needs[0]:
         dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes)
-        if (take := early_dx.get()) is not None:
-            take(dx)
     if needs[2]:
         dbias = group_sum(dz, group_sizes).to(bias_dtype)
     if needs[1]:

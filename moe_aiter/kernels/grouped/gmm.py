@@ -10,13 +10,14 @@ product of the experts forward, and the gradient of x backward:
 The rows (R, N) exist only between the product and the sum, one slice of their columns at a time.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...op import Written, binds, bound, define_inplace_op, define_op, gradients, pick, takes
+from ...op import Written, binds, bound_inplace, define_inplace_op, define_op, gradients, pick, takes
 from ...tuning.aiter_json import tile_of
 from .. import hopper
 from ..base.check import (
@@ -36,6 +37,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
+from ..base.sources import leaving
 from ..base.tile import TILE_DTYPES, choose_tile, locate, multiply, row_tiles, swizzle, tile_options, walk
 from ..rows.permute import bind_unpermute_columns, check_plan, unpermute_reference
 from ..rows.sums import group_sum
@@ -66,6 +68,7 @@ class GroupedIntoInputs(NamedTuple):
     bias: Tensor | None  # (G, N)
     tile: tuple[int, ...] = ()
     programs: int = 0
+    starts: Tensor | None = None  # (G,): where groups begin, in ascending order; None: where one ends
 
 
 # gmm: reference
@@ -81,6 +84,17 @@ def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
     return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), rhs.shape[2], dtype=dtype)])
 
 
+def fill_gmm_into(i: GroupedIntoInputs) -> None:
+    tensors = i.existing_out, i.lhs, i.rhs, i.group_sizes, i.bias
+    if i.starts is None:
+        return fill_gmm(*tensors, zero_rest=False)
+    for g, (start, size) in enumerate(torch.stack([i.starts, i.group_sizes], 1).tolist()):
+        rows, group = slice(start, start + size), slice(g, g + 1)
+        bias = None if i.bias is None else i.bias[group]
+        tensors = i.existing_out[rows], i.lhs[rows], i.rhs[group], i.group_sizes[group], bias
+        fill_gmm(*tensors, zero_rest=False)
+
+
 # gmm: kernel
 
 
@@ -91,6 +105,7 @@ def gmm_kernel(
     bias_ptr,  # (G, N) or None
     out_ptr,  # (M, N)
     group_sizes_ptr,  # (G,)
+    starts_ptr,  # (G,) or None: see `locate`
     M,
     N,
     K,
@@ -117,8 +132,8 @@ def gmm_kernel(
     end = tiles_m * tl.cdiv(N, BLOCK_N) if PERSISTENT else first + 1
     for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
         tile_m, tile_n = swizzle(tile, tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
-        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
-        if group < G + ZERO_REST:
+        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
+        if group < G + ZERO_REST:  # without it, rows past the last group stay
             m = row + tl.arange(0, BLOCK_M)
             n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             k = tl.arange(0, BLOCK_K)
@@ -177,27 +192,32 @@ def check_gmm_into(i: GroupedIntoInputs) -> None:
 @takes(*TILE_DTYPES)
 def bind_gmm(i: GroupedInputs) -> Callable:
     """For a contiguous result.  Like it, `lhs` may be a temporary: bind with any tensor of its metadata."""
-    return bind_product(i, (i.rhs.shape[2], 1), zero_rest=True)
+    return bind_product(i, (i.rhs.shape[2], 1))
 
 
 @binds
 @takes(*TILE_DTYPES)
 def bind_gmm_into(i: GroupedIntoInputs) -> Callable:
-    return bind_product(i, i.existing_out.stride(), zero_rest=False)
+    return bind_product(i, i.existing_out.stride(), into=True)
 
 
-def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, zero_rest: bool) -> Callable:
+def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into: bool = False) -> Callable:
     (M, _), (G, K, N) = i.lhs.shape, i.rhs.shape
     config, amd = choose_tile(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
     tiles_m = row_tiles(M, G, config.block_m)
     grid, persistent = walk(tiles_m * cdiv(N, config.block_n), i.programs, i.lhs)
     kernel = bind_kernel(
-        gmm_kernel, grid, ZERO_REST=zero_rest, PERSISTENT=persistent,
+        gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent,
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config, amd),
     )  # fmt: skip
     bias_strides = (0, 0) if i.bias is None else i.bias.stride()
     numbers = M, N, K, G, tiles_m, i.lhs.stride(), i.rhs.stride(), bias_strides, out_strides
-    return lambda out, i: kernel(i.lhs, i.rhs, i.bias, out, i.group_sizes.contiguous(), *numbers)
+
+    def launch(out, i):
+        starts = i.starts if into else None
+        kernel(i.lhs, i.rhs, i.bias, out, i.group_sizes.contiguous(), starts, *numbers)
+
+    return launch
 
 
 # gmm: op
@@ -245,7 +265,7 @@ gmm_into_op = define_inplace_op(
     GroupedIntoInputs,
     check=check_gmm_into,
     check_values=check_gmm_values,
-    reference=lambda i: fill_gmm(i.existing_out, i.lhs, i.rhs, i.group_sizes, i.bias, zero_rest=False),
+    reference=fill_gmm_into,
     triton=bind_gmm_into,
     hopper=hopper.bind_gmm_into,
 )
@@ -325,10 +345,12 @@ class GmmUnpermuteInputs(NamedTuple):
     routing_weights: Tensor | None  # (T, k)
     row_bytes: int | torch.SymInt  # the most for the rows of the product
 
-    def columns(self, n: slice) -> GroupedInputs:
-        """Return the inputs of `gmm` for some columns of the rows."""
+    def columns(
+        self, n: slice, rows: Tensor, group_sizes: Tensor, starts: Tensor | None
+    ) -> GroupedIntoInputs:
+        """Return the inputs of `gmm_into` for some columns of the rows, and for these groups."""
         bias = None if self.bias is None else self.bias[:, n]
-        return GroupedInputs(self.x, self.w[:, :, n], self.group_sizes, bias)
+        return GroupedIntoInputs(rows, self.x, self.w[:, :, n], group_sizes, bias, starts=starts)
 
 
 def gmm_unpermute_reference(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes=0):
@@ -358,26 +380,32 @@ def column_slices(columns: int, column_bytes: int, most_bytes: int) -> list[slic
 @binds
 @takes(*TILE_DTYPES)
 def bind_gmm_unpermute(i: GmmUnpermuteInputs, add: bool = False) -> Callable:
-    R, N = i.x.shape[0], i.w.shape[2]
-    launches = [
-        (n, bound(pick("gmm", *i.columns(n)), i.columns(n)), bind_token_sum(i.rank, n, N, add))
-        for n in column_slices(N, R * i.x.element_size(), i.row_bytes)
-    ]
+    (R, _), N, top_k = i.x.shape, i.w.shape[2], i.rank.shape[1]
+
+    def product(n: slice, starts: Tensor | None) -> Callable:
+        columns = i.columns(n, i.x.new_empty(1, n.stop - n.start), i.group_sizes, starts)
+        return bound_inplace(pick("gmm_into", *columns[1:], columns.existing_out), columns)
+
+    slices = column_slices(N, R * i.x.element_size(), i.row_bytes)
+    launches = [(n, n.stop - n.start, product(n, None), product(n, i.group_sizes)) for n in slices]
+    sum_of = functools.cache(lambda tokens, width: bind_token_sum((tokens, top_k), width, N, add))
 
     def launch(out, i):
-        for n, multiply_columns, sum_up in launches:
-            rows = i.x.new_empty(R, n.stop - n.start)
-            multiply_columns(rows, i.columns(n))
-            sum_up(out[:, n], rows, i.rank, i.routing_weights)
-            del rows  # before those of the next columns
+        for group_sizes, starts, tokens, sums in leaving(i.group_sizes, out):
+            rank, weights = i.rank[tokens], None if i.routing_weights is None else i.routing_weights[tokens]
+            for n, width, by_group, by_pass in launches:
+                rows = i.x.new_empty(R, width)
+                columns = i.columns(n, rows, group_sizes, starts)
+                (by_group if starts is None else by_pass)(rows, columns)
+                sum_of(rank.shape[0], width)(sums[:, n], rows, rank, weights)
+                del rows  # before those of the next columns
 
     return launch
 
 
-def bind_token_sum(rank: Tensor, n: slice, columns: int, add: bool = False) -> Callable:
-    """Bind the sum of each token's rows, which are the columns `n` of an output of so many columns."""
-    width = n.stop - n.start
-    return bind_unpermute_columns(rank.shape, width, (width, 1), columns, add)
+def bind_token_sum(choices: Sequence[int], width: int, columns: int, add: bool = False) -> Callable:
+    """Bind the sum of each token's rows, for `choices`, (T, k), and `width` of an output's `columns`."""
+    return bind_unpermute_columns(choices, width, (width, 1), columns, add)
 
 
 # gmm_unpermute: op

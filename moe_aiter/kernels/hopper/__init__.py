@@ -98,7 +98,7 @@ def fits_gmm(
     return fit and dtype in (None, x.dtype) and not tile
 
 
-def fits_gmm_into(x, w, group_sizes, bias, tile, programs, out) -> bool:
+def fits_gmm_into(x, w, group_sizes, bias, tile, programs, starts, out) -> bool:
     return fits_gmm(x, w, group_sizes, bias, out.dtype, tile) and by_tma(out)
 
 

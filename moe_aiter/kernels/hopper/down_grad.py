@@ -12,7 +12,8 @@ import torch
 from ... import tuning
 from ...tuning import Config
 from ..base.activations import get_activation
-from ..base.launch import bind_kernel, num_programs
+from ..base.launch import num_programs
+from ..base.sources import arriving, bind_passes
 from ..rows.sums import bind_add_partial_sums
 from .epilogue import Scales, kernel_functions, multiply_blocks, span_of
 from .gluon import (
@@ -223,6 +224,7 @@ def down_grad_kernel(
     s_ptr,  # (T * TOP_K,) float32
     ds_ptr,  # (column tiles, M) float32
     group_sizes_ptr,
+    starts_ptr,  # (G,) or None: see `group_ends`
     dout_scale_ptr,  # (M,) float32, or None
     w_scale_ptr,  # (G, N) float32, or None
     M,
@@ -234,6 +236,7 @@ def down_grad_kernel(
     UP: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     WRITE_A: gl.constexpr,
+    ZERO_REST: gl.constexpr,
     TOP_K: gl.constexpr,
     LAYOUTS: gl.constexpr,  # in shared memory: of the rows gathered, of a half of a tile, of a strip of z
     BLOCK_G: gl.constexpr,
@@ -257,7 +260,7 @@ def down_grad_kernel(
     handoff = make_handoff(z_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
     queue = make_queue(CONSUMERS + 1)  # and the finisher
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows" if SPAN > 0 else "columns", None)
-    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, ZERO_REST, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     PIECES: gl.constexpr = 1 if INTERLEAVED else PROJECTIONS
     z = gl.allocate_shared_memory(z_desc.dtype, [SLOTS * PIECES] + z_desc.block_type.shape, z_desc.layout)
@@ -322,8 +325,8 @@ def bind_down_grad(i) -> Callable:
     buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
     c = beside_groups(c, buffers, E, i.dout.itemsize)
     programs, tiles_n = num_programs(i.dout), -(-N // c.block_n)
-    kernel = bind_kernel(
-        down_grad_kernel, (programs,),
+    launch_for = bind_passes(
+        down_grad_kernel, (programs,), ZERO_REST=fp8,  # quantising reads all rows
         **kernel_functions(act), INTERLEAVED=i.interleaved, WRITE_A=need_a, TOP_K=i.rank.shape[1],
         LAYOUTS=layouts(i.dout.dtype, i.z.dtype, c, i.interleaved), BLOCK_G=block_g(E),
         SPAN=span_of(i.dout, c, i.z.dtype), PROGRAMS=programs, **tile_options(c),
@@ -334,14 +337,14 @@ def bind_down_grad(i) -> Callable:
     def launch(out, i, scales=(None, None)):
         dz, a, ds = out
         partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
-        kernel(
-            i.dout, i.order.contiguous(),
-            descriptor(i.down.mT.view(E * N, K), c.block_n, c.block_k) if fp8
-            else descriptor(i.down.view(E * K, N), c.block_k, c.block_n),
-            ragged_descriptor(i.z, STRIP.value, LINE.value), dz,
-            a if need_a else dz, i.routing_weights.float().contiguous(), partial_sums,
-            i.group_sizes.contiguous(), *scales, *sizes,
-        )  # fmt: skip
+        if fp8:
+            w_desc = descriptor(i.down.mT.view(E * N, K), c.block_n, c.block_k)
+        else:
+            w_desc = descriptor(i.down.view(E * K, N), c.block_k, c.block_n)
+        z_desc, s = ragged_descriptor(i.z, STRIP.value, LINE.value), i.routing_weights.float().contiguous()
+        tensors = i.dout, i.order.contiguous(), w_desc, z_desc, dz, a if need_a else dz, s, partial_sums
+        for group_sizes, starts in arriving(i.group_sizes):
+            launch_for(starts)(*tensors, group_sizes, starts, *scales, *sizes)
         sum_columns(partial_sums, i.rank, ds)
 
     return launch

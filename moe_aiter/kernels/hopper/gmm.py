@@ -40,6 +40,7 @@ def gmm_kernel(
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
     group_sizes_ptr,  # (G,), or with INDPTR where groups end
+    starts_ptr,  # (G,) or None: see `group_ends`
     x_scale_ptr,  # (M,) float32 or None
     w_scale_ptr,  # (G, N) float32 or None
     w_scale_stride,  # of its groups
@@ -67,7 +68,7 @@ def gmm_kernel(
     ring = make_ring(a, b, False, STAGES)
     queue = make_queue(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, group_rows)
-    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR, ZERO_REST, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_scale_stride, 1, M)
     gl.warp_specialize(
@@ -125,26 +126,23 @@ def gmm_consumer(
 
 
 def bind_gmm(i) -> Callable:
-    return bind_grouped(i, i.dtype or i.lhs.dtype, zero_rest=True)
+    sizes = *i.lhs.shape, i.group_sizes.shape[0]
+    product = bind_product(i.lhs, i.rhs, sizes, i.dtype or i.lhs.dtype, programs=i.programs)
+    return lambda out, i: product(out, i.lhs, i.rhs, i.group_sizes, i.bias)
 
 
 def bind_gmm_into(i) -> Callable:
-    return bind_grouped(i, i.existing_out.dtype, zero_rest=False)
-
-
-def bind_grouped(i, dtype: torch.dtype, zero_rest: bool) -> Callable:
-    """`i`: the inputs of `gmm` or of `gmm_into`."""
-    sizes = *i.lhs.shape, i.group_sizes.shape[0]
-    product = bind_product(i.lhs, i.rhs, sizes, dtype, programs=i.programs, zero_rest=zero_rest)
-    return lambda out, i: product(out, i.lhs, i.rhs, i.group_sizes, i.bias)
+    sizes, dtype = (*i.lhs.shape, i.group_sizes.shape[0]), i.existing_out.dtype
+    product = bind_product(i.lhs, i.rhs, sizes, dtype, programs=i.programs, zero_rest=False)
+    return lambda out, i: product(out, i.lhs, i.rhs, i.group_sizes, i.bias, starts=i.starts)
 
 
 def bind_product(
     x: Tensor, w: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype,
     *, programs: int = 0, zero_rest: bool = True, indptr: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
-    """Return `product(out, x, w, group_sizes, bias, numbers, x_scale, w_scale)` for M, K and G of these sizes
-    and a result of this dtype.  x may have other rows than the x that the product is given.
+    """Return `product(out, x, w, group_sizes, bias, numbers, x_scale, w_scale, starts)` for M, K and G of
+    these sizes and a result of this dtype.  x may have other rows than the x that the product is given.
 
     With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
     Rows past the groups become zeros, or without `zero_rest` stay as they are.  x and w of 8 bits, the
@@ -162,13 +160,13 @@ def bind_product(
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
-    def product(out, x, w, group_sizes, bias=None, numbers=None, x_scale=None, w_scale=None):
+    def product(out, x, w, group_sizes, bias=None, numbers=None, x_scale=None, w_scale=None, starts=None):
         flat, group_rows = flatten(w.mT if rows else w)
         kernel(
             descriptor(x, c.block_m, c.block_k), descriptor(flat, *w_box), group_rows,
             None if numbers is None else numbers.contiguous(), None if bias is None else bias.contiguous(),
             ragged_descriptor(out, c.block_m // 2, c.store_n), group_sizes.contiguous(),
-            x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
+            starts, x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
             M, G, None if numbers is None and not indptr else W, N, K,
         )  # fmt: skip
 

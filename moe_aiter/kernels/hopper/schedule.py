@@ -77,9 +77,9 @@ class Tiles:
 
 @aggregate
 class Groups:
-    """The groups, by number; group G stands for the rows past the last group, which become zeros.
+    """The groups, by number; group G stands for the rows past the last group, where these have tiles.
 
-    Each begins where the last one ends, or `apart` rows after it began.
+    Each begins where the last one ends, or `apart` rows after it began, or at the row that `starts_ptr` has.
     """
 
     ends: gl.shared_memory_descriptor  # (chunks, up to CHUNK): the row where each ends
@@ -88,6 +88,7 @@ class Groups:
     G: Number
     BLOCK_M: gl.constexpr
     apart: object  # or None
+    starts_ptr: object  # (G,) or None
 
     @gluon.jit
     def of_tile(self, row_tile):
@@ -103,13 +104,18 @@ class Groups:
             first = gl.maximum(first, gl.max(gl.where(before, tiles, 0), 0))
         if self.apart is not None:
             row = group * self.apart
+        if self.starts_ptr is not None:
+            row = gl.load(self.starts_ptr + gl.minimum(group, self.G - 1))
         # behind group G - 1 the lists repeat what they say of it
         return gl.minimum(group, self.G), row + (row_tile - first) * self.BLOCK_M, end
 
     @gluon.jit
     def find(self, tiles, n):
-        """Group, first row, end row and column tile of the program's n-th tile, or of the last there is."""
+        """Group, first row, end row and column tile of the program's n-th tile, or of the last there is.
+
+        Without any tile it is group G, if no rows have one."""
         tile = gl.minimum(gl.program_id(0) + n * tiles.PROGRAMS, tiles.rows * tiles.columns - 1)
+        tile = gl.maximum(tile, 0)
         row_tile, column = tiles.position(tile)
         group, row, end = self.of_tile(row_tile)
         return group, row, end, column
@@ -128,9 +134,11 @@ def add(x, y):
 
 @gluon.jit
 def group_ends(
-    group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, INDPTR: gl.constexpr = False
+    group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr,
+    INDPTR: gl.constexpr = False, REST: gl.constexpr = True, starts_ptr=None,
 ):  # fmt: skip
-    """Of each group the row where it ends and the row tiles up to its last, and the row tiles of M rows."""
+    """Of each group the row where it ends and the row tiles up to its last, and the number of row tiles, with
+    those of the REST of the M rows.  With starts_ptr (G,) groups begin there, in ascending order."""
     g = gl.arange(0, BLOCK_G, layout=warp_layout(BLOCK_G))
     if INDPTR:
         before = gl.load(group_sizes_ptr + g - 1, mask=(g > 0) & (g < G), other=0).to(gl.int64)
@@ -138,23 +146,30 @@ def group_ends(
         size = gl.minimum(gl.maximum(size, 0), M)
     else:
         size = clamped_sizes(group_sizes_ptr, g, M, G)
-    end = gl.associative_scan(size, 0, add)
+    if starts_ptr is not None:
+        end = gl.load(starts_ptr + g, mask=g < G, other=M).to(gl.int64) + size
+    else:
+        end = gl.associative_scan(size, 0, add)
     start = gl.minimum(end - size, M).to(gl.int32)
     end = gl.minimum(end, M).to(gl.int32)
     tiles = gl.associative_scan(gl.cdiv(end - start, BLOCK_M), 0, add)
-    return end, tiles, gl.max(tiles, 0) + gl.cdiv(M - gl.max(end, 0), BLOCK_M)
+    rows = gl.max(tiles, 0)
+    if REST:
+        rows += gl.cdiv(M - gl.max(end, 0), BLOCK_M)
+    return end, tiles, rows
 
 
 @gluon.jit
 def find_groups(
-    group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, INDPTR: gl.constexpr = False
+    group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr,
+    INDPTR: gl.constexpr = False, REST: gl.constexpr = True, starts_ptr=None,
 ):  # fmt: skip
-    """The groups, listed in shared memory, and the number of row tiles.
+    """The groups, listed in shared memory, and the number of row tiles; see `group_ends`.
 
     With INDPTR the sizes are the rows where groups end: group 0 has the rows before the first segment.
     """
-    end, tiles, rows = group_ends(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR)
-    return list_groups(end, tiles, M, G, BLOCK_G, BLOCK_M, None), rows
+    end, tiles, rows = group_ends(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR, REST, starts_ptr)
+    return list_groups(end, tiles, M, G, BLOCK_G, BLOCK_M, None, starts_ptr), rows
 
 
 @gluon.jit
@@ -171,14 +186,14 @@ def find_masked_groups(group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl
 
 
 @gluon.jit
-def list_groups(end, tiles, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, apart):
+def list_groups(end, tiles, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, apart, starts_ptr=None):
     WIDTH: gl.constexpr = min(BLOCK_G, CHUNK)
     shape: gl.constexpr = [BLOCK_G // WIDTH, WIDTH]
     ends_list = gl.allocate_shared_memory(gl.int32, shape, FLAT)
     tiles_list = gl.allocate_shared_memory(gl.int32, shape, FLAT)
     as_tile(ends_list, [BLOCK_G], FLAT).store(end)
     as_tile(tiles_list, [BLOCK_G], FLAT).store(tiles)
-    return Groups(ends_list, tiles_list, M, G, BLOCK_M, apart)
+    return Groups(ends_list, tiles_list, M, G, BLOCK_M, apart, starts_ptr)
 
 
 @aggregate

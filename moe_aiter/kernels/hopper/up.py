@@ -6,7 +6,8 @@ import torch
 
 from ... import tuning
 from ..base.activations import get_activation
-from ..base.launch import bind_kernel, num_programs
+from ..base.launch import num_programs
+from ..base.sources import arriving, bind_passes
 from .epilogue import Scales, kernel_functions, multiply_blocks, span_of
 from .gluon import (
     Number,
@@ -129,6 +130,7 @@ def expert_up_kernel(
     z_desc,  # (M, width), ragged
     a_desc,  # (M, N), ragged
     group_sizes_ptr,
+    starts_ptr,  # (G,) or None: see `group_ends`
     x_scale_ptr,  # (M,) float32 or None
     w_scale_ptr,  # (G, width) float32 or None
     M,
@@ -141,6 +143,7 @@ def expert_up_kernel(
     INTERLEAVED: gl.constexpr,
     WRITE_Z: gl.constexpr,
     WRITE_A: gl.constexpr,
+    ZERO_REST: gl.constexpr,
     TOP_K: gl.constexpr,
     A_LAYOUT: gl.constexpr,
     FLAT: gl.constexpr,
@@ -165,7 +168,7 @@ def expert_up_kernel(
     queue = make_queue(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, None)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, ZERO_REST, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
     store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
     x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
@@ -194,8 +197,8 @@ def bind_expert_up(i, write_a: bool = True, dtype: torch.dtype | None = None) ->
     c = tuning.lookup(op, i.x.dtype, R, width, K, E)
     c = beside_groups(c, c.block_m * c.store_n * (act.projections + 1), E, i.x.itemsize)
     programs = num_programs(i.x)
-    kernel = bind_kernel(
-        expert_up_kernel, (programs,),
+    launch_for = bind_passes(
+        expert_up_kernel, (programs,), ZERO_REST=dtype is not None,  # quantising reads all rows
         **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=write_z, WRITE_A=write_a,
         TOP_K=i.rank.shape[1], A_LAYOUT=shared_layout(i.x.dtype, c.block_m, c.block_k),
         FLAT=shared_layout(i.gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
@@ -214,10 +217,10 @@ def bind_expert_up(i, write_a: bool = True, dtype: torch.dtype | None = None) ->
             w_desc = descriptor(i.gate_up.view(E * N, K), c.block_n, c.block_k)
         # without an a, a shape of which nothing is written
         a_desc = ragged_descriptor(a if write_a else z, *a_box)
-        kernel(
-            i.x, i.order.contiguous(), w_desc, None if i.bias is None else i.bias.contiguous(),
-            ragged_descriptor(z, *z_box) if write_z else a_desc, a_desc, i.group_sizes.contiguous(),
-            *scales, *sizes,
-        )  # fmt: skip
+        z_desc = ragged_descriptor(z, *z_box) if write_z else a_desc
+        order, bias = i.order.contiguous(), None if i.bias is None else i.bias.contiguous()
+        for group_sizes, starts in arriving(i.group_sizes):
+            groups = group_sizes, starts, *scales
+            launch_for(starts)(i.x, order, w_desc, bias, z_desc, a_desc, *groups, *sizes)
 
     return launch

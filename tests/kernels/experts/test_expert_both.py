@@ -163,7 +163,8 @@ def test_compiled_for_any_number_of_tokens(device, forward):
 def test_z_alone(device):
     i = make(device)
     inputs = *i[:3], i.order, i.rank, i.group_sizes, "swiglu", False
-    assert torch.equal(expert_z_op(*inputs), expert_up_op(*inputs, True, 0, None)[0])
+    n = int(i.group_sizes.sum())  # other rows are not written
+    assert torch.equal(expert_z_op(*inputs)[:n], expert_up_op(*inputs, True, 0, None)[0][:n])
 
 
 def test_a_value_that_is_none_is_named(device):

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from check import assert_as_good_as_torch
+from check import assert_as_good_as_torch, of_groups
 
 from moe_aiter import tuning
 from moe_aiter.kernels.base.activations import ACTIVATIONS
@@ -187,9 +187,11 @@ def test_expert_up(shape, kind, dtype):
     for b, save_z in ((None, True), (bias, True), (bias, False)):
         inputs = x, w, b, p["order"], p["rank"], p["sizes"], *kind, save_z, 0, None
         assert IMPLS["expert_up"]["hopper"].fits(*inputs)
-        assert_as_good_as_torch(expert_up_op, expert_up_reference, *inputs)
+        ops = (of_groups(op, p["sizes"]) for op in (expert_up_op, expert_up_reference))
+        assert_as_good_as_torch(*ops, *inputs)
         if save_z:
-            assert torch.equal(expert_z_op(*inputs[:8]), expert_up_op(*inputs)[0])
+            n = int(p["sizes"].sum())
+            assert torch.equal(expert_z_op(*inputs[:8])[:n], expert_up_op(*inputs)[0][:n])
 
 
 def rounded(reference):
@@ -218,19 +220,20 @@ def test_expert_down_grad(shape, kind, dtype):
     for need_a in (True, False):
         inputs = dout, z, w, s, p["order"], p["rank"], p["sizes"], *kind, need_a
         assert IMPLS["expert_down_grad"]["hopper"].fits(*inputs)
-        assert_as_good_as_torch(expert_down_grad_op, rounded(expert_down_grad_reference), *inputs)
-        dz, *others = expert_down_grad_op(*inputs)
+        ours = of_groups(expert_down_grad_op, p["sizes"])
+        reference = of_groups(rounded(expert_down_grad_reference), p["sizes"])
+        assert_as_good_as_torch(ours, reference, *inputs)
         over = z.clone()
-        others_over_z = expert_down_grad_over_z_op(dout, over, *inputs[2:])
-        assert all(torch.equal(a, b) for a, b in zip((dz, *others), (over, *others_over_z), strict=True))
+        over_z = of_groups(lambda *given: (given[1], *expert_down_grad_over_z_op(*given)), p["sizes"])
+        assert all(map(torch.equal, ours(*inputs), over_z(dout, over, *inputs[2:])))
 
 
 @pytest.mark.parametrize("dropped", ["some", "all"])
 @pytest.mark.parametrize(
     "kind, experts", [(k, 9) for k in KINDS] + [(KINDS[0], e) for e in (1, 256, 300, MAX_GROUPS)], ids=str
 )
-def test_rows_in_no_group_become_zeros(kind, experts, dropped):
-    """Whatever the bias, and whatever z and the first choice's weight hold."""
+def test_rows_in_no_group_are_not_written(kind, experts, dropped):
+    """They keep the NaN of fresh memory, whatever the bias, z and the first choice's weight hold."""
     ids = torch.randint(-1, experts if dropped == "some" else 0, (250, TOP_K), device=CUDA)
     ids[0, 0] = -1
     order, rank, sizes = sort_by_expert(ids, experts)
@@ -241,16 +244,17 @@ def test_rows_in_no_group_become_zeros(kind, experts, dropped):
 
     inputs = x, w, bias, order, rank, sizes, *kind, True, 0, None
     assert IMPLS["expert_up"]["hopper"].fits(*inputs)
-    assert_as_good_as_torch(expert_up_op, expert_up_reference, *inputs)
+    ours, reference = (of_groups(op, sizes) for op in (expert_up_op, expert_up_reference))
+    assert_as_good_as_torch(ours, reference, *inputs)
     z, a = expert_up_op(*inputs)
-    assert not z[n:].any() and not a[n:].any()
+    assert z[n:].isnan().all() and a[n:].isnan().all()
 
     s[0, 0] = z[n:] = float("nan")
     inputs = dout, z, down, s, order, rank, sizes, *kind, True
     assert IMPLS["expert_down_grad"]["hopper"].fits(*inputs)
     dz, a, ds = expert_down_grad_op(*inputs)
-    assert not dz[n:].any() and not a[n:].any() and not ds[rank < 0].any()
-    assert dz.isfinite().all() and a.isfinite().all() and ds.isfinite().all()
+    assert dz[n:].isnan().all() and a[n:].isnan().all() and not ds[rank < 0].any()
+    assert dz[:n].isfinite().all() and a[:n].isfinite().all() and ds.isfinite().all()
 
 
 def step(ids, kind=("swiglu", False), dtype=torch.bfloat16, H=256, I=192, seed=0, **options):  # noqa: E741

@@ -1,0 +1,94 @@
+"""Shared experts whose products begin while tokens travel, in Triton's interpreter, through mapped files."""
+
+import copy
+
+import pytest
+import torch
+from check import error
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_aiter import Experts, make_plan, use
+from moe_aiter.config import interpret
+from moe_aiter.distributed import ExpertParallel, expert_mesh, slots, transport
+
+from .ranks import of_all_ranks, run
+from .shared_memory import use_files
+
+pytestmark = pytest.mark.interpret
+E, K, T, H, I = 6, 2, 8, 32, 16  # noqa: E741  tokens of each rank
+
+
+def step(shared, x, ids, s, dout, recompute):
+    shared.recompute = recompute
+    shared.zero_grad()
+    x, s = x.clone().requires_grad_(), s.clone().requires_grad_()
+    out = shared(x, s, make_plan(ids, E))
+    out.backward(dout)
+    grads = {name: p.grad for name, p in shared.named_parameters()}
+    with torch.no_grad():
+        alone = shared(x, s, make_plan(ids, E))
+    return of_all_ranks({"out": out.detach(), "alone": alone, "dx": x.grad, "ds": s.grad} | grads)
+
+
+class Log:
+    """In which order a rank's products take rows, tokens arrive and sums leave."""
+
+    def __init__(self, patch):
+        self.events = []
+        arriving, leaving, receive = (
+            transport.Sources.arriving,
+            transport.Sources.leaving,
+            transport.PoolTransfer.receive,
+        )
+
+        def noted_arriving(sources):
+            for groups in arriving(sources):
+                self.events.append("rows")
+                yield groups
+
+        def noted_leaving(sources, *given):
+            for groups in leaving(sources, *given):
+                self.events.append("sums" if groups[1] is not None else "all sums")
+                yield groups
+
+        def noted_receive(transfer):
+            if transfer.results is None and transfer.region != transport.ROUTING:
+                self.events.append("wait")
+            return receive(transfer)
+
+        patch.setattr(transport.Sources, "arriving", noted_arriving)
+        patch.setattr(transport.Sources, "leaving", noted_leaving)
+        patch.setattr(transport.PoolTransfer, "receive", noted_receive)
+
+
+def check(rank, world, folder):
+    torch.manual_seed(rank)
+    x, s, dout = torch.randn(T, H), torch.rand(T, K), torch.randn(T, H)
+    ids = torch.rand(T, E).argsort(1)[:, :K]
+    torch.manual_seed(0)
+    experts = Experts(E, H, I, bias=True)
+    with pytest.MonkeyPatch.context() as patch, use("triton"):
+        use_files(folder, patch)
+        patch.setattr(slots, "ROWS", 8)  # several windows of few rows
+        log = Log(patch)
+        cases = (float(world), "none"), (float(world), "z"), (0.5, "none")
+        for rows, recompute in cases if world == 2 else cases[:1]:
+            results = []
+            for name in ("collective", "symmetric"):
+                style = ExpertParallel(transport=name, rows=rows)
+                mesh = expert_mesh("cpu", world)["ep"]
+                shared = parallelize_module(copy.deepcopy(experts), mesh, style)
+                log.events.clear()
+                results.append(step(shared, x, ids, s, dout, recompute))
+            for what, value in results[0].items():
+                assert error(results[1][what], value) < 1e-6, (what, rows, recompute)
+            rest = ["rows"] * (world - 1)  # of the other ranks' tokens
+            sums = ["sums"] * world if rows > 1 else ["all sums"]
+            expected = ["rows", "wait", *rest, *sums]
+            assert log.events[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.skipif(not interpret, reason="it needs the interpreter, or GPUs: test_on_gpus.py")
+def test_passes(world, tmp_path):
+    run(world, check, tmp_path)

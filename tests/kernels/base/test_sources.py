@@ -1,0 +1,104 @@
+"""Products that take the rows of one source of tokens after the other have the bits of those of all rows."""
+
+import pytest
+import torch
+from check import error
+
+from moe_aiter.config import interpret
+from moe_aiter.distributed.slots import source_spans, window
+from moe_aiter.kernels.base.sources import by_source
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import by_layer
+from moe_aiter.kernels.grouped.gmm import GroupedIntoInputs, fill_gmm_into, gmm_into_op
+from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.op import use
+from moe_aiter.routing.plan import RoutePlan
+
+DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16]
+TIERS = ["triton"] if interpret else ["triton", "hopper"]
+SOURCES, T, K, E, H, I = 3, 24, 2, 6, 64, 64  # noqa: E741  tokens of each source
+tiers = pytest.mark.parametrize("tier", TIERS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def kernels(device):
+    if device.type == "cpu" and not interpret:
+        pytest.skip("only kernels take rows in passes: they need a GPU or the interpreter")
+
+
+class Sources:
+    """All tokens are there.  The sums of each source are put together in `sums`, and other rows are NaN."""
+
+    def __init__(self, plan):
+        self.starts, self.sizes = source_spans(plan, SOURCES)
+        self.passes, self.sums = 0, None
+
+    def arriving(self):
+        for source in (1, 2, 0):
+            self.passes += 1
+            yield self.sizes[source], self.starts[source]
+
+    def leaving(self, group_sizes, out):
+        for source in (2, 0, 1):
+            here = slice(source * T, (source + 1) * T)
+            apart = torch.full_like(out[here], float("nan"))
+            yield self.sizes[source], self.starts[source], here, apart
+            self.passes += 1
+            out[here] = apart
+
+
+def routing(device, kind):
+    """The plan of all sources' choices: some dropped; none of the second source's; or a window of rows."""
+    ids = torch.randint(-1, E, (SOURCES * T, K), device=device)
+    ids = ids.masked_fill(ids == 2, 1)
+    if kind == "a source without rows":
+        ids[T : 2 * T] = -1
+    plan = RoutePlan(*sort_by_expert(ids, E))
+    return window(plan, 16, 48) if kind == "a window" else plan
+
+
+@tiers
+@dtypes
+@pytest.mark.parametrize("kind", ["all", "a source without rows", "a window"])
+@pytest.mark.parametrize("activation, bias, save_z", [("swiglu", True, True), ("gelu", False, False)])
+def test_experts(device, tier, dtype, kind, activation, bias, save_z):
+    plan, width = routing(device, kind), 2 * I if activation == "swiglu" else I
+    sizes = [(SOURCES * T, H), (E, width, H), (E, width), (E, H, I), (E, H), (SOURCES * T, K)]
+    tensors = [torch.randn(size).to(device, dtype).requires_grad_() for size in sizes]
+    if not bias:
+        tensors[2] = tensors[4] = None
+    leaves, dout = [t for t in tensors if t is not None], torch.randn(SOURCES * T, H).to(device, dtype)
+
+    def step(sources):
+        inputs = ExpertInputs(*tensors, *plan, activation, False, save_z)
+        with by_source.set(sources):
+            out = by_layer(inputs)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    with use(tier):
+        sources = Sources(plan)
+        for whole, in_passes in zip(step(None), step(sources), strict=True):
+            # NumPy multiplies a row in other steps where it lies elsewhere in a tile
+            assert (
+                error(in_passes, whole) < 4 * torch.finfo(dtype).eps if interpret else in_passes.equal(whole)
+            )
+    assert sources.passes >= 4 * SOURCES  # up, down and their gradients
+
+
+@dtypes
+def test_groups_that_lie_apart(device, dtype):
+    """Rows between the groups of `gmm_into` stay as they are."""
+    x, w, bias = (torch.randn(size).to(device, dtype) for size in ((50, 40), (4, 40, 24), (4, 24)))
+    sizes, starts = (
+        torch.tensor(n, dtype=torch.int32, device=device) for n in ([5, 0, 17, 9], [2, 9, 9, 30])
+    )
+    results = []
+    for fill in (gmm_into_op, lambda *i: fill_gmm_into(GroupedIntoInputs(*i))):
+        out = torch.full((50, 24), 777.0, device=device, dtype=dtype)
+        fill(out, x, w, sizes, bias, [], 0, starts)
+        results.append(out)
+    assert error(*results) < 1e-2
+    stay = torch.ones(50, dtype=torch.bool)
+    stay[2:7] = stay[9:26] = stay[30:39] = False
+    assert (results[0][stay] == 777).all()
