@@ -8,7 +8,19 @@ import re
 import torch
 from aot import Case, cubin_resources, disassembled, ints, new, with_tile
 from compile_products import DENSE as PORTABLE_DENSE
-from compile_products import EVERYTHING, GROUPS, INT8, TOKENS, TOP_K, Dense, E, Shape, run_masked, run_scaled
+from compile_products import (
+    EVERYTHING,
+    GROUPS,
+    INT8,
+    TOKENS,
+    TOP_K,
+    Dense,
+    E,
+    Shape,
+    in_passes,
+    run_masked,
+    run_scaled,
+)
 
 from moe_aiter import tuning
 from moe_aiter.kernels import hopper
@@ -114,10 +126,10 @@ def run_hopper_tgmm_fp8(y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, 
     product(out, *operands, ints(groups, 3))
 
 
-def run_hopper_gmm_into():
+def run_hopper_gmm_into(starts=None):
     s = Shape()
     out, x, w, b = s.new(s.rows, 2 * s.n)[:, : s.n], s.new(s.rows, s.k), s.new(E, s.k, s.n), s.new(E, s.n)
-    i = GroupedIntoInputs(out, x, w, ints(E), b, (), 100)
+    i = GroupedIntoInputs(out, x, w, ints(E), b, (), 100, starts)
     module("gmm").bind_gmm_into(i)(out, i)
 
 
@@ -201,6 +213,9 @@ RUNS = {
     "gmm narrow with bias": lambda: run_hopper_gmm(bias=True, k=512),
     "gmm by columns": lambda: run_hopper_gmm(rows=False),
     "gmm into": run_hopper_gmm_into,
+    "gmm in passes": lambda: run_hopper_gmm_into(ints(E)),
+    "up in passes": lambda: in_passes(run_hopper_up),
+    "down_grad in passes": lambda: in_passes(run_hopper_down_grad),
     "gmm of some columns": lambda: run_hopper_gmm(sliced=True),
     "gmm by columns, of some": lambda: run_hopper_gmm(rows=False, sliced=True),
     "gmm by columns with bias": lambda: run_hopper_gmm(rows=False, bias=True),

@@ -12,6 +12,7 @@ from moe_aiter import tuning
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.base.fp8 import FP8, native_fp8
 from moe_aiter.kernels.base.gemm_row import GemmInputs
+from moe_aiter.kernels.base.sources import by_source
 from moe_aiter.kernels.base.tile import PERSISTENT
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS, bind_gemm
 from moe_aiter.kernels.dense.scaled_gemm import (
@@ -70,10 +71,22 @@ def run_gmm_by_rows(s):
     bind_gmm(i)(s.new(s.rows, s.n), i)
 
 
-def run_gmm_into(s, dtype=F32, tile=(), programs=PERSISTENT):
+class OnePass:
+    """The groups of a pass, which lie apart: see `moe_aiter/kernels/base/sources.py`."""
+
+    def arriving(self):
+        yield ints(E), ints(E)
+
+
+def in_passes(run, *given):
+    with by_source.set(OnePass()):
+        run(*given)
+
+
+def run_gmm_into(s, dtype=F32, tile=(), programs=PERSISTENT, starts=None):
     out, bias = new(s.rows, s.n, dtype=dtype), s.new(E, s.n)
     operands = s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E, dtype=torch.int64)
-    i = GroupedIntoInputs(out, *operands, bias, tile, programs)
+    i = GroupedIntoInputs(out, *operands, bias, tile, programs, starts)
     bind_gmm_into(i)(out, i)
 
 
@@ -291,6 +304,9 @@ GROUPED = {
     "gmm walking": lambda: run_gmm_into(FULL, BF16),
     "gmm into float32": lambda: run_gmm_into(FULL, programs=0),
     "gmm into odd": lambda: run_gmm_into(ODD),
+    "gmm in passes": lambda: run_gmm_into(FULL, BF16, programs=0, starts=ints(E)),
+    "up in passes": lambda: in_passes(run_up, FULL),
+    "down_grad in passes": lambda: in_passes(run_down_grad, FULL),
     "ptgmm": lambda: run_tgmm_into(FULL, BF16),
     "ptgmm accumulate": lambda: run_tgmm_into(FULL, accumulate=True),
     "ptgmm with sums of rhs": lambda: run_tgmm_into(FULL, of_y=True),
