@@ -15,15 +15,16 @@ ROWS = 128  # a window's rows are a multiple of these, as a tile of a product ha
 
 
 def ids_of(plan: RoutePlan) -> Tensor:
-    """Return the expert of each choice, (T, k) int64; -1 for a dropped choice."""
-    ids = torch.searchsorted(plan.group_sizes.cumsum(0), plan.rank.long(), right=True)
-    return ids.masked_fill(plan.rank < 0, -1)
+    """Return the expert of each choice, (T, k) int32; -1 for a dropped choice."""
+    ends = plan.group_sizes.cumsum(0, dtype=plan.rank.dtype)
+    ids = torch.searchsorted(ends, plan.rank.contiguous(), right=True, out_int32=True)
+    return torch.where(plan.rank < 0, -1, ids)
 
 
 def local_ids(expert_ids: Tensor, first: int, count: int) -> Tensor:
     """Number the experts [first, first + count) from 0; the others become -1."""
-    ids = expert_ids - first
-    return ids.masked_fill((ids < 0) | (ids >= count), -1)
+    ids = (expert_ids - first).clamp(min=-1)
+    return torch.where(ids < count, ids, -1)
 
 
 def pad(x: Tensor, tokens: int, value: float = 0) -> Tensor:
@@ -48,12 +49,14 @@ def source_spans(plan: RoutePlan, ranks: int) -> Tensor:
     A rank's numbers lie at a multiple of 16 bytes.
     """
     choices, ends = plan.rank.numel(), plan.group_sizes.cumsum(0)
-    row = torch.arange(len(plan.order), device=ends.device)
-    ascending = torch.searchsorted(ends, row, right=True) * choices + plan.order
-    first = torch.arange(ranks + 1, device=ends.device) * (choices // ranks)  # choice of each rank
-    bounds = first[:, None] + torch.arange(len(ends), device=ends.device) * choices
-    rows = torch.searchsorted(ascending, bounds).minimum(ends).int()  # past the last expert are no rows
-    return F.pad(torch.stack([rows[:-1], rows.diff(dim=0)]), (0, -len(ends) % 4))[..., : len(ends)]
+    row, expert, rank = (torch.arange(n, device=ends.device) for n in (len(plan.order), len(ends), ranks + 1))
+    ascending = plan.order.add(torch.searchsorted(ends, row, right=True), alpha=choices)
+    bounds = torch.add(rank[:, None] * (choices // ranks), expert, alpha=choices)
+    rows = torch.searchsorted(ascending, bounds).minimum(ends)  # past the last expert are no rows
+    spans = rows.new_empty(2, ranks, -(-len(ends) // 4) * 4, dtype=torch.int32)[..., : len(ends)]
+    spans[0] = rows[:-1]
+    spans[1] = rows.diff(dim=0)
+    return spans
 
 
 def windows(choices: int, bound: int) -> tuple[int, int]:

@@ -103,15 +103,16 @@ class PoolTransfer:
 
     def __init__(self, pool: Pool, region: int):
         self.pool, self.region, self.offset = pool, region, 0
-        self.sent, self.arrived, self.event, self.results = [], [], None, None
+        self.sent, self.arrived, self.results = [], [], None
+        self.own = self.event = None  # recorded once own parts, and all parts, are where they belong
         self.stream = pool.stream if region != ROUTING else None  # which would wait behind tokens there
 
     def send(self, t: Tensor) -> None:
         t, ranks = t.contiguous(), self.pool.ranks
         parts = t.chunk(ranks) if self.region == SUMS and t.shape[0] else (t,) * ranks
         places = self.places(parts[0])
-        self.copy({rank: (places[rank], parts[rank]) for rank in self.others()})
-        places[self.pool.rank].copy_(parts[self.pool.rank])
+        self.own = self.copy(places, parts, [self.pool.rank])
+        self.copy(places, parts, self.others())
 
     def others(self) -> list[int]:
         """Return the other ranks in the order in which this one sends: not all to the same rank at once."""
@@ -129,19 +130,26 @@ class PoolTransfer:
         self.arrived.append(buffers[pool.rank])
         return [b[pool.rank * rows : (pool.rank + 1) * rows] for b in buffers]
 
-    def copy(self, parts: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Begin to copy parts to their places, given for each rank as (place, part)."""
+    def copy(
+        self, places: Sequence[Tensor], parts: Sequence[Tensor], ranks: Sequence[int]
+    ) -> torch.cuda.Event | None:
+        """Begin to copy the parts of these ranks to their places; return what is recorded after it."""
         with beside(self.stream) as stream:
-            for place, part in parts.values():
-                place.copy_(part, non_blocking=True)
-                self.sent.append(part)
+            for rank in ranks:
+                places[rank].copy_(parts[rank], non_blocking=True)
+                self.sent.append(parts[rank])
             self.event = stream and stream.record_event()
+        return self.event
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for an event of `copy`."""
+        if event is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(event)
 
     def receive(self) -> list[Tensor]:
         """Return what arrived; the first call waits for it, on the GPU."""
         if self.results is None:
-            if self.event is not None:
-                torch.cuda.current_stream(self.stream.device).wait_event(self.event)
+            self.wait(self.event)
             self.pool.barrier()
             self.results = self.arrived if self.region != SUMS else list(map(self.added, self.arrived))
             self.sent = self.arrived = None
@@ -169,6 +177,7 @@ class Sources:
 
     def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
         own = self.dispatch.pool.rank
+        self.dispatch.wait(self.dispatch.own)
         yield self.sizes[own], self.starts[own]
         self.dispatch.receive()
         for rank in reversed(self.dispatch.others()):  # in which they arrive
@@ -182,13 +191,13 @@ class Sources:
             self.sums.send(out)
             return
         own, ranks = self.sums.pool.rank, self.sums.pool.ranks
-        tokens = out.shape[0] // ranks
-        places = self.sums.places(out[:tokens])
-        for rank in self.sums.others():
+        tokens, parts = out.shape[0] // ranks, out.chunk(ranks)
+        places = self.sums.places(parts[own])
+        for rank in (*self.sums.others(), own):
             here = slice(rank * tokens, (rank + 1) * tokens)
-            yield self.sizes[rank], self.starts[rank], here, out[here]
-            self.sums.copy({rank: (places[rank], out[here])})
-        yield self.sizes[own], self.starts[own], slice(own * tokens, (own + 1) * tokens), places[own]
+            yield self.sizes[rank], self.starts[rank], here, places[own] if rank == own else parts[rank]
+            if rank != own:
+                self.sums.copy(places, parts, [rank])
 
 
 def exchange(transfer: CollectiveTransfer | PoolTransfer, *tensors: Tensor) -> list[Tensor]:

@@ -395,8 +395,8 @@ def bind_gmm_unpermute(i: GmmUnpermuteInputs, add: bool = False) -> Callable:
             rank, weights = i.rank[tokens], None if i.routing_weights is None else i.routing_weights[tokens]
             for n, width, by_group, by_pass in launches:
                 rows = i.x.new_empty(R, width)
-                columns = i.columns(n, rows, group_sizes, starts)
-                (by_group if starts is None else by_pass)(rows, columns)
+                product = by_group if starts is None else by_pass
+                product(rows, i.columns(n, rows, group_sizes, starts))
                 sum_of(rank.shape[0], width)(sums[:, n], rows, rank, weights)
                 del rows  # before those of the next columns
 

@@ -63,6 +63,8 @@ def routing(device, kind):
 @pytest.mark.parametrize("kind", ["all", "a source without rows", "a window"])
 @pytest.mark.parametrize("activation, bias, save_z", [("swiglu", True, True), ("gelu", False, False)])
 def test_experts(device, tier, dtype, kind, activation, bias, save_z):
+    if tier == "hopper" and dtype == torch.float32:
+        pytest.skip("Hopper's kernels have 16 bits")
     plan, width = routing(device, kind), 2 * I if activation == "swiglu" else I
     sizes = [(SOURCES * T, H), (E, width, H), (E, width), (E, H, I), (E, H), (SOURCES * T, K)]
     tensors = [torch.randn(size).to(device, dtype).requires_grad_() for size in sizes]

@@ -36,7 +36,7 @@ def test_results_in_tensors_that_are_there(sizes):
     buffer = torch.full((ROWS + 2, 512), 777.0, device=CUDA, dtype=x.dtype)
     out = buffer[1:-1, 128:384]
     gmm_into_op(out, x, w, sizes, None)
-    assert IMPLS["gmm_into"]["hopper"].fits(x, w, sizes, None, (), 0, out)
+    assert IMPLS["gmm_into"]["hopper"].fits(x, w, sizes, None, (), 0, None, out)
     assert torch.equal(out[:end], gmm_op(x, w, sizes, None)[:end]) and (out[end:] == 777).all()
     out[:] = 777
     assert (buffer == 777).all()
