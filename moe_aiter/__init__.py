@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
         fuse_projections,
         fuse_qkv,
         linear_with_split_bias,
+        offload,
         pack_routes,
         patch_linear,
         preshuffle_weights,
@@ -131,6 +132,7 @@ __all__ = [
     "load_statistics",
     "make_plan",
     "nptgmm",
+    "offload",
     "pack_routes",
     "patch_linear",
     "permute",
@@ -176,9 +178,9 @@ _MODULES = {  # module: its public names
     "layers": (
         "Experts LayerStatistics LiveTable LoRAExperts LoRALinear MoE MoERouting Monitor "
         "OptimizedMoELayer QuantizationReport Route RouteDifference SegmentGEMMWrapper "
-        "balance_step fuse_gate_up fuse_projections fuse_qkv linear_with_split_bias pack_routes patch_linear "
-        "preshuffle_weights quantization_report quantize record_routes replay_routes set_loss_scale unfuse "
-        "unpatch_linear use_main_grad"
+        "balance_step fuse_gate_up fuse_projections fuse_qkv linear_with_split_bias offload pack_routes "
+        "patch_linear preshuffle_weights quantization_report quantize record_routes replay_routes "
+        "set_loss_scale unfuse unpatch_linear use_main_grad"
     ),
     "op": "register_kernel use",
     "routing": (

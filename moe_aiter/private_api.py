@@ -133,6 +133,8 @@ def is_differentiated(inputs: tuple) -> bool:
 
 any_global_hook = find("torch.nn.modules.module._has_any_global_hook")
 REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes
+SAME = "does_the_same"
+MOVE = "_apply"  # the method behind `to`, `cuda`, `half` and so on
 COMPILED = "_orig_mod"  # where the module that torch.compile returns has the original
 WRAPPERS = {COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # where torch's wrappers have it
 
@@ -164,9 +166,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_changed(module: nn.Module, methods: tuple) -> bool:
-    """Whether a call of this module runs anything but these `methods`: its class's __call__ and forward."""
-    kind = type(module)
-    own = (kind.__call__, kind.forward) != methods or "forward" in vars(module)
+    """Whether a call of this module runs anything but these `methods`: its class's __call__ and forward.
+
+    An own `forward` with the attribute SAME does what that of the class does.
+    """
+    kind, forward = type(module), vars(module).get("forward")
+    own = (kind.__call__, kind.forward) != methods or not (forward is None or hasattr(forward, SAME))
     return own or has_hooks(module) or any_global_hook() or module._compiled_call_impl is not None
 
 
@@ -176,6 +181,15 @@ def is_changed(module: nn.Module, methods: tuple) -> bool:
 def end_graph(reason: str) -> None:
     """End the graph that torch compiles, if it compiles one: `fullgraph=True` is an error that says why."""
     torch._dynamo.graph_break(msg=reason)
+
+
+def outside_of_graph(reason: str, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call `fn`.  A compiled graph ends before it, for this reason."""
+    if not torch.compiler.is_compiling():
+        return fn(*args, **kwargs)
+    end_graph(reason)
+    # as a decorator `disable` would import the compiler with this file
+    return torch.compiler.disable(fn)(*args, **kwargs)
 
 
 # objects of a thread, which torch hands on to the threads of its backward passes

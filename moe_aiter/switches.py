@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .config import CHOICES, check_choice, settings
 from .op import SCOPES, log, no_autocast
-from .private_api import Scoped, end_graph
+from .private_api import Scoped, outside_of_graph
 
 HALVES = {"FP16": torch.float16, "BF16": torch.bfloat16}
 FLOAT32 = {"TF32": "tf32", "FP32": "ieee"}  # in torch's words, which are Triton's
@@ -214,11 +214,9 @@ Context = Callable[[], contextlib.AbstractContextManager]
 
 def inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tensor:
     """`fn(*args, **kwargs)` inside of `context()`, as is its gradient.  A compiled graph ends before it."""
-    if not torch.compiler.is_compiling():
-        return run_inside(context, fn, args, kwargs)
-    end_graph("switches of torch's are set around the call")
-    # as a decorator `disable` would import the compiler with this file
-    return torch.compiler.disable(run_inside)(context, fn, args, kwargs)
+    return outside_of_graph(
+        "switches of torch's are set around the call", run_inside, context, fn, args, kwargs
+    )
 
 
 def run_inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tensor:

@@ -129,6 +129,7 @@ OURS = {
         "fp8": "e4m3",
         **WHERE,
     },
+    "offload": lambda: {"model": small_moe().requires_grad_(False), "device": "cpu", "ahead": 2},
     "pack_routes": lambda: {"sequences": [ids()[:, None]], "mask": torch.ones(1, T, dtype=torch.bool)},
     "record_routes": lambda: {"model": small_moe(), "weights": True},
     "replay_routes": lambda: {"model": small_moe(), "routes": ids()[:, None], "weights": False},

@@ -30,6 +30,7 @@ from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import cast_as_linear
 from ..layers.four_bit import FourBitWeight, from_mxfp4
+from ..layers.offload import FINDERS as OFFLOAD_FINDERS
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
@@ -102,6 +103,7 @@ def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x
     if summed_weights not in FINDERS:
         FINDERS.append(summed_weights)
         ROUTE_FINDERS.append(routed_experts)
+        OFFLOAD_FINDERS.append(is_experts)
     if not _originals:
         from transformers import PreTrainedModel as model
 
@@ -123,6 +125,7 @@ def unregister() -> None:
     _options.clear()
     FINDERS[:] = [finder for finder in FINDERS if finder is not summed_weights]
     ROUTE_FINDERS[:] = [finder for finder in ROUTE_FINDERS if finder is not routed_experts]
+    OFFLOAD_FINDERS[:] = [finder for finder in OFFLOAD_FINDERS if finder is not is_experts]
     if _originals:
         from transformers import PreTrainedModel as model
 

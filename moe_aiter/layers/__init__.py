@@ -14,6 +14,7 @@ from .linear import (
 from .lora import LoRAExperts, LoRALinear
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, LiveTable, Monitor
+from .offload import offload
 from .optimized import OptimizedMoELayer
 from .quantized import QuantizationReport, quantization_report, quantize
 from .route_replay import Route, RouteDifference, RouteReplay, pack_routes, record_routes, replay_routes
@@ -43,6 +44,7 @@ __all__ = [
     "fuse_qkv",
     "linear_with_split_bias",
     "mha_fwd",
+    "offload",
     "pack_routes",
     "patch_linear",
     "preshuffle_weights",

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.base.check import check_flags, check_shape, check_tensor, checked, is_kind
-from ..private_api import WRAPPERS, end_graph
+from ..private_api import WRAPPERS, outside_of_graph
 from ..replay import current_pass
 from ..routing.balance import repeats
 from ..routing.router import Router, Routing
@@ -54,6 +55,7 @@ class Foreign(NamedTuple):
 
 
 FINDERS: list[Callable[[nn.Module], Foreign | None]] = []  # integrations add theirs
+outside = partial(outside_of_graph, "routes are recorded or replayed")
 
 
 # recording
@@ -273,13 +275,13 @@ class Layer:
         self, x: Tensor, expert_ids: Tensor | None, routing_weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return expert ids and routing weights for x (..., H): a route's, or without one the given."""
-        route = outside_of_graph(self.use.take, x.shape[:-1].numel())
+        route = outside(self.use.take, x.shape[:-1].numel())
         if route is None:
             return expert_ids, routing_weights
         return tuple(None if t is None else t.to(x.device).view(*x.shape[:-1], -1) for t in route)
 
     def see(self, routing: Routing, mask: Tensor | None) -> None:
-        outside_of_graph(self.note, routing, mask)
+        outside(self.note, routing, mask)
 
     def note(self, routing: Routing, mask: Tensor | None) -> None:
         if isinstance(self.use, Recorder):
@@ -287,14 +289,6 @@ class Layer:
         elif not self.use.again:
             own = self.module.router.choose(routing.logits.detach(), False, mask)
             self.use.count(routing.expert_ids, own.expert_ids)
-
-
-def outside_of_graph(fn: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call `fn`.  A compiled graph ends before it: `fullgraph=True` is an error that says why."""
-    if not torch.compiler.is_compiling():
-        return fn(*args, **kwargs)
-    end_graph("routes are recorded or replayed")
-    return torch.compiler.disable(fn)(*args, **kwargs)
 
 
 class ForeignLayer:
@@ -329,7 +323,7 @@ class ForeignLayer:
                 self.block.forward = self.own
 
     def run_block(self, *args: Any, **kwargs: Any) -> Any:
-        return outside_of_graph(self.choose, *args, **kwargs)
+        return outside(self.choose, *args, **kwargs)
 
     def choose(self, *args: Any, **kwargs: Any) -> Any:
         self.chosen = ChosenExperts(self.use, self.use.take(), self.num_experts)
@@ -338,7 +332,7 @@ class ForeignLayer:
 
     def before_experts(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """A hook: record the arguments of the experts, or change them."""
-        return outside_of_graph(self.change, module, args, kwargs)
+        return outside(self.change, module, args, kwargs)
 
     def change(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         call = inspect.signature(module.forward).bind(*args, **kwargs)

@@ -1,0 +1,362 @@
+"""Frozen experts in host memory, whose weights are copied to the GPU ahead of their use: `offload(model)`.
+
+A `Pool` has `ahead + 1` buffers on the GPU, each as large as the largest layer.  When a layer runs, the pool
+hands out the buffer with its weights, and copies those of the next layers into the other buffers: of later
+layers in a forward pass, of earlier layers in a backward pass, also where activation checkpointing repeats a
+forward pass.  The order only decides what is copied early; a layer that runs out of turn is copied on demand.
+
+Autograd must not keep a buffer until the backward pass.  While a layer runs, hooks for saved tensors keep the
+place of a weight in its buffer instead, and ask the pool again when the backward pass needs the weight.
+
+Copies run on a stream of their own.  The stream of the layer waits for the copy, and the copy waits for the
+streams that have used the buffer: the host waits for nothing.
+"""
+
+import contextlib
+import mmap
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..derived import state_of
+from ..kernels.base.check import check_sizes, checked
+from ..private_api import (
+    MOVE,
+    SAME,
+    graph_task,
+    is_alias,
+    outside_of_graph,
+    own_buffers,
+    own_parameters,
+    top_hooks,
+    version_of,
+)
+from .experts import Experts
+from .four_bit import FourBitExperts
+from .lora import LoRAExperts, LoRAFactors
+from .optimized import OptimizedMoELayer
+from .quantized import QuantizedExperts
+
+KINDS = Experts, FourBitExperts, LoRAExperts, OptimizedMoELayer, QuantizedExperts
+# whether a module is experts; integrations add theirs
+FINDERS: list[Callable[[nn.Module], bool]] = [lambda module: isinstance(module, KINDS)]
+ALIGNMENT = 256  # bytes, of each weight in a buffer
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a buffer of bytes; the offset counts numbers, not bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, data: Tensor) -> Tensor:
+        return data.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class Layer:
+    """The weights of one module, in host memory, and their places in a buffer of `size` bytes."""
+
+    def __init__(self, name: str, module: nn.Module, index: int):
+        self.name, self.module, self.index, self.size = name or "the model", module, index, 0
+        owners = [own(part) for part in parts_of(module) for own in (own_parameters, own_buffers)]
+        self.found = [(owner, key) for owner in owners for key, t in owner.items() if t is not None]
+        self.places = [self.next_place(owner[key]) for owner, key in self.found]
+
+    def next_place(self, t: Tensor) -> Place:
+        stride = torch.empty_like(t, device="meta").stride()  # that of `t`, unless it has gaps
+        offset = self.size // t.itemsize
+        self.size += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
+        return Place(t.dtype, t.shape, stride, offset)
+
+    def weights(self) -> list[Tensor]:
+        """Return the weights in host memory; raise unless they are in their places, and frozen."""
+        weights = [owner.get(key) for owner, key in self.found]
+        for (_, key), t in zip(self.found, weights, strict=True):
+            if t is None:
+                raise RuntimeError(f"{key} of {self.name} is offloaded, but something has replaced it")
+            if t.requires_grad:
+                raise ValueError(
+                    f"{key} of {self.name} requires a gradient, and only frozen weights can be offloaded: "
+                    "call requires_grad_(False) on the experts"
+                )
+        return weights
+
+    @contextlib.contextmanager
+    def weights_in(self, data: Tensor | None) -> Iterator[None]:
+        """Inside, the weights of the module are those in this buffer, or None."""
+        before = [owner[key] for owner, key in self.found]
+        try:
+            for (owner, key), place in zip(self.found, self.places, strict=True):
+                owner[key] = None if data is None else place.view(data)
+            yield
+        finally:
+            for (owner, key), t in zip(self.found, before, strict=True):
+                owner[key] = t
+
+
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those in it that have its weights: not the adapters."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, LoRAFactors):
+            yield from parts_of(child)
+
+
+class Slot:
+    """A buffer on the device: the layer that it holds, and the streams that have used it since the copy."""
+
+    def __init__(self, size: int, device: torch.device, stream: torch.cuda.Stream | None):
+        self.data = torch.empty(size, dtype=torch.uint8, device=device)
+        self.layer: Layer | None = None
+        self.states: list[tuple[int, int]] = []  # of the weights, when they were copied
+        self.users: set[torch.cuda.Stream] = set()
+        if stream is not None:
+            self.ready = torch.cuda.Event()
+            self.users.add(torch.cuda.current_stream(device))  # it may still use memory that was freed before
+            self.data.record_stream(stream)
+
+
+class Saved(NamedTuple):
+    """What autograd keeps of a weight, or of a view of it."""
+
+    states: list[tuple[int, int]]
+    place: Place
+
+
+class Pool:
+    """Buffers for the weights of `layers`, which are copied there `ahead` layers before they run."""
+
+    def __init__(self, layers: list[Layer], device: torch.device, ahead: int):
+        self.layers, self.device, self.ahead = layers, device, ahead
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        size = max(layer.size for layer in layers)
+        # the slot that was asked for least recently comes first
+        self.slots = [Slot(size, device, self.stream) for _ in layers[: ahead + 1]]
+
+    def use(self, layer: Layer) -> Slot:
+        """Return the slot with the weights of `layer`, for the current stream, and copy the next layers."""
+        if self.stream is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{layer.name} is offloaded: a CUDA graph cannot contain it")
+        slot = self.fill(layer)
+        if self.stream is not None:
+            user = torch.cuda.current_stream(self.device)
+            user.wait_event(slot.ready)
+            slot.users.add(user)
+            slot.data.record_stream(user)
+        step = 1 if graph_task() == -1 else -1  # -1: no backward pass is running
+        for index in range(layer.index + step, layer.index + step * (self.ahead + 1), step):
+            if 0 <= index < len(self.layers):
+                self.fill(self.layers[index])
+        return slot
+
+    def fill(self, layer: Layer) -> Slot:
+        """Return the slot that holds the weights of `layer`, or will when the copies have run."""
+        slot = next((slot for slot in self.slots if slot.layer is layer), self.slots[0])
+        self.slots.remove(slot)
+        self.slots.append(slot)
+        weights = layer.weights()
+        states = [state_of(t) for t in weights]
+        if slot.layer is layer and slot.states == states:
+            return slot
+        slot.layer, slot.states = layer, states
+        for user in slot.users:
+            self.stream.wait_stream(user)
+        slot.users.clear()
+        # not in inference mode, in which the buffer would keep its version, by which `derived` goes
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self.stream):
+            for t, place in zip(weights, layer.places, strict=True):
+                place.view(slot.data).copy_(t, non_blocking=True)
+            if self.stream is not None:
+                slot.ready.record()
+        return slot
+
+    def call(self, layer: Layer, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` of the layer's module, with its weights on the device."""
+        slot = self.use(layer)
+        with layer.weights_in(slot.data), self.hooks(layer, slot):
+            return forward(*args, **kwargs)
+
+    def hooks(self, layer: Layer, slot: Slot) -> contextlib.AbstractContextManager:
+        """Return hooks for saved tensors: weights are asked for again, and outer hooks see all others."""
+        if not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        keep, give = top_hooks(True) or (with_version, of_version)
+
+        def pack(t: Tensor) -> Any:
+            if not is_alias(t, slot.data):
+                return keep(t)
+            return Saved(slot.states, Place(t.dtype, t.shape, t.stride(), t.storage_offset()))
+
+        def unpack(saved: Any) -> Tensor:
+            if not isinstance(saved, Saved):
+                return give(saved)
+            again = self.use(layer)
+            if again.states != saved.states:
+                raise RuntimeError(f"the weights of {layer.name} have changed since the forward pass")
+            return saved.place.view(again.data)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def attach(self, layer: Layer) -> Callable[[], None]:
+        """Run and load the module of a layer by this pool, move it without its weights; return how to end."""
+        own, reason = vars(layer.module), "experts are offloaded to host memory"
+        own["forward"] = partial(outside_of_graph, reason, self.call, layer, layer.module.forward)
+        setattr(own["forward"], SAME, True)
+        own[MOVE] = partial(without_weights, layer, getattr(layer.module, MOVE))
+
+        def before_loading(*_) -> None:
+            if self.stream is not None:
+                self.stream.synchronize()  # copies may still read the weights
+
+        loading = layer.module.register_load_state_dict_pre_hook(before_loading)
+        # load_state_dict(assign=True) brings other memory
+        loaded = layer.module.register_load_state_dict_post_hook(lambda *_: to_host(layer, self.device))
+
+        def end() -> None:
+            del own["forward"], own[MOVE]
+            loading.remove()
+            loaded.remove()
+
+        return end
+
+    def __reduce__(self):
+        raise TypeError(
+            "an offloaded model cannot be copied or pickled: copy it first, or save its state_dict"
+        )
+
+
+def without_weights(layer: Layer, apply: Callable, *args: Any, **kwargs: Any) -> nn.Module:
+    """Call `apply`, which moves or converts the module of a layer, but not the weights in host memory."""
+    with layer.weights_in(None):
+        return apply(*args, **kwargs)
+
+
+def with_version(t: Tensor) -> tuple[Tensor, int]:
+    """Pack a tensor with its version, which torch checks only for tensors without hooks."""
+    return t, version_of(t)
+
+
+def of_version(saved: tuple[Tensor, int]) -> Tensor:
+    """Unpack a tensor; raise, in torch's words, if it has changed in place."""
+    t, version = saved
+    if version_of(t) != version:
+        what = f"[{t.type()} {list(t.shape)}] has version {version_of(t)} instead of {version}"
+        raise RuntimeError(f"a tensor that backward needs was modified by an inplace operation: {what}")
+    return t
+
+
+# host memory
+
+
+def to_host(layer: Layer, device: torch.device) -> None:
+    """Move the weights of a layer to host memory, page-locked for a GPU."""
+    for t, place in zip(layer.weights(), layer.places, strict=True):
+        if device.type == "cuda" and not (t.device.type == "cpu" and t.is_pinned()):
+            t.data = page_locked(place, t.nbytes, device).copy_(t.data)
+        elif t.device.type != "cpu":
+            t.data = t.data.cpu()
+
+
+def page_locked(place: Place, size: int, device: torch.device) -> Tensor:
+    """Return host memory for a tensor of `size` bytes, from which a GPU copies while the host goes on.
+
+    torch's allocator of such memory rounds each size up to a power of two, to almost twice the size.
+    """
+    page = mmap.PAGESIZE
+    size = -(-max(size, 1) // page) * page  # whole pages, which nothing else shares
+    block = torch.empty(size + page, dtype=torch.uint8, device="cpu")
+    start = -block.data_ptr() % page
+    pointer = block.data_ptr() + start
+    with torch.cuda.device(device):
+        error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, PORTABLE))
+    if error:
+        raise RuntimeError(f"{size} bytes of host memory cannot be page-locked: CUDA error {error}")
+    weakref.finalize(block.untyped_storage(), unlock, pointer, device).atexit = False
+    return place._replace(offset=start // place.dtype.itemsize).view(block)
+
+
+def unlock(pointer: int, device: torch.device) -> None:
+    """End `page_locked`, when no copy reads the memory any more."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+# public
+
+
+@checked
+def offload(
+    model: nn.Module, device: torch.device | str | None = None, *, ahead: int = 1
+) -> Callable[[], None]:
+    """Keep the frozen weights of all experts in host memory, and copy each layer's to `device` for its use.
+
+        model.requires_grad_(False)  # at least the experts; add adapters before `offload`
+        offload(model)
+        model.to("cuda")             # all else
+
+    The weights of `Experts`, `LoRAExperts`, `OptimizedMoELayer`, experts that `quantize` has made, and the
+    experts of transformers' models after `register()` move to page-locked memory of their size.  On `device`
+    are `ahead + 1` buffers of the size of the largest layer.  Forward and backward pass copy the weights of
+    the next `ahead` layers on a stream of their own, and the host does not wait for the GPU.  Results have
+    the same bits.  Parameters, buffers and state_dict keep their names, and load_state_dict still works.
+
+    device: where the layers run [the current GPU, or the CPU if there is none].  On a CPU the weights are
+    copied too, as a test without a GPU needs it.
+
+    Returns a function that ends it; the weights then stay in host memory until `model.to(device)`.  An
+    offloaded model cannot be copied or pickled, and runs in one thread at a time.  A compiled graph ends
+    before its experts, and a CUDA graph with its experts raises RuntimeError.
+
+    Raises ValueError for a model without experts, for a device that is neither CPU nor GPU, and for weights
+    that require a gradient, belong to other modules too, are sharded, offloaded or on the meta device.
+    """
+    check_sizes(ahead=ahead)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or a GPU, not {device}")
+    device = torch.empty(0, device=device).device  # with its index
+    layers = layers_of(model)
+    for layer in layers:
+        to_host(layer, device)
+    pool = Pool(layers, device, ahead)
+    ends = [pool.attach(layer) for layer in layers]
+
+    def end() -> None:
+        while ends:
+            ends.pop()()
+
+    return end
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Return the experts of a model in its order; ValueError unless all can be offloaded."""
+    layers, inside = [], set()
+    owners = [own(m) for m in model.modules() for own in (own_parameters, own_buffers)]
+    places = Counter(id(t) for owner in owners for t in owner.values())
+    for name, module in model.named_modules():
+        if module not in inside and any(find(module) for find in FINDERS):
+            inside.update(module.modules())
+            layers.append(Layer(name, module, len(layers)))
+    for layer in layers:
+        if {"forward", MOVE} & {*vars(layer.module)}:
+            raise ValueError(f"{layer.name} is offloaded already, or another package replaces its forward")
+        if getattr(layer.module, "dispatcher", None) is not None:
+            raise ValueError(f"ranks share the experts of {layer.name}, which cannot be offloaded then")
+        for (_, key), t in zip(layer.found, layer.weights(), strict=True):
+            if places[id(t)] > 1:
+                raise ValueError(f"{key} of {layer.name} belongs to other modules too: offload needs its own")
+            if type(t) not in (Tensor, nn.Parameter) or t.is_meta:
+                kind = "on the meta device" if t.is_meta else type(t).__name__
+                raise ValueError(f"{key} of {layer.name} is {kind}, but must be a whole weight with numbers")
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no experts: there is nothing to offload")
+    return layers
