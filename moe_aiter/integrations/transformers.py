@@ -30,7 +30,7 @@ from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import cast_as_linear
 from ..layers.four_bit import FourBitWeight, from_mxfp4
-from ..layers.offload import FINDERS as OFFLOAD_FINDERS
+from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS

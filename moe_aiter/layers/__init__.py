@@ -14,7 +14,7 @@ from .linear import (
 from .lora import LoRAExperts, LoRALinear
 from .moe import MoE, MoERouting
 from .monitor import LayerStatistics, LiveTable, Monitor
-from .offload import offload
+from .offloaded import offload
 from .optimized import OptimizedMoELayer
 from .quantized import QuantizationReport, quantization_report, quantize
 from .route_replay import Route, RouteDifference, RouteReplay, pack_routes, record_routes, replay_routes

@@ -36,7 +36,7 @@ NOT_FUZZED = {
     "Routing": "is a record",
     "preshuffle_weights": "for bfloat16 weights of 256 x 256 and more: tests/layers/test_linear_shuffled.py",
     "quantization_report": "compares two models: tests/layers/test_quantized_report.py",
-    "offload": "moves weights: tests/layers/test_offload.py",
+    "offload": "moves weights: tests/layers/test_offloaded.py",
     "register_kernel": "changes the library: tests/test_backend.py",
     **dict.fromkeys(
         ("pack_routes", "record_routes", "replay_routes"),

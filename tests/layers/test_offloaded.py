@@ -1,5 +1,6 @@
 """`offload`: the same bits as without it, the right copies at the right time, and clear refusals."""
 
+import contextlib
 import copy
 
 import pytest
@@ -18,7 +19,7 @@ from moe_aiter import (
     quantize,
 )
 from moe_aiter.config import interpret
-from moe_aiter.layers.offload import KINDS, Pool, layers_of
+from moe_aiter.layers.offloaded import KINDS, Pool, layers_of
 from moe_aiter.private_api import top_hooks
 
 if interpret:
@@ -284,9 +285,8 @@ def test_the_state_dict_keeps_its_names_and_loads(device):
     assert list(model.state_dict()) == names
     out = model(x.requires_grad_())
     model.load_state_dict(other.state_dict())
-    if device.type == "cpu":  # a layer in a buffer, and one that is not
-        with pytest.raises(RuntimeError, match="have changed since the forward pass"):
-            out.sum().backward()
+    with pytest.raises(RuntimeError, match="have changed since the forward pass"):
+        out.sum().backward()
     assert_same({"out": model(x)}, {"out": other(x)})
     for p in other.parameters():
         nn.init.normal_(p, std=0.2)
@@ -326,9 +326,10 @@ def test_what_is_derived_of_a_weight_is_not_that_of_another_layer(device):
     other, x = copy.deepcopy(model), tokens(device)
     offload(model, device)
     with keep_fp8_weights():
-        for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
-            with mode():
-                assert torch.equal(model(x), other(x))
+        assert_same(step(model, x), step(other, x))
+        with torch.inference_mode():
+            model(x)
+        model.order = other.order = [LAYERS - 1]  # still in its buffer
         assert_same(step(model, x), step(other, x))
 
 
@@ -404,3 +405,51 @@ def test_places_do_not_overlap():
     assert data.sum() == sum(t.nbytes for t in layer.weights())
     state = layer.module.base.state_dict()
     assert {t.data_ptr() for t in layer.weights()} == {t.data_ptr() for t in state.values()}  # no adapters
+
+
+class FakeStream:
+    """Writes down what it is asked to wait for, and takes an event for its position."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event):
+        self.log.append((self.name, "waits for copy", event.number))
+
+
+class FakeEvent:
+    def __init__(self, log):
+        self.log, self.number = log, None
+
+    def record(self):
+        self.number = sum(what == "copies" for _, what, *_ in self.log)
+        self.log.append(("side", "copies", self.number))
+
+
+def test_who_waits_for_whom(monkeypatch):
+    """Without a GPU: a layer waits for its copy, and a copy for the streams that have used the buffer."""
+    log, model = [], frozen(torch.device("cpu"), "plain", layers=3)
+    offload(model, "cpu")
+    pool, layers = pool_of(model), FakeStream("layers", log)
+    pool.stream = FakeStream("side", log)
+    for slot in pool.slots:
+        slot.ready = FakeEvent(log)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: layers)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    with torch.no_grad():
+        model(tokens("cpu"))
+    copy_of = lambda number: ("side", "copies", number)  # noqa: E731
+    waits = lambda number: ("layers", "waits for copy", number)  # noqa: E731
+    assert log == [
+        copy_of(0), waits(0), copy_of(1),  # layer 0, and ahead layer 1
+        waits(1), ("side", "waits for", "layers"), copy_of(2),  # layer 2 into the buffer of layer 0
+        waits(2),
+    ]  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="layers.0.experts is offloaded: a CUDA graph cannot contain it"):
+        model(tokens("cpu"))
