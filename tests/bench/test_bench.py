@@ -294,7 +294,16 @@ def test_a_skipped_peer_says_what_to_install(error, reason, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["bench layer", "bench gmm", "bench segment", "bench gemm", "bench lora", "bench parallel", "tune"],
+    [
+        "bench layer",
+        "bench gmm",
+        "bench segment",
+        "bench gemm",
+        "bench lora",
+        "bench offload",
+        "bench parallel",
+        "tune",
+    ],
 )
 def test_lists_of_names(command, capsys):
     with pytest.raises(SystemExit, match="0"):

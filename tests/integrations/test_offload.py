@@ -1,4 +1,4 @@
-"""`offload` of transformers' models: their experts as they are, of 4 bits, and with either kind of adapter."""
+"""`offload` of transformers' models: experts as they are, of 4 bits, and with adapters."""
 
 import copy
 
@@ -46,7 +46,7 @@ def adapted(family, format, lora):
     else:
         model.requires_grad_(False)
         model.get_input_embeddings().requires_grad_(True)
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         if p.requires_grad:
             nn.init.normal_(p, std=0.1)
     return model
