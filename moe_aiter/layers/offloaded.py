@@ -316,13 +316,14 @@ def offload(
     offloaded model cannot be copied or pickled, and runs in one thread at a time.  A compiled graph ends
     before its experts, and a CUDA graph with its experts raises RuntimeError.
 
-    Raises ValueError for a model without experts, for a device that is neither CPU nor GPU, and for weights
-    that require a gradient, belong to other modules too, are sharded, offloaded or on the meta device.
+    Raises ValueError for a model without experts, for a device that is neither CPU nor GPU or not there, and
+    for weights that require a gradient, belong to other modules too, or are sharded, offloaded or meta
+    tensors.
     """
     check_sizes(ahead=ahead)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be a CPU or a GPU, not {device}")
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
+        raise ValueError(f"device must be a CPU or a GPU that torch can use, not {device}")
     device = torch.empty(0, device=device).device  # with its index
     layers = layers_of(model)
     for layer in layers:

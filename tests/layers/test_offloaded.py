@@ -116,6 +116,25 @@ def test_training_is_the_same_to_the_bit(device, kind, repeat, ahead):
         x = x + 1
 
 
+def test_one_layer_and_no_tokens(device):
+    model = frozen(device, "nf4", layers=1)
+    other = copy.deepcopy(model)
+    offload(model, device, ahead=3)
+    assert len(pool_of(model).slots) == 1
+    for T in (1, 0):
+        x = tokens(device, T)
+        assert_same(step(model, x), step(other, x))
+
+
+def test_the_router_may_still_add_to_the_gradient_of_the_experts(device):
+    """Else gradients would have other bits on a GPU."""
+    moe, x = MoE(H, H, E, K, device=device), tokens(device).requires_grad_()
+    moe.experts.requires_grad_(False)
+    assert moe.is_private(x)
+    offload(moe, device)
+    assert moe.is_private(x)
+
+
 @pytest.mark.parametrize("kind", ["lora", "nf4", "plain", "int8"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_is_the_same_to_the_bit(device, kind, mode):
@@ -365,7 +384,7 @@ def test_refusals(device):
     for ahead in (0, -1):
         with pytest.raises(ValueError, match="ahead must be at least 1"):
             offload(model, device, ahead=ahead)
-    with pytest.raises(ValueError, match="device must be a CPU or a GPU"):
+    with pytest.raises(ValueError, match="device must be a CPU or a GPU that torch can use, not meta"):
         offload(model, "meta")
     offload(model, device)
     with pytest.raises(ValueError, match="layers.0.experts is offloaded already"):
