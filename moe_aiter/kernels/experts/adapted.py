@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...op import Written, binds, define_inplace_op, define_op, fill, gradients, takes
+from ...op import Written, binds, bound, define_inplace_op, define_op, fill, gradients, pick, takes
 from ..base.check import (
     check_axes,
     check_float,
@@ -34,7 +34,7 @@ from ..base.check import (
     split_groups,
 )
 from ..base.tile import TILE_DTYPES
-from ..grouped.four_bit import four_bit_gmm_op
+from ..grouped.four_bit import FourBitInputs, four_bit_gmm_op
 from ..grouped.gmm import gmm_op, gmm_reference
 from ..grouped.segment_gmm import SHORT_K, SegmentInputs, bind_segments, segment_gmm_op
 from ..grouped.segments import segment_weight_gradient
@@ -42,7 +42,7 @@ from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
 from ..quantize.four_bit import FourBit, check_four_bit
 from ..rows.permute import check_sorted_rows, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
-from .up import expert_up_reference, up_gradients
+from .up import ZInputs, expert_up_reference, up_gradients
 
 # add_low_rank: reference
 
@@ -220,23 +220,35 @@ def new_adapted_down(i: AdaptedDownInputs) -> Tensor:
     return i.a.new_empty(i.rank.shape[0], i.w.shape[1])
 
 
+def as_product(i: AdaptedUpInputs) -> tuple[str, tuple]:
+    """Return the op of the product with the weight, which gathers rows, and its inputs."""
+    if i.format:
+        group = i.group_sizes, i.bias, i.order, i.rank.shape[1]
+        return "four_bit_gmm", FourBitInputs(i.x, i.w, *i[UP:], True, *group)
+    return "expert_z", ZInputs(i.x, i.w, i.bias, i.order, i.rank, i.group_sizes, *PLAIN[:2])
+
+
+@binds
 @takes(*TILE_DTYPES)
-def launch_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes, *four_bit):
+def bind_adapted_up(i: AdaptedUpInputs) -> Callable:
     """By the kernel that gathers, then the adapter in place: two passes over z more instead of four."""
-    if has_four_bits(four_bit):
-        fill("four_bit_gmm", z, x, w, *four_bit, True, group_sizes, bias, order, rank.shape[1])
-    else:
-        product = x, w, bias, order, rank, group_sizes, *PLAIN[:2]
-        fill("expert_z", z, *product)
-    if low is not None:
-        add_low_rank_op(z, low, b.mT, group_sizes)
+    op, inputs = as_product(i)
+    multiply = bound(pick(op, *inputs), inputs)
+
+    def launch(z, i):
+        multiply(z, as_product(i)[1])
+        if i.low is not None:
+            add_low_rank_op(z, i.low, i.b.mT, i.group_sizes)
+
+    return launch
 
 
 def fill_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes, *four_bit):
     """By torch, each group straight into its place."""
     if has_four_bits(four_bit):
-        return launch_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes, *four_bit)
-    fill_gmm(z, permute_op(x, order, rank, None), w.mT, group_sizes, bias)
+        fill("four_bit_gmm", z, x, w, *four_bit, True, group_sizes, bias, order, rank.shape[1])
+    else:
+        fill_gmm(z, permute_op(x, order, rank, None), w.mT, group_sizes, bias)
     if low is not None:
         add_low_rank_op(z, low, b.mT, group_sizes)
 
@@ -329,7 +341,7 @@ adapted_up = define_op(
     check_values=check_adapted_values,
     reference=lambda i: adapted_up_reference(*i),
     torch=fill_adapted_up,
-    triton=launch_adapted_up,
+    triton=bind_adapted_up,
     save=save_adapted_up,
     backward=backward_adapted_up,
 )
