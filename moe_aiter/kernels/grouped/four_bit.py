@@ -125,14 +125,14 @@ def expand_scales_kernel(
 
 
 @triton.jit
-def value_of(code, table, FORMAT: tl.constexpr):
-    """The float32 that a code stands for, before scale and shift."""
-    if FORMAT == "nf4":  # from registers: Triton would copy what a load finds to shared memory first
-        return tl.reshape(tl.gather(table, tl.reshape(code, (code.numel,)), 0), code.shape)
-    if FORMAT == "mxfp4":  # its exponent and mantissa where those of a float32 end and begin
+def values_of_codes(table_ptr, FORMAT: tl.constexpr):
+    """The float32 that each of the 16 codes of NF4 and MXFP4 stands for, before scale and shift."""
+    code = tl.arange(0, 16)
+    if FORMAT == "nf4":
+        return tl.load(table_ptr + code)
+    else:  # exponent and mantissa where those of a float32 end and begin, times 2 ** 126
         bits = ((code & 8) << 28) | ((code & 7) << 22)
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
-    return code.to(tl.float32)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def weight_tile(
     bytes,  # (ROWS, COLUMNS / 2) uint8
     scale,  # (ROWS, COLUMNS / WIDTH) float32
     shift,  # the same, or None
-    table,  # (16,) float32, or None
+    values,  # (16,) float32, or None with int4
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -149,8 +149,11 @@ def weight_tile(
     COLUMNS: tl.constexpr = 2 * bytes.shape[1]
     PARTS: tl.constexpr = scale.shape[1]
     code = bytes.to(tl.int32)
-    pair = tl.join(code >> 4, code & 15) if FORMAT == "nf4" else tl.join(code & 15, code >> 4)
-    w = value_of(tl.reshape(pair, (ROWS, PARTS, COLUMNS // PARTS)), table, FORMAT) * scale[:, :, None]
+    code = tl.join(code >> 4, code & 15) if FORMAT == "nf4" else tl.join(code & 15, code >> 4)
+    code = tl.reshape(code, (ROWS * COLUMNS,))
+    # not by loads, whose results Triton would copy to shared memory first
+    w = code.to(tl.float32) if FORMAT == "int4" else tl.gather(values, code, 0)
+    w = tl.reshape(w, (ROWS, PARTS, COLUMNS // PARTS)) * scale[:, :, None]
     if shift is not None:
         w += shift[:, :, None]
     return tl.reshape(w, (ROWS, COLUMNS)).to(DTYPE)
@@ -206,31 +209,31 @@ def four_bit_gmm_kernel(
         m_read = tl.maximum(tl.load(order_ptr + m_read, mask=m < row_end, other=0), 0).to(tl.int64) // top_k
     rows = N if TRANSPOSE else K
     expert = tl.minimum(group, G - 1).to(tl.int64)
-    w_base, at_scale = w_ptr + expert * rows * half, expert * rows * blocks
+    w_base, first_scale = w_ptr + expert * rows * half, expert * rows * blocks
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
         acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
-    table = None
-    if table_ptr is not None:
-        table = tl.load(table_ptr + tl.arange(0, 16))
+    values = None if FORMAT == "int4" else values_of_codes(table_ptr, FORMAT)
     x_ptrs = x_ptr + m_read[:, None] * x_strides[0] + k[None, :] * x_strides[1]
     for k_start in range(0, tl.where(group < G, K, 0), BLOCK_K):
         first_row = tile_n * BLOCK_N if TRANSPOSE else k_start
         first_column = k_start if TRANSPOSE else tile_n * BLOCK_N
-        r = (first_row + tl.arange(0, ROWS)) % rows
+        r = first_row + tl.arange(0, ROWS)
         byte = first_column // 2 + tl.arange(0, COLUMNS // 2)
         block = first_column // WIDTH + tl.arange(0, PARTS)
+        if TRANSPOSE or not EVEN_K:
+            r = r % rows
         if not (TRANSPOSE and EVEN_K):
             byte, block = byte % half, block % blocks
         bytes = tl.load(w_base + r[:, None] * half + byte[None, :])
-        at = at_scale + block[None, :].to(tl.int64) * rows + r[:, None]
-        scale, shift = tl.load(scale_ptr + at), None
+        at = block[None, :] * rows + r[:, None]
+        scale, shift = tl.load(scale_ptr + first_scale + at), None
         if shift_ptr is not None:
-            shift = tl.load(shift_ptr + at)
+            shift = tl.load(shift_ptr + first_scale + at)
         # w repeats itself past its end, where x is 0
         x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=(k < K - k_start)[None, :], other=0.0)
-        w = weight_tile(bytes, scale, shift, table, FORMAT, x_ptr.dtype.element_ty)
+        w = weight_tile(bytes, scale, shift, values, FORMAT, x_ptr.dtype.element_ty)
         acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_strides[1]
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
