@@ -99,6 +99,7 @@ def load_gpt_oss(
             for module in filter(is_experts, self.modules()):
                 as_published(module)
 
+    Packed.__name__ = GptOssForCausalLM.__name__  # by which transformers chooses the loss
     model = Packed.from_pretrained(
         directory, config=config, dtype=dtype, experts_implementation=NAME, **options
     )

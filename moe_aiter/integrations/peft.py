@@ -15,26 +15,32 @@ the experts instead.  In these cases PEFT's own method runs, which is correct an
   * experts that run another implementation than "moe_aiter"
   * a version of PEFT that is not in SUPPORTED, with a warning from `register()`
 
-Merging, saving, loading, switching and disabling adapters is left to PEFT.
+Weights of 4 bits, of `integrations.four_bit`, take one active adapter at a time.  PEFT looks for parameters,
+so while it adds its wrappers, parameters without memory stand in for these weights.
+
+Merging, saving, loading, switching and disabling adapters is left to PEFT.  Merging into weights of 4 bits
+raises ValueError.
 """
 
 import contextlib
 import importlib.metadata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..kernels.base.check import FLOATS
+from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import LowRank
 from ..private_api import own_modules, own_parameters
 from . import transformers
 
 __all__ = ["register", "unregister"]
 
-SUPPORTED = ("0.21",)  # versions whose `_activate_lora` this replaces
+SUPPORTED = ("0.21",)  # versions whose methods this replaces
 
-_original = None  # PEFT's own, while ours is in its place
+_originals = {}  # PEFT's own methods by name, while ours are in their places
 
 
 def register() -> None:
@@ -44,9 +50,8 @@ def register() -> None:
     Raises ImportError if PEFT or transformers is missing.  Warns of an unknown version of PEFT, and then
     changes nothing.
     """
-    global _original
     transformers.register()
-    wrapper = param_wrapper()
+    methods = replaced()
     version = importlib.metadata.version("peft")
     if not any(version.startswith(f"{tested}.") for tested in SUPPORTED):
         warnings.warn(
@@ -54,15 +59,30 @@ def register() -> None:
             "its adapters of experts still make whole weights",
             stacklevel=2,
         )
-    elif _original is None:
-        _original, wrapper._activate_lora = wrapper._activate_lora, activate_lora
+    elif not _originals:
+        for name, (owner, method) in methods.items():
+            _originals[name] = vars(owner)[name]
+            setattr(owner, name, method)
 
 
 def unregister() -> None:
-    """Restore PEFT's own method; the name "moe_aiter" stays registered in transformers."""
-    global _original
-    if _original is not None:
-        param_wrapper()._activate_lora, _original = _original, None
+    """Restore PEFT's own methods; the name "moe_aiter" stays registered in transformers."""
+    if _originals:
+        for name, (owner, _) in replaced().items():
+            setattr(owner, name, _originals.pop(name))
+
+
+def replaced() -> dict[str, tuple[type, Callable]]:
+    """PEFT's methods that `register` replaces, by name: their classes, and ours."""
+    wrapper = param_wrapper()
+    from peft.tuners.lora import LoraModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return {
+        "_activate_lora": (wrapper, activate_lora),
+        "_inject_parameters": (BaseTuner, inject_parameters),
+        "_check_merge_allowed": (LoraModel, check_merge_allowed),
+    }
 
 
 def param_wrapper() -> type:
@@ -74,6 +94,9 @@ def param_wrapper() -> type:
     return ParamWrapper
 
 
+# the products
+
+
 class Factors:
     """Those of one adapter of one parameter, as experts ask for them."""
 
@@ -81,9 +104,9 @@ class Factors:
         self.a, self.b, self.scaling = a, b, scaling  # (E * r, in), (out, r * E)
         self.used = False
 
-    def low_rank(self, weight: Tensor) -> LowRank:
+    def low_rank(self, weight: Tensor | FourBit) -> LowRank:
         """In the dtype of the weight (E, out, in).  A is laid out expert after expert, B rank after rank."""
-        self.used, E = True, len(weight)
+        self.used, E = True, weight.shape[0]
         a = (self.a * self.scaling).to(weight.dtype).unflatten(0, (E, -1))
         b = self.b.to(weight.dtype).unflatten(1, (-1, E)).permute(2, 0, 1)
         return LowRank(a, b.contiguous())
@@ -94,7 +117,12 @@ def activate_lora(self: nn.Module, active_adapters: list[str]) -> Iterator[None]
     """Instead of `ParamWrapper._activate_lora`: the factors on the experts, or else PEFT's own way."""
     factors, experts = factors_of(self, active_adapters), self.get_base_layer()
     if factors is None:
-        with _original(self, active_adapters):
+        if packed_weight(self) is not None and any(name in self.lora_A for name in active_adapters):
+            raise ValueError(
+                f"{self.parameter_name} of {type(experts).__name__} has 4 bits: it needs "
+                f"experts_implementation={transformers.NAME!r} and takes one active adapter at a time"
+            )
+        with _originals["_activate_lora"](self, active_adapters):
             yield
         return
     before = vars(experts).get(transformers.ADAPTERS, {})
@@ -118,21 +146,17 @@ def factors_of(wrapper: nn.Module, active_adapters: list[str]) -> Factors | None
     experts, name = wrapper.get_base_layer(), wrapper.parameter_name
     if len(adapters) != 1 or type(wrapper) is not param_wrapper() or not runs_ours(experts):
         return None
-    if name not in transformers.names_of(experts) or name not in own_parameters(experts):
-        return None
-    if transformers.ADAPTERS in own_modules(experts):  # of `integrations.lora`
-        return None
-    weight = own_parameters(experts)[name]
-    if (
-        weight.dim() != 3
-        or len(weight) != wrapper.num_experts
-        or len(weight) < 2
-        or weight.dtype not in FLOATS
-    ):
-        return None
-    _, out_features, in_features = (weight.mT if experts.is_transposed else weight).shape
+    if name not in transformers.names_of(experts) or transformers.ADAPTERS in own_modules(experts):
+        return None  # another parameter, or adapters of `integrations.lora`
+    weight = packed_weight(wrapper)
+    if weight is None:
+        weight = own_parameters(experts).get(name)
+        if weight is None or weight.dim() != 3 or len(weight) < 2 or weight.dtype not in FLOATS:
+            return None
+        weight = weight.mT if experts.is_transposed else weight
+    E, out_features, in_features = weight.shape
     a, b = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight
-    if (a.shape[1], b.shape[0]) != (in_features, out_features):
+    if (wrapper.num_experts, a.shape[1], b.shape[0]) != (E, in_features, out_features):
         return None
     return Factors(a, b, wrapper.scaling[adapters[0]])
 
@@ -142,3 +166,42 @@ def runs_ours(experts: nn.Module) -> bool:
     config = getattr(experts, "config", None)
     ours = getattr(config, "_experts_implementation", None) == transformers.NAME
     return ours and transformers.is_experts(experts)
+
+
+# weights of 4 bits
+
+
+def packed_weight(wrapper: nn.Module) -> FourBit | None:
+    """The weight of 4 bits that a `ParamWrapper` adapts."""
+    return transformers.four_bits_of(wrapper.get_base_layer(), wrapper.parameter_name)
+
+
+def inject_parameters(self: nn.Module, peft_config: Any, model: nn.Module, *args: Any, **named: Any) -> list:
+    """Instead of `BaseTuner._inject_parameters`, which looks at parameters alone."""
+    stand_ins = [
+        (module, name, stand_in(weight, module.is_transposed))
+        for module in filter(transformers.is_experts, model.modules())
+        for name in transformers.names_of(module)
+        if (weight := transformers.four_bits_of(module, name)) is not None
+    ]
+    for module, name, parameter in stand_ins:
+        own_parameters(module)[name] = parameter
+    try:
+        return _originals["_inject_parameters"](self, peft_config, model, *args, **named)
+    finally:
+        for module, name, _ in stand_ins:
+            del own_parameters(module)[name]
+
+
+def stand_in(weight: FourBit, is_transposed: bool) -> nn.Parameter:
+    """A parameter of the shape, dtype and device of a weight that has one number in memory."""
+    whole = weight.packed.new_empty(1, dtype=weight.dtype).expand(weight.shape)
+    return nn.Parameter(whole.mT if is_transposed else whole, requires_grad=False)
+
+
+def check_merge_allowed(self: nn.Module) -> None:
+    """Instead of `LoraModel._check_merge_allowed`, which runs before anything is merged."""
+    _originals["_check_merge_allowed"](self)
+    for name, module in self.model.named_modules():
+        if isinstance(module, param_wrapper()) and packed_weight(module) is not None:
+            raise ValueError(f"{module.parameter_name} of {name} has 4 bits, which would round adapters away")

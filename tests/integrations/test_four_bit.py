@@ -119,6 +119,105 @@ def test_adapters_train_as_on_dequantised_weights(published, tmp_path_factory):
         merge_lora(fresh)
 
 
+# PEFT
+
+
+@pytest.fixture
+def peft():
+    found = pytest.importorskip("peft", reason="PEFT is not installed")
+    from moe_aiter.integrations.peft import register, unregister
+
+    register()
+    yield found
+    unregister()
+
+
+def with_adapters(peft, model):
+    torch.manual_seed(7)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], target_parameters=names)
+    return peft.get_peft_model(model, config)
+
+
+def trained_by_trainer(model, directory):
+    """The loss of each of 50 steps."""
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(
+        str(directory), max_steps=50, per_device_train_batch_size=2, learning_rate=2e-2, logging_steps=1,
+        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, seed=11,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in TOKENS]
+    trainer = Trainer(model, args, train_dataset=data)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_trainer_and_peft_as_on_dequantised_weights(published, peft, tmp_path_factory):
+    """Beside eager experts with PEFT's own products; the adapter makes the round trip alone."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    directory, state, whole = published
+    folder = tmp_path_factory.mktemp("trainer")
+    models = [with_adapters(peft, m) for m in (load_gpt_oss(directory, dtype=torch.float32), whole)]
+    trained = [{n: p.shape for n, p in m.named_parameters() if p.requires_grad} for m in models]
+    assert trained[0] == trained[1]
+    losses = [trained_by_trainer(model, folder) for model in models]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    assert len(losses[0]) == 50 and losses[0][-1] < 0.7 * losses[0][0]
+
+    model = models[0].eval()
+    packed = {n: b for n, b in model.get_base_model().named_buffers() if n.endswith(("_blocks", "_scales"))}
+    assert len(packed) == 8, "of two layers"
+    assert all(torch.equal(t, state[name.replace("base_layer.", "")]) for name, t in packed.items())
+    model.save_pretrained(folder)
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
+    again = peft.PeftModel.from_pretrained(load_gpt_oss(directory, dtype=torch.float32), folder).eval()
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_peft_switches_disables_and_unloads(peft):
+    model, whole = tiny("qwen3_moe"), tiny("qwen3_moe")
+    names = quantize_experts(model, "nf4")
+    plain = model(TOKENS).logits
+    dequantize(model, whole, names)
+    models = [with_adapters(peft, m) for m in (model, whole)]
+    for m in models:
+        torch.manual_seed(3)
+        m.add_adapter("other", m.peft_config["default"])
+        for name, p in m.named_parameters():
+            p.data += 0.1 * torch.randn(p.shape) if "lora_" in name else 0
+    model, whole = models
+    for active in ("default", "other"):
+        model.set_adapter(active)
+        whole.set_adapter(active)
+        got, expected = model(TOKENS).logits, whole(TOKENS).logits
+        assert not torch.allclose(got, plain, atol=0.1)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with model.disable_adapter():
+        assert torch.equal(model(TOKENS).logits, plain)
+    with pytest.raises(ValueError, match="down_proj of .*experts has 4 bits, which would round adapters"):
+        model.merge_and_unload()
+    assert torch.equal(model(TOKENS).logits, got), "nothing is merged"
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match="has 4 bits: it .* takes one active adapter at a time"):
+        model(TOKENS)
+    assert torch.equal(model.unload()(TOKENS).logits, plain)
+    assert not any("lora" in name for name, _ in model.named_modules())
+
+
+# other models
+
+
+def dequantize(model, whole, names):
+    """Give `whole` the weights that those of 4 bits of `model` stand for."""
+    for name in names:
+        module, plain = model.get_submodule(name), whole.get_submodule(name)
+        for weight in ("gate_up_proj", "down_proj"):
+            full = getattr(module, weight).dequantize()
+            getattr(plain, weight).data.copy_(full.mT if plain.is_transposed else full)
+
+
 @pytest.mark.parametrize(
     "family, format", [("qwen3_moe", "nf4"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "mxfp4")]
 )
@@ -126,11 +225,7 @@ def test_quantize_experts(family, format, tmp_path):
     """The loss is that of a model whose weights are dequantised, and state_dict makes the round trip."""
     model, whole = tiny(family), tiny(family)
     names = quantize_experts(model, format)
-    for name in names:
-        module, plain = model.get_submodule(name), whole.get_submodule(name)
-        for weight in ("gate_up_proj", "down_proj"):
-            full = getattr(module, weight).dequantize()
-            getattr(plain, weight).data.copy_(full.mT if plain.is_transposed else full)
+    dequantize(model, whole, names)
     expected = whole(TOKENS).logits
     torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
