@@ -34,7 +34,7 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.
 
     Raises ValueError for an unknown format, other sizes, a model without experts that have transformers'
-    decorator, and experts with adapters or with a norm of their outputs.
+    decorator, and experts with adapters.
     """
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
@@ -43,8 +43,8 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts with transformers' decorator")
     for name, module in found.items():
-        if getattr(module, ADAPTERS, None) or getattr(module, "has_post_expert_norm", False):
-            raise ValueError(f"{name} has adapters or a norm: experts of 4 bits must have neither yet")
+        if getattr(module, ADAPTERS, None):
+            raise ValueError(f"{name} has adapters: call quantize_experts first, and add_lora then")
         for weight in names_of(module):
             if four_bits_of(module, weight) is None:
                 check_rows(module, weight, FORMATS[format].block)

@@ -6,6 +6,7 @@ The weights may have 4 bits, and the factors of the adapters may come from anywh
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -63,7 +64,7 @@ def up_rows(x: Tensor, up: Projection, plan: RoutePlan) -> Tensor:
     low = adapted_up(F.dropout(x, adapter.dropout), adapter.a, None, None, None, *plan)  # (R, r)
     if adapter.growth is None:
         return adapted_up(x, w, up.bias, low, adapter.b, *plan, *four_bit)
-    z = adapted_up(x, up.weight, None, low, adapter.b, *plan)
+    z = adapted_up(x, w, None, low, adapter.b, *plan, *four_bit)
     return grown(z, adapter.growth, up.bias, plan.group_sizes)
 
 
@@ -76,14 +77,16 @@ def weighted_sum(
     if adapter is not None:
         low = segment_gmm(F.dropout(a, adapter.dropout), adapter.a.mT, lens)  # (R, r)
         b, growth = adapter.b, adapter.growth
+    w, four_bit = split(down.weight)
     if norm is None and growth is None:
-        w, four_bit = split(down.weight)
         return adapted_down(a, w, down.bias, low, b, routing_weights, *plan, *four_bit)
-    if isinstance(down.weight, FourBit):
-        raise ValueError("experts of 4 bits have no norm of their outputs: keep this weight in 16 bits")
-    y = gmm(a, down.weight.mT, lens, bias=down.bias if growth is None else None, trans_rhs=False)  # (R, H)
-    if low is not None:
-        y = y + segment_gmm(low, b.mT, lens)
+    bias = down.bias if growth is None else None
+    if four_bit:
+        rows = torch.arange(len(a), dtype=plan.order.dtype, device=a.device)  # each where it is
+        y = adapted_up(a, w, bias, low, b, rows, rows[:, None], lens, *four_bit)  # (R, H)
+    else:
+        y = gmm(a, w.mT, lens, bias=bias, trans_rhs=False)  # (R, H)
+        y = y if low is None else y + segment_gmm(low, b.mT, lens)
     if growth is not None:
         y = grown(y, growth, down.bias, lens)
     return unpermute(y if norm is None else norm(y), plan, routing_weights)

@@ -14,7 +14,6 @@ from ..kernels.quantize.four_bit import (
     NESTED,
     FourBit,
     check_four_bit,
-    expanded_scales,
     quantized,
 )
 from ..private_api import own_parameters
@@ -189,7 +188,7 @@ def join_weights(weights: Sequence[Sequence[FourBitWeight]]) -> FourBitWeight:
     format, dtype = kinds[0][:2]
     packed = joined([[w.packed for w in layers] for layers in experts])
     if format == "nf4":
-        scales = joined([[expanded_scales(w.packed, *w.parts)[0] for w in layers] for layers in experts])
+        scales = joined([[w.plain().scales for w in layers] for layers in experts])
         return FourBitWeight(FourBit(packed, scales, None, None, tables[0].clone(), format, dtype))
     scales = joined([[w.scales for w in layers] for layers in experts])
     zeros = joined([[w.offset for w in layers] for layers in experts]) if format == "int4" else None

@@ -74,8 +74,6 @@ class LoRAFactors(nn.Module):
                 raise ValueError(f"{name} must be at least 0 and less than 1, not {chance}")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"alpha must be finite, not {alpha}")
-        if dora and isinstance(weight, FourBit):
-            raise ValueError("dora=True needs the norms of the weight, which has 4 bits: use LoRA")
         self.rank, self.dropout, self.rank_dropout = rank, dropout, rank_dropout
         self.alpha, self.rslora = rank if alpha is None else alpha, rslora
         self.scaling = self.alpha / (math.sqrt(rank) if rslora else rank)
@@ -86,7 +84,7 @@ class LoRAFactors(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(count, out_features, **where)) if dora else None
         self.reset_parameters(weight)
 
-    def reset_parameters(self, weight: Tensor) -> None:
+    def reset_parameters(self, weight: Tensor | FourBit) -> None:
         """Begin anew, with no effect on a layer of this weight, (out, in) or (count, out, in)."""
         bound = self.A.shape[-1] ** -0.5
         nn.init.uniform_(self.A, -bound, bound)
@@ -108,7 +106,7 @@ class LoRAFactors(nn.Module):
         kept = F.dropout(a.new_ones(*a.shape[:2], 1), self.rank_dropout, self.training)
         return a * (self.scaling * kept)
 
-    def low_rank(self, weight: Tensor) -> LowRank:
+    def low_rank(self, weight: Tensor | FourBit) -> LowRank:
         """The adapters of the weight (count, out, in) as `experts_by_step` takes them, in its dtype."""
         a, b = (t.to(weight.dtype) for t in (self.scaled_a(), local_part(self.B)))
         growth = None if self.magnitude is None else self.growth(weight)
@@ -120,7 +118,7 @@ class LoRAFactors(nn.Module):
         return self.dropout if self.training else 0.0
 
     @torch.no_grad()
-    def norms(self, weight: Tensor) -> Tensor:
+    def norms(self, weight: Tensor | FourBit) -> Tensor:
         """|W + c B A| (count, out) in float32, from the sum itself, made in blocks of `NORM_BLOCK` numbers.
 
         |W|^2 + 2 c W (B A) + |c B A|^2 would do without the sum, but cancels where B A is close to -W / c.
@@ -130,8 +128,9 @@ class LoRAFactors(nn.Module):
         in_features = weight.shape[-1]
         rows = max(1, min(out_features, NORM_BLOCK // max(in_features, 1)))
         pairs = max(1, NORM_BLOCK // max(rows * in_features, 1))
-        weight = weight.expand(count, out_features, in_features)
-        norms = weight.new_empty(count, out_features, dtype=sum_dtype(weight))
+        four_bits = isinstance(weight, FourBit)
+        weight = weight.plain() if four_bits else weight.expand(count, out_features, in_features)
+        norms = all_b.new_empty(count, out_features, dtype=sum_dtype(weight))
         for i in range(0, count, pairs):
             for j in range(0, out_features, rows):
                 block = slice(i, i + pairs), slice(j, j + rows)
@@ -144,7 +143,7 @@ class LoRAFactors(nn.Module):
         with no_autocast(weight):
             return (b.to(wide) @ (self.scaling * a.to(wide))).add_(weight)
 
-    def growth(self, weight: Tensor) -> Tensor:
+    def growth(self, weight: Tensor | FourBit) -> Tensor:
         """m / |W + c B A| - 1, (count, out) in float32: what DoRA multiplies by, less the one of LoRA."""
         magnitude = local_part(self.magnitude)
         dtype, wide = magnitude.dtype, sum_dtype(magnitude)
@@ -170,7 +169,10 @@ class LoRAFactors(nn.Module):
         return f"{sizes}, scaling={self.scaling:g}, {dropout}"
 
 
-def row_norms(weight: Tensor) -> Tensor:
+def row_norms(weight: Tensor | FourBit) -> Tensor:
+    if isinstance(weight, FourBit):
+        plain = weight.plain()
+        return torch.stack([row_norms(plain[e]) for e in range(weight.shape[0])])
     return torch.linalg.vector_norm(weight, dim=-1, dtype=sum_dtype(weight))
 
 
@@ -304,7 +306,7 @@ class LoRAExperts(nn.Module):
 
         moe.experts = LoRAExperts(moe.experts, rank=16)
 
-    `base` may have 4 bits, from `quantize(model, "nf4")`: then without `dora` and `merge`.
+    `base` may have 4 bits, from `quantize(model, "nf4")`: then without `merge`.
 
     The keyword arguments are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up (and down
     alike) gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).

@@ -237,6 +237,27 @@ def test_quantize_experts(family, format, tmp_path):
     assert quantize_experts(model, format) == names, "what has 4 bits stays as it is"
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_dora_and_norms_of_outputs(normed):
+    model, whole = tiny("qwen3_moe"), tiny("qwen3_moe")
+    for m in (model, whole) if normed else ():
+        for experts in filter(file.is_experts, m.modules()):
+            experts.has_post_expert_norm, experts.post_expert_norm = True, nn.LayerNorm(64)
+    dequantize(model, whole, quantize_experts(model, "nf4"))
+    for m in (model, whole):
+        torch.manual_seed(5)
+        add_lora(m, rank=2, dora=True)
+        for name, p in m.named_parameters():
+            p.data += 0.1 * torch.randn(p.shape) if file.ADAPTERS in name else 0
+        m(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    torch.testing.assert_close(model(TOKENS).logits, whole(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    for (name, p), q in zip(
+        [(n, p) for n, p in model.named_parameters() if p.requires_grad],
+        [q for q in whole.parameters() if q.requires_grad], strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_mistakes():
     model = tiny("qwen3_moe", moe_intermediate_size=48)
     before = {name: p.shape for name, p in model.named_parameters()}
@@ -250,5 +271,5 @@ def test_mistakes():
     with pytest.raises(ValueError, match="Linear has no experts with transformers' decorator"):
         quantize_experts(nn.Linear(2, 2))
     add_lora(model, rank=2)
-    with pytest.raises(ValueError, match="has adapters or a norm"):
+    with pytest.raises(ValueError, match="has adapters: call quantize_experts first"):
         quantize_experts(model, "mxfp4")

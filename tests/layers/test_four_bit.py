@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_aiter import Experts, LoRAExperts, MoE, make_plan, quantization_report, quantize
 from moe_aiter.config import interpret
 from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
+from moe_aiter.layers import lora
 from moe_aiter.layers.four_bit import (
     STATE,
     FourBitExperts,
@@ -75,17 +76,45 @@ def test_frozen_experts(device, format, options):
 
 @formats
 @pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.pairwise
-def test_adapters(device, format, options):
+def test_adapters(device, format, options, dora):
     torch.manual_seed(0)
-    layer = LoRAExperts(quantize(Experts(E, SIZE, SIZE, device=device, **options), format), rank=3)
-    for name, p in layer.named_parameters():
-        if name.endswith("lora.B"):
-            nn.init.normal_(p, std=0.1)
-    full = LoRAExperts(dequantized(layer.base), rank=3)
-    full.load_state_dict({n: p for n, p in layer.state_dict().items() if "lora" in n}, strict=False)
+    base = quantize(Experts(E, SIZE, SIZE, device=device, **options), format)
+    layer, full = (LoRAExperts(experts, rank=3, dora=dora) for experts in (base, dequantized(base)))
     inputs = routed(device)
+    assert_equal(layer(*inputs), base(*inputs))
+    for name, p in layer.named_parameters():
+        if name.endswith(("lora.B", "magnitude")):
+            p.data += 0.1 * torch.randn_like(p)
+    full.load_state_dict({n: p for n, p in layer.state_dict().items() if "lora" in n}, strict=False)
     assert_equal(run(layer, *inputs), run(full, *inputs))
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the most numbers that a floating result has."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor) and t.is_floating_point():
+                self.most = max(self.most, t.numel())
+        return out
+
+
+@slow
+@formats
+def test_dora_needs_no_whole_weight(monkeypatch, format):
+    monkeypatch.setattr(lora, "NORM_BLOCK", 5000)
+    layer = LoRAExperts(quantize(Experts(E, SIZE, SIZE), format), rank=2, dora=True)
+    inputs = routed("cpu")
+    with Sizes() as sizes:
+        layer(*inputs).square().sum().backward()
+    assert 5000 <= sizes.most < SIZE * SIZE and layer.down_lora.magnitude.grad.any()
 
 
 @slow
@@ -243,8 +272,6 @@ def test_mistakes():
     with pytest.raises(ValueError, match="int4 needs rows of a multiple of 128 numbers"):
         quantize(Experts(2, 64, 64), "int4")
     base = quantize(Experts(2, 64, 64), "nf4")
-    with pytest.raises(ValueError, match="dora=True needs the norms of the weight"):
-        LoRAExperts(base, rank=2, dora=True)
     with pytest.raises(ValueError, match="the weights have 4 bits"):
         LoRAExperts(base, rank=2).merge()
     merged = LoRAExperts(Experts(2, 64, 64), rank=2)

@@ -85,13 +85,23 @@ class FourBit:
         """Return the same weight, to be dequantised to another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
+    def plain(self) -> "FourBit":
+        """Return the same weight with scales that are quantised once: those of NF4 in float32."""
+        if self.nested is None:
+            return self
+        scales, _ = expanded_scales(self.packed, *self.parts)
+        return dataclasses.replace(self, scales=scales, nested=None, offset=None, table=self.table[:16])
+
+    def __getitem__(self, block) -> Tensor:
+        """Return some experts, or some rows of some experts, of a `plain` weight, dequantised."""
+        packed, offset = self.packed[block], None if self.offset is None else self.offset[block]
+        scale = expanded_scales(packed, self.scales[block], None, offset, self.table, self.format)
+        return dequantized(packed, *scale, self.table, self.format).to(self.dtype)
+
     def dequantize(self) -> Tensor:
         """Return the weight (E, N, K), whole, in its dtype."""
-        scale, zero = expanded_scales(self.packed, *self.parts)
-        return torch.stack([
-            dequantized(self.packed[e], scale[e], None if zero is None else zero[e], self.table, self.format)
-            .to(self.dtype) for e in range(len(self.packed))
-        ])  # fmt: skip
+        plain = self.plain()
+        return torch.stack([plain[e] for e in range(len(self.packed))])
 
 
 # from codes to numbers
