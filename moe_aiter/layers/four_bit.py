@@ -7,14 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..kernels.base.check import check_plan, check_shape, checked
+from ..kernels.base.check import check_parameter_dtype, check_plan, check_shape, checked
 from ..kernels.experts.glu import glu
 from ..kernels.quantize.four_bit import (
     FORMATS,
     NESTED,
     FourBit,
     check_four_bit,
+    packed_codes,
     quantized,
+    unpacked,
 )
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
@@ -22,6 +24,8 @@ from .by_step import Projection, experts_by_step
 from .experts import Experts, cast_as_linear
 
 PARTS = "packed", "scales", "nested", "offset", "table"
+AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits
+GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`, how much less than a zero point is stored
 STATE = "quant_state.bitsandbytes__nf4"  # JSON in a tensor of bytes
 
 
@@ -37,6 +41,7 @@ class FourBitWeight(nn.Module):
     def __init__(self, weight: FourBit):
         super().__init__()
         check_four_bit(weight.packed, *weight.parts)
+        check_parameter_dtype(weight.dtype)
         for name in PARTS:
             self.register_buffer(name, getattr(weight, name))
         self.format, self.dtype = weight.format, weight.dtype
@@ -204,3 +209,73 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat
     """
     check_shape("blocks", blocks, "E", "out", "in / 32", "16")
     return FourBitWeight(FourBit(blocks.flatten(2), scales, None, None, None, "mxfp4", dtype))
+
+
+@checked
+def from_awq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, dtype: torch.dtype | None = None
+) -> FourBitWeight:
+    """Return the weight (1, out, in) of a linear layer that AutoAWQ quantised, version "gemm".
+
+    qweight: (in, out / 8) int32, 4 bits of 8 outputs in each: lowest bits first those of outputs 0, 2, 4, 6,
+        1, 3, 5 and 7.
+    qzeros: (in / 128, out / 8) int32, alike.  scales: (in / 128, out) float16.
+    dtype: what tiles of it are dequantised to [that of scales].  `join_weights` makes one weight of experts.
+    Raises ValueError for shapes that do not fit, such as those of another group size; TypeError for dtypes.
+    """
+    check_shape("scales", scales, "in / 128", "out")
+    groups, out = scales.shape
+    check_int32(qweight=(qweight, (128 * groups, out // 8)), qzeros=(qzeros, (groups, out // 8)))
+    found = (eight_codes(t).unflatten(1, (-1, 8)) for t in (qweight, qzeros))
+    codes, zeros = (t[..., AWQ_PLACES].flatten(1) for t in found)
+    return int4_layer(packed_codes(codes.T, "int4"), zeros, scales, dtype)
+
+
+@checked
+def from_gptq(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    checkpoint_format: str = "gptq",
+) -> FourBitWeight:
+    """Return the weight (1, out, in) of a linear layer that GPTQModel or AutoGPTQ quantised.
+
+    qweight: (in / 8, out) int32, 4 bits of 8 inputs in each, lowest bits first.  qzeros: (in / 128, out / 8)
+    int32, of 8 outputs.  scales: (in / 128, out) float16.  g_idx: (in,), the group of each input.
+    checkpoint_format: that of the quantisation's configuration: "gptq", where qzeros holds each zero point
+        less 1, or "gptq_v2", where it holds zero points.
+    dtype: what tiles of it are dequantised to [that of scales].  `join_weights` makes one weight of experts.
+    Raises ValueError for a g_idx that permutes inputs, as `desc_act` does, for an unknown format, and for
+    shapes that do not fit, such as those of another group size; TypeError for dtypes.
+    """
+    if checkpoint_format not in GPTQ_ZEROS:
+        raise ValueError(f"unknown checkpoint_format {checkpoint_format!r}; known: {', '.join(GPTQ_ZEROS)}")
+    check_shape("scales", scales, "in / 128", "out")
+    groups, out = scales.shape
+    check_int32(qweight=(qweight, (16 * groups, out)), qzeros=(qzeros, (groups, out // 8)))
+    in_order = torch.arange(groups, device=scales.device).repeat_interleave(128)
+    if g_idx is not None and not torch.equal(g_idx.to(in_order), in_order):
+        raise ValueError("g_idx permutes the inputs (desc_act=True): only groups of 128 in order can be read")
+    packed = qweight.T.contiguous().view(torch.uint8)
+    return int4_layer(packed, eight_codes(qzeros) + GPTQ_ZEROS[checkpoint_format], scales, dtype)
+
+
+def check_int32(**tensors: tuple[Tensor, tuple[int, int]]) -> None:
+    for name, (t, shape) in tensors.items():
+        if t.dtype != torch.int32:
+            raise TypeError(f"{name} must be torch.int32, not {t.dtype}")
+        if tuple(t.shape) != shape:
+            raise ValueError(f"{name} is {tuple(t.shape)}, but scales in groups of 128 need {shape}")
+
+
+def eight_codes(t: Tensor) -> Tensor:
+    """(rows, columns) int32 -> (rows, 8 * columns): each number's 8 codes, lowest bits first."""
+    return unpacked(t.contiguous().view(torch.uint8), "int4")
+
+
+def int4_layer(packed: Tensor, zeros: Tensor, scales: Tensor, dtype: torch.dtype | None) -> FourBitWeight:
+    """Of packed (out, in / 2), and zeros and scales (in / 128, out)."""
+    zeros, each = (t.T.contiguous()[None] for t in (zeros, scales))
+    return FourBitWeight(FourBit(packed[None], each, None, zeros, None, "int4", dtype or scales.dtype))

@@ -16,7 +16,9 @@ from moe_aiter.layers.four_bit import (
     STATE,
     FourBitExperts,
     FourBitWeight,
+    from_awq,
     from_bitsandbytes,
+    from_gptq,
     from_mxfp4,
     join_weights,
     to_bitsandbytes,
@@ -164,8 +166,17 @@ def test_safetensors_round_trip(tmp_path, format):
     other.experts = LoRAExperts(other.experts, rank=2)
     x = torch.randn(5, SIZE)
     assert not torch.equal(other(x), moe(x))
-    other.load_state_dict(safetensors.load_file(tmp_path / "moe.safetensors"))
+    state = safetensors.load_file(tmp_path / "moe.safetensors")
+    other.load_state_dict(state)
     assert torch.equal(other(x), moe(x))
+    for name, rows in (("gate_up", 2 * SIZE), ("down", SIZE)):
+        shapes = [state[f"experts.base.{name}.{part}"].shape for part in ("packed", "scales")]
+        assert shapes == [(E, rows, SIZE // 2), (E, rows, SIZE // FORMATS[format].block)]
+    for another in FORMATS.keys() - {format}:
+        unlike = quantize(MoE(SIZE, SIZE, E, 2), another)
+        unlike.experts = LoRAExperts(unlike.experts, rank=2)
+        with pytest.raises(RuntimeError, match="size mismatch for experts.base.gate_up.scales"):
+            unlike.load_state_dict(state)
 
 
 def test_dtype_moves_no_code_and_no_scale():
@@ -378,3 +389,66 @@ def test_mxfp4_of_gpt_oss():
         value = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
         expected[tuple(at)] = (-1) ** sign * value * 2.0 ** (int(scales[tuple(at[:3])]) - 127)
     assert torch.equal(weight.dequantize().double().view_as(expected), expected)
+
+
+GROUPS, OUT = 3, 24
+
+
+def int4_codes():
+    """Codes (in, out), zero points and scales (groups, out), and the weight (out, in) that they stand for."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(16, (GROUPS * 128, OUT), generator=generator)
+    zeros = torch.randint(1, 16, (GROUPS, OUT), generator=generator)
+    scales = torch.rand(GROUPS, OUT, generator=generator).half()
+    group = torch.arange(GROUPS * 128) // 128
+    return codes, zeros, scales, ((codes - zeros[group]) * scales.double()[group]).T
+
+
+def in_int32(codes, axis, order):
+    """Put 8 neighbours of an axis into one number: order[i] in the bits from 4 * i on."""
+    neighbours = codes.movedim(axis, -1).unflatten(-1, (-1, 8))
+    numbers = sum(neighbours[..., place] << 4 * i for i, place in enumerate(order))
+    return numbers.movedim(-1, axis).to(torch.int32)  # numbers from 2 ** 31 on become negative
+
+
+def test_awq():
+    codes, zeros, scales, expected = int4_codes()
+    order = 0, 2, 4, 6, 1, 3, 5, 7
+    weight = from_awq(in_int32(codes, 1, order), in_int32(zeros, 1, order), scales, torch.float32)
+    assert weight.format == "int4" and torch.equal(weight.dequantize()[0].double(), expected)
+    half = from_awq(in_int32(codes, 1, order), in_int32(zeros, 1, order), scales)
+    assert half.dtype == torch.float16
+
+
+@pytest.mark.parametrize("format, less", [("gptq", 1), ("gptq_v2", 0)])
+def test_gptq(format, less):
+    codes, zeros, scales, expected = int4_codes()
+    parts = in_int32(codes, 0, range(8)), in_int32(zeros - less, 1, range(8)), scales
+    g_idx = torch.arange(GROUPS * 128, dtype=torch.int32) // 128
+    weight = from_gptq(*parts, g_idx, torch.float32, format)
+    assert torch.equal(weight.dequantize()[0].double(), expected)
+    whole = join_weights([[weight, weight]] * 2)
+    assert torch.equal(whole.dequantize()[1, OUT:].double(), expected)
+    for permuted in (g_idx.flip(0), g_idx[:-1]):
+        with pytest.raises(ValueError, match=r"g_idx permutes the inputs \(desc_act=True\)"):
+            from_gptq(*parts, permuted)
+
+
+def test_other_layouts_of_int4_are_refused():
+    codes, zeros, scales, _ = int4_codes()
+    awq = in_int32(codes, 1, range(8)), in_int32(zeros, 1, range(8)), scales
+    gptq = in_int32(codes, 0, range(8)), *awq[1:]
+    with pytest.raises(ValueError, match=r"qweight is \(48, 24\), but scales .* need \(384, 3\)"):
+        from_awq(*gptq)
+    with pytest.raises(ValueError, match=r"qweight is \(384, 3\), but scales .* need \(48, 24\)"):
+        from_gptq(*awq)
+    with pytest.raises(ValueError, match=r"qzeros is \(2, 3\), but scales in groups of 128 need \(3, 3\)"):
+        from_awq(awq[0], awq[1][:2], scales)
+    with pytest.raises(TypeError, match=r"qweight must be torch\.int32, not torch\.int64"):
+        from_gptq(gptq[0].long(), *gptq[1:])
+    with pytest.raises(TypeError, match="scales of int4 must be"):
+        from_awq(*awq[:2], scales.float())
+    with pytest.raises(TypeError, match=r"dtype must be .*not torch\.int32"):
+        from_awq(*awq, torch.int32)
+    with pytest.raises(ValueError, match="unknown checkpoint_format 'marlin'; known: gptq, gptq_v2"):
+        from_gptq(*gptq, checkpoint_format="marlin")
