@@ -40,6 +40,7 @@ from ..kernels.base.check import (
     wide,
 )
 from ..kernels.base.sources import by_source
+from ..kernels.quantize.four_bit import FourBit
 from ..layers.experts import cast_as_linear
 from ..op import saved_tensors
 from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
@@ -154,7 +155,7 @@ class ExpertDispatcher:
         )
         return plan
 
-    def log_traffic(self, x: Tensor, weights: Sequence[Tensor | None]) -> None:
+    def log_traffic(self, x: Tensor, weights: Sequence[Tensor | FourBit | None]) -> None:
         """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
         others = self.ranks - 1
         tokens = 5 * others * x.nbytes  # of x, dout and x again, and of the sums for out and dx
@@ -346,12 +347,12 @@ class Saved:
         return slots
 
 
-def leaf(t: Tensor | None, needs_grad: bool) -> Tensor | None:
+def leaf(t: Tensor | FourBit | None, needs_grad: bool) -> Tensor | FourBit | None:
     """Return the same numbers outside of any graph."""
-    return None if t is None else t.detach().requires_grad_(needs_grad)
+    return t.detach().requires_grad_(needs_grad) if isinstance(t, Tensor) else t
 
 
-def edge_of(t: Tensor | None):
+def edge_of(t: Tensor | FourBit | None):
     """Return where the gradient of `t` arrives, or None if it has none."""
     return get_gradient_edge(t) if t is not None and t.requires_grad else None
 

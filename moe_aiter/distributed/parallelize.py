@@ -15,12 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..kernels.base.check import checked
 from ..layers import LoRAExperts
 from ..layers.experts import local_part
-from ..layers.four_bit import FourBitExperts
 from ..layers.training import is_fsdp
 from ..private_api import flattened
 from .experts import experts_of_a_rank
 from .mesh import EFSDP, EP
-from .style import KINDS, ExpertParallel
+from .style import KINDS, ExpertParallel, num_experts_of
 
 CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
@@ -51,7 +50,8 @@ def parallelize(
     materialises by `to_empty` and loads.  Each rank has tokens of its own, and all gradients are those of the
     mean of the ranks' losses.
 
-    mesh        from `expert_mesh`.  Experts are sharded over both axes, everything else over all ranks.
+    mesh        from `expert_mesh`.  Experts are sharded over both axes, those of 4 bits over `ep` alone, and
+                everything else over all ranks.
     rows, max_tokens, keep_x, transport    see `ExpertDispatcher`.
     fsdp        False shares the experts only.  Then the gradients of an expert are those of the sum of the
                 ranks' losses, and others those of a rank's own: `reduce_gradients` makes means of both.
@@ -70,7 +70,7 @@ def parallelize(
         raise ValueError("model is sharded by FSDP2 already: call parallelize once, on the whole model")
     efsdp, ep = mesh.shape
     for name, experts in found.items():
-        check_divides(name, next(experts.parameters()).shape[0], efsdp, ep)
+        check_divides(name, num_experts_of(experts), efsdp, ep)
     blocks = list(blocks_of(model))
     for experts in found.values() if ep > 1 else ():
         parallelize_module(experts, mesh[EP], style, src_data_rank=None)
@@ -110,8 +110,6 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     found = {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
     inner = [module.base for module in found.values() if isinstance(module, LoRAExperts)]
     found = {name: module for name, module in found.items() if not any(module is base for base in inner)}
-    if any(isinstance(module, FourBitExperts) for module in model.modules()):
-        raise ValueError("experts of 4 bits cannot be shared among ranks: keep them in 16 bits")
     if not found:
         raise ValueError("the model has no MoE layer: no Experts nor LoRAExperts to share")
     owners: dict = {}
@@ -142,7 +140,7 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     by the number of all ranks.
     """
     efsdp, ep = mesh.shape
-    few = efsdp * ep > next(experts.parameters()).shape[0]  # then each rank has a part of each of its experts
+    few = efsdp * ep > num_experts_of(experts)  # then each rank has a part of each of its experts
     placement = functools.partial(within_experts, efsdp) if few else None
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
     fully_shard(experts, mesh=mesh[EFSDP], mp_policy=policy, shard_placement_fn=placement, **options)

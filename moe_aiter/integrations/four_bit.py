@@ -34,7 +34,7 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.
 
     Raises ValueError for an unknown format, other sizes, a model without experts that have transformers'
-    decorator, and experts with adapters.
+    decorator, and experts with adapters or that ranks share.
     """
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
@@ -62,6 +62,8 @@ def check_rows(module: nn.Module, name: str, block: int) -> None:
     w = own_parameters(module).get(name)
     if w is None:
         raise ValueError(f"{name} of {type(module).__name__} is no parameter: take away what wraps it")
+    if hasattr(w, "placements"):
+        raise ValueError(f"{name} of {type(module).__name__} is shared among ranks: 4 bits cannot be")
     width = w.shape[1 if module.is_transposed else 2]
     if width % block:
         found = f"{name} of {type(module).__name__} has rows of {width} numbers"

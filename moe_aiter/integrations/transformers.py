@@ -508,7 +508,7 @@ class DispatchedExperts:
     transformers shards the parameters while it loads them, and makes one of these for each experts module.
     Each rank has tokens of its own; gradients are those of the mean of the ranks' losses.
     Raises ValueError with `tp_size` above 1, for experts that do not run on our kernels or whose parameters
-    the `ep_plan` does not shard, and for experts with adapters.
+    the `ep_plan` does not shard, and for experts with adapters or of 4 bits.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: "DeviceMesh", tp_mesh: "DeviceMesh"):
@@ -524,6 +524,8 @@ class DispatchedExperts:
                 f"ep_implementation={NAME!r} needs experts on our kernels, but {kind} runs "
                 f"{implementation_of(experts)!r}: pass experts_implementation={NAME!r} too"
             )
+        if any(four_bits_of(experts, name) is not None for name in names_of(experts)):
+            raise ValueError(f"ep_implementation={NAME!r} does not support experts of 4 bits, as {kind} has")
         weights = [getattr(experts, name, None) for name in names_of(experts)]
         if not all(hasattr(weight, "placements") for weight in weights):
             raise ValueError(f"ep_plan leaves weights of {kind} whole: shard each by 'grouped_gemm'")

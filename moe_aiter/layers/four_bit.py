@@ -1,7 +1,7 @@
 """Frozen experts of 4 bits: from `quantize(model, "nf4")`, or from weights that others have quantised."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from ..kernels.quantize.four_bit import (
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
 from .by_step import Projection, experts_by_step
-from .experts import Experts, cast_as_linear
+from .experts import Experts, cast_as_linear, local_part
 
 PARTS = "packed", "scales", "nested", "offset", "table"
 AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits
@@ -35,7 +35,8 @@ class FourBitWeight(nn.Module):
     `format`: "nf4", "mxfp4" or "int4".  Buffers: packed (E, out, in / 2) uint8, two codes in a byte; scales
     (E, out, in / block), for blocks of 64 (nf4), 32 (mxfp4) or 128 (int4); nested, offset and table, which
     only some formats have.  `dtype` is what tiles of it are dequantised to, that of the weight it was made
-    of; `.to(dtype)` changes it and no buffer.
+    of; `.to(dtype)` changes it and no buffer.  If ranks share the experts, buffers are DTensors, of which
+    `weight` and `dequantize` return this rank's part.
     """
 
     def __init__(self, weight: FourBit):
@@ -48,11 +49,21 @@ class FourBitWeight(nn.Module):
 
     def weight(self) -> FourBit:
         """Return the weight as products take it."""
-        return FourBit(*(getattr(self, name) for name in PARTS), self.format, self.dtype)
+        return FourBit(*(local_part(getattr(self, name)) for name in PARTS), self.format, self.dtype)
 
     def dequantize(self) -> Tensor:
         """Return the whole weight (E, out, in) in `dtype`."""
         return self.weight().dequantize()
+
+    def shard(self, shard: Callable[[Tensor], Tensor]) -> None:
+        """Replace each buffer that has a part for each expert by `shard` of it.
+
+        Double-quantised scales of NF4, of which 256 share a number, become float32 before.
+        """
+        weight = self.weight().plain()
+        for name in PARTS:
+            t = getattr(weight, name)
+            setattr(self, name, t if t is None or name == "table" else shard(t))
 
     def _apply(self, fn, recurse=True):
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -74,17 +85,22 @@ class FourBitExperts(nn.Module):
     16 bits.  `x` must have the dtype of the weights before they were quantised.  `row_chunks`, `recompute`
     and `fp8` of the experts have no effect.  state_dict keys: gate_up.packed (E, 2I, H / 2), gate_up.scales
     and so on (see `FourBitWeight`), down.* alike, and biases.
-    `LoRAExperts` trains adapters on them.
+    `LoRAExperts` trains adapters on them.  `dispatcher` is that of `Experts`.
     """
+
+    dispatcher = None
 
     def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
         """As `Experts.forward`: (T, H) -> (T, H).  Differentiable in `x` and `routing_weights`."""
         check_shape("x", x, "T", "H")
+        if self.dispatcher is not None:
+            return self.dispatcher(self, x, routing_weights, plan)
         return self.compute(x, routing_weights, plan, self.local_weights())
 
     def local_weights(self) -> tuple[FourBit | Tensor | None, ...]:
-        """Return gate_up, down and their biases."""
-        return self.gate_up.weight(), self.down.weight(), self.gate_up_bias, self.down_bias
+        """Return gate_up, down and their biases, for sharded ones the part of this rank."""
+        biases = map(local_part, (self.gate_up_bias, self.down_bias))
+        return self.gate_up.weight(), self.down.weight(), *biases
 
     def compute(
         self,
@@ -92,6 +108,7 @@ class FourBitExperts(nn.Module):
         routing_weights: Tensor,
         plan: RoutePlan,
         weights: tuple[FourBit | Tensor | None, ...],
+        recompute: str | None = None,
     ) -> Tensor:
         """Return the experts' output as `forward` does, with these `local_weights`."""
         gate_up, down, gate_up_bias, down_bias = weights
@@ -105,7 +122,8 @@ class FourBitExperts(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
         rest = f"bias={self.down_bias is not None}, interleaved={self.interleaved}"
-        return f"{sizes}, activation={self.activation!r}, {rest}"
+        shared = "" if self.dispatcher is None else f", {self.dispatcher}"
+        return f"{sizes}, activation={self.activation!r}, {rest}{shared}"
 
 
 def check_dtype(x: Tensor, weight: FourBit) -> None:

@@ -210,7 +210,7 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
 def with_four_bits(model: nn.Module, format: str, skip: Collection[str]) -> nn.Module:
     """Return a copy of `model`, in which every `Experts` that `skip` does not name has 4 bits."""
     if any(getattr(m, "dispatcher", None) is not None for m in model.modules()):
-        raise ValueError("experts of 4 bits cannot be shared among ranks: keep them in 16 bits")
+        raise ValueError("experts are shared among ranks: call quantize before that")
     skipped = {module for name in skip for module in model.get_submodule(name).modules()}
     found = {name: m for name, m in model.named_modules() if type(m) is Experts and m not in skipped}
     found = {name: m for name, m in found.items() if "forward" not in vars(m)}

@@ -1,21 +1,29 @@
-"""`LoRAExperts` shared by two processes: outputs and gradients are those of one with the joined batch."""
+"""`LoRAExperts`, and experts of 4 bits, shared by two processes: as one process with the joined batch."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from moe_aiter import LoRAExperts, MoE
+from moe_aiter import LoRAExperts, MoE, quantize
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh, parallelize
+from moe_aiter.distributed import (
+    ExpertParallel,
+    expert_mesh,
+    export_safetensors,
+    load_sharded,
+    parallelize,
+    save_sharded,
+)
 
-from .ranks import leave
+from .ranks import leave, whole
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 
-WORLD, T, H, E, K = 2, 96, 16, 8, 4
+WORLD, T, H, E, K = 2, 96, 64, 8, 4
 ADAPTED = "gate_up_lora.A", "gate_up_lora.B", "down_lora.A", "down_lora.B"
 MAGNITUDES = "gate_up_lora.magnitude", "down_lora.magnitude"
 MORE = {"bias": True, "activation": "gelu"}, {"dora": True, "rslora": True}
@@ -25,12 +33,20 @@ CASES = {  # of the MoE, its adapters and the dispatcher
     "windows": (*MORE, {"rows": 0.5}),
     "padded": ({"interleaved": True}, {}, {"max_tokens": T + 3}),
     "tokens kept": (*MORE, {"keep_x": True}),
+    "nf4": ({"format": "nf4", "bias": True}, {}, {}),
+    "mxfp4, dora, windows": ({"format": "mxfp4"}, {"dora": True}, {"rows": 0.5}),
+    "nf4, tokens kept": ({"format": "nf4"}, {}, {"keep_x": True}),
 }
+FROZEN = {"format": "nf4", "bias": True}, None
 
 
-def build(moe: dict, lora: dict, num_experts: int = E) -> MoE:
+def build(moe: dict, lora: dict | None, num_experts: int = E) -> MoE:
     torch.manual_seed(0)
-    model = MoE(H, 8, num_experts, min(K, num_experts), **moe)
+    moe, format = {k: v for k, v in moe.items() if k != "format"}, moe.get("format")
+    model = MoE(H, 64 if format else 8, num_experts, min(K, num_experts), **moe)
+    model = quantize(model, format) if format else model
+    if lora is None:
+        return model
     model.experts = LoRAExperts(model.experts, rank=4, **lora)
     for name, p in model.experts.named_parameters():
         if "lora" in name:
@@ -70,6 +86,14 @@ def one_rank(rank: int, folder: str) -> None:
     compiled = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x, dout)
     results["compiled"] = {name.removeprefix("_orig_mod."): t for name, t in compiled.items()}
 
+    for name, compiles in (("four bits alone", False), ("four bits compiled", True)):
+        model = shared(*FROZEN, {})
+        model = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        results[name] = {n.removeprefix("_orig_mod."): t for n, t in step(model, x, dout).items()}
+    results["four bits"] = [
+        (n, type(b).__name__, b.dtype) for n, b in model.named_buffers() if "gate_up" in n
+    ]
+
     model = shared({}, MORE[1], {})
     before = [w.to_local().clone() for w in (model.experts.base.gate_up, model.experts.base.down)]
     model.experts.merge()
@@ -88,6 +112,8 @@ def one_rank(rank: int, folder: str) -> None:
         results["fsdp", ep] = step(model, x, dout)
         model[0].experts.merge()
         results["merged fsdp", ep] = model(x).detach()
+    for ep in (1, 2):
+        results["four bits", ep] = four_bits_with_fsdp(expert_mesh("cpu", ep), x, dout, f"{folder}/nf4-{ep}")
     model = parallelize(nn.Sequential(build({}, {}, num_experts=1)), expert_mesh("cpu", 1))
     with pytest.raises(ValueError, match=r"gate_up is sharded by .*: merge needs whole experts"):
         model[0].experts.merge()
@@ -95,14 +121,27 @@ def one_rank(rank: int, folder: str) -> None:
     leave()
 
 
+def four_bits_with_fsdp(mesh, x, dout, path) -> dict:
+    """Of a model that is made on the meta device, and filled from the sharded checkpoint of another."""
+    model = parallelize(nn.Sequential(build(*CASES["nf4"][:2])), mesh)
+    save_sharded(path, model)
+    export_safetensors(f"{path}.safetensors", model)
+    with torch.device("meta"):
+        other = parallelize(nn.Sequential(build(*CASES["nf4"][:2])), mesh)
+    other.to_empty(device="cpu")
+    load_sharded(path, other)
+    return step(other, x, dout) | {"packed": whole(other[0].experts.base.down.packed)}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("lora")
     torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    results = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return [one | {"folder": folder} for one in results]
 
 
-def alone(moe: dict, lora: dict, merged: bool = False) -> dict:
+def alone(moe: dict, lora: dict | None, merged: bool = False) -> dict:
     model = build(moe, lora)
     if merged:
         model.experts.merge()
@@ -157,3 +196,31 @@ def test_with_fsdp(ranks, ep):
         for name in set(want) - {"out", "dx"}:
             close(results["fsdp", ep][f"0.{name}"], want[name] / WORLD)
     close(torch.cat([results["merged fsdp", ep] for results in ranks]), alone(*MORE, merged=True)["out"])
+
+
+@pytest.mark.parametrize("case", ["four bits alone", "four bits compiled"])
+def test_frozen_experts_of_4_bits(ranks, case):
+    want = alone(*FROZEN)
+    assert not any(name.startswith("experts.") for name in want)
+    check([results[case] for results in ranks], want)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_4_bits_with_fsdp_and_checkpoints(ranks, ep):
+    case = CASES["nf4"][:2]
+    want, model = alone(*case), build(*case)
+    for name in ("out", "dx"):
+        close(torch.cat([results["four bits", ep][name] for results in ranks]), want[name])
+    for results in ranks:
+        assert torch.equal(results["four bits", ep]["packed"], model.experts.base.down.packed)
+        for name in set(want) - {"out", "dx"}:
+            close(results["four bits", ep][f"0.{name}"], want[name] / WORLD)
+    saved = load_file(ranks[0]["folder"] / f"nf4-{ep}.safetensors")
+    assert torch.equal(saved["0.experts.base.gate_up.packed"], model.experts.base.gate_up.packed)
+
+
+def test_codes_and_scales_are_sharded(ranks):
+    sharded = [("packed", "DTensor", torch.uint8), ("scales", "DTensor", torch.float32)]
+    expected = [*sharded, ("table", "Tensor", torch.float32)]
+    for results in ranks:
+        assert [(name.rpartition(".")[2], *rest) for name, *rest in results["four bits"]] == expected

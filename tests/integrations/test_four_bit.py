@@ -1,6 +1,7 @@
 """Experts of 4 bits in transformers' models: gpt-oss's published layout, adapters on it, other models."""
 
 import json
+import types
 
 import pytest
 import torch
@@ -256,6 +257,19 @@ def test_dora_and_norms_of_outputs(normed):
         [q for q in whole.parameters() if q.requires_grad], strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_ranks_share_no_experts_of_4_bits():
+    """Of transformers' models."""
+    model, one = tiny("qwen3_moe"), types.SimpleNamespace(size=lambda: 1)
+    weight = model.model.layers[0].mlp.experts.down_proj
+    weight.placements = ()  # as a DTensor has
+    with pytest.raises(ValueError, match="down_proj of Qwen3MoeExperts is shared among ranks"):
+        quantize_experts(model, "mxfp4")
+    del weight.placements
+    quantize_experts(model, "mxfp4")
+    with pytest.raises(ValueError, match="does not support experts of 4 bits, as Qwen3MoeExperts has"):
+        file.DispatchedExperts(model.model.layers[0].mlp.experts, one, one)
 
 
 def test_mistakes():
