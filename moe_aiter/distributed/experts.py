@@ -159,7 +159,8 @@ class ExpertDispatcher:
         """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
         others = self.ranks - 1
         tokens = 5 * others * x.nbytes  # of x, dout and x again, and of the sums for out and dx
-        whole = 3 * others * sum(w.nbytes for w in weights if w is not None)  # gathered twice, and gradients
+        # gathered twice, and gradients; FSDP2 sends no weights of 4 bits
+        whole = 3 * others * sum(w.nbytes for w in weights if isinstance(w, Tensor))
         log.info(
             "expert parallelism over %d ranks: each sends %.1f MB a layer and training step; without it, "
             "FSDP2 would send %.1f MB for whole experts", self.ranks, tokens / 1e6, whole / 1e6,

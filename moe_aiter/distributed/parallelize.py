@@ -37,7 +37,7 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """Share the experts of every `Experts` and `LoRAExperts` in `model`, and shard it by FSDP2; in place.
+    """Share the experts of every `Experts` and `LoRAExperts`, also of 4 bits, and shard by FSDP2; in place.
 
         mesh = expert_mesh("cuda", ep=8)
         parallelize(model, mesh)

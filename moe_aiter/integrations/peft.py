@@ -51,7 +51,7 @@ def register() -> None:
     changes nothing.
     """
     transformers.register()
-    methods = replaced()
+    param_wrapper()  # which raises without PEFT
     version = importlib.metadata.version("peft")
     if not any(version.startswith(f"{tested}.") for tested in SUPPORTED):
         warnings.warn(
@@ -60,7 +60,7 @@ def register() -> None:
             stacklevel=2,
         )
     elif not _originals:
-        for name, (owner, method) in methods.items():
+        for name, (owner, method) in replaced().items():
             _originals[name] = vars(owner)[name]
             setattr(owner, name, method)
 

@@ -246,7 +246,7 @@ def from_awq(
     check_int32(qweight=(qweight, (128 * groups, out // 8)), qzeros=(qzeros, (groups, out // 8)))
     found = (eight_codes(t).unflatten(1, (-1, 8)) for t in (qweight, qzeros))
     codes, zeros = (t[..., AWQ_PLACES].flatten(1) for t in found)
-    return int4_layer(packed_codes(codes.T, "int4"), zeros, scales, dtype)
+    return int4_layer(packed_codes(codes.T.contiguous(), "int4"), zeros, scales, dtype)
 
 
 @checked

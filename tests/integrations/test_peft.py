@@ -230,6 +230,8 @@ def test_register_is_idempotent_and_can_be_undone():
     file.unregister()
     file.unregister()
     assert wrapper._activate_lora.__module__ == wrapper.__module__
+    for name, (owner, method) in file.replaced().items():
+        assert getattr(owner, name) is not method and getattr(owner, name).__module__.startswith("peft.")
 
 
 def test_unknown_versions_are_left_alone(monkeypatch):

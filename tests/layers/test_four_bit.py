@@ -416,6 +416,7 @@ def test_awq():
     order = 0, 2, 4, 6, 1, 3, 5, 7
     weight = from_awq(in_int32(codes, 1, order), in_int32(zeros, 1, order), scales, torch.float32)
     assert weight.format == "int4" and torch.equal(weight.dequantize()[0].double(), expected)
+    assert all(b.is_contiguous() for b in weight.buffers())
     half = from_awq(in_int32(codes, 1, order), in_int32(zeros, 1, order), scales)
     assert half.dtype == torch.float16
 
@@ -426,6 +427,7 @@ def test_gptq(format, less):
     parts = in_int32(codes, 0, range(8)), in_int32(zeros - less, 1, range(8)), scales
     g_idx = torch.arange(GROUPS * 128, dtype=torch.int32) // 128
     weight = from_gptq(*parts, g_idx, torch.float32, format)
+    assert all(b.is_contiguous() for b in weight.buffers())
     assert torch.equal(weight.dequantize()[0].double(), expected)
     whole = join_weights([[weight, weight]] * 2)
     assert torch.equal(whole.dequantize()[1, OUT:].double(), expected)

@@ -73,10 +73,6 @@ class FourBit:
         return self.packed.is_meta
 
     @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.packed, *self.parts[:-1]) if t is not None)
-
-    @property
     def requires_grad(self) -> bool:
         return False
 
