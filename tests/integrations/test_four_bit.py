@@ -73,7 +73,7 @@ def published(tmp_path):
 def test_gpt_oss_as_published(published, tmp_path_factory):
     directory, state, whole = published
     model = load_gpt_oss(directory, dtype=torch.float32)
-    assert type(model) is type(whole)
+    assert type(model) is type(whole) and model.loss_type == whole.loss_type == "ForCausalLM"
     assert not any(name.endswith(("gate_up_proj", "down_proj")) for name, _ in model.named_parameters())
     torch.testing.assert_close(model(TOKENS).logits, whole(TOKENS).logits, rtol=1e-4, atol=1e-4)
     assert {path.path for path in file.check(model).values()} == {"two products"}

@@ -195,11 +195,11 @@ def test_dtype_moves_no_code_and_no_scale():
 
 
 @slow
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [None, {}, {"dora": True}], ids=["frozen", "lora", "dora"])
 def test_compiles_and_is_deterministic(device, adapted):
     moe = quantize(MoE(SIZE, SIZE, E, 2, device=device), "nf4")
-    if adapted:
-        moe.experts = LoRAExperts(moe.experts, rank=2)
+    if adapted is not None:
+        moe.experts = LoRAExperts(moe.experts, rank=2, **adapted)
     x = torch.randn(T, SIZE, device=device, requires_grad=True)
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
     grads = [torch.autograd.grad(fn(x).square().sum(), x)[0] for fn in (moe, moe, compiled)]
