@@ -16,7 +16,7 @@ the experts instead.  In these cases PEFT's own method runs, which is correct an
   * a version of PEFT that is not in SUPPORTED, with a warning from `register()`
 
 Weights of 4 bits, of `integrations.four_bit`, take one active adapter at a time.  PEFT looks for parameters,
-so while it adds its wrappers, parameters without memory stand in for these weights.
+so while it adds its wrappers and moves adapters, parameters without memory stand in for these weights.
 
 Merging, saving, loading, switching and disabling adapters is left to PEFT.  Merging into weights of 4 bits
 raises ValueError.
@@ -80,6 +80,7 @@ def replaced() -> dict[str, tuple[type, Callable]]:
 
     return {
         "_activate_lora": (wrapper, activate_lora),
+        "get_param": (wrapper, get_param),
         "_inject_parameters": (BaseTuner, inject_parameters),
         "_check_merge_allowed": (LoraModel, check_merge_allowed),
     }
@@ -174,6 +175,14 @@ def runs_ours(experts: nn.Module) -> bool:
 def packed_weight(wrapper: nn.Module) -> FourBit | None:
     """The weight of 4 bits that a `ParamWrapper` adapts."""
     return transformers.four_bits_of(wrapper.get_base_layer(), wrapper.parameter_name)
+
+
+def get_param(self: nn.Module) -> nn.Parameter:
+    """Instead of `ParamWrapper.get_param`, of whose result PEFT asks shape, dtype and device."""
+    weight = packed_weight(self)
+    if weight is None:
+        return _originals["get_param"](self)
+    return stand_in(weight, self.get_base_layer().is_transposed)
 
 
 def inject_parameters(self: nn.Module, peft_config: Any, model: nn.Module, *args: Any, **named: Any) -> list:
