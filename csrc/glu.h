@@ -8,15 +8,15 @@ namespace host {
 enum class Layout { plain, halves, pairs };  // of a row of z: no gate; gates then ups; gate, up, gate, up
 
 template <class F, Layout layout, class T>
-ALWAYS_INLINE void glu_rows(const T* z, T* out, int64_t begin, int64_t end, int64_t I) {
+ALWAYS_INLINE void glu_rows(F f, const T* z, T* out, int64_t begin, int64_t end, int64_t I) {
   constexpr int64_t step = layout == Layout::pairs ? 2 : 1, parts = layout == Layout::plain ? 1 : 2;
   for (int64_t r = begin; r < end; ++r) {
     const T* __restrict gate = z + r * parts * I;
     const T* __restrict up = gate + (layout == Layout::pairs ? 1 : I);
     T* __restrict to = out + r * I;
     for (int64_t i = 0; i < I; ++i) {
-      float a = F::value(load(gate[i * step]));
-      if constexpr (parts == 2) a *= F::up(load(up[i * step]));
+      float a = f.value(load(gate[i * step]));
+      if constexpr (parts == 2) a *= f.up(load(up[i * step]));
       store(to[i], a);
     }
   }
@@ -37,16 +37,16 @@ struct GluGradient {
 // At most CHUNK channels of one row, `step` elements of z apart.  The pointers are arguments because only there does
 // __restrict hold for every compiler, and without it this loop is not vectorised.
 template <class F, bool gated, bool weighted, int64_t step, class T, class D>
-ALWAYS_INLINE void glu_gradient_chunk(const T* __restrict dout, const T* __restrict gate, const T* __restrict up,
+ALWAYS_INLINE void glu_gradient_chunk(F f, const T* __restrict dout, const T* __restrict gate, const T* __restrict up,
                                       D* __restrict dgate, D* __restrict dup, T* __restrict a,
                                       float* __restrict products, float w, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     float value, slope;
-    F::both(load(gate[i * step]), value, slope);
+    f.both(load(gate[i * step]), value, slope);
     const float da = load(dout[i]), dwa = w * da;
     if constexpr (gated) {
-      const float x = load(up[i * step]), other = F::up(x);
-      store(dup[i], dwa * value * F::up_slope(x));
+      const float x = load(up[i * step]), other = f.up(x);
+      store(dup[i], dwa * value * f.up_slope(x));
       value *= other;
       slope *= other;
     }
@@ -59,7 +59,7 @@ ALWAYS_INLINE void glu_gradient_chunk(const T* __restrict dout, const T* __restr
 }
 
 template <class F, Layout layout, bool weighted, class T>
-ALWAYS_INLINE void glu_gradient_rows(const GluGradient<T>& g, int64_t begin, int64_t end, int64_t I) {
+ALWAYS_INLINE void glu_gradient_rows(F f, const GluGradient<T>& g, int64_t begin, int64_t end, int64_t I) {
   constexpr int64_t step = layout == Layout::pairs ? 2 : 1, parts = layout == Layout::plain ? 1 : 2;
   constexpr bool gated = parts == 2;
   float products[CHUNK], dgate[CHUNK], dup[CHUNK];
@@ -71,13 +71,13 @@ ALWAYS_INLINE void glu_gradient_rows(const GluGradient<T>& g, int64_t begin, int
       const T *dout = g.dout + r * I + first, *z = g.z + at;
       T *a = weighted ? g.weighted + r * I + first : nullptr, *dz = g.dz + at;
       if constexpr (layout == Layout::pairs) {
-        glu_gradient_chunk<F, gated, weighted, step>(dout, z, z + 1, dgate, dup, a, products, w, n);
+        glu_gradient_chunk<F, gated, weighted, step>(f, dout, z, z + 1, dgate, dup, a, products, w, n);
         for (int64_t i = 0; i < n; ++i) {
           store(dz[2 * i], dgate[i]);
           store(dz[2 * i + 1], dup[i]);
         }
       } else {
-        glu_gradient_chunk<F, gated, weighted, step>(dout, z, z + I, dz, dz + I, a, products, w, n);
+        glu_gradient_chunk<F, gated, weighted, step>(f, dout, z, z + I, dz, dz + I, a, products, w, n);
       }
       if constexpr (weighted) dot += sum(products, n);
     }
@@ -86,17 +86,17 @@ ALWAYS_INLINE void glu_gradient_rows(const GluGradient<T>& g, int64_t begin, int
 }
 
 template <class F, class T>
-MULTIVERSION static void glu(Layout layout, const T* z, T* out, int64_t begin, int64_t end, int64_t I) {
-  if (layout == Layout::plain) glu_rows<F, Layout::plain>(z, out, begin, end, I);
-  if (layout == Layout::halves) glu_rows<F, Layout::halves>(z, out, begin, end, I);
-  if (layout == Layout::pairs) glu_rows<F, Layout::pairs>(z, out, begin, end, I);
+MULTIVERSION static void glu(F f, Layout layout, const T* z, T* out, int64_t begin, int64_t end, int64_t I) {
+  if (layout == Layout::plain) glu_rows<F, Layout::plain>(f, z, out, begin, end, I);
+  if (layout == Layout::halves) glu_rows<F, Layout::halves>(f, z, out, begin, end, I);
+  if (layout == Layout::pairs) glu_rows<F, Layout::pairs>(f, z, out, begin, end, I);
 }
 
 template <class F, bool weighted, class T>
-MULTIVERSION static void glu_gradient(Layout layout, const GluGradient<T>& g, int64_t begin, int64_t end, int64_t I) {
-  if (layout == Layout::plain) glu_gradient_rows<F, Layout::plain, weighted>(g, begin, end, I);
-  if (layout == Layout::halves) glu_gradient_rows<F, Layout::halves, weighted>(g, begin, end, I);
-  if (layout == Layout::pairs) glu_gradient_rows<F, Layout::pairs, weighted>(g, begin, end, I);
+MULTIVERSION static void glu_gradient(F f, Layout layout, const GluGradient<T>& g, int64_t begin, int64_t end, int64_t I) {
+  if (layout == Layout::plain) glu_gradient_rows<F, Layout::plain, weighted>(f, g, begin, end, I);
+  if (layout == Layout::halves) glu_gradient_rows<F, Layout::halves, weighted>(f, g, begin, end, I);
+  if (layout == Layout::pairs) glu_gradient_rows<F, Layout::pairs, weighted>(f, g, begin, end, I);
 }
 
 }  // namespace host

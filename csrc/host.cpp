@@ -185,15 +185,16 @@ static void topk(Array<T> scores, Array<T> values, Array<int64_t> ids, int threa
   });
 }
 
-// Calls fn(F{}) with the activation of that name.
+// Calls fn with the activation of that name, whose numbers are `limits`.
 template <class Fn>
-static void with_activation(const std::string& name, const Fn& fn) {
+static void with_activation(const std::string& name, const std::vector<float>& limits, const Fn& fn) {
+  require_equal("the number of limits", limits.size(), "that of this activation", name == "silu_limit" ? 4 : 0);
   if (name == "silu") return fn(host::Silu{});
   if (name == "gelu") return fn(host::Gelu{});
   if (name == "gelu_tanh") return fn(host::GeluTanh{});
   if (name == "relu") return fn(host::Relu{});
   if (name == "relu2") return fn(host::Relu2{});
-  if (name == "silu_oai") return fn(host::SiluOai{});
+  if (name == "silu_limit") return fn(host::SiluLimit{limits[0], limits[1], limits[2], limits[3]});
   throw py::value_error("unknown activation " + name);
 }
 
@@ -210,35 +211,35 @@ static host::Layout check_glu(const Array<T>& z, const Array<T>& a, bool gated, 
 // `upcoming` is what the caller reads next, as pairs of an address and a number of bytes.  Each row asks for a little of
 // it, while the core is busy with arithmetic, and the matrix products that follow find it in cache.
 template <class T>
-static void glu(Array<T> z, Array<T> out, const std::string& activation, bool gated, bool interleaved, int threads,
-                const std::vector<std::pair<uintptr_t, int64_t>>& upcoming) {
+static void glu(Array<T> z, Array<T> out, const std::string& activation, const std::vector<float>& limits, bool gated,
+                bool interleaved, int threads, const std::vector<std::pair<uintptr_t, int64_t>>& upcoming) {
   const host::Layout layout = check_glu(z, out, gated, interleaved);
   const int64_t I = out.shape(1), rows = out.shape(0);
   T* const to = out.mutable_data();
   std::vector<host::Upcoming> memory;
   for (const auto& [address, bytes] : upcoming) memory.push_back({reinterpret_cast<const char*>(address), bytes});
-  with_activation(activation, [&](auto f) {
+  with_activation(activation, limits, [&](auto f) {
     py::gil_scoped_release nogil;
     host::parallel_for(rows, grain(4 * I), threads, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         for (const host::Upcoming& m : memory) m.ask(r, rows);
-        host::glu<decltype(f)>(layout, z.data(), to, r, r + 1, I);
+        host::glu(f, layout, z.data(), to, r, r + 1, I);
       }
     });
   });
 }
 
 template <class T>
-static void glu_backward(Array<T> dout, Array<T> z, Array<T> dz, const std::string& activation, bool gated,
-                         bool interleaved, int threads) {
+static void glu_backward(Array<T> dout, Array<T> z, Array<T> dz, const std::string& activation,
+                         const std::vector<float>& limits, bool gated, bool interleaved, int threads) {
   const host::Layout layout = check_glu(z, dout, gated, interleaved);
   check_glu(dz, dout, gated, interleaved);
   const int64_t I = dout.shape(1);
   const host::GluGradient<T> gradient{dout.data(), z.data(), dz.mutable_data(), nullptr, nullptr, nullptr, nullptr};
-  with_activation(activation, [&](auto f) {
+  with_activation(activation, limits, [&](auto f) {
     py::gil_scoped_release nogil;
     host::parallel_for(dout.shape(0), grain(4 * I), threads, [&](int64_t begin, int64_t end) {
-      host::glu_gradient<decltype(f), false>(layout, gradient, begin, end, I);
+      host::glu_gradient<decltype(f), false>(f, layout, gradient, begin, end, I);
     });
   });
 }
@@ -246,8 +247,8 @@ static void glu_backward(Array<T> dout, Array<T> z, Array<T> dz, const std::stri
 // One block of the experts' backward: dz, weights * activation, and the gradient of the routing weights.
 template <class T>
 static void weighted_glu_backward(Array<T> dout, Array<T> z, Indices order, Array<float> weights, Array<T> dz,
-                                  Array<T> weighted, Array<float> dweights, const std::string& activation, bool gated,
-                                  bool interleaved, int threads) {
+                                  Array<T> weighted, Array<float> dweights, const std::string& activation,
+                                  const std::vector<float>& limits, bool gated, bool interleaved, int threads) {
   const host::Layout layout = check_glu(z, dout, gated, interleaved);
   check_glu(dz, dout, gated, interleaved);
   check_glu(z, weighted, gated, interleaved);
@@ -259,10 +260,10 @@ static void weighted_glu_backward(Array<T> dout, Array<T> z, Indices order, Arra
                                       dz.mutable_data(), order.data(),
                                       weights.data(), weighted.mutable_data(),
                                       dweights.mutable_data()};
-  with_activation(activation, [&](auto f) {
+  with_activation(activation, limits, [&](auto f) {
     py::gil_scoped_release nogil;
     host::parallel_for(dout.shape(0), grain(4 * I), threads, [&](int64_t begin, int64_t end) {
-      host::glu_gradient<decltype(f), true>(layout, gradient, begin, end, I);
+      host::glu_gradient<decltype(f), true>(f, layout, gradient, begin, end, I);
     });
   });
 }
@@ -280,13 +281,13 @@ static void bind(py::module_& m) {
   m.def("column_sums", &column_sums<T>, exact("rows"), exact("order"), exact("routing_weights"), exact("out"),
         py::arg("threads"));
   m.def("topk", &topk<T>, exact("scores"), exact("values"), exact("ids"), py::arg("threads"));
-  m.def("glu", &glu<T>, exact("z"), exact("out"), py::arg("activation"), py::arg("gated"), py::arg("interleaved"),
-        py::arg("threads"), py::arg("upcoming") = std::vector<std::pair<uintptr_t, int64_t>>());
+  m.def("glu", &glu<T>, exact("z"), exact("out"), py::arg("activation"), py::arg("limits"), py::arg("gated"),
+        py::arg("interleaved"), py::arg("threads"), py::arg("upcoming") = std::vector<std::pair<uintptr_t, int64_t>>());
   m.def("glu_backward", &glu_backward<T>, exact("dout"), exact("z"), exact("dz"), py::arg("activation"),
-        py::arg("gated"), py::arg("interleaved"), py::arg("threads"));
+        py::arg("limits"), py::arg("gated"), py::arg("interleaved"), py::arg("threads"));
   m.def("weighted_glu_backward", &weighted_glu_backward<T>, exact("dout"), exact("z"), exact("order"),
         exact("routing_weights"), exact("dz"), exact("weighted"), exact("dweights"), py::arg("activation"),
-        py::arg("gated"), py::arg("interleaved"), py::arg("threads"));
+        py::arg("limits"), py::arg("gated"), py::arg("interleaved"), py::arg("threads"));
 }
 
 // fn(i, worker) for i in [0, n), begun in this order, each by the next of `workers` threads that is free; torch's loops

@@ -135,19 +135,19 @@ struct Relu2 : Identity {
   }
 };
 
-struct SiluOai {
-  static constexpr float LIMIT = 7.0f, ALPHA = 1.702f;
-  static ALWAYS_INLINE float value(float x) {
-    const float y = x > LIMIT ? LIMIT : x;
-    return y / (1.0f + exp(-ALPHA * y));
+struct SiluLimit {
+  float gate_max, up_limit, alpha, up_offset;
+  ALWAYS_INLINE float value(float x) const {
+    const float y = x > gate_max ? gate_max : x;
+    return y / (1.0f + exp(-alpha * y));
   }
-  static ALWAYS_INLINE void both(float x, float& value, float& slope) {
-    const float y = x > LIMIT ? LIMIT : x, sig = 1.0f / (1.0f + exp(-ALPHA * y));
+  ALWAYS_INLINE void both(float x, float& value, float& slope) const {
+    const float y = x > gate_max ? gate_max : x, sig = 1.0f / (1.0f + exp(-alpha * y));
     value = y * sig;
-    slope = x > LIMIT ? 0.0f : sig + ALPHA * value * (1.0f - sig);
+    slope = x > gate_max ? 0.0f : sig + alpha * value * (1.0f - sig);
   }
-  static ALWAYS_INLINE float up(float x) { return (x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x) + 1.0f; }
-  static ALWAYS_INLINE float up_slope(float x) { return x > LIMIT ? 0.0f : x < -LIMIT ? 0.0f : 1.0f; }
+  ALWAYS_INLINE float up(float x) const { return (x > up_limit ? up_limit : x < -up_limit ? -up_limit : x) + up_offset; }
+  ALWAYS_INLINE float up_slope(float x) const { return x > up_limit ? 0.0f : x < -up_limit ? 0.0f : 1.0f; }
 };
 
 }  // namespace host

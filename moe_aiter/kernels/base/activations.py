@@ -4,22 +4,43 @@ A gated activation maps (gate, up) to f(gate) * h(up), a plain one maps up to f(
 each, with their slopes.  SwiGLU, GEGLU, ReGLU, where h(up) = up: Shazeer 2020, arXiv 2002.05202.
 ReLU^2: So et al. 2021, arXiv 2109.08668.
 geglu_tanh is GEGLU with the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415).
-swiglu_oai is gpt-oss's clamped SwiGLU (OpenAI 2025, arXiv 2508.10925), with the limit 7 and alpha 1.702:
+`swiglu_limit` is the clamped SwiGLU of gpt-oss (OpenAI 2025, arXiv 2508.10925), whose numbers have the name
+swiglu_oai, and of DeepSeek-V4 (DeepSeek-AI 2026), whose alpha is 1 and whose up_offset is 0:
 
-    g = min(gate, 7)    u = min(max(up, -7), 7)    out = g * sigmoid(1.702 * g) * (u + 1)
+    g = min(gate, gate_max)
+    u = min(max(up, -up_limit), up_limit)
+    out = g * sigmoid(alpha * g) * (u + up_offset)
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from .check import check_finite, check_positive
 from .launch import tl, triton
 
-LIMIT, ALPHA = 7.0, 1.702  # of swiglu_oai; written out in Triton
+
+class Limits(NamedTuple):
+    """The numbers of `swiglu_limit`, by the names of its arguments."""
+
+    gate_max: float
+    up_limit: float
+    alpha: float
+    up_offset: float
+
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # of float32
+OAI = Limits(gate_max=7.0, up_limit=7.0, alpha=1.702, up_offset=1.0)
+# Triton takes constants of a function from its globals; `with_limits` makes copies that have other globals
+GATE_MAX, UP_LIMIT, ALPHA, UP_OFFSET = map(tl.constexpr, OAI)
 
 
 @triton.jit
@@ -58,19 +79,19 @@ def relu2(x):
 
 
 @triton.jit
-def silu_oai(x):
-    """x * sigmoid(1.702 * x), from x = 7 on a constant, and its slope, 0 above 7.  NaN stays NaN."""
-    y = tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    sig = tl.sigmoid(1.702 * y)
+def silu_limit(x):
+    """x * sigmoid(alpha * x), from x = gate_max on a constant, and its slope, 0 above.  NaN stays NaN."""
+    y = tl.minimum(x, GATE_MAX, propagate_nan=tl.PropagateNan.ALL)
+    sig = tl.sigmoid(y * ALPHA)
     value = y * sig
-    return value, tl.where(x > 7.0, 0.0, sig + 1.702 * value * (1 - sig))
+    return value, tl.where(x > GATE_MAX, 0.0, sig + value * ALPHA * (1 - sig))
 
 
 @triton.jit
-def up_oai(x):
-    """x held between -7 and 7, plus 1, and its slope, 1 at both limits and at NaN.  NaN stays NaN."""
-    y = tl.clamp(x, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    return y + 1, tl.where(tl.abs(x) > 7.0, 0.0, 1.0)
+def up_limit(x):
+    """x held in +-up_limit, plus up_offset, and its slope, 1 at both limits and at NaN.  NaN stays NaN."""
+    y = tl.clamp(x, -UP_LIMIT, UP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return y + UP_OFFSET, tl.where(tl.abs(x) > UP_LIMIT, 0.0, 1.0)
 
 
 @triton.jit
@@ -98,21 +119,31 @@ def torch_gelu(x: Tensor) -> Tensor:
     return y if x.is_cuda else y.where(x < 10, x)  # from 9 on, float64 does not know the two apart
 
 
-def torch_silu_oai(x: Tensor) -> Tensor:
-    x = x.clamp(max=LIMIT)
-    return x * torch.sigmoid(ALPHA * x)
+def torch_silu_limit(x: Tensor, n: Limits) -> Tensor:
+    x = x.clamp(max=n.gate_max)
+    return x * torch.sigmoid(n.alpha * x)
 
 
-FUNCTIONS = {  # in torch; and in Triton, in float32, x -> (value, slope)
+def torch_up_limit(x: Tensor, n: Limits) -> Tensor:
+    return x.clamp(-n.up_limit, n.up_limit) + n.up_offset
+
+
+FUNCTIONS = {  # in torch, with `Limits` if there are; and in Triton, in float32, x -> (value, slope)
     "silu": (F.silu, silu),
     "gelu": (torch_gelu, gelu),
     "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), gelu_tanh),
     "relu": (F.relu, relu),
     "relu2": (lambda x: F.relu(x).square(), relu2),
-    "silu_oai": (torch_silu_oai, silu_oai),
-    "up_oai": (lambda x: x.clamp(-LIMIT, LIMIT) + 1, up_oai),
+    "silu_limit": (torch_silu_limit, silu_limit),
+    "up_limit": (torch_up_limit, up_limit),
     "identity": (lambda x: x, identity),
 }
+
+
+def with_limits(function: Callable, limits: Limits, jit: Callable) -> Callable:
+    """Return a copy of a Triton or Gluon function with these numbers for its global constants."""
+    fn, constants = function.fn, {name.upper(): tl.constexpr(n) for name, n in limits._asdict().items()}
+    return jit(types.FunctionType(fn.__code__, fn.__globals__ | constants, fn.__name__))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +151,7 @@ class Activation:
     name: str
     base: str  # f, by the name that the C++ extension knows, where the h that goes with it is known as well
     up: str | None = None  # h, or None for a plain activation
+    limits: tuple[Limits] | tuple[()] = ()  # further arguments of f and h
 
     @property
     def gated(self) -> bool:
@@ -132,16 +164,30 @@ class Activation:
 
     def torch_fn(self, x: Tensor) -> Tensor:
         """f"""
-        return FUNCTIONS[self.base][0](x)
+        return FUNCTIONS[self.base][0](x, *self.limits)
 
     def torch_up(self, x: Tensor) -> Tensor:
         """h"""
-        return FUNCTIONS[self.up][0](x)
+        return FUNCTIONS[self.up][0](x, *self.limits)
+
+    @functools.cached_property
+    def triton_fns(self) -> dict[str, Callable | None]:
+        """f and h in Triton, as `kernel_functions` returns them."""
+        return self.kernel_functions({name: fns[1] for name, fns in FUNCTIONS.items()}, triton.jit)
+
+    def kernel_functions(
+        self, functions: Mapping[str, Callable], jit: Callable
+    ) -> dict[str, Callable | None]:
+        """f and h by the names that kernels give them; h is None for a plain activation."""
+        found = {"ACTIVATION": functions[self.base], "UP": functions[self.up] if self.gated else None}
+        if not self.limits:
+            return found
+        return {name: with_limits(fn, *self.limits, jit) for name, fn in found.items()}
 
     @property
-    def triton_fns(self) -> dict[str, Callable | None]:
-        """f and h by the names that kernels give them; h is None for a plain activation."""
-        return {"ACTIVATION": FUNCTIONS[self.base][1], "UP": FUNCTIONS[self.up][1] if self.gated else None}
+    def host_arguments(self) -> tuple[str, list[float], bool]:
+        """What the C++ extension takes for it."""
+        return self.base, [number for limits in self.limits for number in limits], self.gated
 
     def __call__(self, z: Tensor, interleaved: bool = False) -> Tensor:
         """(..., width) -> (..., I), in plain torch; differentiable."""
@@ -155,7 +201,7 @@ ACTIVATIONS = {
     a.name: a
     for a in (
         Activation("swiglu", "silu", "identity"),
-        Activation("swiglu_oai", "silu_oai", "up_oai"),
+        Activation("swiglu_oai", "silu_limit", "up_limit", (OAI,)),
         Activation("geglu", "gelu", "identity"),
         Activation("geglu_tanh", "gelu_tanh", "identity"),
         Activation("reglu", "relu", "identity"),
@@ -167,10 +213,53 @@ ACTIVATIONS = {
 }
 
 
+FORM = re.compile(r"swiglu_limit\((.*)\)")  # an activation by its numbers, as `swiglu_limit` writes it
+
+
+def swiglu_limit(gate_max: float, up_limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> str:
+    """Return the name of SwiGLU with limits, which every `activation` argument takes.
+
+        g = min(gate, gate_max)
+        u = min(max(up, -up_limit), up_limit)
+        out = g * sigmoid(alpha * g) * (u + up_offset)
+
+    DeepSeek-V4 and HY-V4 have (10, 10), gpt-oss (7, 7, 1.702, 1), whose name is "swiglu_oai".  A gradient
+    is 0 beyond a limit.  Each set of numbers has kernels of its own, compiled when they are first used.
+
+    Source: gpt-oss (OpenAI 2025, arXiv 2508.10925); DeepSeek-V4 (DeepSeek-AI 2026).
+    Raises ValueError unless each number is 0 or can be a normal float32, and all but up_offset are above 0;
+    TypeError if one is no number.
+    """
+    check_positive(gate_max=gate_max, up_limit=up_limit, alpha=alpha)
+    check_finite(up_offset=up_offset)
+    limits = Limits(*map(float, (gate_max, up_limit, alpha, up_offset)))
+    for name, number in limits._asdict().items():
+        if number and not SMALLEST <= abs(number) <= LARGEST:  # Triton would compute in float64
+            raise ValueError(f"{name} must be between {SMALLEST} and {LARGEST}, not {number}")
+    return "swiglu_oai" if limits == OAI else f"swiglu_limit({', '.join(map(repr, limits))})"
+
+
 def get_activation(name: str) -> Activation:
     """The activation of that name, or a ValueError that lists the names there are."""
     if not isinstance(name, str):
         raise TypeError(f"activation must be a str, not {type(name).__name__}")
-    if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}; known: {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]
+    return ACTIVATIONS.get(name) or with_numbers(name)
+
+
+@functools.cache
+def with_numbers(name: str) -> Activation:
+    """Return the activation that `name` describes, "swiglu_limit(10, 10)" for example."""
+    found = FORM.fullmatch(name)
+    if not found:
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise ValueError(f"unknown activation {name!r}; known: {known}, and names that swiglu_limit() returns")
+    try:
+        numbers = [float(number) for number in found[1].split(",")]
+    except ValueError:
+        numbers = []
+    if not 2 <= len(numbers) <= len(Limits._fields):
+        raise ValueError(f"activation is {name!r}, but swiglu_limit takes 2 to 4 numbers")
+    same = swiglu_limit(*numbers)
+    if same != name:
+        return get_activation(same)
+    return Activation(name, "silu_limit", "up_limit", (Limits(*numbers),))

@@ -241,7 +241,7 @@ class HostSteps:
 
     def __init__(self, routing_weights: Tensor, act: Activation, interleaved: bool):
         self.weights, self.top_k = array(routing_weights.float().flatten()), routing_weights.shape[1]
-        self.act, self.threads = (act.base, act.gated, interleaved), num_threads()
+        self.act, self.threads = (*act.host_arguments, interleaved), num_threads()
 
     def num_workers(self, rows: list[int], multiplications: int) -> int:
         """Return how many threads take tasks of their own; 1 if all threads share each task instead.

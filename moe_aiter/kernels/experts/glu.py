@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
-from ..base.activations import ALPHA, LIMIT, get_activation, join_gate_up, split_gate_up
+from ..base.activations import Limits, get_activation, join_gate_up, split_gate_up
 from ..base.check import check_device, check_float, check_shape, check_size
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
@@ -25,10 +25,10 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # elements of the output that a program of 4 warps makes
 
 
-def torch_silu_oai_backward(dout: Tensor, x: Tensor) -> Tensor:
-    y = x.clamp(max=LIMIT)
-    sig = torch.sigmoid(ALPHA * y)
-    return (dout * (sig + ALPHA * (y * sig) * (1 - sig))).where(~(x > LIMIT), 0)
+def torch_silu_limit_backward(dout: Tensor, x: Tensor, n: Limits) -> Tensor:
+    y = x.clamp(max=n.gate_max)
+    sig = torch.sigmoid(n.alpha * y)
+    return (dout * (sig + n.alpha * (y * sig) * (1 - sig))).where(~(x > n.gate_max), 0)
 
 
 TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
@@ -37,8 +37,8 @@ TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
     "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     "relu": lambda dout, x: torch.ops.aten.threshold_backward(dout, x, 0),
     "relu2": lambda dout, x: 2 * F.relu(x) * dout,
-    "silu_oai": torch_silu_oai_backward,
-    "up_oai": lambda dout, x: dout.where(~(x.abs() > LIMIT), 0),
+    "silu_limit": torch_silu_limit_backward,
+    "up_limit": lambda dout, x, n: dout.where(~(x.abs() > n.up_limit), 0),
     "identity": lambda dout, x: dout,
 }
 
@@ -53,8 +53,8 @@ def glu_backward_reference(dout, z, activation, interleaved):
     if not act.gated:
         return TORCH_GRADIENTS[act.base](dout, z)
     gate, up = split_gate_up(z, interleaved)
-    dgate = TORCH_GRADIENTS[act.base](dout * act.torch_up(up), gate)
-    dup = TORCH_GRADIENTS[act.up](dout * act.torch_fn(gate), up)
+    dgate = TORCH_GRADIENTS[act.base](dout * act.torch_up(up), gate, *act.limits)
+    dup = TORCH_GRADIENTS[act.up](dout * act.torch_fn(gate), up, *act.limits)
     return join_gate_up(dgate, dup, interleaved)
 
 
@@ -191,13 +191,13 @@ def bind_glu_backward(i: GluBackwardInputs) -> Callable:
 @takes(*HOST_DTYPES)
 def launch_glu_host(out, z, activation, interleaved):
     act = get_activation(activation)
-    ext.glu(array(z), array(out), act.base, act.gated, interleaved, num_threads())
+    ext.glu(array(z), array(out), *act.host_arguments, interleaved, num_threads())
 
 
 @takes(*HOST_DTYPES)
 def launch_glu_backward_host(dz, dout, z, activation, interleaved):
     act = get_activation(activation)
-    ext.glu_backward(array(dout), array(z), array(dz), act.base, act.gated, interleaved, num_threads())
+    ext.glu_backward(array(dout), array(z), array(dz), *act.host_arguments, interleaved, num_threads())
 
 
 # op

@@ -4,6 +4,7 @@ The activations are those of ../base/activations.py.  The tensor core sums 8-bit
 only, so float32 takes over its sums every few stages (`span_of`).
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ...tuning import Config
 from ..base import activations
+from ..base.activations import ALPHA, GATE_MAX
 from ..base.fp8 import MOST_IMPRECISE
 from ..base.launch import cdiv, tl
 from .gluon import Number, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
@@ -76,26 +78,27 @@ def gelu_tanh(x):
 
 
 @gluon.jit
-def silu_oai(x):
-    """x * sigmoid(1.702 * x), from x = 7 on a constant, and its slope.  NaN stays NaN."""
-    y = gl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    sig = sigmoid(1.702 * y)
+def silu_limit(x):
+    """x * sigmoid(alpha * x), from x = gate_max on a constant, and its slope.  NaN stays NaN."""
+    y = gl.minimum(x, GATE_MAX, propagate_nan=tl.PropagateNan.ALL)
+    sig = sigmoid(y * ALPHA)
     value = y * sig
-    return value, gl.where(x > 7.0, 0.0, sig + 1.702 * (value - value * sig))
+    return value, gl.where(x > GATE_MAX, 0.0, sig + (value - value * sig) * ALPHA)
 
 
 FUNCTIONS = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
-    "silu_oai": silu_oai,
-    **{name: gluon.jit(getattr(activations, name).fn) for name in ("relu", "relu2", "identity", "up_oai")},
+    "silu_limit": silu_limit,
+    **{name: gluon.jit(getattr(activations, name).fn) for name in ("relu", "relu2", "identity", "up_limit")},
 }
 
 
+@functools.cache
 def kernel_functions(act: activations.Activation) -> dict[str, Callable | None]:
     """f and h by the names that kernels give them; h is None for a plain activation."""
-    return {"ACTIVATION": FUNCTIONS[act.base], "UP": FUNCTIONS[act.up] if act.gated else None}
+    return act.kernel_functions(FUNCTIONS, gluon.jit)
 
 
 # products of 8 bits: sums and scales
