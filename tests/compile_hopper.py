@@ -21,6 +21,7 @@ from compile_products import (
     run_masked,
     run_scaled,
 )
+from shapes import LIMITED
 
 from moe_aiter import tuning
 from moe_aiter.kernels import hopper
@@ -190,6 +191,9 @@ RUNS = {
     },
     "down_grad geglu frozen": lambda: run_hopper_down_grad("geglu", need_a=False),
     "down_grad frozen": lambda: run_hopper_down_grad(need_a=False),
+    "up swiglu_limit": lambda: run_hopper_up(LIMITED, bias=True),
+    "up fp8 swiglu_limit": lambda: run_hopper_up(LIMITED, fp8=E4M3),
+    "down_grad swiglu_limit": lambda: run_hopper_down_grad(LIMITED),
     "down_grad swiglu_oai frozen": lambda: run_hopper_down_grad("swiglu_oai", need_a=False),
     **{
         f"down_grad {name} interleaved frozen": functools.partial(

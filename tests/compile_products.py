@@ -7,6 +7,7 @@ import re
 import torch
 from aot import TARGETS, Case, compiling_for, ints, new, with_tile
 from compile_four_bit import rounds_scales_twice, run_four_bit
+from shapes import LIMITED
 
 from moe_aiter import tuning
 from moe_aiter.kernels.base.activations import get_activation
@@ -315,14 +316,14 @@ GROUPED = {
     "tgmm columns first": lambda: run_tgmm_gather(FULL, columns_first=True),
     "tgmm accumulate": lambda: run_tgmm_accumulate(FULL),
     "up interleaved with bias": lambda: run_up(FULL, interleaved=True, bias=True),
-    "up swiglu_oai": lambda: run_up(FULL, activation="swiglu_oai", interleaved=True, bias=True),
+    "up swiglu_limit": lambda: run_up(FULL, activation=LIMITED, interleaved=True, bias=True),
     "up without a": lambda: run_up(FULL, save_a=False),
     "up relu2 without z": lambda: run_up(FULL, activation="relu2", save_z=False),
     "up to a rank": lambda: run_up(Shape(n=16), activation="relu", save_a=False),
     "gmm from a rank": lambda: run_gmm(Shape(k=16)),
     "up geglu odd": lambda: run_up(ODD, activation="geglu"),
     "down_grad interleaved": lambda: run_down_grad(FULL, interleaved=True),
-    "down_grad swiglu_oai": lambda: run_down_grad(FULL, activation="swiglu_oai", interleaved=True),
+    "down_grad swiglu_limit": lambda: run_down_grad(FULL, activation=LIMITED, interleaved=True),
     "down_grad relu2 frozen": lambda: run_down_grad(FULL, activation="relu2", need_a=False),
     "down_grad geglu odd": lambda: run_down_grad(ODD, activation="geglu"),
     **{

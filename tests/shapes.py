@@ -6,6 +6,8 @@
 import torch
 from torch import Tensor
 
+from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation, swiglu_limit
+
 GROUP_SIZES = {
     "even": [32, 32, 32],
     "ragged": [5, 1, 37, 20],
@@ -26,6 +28,10 @@ MATRICES = {  # K, N
     "one column": (24, 1),
     "one to sum over": (1, 8),
 }
+
+LIMITED = swiglu_limit(2.5, 1.5, 0.75, -0.5)  # four unlike numbers, with many random ones beyond them
+NAMES = [*ACTIVATIONS, LIMITED]
+KINDS = [(name, False) for name in NAMES] + [(name, True) for name in NAMES if get_activation(name).gated]
 
 TINY = {f"{a} x {b}": (a, b) for a in (0, 1, 5) for b in (0, 1, 5) if (a, b) != (5, 5)}  # K, N or H, I
 

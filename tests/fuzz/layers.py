@@ -6,12 +6,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import moe_aiter
-from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts.glu import glu as public_glu
 from moe_aiter.routing.plan import make_plan
 
-from ..layers.double_loop import ACTIVATIONS as FORMULAS
-from ..layers.double_loop import GATED, experts_loop, mlp
+from ..layers.double_loop import ACTIVATIONS, GATED, experts_loop, mlp
 from . import choosing, loops
 from .draw import DEVICE, Draw
 from .hold import Case, Loss, target
@@ -60,7 +58,7 @@ def glu(draw: Draw) -> Case:
         return public_glu(z, *how.values())
 
     def plain(z):
-        formula = FORMULAS[how["activation"]]
+        formula = ACTIVATIONS[how["activation"]]
         wide = z.to(loops.sum_dtype(z.dtype))
         if not gated:
             return formula(wide).to(z.dtype)

@@ -3,14 +3,17 @@
 import torch
 import torch.nn.functional as F
 
+LIMITED = "swiglu_limit(2.5, 1.5, 0.75, -0.5)"
 
-def swiglu_oai(gate, up):
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+def limited(gate, up, gate_max, up_limit, alpha, up_offset):
+    gate, up = gate.clamp(max=gate_max), up.clamp(-up_limit, up_limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
 
 
 ACTIVATIONS = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
-    "swiglu_oai": lambda gate, up: swiglu_oai(gate.clamp(max=7), up.clamp(-7, 7)),
+    "swiglu_oai": lambda gate, up: limited(gate, up, 7, 7, 1.702, 1),
     "geglu": lambda gate, up: F.gelu(gate) * up,
     "geglu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "reglu": lambda gate, up: F.relu(gate) * up,
@@ -18,8 +21,9 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda up: F.relu(up) ** 2,
+    LIMITED: lambda gate, up: limited(gate, up, 2.5, 1.5, 0.75, -0.5),
 }
-GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu")
+GATED = ("swiglu", "swiglu_oai", LIMITED, "geglu", "geglu_tanh", "reglu")
 
 
 def mlp(x, gate_up, down, gate_up_bias, down_bias, activation, interleaved=False):

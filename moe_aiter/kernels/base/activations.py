@@ -37,7 +37,7 @@ class Limits(NamedTuple):
     up_offset: float
 
 
-SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # of float32
+SMALLEST, LARGEST = torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max
 OAI = Limits(gate_max=7.0, up_limit=7.0, alpha=1.702, up_offset=1.0)
 # Triton takes constants of a function from its globals; `with_limits` makes copies that have other globals
 GATE_MAX, UP_LIMIT, ALPHA, UP_OFFSET = map(tl.constexpr, OAI)
@@ -227,15 +227,17 @@ def swiglu_limit(gate_max: float, up_limit: float, alpha: float = 1.0, up_offset
     is 0 beyond a limit.  Each set of numbers has kernels of its own, compiled when they are first used.
 
     Source: gpt-oss (OpenAI 2025, arXiv 2508.10925); DeepSeek-V4 (DeepSeek-AI 2026).
-    Raises ValueError unless each number is 0 or can be a normal float32, and all but up_offset are above 0;
-    TypeError if one is no number.
+    Raises ValueError unless all numbers but up_offset are above 0, and all that are not 0 within the normal
+    numbers of float16, 6.1e-5 to 65504; TypeError if one is no number.
     """
     check_positive(gate_max=gate_max, up_limit=up_limit, alpha=alpha)
     check_finite(up_offset=up_offset)
     limits = Limits(*map(float, (gate_max, up_limit, alpha, up_offset)))
     for name, number in limits._asdict().items():
-        if number and not SMALLEST <= abs(number) <= LARGEST:  # Triton would compute in float64
-            raise ValueError(f"{name} must be between {SMALLEST} and {LARGEST}, not {number}")
+        if number and not SMALLEST <= abs(number) <= LARGEST:
+            raise ValueError(
+                f"{name} must be a normal float16, {SMALLEST:.2g} to {LARGEST:.0f}, not {number}"
+            )
     return "swiglu_oai" if limits == OAI else f"swiglu_limit({', '.join(map(repr, limits))})"
 
 
@@ -252,7 +254,7 @@ def with_numbers(name: str) -> Activation:
     found = FORM.fullmatch(name)
     if not found:
         known = ", ".join(sorted(ACTIVATIONS))
-        raise ValueError(f"unknown activation {name!r}; known: {known}, and names that swiglu_limit() returns")
+        raise ValueError(f"unknown activation {name!r}; known: {known}, and what swiglu_limit() returns")
     try:
         numbers = [float(number) for number in found[1].split(",")]
     except ValueError:

@@ -4,17 +4,17 @@ import functools
 
 import pytest
 import torch
+from shapes import KINDS
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
 from moe_aiter.kernels.experts.up import expert_up_op, expert_z_op
 from moe_aiter.kernels.rows.sort import sort_by_expert
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
-KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
 T, H, WIDTH, E, K = 30, 24, 40, 5, 2
 FLOATS = ExpertInputs._fields[:6]
 

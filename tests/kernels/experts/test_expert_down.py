@@ -5,11 +5,12 @@ import functools
 import pytest
 import torch
 from check import of_groups
+from shapes import KINDS
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels import experts
-from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.down import expert_down_grad_op, expert_down_grad_over_z_op
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
@@ -17,7 +18,6 @@ from moe_aiter.kernels.rows.sort import sort_by_expert
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 T, H, WIDTH, E, K = 40, 24, 70, 5, 2  # more channels than one block of the kernels' epilogues
-KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
 
 
 def routing(device):

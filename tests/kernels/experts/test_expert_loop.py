@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 from check import assert_as_good_as_torch, error, with_gradients
-from shapes import spread, transposed
+from shapes import KINDS, spread, transposed
 
-from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.base.host import ext
 from moe_aiter.kernels.experts import cpu
 from moe_aiter.kernels.experts.cpu import HostSteps, expert_loop_op
@@ -16,7 +16,6 @@ from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 
 pytestmark = pytest.mark.no_interpreter
-KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
 NAMES = ExpertInputs._fields[:6]  # the inputs that have gradients
 
 

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moe_aiter.config import interpret
 from moe_aiter.distributed.slots import window
-from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
 from moe_aiter.kernels.rows.sort import sort_by_expert
@@ -16,7 +16,7 @@ from moe_aiter.op import use
 from moe_aiter.routing.plan import make_plan
 
 from ...check import assert_as_good_as_torch, error, with_gradients
-from ...shapes import expert_ids, spread, transposed
+from ...shapes import NAMES, expert_ids, spread, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 SMALL = dict(T=13, H=20, I=24, E=5, k=2)
@@ -77,7 +77,7 @@ def compare(fn, ids, activation, interleaved, inputs, **tolerance):
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("fn", WAYS)
 @pytest.mark.pairwise
 def test_activations(device, fn, activation, interleaved):

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from check import assert_as_good_as_torch, with_gradients
+from shapes import KINDS, LIMITED
 
-from moe_aiter.kernels.base.activations import ACTIVATIONS, join_gate_up, split_gate_up
+from moe_aiter.kernels.base.activations import get_activation, join_gate_up, split_gate_up
 from moe_aiter.kernels.experts.glu import glu, glu_backward_op, glu_reference
 from moe_aiter.op import use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
 SHAPES = {  # R, I
     "small": (5, 16),
     "odd": (7, 23),
@@ -20,7 +20,7 @@ SHAPES = {  # R, I
 
 
 def make(device, rows, channels, activation, dtype=torch.float32):
-    return (3 * torch.randn(rows, ACTIVATIONS[activation].projections * channels)).to(device, dtype)
+    return (3 * torch.randn(rows, get_activation(activation).projections * channels)).to(device, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,16 +75,26 @@ def test_no_end_differs_from_torch(backend, device, activation):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_swiglu_oai_as_in_gpt_oss(backend, device, interleaved):
+@pytest.mark.parametrize(
+    "name, numbers",
+    [
+        ("swiglu_oai", (7, 7, 1.702, 1)),
+        (LIMITED, (2.5, 1.5, 0.75, -0.5)),
+        ("swiglu_limit(10, 10)", (10, 10, 1, 0)),
+    ],
+)
+def test_limits(backend, device, name, numbers, interleaved):
     """Values and gradients on both sides of every limit, at it, and at the ends."""
-    ends = [float("inf"), -float("inf"), 6e4, -6e4, float("nan")]
-    points = torch.tensor([*ends, -7.0625, -7.0, -6.9375, -1.0, 0.0, 0.5, 6.9375, 7.0, 7.0625])
+    gate_max, up_limit, alpha, offset = numbers
+    ends = [float("inf"), -float("inf"), 6e4, -6e4, float("nan"), -1.0, 0.0, 0.5]
+    near = [s * n + d for n in (gate_max, up_limit) for s in (-1, 1) for d in (-0.0625, 0, 0.0625)]
+    points = torch.tensor([*ends, *near])
     gate, up = (t.requires_grad_() for t in torch.meshgrid(points.double(), points.double(), indexing="ij"))
-    g, u = gate.clamp(max=7), up.clamp(-7, 7)
-    want = g * torch.sigmoid(1.702 * g) * (u + 1)
+    g, u = gate.clamp(max=gate_max), up.clamp(-up_limit, up_limit)
+    want = g * torch.sigmoid(alpha * g) * (u + offset)
     dgate, dup = torch.autograd.grad(want.sum(), (gate, up))
     z = join_gate_up(gate.detach(), up.detach(), interleaved).float().to(device).requires_grad_()
-    out = glu(z, "swiglu_oai", interleaved)
+    out = glu(z, name, interleaved)
     (dz,) = torch.autograd.grad(out.sum(), z)
     torch.testing.assert_close(out.cpu(), want.float(), equal_nan=True)
     for ours, truth in zip(split_gate_up(dz, interleaved), (dgate, dup), strict=True):

@@ -5,9 +5,10 @@ import functools
 import pytest
 import torch
 from check import assert_as_good_as_torch, of_groups
+from shapes import KINDS
 
 from moe_aiter import tuning
-from moe_aiter.kernels.base.activations import ACTIVATIONS
+from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.down import (
     expert_down_grad_op,
     expert_down_grad_over_z_op,
@@ -43,9 +44,6 @@ EXPERTS = {  # H, I
     "long": (1024, 128),
     "gpt-oss": (2880, 2880),
 }
-
-
-KINDS = [(name, False) for name in ACTIVATIONS] + [(a.name, True) for a in ACTIVATIONS.values() if a.gated]
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +176,7 @@ def some_ids(T=250):
 @pytest.mark.pairwise
 def test_expert_up(shape, kind, dtype):
     (H, I), p = EXPERTS[shape], plan(some_ids())  # noqa: E741
-    parts = ACTIVATIONS[kind[0]].projections
+    parts = get_activation(kind[0]).projections
     x, w, bias = (
         randn(250, H, dtype=dtype),
         randn(9, parts * I, H, dtype=dtype) * H**-0.5,
@@ -210,7 +208,7 @@ def rounded(reference):
 @pytest.mark.pairwise
 def test_expert_down_grad(shape, kind, dtype):
     (H, I), p = EXPERTS[shape], plan(some_ids())  # noqa: E741
-    parts = ACTIVATIONS[kind[0]].projections
+    parts = get_activation(kind[0]).projections
     dout, z, w = (
         randn(250, H, dtype=dtype),
         3 * randn(1000, parts * I, dtype=dtype),  # some beyond the limits of swiglu_oai
@@ -237,7 +235,7 @@ def test_rows_in_no_group_are_not_written(kind, experts, dropped):
     ids = torch.randint(-1, experts if dropped == "some" else 0, (250, TOP_K), device=CUDA)
     ids[0, 0] = -1
     order, rank, sizes = sort_by_expert(ids, experts)
-    n, parts = int(sizes.sum()), ACTIVATIONS[kind[0]].projections
+    n, parts = int(sizes.sum()), get_activation(kind[0]).projections
     x, dout, s = randn(250, 64), randn(250, 64), torch.rand(250, TOP_K, device=CUDA)
     w, bias = randn(experts, parts * 320, 64) / 8, randn(experts, parts * 320)
     down = randn(experts, 64, 320) / 8
