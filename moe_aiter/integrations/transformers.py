@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.base.activations import swiglu_limit
 from ..kernels.base.check import FLOATS, check_positive, check_sizes, checked
 from ..kernels.experts.glu import glu
-from ..kernels.experts.mlp import expert_mlp
+from ..kernels.experts.mlp import expert_mlp, expert_rows
 from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import cast_as_linear
@@ -35,7 +36,7 @@ from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
 from ..private_api import is_changed, own_buffers, own_modules
-from ..routing.plan import RoutePlan, make_plan
+from ..routing.plan import RoutePlan, make_plan, unpermute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,20 +57,33 @@ FUNCTIONS = {
     "torch.nn.modules.activation.ReLU": ("relu", "reglu"),
     "transformers.activations.ReLUSquaredActivation": ("relu2", None),
 }
-BY_FUNCTION = None
-OAI = {"limit": 7.0, "alpha": 1.702}
-# methods `_apply_gate` by what they are called: whether gate and up come in turn, and which constants of the
-# module must be what they are in "swiglu_oai", or BY_FUNCTION for f(gate) * up with f = module.act_fn
-GATES = {
-    "transformers.integrations.moe._default_apply_gate": (False, BY_FUNCTION),
-    "transformers.models.beam.modeling_beam.BeamExperts._apply_gate": (False, BY_FUNCTION),
-    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": (True, OAI),
-    "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter."
-    "OpenAIPrivacyFilterExperts._apply_gate": (False, OAI),
-    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": (
-        False,
-        {f"swiglu_{name}": value for name, value in OAI.items()},
-    ),
+
+
+class Gate(NamedTuple):
+    """A method `_apply_gate`: f(gate) * up with f = `module.act_fn`, or SwiGLU with limits."""
+
+    interleaved: bool = False
+    limit: str | None = None  # what the module calls the limit of gate and up
+    alpha: str | None = None  # and alpha, which is 1 otherwise
+    up_offset: float = 0.0
+    calls_act_fn: bool = True  # whether it calls `module.act_fn`, which must be SiLU if there is a limit
+
+
+GATES = {  # by the name of the method
+    "transformers.integrations.moe._default_apply_gate": Gate(),
+    **{
+        "transformers.models.{0}.modeling_{0}.{1}._apply_gate".format(*name.split(".")): gate
+        for name, gate in {
+            "beam.BeamExperts": Gate(),
+            "deepseek_v4.DeepseekV4Experts": Gate(limit="limit"),
+            "glm5_next.Glm5NextTextExperts": Gate(limit="swiglu_limit", calls_act_fn=False),
+            "gpt_oss.GptOssExperts": Gate(True, "limit", "alpha", 1.0, calls_act_fn=False),
+            "hy_v4.HYV4Experts": Gate(limit="swiglu_limit", calls_act_fn=False),
+            "hy_v4_vl.HYV4VLExperts": Gate(limit="swiglu_limit", calls_act_fn=False),
+            "minimax_m3_vl.MiniMaxM3VLExperts": Gate(False, "swiglu_limit", "swiglu_alpha", 1.0, False),
+            "openai_privacy_filter.OpenAIPrivacyFilterExperts": Gate(False, "limit", "alpha", 1.0, False),
+        }.items()
+    },
 }
 
 _originals = {}  # methods of PreTrainedModel, while those that warn are in their places
@@ -257,8 +271,6 @@ def path_of(module: nn.Module, adapted: bool) -> ModulePath:
         return ModulePath(kind, "two products", "its weights have 4 bits, dequantised inside the products")
     if adapted or getattr(module, ADAPTERS, None):
         return ModulePath(kind, "two products", "each weight has an adapter's products beside its own")
-    if has_norm(module):
-        return ModulePath(kind, "two products", "the output of each expert is normalised")
     gate, why = gate_and_reason(module)
     if gate is None:
         return ModulePath(kind, "two products", why)
@@ -340,13 +352,15 @@ def compute(
     gate = known_gate(module)
     if not runs_fused(module):
         return unfused(module, gate, weights, x, routing_weights, plan)
-    activation, interleaved = gate
-    return expert_mlp(
-        x, gate_up, down, routing_weights, plan, activation=activation, interleaved=interleaved,
-        gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias,
-        gate_up_main_grad=weights.gate_up_main_grad, down_main_grad=weights.down_main_grad,
-        recompute=recompute,
-    )  # fmt: skip
+    how = {
+        "activation": gate[0], "interleaved": gate[1],
+        "gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias,
+        "gate_up_main_grad": weights.gate_up_main_grad, "down_main_grad": weights.down_main_grad,
+    }  # fmt: skip
+    if not has_norm(module):
+        return expert_mlp(x, gate_up, down, routing_weights, plan, **how, recompute=recompute)
+    rows = expert_rows(x, gate_up, down, plan, **how)
+    return unpermute(module.post_expert_norm(rows), plan, routing_weights)
 
 
 def weights_of(module: nn.Module) -> Weights:
@@ -397,10 +411,10 @@ def names_of(module: nn.Module) -> tuple[str, str]:
 
 
 def runs_fused(module: nn.Module) -> bool:
-    """Whether `expert_mlp` computes it all, and not a product, a gate, a norm or an adapter at a time."""
+    """Whether the gate is computed inside the products, and not a product, a gate or an adapter at a time."""
     if any(four_bits_of(module, name) is not None for name in names_of(module)):
         return False
-    return bool(known_gate(module)) and not has_norm(module) and not getattr(module, ADAPTERS, None)
+    return bool(known_gate(module)) and not getattr(module, ADAPTERS, None)
 
 
 def summed_weights(module: nn.Module) -> tuple[str, ...]:
@@ -435,15 +449,19 @@ def gate_and_reason(module: nn.Module) -> tuple[tuple[str, bool] | None, str]:
     other = None, "no kernel has its activation function, or the function has hooks"
     if not module.has_gate:
         return ((plain, False), "") if plain else other
-    gate = type(module)._apply_gate
-    if "_apply_gate" in vars(module) or full_name(gate) not in GATES:
+    gate = GATES.get(full_name(type(module)._apply_gate))
+    if "_apply_gate" in vars(module) or gate is None:
         return None, "no kernel has its method _apply_gate"
-    interleaved, constants = GATES[full_name(gate)]
-    if constants is BY_FUNCTION:
-        return ((gated, interleaved), "") if gated else other
-    if any(getattr(module, name, None) != value for name, value in constants.items()):
-        return None, "the kernels have its gate with other constants"
-    return ("swiglu_oai", interleaved), ""
+    if gate.limit is None:
+        return ((gated, gate.interleaved), "") if gated else other
+    if gate.calls_act_fn and gated != "swiglu":
+        return other
+    limit = getattr(module, gate.limit, None)
+    alpha = getattr(module, gate.alpha, None) if gate.alpha else 1.0
+    try:
+        return (swiglu_limit(limit, limit, alpha, gate.up_offset), gate.interleaved), ""
+    except (TypeError, ValueError) as error:
+        return None, f"the kernels do not have its gate with these constants: {error}"
 
 
 def full_name(kind) -> str:
@@ -475,7 +493,7 @@ def unfused(
     """
     if w.gate_up_main_grad is not None or w.down_main_grad is not None:
         raise ValueError(
-            f"a weight of {type(module).__name__} has a main_grad, which its gate, norm or adapter forbids: "
+            f"a weight of {type(module).__name__} has a main_grad, which its gate or adapter forbids: "
             "take it away, and the gradient is in .grad"
         )
     adapters = getattr(module, ADAPTERS, None) or {}
@@ -546,7 +564,8 @@ class DispatchedExperts:
 
         transformers puts the local part of each parameter in its place during the call.
         """
-        return weights_of(self.module) if runs_fused(self.module) else ()
+        computes = has_norm(self.module) or not runs_fused(self.module)
+        return () if computes else weights_of(self.module)
 
     def compute(
         self,

@@ -185,12 +185,8 @@ def test_reasons_of_two_products():
     assert "activation function" in why(model)
     model = tiny_model("gpt_oss", experts=NAME)
     for module in experts_of(model):
-        module.limit = 5.0
-    assert "other constants" in why(model)
-    model = tiny_model("mixtral", experts=NAME)
-    for module in experts_of(model):
-        module.has_post_expert_norm = True
-    assert "normalised" in why(model)
+        module.limit = 0.0
+    assert "with these constants: gate_max must be above 0" in why(model)
     model = tiny_model("mixtral", experts=NAME)
     add_lora(model, rank=2)
     assert "adapter" in why(model)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import math
 import pathlib
 import re
 
@@ -16,6 +17,7 @@ from torch.func import functional_call
 
 from moe_aiter.integrations import transformers as ours
 from moe_aiter.integrations.transformers import NAME, known_gate, register
+from moe_aiter.kernels.base.activations import swiglu_limit
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -24,9 +26,12 @@ OAI = dict.fromkeys(("GptOssExperts",), ("swiglu_oai", True)) | dict.fromkeys(
     ("OpenAIPrivacyFilterExperts", "MiniMaxM3VLExperts"), ("swiglu_oai", False)
 )
 PLAIN = {"NemotronHExperts": ("silu", False)}
-UNKNOWN = {
-    "DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "Inkling2Experts", "Step3p7Experts",
-}  # fmt: skip
+LIMITED = dict.fromkeys(
+    ("DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts"),
+    ("swiglu_limit(7.0, 7.0, 1.0, 0.0)", False),
+)
+UNKNOWN = dict.fromkeys(("Inkling2Experts", "Inkling2LoopExperts", "Step3p7Experts"))
+KNOWN = OAI | PLAIN | LIMITED | UNKNOWN
 
 
 class Config:
@@ -67,6 +72,10 @@ def randomised(experts):
     return experts.double()
 
 
+def muse_spark():
+    return new_experts("transformers.models.muse_spark.modeling_muse_spark", "MuseSparkExperts")
+
+
 def mixtral(**numbers):
     return new_experts("transformers.models.mixtral.modeling_mixtral", "MixtralExperts", **numbers)
 
@@ -75,9 +84,10 @@ def gpt_oss():
     return new_experts("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 
 
-def assert_as_eager(experts):
+def assert_as_eager(experts, ids=None):
     """Output and all gradients, in float64; some of the models compute in float32."""
-    weights, ids = torch.randn(T, E, dtype=torch.float64).softmax(-1).topk(TOP_K)
+    weights, best = torch.randn(T, E, dtype=torch.float64).softmax(-1).topk(TOP_K)
+    ids = best if ids is None else ids
     x = torch.randn(T, H, dtype=torch.float64)
     names, parameters = zip(*experts.named_parameters(), strict=True)
 
@@ -100,18 +110,43 @@ def registered():
 @pytest.fixture
 def fused(monkeypatch):
     """How often the fused experts were called."""
-    calls, run = [], ours.expert_mlp
-    monkeypatch.setattr(ours, "expert_mlp", lambda *a, **k: calls.append(1) or run(*a, **k))
+    calls = []
+    for name in ("expert_mlp", "expert_rows"):
+        run = getattr(ours, name)
+        monkeypatch.setattr(ours, name, lambda *a, run=run, **k: calls.append(1) or run(*a, **k))
     return calls
 
 
 @pytest.mark.parametrize("module, kind", decorated_classes())
 def test_every_class_of_transformers(module, kind, fused):
     experts = new_experts(module, kind)
-    known = OAI.get(kind) or PLAIN.get(kind) or (None if kind in UNKNOWN else ("swiglu", False))
+    known = KNOWN.get(kind, ("swiglu", False))
     assert known_gate(experts) == known
     assert_as_eager(experts)
-    assert len(fused) == (known is not None and not getattr(experts, "has_post_expert_norm", False))
+    assert len(fused) == (known is not None)
+
+
+@pytest.mark.parametrize("module, kind", decorated_classes())
+def test_main_grad_of_every_class(module, kind):
+    experts = new_experts(module, kind)
+    inputs = torch.randn(T, H, dtype=torch.float64), torch.randint(E, (T, TOP_K)), torch.rand(T, TOP_K)
+    experts.config._experts_implementation = "eager"
+    experts(*inputs).sum().backward()
+    want = {name: p.grad for name, p in experts.named_parameters()}
+    experts.config._experts_implementation = NAME
+    experts.zero_grad()
+    names = ours.names_of(experts)
+    for name in names:
+        p = getattr(experts, name)
+        p.main_grad = torch.ones_like(p)
+    if known_gate(experts) is None:
+        with pytest.raises(ValueError, match="main_grad"):
+            experts(*inputs)
+        return
+    experts(*inputs).sum().backward()
+    for name, p in experts.named_parameters():
+        assert (p.grad is None) == (name in names)
+        assert error(p.main_grad - 1 if name in names else p.grad, want[name]) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -188,13 +223,44 @@ def test_an_overridden_gate_is_honoured(new, fused):
         assert error(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("constant, value", [("limit", 1.0), ("alpha", 1.0)])
-def test_other_constants_are_honoured(constant, value, fused):
+@pytest.mark.parametrize("constant, value", [("limit", 1.0), ("limit", 12), ("alpha", 1.0), ("alpha", 0.5)])
+def test_other_constants(constant, value, fused):
+    experts = gpt_oss()
+    setattr(experts, constant, value)
+    numbers = {"limit": 7.0, "alpha": 1.702, constant: value}
+    assert known_gate(experts) == (
+        swiglu_limit(numbers["limit"], numbers["limit"], numbers["alpha"], 1.0), True,
+    )  # fmt: skip
+    assert_as_eager(experts)
+    assert len(fused) == 1
+
+
+@pytest.mark.parametrize(
+    "constant, value", [("limit", math.inf), ("limit", 0), ("alpha", -1.0), ("alpha", torch.tensor(1.0))]
+)
+def test_constants_that_no_kernel_has(constant, value, fused):
     experts = gpt_oss()
     setattr(experts, constant, value)
     assert known_gate(experts) is None
+    assert "with these constants: " in ours.gate_and_reason(experts)[1]
     assert_as_eager(experts)
     assert not fused
+
+
+@pytest.mark.parametrize("dropped", [0.3, 1.0])
+def test_a_norm_with_dropped_choices(dropped, fused):
+    ids = torch.randint(E, (T, TOP_K))
+    assert_as_eager(muse_spark(), ids.where(torch.rand(T, TOP_K) > dropped, E))
+    assert len(fused) == 1
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4.DeepseekV4Experts", "muse_spark.MuseSparkExperts"])
+def test_compile(kind):
+    model, _, name = kind.partition(".")
+    experts = new_experts(f"transformers.models.{model}.modeling_{model}", name)
+    inputs = torch.randn(T, H, dtype=torch.float64), torch.randint(E, (T, TOP_K)), torch.rand(T, TOP_K)
+    out = torch.compile(experts, fullgraph=True, backend="aot_eager")(*inputs)
+    assert error(out, experts(*inputs)) < 1e-12
 
 
 def test_hooks_of_the_activation_function_are_called(fused):

@@ -135,16 +135,22 @@ def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
 
     They are two nodes if z is saved, so that it can be freed, or become dz, when the first has run backward.
     """
-    routing = i.order, i.rank, i.group_sizes
+    if not i.save_z:
+        return expert_both_op(*i, *row_bytes(i, row_chunks))
+    return up_and_down(i, i.routing_weights, (i.order, i.rank, i.group_sizes), row_chunks)
+
+
+def up_and_down(
+    i: ExpertInputs, down_weights: Tensor, down_plan: tuple[Tensor, Tensor, Tensor], row_chunks: int | None
+) -> Tensor:
+    """Both projections as two nodes, of which the second sums rows with a routing that may be another."""
     act = i.activation, i.interleaved
     bytes_of_y, bytes_of_dx = row_bytes(i, row_chunks)
-    if not i.save_z:
-        return expert_both_op(*i, bytes_of_y, bytes_of_dx)
-    up = i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.save_z, bytes_of_dx, i.gate_up_main_grad
-    z, a = expert_up_op(*up)
-    down = i.down, i.down_bias, i.routing_weights
+    up = i.x, i.gate_up, i.gate_up_bias, i.order, i.rank, i.group_sizes, *act, i.save_z, bytes_of_dx
+    z, a = expert_up_op(*up, i.gate_up_main_grad)
     # z has no other user, so backward may write over it
-    return expert_down_op(a, z, *down, *routing, *act, True, bytes_of_y, i.down_main_grad)
+    down = i.down, i.down_bias, down_weights, *down_plan, *act, True, bytes_of_y, i.down_main_grad
+    return expert_down_op(a, z, *down)
 
 
 def by_expert(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
@@ -236,3 +242,32 @@ def expert_mlp(
     if fp8 is not None:
         return in_8_bits(inputs, row_chunks, fp8)
     return pick("expert_mlp", x)(inputs, row_chunks)
+
+
+def expert_rows(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
+    *,
+    activation: str,
+    interleaved: bool,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate_up_main_grad: Tensor | None,
+    down_main_grad: Tensor | None,
+) -> Tensor:
+    """Return the rows (R, H) that `expert_mlp` sums, in the order of the plan; zeros for dropped choices.
+
+    For models that process each expert's output before the weighted sum.  The arguments are those of
+    `expert_mlp`.
+    """
+    check_plan(plan)
+    order, rank, group_sizes = plan
+    differentiable = x, gate_up, gate_up_bias, down, down_bias, torch.ones_like(rank, dtype=torch.float32)
+    main_grads = gate_up_main_grad, down_main_grad
+    i = ExpertInputs(*differentiable, *plan, activation, interleaved, False, *main_grads)
+    check_experts(i)
+    rows = torch.arange(len(order), dtype=order.dtype, device=order.device).where(order >= 0, -1)
+    alone = rows, rows[:, None], group_sizes  # each row is the only one of a token of its own
+    return up_and_down(i._replace(save_z=needs_grad(i)), i.routing_weights.view(-1, 1), alone, None)

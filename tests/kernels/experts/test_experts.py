@@ -10,10 +10,10 @@ from moe_aiter.config import interpret
 from moe_aiter.distributed.slots import window
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.inputs import ExpertInputs
-from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
+from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp, expert_rows
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
-from moe_aiter.routing.plan import make_plan
+from moe_aiter.routing.plan import make_plan, unpermute
 
 from ...check import assert_as_good_as_torch, error, with_gradients
 from ...shapes import NAMES, expert_ids, spread, transposed
@@ -54,6 +54,18 @@ def layered(
     plan = sort_by_expert(ids, len(down))
     differentiable = x, gate_up, gate_up_bias, down, down_bias, weights
     return by_layer(ExpertInputs(*differentiable, *plan, activation, interleaved, recompute == "none"))
+
+
+def by_rows(
+    ids, activation, interleaved, x, gate_up, down, weights, gate_up_bias=None, down_bias=None
+):  # fmt: skip
+    """The rows of `expert_rows`, summed."""
+    plan = make_plan(ids, len(down))
+    rows = expert_rows(
+        x, gate_up, down, plan, activation=activation, interleaved=interleaved,
+        gate_up_bias=gate_up_bias, down_bias=down_bias, gate_up_main_grad=None, down_main_grad=None,
+    )  # fmt: skip
+    return unpermute(rows, plan, weights)
 
 
 WAYS = [fused] if interpret else [fused, layered]  # the interpreter runs fused by layer
@@ -99,7 +111,7 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("fn", WAYS)
+@pytest.mark.parametrize("fn", [*WAYS, by_rows])
 def test_routings(device, fn, routing):
     compare(fn, routing(13, 5, 2).to(device), "swiglu", False, make(device))
 
@@ -116,7 +128,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("fn", WAYS)
+@pytest.mark.parametrize("fn", [*WAYS, by_rows])
 def test_shapes(device, fn, shape):
     size = SMALL | shape
     ids = expert_ids(size["T"], size["E"], size["k"]).to(device)
