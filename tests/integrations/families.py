@@ -1,5 +1,6 @@
 """Tiny models of transformers' families, with random weights."""
 
+import pytest
 import torch
 
 E, H, TOP_K, VOCAB = 6, 16, 2, 32
@@ -80,11 +81,39 @@ CONVERTED = FAMILIES | {  # further ones, of which this package only converts ch
     ),
 }  # fmt: skip
 
+FUSED = {  # further ones, whose gates have limits or the tanh approximation of GELU
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {
+            "num_local_experts": E, "intermediate_size": 24, "head_dim": 8, "qk_rope_head_dim": 4,
+            "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 8,
+            "swiglu_limit": 0.5,
+        },
+    ),
+    "hy_v4": (
+        "HYV4Config",
+        {
+            "num_local_experts": E, "moe_intermediate_size": 24, "intermediate_size": 32, "head_dim": 8,
+            "swiglu_limit": 0.5, "bos_token_id": 1, "eos_token_id": 2,
+        },
+    ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {
+            "enable_moe_block": True, "num_experts": E, "top_k_experts": TOP_K, "moe_intermediate_size": 24,
+            "intermediate_size": 32, "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
+
 
 def tiny_config(family: str, **changes):
     import transformers
 
-    kind, sizes = CONVERTED[family]
+    kind, sizes = (CONVERTED | FUSED)[family]
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     return getattr(transformers, kind)(**COMMON | sizes | changes)
 
 

@@ -169,7 +169,12 @@ def test_dtypes_that_no_layer_has_are_refused(tmp_path):
         ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob is 'false'; it should be of type bool"),
         ("deepseek_v3", {"topk_group": 0}, "topk_group is 0; it should be a whole number from 1"),
         ("deepseek_v3", {"routed_scaling_factor": True}, "routed_scaling_factor is True; it should be of"),
-        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is known"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_alpha make no activation: gate_max must be above 0"),
+        (
+            "gpt_oss",
+            {"swiglu_alpha": "1"},
+            "swiglu_alpha make no activation: alpha must be a number, not str",
+        ),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ("deepseek_v3", {"n_group": 4}, "which 4 groups cannot share evenly"),
         ("mixtral", {"model_type": "llama4"}, "model_type is 'llama4': it multiplies the input of an expert"),

@@ -1,5 +1,6 @@
 """Hugging Face's checkpoints in our layout: the layers compute the same, and the way back is exact."""
 
+import copy
 import json
 import math
 import re
@@ -115,6 +116,24 @@ def test_a_language_model_within_another_model(fused, tmp_path):
             assert error(load_moe(tmp_path / "ours", name)(x), run(block, x)) < 1e-6
     convert(tmp_path / "ours", tmp_path / "back", to="huggingface")
     assert identical(tensors(tmp_path / "theirs"), tensors(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("numbers", [{"swiglu_limit": 0.5}, {"swiglu_alpha": 3.0}])
+def test_other_limits_of_gpt_oss(numbers, tmp_path):
+    model = tiny_model("gpt_oss", **numbers)
+    model.save_pretrained(tmp_path / "theirs")
+    assert max(convert(tmp_path / "theirs", tmp_path / "ours").differences.values()) < 1e-6
+    x = torch.randn(2, 20, H)
+    for name, block in blocks(model).items():
+        moe, same, other = (
+            load_moe(tmp_path / "ours", name),
+            moe_from_huggingface(block),
+            copy.deepcopy(block),
+        )
+        other.experts.limit, other.experts.alpha = 7.0, 1.702
+        with torch.no_grad():
+            assert max(error(moe(x), run(block, x)), error(same(x), run(block, x))) < 1e-6
+            assert error(run(other, x), run(block, x)) > 1e-3
 
 
 def test_every_other_key_is_unchanged(tmp_path):

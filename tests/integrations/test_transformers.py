@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from check import assert_as_good_as_torch, error, with_gradients
-from integrations.families import FAMILIES, TOP_K, E, H, experts_of, tiny_model
+from integrations.families import FAMILIES, FUSED, TOP_K, E, H, experts_of, tiny_model
 from torch.func import functional_call
 
 from moe_aiter import use_main_grad
@@ -206,7 +206,7 @@ def test_main_grad(family):
         module(*inputs)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", *FUSED])
 def test_use_main_grad_in_a_model(family):
     """A step is that of autograd's gradients; a gate of the module's own keeps to `.grad`."""
     model = tiny_model(family, experts=NAME)

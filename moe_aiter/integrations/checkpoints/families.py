@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ...kernels.base.activations import OAI, swiglu_limit
 from ...routing.choices import GroupLimit
 from .files import CheckpointError
 
@@ -168,7 +169,12 @@ class Family:
         if config.get("router_jitter_noise"):
             found.append("router_jitter_noise is not 0: transformers then moves what the experts see too")
         acts = self.activations()
-        if not self.always_fused and first(config, (self.act,), next(iter(acts))) not in list(acts):
+        if self.always_fused:
+            try:
+                with_limits(config)
+            except (TypeError, ValueError) as error:
+                found.append(f"swiglu_limit and swiglu_alpha make no activation: {error}")
+        elif first(config, (self.act,), next(iter(acts))) not in list(acts):
             found.append(f"{self.act} is {config[self.act]!r}; known: {', '.join(acts)}")
         found += self.differences(config)
         sums_to_1 = self.renormalizes is None or first(config, ("norm_topk_prob",), self.renormalizes)
@@ -199,7 +205,7 @@ class Family:
         hidden, width, num_experts, top_k = (first(config, names) for names in self.required())
         kwargs = {"hidden": hidden, "intermediate": width, "num_experts": num_experts, "top_k": top_k}
         if self.always_fused:
-            act = {"activation": "swiglu_oai", "bias": True, "interleaved": True}
+            act = {"activation": with_limits(config), "bias": True, "interleaved": True}
             return kwargs | act | {"score": self.score}
         acts = self.activations()
         kwargs["activation"] = acts[first(config, (self.act,), next(iter(acts)))]
@@ -268,6 +274,12 @@ class Family:
             yield same("shared.down.weight", f"{name}{self.matrices[-1]}.weight", H, shared)
             if self.shared.gate:
                 yield same("shared.gate.weight", f"{self.shared.gate}.weight", 1, H)
+
+
+def with_limits(config: dict) -> str:
+    """Return gpt-oss's activation with the numbers of the configuration; raise what `swiglu_limit` does."""
+    limit = first(config, ("swiglu_limit",), OAI.gate_max)
+    return swiglu_limit(limit, limit, first(config, ("swiglu_alpha",), OAI.alpha), OAI.up_offset)
 
 
 def same(ours: str, theirs: str, *shape: int) -> Piece:
@@ -347,7 +359,6 @@ FAMILIES = {
         Family(
             "gpt_oss", "GptOssMLP", "GptOssForCausalLM", EXPERTS[::-1], "intermediate_size",
             routers=("router", "router"), always_fused=True, score="topk_softmax",
-            only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         ),
         Family(
             "glm4_moe", "Glm4MoeMoE", "Glm4MoeForCausalLM", ("n_routed_experts", "num_local_experts"),

@@ -98,8 +98,11 @@ class Formula(NamedTuple):
         gate_up, bias = (self.read(f"experts.gate_up_proj{end}", (e,)).float() for end in ("", "_bias"))
         down, down_bias = (self.read(f"experts.down_proj{end}", (e,)).float() for end in ("", "_bias"))
         z = x @ gate_up + bias
-        gate, up = z[:, ::2].clamp(max=7), z[:, 1::2].clamp(-7, 7)
-        return (up + 1) * gate * torch.sigmoid(1.702 * gate) @ down + down_bias
+        limit, alpha = (
+            first(self.config, (f"swiglu_{n}",), value) for n, value in {"limit": 7, "alpha": 1.702}.items()
+        )
+        gate, up = z[:, ::2].clamp(max=limit), z[:, 1::2].clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(alpha * gate) @ down + down_bias
 
 
 def mlp(config: dict, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
