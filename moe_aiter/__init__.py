@@ -15,6 +15,7 @@ from . import config as _config  # a wrong setting is an error of `import moe_ai
 from . import torch_ops as _torch_ops
 
 if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` imports the same
+    from .kernels.base.activations import swiglu_limit
     from .kernels.dense.gemm import gemm
     from .kernels.dense.scaled_gemm import scaled_gemm
     from .kernels.experts.fp8 import keep_fp8_weights
@@ -150,6 +151,7 @@ __all__ = [
     "sequence_balance_loss",
     "sort_by_expert",
     "sparse_gemm",
+    "swiglu_limit",
     "tgmm",
     "topk",
     "unfuse",
@@ -161,6 +163,7 @@ __all__ = [
 ]
 
 _MODULES = {  # module: its public names
+    "kernels.base.activations": "swiglu_limit",
     "kernels.dense.gemm": "gemm",
     "kernels.dense.scaled_gemm": "scaled_gemm",
     "kernels.experts.fp8": "keep_fp8_weights",

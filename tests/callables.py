@@ -292,6 +292,7 @@ OURS = {
         "order": torch.arange(6).int(),
         "top_k": 2,
     },
+    "swiglu_limit": lambda: {"gate_max": 10.0, "up_limit": 10.0, "alpha": 1.702, "up_offset": 1.0},
     "topk": lambda: {"scores": rand(T, E), "k": K},
     "unfuse": lambda: {"model": nn.Sequential(*ours.fuse_qkv(*linears(3)))},
     "unpermute": lambda: {"x": rand(T * K, H), "plan": plan(), "routing_weights": rand(T, K)},

@@ -24,8 +24,8 @@ class Experts(nn.Module):
                     (E, I, H) for a plain activation
       down          (E, H, I)
       gate_up_bias  (E, 2I or I) and down_bias (E, H), with `bias`
-    All are initialised as E nn.Linear layers would be.  `activation`: swiglu, swiglu_oai (gpt-oss:
-    clamped), geglu, geglu_tanh, reglu, silu, gelu, relu or relu2.
+    All are initialised as E nn.Linear layers would be.  `activation`: swiglu, swiglu_oai
+    (gpt-oss), what `swiglu_limit` returns, geglu, geglu_tanh, reglu, silu, gelu, relu or relu2.
 
     A weight with a `main_grad` attribute, a tensor of its shape and usually float32, gets its gradient added
     there, without a rounding between micro-batches, and its `.grad` stays None: see `use_main_grad`.

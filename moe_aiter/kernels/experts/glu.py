@@ -235,9 +235,10 @@ glu_backward_op = define_op(
 def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
     """Apply an expert's activation to `z`, (R, 2I) or (R, I); returns (R, I) in the dtype of `z`.
 
-    swiglu, geglu, geglu_tanh, reglu (Shazeer 2020, arXiv 2002.05202) and swiglu_oai (gpt-oss) are gated:
-    `z` is (R, 2I), its first I columns are the gate and the others up; with `interleaved`, gate and up
-    alternate.  silu, gelu, relu and relu2 are plain: `z` is (R, I).  `activations.py` has the formulas.
+    swiglu, geglu, geglu_tanh, reglu (Shazeer 2020, arXiv 2002.05202), swiglu_oai (gpt-oss) and what
+    `swiglu_limit` returns are gated: `z` is (R, 2I), its first I columns are the gate and the others up;
+    with `interleaved`, gate and up alternate.  silu, gelu, relu and relu2 are plain: `z` is (R, I).
+    `activations.py` has the formulas.
     Computed in float32 (float64 for float64); differentiable; any strides.
 
     Raises ValueError for an unknown activation, an odd number of columns for a gated one, or `interleaved`
