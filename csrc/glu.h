@@ -93,7 +93,8 @@ MULTIVERSION static void glu(F f, Layout layout, const T* z, T* out, int64_t beg
 }
 
 template <class F, bool weighted, class T>
-MULTIVERSION static void glu_gradient(F f, Layout layout, const GluGradient<T>& g, int64_t begin, int64_t end, int64_t I) {
+MULTIVERSION static void glu_gradient(F f, Layout layout, const GluGradient<T>& g, int64_t begin, int64_t end,
+                                      int64_t I) {
   if (layout == Layout::plain) glu_gradient_rows<F, Layout::plain, weighted>(f, g, begin, end, I);
   if (layout == Layout::halves) glu_gradient_rows<F, Layout::halves, weighted>(f, g, begin, end, I);
   if (layout == Layout::pairs) glu_gradient_rows<F, Layout::pairs, weighted>(f, g, begin, end, I);

@@ -146,7 +146,9 @@ struct SiluLimit {
     value = y * sig;
     slope = x > gate_max ? 0.0f : sig + alpha * value * (1.0f - sig);
   }
-  ALWAYS_INLINE float up(float x) const { return (x > up_limit ? up_limit : x < -up_limit ? -up_limit : x) + up_offset; }
+  ALWAYS_INLINE float up(float x) const {
+    return (x > up_limit ? up_limit : x < -up_limit ? -up_limit : x) + up_offset;
+  }
   ALWAYS_INLINE float up_slope(float x) const { return x > up_limit ? 0.0f : x < -up_limit ? 0.0f : 1.0f; }
 };
 

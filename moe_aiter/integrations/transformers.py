@@ -69,6 +69,8 @@ class Gate(NamedTuple):
     calls_act_fn: bool = True  # whether it calls `module.act_fn`, which must be SiLU if there is a limit
 
 
+OAI = Gate(limit="limit", alpha="alpha", up_offset=1.0, calls_act_fn=False)
+HY = Gate(limit="swiglu_limit", calls_act_fn=False)
 GATES = {  # by the name of the method
     "transformers.integrations.moe._default_apply_gate": Gate(),
     **{
@@ -76,12 +78,12 @@ GATES = {  # by the name of the method
         for name, gate in {
             "beam.BeamExperts": Gate(),
             "deepseek_v4.DeepseekV4Experts": Gate(limit="limit"),
-            "glm5_next.Glm5NextTextExperts": Gate(limit="swiglu_limit", calls_act_fn=False),
-            "gpt_oss.GptOssExperts": Gate(True, "limit", "alpha", 1.0, calls_act_fn=False),
-            "hy_v4.HYV4Experts": Gate(limit="swiglu_limit", calls_act_fn=False),
-            "hy_v4_vl.HYV4VLExperts": Gate(limit="swiglu_limit", calls_act_fn=False),
-            "minimax_m3_vl.MiniMaxM3VLExperts": Gate(False, "swiglu_limit", "swiglu_alpha", 1.0, False),
-            "openai_privacy_filter.OpenAIPrivacyFilterExperts": Gate(False, "limit", "alpha", 1.0, False),
+            "glm5_next.Glm5NextTextExperts": HY,
+            "gpt_oss.GptOssExperts": OAI._replace(interleaved=True),
+            "hy_v4.HYV4Experts": HY,
+            "hy_v4_vl.HYV4VLExperts": HY,
+            "minimax_m3_vl.MiniMaxM3VLExperts": OAI._replace(limit="swiglu_limit", alpha="swiglu_alpha"),
+            "openai_privacy_filter.OpenAIPrivacyFilterExperts": OAI,
         }.items()
     },
 }

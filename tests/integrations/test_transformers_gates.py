@@ -263,6 +263,15 @@ def test_compile(kind):
     assert error(out, experts(*inputs)) < 1e-12
 
 
+def test_limits_around_another_function(fused):
+    experts = new_experts(
+        "transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts", act="gelu"
+    )
+    assert known_gate(experts) is None
+    assert_as_eager(experts)
+    assert not fused
+
+
 def test_hooks_of_the_activation_function_are_called(fused):
     experts, seen = mixtral(), []
     experts.act_fn = copy.deepcopy(experts.act_fn)

@@ -171,7 +171,7 @@ class Family:
         acts = self.activations()
         if self.always_fused:
             try:
-                with_limits(config)
+                oai_activation(config)
             except (TypeError, ValueError) as error:
                 found.append(f"swiglu_limit and swiglu_alpha make no activation: {error}")
         elif first(config, (self.act,), next(iter(acts))) not in list(acts):
@@ -205,7 +205,7 @@ class Family:
         hidden, width, num_experts, top_k = (first(config, names) for names in self.required())
         kwargs = {"hidden": hidden, "intermediate": width, "num_experts": num_experts, "top_k": top_k}
         if self.always_fused:
-            act = {"activation": with_limits(config), "bias": True, "interleaved": True}
+            act = {"activation": oai_activation(config), "bias": True, "interleaved": True}
             return kwargs | act | {"score": self.score}
         acts = self.activations()
         kwargs["activation"] = acts[first(config, (self.act,), next(iter(acts)))]
@@ -276,7 +276,7 @@ class Family:
                 yield same("shared.gate.weight", f"{self.shared.gate}.weight", 1, H)
 
 
-def with_limits(config: dict) -> str:
+def oai_activation(config: dict) -> str:
     """Return gpt-oss's activation with the numbers of the configuration; raise what `swiglu_limit` does."""
     limit = first(config, ("swiglu_limit",), OAI.gate_max)
     return swiglu_limit(limit, limit, first(config, ("swiglu_alpha",), OAI.alpha), OAI.up_offset)

@@ -98,9 +98,7 @@ class Formula(NamedTuple):
         gate_up, bias = (self.read(f"experts.gate_up_proj{end}", (e,)).float() for end in ("", "_bias"))
         down, down_bias = (self.read(f"experts.down_proj{end}", (e,)).float() for end in ("", "_bias"))
         z = x @ gate_up + bias
-        limit, alpha = (
-            first(self.config, (f"swiglu_{n}",), value) for n, value in {"limit": 7, "alpha": 1.702}.items()
-        )
+        limit, alpha = first(self.config, ("swiglu_limit",), 7), first(self.config, ("swiglu_alpha",), 1.702)
         gate, up = z[:, ::2].clamp(max=limit), z[:, 1::2].clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate) @ down + down_bias
 

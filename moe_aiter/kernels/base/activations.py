@@ -213,6 +213,7 @@ ACTIVATIONS = {
 }
 
 
+_numbered: dict[str, Activation] = {}  # by name; torch.compile warns of functools.cache
 FORM = re.compile(r"swiglu_limit\((.*)\)")  # an activation by its numbers, as `swiglu_limit` writes it
 
 
@@ -245,18 +246,17 @@ def get_activation(name: str) -> Activation:
     """The activation of that name, or a ValueError that lists the names there are."""
     if not isinstance(name, str):
         raise TypeError(f"activation must be a str, not {type(name).__name__}")
-    return ACTIVATIONS.get(name) or with_numbers(name)
+    return ACTIVATIONS.get(name) or _numbered.get(name) or with_numbers(name)
 
 
-@functools.cache
 def with_numbers(name: str) -> Activation:
     """Return the activation that `name` describes, "swiglu_limit(10, 10)" for example."""
-    found = FORM.fullmatch(name)
-    if not found:
+    match = FORM.fullmatch(name)
+    if not match:
         known = ", ".join(sorted(ACTIVATIONS))
         raise ValueError(f"unknown activation {name!r}; known: {known}, and what swiglu_limit() returns")
     try:
-        numbers = [float(number) for number in found[1].split(",")]
+        numbers = [float(number) for number in match[1].split(",")]
     except ValueError:
         numbers = []
     if not 2 <= len(numbers) <= len(Limits._fields):
@@ -264,4 +264,7 @@ def with_numbers(name: str) -> Activation:
     same = swiglu_limit(*numbers)
     if same != name:
         return get_activation(same)
-    return Activation(name, "silu_limit", "up_limit", (Limits(*numbers),))
+    found = Activation(name, "silu_limit", "up_limit", (Limits(*numbers),))
+    if not torch.compiler.is_compiling():  # what a trace has read must not change
+        _numbered[name] = found
+    return found

@@ -34,8 +34,8 @@ def test_activations_are_as_exact_as_torch(activation):
     """In the worst case, against float64: exp and erf are polynomials of our own."""
     z = np.concatenate([np.linspace(-6, 20, 200_001), np.linspace(-1, 1, 200_001)]).astype(np.float32)[None]
     out, slope, ones = np.empty_like(z), np.empty_like(z), np.ones_like(z)
-    call("glu", z, out, activation, False, False, 2)
-    call("glu_backward", ones, z, slope, activation, False, False, 2)
+    call("glu", z, out, activation, [], False, False, 2)
+    call("glu_backward", ones, z, slope, activation, [], False, False, 2)
     x = torch.from_numpy(z).double().requires_grad_()
     fn = {"relu2": lambda x: torch.relu(x) ** 2}.get(activation) or getattr(torch.nn.functional, activation)
     want = fn(x)
@@ -97,12 +97,12 @@ def test_calls_from_several_python_threads():
     """The GIL is released, and the loops share torch's threads."""
     x = np.random.default_rng(1).standard_normal((600, 512)).astype(np.float32)
     want, wrong = np.empty_like(x), []
-    call("glu", x, want, "gelu", False, False, 1)
+    call("glu", x, want, "gelu", [], False, False, 1)
 
     def work():
         out = np.empty_like(x)
         for _ in range(20):
-            call("glu", x, out, "gelu", False, False, 2)
+            call("glu", x, out, "gelu", [], False, False, 2)
             if not np.array_equal(out, want):
                 wrong.append(1)
 
@@ -127,8 +127,8 @@ def good_arguments():
         "unpermute": [rows, rank, weights, x, 1],
         "row_dots": [rows, x, rank, weights, 1],
         "column_sums": [rows, order, weights, np.zeros(8, f), 1],
-        "glu": [z, a, "silu", True, False, 1],
-        "glu_backward": [a, z, z.copy(), "silu", True, False, 1],
+        "glu": [z, a, "silu", [], True, False, 1],
+        "glu_backward": [a, z, z.copy(), "silu", [], True, False, 1],
         "weighted_glu_backward": [
             a,
             z,
@@ -138,6 +138,7 @@ def good_arguments():
             a.copy(),
             weights.copy(),
             "silu",
+            [],
             True,
             False,
             1,
@@ -185,10 +186,13 @@ def test_indices_past_the_end_are_refused(name, at, message):
 def test_other_bad_arguments():
     z, a, *_ = good_arguments()["glu"]
     with pytest.raises(ValueError, match="unknown activation tanh"):
-        call("glu", z, a, "tanh", True, False, 1)
+        call("glu", z, a, "tanh", [], True, False, 1)
+    for activation, limits in (("silu", [1.0]), ("silu_limit", []), ("silu_limit", [1.0] * 3)):
+        with pytest.raises(ValueError, match=rf"the number of limits.*{len(limits)}"):
+            call("glu", z, a, activation, limits, True, False, 1)
     a.flags.writeable = False
     with pytest.raises(ValueError, match="not writeable"):
-        call("glu", z, a, "silu", True, False, 1)
+        call("glu", z, a, "silu", [], True, False, 1)
     x, order, weights, rows, *_ = good_arguments()["gather"]
     with pytest.raises(ValueError, match="top_k must be at least 1"):
         call("gather", x, order, weights, rows, 0, 1)

@@ -5,7 +5,7 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 from shapes import KINDS, LIMITED
 
-from moe_aiter.kernels.base.activations import get_activation, join_gate_up, split_gate_up
+from moe_aiter.kernels.base.activations import get_activation, join_gate_up, split_gate_up, swiglu_limit
 from moe_aiter.kernels.experts.glu import glu, glu_backward_op, glu_reference
 from moe_aiter.op import use
 
@@ -122,6 +122,16 @@ def test_gradcheck(kind):
     z = make("cpu", 3, 4, kind[0], torch.float64).requires_grad_()
     with use("torch"):
         assert torch.autograd.gradcheck(lambda z: glu(z, *kind), z)
+
+
+@pytest.mark.no_interpreter
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_names_that_a_compiled_function_sees_first():
+    z, seen = torch.randn(3, 8), []
+    compiled = torch.compile(lambda *args: glu(*args), fullgraph=True, backend="aot_eager")
+    for name in ("swiglu_limit(0.25, 0.5)", swiglu_limit(0.125, 0.5)):
+        seen += compiled(z, name), glu(z, name), compiled(z, name)
+    assert all(torch.equal(seen[i], seen[i // 3 * 3]) for i in range(6)) and not torch.equal(seen[0], seen[3])
 
 
 def test_errors():
