@@ -19,6 +19,7 @@ R = T * K
 IDS = torch.tensor([[0, 2], [2, -1], [2, 0], [0, 2]])
 ORDER, RANK, SIZES = sort_by_expert(IDS, E)
 ROUTING = ORDER, RANK, SIZES
+FULL = sort_by_expert(IDS.clamp(min=0), E)  # for ops that do not write rows of no expert
 ACT = "swiglu", False
 E4M3 = "e4m3"
 
@@ -103,7 +104,7 @@ def spread(draw: Draw) -> Tensor:
 # op: its inputs, drawn in a dtype
 SAMPLES = {
     "adapted_down": lambda d: (d(R, F), d(E, H, F), d(E, H), d(R, 2), d(E, H, 2), d.positive(T, K), *ROUTING),
-    "adapted_up": lambda d: (d(T, H), d(E, N, H), d(E, N), d(R, 2), d(E, N, 2), *ROUTING),
+    "adapted_up": lambda d: (d(T, H), d(E, N, H), d(E, N), d(R, 2), d(E, N, 2), *FULL),
     "add_low_rank": lambda d: (d(R, N), d(R, 2), d(E, 2, N), SIZES),
     "attach_loss": lambda d: (d(T, H), d(1)[0], None),
     "count_choices": lambda d: (torch.zeros(E, dtype=torch.int64), SIZES),
@@ -117,13 +118,13 @@ SAMPLES = {
         d(E, H, F),
         d(E, H),
         d.positive(T, K),
-        *ROUTING,
+        *FULL,
         *ACT,
         False,
         0,
         None,
     ),
-    "expert_down_grad": lambda d: (d(T, H), d(R, 2 * F), d(E, H, F), d.positive(T, K), *ROUTING, *ACT, True),
+    "expert_down_grad": lambda d: (d(T, H), d(R, 2 * F), d(E, H, F), d.positive(T, K), *FULL, *ACT, True),
     "expert_down_grad_fp8": of_8_bit_gradient,
     "expert_down_grad_fp8_over_z": of_8_bit_gradient,
     "expert_down_grad_over_z": lambda d: (
@@ -131,16 +132,16 @@ SAMPLES = {
         d(R, 2 * F),
         d(E, H, F),
         d.positive(T, K),
-        *ROUTING,
+        *FULL,
         *ACT,
         True,
     ),
     "expert_loop": lambda d: of_experts(d, True, None, None),
     "expert_loop_backward": of_loop_backward,
-    "expert_up": lambda d: (*d.plain()[:3], *ROUTING, *ACT, True, 0, None),
+    "expert_up": lambda d: (*d.plain()[:3], *FULL, *ACT, True, 0, None),
     "expert_up_fp8": lambda d: (*of_8_bit_up(d), True, d.dtype),
-    "expert_up_split": lambda d: (d.plain()[0], d(E, F, H), d(E, F, H), *ROUTING, 0, None, None),
-    "expert_z": lambda d: (*d.plain()[:3], *ROUTING, *ACT),
+    "expert_up_split": lambda d: (d.plain()[0], d(E, F, H), d(E, F, H), *FULL, 0, None, None),
+    "expert_z": lambda d: (*d.plain()[:3], *FULL, *ACT),
     "expert_z_fp8": lambda d: (*of_8_bit_up(d), d.dtype),
     "experts_fp8": lambda d: of_experts(d, True, None, None, 0, 0, True, False, E4M3),
     "four_bit_gmm": lambda d: (d(T, 64), *of_four_bits(64), True, SIZES, d(E, 2), ORDER, K),

@@ -271,17 +271,14 @@ def page_locked(place: Place, size: int, device: torch.device) -> Tensor:
 
     torch's allocator of such memory rounds each size up to a power of two, to almost twice the size.
     """
-    page = mmap.PAGESIZE
-    size = -(-max(size, 1) // page) * page  # whole pages, which nothing else shares
-    block = torch.empty(size + page, dtype=torch.uint8, device="cpu")
-    start = -block.data_ptr() % page
-    pointer = block.data_ptr() + start
+    block = torch.frombuffer(mmap.mmap(-1, max(size, 16)), dtype=torch.uint8)  # pages of its own
+    pointer, size = block.data_ptr(), block.nbytes
     with torch.cuda.device(device):
         error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, PORTABLE))
     if error:
         raise RuntimeError(f"{size} bytes of host memory cannot be page-locked: CUDA error {error}")
     weakref.finalize(block.untyped_storage(), unlock, pointer, device).atexit = False
-    return place._replace(offset=start // place.dtype.itemsize).view(block)
+    return place._replace(offset=0).view(block)
 
 
 def unlock(pointer: int, device: torch.device) -> None:

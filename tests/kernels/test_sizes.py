@@ -233,7 +233,9 @@ def test_adapted(device, a, b, rank):
     rows, tokens = T * K_CHOICES, new(device, T, a)
     low, up = new(device, rows, rank), new(device, E, b, rank)
     inputs = tokens, w, bias, low, up, order, rank_of, sizes
-    assert_as_good_as_torch(adapted_up, adapted_up_reference, *inputs, floor=FLOOR)
+    n = int(sizes.sum())  # rows of no expert are not written
+    ops = (lambda *i, fn=fn: fn(*i)[:n] for fn in (adapted_up, adapted_up_reference))
+    assert_as_good_as_torch(*ops, *inputs, floor=FLOOR)
     s = torch.rand(T, K_CHOICES, device=device)
     inputs = new(device, rows, a), w, bias, low, up, s, order, rank_of, sizes
     assert_as_good_as_torch(adapted_down, adapted_down_reference, *inputs, floor=FLOOR)

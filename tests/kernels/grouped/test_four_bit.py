@@ -42,7 +42,9 @@ def dequantized_product(w, transpose, dtype, x, group_sizes, bias, order=None, t
 
 def check(w, transpose, x, *rest):
     reference = functools.partial(dequantized_product, w, transpose, x.dtype)
-    assert_as_good_as_torch(functools.partial(product, w, transpose), reference, x, *rest)
+    # a GPU's kernel adds up float32 products one after the other, which torch does as a tree
+    slack = 4.0 if x.dtype == torch.float32 and x.is_cuda else 2.0
+    assert_as_good_as_torch(functools.partial(product, w, transpose), reference, x, *rest, slack=slack)
 
 
 @weights

@@ -69,7 +69,8 @@ def test_add(backend, device, monkeypatch, rows, columns, dtype):
         want = (before.double() + gmm_unpermute_reference(*exact))[touched]
         torchs = (before.float() + gmm_unpermute_reference(*inputs).float()).to(dtype)[touched]
         assert torch.equal(out[~touched].isnan(), torch.ones_like(out[~touched], dtype=torch.bool))
-        assert error(out[touched], want) <= 2 * error(torchs, want) + torch.finfo(torch.float32).eps
+        # of a single sum torch's error may be far less than the rounding of rows and sum
+        assert error(out[touched], want) <= 2 * error(torchs, want) + torch.finfo(dtype).eps
 
 
 @pytest.mark.no_interpreter
