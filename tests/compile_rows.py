@@ -23,6 +23,7 @@ from moe_aiter.kernels.quantize.rows import (
     bind_quantize_rows,
     bind_quantize_rows_and_amax,
 )
+from moe_aiter.kernels.rows.merge import MergeInputs, bind_merge, new_merge
 from moe_aiter.kernels.rows.permute import (
     bind_permute,
     bind_row_dots,
@@ -38,6 +39,11 @@ from moe_aiter.op import launcher
 BF16, F32 = torch.bfloat16, torch.float32
 E, TOP_K = 128, 8
 NATIVE = "sm_90", "sm_100", "gfx950"  # GPUs that multiply 8-bit floats; for others the reference quantizes
+
+
+def run_merge(dtype=torch.int32, num_experts=64, sources=4):
+    i = MergeInputs(ints(sources, 32768, dtype=dtype), ints(sources, num_experts, dtype=dtype), 8, 16, 16)
+    bind_merge(i)(new_merge(i), i)
 
 
 def run_sort(dtype, num_experts=E):
@@ -286,6 +292,8 @@ def layout_cases():
 
 ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
 RUNS = {
+    "merge": run_merge,
+    "merge int64": lambda: run_merge(torch.int64, 256),
     "sort int32": lambda: run_sort(torch.int32),
     "sort int64": lambda: run_sort(torch.int64),
     "sort by one expert": lambda: run_sort(torch.int64, 1),

@@ -215,6 +215,7 @@ SAMPLES = {
     "segment_gmm": lambda d: (d(R, H), d(2, H, N), SIZES, None, torch.tensor([1, 0, 1])),
     "segment_gmm_out": lambda d: (d(R, N), d(R, H), d(2, H, N), SIZES, None, torch.tensor([1, 0, 1])),
     "segment_tgmm": lambda d: (d(R, H), d(R, N), SIZES, None, torch.tensor([1, 0, 1]), 2, True),
+    "merge_plans": lambda d: (torch.stack([RANK.flatten(), RANK.flatten()]), SIZES.expand(2, -1), K, 1, 2),
     "sort_by_expert": lambda d: (IDS, E),
     "sparse_matmul": lambda d: (d(T, 6), d(4, 2, 3), d(6), pattern(), 6, 6, False),
     "sparse_matmul_grad": lambda d: (d(T, 6), d(T, 6), pattern(), 2, 3),

@@ -313,7 +313,7 @@ def ours(p: RankProblem, name: str, style: ExpertParallel | None) -> Contender:
     if style is not None:
         sent = bytes_sent(p, style.options["keep_x"])
         if style.options["transport"] == "symmetric":
-            pool = sum(region_sizes(p.mesh.size(), p.x, p.routing_weights))
+            pool = sum(region_sizes(p.mesh.size(), p.x, p.routing_weights, num_experts))
     cells = cells_of(sent, pool)
     return Contender(name, run, leaves, ours=True, as_ours=local_parts, cells=cells)
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -41,13 +42,14 @@ from ..kernels.base.check import (
 )
 from ..kernels.base.sources import by_source
 from ..kernels.quantize.four_bit import FourBit
+from ..kernels.rows.merge import merge_plans
 from ..layers.experts import cast_as_linear
 from ..op import saved_tensors
 from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
-from ..routing.plan import RoutePlan, make_plan
+from ..routing.plan import RoutePlan
 from .collective import all_gather
 from .overflow import add_gradients, add_output, can_add, targets
-from .slots import ids_of, local_ids, pad, source_spans, window, windows
+from .slots import pad, spans_of_window, window, windows
 from .transport import (
     DOUT,
     ROUTING,
@@ -191,28 +193,29 @@ class ExpertDispatcher:
     def transport_for(self, x: Tensor, s: Tensor) -> Collective | Pool:
         if not self.symmetric:
             return self.collective
-        return pool_for(process_group(self.group), region_sizes(self.ranks, x, s), x.device)
+        sizes = region_sizes(self.ranks, x, s, self.num_experts)
+        return pool_for(process_group(self.group), sizes, x.device)
 
     def arrive(
         self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan
-    ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, RoutePlan]:
-        """Return the tokens of all slots, on their way; their weights, and the plan of own experts."""
+    ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, RoutePlan, Tensor]:
+        """Return the tokens of all slots, on their way; their weights; the plan of own experts; its spans."""
         tokens = transport.dispatch(X)
         tokens.send(x)
-        ids = pad(ids_of(plan), s.shape[0], -1)
-        # ids travel with the weights, as numbers of the same bits
-        routing = torch.cat([ids.to(INTEGERS[s.dtype]).view(s.dtype), s], 1)
-        count = [] if transport is self.collective else [x.new_full((1, 1), x.shape[0], dtype=torch.int64)]
-        *counts, routing = exchange(transport.dispatch(ROUTING), *count, routing)
-        for c in counts:  # where ranks write to wrong slots, and nothing waits for ever
-            assert_async(
-                (c == x.shape[0]).all(), "the ranks have different numbers of tokens: see max_tokens"
-            )
-        ids, s = routing.split(s.shape[1], 1)
-        ids = ids.detach().contiguous().view(INTEGERS[s.dtype])
-        plan = make_plan(local_ids(ids, self.first, self.count), self.count)
-        s = s.clone()  # the weights may be saved, but a pool's memory is used again
-        return tokens, s, plan
+        top_k, kind = s.shape[1], INTEGERS[s.dtype]
+        sizes = F.pad(plan.group_sizes.int(), (0, 1), value=x.shape[0])[None]
+        # rows travel with the weights, as numbers of the same bits
+        rank = pad(plan.rank, s.shape[0], -1).to(kind)
+        routing = torch.cat([rank.view(1, -1).view(s.dtype), s.reshape(1, -1)], 1)
+        sizes, routing = exchange(transport.dispatch(ROUTING), sizes, routing)
+        if transport is not self.collective:  # ranks may write to wrong slots, and nothing waits for ever
+            same = (sizes[:, -1] == x.shape[0]).all()
+            assert_async(same, "the ranks have different numbers of tokens: see max_tokens")
+        rank, s = routing.chunk(2, 1)
+        parts = rank.detach().view(kind), sizes[:, :-1]
+        *plan, spans = merge_plans(*parts, top_k, self.first, self.count)
+        s = s.reshape(-1, top_k)  # a copy: the weights may be saved, but a pool's memory is used again
+        return tokens, s, RoutePlan(*plan), spans
 
     def window_sizes(self, plan: RoutePlan) -> tuple[int, int]:
         choices = plan.rank.numel()
@@ -238,13 +241,15 @@ class ExpertDispatcher:
         spans of `Sources`, or None where products read all tokens at once.  `compute` is called in place of
         `passes`, with the tokens of all slots, their routing weights and the other windows.
         """
-        arriving, s, plan = self.arrive(transport, x, s, plan)
-        plans, others, spans = self.windows(plan), [], None
+        arriving, s, plan, spans = self.arrive(transport, x, s, plan)
+        plans, others, in_turn = self.windows(plan), [], False
         recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
         if not recorded and can_add(experts, x):
             plans, others = plans[:1], plans[1:]
-            if isinstance(transport, Pool) and has_passes(x, plan):
-                spans = source_spans(plans[0], self.ranks)
+            in_turn = isinstance(transport, Pool) and has_passes(x, plan)
+        if others and in_turn:
+            spans = spans_of_window(spans, len(plans[0].order))
+        spans = spans[..., : self.count] if in_turn else None
         slots = arriving.receive()[0] if spans is None else arriving.arrived[0]
         sums = transport.combine()
 

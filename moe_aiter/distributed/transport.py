@@ -165,7 +165,7 @@ class Sources:
     """The passes of `kernels/base/sources.py`: the rows of own tokens while others arrive, and the sums of
     other ranks' tokens first, which travel while the own ones are computed.
 
-    spans      as `source_spans` returns them
+    spans      as `merge_plans` returns them, without their last columns
     dispatch   what the products read
     sums       what their sums are sent by
     finish     None, or adds to the sums what is missing: then they leave together
@@ -238,10 +238,11 @@ def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.devic
     return pools[-1]
 
 
-def region_sizes(ranks: int, x: Tensor, s: Tensor) -> list[int]:
-    """Return the bytes of each region for x (T, H), ids and routing weights s (T, k), and their gradients."""
+def region_sizes(ranks: int, x: Tensor, s: Tensor, num_experts: int) -> list[int]:
+    """Return the bytes of each region for x (T, H), its plan and routing weights s (T, k), and gradients."""
     tokens, routing = (max(aligned(ranks * t.nbytes), ALIGNMENT) for t in (x, s))
-    return [tokens, tokens, tokens + routing, ALIGNMENT + 2 * routing]  # numbers of tokens come first
+    # of fixed size are the numbers of rows and of tokens
+    return [tokens, tokens, tokens + routing, aligned(4 * ranks * (num_experts + 1)) + 2 * routing]
 
 
 def aligned(size: int) -> int:

@@ -1,27 +1,11 @@
-"""Where tokens and rows stand: ids from a plan, own experts, padding, windows."""
+"""Where tokens and rows stand: padding, windows."""
 
 import pytest
 import torch
 
-from moe_aiter.distributed.slots import ROWS, ids_of, local_ids, pad, window, windows
+from moe_aiter.distributed.slots import ROWS, pad, window, windows
 from moe_aiter.kernels.base.check import check_plan_values
 from moe_aiter.routing.plan import make_plan
-
-
-@pytest.mark.parametrize("shape", [(0, 2), (1, 1), (13, 3)])
-def test_ids_of_a_plan(shape):
-    ids = torch.randint(-1, 7, shape)
-    assert torch.equal(ids_of(make_plan(ids, 7)), ids)
-
-
-def test_ids_of_experts_without_rows():
-    ids = torch.tensor([[2, -1], [2, 5]])
-    assert torch.equal(ids_of(make_plan(ids, 9)), ids)
-
-
-def test_own_experts():
-    ids = torch.tensor([[-1, 0, 3], [4, 5, 6]])
-    assert local_ids(ids, 3, 2).tolist() == [[-1, -1, 0], [1, -1, -1]]
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (0, 2)])

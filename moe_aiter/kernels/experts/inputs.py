@@ -34,6 +34,7 @@ from ..base.check import (
     check_sizes,
     check_tensor,
 )
+from ..base.sources import by_source
 from ..grouped.gmm import BLOCK
 
 
@@ -151,6 +152,7 @@ def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple, x: Tensor
 
 
 SLACK = 8  # the rows may lift the peak by a part in so many
+WINDOW_SLACK = 2  # the same of rows that are taken in passes: a window has room for twice a balanced load
 MOST = 4  # chunks: more cost more time than their memory is worth
 
 
@@ -181,5 +183,5 @@ def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
     late = early + gradient(i.x)
     rest = max(forward, early + (a if wanted(i.down) else 0))
     rest = max(rest, late + gradient(i.gate_up, i.gate_up_main_grad))
-    limit = rest + rest // SLACK
+    limit = rest + rest // (SLACK if by_source.get() is None else WINDOW_SLACK)
     return max(limit - forward, slice_bytes(MOST)), max(limit - late, slice_bytes(MOST))

@@ -5,11 +5,12 @@ import torch
 from check import error
 
 from moe_aiter.config import interpret
-from moe_aiter.distributed.slots import source_spans, window
+from moe_aiter.distributed.slots import spans_of_window, window
 from moe_aiter.kernels.base.sources import by_source
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
 from moe_aiter.kernels.grouped.gmm import GroupedIntoInputs, fill_gmm_into, gmm_into_op
+from moe_aiter.kernels.rows.merge import merge_plans
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 from moe_aiter.routing.plan import RoutePlan
@@ -30,9 +31,9 @@ def kernels(device):
 class Sources:
     """All tokens are there.  The sums of each source are put together in `sums`, and other rows are NaN."""
 
-    def __init__(self, plan):
-        self.starts, self.sizes = source_spans(plan, SOURCES)
-        self.passes, self.sums = 0, None
+    def __init__(self, spans):
+        self.starts, self.sizes = spans[..., :E]
+        self.passes = 0
 
     def arriving(self):
         for source in (1, 2, 0):
@@ -49,13 +50,17 @@ class Sources:
 
 
 def routing(device, kind):
-    """The plan of all sources' choices: some dropped; none of the second source's; or a window of rows."""
+    """The plan of all sources' choices, and its spans.  Some choices are dropped, or all of the second
+    source's, or those of no row of a window."""
     ids = torch.randint(-1, E, (SOURCES * T, K), device=device)
     ids = ids.masked_fill(ids == 2, 1)
     if kind == "a source without rows":
         ids[T : 2 * T] = -1
-    plan = RoutePlan(*sort_by_expert(ids, E))
-    return window(plan, 16, 48) if kind == "a window" else plan
+    alone = [sort_by_expert(part, E) for part in ids.chunk(SOURCES)]
+    ranks, sizes = torch.stack([a[1].flatten() for a in alone]), torch.stack([a[2] for a in alone])
+    *plan, spans = merge_plans(ranks, sizes, K, 0, E)
+    plan = RoutePlan(*plan)
+    return (window(plan, 0, 48), spans_of_window(spans, 48)) if kind == "a window" else (plan, spans)
 
 
 @tiers
@@ -65,7 +70,7 @@ def routing(device, kind):
 def test_experts(device, tier, dtype, kind, activation, bias, save_z):
     if tier == "hopper" and dtype == torch.float32:
         pytest.skip("Hopper's kernels have 16 bits")
-    plan, width = routing(device, kind), 2 * I if activation == "swiglu" else I
+    (plan, spans), width = routing(device, kind), 2 * I if activation == "swiglu" else I
     sizes = [(SOURCES * T, H), (E, width, H), (E, width), (E, H, I), (E, H), (SOURCES * T, K)]
     tensors = [torch.randn(size).to(device, dtype).requires_grad_() for size in sizes]
     if not bias:
@@ -79,7 +84,7 @@ def test_experts(device, tier, dtype, kind, activation, bias, save_z):
             return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
     with use(tier):
-        sources = Sources(plan)
+        sources = Sources(spans)
         for whole, in_passes in zip(step(None), step(sources), strict=True):
             # NumPy multiplies a row in other steps where it lies elsewhere in a tile
             assert (

@@ -1,0 +1,163 @@
+"""Join the plans of several sources of tokens for some of the experts.
+
+An expert's rows are those of the first source, then those of the second, and so on, each in the order of its
+plan.  Choices of other experts are dropped.  A token's row of its own plan says which expert it chose, so
+nothing is sorted again.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...op import binds, copy_into, define_op
+from ..base.check import check_device, check_index, check_shape, check_sizes
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
+
+BLOCK = 256  # choices of a program
+
+
+class MergeInputs(NamedTuple):
+    """The inputs of the op `merge_plans`: order, rank and group_sizes of the rows of E of N experts, and spans.
+
+    The spans (2, S, E) say where the rows of each source begin, and how many they are.  E is rounded up to a
+    multiple of 4, so that the numbers of each source lie at a multiple of 16 bytes.
+    """
+
+    rank: Tensor  # (S, T * k): of S sources of T tokens with k choices, each in its own plan
+    group_sizes: Tensor  # (S, N)
+    top_k: int
+    first: int  # of the experts
+    num_experts: int  # E
+
+
+# reference
+
+
+def merge_reference(rank: Tensor, group_sizes: Tensor, top_k: int, first: int, num_experts: int) -> tuple:
+    sources, choices = rank.shape
+    own, sizes, row = slice(first, first + num_experts), group_sizes.long(), rank.long()
+    ends = sizes.cumsum(1)
+    expert = torch.searchsorted(ends, row.contiguous(), right=True) - first
+    mine = (row >= 0) & (expert >= 0) & (expert < num_experts)
+    total = sizes[:, own].sum(0)
+    starts = total.cumsum(0) - total + sizes[:, own].cumsum(0) - sizes[:, own]
+    shift = starts - (ends - sizes)[:, own]
+    row = (row + shift.gather(1, expert.clamp(0, num_experts - 1))).masked_fill(~mine, -1)
+    order = torch.full((sources * choices,), -1, device=rank.device)
+    order[row[mine]] = torch.arange(len(order), device=rank.device).view_as(row)[mine]
+    spans = starts.new_zeros(2, sources, spans_width(num_experts))
+    spans[0, :, :num_experts], spans[1, :, :num_experts] = starts, sizes[:, own]
+    return order, row.view(-1, top_k), total, spans
+
+
+# kernel
+
+
+@jit_kernel
+def merge_kernel(
+    rank_ptr,  # (S, R)
+    sizes_ptr,  # (S, N)
+    order_ptr,  # (S * R,)
+    row_ptr,  # (S * R,)
+    group_sizes_ptr,  # (E,)
+    spans_ptr,  # (2, S, width)
+    S,
+    R,
+    N,
+    first,
+    E,
+    width,
+    rank_stride,
+    sizes_stride,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # at least N
+):
+    block, source = tl.program_id(0), tl.program_id(1)
+    n, i = tl.arange(0, BLOCK_N), block * BLOCK + tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK_N,), tl.int32)  # rows of the sources before this one
+    total = tl.zeros((BLOCK_N,), tl.int32)
+    for s in range(S):
+        size = tl.load(sizes_ptr + s * sizes_stride + n, mask=n < N, other=0).to(tl.int32)
+        before += tl.where(s < source, size, 0)
+        total += size
+    size = tl.load(sizes_ptr + source * sizes_stride + n, mask=n < N, other=0).to(tl.int32)
+    mine = (n >= first) & (n < first + E)
+    total = tl.where(mine, total, 0)
+    start = tl.cumsum(total, 0) - total + before
+    end = tl.cumsum(size, 0)
+
+    rank = tl.load(rank_ptr + source * rank_stride + i, mask=i < R, other=-1).to(tl.int32)
+    expert = tl.minimum(tl.sum((end[None, :] <= rank[:, None]).to(tl.int32), 1), BLOCK_N - 1)
+    here = (rank >= 0) & (expert >= first) & (expert < first + E)
+    row = rank + tl.gather(start - (end - size), expert, 0)
+    choice = source * R + i
+    tl.store(row_ptr + choice, tl.where(here, row, -1), mask=i < R)
+    tl.store(order_ptr + row, choice, mask=here)
+    tl.store(order_ptr + choice, -1, mask=(i < R) & (choice >= tl.sum(total, 0)))
+    if block == 0:
+        to = spans_ptr + source * width + n - first
+        tl.store(to, start, mask=mine)
+        tl.store(to + S * width, size, mask=mine)
+        if source == 0:
+            tl.store(group_sizes_ptr + n - first, total, mask=mine)
+
+
+# launcher
+
+
+def spans_width(num_experts: int) -> int:
+    return -(-num_experts // 4) * 4
+
+
+def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
+    check_shape("rank", i.rank, "S", "T * k")
+    check_shape("group_sizes", i.group_sizes, "S", "N")
+    check_index(rank=i.rank, group_sizes=i.group_sizes)
+    check_device(rank=i.rank, group_sizes=i.group_sizes)
+    check_sizes(top_k=i.top_k, num_experts=i.num_experts)
+    (S, R), (sources, N) = i.rank.shape, i.group_sizes.shape
+    if sources != S or R % i.top_k or not 0 <= i.first <= N - i.num_experts:
+        raise ValueError(
+            f"rank is ({S}, {R}) and group_sizes ({sources}, {N}), which do not fit top_k={i.top_k} and the "
+            f"experts from {i.first} to {i.first + i.num_experts - 1}"
+        )
+    order = i.rank.new_empty(S * R, dtype=torch.int32)
+    rank, sizes = order.new_empty(S * R // i.top_k, i.top_k), order.new_empty(i.num_experts)
+    return order, rank, sizes, order.new_empty(2, S, spans_width(i.num_experts))
+
+
+@binds
+def bind_merge(i: MergeInputs) -> Callable:
+    (S, R), N, E = i.rank.shape, i.group_sizes.shape[1], i.num_experts
+    grid = max(cdiv(R, BLOCK), 1), S
+    kernel = bind_kernel(merge_kernel, grid, BLOCK=BLOCK, BLOCK_N=next_power_of_2(N), num_warps=8)
+    numbers = S, R, N, i.first, E, spans_width(E), i.rank.stride(0), i.group_sizes.stride(0)
+
+    def launch(out, i):
+        order, rank, sizes, spans = out
+        kernel(i.rank, i.group_sizes, order, rank, sizes, spans, *numbers)
+
+    return launch
+
+
+bind_merge.fits = lambda rank, sizes, *_: rank.stride(-1) == 1 and sizes.stride(-1) == 1 and len(rank) > 0
+
+
+# op
+
+
+def launch_torch(out: tuple[Tensor, ...], *inputs) -> None:
+    copy_into(out, merge_reference(*inputs))
+
+
+merge_plans = define_op(
+    "merge_plans",
+    MergeInputs,
+    outputs=4,
+    new=new_merge,
+    torch=launch_torch,
+    host=launch_torch,
+    triton=bind_merge,
+)
