@@ -23,6 +23,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 import moe_aiter.kernels
 from moe_aiter import tuning
+from moe_aiter.kernels.base.sources import by_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,3 +260,15 @@ def new(*shape, dtype=torch.bfloat16):
 
 def ints(*shape, dtype=torch.int32):
     return new(*shape, dtype=dtype)
+
+
+class OnePass:
+    """The groups of a pass, which lie apart: see `moe_aiter/kernels/base/sources.py`."""
+
+    def arriving(self):
+        yield ints(128), ints(128)
+
+
+def in_passes(run, *given):
+    with by_source.set(OnePass()):
+        run(*given)

@@ -6,7 +6,7 @@ import importlib
 import re
 
 import torch
-from aot import Case, cubin_resources, disassembled, ints, new, with_tile
+from aot import Case, cubin_resources, disassembled, in_passes, ints, new, with_tile
 from compile_products import DENSE as PORTABLE_DENSE
 from compile_products import (
     EVERYTHING,
@@ -17,7 +17,6 @@ from compile_products import (
     Dense,
     E,
     Shape,
-    in_passes,
     run_masked,
     run_scaled,
 )

@@ -5,7 +5,7 @@ import functools
 import re
 
 import torch
-from aot import TARGETS, Case, compiling_for, ints, new, with_tile
+from aot import TARGETS, Case, compiling_for, in_passes, ints, new, with_tile
 from compile_four_bit import rounds_scales_twice, run_four_bit
 from shapes import LIMITED
 
@@ -13,7 +13,6 @@ from moe_aiter import tuning
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.base.fp8 import FP8, native_fp8
 from moe_aiter.kernels.base.gemm_row import GemmInputs
-from moe_aiter.kernels.base.sources import by_source
 from moe_aiter.kernels.base.tile import PERSISTENT
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS, bind_gemm
 from moe_aiter.kernels.dense.scaled_gemm import (
@@ -70,18 +69,6 @@ def run_gmm(s, bias=False):
 def run_gmm_by_rows(s):
     i = GroupedInputs(s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E), None)
     bind_gmm(i)(s.new(s.rows, s.n), i)
-
-
-class OnePass:
-    """The groups of a pass, which lie apart: see `moe_aiter/kernels/base/sources.py`."""
-
-    def arriving(self):
-        yield ints(E), ints(E)
-
-
-def in_passes(run, *given):
-    with by_source.set(OnePass()):
-        run(*given)
 
 
 def run_gmm_into(s, dtype=F32, tile=(), programs=PERSISTENT, starts=None):

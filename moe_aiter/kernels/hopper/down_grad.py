@@ -220,7 +220,7 @@ def down_grad_kernel(
     w_desc,  # the weights of G experts, (K, N), or of 8 bits (N, K)
     z_desc,  # (M, width), ragged
     dz_ptr,  # (M, width)
-    a_ptr,  # (M, N)
+    a_ptr,  # (M, N) or None
     s_ptr,  # (T * TOP_K,) float32
     ds_ptr,  # (column tiles, M) float32
     group_sizes_ptr,
@@ -235,8 +235,6 @@ def down_grad_kernel(
     ACTIVATION: gl.constexpr,
     UP: gl.constexpr,
     INTERLEAVED: gl.constexpr,
-    WRITE_A: gl.constexpr,
-    ZERO_REST: gl.constexpr,
     TOP_K: gl.constexpr,
     LAYOUTS: gl.constexpr,  # in shared memory: of the rows gathered, of a half of a tile, of a strip of z
     BLOCK_G: gl.constexpr,
@@ -260,12 +258,13 @@ def down_grad_kernel(
     handoff = make_handoff(z_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
     queue = make_queue(CONSUMERS + 1)  # and the finisher
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows" if SPAN > 0 else "columns", None)
-    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, ZERO_REST, starts_ptr)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, False, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     PIECES: gl.constexpr = 1 if INTERLEAVED else PROJECTIONS
     z = gl.allocate_shared_memory(z_desc.dtype, [SLOTS * PIECES] + z_desc.block_type.shape, z_desc.layout)
     arrived = make_barriers(SLOTS, 1)
-    dz, out = Rows(dz_ptr, PROJECTIONS * N), Rows(a_ptr, N)
+    WRITE_A: gl.constexpr = a_ptr is not None
+    dz, out = Rows(dz_ptr, PROJECTIONS * N), Rows(a_ptr if WRITE_A else dz_ptr, N)
     grads = Grads(
         z_desc,
         z,
@@ -326,8 +325,8 @@ def bind_down_grad(i) -> Callable:
     c = beside_groups(c, buffers, E, i.dout.itemsize)
     programs, tiles_n = num_programs(i.dout), -(-N // c.block_n)
     launch_for = bind_passes(
-        down_grad_kernel, (programs,), ZERO_REST=fp8,  # quantising reads all rows
-        **kernel_functions(act), INTERLEAVED=i.interleaved, WRITE_A=need_a, TOP_K=i.rank.shape[1],
+        down_grad_kernel, (programs,),
+        **kernel_functions(act), INTERLEAVED=i.interleaved, TOP_K=i.rank.shape[1],
         LAYOUTS=layouts(i.dout.dtype, i.z.dtype, c, i.interleaved), BLOCK_G=block_g(E),
         SPAN=span_of(i.dout, c, i.z.dtype), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
@@ -342,7 +341,7 @@ def bind_down_grad(i) -> Callable:
         else:
             w_desc = descriptor(i.down.view(E * K, N), c.block_k, c.block_n)
         z_desc, s = ragged_descriptor(i.z, STRIP.value, LINE.value), i.routing_weights.float().contiguous()
-        tensors = i.dout, i.order.contiguous(), w_desc, z_desc, dz, a if need_a else dz, s, partial_sums
+        tensors = i.dout, i.order.contiguous(), w_desc, z_desc, dz, a if need_a else None, s, partial_sums
         for group_sizes, starts in arriving(i.group_sizes):
             launch_for(starts)(*tensors, group_sizes, starts, *scales, *sizes)
         sum_columns(partial_sums, i.rank, ds)

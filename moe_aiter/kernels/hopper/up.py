@@ -49,30 +49,26 @@ class UpStore:
     WRITE_A: gl.constexpr
 
     @gluon.jit
-    def block(self, gate, up, scales, CONSUMER: gl.constexpr, group, row, end, column, live):
-        """Write z and a for the channels from `column` on; `up` is unused where there is no gate.
-
-        Zeros unless the group is `live`.
-        """
+    def block(self, gate, up, scales, CONSUMER: gl.constexpr, group, row, end, column):
+        """Write z and a for the channels from `column` on; `up` is unused where there is no gate."""
         GATED: gl.constexpr = self.UP is not None
         WHOLE: gl.constexpr = not GATED or self.INTERLEAVED  # one block of z, not one of gates and one of ups
         PROJECTIONS: gl.constexpr = 2 if GATED else 1
         STEP: gl.constexpr = 2 if self.INTERLEAVED else 1
-        base, biased = group * (PROJECTIONS * self.N), gl.where(live, self.N, 0)
-        scaled = gl.where(live, end, row)  # rows before this one
-        gate = scales.apply(gate, group, row, scaled, column, biased)
-        gate = add_bias(gate, self.bias_ptr, base, column, biased, STEP)
+        base = group * (PROJECTIONS * self.N)
+        gate = scales.apply(gate, group, row, end, column, self.N)
+        gate = add_bias(gate, self.bias_ptr, base, column, self.N, STEP)
         if self.WRITE_A:
             a = self.ACTIVATION(gate)[0]
         if GATED:
             offset = 1 if self.INTERLEAVED else self.N
-            up = scales.apply(up, group, row, scaled, column, biased, offset)
-            up = add_bias(up, self.bias_ptr, base + offset, column, biased, STEP)
+            up = scales.apply(up, group, row, end, column, self.N, offset)
+            up = add_bias(up, self.bias_ptr, base + offset, column, self.N, STEP)
             if self.WRITE_A:
                 a *= self.UP(up)[0]
         store_wait(pendings=0)
         if self.WRITE_A:
-            put(gl.where(live, a, 0.0), self.a.index(CONSUMER))
+            put(a, self.a.index(CONSUMER))
         if self.WRITE_Z:
             if WHOLE:
                 put(join_pairs(gate, up) if GATED else gate, self.z.index(CONSUMER))
@@ -108,16 +104,15 @@ def up_consumer(
     i = 0
     for n in range(tiles.mine()):
         group, first, end, tile_n = queue.get(n)
-        row, live = first + CONSUMER * (BLOCK_M // 2), group < tiles.G
-        depth = tiles.used(group, weights.K)
-        wide, i = multiply_blocks(CONSUMER, weights, ring, i, depth, BLOCK_M, WIDE, SPAN, FLAT)
+        row = first + CONSUMER * (BLOCK_M // 2)
+        wide, i = multiply_blocks(CONSUMER, weights, ring, i, weights.K, BLOCK_M, WIDE, SPAN, FLAT)
         accs = blocks(wide[0], COUNT // WIDE)
         if WIDE == 2:
             accs = accs + blocks(wide[1], COUNT // 2)
         for j in gl.static_range(CHANNEL_BLOCKS):
             column = (tile_n * CHANNEL_BLOCKS + j) * WIDTH
             up = accs[COUNT - CHANNEL_BLOCKS + j]
-            store.block(accs[j], up, scales, CONSUMER, group, row, end, column, live)
+            store.block(accs[j], up, scales, CONSUMER, group, row, end, column)
     store_wait(pendings=0)
 
 
@@ -141,9 +136,7 @@ def expert_up_kernel(
     ACTIVATION: gl.constexpr,
     UP: gl.constexpr,
     INTERLEAVED: gl.constexpr,
-    WRITE_Z: gl.constexpr,
-    WRITE_A: gl.constexpr,
-    ZERO_REST: gl.constexpr,
+    WRITES: gl.constexpr,  # whether z, and whether a
     TOP_K: gl.constexpr,
     A_LAYOUT: gl.constexpr,
     FLAT: gl.constexpr,
@@ -168,8 +161,10 @@ def expert_up_kernel(
     queue = make_queue(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, None)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, ZERO_REST, starts_ptr)
+    groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, False, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
+    WRITE_Z: gl.constexpr = WRITES[0]
+    WRITE_A: gl.constexpr = WRITES[1]
     store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
     x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
     PROJECTIONS: gl.constexpr = 2 if GATED else 1
@@ -198,8 +193,8 @@ def bind_expert_up(i, write_a: bool = True, dtype: torch.dtype | None = None) ->
     c = beside_groups(c, c.block_m * c.store_n * (act.projections + 1), E, i.x.itemsize)
     programs = num_programs(i.x)
     launch_for = bind_passes(
-        expert_up_kernel, (programs,), ZERO_REST=dtype is not None,  # quantising reads all rows
-        **kernel_functions(act), INTERLEAVED=interleaved, WRITE_Z=write_z, WRITE_A=write_a,
+        expert_up_kernel, (programs,),
+        **kernel_functions(act), INTERLEAVED=interleaved, WRITES=(write_z, write_a),
         TOP_K=i.rank.shape[1], A_LAYOUT=shared_layout(i.x.dtype, c.block_m, c.block_k),
         FLAT=shared_layout(i.gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
         SPAN=span_of(i.x, c, dtype or i.x.dtype), PROGRAMS=programs, **tile_options(c),

@@ -15,11 +15,11 @@ from ...op import binds, copy_into, define_op
 from ..base.check import check_device, check_index, check_shape, check_sizes
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 
-BLOCK = 256  # choices of a program
+BLOCK = 128  # choices of a program
 
 
 class MergeInputs(NamedTuple):
-    """The inputs of the op `merge_plans`: order, rank and group_sizes of the rows of E of N experts, and spans.
+    """The inputs of the op `merge_plans`: order, rank and group_sizes of the rows of E of N experts; spans.
 
     The spans (2, S, E) say where the rows of each source begin, and how many they are.  E is rounded up to a
     multiple of 4, so that the numbers of each source lie at a multiple of 16 bytes.
@@ -89,9 +89,10 @@ def merge_kernel(
     end = tl.cumsum(size, 0)
 
     rank = tl.load(rank_ptr + source * rank_stride + i, mask=i < R, other=-1).to(tl.int32)
-    expert = tl.minimum(tl.sum((end[None, :] <= rank[:, None]).to(tl.int32), 1), BLOCK_N - 1)
+    expert = tl.sum((end[None, :] <= rank[:, None]).to(tl.int32), 1)
     here = (rank >= 0) & (expert >= first) & (expert < first + E)
-    row = rank + tl.gather(start - (end - size), expert, 0)
+    shift = (start - (end - size))[None, :]
+    row = rank + tl.sum(tl.where(n[None, :] == expert[:, None], shift, 0), 1)
     choice = source * R + i
     tl.store(row_ptr + choice, tl.where(here, row, -1), mask=i < R)
     tl.store(order_ptr + row, choice, mask=here)
@@ -132,7 +133,7 @@ def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
 def bind_merge(i: MergeInputs) -> Callable:
     (S, R), N, E = i.rank.shape, i.group_sizes.shape[1], i.num_experts
     grid = max(cdiv(R, BLOCK), 1), S
-    kernel = bind_kernel(merge_kernel, grid, BLOCK=BLOCK, BLOCK_N=next_power_of_2(N), num_warps=8)
+    kernel = bind_kernel(merge_kernel, grid, BLOCK=BLOCK, BLOCK_N=next_power_of_2(N))
     numbers = S, R, N, i.first, E, spans_width(E), i.rank.stride(0), i.group_sizes.stride(0)
 
     def launch(out, i):
