@@ -75,6 +75,7 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
         Sinkhorn,
         TokenRounding,
         TopP,
+        ZeroCompute,
         attach_loss,
         hash_experts,
         load_balance_loss,
@@ -115,6 +116,7 @@ __all__ = [
     "SparsePattern",
     "TokenRounding",
     "TopP",
+    "ZeroCompute",
     "attach_loss",
     "balance_step",
     "set_loss_scale",
@@ -188,8 +190,8 @@ _MODULES = {  # module: its public names
     "op": "register_kernel use",
     "routing": (
         "Capacity ExpertChoice Forced GroupLimit LoadStatistics RoutePlan Router Routing Sinkhorn "
-        "TokenRounding TopP attach_loss hash_experts load_balance_loss load_statistics make_plan permute "
-        "route route_to sequence_balance_loss unpermute z_loss"
+        "TokenRounding TopP ZeroCompute attach_loss hash_experts load_balance_loss load_statistics make_plan "
+        "permute route route_to sequence_balance_loss unpermute z_loss"
     ),
 }
 _MODULE = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -112,6 +112,8 @@ OURS = {
         "selection_bias": True,
         "jitter": 0.1,
         "capacity": ours.Capacity(1.0),
+        "zero_compute": ours.ZeroCompute(1),
+        "latent": 4,
         "shared_intermediate": 4,
         "shared_gate": True,
         "global_balance_group": None,
@@ -155,6 +157,7 @@ OURS = {
     },
     "TokenRounding": lambda: {"tile": 2, "to": "up", "max_added": 1},
     "TopP": lambda: {"p": 0.5},
+    "ZeroCompute": lambda: {"identity": 2, "zero": 1, "real_share": 0.5},
     "attach_loss": lambda: {"x": rand(T, H), "loss": rand(1)[0]},
     "balance_step": lambda: {
         "model": trained_router(),
@@ -210,7 +213,12 @@ OURS = {
     },
     "hash_experts": lambda: {"num_tokens": T, "num_experts": E, "top_k": K, "seed": 3, "device": "cpu"},
     "linear_with_split_bias": lambda: {"x": rand(T, H), "weight": rand(N, H), "bias": rand(N)},
-    "load_balance_loss": lambda: {"scores": rand(T, E), "expert_ids": ids(), "mask": mask()},
+    "load_balance_loss": lambda: {
+        "scores": rand(T, E),
+        "expert_ids": ids(),
+        "mask": mask(),
+        "zero_compute": ours.ZeroCompute(1),
+    },
     "load_statistics": lambda: {"group_sizes": sizes()},
     "make_plan": lambda: {"expert_ids": ids(), "num_experts": E},
     "nptgmm": lambda: transposed(
@@ -274,6 +282,7 @@ OURS = {
         "expert_ids": ids(),
         "sequence_length": 3,
         "mask": mask(),
+        "zero_compute": ours.ZeroCompute(1),
     },
     "set_loss_scale": lambda: {"model": small_moe(), "scale": 2.0},
     "sort_by_expert": lambda: {"expert_ids": ids(), "num_experts": E},

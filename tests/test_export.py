@@ -18,6 +18,7 @@ from moe_aiter import (
     Sinkhorn,
     TokenRounding,
     TopP,
+    ZeroCompute,
     gmm,
     make_plan,
     permute,
@@ -92,7 +93,8 @@ def of_layers():
 def of_choices():
     choices = (GroupLimit(4, 2), TopP(0.5), Sinkhorn(2), ExpertChoice(4), TokenRounding(4))
     capacity = {"capacity": Capacity(1.1, drop="probability")}
-    return layers(capacity=capacity, **{str(choice): {"choice": choice} for choice in choices})
+    newest = {"zero_compute": ZeroCompute(2), "latent": 4}
+    return layers(capacity=capacity, newest=newest, **{str(choice): {"choice": choice} for choice in choices})
 
 
 MODULES = {"layers": of_layers, "choices": of_choices}

@@ -208,3 +208,12 @@ def new_shared(hidden: int, intermediate: int, gate: bool, mlp: dict) -> SharedE
     if gate and not intermediate:
         raise ValueError("shared_gate=True, but shared_intermediate is 0: there is no shared expert to gate")
     return SharedExpert(hidden, intermediate, gate=gate, **mlp) if intermediate else None
+
+
+def new_latent(hidden: int, latent: int, where: dict) -> tuple[nn.Linear | None, nn.Linear | None]:
+    """Return the projections to and from vectors of the width `latent`, if that is not 0."""
+    if latent == 0:
+        return None, None
+    check_sizes(latent=latent)
+    sizes = (hidden, latent), (latent, hidden)
+    return tuple(nn.Linear(*size, bias=False, **where) for size in sizes)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..kernels.base.check import (
     check_device,
     check_flags,
+    check_float,
     check_group,
     check_not_negative,
     check_tensor,
@@ -25,7 +26,8 @@ from ..routing.fixed import route_to
 from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
 from ..routing.router import Router, Routing, hide, router_logits, without_padding
-from .experts import Experts, new_shared
+from ..routing.zero_compute import ZeroCompute, rows_of
+from .experts import Experts, new_latent, new_shared
 
 # as they are here: a class can be given another `forward` later
 ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))
@@ -35,7 +37,7 @@ class MoERouting(NamedTuple):
     """What one forward pass decided, for losses and statistics."""
 
     routing: Routing  # expert_ids, routing_weights, scores and logits of the T tokens
-    plan: RoutePlan  # order, rank and group_sizes
+    plan: RoutePlan  # order, rank and group_sizes, also of a `ZeroCompute`, whose rows come last
 
 
 class MoE(nn.Module):
@@ -47,6 +49,10 @@ class MoE(nn.Module):
                `recompute` (time for memory) and `fp8` (precision for time): see `Experts`.
     Router     `top_k`, `score`, `renormalize`, `scale` and `choice`: see `route`; `jitter`: see `Router`.
     Capacity   `capacity` limits how many choices an expert accepts: see `Capacity`.
+    Zero       `zero_compute` adds experts without weights among which the router chooses too: `ZeroCompute`.
+    Latent     `latent` > 0 lets the routed experts act on vectors of that width L:
+                   out[t] = from_latent @ sum_j s[t, j] * expert[e_tj](to_latent @ x[t]) + shared(x[t])
+               as in NVIDIA's Nemotron 3 Super and Ultra; router and shared expert see x.  No biases.
     Shared     `shared_intermediate` > 0 adds a dense MLP of that width for every token.  For several shared
                experts pass their total width.  `shared_gate` multiplies the MLP's output by
                sigmoid(w . x), as in Qwen2-MoE.
@@ -72,8 +78,10 @@ class MoE(nn.Module):
 
     state_dict keys: router.weight (E, H), experts.gate_up (E, 2I, H) and experts.down (E, H, I).  Options add
     router.bias, experts.gate_up_bias, experts.down_bias, shared.gate_up.weight, shared.down.weight,
-    shared.gate.weight, their biases, and router.selection_bias (E,).  The buffer `load` (E,), int64, counts
-    the choices in training mode since the last `balance_step`; it is not saved.
+    shared.gate.weight, their biases, to_latent.weight (L, H), from_latent.weight (H, L) (experts then have L
+    in place of H), and router.selection_bias (E,).  The buffer `load` (E,), int64, counts the choices in
+    training mode since the last `balance_step`; it is not saved.  With Z experts without weights,
+    the router's tensors and `load` have E + Z entries.
     """
 
     monitor = None  # a Monitor's recorder, while there is one
@@ -98,6 +106,8 @@ class MoE(nn.Module):
         selection_bias: bool = False,
         jitter: float = 0.0,
         capacity: Capacity | None = None,
+        zero_compute: ZeroCompute | None = None,
+        latent: int = 0,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         load_balance_coef: float = 0.0,
@@ -121,9 +131,7 @@ class MoE(nn.Module):
         )
         self.load_balance_coef, self.z_loss_coef = load_balance_coef, z_loss_coef
         self.sequence_balance_coef, self.global_balance_coef = sequence_balance_coef, global_balance_coef
-        if global_balance_group is not None and not global_balance_coef:
-            raise ValueError("global_balance_group is given, but global_balance_coef is 0")
-        check_group(global_balance_group=global_balance_group)
+        check_global_group(global_balance_group, global_balance_coef)
         self.global_balance_group = global_balance_group
         where = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
@@ -131,13 +139,15 @@ class MoE(nn.Module):
         scoring |= {"selection_bias": selection_bias, "jitter": jitter}
         if capacity is not None and choice is not None and not choice.takes_capacity:
             raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
-        self.capacity = capacity
-        self.router = Router(hidden, num_experts, top_k, bias=bias, **scoring, **where)
+        self.capacity, self.zero_compute = capacity, zero_compute
+        self.num_routed = num_experts + (0 if zero_compute is None else zero_compute.count)
+        self.router = Router(hidden, self.num_routed, top_k, bias=bias, **scoring, **where)
         memory = {"row_chunks": row_chunks, "recompute": recompute, "fp8": fp8}
-        self.experts = Experts(num_experts, hidden, intermediate, **mlp, **memory)
+        self.to_latent, self.from_latent = new_latent(hidden, latent, where)
+        self.experts = Experts(num_experts, latent or hidden, intermediate, **mlp, **memory)
         self.shared = new_shared(hidden, shared_intermediate, shared_gate, mlp)
         counts = selection_bias or global_balance_coef
-        load = torch.zeros(num_experts, dtype=torch.int64, device=device) if counts else None
+        load = torch.zeros(self.num_routed, dtype=torch.int64, device=device) if counts else None
         self.register_buffer("load", load, persistent=False)
 
     def __deepcopy__(self, memo: dict) -> "MoE":
@@ -148,7 +158,7 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew; after `to_empty`, say."""
-        for part in (self.router, self.experts, self.shared):
+        for part in (self.router, self.experts, self.to_latent, self.from_latent, self.shared):
             if part is not None:
                 part.reset_parameters()
         if self.load is not None:
@@ -195,7 +205,7 @@ class MoE(nn.Module):
             routing, expert_tokens = self.route(tokens, return_routing, mask)
         if self.routes is not None:
             self.routes.see(routing, mask)
-        plan = make_plan(routing.expert_ids, self.num_experts)
+        plan = make_plan(routing.expert_ids, self.num_routed)
         load = self.count(plan) if self.load is not None and self.training else None
         weights = routing.routing_weights
         if self.has_losses():
@@ -207,7 +217,7 @@ class MoE(nn.Module):
             routing, plan = self.within_capacity(routing, plan, mask)
         if self.monitor is not None:
             self.monitor.record(routing, chosen, plan.group_sizes, mask, self.training)
-        out = self.experts(expert_tokens, weights, plan)  # (T, H)
+        out = self.mix(tokens, expert_tokens, routing.expert_ids, weights, plan, mask)  # (T, H)
         if self.shared is not None:
             out = hide(out + self.shared(hide(tokens, mask)), mask)
         out = out.view(x.shape)
@@ -249,6 +259,32 @@ class MoE(nn.Module):
             routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
         return routing
 
+    def mix(
+        self,
+        tokens: Tensor,
+        expert_tokens: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        plan: RoutePlan,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts, (T, H), without the shared one."""
+        zero, x = self.zero_compute, expert_tokens
+        if zero is not None:
+            plan = rows_of(plan, self.num_experts)
+        if self.to_latent is not None:
+            casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+            if type(self.to_latent) is nn.Linear and not casts:
+                check_float(x=x, to_latent=self.to_latent.weight)
+            x = self.to_latent(hide(x, mask))
+        out = self.experts(x, weights, plan)
+        if self.to_latent is not None:
+            out = hide(self.from_latent(out), mask)
+        if zero is not None and zero.identity:
+            weight = zero.identity_weight(expert_ids, weights, self.num_experts)
+            out = hide(out + (hide(tokens, mask) * weight).to(out.dtype), mask)
+        return out
+
     def needs_scores(self) -> bool:
         return bool(self.load_balance_coef or self.sequence_balance_coef or self.global_balance_coef)
 
@@ -257,6 +293,8 @@ class MoE(nn.Module):
 
         It is where it comes from `Experts`, by plain autograd, and nothing is hooked to either module.
         """
+        if self.to_latent is not None:
+            return False
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and tokens.requires_grad):
             return False
         router, experts = self.router, self.experts
@@ -269,9 +307,10 @@ class MoE(nn.Module):
     def within_capacity(
         self, routing: Routing, plan: RoutePlan, mask: Tensor | None
     ) -> tuple[Routing, RoutePlan]:
-        limited = partial(drop_over_capacity, *routing[:2], plan, self.capacity, mask)
-        expert_ids = decide("kept", limited, routing.expert_ids.shape[0], self.num_experts)
-        return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_experts)
+        given = *routing[:2], plan, self.capacity, mask, self.zero_compute
+        limited = partial(drop_over_capacity, *given)
+        expert_ids = decide("kept", limited, routing.expert_ids.shape[0], self.num_routed)
+        return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_routed)
 
     def count(self, plan: RoutePlan) -> Tensor:
         """Count the choices, and return the counts for `global_balance_coef`.
@@ -282,7 +321,7 @@ class MoE(nn.Module):
         if not self.global_balance_coef:
             return self.load
         group = self.global_balance_group
-        return decide("load", lambda: sum_over_ranks([self.load], group)[0], self.num_experts)
+        return decide("load", lambda: sum_over_ranks([self.load], group)[0], self.num_routed)
 
     def losses(
         self,
@@ -293,17 +332,17 @@ class MoE(nn.Module):
         mask: Tensor | None,
     ) -> list[Tensor]:
         """Return each loss with a coefficient, multiplied by it."""
-        losses, scores = [], routing.scores
+        losses, scores, zero = [], routing.scores, self.zero_compute
         if mask is not None and scores is not None:
             scores = scores.masked_fill(~mask[:, None], 0)
         if self.load_balance_coef:
-            losses.append(self.load_balance_coef * balance_of(scores, plan.group_sizes, mask))
+            losses.append(self.load_balance_coef * balance_of(scores, plan.group_sizes, mask, zero))
         if self.sequence_balance_coef:
             length = max(sequence_length, 1)
-            loss = sequence_balance_loss(scores, routing.expert_ids, length, mask)
+            loss = sequence_balance_loss(scores, routing.expert_ids, length, mask, zero)
             losses.append(self.sequence_balance_coef * loss)
         if self.global_balance_coef:
-            losses.append(self.global_balance_coef * balance_of(scores, load, mask))
+            losses.append(self.global_balance_coef * balance_of(scores, load, mask, zero))
         if self.z_loss_coef:
             losses.append(self.z_loss_coef * z_loss(routing.logits, mask))
         return losses
@@ -332,7 +371,16 @@ class MoE(nn.Module):
         always = names[0], names[-1]
         shown = {name: getattr(self, name) for name in names}
         text = ", ".join(f"{name}={coef}" for name, coef in shown.items() if coef or name in always)
-        return text if self.capacity is None else f"{text}, capacity={self.capacity}"
+        for name in ("capacity", "zero_compute"):
+            value = getattr(self, name)
+            text = text if value is None else f"{text}, {name}={value}"
+        return text
+
+
+def check_global_group(global_balance_group: object, global_balance_coef: float) -> None:
+    if global_balance_group is not None and not global_balance_coef:
+        raise ValueError("global_balance_group is given, but global_balance_coef is 0")
+    check_group(global_balance_group=global_balance_group)
 
 
 def check_padding(mask: Tensor, x: Tensor) -> None:

@@ -92,7 +92,7 @@ class Monitor:
         return {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
 
     def attach(self, layer: nn.Module) -> "Recorder":
-        layer.monitor = Recorder(layer.num_experts, next(layer.parameters()).device, self.evaluation)
+        layer.monitor = Recorder(layer.num_routed, next(layer.parameters()).device, self.evaluation)
         return layer.monitor
 
     def detach(self, layer: nn.Module) -> None:

@@ -249,7 +249,7 @@ class Layer:
     """A `MoE`, whose attribute `routes` this is while its routes are recorded or replayed."""
 
     def __init__(self, module: MoE):
-        self.module, self.num_experts = module, module.num_experts
+        self.module, self.num_experts = module, module.num_routed
         self.use: Recorder | Player | None = None
 
     def __reduce__(self):

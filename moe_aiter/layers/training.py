@@ -37,6 +37,8 @@ def balance_step(
         rule="sign"          bias[e] += rate * sign(v[e])        DeepSeek-V3, arXiv 2408.15664
         rule="proportional"  bias[e] += rate * v[e] / mean(c)
 
+    With `ZeroCompute`, real_share * sum(c) / E takes the place of mean(c), and experts without weights get no
+    step.  LongCat-Flash's mu is then the rate of rule="proportional" times E / real_share.
     `zero_mean` subtracts the mean over experts from these steps.  With a process `group`, c is summed over
     its ranks, by one all-reduce for all layers.  No synchronisation with the host.  A layer with a
     `global_balance_coef` and no bias only resets its counts.
@@ -58,7 +60,8 @@ def balance_step(
     for layer, load in zip(layers, loads, strict=True):
         bias = getattr(layer.router, "selection_bias", None)
         if bias is not None:
-            bias += selection_bias_step(bias, load.to(bias.device), rate, rule, zero_mean)
+            how = rate, rule, zero_mean, layer.zero_compute
+            bias += selection_bias_step(bias, load.to(bias.device), *how)
         layer.load.zero_()
 
 

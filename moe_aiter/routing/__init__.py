@@ -13,6 +13,7 @@ from .losses import (
 )
 from .plan import RoutePlan, make_plan, permute, unpermute
 from .router import Router, Routing, route
+from .zero_compute import ZeroCompute
 
 __all__ = [
     "Capacity",
@@ -26,6 +27,7 @@ __all__ = [
     "Sinkhorn",
     "TokenRounding",
     "TopP",
+    "ZeroCompute",
     "attach_loss",
     "hash_experts",
     "load_balance_loss",

@@ -7,7 +7,8 @@ score + bias and weighed by the score alone, and with c[e] the choices of expert
     bias[e] += rate * sign(v[e])             rule="sign"
     bias[e] += rate * v[e] / mean(c)         rule="proportional"
 
-with the mean of what is added taken off first where `zero_mean`.
+with the mean of what is added taken off first where `zero_mean`.  Where there are experts without weights,
+`ZeroCompute` says what takes the place of mean(c), and their bias gets nothing.
 
 A monitor keeps `totals` (2E + 5,) float64 of a layer, in which whole numbers are exact up to 2^53:
 
@@ -22,6 +23,7 @@ A monitor keeps `totals` (2E + 5,) float64 of a layer, in which whole numbers ar
 Both are ops, so that a compiled graph asks each time it runs whether to count.
 """
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from torch import Tensor
 from ..kernels.base.check import check_axes, check_device, check_positive, check_shape, check_size
 from ..op import Written, define_inplace_op
 from ..private_api import graph_task
+from .zero_compute import ZeroCompute, real_experts
 
 RULES = ("sign", "proportional")
 SCALARS = 5
@@ -133,7 +136,12 @@ def record_routing(
 
 
 def selection_bias_step(
-    selection_bias: Tensor, load: Tensor, rate: float, rule: str = "sign", zero_mean: bool = False
+    selection_bias: Tensor,
+    load: Tensor,
+    rate: float,
+    rule: str = "sign",
+    zero_mean: bool = False,
+    zero_compute: ZeroCompute | None = None,
 ) -> Tensor:
     """What to add to `selection_bias` (E,) after the choices `load` (E,); see the head of this file.
 
@@ -142,10 +150,13 @@ def selection_bias_step(
     check_rule(rate, rule)
     check_axes(selection_bias=(selection_bias, "E"), load=(load, "E"))
     # whole numbers are subtracted: a mean in float32 would not find a perfect balance
-    num_experts = load.shape[0]
-    total = load.sum()
-    violation = (total - load * num_experts).float()  # times E
+    num_experts = real_experts(load.shape[0], zero_compute)
+    share = Fraction(1) if zero_compute is None else zero_compute.share(num_experts)
+    total = load.sum() * share.numerator
+    violation = (total - load * (num_experts * share.denominator)).float()  # times E * denominator
     step = violation.sign() if rule == "sign" else violation / total.clamp_min(1)
+    if zero_compute is not None:
+        step = step * (torch.arange(len(step), device=step.device) < num_experts)
     return rate * (step - step.mean() if zero_mean else step)
 
 

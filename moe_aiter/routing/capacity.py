@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..kernels.base.check import check_axes, check_positive
 from .plan import RoutePlan, make_plan
+from .zero_compute import ZeroCompute, real_experts
 
 POLICIES = ("position", "probability")
 
@@ -23,6 +24,8 @@ class Capacity:
 
     A dropped choice adds nothing to its token, whose other weights stay as they are.  Losses and the
     selection bias count the choices before any is dropped.
+    With `ZeroCompute`, T * k counts the share of the choices that is meant for the E experts; experts without
+    weights take any number.
     Raises ValueError for a `factor` that is not above 0 and for another `drop`.
     """
 
@@ -41,6 +44,7 @@ def drop_over_capacity(
     plan: RoutePlan,
     capacity: Capacity,
     mask: Tensor | None = None,
+    zero_compute: ZeroCompute | None = None,
 ) -> Tensor:
     """`expert_ids` (T, k) with -1 for each choice over its expert's capacity; `plan` is that of `expert_ids`.
 
@@ -48,16 +52,18 @@ def drop_over_capacity(
     Raises ValueError for weights of another shape.
     """
     check_axes(expert_ids=(expert_ids, "T, k"), routing_weights=(routing_weights, "T, k"))
-    num_experts = plan.group_sizes.shape[0]
+    num_routed = plan.group_sizes.shape[0]
+    num_experts = real_experts(num_routed, zero_compute)
     choices = expert_ids.numel() if mask is None else mask.sum() * expert_ids.shape[1]
     # in whole numbers, which torch.export can write down
     factor = Fraction(capacity.factor).limit_denominator(10**6)
+    factor *= 1 if zero_compute is None else zero_compute.share(num_experts)
     limit = -(-factor.numerator * choices // (factor.denominator * num_experts))
     rank = plan.rank
     if capacity.drop == "probability":
         best = routing_weights.detach().flatten().sort(descending=True, stable=True).indices
-        ranked = make_plan(expert_ids.flatten()[best][:, None], num_experts).rank.flatten()
+        ranked = make_plan(expert_ids.flatten()[best][:, None], num_routed).rank.flatten()
         rank = torch.empty_like(ranked).scatter(0, best, ranked).view_as(expert_ids)
     first = plan.group_sizes.cumsum(0) - plan.group_sizes  # (E,) the first row of each expert
-    place = rank - first[expert_ids.clamp(0, num_experts - 1).long()]
-    return expert_ids.masked_fill(place >= limit, -1)
+    place = rank - first[expert_ids.clamp(0, num_routed - 1).long()]
+    return expert_ids.masked_fill((place >= limit) & (expert_ids < num_experts), -1)

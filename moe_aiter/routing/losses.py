@@ -23,6 +23,7 @@ from ..kernels.base.check import (
 from ..op import define_op, gradients, is_plain
 from ..private_api import is_transformed
 from .plan import make_plan
+from .zero_compute import ZeroCompute, over_target
 
 
 class LoadStatistics(NamedTuple):
@@ -72,6 +73,7 @@ def load_balance_loss(
     *,
     group_sizes: Tensor | None = None,
     mask: Tensor | None = None,
+    zero_compute: ZeroCompute | None = None,
 ) -> Tensor:
     """Return E * sum_e f_e * P_e: 1 if experts are loaded evenly, up to E if one expert takes all tokens.
 
@@ -84,6 +86,7 @@ def load_balance_loss(
     if there is a plan already.  With the `group_sizes` of all micro-batches and ranks, this is the
     global-batch loss (Qiu et al. 2025, arXiv 2501.11873): f counts all their tokens, P only those of
     `scores`.  `mask` (T,), bool: tokens where it is False (padding) do not count; a mask needs `expert_ids`.
+    `zero_compute` is that of the layer: then E counts experts without weights too, see `ZeroCompute`.
     Returns a float32 scalar, 0 without tokens.
     Raises ValueError for sizes that disagree.
     """
@@ -103,14 +106,17 @@ def load_balance_loss(
         scores = scores.masked_fill(~mask[:, None], 0)
     if group_sizes is None:
         group_sizes = make_plan(expert_ids, num_experts).group_sizes
-    return balance_of(scores, group_sizes, mask)
+    return balance_of(scores, group_sizes, mask, zero_compute)
 
 
-def balance_of(scores: Tensor, group_sizes: Tensor, mask: Tensor | None) -> Tensor:
+def balance_of(
+    scores: Tensor, group_sizes: Tensor, mask: Tensor | None, zero_compute: ZeroCompute | None = None
+) -> Tensor:
     """The load-balance loss of a load that is counted: where `mask` is False a row of `scores` is zeros."""
     check_axes(scores=(scores, "T, E"), group_sizes=(group_sizes, "E"))
     check_device(scores=scores, group_sizes=group_sizes)
     load = group_sizes / group_sizes.sum().clamp_min(1)  # (E,)
+    load = over_target(load, zero_compute)
     return scores.shape[1] * (load * mean_over_tokens(shares_of(scores), mask)).sum()
 
 
@@ -121,7 +127,11 @@ def shares_of(scores: Tensor) -> Tensor:
 
 
 def sequence_balance_loss(
-    scores: Tensor, expert_ids: Tensor, sequence_length: int, mask: Tensor | None = None
+    scores: Tensor,
+    expert_ids: Tensor,
+    sequence_length: int,
+    mask: Tensor | None = None,
+    zero_compute: ZeroCompute | None = None,
 ) -> Tensor:
     """Return the mean of all sequences' load-balance losses: 1 if each sequence is balanced.
 
@@ -129,7 +139,8 @@ def sequence_balance_loss(
 
     `scores` (T, E) and `expert_ids` (T, k) hold T / `sequence_length` sequences, one after the other; an id
     outside of [0, E) is a dropped choice.  `mask` (T,), bool: tokens where it is False do not count, nor do
-    sequences without other tokens.  Returns a float32 scalar, 0 without tokens.
+    sequences without other tokens.  `zero_compute` as for `load_balance_loss`.  Returns a float32 scalar, 0
+    without tokens.
     Raises ValueError for sizes that disagree.
     """
     check_axes(scores=(scores, "T, E"), expert_ids=(expert_ids, "T, k"))
@@ -154,6 +165,7 @@ def sequence_balance_loss(
     place = sequence * num_experts + expert_ids.where(used, 0)
     choices = choices.scatter_add(0, place.flatten(), used.long().flatten()).view(num_sequences, num_experts)
     load = choices / choices.sum(1, keepdim=True).clamp_min(1)
+    load = over_target(load, zero_compute)
 
     shares = shares_of(scores.masked_fill(~mask[:, None], 0)).view(
         num_sequences, sequence_length, num_experts

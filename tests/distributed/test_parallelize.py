@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from moe_aiter import Experts, LoRAExperts, MoE, balance_step, use_main_grad
+from moe_aiter import Experts, LoRAExperts, MoE, ZeroCompute, balance_step, use_main_grad
 from moe_aiter.config import interpret
 from moe_aiter.distributed import (
     clip_grad_norm_,
@@ -293,6 +293,16 @@ def check_saving(rank, world, folder):
     assert torch.equal(found["0.weight"], found["1.weight"])
 
 
+def check_newest(rank, world, ep):
+    """Experts without weights and latent ones: the dispatcher gets the rows and the width of real experts."""
+    options = {"zero_compute": ZeroCompute(4, 2), "latent": 12}
+    alone, model = build(**options), parallelize(build(**options), expert_mesh("cpu", ep))
+    x = batches(world, 0)
+    loss_of(alone, x.flatten(0, 1)).backward()
+    loss_of(model, x[rank]).backward()
+    compare(model, alone, lambda p: p.grad)
+
+
 def few_experts(rank, world, ep):
     """More ranks than experts: FSDP2 shards each expert."""
     torch.manual_seed(0)
@@ -314,6 +324,7 @@ def everything(rank, world, folder):
         check_errors(rank, world, ep)
         check_structures(rank, world, ep)
         check_reduction(rank, world, ep)
+        check_newest(rank, world, ep)
     check_saving(rank, world, folder)
     few_experts(rank, world, 2)
     with pytest.MonkeyPatch.context() as patch:

@@ -13,6 +13,7 @@ from moe_aiter import (
     Sinkhorn,
     TokenRounding,
     TopP,
+    ZeroCompute,
     route,
 )
 
@@ -34,6 +35,8 @@ LAYERS = {
     "expert choice": {"choice": ExpertChoice(), "renormalize": False},
     "rounding": {"choice": TokenRounding(4)},
     "jitter": {"jitter": 1e-3},
+    "zero compute": COEFS | {"zero_compute": ZeroCompute(2, 1), "capacity": Capacity(0.5)},
+    "latent": {"latent": 4, "shared_intermediate": 4},
 }
 GARBAGE = {"NaN": float("nan"), "inf": float("inf"), "large": 3e38}
 
@@ -74,8 +77,10 @@ def test_a_routing_that_is_given(device):
     assert out.isfinite().all() and not out[~mask].any()
 
 
-def test_a_gradient_that_is_nan_where_the_output_is_hidden(device):
-    moe = MoE(H, 8, E, 2, shared_intermediate=4, device=device)
+@pytest.mark.parametrize("newest", [False, True])
+def test_a_gradient_that_is_nan_where_the_output_is_hidden(device, newest):
+    more = {"latent": 4, "zero_compute": ZeroCompute(4)} if newest else {"shared_intermediate": 4}
+    moe = MoE(H, 8, E, 2, **more, device=device)
     x = torch.randn(T, H, device=device, requires_grad=True)
     mask = torch.rand(T, device=device) > 0.4
     moe(x, mask=mask).backward(torch.ones_like(x).masked_fill(~mask[:, None], float("nan")).detach())

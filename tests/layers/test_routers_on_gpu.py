@@ -13,6 +13,7 @@ from moe_aiter import (
     Sinkhorn,
     TokenRounding,
     TopP,
+    ZeroCompute,
     balance_step,
     hash_experts,
 )
@@ -39,6 +40,8 @@ OPTIONS = [
     {"capacity": Capacity(1.0)},
     {"capacity": Capacity(1.0, "probability")},
     {"jitter": 0.01},
+    {"zero_compute": ZeroCompute(4, 2, real_share=0.5), "capacity": Capacity(1.0), "selection_bias": True},
+    {"latent": 64},
 ]
 
 
