@@ -108,13 +108,27 @@ FUSED = {  # further ones, whose gates have limits or the tanh approximation of 
 }  # fmt: skip
 
 
+LONGCAT = {  # its checkpoints alone, as published
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        {
+            "num_hidden_layers": None, "num_layers": 2, "n_routed_experts": E, "zero_expert_num": 3,
+            "moe_topk": 4, "num_experts_per_tok": None, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 32,
+            "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+            "v_head_dim": 8, "head_dim": 4,
+        },
+    ),
+}  # fmt: skip
+
+
 def tiny_config(family: str, **changes):
     import transformers
 
-    kind, sizes = (CONVERTED | FUSED)[family]
+    kind, sizes = (CONVERTED | FUSED | LONGCAT)[family]
     if not hasattr(transformers, kind):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    return getattr(transformers, kind)(**COMMON | sizes | changes)
+    sizes = COMMON | sizes | changes
+    return getattr(transformers, kind)(**{k: v for k, v in sizes.items() if v is not None})
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, experts: str = "eager", **changes):

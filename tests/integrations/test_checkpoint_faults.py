@@ -179,11 +179,7 @@ def test_dtypes_that_no_layer_has_are_refused(tmp_path):
         ("deepseek_v3", {"n_group": 4}, "which 4 groups cannot share evenly"),
         ("mixtral", {"model_type": "llama4"}, "model_type is 'llama4': it multiplies the input of an expert"),
         ("mixtral", {"model_type": "gemma4"}, "model_type is 'gemma4': its router has a norm, a scale and"),
-        (
-            "nemotron_h",
-            {"moe_latent_size": 8},
-            "moe_latent_size is 8; only None is known: the experts of MoE",
-        ),
+        ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size is 0; it should be a whole number from 1"),
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias is True; only False is known: MoE has biases in"),
         ("nemotron_h", {"layers_block_type": ...}, "config.json has no num_hidden_layers"),
         ("nemotron_h", {"layers_block_type": "moe"}, "layers_block_type is 'moe'; it should be of type list"),

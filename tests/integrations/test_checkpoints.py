@@ -15,10 +15,11 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 from check import error  # noqa: E402
-from integrations.checkpoints import CHANGES, change, save, tensors  # noqa: E402
+from integrations.checkpoints import CHANGES, change, change_config, save, tensors  # noqa: E402
 from integrations.checkpoints import same as identical  # noqa: E402
 from integrations.families import CONVERTED, E, H, tiny_config, tiny_model  # noqa: E402
 
+from moe_aiter import MoE, ZeroCompute  # noqa: E402
 from moe_aiter.cli import main  # noqa: E402
 from moe_aiter.integrations.checkpoints import (  # noqa: E402
     convert,
@@ -188,9 +189,92 @@ def test_what_is_no_known_block_is_refused():
     block.experts._apply_gate = lambda z: z
     with pytest.raises(ValueError, match="a gate of their own"):
         moe_from_huggingface(block)
-    block = next(iter(blocks(tiny_model("nemotron_h", moe_latent_size=8)).values()))
-    with pytest.raises(ValueError, match="configuration: moe_latent_size is 8; only None is known"):
+    block = next(iter(blocks(tiny_model("longcat_flash")).values()))
+    with pytest.raises(TypeError, match="block is a LongcatFlashMoE; known: "):
         moe_from_huggingface(block)
+    with pytest.raises(ValueError, match="unknown model_type 'longcat_flash'"):
+        state_dict_to_huggingface(MoE(H, 24, E, 2), "longcat_flash")
+
+
+def latent_checkpoint(folder, fused=False, **changes):
+    model = tiny_model("nemotron_h", moe_latent_size=8, **changes)
+    model.save_pretrained(folder, save_original_format=not fused)
+    return model
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_latent_experts(fused, tmp_path):
+    """Nemotron 3 Super and Ultra."""
+    model = latent_checkpoint(tmp_path / "theirs", fused)
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert len(report.differences) == 2 and max(report.differences.values()) < 1e-6
+    x = torch.randn(2, 20, H)
+    for name, block in blocks(model).items():
+        moe, shared = (
+            load_moe(tmp_path / "ours", layer_of(name, "nemotron_h", fused)),
+            moe_from_huggingface(block),
+        )
+        with torch.no_grad():
+            assert error(moe(x), run(block, x)) < 1e-6 and error(shared(x), run(block, x)) < 1e-6
+        assert moe.to_latent.weight.shape == (8, H)
+        assert shared.to_latent.weight.data_ptr() == block.fc1_latent_proj.weight.data_ptr()
+        assert identical(state_dict_to_huggingface(shared, "nemotron_h"), dict(block.state_dict()))
+    convert(tmp_path / "ours", tmp_path / "back", to="huggingface")
+    assert identical(tensors(tmp_path / "theirs"), tensors(tmp_path / "back"))
+    with pytest.raises(ValueError, match="an MoE of nemotron_h has"):
+        state_dict_to_huggingface(MoE(H, 24, E, 2, latent=8), "nemotron_h")
+
+
+def test_latent_experts_that_do_not_fit(tmp_path):
+    latent_checkpoint(tmp_path / "theirs")
+    change_config(tmp_path / "theirs", moe_latent_size=None)
+    with pytest.raises(ValueError, match="fc1_latent_proj.weight is unknown in the MLP of a layer"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+    change_config(tmp_path / "theirs", moe_latent_size=9)
+    with pytest.raises(ValueError, match=r"fc1_latent_proj.weight is \(8, 16\); it should be \(9, 16\)"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_identity_experts(dtype, tmp_path):
+    """LongCat-Flash, whose published checkpoints have no weights for experts that use none."""
+    model = save(tmp_path / "theirs", "longcat_flash", dtype)
+    change(tmp_path / "theirs", without_unused)
+    if dtype != torch.float32:  # as in the published checkpoint
+        change(
+            tmp_path / "theirs", lambda t: t.update({k: v.float() for k, v in t.items() if "classifier" in k})
+        )
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert list(report.differences) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    x = torch.randn(2, 50, H)
+    for name, block in blocks(model).items() if dtype == torch.float32 else ():
+        moe = load_moe(tmp_path / "ours", name)
+        assert moe.zero_compute == ZeroCompute(identity=3) and moe.router.weight.shape == (E + 3, H)
+        with torch.no_grad():
+            assert error(moe(x), run(block, x)) < 1e-6
+    convert(tmp_path / "ours", tmp_path / "back", to="huggingface")
+    assert identical(tensors(tmp_path / "theirs"), tensors(tmp_path / "back"))
+    change_config(tmp_path / "theirs", zero_expert_type="drop")
+    with pytest.raises(ValueError, match="zero_expert_type is 'drop'; only 'identity' is known: MoE has"):
+        convert(tmp_path / "theirs", tmp_path / "other")
+
+
+def without_unused(found: dict) -> None:
+    for key in [key for key in found if re.search(rf"experts\.[{E}-9]\.", key)]:
+        del found[key]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_of_identity_experts_are_refused(fused, tmp_path):
+    """transformers 5 has gate and up weights for them too, and uses none."""
+    save(tmp_path / "theirs", "longcat_flash", fused=fused)
+    text = (
+        "gate_up_proj is (9, 48, 16); it should be (6"
+        if fused
+        else "experts.6.gate_proj.weight is unknown in"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        convert(tmp_path / "theirs", tmp_path / "ours")
 
 
 def test_the_command_goes_there_and_back(tmp_path, capsys):

@@ -26,7 +26,7 @@ def moe_from_huggingface(block: nn.Module) -> MoE:
 
     Raises TypeError for another class, ValueError if an `MoE` cannot compute what the block does.
     """
-    families = {family.block_class: family for family in FAMILIES.values()}
+    families = {family.block_class: family for family in FAMILIES.values() if family.block_class}
     family = families.get(type(block).__name__)
     if family is None:
         raise TypeError(f"block is a {type(block).__name__}; known: {', '.join(families)}")
@@ -49,9 +49,11 @@ def config_of(block: nn.Module, family: Family) -> dict:
     """What the block was built from, by the names of config.json."""
     router = getattr(block, family.routers[1])
     down = block.experts.down_proj.mT if block.experts.is_transposed else block.experts.down_proj
-    E, H, intermediate = down.shape
+    E, inner, intermediate = down.shape
     config = {name: getattr(block.experts.config, name, value) for name, value in family.only.items()}
-    config |= {family.num_experts[0]: E, "hidden_size": H, family.width: intermediate}
+    config |= {family.num_experts[0]: E, "hidden_size": router.weight.shape[1], family.width: intermediate}
+    if family.latent and not isinstance(getattr(block, family.latent[0]), nn.Identity):
+        config["moe_latent_size"] = inner
     config[family.top_k[0]] = router.top_k
     names = {"norm_topk_prob": "norm_topk_prob", "n_group": "num_group", "topk_group": "topk_group"}
     names["routed_scaling_factor"] = "routed_scaling_factor"
@@ -71,11 +73,14 @@ def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
 
     Raises ValueError for another model_type, and for an MoE whose tensors do not fit such a block.
     """
-    if model_type not in FAMILIES:
-        raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(FAMILIES)}")
+    known = [name for name, family in FAMILIES.items() if family.block_class]
+    if model_type not in known:
+        raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(known)}")
     ours, experts, family = dict(moe.state_dict()), moe.experts, FAMILIES[model_type]
     kwargs = {"num_experts": moe.num_experts, "hidden": moe.hidden, "intermediate": experts.intermediate}
     kwargs["bias"] = model_type == "gpt_oss"
+    if family.latent is not None and moe.to_latent is not None:
+        kwargs["latent"] = moe.to_latent.out_features
     if family.shared is not None and moe.shared is not None:
         kwargs["shared_intermediate"] = moe.shared.down.in_features
     pieces = list(family.pieces(kwargs, fused=True))

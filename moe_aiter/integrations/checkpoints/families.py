@@ -17,7 +17,11 @@ short for gate_proj.weight, up_proj.weight and down_proj.weight:
                                                                        shared_experts.{gate,up,down}
     ernie4_5_moe     mlp               the same                        gate.weight, shared_experts and
                                                        moe_statics.e_score_correction_bias (1, E)
-    nemotron_h       mixer             experts.N.{up,down}             as deepseek_v3, without gate_proj
+    nemotron_h       mixer             experts.N.{up,down}             as deepseek_v3, without gate_proj;
+                                       of width L if latent            fc1_latent_proj.weight (L, H),
+                                                                       fc2_latent_proj.weight (H, L)
+    longcat_flash    mlp               experts.N.{gate,up,down}        router.classifier.weight (E + Z, H),
+                                       without those of Z zero experts router.e_score_correction_bias (E + Z)
     granitemoe, and  block_sparse_moe  input_linear.weight (E, 2I, H)  router.layer.weight
     -shared, -hybrid                   output_linear.weight (E, H, I)
     gpt_oss          mlp               experts.gate_up_proj            router.weight, router.bias
@@ -42,6 +46,7 @@ from torch import Tensor
 
 from ...kernels.base.activations import OAI, swiglu_limit
 from ...routing.choices import GroupLimit
+from ...routing.zero_compute import ZeroCompute
 from .files import CheckpointError
 
 ACTIVATIONS = {  # by `hidden_act`
@@ -56,7 +61,8 @@ COUNTS = {  # by name, the least
     "shared_expert_intermediate_size": 1, "moe_shared_expert_intermediate_size": 1,
     "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "moe_layer_interval": 1,
     "moe_layer_start_index": 0, "moe_layer_end_index": -1,
-    "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "num_mtp_layers": 0,
+    "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "moe_latent_size": 1,
+    "moe_topk": 1, "zero_expert_num": 0, "expert_ffn_hidden_size": 1, "num_layers": 1,
 }  # fmt: skip
 TYPES = {
     "norm_topk_prob": (bool,), "mlp_only_layers": (list,), "routed_scaling_factor": (int, float),
@@ -75,9 +81,9 @@ LAYERS: dict[str, Callable] = {  # settings that say which layers have experts, 
 }
 LISTED = "layers_block_type", "hybrid_override_pattern"  # those with an entry for each layer
 WHY = {  # a setting with another value is something that MoE has not
-    "moe_latent_size": "the experts of MoE have the width of its input",
     "mlp_bias": "MoE has biases in the router and all experts, or in none",
     "use_bias": "MoE has biases in the router and all experts, or in none",
+    "zero_expert_type": "MoE has the identity here, and what others compute is not documented",
 }
 OURS = "mlp"  # our block, in every family: it is what transformers 5 calls most of them
 
@@ -121,12 +127,13 @@ class Family:
     """A `model_type` of transformers.  Names in pairs are those on the hub and in the fused format."""
 
     name: str
-    block_class: str  # of transformers
+    block_class: str  # of transformers; "" if only checkpoints can be converted
     architecture: str
     num_experts: tuple[str, ...]  # what its configuration calls it; the first is what we write
     width: str
     top_k: tuple[str, ...] = ("num_experts_per_tok",)
     act: str = "hidden_act"
+    depth: tuple[str, ...] = ("num_hidden_layers",)
     inner: str = ""  # the entry of config.json that has all of this, if not config.json itself
     blocks: tuple[str, str] = ("mlp", OURS)
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: the experts have no gate
@@ -140,6 +147,8 @@ class Family:
     scale: float | None = None  # of the routing weights, where the configuration does not say
     groups: tuple[int, int] | None = None  # how many there are, and are chosen
     shared: Shared | None = None
+    latent: tuple[str, str] | None = None  # the projections around experts that act on latent vectors
+    zero_experts: int = 0  # identity experts, where the configuration does not say; 0: it has no say
     layers: Mapping = field(default_factory=dict)  # keys of LAYERS that count, and their defaults
     further: bool = False  # whether layers past the last, which predict further tokens, have experts too
     only: Mapping = field(default_factory=dict)  # settings of which a single value is known
@@ -165,7 +174,7 @@ class Family:
             if first(config, names) is None:
                 found.append(f"config.json has no {names[0]}")
         if not found and self.num_layers(config) is None:
-            found.append("config.json has no num_hidden_layers")
+            found.append(f"config.json has no {self.depth[0]}")
         if config.get("router_jitter_noise"):
             found.append("router_jitter_noise is not 0: transformers then moves what the experts see too")
         acts = self.activations()
@@ -198,7 +207,7 @@ class Family:
 
     def num_layers(self, config: dict) -> int | None:
         listed = (config[name] for name in LISTED if name in self.layers and config.get(name) is not None)
-        return next((len(kinds) for kinds in listed), first(config, ("num_hidden_layers",)))
+        return next((len(kinds) for kinds in listed), first(config, self.depth))
 
     def moe_kwargs(self, config: dict) -> dict:
         """What to call `MoE` with, `choice` aside all of it fit for JSON."""
@@ -225,6 +234,10 @@ class Family:
             )
             if best < groups:
                 kwargs["choice"] = GroupLimit(groups, best)
+        if self.latent and config.get("moe_latent_size"):
+            kwargs["latent"] = config["moe_latent_size"]
+        if zero := self.zero_experts and first(config, ("zero_expert_num",), self.zero_experts):
+            kwargs["zero_compute"] = ZeroCompute(identity=zero)
         if self.shared is not None:
             size = first(config, (self.shared.size,), self.shared.default)
             kwargs["shared_intermediate"] = width * size if self.shared.counts else size
@@ -244,13 +257,26 @@ class Family:
     def pieces(self, kwargs: dict, fused: bool) -> Iterator[Piece]:
         """All tensors of a block.  `kwargs` are those of `moe_kwargs`."""
         E, H, width = kwargs["num_experts"], kwargs["hidden"], kwargs["intermediate"]
-        router = self.routers[fused]
-        yield same("router.weight", f"{router}.weight", E, H)
+        zero, inner = kwargs.get("zero_compute"), kwargs.get("latent") or H
+        router, routed = self.routers[fused], E + (zero.count if zero else 0)
+        yield same("router.weight", f"{router}.weight", routed, H)
         if kwargs.get("bias"):
             yield same("router.bias", f"{router}.bias", E)
         if self.correction:  # of any number of axes
-            part = Part(self.correction[fused], (*self.correction_shape, E))
-            yield Piece("router.selection_bias", (E,), (part,))
+            part = Part(self.correction[fused], (*self.correction_shape, routed))
+            yield Piece("router.selection_bias", (routed,), (part,))
+        yield from self.expert_pieces(E, inner, width, fused)
+        if kwargs.get("latent"):
+            for ours, theirs, *shape in zip(("to", "from"), self.latent, (inner, H), (H, inner), strict=True):
+                yield same(f"{ours}_latent.weight", f"{theirs}.weight", *shape)
+        if shared := kwargs.get("shared_intermediate"):
+            name = f"{self.shared.name}."
+            yield side_by_side("shared.gate_up.weight", (), shared, H, [(name, ())], self.matrices[:-1])
+            yield same("shared.down.weight", f"{name}{self.matrices[-1]}.weight", H, shared)
+            if self.shared.gate:
+                yield same("shared.gate.weight", f"{self.shared.gate}.weight", 1, H)
+
+    def expert_pieces(self, E: int, H: int, width: int, fused: bool) -> Iterator[Piece]:
         rows = (len(self.matrices) - 1) * width
         if self.always_fused:
             shapes = ("gate_up", 2 * width, H), ("down", H, width)
@@ -268,12 +294,6 @@ class Family:
                 Part(f"{name}{self.matrices[-1]}.weight", (H, width), place) for name, place in prefixes
             )
             yield Piece("experts.down", (E, H, width), tuple(tensors))
-        if shared := kwargs.get("shared_intermediate"):
-            name = f"{self.shared.name}."
-            yield side_by_side("shared.gate_up.weight", (), shared, H, [(name, ())], self.matrices[:-1])
-            yield same("shared.down.weight", f"{name}{self.matrices[-1]}.weight", H, shared)
-            if self.shared.gate:
-                yield same("shared.gate.weight", f"{self.shared.gate}.weight", 1, H)
 
 
 def oai_activation(config: dict) -> str:
@@ -393,7 +413,16 @@ FAMILIES = {
             "nemotron_h", "NemotronHMoE", "NemotronHForCausalLM", ("n_routed_experts", "num_local_experts"),
             "moe_intermediate_size", act="mlp_hidden_act", blocks=("mixer", "mixer"),
             matrices=("up_proj", "down_proj"), **DEEPSEEK, scale=1.0, groups=(1, 1), shared=NEMOTRON_SHARED,
-            layers=dict.fromkeys(LISTED), only={"moe_latent_size": None, "mlp_bias": False},
+            latent=("fc1_latent_proj", "fc2_latent_proj"), layers=dict.fromkeys(LISTED),
+            only={"mlp_bias": False},
+        ),
+        Family(
+            "longcat_flash", "", "LongcatFlashForCausalLM", ("n_routed_experts", "num_local_experts"),
+            "expert_ffn_hidden_size", top_k=("moe_topk", "num_experts_per_tok"),
+            depth=("num_layers", "num_hidden_layers"), routers=("router.classifier",) * 2,
+            correction=("router.e_score_correction_bias",) * 2, renormalizes=False, scale=6.0,
+            zero_experts=256,
+            only={"router_bias": False, "norm_topk_prob": False, "zero_expert_type": "identity"},
         ),
         Family(
             "granitemoe", "GraniteMoeMoE", "GraniteMoeForCausalLM", EXPERTS[::-1], "intermediate_size",
@@ -428,13 +457,15 @@ def family_of(config: dict) -> Family:
 
 def to_json(kwargs: dict) -> dict:
     """`kwargs` of an MoE as config.json holds them."""
-    choice = kwargs.get("choice")
-    if choice is None:
-        return dict(kwargs)
-    return kwargs | {"choice": {"num_groups": choice.num_groups, "top_groups": choice.top_groups}}
+    kwargs = dict(kwargs)
+    if choice := kwargs.get("choice"):
+        kwargs["choice"] = {"num_groups": choice.num_groups, "top_groups": choice.top_groups}
+    if zero := kwargs.get("zero_compute"):
+        kwargs["zero_compute"] = {"identity": zero.identity}
+    return kwargs
 
 
 def from_json(kwargs: dict) -> dict:
-    choice = kwargs.get("choice")
-    kwargs = {"renormalize": True} | kwargs  # the default when the first checkpoints were converted
-    return kwargs if choice is None else kwargs | {"choice": GroupLimit(**choice)}
+    kinds = {"choice": GroupLimit, "zero_compute": ZeroCompute}
+    made = {name: kind(**kwargs[name]) for name, kind in kinds.items() if kwargs.get(name) is not None}
+    return {"renormalize": True} | kwargs | made  # the default when the first checkpoints were converted

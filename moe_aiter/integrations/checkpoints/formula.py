@@ -65,11 +65,15 @@ class Formula(NamedTuple):
 
     def output(self, x: Tensor, weights: Tensor) -> Tensor:
         """sum_e weights[t, e] * expert_e(x[t]) + shared(x[t]): (T, H)."""
-        out = torch.zeros_like(x)
+        latent = self.family.latent if self.config.get("moe_latent_size") else None
+        to, back = (self.read(f"{name}.weight").float() for name in latent or ()) if latent else (None, None)
+        inner = F.linear(x, to) if latent else x  # NVIDIA 2025, Nemotron 3
+        out = torch.zeros_like(inner)
         for e, column in enumerate(weights.T):
             rows = column.nonzero()[:, 0]
             if len(rows):
-                out[rows] += column[rows, None] * self.expert(x[rows], e)
+                out[rows] += column[rows, None] * self.expert(inner[rows], e)
+        out = F.linear(out, back) if latent else out
         shared = self.family.shared
         if shared is None or not first(self.config, (shared.size,), shared.default):
             return out
@@ -79,6 +83,8 @@ class Formula(NamedTuple):
         return out + both
 
     def expert(self, x: Tensor, e: int) -> Tensor:
+        if self.family.zero_experts and e >= first(self.config, self.family.num_experts):
+            return x  # Meituan 2025, arXiv 2509.01322
         if self.family.name == "gpt_oss":
             return self.oai_expert(x, e)
         if stacked := self.family.stacked_of(self.fused):
@@ -122,7 +128,7 @@ def difference(moe: MoE, formula: Formula) -> float:
     16 tokens are routed by either side; then as many as it takes to visit every expert have their experts and
     weights given.
     """
-    dtype, num_experts = moe.experts.down.dtype, moe.num_experts
+    dtype, num_experts = moe.experts.down.dtype, moe.num_routed
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(DRAWN, moe.hidden, generator=generator).to(dtype)
     visits = -(-num_experts // moe.top_k)

@@ -16,7 +16,9 @@ EXPERT = re.compile(
     r"\b(experts|shared_experts?|shared_expert_gate|block_sparse_moe|(mlp|mixer)\.(gate|router|moe_statics))\."
 )
 FURTHER = "mtp.", "model.mtp_"  # beside the layers, what predicts further tokens; it stays as it is
-FLOAT32 = re.compile(r"(?<!shared)\.(gate|router|router\.layer)\.weight$")  # may be, in a 16-bit model
+FLOAT32 = re.compile(
+    r"(?<!shared)\.(gate|router(\.layer|\.classifier)?)\.weight$"
+)  # may be, in a 16-bit model
 QUANTISED = re.compile(r"(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.scales|\.absmax)$")
 DTYPES = ("F32", "BF16", "F16")
 ADVICE = "save it dequantised, in bfloat16 say, and convert that"
