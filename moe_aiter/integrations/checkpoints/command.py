@@ -18,7 +18,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="folder with config.json and safetensors files")
     parser.add_argument("target", type=Path, help="folder to write, new or empty")
-    text = "layout to write [the one that the source does not have]"
+    text = "layout to write, hub for vLLM and SGLang [the one that the source does not have]"
     parser.add_argument("--to", choices=LAYOUTS, help=text)
     text = "maximum size of a file [5GB]; a larger tensor gets a separate file"
     parser.add_argument("--shard-size", type=size, default=SHARD, metavar="SIZE", help=text)

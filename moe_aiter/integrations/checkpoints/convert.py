@@ -17,7 +17,7 @@ from .formula import Formula, difference, tolerance
 from .plan import Plan, plan_to_ours, plan_to_theirs
 
 SHARD = 5 * 10**9  # bytes
-LAYOUTS = "moe_aiter", "huggingface"
+LAYOUTS = "moe_aiter", "huggingface", "hub"
 Progress = Callable[[str, int, int], None]  # what is counted, how many are done, of how many
 
 
@@ -49,6 +49,8 @@ def convert(
                       experts gets the keys of `MoE`, such as model.layers.3.mlp.router.weight; all other keys
                       and files stay.  config.json gets what `load_moe` and the way back need.
     to="huggingface"  back; every tensor has the same bytes as before
+    to="hub"          back, with the keys of the hub, which vLLM and SGLang load, also if the first source was
+                      in the fused format of transformers 5, which they refuse
 
     Dtypes stay, and nothing is rounded.  Tensors are read and written one by one, those of experts matrix by
     matrix, in files of at most `shard_bytes`; a larger tensor has a file of its own.  With `check`, each MoE
@@ -64,7 +66,7 @@ def convert(
         raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS)}")
     target = check_target(target, shard_bytes, progress)
     found = Checkpoint(source)
-    plan = plan_to_ours(found) if to == "moe_aiter" else plan_to_theirs(found)
+    plan = plan_to_ours(found) if to == "moe_aiter" else plan_to_theirs(found, to == "hub")
 
     def compare(new: Checkpoint, layer: str) -> tuple[float, float]:
         ours, theirs = (new, found) if to == "moe_aiter" else (found, new)

@@ -151,6 +151,7 @@ class Family:
     zero_experts: int = 0  # identity experts, where the configuration does not say; 0: it has no say
     layers: Mapping = field(default_factory=dict)  # keys of LAYERS that count, and their defaults
     further: bool = False  # whether layers past the last, which predict further tokens, have experts too
+    loaders_need: tuple[str, ...] = ()  # settings without which inference engines refuse the checkpoint
     only: Mapping = field(default_factory=dict)  # settings of which a single value is known
 
     def block_of(self, fused: bool) -> str:
@@ -421,7 +422,7 @@ FAMILIES = {
             "expert_ffn_hidden_size", top_k=("moe_topk", "num_experts_per_tok"),
             depth=("num_layers", "num_hidden_layers"), routers=("router.classifier",) * 2,
             correction=("router.e_score_correction_bias",) * 2, renormalizes=False, scale=6.0,
-            zero_experts=256,
+            zero_experts=256, loaders_need=("zero_expert_type",),
             only={"router_bias": False, "norm_topk_prob": False, "zero_expert_type": "identity"},
         ),
         Family(

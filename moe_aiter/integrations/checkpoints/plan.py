@@ -80,14 +80,19 @@ def plan_to_ours(source: Checkpoint) -> Plan:
     return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, len(used), 0), used)
 
 
-def plan_to_theirs(source: Checkpoint) -> Plan:
-    """The way back.  Raises CheckpointError as `plan_to_ours` does."""
+def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
+    """The way back, or to the keys of the hub.  Raises CheckpointError as `plan_to_ours` does."""
     config = dict(source.config)
     family, fused, kwargs, layers = read_record(source)
+    fused = family.always_fused if hub else fused
     del config[RECORD]
     pieces = list(family.pieces(kwargs, fused))
     expected = {piece.name: piece.shape for piece in pieces}
-    outputs, problems, used = [], family.problems(family.settings(config)), set()
+    settings, outputs, used = family.settings(config), [], set()
+    problems = family.problems(settings)
+    if hub:
+        lacks = (name for name in family.loaders_need if settings.get(name) is None)
+        problems += [f"config.json has no {name}, which vLLM needs: add it" for name in lacks]
     for layer in layers:
         stem, block = layer.removesuffix(OURS), f"{layer}."
         theirs = f"{stem}{family.block_of(fused)}."

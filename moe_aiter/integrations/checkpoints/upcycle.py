@@ -64,8 +64,8 @@ def upcycle(
 
     Raises as `convert` does.
     """
-    if to not in LAYOUTS:
-        raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS)}")
+    if to not in LAYOUTS[:2]:  # "huggingface" has the keys of the hub here
+        raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS[:2])}")
     check_sizes(num_experts=num_experts, top_k=top_k)
     check_not_negative(noise=noise, router_std=router_std)
     target = check_target(target, shard_bytes, progress)
