@@ -110,6 +110,7 @@ OURS = {
         "num_experts": E,
         "choice": None,
         "selection_bias": True,
+        "quantile_bins": 0,
         "jitter": 0.1,
         "capacity": ours.Capacity(1.0),
         "zero_compute": ours.ZeroCompute(1),

@@ -108,6 +108,13 @@ SAMPLES = {
     "add_low_rank": lambda d: (d(R, N), d(R, 2), d(E, 2, N), SIZES),
     "attach_loss": lambda d: (d(T, H), d(1)[0], None),
     "count_choices": lambda d: (torch.zeros(E, dtype=torch.int64), SIZES),
+    "count_margins": lambda d: (
+        torch.zeros(E, 8, dtype=torch.int64),
+        d(T, E).softmax(1),
+        d(E),
+        torch.arange(T) < 3,
+        K,
+    ),
     "decide": lambda d: (IDS, "experts", E),
     "combine_tokens": lambda d: (d(T, H), *alone()),
     "dispatch_tokens": lambda d: (d(T, H), *alone()),

@@ -13,6 +13,7 @@ from ..kernels.base.check import (
     check_float,
     check_group,
     check_not_negative,
+    check_sizes,
     check_tensor,
     checked,
 )
@@ -25,6 +26,7 @@ from ..routing.choices import Choice
 from ..routing.fixed import route_to
 from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
+from ..routing.quantile import count_margins
 from ..routing.router import Router, Routing, hide, router_logits, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
 from .experts import Experts, new_latent, new_shared
@@ -58,6 +60,7 @@ class MoE(nn.Module):
                sigmoid(w . x), as in Qwen2-MoE.
     Balance    With `selection_bias` the router chooses experts by score + router.selection_bias.  After each
                optimizer step `balance_step` adjusts that bias by the choices that `load` has counted.
+               `quantile_bins` > 0 (Kimi K3: 1000) also counts what `balance_step(rule="quantile")` needs.
     `bias` gives router, experts and shared expert biases.
     You may replace `router` by another module (T, H) -> Routing, and `experts` by one with the arguments of
     `Experts.forward`.
@@ -104,6 +107,7 @@ class MoE(nn.Module):
         scale: float = 1.0,
         choice: Choice | None = None,
         selection_bias: bool = False,
+        quantile_bins: int = 0,
         jitter: float = 0.0,
         capacity: Capacity | None = None,
         zero_compute: ZeroCompute | None = None,
@@ -146,9 +150,16 @@ class MoE(nn.Module):
         self.to_latent, self.from_latent = new_latent(hidden, latent, where)
         self.experts = Experts(num_experts, latent or hidden, intermediate, **mlp, **memory)
         self.shared = new_shared(hidden, shared_intermediate, shared_gate, mlp)
-        counts = selection_bias or global_balance_coef
-        load = torch.zeros(self.num_routed, dtype=torch.int64, device=device) if counts else None
-        self.register_buffer("load", load, persistent=False)
+        self.set_counts(bool(selection_bias or global_balance_coef), quantile_bins, device)
+
+    def set_counts(self, counts: bool, quantile_bins: int, device: torch.device | str | None) -> None:
+        shapes = {"load": (self.num_routed,) if counts else None, "margins": None}
+        if quantile_bins != 0:
+            check_quantile(self, quantile_bins)
+            shapes["margins"] = self.num_routed, quantile_bins
+        for name, shape in shapes.items():
+            buffer = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
+            self.register_buffer(name, buffer, persistent=False)
 
     def __deepcopy__(self, memo: dict) -> "MoE":
         memo[id(self.global_balance_group)] = self.global_balance_group  # a process group has no copies
@@ -161,8 +172,9 @@ class MoE(nn.Module):
         for part in (self.router, self.experts, self.to_latent, self.from_latent, self.shared):
             if part is not None:
                 part.reset_parameters()
-        if self.load is not None:
-            self.load.zero_()
+        for counts in (self.load, self.margins):
+            if counts is not None:
+                counts.zero_()
 
     def forward(
         self,
@@ -207,6 +219,8 @@ class MoE(nn.Module):
             self.routes.see(routing, mask)
         plan = make_plan(routing.expert_ids, self.num_routed)
         load = self.count(plan) if self.load is not None and self.training else None
+        if self.margins is not None and self.training:
+            count_margins(self.margins, routing.scores, self.router.selection_bias, self.top_k, mask)
         weights = routing.routing_weights
         if self.has_losses():
             length = x.shape[-2] if x.dim() > 1 else 1
@@ -381,6 +395,21 @@ def check_global_group(global_balance_group: object, global_balance_coef: float)
     if global_balance_group is not None and not global_balance_coef:
         raise ValueError("global_balance_group is given, but global_balance_coef is 0")
     check_group(global_balance_group=global_balance_group)
+
+
+def check_quantile(moe: MoE, quantile_bins: int) -> None:
+    check_sizes(quantile_bins=quantile_bins)
+    router = moe.router
+    problems = {
+        "selection_bias is False: there is nothing to balance by": router.selection_bias is None,
+        f"choice is {router.choice}": router.choice is not None,
+        f"zero_compute is {moe.zero_compute}": moe.zero_compute is not None,
+        f"score={router.score!r} has no largest value": router.score == "sqrt_softplus",
+        f"top_k is {moe.top_k}, all of the experts": moe.top_k == moe.num_experts,
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise ValueError(f"quantile_bins is {quantile_bins}, but {problem}")
 
 
 def check_padding(mask: Tensor, x: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..kernels.base.check import check_group, check_not_negative, checked
 from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
+from ..routing.quantile import quantile_bias
 from .experts import Experts
 from .moe import MoE
 from .optimized import OptimizedMoELayer
@@ -20,7 +21,7 @@ WEIGHTS = {Experts: ("gate_up", "down"), OptimizedMoELayer: ("w1", "w2")}
 @checked
 def balance_step(
     model: nn.Module,
-    rate: float = 1e-3,
+    rate: float | None = None,
     *,
     rule: str = "sign",
     zero_mean: bool = False,
@@ -36,7 +37,10 @@ def balance_step(
 
         rule="sign"          bias[e] += rate * sign(v[e])        DeepSeek-V3, arXiv 2408.15664
         rule="proportional"  bias[e] += rate * v[e] / mean(c)
+        rule="quantile"      bias[e] += rate * (new[e] - bias[e])        Kimi K3: routing/quantile.py
 
+    `rate` is 1e-3 by default, for rule="quantile" 1: Kimi K3's.  This rule needs layers with `quantile_bins`;
+    their new bias is the one with which the tokens since the last call would have loaded the experts evenly.
     With `ZeroCompute`, real_share * sum(c) / E takes the place of mean(c), and experts without weights get no
     step.  LongCat-Flash's mu is then the rate of rule="proportional" times E / real_share.
     `zero_mean` subtracts the mean over experts from these steps.  With a process `group`, c is summed over
@@ -47,22 +51,36 @@ def balance_step(
     all ranks.
     Raises ValueError for a model without such a layer, an unknown rule, and a rate that is not above 0.
     """
-    check_rule(rate, rule)
+    rate = check_rule(rate, rule)
     check_group(group=group)
     layers = [m for m in model.modules() if isinstance(m, MoE) and m.load is not None]
     if not layers:
         raise ValueError(
             "the model has no MoE with selection_bias=True or a global_balance_coef: nothing to do"
         )
-    loads = [layer.load for layer in layers]
+    counted = [layer.load if rule != "quantile" else margins_of(layer) for layer in layers]
     if group is not None:
-        loads = sum_over_ranks(loads, group)
-    for layer, load in zip(layers, loads, strict=True):
+        counted = sum_over_ranks(counted, group)
+    for layer, counts in zip(layers, counted, strict=True):
         bias = getattr(layer.router, "selection_bias", None)
-        if bias is not None:
+        if bias is not None and rule == "quantile":
+            new = quantile_bias(bias, counts.to(bias.device).view(len(bias), -1), layer.top_k)
+            bias += rate * (new - bias)
+        elif bias is not None:
             how = rate, rule, zero_mean, layer.zero_compute
-            bias += selection_bias_step(bias, load.to(bias.device), *how)
+            bias += selection_bias_step(bias, counts.to(bias.device), *how)
         layer.load.zero_()
+        if layer.margins is not None:
+            layer.margins.zero_()
+
+
+def margins_of(layer: MoE) -> Tensor:
+    """The histogram of a layer, flat; its counts, of which nothing is made, if it has no bias."""
+    if getattr(layer.router, "selection_bias", None) is None:
+        return layer.load
+    if layer.margins is None:
+        raise ValueError("rule='quantile', but an MoE with a selection bias has no quantile_bins")
+    return layer.margins.flatten()
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from ..op import Written, define_inplace_op
 from ..private_api import graph_task
 from .zero_compute import ZeroCompute, real_experts
 
-RULES = ("sign", "proportional")
+RATES = {"sign": 1e-3, "proportional": 1e-3, "quantile": 1.0}  # by rule, the default
 SCALARS = 5
 
 
@@ -147,6 +147,8 @@ def selection_bias_step(
 
     Float32, zeros for a load of zeros.  Raises ValueError for an unknown `rule`.
     """
+    if rule == "quantile":
+        raise ValueError("rule='quantile' needs more than the load: see quantile_bias")
     check_rule(rate, rule)
     check_axes(selection_bias=(selection_bias, "E"), load=(load, "E"))
     # whole numbers are subtracted: a mean in float32 would not find a perfect balance
@@ -160,10 +162,17 @@ def selection_bias_step(
     return rate * (step - step.mean() if zero_mean else step)
 
 
-def check_rule(rate: float, rule: str) -> None:
-    if rule not in RULES:
-        raise ValueError(f"unknown rule {rule!r}; known: {', '.join(RULES)}")
+def check_rule(rate: float | None, rule: str) -> float:
+    """Return the rate, or the default of `rule` for None."""
+    if rule not in RATES:
+        raise ValueError(f"unknown rule {rule!r}; known: {', '.join(RATES)}")
+    rate = RATES[rule] if rate is None else rate
     check_positive(rate=rate)
+    if rule == "quantile" and rate > 1:
+        raise ValueError(
+            f"rate is {rate}, but at most 1 for rule='quantile': a part of the way to the new bias"
+        )
+    return rate
 
 
 def sum_over_ranks(totals: list[Tensor], group) -> list[Tensor]:

@@ -52,6 +52,7 @@ NOT_REACHED = {  # ops that no case can reach here, and what tests them
     "route_once": "torch.compile alone",
     "four_bit_gmm": "frozen weights of 4 bits: tests/kernels/grouped/test_four_bit.py",
     "expert_up_split": "torchtitan's models: tests/kernels/experts/test_expert_split.py",
+    "count_margins": "quantile balancing: tests/routing/test_quantile.py",
     "record_routing": "Monitor: tests/layers/test_monitor.py",
     **dict.fromkeys(
         (

@@ -42,6 +42,7 @@ OPTIONS = [
     {"jitter": 0.01},
     {"zero_compute": ZeroCompute(4, 2, real_share=0.5), "capacity": Capacity(1.0), "selection_bias": True},
     {"latent": 64},
+    {"score": "sigmoid", "selection_bias": True, "quantile_bins": 100},
 ]
 
 
