@@ -115,6 +115,7 @@ OURS = {
         "capacity": ours.Capacity(1.0),
         "zero_compute": ours.ZeroCompute(1),
         "latent": 4,
+        "dense_router_gradient": False,
         "shared_intermediate": 4,
         "shared_gate": True,
         "global_balance_group": None,

@@ -29,6 +29,7 @@ from ..routing.plan import RoutePlan, make_plan
 from ..routing.quantile import count_margins
 from ..routing.router import Router, Routing, hide, router_logits, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
+from .dense_gradient import with_dense_gradient
 from .experts import Experts, new_latent, new_shared
 
 # as they are here: a class can be given another `forward` later
@@ -55,6 +56,9 @@ class MoE(nn.Module):
     Latent     `latent` > 0 lets the routed experts act on vectors of that width L:
                    out[t] = from_latent @ sum_j s[t, j] * expert[e_tj](to_latent @ x[t]) + shared(x[t])
                as in NVIDIA's Nemotron 3 Super and Ultra; router and shared expert see x.  No biases.
+    Router's   `dense_router_gradient` gives the router the gradient of all experts in training mode, by a
+    gradient   straight-through estimator (DenseMixer, layers/dense_gradient.py).  In the backward pass every
+               token then visits all other experts once.
     Shared     `shared_intermediate` > 0 adds a dense MLP of that width for every token.  For several shared
                experts pass their total width.  `shared_gate` multiplies the MLP's output by
                sigmoid(w . x), as in Qwen2-MoE.
@@ -112,6 +116,7 @@ class MoE(nn.Module):
         capacity: Capacity | None = None,
         zero_compute: ZeroCompute | None = None,
         latent: int = 0,
+        dense_router_gradient: bool = False,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         load_balance_coef: float = 0.0,
@@ -135,8 +140,7 @@ class MoE(nn.Module):
         )
         self.load_balance_coef, self.z_loss_coef = load_balance_coef, z_loss_coef
         self.sequence_balance_coef, self.global_balance_coef = sequence_balance_coef, global_balance_coef
-        check_global_group(global_balance_group, global_balance_coef)
-        self.global_balance_group = global_balance_group
+        self.global_balance_group = checked_group(global_balance_group, global_balance_coef)
         where = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
         scoring = {"score": score, "renormalize": renormalize, "scale": scale, "choice": choice}
@@ -150,7 +154,15 @@ class MoE(nn.Module):
         self.to_latent, self.from_latent = new_latent(hidden, latent, where)
         self.experts = Experts(num_experts, latent or hidden, intermediate, **mlp, **memory)
         self.shared = new_shared(hidden, shared_intermediate, shared_gate, mlp)
+        self.set_dense_gradient(dense_router_gradient)
         self.set_counts(bool(selection_bias or global_balance_coef), quantile_bins, device)
+
+    def set_dense_gradient(self, dense: bool) -> None:
+        self.dense_router_gradient = dense
+        used = {"choice": self.router.choice, "capacity": self.capacity, "zero_compute": self.zero_compute}
+        for name, value in used.items():
+            if dense and value is not None:
+                raise ValueError(f"dense_router_gradient=True, but {name} is {value}: it needs a plain top-k")
 
     def set_counts(self, counts: bool, quantile_bins: int, device: torch.device | str | None) -> None:
         shapes = {"load": (self.num_routed,) if counts else None, "margins": None}
@@ -231,7 +243,7 @@ class MoE(nn.Module):
             routing, plan = self.within_capacity(routing, plan, mask)
         if self.monitor is not None:
             self.monitor.record(routing, chosen, plan.group_sizes, mask, self.training)
-        out = self.mix(tokens, expert_tokens, routing.expert_ids, weights, plan, mask)  # (T, H)
+        out = self.mix(tokens, expert_tokens, routing, weights, plan, mask)  # (T, H)
         if self.shared is not None:
             out = hide(out + self.shared(hide(tokens, mask)), mask)
         out = out.view(x.shape)
@@ -277,7 +289,7 @@ class MoE(nn.Module):
         self,
         tokens: Tensor,
         expert_tokens: Tensor,
-        expert_ids: Tensor,
+        routing: Routing,
         weights: Tensor,
         plan: RoutePlan,
         mask: Tensor | None,
@@ -292,15 +304,18 @@ class MoE(nn.Module):
                 check_float(x=x, to_latent=self.to_latent.weight)
             x = self.to_latent(hide(x, mask))
         out = self.experts(x, weights, plan)
+        if self.dense_router_gradient and self.has_losses() and routing.routing_weights.requires_grad:
+            out = with_dense_gradient(out, x.detach(), self.experts, routing, self.router)
         if self.to_latent is not None:
             out = hide(self.from_latent(out), mask)
         if zero is not None and zero.identity:
-            weight = zero.identity_weight(expert_ids, weights, self.num_experts)
+            weight = zero.identity_weight(routing.expert_ids, weights, self.num_experts)
             out = hide(out + (hide(tokens, mask) * weight).to(out.dtype), mask)
         return out
 
     def needs_scores(self) -> bool:
-        return bool(self.load_balance_coef or self.sequence_balance_coef or self.global_balance_coef)
+        coefs = self.load_balance_coef, self.sequence_balance_coef, self.global_balance_coef
+        return any(coefs) or self.dense_router_gradient
 
     def is_private(self, tokens: Tensor) -> bool:
         """Whether the experts' gradient of the tokens has no other reader than the router's backward pass.
@@ -391,10 +406,11 @@ class MoE(nn.Module):
         return text
 
 
-def check_global_group(global_balance_group: object, global_balance_coef: float) -> None:
+def checked_group(global_balance_group: object, global_balance_coef: float) -> object:
     if global_balance_group is not None and not global_balance_coef:
         raise ValueError("global_balance_group is given, but global_balance_coef is 0")
     check_group(global_balance_group=global_balance_group)
+    return global_balance_group
 
 
 def check_quantile(moe: MoE, quantile_bins: int) -> None:
