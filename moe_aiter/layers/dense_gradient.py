@@ -7,8 +7,8 @@ the top-k for the identity in the backward pass.  With s the routing weights,
     ds[t, e] = <dout[t], expert[e](x[t])>                             backward, for all experts
 
 The weight of an expert that was not chosen is scale * p[t, e], p the scores.  With `renormalize`, it is
-divided by the sum of the chosen scores, a constant, as in the authors' code.  The other gradients are those of
-the chosen experts alone.
+divided by the sum of the chosen scores, a constant, as in the authors' code.  The other gradients are those
+of the chosen experts alone.
 """
 
 import torch

@@ -231,7 +231,7 @@ class MoE(nn.Module):
             self.routes.see(routing, mask)
         plan = make_plan(routing.expert_ids, self.num_routed)
         load = self.count(plan) if self.load is not None and self.training else None
-        if self.margins is not None and self.training:
+        if self.margins is not None and self.training and isinstance(self.router, Router):
             count_margins(self.margins, routing.scores, self.router.selection_bias, self.top_k, mask)
         weights = routing.routing_weights
         if self.has_losses():

@@ -19,17 +19,17 @@ class ZeroCompute:
                                                              0                  E + identity <= e)
 
     Meituan 2025 (LongCat-Flash), arXiv 2509.01322, 2.1, has identity experts.  Jin et al. 2024 (MoE++), arXiv
-    2410.07348, 3.1, calls them copy experts, and has zero experts too.  Their choices have no row: no product
-    runs for them, and expert parallelism sends nothing for them.
+    2410.07348, 3.1, calls them copy experts, and has zero experts too.  Their choices have no row, so no
+    product runs for them.
 
     `real_share` is the share of all choices that balancing aims to give to the E experts, evenly: K_e / K of
     LongCat-Flash, which is 8 / 12 there.  None gives every expert, with or without weights, the same load.
     The losses and `balance_step` use it as LongCat-Flash does:
       losses          with f the experts' shares of the choices and Z = identity + zero, the factor of P_e is
                       f_e * E / real_share for e < E, and sum_z f_z / (1 - real_share) for the Z others: they
-                      are one group (arXiv 2509.01322, 2.3.2, with a group for each expert)
+                      are one group, as in LongCat-Flash with a group for each expert
       selection bias  an expert's violation is real_share * sum(c) / E - c[e]; the bias of the Z others stays
-    Raises ValueError without any expert, and for a `real_share` that is not between 0 and 1.
+    Raises ValueError without any expert, and for a `real_share` that is not from 0.0001 to 0.9999.
     """
 
     identity: int = 0
@@ -44,8 +44,8 @@ class ZeroCompute:
             raise ValueError("identity and zero are both 0: there is nothing to choose")
         if self.real_share is not None:
             check_real("real_share", self.real_share)
-            if not 0 < self.real_share < 1:
-                raise ValueError(f"real_share must be above 0 and below 1, not {self.real_share}")
+            if not 1e-4 <= self.real_share <= 1 - 1e-4:  # NaN too
+                raise ValueError(f"real_share must be from 0.0001 to 0.9999, not {self.real_share}")
 
     @property
     def count(self) -> int:

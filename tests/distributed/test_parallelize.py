@@ -301,6 +301,13 @@ def check_newest(rank, world, ep):
     loss_of(alone, x.flatten(0, 1)).backward()
     loss_of(model, x[rank]).backward()
     compare(model, alone, lambda p: p.grad)
+    alone, x = MoE(H, 8, E, 3, selection_bias=True, quantile_bins=50), torch.randn(world * T, H)
+    model = copy.deepcopy(alone)
+    alone(x)
+    model(x.chunk(world)[rank])
+    balance_step(alone, rule="quantile")
+    balance_step(model, rule="quantile", group=dist.group.WORLD)
+    torch.testing.assert_close(model.router.selection_bias, alone.router.selection_bias)
 
 
 def few_experts(rank, world, ep):

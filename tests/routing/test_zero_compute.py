@@ -116,8 +116,8 @@ def test_capacity(device, zero, drop):
         (lambda: ZeroCompute(), ValueError, "identity and zero are both 0"),
         (lambda: ZeroCompute(-1), ValueError, "identity must be at least 1|identity"),
         (lambda: ZeroCompute(1.5), TypeError, "identity"),
-        (lambda: ZeroCompute(1, real_share=1), ValueError, "real_share must be above 0 and below 1, not 1"),
-        (lambda: ZeroCompute(1, real_share=math.nan), ValueError, "real_share must be above 0"),
+        (lambda: ZeroCompute(1, real_share=1), ValueError, "real_share must be from 0.0001 to 0.9999, not 1"),
+        (lambda: ZeroCompute(1, real_share=math.nan), ValueError, "real_share must be from"),
         (lambda: ZeroCompute(1, real_share="half"), TypeError, "real_share"),
         (
             lambda: load_balance_loss(
