@@ -114,13 +114,13 @@ def token_rounding(rows, weights, k, choice, mask):
     return out
 
 
-def over_capacity(ids, weights, rows, tokens, capacity):
-    """Drop what is behind the first ceil(factor * T * k / E) choices of an expert; T is `tokens`."""
+def over_capacity(ids, weights, rows, tokens, capacity, real):
+    """Drop what is behind the first ceil(factor * T * k / E) choices of the `real` experts; T is `tokens`."""
     experts = len(rows[0])
     k = len(ids[0]) if ids else 0
     limit = math.ceil(capacity.factor * tokens * k / experts)
     out = [list(row) for row in ids]
-    for e in range(experts):  # `rows` are what the weights of each token come from
+    for e in range(real):  # `rows` are what the weights of each token come from
         places = [(t, j) for t, row in enumerate(ids) for j, chosen in enumerate(row) if chosen == e]
         kept = set(range(min(limit, len(places))))
         if capacity.drop == "probability":

@@ -165,14 +165,15 @@ class PlainMoE:
         scoring = {name: how[name] for name in ("score", "renormalize", "scale")}
         self.route = PlainRoute(how["choice"], k, scoring, bias, mask)
         self.kept, self.loss_scale = None, 1.0
+        self.zero = 0 if how["zero_compute"] is None else how["zero_compute"].count
 
     def losses(self, scores: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
         """Their sum, each times its coefficient."""
         out = loops.nothing(scores)
-        one = balance(scores, ids, self.mask)
+        one = balance(scores, ids, self.mask, self.zero)
         out = out + (self.how["load_balance_coef"] + self.how["global_balance_coef"]) * one
         if self.how["sequence_balance_coef"]:
-            sequences = sequence_balance(scores, ids, self.length, self.mask)
+            sequences = sequence_balance(scores, ids, self.length, self.mask, self.zero)
             out = out + self.how["sequence_balance_coef"] * sequences
         return out + self.how["z_loss_coef"] * squared(logits, self.mask)
 
@@ -184,7 +185,14 @@ class PlainMoE:
         ids, weights, scores = self.route(logits)
         kept = self.within_capacity(ids, weights, scores)
         inside = {n.removeprefix("experts."): t for n, t in params.items() if n.startswith("experts.")}
-        out = experts_loop(x, kept, weights, inside, self.how["activation"], self.how["interleaved"])
+        act, real = (self.how["activation"], self.how["interleaved"]), scores.shape[1] - self.zero
+        latent = seen(x, self.mask) @ params["to_latent.weight"].mT if self.how["latent"] else x
+        out = experts_loop(latent, kept.masked_fill(kept >= real, -1), weights, inside, *act)
+        if self.how["latent"]:
+            out = seen(out @ params["from_latent.weight"].mT, self.mask)
+        if self.zero and self.how["zero_compute"].identity:
+            same = (kept >= real) & (kept < real + self.how["zero_compute"].identity)
+            out = out + (seen(x, self.mask) * (weights * same).sum(1, keepdim=True)).to(out.dtype)
         if "shared.down.weight" in params:
             out = out + self.shared(x, params)
         return out, Loss(self.losses(scores, logits, ids) * self.loss_scale)
@@ -195,7 +203,7 @@ class PlainMoE:
             if (capacity := self.how["capacity"]) is not None and len(ids):
                 rows = ids.tolist(), weights.tolist(), scores.tolist()
                 tokens = len(ids) if self.mask is None else int(self.mask.sum())
-                kept = choosing.over_capacity(*rows, tokens, capacity)
+                kept = choosing.over_capacity(*rows, tokens, capacity, scores.shape[1] - self.zero)
                 self.kept = torch.tensor(kept, dtype=torch.int64, device=ids.device)
         return self.kept
 
@@ -222,6 +230,12 @@ def draw_moe(draw: Draw, E: int, k: int) -> dict:
         how["capacity"] = moe_aiter.Capacity(draw.pick(0.25, 1.0, 1.5), drop)
     if draw.flip(0.3):
         how |= {"shared_intermediate": draw.size(1, 24), "shared_gate": draw.flip()}
+    how["zero_compute"] = None
+    if E > 1 and draw.flip(0.2):
+        zero = draw.form.randint(1, E - 1)
+        identity = draw.form.randint(0, zero)
+        how["zero_compute"] = moe_aiter.ZeroCompute(identity, zero - identity)
+    how["latent"] = draw.size(1, 33) if draw.flip(0.2) else 0
     how |= {name: draw.pick(0.0, 0.0, 0.0, 0.5) for name in BESIDE}
     return how | {"row_chunks": draw.option(None, 2), "recompute": draw.option("none", "z")}
 
@@ -235,7 +249,8 @@ def moe(draw: Draw) -> Case:
     shape = draw.pick((draw.size(high=16),), (draw.size(high=4), draw.size(high=6)))
     T = torch.Size(shape).numel()
     mask = draw.mask(T) if draw.flip(0.3) else None
-    layer = moe_aiter.MoE(H, inner, E, k, jitter=0.0, **how, device=DEVICE, dtype=dtype)
+    real = E - (how["zero_compute"].count if how["zero_compute"] else 0)
+    layer = moe_aiter.MoE(H, inner, real, k, jitter=0.0, **how, device=DEVICE, dtype=dtype)
     tensors = {"x": hide(draw.grid(T, H, dtype=dtype, step=0.25, most=4), mask)}
     for name, p in layer.named_parameters():
         if name == "router.weight":

@@ -289,27 +289,31 @@ def route_to(draw: Draw) -> Case:
 # losses
 
 
-def balance(scores, ids, mask):
-    """E * sum over experts of their share of the choices times their mean share of the scores."""
+def balance(scores, ids, mask, zero=0):
+    """E * sum over experts of their share of the choices times their mean share of the scores.
+
+    The last `zero` have the mean of their shares each.
+    """
     T, E = scores.shape
     wide = scores.to(loops.sum_dtype(scores.dtype))
     tokens = [t for t in range(T) if mask is None or bool(mask[t])]
     chosen = [e for t in tokens for e in ids[t].tolist() if 0 <= e < E]
     out = loops.nothing(wide)
     for e in range(E):
-        f = chosen.count(e) / max(len(chosen), 1)
+        count = chosen.count(e) if e < E - zero else sum(c >= E - zero for c in chosen) / zero
+        f = count / max(len(chosen), 1)
         for t in tokens:
             out = out + f * wide[t, e] / wide[t].sum() / len(tokens)
     return out * E
 
 
-def sequence_balance(scores, ids, length, mask):
+def sequence_balance(scores, ids, length, mask, zero=0):
     values = []
     for s in range(0, len(scores), length):
         rows = slice(s, s + length)
         part = None if mask is None else mask[rows]
         if part is None or bool(part.any()):
-            values.append(balance(scores[rows], ids[rows], part))
+            values.append(balance(scores[rows], ids[rows], part, zero))
     return torch.stack(values).mean() if values else balance(scores, ids, mask) * 0
 
 

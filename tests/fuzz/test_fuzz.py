@@ -34,7 +34,6 @@ NOT_FUZZED = {
     "RouteDifference": "is a record",
     "RoutePlan": "is a record",
     "Routing": "is a record",
-    "ZeroCompute": "tests/routing/test_zero_compute.py and tests/layers/test_moe_zero_compute.py",
     "preshuffle_weights": "for bfloat16 weights of 256 x 256 and more: tests/layers/test_linear_shuffled.py",
     "quantization_report": "compares two models: tests/layers/test_quantized_report.py",
     "offload": "moves weights: tests/layers/test_offloaded.py",
