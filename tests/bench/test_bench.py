@@ -273,7 +273,9 @@ def test_sizes_of_your_own(sizes, tmp_path, capsys):
 def test_arguments_have_help():
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    assert "layer | gmm | deepgemm | segment | gemm | lora | parallel | report" in parser.format_help()
+    assert (
+        "layer | gmm | deepgemm | segment | gemm | lora | offload | parallel | report" in parser.format_help()
+    )
 
 
 NO_TRANSFORMERS = "transformers is not installed: pip install '.[hf]' in the source tree"

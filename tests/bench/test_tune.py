@@ -205,7 +205,11 @@ def test_every_chunk_of_a_large_step_is_measured(name, widths, monkeypatch):
     asked = set()
 
     monkeypatch.setattr(grouped.gmm, "pick", lambda *_: None)
-    monkeypatch.setattr(grouped.gmm, "bound", lambda impl, i: asked.add((i.rhs.shape[2], i.rhs.shape[1])))
+
+    def note(impl, i):
+        asked.add((i.rhs.shape[2], i.rhs.shape[1]))
+
+    monkeypatch.setattr(grouped.gmm, "bound_inplace", note)
     sizes = (T, H), (E, 2 * width, H), (E, H, width), (T * k, width), (T * k, 2 * width)
     x, gate_up, down, a, dz = (torch.empty(n, dtype=bf16, device=meta, requires_grad=True) for n in sizes)
     plan = torch.empty(T * k, device=meta), torch.empty(T, k, device=meta), torch.empty(E, device=meta)
