@@ -86,7 +86,7 @@ def test_experts(device, tier, dtype, kind, activation, bias, save_z):
     with use(tier):
         sources = Sources(spans)
         for whole, in_passes in zip(step(None), step(sources), strict=True):
-            # NumPy multiplies a row in other steps where it lies elsewhere in a tile
+            # the interpreter multiplies by NumPy, whose rounding of a row depends on its place in a tile
             assert (
                 error(in_passes, whole) < 4 * torch.finfo(dtype).eps if interpret else in_passes.equal(whole)
             )
