@@ -82,8 +82,8 @@ test-gpu: $(READY)
 # what depends on the versions of torch and Triton: `make test-versions VENV= PYTHON=/path/python`
 CORE = $(addprefix tests/test_,private_api.py backend.py metadata.py ops.py overlap.py derived.py switches.py threads.py export.py) \
 	tests/kernels/base/test_launches.py tests/kernels/base/test_bind.py tests/distributed tests/test_optim.py \
-	$(addprefix tests/layers/test_,moe.py moe_in_training.py moe_losses.py experts.py replay.py loss_scale.py pass_on.py fuse.py \
-	linear.py quantized.py)
+	$(addprefix tests/layers/test_,moe.py moe_in_training.py moe_losses.py moe_latent.py moe_zero_compute.py \
+	capacity.py experts.py replay.py loss_scale.py pass_on.py fuse.py linear.py quantized.py)
 test-versions: $(READY)
 	$(PYTEST) $(CORE) $(ARGS)
 

@@ -23,7 +23,6 @@ A monitor keeps `totals` (2E + 5,) float64 of a layer, in which whole numbers ar
 Both are ops, so that a compiled graph asks each time it runs whether to count.
 """
 
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -153,9 +152,9 @@ def selection_bias_step(
     check_axes(selection_bias=(selection_bias, "E"), load=(load, "E"))
     # whole numbers are subtracted: a mean in float32 would not find a perfect balance
     num_experts = real_experts(load.shape[0], zero_compute)
-    share = Fraction(1) if zero_compute is None else zero_compute.share(num_experts)
-    total = load.sum() * share.numerator
-    violation = (total - load * (num_experts * share.denominator)).float()  # times E * denominator
+    numerator, denominator = (1, 1) if zero_compute is None else zero_compute.share(num_experts)
+    total = load.sum() * numerator
+    violation = (total - load * (num_experts * denominator)).float()  # times E * denominator
     step = violation.sign() if rule == "sign" else violation / total.clamp_min(1)
     if zero_compute is not None:
         step = step * (torch.arange(len(step), device=step.device) < num_experts)

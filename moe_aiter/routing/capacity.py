@@ -57,8 +57,9 @@ def drop_over_capacity(
     choices = expert_ids.numel() if mask is None else mask.sum() * expert_ids.shape[1]
     # in whole numbers, which torch.export can write down
     factor = Fraction(capacity.factor).limit_denominator(10**6)
-    factor *= 1 if zero_compute is None else zero_compute.share(num_experts)
-    limit = -(-factor.numerator * choices // (factor.denominator * num_experts))
+    share = (1, 1) if zero_compute is None else zero_compute.share(num_experts)
+    numerator, denominator = factor.numerator * share[0], factor.denominator * share[1]
+    limit = -(-numerator * choices // (denominator * num_experts))
     rank = plan.rank
     if capacity.drop == "probability":
         best = routing_weights.detach().flatten().sort(descending=True, stable=True).indices

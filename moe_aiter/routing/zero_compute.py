@@ -51,11 +51,12 @@ class ZeroCompute:
     def count(self) -> int:
         return self.identity + self.zero
 
-    def share(self, num_experts: int) -> Fraction:
-        """The share of the choices that `num_experts` experts should get."""
+    def share(self, num_experts: int) -> tuple[int, int]:
+        """The share of the choices that `num_experts` experts should get: numerator and denominator."""
         if self.real_share is None:
-            return Fraction(num_experts, num_experts + self.count)
-        return Fraction(self.real_share).limit_denominator(10**4)
+            return num_experts, num_experts + self.count
+        share = Fraction(self.real_share).limit_denominator(10**4)
+        return share.numerator, share.denominator
 
     def identity_weight(self, expert_ids: Tensor, routing_weights: Tensor, num_experts: int) -> Tensor:
         """The sum of a token's routing weights for identity experts: (T, 1)."""
@@ -78,7 +79,8 @@ def over_target(load: Tensor, zero_compute: ZeroCompute | None) -> Tensor:
     if not isinstance(zero_compute, ZeroCompute):
         raise TypeError(f"zero_compute must be a ZeroCompute, not {type(zero_compute).__name__}")
     num_experts = real_experts(load.shape[-1], zero_compute)
-    share = float(zero_compute.share(num_experts))
+    numerator, denominator = zero_compute.share(num_experts)
+    share = numerator / denominator
     real, others = load.split([num_experts, zero_compute.count], -1)
     others = others.sum(-1, keepdim=True).expand_as(others)
     return torch.cat([real * (num_experts / share), others / (1 - share)], -1) / load.shape[-1]
