@@ -60,7 +60,6 @@ from .transport import (
     PoolTransfer,
     Sources,
     X,
-    exchange,
     pool_for,
     region_sizes,
     uses_symmetric,
@@ -200,14 +199,16 @@ class ExpertDispatcher:
         self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan
     ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, RoutePlan, Tensor]:
         """Return the tokens of all slots, on their way; their weights; the plan of own experts; its spans."""
-        tokens = transport.dispatch(X)
-        tokens.send(x)
+        tokens, routed = transport.dispatch(X), transport.dispatch(ROUTING)
         top_k, kind = s.shape[1], INTEGERS[s.dtype]
         sizes = F.pad(plan.group_sizes.int(), (0, 1), value=x.shape[0])[None]
         # rows travel with the weights, as numbers of the same bits
         rank = pad(plan.rank, s.shape[0], -1).to(kind)
         routing = torch.cat([rank.view(1, -1).view(s.dtype), s.reshape(1, -1)], 1)
-        sizes, routing = exchange(transport.dispatch(ROUTING), sizes, routing)
+        for t in sizes, routing:  # before the tokens: copies between two GPUs run one after the other
+            routed.send(t)
+        tokens.send(x)
+        sizes, routing = routed.receive()
         if transport is not self.collective:  # ranks may write to wrong slots, and nothing waits for ever
             same = (sizes[:, -1] == x.shape[0]).all()
             assert_async(same, "the ranks have different numbers of tokens: see max_tokens")

@@ -200,13 +200,6 @@ class Sources:
                 self.sums.copy(places, parts, [rank])
 
 
-def exchange(transfer: CollectiveTransfer | PoolTransfer, *tensors: Tensor) -> list[Tensor]:
-    """Send these tensors, and return what arrived."""
-    for t in tensors:
-        transfer.send(t)
-    return transfer.receive()
-
-
 @contextlib.contextmanager
 def beside(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | None]:
     """Run the block on this stream, after what the current stream has begun; without one just run it."""

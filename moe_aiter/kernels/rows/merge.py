@@ -89,10 +89,9 @@ def merge_kernel(
     end = tl.cumsum(size, 0)
 
     rank = tl.load(rank_ptr + source * rank_stride + i, mask=i < R, other=-1).to(tl.int32)
-    expert = tl.sum((end[None, :] <= rank[:, None]).to(tl.int32), 1)
+    expert = tl.sum((end[:, None] <= rank[None, :]).to(tl.int32), 0)  # of a choice, by one thread
     here = (rank >= 0) & (expert >= first) & (expert < first + E)
-    shift = (start - (end - size))[None, :]
-    row = rank + tl.sum(tl.where(n[None, :] == expert[:, None], shift, 0), 1)
+    row = rank + tl.gather(start - (end - size), tl.minimum(expert, BLOCK_N - 1), 0)
     choice = source * R + i
     tl.store(row_ptr + choice, tl.where(here, row, -1), mask=i < R)
     tl.store(order_ptr + row, choice, mask=here)
