@@ -72,14 +72,12 @@ class TrainConfig:
         0, "CPU threads of a process; 0: OMP_NUM_THREADS, or its share of those that are free", **THREADS
     )
     ep: int = option(
-        0,
+        1,
         "under torchrun, processes that share the experts of a layer; 0: as many of one machine as divide "
         "--num-experts",
         **SIZE_OR_NONE,
     )
-    fsdp: bool = option(
-        True, "under torchrun, shard all parameters by FSDP2; with --no-fsdp share only the experts"
-    )
+    fsdp: bool = option(False, "under torchrun, shard all parameters and the optimizer's state by FSDP2")
     dtype: str = option("auto", "dtype of activations: float32, bfloat16 or auto; weights stay float32")
     fp8: str = option("none", f"8-bit recipe of the experts: none, {', '.join(RECIPES)}; see docs/fp8.md")
     compile: bool = option(False, "compile the model with torch.compile")

@@ -87,8 +87,10 @@ def test_the_curve_of_one_process():
     assert train(*arguments("--out", "one")) == train(*arguments("--out", "dense-one", "--dense")) == 0
     shutil.copytree("one", "from-one")  # from its step 10
     os.truncate("from-one/checkpoints/step-00000020/model.safetensors", 100)
-    new = {"two": [], "whole": ["--no-fsdp"], "ep-1": ["--ep", "1"], "dense": ["--dense"]}
-    new["two-again"] = ["--log-every", "7", "--val-every", "20"]
+    both = ["--ep", "0", "--fsdp"]
+    new = {"two": both, "whole": ["--ep", "0"], "ep-1": ["--fsdp"], "plain": []}
+    new |= {"dense": ["--dense"], "dense-fsdp": ["--dense", "--fsdp"]}
+    new["two-again"] = [*both, "--log-every", "7", "--val-every", "20"]
     wrong = [["--out", "two"], ["--out", "b", "--batch", "5"], ["--out", "c", "--data", "nowhere"]]
     wrong += [["--out", "d", "--lr", "1e30", "--warmup", "0"], ["--resume", "from-one", "--lr", "1"]]
     statuses = run_on(
@@ -98,9 +100,10 @@ def test_the_curve_of_one_process():
         *(arguments(*words) if words[0] == "--out" else words for words in wrong),
     )
     assert statuses == [0] * len([*new, "from-one"]) + [2] * len(wrong)
-    for run in ("two", "whole", "ep-1", "from-one"):
+    for run in ("two", "whole", "ep-1", "plain", "from-one"):
         assert_same_curve(run, "one")
-    assert_same_curve("dense", "dense-one")
+    for run in ("dense", "dense-fsdp"):
+        assert_same_curve(run, "dense-one")
     assert [row["loss"] for row in rows_of("two")] == [row["loss"] for row in rows_of("two-again")]
     errors = [line for line in Path("rank-0.err").read_text().splitlines() if line.startswith("moe-aiter")]
     assert "from-one/checkpoints/step-00000020 is damaged" in errors[0] and len(errors) == 6
