@@ -8,6 +8,7 @@ the order of the ranks, in float32 or float64, and is rounded once, so that two 
 use collectives of equal sizes, which wait for nothing on the host: an all-gather and an all-to-all.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ def launch_combine(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
 
 def add_parts(out: Tensor, parts: Tensor, ranks: int) -> None:
     """Write the sum over the ranks of `parts` (R * T, N), in their order, to `out` (T, N)."""
+    columns = max(out.shape[1], math.gcd(out.numel(), 1024))  # rows of a few numbers take longer
+    out, parts = out.view(-1, columns), parts.view(-1, columns)
     rows = torch.arange(parts.shape[0], dtype=torch.int32, device=parts.device)
     rank = rows.view(ranks, -1).t().contiguous()  # (T, R): the row of each rank
     fill("unpermute", out, parts, rows, rank, None)  # which reads `rank` alone
