@@ -36,7 +36,10 @@ class Target:
 
 
 TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, "mma.sync"),
+    # an A100 has more shared memory, but its table serves the next two also
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 99 * 1024, "mma.sync"),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99 * 1024, "mma.sync"),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * 1024, "mma.sync"),
     "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, "wgmma.mma_async"),
     "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, "tcgen05.mma"),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, "v_mfma"),

@@ -187,6 +187,38 @@ def test_only_kernels_hold_kernels(path):
     assert ROOT / "kernels" in path.parents or not any(is_kernel(fn) for fn in functions(path))
 
 
+def added_to(statement):
+    """The accumulator of a product: `acc` of `acc = tl.dot(x, y, acc)` and of `acc += tl.dot(x, y)`."""
+    value = getattr(statement, "value", None)
+    if not isinstance(value, ast.Call) or "dot" not in ast.unparse(value.func):
+        return None
+    if isinstance(statement, ast.AugAssign):
+        return ast.unparse(statement.target)
+    names = [ast.unparse(arg) for arg in [*value.args, *(k.value for k in value.keywords)]]
+    return next((t for t in map(ast.unparse, getattr(statement, "targets", ())) if t in names), None)
+
+
+def chained(source):
+    """The accumulators that two products in a row of one loop add to."""
+    for loop in ast.walk(source):
+        if isinstance(loop, (ast.For, ast.While)):
+            for block in (getattr(node, "body", None) for node in ast.walk(loop)):
+                added = [added_to(s) for s in block] if isinstance(block, list) else []
+                yield from {acc for acc in added if acc and added.count(acc) > 1}
+
+
+@every([p for p in FILES if ROOT / "kernels" in p.parents])
+def test_no_accumulator_is_that_of_two_products(path):
+    # Triton 3.6 and 3.7 miscompile it for sm_100: triton#10821
+    assert not list(chained(tree(path)))
+
+
+def test_two_products_in_a_row_are_found():
+    loop = "for k in range(n):\n    acc = tl.dot(x, y, acc)\n    {} tl.dot(z, y{})"
+    found = [list(chained(ast.parse(loop.format(*words)))) for words in (("acc =", ", acc"), ("acc +=", ""))]
+    assert found == [["acc"], ["acc"]] and not list(chained(ast.parse(loop.format("b =", ", b"))))
+
+
 @every_file
 def test_only_one_file_imports_the_extension(path):
     found = [room for room, names in imports(path) if EXTENSION in (room[:1] or tuple(names))]
