@@ -1,5 +1,7 @@
 """A valid call of each name of moe_aiter.distributed, in a process group of one, and of moe_aiter.optim."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from callables import small_moe
@@ -11,6 +13,7 @@ from moe_aiter import distributed as ours
 from moe_aiter import optim
 
 MODULES = [ours, optim]
+NUMBERS = itertools.count()  # of files and folders: the id of an object that is gone is used again
 
 
 def mesh():
@@ -43,13 +46,13 @@ def saved(**more) -> dict:
 def checkpoint() -> dict:
     given = saved()
     dist.barrier()
-    path = f"checkpoint-{id(given)}"
+    path = f"checkpoint-{next(NUMBERS)}"
     ours.save_sharded(path, **given)
     return {"path": path, **given}
 
 
 def fresh(**given) -> dict:
-    return {"path": f"fresh-{id(given)}", **given}
+    return {"path": f"fresh-{next(NUMBERS)}", **given}
 
 
 OURS = {
