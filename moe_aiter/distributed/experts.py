@@ -86,8 +86,8 @@ class ExpertDispatcher:
     transport   "symmetric": GPUs of one host copy into each other's memory, by torch's symmetric memory.  All
                 layers of a group share a buffer of some 3 * R * T rows on each GPU, and all calls must be on
                 one stream.  "collective": an all-gather and an all-to-all, also between hosts and on CPUs.
-                "auto": "symmetric" if the first call finds that it works on all ranks.  `keep_x` and
-                torch.compile always use "collective".
+                "auto": "symmetric" if the first call finds that it works on all ranks.  keep_x=True and
+                torch.compile always use "collective"; keep_x=True with "symmetric" raises ValueError.
 
     All ranks must make the same calls in the same order, forward and backward, also with no tokens, and the
     same inputs and weights must require gradients: otherwise ranks wait for each other without end.  That
@@ -107,14 +107,15 @@ class ExpertDispatcher:
         transport: str = "auto",
     ):
         check_sizes(num_experts=num_experts)
-        check_options(rows, max_tokens, transport)
+        check_options(rows, max_tokens, keep_x, transport)
         # by name: the threads of a group end with the last object that holds the group itself
         self.group, self.ranks = group.group_name, group.size()
         self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
         each = experts_of_a_rank(num_experts, self.ranks)
         self.first = group.rank() * each
         self.count = min(each, num_experts - self.first)
-        self.transport, self.collective = transport, Collective(self.group, self.ranks)
+        self.transport = "collective" if keep_x else transport
+        self.collective = Collective(self.group, self.ranks)
         self.symmetric = self.called = False
 
     def __repr__(self) -> str:
@@ -301,10 +302,12 @@ def experts_of_a_rank(num_experts: int, ranks: int) -> int:
     return each
 
 
-def check_options(rows: float, max_tokens: int | None, transport: str) -> None:
+def check_options(rows: float, max_tokens: int | None, keep_x: bool, transport: str) -> None:
     check_positive(rows=rows)
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
+    if keep_x and transport == "symmetric":
+        raise ValueError("keep_x=True always uses collectives: transport cannot be 'symmetric'")
     if max_tokens is not None:
         check_sizes(max_tokens=max_tokens)
 

@@ -36,7 +36,7 @@ class ExpertParallel(ParallelStyle):
         transport: str = "auto",
     ):
         super().__init__()
-        check_options(rows, max_tokens, transport)
+        check_options(rows, max_tokens, keep_x, transport)
         self.options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x, "transport": transport}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from check import error
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor.parallel import parallelize_module
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from moe_aiter import Experts, MoE, make_plan, use
 from moe_aiter.config import interpret, settings
-from moe_aiter.distributed import ExpertParallel, expert_mesh, transport
+from moe_aiter.distributed import ExpertDispatcher, ExpertParallel, expert_mesh, transport
 from moe_aiter.kernels.base.host import ext
 from moe_aiter.kernels.experts.cpu import expert_loop_reference
 from moe_aiter.kernels.experts.inputs import ExpertInputs
@@ -241,6 +242,9 @@ def check_inputs(rank, world):
         shared(x, s[:, 1:], make_plan(ids, E))
     with pytest.raises(TypeError, match="routing_weights must be floating"):
         shared(x, s.long(), make_plan(ids, E))
+    for kind in (ExpertParallel, functools.partial(ExpertDispatcher, dist.group.WORLD, E)):
+        with pytest.raises(ValueError, match="keep_x=True always uses collectives"):
+            kind(keep_x=True, transport="symmetric")
     few = share(build(), world, max_tokens=T)
     few(x, s, make_plan(ids, E))
     more = torch.cat([x, x])
@@ -431,7 +435,7 @@ def check_overflow(rank, world):
     given = mine(rank, world, x, ids, s, dout)
     for options, frozen in (({}, ()), ({"activation": "gelu"}, ("gate_up", "down_bias")), ({}, ("down",))):
         results = []
-        for transport_name in ("collective", "symmetric"):
+        for transport_name in ("collective", "auto"):
             for keep_x in (True, False):
                 shared = share(build(**options), world, rows=1.0, keep_x=keep_x, transport=transport_name)
                 for name in frozen:
@@ -439,6 +443,7 @@ def check_overflow(rank, world):
                 with Largest({I, 2 * I}) as largest:
                     got = step(shared, shared, *given)
                 assert largest.rows <= T * K + E
+                assert shared.dispatcher.symmetric == (transport_name == "auto" and not keep_x)
                 with torch.no_grad():
                     alone = shared(given[0], given[2], make_plan(given[1], E))
                 torch.testing.assert_close(alone, got["out"])
