@@ -122,6 +122,10 @@ class ExpertDispatcher:
         last = self.first + self.count - 1
         return f"experts {self.first} to {last} of {self.num_experts}, {self.ranks} ranks, rows={self.rows}"
 
+    def __getstate__(self) -> dict:
+        """Return the state of a copy: its first call checks again, perhaps in other processes."""
+        return vars(self) | {"called": False}
+
     def __call__(self, experts: nn.Module, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
         """Return the output (T, H) for this rank's tokens `x` (T, H), from the experts of all ranks.
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -483,18 +484,24 @@ def check_no_tokens_first(rank, world):
 
 
 def check_other_tokens(rank, world):
-    """After the first call, other numbers of tokens are an error on each rank, and not a wrong result."""
+    """After the first call, other numbers of tokens are an error on each rank, and not a wrong result.
+
+    The first call of a copy compares the numbers.
+    """
     shared = share(build(), world, transport="symmetric")
 
-    def call(tokens):
+    def call(experts, tokens):
         ids = distinct(torch.ones(E), tokens)
-        shared(torch.randn(tokens, H), torch.rand(tokens, K), make_plan(ids, E))
+        experts(torch.randn(tokens, H), torch.rand(tokens, K), make_plan(ids, E))
 
-    call(8)
+    call(shared, 8)
     debug = settings.debug
     object.__setattr__(settings, "debug", False)  # which compares the numbers in every call
+    for copied in (copy.deepcopy(shared), pickle.loads(pickle.dumps(shared))):
+        with pytest.raises(ValueError, match="tokens: pass the same number"):
+            call(copied, 8 - (rank == 0))
     with pytest.raises(RuntimeError, match="different numbers of tokens"):
-        call(8 - (rank == 0))
+        call(shared, 8 - (rank == 0))
     object.__setattr__(settings, "debug", debug)
 
 
