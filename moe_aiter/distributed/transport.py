@@ -217,7 +217,8 @@ POOLS: WeakKeyDictionary = WeakKeyDictionary()  # group -> its pools; the last o
 def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> Pool:
     """Return the group's pool, with regions of at least these bytes; all ranks make the same calls.
 
-    A pool that has become too small stays, because a CUDA graph may use it.
+    A pool that has become too small stays, because a CUDA graph may use it.  A region that was too small
+    grows by at least a quarter, so that slowly growing numbers of tokens need few pools.
     """
     pools = POOLS.setdefault(group, [])
     largest = pools[-1].sizes if pools else [0] * len(sizes)
@@ -227,7 +228,9 @@ def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.devic
                 "experts shared by ranks need larger buffers for these tokens, which cannot be made during a "
                 "capture: run a step with as many tokens before"
             )
-        pools.append(Pool(group, list(map(max, sizes, largest)), device))
+        pairs = zip(sizes, largest, strict=True)
+        grown = [max(new, aligned(old * 5 // 4)) if new > old else old for new, old in pairs]
+        pools.append(Pool(group, grown, device))
     return pools[-1]
 
 

@@ -483,6 +483,21 @@ def check_no_tokens_first(rank, world):
     assert shared(x, torch.zeros(0, K), make_plan(distinct(torch.ones(E), 0), E)).shape == (0, H)
 
 
+def check_pools(rank, world):
+    """Regions that grow slowly need few pools; the first has the sizes asked for, and others keep theirs."""
+    group, unit = expert_mesh("cpu", world)["ep"].get_group(), transport.ALIGNMENT
+    transport.POOLS.clear()
+    for tokens in range(100, 201):
+        sizes = [tokens * unit, 50 * unit]
+        pool = transport.pool_for(group, sizes, torch.device("cpu"))
+        assert all(got >= size and got % unit == 0 for got, size in zip(pool.sizes, sizes, strict=True))
+    assert [pool.sizes[0] // unit for pool in transport.POOLS[group]] == [100, 125, 157, 197, 247]
+    assert {pool.sizes[1] for pool in transport.POOLS[group]} == {50 * unit}
+    pool = transport.pool_for(group, [1000 * unit, 0], torch.device("cpu"))
+    assert pool.sizes == [1000 * unit, 50 * unit]
+    transport.POOLS.clear()
+
+
 def check_other_tokens(rank, world):
     """After the first call, other numbers of tokens are an error on each rank, and not a wrong result.
 
@@ -530,6 +545,7 @@ def through_memory(rank, world, folder):
                     torch.manual_seed(0)
                     check(rank, world)
         check_options(rank, world)
+        check_pools(rank, world)
         check_other_tokens(rank, world)
 
 
