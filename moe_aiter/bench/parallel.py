@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..distributed import ExpertParallel, expert_mesh
-from ..distributed.transport import region_sizes
+from ..distributed.transport import region_sizes, why_not_symmetric
 from ..integrations.transformers import parallel_interface
 from ..layers.experts import Experts, local_part
 from ..routing.plan import make_plan
@@ -61,6 +61,7 @@ from .products import Asked, Case, Command, Error, Judge, errors_of
 
 START = "torchrun --standalone --nproc-per-node N -m moe_aiter.cli bench parallel"
 ONE_GPU = "moe_aiter, one GPU"  # the contender that the others are compared with
+SYMMETRIC = "moe_aiter, symmetric"
 DGATE_UP, DDOWN = RESULTS.index("dgate_up"), RESULTS.index("ddown")
 TORCHTITAN, HUGGING_FACE = "torchtitan AllToAllTokenDispatcher", "Hugging Face all_to_all + grouped_mm"
 PEERS = {"DeepEP": "deep_ep", "SonicMoE's expert parallelism": "sonicmoe"}  # without a contender yet: package
@@ -275,14 +276,18 @@ def summed(results: list[Tensor], p: RankProblem) -> list[Tensor]:
 
 
 def contenders(p: RankProblem) -> Iterator[Contender]:
-    """Ours, then plain torch and peers, which are left out on all ranks if they cannot be made.
+    """Ours, then plain torch and peers; all ranks leave out those that cannot be made on one of them.
 
     An error on one rank while a contender runs ends all: going on would leave the others waiting.
     """
     yield ours(p, "moe_aiter, collective", ExpertParallel(transport="collective"))
     yield ours(p, "moe_aiter, collective, keep_x", ExpertParallel(keep_x=True))
-    if p.x.is_cuda:
-        yield ours(p, "moe_aiter, symmetric", ExpertParallel(transport="symmetric"))
+    reasons = [""] * dist.get_world_size()  # groups that share experts may differ
+    dist.all_gather_object(reasons, why_not_symmetric(p.mesh.get_group(), p.x.device))
+    if any(reasons):
+        skip(SYMMETRIC, RuntimeError(max(reasons)))
+    else:
+        yield ours(p, SYMMETRIC, ExpertParallel(transport="symmetric"))
     yield ours(p, ONE_GPU, None)
     yield torch_all_to_all(p)
     for name, build in ((TORCHTITAN, torchtitan), (HUGGING_FACE, hugging_face)):

@@ -3,6 +3,7 @@
 import csv
 import functools
 import importlib.util
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from moe_aiter import cli
 from moe_aiter.bench import measure, parallel
 from moe_aiter.bench.measure import PASSES
+from moe_aiter.bench.problem import new_problem, of_sizes
 from moe_aiter.integrations.transformers import parallel_interface
+
+from ..distributed import ranks
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TOY = ("--device", "cpu", "--shape", "64,32,24,8,2", "--reps", "1", "--dtype", "float32")
@@ -44,8 +48,9 @@ def alone(monkeypatch):
 
 
 def peers(dtype: str) -> dict[str, str]:
-    """The reason why each peer is left out here; empty where it runs."""
-    reasons = dict.fromkeys((parallel.TORCHTITAN, parallel.HUGGING_FACE), "")
+    """The reason why each peer, or our symmetric transport, is left out here; empty where it runs."""
+    reasons = {parallel.SYMMETRIC: "RuntimeError: the tokens are on the device cpu"}
+    reasons |= dict.fromkeys((parallel.TORCHTITAN, parallel.HUGGING_FACE), "")
     if importlib.util.find_spec("torchtitan") is None:
         reasons[parallel.TORCHTITAN] = "torchtitan is not installed"
     elif dtype != "bfloat16":
@@ -142,6 +147,22 @@ def test_ranks_agree_on_who_is_slow(monkeypatch):
     measured = measure.time_all(field, problem, 10, agree=lambda times: {i: agreed[i] for i in times})
     assert calls == [measure.WARMUP + 10, measure.WARMUP + 2]
     assert [times["step"].median for times in measured] == [2.0, 300.0]
+
+
+def choose(rank, world, folder):
+    """Groups of one rank each, of which the last may have no symmetric memory."""
+    mesh = parallel.expert_mesh("cpu", 1)["ep"]
+    problem = new_problem(of_sizes("8,32,24,4,2"), torch.float32, torch.device("cpu"))
+    p = parallel.RankProblem(**vars(problem), mesh=mesh)
+    for reason, third in (("no memory", parallel.ONE_GPU), ("", parallel.SYMMETRIC)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parallel, "why_not_symmetric", lambda *_, reason=reason: reason * rank)
+            names = [contender.name for contender in itertools.islice(parallel.contenders(p), 3)]
+        assert names == [COLLECTIVE, KEPT, third]
+
+
+def test_all_ranks_leave_out_symmetric_memory(tmp_path):
+    ranks.run(2, choose, tmp_path)
 
 
 @pytest.mark.parametrize(
