@@ -46,9 +46,9 @@ def run_merge(dtype=torch.int32, num_experts=64, sources=4):
     bind_merge(i)(new_merge(i), i)
 
 
-def run_sort(dtype, num_experts=E):
-    out = ints(4096 * 8), ints(4096, 8), ints(num_experts)
-    launcher("sort_by_expert", bind_sort)(out, ints(4096, 8, dtype=dtype), num_experts)
+def run_sort(dtype, num_experts=E, tokens=4096):
+    out = ints(tokens * 8), ints(tokens, 8), ints(num_experts)
+    launcher("sort_by_expert", bind_sort)(out, ints(tokens, 8, dtype=dtype), num_experts)
 
 
 def run_topk(num_experts, k):
@@ -298,6 +298,9 @@ RUNS = {
     "sort int64": lambda: run_sort(torch.int64),
     "sort by one expert": lambda: run_sort(torch.int64, 1),
     "sort by many experts": lambda: run_sort(torch.int64, 4096),
+    "sort few int32": lambda: run_sort(torch.int32, tokens=32),
+    "sort few by one expert": lambda: run_sort(torch.int64, 1, 5),
+    "sort few by many experts": lambda: run_sort(torch.int64, 1024, 512),
     "topk 8 of 128": lambda: run_topk(128, 8),
     "topk 2 of 8": lambda: run_topk(8, 2),
     "route softmax": lambda: run_route(128, 8, False, False),

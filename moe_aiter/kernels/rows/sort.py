@@ -6,6 +6,9 @@
 
 A choice whose expert is negative, usually -1, is dropped, as is one past E - 1 where nobody checks: its rank
 is -1, and the rows at and past sum(group_sizes) have the order -1.
+
+Three kernels count, add up and place the choices of each block.  For few choices, each program counts all
+of them, in a single kernel.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,8 @@ from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, tr
 
 BLOCK = 128  # choices of a program; every pair of them is compared
 SCAN_BLOCK = 2048  # counts at a time
+FEW = 4096  # choices that each program counts by itself
+CHUNK = 1024  # of them at a time
 MOST = 2**31  # choices, whose numbers are int32
 
 
@@ -88,6 +93,28 @@ def scan_kernel(
     tl.store(group_sizes_ptr + e, before)
 
 
+@triton.jit
+def place_choices(
+    ids_ptr,  # (R,)
+    order_ptr,  # (R,)
+    rank_ptr,  # (R,)
+    size,  # (at least E,) rows of each expert
+    before,  # and how many of its choices are in the blocks before
+    i,  # (BLOCK,) the choices of this block
+    R,
+    E,
+):
+    ids = load_ids(ids_ptr, i, R, E)
+    # the row of each expert's first choice in this block
+    row = tl.cumsum(size, 0) - size + before
+    # and the equal choices before this one, counted pair by pair: less work than a scan of each expert
+    earlier = (ids[:, None] == ids[None, :]) & (i[:, None] < i[None, :])
+    rank = tl.gather(row, tl.minimum(ids, E - 1), 0) + tl.sum(earlier.to(tl.int32), 0)
+    tl.store(rank_ptr + i, tl.where(ids < E, rank, -1), mask=i < R)
+    tl.store(order_ptr + rank, i, mask=ids < E)
+    tl.store(order_ptr + i, -1, mask=(i < R) & (i >= tl.sum(size, 0)))
+
+
 @jit_kernel
 def place_kernel(
     ids_ptr,  # (R,)
@@ -101,19 +128,34 @@ def place_kernel(
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,  # at least E
 ):
-    block = tl.program_id(0)
-    i, e = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
-    ids = load_ids(ids_ptr, i, R, E)
+    block, e = tl.program_id(0), tl.arange(0, BLOCK_E)
     size = tl.load(group_sizes_ptr + e, mask=e < E, other=0)
     before = tl.load(counts_ptr + e.to(tl.int64) * blocks + block, mask=e < E, other=0)
-    # the row of each expert's first choice in this block
-    row = tl.cumsum(size, 0) - size + before
-    # and the equal choices before this one, counted pair by pair: less work than a scan of each expert
-    earlier = (ids[:, None] == ids[None, :]) & (i[:, None] < i[None, :])
-    rank = tl.gather(row, tl.minimum(ids, E - 1), 0) + tl.sum(earlier.to(tl.int32), 0)
-    tl.store(rank_ptr + i, tl.where(ids < E, rank, -1), mask=i < R)
-    tl.store(order_ptr + rank, i, mask=ids < E)
-    tl.store(order_ptr + i, -1, mask=(i < R) & (i >= tl.sum(size, 0)))
+    place_choices(ids_ptr, order_ptr, rank_ptr, size, before, block * BLOCK + tl.arange(0, BLOCK), R, E)
+
+
+@jit_kernel
+def sort_few_kernel(
+    ids_ptr,  # (R,)
+    group_sizes_ptr,  # (E,)
+    order_ptr,  # (R,)
+    rank_ptr,  # (R,)
+    R,
+    E,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # at least E
+    CHUNK: tl.constexpr,
+):
+    first, e = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK_E)
+    size = tl.zeros((BLOCK_E,), tl.int32)
+    before = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, R, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        ids = load_ids(ids_ptr, i, R, E)
+        size += tl.histogram(ids, BLOCK_E, mask=ids < E)
+        before += tl.histogram(ids, BLOCK_E, mask=(ids < E) & (i < first))
+    place_choices(ids_ptr, order_ptr, rank_ptr, size, before, first + tl.arange(0, BLOCK), R, E)
+    tl.store(group_sizes_ptr + e, size, mask=(e < E) & (first == 0))
 
 
 # launcher
@@ -139,6 +181,16 @@ def new_sort(i: SortInputs) -> tuple[Tensor, Tensor, Tensor]:
 def bind_sort(i: SortInputs) -> Callable:
     rows, E = i.expert_ids.numel(), i.num_experts
     blocks, block_e = cdiv(rows, BLOCK), next_power_of_2(E)
+    if rows <= FEW and E <= CHUNK:  # more experts do not fit in registers
+        options = {"BLOCK": BLOCK, "BLOCK_E": max(block_e, 32), "CHUNK": CHUNK, "num_warps": 4}
+        few = bind_kernel(sort_few_kernel, (max(blocks, 1),), **options)
+
+        def launch_few(out, i):
+            check_on_cpu(i)
+            order, rank, group_sizes = out
+            few(i.expert_ids.contiguous(), group_sizes, order, rank, rows, E)
+
+        return launch_few
     tile, sizes = max(16, min(64, block_e)), (rows, E, blocks)
     count = bind_kernel(count_kernel, (blocks,), BLOCK=BLOCK, BLOCK_E=tile, num_warps=4)
     scan = bind_kernel(scan_kernel, (E,), BLOCK=SCAN_BLOCK)
@@ -148,11 +200,9 @@ def bind_sort(i: SortInputs) -> Callable:
         check_on_cpu(i)
         order, rank, group_sizes = out
         ids, counts = i.expert_ids.contiguous(), group_sizes.new_empty(E, blocks)
-        if rows:
-            count(ids, counts, *sizes)
+        count(ids, counts, *sizes)
         scan(counts, group_sizes, blocks)
-        if rows:
-            place(ids, counts, group_sizes, order, rank, *sizes)
+        place(ids, counts, group_sizes, order, rank, *sizes)
 
     return launch
 

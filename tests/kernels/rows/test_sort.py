@@ -15,6 +15,9 @@ SHAPES = {  # T, k, E
     "more experts than choices": (4, 2, 300),
     "odd": (67, 5, 33),
     "no tokens": (0, 2, 4),
+    "several chunks": (300, 5, 40),
+    "many experts": (9, 2, 1025),
+    "more than a program counts": (1100, 4, 9),
 }
 
 
@@ -65,13 +68,13 @@ def test_any_strides(backend, device):
 def test_what_millions_of_rows_do(backend, device, monkeypatch):
     """A scan of several chunks, at a small size."""
     monkeypatch.setattr(sort, "SCAN_BLOCK", 4)
-    assert_sorted(random_ids(250, 4, 70).to(device), 70)
+    assert_sorted(random_ids(1050, 4, 70).to(device), 70)
 
 
 def test_against_torch(backend, device):
     """More experts than one step looks at."""
     top_k, num_experts = 8, 160
-    ids = torch.randint(-1, num_experts, (200, top_k))
+    ids = torch.randint(-1, num_experts, (600, top_k))
     order, rank, group_sizes = (t.cpu().long() for t in sort_by_expert(ids.to(device), num_experts))
     kept = int((ids >= 0).sum())
     by_expert = ids.flatten().where(ids.flatten() >= 0, num_experts).sort(stable=True)
