@@ -28,7 +28,7 @@ from .measure import (
     Contender,
     PassTimer,
     add_contenders,
-    add_list,
+    add_shapes,
     device_name,
     distances,
     floors,
@@ -38,8 +38,6 @@ from .measure import (
 )
 from .problem import (
     DEFAULT,
-    GROUPS,
-    SHAPES,
     Problem,
     Shape,
     activation,
@@ -59,11 +57,7 @@ ADDED = ["routing", "forward_roofline", "step_roofline", *HOST]  # columns that 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = "shapes or groups that --list prints, or sizes T,H,I,E,k [A to E on a GPU, cpu on a CPU]"
-    parser.add_argument("--shape", nargs="+", metavar="NAME", help=names)
-    add_list(
-        parser, lambda: f"shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)}", of="shapes and groups"
-    )
+    add_shapes(parser, "A to E on a GPU, cpu on a CPU")
     parser.add_argument(
         "--routing",
         choices=("normal", "zipf"),

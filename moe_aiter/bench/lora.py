@@ -30,31 +30,27 @@ from .measure import (
     Contender,
     PassTimer,
     add_contenders,
-    add_list,
+    add_shapes,
     count,
     distances,
     skip,
 )
-from .problem import SHAPES, Problem, Shape, by_experts, new_problem
+from .problem import Problem, Shape, by_experts, named, new_problem
 from .products import Asked, Case, Command, Judge, errors_of
 
 DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}
-PLAIN = [name for name, shape in SHAPES.items() if shape.plain]
 FOUR_BITS = "nf4", "mxfp4"
 RESULTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of down", "dB of down")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = "shapes, as --list prints them [C on a GPU, cpu on a CPU]"
-    parser.add_argument("--shape", nargs="+", choices=PLAIN, metavar="NAME", help=names)
-    add_list(parser, lambda: ", ".join(PLAIN))
+    add_shapes(parser, "C on a GPU, cpu on a CPU", plain=True)
     parser.add_argument("--rank", type=count, default=16, help="rank of the adapters [16]")
     add_contenders(parser)
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
-    for name in args.shape or DEFAULT[kind]:
-        shape = SHAPES[name]
+    for name, shape in named(args.shape or DEFAULT[kind], plain=True).items():
         title = f"shape {name}: T, H, I, E, k = {shape}; rank {args.rank}"
         case = Case(name, str(shape), functools.partial(problem, shape, args.rank))
         yield Asked(title, shape_cells(name, shape) | {"rank": args.rank}, case)

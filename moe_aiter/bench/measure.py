@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..op import use
-from .problem import Problem, Shape
+from .problem import Problem, Shape, listed
 
 T = TypeVar("T")
 
@@ -55,6 +55,13 @@ class ListNames(argparse.Action):
 def add_list(parser: argparse.ArgumentParser, names: Callable[[], str], of: str = "shapes") -> None:
     """Add `--list`; `names` is called only then."""
     parser.add_argument("--list", action=ListNames, nargs=0, const=names, help=f"print the names of {of}")
+
+
+def add_shapes(parser: argparse.ArgumentParser, default: str, plain: bool = False) -> None:
+    """Add `--shape`, whose words `named` reads, and `--list`."""
+    names = "shapes or groups that --list prints, or sizes T,H,I,E,k"
+    parser.add_argument("--shape", nargs="+", metavar="NAME", help=f"{names} [{default}]")
+    add_list(parser, lambda: listed(plain), of="shapes and groups")
 
 
 def add_measurement(parser: argparse.ArgumentParser) -> None:

@@ -20,8 +20,8 @@ from ..layers.offloaded import layers_of, offload
 from ..routing.plan import make_plan
 from . import products
 from .layer import SIZES, shape_cells
-from .measure import MIB, PASSES, WHERE, Contender, PassTimer, add_contenders, add_list, count
-from .problem import SHAPES, Problem, Shape, named, new_problem
+from .measure import MIB, PASSES, WHERE, Contender, PassTimer, add_contenders, add_shapes, count
+from .problem import Problem, Shape, named, new_problem
 from .products import Asked, Case, Command, errors_of
 
 DEFAULT = {"cuda": ["C-2048", "C-8192", "C"], "cpu": ["cpu"]}
@@ -32,9 +32,7 @@ BOUNDS = [f"{name}_{figure}" for name in PASSES for figure in ("bound_ms", "of_b
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = "shapes that --list prints, or sizes T,H,I,E,k [C with 2048 to 32768 tokens; cpu on a CPU]"
-    parser.add_argument("--shape", nargs="+", metavar="NAME", help=names)
-    add_list(parser, lambda: ", ".join(name for name, shape in SHAPES.items() if shape.plain))
+    add_shapes(parser, "C with 2048, 8192 and 32768 tokens; cpu on a CPU", plain=True)
     formats = "weights: plain (of --dtype), nf4, mxfp4 or int4 [plain nf4]"
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=[PLAIN, "nf4"], help=formats)
     parser.add_argument("--layers", type=count, default=8, metavar="N", help="layers of experts [8]")
@@ -44,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
-    for name, shape in named(args.shape or DEFAULT[kind]).items():
-        if not shape.plain:
-            raise ValueError(f"--shape {name}: adapters are measured without biases, and with SwiGLU")
+    for name, shape in named(args.shape or DEFAULT[kind], plain=True).items():
         for format in args.format:
             block = 1 if format == PLAIN else FOUR_BITS[format].block
             if shape.hidden % block or shape.intermediate % block:

@@ -36,7 +36,7 @@ from .measure import (
     PassTimer,
     Times,
     add_contenders,
-    add_list,
+    add_shapes,
     count,
     distances,
     measure_memory,
@@ -47,8 +47,6 @@ from .measure import (
 )
 from .problem import (
     DEFAULT,
-    GROUPS,
-    SHAPES,
     Problem,
     Shape,
     activation,
@@ -69,11 +67,7 @@ PEERS = {"DeepEP": "deep_ep", "SonicMoE's expert parallelism": "sonicmoe"}  # wi
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"Start it with: {START}"
-    names = "shapes or groups that --list prints, or sizes T,H,I,E,k with T tokens on each rank"
-    parser.add_argument("--shape", nargs="+", metavar="NAME", help=f"{names} [A to E on GPUs, cpu on a CPU]")
-    add_list(
-        parser, lambda: f"shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)}", of="shapes and groups"
-    )
+    add_shapes(parser, "A to E on GPUs, cpu on a CPU; T tokens on each rank", plain=True)
     parser.add_argument("--ep", type=count, metavar="N", help="ranks that share the experts [all]")
     parser.add_argument(
         "--routing",
@@ -117,10 +111,8 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
     world = dist.get_world_size()
     ep, routing = args.ep or world, args.routing
     mesh = expert_mesh(kind, ep)["ep"]
-    for name, shape in named(args.shape or DEFAULT[kind]).items():
+    for name, shape in named(args.shape or DEFAULT[kind], plain=True).items():
         _, hidden, _, experts, top_k = shape.sizes
-        if not shape.plain:
-            raise ValueError(f"shape {name} has biases or another activation: it takes SwiGLU without biases")
         if experts % ep:
             raise ValueError(f"shape {name} has {experts} experts, which --ep {ep} does not divide")
         if routing == "zipf" and hidden < experts:

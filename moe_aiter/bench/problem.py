@@ -89,13 +89,24 @@ GROUPS = {  # names that --shape takes for several
 }
 
 
-def named(words: list[str]) -> dict[str, Shape]:
+def named(words: list[str], plain: bool = False) -> dict[str, Shape]:
     """Name -> shape, with the shapes of a group in its place.  A word may also be the sizes of a shape.
 
-    Raises ValueError for a word that is neither.
+    Raises ValueError for a word that is neither and, if only `plain` shapes are allowed, for another shape.
     """
     names = dict.fromkeys(name for word in words for name in GROUPS.get(word, [word]))
-    return {name: SHAPES.get(name) or of_sizes(name) for name in names}
+    shapes = {name: SHAPES.get(name) or of_sizes(name) for name in names}
+    for name, shape in shapes.items():
+        if plain and not shape.plain:
+            raise ValueError(f"shape {name} has biases or another activation: it takes SwiGLU without biases")
+    return shapes
+
+
+def listed(plain: bool = False) -> str:
+    """The words that `named` takes, in a line."""
+    shapes = [name for name, shape in SHAPES.items() if shape.plain or not plain]
+    groups = [name for name, group in GROUPS.items() if set(group) <= set(shapes)]
+    return f"shapes: {', '.join(shapes)}; groups: {', '.join(groups)}"
 
 
 def of_sizes(word: str) -> Shape:

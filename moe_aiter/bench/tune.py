@@ -25,7 +25,7 @@ from .measure import (
     provenance,
     refuse,
 )
-from .problem import DEFAULT, GROUPS, SHAPES, named
+from .problem import DEFAULT, listed, named
 from .products import Case, chosen, no_case
 from .tiles import Kernel, Product, check, choose, four_bit_products, measure, pick, products
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "time dense products and write a table in AITER's format"
     add_list(
         parser,
-        lambda: f"kernels: {', '.join(OPS)}; shapes: {', '.join(SHAPES)}; groups: {', '.join(GROUPS)}",
+        lambda: f"kernels: {', '.join(OPS)}; {listed()}",
         of="kernels and shapes",
     )
     several = parser.add_subparsers(dest="product", metavar="gemm")

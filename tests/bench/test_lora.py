@@ -12,8 +12,8 @@ from moe_aiter.bench.problem import SHAPES, Shape, new_problem
 OURS = ["moe_aiter LoRAExperts"]
 
 
-def run(*argv):
-    common = "--device", "cpu", "--dtype", "float32", "--reps", "2", "--shape", "toy", "--rank", "3"
+def run(*argv, shape="toy"):
+    common = "--device", "cpu", "--dtype", "float32", "--reps", "2", "--shape", shape, "--rank", "3"
     return cli.main(["bench", "lora", *common, *argv])
 
 
@@ -25,6 +25,16 @@ def test_rows(tmp_path):
     assert list(rows[0]) == lora.COMMAND.fields
     assert [r["contender"] for r in rows][:1] == OURS  # the rows of toy are too short for 4 bits
     assert all(float(r["step_ms"]) > 0 and float(r["error"]) < 1e-5 and r["rank"] == "3" for r in rows)
+
+
+def test_sizes_of_your_own(tmp_path):
+    """With rows of whole blocks, all formats of 4 bits are measured."""
+    path = tmp_path / "lora.csv"
+    assert run("--only", "moe_aiter LoRAExperts", "--out", str(path), shape="16,64,128,4,2") == 0
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [r["contender"] for r in rows] == OURS + [f"{OURS[0]}, {format}" for format in lora.FOUR_BITS]
+    assert {(r["shape"], r["tokens"], r["intermediate"]) for r in rows} == {("16,64,128,4,2", "16", "128")}
 
 
 def test_peft_on_each_implementation(capsys):
@@ -86,6 +96,11 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     path.write_text("case,us\n")
     assert run("--out", str(path)) == 2
     assert "old.csv has other columns: case, us" in capsys.readouterr().err
+    for shape in ("gpt-oss", "models"):
+        assert run(shape=shape) == 2
+        assert "shape gpt-oss has biases or another activation" in capsys.readouterr().err
+    assert run(shape="nonsense") == 2
+    assert "there is no shape 'nonsense'" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "lora", "--device", "cuda"]) == 2
     assert "there is no GPU that torch can use" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_other_bits_are_refused(monkeypatch, capsys):
 
 def test_mistakes(capsys):
     assert run("--shape", "gpt-oss") == 2
-    assert "--shape gpt-oss: adapters are measured without biases" in capsys.readouterr().err
+    assert "shape gpt-oss has biases or another activation" in capsys.readouterr().err
     assert run("--shape", "64,65,64,5,2") == 2
     assert "--shape 64,65,64,5,2: with nf4, H and I must be multiples of 64" in capsys.readouterr().err
 

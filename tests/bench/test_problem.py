@@ -1,12 +1,13 @@
 """What the benchmark asks, and what it holds for true."""
 
 import functools
+import re
 
 import pytest
 import torch
 
 from moe_aiter.bench import layer, measure, problem
-from moe_aiter.bench.problem import GROUPS, SHAPES, for_loop, named, new_problem, truth
+from moe_aiter.bench.problem import GROUPS, SHAPES, for_loop, listed, named, new_problem, truth
 from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts import fp8
 
@@ -142,3 +143,13 @@ def test_groups():
     assert list(named(["A", "top-k", "30B-512", "A"])) == ["A", "30B-1024", "30B-512", "30B-256"]
     assert len({SHAPES[name].forward_flops for name in GROUPS["top-k"]}) == 1
     assert len(set(SHAPES.values())) == len(SHAPES) - 1  # C twice
+
+
+def test_plain_shapes():
+    """Every word that is listed is taken, and other shapes are refused, also in a group."""
+    words = re.findall(r"[\w.-]+(?=[,;]|$)", listed(plain=True))
+    assert all(shape.plain for shape in named(words, plain=True).values())
+    assert {"C", "gpt-oss-plain", "paper"} <= set(words) and not {"gpt-oss", "models"} & set(words)
+    assert named(["64,32,24,5,2"], plain=True) and named(["models"])
+    with pytest.raises(ValueError, match="shape gpt-oss has biases"):
+        named(["C", "models"], plain=True)
