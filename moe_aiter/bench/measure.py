@@ -70,7 +70,7 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
         "--reps",
         type=count,
         metavar="N",
-        help="timed runs of each contender [25 on a GPU; 11 on a CPU, 3 for lora]",
+        help="timed runs of each contender [25 on a GPU; 11 on a CPU, 3 for lora, offload and muon]",
     )
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="CSV", help="append the results to this file [none]"
@@ -200,7 +200,7 @@ def measure_memory(contender: Contender, problem: Problem) -> tuple[float, float
     with contender.context():
         out = contender.run()
         held = now() - before
-        gradients = contender.gradients(out, problem)
+        gradients = contender.gradients(out, problem) if contender.leaves else ()
     highest = peak() - before
     del out, gradients
     return held / MIB, highest / MIB
@@ -470,7 +470,7 @@ class PassTimer:
         return time_host(contender, self.problem) if self.problem.x.is_cuda else {}
 
     def memory(self, contender: Contender) -> Sequence[float] | None:
-        return measure_memory(contender, self.problem)
+        return measure_memory(contender, self.problem) if contender.leaves else None
 
     def cells_of(self, contender: Contender, times: dict[str, Times]) -> dict:
         row, trains = {}, bool(contender.leaves)
@@ -480,7 +480,7 @@ class PassTimer:
             row |= {f"{prefix}ms": t.median, f"{prefix}p20": t.p20, f"{prefix}p80": t.p80}
             row |= {f"{prefix}host_ms": host[name].median} if host else {}
             row[f"{prefix}tflops"] = contender.passes[name] * self.flops / sustained(row, prefix) / 1e9
-        memory = self.memory(contender) if trains and not contender.graphed else None
+        memory = None if contender.graphed else self.memory(contender)
         return row | (dict(zip(("held_mib", "peak_mib"), memory, strict=True)) if memory else {})
 
 

@@ -199,6 +199,14 @@ REPORTS = {
         "shape",
         ("tokens", "hidden", "intermediate", "experts", "top_k", "rank"),
     ),
+    "muon.csv": Report(
+        "Steps of Muon",
+        ("ms", "matmul_percent"),
+        "ms / percent of the rate of batched matmuls",
+        ("device", "dtype"),
+        "shape",
+        ("hidden", "intermediate", "experts"),
+    ),
     "parallel.csv": Report(
         "Expert parallelism",
         ("forward_share", "step_share"),

@@ -274,7 +274,8 @@ def test_arguments_have_help():
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     assert (
-        "layer | gmm | deepgemm | segment | gemm | lora | offload | parallel | report" in parser.format_help()
+        "layer | gmm | deepgemm | segment | gemm | lora | offload | muon | parallel | report"
+        in parser.format_help()
     )
 
 
@@ -303,6 +304,7 @@ def test_a_skipped_peer_says_what_to_install(error, reason, capsys):
         "bench gemm",
         "bench lora",
         "bench offload",
+        "bench muon",
         "bench parallel",
         "tune",
     ],

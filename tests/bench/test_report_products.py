@@ -1,6 +1,6 @@
 """FIGURES has the tables of the products whose CSV is there."""
 
-from moe_aiter.bench import gmm, report, segment
+from moe_aiter.bench import gmm, muon, report, segment
 from moe_aiter.bench.measure import append
 
 WHERE = {"device": "Abacus", "torch": "2", "triton": "3", "dtype": "bfloat16", "date": "2026-01-01"}
@@ -35,3 +35,15 @@ def test_tiles_are_no_contenders_of_their_own(tmp_path):
     rows = [row(fields, **cells), row(fields, **cells | {"us": "40"}, tile="16x64x128")]
     append(tmp_path / "segment.csv", rows, fields)
     assert "| dense (2) | 50 / 20 |" in report.products(tmp_path)
+
+
+def test_steps_of_muon(tmp_path):
+    cells = {"shape": "C", "tokens": "8", "hidden": "6", "intermediate": "5", "experts": "4", "ms": "25"}
+    rows = [
+        row(muon.COMMAND.fields, contender=muon.LOOP, **cells | {"ms": "75"}),  # with --only: no share
+        row(muon.COMMAND.fields, contender=muon.OURS, matmul_percent="68.2", **cells),
+    ]
+    append(tmp_path / "muon.csv", rows, muon.COMMAND.fields)
+    text = report.products(tmp_path)
+    assert f"(hidden, intermediate, experts) | {muon.OURS} | {muon.LOOP} |" in text
+    assert "| C (6, 5, 4) | 25 / 68 | 75 |" in text
