@@ -98,7 +98,7 @@ def named(words: list[str], plain: bool = False) -> dict[str, Shape]:
     shapes = {name: SHAPES.get(name) or of_sizes(name) for name in names}
     for name, shape in shapes.items():
         if plain and not shape.plain:
-            raise ValueError(f"shape {name} has biases or another activation: it takes SwiGLU without biases")
+            raise ValueError(f"shape {name} has biases or another activation: take SwiGLU without biases")
     return shapes
 
 
