@@ -125,22 +125,11 @@ def expand_scales_kernel(
 
 
 @triton.jit
-def values_of_codes(table_ptr, FORMAT: tl.constexpr):
-    """The float32 that each of the 16 codes of NF4 and MXFP4 stands for, before scale and shift."""
-    code = tl.arange(0, 16)
-    if FORMAT == "nf4":
-        return tl.load(table_ptr + code)
-    else:  # exponent and mantissa where those of a float32 end and begin, times 2 ** 126
-        bits = ((code & 8) << 28) | ((code & 7) << 22)
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
 def weight_tile(
     bytes,  # (ROWS, COLUMNS / 2) uint8
     scale,  # (ROWS, COLUMNS / WIDTH) float32
     shift,  # the same, or None
-    values,  # (16,) float32, or None with int4
+    values,  # (16,) float32 of NF4, or None
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -150,9 +139,13 @@ def weight_tile(
     PARTS: tl.constexpr = scale.shape[1]
     code = bytes.to(tl.int32)
     code = tl.join(code >> 4, code & 15) if FORMAT == "nf4" else tl.join(code & 15, code >> 4)
-    code = tl.reshape(code, (ROWS * COLUMNS,))
-    # not by loads, whose results Triton would copy to shared memory first
-    w = code.to(tl.float32) if FORMAT == "int4" else tl.gather(values, code, 0)
+    if FORMAT == "nf4":  # not by loads, whose results Triton would copy to shared memory first
+        w = tl.gather(values, tl.reshape(code, (ROWS * COLUMNS,)), 0)
+    elif FORMAT == "mxfp4":  # exponent and mantissa where those of a float32 end and begin, times 2 ** 126
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        w = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    else:  # the last bits of 2 ** 23: a conversion takes several times as long
+        w = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     w = tl.reshape(w, (ROWS, PARTS, COLUMNS // PARTS)) * scale[:, :, None]
     if shift is not None:
         w += shift[:, :, None]
@@ -196,6 +189,9 @@ def four_bit_gmm_kernel(
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     if group > G:
         return
+    # A tile of w is the left operand where it can be, since registers hold that one, and its sum is a tile of
+    # out.T.  NF4's values come from shared memory, and a transposed tile of w passes through it.
+    LEFT: tl.constexpr = TRANSPOSE and FORMAT != "nf4"
     # a tile of w stays in its rows and walks along the columns, or the other way round
     ROWS: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
     COLUMNS: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
@@ -210,11 +206,12 @@ def four_bit_gmm_kernel(
     rows = N if TRANSPOSE else K
     expert = tl.minimum(group, G - 1).to(tl.int64)
     w_base, first_scale = w_ptr + expert * rows * half, expert * rows * blocks
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
-        acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
-    values = None if FORMAT == "int4" else values_of_codes(table_ptr, FORMAT)
+        bias = tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)
+        acc += bias[:, None] if LEFT else bias[None, :]
+    values = tl.load(table_ptr + tl.arange(0, 16)) if FORMAT == "nf4" else None
     x_ptrs = x_ptr + m_read[:, None] * x_strides[0] + k[None, :] * x_strides[1]
     for k_start in range(0, tl.where(group < G, K, 0), BLOCK_K):
         first_row = tile_n * BLOCK_N if TRANSPOSE else k_start
@@ -234,8 +231,12 @@ def four_bit_gmm_kernel(
         # w repeats itself past its end, where x is 0
         x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=(k < K - k_start)[None, :], other=0.0)
         w = weight_tile(bytes, scale, shift, values, FORMAT, x_ptr.dtype.element_ty)
-        acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
+        if LEFT:
+            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_strides[1]
+    acc = tl.trans(acc) if LEFT else acc
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
 
