@@ -35,7 +35,8 @@ TABLE = {
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         every_case = metafunc.config.getoption("--cases") == "all"
-        metafunc.parametrize("target, case", [pair for t in TARGETS for pair in chosen(t, every_case)])
+        targets = [target for target in TARGETS if every_case or target != "sm_89"]  # almost sm_80
+        metafunc.parametrize("target, case", [pair for t in targets for pair in chosen(t, every_case)])
 
 
 def chosen(target, every_case):

@@ -9,8 +9,10 @@ import shlex
 import subprocess
 import sys
 
+import forked
 import pytest
 import torch
+from forked import environment
 
 import moe_aiter
 from moe_aiter.cli import COMMANDS, main
@@ -45,13 +47,15 @@ def test_python(code, tmp_path):
         pytest.importorskip("rich", reason="rich is not installed")
     if "from peft" in code:
         pytest.importorskip("peft", reason="PEFT is not installed")
-    (tmp_path / "block.py").write_text(code)
-    command, env = [sys.executable, "block.py"], environment()
+    block = tmp_path / "block.py"
+    block.write_text(code)
     if "init_process_group" in code:
         launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-        command[1:1] = *launcher, str(ROOT / "tests" / "ends_at_once.py")
-        env["CUDA_VISIBLE_DEVICES"] = ""  # there may be a single GPU
-    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
+        command = sys.executable, *launcher, ROOT / "tests" / "ends_at_once.py", block
+        env = environment() | {"CUDA_VISIBLE_DEVICES": ""}  # there may be a single GPU
+        done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
+    else:
+        done = forked.run(block, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -72,13 +76,6 @@ def test_bash(code, tmp_path):
         done = subprocess.run(["bash", "-c", line], cwd=cwd, env=env, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout
-
-
-def environment():
-    """That of a user: without the settings of the tests, nor those of a make that runs them."""
-    hidden = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "VENV", "PYTHON", "ARGS", "NPROC"}
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) and k not in hidden}
-    return kept | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}  # compiling takes minutes
 
 
 def commands():

@@ -1,13 +1,13 @@
 """The examples run, and what they train learns."""
 
 import json
-import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 
+import forked
 import pytest
 import torch
 
@@ -16,11 +16,12 @@ SMALL = {"hidden": 64, "num-experts": 4, "top-k": 2, "layers": 1, "sequence": 32
 
 
 def run(example, *flags, processes=None):
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
-    command = [sys.executable, ROOT / "examples" / f"{example}.py", *flags]
-    if processes is not None:
-        launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"
-        command[1:1] = *launcher, ROOT / "tests" / "ends_at_once.py"
+    script = ROOT / "examples" / f"{example}.py"
+    if processes is None:
+        return forked.run(script, *flags, CUDA_VISIBLE_DEVICES="")
+    launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"
+    command = sys.executable, *launcher, ROOT / "tests" / "ends_at_once.py", script, *flags
+    env = forked.environment() | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, env=env, text=True, capture_output=True)
 
 

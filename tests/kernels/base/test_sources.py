@@ -17,7 +17,8 @@ from moe_aiter.routing.plan import RoutePlan
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16]
 TIERS = ["triton"] if interpret else ["triton", "hopper"]
-SOURCES, T, K, E, H, I = 3, 24, 2, 6, 64, 64  # noqa: E741  tokens of each source
+SOURCES, K, E = 3, 2, 6
+T, H, I = (12, 32, 32) if interpret else (24, 64, 64)  # noqa: E741  T: tokens of each source
 tiers = pytest.mark.parametrize("tier", TIERS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -60,7 +61,7 @@ def routing(device, kind):
     ranks, sizes = torch.stack([a[1].flatten() for a in alone]), torch.stack([a[2] for a in alone])
     *plan, spans = merge_plans(ranks, sizes, K, 0, E)
     plan = RoutePlan(*plan)
-    return (window(plan, 0, 48), spans_of_window(spans, 48)) if kind == "a window" else (plan, spans)
+    return (window(plan, 0, 2 * T), spans_of_window(spans, 2 * T)) if kind == "a window" else (plan, spans)
 
 
 @tiers
