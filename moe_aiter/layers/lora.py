@@ -271,12 +271,12 @@ class LoRALinear(nn.Module):
         if self.original is not None:
             raise ValueError("an adapter is already merged")
         original = self.base.weight.detach().clone()
-        self.base.weight.data.copy_(self.lora.merged(original, adapter))
+        self.base.weight.detach().copy_(self.lora.merged(original, adapter))
         self.original = original
 
     def unmerge(self) -> None:
         """Restore the weight as it was before `merge`, to the bit."""
-        self.base.weight.data.copy_(taken(self.original))
+        self.base.weight.detach().copy_(taken(self.original))
         self.original = None
 
     @checked
@@ -397,7 +397,7 @@ class LoRAExperts(nn.Module):
 
     def own_weights(self) -> tuple[Tensor, Tensor]:
         """Return gate_up and down outside of autograd, for sharded ones the part of this rank."""
-        return local_part(self.base.gate_up.data), local_part(self.base.down.data)
+        return local_part(self.base.gate_up.detach()), local_part(self.base.down.detach())
 
     def unmerge(self) -> None:
         """Restore the weights as they were before `merge`, to the bit."""
@@ -458,9 +458,9 @@ def load_stacked(found: Mapping[str, nn.Module], state: Mapping[str, Tensor]) ->
     to = {name: torch.empty_like(t) for name, t in stacked(found).items()}
     copy_in(to, state)
     for prefix, lora in found.items():
-        lora.A.data.copy_(to[f"{prefix}lora_A.weight"].view_as(lora.A))
+        lora.A.detach().copy_(to[f"{prefix}lora_A.weight"].view_as(lora.A))
         B = to[f"{prefix}lora_B.weight"].unflatten(1, (lora.rank, len(lora.B)))  # (out, r, E)
-        lora.B.data.copy_(B.permute(2, 0, 1))
+        lora.B.detach().copy_(B.permute(2, 0, 1))
 
 
 def per_expert(prefix: str, lora: nn.Module, layers: Mapping[str, slice]) -> dict[str, Tensor]:

@@ -118,7 +118,7 @@ def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
     if config.ep and (size % config.ep or config.num_experts % config.ep):
         raise UsageError(
             f"--ep is {config.ep}; it must divide the number of processes, {size}, and --num-experts, "
-            f"{config.num_experts}; 0 chooses it"
+            f"{config.num_experts}: pass --ep 0 to choose it"
         )
     if size > 1 and config.device.startswith("cuda:"):
         raise UsageError(f"--device is {config.device}, but each of {size} processes needs a GPU: use cuda")

@@ -187,8 +187,11 @@ def test_merge_and_unmerge(kind):
     x = torch.randn(4, H, dtype=torch.float64)
     before = [p.clone() for p in (*linear.parameters(), *experts.parameters())]
     y, z = linear(x, torch.ones(4, dtype=torch.int64)), experts(*inputs)
+    weights = linear.base.weight, experts.base.gate_up, experts.base.down
+    versions = [w._version for w in weights]  # by which copies of weights are kept
     linear.merge(1)
     experts.merge()
+    assert all(w._version > version for w, version in zip(weights, versions, strict=True))
     torch.testing.assert_close(linear(x), y)
     torch.testing.assert_close(experts(*inputs), z)
     for layer in (linear, experts):

@@ -103,6 +103,14 @@ def copies(monkeypatch):
     return seen
 
 
+def test_merged_weights_are_copied_again():
+    model, x = frozen(torch.device("cpu"), layers=1), tokens("cpu")
+    offload(model, "cpu")
+    apart = model(x)
+    model.layers[0].experts.merge()
+    torch.testing.assert_close(model(x), apart)
+
+
 @pytest.mark.parametrize("kind", ["lora", "nf4", "plain"])
 @pytest.mark.parametrize("repeat", [None, True, False], ids=["", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("ahead", [1, 2, 9])
