@@ -220,7 +220,8 @@ class ExpertDispatcher:
         rank, s = routing.chunk(2, 1)
         parts = rank.detach().view(kind), sizes[:, :-1]
         *plan, spans = merge_plans(*parts, top_k, self.first, self.count)
-        s = s.reshape(-1, top_k)  # a copy: the weights may be saved, but a pool's memory is used again
+        # a copy: the weights may be saved, but a pool's memory is used again
+        s = s.clone(memory_format=torch.contiguous_format).view(-1, top_k)
         return tokens, s, RoutePlan(*plan), spans
 
     def window_sizes(self, plan: RoutePlan) -> tuple[int, int]:

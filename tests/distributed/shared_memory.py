@@ -19,10 +19,11 @@ class Mapped:
         self.memories, self.group = memories, group
 
     def get_buffer(self, rank, shape, dtype, first):
-        memory = self.memories[rank].view(dtype)
-        size = torch.Size(shape).numel()
-        assert first + size <= memory.numel()
-        return memory[first : first + size].view(shape).data  # for autograd no view of the others
+        begin = first * dtype.itemsize
+        end = begin + torch.Size(shape).numel() * dtype.itemsize
+        assert end <= self.memories[rank].numel()
+        # as on GPUs, a storage of its own
+        return torch.from_numpy(self.memories[rank].numpy()[begin:end]).view(dtype).view(shape)
 
     def barrier(self, channel, timeout):
         dist.barrier(self.group)

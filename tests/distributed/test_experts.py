@@ -406,14 +406,14 @@ def check_transports(rank, world):
     results = []
     for name in ("collective", "symmetric"):
         shared, found = [share(layer, world, transport=name) for layer in layers], []
-        for tokens in (T, 2 * T, T):
+        for tokens in (T, 2 * T, T, 1):
             torch.manual_seed(tokens)
             ids = distinct(torch.ones(E), tokens)
             x, s = torch.randn(tokens, H).requires_grad_(), torch.rand(tokens, K).requires_grad_()
             out = x
-            for layer in shared:
+            for factor, layer in enumerate(shared, 1):
                 layer.zero_grad()
-                out = layer(out, s, make_plan(ids, E))
+                out = layer(out, factor * s, make_plan(ids, E))
             out.square().sum().backward()
             weights = [whole(p.grad) for layer in shared for p in layer.parameters()]
             found += [out.detach(), x.grad, s.grad, *weights]
