@@ -95,7 +95,7 @@ def named(words: list[str], plain: bool = False) -> dict[str, Shape]:
     Raises ValueError for a word that is neither and, if only `plain` shapes are allowed, for another shape.
     """
     names = dict.fromkeys(name for word in words for name in GROUPS.get(word, [word]))
-    shapes = {name: SHAPES.get(name) or of_sizes(name) for name in names}
+    shapes = {name: SHAPES.get(name) or of_sizes(name, plain) for name in names}
     for name, shape in shapes.items():
         if plain and not shape.plain:
             raise ValueError(f"shape {name} has biases or another activation: take SwiGLU without biases")
@@ -109,13 +109,13 @@ def listed(plain: bool = False) -> str:
     return f"shapes: {', '.join(shapes)}; groups: {', '.join(groups)}"
 
 
-def of_sizes(word: str) -> Shape:
+def of_sizes(word: str, plain: bool) -> Shape:
     """ "4096,2048,768,64,8": T, H, I, E and k."""
     sizes = list(map(int, word.split(","))) if re.fullmatch(r"\d{1,9}(,\d{1,9}){4}", word) else [0]
     if 0 in sizes:
         raise ValueError(
-            f"there is no shape {word!r}; there are {', '.join([*SHAPES, *GROUPS])}, "
-            f"and sizes of your own: T,H,I,E,k, as in 4096,2048,768,64,8"
+            f"there is no shape {word!r}; {listed(plain)}; "
+            f"or sizes of your own: T,H,I,E,k, as in 4096,2048,768,64,8"
         )
     if sizes[4] > sizes[3]:
         raise ValueError(f"{word}: a token cannot go to {sizes[4]} of {sizes[3]} experts")

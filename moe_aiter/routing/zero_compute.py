@@ -1,5 +1,6 @@
 """Experts without a product: the router may choose them, and they give the token itself or nothing."""
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -54,7 +55,8 @@ class ZeroCompute:
     def share(self, num_experts: int) -> tuple[int, int]:
         """The share of the choices that `num_experts` experts should get: numerator and denominator."""
         if self.real_share is None:
-            return num_experts, num_experts + self.count
+            common = math.gcd(num_experts, self.count)
+            return num_experts // common, (num_experts + self.count) // common
         share = Fraction(self.real_share).limit_denominator(10**4)
         return share.numerator, share.denominator
 

@@ -250,7 +250,7 @@ def test_shapes_are_known():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--shape Z", "there is no shape 'Z'; there are A, B"),
+        ("--shape Z", "there is no shape 'Z'; shapes: A, B"),
         ("--shape toy 64,32,24,5", "there is no shape '64,32,24,5'"),
         ("--shape 64,32,24,0,2", "there is no shape '64,32,24,0,2'"),
         ("--shape 64,32,24,2,5", "a token cannot go to 5 of 2 experts"),

@@ -152,7 +152,7 @@ def test_ranks_agree_on_who_is_slow(monkeypatch):
 def choose(rank, world, folder):
     """Groups of one rank each, of which the last may have no symmetric memory."""
     mesh = parallel.expert_mesh("cpu", 1)["ep"]
-    problem = new_problem(of_sizes("8,32,24,4,2"), torch.float32, torch.device("cpu"))
+    problem = new_problem(of_sizes("8,32,24,4,2", True), torch.float32, torch.device("cpu"))
     p = parallel.RankProblem(**vars(problem), mesh=mesh)
     for reason, third in (("no memory", parallel.ONE_GPU), ("", parallel.SYMMETRIC)):
         with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +171,7 @@ def test_all_ranks_leave_out_symmetric_memory(tmp_path):
         ("--ep 2", "ep=2 does not divide the world of 1 ranks"),
         ("--ep 0", "argument --ep: 0 is less than 1"),
         ("--routing other", "argument --routing: invalid choice: 'other'"),
-        ("--shape Z", "there is no shape 'Z'; there are A, B"),
+        ("--shape Z", "there is no shape 'Z'; shapes: A, B"),
         ("--shape toy-oai", "shape toy-oai has biases or another activation"),
         ("--shape 64,3,24,5,2 --routing zipf", "64,3,24,5,2 has more experts than hidden sizes"),
         ("--only zzz", "no contender matches zzz; there are 'moe_aiter, collective', "),

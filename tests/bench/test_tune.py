@@ -96,7 +96,7 @@ def test_wrong_flags(flags, message, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--shape nowhere", "there is no shape 'nowhere'; there are A, B"),
+        ("--shape nowhere", "there is no shape 'nowhere'; shapes: A, B"),
         ("--family dense --shape nowhere", "there is no such case; there are, of dense: square-512"),
         ("--family dense --tokens 8", "--tokens is for layer and four_bit"),
         ("--family four_bit --shape 8,64,32,4,2", "four_bit needs H and I that are multiples of 64, not"),

@@ -252,7 +252,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
         group_sizes (E,)   the number of rows of each expert
 
     A choice with a negative expert, usually -1, is dropped: its rank is -1, it is counted nowhere, and the
-    rows from sum(group_sizes) on have the order -1.  No host synchronisation and no atomics.
+    rows from sum(group_sizes) on have the order -1.  No host synchronisation; two runs give the same bits.
 
     Raises ValueError for a shape that is not (T, k), for T*k of 2^31 or more and for `num_experts` below 1,
     TypeError for another dtype; on the CPU also ValueError for an id of E or more.  On a GPU this check would
