@@ -54,8 +54,8 @@ class MoE(nn.Module):
     Capacity   `capacity` limits how many choices an expert accepts: see `Capacity`.
     Zero       `zero_compute` adds experts without weights among which the router chooses too: `ZeroCompute`.
     Latent     `latent` > 0 lets the routed experts act on vectors of that width L:
-                   out[t] = from_latent @ sum_j s[t, j] * expert[e_tj](to_latent @ x[t]) + shared(x[t])
-               as in NVIDIA's Nemotron 3 Super and Ultra; router and shared expert see x.  No biases.
+                   `out[t] = from_latent @ sum_j s[t, j] * expert[e_tj](to_latent @ x[t]) + shared(x[t])`
+               as in Nemotron 3 Super and Ultra; router and shared expert see x.  Both maps have no bias.
     Router's   `dense_router_gradient` gives the router the gradient of all experts in training mode, by a
     gradient   straight-through estimator (DenseMixer, layers/dense_gradient.py).  In the backward pass every
                token then visits all other experts once.
