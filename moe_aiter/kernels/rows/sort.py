@@ -180,10 +180,10 @@ def new_sort(i: SortInputs) -> tuple[Tensor, Tensor, Tensor]:
 @binds
 def bind_sort(i: SortInputs) -> Callable:
     rows, E = i.expert_ids.numel(), i.num_experts
-    blocks, block_e = cdiv(rows, BLOCK), next_power_of_2(E)
+    blocks, block_e = max(cdiv(rows, BLOCK), 1), next_power_of_2(E)
     if rows <= FEW and E <= CHUNK:  # more experts do not fit in registers
         options = {"BLOCK": BLOCK, "BLOCK_E": max(block_e, 32), "CHUNK": CHUNK, "num_warps": 4}
-        few = bind_kernel(sort_few_kernel, (max(blocks, 1),), **options)
+        few = bind_kernel(sort_few_kernel, (blocks,), **options)
 
         def launch_few(out, i):
             check_on_cpu(i)

@@ -15,6 +15,7 @@ SHAPES = {  # T, k, E
     "more experts than choices": (4, 2, 300),
     "odd": (67, 5, 33),
     "no tokens": (0, 2, 4),
+    "no tokens, many experts": (0, 2, 1025),
     "several chunks": (300, 5, 40),
     "many experts": (9, 2, 1025),
     "more than a program counts": (1100, 4, 9),
