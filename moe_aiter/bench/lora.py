@@ -3,20 +3,21 @@
 Qwen3-MoE's experts with the routing given, and PEFT's adapters of both weights in float32, as it makes them.
 As `moe-aiter bench layer`, with the gradients of the adapters, but the weights get no gradients.
 
-A contender with weights of 4 bits is compared with the results of its own weights, dequantised.
+A contender with weights of 4 bits is compared with the results of its own weights, dequantised.  Those of
+PEFT are written to whole weights before each pass, by code that torch.compile makes.
 """
 
 import argparse
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from ..integrations import peft as integration
 from ..integrations.transformers import NAME
-from ..kernels.quantize.four_bit import quantized
+from ..kernels.quantize.four_bit import dequantized, expanded_scales, quantized
 from ..layers.experts import Experts
 from ..layers.four_bit import to_four_bits
 from ..layers.lora import LoRAExperts
@@ -117,6 +118,11 @@ def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
             yield peft_experts(p, adapters, name)
         except PEER_ERRORS as error:
             skip(f"PEFT with {name}", error)
+    for format in FOUR_BITS if "grouped_mm" in implementations else ():
+        try:
+            yield peft_experts(p, adapters, "grouped_mm", format)
+        except PEER_ERRORS as error:
+            skip(f"PEFT with grouped_mm, {format}", error)
 
 
 def lora_experts(p: Problem, adapters: Adapters, format: str = "") -> Contender:
@@ -139,7 +145,7 @@ def lora_experts(p: Problem, adapters: Adapters, format: str = "") -> Contender:
     return Contender(name, run, (p.x, p.routing_weights, *leaves), ours=True)
 
 
-def peft_experts(p: Problem, adapters: Adapters, name: str) -> Contender:
+def peft_experts(p: Problem, adapters: Adapters, name: str, format: str = "") -> Contender:
     """Those of transformers in PEFT's wrappers; moe_aiter with `integrations.peft`, or PEFT as it comes."""
     import peft
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
@@ -153,7 +159,9 @@ def peft_experts(p: Problem, adapters: Adapters, name: str) -> Contender:
     holder = nn.Module()
     with torch.device("meta"):
         holder.experts = Qwen3MoeExperts(config)
-    holder.experts.gate_up_proj, holder.experts.down_proj = frozen(p.gate_up), frozen(p.down)
+    weights = [frozen(w.clone() if format else w) for w in (p.gate_up, p.down)]
+    writers = [writer(w, format) for w in weights] if format else []
+    holder.experts.gate_up_proj, holder.experts.down_proj = weights
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     alpha = adapters.scaling * adapters.rank
     how = peft.LoraConfig(r=adapters.rank, lora_alpha=alpha, target_modules=[], target_parameters=targets)
@@ -165,6 +173,8 @@ def peft_experts(p: Problem, adapters: Adapters, name: str) -> Contender:
         leaves += [wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight]
 
     def run() -> Tensor:
+        for write in writers:
+            write()
         return outer(p.x, p.expert_ids, p.routing_weights.to(p.x.dtype))
 
     def run_without() -> Tensor:
@@ -185,7 +195,19 @@ def peft_experts(p: Problem, adapters: Adapters, name: str) -> Contender:
     whole = name.endswith("whole weights")
     leaves = (p.x, p.routing_weights, *leaves)
     call, ours = run_without if whole else run, name == NAME
-    return Contender(f"PEFT, {name}", call, leaves, as_ours=as_ours, ours=ours)
+    return Contender(f"PEFT, {name}{format and ', '}{format}", call, leaves, as_ours=as_ours, ours=ours)
+
+
+def writer(weight: Tensor, format: str) -> Callable[[], Tensor]:
+    """Return what writes `weight` again, from 4 bits."""
+    w = quantized(weight, format)
+
+    @torch.no_grad()
+    def write() -> Tensor:
+        scale, zero = expanded_scales(w.packed, *w.parts)
+        return weight.copy_(dequantized(w.packed, scale, zero, w.table, format))
+
+    return torch.compile(write) if weight.is_cuda else write
 
 
 def frozen(weight: Tensor) -> nn.Parameter:

@@ -46,6 +46,16 @@ def test_peft_on_each_implementation(capsys):
 
 
 @pytest.mark.parametrize("format", lora.FOUR_BITS)
+def test_peft_on_weights_that_are_dequantised_in_each_pass(format):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    p = new_problem(Shape(16, 64, 64, 4, 2), torch.float32, torch.device("cpu"))
+    adapters = lora.new_adapters(p, 3)
+    contender = lora.peft_experts(p, adapters, "eager", format)
+    assert max(found.error for found in lora.by_whole_weights(p, adapters)(contender)) < 1e-5
+
+
+@pytest.mark.parametrize("format", lora.FOUR_BITS)
 def test_four_bits_are_judged_by_their_own_weights(format):
     p = new_problem(Shape(16, 64, 64, 4, 2), torch.float32, torch.device("cpu"))
     adapters = lora.new_adapters(p, 3)
@@ -55,6 +65,16 @@ def test_four_bits_are_judged_by_their_own_weights(format):
     assert max(found.error for found in judge(contender)) < 1e-5
     contender.name = OURS[0]  # whose weights are not rounded to 4 bits
     assert max(found.error for found in judge(contender)) > 1e-2
+
+
+@pytest.mark.parametrize("format", lora.FOUR_BITS)
+def test_whole_weights_are_written_from_four_bits(format):
+    weight = torch.randn(4, 64, 64, dtype=torch.bfloat16)
+    expected = lora.quantized(weight, format).dequantize()
+    write = lora.writer(weight, format)
+    weight.zero_()
+    write()
+    assert torch.equal(weight, expected)
 
 
 def test_the_truth_is_that_of_whole_weights():
