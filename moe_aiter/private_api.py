@@ -361,6 +361,16 @@ def triton_launches() -> tuple:
     )
 
 
+@functools.cache
+def reads_registers_in_time() -> bool:
+    """Whether Hopper's products read a left operand in registers before a loop writes there again.
+
+    Before Triton 3.9 they may not, and sums are wrong: https://github.com/triton-lang/triton/issues/9433.
+    """
+    version = importlib.import_module("triton").__version__
+    return tuple(map(int, version.split(".")[:2])) >= (3, 9)
+
+
 def gluon_internals() -> tuple:
     """Return the decorator of a struct, and the function that gives a buffer another shape."""
     shared = "triton.experimental.gluon.language.shared_memory_descriptor"

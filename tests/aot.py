@@ -24,6 +24,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 import moe_aiter.kernels
 from moe_aiter import tuning
 from moe_aiter.kernels.base.sources import by_source
+from moe_aiter.private_api import reads_registers_in_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,13 @@ class Launch:
     def assembly(self) -> str:
         asm = self.compiled.asm
         return asm["ptx"] if "ptx" in asm else asm["amdgcn"]
+
+    @property
+    def overwrites_operands(self) -> bool:
+        """Whether products that read registers may be under way while code goes on that writes there."""
+        reads = re.search(r"wgmma\.mma_async[^{]*\{[^}]*\}, *\{", self.assembly)
+        waits = re.findall(r"wgmma\.wait_group\S* (\d+)", self.assembly)
+        return bool(reads) and set(waits) != {"0"}
 
     @property
     def shared_bytes(self) -> int:
@@ -237,6 +245,7 @@ class Case:
             few = all(n <= FEW_SPILLED for n in spilled.values())
             assert target in self.spills or few, f"{launch.kernel}: {spilled}"
             assert launch.shared_bytes <= gpu.shared_bytes, f"{launch.kernel}: {launch.shared_bytes} bytes"
+            assert reads_registers_in_time() or not launch.overwrites_operands, launch.kernel
         if self.matrix:
             allowed = {gpu.matrix} | ({"mma.sync"} if self.matrix == "any" else set())
             products = [launch for launch in launches if launch.kernel in PRODUCTS]

@@ -189,9 +189,6 @@ def four_bit_gmm_kernel(
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     if group > G:
         return
-    # A tile of w is the left operand where it can be, since registers hold that one, and its sum is a tile of
-    # out.T.  NF4's values come from shared memory, and a transposed tile of w passes through it.
-    LEFT: tl.constexpr = TRANSPOSE and FORMAT != "nf4"
     # a tile of w stays in its rows and walks along the columns, or the other way round
     ROWS: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
     COLUMNS: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
@@ -206,11 +203,10 @@ def four_bit_gmm_kernel(
     rows = N if TRANSPOSE else K
     expert = tl.minimum(group, G - 1).to(tl.int64)
     w_base, first_scale = w_ptr + expert * rows * half, expert * rows * blocks
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
-        bias = tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)
-        acc += bias[:, None] if LEFT else bias[None, :]
+        acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
     values = tl.load(table_ptr + tl.arange(0, 16)) if FORMAT == "nf4" else None
     x_ptrs = x_ptr + m_read[:, None] * x_strides[0] + k[None, :] * x_strides[1]
     for k_start in range(0, tl.where(group < G, K, 0), BLOCK_K):
@@ -231,12 +227,8 @@ def four_bit_gmm_kernel(
         # w repeats itself past its end, where x is 0
         x = tl.load(x_ptrs) if EVEN_K else tl.load(x_ptrs, mask=(k < K - k_start)[None, :], other=0.0)
         w = weight_tile(bytes, scale, shift, values, FORMAT, x_ptr.dtype.element_ty)
-        if LEFT:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
+        acc = tl.dot(x, tl.trans(w) if TRANSPOSE else w, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_strides[1]
-    acc = tl.trans(acc) if LEFT else acc
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ... import tuning
 from ...config import interpret
 from ...op import Written, binds, define_inplace_op, takes
+from ...private_api import reads_registers_in_time
 from .. import hopper
 from ..base.check import (
     check_axes,
@@ -176,12 +177,12 @@ def bind_masked_gmm(i: MaskedInputs) -> Callable:
     copied = i.shuffled and not i.w[0].is_contiguous()  # the kernel knows no strides within such a matrix
     (x, w), (x_format, w_format) = as_operands(i.x, i.w)
     few, decoded = "_few" if M < FEW else "", "_decode" if x_format or w_format else ""
+    transposed, amd = shuffled_options(w, bool(few)) if i.shuffled else (bool(few), ())
     config = tuning.lookup(f"masked{few}{decoded}", x.dtype, G * M, N, K, G)
-    from_registers, amd = shuffled_options(w) if i.shuffled else (False, ())
     scales = [(0, 0) if s is None else s.stride() for s in (i.x_scale, i.w_scale)]
     kernel = bind_kernel(
         masked_gmm_kernel, (G * cdiv(M, config.block_m) * cdiv(N, config.block_n),),
-        SHUFFLED=i.shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=bool(few) or from_registers,
+        SHUFFLED=i.shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=transposed,
         X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x), EVEN_K=K % config.block_k == 0,
         **tile_options(config, amd),
     )  # fmt: skip
@@ -196,14 +197,17 @@ def bind_masked_gmm(i: MaskedInputs) -> Callable:
     return launch
 
 
-def shuffled_options(w: Tensor) -> tuple[bool, tuple[int, ...]]:
-    """Whether every tile of shuffled weights is transposed, and what AMD's compiler is told.
+def shuffled_options(w: Tensor, few: bool) -> tuple[bool, tuple[int, ...]]:
+    """Whether tiles of shuffled weights are transposed, and what AMD's compiler is told.
 
-    Hopper multiplies from registers only what is on the left.  A lane of gfx942 has one vector of a row for
-    two instructions, which is this order: with few rows the weights come to them straight from memory.
+    Hopper multiplies from registers only what is on the left; 8-bit products end in the step that reads them.
+    A lane of gfx942 has one vector of a row for two instructions, which is this order: with few rows the
+    weights come to them straight from memory.
     """
     arch = None if interpret else triton.runtime.driver.active.get_current_target().arch
-    return arch == 90 and w.itemsize <= 2, (0, 0, 2) if arch == "gfx942" else ()
+    if arch == 90 and w.itemsize > 1 and not reads_registers_in_time():
+        return False, ()
+    return few or (arch == 90 and w.itemsize <= 2), (0, 0, 2) if arch == "gfx942" else ()
 
 
 # op
