@@ -118,6 +118,7 @@ def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
             yield peft_experts(p, adapters, name)
         except PEER_ERRORS as error:
             skip(f"PEFT with {name}", error)
+    torch.compiler.reset()  # or the writers of a second shape reach the limit of recompilations
     for format in FOUR_BITS if "grouped_mm" in implementations else ():
         try:
             yield peft_experts(p, adapters, "grouped_mm", format)
