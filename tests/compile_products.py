@@ -34,6 +34,7 @@ from moe_aiter.kernels.quantize.four_bit import FORMATS
 from moe_aiter.kernels.sparse.gemm import bind_sparse_matmul, bind_sparse_matmul_grad
 from moe_aiter.kernels.sparse.pattern import count
 from moe_aiter.op import launcher
+from moe_aiter.private_api import reads_registers_in_time
 from moe_aiter.tuning.candidates import PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -507,7 +508,10 @@ ROWS = {  # op -> the launches of a row, and the matrix instruction that its pro
     **{op: ([run_grouped_row], small if "segment" in op else lambda config: "own") for op in TUNED},
     **dict.fromkeys(EPILOGUES, ([run_dense_row], small)),
     **{
-        op: (each(run_masked_row, "shuffled"), lambda config: "own")
+        op: (
+            each(run_masked_row, "shuffled"),
+            (lambda config: "own") if reads_registers_in_time() else small,
+        )
         for op in PORTABLE
         if op.startswith("masked")
     },
@@ -637,7 +641,7 @@ def detailed_cases():
             yield f"masked {dtype} {rows} on {target}", Case(run, [target], also=multiplies(name))
             if target == "sm_90":
                 yield f"masked {dtype} {rows} fetched", Case(run, [target], also=fetches_16_bytes)
-    for dtype in (E4M3, BF16):
+    for dtype in (E4M3, BF16) if reads_registers_in_time() else (E4M3,):
         for rows in (16, 32, 100, 1024):
             run = functools.partial(run_masked, rows, x=dtype, shuffled=True)
             name = f"masked {dtype} {rows} in order"
