@@ -504,17 +504,11 @@ def each(run, name):
     return [functools.partial(run, **{name: value}) for value in (False, True)]
 
 
+masked = (lambda config: "own") if reads_registers_in_time() else small  # shuffled weights also
 ROWS = {  # op -> the launches of a row, and the matrix instruction that its products use
     **{op: ([run_grouped_row], small if "segment" in op else lambda config: "own") for op in TUNED},
     **dict.fromkeys(EPILOGUES, ([run_dense_row], small)),
-    **{
-        op: (
-            each(run_masked_row, "shuffled"),
-            (lambda config: "own") if reads_registers_in_time() else small,
-        )
-        for op in PORTABLE
-        if op.startswith("masked")
-    },
+    **{op: (each(run_masked_row, "shuffled"), masked) for op in PORTABLE if op.startswith("masked")},
     **{
         op: ([*each(run_scaled_row, "columns"), run_scaled_groups_row], lambda config: "any")
         for op in PORTABLE

@@ -199,6 +199,14 @@ REPORTS = {
         "shape",
         ("tokens", "hidden", "intermediate", "experts", "top_k", "rank"),
     ),
+    "offload.csv": Report(
+        "Frozen experts in host memory",
+        ("ms", "inference_ms", "step_ms", "step_of_bound"),
+        "ms, inference / step / step by its bound; ms of a copy",
+        ("device", "dtype", "format", "layers"),
+        "shape",
+        ("tokens", "hidden", "intermediate", "experts", "top_k", "rank"),
+    ),
     "muon.csv": Report(
         "Steps of Muon",
         ("ms", "matmul_percent"),
