@@ -152,8 +152,6 @@ PORTABLE = {
         Config(256, 128, 64, 8, 8, 3),
         Config(64, 128, 64, 8, 4, 4),
         Config(128, 128, 128, 8, 8, 3),
-        Config(256, 64, 64, 8, 8, 4),
-        Config(128, 64, 64, 8, 4, 4),
     ),  # fmt: skip
     "segment_gmm": (*SEGMENT, *WIDE[:2]),
     "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
