@@ -9,7 +9,7 @@ from moe_aiter.kernels.quantize.four_bit import FORMATS, NESTED
 E, TOP_K = 128, 8
 
 
-def run_four_bit(s, format="nf4", transpose=True, double=True, bias=False):
+def run_four_bit(s, format="nf4", transpose=True, double=True, bias=False, bind=bind_four_bit_gmm):
     """Forward with gathered rows, or with `transpose=False` the gradient of the rows."""
     u8, f32, block = torch.uint8, torch.float32, FORMATS[format].block
     rows, columns = (s.n, s.k) if transpose else (s.k, s.n)
@@ -29,7 +29,7 @@ def run_four_bit(s, format="nf4", transpose=True, double=True, bias=False):
     parts = new(E, rows, columns // 2, dtype=u8), scales, nested, offset, table, format
     b = s.new(E, N) if bias else None
     i = FourBitInputs(x, *parts, transpose, ints(E), b, order, TOP_K if transpose else 1)
-    bind_four_bit_gmm(i)(s.new(s.rows, N), i)
+    bind(i)(s.new(s.rows, N), i)
 
 
 def rounds_scales_twice(target, launches):

@@ -11,11 +11,11 @@ So w exists in 16 bits only as tiles, and on a CPU as one group at a time.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ... import tuning
 from ...op import binds, define_op, takes
+from .. import hopper
 from ..base.check import (
     check_axes,
     check_device,
@@ -30,9 +30,7 @@ from ..base.check import (
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense, locate, row_tiles, swizzle, tile_options
-from ..quantize.four_bit import FORMATS, NESTED, check_four_bit, dequantized, expanded_scales
-
-SCALE_N, SCALE_B = 64, 32  # rows and blocks of which a program expands the scales
+from ..quantize.four_bit import FORMATS, bind_expand_scales, check_four_bit, dequantized, expanded_scales
 
 
 class FourBitInputs(NamedTuple):
@@ -83,45 +81,6 @@ def fill_four_bit_gmm(out, *inputs):
 
 
 # kernels
-
-
-@jit_kernel
-def expand_scales_kernel(
-    scales_ptr,  # (G, rows, blocks), contiguous
-    nested_ptr,  # (G * rows * blocks / 256,) float32, or None
-    offset_ptr,  # (G,) float32, or the zeros (G, rows, blocks) uint8, or None
-    table_ptr,  # (16 + 256,) float32
-    scale_ptr,  # (G, blocks, rows) float32
-    shift_ptr,  # (G, blocks, rows) float32, or None
-    rows,
-    blocks,
-    tiles_n,
-    FORMAT: tl.constexpr,
-    NESTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
-    """Write what values are multiplied by, and what is added then; neighbouring rows become neighbours."""
-    pid, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    b = pid // tiles_n * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
-    mask = (n < rows) & (b < blocks)
-    at = (group * rows + n) * blocks + b
-    scale = tl.load(scales_ptr + at, mask=mask, other=0)
-    to = (group * blocks + b) * rows + n
-    if FORMAT == "mxfp4":  # the number of a power of two, of which 2 ** -127 is not normal
-        bits = tl.where(scale == 0, 0x00400000, scale.to(tl.int32) << 23)
-        scale = bits.to(tl.float32, bitcast=True)
-    elif nested_ptr is not None:
-        value = tl.load(table_ptr + 16 + scale.to(tl.int32), mask=mask, other=0.0)
-        each = tl.load(nested_ptr + at // NESTED, mask=mask, other=0.0)
-        scale = value * each + tl.load(offset_ptr + group)
-    else:
-        scale = scale.to(tl.float32)
-    if shift_ptr is not None:
-        zero = tl.load(offset_ptr + at, mask=mask, other=0).to(tl.float32)
-        tl.store(shift_ptr + to, -zero * scale, mask=mask)
-    tl.store(scale_ptr + to, scale, mask=mask)
 
 
 @triton.jit
@@ -253,26 +212,6 @@ def new_four_bit_gmm(i: FourBitInputs) -> Tensor:
     return i.x.new_empty(i.rows, N)
 
 
-def bind_expand_scales(i: FourBitInputs) -> Callable:
-    """Return `expand(i)` for `scale` and `shift`, (G, blocks, rows) float32 each; None for no shift."""
-    (G, rows, blocks), shifted = i.scales.shape, i.format == "int4"
-    tiles_n = cdiv(rows, SCALE_N)
-    kernel = bind_kernel(
-        expand_scales_kernel, (tiles_n * cdiv(blocks, SCALE_B), G), FORMAT=i.format, NESTED=NESTED,
-        BLOCK_N=SCALE_N, BLOCK_B=SCALE_B, num_warps=4,
-        enable_fp_fusion=False,  # or scales of NF4 differ from bitsandbytes' in their last bit
-    )  # fmt: skip
-
-    def expand(i):
-        scale = i.scales.new_empty(G, blocks, rows, dtype=torch.float32)
-        shift = torch.empty_like(scale) if shifted else None
-        parts = dense(i.scales, i.nested, i.offset, i.table)
-        kernel(*parts, scale, shift, rows, blocks, tiles_n)
-        return scale, shift
-
-    return expand
-
-
 @binds
 @takes(*TILE_DTYPES)
 def bind_four_bit_gmm(i: FourBitInputs) -> Callable:
@@ -305,4 +244,5 @@ four_bit_gmm_op = define_op(
     check_values=lambda i: check_plan_values(i.rows, i.group_sizes, i.order),
     torch=fill_four_bit_gmm,
     triton=bind_four_bit_gmm,
+    hopper=hopper.bind_four_bit_gmm,
 )

@@ -195,6 +195,14 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
     return fit and by_tma(x, w) and stacked(w) and few(w)
 
 
+def fits_four_bit_gmm(
+    x, packed, scales, nested, offset, table, format, transpose, group_sizes, bias, order, top_k
+) -> bool:
+    M, K, N = x.shape[0] if order is None else order.shape[0], x.shape[1], packed.shape[1]
+    fit = by_tma(x) and small(x) and few(packed) and M >= MANY and packed.data_ptr() % 16 == 0
+    return fit and K % BLOCK_K == 0 and (not transpose or N % 8 == 0)
+
+
 bind_gemm = implementation("gemm", "bind_gemm", fits_gemm)
 bind_gemm.should_use = should_use_gemm("hopper")
 bind_gemm.tiles = ("hopper_gemm", "hopper_few_rows", "gemm_row")
@@ -202,6 +210,7 @@ bind_gmm = implementation("gmm", "bind_gmm", fits_gmm)
 bind_gmm_into = implementation("gmm", "bind_gmm_into", fits_gmm_into)
 bind_masked_gmm = implementation("gmm", "bind_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
 bind_segments = implementation("gmm", "bind_segments", fits_segments)
+bind_four_bit_gmm = implementation("four_bit", "bind_four_bit_gmm", fits_four_bit_gmm)
 bind_expert_up = implementation("up", "bind_expert_up", fits_expert_up)
 bind_expert_down_grad = implementation("down_grad", "bind_down_grad", fits_down_grad)
 bind_tgmm = implementation("tgmm", "bind_tgmm", fits_tgmm)

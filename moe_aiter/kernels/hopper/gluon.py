@@ -104,9 +104,9 @@ def ragged_descriptor(x: Tensor, *box: int) -> Descriptor:
 
 
 @gluon.jit
-def as_tile(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """A buffer in shared memory, seen with another shape and layout."""
-    return reinterpret(buffer, buffer.dtype, SHAPE, LAYOUT)
+def as_tile(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr = None):
+    """A buffer in shared memory, seen with another shape, layout and perhaps DTYPE."""
+    return reinterpret(buffer, buffer.dtype if DTYPE is None else DTYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit

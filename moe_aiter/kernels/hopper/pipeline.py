@@ -71,19 +71,22 @@ def make_ring(a, b, GATHERS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.con
 
 @aggregate
 class Gather:
-    """The first operand of a product where its row r is row order[r] // TOP_K of x."""
+    """The first operand of a product: its row r is row order[r] // TOP_K of x, or row r without an order."""
 
     x_ptr: gl.tensor  # (T, K)
     stride: Number  # of rows, in units of 16 bytes, so that the compiler sees that rows are aligned
-    order_ptr: gl.tensor
+    order_ptr: object  # (M,) or None
     TOP_K: gl.constexpr
     VECTOR: gl.constexpr  # elements in 16 bytes
 
     @gluon.jit
     def sources(self, m, end):
         """The offsets of the rows m, of which those below `end` exist."""
-        choice = gl.load(self.order_ptr + m, mask=m < end, other=0)
-        return gl.maximum(choice, 0) // self.TOP_K * self.stride * self.VECTOR
+        if self.order_ptr is None:
+            row = gl.where(m < end, m, 0)
+        else:
+            row = gl.maximum(gl.load(self.order_ptr + m, mask=m < end, other=0), 0) // self.TOP_K
+        return row * self.stride * self.VECTOR
 
 
 @aggregate
@@ -204,7 +207,7 @@ def multiply(
     `last` is told when the last of them is on its way.
     """
     HALF: gl.constexpr = BLOCK_M // 2
-    DTYPE: gl.constexpr = weights.desc.dtype
+    DTYPE: gl.constexpr = ring.b.dtype
     INTEGERS: gl.constexpr = DTYPE.is_int()
     # Triton knows no wider instruction for int8 that divides a tile
     WIDTH: gl.constexpr = min(weights.BLOCK_N, 128 if INTEGERS else WIDEST)

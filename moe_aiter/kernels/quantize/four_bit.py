@@ -12,12 +12,15 @@ table, times a float32 for each 256 blocks of the whole weight (`nested`), plus 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..base.check import check_axes, check_device, check_shape
+from ..base.launch import bind_kernel, cdiv, jit_kernel, tl
+from ..base.tile import dense
 
 
 class Format(NamedTuple):
@@ -28,6 +31,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {"nf4": Format(64, True), "mxfp4": Format(32, False), "int4": Format(128, False)}
+SCALE_N, SCALE_B = 64, 32  # rows and blocks of which a program expands the scales
 NESTED = 256  # blocks of NF4 that share an entry of `nested`
 LEAST_SCALE = 2.0**-24  # of int4: the least number of float16 above 0
 SCALES = {  # the dtypes of `scales`
@@ -167,6 +171,71 @@ def packed_codes(codes: Tensor, format: str) -> Tensor:
     """(..., K) -> (..., K / 2), uint8."""
     first, second = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return (first << 4 | second) if FORMATS[format].high_first else (second << 4 | first)
+
+
+# from scales as they are kept to float32, on GPUs
+
+
+@jit_kernel
+def expand_scales_kernel(
+    scales_ptr,  # (G, rows, blocks), contiguous
+    nested_ptr,  # (G * rows * blocks / 256,) float32, or None
+    offset_ptr,  # (G,) float32, or the zeros (G, rows, blocks) uint8, or None
+    table_ptr,  # (16 + 256,) float32
+    scale_ptr,  # (G, blocks, rows) float32
+    shift_ptr,  # (G, blocks, rows) float32, or None
+    rows,
+    blocks,
+    tiles_n,
+    FORMAT: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Write what values are multiplied by, and what is added then; neighbouring rows become neighbours."""
+    pid, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    b = pid // tiles_n * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
+    mask = (n < rows) & (b < blocks)
+    at = (group * rows + n) * blocks + b
+    scale = tl.load(scales_ptr + at, mask=mask, other=0)
+    to = (group * blocks + b) * rows + n
+    if FORMAT == "mxfp4":  # the number of a power of two, of which 2 ** -127 is not normal
+        bits = tl.where(scale == 0, 0x00400000, scale.to(tl.int32) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+    elif nested_ptr is not None:
+        value = tl.load(table_ptr + 16 + scale.to(tl.int32), mask=mask, other=0.0)
+        each = tl.load(nested_ptr + at // NESTED, mask=mask, other=0.0)
+        scale = value * each + tl.load(offset_ptr + group)
+    else:
+        scale = scale.to(tl.float32)
+    if shift_ptr is not None:
+        zero = tl.load(offset_ptr + at, mask=mask, other=0).to(tl.float32)
+        tl.store(shift_ptr + to, -zero * scale, mask=mask)
+    tl.store(scale_ptr + to, scale, mask=mask)
+
+
+def bind_expand_scales(i) -> Callable:
+    """Return `expand(i)` for the `scale` and `shift` of a product's inputs, (G, blocks, rows) float32 each.
+
+    The shift is None where the format has none.
+    """
+    (G, rows, blocks), shifted = i.scales.shape, i.format == "int4"
+    tiles_n = cdiv(rows, SCALE_N)
+    kernel = bind_kernel(
+        expand_scales_kernel, (tiles_n * cdiv(blocks, SCALE_B), G), FORMAT=i.format, NESTED=NESTED,
+        BLOCK_N=SCALE_N, BLOCK_B=SCALE_B, num_warps=4,
+        enable_fp_fusion=False,  # or scales of NF4 differ from bitsandbytes' in their last bit
+    )  # fmt: skip
+
+    def expand(i):
+        scale = i.scales.new_empty(G, blocks, rows, dtype=torch.float32)
+        shift = torch.empty_like(scale) if shifted else None
+        parts = dense(i.scales, i.nested, i.offset, i.table)
+        kernel(*parts, scale, shift, rows, blocks, tiles_n)
+        return scale, shift
+
+    return expand
 
 
 # from numbers to codes
