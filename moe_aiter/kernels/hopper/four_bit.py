@@ -9,8 +9,6 @@ only, and each number is rounded as `dequantized` rounds it.
 
 from collections.abc import Callable
 
-import torch
-
 from ... import tuning
 from ..base.launch import bind_kernel, num_programs
 from ..quantize.four_bit import CODES, FORMATS, bind_expand_scales
@@ -21,6 +19,7 @@ from .gluon import (
     as_tile,
     beside_groups,
     block_g,
+    descriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -31,13 +30,14 @@ from .gluon import (
     rows_arrive,
     shared_layout,
     tile_options,
+    tma,
+    tma_load,
 )
 from .gmm import gmm_consumer
-from .pipeline import CONSUMERS, Gather, make_ring
+from .pipeline import CONSUMERS, Gather, make_barriers, make_ring
 from .schedule import Tiles, find_groups, make_queue
 
 NUMBERS = gl.constexpr(8)  # of 4 bits in a word
-ALIGNED = gl.constexpr(4)  # words in 16 bytes
 
 
 @gluon.constexpr_function
@@ -56,10 +56,23 @@ def value_of(format, code):
 
 
 @gluon.constexpr_function
-def piece_layout(ROWS, PARTS, WORDS):
-    """Give each thread a block's words of a row, and neighbouring threads neighbouring rows."""
+def part_layout(PARTS, WORDS):
+    """Give each thread whole parts, a part's words of a row, and neighbouring threads neighbouring rows."""
     across = min(PARTS, 4)
     return gl.BlockedLayout([1, 1, WORDS], [32, 1, 1], [4 // across, across, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def flat_layout(PARTS, WORDS):
+    """The same of rows whose parts are not told apart."""
+    across = min(PARTS, 4)
+    return gl.BlockedLayout([1, WORDS], [32, 1], [4 // across, across], [1, 0])
+
+
+@gluon.constexpr_function
+def as_words(layout):
+    """The layout of a buffer seen as words."""
+    return gl.NVMMASharedLayout(layout.swizzle_byte_width, 32, 2)
 
 
 @gluon.jit
@@ -81,15 +94,18 @@ def round_pair(first, second, DTYPE: gl.constexpr):
 
 @aggregate
 class PackedWeights:
-    """The second operand, weights of 4 bits, where `Weights` has a descriptor."""
+    """The second operand, weights of 4 bits: how the producer gets them, and makes 16 bits of them."""
 
-    words_ptr: gl.tensor  # (G, rows, columns / 8) int32
-    scale_ptr: gl.tensor  # (G, blocks, rows) float32
-    shift_ptr: object  # the same, or None
+    codes_desc: tma.tensor_descriptor  # (G * rows, columns / 2) uint8
+    scale_desc: tma.tensor_descriptor  # (G * blocks, rows) float32
+    shift_desc: object  # the same, or None
     table_ptr: object  # (16,) float32 of NF4, or None
+    codes: gl.shared_memory_descriptor  # a buffer for each stage, as are the next two
+    scale: gl.shared_memory_descriptor
+    shift: gl.shared_memory_descriptor
+    arrived: gl.shared_memory_descriptor  # a barrier for each stage
     N: Number
     K: Number
-    lines: Number  # 16 bytes each, of a row of words, so that the compiler sees that rows are aligned
     blocks: Number  # of a row
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -101,50 +117,52 @@ class PackedWeights:
         return b if self.LAYOUT == "columns" else b.permute((1, 0))
 
     @gluon.jit
-    def load(self, group, tile_n, k):
-        """The words of a tile (ROWS, PARTS, WORDS), and the scales and shifts of its parts (ROWS, PARTS).
-
-        Rows and columns past the end are others', whose products are never stored.
-        """
-        ACROSS: gl.constexpr = self.LAYOUT == "columns"
-        ROWS: gl.constexpr = self.BLOCK_K if ACROSS else self.BLOCK_N
-        COLUMNS: gl.constexpr = self.BLOCK_N if ACROSS else self.BLOCK_K
-        PART: gl.constexpr = min(block_of(self.FORMAT), 64)
-        WORDS: gl.constexpr = PART // NUMBERS
-        PARTS: gl.constexpr = COLUMNS // PART
-        layout: gl.constexpr = piece_layout(ROWS, PARTS, WORDS)
-        of_parts: gl.constexpr = gl.SliceLayout(2, layout)
-        rows = self.K if ACROSS else self.N
-        first_column = tile_n * self.BLOCK_N if ACROSS else k
-        row = (k if ACROSS else tile_n * self.BLOCK_N) + gl.arange(0, ROWS, gl.SliceLayout(1, of_parts))
-        column = first_column + PART * gl.arange(0, PARTS, gl.SliceLayout(0, of_parts))
-        if ACROSS:
-            column = gl.where(column < self.N, column, 0)
+    def fetch(self, i, group, tile_n, k):
+        """Have a tile's codes, scales and shifts copied to the buffers of stage i."""
+        stage = i % self.codes.shape[0]
+        if self.LAYOUT == "columns":
+            rows, row, column = self.K, k, tile_n * self.BLOCK_N
         else:
-            row = gl.where(row < rows, row, 0)
-        line = column // (NUMBERS * ALIGNED)
-        at = gl.expand_dims(row, 1) * self.lines + gl.expand_dims(line, 0)
-        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-        word = gl.expand_dims(gl.expand_dims(word, 0), 0)
-        base = self.words_ptr + group.to(gl.int64) * rows * self.lines * ALIGNED
-        words = gl.load(base + (gl.expand_dims(at, 2) * ALIGNED + word))
-        scales = gl.expand_dims(row, 1) + gl.expand_dims(column // block_of(self.FORMAT), 0) * rows
-        first = group.to(gl.int64) * self.blocks * rows
-        scale = gl.load(self.scale_ptr + first + scales)
+            rows, row, column = self.N, tile_n * self.BLOCK_N, k
+        arrived = self.arrived.index(stage)
+        SHIFTS: gl.constexpr = 1 if self.shift_desc is None else 2
+        scale_bytes: gl.constexpr = self.scale_desc.block_type.nbytes
+        mbarrier.expect(arrived, self.codes_desc.block_type.nbytes + SHIFTS * scale_bytes)
+        tma_load(self.codes_desc, [group * rows + row, column // 2], arrived, self.codes.index(stage))
+        at = [group * self.blocks + column // block_of(self.FORMAT), row]
+        tma_load(self.scale_desc, at, arrived, self.scale.index(stage))
+        if self.shift_desc is not None:
+            tma_load(self.shift_desc, at, arrived, self.shift.index(stage))
+
+    @gluon.jit
+    def load(self, i):
+        """The codes of stage i as words (ROWS, PARTS, WORDS), and each part's scale and shift (ROWS, PARTS)."""
+        ROWS: gl.constexpr = self.codes.shape[1]
+        COLUMNS: gl.constexpr = 2 * self.codes.shape[2]
+        PARTS: gl.constexpr = self.scale.shape[1]
+        WORDS: gl.constexpr = COLUMNS // PARTS // NUMBERS
+        layout: gl.constexpr = part_layout(PARTS, WORDS)
+        stage = i % self.codes.shape[0]
+        mbarrier.wait(self.arrived.index(stage), i // self.codes.shape[0] & 1)
+        wide: gl.constexpr = as_words(self.codes.layout)
+        buffer = as_tile(self.codes.index(stage), [ROWS, PARTS * WORDS], wide, gl.int32)
+        words = buffer.load(flat_layout(PARTS, WORDS))
+        words = gl.convert_layout(gl.reshape(words, [ROWS, PARTS, WORDS]), layout, assert_trivial=True)
+        scale = self.scale.index(stage).permute((1, 0)).load(gl.SliceLayout(2, layout))
         shift = scale
-        if self.shift_ptr is not None:
-            shift = gl.load(self.shift_ptr + first + scales)
+        if self.shift_desc is not None:
+            shift = self.shift.index(stage).permute((1, 0)).load(gl.SliceLayout(2, layout))
         return words, scale, shift
 
     @gluon.jit
     def pair(self, j: gl.constexpr, scale, shift, DTYPE: gl.constexpr):
         """The numbers that the codes 2 j and 2 j + 1 stand for in each block, in a word."""
-        if self.table_ptr is not None:
+        if self.table_ptr is not None:  # of NF4
             first = gl.load(self.table_ptr + 2 * j) * scale
             second = gl.load(self.table_ptr + 2 * j + 1) * scale
         else:
             first, second = value_of(self.FORMAT, 2 * j) * scale, value_of(self.FORMAT, 2 * j + 1) * scale
-        if self.shift_ptr is not None:
+        if self.shift_desc is not None:
             first, second = first + shift, second + shift
         return gl.expand_dims(round_pair(first, second, DTYPE), 2)
 
@@ -164,8 +182,7 @@ class PackedWeights:
         ROWS: gl.constexpr = words.shape[0]
         WIDTH: gl.constexpr = words.shape[1] * words.shape[2] * 4
         shape: gl.constexpr = [ROWS, WIDTH]
-        layout: gl.constexpr = gl.NVMMASharedLayout(b.layout.swizzle_byte_width, 32, 2)
-        as_tile(b, shape, layout, gl.int32).store(gl.reshape(pairs, shape))
+        as_tile(b, shape, as_words(b.layout), gl.int32).store(gl.reshape(pairs, shape))
 
     @gluon.jit
     def numbers(self, low, high, code, upper):
@@ -191,19 +208,21 @@ def unpack(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr):
         group, row, end, tile_n = groups.find(tiles, n)
         queue.put(n, group, row, end, tile_n)
         offsets = x.sources(row + m, tiles.used(group, end))[:, None] + columns[None, :]
-        depth = tiles.used(group, weights.K)
-        expert = gl.minimum(group, tiles.G - 1)
-        words, scale, shift = weights.load(expert, tile_n, 0)
-        for k in range(0, depth, weights.BLOCK_K):
+        steps = tiles.used(group, weights.K) // weights.BLOCK_K
+        for s in range(gl.minimum(ring.STAGES, steps)):
+            weights.fetch(i + s, group, tile_n, s * weights.BLOCK_K)
+        for s in range(steps):
+            words, scale, shift = weights.load(i)
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
-            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + k + offsets)
-            rows_arrive(ready, increment_count=False)
-            ahead = weights.load(expert, tile_n, gl.minimum(k + weights.BLOCK_K, depth - weights.BLOCK_K))
             weights.write(ring.b.index(i % ring.STAGES), words, scale, shift)
             fence_async_shared()
             mbarrier.arrive(ready, count=1)
-            words, scale, shift = ahead
+            # after the fence, which waits for copies of rows too
+            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + s * weights.BLOCK_K + offsets)
+            rows_arrive(ready, increment_count=False)
+            if s + ring.STAGES < steps:
+                weights.fetch(i + ring.STAGES, group, tile_n, (s + ring.STAGES) * weights.BLOCK_K)
             i += 1
 
 
@@ -211,9 +230,9 @@ def unpack(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr):
 def four_bit_gmm_kernel(
     x_ptr,  # (M, K), or (T, K)
     order_ptr,  # (M,) or None
-    words_ptr,  # (G, rows, columns / 8) int32
-    scale_ptr,  # (G, blocks, rows) float32
-    shift_ptr,  # (G, blocks, rows) float32, or None
+    codes_desc,  # (G * rows, columns / 2) uint8
+    scale_desc,  # (G * blocks, rows) float32
+    shift_desc,  # the same, or None
     table_ptr,  # (16,) float32, or None
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
@@ -223,7 +242,6 @@ def four_bit_gmm_kernel(
     N,
     K,
     x_stride,  # in units of 16 bytes
-    lines,  # of a row of w, 16 bytes each
     blocks,  # of a row of w
     TOP_K: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -245,8 +263,14 @@ def four_bit_gmm_kernel(
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     queue = make_queue(CONSUMERS)
-    weights = PackedWeights(words_ptr, scale_ptr, shift_ptr, table_ptr, N, K, lines, blocks,
-                            BLOCK_N, BLOCK_K, LAYOUT, FORMAT)  # fmt: skip
+    codes = gl.allocate_shared_memory(gl.uint8, [STAGES] + codes_desc.block_type.shape, codes_desc.layout)
+    scale_shape: gl.constexpr = [STAGES] + scale_desc.block_type.shape
+    scale = gl.allocate_shared_memory(gl.float32, scale_shape, scale_desc.layout)
+    shift = scale
+    if shift_desc is not None:
+        shift = gl.allocate_shared_memory(gl.float32, scale_shape, scale_desc.layout)
+    weights = PackedWeights(codes_desc, scale_desc, shift_desc, table_ptr, codes, scale, shift,
+                            make_barriers(STAGES, 1), N, K, blocks, BLOCK_N, BLOCK_K, LAYOUT, FORMAT)  # fmt: skip
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     scales = Scales(None, 0, 1, None, 0, 1, M)
@@ -268,11 +292,13 @@ def four_bit_gmm_kernel(
 
 
 def bind_four_bit_gmm(i) -> Callable:
-    (N, K), M, G = i.sizes, i.rows, i.packed.shape[0]
+    (N, K), M, G, block = i.sizes, i.rows, i.packed.shape[0], FORMATS[i.format].block
     c = tuning.lookup("hopper_four_bit", i.x.dtype, M, N, K, G)
-    c = beside_groups(c, c.block_m * c.store_n, G)
+    rows, columns = w_box = (c.block_n, c.block_k) if i.transpose else (c.block_k, c.block_n)
+    parts = max(columns // block, 1)
+    # TODO
+    c = beside_groups(c, c.block_m * c.store_n + 3 * (rows * columns // 4 + 4 * rows * parts), G)
     programs = num_programs(i.x)
-    w_box = (c.block_n, c.block_k) if i.transpose else (c.block_k, c.block_n)
     shared = shared_layout(i.x.dtype, c.block_m, c.block_k), shared_layout(i.x.dtype, *w_box)
     kernel = bind_kernel(
         four_bit_gmm_kernel, (programs,), TOP_K=i.top_k, LAYOUT="rows" if i.transpose else "columns",
@@ -280,12 +306,14 @@ def bind_four_bit_gmm(i) -> Callable:
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     expand = bind_expand_scales(i)
-    numbers = M, G, N, K, i.x.stride(0) * i.x.itemsize // 16, i.packed.shape[2] // 16, i.scales.shape[2]
+    numbers = M, G, N, K, i.x.stride(0) * i.x.itemsize // 16, i.scales.shape[2]
 
     def launch(out, i):
-        words = i.packed.contiguous().view(torch.int32)
+        codes = descriptor(i.packed.contiguous().flatten(0, 1), rows, columns // 2)
+        scale, shift = (None if t is None else descriptor(t.flatten(0, 1), parts, rows) for t in expand(i))
         order, bias = (None if t is None else t.contiguous() for t in (i.order, i.bias))
         out_desc = ragged_descriptor(out, c.block_m // 2, c.store_n)
-        kernel(i.x, order, words, *expand(i), i.table, bias, out_desc, i.group_sizes.contiguous(), *numbers)
+        sizes = i.group_sizes.contiguous()
+        kernel(i.x, order, codes, scale, shift, i.table, bias, out_desc, sizes, *numbers)
 
     return launch

@@ -48,6 +48,7 @@ DTYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
     torch.int8: gl.int8,
+    torch.uint8: gl.uint8,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
 }
