@@ -14,6 +14,7 @@ from ..base.launch import bind_kernel, num_programs
 from ..quantize.four_bit import CODES, FORMATS, bind_expand_scales
 from .epilogue import Scales
 from .gluon import (
+    PLAIN,
     Number,
     aggregate,
     as_tile,
@@ -25,6 +26,7 @@ from .gluon import (
     gluon,
     jit_kernel,
     mbarrier,
+    plain_descriptor,
     ragged_descriptor,
     row_load,
     rows_arrive,
@@ -136,7 +138,7 @@ class PackedWeights:
 
     @gluon.jit
     def load(self, i):
-        """The codes of stage i as words (ROWS, PARTS, WORDS), and each part's scale and shift (ROWS, PARTS)."""
+        """The codes of stage i as words (ROWS, PARTS, WORDS), and the parts' scales and shifts (ROWS, PARTS)."""
         ROWS: gl.constexpr = self.codes.shape[1]
         COLUMNS: gl.constexpr = 2 * self.codes.shape[2]
         PARTS: gl.constexpr = self.scale.shape[1]
@@ -148,10 +150,12 @@ class PackedWeights:
         buffer = as_tile(self.codes.index(stage), [ROWS, PARTS * WORDS], wide, gl.int32)
         words = buffer.load(flat_layout(PARTS, WORDS))
         words = gl.convert_layout(gl.reshape(words, [ROWS, PARTS, WORDS]), layout, assert_trivial=True)
-        scale = self.scale.index(stage).permute((1, 0)).load(gl.SliceLayout(2, layout))
+        shape: gl.constexpr = [PARTS, ROWS]
+        of_parts: gl.constexpr = gl.SliceLayout(2, layout)
+        scale = as_tile(self.scale.index(stage), shape, PLAIN).permute((1, 0)).load(of_parts)
         shift = scale
         if self.shift_desc is not None:
-            shift = self.shift.index(stage).permute((1, 0)).load(gl.SliceLayout(2, layout))
+            shift = as_tile(self.shift.index(stage), shape, PLAIN).permute((1, 0)).load(of_parts)
         return words, scale, shift
 
     @gluon.jit
@@ -269,8 +273,9 @@ def four_bit_gmm_kernel(
     shift = scale
     if shift_desc is not None:
         shift = gl.allocate_shared_memory(gl.float32, scale_shape, scale_desc.layout)
-    weights = PackedWeights(codes_desc, scale_desc, shift_desc, table_ptr, codes, scale, shift,
-                            make_barriers(STAGES, 1), N, K, blocks, BLOCK_N, BLOCK_K, LAYOUT, FORMAT)  # fmt: skip
+    arrived = make_barriers(STAGES, 1)
+    weights = PackedWeights(codes_desc, scale_desc, shift_desc, table_ptr, codes, scale, shift, arrived,
+                            N, K, blocks, BLOCK_N, BLOCK_K, LAYOUT, FORMAT)  # fmt: skip
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     scales = Scales(None, 0, 1, None, 0, 1, M)
@@ -295,9 +300,9 @@ def bind_four_bit_gmm(i) -> Callable:
     (N, K), M, G, block = i.sizes, i.rows, i.packed.shape[0], FORMATS[i.format].block
     c = tuning.lookup("hopper_four_bit", i.x.dtype, M, N, K, G)
     rows, columns = w_box = (c.block_n, c.block_k) if i.transpose else (c.block_k, c.block_n)
-    parts = max(columns // block, 1)
-    # TODO
-    c = beside_groups(c, c.block_m * c.store_n + 3 * (rows * columns // 4 + 4 * rows * parts), G)
+    parts, scales = max(columns // block, 1), 2 if i.format == "int4" else 1
+    packed_bytes = c.num_stages * rows * (columns // 2 + 4 * parts * scales)
+    c = beside_groups(c, c.block_m * c.store_n + packed_bytes // 2, G)
     programs = num_programs(i.x)
     shared = shared_layout(i.x.dtype, c.block_m, c.block_k), shared_layout(i.x.dtype, *w_box)
     kernel = bind_kernel(
@@ -310,7 +315,7 @@ def bind_four_bit_gmm(i) -> Callable:
 
     def launch(out, i):
         codes = descriptor(i.packed.contiguous().flatten(0, 1), rows, columns // 2)
-        scale, shift = (None if t is None else descriptor(t.flatten(0, 1), parts, rows) for t in expand(i))
+        scale, shift = (t if t is None else plain_descriptor(t.flatten(0, 1), parts, rows) for t in expand(i))
         order, bias = (None if t is None else t.contiguous() for t in (i.order, i.bias))
         out_desc = ragged_descriptor(out, c.block_m // 2, c.store_n)
         sizes = i.group_sizes.contiguous()

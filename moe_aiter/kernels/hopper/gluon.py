@@ -27,8 +27,8 @@ from ...tuning import Config
 from ..base.launch import next_power_of_2
 
 __all__ = [
-    "DTYPES", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon",
-    "jit_kernel", "mbarrier", "mma_v2", "ragged", "ragged_descriptor", "row_load", "rows_arrive",
+    "DTYPES", "PLAIN", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon",
+    "jit_kernel", "mbarrier", "mma_v2", "plain_descriptor", "ragged", "ragged_descriptor", "row_load", "rows_arrive",
     "shared_layout", "store_wait", "tma", "tma_load", "tma_store",
     "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
@@ -43,6 +43,7 @@ store_wait = tma.store_wait
 
 Number = object  # in an aggregate a number that the compiler may know, 1 say, and so a tensor or a constexpr
 FAR = gl.constexpr(0x40000000)
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -90,6 +91,13 @@ class Descriptor(TensorDescriptor):
 def descriptor(x: Tensor, *box: int) -> Descriptor:
     """What TMA needs to copy boxes of this shape; it clips them at the ends of `x`."""
     return Descriptor(x, x.shape, x.stride(), box)
+
+
+def plain_descriptor(x: Tensor, *box: int) -> Descriptor:
+    """The same for boxes that lie in shared memory row after row, without a swizzle: see `PLAIN`."""
+    out = descriptor(x, *box)
+    out.layout = gl.NVMMASharedLayout(0, 8 * x.itemsize, len(box))
+    return out
 
 
 def ragged_descriptor(x: Tensor, *box: int) -> Descriptor:
