@@ -28,17 +28,16 @@ from .gluon import (
     mbarrier,
     plain_descriptor,
     ragged_descriptor,
-    row_load,
-    rows_arrive,
     shared_layout,
     tile_options,
     tma,
     tma_load,
 )
 from .gmm import gmm_consumer
-from .pipeline import CONSUMERS, Gather, make_barriers, make_ring
+from .pipeline import CONSUMERS, Gather, gather, make_barriers, make_ring
 from .schedule import Tiles, find_groups, make_queue
 
+WIDEST = gl.constexpr(128)  # columns of an instruction, for whose sum 16 warps have registers
 NUMBERS = gl.constexpr(8)  # of 4 bits in a word
 
 
@@ -119,6 +118,10 @@ class PackedWeights:
         return b if self.LAYOUT == "columns" else b.permute((1, 0))
 
     @gluon.jit
+    def start(self, ring, i, group, tile_n, k):
+        """Nothing: `unpack` fetches codes, and tells when the weights of a stage are there."""
+
+    @gluon.jit
     def fetch(self, i, group, tile_n, k):
         """Have a tile's codes, scales and shifts copied to the buffers of stage i."""
         stage = i % self.codes.shape[0]
@@ -138,7 +141,7 @@ class PackedWeights:
 
     @gluon.jit
     def load(self, i):
-        """The codes of stage i as words (ROWS, PARTS, WORDS), and the parts' scales and shifts (ROWS, PARTS)."""
+        """The codes of stage i as words (ROWS, PARTS, WORDS), and scales and shifts (ROWS, PARTS)."""
         ROWS: gl.constexpr = self.codes.shape[1]
         COLUMNS: gl.constexpr = 2 * self.codes.shape[2]
         PARTS: gl.constexpr = self.scale.shape[1]
@@ -201,30 +204,20 @@ class PackedWeights:
 
 
 @gluon.jit
-def unpack(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr):
-    """Fetch rows from where they are, and weights, one step ahead; see `gather` of the pipeline."""
-    LANES: gl.constexpr = weights.BLOCK_K // x.VECTOR
-    layout: gl.constexpr = gl.BlockedLayout([1, x.VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
-    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, weights.BLOCK_K, layout=gl.SliceLayout(0, layout))
+def unpack(weights, ring, tiles, queue):
+    """Write the weights of each stage, whose codes are fetched as many stages ahead as the ring has."""
     i = 0
     for n in range(tiles.mine()):
-        group, row, end, tile_n = groups.find(tiles, n)
-        queue.put(n, group, row, end, tile_n)
-        offsets = x.sources(row + m, tiles.used(group, end))[:, None] + columns[None, :]
+        group, row, end, tile_n = queue.get(n)
         steps = tiles.used(group, weights.K) // weights.BLOCK_K
         for s in range(gl.minimum(ring.STAGES, steps)):
             weights.fetch(i + s, group, tile_n, s * weights.BLOCK_K)
         for s in range(steps):
             words, scale, shift = weights.load(i)
             ring.wait_empty(i)
-            ready = ring.ready.index(i % ring.STAGES)
             weights.write(ring.b.index(i % ring.STAGES), words, scale, shift)
             fence_async_shared()
-            mbarrier.arrive(ready, count=1)
-            # after the fence, which waits for copies of rows too
-            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + s * weights.BLOCK_K + offsets)
-            rows_arrive(ready, increment_count=False)
+            mbarrier.arrive(ring.ready.index(i % ring.STAGES), count=1)
             if s + ring.STAGES < steps:
                 weights.fetch(i + ring.STAGES, group, tile_n, (s + ring.STAGES) * weights.BLOCK_K)
             i += 1
@@ -266,7 +259,7 @@ def four_bit_gmm_kernel(
     b = gl.allocate_shared_memory(dtype, [STAGES] + w_shape, SHARED[1])
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, True, STAGES)
-    queue = make_queue(CONSUMERS)
+    queue = make_queue(CONSUMERS + 1)
     codes = gl.allocate_shared_memory(gl.uint8, [STAGES] + codes_desc.block_type.shape, codes_desc.layout)
     scale_shape: gl.constexpr = [STAGES] + scale_desc.block_type.shape
     scale = gl.allocate_shared_memory(gl.float32, scale_shape, scale_desc.layout)
@@ -283,13 +276,14 @@ def four_bit_gmm_kernel(
     gl.warp_specialize(
         [
             (gmm_consumer, (0, weights, ring, tiles, queue, scales, out, out_desc, bias_ptr,
-                            BLOCK_M, STORES, True, 0)),
+                            BLOCK_M, STORES, True, 0, WIDEST)),
             (gmm_consumer, (1, weights, ring, tiles, queue, scales, out, out_desc, bias_ptr,
-                            BLOCK_M, STORES, True, 0)),
-            (unpack, (x, weights, ring, tiles, groups, queue, BLOCK_M)),
+                            BLOCK_M, STORES, True, 0, WIDEST)),
+            (gather, (x, weights, ring, tiles, groups, queue, BLOCK_M, False)),
+            (unpack, (weights, ring, tiles, queue)),
         ],
-        [4, 4],
-        [184, 136],
+        [4, 4, 4],
+        [168, 56, 120],
     )  # fmt: skip
 
 

@@ -28,8 +28,8 @@ from ..base.launch import next_power_of_2
 
 __all__ = [
     "DTYPES", "PLAIN", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon",
-    "jit_kernel", "mbarrier", "mma_v2", "plain_descriptor", "ragged", "ragged_descriptor", "row_load", "rows_arrive",
-    "shared_layout", "store_wait", "tma", "tma_load", "tma_store",
+    "jit_kernel", "mbarrier", "mma_v2", "plain_descriptor", "ragged", "ragged_descriptor", "row_load",
+    "rows_arrive", "shared_layout", "store_wait", "tma", "tma_load", "tma_store",
     "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 

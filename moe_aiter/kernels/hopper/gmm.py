@@ -99,6 +99,7 @@ def gmm_consumer(
     STORES: gl.constexpr,
     ZERO_REST: gl.constexpr,
     SPAN: gl.constexpr,
+    WIDEST: gl.constexpr = 256,
 ):
     HALF: gl.constexpr = BLOCK_M // 2
     WIDTH: gl.constexpr = weights.BLOCK_N // STORES
@@ -106,7 +107,7 @@ def gmm_consumer(
     for n in range(tiles.mine()):
         group, row, end, tile_n = queue.get(n)
         depth = tiles.used(group, weights.K)
-        accs, i = multiply_blocks(CONSUMER, weights, ring, i, depth, BLOCK_M, STORES, SPAN)
+        accs, i = multiply_blocks(CONSUMER, weights, ring, i, depth, BLOCK_M, STORES, SPAN, None, WIDEST)
         biased = tiles.used(group, weights.N)  # columns
         if not ZERO_REST:
             end = gl.where(group != tiles.G, end, row)  # so TMA clips the rows in no group, which stay

@@ -128,6 +128,12 @@ class Weights:
             tma_load(self.desc, [group, 0, tile_n * (self.BLOCK_N // 2), k], ready, to)
 
     @gluon.jit
+    def start(self, ring, i, group, tile_n, k):
+        """The same where nothing else of the stage is copied by TMA."""
+        mbarrier.expect(ring.ready.index(i % ring.STAGES), self.desc.block_type.nbytes)
+        self.load(ring, i, group, tile_n, k)
+
+    @gluon.jit
     def view(self, b, FLAT: gl.constexpr):
         """A buffer as (BLOCK_K, BLOCK_N); FLAT is the layout of (BLOCK_N, BLOCK_K), for halves."""
         return b if self.LAYOUT == "columns" else self.rows(b, FLAT).permute((1, 0))
@@ -188,8 +194,7 @@ def gather(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr, EARLY:
         for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
-            mbarrier.expect(ready, weights.desc.block_type.nbytes)
-            weights.load(ring, i, group, tile_n, k)
+            weights.start(ring, i, group, tile_n, k)
             row_load(ring.a.index(i % ring.STAGES), x.x_ptr + k + offsets)
             rows_arrive(ready, increment_count=False)
             i += 1
