@@ -60,12 +60,7 @@ HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
-    "hopper_four_bit": (
-        Config(256, 128, 64, 1, 4, 3, 128),
-        Config(256, 128, 64, 1, 4, 3, 64),
-        hopper(256, 3, 128),
-        hopper(128, 5, 128),
-    ),
+    "hopper_four_bit": (hopper(256, 3, 128), hopper(128, 5, 128)),
     "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), turns(6, 64)),
     "hopper_gemm_act": (
         turns(6, 64),

@@ -162,33 +162,34 @@ class PackedWeights:
         return words, scale, shift
 
     @gluon.jit
-    def pair(self, j: gl.constexpr, scale, shift, DTYPE: gl.constexpr):
-        """The numbers that the codes 2 j and 2 j + 1 stand for in each block, in a word."""
+    def pair(self, code: gl.constexpr, scale, shift, DTYPE: gl.constexpr):
+        """The numbers that a code and the next stand for in each block, in a word."""
         if self.table_ptr is not None:  # of NF4
-            first = gl.load(self.table_ptr + 2 * j) * scale
-            second = gl.load(self.table_ptr + 2 * j + 1) * scale
+            first, second = gl.load(self.table_ptr + code) * scale, gl.load(self.table_ptr + code + 1) * scale
         else:
-            first, second = value_of(self.FORMAT, 2 * j) * scale, value_of(self.FORMAT, 2 * j + 1) * scale
+            first, second = value_of(self.FORMAT, code) * scale, value_of(self.FORMAT, code + 1) * scale
         if self.shift_desc is not None:
             first, second = first + shift, second + shift
         return gl.expand_dims(round_pair(first, second, DTYPE), 2)
 
     @gluon.jit
-    def write(self, b, words, scale, shift):
-        """Write the tile of the weight into a buffer of the ring."""
-        DTYPE: gl.constexpr = b.dtype
+    def tables(self, scale, shift, DTYPE: gl.constexpr):
+        """The low and the high bytes of the 16 numbers of each block, four in a word."""
         low, high = (), ()
         for j in gl.static_range(4):
-            first, second = self.pair(2 * j, scale, shift, DTYPE), self.pair(2 * j + 1, scale, shift, DTYPE)
+            first, second = (self.pair(4 * j, scale, shift, DTYPE), self.pair(4 * j + 2, scale, shift, DTYPE))
             low = low + (take_bytes(first, second, 0x6420),)
             high = high + (take_bytes(first, second, 0x7531),)
+        return low, high
+
+    @gluon.jit
+    def write(self, b, words, low, high):
+        """Write the tile of the weight into a buffer of the ring."""
         code, upper = words & 0x77777777, ((words >> 1) & 0x44444444) | 0x32103210
         a0, a1 = self.numbers(low, high, code, upper)
         a2, a3 = self.numbers(low, high, code >> 16, upper >> 16)
         pairs = gl.join(gl.join(a0, a2), gl.join(a1, a3))
-        ROWS: gl.constexpr = words.shape[0]
-        WIDTH: gl.constexpr = words.shape[1] * words.shape[2] * 4
-        shape: gl.constexpr = [ROWS, WIDTH]
+        shape: gl.constexpr = [words.shape[0], words.shape[1] * words.shape[2] * 4]
         as_tile(b, shape, as_words(b.layout), gl.int32).store(gl.reshape(pairs, shape))
 
     @gluon.jit
@@ -214,8 +215,9 @@ def unpack(weights, ring, tiles, queue):
             weights.fetch(i + s, group, tile_n, s * weights.BLOCK_K)
         for s in range(steps):
             words, scale, shift = weights.load(i)
+            low, high = weights.tables(scale, shift, ring.b.dtype)
             ring.wait_empty(i)
-            weights.write(ring.b.index(i % ring.STAGES), words, scale, shift)
+            weights.write(ring.b.index(i % ring.STAGES), words, low, high)
             fence_async_shared()
             mbarrier.arrive(ring.ready.index(i % ring.STAGES), count=1)
             if s + ring.STAGES < steps:
@@ -283,7 +285,7 @@ def four_bit_gmm_kernel(
             (unpack, (weights, ring, tiles, queue)),
         ],
         [4, 4, 4],
-        [168, 56, 120],
+        [160, 48, 136],
     )  # fmt: skip
 
 
