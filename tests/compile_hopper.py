@@ -7,6 +7,7 @@ import re
 
 import torch
 from aot import Case, cubin_resources, disassembled, in_passes, ints, new, with_tile
+from compile_four_bit import run_four_bit
 from compile_products import DENSE as PORTABLE_DENSE
 from compile_products import (
     EVERYTHING,
@@ -32,6 +33,7 @@ from moe_aiter.kernels.experts.up import UpInputs
 from moe_aiter.kernels.grouped.gmm import GroupedIntoInputs
 from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, TgmmSumsInputs
+from moe_aiter.kernels.quantize.four_bit import FORMATS
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 from moe_aiter.tuning.table import load
 
@@ -165,6 +167,10 @@ def run_scaled_groups_on_hopper(x, order):
     module("gmm").bind_scaled_gmm(i)(new(rows, 2048), i)
 
 
+def run_four_bit_on_hopper(format="nf4", transpose=True, dtype=BF16, **named):
+    run_four_bit(Shape(dtype=dtype), format, transpose, bind=module("four_bit").bind_four_bit_gmm, **named)
+
+
 def on_hopper(case):
     """The dense product of `case` by its Hopper kernel."""
     return lambda: case.run(module("gemm").bind_gemm)
@@ -249,6 +255,10 @@ RUNS = {
     "gmm fp8 of some columns": lambda: run_hopper_gmm(sliced=True, bias=True, fp8=E4M3),
     **{f"gmm fp8 {f}, folded": functools.partial(run_hopper_gmm, fp8=f, folded=True) for f in hopper.OCP},
     "gmm fp8, odd blocks": lambda: run_hopper_gmm(k=2880, fp8=E4M3),
+    **{f"four_bit {f}": functools.partial(run_four_bit_on_hopper, f) for f in FORMATS},
+    **{f"four_bit gradient {f}": functools.partial(run_four_bit_on_hopper, f, False) for f in FORMATS},
+    "four_bit float16": lambda: run_four_bit_on_hopper(dtype=F16, bias=True),
+    "four_bit with float32 absmax": lambda: run_four_bit_on_hopper(double=False),
     "tgmm": lambda: run_hopper_tgmm(gather=False),
     "tgmm gather": run_hopper_tgmm,
     "tgmm gather float16": lambda: run_hopper_tgmm(dtype=F16),
@@ -277,6 +287,11 @@ TUNED = {
     "hopper_up": [functools.partial(run_hopper_up, a, i, bias=True) for a in GATED for i in (False, True)],
     "hopper_up_plain": [functools.partial(run_hopper_up, "gelu", bias=True)],
     "hopper_gmm": [functools.partial(run_hopper_gmm, rows, bias=True) for rows in (True, False)],
+    "hopper_four_bit": [
+        functools.partial(run_four_bit_on_hopper, format, transpose, bias=transpose)
+        for format in FORMATS
+        for transpose in (True, False)
+    ],
     "hopper_down_grad": [
         functools.partial(run_hopper_down_grad, a, interleaved, need_a)
         for a, interleaved in KINDS

@@ -274,13 +274,17 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
     ]
 
 
-def four_bit_products(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterable[Product]:
-    """Those of a step of frozen experts of 4 bits, on ragged routing.  In NF4: all formats share a table."""
+def four_bit_products(
+    shape: Shape, device: torch.device, dtype: torch.dtype, every: bool = False
+) -> Iterable[Product]:
+    """Those of a step of frozen experts of 4 bits, on the tier that runs them; on all where `every`.
+
+    In NF4: all formats share a table.
+    """
     T, H, width, E, k = shape.sizes
     torch.manual_seed(0)
     _, expert_ids = torch.randn(T, E, device=device).topk(k)
     order, _, sizes = sort_by_expert(expert_ids, E)
-    launch = launcher("four_bit_gmm", IMPLS["four_bit_gmm"]["triton"])
     for name, transpose, weights, rows, columns in (
         ("up", True, 2, 2 * width, H),
         ("down", True, 1, H, width),
@@ -292,7 +296,10 @@ def four_bit_products(shape: Shape, device: torch.device, dtype: torch.dtype) ->
         gathered = (order, k) if name == "up" else (None, 1)
         x = torch.randn(T if name == "up" else T * k, K, device=device, dtype=dtype)
         inputs = FourBitInputs(x, w.packed, *w.parts, transpose, sizes, None, *gathered)
-        yield Product(name, launch, x.new_empty(T * k, N), inputs, weights * shape.forward_flops / 3)
+        launches = launches_of("four_bit_gmm", *inputs)
+        del launches["torch"]
+        for launch, _ in list(launches.values())[: None if every else 1]:
+            yield Product(name, launch, x.new_empty(T * k, N), inputs, weights * shape.forward_flops / 3)
 
 
 CLEAR = 0.99  # of torch's time; between two launches of the same kernel there is less

@@ -156,8 +156,8 @@ def tune_layers(args: argparse.Namespace, run: Run, family: str) -> None:
         for tokens in args.tokens or [known.num_tokens]:
             shape = dataclasses.replace(known, num_tokens=tokens)
             print(f"\nshape {name}: T, H, I, E, k = {shape}")
-            step = shape, torch.device("cuda"), torch.bfloat16
-            several = products(*step, bool(run.ops)) if family == LAYER else four_bit_products(*step)
+            step = shape, torch.device("cuda"), torch.bfloat16, bool(run.ops)
+            several = products(*step) if family == LAYER else four_bit_products(*step)
             tune_products(several, run)
             torch.cuda.empty_cache()
 
