@@ -16,6 +16,7 @@ from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+import compile_few_rows as few_rows
 import compile_hopper as hopper
 import compile_products as products
 import compile_rows as rows
@@ -27,6 +28,7 @@ TABLE = {
     **rows.CASES,
     **products.CASES,
     **products.TUNED_CASES,
+    **few_rows.CASES,
     **hopper.CASES,
     **hopper.TUNED_CASES,
 }

@@ -43,6 +43,7 @@ class Product:
     inputs: tuple
     flops: float
     accept: Callable[[tuple[Tensor, ...]], bool] | None = None  # else what is near the default's result
+    rival: Callable[[], None] | None = None  # the Hopper kernel, if this is the portable one
 
     def run(self) -> None:
         self.launch(self.out, *self.inputs)
@@ -155,10 +156,12 @@ def is_close(got: Tensor, want: Tensor) -> bool:
     return error <= CLOSE**2 * size
 
 
-def measure(product: Product, configs: list[Config], reps: int) -> dict[Config, float]:
-    """Microseconds of each."""
-    runs = [functools.partial(product.run_with, config) for config in configs]
-    return dict(zip(configs, time_graphs(runs, reps), strict=True))
+def measure(product: Product, configs: list[Config], reps: int) -> dict[Config | None, float]:
+    """Microseconds of each; None: of the rival."""
+    runs = {config: functools.partial(product.run_with, config) for config in configs}
+    if product.rival:
+        runs[None] = product.rival
+    return dict(zip(runs, time_graphs(list(runs.values()), reps), strict=True))
 
 
 def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool) -> Iterable[Product]:
@@ -167,10 +170,12 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool
     tiers = [b for b in ORDER[device.type] if b in ("hopper", "triton")]
     for name, op, weights, out, inputs in step(shape, device, dtype):
         there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], *inputs)]
+        flops = weights * shape.forward_flops / 3
         for launch in there if every else there[:1]:
-            yield Product(name, launcher(op, launch), out, inputs, weights * shape.forward_flops / 3)
+            rival = None if launch is there[0] else functools.partial(launcher(op, there[0]), out, *inputs)
+            yield Product(name, launcher(op, launch), out, inputs, flops, rival=rival)
         if device.type == "cuda" and hopper.is_hopper(device) and (small := of_8_bits(op, *inputs)):
-            yield Product(name, small[0], out, small[1], weights * shape.forward_flops / 3)
+            yield Product(name, small[0], out, small[1], flops)
 
 
 def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:

@@ -8,6 +8,7 @@ gets a row that says who computes it: see tiles.py.
 
 import argparse
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Iterable
 
@@ -15,7 +16,7 @@ import torch
 
 from .. import tuning
 from ..kernels.quantize.four_bit import FORMATS
-from ..tuning.candidates import OPS, Config, candidates
+from ..tuning.candidates import OPS, Config, candidates, of_few_rows
 from ..tuning.choice import read_choices, write_choices
 from ..tuning.table import TABLES, Key, read, write
 from . import tune_gemm
@@ -27,7 +28,7 @@ from .measure import (
 )
 from .problem import DEFAULT, listed, named
 from .products import Case, chosen, no_case
-from .tiles import Kernel, Product, check, choose, four_bit_products, measure, pick, products
+from .tiles import FASTER, Kernel, Product, check, choose, four_bit_products, measure, pick, products
 
 COMPILE, FLUSH, RATE = 1.5, 1e-4, 5e14  # s for a configuration, s before a run, FLOP/s: for the estimate
 LAYER, FOUR_BIT = STEPS = "layer", "four_bit"  # which have the shapes of layers
@@ -196,7 +197,7 @@ def tune_products(several: Iterable[Product], run: Run) -> None:
         print(f"nothing here runs {', '.join(sorted(idle))}")
     if shared:
         print(f"as for a shape above: {', '.join(shared)}")
-    work = [(p, len({tuning.default(key), *candidates(key.op)})) for key, p in found.items()]
+    work = [(p, len({tuning.default(key), *candidates(key.op, key.rows)})) for key, p in found.items()]
     total = sum(n for _, n in work)
     seconds = sum(n * run.reps * (p.flops / RATE + FLUSH) for p, n in work)
     print(f"{total} configurations: about {seconds:.0f} s, and up to {COMPILE * total:.0f} s of compiling")
@@ -207,17 +208,22 @@ def tune_products(several: Iterable[Product], run: Run) -> None:
 
 def tune_product(product: Product, key: Key, run: Run) -> None:
     default = tuning.default(key)
-    good, bad = check(product, [default, *(c for c in candidates(key.op) if c != default)])
+    good, bad = check(product, [default, *(c for c in candidates(key.op, key.rows) if c != default)])
     run.wrong += len(bad)
     for config in bad:
         print(f"WRONG, left out: {key.op} {config}")
     if default in bad:
         return
     times = measure(product, good, run.reps)
+    rival = times.pop(None, math.inf)
     run.done[key] = choice = pick(default, times)
-    run.save(key._asdict() | dataclasses.asdict(choice) | figures(default, choice, times))
     sizes = f"{key.rows}, {key.n}, {key.k}"
     kept = " (default)" if choice == default else ""
+    if of_few_rows(key.op, key.rows) and times[choice] > FASTER * rival:  # which a row would replace
+        kept += ", no row"
+    else:
+        run.save(key._asdict() | dataclasses.asdict(choice) | figures(default, choice, times))
+    kept += "" if rival == math.inf else f" (Hopper kernel: {rival:.1f} us)"
     us, best = times[default], min(times.values())
     print(f"{key.op:<24} {product.name:<10} {sizes:<20} {us:10.1f} {best:9.1f}  {choice}{kept}", flush=True)
 

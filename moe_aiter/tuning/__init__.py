@@ -4,7 +4,8 @@ Tuning is data.  First comes the table of that GPU, `tables/h200.csv`, which `mo
 that of its architecture, `tables/sm90.csv`; then, for a Hopper kernel, the rule in `candidates.py`.  In a
 table the first row that matches is taken: `n` matches exactly, `rows` (of a group on average, up to a power
 of two) and `k` match up to their value, an empty cell matches anything.  A row without empty cells was
-measured there, and reaches only down to half of its `rows` and `k`.  Nothing is tuned while a model trains.
+measured there, and reaches only down to half of its `rows` and `k`; for few rows of the portable `up` or
+`gmm` it also decides that they run instead of Hopper's.  Nothing is tuned while a model trains.
 """
 
 import contextlib
@@ -17,8 +18,8 @@ import torch
 from ..config import interpret
 from ..op import SCOPES, decisions
 from ..private_api import Scoped
-from .candidates import Config
-from .table import Key, find
+from .candidates import Config, of_few_rows
+from .table import Key, find, find_row
 
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
@@ -37,6 +38,20 @@ def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
     import triton
 
     return find(tables(triton.runtime.driver.active.get_current_device()), key)
+
+
+def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> bool:
+    """Whether a table has a measured tile of the portable kernel `op` for few rows of each group.
+
+    `moe-aiter tune` writes such a row only if the tile is faster than the Hopper kernel.
+    """
+    import triton
+
+    key = key_of(op, dtype, m, n, k, groups)
+    if not of_few_rows(op, key.rows):
+        return False
+    row = find_row(tables(triton.runtime.driver.active.get_current_device()), key)
+    return row is not None and row.measured
 
 
 def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Key:

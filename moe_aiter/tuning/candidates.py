@@ -105,6 +105,12 @@ MASKED = (  # 128x256 has no registers left for sums of 8-bit products: see `is_
     Config(128, 128, 128, 8, 8, 6), Config(128, 128, 128, 8, 8, 4), Config(128, 128, 128, 1, 8, 4),
     Config(64, 128, 128, 8, 4, 3), Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4),
 )  # fmt: skip
+FEW_ROWS = (  # of each group: weights come as fast as memory has them where 40 KiB are on the way to each SM
+    Config(16, 64, 128, 1, 4, 4), Config(16, 64, 128, 1, 4, 3), Config(16, 64, 64, 1, 4, 6),
+    Config(16, 128, 64, 1, 4, 4), Config(32, 64, 128, 8, 4, 4), Config(32, 128, 64, 8, 4, 4),
+    Config(64, 128, 64, 8, 4, 4), Config(64, 256, 64, 8, 8, 4),
+)  # fmt: skip
+FEW = 64  # rows of a group, on average
 MASKED_FEW = (
     Config(16, 64, 128, 1, 4, 6), Config(16, 64, 128, 1, 4, 8), Config(16, 128, 128, 1, 4, 4),
     Config(32, 64, 128, 1, 4, 8), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),
@@ -168,11 +174,18 @@ PORTABLE = {
 OPS = (*PORTABLE, *HOPPER_TILES)
 
 
-def candidates(op: str) -> tuple[Config, ...]:
-    """At most eight."""
+def candidates(op: str, rows: int | None = None) -> tuple[Config, ...]:
+    """At most eight, for groups of so many rows on average; None: many."""
+    if of_few_rows(op, rows):
+        return FEW_ROWS
     if op in PORTABLE:
         return PORTABLE[op]
     return tuple(dataclasses.replace(tile, group_m=w) for tile in HOPPER_TILES[op] for w in walks(op))
+
+
+def of_few_rows(op: str, rows: int | None) -> bool:
+    """Return whether weights, read for few rows, decide how long a portable kernel takes."""
+    return op in ("up", "gmm") and rows is not None and rows <= FEW
 
 
 def walks(op: str) -> tuple[int, ...]:

@@ -41,9 +41,13 @@ class Row:
         mine = self.key
         if (mine.op, mine.bits) != (key.op, key.bits) or mine.n not in (None, key.n):
             return False
-        # who gives all three was measured there, and does not speak for what is far smaller
-        near = None not in mine
+        near = self.measured  # and does not speak for what is far smaller
         return reaches(mine.rows, key.rows, near) and reaches(mine.k, key.k, near)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the row gives all sizes, those that it was measured at."""
+        return None not in self.key
 
 
 def reaches(limit: int | None, value: int, near: bool) -> bool:
@@ -60,13 +64,15 @@ def load(name: str) -> tuple[Row, ...]:
 @functools.lru_cache(maxsize=4096)
 def find(names: tuple[str, ...], key: Key) -> Config:
     """The first row of these tables that matches, or what the rule says."""
-    for name in names:
-        for row in load(name):
-            if row.matches(key):
-                return row.config
+    if row := find_row(names, key):
+        return row.config
     if config := rule(key.op, key.n, key.k):
         return config
     raise LookupError(f"no row of {' or '.join(names)} matches {key}")
+
+
+def find_row(names: tuple[str, ...], key: Key) -> Row | None:
+    return next((row for name in names for row in load(name) if row.matches(key)), None)
 
 
 def cache_clear() -> None:

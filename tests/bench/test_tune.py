@@ -179,6 +179,25 @@ def test_the_default_stays_unless_another_is_clearly_faster(us, choice):
     assert tiles.pick(USUAL, {USUAL: 100, OTHERS[0]: us, OTHERS[1]: 99}) == choice
 
 
+@pytest.mark.parametrize("op, rows", [("gmm", 8), ("gmm", 128), ("down_grad", 8)])
+@pytest.mark.parametrize("rival", [40, 60, None])
+def test_a_tile_of_few_rows_has_to_be_faster_than_the_hopper_kernel(op, rows, rival, monkeypatch, capsys):
+    """Which a row with it would replace."""
+    default, *others = candidates(op, rows)
+    times = dict.fromkeys(others, 100.0) | {default: 50.0} | ({None: rival} if rival else {})
+    monkeypatch.setattr(tuning, "default", lambda key: default)
+    monkeypatch.setattr(tune, "check", lambda product, configs: (configs, []))
+    monkeypatch.setattr(tune, "measure", lambda product, configs, reps: times)
+    saved = []
+    run = tune.Run(None, 3, saved.append, None)
+    tune.tune_product(tiles.Product("down", None, torch.empty(64), (), 1000), Key(op, 16, rows, 64, 64), run)
+    slower = (op, rows, rival) == ("gmm", 8, 40)
+    assert (
+        len(saved) == 1 - slower
+        and (", no row (Hopper kernel: 40.0 us)" in capsys.readouterr().out) is slower
+    )
+
+
 @pytest.mark.interpret
 @pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
 def test_a_step_on_the_portable_tier():

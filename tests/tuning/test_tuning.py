@@ -8,7 +8,16 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.tuning import table
-from moe_aiter.tuning.candidates import HOPPER_TILES, OPS, SHORT_K, candidates, is_legal, rule
+from moe_aiter.tuning.candidates import (
+    FEW,
+    FEW_ROWS,
+    HOPPER_TILES,
+    OPS,
+    SHORT_K,
+    candidates,
+    is_legal,
+    rule,
+)
 from moe_aiter.tuning.table import COLUMNS, TABLES, Key, Row, find, load, read, write
 
 HEAD = "op,bits,rows,n,k,block_m,block_n,block_k,group_m,num_warps,num_stages,store_n\n"
@@ -92,6 +101,9 @@ def test_candidates_are_few_and_legal():
         assert 2 <= len(set(found)) == len(found) <= 8
         assert all(is_legal(op, config) for config in found)
     assert all(len(HOPPER_TILES[op]) > 1 for op in SHORT_K)
+    assert candidates("up", FEW) == candidates("gmm", 1) == FEW_ROWS and len(set(FEW_ROWS)) == 8
+    assert all(is_legal("gmm", config) for config in FEW_ROWS)
+    assert candidates("gmm", FEW + 1) == candidates("gmm") and candidates("tgmm", 1) == candidates("tgmm")
     for op in HOPPER_TILES:
         assert {rule(op, n, k) for n in (64, 2**15) for k in (64, 2**15)} <= set(candidates(op))
 

@@ -82,9 +82,15 @@ def multiply(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
 ):
-    """acc + x @ w over K, in steps of BLOCK_K.  Rows and columns must be readable; only K has a mask."""
+    """acc + x @ w over K, in steps of BLOCK_K.  Rows and columns must be readable; only K has a mask.
+
+    TRANSPOSED: as (acc.T + w.T @ x.T).T, see `is_transposed`.
+    """
     k = tl.arange(0, BLOCK_K)
+    if TRANSPOSED:
+        acc = acc.T
     for k_start in range(0, K, BLOCK_K):
         if EVEN_K:
             x = tl.load(x_ptrs)
@@ -93,10 +99,11 @@ def multiply(
             k_mask = k < K - k_start
             x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
-        acc = tl.dot(operand(x), operand(w), acc, input_precision=PRECISION)
+        left, right = (operand(w).T, operand(x).T) if TRANSPOSED else (operand(x), operand(w))
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_stride_k
         w_ptrs += BLOCK_K * w_stride_k
-    return acc
+    return acc.T if TRANSPOSED else acc
 
 
 @triton.jit
@@ -150,7 +157,15 @@ def at_least_16(size: int) -> int:
 
 def row_tiles(M: int, G: int, block_m: int) -> int:
     """An upper bound on the row tiles of G groups and the rows past them, known without the group sizes."""
-    return cdiv(M, block_m) + G
+    return cdiv(M, block_m) + min(G, max(M - 1, 0))
+
+
+def is_transposed(config: tuning.Config, x: torch.Tensor) -> bool:
+    """Return whether weights are the left operand of a tile's products, which wants 64 rows or more.
+
+    Instructions read no transposed operands of 32 bits.
+    """
+    return config.block_m < 64 <= config.block_n and x.itemsize < 4
 
 
 def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:

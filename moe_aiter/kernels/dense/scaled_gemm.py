@@ -41,7 +41,7 @@ from ..base.fp8 import (
     product,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import dense, locate, row_tiles, swizzle, tile_options
+from ..base.tile import dense, is_transposed, locate, row_tiles, swizzle, tile_options
 
 LARGEST = 128 * 128  # numbers of a tile of float32
 SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
@@ -271,7 +271,7 @@ def bind_product(i: ScaledGroupsInputs, M: int) -> Callable:
     rows = cdiv(M, config.block_m) if i.group_sizes is None else row_tiles(M, G, config.block_m)
     kernel = bind_kernel(
         scaled_gemm_kernel, (rows * cdiv(N, config.block_n),),
-        LONG=long, TRANSPOSED=config.block_m < 64 <= config.block_n,
+        LONG=long, TRANSPOSED=is_transposed(config, x),
         X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x),
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip

@@ -30,6 +30,7 @@ from ..base.tile import (
     TILE_DTYPES,
     at_least_16,
     halves,
+    is_transposed,
     locate,
     multiply,
     row_tiles,
@@ -85,6 +86,7 @@ def expert_up_kernel(
     NUM_DIES: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     GATED: tl.constexpr = UP is not None
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
@@ -107,7 +109,7 @@ def expert_up_kernel(
     if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
         z += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    z = multiply(z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+    z = multiply(z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED)
 
     m, row_mask = m.to(tl.int64)[:, None], (m < row_end)[:, None]
     if z_ptr is not None:
@@ -222,7 +224,8 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     tiles_n = cdiv(N, config.block_n // act.projections)
     launch_for = bind_passes(
         expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved,
-        BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+        BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0,
+        TRANSPOSED=is_transposed(config, i.x), **tile_options(config),
     )  # fmt: skip
     sizes = R, N, K, E, i.rank.shape[1], tiles_m
     strides = i.x.stride(), i.gate_up.stride(), (0, 0) if i.bias is None else i.bias.stride()

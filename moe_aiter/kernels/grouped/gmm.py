@@ -38,7 +38,17 @@ from ..base.check import (
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.sources import leaving
-from ..base.tile import TILE_DTYPES, choose_tile, locate, multiply, row_tiles, swizzle, tile_options, walk
+from ..base.tile import (
+    TILE_DTYPES,
+    choose_tile,
+    is_transposed,
+    locate,
+    multiply,
+    row_tiles,
+    swizzle,
+    tile_options,
+    walk,
+)
 from ..rows.permute import bind_unpermute_columns, check_plan, unpermute_reference
 from ..rows.sums import group_sum
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
@@ -125,6 +135,7 @@ def gmm_kernel(
     NUM_DIES: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     x_stride_m, x_stride_k = x_strides
     w_stride_g, w_stride_k, w_stride_n = w_strides
@@ -149,7 +160,9 @@ def gmm_kernel(
                 bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
                 acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
             depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
-            acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+            acc = multiply(
+                acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED
+            )
             out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_strides[0] + n[None, :] * out_strides[1]
             mask = (m < row_end)[:, None] & (n < N)[None, :]
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -208,7 +221,8 @@ def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
     grid, persistent = walk(tiles_m * cdiv(N, config.block_n), i.programs, i.lhs)
     kernel = bind_kernel(
         gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent,
-        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config, amd),
+        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0,
+        TRANSPOSED=is_transposed(config, i.lhs), **tile_options(config, amd),
     )  # fmt: skip
     bias_strides = (0, 0) if i.bias is None else i.bias.stride()
     numbers = M, N, K, G, tiles_m, i.lhs.stride(), i.rhs.stride(), bias_strides, out_strides

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ... import tuning
 from ...op import binds
 from ..base.activations import get_activation
 from ..base.choice import FEW, should_use_gemm, should_use_scaled
@@ -86,6 +87,12 @@ def stacked(w: Tensor) -> bool:
 def short(w: Tensor) -> bool:
     """Whether the matrices of w (G, A, B), which are `stacked`, have fewer rows than `ragged` can count."""
     return w.shape[0] * max(w.shape[1], w.stride(0) // w.stride(1)) < 2**30
+
+
+def should_use_grouped(op: str, x: Tensor, rows: int, w: Tensor) -> bool:
+    """Whether no table has a faster tile of the portable kernel of `op` for rows times w (G, K, N)."""
+    G, K, N = w.shape
+    return not tuning.prefers_portable(op, x.dtype, rows, N, K, G)
 
 
 def fits_gmm(
@@ -208,10 +215,13 @@ bind_gemm.should_use = should_use_gemm("hopper")
 bind_gemm.tiles = ("hopper_gemm", "hopper_few_rows", "gemm_row")
 bind_gmm = implementation("gmm", "bind_gmm", fits_gmm)
 bind_gmm_into = implementation("gmm", "bind_gmm_into", fits_gmm_into)
+bind_gmm.should_use = lambda x, w, *_: should_use_grouped("gmm", x, x.shape[0], w)
+bind_gmm_into.should_use = bind_gmm.should_use
 bind_masked_gmm = implementation("gmm", "bind_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
 bind_segments = implementation("gmm", "bind_segments", fits_segments)
 bind_four_bit_gmm = implementation("four_bit", "bind_four_bit_gmm", fits_four_bit_gmm)
 bind_expert_up = implementation("up", "bind_expert_up", fits_expert_up)
+bind_expert_up.should_use = lambda x, w, _, order, *rest: should_use_grouped("up", x, len(order), w.mT)
 bind_expert_down_grad = implementation("down_grad", "bind_down_grad", fits_down_grad)
 bind_tgmm = implementation("tgmm", "bind_tgmm", fits_tgmm)
 bind_tgmm_sums = implementation("tgmm", "bind_tgmm_sums", lambda x, y, *_: by_tma(x, y))

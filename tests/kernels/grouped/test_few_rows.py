@@ -1,0 +1,132 @@
+"""Tiles of few rows, with weights as the left operand or the right one, and when they replace Hopper's."""
+
+import csv
+
+import pytest
+import torch
+
+from moe_aiter import tuning
+from moe_aiter.config import interpret
+from moe_aiter.kernels import hopper
+from moe_aiter.kernels.base.tile import cdiv, is_transposed, row_tiles
+from moe_aiter.kernels.experts import up
+from moe_aiter.kernels.experts.up import expert_up_op, expert_up_reference
+from moe_aiter.kernels.grouped import gmm
+from moe_aiter.kernels.grouped.gmm import gmm_op, gmm_reference
+from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.op import use
+from moe_aiter.tuning import Config, table
+from moe_aiter.tuning.candidates import FEW_ROWS
+
+from ...check import assert_as_good_as_torch, of_groups
+from ...shapes import GROUP_SIZES, LIMITED, spread, transposed
+
+DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
+TILES = [Config(rows, 64, 32, walk, 4, 3) for rows, walk in ((16, 1), (32, 8))]
+ACTIVATIONS = [("swiglu", False), ("swiglu_oai", True), (LIMITED, True), ("relu2", False)]
+
+
+@pytest.fixture(params=TILES, ids=str)
+def tile(request, device):
+    """A tile for every launch of the portable kernels."""
+    if device.type == "cpu" and not interpret:
+        pytest.skip("portable kernels need a GPU or the interpreter")
+    with use("triton"), tuning.choose(lambda key: request.param):
+        yield request.param
+
+
+@pytest.fixture(params=[False, True], ids=["weights right", "weights left"])
+def side(request, monkeypatch):
+    for module in (gmm, up):
+        monkeypatch.setattr(module, "is_transposed", lambda config, x: request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
+@pytest.mark.parametrize("K, N", [(64, 72), (40, 130)])  # whole steps, and half a step more
+@pytest.mark.parametrize("layout", [torch.clone, transposed, spread])
+@pytest.mark.pairwise
+def test_gmm(device, tile, side, sizes, dtype, K, N, layout):
+    x, w = torch.randn(sum(sizes) + 3, K), torch.randn(len(sizes), K, N) / K**0.5
+    x, w, bias = (t.to(device, dtype) for t in (x, w, torch.randn(len(sizes), N)))
+    group_sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
+    for b in (bias, None):
+        assert_as_good_as_torch(gmm_op, gmm_reference, x, layout(w), group_sizes, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation, interleaved", ACTIVATIONS)
+@pytest.mark.parametrize("T, H", [(1, 64), (13, 40), (70, 64)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.pairwise
+def test_expert_up(device, tile, side, dtype, activation, interleaved, T, H, biased):
+    E, k, width = 5, 2, 2 * 45
+    x, w = torch.randn(T, H).to(device, dtype), (torch.randn(E, width, H) / H**0.5).to(device, dtype)
+    bias = torch.randn(E, width).to(device, dtype) if biased else None
+    plan = sort_by_expert(torch.rand(T, E, device=device).argsort(1)[:, :k] % 4, E)  # the last has no rows
+    for save_z in (True, False):
+        inputs = x, w, bias, *plan, activation, interleaved, save_z, 0, None
+        both = [of_groups(fn, plan[2]) for fn in (expert_up_op, expert_up_reference)]
+        assert_as_good_as_torch(*both, *inputs)
+
+
+def test_which_tiles_have_weights_on_the_left():
+    x = torch.empty(1, dtype=torch.bfloat16)
+    assert [is_transposed(tile, x) for tile in FEW_ROWS] == [tile.block_m < 64 for tile in FEW_ROWS]
+    assert not is_transposed(Config(16, 32, 64), x) and not is_transposed(FEW_ROWS[0], x.float())
+
+
+@pytest.mark.parametrize("tail", [0, 1, 40])
+@pytest.mark.parametrize("sizes", [*GROUP_SIZES.values(), [1] * 20, [17] * 3], ids=str)
+def test_no_row_tile_is_missing(sizes, tail):
+    for block_m in (16, 32, 128):
+        tiles = sum(cdiv(size, block_m) for size in (*sizes, tail))
+        assert tiles <= row_tiles(sum(sizes) + tail, len(sizes), block_m)
+    assert row_tiles(8, 128, 16) == 8 and row_tiles(0, 128, 16) == 0
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """Write a row of this GPU's table: `write(key, block_m)`."""
+    monkeypatch.setattr(table, "TABLES", tmp_path)
+    monkeypatch.setattr(tuning, "tables", lambda device: ("gpu", "arch"))
+    monkeypatch.setattr("triton.runtime.driver._active", FakeDriver())
+    tile = dict.fromkeys(table.COLUMNS, 1) | {"block_m": 16, "block_n": 64, "block_k": 128}
+
+    def write(name, *key):
+        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, table.COLUMNS)
+            writer.writeheader()
+            writer.writerow(tile | dict(zip(table.Key._fields, key, strict=True)))
+        table.cache_clear()
+
+    yield write
+    table.cache_clear()
+
+
+class FakeDriver:
+    def get_current_device(self):
+        return 0
+
+
+@pytest.mark.no_interpreter
+def test_a_measured_row_for_few_rows_replaces_hoppers_kernel(tables):
+    x, w = torch.empty(100, 256, dtype=torch.bfloat16), torch.empty(8, 256, 512, dtype=torch.bfloat16)
+    order = torch.empty(60)
+    by_hopper = {
+        "gmm": lambda: hopper.bind_gmm.should_use(x, w, None, None),
+        "up": lambda: hopper.bind_expert_up.should_use(x, w.mT, None, order, None),
+    }
+    for op, rows in (("gmm", 16), ("up", 8)):
+        ask = by_hopper[op]
+        assert ask(), "there is no table"
+        tables("arch", op, 16, "", "", "")
+        assert ask(), "a row that says nothing of these sizes was not measured at them"
+        tables("gpu", op, 16, 2 * rows, 512, 256)
+        assert ask(), "a row is for its number of rows"
+        tables("gpu", op, 16, rows, 512, 256)
+        assert not ask()
+        tables("gpu", op, 16, "", "", "")
+    order = torch.empty(1024)
+    tables("gpu", "up", 16, 128, 512, 256)
+    assert by_hopper["up"](), "many rows are Hopper's"
