@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 
 import torch
@@ -53,9 +54,17 @@ def eight_bits(x, dtype=E4M3):
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
 
 
+def scales_of(rows, weight, blocks) -> tuple:
+    """Those of rows (M, K) and of a weight (G, N, K): one for each row, or for each block."""
+    if not blocks:
+        return new(rows[0], dtype=F32), new(*weight[:2], dtype=F32)
+    across = -(-rows[1] // 128)
+    return new(rows[0], across, dtype=F32), new(weight[0], -(-weight[1] // 128), across, dtype=F32)
+
+
 def run_hopper_up(
     activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024,
-    dtype=BF16, sizes=SIZES, fp8=None,
+    dtype=BF16, sizes=SIZES, fp8=None, blocks=False,
 ):  # fmt: skip
     s, parts, groups = Shape(n=n, dtype=dtype), get_activation(activation).projections, len(sizes)
     z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(groups, parts * n, s.k)
@@ -63,13 +72,13 @@ def run_hopper_up(
     a, plan, scales = a if save_a else None, (*s.plan[:2], sizes), (None, None)
     if fp8 is not None:
         x, w = eight_bits(x, fp8), eight_bits(w, fp8)
-        scales = new(s.rows, dtype=F32), new(groups, parts * n, dtype=F32)
+        scales = scales_of((s.rows, s.k), w.shape, blocks)
     i = UpInputs(x, w, b, *plan, activation, interleaved, save_z, 0, None)
-    module("up").bind_expert_up(i, save_a, dtype)((z, a), i, scales)
+    module("up").bind_expert_up(i, save_a, dtype, blocks)((z, a), i, scales)
 
 
 def run_hopper_down_grad(
-    activation="swiglu", interleaved=False, need_a=True, dtype=BF16, sizes=SIZES, fp8=None
+    activation="swiglu", interleaved=False, need_a=True, dtype=BF16, sizes=SIZES, fp8=None, blocks=False
 ):
     """`fp8`: the format of dout, whose weights are e4m3."""
     s, parts = Shape(n=1024, dtype=dtype), get_activation(activation).projections
@@ -80,14 +89,14 @@ def run_hopper_down_grad(
     scales = None, None
     if fp8 is not None:
         dout, w = eight_bits(dout, fp8), eight_bits(w.mT.contiguous()).mT
-        scales = new(s.rows, dtype=F32), new(len(sizes), s.n, dtype=F32)
+        scales = scales_of((s.rows, s.k), w.mT.shape, blocks)
     i = DownGradInputs(dout, z, w, weights, order, rank, sizes, activation, interleaved, need_a)
-    module("down_grad").bind_down_grad(i)((dz, a, ds), i, scales)
+    module("down_grad").bind_down_grad(i, blocks)((dz, a, ds), i, scales)
 
 
 def run_hopper_gmm(
     rows=True, bias=False, k=4096, dtype=BF16, sliced=False, sizes=SIZES, m=None, numbers=None,
-    fp8=None, folded=False, indptr=False,
+    fp8=None, folded=False, indptr=False, blocks=False,
 ):  # fmt: skip
     s, groups = Shape(k=k, dtype=dtype), len(sizes)
     m, n = m or s.rows, 2 * s.n if sliced else s.n
@@ -97,9 +106,9 @@ def run_hopper_gmm(
     x, scales = s.new(m, k), (None, None)
     if fp8 is not None:
         x, w = eight_bits(x, fp8), eight_bits(w.mT).mT
-        w_scale = None if folded else new(groups, n, dtype=F32)[:, n - s.n :]
-        scales = new(m, dtype=F32), w_scale
-    product = module("gmm").bind_product(x, w, (m, k, groups), dtype, indptr=indptr)
+        x_scale, w_scale = scales_of((m, k), (groups, n, k), blocks)
+        scales = x_scale, None if folded else w_scale[:, -w_scale.shape[1] * s.n // n :]
+    product = module("gmm").bind_product(x, w, (m, k, groups), dtype, indptr=indptr, blocks=blocks)
     product(s.new(m, s.n), x, w, sizes, b, numbers, *scales)
 
 
@@ -252,6 +261,23 @@ RUNS = {
     "up fp8 without a": lambda: run_hopper_up(save_a=False, fp8=E4M3),
     **{f"down_grad fp8 {f}": functools.partial(run_hopper_down_grad, fp8=f) for f in hopper.OCP},
     **{f"gmm fp8 {f}": functools.partial(run_hopper_gmm, fp8=f) for f in hopper.OCP},
+    **{
+        f"up of blocks {name}": functools.partial(run_hopper_up, name, bias=True, fp8=E4M3, blocks=True)
+        for name in ACTIVATIONS
+    },
+    "up of blocks interleaved": lambda: run_hopper_up(interleaved=True, fp8=E4M3, blocks=True),
+    "up of blocks without z": lambda: run_hopper_up(save_z=False, fp8=E4M3, blocks=True),
+    "up of blocks without a": lambda: run_hopper_up(save_a=False, fp8=E4M3, blocks=True),
+    **{
+        f"down_grad of blocks {name}": functools.partial(run_hopper_down_grad, name, fp8=E4M3, blocks=True)
+        for name in ACTIVATIONS
+    },
+    **{
+        f"gmm of blocks {k} {some}": functools.partial(
+            run_hopper_gmm, k=k, sliced=some, bias=some, fp8=E4M3, blocks=True
+        )
+        for k, some in itertools.product((2880, 4096), (False, True))
+    },
     "gmm fp8 of some columns": lambda: run_hopper_gmm(sliced=True, bias=True, fp8=E4M3),
     **{f"gmm fp8 {f}, folded": functools.partial(run_hopper_gmm, fp8=f, folded=True) for f in hopper.OCP},
     "gmm fp8, odd blocks": lambda: run_hopper_gmm(k=2880, fp8=E4M3),

@@ -15,7 +15,7 @@ from moe_aiter.kernels.dense.attention_mask import (
     bind_zero_rows,
 )
 from moe_aiter.kernels.experts.glu import bind_glu, bind_glu_backward
-from moe_aiter.kernels.quantize import blocks, layouts
+from moe_aiter.kernels.quantize import blocks, layouts, scale_blocks
 from moe_aiter.kernels.quantize.rows import (
     FORMATS,
     LONGEST,
@@ -182,6 +182,11 @@ def run_transpose_rows8(groups, m, k):
     run_new(layouts.bind_transpose_rows8, layouts.new_transpose_rows8, i)
 
 
+def run_blocks(x, square, format):
+    i = scale_blocks.QuantizeBlocksInputs(x, square, format)
+    run_new(scale_blocks.bind_quantize_blocks, scale_blocks.new_quantize_blocks, i)
+
+
 def run_folded(k, dtype, format):
     factor, sizes = new(128, k, dtype=F32), ints(128)
     i = layouts.QuantizeFoldedInputs(new(262144, k, dtype=dtype), factor, sizes, format)
@@ -256,6 +261,10 @@ def quantize_cases():
         run = functools.partial(run_both_ways, shape, dtype, format)
         names = [rows_kernel, "quantize_columns_kernel"]
         yield f"quantize both ways {format} {shape} {dtype}", Case(run, NATIVE, kernels=names, also=also)
+    for shape, dtype, square, format in itertools.product(TRANSPOSED, (BF16, F32), (False, True), FORMATS):
+        for x in (new(*shape, dtype=dtype), new(*shape, dtype=dtype).mT):
+            name = f"quantize blocks {format} {tuple(x.shape)} {x.stride()} {dtype} {square}"
+            yield name, Case(functools.partial(run_blocks, x, square, format), NATIVE, also=converts[format])
     for k in (2**n for n in range(6, 15)):
         run = functools.partial(run_both_ways, (128, 4096, k), BF16, "e4m3", columns_too=False)
         yield f"amax {k}", Case(run, ["sm_90"], also=warps_do_not_meet_at_each_row)

@@ -181,6 +181,7 @@ SAMPLES = {
     "permute": lambda d: (d(T, H), ORDER, RANK, d.positive(T, K)),
     "permute_slots": lambda d: (d(T, K, H), ORDER, RANK),
     "plan_row_blocks": lambda d: (SIZES, R),
+    "quantize_blocks": lambda d: (d(E, N, H), True, E4M3),
     "quantize_by_amax": lambda d: (d(T, H), d.positive(T).float() + 9, E4M3),
     "quantize_row_blocks": lambda d: (d(R, N), d.positive(T).float(), ORDER, K, row_blocks(), E4M3),
     "quantize_folded": lambda d: (d(R, H), d.positive(E, H).float(), SIZES, E4M3),

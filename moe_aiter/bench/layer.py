@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import settings
 from ..integrations.transformers import NAME, register
-from ..kernels.experts.fp8 import ALL, keep_fp8_weights
+from ..kernels.experts.fp8 import ALL, BLOCK, keep_fp8_weights
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.moe import MoE
 from ..op import IMPLS, ORDER, runs
@@ -171,7 +171,7 @@ def contenders(p: Problem) -> Iterator[Contender]:
     yield our_layer(p)
     if p.x.is_cuda and not settings.debug and keeps_room(p):  # debug's checks synchronise
         yield our_layer(p, graphed=True)
-    for fp8 in ("e4m3", "e4m3" + ALL) if multiplies_8_bits(p) else ():
+    for fp8 in ("e4m3", "e4m3" + ALL, BLOCK) if multiplies_8_bits(p) else ():
         yield our_layer(p, fp8=fp8)
         yield later_micro_batch(our_layer(p, fp8=fp8), p)
     yield from our_experts(p)

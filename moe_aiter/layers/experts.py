@@ -37,8 +37,9 @@ class Experts(nn.Module):
     `expert_mlp`.
 
     8 bits.  `fp8` makes products those of 8-bit floats with scales: "e4m3" or "e5m2", the format of the
-    gradients, most of them; "e4m3_all" or "e5m2_all" those of the weights' gradients too.  Parameters, their
-    gradients and what is saved keep their dtype, but for the input with "_all"; see `expert_mlp`.
+    gradients, most of them; "e4m3_all" or "e5m2_all" those of the weights' gradients too; "block" is "e4m3"
+    with the scales of DeepSeek-V3, for blocks of 128 numbers.  Parameters, their gradients and what
+    is saved keep their dtype, but for the input with "_all"; see `expert_mlp`.
     `keep_fp8_weights` saves quantising each weight anew for each micro-batch.
 
     `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.

@@ -17,9 +17,15 @@ weights, 3 of the 9 units of product, come in two recipes:
 * from 8-bit rows too, with scales as in `tgmm_fp8`, similar to torchao's rowwise.  Then backward needs x only
   as 8-bit rows, which are saved in its place.
 
+A third recipe, `block`, has the scales of DeepSeek-V3 (`quantize_blocks`): for blocks of 128 columns of a
+token or a gradient, and for square blocks of a weight.  Backward quantises the transposed weights, which
+gives the numbers of forward, and takes over no scales.  The gradients of the weights are those of the first
+recipe.
+
 All else that is saved has the dtype of x.  The gradient of the quantisation is that of the identity.
 
-On Hopper, kernels multiply 8-bit floats, add the products in float32 and multiply the sums by the scales.  On
+On Hopper, kernels multiply 8-bit floats, add the products in float32 and multiply the sums by the scales, for
+`block` the sum over each block.  On
 other devices, and for sizes that these kernels do not support, torch or Triton multiplies the quantised
 numbers in the dtype of x, which is slower.
 
@@ -63,6 +69,8 @@ from ...private_api import is_view
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
+from ..base.fp8 import ROW_BLOCK
+from ..base.launch import cdiv
 from ..dense.scaled_gemm import scaled_gmm
 from ..grouped.gmm import bind_token_sum, column_slices
 from ..grouped.tgmm import weight_gradient
@@ -71,13 +79,13 @@ from ..quantize.layouts import factors_of_rows, quantize_folded, quantize_transp
 from ..quantize.rows import (
     FORMATS,
     OF_ROWS,
-    dequantize_rows,
     is_read_once,
     new_quantize_rows,
     quantize_by_amax,
     quantize_rows,
     quantize_rows_and_amax,
 )
+from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import unpermute
 from .down import DownGradInputs, down_gradients
 from .glu import glu
@@ -189,13 +197,24 @@ def kept_fp8(w: Tensor, what: str, make: Callable[[], T]) -> T:
 # experts_fp8
 
 ALL = "_all"
-RECIPES = (*FORMATS, *(format + ALL for format in FORMATS))
+BLOCK = "block"
+RECIPES = (*FORMATS, *(format + ALL for format in FORMATS), BLOCK)
 
 
 def check_fp8(fp8: str | None) -> None:
-    """Raise ValueError unless this is None or the name of the gradients' format, with or without ALL."""
+    """Raise ValueError unless this is None, BLOCK or the gradients' format, with or without ALL."""
     if fp8 not in (None, *RECIPES):
         raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
+
+
+def quantize_tokens(x: Tensor, format: str, blocks: bool) -> tuple[Tensor, Tensor]:
+    """Rows of 8-bit floats with a scale for each row, or for each block of its columns."""
+    return quantize_blocks(x, False, format) if blocks else quantize_rows(x, format)
+
+
+def has_blocks(scale: Tensor) -> bool:
+    """Whether these scales of a weight are those of blocks."""
+    return scale.dim() == 3
 
 
 def products_of_weights(recipe: str, x8: tuple, dout8: tuple) -> tuple[Callable, Callable]:
@@ -210,14 +229,9 @@ def products_of_weights(recipe: str, x8: tuple, dout8: tuple) -> tuple[Callable,
 # experts_fp8: reference
 
 
-def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
-    """What the 8-bit floats and scales of the rows of x stand for, in its dtype."""
-    return dequantize_rows(*quantize_rows(x, format), x.dtype)
-
-
 def rounded_up(out, x8, x_scale, w8, w_scale, *rest, op="expert_up", after=(0, None)) -> None:
     *rest, dtype = rest
-    inputs = dequantize_rows(x8, x_scale, dtype), dequantize_rows(w8, w_scale, dtype), *rest, *after
+    inputs = dequantize(x8, x_scale, dtype), dequantize(w8, w_scale, dtype), *rest, *after
     fill(op, out, *inputs)
 
 
@@ -227,9 +241,10 @@ rounded_z = functools.partial(rounded_up, op="expert_z", after=())
 def rounded_gmm_unpermute(out, x, w8, w_scale, *rest) -> None:
     *rest, format, fold = rest
     if fold:
-        x, w = rounded_folded(x, w_scale, rest[0], format), dequantize_rows(w8.mT, w_scale, x.dtype)
+        x, w = rounded_folded(x, w_scale, rest[0], format), dequantize(w8.mT, w_scale, x.dtype)
     else:
-        x, w = rounded(x, format), dequantize_rows(w8, w_scale, x.dtype).mT
+        x8 = quantize_tokens(x, format, has_blocks(w_scale))
+        x, w = dequantize(*x8, x.dtype), dequantize(w8, w_scale, x.dtype).mT
     inputs = x, w, *rest
     fill("gmm_unpermute", out, *inputs)
 
@@ -237,12 +252,12 @@ def rounded_gmm_unpermute(out, x, w8, w_scale, *rest) -> None:
 def rounded_folded(x: Tensor, factor: Tensor, group_sizes: Tensor, format: str) -> Tensor:
     """What the rows of x stand for, without the scales of the weight that they took over."""
     x8 = quantize_folded(x, factor, group_sizes, format)
-    folded = dequantize_rows(*x8, sum_dtype(x))
+    folded = dequantize(*x8, sum_dtype(x))
     return (folded / factors_of_rows(factor, group_sizes, len(x))).to(x.dtype)
 
 
 def rounded_down_grad(out, dout8, dout_scale, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
-    dout, w = dequantize_rows(dout8, dout_scale, z.dtype), dequantize_rows(w8, w_scale, z.dtype).mT
+    dout, w = dequantize(dout8, dout_scale, z.dtype), dequantize(w8, w_scale, z.dtype).mT
     inputs = dout, z, w, *rest
     fill(op, out, *inputs)
 
@@ -320,7 +335,7 @@ DownGradFp8OverZInputs = extended("DownGradFp8OverZInputs", DownGradFp8Inputs, z
 
 @binds
 def bind_up(i: UpFp8Inputs, write_a: bool = True) -> Callable:
-    launch = hopper.bind_expert_up(i.as_up(), write_a, i.dtype)
+    launch = hopper.bind_expert_up(i.as_up(), write_a, i.dtype, has_blocks(i.w_scale))
 
     def launch_up(out, i):
         launch(out, i.as_up(), (take_rows(i.x_scale, i.order, i.rank.shape[1]), i.w_scale))
@@ -339,7 +354,7 @@ class GmmUnpermuteFp8Inputs(NamedTuple):
 
     x: Tensor  # (R, K)
     w8: Tensor  # (E, N, K)
-    w_scale: Tensor  # (E, N), or to `fold` (E, K)
+    w_scale: Tensor  # (E, N), or to `fold` (E, K), or of blocks
     group_sizes: Tensor  # (E,)
     bias: Tensor | None  # (E, N)
     order: Tensor  # (R,)
@@ -353,11 +368,12 @@ class GmmUnpermuteFp8Inputs(NamedTuple):
 @binds
 def bind_gmm_unpermute_fp8(i: GmmUnpermuteFp8Inputs) -> Callable:
     (R, K), (E, N, _), fold, format = i.x.shape, i.w8.shape, i.fold, i.format
+    blocks = not fold and has_blocks(i.w_scale)
     bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=OF_ROWS[format])
     launches = [
         (
             n,
-            bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype, zero_rest=False),
+            bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype, zero_rest=False, blocks=blocks),
             bind_token_sum(i.rank.shape, n.stop - n.start, N),
         )
         for n in column_slices(N, R * i.x.element_size(), i.row_bytes)
@@ -367,11 +383,12 @@ def bind_gmm_unpermute_fp8(i: GmmUnpermuteFp8Inputs) -> Callable:
         if fold:
             (x8, x_scale), w_scale = quantize_folded(i.x, i.w_scale, i.group_sizes, format), None
         else:
-            (x8, x_scale), w_scale = quantize_rows(i.x, format), i.w_scale
+            (x8, x_scale), w_scale = quantize_tokens(i.x, format, blocks), i.w_scale
         for n, product, sum_up in launches:
             rows = i.x.new_empty(R, n.stop - n.start)
             bias = None if i.bias is None else i.bias[:, n]
-            some_scale = None if w_scale is None else w_scale[:, n]
+            rows_n = slice(n.start // ROW_BLOCK, cdiv(n.stop, ROW_BLOCK)) if blocks else n  # of the scales
+            some_scale = None if w_scale is None else w_scale[:, rows_n]
             w = i.w8[:, n].mT
             product(rows, x8, w, i.group_sizes, bias, x_scale=x_scale, w_scale=some_scale)
             sum_up(out[:, n], rows, i.rank, i.routing_weights)
@@ -382,7 +399,7 @@ def bind_gmm_unpermute_fp8(i: GmmUnpermuteFp8Inputs) -> Callable:
 
 @binds
 def bind_down_grad(i: DownGradFp8Inputs) -> Callable:
-    launch = hopper.bind_expert_down_grad(i.as_down_grad())
+    launch = hopper.bind_expert_down_grad(i.as_down_grad(), has_blocks(i.w_scale))
 
     def launch_down_grad(out, i):
         launch(out, i.as_down_grad(), (take_rows(i.dout_scale, i.order, i.rank.shape[1]), i.w_scale))
@@ -468,28 +485,38 @@ def new_experts(i: ExpertsFp8Inputs) -> tuple[Tensor, ...]:
     serve backward in its place."""
     (E, width, _), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
     rows = i.order.shape[0] if i.save_z else 0
-    z, asked = i.x.new_empty(rows, width), ((i.need_dx, width), (is_read_once(i.down), I))
+    z, by_rows = i.x.new_empty(rows, width), i.recipe != BLOCK
+    asked = (by_rows and i.need_dx, width), (by_rows and is_read_once(i.down), I)
     kept = [z.new_empty(E if rows and some else 0, n, dtype=torch.float32) for some, n in asked]
     return i.x.new_empty(i.x.shape), z, *kept, *new_quantize_rows(i.x if i.save_x8 else i.x[:0], "e4m3")
 
 
 def launch_experts(out, *inputs) -> None:
     i, (y, z, gate_up_scale, down_amax), x8 = ExpertsFp8Inputs(*inputs), out[:4], out[4:]
-    routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
+    routing, act, blocks = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved), i.recipe == BLOCK
     if i.save_x8:
         fill("quantize_rows", x8, i.x, "e4m3")
     else:
-        x8 = quantize_rows(i.x)
+        x8 = quantize_tokens(i.x, "e4m3", blocks)
     a = i.x.new_empty(i.order.shape[0], i.down.shape[2])
-    w8 = rows_of_weight(i.gate_up)
+    w8 = blocks_of_weight(i.gate_up) if blocks else rows_of_weight(i.gate_up)
     if gate_up_scale.numel():
         gate_up_scale.copy_(w8[1])
     up = *x8, *w8, i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
     fill("expert_up_fp8", (z, a), *up)
     del up, w8, x8  # and with them 8 bits of each weight
-    w8 = rows_and_amax(i.down, down_amax)
+    w8 = blocks_of_weight(i.down) if blocks else rows_and_amax(i.down, down_amax)
     inputs = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, i.bytes_of_y
     fill("gmm_unpermute_fp8", y, *inputs, "e4m3", False)
+
+
+def blocks_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
+    return kept_fp8(w, "blocks", lambda: quantize_blocks(w, True))
+
+
+def transposed_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
+    """The same numbers and scales for w.mT."""
+    return kept_fp8(w, "blocks transposed", lambda: quantize_blocks(w.mT, True))
 
 
 def rows_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -518,18 +545,20 @@ def save_experts(ctx, i: ExpertsFp8Inputs, output):
 def backward_experts(ctx, dout, *_):
     *saved, z, gate_up_scale, down_amax, x8, x_scale = saved_tensors(ctx)
     i, needs = ExpertsFp8Inputs(*saved, *ctx.others), ExpertsFp8Inputs(*ctx.needs_input_grad)
-    format, x8 = i.recipe.removesuffix(ALL), (x8, x_scale)
-    dout8 = quantize_rows(dout, format)
+    blocks, x8 = i.recipe == BLOCK, (x8, x_scale)
+    format = "e4m3" if blocks else i.recipe.removesuffix(ALL)
+    dout8 = quantize_tokens(dout, format, blocks)
     of_gate_up, of_down = products_of_weights(i.recipe, x8, dout8)
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
-        x8 = x8 if i.save_x8 else quantize_rows(i.x)
-        w8, gate_up_scale = rows_of_weight(i.gate_up)
+        x8 = x8 if i.save_x8 else quantize_tokens(i.x, "e4m3", blocks)
+        w8, gate_up_scale = blocks_of_weight(i.gate_up) if blocks else rows_of_weight(i.gate_up)
         z = expert_z_fp8_op(*x8, w8, gate_up_scale, i.gate_up_bias, *routing, *act, dout.dtype)
         del w8
     over_z = spend_z and is_unwatched(z, dout)
-    grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, down_amax)
+    columns = transposed_blocks if blocks else lambda w: quantize_columns(w, down_amax)
+    grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, columns)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
     needs_down = needs.down, needs.down_bias
     dz, ddown, ddown_bias, ds = down_gradients(
@@ -538,8 +567,11 @@ def backward_experts(ctx, dout, *_):
     del z, saved, dout8, grad, of_down  # where dz is not in the memory of z
     dx = None
     if needs.x:
-        w8 = transposed_rows(i.gate_up, gate_up_scale), gate_up_scale
-        inputs = dz, *w8, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx, format, True
+        if blocks:
+            w8 = transposed_blocks(i.gate_up)
+        else:
+            w8 = transposed_rows(i.gate_up, gate_up_scale), gate_up_scale
+        inputs = dz, *w8, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx, format, not blocks
         dx = gmm_unpermute_fp8_op(*inputs)
         del w8, inputs
     rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, i.bytes_of_dx, i.gate_up_main_grad
@@ -563,13 +595,16 @@ def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     return kept_fp8(w, "columns", lambda: quantize_rows(w.mT))
 
 
-def down_grad(dout8: tuple, amax: Tensor, dout: Tensor, z: Tensor, down: Tensor, *rest) -> tuple[Tensor, ...]:
-    return expert_down_grad_fp8_op(*dout8, z, *quantize_columns(down, amax), *rest)
+def down_grad(
+    dout8: tuple, columns: Callable, dout: Tensor, z: Tensor, down: Tensor, *rest
+) -> tuple[Tensor, ...]:
+    """dz, s * f(z) and ds; `columns` quantises the columns of down."""
+    return expert_down_grad_fp8_op(*dout8, z, *columns(down), *rest)
 
 
-def down_grad_over_z(dout8: tuple, amax: Tensor, dout: Tensor, z: Tensor, down: Tensor, *rest):
+def down_grad_over_z(dout8: tuple, columns: Callable, dout: Tensor, z: Tensor, down: Tensor, *rest):
     """The same, but dz is in the memory of z."""
-    a, ds = expert_down_grad_fp8_over_z_op(*dout8, z, *quantize_columns(down, amax), *rest)
+    a, ds = expert_down_grad_fp8_over_z_op(*dout8, z, *columns(down), *rest)
     torch.autograd.graph.increment_version(z)  # if anybody had saved z after all, torch would raise
     return z.detach(), a, ds
 

@@ -219,9 +219,9 @@ def expert_mlp(
         (a sixth for a plain activation).  This lowers the memory that all layers hold for backward; the peak
         of a single layer's backward pass stays.
     fp8: "e4m3" or "e5m2", the format of gradients: products multiply 8-bit floats with row-wise scales,
-        except those for the weights' gradients; "e4m3_all" and "e5m2_all" include these (`tgmm_fp8`).  A
-        Hopper GPU multiplies 8-bit floats if H is a multiple of 256 and I of 64; otherwise the quantised
-        numbers are converted to the dtype of x.
+        except those for the weights' gradients; "e4m3_all" and "e5m2_all" include these (`tgmm_fp8`); "block"
+        is "e4m3" with scales of blocks (`quantize_blocks`).  A Hopper GPU multiplies 8-bit floats if H is a
+        multiple of 256 and I of 64; otherwise the quantised numbers are converted to the dtype of x.
 
     Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; only
     the gradients that autograd needs are computed.  Kept for backward: x, the routing, and z unless

@@ -15,7 +15,7 @@ from ..base.activations import get_activation
 from ..base.launch import num_programs
 from ..base.sources import arriving, bind_passes
 from ..rows.sums import bind_add_partial_sums
-from .epilogue import Scales, kernel_functions, multiply_blocks, span_of
+from .epilogue import Scales, group_scales, kernel_functions, multiply_blocks, span_of
 from .gluon import (
     Number,
     aggregate,
@@ -65,7 +65,10 @@ def grad_consumer(
         group, first, end, tile_n = queue.get(n)
         depth, row = tiles.used(group, weights.K), first + CONSUMER * (BLOCK_M // 2)
         # 512 threads leave the compiler too few registers for an instruction of 256 columns
-        accs, i = multiply_blocks(CONSUMER, weights, ring, i, depth, BLOCK_M, 1, SPAN, None, 128)
+        place = group, row, end, tile_n
+        accs, i = multiply_blocks(
+            CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, 1, SPAN, None, 128
+        )
         end, limit = gl.where(depth > 0, end, row), tiles.used(group, weights.N)
         acc = scales.apply(accs[0], group, row, end, tile_n * weights.BLOCK_N, limit)
         handoff.put(n, CONSUMER, blocks(acc, handoff.BLOCKS))
@@ -243,9 +246,10 @@ def down_grad_kernel(
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
-    SPAN: gl.constexpr,  # stages that the tensor core sums, or 0: all
+    SUMS: gl.constexpr,  # stages that the tensor core sums, or 0: all; and whether scales are of blocks
     PROGRAMS: gl.constexpr,
 ):
+    SPAN: gl.constexpr = SUMS[0]
     N *= 8  # the compiler sees that it is a multiple
     PROJECTIONS: gl.constexpr = 1 if UP is None else 2
     WIDTH: gl.constexpr = LINE // 2 if INTERLEAVED else LINE
@@ -284,7 +288,7 @@ def down_grad_kernel(
         Z_TILE,
         WIDTH,
     )
-    scales = Scales(dout_scale_ptr, 0, 1, w_scale_ptr, N, 1, M)
+    scales = Scales(dout_scale_ptr, 0, 1, w_scale_ptr, group_scales(N, K, SUMS[1]), 1, M, SUMS[1])
     VECTOR: gl.constexpr = 128 // dout_ptr.dtype.element_ty.primitive_bitwidth
     dout = Gather(dout_ptr, dout_stride, order_ptr, TOP_K, VECTOR)
     # longer rows take the warps that gather them more registers, of 512 for a thread of each warpgroup
@@ -314,9 +318,9 @@ def layouts(dtype: torch.dtype, z_dtype: torch.dtype, c: Config, interleaved: bo
     )
 
 
-def bind_down_grad(i) -> Callable:
+def bind_down_grad(i, blocks: bool = False) -> Callable:
     """Bind `expert_down_grad`.  dout and down may have 8 bits, the latter K-major: then `launch` is given the
-    scales, float32, of the rows (R,) and of the weights (E, I)."""
+    scales, float32, of the rows (R,) and of the weights (E, I), or of `blocks` of both."""
     (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
     fp8, need_a = i.dout.itemsize == 1, i.need_a
     c = tuning.lookup("hopper_down_grad_fp8" if fp8 else "hopper_down_grad", i.dout.dtype, R, N, K, E)
@@ -328,7 +332,7 @@ def bind_down_grad(i) -> Callable:
         down_grad_kernel, (programs,),
         **kernel_functions(act), INTERLEAVED=i.interleaved, TOP_K=i.rank.shape[1],
         LAYOUTS=layouts(i.dout.dtype, i.z.dtype, c, i.interleaved), BLOCK_G=block_g(E),
-        SPAN=span_of(i.dout, c, i.z.dtype), PROGRAMS=programs, **tile_options(c),
+        SUMS=(span_of(i.dout, c, i.z.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sizes = R, E, N // 8, K, i.dout.stride(0) * i.dout.itemsize // 16
     sum_columns = bind_add_partial_sums(tiles_n, R, i.rank.numel())

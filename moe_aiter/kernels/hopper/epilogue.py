@@ -4,6 +4,7 @@ The activations are those of ../base/activations.py.  The tensor core sums 8-bit
 only, so float32 takes over its sums every few stages (`span_of`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from ...tuning import Config
 from ..base import activations
 from ..base.activations import ALPHA, GATE_MAX
-from ..base.fp8 import MOST_IMPRECISE
+from ..base.fp8 import MOST_IMPRECISE, ROW_BLOCK
 from ..base.launch import cdiv, tl
 from .gluon import Number, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from .pipeline import blocks, multiply
@@ -104,57 +105,102 @@ def kernel_functions(act: activations.Activation) -> dict[str, Callable | None]:
 # products of 8 bits: sums and scales
 
 
+SCALED = gl.constexpr(ROW_BLOCK)  # rows and columns of a block that has a scale
 ENOUGH_FOR_BFLOAT16 = 256  # products summed with some 14 bits: a quarter of that dtype's own rounding
 
 
-def span_of(x: Tensor, c: Config, dtype: torch.dtype) -> int:
+def span_of(x: Tensor, c: Config, dtype: torch.dtype, blocks: bool = False) -> int:
     """How many stages the tensor core sums before float32 adds, for a result of this dtype: 0, all of them,
-    unless x is 8-bit floats."""
+    unless x is 8-bit floats.  If scales are of `blocks`, as many as a block has."""
     if x.itemsize > 1 or x.dtype == torch.int8:
         return 0
-    most = ENOUGH_FOR_BFLOAT16 if dtype == torch.bfloat16 else MOST_IMPRECISE.value
+    most = ENOUGH_FOR_BFLOAT16 if dtype == torch.bfloat16 and not blocks else MOST_IMPRECISE.value
     span = most // c.block_k
     # or the last sum would wait for a stage that never comes
     return 1 if cdiv(x.shape[-1], c.block_k) % span else span
 
 
+def narrowed(c: Config) -> Config:
+    """A tile for scales of blocks: beside sums of more columns, registers hold no scales."""
+    if c.block_n <= ROW_BLOCK:
+        return c
+    return dataclasses.replace(c, block_n=ROW_BLOCK, num_stages=c.num_stages * 3 // 2)
+
+
 @aggregate
 class Scales:
-    """What the rows of x and of the weights are multiplied by, float32; None is 1."""
+    """What the rows of x and of the weights are multiplied by, float32; None is 1.
 
-    x_ptr: object  # (G, M)
+    Of BLOCKS, both have a scale for each block of the summed axis, and blocks of the weights also have SCALED
+    rows (../quantize/scale_blocks.py): these multiply each sum over a block.
+    """
+
+    x_ptr: object  # (G, M), or of BLOCKS (M, across)
     x_group: Number  # strides
     x_row: Number
-    w_ptr: object  # (G, N)
+    w_ptr: object  # (G, N), or of BLOCKS (G, rows, across)
     w_group: Number
-    w_row: Number
+    w_row: Number  # 2: the weights are gate and up rows in turn
     M: Number  # rows from one group to the next, where groups lie apart
+    BLOCKS: gl.constexpr
 
     @gluon.jit
     def apply(self, acc, group, row, end, column, limit, offset=0):
         """acc in float32, which begins at a row and a column of a group, multiplied, by zeros past row `end`
         and past column `limit`.  The scales of the columns begin `offset` numbers into those of the group."""
         acc = acc.to(gl.float32)
-        if self.x_ptr is not None:
+        if self.x_ptr is not None and not self.BLOCKS:
             m = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
             ptrs = self.x_ptr + group.to(gl.int64) * self.x_group + m * self.x_row
             acc *= gl.load(ptrs, mask=m < end, other=0.0)[:, None]
-        if self.w_ptr is not None:
+        if self.w_ptr is not None and not self.BLOCKS:
             n = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
             ptrs = self.w_ptr + group.to(gl.int64) * self.w_group + offset + n * self.w_row
             acc *= gl.load(ptrs, mask=n < limit, other=0.0)[None, :]
         return acc
 
+    @gluon.jit
+    def of_blocks(self, k, place, weights, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+        """What the sum of a tile over the block that begins at k is multiplied by, rows past a group by 0."""
+        gl.static_assert(weights.BLOCK_N <= SCALED)
+        group, row, end, tile_n = place
+        across, k = gl.cdiv(weights.K, SCALED), k // SCALED
+        m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        of_rows = gl.load(self.x_ptr + m * across + k, mask=m < end, other=0.0)[:, None]
+        w_ptr = self.w_ptr + group.to(gl.int64) * self.w_group + k
+        if weights.LAYOUT == "halves":  # each half of the columns has one scale
+            CHANNELS: gl.constexpr = weights.BLOCK_N // 2
+            gate = tile_n * CHANNELS * self.w_row
+            up = gate + weights.N * (2 - self.w_row)
+            n = gl.arange(0, weights.BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+            of_gate = of_rows * gl.load(w_ptr + gate // SCALED * across)
+            out = gl.where(n < CHANNELS, of_gate, of_rows * gl.load(w_ptr + up // SCALED * across))
+        else:
+            out = of_rows * gl.load(w_ptr + tile_n * weights.BLOCK_N // SCALED * across)
+        return out
+
+
+@gluon.jit
+def group_scales(rows, K, BLOCKS: gl.constexpr):
+    """How many scales the weights of a group have."""
+    out = rows
+    if BLOCKS:
+        out = gl.cdiv(rows, SCALED) * gl.cdiv(K, SCALED)
+    return out
+
 
 @gluon.jit
 def multiply_blocks(
-    CONSUMER: gl.constexpr, weights, ring, i, depth,
+    CONSUMER: gl.constexpr, weights, ring, i, depth, scales, place,
     BLOCK_M: gl.constexpr, COUNT: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr = None,
     WIDEST: gl.constexpr = 256,
 ):  # fmt: skip
-    """This consumer's half of a tile as COUNT blocks of columns, promoted where there is a SPAN."""
+    """This consumer's half of a tile as COUNT blocks of columns, promoted where there is a SPAN.
+
+    `place`: the tile's group, this consumer's first row, the group's end row, and the column tile.
+    """
     if SPAN > 0:
-        accs, i = multiply_promoted(CONSUMER, weights, ring, i, depth, BLOCK_M, SPAN, FLAT)
+        accs, i = multiply_promoted(CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, SPAN, FLAT)
         gl.static_assert(len(accs) == COUNT)
     else:
         acc, i = multiply(CONSUMER, weights, ring, i, depth, BLOCK_M, FLAT, WIDEST)
@@ -164,21 +210,24 @@ def multiply_blocks(
 
 @gluon.jit
 def multiply_promoted(
-    CONSUMER: gl.constexpr, weights, ring, i, depth,
+    CONSUMER: gl.constexpr, weights, ring, i, depth, scales, place,
     BLOCK_M: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     """`multiply` of 8-bit floats, as a tuple of tensors of at most 128 columns.
 
     The tensor core keeps some 14 bits of a sum, so it adds SPAN stages at a time, of which `depth` holds a
-    whole number, and float32 adds the rest, while the tensor core works for the other consumer.
+    whole number, and float32 adds the rest, while the tensor core works for the other consumer.  Where scales
+    are of blocks, float32 multiplies each of these sums by its scales.
     """
     HALF: gl.constexpr = BLOCK_M // 2
     WIDTH: gl.constexpr = min(weights.BLOCK_N, 128)  # registers hold one such sum of the tensor core's
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     zeros = gl.zeros((HALF, WIDTH), gl.float32, layout=layout)
     left, right = zeros, zeros
-    for _ in range(0, depth, SPAN * weights.BLOCK_K):
+    for k in range(0, depth, SPAN * weights.BLOCK_K):
         acc = warpgroup_mma_init(zeros)
+        if scales.BLOCKS:
+            of_blocks = scales.of_blocks(k, place, weights, HALF, layout)
         for s in gl.static_range(SPAN):
             ring.wait_ready(i + s)
             acc = add_stage(acc, weights, ring, i + s, CONSUMER * HALF, 0, s > 0, FLAT)
@@ -195,7 +244,7 @@ def multiply_promoted(
         if weights.BLOCK_N > WIDTH:
             right += part
         else:
-            left += part
+            left += part * of_blocks if scales.BLOCKS else part
         i += SPAN
     out = (left, right) if weights.BLOCK_N > WIDTH else (left,)
     return out, i

@@ -273,7 +273,7 @@ def four_bit_gmm_kernel(
                             N, K, blocks, BLOCK_N, BLOCK_K, LAYOUT, FORMAT)  # fmt: skip
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
-    scales = Scales(None, 0, 1, None, 0, 1, M)
+    scales = Scales(None, 0, 1, None, 0, 1, M, False)
     x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // dtype.primitive_bitwidth)
     gl.warp_specialize(
         [

@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import tuning
 from ..base.check import take_rows
 from ..base.launch import bind_kernel, num_programs
-from .epilogue import Scales, multiply_blocks, span_of
+from .epilogue import Scales, multiply_blocks, narrowed, span_of
 from .gluon import (
     beside_groups,
     block_g,
@@ -59,9 +59,10 @@ def gmm_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     STORES: gl.constexpr,
-    SPAN: gl.constexpr,  # stages that the tensor core sums, or 0: all
+    SUMS: gl.constexpr,  # stages that the tensor core sums, or 0: all; and whether scales are of blocks
     PROGRAMS: gl.constexpr,
 ):
+    SPAN: gl.constexpr = SUMS[0]
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
@@ -70,7 +71,7 @@ def gmm_kernel(
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, group_rows)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR, ZERO_REST, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
-    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_scale_stride, 1, M)
+    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_scale_stride, 1, M, SUMS[1])
     gl.warp_specialize(
         [
             (gmm_consumer, (0, weights, ring, tiles, queue, scales, out, out_desc, bias_ptr,
@@ -107,7 +108,10 @@ def gmm_consumer(
     for n in range(tiles.mine()):
         group, row, end, tile_n = queue.get(n)
         depth = tiles.used(group, weights.K)
-        accs, i = multiply_blocks(CONSUMER, weights, ring, i, depth, BLOCK_M, STORES, SPAN, None, WIDEST)
+        place = group, row + CONSUMER * HALF, end, tile_n
+        accs, i = multiply_blocks(
+            CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, STORES, SPAN, None, WIDEST
+        )
         biased = tiles.used(group, weights.N)  # columns
         if not ZERO_REST:
             end = gl.where(group != tiles.G, end, row)  # so TMA clips the rows in no group, which stay
@@ -140,24 +144,26 @@ def bind_gmm_into(i) -> Callable:
 
 def bind_product(
     x: Tensor, w: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype,
-    *, programs: int = 0, zero_rest: bool = True, indptr: bool = False,
+    *, programs: int = 0, zero_rest: bool = True, indptr: bool = False, blocks: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
     """Return `product(out, x, w, group_sizes, bias, numbers, x_scale, w_scale, starts)` for M, K and G of
     these sizes and a result of this dtype.  x may have other rows than the x that the product is given.
 
     With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
     Rows past the groups become zeros, or without `zero_rest` stay as they are.  x and w of 8 bits, the
-    latter K-major, have scales in float32, x_scale (M,) and w_scale (G, N).  With `indptr`, `group_sizes` are
-    G rows: where the first group begins, and where each ends.
+    latter K-major, have scales in float32, x_scale (M,) and w_scale (G, N), or of `blocks`, as
+    `quantize_blocks` returns them.  With `indptr`, `group_sizes` are G rows: where the first group begins,
+    and where each ends.
     """
     (M, K, G), (W, _, N), rows = sizes, w.shape, w.stride(2) != 1
     c = tuning.lookup("hopper_gmm" + kind_of(x), x.dtype, M, N, K, G)
+    c = narrowed(c) if blocks else c
     c = beside_groups(c, c.block_m * c.store_n, G, x.itemsize)
     w_box = (c.block_n, c.block_k) if rows else (c.block_k, c.block_n)
     programs = programs or num_programs(x)
     kernel = bind_kernel(
         gmm_kernel, (programs,), ZERO_REST=zero_rest, INDPTR=indptr, LAYOUT="rows" if rows else "columns",
-        STORES=c.block_n // c.store_n, SPAN=span_of(x, c, dtype),
+        STORES=c.block_n // c.store_n, SUMS=(span_of(x, c, dtype, blocks), blocks),
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
@@ -235,7 +241,7 @@ def masked_gmm_kernel(
     queue = make_queue(CONSUMERS)
     weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows", w_rows)
     scales = Scales(x_scale_ptr, x_scale_strides[0], x_scale_strides[1],
-                    w_scale_ptr, w_scale_strides[0], w_scale_strides[1], M)  # fmt: skip
+                    w_scale_ptr, w_scale_strides[0], w_scale_strides[1], M, False)  # fmt: skip
     groups, rows = find_masked_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gap = out_rows - M
@@ -273,7 +279,8 @@ def masked_consumer(
     for n in range(tiles.mine()):
         group, first, end, tile_n = queue.get(n)
         row = first + CONSUMER * (BLOCK_M // 2)
-        accs, i = multiply_blocks(CONSUMER, weights, ring, i, weights.K, BLOCK_M, STORES, SPAN)
+        place, depth = (group, row, end, tile_n), weights.K
+        accs, i = multiply_blocks(CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, STORES, SPAN)
         for j in gl.static_range(STORES):
             column = tile_n * weights.BLOCK_N + j * WIDTH
             first_row = group * scales.M

@@ -8,7 +8,7 @@ from ... import tuning
 from ..base.activations import get_activation
 from ..base.launch import num_programs
 from ..base.sources import arriving, bind_passes
-from .epilogue import Scales, kernel_functions, multiply_blocks, span_of
+from .epilogue import Scales, group_scales, kernel_functions, multiply_blocks, narrowed, span_of
 from .gluon import (
     Number,
     aggregate,
@@ -107,7 +107,8 @@ def up_consumer(
     for n in range(tiles.mine()):
         group, first, end, tile_n = queue.get(n)
         row = first + CONSUMER * (BLOCK_M // 2)
-        wide, i = multiply_blocks(CONSUMER, weights, ring, i, weights.K, BLOCK_M, WIDE, SPAN, FLAT)
+        place, depth = (group, row, end, tile_n), weights.K
+        wide, i = multiply_blocks(CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, WIDE, SPAN, FLAT)
         accs = blocks(wide[0], COUNT // WIDE)
         if WIDE == 2:
             accs = accs + blocks(wide[1], COUNT // 2)
@@ -148,9 +149,10 @@ def expert_up_kernel(
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
-    SPAN: gl.constexpr,  # stages that the tensor core sums, or 0: all
+    SUMS: gl.constexpr,  # stages that the tensor core sums, or 0: all; and whether scales are of blocks
     PROGRAMS: gl.constexpr,
 ):
+    SPAN: gl.constexpr = SUMS[0]
     GATED: gl.constexpr = UP is not None
     a = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
     b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
@@ -170,7 +172,8 @@ def expert_up_kernel(
     store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
     x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
     PROJECTIONS: gl.constexpr = 2 if GATED else 1
-    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, PROJECTIONS * N, 2 if INTERLEAVED else 1, M)
+    w_group = group_scales(PROJECTIONS * N, K, SUMS[1])
+    scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_group, 2 if INTERLEAVED else 1, M, SUMS[1])
     gl.warp_specialize(
         [
             (up_consumer, (0, weights, ring, tiles, queue, scales, store, BLOCK_M, FLAT, SPAN)),
@@ -185,13 +188,16 @@ def expert_up_kernel(
 # launcher
 
 
-def bind_expert_up(i, write_a: bool = True, dtype: torch.dtype | None = None) -> Callable:
+def bind_expert_up(
+    i, write_a: bool = True, dtype: torch.dtype | None = None, blocks: bool = False
+) -> Callable:
     """Bind `expert_up`; x and gate_up may have 8 bits: then `dtype` is that of z and a, and `launch` is given
-    the scales, float32, of the rows (R,) and of the weights (E, width)."""
+    the scales, float32, of the rows (R,) and of the weights (E, width), or of `blocks` of both."""
     (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
     N, write_z, interleaved = width // act.projections, i.save_z, i.interleaved
     op = f"hopper_up{'' if act.gated else '_plain'}{kind_of(i.x)}"
     c = tuning.lookup(op, i.x.dtype, R, width, K, E)
+    c = narrowed(c) if blocks else c
     c = beside_groups(c, c.block_m * c.store_n * (act.projections + 1), E, i.x.itemsize)
     programs = num_programs(i.x)
     launch_for = bind_passes(
@@ -199,7 +205,7 @@ def bind_expert_up(i, write_a: bool = True, dtype: torch.dtype | None = None) ->
         **kernel_functions(act), INTERLEAVED=interleaved, WRITES=(write_z, write_a),
         TOP_K=i.rank.shape[1], A_LAYOUT=shared_layout(i.x.dtype, c.block_m, c.block_k),
         FLAT=shared_layout(i.gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
-        SPAN=span_of(i.x, c, dtype or i.x.dtype), PROGRAMS=programs, **tile_options(c),
+        SUMS=(span_of(i.x, c, dtype or i.x.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sizes = R, E, N, K, i.x.stride(0) * i.x.itemsize // 16
     a_box, z_box = (c.block_m // 2, c.store_n), (c.block_m // 2, c.store_n * (1 + interleaved))

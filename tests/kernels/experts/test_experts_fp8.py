@@ -1,5 +1,6 @@
 """8-bit experts against their definition, row by row in float64; the Hopper kernels against the same."""
 
+import functools
 import re
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from torch import Tensor
 
 from moe_aiter.kernels.base.activations import get_activation
-from moe_aiter.kernels.experts.fp8 import ALL, RECIPES, gmm_unpermute_fp8_op
+from moe_aiter.kernels.experts.fp8 import ALL, BLOCK, RECIPES, gmm_unpermute_fp8_op
 from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize.layouts import quantize_transposed
 from moe_aiter.kernels.quantize.rows import dequantize_rows, quantize_rows
+from moe_aiter.kernels.quantize.scale_blocks import dequantize, quantize_blocks
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, pick, use
 
@@ -26,6 +28,10 @@ CUDA = torch.device("cuda", 0)
 
 def rounded(x: Tensor, format: str = "e4m3") -> Tensor:
     return dequantize_rows(*quantize_rows(x, format), torch.float64)
+
+
+def in_blocks(x: Tensor, square: bool = False) -> Tensor:
+    return dequantize(*quantize_blocks(x, square), torch.float64)
 
 
 def outer(x: Tensor, y: Tensor, fp8: str, x_format: str, y_format: str) -> Tensor:
@@ -50,18 +56,24 @@ def definition(ids, activation, interleaved, fp8, dout, x, gate_up, down, weight
     )
     dx, dgate_up, ddown, ds, dup_bias, ddown_bias = grads
     format, rows = fp8.removesuffix(ALL), [[] for _ in down]  # of each expert, in order
-    down_by_columns = rounded(down.mT)  # (E, I, H)
-    up8, up_scale = (t.double() for t in quantize_rows(gate_up))  # dz takes the scales over
+    if fp8 == BLOCK:
+        tokens, gradients = in_blocks, in_blocks
+        up, down8 = in_blocks(gate_up, True), in_blocks(down, True)
+        down_by_columns, up8, up_scale = down8.mT, up, up.new_ones(up.shape[:2])
+    else:
+        tokens, gradients = rounded, functools.partial(rounded, format=format)
+        up, down8, down_by_columns = rounded(gate_up), rounded(down), rounded(down.mT)  # (E, I, H)
+        up8, up_scale = (t.double() for t in quantize_rows(gate_up))  # dz takes the scales over
     for t, j in [(t, j) for t in range(len(x)) for j in range(ids.shape[1]) if ids[t, j] >= 0]:
         e, s = ids[t, j], weights[t, j]
-        z = (rounded(gate_up[e]) @ rounded(x[t : t + 1])[0] + up_bias[e]).requires_grad_()
+        z = (up[e] @ tokens(x[t : t + 1])[0] + up_bias[e]).requires_grad_()
         with torch.enable_grad():
             a = act(z, interleaved)
-        out[t] += s * (rounded(down[e]) @ rounded(a[None].detach())[0] + down_bias[e])
-        u = down_by_columns[e] @ rounded(dout[t : t + 1], format)[0]
+        out[t] += s * (down8[e] @ tokens(a[None].detach())[0] + down_bias[e])
+        u = down_by_columns[e] @ gradients(dout[t : t + 1])[0]
         ds[t, j] = u @ a.detach() + dout[t] @ down_bias[e]
         (dz,) = torch.autograd.grad(a, z, s * u)
-        dx[t] += up8[e].T @ rounded((dz * up_scale[e])[None], format)[0]
+        dx[t] += up8[e].T @ gradients((dz * up_scale[e])[None])[0]
         rows[e].append((x[t], dz, dout[t], s * a.detach()))
         dup_bias[e] += dz
         ddown_bias[e] += s * dout[t]
@@ -99,6 +111,7 @@ CASES = {
     "two chunks of an expert": {"T": 150, "E": 1, "k": 1},
     "empty experts": {"T": 3, "E": 9},
     "dropped choices": {"drop": True},
+    "blocks and a part": {"H": 200, "I": 136},
 }
 
 
@@ -226,10 +239,11 @@ def test_no_tokens(device, recompute):
     assert out.shape == x[:0].shape and all(not grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("fp8", ["e4m3", "e5m2_all"])
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2_all", BLOCK])
 def test_saved_memory(fp8, device):
     """What is saved without 8 bits, the inputs and z, and a float32 for each row of gate_up and each column
-    of down; where all products are of 8 bits, not x but its rows in 8 bits and their scales."""
+    of down, but not for blocks; where all products are of 8 bits, not x but its rows in 8 bits and their
+    scales."""
     ids, _, _, _, inputs = case("no bias", torch.float32, device)
     plan = sort_by_expert(ids, len(inputs[2]))
 
@@ -244,7 +258,8 @@ def test_saved_memory(fp8, device):
     z = ids.numel() * inputs[1].shape[1] * inputs[0].itemsize
     x8 = inputs[0].numel() + 4 * len(inputs[0]) if fp8.endswith(ALL) else 0
     (E, width, _), I = inputs[1].shape, inputs[2].shape[2]  # noqa: E741
-    for recompute, expected in ("none", z + E * (width + I) * 4 + x8), ("z", x8):
+    scales = 0 if fp8 == BLOCK else E * (width + I) * 4
+    for recompute, expected in ("none", z + scales + x8), ("z", x8):
         kept = saved(recompute)
         assert sum(n for p, n in kept.items() if p not in inside) == expected
         assert (inputs[0].data_ptr() in kept) == (x8 == 0)

@@ -15,7 +15,7 @@ from moe_aiter.kernels.experts import fp8
 E, H, WIDTH, K, T = 6, 256, 64, 2, 24  # which fit Hopper's kernels
 pytestmark = pytest.mark.no_interpreter
 QUANTISE = "quantize_rows", "quantize_rows_and_amax", "quantize_by_amax"
-QUANTISE += "quantize_transposed", "transpose_rows8"
+QUANTISE += "quantize_transposed", "transpose_rows8", "quantize_blocks"
 
 
 @pytest.fixture
@@ -88,7 +88,8 @@ RUNS = {
 
 CASES = [("plain", {}), ("plain", {"recompute": "z"}), ("checkpoint", {"bias": True}), ("reentrant", {}),
          ("selective", {"recompute": "z"}), ("checkpoint", {"fp8": "e4m3_all", "recompute": "z"}),
-         ("reentrant", {"fp8": "e4m3_all"}), ("selective", {"fp8": "e4m3_all"})]  # fmt: skip
+         ("reentrant", {"fp8": "e4m3_all"}), ("selective", {"fp8": "e4m3_all"}), ("plain", {"fp8": "block"}),
+         ("checkpoint", {"fp8": "block", "recompute": "z"})]  # fmt: skip
 
 
 @pytest.mark.parametrize("run, how", CASES, ids=str)
