@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
         scale = SCALES[group["adjust_lr_fn"]](rows, columns)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         for local, update in updates(p, u, group["halves"], group["ns_steps"]):
-            local.add_(update.to(local.dtype), alpha=-group["lr"] * scale)
+            local.add_(update, alpha=-group["lr"] * scale)
 
     def update_others(self, params: list[Tensor], group: dict, weight_decay: float) -> None:
         for p in params:
@@ -177,24 +177,26 @@ def dtype_on(device: torch.device) -> torch.dtype:
 def orthogonal(u: Tensor, steps: int) -> Tensor:
     """Return matrices (..., A, B) in 16 bits with the singular vectors of `u` and values near 1.
 
-    In float16, one product computes a x + (b p + c p p) x, with a added to the diagonal.  In bfloat16 this
-    would double the error of the iterations.
+    Where x is tall, p = x^T x and is multiplied from the right.  float16 is precise enough for one product
+    to compute (a + b p + c p p) x, as c q q + d with q = p + b / 2c; bfloat16 would double the error.
     """
-    shape, dtype, (a, b, c) = u.shape, dtype_on(u.device), COEFFICIENTS
-    x = u.reshape(-1, *shape[-2:])
-    tall = shape[-2] > shape[-1]
-    x = x.mT if tall else x
+    dtype, (a, b, c) = dtype_on(u.device), COEFFICIENTS
+    x = u.reshape(-1, *u.shape[-2:])
     norm = x.norm(dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=1e-7)
     x = torch.mul(x, 1 / norm, out=torch.empty_like(x, dtype=dtype))
+    tall = x.shape[1] > x.shape[2]
+    rest = (a - b * b / (4 * c)) * torch.eye(min(x.shape[1:]), dtype=dtype, device=x.device)
     for _ in range(steps):
-        gram = x @ x.mT
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram = x.mT @ x if tall else x @ x.mT
         if dtype == torch.float16:
-            factor.diagonal(dim1=1, dim2=2).add_(a)
-            x = factor @ x
+            gram.diagonal(dim1=1, dim2=2).add_(b / (2 * c))
+            factor = torch.baddbmm(rest, gram, gram, alpha=c)
+            x = x @ factor if tall else factor @ x
         else:
-            x = torch.baddbmm(x, factor, x, beta=a)
-    return (x.mT if tall else x).reshape(shape)
+            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            left, right = (x, factor) if tall else (factor, x)
+            x = torch.baddbmm(x, left, right, beta=a)
+    return x.reshape(u.shape)
 
 
 @checked

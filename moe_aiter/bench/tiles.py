@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..kernels import hopper
+from ..kernels.experts import mlp as _experts_ops  # noqa: F401  defines the ops of a step
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
 from ..kernels.grouped.four_bit import FourBitInputs
 from ..kernels.grouped.gmm import column_slices
