@@ -4,8 +4,8 @@ Tuning is data.  First comes the table of that GPU, `tables/h200.csv`, which `mo
 that of its architecture, `tables/sm90.csv`; then, for a Hopper kernel, the rule in `candidates.py`.  In a
 table the first row that matches is taken: `n` matches exactly, `rows` (of a group on average, up to a power
 of two) and `k` match up to their value, an empty cell matches anything.  A row without empty cells was
-measured there, and reaches only down to half of its `rows` and `k`; for few rows of the portable `up` or
-`gmm` it also decides that they run instead of Hopper's.  Nothing is tuned while a model trains.
+measured there, and reaches only down to half of its `rows` and `k`.  A row of the portable `up` or `gmm` for
+few `rows` also decides that they run instead of Hopper's.  Nothing is tuned while a model trains.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
 
 
 def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> bool:
-    """Whether a table has a measured tile of the portable kernel `op` for few rows of each group.
+    """Whether a table has a tile of the portable kernel `op` for so few rows of each group.
 
-    `moe-aiter tune` writes such a row only if the tile is faster than the Hopper kernel.
+    Such rows are in a table because the tile is faster than the Hopper kernel.
     """
     import triton
 
@@ -51,7 +51,7 @@ def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups
     if not of_few_rows(op, key.rows):
         return False
     row = find_row(tables(triton.runtime.driver.active.get_current_device()), key)
-    return row is not None and row.measured
+    return row is not None and of_few_rows(op, row.key.rows)
 
 
 def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Key:

@@ -110,7 +110,7 @@ FEW_ROWS = (  # of each group: weights come as fast as memory has them where 40 
     Config(16, 128, 64, 1, 4, 4), Config(32, 64, 128, 8, 4, 4), Config(32, 128, 64, 8, 4, 4),
     Config(64, 128, 64, 8, 4, 4), Config(64, 256, 64, 8, 8, 4),
 )  # fmt: skip
-FEW = 64  # rows of a group, on average
+FEW = 32  # rows of a group, on average
 MASKED_FEW = (
     Config(16, 64, 128, 1, 4, 6), Config(16, 64, 128, 1, 4, 8), Config(16, 128, 128, 1, 4, 4),
     Config(32, 64, 128, 1, 4, 8), Config(64, 128, 128, 2, 4, 3), Config(64, 64, 128, 2, 4, 4),

@@ -41,13 +41,9 @@ class Row:
         mine = self.key
         if (mine.op, mine.bits) != (key.op, key.bits) or mine.n not in (None, key.n):
             return False
-        near = self.measured  # and does not speak for what is far smaller
+        # who gives all three was measured there, and does not speak for what is far smaller
+        near = None not in mine
         return reaches(mine.rows, key.rows, near) and reaches(mine.k, key.k, near)
-
-    @property
-    def measured(self) -> bool:
-        """Whether the row gives all sizes, those that it was measured at."""
-        return None not in self.key
 
 
 def reaches(limit: int | None, value: int, near: bool) -> bool:

@@ -339,7 +339,7 @@ FITS = {  # H, I, and rows of many sizes
 @pytest.mark.gpu
 @every_recipe
 @pytest.mark.parametrize("sizes", FITS.values(), ids=FITS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if "H" not in CASES[name]])  # but sizes that fit
 def test_hopper(name, sizes, fp8):
     """No further from the definition than twice its emulation in bfloat16."""
     if not is_hopper(CUDA):

@@ -110,7 +110,7 @@ class FakeDriver:
 
 
 @pytest.mark.no_interpreter
-def test_a_measured_row_for_few_rows_replaces_hoppers_kernel(tables):
+def test_a_row_for_few_rows_replaces_hoppers_kernel(tables):
     x, w = torch.empty(100, 256, dtype=torch.bfloat16), torch.empty(8, 256, 512, dtype=torch.bfloat16)
     order = torch.empty(60)
     by_hopper = {
@@ -121,7 +121,12 @@ def test_a_measured_row_for_few_rows_replaces_hoppers_kernel(tables):
         ask = by_hopper[op]
         assert ask(), "there is no table"
         tables("arch", op, 16, "", "", "")
-        assert ask(), "a row that says nothing of these sizes was not measured at them"
+        assert ask(), "a row for any number of rows is for those whom Hopper's kernel does not serve"
+        tables("arch", op, 16, 64, "", "")
+        assert ask(), "a row for many rows as well"
+        tables("arch", op, 16, 32, "", "")
+        assert not ask()
+        tables("arch", op, 16, "", "", "")
         tables("gpu", op, 16, 2 * rows, 512, 256)
         assert ask(), "a row is for its number of rows"
         tables("gpu", op, 16, rows, 512, 256)
