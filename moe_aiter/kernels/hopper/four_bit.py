@@ -1,10 +1,11 @@
 """Grouped matmul with weights of 4 bits on Hopper; see ../grouped/four_bit.py.
 
-The consumers are those of `gmm`.  The producer loads packed words instead of weights, and writes the tile of
-the weight in 16 bits into the ring.  For each block of a row of w it rounds the 16 numbers that the block can
-hold, once, and keeps them in eight registers: four with the low bytes, four with the high bytes.  A number is
-then looked up by `prmt`, which takes four bytes out of eight, so float32 is needed for 16 numbers of a block
-only, and each number is rounded as `dequantized` rounds it.
+Rows are gathered and multiplied as in other kernels here.  A further warpgroup, `unpack`, writes the tile of
+the weight into the ring, in 16 bits; its codes and scales come by TMA, some stages ahead.
+
+A block of a row of w holds 16 numbers at most.  `unpack` computes them in float32 and rounds them, once for
+each block, and keeps them in eight registers: four with the low bytes and four with the high bytes.  Then it
+looks each number up by `prmt`, which takes four bytes out of eight.
 """
 
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def round_pair(first, second, DTYPE: gl.constexpr):
 
 @aggregate
 class PackedWeights:
-    """The second operand, weights of 4 bits: how the producer gets them, and makes 16 bits of them."""
+    """The second operand, weights of 4 bits, where `Weights` has those of 16."""
 
     codes_desc: tma.tensor_descriptor  # (G * rows, columns / 2) uint8
     scale_desc: tma.tensor_descriptor  # (G * blocks, rows) float32
