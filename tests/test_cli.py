@@ -191,12 +191,13 @@ WRONG = [
 ]
 
 
-PROGRAM, MODULE, SCRIPT = ["-c", "import moe_aiter"], ["-m", "moe_aiter.cli", "info"], ["./moe-aiter", "info"]
+PROGRAM, SCRIPT = ["-c", "import moe_aiter"], ["./moe-aiter", "info"]
+MODULES = ["-m", "moe_aiter.cli", "info"], ["-m", "moe_aiter", "info"]
 
 
 @pytest.mark.parametrize(
     "how, variable, text, message",
-    [(how, *WRONG[-1]) for how in (MODULE, SCRIPT)] + [(PROGRAM, *wrong) for wrong in WRONG],
+    [(how, *WRONG[-1]) for how in (*MODULES, SCRIPT)] + [(PROGRAM, *wrong) for wrong in WRONG],
 )
 def test_a_wrong_setting_is_one_line_and_status_2(how, variable, text, message, tmp_path):
     """By the command, as a module and as installed, and by a program that imports the package."""
