@@ -79,7 +79,7 @@ def experts(draw: Draw) -> Case:
         dtype, H, inner = draw.dtype(), max(H, 1), max(inner, 1)
     ids = draw.experts(T, k, E)
     memory = {"row_chunks": draw.option(None, 1, 3), "recompute": draw.pick("none", "none", "z")}
-    memory["fp8"] = draw.pick("e4m3", "e4m3_all") if eight else None
+    memory["fp8"] = draw.pick("e4m3", "e4m3_all", "block") if eight else None
     width = (2 if how["activation"] in GATED else 1) * inner
     tensors = {
         "x": hide(draw.numbers(T, H, dtype=dtype), (ids >= 0).any(1)),

@@ -15,6 +15,7 @@ from moe_aiter.kernels.quantize.rows import (
     quantize_rows,
     quantize_rows_and_amax,
 )
+from moe_aiter.kernels.quantize.scale_blocks import dequantize, quantize_blocks
 
 from . import loops
 from .draw import DEVICE, Draw
@@ -173,7 +174,7 @@ def quantize(draw: Draw) -> Case:
     group_sizes, sizes, rows = draw.group_sizes(draw.count())
     tensors["y"] = draw.numbers(rows, K, dtype=dtype)
     tensors["factor"] = draw.numbers(len(sizes), K, dtype=torch.float32)
-    floats = format if format != "int8" else "e4m3"
+    floats, square = format if format != "int8" else "e4m3", draw.flip()
 
     def ours(x, y, factor):
         x8, scales = quantize_rows(x, format)
@@ -187,13 +188,16 @@ def quantize(draw: Draw) -> Case:
             turned = quantize_transposed(x, scales, floats)
             assert torch.equal(turned.float(), x8.float().mT), "quantize_transposed differs"
             assert torch.equal(transpose_rows8(x8).float(), x8.float().mT), "transpose_rows8 differs"
-        return back, dequantize_rows(*columns, dtype), folded
+        blocks = dequantize(*quantize_blocks(x, square, floats), dtype)
+        return back, dequantize_rows(*columns, dtype), folded, blocks
 
     def plain(x, y, factor):
         wide = loops.sum_dtype(y.dtype)
         folded = torch.zeros(rows, K, dtype=wide, device=y.device)
         for g, s, e in loops.spans(sizes):
             folded[s:e] = y[s:e].to(wide) * factor[g]
-        return loops.rounded8(x, format), loops.rounded8(x.mT, floats), loops.rounded8(folded, floats)
+        of_rows = [loops.rounded8(t, to) for t, to in ((x, format), (x.mT, floats), (folded, floats))]
+        blocks = x.flatten(-2) if square else x  # no size reaches a second block
+        return *of_rows, loops.rounded8(blocks, floats).view(x.shape)
 
     return Case(ours, plain, tensors, gradients=False)
