@@ -23,6 +23,7 @@ from ..kernels.quantize.four_bit import quantized
 from ..kernels.quantize.rows import quantize_rows
 from ..kernels.rows.sort import sort_by_expert
 from ..op import IMPLS, ORDER, launcher, runs
+from ..op import pick as pick_backend
 from ..tuning import Config
 from ..tuning.choice import ChoiceKey
 from ..tuning.table import Key
@@ -172,7 +173,7 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool
     for name, op, weights, out, inputs in step(shape, device, dtype):
         there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], *inputs)]
         flops = weights * shape.forward_flops / 3
-        for launch in there if every else there[:1]:
+        for launch in there if every else [b for b in there if b is pick_backend(op, *inputs)]:
             rival = None if launch is there[0] else functools.partial(launcher(op, there[0]), out, *inputs)
             yield Product(name, launcher(op, launch), out, inputs, flops, rival=rival)
         if device.type == "cuda" and hopper.is_hopper(device) and (small := of_8_bits(op, *inputs)):

@@ -72,6 +72,7 @@ class Run:
     reps: int
     save: Callable[[dict], None]  # a row of the table
     save_choice: Callable[[dict], None]
+    drop: Callable[[Key], None]  # the table's row with that key
     done: dict[Key, Config] = dataclasses.field(default_factory=dict)
     asked: set = dataclasses.field(default_factory=set)  # cases of the table of choices
     wrong: int = 0
@@ -104,6 +105,7 @@ def main(args: argparse.Namespace) -> int:
         args.reps,
         save=lambda row: write(out, [row | where]),
         save_choice=lambda row: write_choices(choices, [row | where]),
+        drop=lambda key: write(out, [], without=key),
     )
     for family in (name for name in STEPS if name in args.family):
         tune_layers(args, run, family)
@@ -221,6 +223,7 @@ def tune_product(product: Product, key: Key, run: Run) -> None:
     kept = " (default)" if choice == default else ""
     if of_few_rows(key.op, key.rows) and times[choice] > FASTER * rival:  # which a row would replace
         kept += ", no row"
+        run.drop(key)
     else:
         run.save(key._asdict() | dataclasses.asdict(choice) | figures(default, choice, times))
     kept += "" if rival == math.inf else f" (Hopper kernel: {rival:.1f} us)"

@@ -113,8 +113,9 @@ def parse(cells: dict, where: str) -> Row:
     return Row(key, config)
 
 
-def write(path: pathlib.Path, new: Iterable[dict]) -> None:
+def write(path: pathlib.Path, new: Iterable[dict], without: Key | None = None) -> None:
     """Add rows, dicts with COLUMNS, to a table, which need not be there; one with an old key replaces it.
+    The row with the key `without` goes.
 
     The most specific comes first, as the first that matches is taken.
     """
@@ -122,7 +123,7 @@ def write(path: pathlib.Path, new: Iterable[dict]) -> None:
         old = read(path) if path.exists() and path.stat().st_size else []
         if old and list(old[0][1]) != COLUMNS:
             raise ValueError(f"{path} has other columns: {', '.join(old[0][1])}")
-        rows = {row.key: cells for row, cells in old}
+        rows = {row.key: cells for row, cells in old if row.key != without}
         for cells in new:
             cells = {column: str(cells[column]) for column in COLUMNS}
             rows[parse(cells, str(path)).key] = cells

@@ -16,6 +16,7 @@ from moe_aiter.kernels import experts, grouped, hopper
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.op import IMPLS, ORDER
 from moe_aiter.tuning.candidates import candidates, rule
 from moe_aiter.tuning.table import COLUMNS, Key, read
 
@@ -191,13 +192,39 @@ def test_a_tile_of_few_rows_has_to_be_faster_than_the_hopper_kernel(op, rows, ri
     monkeypatch.setattr(tune, "check", lambda product, configs: (configs, []))
     monkeypatch.setattr(tune, "measure", lambda product, configs, reps: times)
     saved = []
-    run = tune.Run(None, 3, saved.append, None)
+    run = tune.Run(None, 3, saved.append, None, lambda key: None)
     tune.tune_product(tiles.Product("down", None, torch.empty(64), (), 1000), Key(op, 16, rows, 64, 64), run)
     slower = (op, rows, rival) == ("gmm", 8, 40)
     assert (
         len(saved) == 1 - slower
         and (", no row (Hopper kernel: 40.0 us)" in capsys.readouterr().out) is slower
     )
+
+
+def test_a_row_of_few_rows_goes_where_the_hopper_kernel_has_become_faster(fake, tmp_path, monkeypatch):
+    path, times = tmp_path / "t.csv", dict.fromkeys(candidates("gmm", 8), 50.0)
+    monkeypatch.setattr(tuning, "default", lambda key: candidates("gmm", 8)[0])
+    monkeypatch.setattr(tiles.Product, "key", lambda product: Key("gmm", 16, 8, 64, 64))
+    monkeypatch.setattr(tune, "check", lambda product, configs: (configs, []))
+    for rival, rows in ((60.0, 1), (40.0, 0)):
+        monkeypatch.setattr(tune, "measure", lambda *_, rival=rival: times | {None: rival})
+        assert run(*TOY, "--out", path) == 0
+        assert len(read(path)) == rows
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_only_the_kernel_that_runs_is_tuned_unless_an_op_is_asked_for(few, monkeypatch):
+    """The portable one for few rows, though Hopper's could."""
+    shape = SHAPES["toy"], torch.device("cpu"), torch.bfloat16
+    first, *_ = tiles.step(*shape)
+    monkeypatch.setattr(tiles, "step", lambda *_: [first])
+    there = {name: lambda out, *inputs: None for name in ("hopper", "triton", "torch")}
+    there["hopper"].should_use = lambda *inputs: not few
+    monkeypatch.setitem(ORDER, "cpu", tuple(there))
+    monkeypatch.setitem(IMPLS, "expert_up", there)
+    for every, expected in ((False, ["triton" if few else "hopper"]), (True, ["hopper", "triton"])):
+        found = [product.launch for product in tiles.products(*shape, every)]
+        assert found == [there[name] for name in expected]
 
 
 @pytest.mark.interpret
