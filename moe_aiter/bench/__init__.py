@@ -17,8 +17,8 @@ COMMANDS = {  # command: (module with add_arguments and COMMAND, perhaps a main 
     "segment": ("segment", "segment products: LoRA, decoding, dense segments"),
     "gemm": ("products", "dense, scaled and sparse products"),
     "lora": ("lora", "frozen experts with LoRA adapters"),
-    "offload": ("offload", "frozen experts in host memory, beside what the copies and the products need"),
-    "muon": ("muon", "steps of Muon for stacked experts"),
+    "offload": ("offload", "frozen experts in host memory, compared with their copies and products alone"),
+    "muon": ("muon", "optimizer steps of Muon for stacked experts"),
     "parallel": ("parallel", "expert parallelism on several ranks, under torchrun"),
 }
 

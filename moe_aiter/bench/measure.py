@@ -37,7 +37,10 @@ def count(text: str) -> int:
 
 def add_contenders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="[bfloat16]"
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="dtype of inputs and weights [bfloat16]",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"

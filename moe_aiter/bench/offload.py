@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = "weights: plain (of --dtype), nf4, mxfp4 or int4 [plain nf4]"
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=[PLAIN, "nf4"], help=formats)
     parser.add_argument("--layers", type=count, default=8, metavar="N", help="layers of experts [8]")
-    parser.add_argument("--ahead", type=count, default=1, metavar="N", help="as in offload [1]")
+    parser.add_argument("--ahead", type=count, default=1, metavar="N", help="layers to copy ahead [1]")
     parser.add_argument("--rank", type=count, default=16, help="rank of the adapters [16]")
     add_contenders(parser)
 

@@ -62,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", nargs="+", choices=SEGMENTS, metavar="NAME", help=names)
     add_list(parser, lambda: ", ".join(SEGMENTS), of="cases")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="float16", help="[float16]"
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="float16",
+        help="dtype of inputs and weights [float16]",
     )
 
 

@@ -69,7 +69,7 @@ class TrainConfig:
 
     device: str = option("auto", "cpu, cuda, cuda:N or auto (a GPU if there is one)")
     threads: int = option(
-        0, "CPU threads of a process; 0: OMP_NUM_THREADS, or its share of those that are free", **THREADS
+        0, "CPU threads of a process; 0: OMP_NUM_THREADS, or the process's share of idle CPUs", **THREADS
     )
     ep: int = option(
         1,
