@@ -1,4 +1,4 @@
-"""Run a function on several processes of one machine, connected by gloo."""
+"""Run a function on several processes of one machine, connected by gloo or, with a GPU each, by NCCL."""
 
 import os
 import pathlib
@@ -22,6 +22,11 @@ def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, ba
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=world)
     function(rank, world, folder)
     leave()
+
+
+def gpus() -> int:
+    """How many GPUs a test may use: a power of two, which divides the experts of all layers."""
+    return 2 ** (min(torch.cuda.device_count(), 8).bit_length() - 1) if torch.cuda.is_available() else 0
 
 
 def leave() -> None:

@@ -1,4 +1,4 @@
-"""Experts shared by two GPUs, or by the one that there is, over NCCL."""
+"""Experts shared by all GPUs of this machine, over NCCL."""
 
 import copy
 
@@ -13,7 +13,7 @@ from moe_aiter.distributed import ExpertParallel, expert_mesh
 from moe_aiter.kernels.experts.cpu import expert_loop_reference
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 
-from .ranks import of_all_ranks, run, whole
+from .ranks import gpus, of_all_ranks, run, whole
 
 pytestmark = pytest.mark.gpu
 E, K, T, H, I = 16, 4, 512, 256, 128  # noqa: E741  tokens of each rank
@@ -148,6 +148,29 @@ def check_graph(rank, world, transport):
         assert all(map(torch.equal, got, want)), seed
 
 
+def check_empty_ranks(rank, world, transport):
+    """1,000 steps of random routing: some ranks have no tokens, others no rows for their experts."""
+    alone, generator = build(), torch.Generator().manual_seed(0)
+    experts = share(alone, world, transport=transport, max_tokens=T)
+    each = E // world
+    for i in range(1000):
+        counts = torch.randint(0, T + 1, (world,), generator=generator) * torch.randint(
+            0, 2, (world,), generator=generator
+        )
+        busy = torch.rand(world, generator=generator).argsort()[: max(K // each, i % world + 1)]
+        scores = torch.rand(T, E, generator=generator)
+        scores.view(T, world, each)[:, busy] += 1
+        n = counts[rank] * some[rank]
+        x = torch.randn(T, H, generator=generator)[:n].to("cuda", torch.bfloat16).requires_grad_()
+        plan, s = make_plan(scores.topk(K).indices[:n].cuda(), E), scores[:n, :K].cuda()
+        out = experts(x, s, plan)
+        out.sum().backward()
+        if i % 100 == 0:
+            (dx,) = torch.autograd.grad(alone(x, s, plan).sum(), x)
+            assert error(x.grad, dx) < 1e-2 and error(out.detach(), alone(x, s, plan).detach()) < 1e-2
+    assert all(whole(p.grad).isfinite().all() for p in experts.parameters())
+
+
 def everything(rank, world, folder):
     for backend in ("triton", "auto"):
         for dtype in (torch.bfloat16, torch.float32):
@@ -160,7 +183,8 @@ def everything(rank, world, folder):
     for transport in ("collective", "auto"):
         check_no_synchronisation(rank, world, transport)
         check_graph(rank, world, transport)
+        check_empty_ranks(rank, world, transport)
 
 
 def test_on_gpus(tmp_path):
-    run(min(torch.cuda.device_count(), 2), everything, tmp_path, "nccl")
+    run(gpus(), everything, tmp_path, "nccl")
