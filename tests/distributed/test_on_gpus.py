@@ -154,9 +154,7 @@ def check_empty_ranks(rank, world, transport):
     experts = share(alone, world, transport=transport, max_tokens=T)
     each = E // world
     for i in range(1000):
-        counts = torch.randint(0, T + 1, (world,), generator=generator) * torch.randint(
-            0, 2, (world,), generator=generator
-        )
+        counts, some = (torch.randint(0, n, (world,), generator=generator) for n in (T + 1, 2))
         busy = torch.rand(world, generator=generator).argsort()[: max(K // each, i % world + 1)]
         scores = torch.rand(T, E, generator=generator)
         scores.view(T, world, each)[:, busy] += 1
