@@ -108,7 +108,7 @@ def check_steps(rank, world, ep, folder):
         save_sharded(folder / f"{world}-{ep}", model, optimizers[1])
     export_safetensors(folder / f"{world}-{ep}.safetensors", model)
     for name, weight in load_file(folder / f"{world}-{ep}.safetensors").items():
-        assert torch.equal(weight, whole(model.state_dict()[name])), name
+        assert torch.equal(weight, whole(model.state_dict()[name]).cpu()), name
     loss = mean_of(loss_of(model, batches(4, 9)[:world].flatten(0, 1)))
     if rank == 0:
         torch.save(loss, folder / f"{world}-{ep}.loss")
@@ -127,7 +127,7 @@ def check_load(world, ep, folder, saved_by="4-2"):
     saved = load_file(folder / f"{saved_by}.safetensors")
     assert saved.keys() == model.state_dict().keys()
     for name, t in model.state_dict().items():
-        assert torch.equal(whole(t), saved[name]), name
+        assert torch.equal(whole(t).cpu(), saved[name]), name
     moments = {name: [whole(optimizer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")]
                for name, p in model.named_parameters()}  # fmt: skip
     before = folder / "moments.pt"
