@@ -185,12 +185,12 @@ def orthogonal(u: Tensor, steps: int) -> Tensor:
     norm = x.norm(dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=1e-7)
     x = torch.mul(x, 1 / norm, out=torch.empty_like(x, dtype=dtype))
     tall = x.shape[1] > x.shape[2]
-    rest = (a - b * b / (4 * c)) * torch.eye(min(x.shape[1:]), dtype=dtype, device=x.device)
     for _ in range(steps):
         gram = x.mT @ x if tall else x @ x.mT
         if dtype == torch.float16:
             gram.diagonal(dim1=1, dim2=2).add_(b / (2 * c))
-            factor = torch.baddbmm(rest, gram, gram, alpha=c)
+            factor = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
+            factor.diagonal(dim1=1, dim2=2).add_(a - b * b / (4 * c))
             x = x @ factor if tall else factor @ x
         else:
             factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
