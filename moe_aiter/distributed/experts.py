@@ -14,8 +14,9 @@ out.  Its backward pass receives these tokens again, and runs the recorded graph
 use plain operations instead, which keep the tokens.
 
 Through symmetric memory, transfers run beside products (`Sources`).  While tokens or their gradients arrive,
-the rows of own tokens are computed.  Sums and gradients of other ranks' tokens leave while those of own
-tokens are computed, and gradients of tokens also while the gradient of gate_up is.
+the rows of own tokens are computed, and then those of one rank after the other.  Sums and gradients of other
+ranks' tokens leave while those of own tokens are computed, and gradients of tokens also while the gradient of
+gate_up is.
 """
 
 import contextlib
@@ -213,6 +214,7 @@ class ExpertDispatcher:
         for t in sizes, routing:  # before the tokens: copies between two GPUs run one after the other
             routed.send(t)
         tokens.send(x)
+        transport.fetch(tokens)
         sizes, routing = routed.receive()
         if transport is not self.collective:  # ranks may write to wrong slots, and nothing waits for ever
             same = (sizes[:, -1] == x.shape[0]).all()
@@ -438,6 +440,7 @@ class Dispatched(torch.autograd.Function):
         arriving.send(dout)
         if x is not None:
             again.send(x)
+        transport.fetch(arriving, again)
         saved.again = again
 
         def add_others(gradients: list) -> None:

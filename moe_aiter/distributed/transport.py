@@ -3,11 +3,13 @@
     transfer = transport.dispatch()       all ranks get the rows of each rank       (T, N) -> (R * T, N)
     transfer = transport.combine()        a rank gets the sum of its rows           (R * T, N) -> (T, N)
     transfer.send(t)                      begins to send a tensor, and returns at once
+    transport.fetch(transfer, ...)        after `send`: begins to bring the tokens of other ranks here
     transfer.receive()                    returns what arrived, for each tensor that was sent
 
-Through symmetric memory, what is here can be used before the rest arrives, and parts of a sum can leave one
-by one: `Sources`.  All ranks send the same shapes in the same order.  A sum adds in the order of the ranks,
-in float32 or float64, and is rounded once, so that both transports and two runs give the same bits.
+Through symmetric memory, the tokens of one rank can be used before those of the next arrive, and parts of a
+sum can leave one by one: `Sources`.  All ranks send the same shapes in the same order.  A sum adds in the
+order of the ranks, in float32 or float64, and is rounded once, so that both transports and two runs give the
+same bits.
 """
 
 import contextlib
@@ -48,6 +50,9 @@ class Collective:
     def dispatch(self, region: int = X) -> "CollectiveTransfer":
         return CollectiveTransfer(dispatch_tokens, self.group)
 
+    def fetch(self, *transfers: "CollectiveTransfer") -> None:
+        """Nothing is left to do: a collective sends and fetches."""
+
     def combine(self) -> "CollectiveTransfer":
         return CollectiveTransfer(combine_tokens, self.group)
 
@@ -64,11 +69,12 @@ class CollectiveTransfer:
 
 
 class Pool:
-    """Memory on each rank of a group that all of them can write, in four regions.
+    """Memory on each rank of a group that all of them can read and write, in four regions.
 
-    A dispatch copies a rank's rows into a region of all ranks, a combine copies rows into the region of their
-    home, which adds them up.  Large copies take no SM, and run on a stream of their own, beside kernels.
-    What a dispatch returns is memory of the region, and valid until `begin`.
+    A dispatch copies a rank's rows into its own region, from where the other ranks fetch them; rows of the
+    routing are few, and go to all ranks at once.  A combine copies rows into the region of their home, which
+    adds them up.  Large copies take no SM, and run on a stream of their own, beside kernels.  What a dispatch
+    returns is memory of the region, and valid until `begin`.
     """
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device):
@@ -84,14 +90,25 @@ class Pool:
         """Wait, on the GPU, until no rank uses what arrived earlier."""
         self.barrier()
 
-    def barrier(self) -> None:
-        self.handle.barrier(0, TIMEOUT)
+    def barrier(self, channel: int = 0) -> None:
+        self.handle.barrier(channel, TIMEOUT)
 
     def dispatch(self, region: int = X) -> "PoolTransfer":
-        return PoolTransfer(self, region)
+        return Push(self, region) if region == ROUTING else Fetch(self, region)
 
     def combine(self) -> "PoolTransfer":
-        return PoolTransfer(self, SUMS)
+        return Push(self, SUMS)
+
+    def fetch(self, *transfers: "Fetch") -> None:
+        """Begin to fetch what the other ranks have sent, once all of them have done so.
+
+        The barrier has a channel of its own, since it runs beside kernels, of which some are barriers.
+        """
+        with beside(self.stream) as stream:
+            self.barrier(1)
+            event = stream and stream.record_event()
+        for transfer in transfers:
+            transfer.fetch(event)
 
     def buffer(self, rank: int, region: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a part of a rank's region, which begins `offset` bytes after the region."""
@@ -99,28 +116,21 @@ class Pool:
 
 
 class PoolTransfer:
-    """What all ranks send into one region.  It keeps tensors until they have arrived."""
+    """What all ranks bring into one region.  It keeps tensors until they have arrived."""
 
     def __init__(self, pool: Pool, region: int):
         self.pool, self.region, self.offset = pool, region, 0
         self.sent, self.arrived, self.results = [], [], None
-        self.own = self.event = None  # recorded once own parts, and all parts, are where they belong
         self.stream = pool.stream if region != ROUTING else None  # which would wait behind tokens there
-
-    def send(self, t: Tensor) -> None:
-        t, ranks = t.contiguous(), self.pool.ranks
-        parts = t.chunk(ranks) if self.region == SUMS and t.shape[0] else (t,) * ranks
-        places = self.places(parts[0])
-        self.own = self.copy(places, parts, [self.pool.rank])
-        self.copy(places, parts, self.others())
+        self.events = {}  # rank -> recorded once the copies of this rank's part have ended
 
     def others(self) -> list[int]:
-        """Return the other ranks in the order in which this one sends: not all to the same rank at once."""
+        """Return the other ranks in the order of the copies: not all ranks from or to the same at once."""
         own, ranks = self.pool.rank, self.pool.ranks
         return [*range(own + 1, ranks), *range(own)]
 
-    def places(self, part: Tensor) -> list[Tensor]:
-        """Return where on each rank a part of this shape from this rank belongs, and expect those of all."""
+    def buffers(self, part: Tensor) -> list[Tensor]:
+        """Return where the parts of all ranks belong, (R * rows, N) on each, and expect them to arrive."""
         pool, (rows, columns) = self.pool, part.shape
         where = self.region, self.offset, (pool.ranks * rows, columns), part.dtype
         self.offset += aligned(pool.ranks * part.nbytes)
@@ -128,28 +138,42 @@ class PoolTransfer:
             raise AssertionError(f"{self.offset} bytes in a region of {pool.sizes[self.region]}")
         buffers = [pool.buffer(rank, *where) for rank in range(pool.ranks)]
         self.arrived.append(buffers[pool.rank])
-        return [b[pool.rank * rows : (pool.rank + 1) * rows] for b in buffers]
+        return buffers
 
-    def copy(
-        self, places: Sequence[Tensor], parts: Sequence[Tensor], ranks: Sequence[int]
-    ) -> torch.cuda.Event | None:
-        """Begin to copy the parts of these ranks to their places; return what is recorded after it."""
+    def copy(self, rank: int, to: Tensor, part: Tensor) -> None:
+        """Begin to copy a part from or to this rank."""
         with beside(self.stream) as stream:
-            for rank in ranks:
-                places[rank].copy_(parts[rank], non_blocking=True)
-                self.sent.append(parts[rank])
-            self.event = stream and stream.record_event()
-        return self.event
+            to.copy_(part, non_blocking=True)
+            self.sent.append(part)
+            self.events[rank] = stream and stream.record_event()
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let the current stream wait for an event of `copy`."""
+    def wait(self, rank: int) -> None:
+        """Let the current stream wait for the last copy from or to this rank."""
+        event = self.events.get(rank)
         if event is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
+
+
+class Push(PoolTransfer):
+    """Each rank writes into the memory of the others, and a barrier tells when all have."""
+
+    def send(self, t: Tensor) -> None:
+        t, ranks = t.contiguous(), self.pool.ranks
+        parts = t.chunk(ranks) if self.region == SUMS and t.shape[0] else (t,) * ranks
+        places = self.places(parts[0])
+        for rank in (self.pool.rank, *self.others()):
+            self.copy(rank, places[rank], parts[rank])
+
+    def places(self, part: Tensor) -> list[Tensor]:
+        """Return where on each rank a part of this shape from this rank belongs."""
+        first = self.pool.rank * part.shape[0]
+        return [buffer[first : first + part.shape[0]] for buffer in self.buffers(part)]
 
     def receive(self) -> list[Tensor]:
         """Return what arrived; the first call waits for it, on the GPU."""
         if self.results is None:
-            self.wait(self.event)
+            for rank in self.events:
+                self.wait(rank)
             self.pool.barrier()
             self.results = self.arrived if self.region != SUMS else list(map(self.added, self.arrived))
             self.sent = self.arrived = None
@@ -159,6 +183,35 @@ class PoolTransfer:
         out = parts.new_empty(parts.shape[0] // self.pool.ranks, parts.shape[1])
         add_parts(out, parts, self.pool.ranks)
         return out
+
+
+class Fetch(PoolTransfer):
+    """Each rank copies its rows into its own memory; after a barrier, the others read them there in turn."""
+
+    def __init__(self, pool: Pool, region: int):
+        super().__init__(pool, region)
+        self.copies = []  # that `fetch` makes
+
+    def send(self, t: Tensor) -> None:
+        buffers, own = self.buffers(t), self.pool.rank
+        parts = [buffer.chunk(self.pool.ranks) if t.shape[0] else [t] * self.pool.ranks for buffer in buffers]
+        self.copy(own, parts[own][own], t.contiguous())
+        self.copies += [(rank, parts[own][rank], parts[rank][rank]) for rank in self.others()]
+
+    def fetch(self, event: torch.cuda.Event | None) -> None:
+        """Begin to copy; `event` follows the barrier, and products of own rows, which would leave the barrier
+        no SM, wait for it."""
+        self.events[self.pool.rank] = event
+        for copy in self.copies:
+            self.copy(*copy)
+
+    def receive(self) -> list[Tensor]:
+        """Return what arrived; the first call waits for it, on the GPU."""
+        if self.results is None:
+            for rank in self.events:
+                self.wait(rank)
+            self.results, self.sent, self.copies = self.arrived, None, None
+        return self.results
 
 
 class Sources:
@@ -176,12 +229,10 @@ class Sources:
         self.dispatch, self.sums, self.finish = dispatch, sums, finish
 
     def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
-        own = self.dispatch.pool.rank
-        self.dispatch.wait(self.dispatch.own)
-        yield self.sizes[own], self.starts[own]
-        self.dispatch.receive()
-        for rank in reversed(self.dispatch.others()):  # in which they arrive
+        for rank in (self.dispatch.pool.rank, *self.dispatch.others()):  # in which they arrive
+            self.dispatch.wait(rank)
             yield self.sizes[rank], self.starts[rank]
+        self.dispatch.receive()
 
     def leaving(self, group_sizes: Tensor, out: Tensor) -> Iterator[tuple]:
         if self.finish is not None:
@@ -197,7 +248,7 @@ class Sources:
             here = slice(rank * tokens, (rank + 1) * tokens)
             yield self.sizes[rank], self.starts[rank], here, places[own] if rank == own else parts[rank]
             if rank != own:
-                self.sums.copy(places, parts, [rank])
+                self.sums.copy(rank, places[rank], parts[rank])
 
 
 @contextlib.contextmanager
