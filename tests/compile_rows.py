@@ -41,8 +41,9 @@ E, TOP_K = 128, 8
 NATIVE = "sm_90", "sm_100", "gfx950"  # GPUs that multiply 8-bit floats; for others the reference quantizes
 
 
-def run_merge(dtype=torch.int32, num_experts=64, sources=4):
-    i = MergeInputs(ints(sources, 32768, dtype=dtype), ints(sources, num_experts, dtype=dtype), 8, 16, 16)
+def run_merge(dtype=torch.int32, num_experts=64, sources=4, last_first=True):
+    plans = ints(sources, 32768, dtype=dtype), ints(sources, num_experts, dtype=dtype)
+    i = MergeInputs(*plans, 8, 16, 16, 65536, last_first)
     bind_merge(i)(new_merge(i), i)
 
 
@@ -93,8 +94,9 @@ def run_unpermute(dtype, weighted):
 
 def run_add_to_sums(dtype):
     rows, rank, weights = new(9000, 512, dtype=dtype), ints(4096, 8), new(4096, 8, dtype=torch.float32)
-    add = bind_unpermute_columns(rank.shape, 512, rows.stride(), 2048, add=True)
-    add(new(4096, 2048, dtype=dtype)[:, 512:1024], rows, rank, weights)
+    for how in ({"add": True}, {"some": True}):
+        add = bind_unpermute_columns(rank.shape, 512, rows.stride(), 2048, **how)
+        add(new(4096, 2048, dtype=dtype)[:, 512:1024], rows, rank, weights)
 
 
 def run_row_dots(dtype):
@@ -302,7 +304,7 @@ def layout_cases():
 ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
 RUNS = {
     "merge": run_merge,
-    "merge int64": lambda: run_merge(torch.int64, 256),
+    "merge int64": lambda: run_merge(torch.int64, 256, last_first=False),
     "sort int32": lambda: run_sort(torch.int32),
     "sort int64": lambda: run_sort(torch.int64),
     "sort by one expert": lambda: run_sort(torch.int64, 1),

@@ -50,7 +50,7 @@ from ..private_api import assert_async, is_alias, keeps_graph, process_group, ve
 from ..routing.plan import RoutePlan
 from .collective import all_gather
 from .overflow import add_gradients, add_output, can_add, targets
-from .slots import pad, spans_of_window, window, windows
+from .slots import pad, window_rows
 from .transport import (
     DOUT,
     ROUTING,
@@ -202,9 +202,10 @@ class ExpertDispatcher:
         return pool_for(process_group(self.group), sizes, x.device)
 
     def arrive(
-        self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan
-    ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, RoutePlan, Tensor]:
-        """Return the tokens of all slots, on their way; their weights; the plan of own experts; its spans."""
+        self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan, last_first: bool
+    ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, list[RoutePlan], Tensor]:
+        """Return the tokens of all slots, on their way; their weights; the plans of the windows of own
+        experts' rows; the spans of the first."""
         tokens, routed = transport.dispatch(X), transport.dispatch(ROUTING)
         top_k, kind = s.shape[1], INTEGERS[s.dtype]
         sizes = F.pad(plan.group_sizes.int(), (0, 1), value=x.shape[0])[None]
@@ -220,19 +221,16 @@ class ExpertDispatcher:
             same = (sizes[:, -1] == x.shape[0]).all()
             assert_async(same, "the ranks have different numbers of tokens: see max_tokens")
         rank, s = routing.chunk(2, 1)
-        parts = rank.detach().view(kind), sizes[:, :-1]
-        *plan, spans = merge_plans(*parts, top_k, self.first, self.count)
+        parts, rows = (rank.detach().view(kind), sizes[:, :-1]), self.window_rows(rank.numel())
+        order, *plan, spans = merge_plans(*parts, top_k, self.first, self.count, rows, last_first)
+        plans = [RoutePlan(*parts) for parts in zip(order.split(rows), *plan, strict=True)]
         # a copy: the weights may be saved, but a pool's memory is used again
         s = s.clone(memory_format=torch.contiguous_format).view(-1, top_k)
-        return tokens, s, RoutePlan(*plan), spans
+        return tokens, s, plans, spans
 
-    def window_sizes(self, plan: RoutePlan) -> tuple[int, int]:
-        choices = plan.rank.numel()
-        return windows(choices, int(min(self.rows / self.ranks, 1) * choices))
-
-    def windows(self, plan: RoutePlan) -> list[RoutePlan]:
-        count, rows = self.window_sizes(plan)
-        return [plan] if count == 1 else [window(plan, i * rows, rows) for i in range(count)]
+    def window_rows(self, choices: int) -> int:
+        """Return how many rows a window has, for so many choices of all ranks."""
+        return window_rows(choices, int(min(self.rows / self.ranks, 1) * choices))
 
     def run(
         self,
@@ -246,31 +244,29 @@ class ExpertDispatcher:
     ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, list[RoutePlan], Tensor | None]:
         """Compute all slots, and begin to send the sums home; return their transfer.
 
-        Also return the routing weights of the slots, the windows that were added by `overflow.py`, and the
-        spans of `Sources`, or None where products read all tokens at once.  `compute` is called in place of
+        Also return the routing weights of the slots, the windows that `overflow.py` computes, and the spans
+        of `Sources`, or None where products read all tokens at once.  `compute` is called in place of
         `passes`, with the tokens of all slots, their routing weights and the other windows.
         """
-        arriving, s, plan, spans = self.arrive(transport, x, s, plan)
-        plans, others, in_turn = self.windows(plan), [], False
         recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
-        if not recorded and can_add(experts, x):
-            plans, others = plans[:1], plans[1:]
-            in_turn = isinstance(transport, Pool) and has_passes(x, plan)
-        if others and in_turn:
-            spans = spans_of_window(spans, len(plans[0].order))
+        adds = not recorded and can_add(experts, x)
+        in_turn = adds and isinstance(transport, Pool) and has_passes(x, s.shape[1])
+        arriving, s, plans, spans = self.arrive(transport, x, s, plan, in_turn)
+        others = plans[1:] if adds else []
+        plans = plans[: len(plans) - len(others)]
         spans = spans[..., : self.count] if in_turn else None
         slots = arriving.receive()[0] if spans is None else arriving.arrived[0]
         sums = transport.combine()
 
         def add(out: Tensor) -> None:
-            add_output(out, experts, slots, s, others, weights)
+            add_output(out, experts, slots, s, in_order(others, spans), weights)
 
         with in_passes(spans, arriving, sums, add if others else None):
             out = compute(slots, s, plans) if compute else self.passes(experts, slots, s, plans, weights)
-        if spans is not None and arriving.results is None:
+        if spans is not None and not (arriving.results and sums.sent):
             raise RuntimeError(
-                "a kernel that was registered for expert_up has not waited for the tokens of other ranks: "
-                "it needs transport='collective'"
+                "a kernel that was registered for expert_up or gmm_unpermute does not take the rows of one "
+                "rank after the other: it needs transport='collective'"
             )
         arriving.receive()  # on all ranks, also where nothing has read the tokens
         if not sums.sent:
@@ -325,10 +321,16 @@ def has_rows(plan: RoutePlan) -> bool:
     return torch.compiler.is_compiling() or not sizes.is_cpu or bool(sizes.any())
 
 
-def has_passes(x: Tensor, plan: RoutePlan) -> bool:
+def in_order(others: list[RoutePlan], spans: Tensor | None) -> list[RoutePlan]:
+    """Return the windows after the first one in the order in which they are computed, as `merge_plans` was
+    told."""
+    return others if spans is None else others[::-1]
+
+
+def has_passes(x: Tensor, top_k: int) -> bool:
     """Whether products can take the rows of each rank's tokens (T, H) for themselves: kernels do, where the
     tensors of each rank begin at a multiple of 16 bytes."""
-    tokens, choices = x.shape[0], x.shape[0] * plan.rank.shape[1]
+    tokens, choices = x.shape[0], x.shape[0] * top_k
     even = choices % 4 == 0 and tokens * x.shape[1] * x.element_size() % 16 == 0
     return (x.is_cuda or interpret) and tokens > 0 and even
 
@@ -445,17 +447,17 @@ class Dispatched(torch.autograd.Function):
 
         def add_others(gradients: list) -> None:
             if ctx.num_others:
-                inputs = experts, *again.receive(), slots_s, others, weights
+                inputs = experts, *again.receive(), slots_s, in_order(others, spans), weights
                 add_gradients(gradients, *arriving.receive(), *inputs)
 
-        def finish(dx: Tensor) -> None:
+        def begin(dx: Tensor) -> None:
             add_others([dx, *[None] * 5])
 
         edges = [edge for edge in ctx.edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         dout = arriving.receive()[0] if spans is None else arriving.arrived[0]
         try:
-            with in_passes(spans, arriving, sums, finish if ctx.num_others else None):
+            with in_passes(spans, arriving, sums, begin if ctx.num_others else None):
                 computed = iter(torch.autograd.grad(ctx.edge, edges, dout, **how))
         finally:
             saved.again, saved.tensors = None, []

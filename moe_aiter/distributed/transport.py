@@ -215,18 +215,18 @@ class Fetch(PoolTransfer):
 
 
 class Sources:
-    """The passes of `kernels/base/sources.py`: the rows of own tokens while others arrive, and the sums of
-    other ranks' tokens first, which travel while the own ones are computed.
+    """The passes of `kernels/base/sources.py`: the rows of own tokens first, then those of each rank as they
+    arrive; the sums of other ranks' tokens first, which travel while the own ones are computed.
 
     spans      as `merge_plans` returns them, without their last columns
     dispatch   what the products read
     sums       what their sums are sent by
-    finish     None, or adds to the sums what is missing: then they leave together
+    begin      None, or writes the sums of the rows that are ELSEWHERE, to which the passes add
     """
 
-    def __init__(self, spans: Tensor, dispatch: PoolTransfer, sums: PoolTransfer, finish: Callable | None):
+    def __init__(self, spans: Tensor, dispatch: PoolTransfer, sums: PoolTransfer, begin: Callable | None):
         self.starts, self.sizes = (t.unbind() for t in spans.unbind())
-        self.dispatch, self.sums, self.finish = dispatch, sums, finish
+        self.dispatch, self.sums, self.begin = dispatch, sums, begin
 
     def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
         for rank in (self.dispatch.pool.rank, *self.dispatch.others()):  # in which they arrive
@@ -234,20 +234,18 @@ class Sources:
             yield self.sizes[rank], self.starts[rank]
         self.dispatch.receive()
 
-    def leaving(self, group_sizes: Tensor, out: Tensor) -> Iterator[tuple]:
-        if self.finish is not None:
-            yield group_sizes, None, slice(None), out
+    def leaving(self, out: Tensor) -> Iterator[tuple]:
+        add = self.begin is not None
+        if add:
             with by_source.set(None):
-                self.finish(out)
-            self.sums.send(out)
-            return
+                self.begin(out)
         own, ranks = self.sums.pool.rank, self.sums.pool.ranks
         tokens, parts = out.shape[0] // ranks, out.chunk(ranks)
         places = self.sums.places(parts[own])
         for rank in (*self.sums.others(), own):
-            here = slice(rank * tokens, (rank + 1) * tokens)
-            yield self.sizes[rank], self.starts[rank], here, places[own] if rank == own else parts[rank]
-            if rank != own:
+            here, in_place = slice(rank * tokens, (rank + 1) * tokens), rank == own and not add
+            yield self.sizes[rank], self.starts[rank], here, places[own] if in_place else parts[rank], add
+            if not in_place:
                 self.sums.copy(rank, places[rank], parts[rank])
 
 

@@ -34,14 +34,12 @@ def arriving(group_sizes: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
     return iter([(group_sizes.contiguous(), None)])
 
 
-def leaving(group_sizes: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor | None, slice, Tensor]]:
-    """Yield the same, and which tokens' sums a pass computes, and the tensor that it writes them to.
+def leaving(group_sizes: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor | None, slice, Tensor, bool]]:
+    """Yield the same; which tokens' sums a pass computes; the tensor that it writes them to, and whether it
+    adds to sums of rows ELSEWHERE.
 
     The sums of a pass leave when the next pass is asked for.
     """
     sources = by_source.get()
-    return (
-        iter([(group_sizes, None, slice(None), out)])
-        if sources is None
-        else sources.leaving(group_sizes, out)
-    )
+    whole = group_sizes, None, slice(None), out, False
+    return iter([whole]) if sources is None else sources.leaving(out)

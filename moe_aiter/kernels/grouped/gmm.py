@@ -49,7 +49,7 @@ from ..base.tile import (
     tile_options,
     walk,
 )
-from ..rows.permute import bind_unpermute_columns, check_plan, unpermute_reference
+from ..rows.permute import ELSEWHERE, bind_unpermute_columns, check_plan, unpermute_reference
 from ..rows.sums import group_sum
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
 
@@ -393,7 +393,8 @@ def column_slices(columns: int, column_bytes: int, most_bytes: int) -> list[slic
 
 @binds
 @takes(*TILE_DTYPES)
-def bind_gmm_unpermute(i: GmmUnpermuteInputs, add: bool = False) -> Callable:
+def bind_gmm_unpermute(i: GmmUnpermuteInputs, some: bool = False) -> Callable:
+    """Return `launch(out, i)`; with `some` it leaves tokens without rows alone."""
     (R, _), N, top_k = i.x.shape, i.w.shape[2], i.rank.shape[1]
 
     def product(n: slice, starts: Tensor | None) -> Callable:
@@ -402,24 +403,26 @@ def bind_gmm_unpermute(i: GmmUnpermuteInputs, add: bool = False) -> Callable:
 
     slices = column_slices(N, R * i.x.element_size(), i.row_bytes)
     launches = [(n, n.stop - n.start, product(n, None), product(n, i.group_sizes)) for n in slices]
-    sum_of = functools.cache(lambda tokens, width: bind_token_sum((tokens, top_k), width, N, add))
+    sum_of = functools.cache(lambda tokens, width, add: bind_token_sum((tokens, top_k), width, N, add, some))
 
     def launch(out, i):
-        for group_sizes, starts, tokens, sums in leaving(i.group_sizes, out):
+        for group_sizes, starts, tokens, sums, add in leaving(i.group_sizes, out):
             rank, weights = i.rank[tokens], None if i.routing_weights is None else i.routing_weights[tokens]
             for n, width, by_group, by_pass in launches:
                 rows = i.x.new_empty(R, width)
                 product = by_group if starts is None else by_pass
                 product(rows, i.columns(n, rows, group_sizes, starts))
-                sum_of(rank.shape[0], width)(sums[:, n], rows, rank, weights)
+                sum_of(rank.shape[0], width, add)(sums[:, n], rows, rank, weights)
                 del rows  # before those of the next columns
 
     return launch
 
 
-def bind_token_sum(choices: Sequence[int], width: int, columns: int, add: bool = False) -> Callable:
+def bind_token_sum(
+    choices: Sequence[int], width: int, columns: int, add: bool = False, some: bool = False
+) -> Callable:
     """Bind the sum of each token's rows, for `choices`, (T, k), and `width` of an output's `columns`."""
-    return bind_unpermute_columns(choices, width, (width, 1), columns, add)
+    return bind_unpermute_columns(choices, width, (width, 1), columns, add, some)
 
 
 # gmm_unpermute: op
@@ -434,13 +437,14 @@ gmm_unpermute_op = define_op(
 )
 
 
-# gmm_unpermute_add: `gmm_unpermute` for a few more rows of tokens that have a sum already
+# gmm_unpermute_add: `gmm_unpermute` for the rows of another window
 
 
 class GmmUnpermuteAddInputs(NamedTuple):
-    """The inputs of the op `gmm_unpermute_add`: `gmm_unpermute`, added to what is there.
+    """The inputs of the op `gmm_unpermute_add`: `gmm_unpermute` for the tokens that have rows.
 
-    Each sum is rounded to the dtype of `out`.  A token without rows is neither read nor written.
+    Other tokens are neither read nor written.  A token with a row ELSEWHERE gets the sum added to what is
+    there.  Each sum is rounded to the dtype of `out`.
     """
 
     out: Written  # (T, N), contiguous
@@ -469,14 +473,16 @@ def check_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> None:
 
 def add_gmm_unpermute(i: GmmUnpermuteAddInputs) -> None:
     x, w, group_sizes, bias, *routing, _ = i.product()
-    rows = wide(gmm_reference(x, w, group_sizes, bias))
-    i.out.copy_(wide(i.out) + unpermute_reference(rows, *routing))
+    sums = unpermute_reference(wide(gmm_reference(x, w, group_sizes, bias)), *routing)
+    added = (i.rank == ELSEWHERE.value).any(1, keepdim=True)
+    sums += wide(i.out).where(added, 0)
+    i.out.copy_(sums.where((i.rank >= 0).any(1, keepdim=True), i.out))
 
 
 @binds
 @takes(*TILE_DTYPES)
 def bind_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> Callable:
-    launch = bind_gmm_unpermute(i.product(), add=True)
+    launch = bind_gmm_unpermute(i.product(), some=True)
     return lambda out, i: launch(out, i.product())
 
 

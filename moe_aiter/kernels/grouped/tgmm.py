@@ -295,7 +295,7 @@ def tgmm_kernel(
 
         out_base = out_ptr + group.to(tl.int64) * out_strides[0]
         if ACCUMULATE:
-            add_columns(acc, k, tile_n * BLOCK_N, K, N, out_base, out_strides)
+            add_columns(acc, k, tile_n * BLOCK_N, tl.where(row < row_end, K, 0), N, out_base, out_strides)
         else:
             at = k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
             mask = (k < K)[:, None] & (n < N)[None, :]

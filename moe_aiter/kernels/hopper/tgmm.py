@@ -91,7 +91,10 @@ class Rows:
 
 @gluon.jit
 def rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G: gl.constexpr):
-    """The position of each group, sorted by falling size; equal groups keep their order."""
+    """The position of each group, sorted by falling size; equal groups keep their order.
+
+    Returns how many groups have rows.
+    """
     STEP: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([1, STEP], [32, 1], [4, 1], [1, 0])
     g = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(1, layout))
@@ -103,6 +106,7 @@ def rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G: gl.constexpr):
         ahead = (rival > size) | ((rival == size) & ((first + other)[None, :] < g[:, None]))
         rank += gl.sum(ahead.to(gl.int32), 1)
     ranks.store(rank)
+    return gl.sum(gl.sum((size > 0).to(gl.int32), 1), 0)
 
 
 @gluon.jit
@@ -286,15 +290,17 @@ def tgmm_kernel(
         y_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
     )
     queue = make_queue(CONSUMERS)
-    ranks = None
+    ranks, written = None, G
     if RANKED:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         ranks = gl.allocate_shared_memory(gl.int32, [BLOCK_G], flat)
-        rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G)
+        with_rows = rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G)
+        if ACCUMULATE:
+            written = with_rows
     rows = Rows(x_desc, x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, ranks, TOP_K, BLOCK_G)
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, K, N, COLUMNS_FIRST, ACCUMULATE)
-    tiles = Tiles(gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
+    tiles = Tiles(gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), written, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
             (

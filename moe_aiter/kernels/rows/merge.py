@@ -3,6 +3,9 @@
 An expert's rows are those of the first source, then those of the second, and so on, each in the order of its
 plan.  Choices of other experts are dropped.  A token's row of its own plan says which expert it chose, so
 nothing is sorted again.
+
+The rows are divided into windows of a fixed number of rows, which are computed one by one: each has its
+group sizes and its ranks.  A rank is ELSEWHERE if the row is in a window that was computed before.
 """
 
 from collections.abc import Callable
@@ -14,12 +17,14 @@ from torch import Tensor
 from ...op import binds, copy_into, define_op
 from ..base.check import check_device, check_index, check_shape, check_sizes
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
+from .permute import ELSEWHERE
 
 BLOCK = 128  # choices of a program
 
 
 class MergeInputs(NamedTuple):
-    """The inputs of the op `merge_plans`: order, rank and group_sizes of the rows of E of N experts; spans.
+    """The inputs of the op `merge_plans`: the order of the rows of E of N experts (S * T * k,); for W windows
+    their ranks (W, S * T, k) and group sizes (W, E); and the spans of the first window.
 
     The spans (2, S, E) say where the rows of each source begin, and how many they are.  E is rounded up to a
     multiple of 4, so that the numbers of each source lie at a multiple of 16 bytes.
@@ -30,12 +35,19 @@ class MergeInputs(NamedTuple):
     top_k: int
     first: int  # of the experts
     num_experts: int  # E
+    rows: int  # of a window; W windows hold S * T * k rows
+    last_first: bool  # the last window is computed first, and the first window last
+
+    @property
+    def windows(self) -> int:
+        return max(-(-self.rank.numel() // self.rows), 1)
 
 
 # reference
 
 
-def merge_reference(rank: Tensor, group_sizes: Tensor, top_k: int, first: int, num_experts: int) -> tuple:
+def merge_reference(i: MergeInputs) -> tuple:
+    rank, group_sizes, top_k, first, num_experts, *_ = i
     sources, choices = rank.shape
     own, sizes, row = slice(first, first + num_experts), group_sizes.long(), rank.long()
     ends = sizes.cumsum(1)
@@ -48,8 +60,16 @@ def merge_reference(rank: Tensor, group_sizes: Tensor, top_k: int, first: int, n
     order = torch.full((sources * choices,), -1, device=rank.device)
     order[row[mine]] = torch.arange(len(order), device=rank.device).view_as(row)[mine]
     spans = starts.new_zeros(2, sources, spans_width(num_experts))
-    spans[0, :, :num_experts], spans[1, :, :num_experts] = starts, sizes[:, own]
-    return order, row.view(-1, top_k), total, spans
+    spans[0, :, :num_experts] = starts.clamp(max=i.rows)
+    spans[1, :, :num_experts] = (starts + sizes[:, own]).clamp(max=i.rows) - spans[0, :, :num_experts]
+    ends, ranks, windows = total.cumsum(0), [], []
+    for begin in range(0, i.windows * i.rows, i.rows):
+        end = begin + i.rows
+        elsewhere = row >= end if i.last_first else (row >= 0) & (row < begin)
+        inside = (row >= begin) & (row < end)
+        ranks.append((row - begin).where(inside, -1).masked_fill(elsewhere, ELSEWHERE.value))
+        windows.append((ends.clamp(max=end) - (ends - total).clamp(min=begin)).clamp(min=0))
+    return order, torch.stack(ranks).view(i.windows, -1, top_k), torch.stack(windows), spans
 
 
 # kernel
@@ -60,8 +80,8 @@ def merge_kernel(
     rank_ptr,  # (S, R)
     sizes_ptr,  # (S, N)
     order_ptr,  # (S * R,)
-    row_ptr,  # (S * R,)
-    group_sizes_ptr,  # (E,)
+    row_ptr,  # (W, S * R)
+    group_sizes_ptr,  # (W, E)
     spans_ptr,  # (2, S, width)
     S,
     R,
@@ -69,8 +89,11 @@ def merge_kernel(
     first,
     E,
     width,
+    rows,
+    W,
     rank_stride,
     sizes_stride,
+    LAST_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,  # at least N
 ):
@@ -86,22 +109,30 @@ def merge_kernel(
     mine = (n >= first) & (n < first + E)
     total = tl.where(mine, total, 0)
     start = tl.cumsum(total, 0) - total + before
-    end = tl.cumsum(size, 0)
+    ends = tl.cumsum(size, 0)
 
     rank = tl.load(rank_ptr + source * rank_stride + i, mask=i < R, other=-1).to(tl.int32)
-    expert = tl.sum((end[:, None] <= rank[None, :]).to(tl.int32), 0)  # of a choice, by one thread
+    expert = tl.sum((ends[:, None] <= rank[None, :]).to(tl.int32), 0)  # of a choice, by one thread
     here = (rank >= 0) & (expert >= first) & (expert < first + E)
-    row = rank + tl.gather(start - (end - size), tl.minimum(expert, BLOCK_N - 1), 0)
+    row = rank + tl.gather(start - (ends - size), tl.minimum(expert, BLOCK_N - 1), 0)
     choice = source * R + i
-    tl.store(row_ptr + choice, tl.where(here, row, -1), mask=i < R)
     tl.store(order_ptr + row, choice, mask=here)
     tl.store(order_ptr + choice, -1, mask=(i < R) & (choice >= tl.sum(total, 0)))
+    row = tl.where(here, row, -1)
+    last = tl.cumsum(total, 0)
+    for w in range(W):
+        begin, end = w * rows, w * rows + rows
+        rank = tl.where((row >= begin) & (row < end), row - begin, -1)
+        elsewhere = (row >= end) if LAST_FIRST else ((row >= 0) & (row < begin))
+        rank = tl.where(elsewhere, ELSEWHERE, rank)
+        tl.store(row_ptr + w * S * R + choice, rank, mask=i < R)
+        if (block == 0) & (source == 0):
+            inside = tl.minimum(last, end) - tl.maximum(last - total, begin)
+            tl.store(group_sizes_ptr + w * E + n - first, tl.maximum(inside, 0), mask=mine)
     if block == 0:
         to = spans_ptr + source * width + n - first
-        tl.store(to, start, mask=mine)
-        tl.store(to + S * width, size, mask=mine)
-        if source == 0:
-            tl.store(group_sizes_ptr + n - first, total, mask=mine)
+        tl.store(to, tl.minimum(start, rows), mask=mine)
+        tl.store(to + S * width, tl.minimum(start + size, rows) - tl.minimum(start, rows), mask=mine)
 
 
 # launcher
@@ -116,7 +147,7 @@ def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
     check_shape("group_sizes", i.group_sizes, "S", "N")
     check_index(rank=i.rank, group_sizes=i.group_sizes)
     check_device(rank=i.rank, group_sizes=i.group_sizes)
-    check_sizes(top_k=i.top_k, num_experts=i.num_experts)
+    check_sizes(top_k=i.top_k, num_experts=i.num_experts, rows=i.rows)
     (S, R), (sources, N) = i.rank.shape, i.group_sizes.shape
     if sources != S or R % i.top_k or not 0 <= i.first <= N - i.num_experts:
         raise ValueError(
@@ -124,7 +155,8 @@ def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
             f"experts from {i.first} to {i.first + i.num_experts - 1}"
         )
     order = i.rank.new_empty(S * R, dtype=torch.int32)
-    rank, sizes = order.new_empty(S * R // i.top_k, i.top_k), order.new_empty(i.num_experts)
+    rank = order.new_empty(i.windows, S * R // i.top_k, i.top_k)
+    sizes = order.new_empty(i.windows, i.num_experts)
     return order, rank, sizes, order.new_empty(2, S, spans_width(i.num_experts))
 
 
@@ -132,8 +164,20 @@ def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
 def bind_merge(i: MergeInputs) -> Callable:
     (S, R), N, E = i.rank.shape, i.group_sizes.shape[1], i.num_experts
     grid = max(cdiv(R, BLOCK), 1), S
-    kernel = bind_kernel(merge_kernel, grid, BLOCK=BLOCK, BLOCK_N=next_power_of_2(N))
-    numbers = S, R, N, i.first, E, spans_width(E), i.rank.stride(0), i.group_sizes.stride(0)
+    constants = {"LAST_FIRST": i.last_first, "BLOCK": BLOCK, "BLOCK_N": next_power_of_2(N)}
+    kernel = bind_kernel(merge_kernel, grid, **constants)
+    numbers = (
+        S,
+        R,
+        N,
+        i.first,
+        E,
+        spans_width(E),
+        i.rows,
+        i.windows,
+        i.rank.stride(0),
+        i.group_sizes.stride(0),
+    )
 
     def launch(out, i):
         order, rank, sizes, spans = out
@@ -149,7 +193,7 @@ bind_merge.fits = lambda rank, sizes, *_: rank.stride(-1) == 1 and sizes.stride(
 
 
 def launch_torch(out: tuple[Tensor, ...], *inputs) -> None:
-    copy_into(out, merge_reference(*inputs))
+    copy_into(out, merge_reference(MergeInputs(*inputs)))
 
 
 merge_plans = define_op(

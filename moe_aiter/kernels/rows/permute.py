@@ -6,6 +6,9 @@
 
 T tokens, k choices each, R <= T*k rows, H columns; `order` (R,) and `rank` (T, k) are inverse, -1 marks a row
 or choice that is dropped.  Each is the gradient of the others, and w may be absent, which is a weight of 1.
+
+Rows may be in several windows, each with a rank of its own (`merge_plans`).  A rank of ELSEWHERE says that
+the row is in another window, whose sums are in `out` already: then the kernels of sums add to `out`.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,6 +34,8 @@ from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, tr
 from ..base.tile import dense
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ELSEWHERE = tl.constexpr(-2)  # the only rank below -1
+TOKENS = 64  # of a program that looks for tokens with rows
 UNROLL = 16  # choices a token up to which the loop over them is unrolled, so that its loads overlap
 
 
@@ -119,6 +124,39 @@ def add_row(acc, i, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_stride_r
     return acc + x
 
 
+@triton.jit
+def sum_token(
+    t, h, rows_ptr, rank_ptr, weights_ptr, out_ptr, H, rows_strides, out_stride_t,
+    TOP_K: tl.constexpr, UNROLLED: tl.constexpr, ADD: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of the rows of token t, columns h, to out.
+
+    With ADD, the sum of a token with a row ELSEWHERE is added to what is there.  With SOME, a token without
+    rows is left alone.
+    """
+    h_mask = h < H
+    cols = h.to(tl.int64) * rows_strides[1]
+    acc = tl.zeros(h.shape, tl.float32)
+    if ADD or SOME:
+        least = tl.load(rank_ptr + t * TOP_K)
+        most = least
+        for j in tl.static_range(1, TOP_K):
+            rank = tl.load(rank_ptr + t * TOP_K + j)
+            least, most = tl.minimum(least, rank), tl.maximum(most, rank)
+        if SOME:
+            h_mask &= most >= 0
+        if ADD:
+            there = h_mask & (least == ELSEWHERE)
+            acc += tl.load(out_ptr + t * out_stride_t + h, mask=there, other=0.0).to(tl.float32)
+    if UNROLLED:
+        for j in tl.static_range(TOP_K):
+            acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
+    else:
+        for j in range(TOP_K):
+            acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
+    tl.store(out_ptr + t * out_stride_t + h, acc.to(out_ptr.dtype.element_ty), mask=h_mask)
+
+
 @jit_kernel
 def unpermute_kernel(
     rows_ptr,  # (R, H)
@@ -133,25 +171,42 @@ def unpermute_kernel(
     ADD: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One token's columns.  With ADD they are added to what is there; a token without rows is left alone."""
+    """One token's columns."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    h_mask = h < H
-    cols = h.to(tl.int64) * rows_strides[1]
-    acc = tl.zeros((BLOCK_H,), tl.float32)
-    if ADD:
-        last = tl.load(rank_ptr + t * TOP_K)
-        for j in tl.static_range(1, TOP_K):
-            last = tl.maximum(last, tl.load(rank_ptr + t * TOP_K + j))
-        h_mask &= last >= 0
-        acc += tl.load(out_ptr + t * out_stride_t + h, mask=h_mask, other=0.0).to(tl.float32)
-    if UNROLLED:
-        for j in tl.static_range(TOP_K):
-            acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
-    else:
-        for j in range(TOP_K):
-            acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
-    tl.store(out_ptr + t * out_stride_t + h, acc.to(out_ptr.dtype.element_ty), mask=h_mask)
+    pointers = rows_ptr, rank_ptr, weights_ptr, out_ptr
+    sum_token(t, h, *pointers, H, rows_strides, out_stride_t, TOP_K, UNROLLED, ADD, False)
+
+
+@jit_kernel
+def unpermute_some_kernel(
+    rows_ptr,  # (R, H)
+    rank_ptr,  # (T, k)
+    weights_ptr,  # (T, k) or None
+    out_ptr,  # (T, H)
+    T,
+    H,
+    rows_strides,  # r, h
+    out_stride_t,
+    TOP_K: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # at least TOP_K
+    BLOCK_H: tl.constexpr,
+):
+    """The columns of some tokens, of which few or none have rows."""
+    first = tl.program_id(0) * TOKENS
+    tokens, j = first + tl.arange(0, TOKENS)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    ranks = tl.load(rank_ptr + tokens.to(tl.int64) * TOP_K + j, mask=(tokens < T) & (j < TOP_K), other=-1)
+    last = first
+    if tl.max(tl.max(ranks, 1), 0) >= 0:
+        last = tl.minimum(first + TOKENS, T)
+    pointers = rows_ptr, rank_ptr, weights_ptr, out_ptr
+    for i in range(last - first):
+        t = first.to(tl.int64) + i
+        for start in range(0, H, BLOCK_H):
+            h = start + tl.arange(0, BLOCK_H)
+            sum_token(t, h, *pointers, H, rows_strides, out_stride_t, TOP_K, UNROLLED, True, True)
 
 
 @jit_kernel
@@ -242,16 +297,30 @@ def bind_permute(i: PermuteInputs) -> Callable:
 
 
 def bind_unpermute_columns(
-    choices: Sequence[int], columns: int, rows_strides: Sequence[int], out_stride: int, add: bool = False
+    choices: Sequence[int],
+    columns: int,
+    rows_strides: Sequence[int],
+    out_stride: int,
+    add: bool = False,
+    some: bool = False,
 ) -> Callable:
     """Return `launch(out, rows, rank, routing_weights)` of `unpermute` for `choices`, (T, k), and the row
-    stride of `out`, which may be some columns of a wider tensor.  With `add` the sums are added to `out`."""
+    stride of `out`, which may be some columns of a wider tensor.
+
+    With `add`, sums of tokens with a row ELSEWHERE are added to `out`.  With `some` too, and tokens without
+    rows are left alone.
+    """
     (T, top_k), block = choices, block_of(columns)
-    constants = {"TOP_K": top_k, "UNROLLED": top_k <= UNROLL, "ADD": add, "BLOCK_H": block}
-    kernel = bind_kernel(unpermute_kernel, (T, cdiv(columns, block)), **constants)
+    constants = {"TOP_K": top_k, "UNROLLED": top_k <= UNROLL, "BLOCK_H": block}
+    if some:
+        constants |= {"TOKENS": TOKENS, "BLOCK_K": next_power_of_2(top_k)}
+        kernel, sizes = bind_kernel(unpermute_some_kernel, (cdiv(T, TOKENS),), **constants), (T, columns)
+    else:
+        grid, sizes = (T, cdiv(columns, block)), (columns,)
+        kernel = bind_kernel(unpermute_kernel, grid, ADD=add, **constants)
 
     def launch(out, rows, rank, routing_weights):
-        kernel(rows, *dense(rank, routing_weights), out, columns, rows_strides, out_stride)
+        kernel(rows, *dense(rank, routing_weights), out, *sizes, rows_strides, out_stride)
 
     return launch
 

@@ -5,7 +5,6 @@ import torch
 from check import error
 
 from moe_aiter.config import interpret
-from moe_aiter.distributed.slots import spans_of_window, window
 from moe_aiter.kernels.base.sources import by_source
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
@@ -41,11 +40,11 @@ class Sources:
             self.passes += 1
             yield self.sizes[source], self.starts[source]
 
-    def leaving(self, group_sizes, out):
+    def leaving(self, out):
         for source in (2, 0, 1):
             here = slice(source * T, (source + 1) * T)
             apart = torch.full_like(out[here], float("nan"))
-            yield self.sizes[source], self.starts[source], here, apart
+            yield self.sizes[source], self.starts[source], here, apart, False
             self.passes += 1
             out[here] = apart
 
@@ -59,9 +58,9 @@ def routing(device, kind):
         ids[T : 2 * T] = -1
     alone = [sort_by_expert(part, E) for part in ids.chunk(SOURCES)]
     ranks, sizes = torch.stack([a[1].flatten() for a in alone]), torch.stack([a[2] for a in alone])
-    *plan, spans = merge_plans(ranks, sizes, K, 0, E)
-    plan = RoutePlan(*plan)
-    return (window(plan, 0, 2 * T), spans_of_window(spans, 2 * T)) if kind == "a window" else (plan, spans)
+    rows = 2 * T if kind == "a window" else SOURCES * T * K
+    order, ranks, sizes, spans = merge_plans(ranks, sizes, K, 0, E, rows, True)
+    return RoutePlan(order[:rows], ranks[0], sizes[0]), spans
 
 
 @tiers

@@ -8,7 +8,7 @@ from check import assert_as_good_as_torch, error, with_gradients
 
 from moe_aiter.bench.problem import SHAPES
 from moe_aiter.config import interpret
-from moe_aiter.distributed.slots import window
+from moe_aiter.kernels.base.sources import by_source
 from moe_aiter.kernels.experts.inputs import ExpertInputs, row_bytes
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
 from moe_aiter.kernels.grouped import gmm
@@ -18,6 +18,8 @@ from moe_aiter.kernels.grouped.gmm import (
     gmm_unpermute_op,
     gmm_unpermute_reference,
 )
+from moe_aiter.kernels.rows.merge import merge_plans
+from moe_aiter.kernels.rows.permute import ELSEWHERE
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.routing.plan import RoutePlan
 
@@ -45,32 +47,77 @@ def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
         assert_as_good_as_torch(gmm_unpermute_op, gmm_unpermute_reference, *inputs)
 
 
+def windows(device, rows, last_first):
+    """The plans of windows of so many rows, in the order in which they are computed."""
+    _, rank, sizes = sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
+    parts = rank.flatten()[None], sizes[None]
+    order, ranks, sizes, _ = merge_plans(*parts, CHOICES, 0, E, rows, last_first)
+    plans = [RoutePlan(*parts) for parts in zip(order.split(rows), ranks, sizes, strict=True)]
+    return plans[::-1] if last_first else plans
+
+
+def operands(device, dtype, columns):
+    tensors = (T * CHOICES, K), (E, K, columns), (E, columns)
+    return [torch.randn(shape).to(device, dtype) for shape in tensors], torch.rand(T, CHOICES).to(device)
+
+
+def of_window(plan, x, w, bias, s):
+    return x[: len(plan.order)], w, plan.group_sizes, bias, plan.order, plan.rank, s
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 40, 77])
-@pytest.mark.parametrize("rows", [0, 1, 30])
+@pytest.mark.parametrize("rows", [4, 7, 30])
+@pytest.mark.parametrize("last_first", [False, True])
 @pytest.mark.pairwise
 @pytest.mark.no_host
-def test_add(backend, device, monkeypatch, rows, columns, dtype):
-    """A window of rows is added to what is there; a token without rows in it keeps its bits, NaN too."""
+def test_add(backend, device, monkeypatch, rows, columns, dtype, last_first):
+    """A window is added where a row is ELSEWHERE, and written where none is; a token without rows in the
+    window keeps its bits, NaN too."""
     monkeypatch.setattr(gmm, "BLOCK", 16)
-    plan = sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
-    order, rank, sizes = window(RoutePlan(*plan), 5, rows)
-    x = torch.randn(len(order), K).to(device, dtype)
-    w, bias = torch.randn(E, K, columns).to(device, dtype), torch.randn(E, columns).to(device, dtype)
-    s = torch.rand(T, CHOICES).to(device)
+    plan = windows(device, rows, last_first)[1]
+    (x, w, bias), s = operands(device, dtype, columns)
     before = torch.randn(T, columns).to(device, dtype)
-    touched = (rank >= 0).any(1)
-    before[~touched] = torch.nan
+    touched, added = (plan.rank >= 0).any(1), (plan.rank == ELSEWHERE.value).any(1)
+    before[~touched | ~added] = torch.nan
     for b, weights in ((None, None), (bias, s)):
-        inputs = x, w, sizes, b, order, rank, weights
+        inputs = of_window(plan, x, w, b, weights)
         out = before.clone()
         gmm_unpermute_add_op(out, *inputs, 0)
         exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
-        want = (before.double() + gmm_unpermute_reference(*exact))[touched]
-        torchs = (before.float() + gmm_unpermute_reference(*inputs).float()).to(dtype)[touched]
+        there = before.nan_to_num()
+        want = (there.double() + gmm_unpermute_reference(*exact))[touched]
+        torchs = (there.float() + gmm_unpermute_reference(*inputs).float()).to(dtype)[touched]
         assert torch.equal(out[~touched].isnan(), torch.ones_like(out[~touched], dtype=torch.bool))
         # of a single sum torch's error may be far less than the rounding of rows and sum
         assert error(out[touched], want) <= 2 * error(torchs, want) + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30, 100])
+def test_all_windows(device, rows):
+    """The last window first, and the first window in a pass that adds to sums: the sums of all rows."""
+    if device.type == "cpu" and not interpret:
+        pytest.skip("only kernels run in passes")
+    (x, w, bias), s = operands(device, torch.float32, 40)
+    *plans, first = windows(device, rows, True)
+    parts, total = x.split(rows), 0
+
+    class Sources:
+        def leaving(self, out):
+            out.fill_(torch.nan)
+            with by_source.set(None):
+                for number, plan in enumerate(plans):
+                    inputs = of_window(plan, parts[len(plans) - number], w, bias, s)
+                    gmm_unpermute_add_op(out, *inputs, 0)
+            starts = first.group_sizes.cumsum(0, dtype=torch.int32) - first.group_sizes
+            yield first.group_sizes, starts, slice(None), out, True
+
+    with by_source.set(Sources()):
+        out = gmm_unpermute_op(*of_window(first, x, w, bias, s), 0)
+    for plan, part in zip([first, *plans[::-1]], parts, strict=True):
+        exact = (t.double() if t.is_floating_point() else t for t in of_window(plan, part, w, bias, s))
+        total = total + gmm_unpermute_reference(*exact)
+    assert error(out, total) < 1e-6
 
 
 @pytest.mark.no_interpreter
