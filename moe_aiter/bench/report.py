@@ -102,6 +102,16 @@ PLOTS = {
 }
 
 
+SHARES = Plot(  # a line for each shape
+    "Experts shared by R GPUs, in percent of the rate of one GPU that holds all of them",
+    "",
+    "ranks",
+    "R, GPUs",
+    {"forward_share": "forward, percent", "step_share": "step, percent"},
+)
+PARALLEL, SHARED = "parallel.png", "moe_aiter, symmetric"
+
+
 def lines_of(rows: list[dict], plot: Plot) -> dict[str, list[dict]]:
     """Contender -> its rows, sorted along the axis, from the last device that has two shapes of the group."""
     rows = [r for r in rows if r["shape"] in GROUPS[plot.group] and r["routing"] != "zipf"]
@@ -116,9 +126,24 @@ def lines_of(rows: list[dict], plot: Plot) -> dict[str, list[dict]]:
     return lines
 
 
-def draw(rows: list[dict], place: pathlib.Path) -> None:
-    """Write the plots for which there are figures to `place`/docs."""
+def lines_of_shares(source: pathlib.Path) -> dict[str, list[dict]]:
+    """Shape -> the newest rows of our layer for each number of ranks, of the newest device."""
+    rows = []
+    if source.exists():
+        with open(source, newline="") as file:
+            rows = [r for r in csv.DictReader(file) if (r["contender"], r["routing"]) == (SHARED, "normal")]
+    rows = [r for r in rows if r["device"] == rows[-1]["device"] and r["ep"] == r["ranks"]]
+    lines = {}
+    for r in sorted(newest(rows, lambda r: (r["shape"], r["ranks"])), key=lambda r: int(r["ranks"])):
+        lines.setdefault(f"shape {r['shape']}", []).append(r)
+    return dict(sorted(lines.items()))
+
+
+def draw(rows: list[dict], place: pathlib.Path, shares: pathlib.Path) -> None:
+    """Write the plots that have figures to `place`/docs; `shares` is the CSV of `bench parallel`."""
     todo = {name: (plot, lines) for name, plot in PLOTS.items() if (lines := lines_of(rows, plot))}
+    if lines := lines_of_shares(shares):
+        todo[PARALLEL] = SHARES, lines
     if not todo:
         return
     try:
@@ -304,6 +329,7 @@ TFLOPS = "TFLOP/s, inference / forward / step"
 MEMORY = "MiB, held after forward / peak over forward and backward"
 TABLES = {  # title: the figures of a cell
     TFLOPS: ("inference_tflops", "forward_tflops", "step_tflops"),
+    "The GPU's ms, inference / forward / step": ("inference_ms", "forward_ms", "step_ms"),
     "The host's ms, inference / forward / step": ("inference_host_ms", "forward_host_ms", "step_host_ms"),
     "Share of the roofline in percent, forward / step": ("forward_roofline", "step_roofline"),
     MEMORY: ("held_mib", "peak_mib"),
@@ -336,7 +362,7 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
             rows = read(source)
             last = figures(rows)
             short, full = summary(rows), whole(last) + products(source.parent)
-            draw(last, document.parent)
+            draw(last, document.parent, source.with_name("parallel.csv"))
     except Damaged as error:
         return refuse("bench report", str(error))
     figures_document = document.parent / FIGURES

@@ -262,6 +262,31 @@ def test_plots(group, name, tmp_path):
     assert list(lines) == ["layer", "peer"] and all(x == sorted(set(x)) and len(x) > 2 for x in xs)
 
 
+def test_a_plot_of_shares(tmp_path):
+    """The newest figures of our layer over the number of ranks, a line for each shape."""
+    image = pytest.importorskip("matplotlib.image")
+    documents_of([measured("A", contender="layer")], tmp_path)
+    assert not report.lines_of_shares(tmp_path / "parallel.csv")
+    names = ["device", "dtype", "contender", "routing", "ranks", "ep", "shape", "forward_share", "step_share"]
+    kinds = [(c, r) for c in (report.SHARED, "peer") for r in ("normal", "zipf")]
+    rows = [
+        ("GPU", "b", *kind, n, n, shape, 50, 1000 // n) for kind in kinds for n in (4, 2) for shape in "BA"
+    ]
+    rows += [
+        ("GPU", "b", report.SHARED, "normal", 2, 2, "A", 50, 60),
+        ("GPU", "b", *kinds[0], 4, 2, "A", 1, 1),
+    ]
+    with open(tmp_path / "parallel.csv", "w", newline="") as file:
+        csv.writer(file).writerows([names, ("old", *rows[0][1:]), *rows])
+    found = report.lines_of_shares(tmp_path / "parallel.csv")
+    assert {name: [(r["ranks"], r["step_share"]) for r in line] for name, line in found.items()} == {
+        "shape A": [("2", "60"), ("4", "250")],
+        "shape B": [("2", "500"), ("4", "250")],
+    }
+    report.draw([], tmp_path, tmp_path / "parallel.csv")
+    assert image.imread(tmp_path / "docs" / report.PARALLEL).std() > 0.01
+
+
 def test_no_plots_before_there_are_figures(tmp_path):
     assert "![" not in "".join(documents_of([measured("A", contender="layer")], tmp_path))
     assert not (tmp_path / "docs").exists()
