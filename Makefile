@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt requirements.lock $(
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --no-deps --require-hashes -r requirements.lock
 	$(PY) -m pip install $(TORCH_INDEX) -c constraints.txt torch
-	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
+	$(PY) -m pip install -q --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	touch $@
 
 # renews requirements.lock after a change of pyproject.toml or constraints.txt; torch's CUDA packages stay out

@@ -1,6 +1,6 @@
 """`moe-aiter bench parallel`: experts that several ranks share, by our layer and by plain torch.
 
-    torchrun --standalone --nproc-per-node 2 -m moe_aiter.cli bench parallel --shape C
+    torchrun --standalone --nproc-per-node 2 -m -- moe_aiter.cli bench parallel --shape C
 
 Each rank has T tokens of its own, and all contenders are given the routing.  A decision that depends on a
 measurement uses numbers that all ranks agree on, so that all ranks make the same calls.
@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import io
 from collections.abc import Iterator, Sequence
 
@@ -57,12 +56,11 @@ from .problem import (
 )
 from .products import Asked, Case, Command, Error, Judge, errors_of
 
-START = "torchrun --standalone --nproc-per-node N -m moe_aiter.cli bench parallel"
+START = "torchrun --standalone --nproc-per-node N -m -- moe_aiter.cli bench parallel"
 ONE_GPU = "moe_aiter, one GPU"  # the contender that the others are compared with
 SYMMETRIC = "moe_aiter, symmetric"
 DGATE_UP, DDOWN = RESULTS.index("dgate_up"), RESULTS.index("ddown")
 TORCHTITAN, HUGGING_FACE = "torchtitan AllToAllTokenDispatcher", "Hugging Face all_to_all + grouped_mm"
-PEERS = {"DeepEP": "deep_ep", "SonicMoE's expert parallelism": "sonicmoe"}  # without a contender yet: package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +102,7 @@ def start(kind: str) -> None:
     try:
         dist.init_process_group(dist.get_default_backend_for_device(kind))
     except ValueError as error:  # there is no torchrun
-        raise ValueError(f"it runs under torchrun: {START}") from error
+        raise ValueError(f"it needs torchrun: {START}") from error
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
@@ -287,11 +285,6 @@ def contenders(p: RankProblem) -> Iterator[Contender]:
             yield build(p)
         except PEER_ERRORS as error:
             skip(name, error)
-    for name, package in PEERS.items():
-        if importlib.util.find_spec(package) is None:
-            skip(name, ModuleNotFoundError(name=package))
-        else:
-            print(f"skipping {name}: there is no contender for it yet")
 
 
 def ours(p: RankProblem, name: str, style: ExpertParallel | None) -> Contender:

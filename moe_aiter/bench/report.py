@@ -16,7 +16,7 @@ from .measure import refuse
 from .problem import DEFAULT, GROUPS, SHAPES
 
 MARK = " \\*"
-EARLIER = "\\* of an earlier run, perhaps on another machine, which differ by 10 %: compare within a run\n"
+EARLIER = "\\* measured in an earlier run. Machines differ by 10 %: compare figures of one run only.\n"
 
 
 class Damaged(ValueError):
@@ -93,7 +93,7 @@ PLOTS = {
         {"forward_tflops": "forward, TFLOP/s", "step_tflops": "step, TFLOP/s"},
     ),
     "memory.png": Plot(
-        "Memory against the number of experts a token, T = 32768, H = 4096, I = 4096 / k, E = 16 k",
+        "Memory against k, the experts of each token; T = 32768, H = 4096, I = 4096 / k, E = 16 k",
         "top-k",
         "top_k",
         "k, experts of each token",
@@ -341,7 +341,8 @@ ALL = f"All figures, with other shapes and routings: [{FIGURES.as_posix()}]({FIG
 HEAD = """# Figures
 
 Written by `moe-aiter bench report` from what `make bench` measured, as [README.md](README.md) says; a shape
-is (tokens, hidden, intermediate, experts, experts for each token), and – was not measured.
+is (tokens, hidden, intermediate, experts, experts for each token), and – was not measured. A rate of a row
+without the host's ms counts the GPU's time alone.
 
 """
 ORDER = {name: i for i, name in enumerate(SHAPES)}

@@ -189,7 +189,7 @@ class ExpertDispatcher:
         if most is None and len(set(counts)) > 1:
             raise ValueError(
                 f"the ranks of an expert-parallel group have {counts} tokens: pass the same number on each, "
-                "or set max_tokens, to which fewer are padded"
+                f"or set max_tokens={max(counts)}, so that shorter batches are padded"
             )
         if not (compiles or self.called):
             self.symmetric = uses_symmetric(self.transport, process_group(self.group), x.device)

@@ -22,5 +22,6 @@ def expert_mesh(device_type: str, ep: int) -> DeviceMesh:
         dist.init_process_group(dist.get_default_backend_for_device(device_type))
     world = dist.get_world_size()
     if world % ep:
-        raise ValueError(f"ep={ep} does not divide the world of {world} ranks")
+        fit = ", ".join(f"ep={n}" for n in range(1, world + 1) if world % n == 0)
+        raise ValueError(f"ep={ep} does not divide the world of {world} ranks: try {fit}")
     return init_device_mesh(device_type, (world // ep, ep), mesh_dim_names=(EFSDP, EP))

@@ -207,6 +207,11 @@ def make_config(preset: str | None, values: dict) -> TrainConfig:
     name = preset or ("gpu" if device.type == "cuda" else "cpu")
     if name not in PRESETS:
         raise UsageError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+    if preset == "gpu" and device.type == "cpu" and "device" not in values:
+        raise UsageError(
+            "--preset gpu needs a GPU: on a CPU its model takes more than 24 GB; leave --preset out, or add "
+            "--device cpu"
+        )
     config = dataclasses.replace(PRESETS[name], **values)
     device = pick_device(config.device)
     dtype = pick_dtype(device) if config.dtype == "auto" else config.dtype

@@ -2,17 +2,17 @@
 
 import argparse
 import os
-from pathlib import Path
 
 from . import UsageError
 from .checkpoint import checkpoints, load_checkpoint
+from .command import newest_run
 from .model import Transformer
-from .presets import TrainConfig, flag_values, make_config, set_threads
+from .presets import TrainConfig, flag_values, make_config, path, set_threads
 from .trainer import sample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", nargs="?", type=path, metavar="RUN", help="run folder [the newest in runs/]")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue [the start of a file]")
     parser.add_argument(
         "--tokens", type=int, metavar="INT", help="length in bytes [the run's --sample-bytes]"
@@ -28,15 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    own = TrainConfig.load(args.run / "config.json")
+    run = args.run or newest_run()
+    own = TrainConfig.load(run / "config.json")
     if args.tokens is not None and args.tokens < 0:
         raise UsageError(f"--tokens is {args.tokens}; it must be at least 0")
     length = own.sample_bytes if args.tokens is None else args.tokens
     values = {"device": "auto", "sample_bytes": length} | flag_values(args)
     config = make_config("cpu", vars(own) | values)
-    found = checkpoints(args.run / "checkpoints")
+    found = checkpoints(run / "checkpoints")
     if not found:
-        raise UsageError(f"{args.run} holds no checkpoint to sample from")
+        raise UsageError(f"{run} holds no checkpoint to sample from")
     set_threads(config)
     model = Transformer(config)
     load_checkpoint(found[-1], model, None)

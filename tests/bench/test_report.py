@@ -53,7 +53,7 @@ def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
     assert once[1].startswith("# Figures\n")
     text = once[1]
     assert "older" not in text and "commit new, old, " in text
-    assert r"| peer | – / 1.2 / 123 \* | – |" in text and r"\* of an earlier run" in text
+    assert r"| peer | – / 1.2 / 123 \* | – |" in text and r"\* measured in an earlier run" in text
     assert "| layer | – / 1.2 / 123 | – |" in text and "| layer | 10 / 21 | – |" in text
     assert "| wrong | – | error 0.3 |" in text
     assert run("report", "--csv", path, "--readme", document) == 0

@@ -219,7 +219,7 @@ def check_memory_options(rank, world, ep):
 
 def check_errors(rank, world, ep):
     mesh = expert_mesh("cpu", ep)
-    with pytest.raises(ValueError, match="ep=3 does not divide the world"):
+    with pytest.raises(ValueError, match=f"ep=3 does not divide the world of {world} ranks: try ep=1, ep=2"):
         expert_mesh("cpu", 3)
     with pytest.raises(ValueError, match="no MoE layer"):
         parallelize(nn.Linear(3, 3), mesh)

@@ -47,6 +47,11 @@ def test_the_command_repeats_the_sample_of_the_run_and_continues_a_prompt(capsys
         capsys.readouterr()
         assert cli.main(["sample", "run", *words.split()]) == 0
         text[words] = capsys.readouterr().out
+    assert cli.main(["sample"]) == 2  # there is none in runs/
+    Path("runs").mkdir()
+    Path("runs/newest").symlink_to(Path("run").resolve())
+    capsys.readouterr()
+    assert cli.main(["sample"]) == 0 and capsys.readouterr().out == text[""]
     assert text.pop("") == Path("run/sample.txt").read_text()
     assert len(set(text.values())) == 3 and all(found.startswith("7é") for found in text.values())
     assert sorted(Path("run").rglob("*")) == before
