@@ -7,13 +7,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from moe_aiter.config import interpret
-from moe_aiter.distributed.slots import window
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp, expert_rows
+from moe_aiter.kernels.rows.merge import merge_plans
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
-from moe_aiter.routing.plan import make_plan, unpermute
+from moe_aiter.routing.plan import RoutePlan, make_plan, unpermute
 
 from ...check import assert_as_good_as_torch, error, with_gradients
 from ...shapes import NAMES, expert_ids, spread, transposed
@@ -392,8 +392,9 @@ def in_windows(
     plan = make_plan(ids, len(down))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     options = {"recompute": recompute, "fp8": fp8, **biases}
-    firsts = range(0, max(ids.numel(), 1), rows)
-    plans = [window(plan, first, rows) for first in firsts]
+    joined = plan.rank.view(1, -1), plan.group_sizes[None], ids.shape[1], 0, len(down)
+    order, *windows, _ = merge_plans(*joined, rows, False)
+    plans = [RoutePlan(*parts) for parts in zip(order.split(rows), *windows, strict=True)]
     assert all(len(p.order) <= rows for p in plans)
     return sum(expert_mlp(x, gate_up, down, weights, p, **options) for p in plans)
 
