@@ -68,6 +68,10 @@ from .transport import (
 
 log = logging.getLogger("moe_aiter")
 
+NO_PASSES = (
+    "a kernel that was registered for a product of the experts does not take the rows of one rank after the "
+    "other, as shared experts need: pass transport='collective'"
+)
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # of the same width
 
 
@@ -215,8 +219,8 @@ class ExpertDispatcher:
         for t in sizes, routing:  # before the tokens: copies between two GPUs run one after the other
             routed.send(t)
         tokens.send(x)
-        transport.fetch(tokens)
         sizes, routing = routed.receive()
+        transport.fetch(tokens)
         if transport is not self.collective:  # ranks may write to wrong slots, and nothing waits for ever
             same = (sizes[:, -1] == x.shape[0]).all()
             assert_async(same, "the ranks have different numbers of tokens: see max_tokens")
@@ -252,22 +256,19 @@ class ExpertDispatcher:
         adds = not recorded and can_add(experts, x)
         in_turn = adds and isinstance(transport, Pool) and has_passes(x, s.shape[1])
         arriving, s, plans, spans = self.arrive(transport, x, s, plan, in_turn)
-        others = plans[1:] if adds else []
-        plans = plans[: len(plans) - len(others)]
+        plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
+        others = others[::-1] if in_turn else others  # in the order in which they are computed
         spans = spans[..., : self.count] if in_turn else None
         slots = arriving.receive()[0] if spans is None else arriving.arrived[0]
         sums = transport.combine()
 
         def add(out: Tensor) -> None:
-            add_output(out, experts, slots, s, in_order(others, spans), weights)
+            add_output(out, experts, slots, s, others, weights)
 
         with in_passes(spans, arriving, sums, add if others else None):
             out = compute(slots, s, plans) if compute else self.passes(experts, slots, s, plans, weights)
-        if spans is not None and not (arriving.results and sums.sent):
-            raise RuntimeError(
-                "a kernel that was registered for expert_up or gmm_unpermute does not take the rows of one "
-                "rank after the other: it needs transport='collective'"
-            )
+        if spans is not None and not (arriving.results and (sums.sent or not others)):
+            raise RuntimeError(NO_PASSES)
         arriving.receive()  # on all ranks, also where nothing has read the tokens
         if not sums.sent:
             if others:
@@ -319,12 +320,6 @@ def has_rows(plan: RoutePlan) -> bool:
     """Return False if a plan certainly has no rows, which only a CPU can tell without waiting."""
     sizes = plan.group_sizes
     return torch.compiler.is_compiling() or not sizes.is_cpu or bool(sizes.any())
-
-
-def in_order(others: list[RoutePlan], spans: Tensor | None) -> list[RoutePlan]:
-    """Return the windows after the first one in the order in which they are computed, as `merge_plans` was
-    told."""
-    return others if spans is None else others[::-1]
 
 
 def has_passes(x: Tensor, top_k: int) -> bool:
@@ -447,21 +442,23 @@ class Dispatched(torch.autograd.Function):
 
         def add_others(gradients: list) -> None:
             if ctx.num_others:
-                inputs = experts, *again.receive(), slots_s, in_order(others, spans), weights
+                inputs = experts, *again.receive(), slots_s, others, weights
                 add_gradients(gradients, *arriving.receive(), *inputs)
 
-        def begin(dx: Tensor) -> None:
+        def sum_others(dx: Tensor) -> None:
             add_others([dx, *[None] * 5])
 
         edges = [edge for edge in ctx.edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         dout = arriving.receive()[0] if spans is None else arriving.arrived[0]
         try:
-            with in_passes(spans, arriving, sums, begin if ctx.num_others else None):
+            with in_passes(spans, arriving, sums, sum_others if ctx.num_others else None):
                 computed = iter(torch.autograd.grad(ctx.edge, edges, dout, **how))
         finally:
             saved.again, saved.tensors = None, []
         arriving.receive()  # on all ranks, also where nothing has read what arrives
+        if ctx.num_others and spans is not None and ctx.edges[0] is not None and not sums.sent:
+            raise RuntimeError(NO_PASSES)
         if x is not None:
             again.receive()
         dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)

@@ -8,8 +8,8 @@
 
 Through symmetric memory, the tokens of one rank can be used before those of the next arrive, and parts of a
 sum can leave one by one: `Sources`.  All ranks send the same shapes in the same order.  A sum adds in the
-order of the ranks, in float32 or float64, and is rounded once, so that both transports and two runs give the
-same bits.
+order of the ranks, in float32 or float64, and is rounded once, so that two runs give the same bits.  Both
+transports do too, unless a rank has more rows than a window: windows are added in another order.
 """
 
 import contextlib
@@ -90,8 +90,8 @@ class Pool:
         """Wait, on the GPU, until no rank uses what arrived earlier."""
         self.barrier()
 
-    def barrier(self, channel: int = 0) -> None:
-        self.handle.barrier(channel, TIMEOUT)
+    def barrier(self) -> None:
+        self.handle.barrier(0, TIMEOUT)
 
     def dispatch(self, region: int = X) -> "PoolTransfer":
         return Push(self, region) if region == ROUTING else Fetch(self, region)
@@ -100,15 +100,12 @@ class Pool:
         return Push(self, SUMS)
 
     def fetch(self, *transfers: "Fetch") -> None:
-        """Begin to fetch what the other ranks have sent, once all of them have done so.
-
-        The barrier has a channel of its own, since it runs beside kernels, of which some are barriers.
-        """
-        with beside(self.stream) as stream:
-            self.barrier(1)
-            event = stream and stream.record_event()
+        """Begin to fetch what the other ranks have sent, once all of them have done so."""
         for transfer in transfers:
-            transfer.fetch(event)
+            transfer.wait(self.rank)
+        self.barrier()
+        for transfer in transfers:
+            transfer.fetch()
 
     def buffer(self, rank: int, region: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a part of a rank's region, which begins `offset` bytes after the region."""
@@ -194,14 +191,12 @@ class Fetch(PoolTransfer):
 
     def send(self, t: Tensor) -> None:
         buffers, own = self.buffers(t), self.pool.rank
-        parts = [buffer.chunk(self.pool.ranks) if t.shape[0] else [t] * self.pool.ranks for buffer in buffers]
+        parts = [buffer.view(self.pool.ranks, *t.shape).unbind() for buffer in buffers]
         self.copy(own, parts[own][own], t.contiguous())
         self.copies += [(rank, parts[own][rank], parts[rank][rank]) for rank in self.others()]
 
-    def fetch(self, event: torch.cuda.Event | None) -> None:
-        """Begin to copy; `event` follows the barrier, and products of own rows, which would leave the barrier
-        no SM, wait for it."""
-        self.events[self.pool.rank] = event
+    def fetch(self) -> None:
+        """Begin to copy the rows of the other ranks."""
         for copy in self.copies:
             self.copy(*copy)
 
@@ -221,12 +216,14 @@ class Sources:
     spans      as `merge_plans` returns them, without their last columns
     dispatch   what the products read
     sums       what their sums are sent by
-    begin      None, or writes the sums of the rows that are ELSEWHERE, to which the passes add
+    sum_others None, or writes the sums of the rows that are ELSEWHERE; the passes add to them
     """
 
-    def __init__(self, spans: Tensor, dispatch: PoolTransfer, sums: PoolTransfer, begin: Callable | None):
+    def __init__(
+        self, spans: Tensor, dispatch: PoolTransfer, sums: PoolTransfer, sum_others: Callable | None
+    ):
         self.starts, self.sizes = (t.unbind() for t in spans.unbind())
-        self.dispatch, self.sums, self.begin = dispatch, sums, begin
+        self.dispatch, self.sums, self.sum_others = dispatch, sums, sum_others
 
     def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
         for rank in (self.dispatch.pool.rank, *self.dispatch.others()):  # in which they arrive
@@ -235,10 +232,10 @@ class Sources:
         self.dispatch.receive()
 
     def leaving(self, out: Tensor) -> Iterator[tuple]:
-        add = self.begin is not None
+        add = self.sum_others is not None
         if add:
             with by_source.set(None):
-                self.begin(out)
+                self.sum_others(out)
         own, ranks = self.sums.pool.rank, self.sums.pool.ranks
         tokens, parts = out.shape[0] // ranks, out.chunk(ranks)
         places = self.sums.places(parts[own])

@@ -479,8 +479,11 @@ def check_overflow_in_training(rank, world):
 def check_no_tokens_first(rank, world):
     """The first call of a group may have no tokens."""
     transport.POOLS.clear()
-    shared, x = share(build(), world, transport="symmetric"), torch.zeros(0, H)
-    assert shared(x, torch.zeros(0, K), make_plan(distinct(torch.ones(E), 0), E)).shape == (0, H)
+    shared, leaf = share(build(), world, transport="symmetric"), torch.zeros(0, H, requires_grad=True)
+    x = leaf.exp()  # whose backward needs x as it was
+    out = shared(x, torch.zeros(0, K), make_plan(distinct(torch.ones(E), 0), E))
+    out.sum().backward()
+    assert out.shape == leaf.grad.shape == (0, H)
 
 
 def check_pools(rank, world):

@@ -8,7 +8,8 @@ T tokens, k choices each, R <= T*k rows, H columns; `order` (R,) and `rank` (T, 
 or choice that is dropped.  Each is the gradient of the others, and w may be absent, which is a weight of 1.
 
 Rows may be in several windows, each with a rank of its own (`merge_plans`).  A rank of ELSEWHERE says that
-the row is in another window, whose sums are in `out` already: then the kernels of sums add to `out`.
+the row is in another window, whose sums are in `out` already.  Kernels that add then add to `out`; all others
+treat the choice as dropped.
 """
 
 from collections.abc import Callable, Sequence
