@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from moe_aiter import Experts, make_plan, use
 from moe_aiter.config import interpret
 from moe_aiter.distributed import ExpertParallel, expert_mesh, slots, transport
+from moe_aiter.op import IMPLS, register_kernel
 
 from .ranks import of_all_ranks, run
 from .shared_memory import use_files
@@ -84,6 +85,14 @@ def check(rank, world, folder):
                 assert error(results[1][what], value) < 1e-6, (what, rows, recompute)
             expected = [*["rows"] * world, "wait", *["sums"] * world]
             assert log.events[: len(expected)] == expected
+        # the last results that the rank's process computes: a kernel of a user's own, which knows no passes
+        torchs = IMPLS["gmm_unpermute"]["torch"]
+        register_kernel(op="gmm_unpermute", backend="triton")(lambda out, *inputs: torchs(out, *inputs))
+        shared = parallelize_module(
+            copy.deepcopy(experts), mesh, ExpertParallel(transport="symmetric", rows=0.5)
+        )
+        with pytest.raises(RuntimeError, match="does not take the rows of one rank after the other"):
+            step(shared, x, ids, s, dout, "none")
 
 
 @pytest.mark.parametrize("world", [2, 3])
