@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from ..files import need
 from .layer import ADDED
 from .measure import refuse
+from .parallel import SYMMETRIC
 from .problem import DEFAULT, GROUPS, SHAPES
 
 MARK = " \\*"
@@ -109,7 +110,7 @@ SHARES = Plot(  # a line for each shape
     "R, GPUs",
     {"forward_share": "forward, percent", "step_share": "step, percent"},
 )
-PARALLEL, SHARED = "parallel.png", "moe_aiter, symmetric"
+PARALLEL = "parallel.png"
 
 
 def lines_of(rows: list[dict], plot: Plot) -> dict[str, list[dict]]:
@@ -131,7 +132,9 @@ def lines_of_shares(source: pathlib.Path) -> dict[str, list[dict]]:
     rows = []
     if source.exists():
         with open(source, newline="") as file:
-            rows = [r for r in csv.DictReader(file) if (r["contender"], r["routing"]) == (SHARED, "normal")]
+            rows = [
+                r for r in csv.DictReader(file) if (r["contender"], r["routing"]) == (SYMMETRIC, "normal")
+            ]
     rows = [r for r in rows if r["device"] == rows[-1]["device"] and r["ep"] == r["ranks"]]
     lines = {}
     for r in sorted(newest(rows, lambda r: (r["shape"], r["ranks"])), key=lambda r: int(r["ranks"])):

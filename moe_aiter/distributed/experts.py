@@ -216,11 +216,11 @@ class ExpertDispatcher:
         # rows travel with the weights, as numbers of the same bits
         rank = pad(plan.rank, s.shape[0], -1).to(kind)
         routing = torch.cat([rank.view(1, -1).view(s.dtype), s.reshape(1, -1)], 1)
-        for t in sizes, routing:  # before the tokens: copies between two GPUs run one after the other
+        for t in sizes, routing:
             routed.send(t)
         tokens.send(x)
         sizes, routing = routed.receive()
-        transport.fetch(tokens)
+        transport.fetch(tokens)  # after the routing, which would wait behind the copies of tokens
         if transport is not self.collective:  # ranks may write to wrong slots, and nothing waits for ever
             same = (sizes[:, -1] == x.shape[0]).all()
             assert_async(same, "the ranks have different numbers of tokens: see max_tokens")

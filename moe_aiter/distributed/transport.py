@@ -216,7 +216,7 @@ class Sources:
     spans      as `merge_plans` returns them, without their last columns
     dispatch   what the products read
     sums       what their sums are sent by
-    sum_others None, or writes the sums of the rows that are ELSEWHERE; the passes add to them
+    sum_others writes the sums of the other windows' rows first, and the passes add to them; or None
     """
 
     def __init__(

@@ -268,12 +268,12 @@ def test_a_plot_of_shares(tmp_path):
     documents_of([measured("A", contender="layer")], tmp_path)
     assert not report.lines_of_shares(tmp_path / "parallel.csv")
     names = ["device", "dtype", "contender", "routing", "ranks", "ep", "shape", "forward_share", "step_share"]
-    kinds = [(c, r) for c in (report.SHARED, "peer") for r in ("normal", "zipf")]
+    kinds = [(c, r) for c in (report.SYMMETRIC, "peer") for r in ("normal", "zipf")]
     rows = [
         ("GPU", "b", *kind, n, n, shape, 50, 1000 // n) for kind in kinds for n in (4, 2) for shape in "BA"
     ]
     rows += [
-        ("GPU", "b", report.SHARED, "normal", 2, 2, "A", 50, 60),
+        ("GPU", "b", report.SYMMETRIC, "normal", 2, 2, "A", 50, 60),
         ("GPU", "b", *kinds[0], 4, 2, "A", 1, 1),
     ]
     with open(tmp_path / "parallel.csv", "w", newline="") as file:

@@ -36,7 +36,7 @@ def arriving(group_sizes: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 def leaving(group_sizes: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor | None, slice, Tensor, bool]]:
     """Yield the same; which tokens' sums a pass computes; the tensor that it writes them to, and whether it
-    adds to sums of rows ELSEWHERE.
+    adds to what the tensor holds for tokens with a rank of ELSEWHERE (rows/permute.py).
 
     The sums of a pass leave when the next pass is asked for.
     """

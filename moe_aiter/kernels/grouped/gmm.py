@@ -443,8 +443,8 @@ gmm_unpermute_op = define_op(
 class GmmUnpermuteAddInputs(NamedTuple):
     """The inputs of the op `gmm_unpermute_add`: `gmm_unpermute` for the tokens that have rows.
 
-    Other tokens are neither read nor written.  A token with a row ELSEWHERE gets the sum added to what is
-    there.  Each sum is rounded to the dtype of `out`.
+    Other tokens are neither read nor written.  If a rank of a token is ELSEWHERE, the sum is added to what
+    `out` holds for this token.  Each sum is rounded to the dtype of `out`.
     """
 
     out: Written  # (T, N), contiguous

@@ -5,7 +5,8 @@ plan.  Choices of other experts are dropped.  A token's row of its own plan says
 nothing is sorted again.
 
 The rows are divided into windows of a fixed number of rows, which are computed one by one: each has its
-group sizes and its ranks.  A rank is ELSEWHERE if the row is in a window that was computed before.
+group sizes and its ranks.  If a choice's row is in a window that was computed earlier, the choice's rank
+in later windows is ELSEWHERE (permute.py).
 """
 
 from collections.abc import Callable
@@ -166,18 +167,8 @@ def bind_merge(i: MergeInputs) -> Callable:
     grid = max(cdiv(R, BLOCK), 1), S
     constants = {"LAST_FIRST": i.last_first, "BLOCK": BLOCK, "BLOCK_N": next_power_of_2(N)}
     kernel = bind_kernel(merge_kernel, grid, **constants)
-    numbers = (
-        S,
-        R,
-        N,
-        i.first,
-        E,
-        spans_width(E),
-        i.rows,
-        i.windows,
-        i.rank.stride(0),
-        i.group_sizes.stride(0),
-    )
+    numbers = S, R, N, i.first, E, spans_width(E), i.rows, i.windows
+    numbers += i.rank.stride(0), i.group_sizes.stride(0)
 
     def launch(out, i):
         order, rank, sizes, spans = out

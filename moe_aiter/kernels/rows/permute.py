@@ -132,13 +132,13 @@ def sum_token(
 ):  # fmt: skip
     """Write the sum of the rows of token t, columns h, to out.
 
-    With ADD, the sum of a token with a row ELSEWHERE is added to what is there.  With SOME, a token without
-    rows is left alone.
+    With ADD, the sum is added to what `out` holds for a token that has a rank of ELSEWHERE.  With ADD and
+    SOME, a token without rows keeps what `out` holds.
     """
     h_mask = h < H
     cols = h.to(tl.int64) * rows_strides[1]
     acc = tl.zeros(h.shape, tl.float32)
-    if ADD or SOME:
+    if ADD:
         least = tl.load(rank_ptr + t * TOP_K)
         most = least
         for j in tl.static_range(1, TOP_K):
@@ -146,9 +146,8 @@ def sum_token(
             least, most = tl.minimum(least, rank), tl.maximum(most, rank)
         if SOME:
             h_mask &= most >= 0
-        if ADD:
-            there = h_mask & (least == ELSEWHERE)
-            acc += tl.load(out_ptr + t * out_stride_t + h, mask=there, other=0.0).to(tl.float32)
+        there = h_mask & (least == ELSEWHERE)
+        acc += tl.load(out_ptr + t * out_stride_t + h, mask=there, other=0.0).to(tl.float32)
     if UNROLLED:
         for j in tl.static_range(TOP_K):
             acc = add_row(acc, t * TOP_K + j, rows_ptr, rank_ptr, weights_ptr, cols, h_mask, rows_strides[0])
@@ -308,8 +307,8 @@ def bind_unpermute_columns(
     """Return `launch(out, rows, rank, routing_weights)` of `unpermute` for `choices`, (T, k), and the row
     stride of `out`, which may be some columns of a wider tensor.
 
-    With `add`, sums of tokens with a row ELSEWHERE are added to `out`.  With `some` too, and tokens without
-    rows are left alone.
+    With `add` or `some`, the sum is added to what `out` holds for a token that has a rank of ELSEWHERE.  With
+    `some`, a token without rows keeps what `out` holds.
     """
     (T, top_k), block = choices, block_of(columns)
     constants = {"TOP_K": top_k, "UNROLLED": top_k <= UNROLL, "BLOCK_H": block}
