@@ -117,9 +117,9 @@ def check_no_synchronisation(rank, world, transport):
     assert plan.group_sizes.sum() == T * K
 
 
-def check_graph(rank, world, transport):
+def check_graph(rank, world, **options):
     """One CUDA graph, replayed with five routings, has the bits of eager steps."""
-    experts = share(build(), world, transport=transport)
+    experts = share(build(), world, **options)
     x, ids, s, dout = mine(rank, world, draw(world))
     x, s = x.requires_grad_(), s.requires_grad_()
     weights = experts.gate_up, experts.down
@@ -180,7 +180,8 @@ def everything(rank, world, folder):
     object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
     for transport in ("collective", "auto"):
         check_no_synchronisation(rank, world, transport)
-        check_graph(rank, world, transport)
+        check_graph(rank, world, transport=transport)
+        check_graph(rank, world, transport=transport, rows=0.5)
         check_empty_ranks(rank, world, transport)
 
 
