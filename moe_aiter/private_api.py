@@ -255,6 +255,7 @@ class Scoped:
 
 graph_task = find("torch._C._current_graph_task_id")  # the number of the backward pass that runs, or -1
 keeps_graph = find("torch._C._autograd._get_current_graph_task_keep_graph")
+release_saved = find("torch._C._FunctionBase.maybe_clear_saved_tensors")  # of a ctx, if the graph is not kept
 allows_forward_gradients = find("torch._C._is_fwd_grad_enabled")
 top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")  # (pack, unpack); None without
 _pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks")

@@ -133,7 +133,7 @@ def run_hopper_tgmm_fp8(y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, 
     out = new(*shape, dtype=onto or BF16)
     operands = new(chunks, k, 128, dtype=x), new(chunks, n, 128, dtype=y), new(chunks, n, dtype=F32)
     sizes, strides = (chunks, groups, n, k), (out.mT if columns_first else out).stride()
-    product = module("tgmm").bind_tgmm_fp8(out, y, sizes, strides, onto is not None)
+    product = module("tgmm").bind_tgmm_fp8(operands[1], sizes, strides, onto is not None)
     product(out, *operands, ints(groups, 3))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import moe_aiter.distributed.collective  # noqa: F401  defines ops
 import moe_aiter.kernels.experts.split  # noqa: F401  defines an op, and only torchtitan's models import it
+from moe_aiter.kernels.grouped.tgmm_fp8 import quantize_y
 from moe_aiter.kernels.quantize.blocks import plan_row_blocks
 from moe_aiter.kernels.quantize.four_bit import quantized
 from moe_aiter.kernels.quantize.rows import quantize_rows
@@ -88,7 +89,15 @@ def of_8_bit_up(draw: Draw) -> tuple:
 
 
 def of_8_bit_tgmm(draw: Draw) -> tuple:
-    return *rows8(draw(T, H)), draw(R, N), SIZES, ORDER, K
+    x8, scale = rows8(draw(T, H))
+    return (
+        x8,
+        scale,
+        *quantize_y(plan_row_blocks(SIZES, R), ORDER, K, E4M3, scale, draw(R, N)),
+        SIZES,
+        ORDER,
+        K,
+    )
 
 
 def of_route_backward(draw: Draw) -> tuple:
@@ -150,7 +159,7 @@ SAMPLES = {
     "expert_up_split": lambda d: (d.plain()[0], d(E, F, H), d(E, F, H), *FULL, 0, None, None),
     "expert_z": lambda d: (*d.plain()[:3], *FULL, *ACT),
     "expert_z_fp8": lambda d: (*of_8_bit_up(d), d.dtype),
-    "experts_fp8": lambda d: of_experts(d, True, None, None, 0, 0, True, False, E4M3),
+    "experts_fp8": lambda d: of_experts(d, True, None, None, 0, 0, 0, True, False, E4M3),
     "four_bit_gmm": lambda d: (d(T, 64), *of_four_bits(64), True, SIZES, d(E, 2), ORDER, K),
     "gemm": lambda d: (d(2, T, H), d(2, H, N), d(N), d(2, T, N), "gelu", 0.5, 1.5, None, True),
     "glu": lambda d: (d(R, 2 * F), "swiglu", True),
@@ -163,7 +172,7 @@ SAMPLES = {
         *(d(R, F), d(E, F, H), SIZES, d(E, H), ORDER, RANK, d.positive(T, K), 0),
     ),
     "gmm_unpermute_fp8": lambda d: (
-        d(R, F),
+        *rows8(d(R, F)),
         *rows8(d(E, H, F)),
         SIZES,
         d(E, H),
@@ -171,8 +180,8 @@ SAMPLES = {
         RANK,
         d.positive(T, K),
         0,
-        E4M3,
         False,
+        d.dtype,
     ),
     "group_sum": lambda d: (d(R, N), SIZES, ORDER, 1, d.positive(R)),
     "mask_bias": lambda d: (torch.arange(40).view(2, 1, 4, 5) % 3 > 0, d.dtype),
@@ -236,8 +245,8 @@ SAMPLES = {
     "sparse_matmul": lambda d: (d(T, 6), d(4, 2, 3), d(6), pattern(), 6, 6, False),
     "sparse_matmul_grad": lambda d: (d(T, 6), d(T, 6), pattern(), 2, 3),
     "tgmm": lambda d: (d(T, H), d(R, N), SIZES, ORDER, K, True),
-    "tgmm_fp8": lambda d: (*of_8_bit_tgmm(d), True, E4M3),
-    "tgmm_fp8_into": lambda d: (d(E, H, N), *of_8_bit_tgmm(d), E4M3),
+    "tgmm_fp8": lambda d: (*of_8_bit_tgmm(d), 0, True),
+    "tgmm_fp8_into": lambda d: (d(E, H, N), *of_8_bit_tgmm(d), 0),
     "tgmm_into": lambda d: (d(E, H, N), d(R, H), d(R, N), SIZES, None, 1, False, d(E, N), True, [], 0),
     "tgmm_sums": lambda d: (d(R, H), d(R, N), SIZES, False),
     "topk": lambda d: (spread(d), K),

@@ -18,7 +18,8 @@ from ..kernels.experts import mlp as _experts_ops  # noqa: F401  defines the ops
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
 from ..kernels.grouped.four_bit import FourBitInputs
 from ..kernels.grouped.gmm import column_slices
-from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_product, lay_out
+from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_product, lay_out, quantize_y
+from ..kernels.quantize.blocks import plan_row_blocks
 from ..kernels.quantize.four_bit import quantized
 from ..kernels.quantize.rows import quantize_rows
 from ..kernels.rows.sort import sort_by_expert
@@ -187,7 +188,7 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
     """
     if op == "gmm":
         w, *after = rest
-        w, fits = w.mT, hopper.fits_gmm_unpermute_fp8(x, w.mT)
+        w, fits = w.mT, hopper.fits_gmm_unpermute_fp8(x, None, w.mT, x.dtype)
     elif op == "expert_up":
         w, *after = rest
         fits = hopper.fits_up_fp8(x, None, w, None, *after[:-2], x.dtype)
@@ -197,10 +198,14 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
         fits = hopper.fits_down_grad_fp8(x, None, z, w)
     elif op == "tgmm":
         y, *plan, columns_first = rest
-        if not hopper.fits_tgmm_fp8(x, None, y, *plan):
+        group_sizes, order, top_k = plan
+        row_blocks = plan_row_blocks(group_sizes, len(y))
+        x8 = quantize_rows(x)
+        operands = *x8, *quantize_y(row_blocks, order, top_k, "e4m3", x8[1], y), *plan
+        if not hopper.fits_tgmm_fp8(*operands):
             return None
-        i = TgmmFp8Inputs(*quantize_rows(x), y, *plan, columns_first, "e4m3")
-        return functools.partial(multiply_fp8, i), lay_out(i)
+        i = TgmmFp8Inputs(*operands, 0, columns_first)
+        return functools.partial(multiply_fp8, i), lay_out(i, slice(None))
     else:
         return None
     if not fits:

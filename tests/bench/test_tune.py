@@ -319,7 +319,7 @@ def test_products_of_8_bits(monkeypatch):
 
             def launch(bound, out, *given):
                 if name[0] == "tgmm":
-                    return launched.append((name, given, {"out": out, "bound": bound[2:]}))
+                    return launched.append((name, given, {"out": out, "bound": bound[1:]}))
                 given, scales = (given[:4], given[5:]) if name[0] == "gmm" else (tuple(given[0]), given[1])
                 launched.append((name, given, {"out": out, "scales": scales}))
 

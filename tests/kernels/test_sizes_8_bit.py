@@ -77,13 +77,13 @@ def test_hopper_is_for_what_has_elements(size, monkeypatch):
     T, H, I, E = size.values()  # noqa: E741
     shapes = (T, H), (T, 2 * I), (T, I), (E, 2 * I, H), (E, H, I)
     x, z, a, gate_up, down = (torch.zeros(shape).bfloat16() for shape in shapes)
-    x8, up8, down8, columns8 = map(quantize_rows, (x, gate_up, down, down.mT))
+    x8, a8, up8, down8, columns8 = map(quantize_rows, (x, a, gate_up, down, down.mT))
     plan, s = [torch.zeros(n, dtype=torch.int32) for n in ((T,), (T, 1), (E,))], torch.zeros(T, 1)
     for op, *inputs in (
         ("gmm", x, gate_up.mT, plan[2], None),
         ("expert_up", x, gate_up, None, *plan, "swiglu", False, True, 0, None),
         ("expert_up_fp8", *x8, *up8, None, *plan, "swiglu", False, True, x.dtype),
-        ("gmm_unpermute_fp8", a, *down8, plan[2], None, *plan[:2], s, 2**30, "e4m3", False),
+        ("gmm_unpermute_fp8", *a8, *down8, plan[2], None, *plan[:2], s, 2**30, False, a.dtype),
         ("expert_down_grad", x, z, down, s, *plan, "swiglu", False, True),
         ("expert_down_grad_fp8", *x8, z, *columns8, s, *plan, "swiglu", False, True),
         ("quantized_experts", x, (*up8, None), (*down8, None), s, plan, "swiglu", False),

@@ -25,9 +25,8 @@ recipe.
 All else that is saved has the dtype of x.  The gradient of the quantisation is that of the identity.
 
 On Hopper, kernels multiply 8-bit floats, add the products in float32 and multiply the sums by the scales, for
-`block` the sum over each block.  On
-other devices, and for sizes that these kernels do not support, torch or Triton multiplies the quantised
-numbers in the dtype of x, which is slower.
+`block` the sum over each block.  On other devices, and for sizes that these kernels do not support, torch or
+Triton multiplies the quantised numbers in the dtype of x, which is slower.
 
 `keep_fp8_weights` keeps the 8-bit weights from the first micro-batch of an optimizer step to the last.  It
 holds for the whole process instead of a ContextVar: autograd runs CUDA gradients on its own threads, which
@@ -65,7 +64,7 @@ from ...op import (
     pick,
     saved_tensors,
 )
-from ...private_api import is_view
+from ...private_api import is_view, release_saved
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
@@ -74,11 +73,11 @@ from ..base.launch import cdiv
 from ..dense.scaled_gemm import scaled_gmm
 from ..grouped.gmm import bind_token_sum, column_slices
 from ..grouped.tgmm import weight_gradient
-from ..grouped.tgmm_fp8 import weight_gradient_fp8
+from ..grouped.tgmm_fp8 import num_bytes, quantize_y, weight_gradient_fp8
+from ..quantize.blocks import plan_row_blocks
 from ..quantize.layouts import factors_of_rows, quantize_folded, quantize_transposed, transpose_rows8
 from ..quantize.rows import (
     FORMATS,
-    OF_ROWS,
     is_read_once,
     new_quantize_rows,
     quantize_by_amax,
@@ -87,6 +86,7 @@ from ..quantize.rows import (
 )
 from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import unpermute
+from ..rows.sums import group_sum
 from .down import DownGradInputs, down_gradients
 from .glu import glu
 from .inputs import ExpertInputs, check_expert_values
@@ -217,15 +217,6 @@ def has_blocks(scale: Tensor) -> bool:
     return scale.dim() == 3
 
 
-def products_of_weights(recipe: str, x8: tuple, dout8: tuple) -> tuple[Callable, Callable]:
-    """What multiplies for the gradients of gate_up, x and dz, and of down, dout and s * f(z), given the rows
-    of x and dout as 8-bit floats with their scales."""
-    if not recipe.endswith(ALL):
-        return weight_gradient, weight_gradient
-    of_gate_up = functools.partial(weight_gradient_fp8, x8, recipe.removesuffix(ALL))
-    return of_gate_up, functools.partial(weight_gradient_fp8, dout8, "e4m3")
-
-
 # experts_fp8: reference
 
 
@@ -238,22 +229,16 @@ def rounded_up(out, x8, x_scale, w8, w_scale, *rest, op="expert_up", after=(0, N
 rounded_z = functools.partial(rounded_up, op="expert_z", after=())
 
 
-def rounded_gmm_unpermute(out, x, w8, w_scale, *rest) -> None:
-    *rest, format, fold = rest
-    if fold:
-        x, w = rounded_folded(x, w_scale, rest[0], format), dequantize(w8.mT, w_scale, x.dtype)
+def rounded_gmm_unpermute(out, x8, x_scale, w8, w_scale, *rest) -> None:
+    *rest, fold, dtype = rest
+    if fold:  # without the scales of the weight that the rows took over
+        folded = dequantize(x8, x_scale, torch.promote_types(dtype, torch.float32))
+        x = (folded / factors_of_rows(w_scale, rest[0], len(x8))).to(dtype)
+        w = dequantize(w8.mT, w_scale, dtype)
     else:
-        x8 = quantize_tokens(x, format, has_blocks(w_scale))
-        x, w = dequantize(*x8, x.dtype), dequantize(w8, w_scale, x.dtype).mT
+        x, w = dequantize(x8, x_scale, dtype), dequantize(w8, w_scale, dtype).mT
     inputs = x, w, *rest
     fill("gmm_unpermute", out, *inputs)
-
-
-def rounded_folded(x: Tensor, factor: Tensor, group_sizes: Tensor, format: str) -> Tensor:
-    """What the rows of x stand for, without the scales of the weight that they took over."""
-    x8 = quantize_folded(x, factor, group_sizes, format)
-    folded = dequantize(*x8, sum_dtype(x))
-    return (folded / factors_of_rows(factor, group_sizes, len(x))).to(x.dtype)
 
 
 def rounded_down_grad(out, dout8, dout_scale, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
@@ -350,9 +335,10 @@ def bind_z(i: ZFp8Inputs) -> Callable:
 
 
 class GmmUnpermuteFp8Inputs(NamedTuple):
-    """The inputs of the op `gmm_unpermute_fp8`: those of `gmm_unpermute`, with a weight of 8 bits."""
+    """The inputs of the op `gmm_unpermute_fp8`: those of `gmm_unpermute` as 8-bit floats with scales."""
 
-    x: Tensor  # (R, K)
+    x8: Tensor  # (R, K)
+    x_scale: Tensor  # (R,), or of blocks
     w8: Tensor  # (E, N, K)
     w_scale: Tensor  # (E, N), or to `fold` (E, K), or of blocks
     group_sizes: Tensor  # (E,)
@@ -361,36 +347,30 @@ class GmmUnpermuteFp8Inputs(NamedTuple):
     rank: Tensor  # (T, k)
     routing_weights: Tensor | None  # (T, k)
     row_bytes: int | torch.SymInt  # the most for the rows of the product
-    format: str  # of the 8-bit rows of x
-    fold: bool  # the scales lie along the sum, and x takes them over
+    fold: bool  # the scales of the weight lie along the sum, and x8 has taken them over
+    dtype: torch.dtype | None  # of the product
 
 
 @binds
 def bind_gmm_unpermute_fp8(i: GmmUnpermuteFp8Inputs) -> Callable:
-    (R, K), (E, N, _), fold, format = i.x.shape, i.w8.shape, i.fold, i.format
-    blocks = not fold and has_blocks(i.w_scale)
-    bind, like_x8 = hopper.launcher("gmm", "bind_product"), i.x.new_empty(0, K, dtype=OF_ROWS[format])
+    (R, K), (E, N, _), fold = i.x8.shape, i.w8.shape, i.fold
+    blocks, bind = not fold and has_blocks(i.w_scale), hopper.launcher("gmm", "bind_product")
     launches = [
         (
             n,
-            bind(like_x8, i.w8[:, n].mT, (R, K, E), i.x.dtype, zero_rest=False, blocks=blocks),
+            bind(i.x8[:0], i.w8[:, n].mT, (R, K, E), i.dtype, zero_rest=False, blocks=blocks),
             bind_token_sum(i.rank.shape, n.stop - n.start, N),
         )
-        for n in column_slices(N, R * i.x.element_size(), i.row_bytes)
+        for n in column_slices(N, R * i.dtype.itemsize, i.row_bytes)
     ]
 
     def launch(out, i):
-        if fold:
-            (x8, x_scale), w_scale = quantize_folded(i.x, i.w_scale, i.group_sizes, format), None
-        else:
-            (x8, x_scale), w_scale = quantize_tokens(i.x, format, blocks), i.w_scale
         for n, product, sum_up in launches:
-            rows = i.x.new_empty(R, n.stop - n.start)
+            rows = out.new_empty(R, n.stop - n.start)
             bias = None if i.bias is None else i.bias[:, n]
             rows_n = slice(n.start // ROW_BLOCK, cdiv(n.stop, ROW_BLOCK)) if blocks else n  # of the scales
-            some_scale = None if w_scale is None else w_scale[:, rows_n]
-            w = i.w8[:, n].mT
-            product(rows, x8, w, i.group_sizes, bias, x_scale=x_scale, w_scale=some_scale)
+            w, w_scale = i.w8[:, n].mT, None if fold else i.w_scale[:, rows_n]
+            product(rows, i.x8, w, i.group_sizes, bias, x_scale=i.x_scale, w_scale=w_scale)
             sum_up(out[:, n], rows, i.rank, i.routing_weights)
             del rows  # before those of the next columns
 
@@ -413,7 +393,7 @@ def bind_over_z(i: DownGradFp8OverZInputs) -> Callable:
     return lambda out, i: launch((i.z, *out), DownGradFp8Inputs(*i))
 
 
-bind_gmm_unpermute_fp8.takes, bind_gmm_unpermute_fp8.fits = hopper.DTYPES, hopper.fits_gmm_unpermute_fp8
+bind_gmm_unpermute_fp8.fits = hopper.fits_gmm_unpermute_fp8
 bind_up.fits = bind_z.fits = hopper.fits_up_fp8
 bind_down_grad.fits = bind_over_z.fits = hopper.fits_down_grad_fp8
 
@@ -446,7 +426,7 @@ expert_z_fp8_op = define_op(
 gmm_unpermute_fp8_op = define_op(
     "gmm_unpermute_fp8",
     GmmUnpermuteFp8Inputs,
-    new=lambda i: i.x.new_empty(i.rank.shape[0], i.w8.shape[1]),
+    new=lambda i: i.x8.new_empty(i.rank.shape[0], i.w8.shape[1], dtype=i.dtype),
     **everywhere(rounded_gmm_unpermute),
     hopper=bind_gmm_unpermute_fp8,
 )
@@ -473,6 +453,7 @@ ExpertsFp8Inputs = extended(
     ExpertInputs,
     bytes_of_y=int | torch.SymInt,  # the most for the rows of y, and of dx
     bytes_of_dx=int | torch.SymInt,
+    peak=int | torch.SymInt,  # the bytes that a step takes at most, if its memory allows for it
     need_dx=bool,
     save_x8=bool,  # whether 8-bit rows of x serve backward in the place of x
     recipe=str,  # one of RECIPES
@@ -505,9 +486,11 @@ def launch_experts(out, *inputs) -> None:
     up = *x8, *w8, i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
     fill("expert_up_fp8", (z, a), *up)
     del up, w8, x8  # and with them 8 bits of each weight
+    a8 = quantize_tokens(a, "e4m3", blocks)
+    del a
     w8 = blocks_of_weight(i.down) if blocks else rows_and_amax(i.down, down_amax)
-    inputs = a, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, i.bytes_of_y
-    fill("gmm_unpermute_fp8", y, *inputs, "e4m3", False)
+    inputs = *a8, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, i.bytes_of_y
+    fill("gmm_unpermute_fp8", y, *inputs, False, i.x.dtype)
 
 
 def blocks_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -548,7 +531,6 @@ def backward_experts(ctx, dout, *_):
     blocks, x8 = i.recipe == BLOCK, (x8, x_scale)
     format = "e4m3" if blocks else i.recipe.removesuffix(ALL)
     dout8 = quantize_tokens(dout, format, blocks)
-    of_gate_up, of_down = products_of_weights(i.recipe, x8, dout8)
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
@@ -559,33 +541,57 @@ def backward_experts(ctx, dout, *_):
     over_z = spend_z and is_unwatched(z, dout)
     columns = transposed_blocks if blocks else lambda w: quantize_columns(w, down_amax)
     grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, columns)
+    by_columns, of_down, of_gate_up = None, weight_gradient, weight_gradient
+    if i.recipe.endswith(ALL):
+        row_blocks = plan_row_blocks(i.group_sizes, i.order.shape[0])
+        by_columns = functools.partial(quantize_y, row_blocks, i.order, i.rank.shape[1])
+        grad = functools.partial(with_columns_of_a, grad, functools.partial(by_columns, "e4m3", dout8[1]))
+        of_down = functools.partial(weight_gradient_fp8, dout8, i.peak - num_bytes(dout, z, *x8))
+    if over_z:
+        release_saved(ctx)  # so that dz, in the memory of z, is freed where it is deleted
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
     needs_down = needs.down, needs.down_bias
     dz, ddown, ddown_bias, ds = down_gradients(
         needs_down, False, dout, saved, *act, i.down_main_grad, grad, of_down
     )
     del z, saved, dout8, grad, of_down  # where dz is not in the memory of z
+    dbias = group_sum(dz, i.group_sizes).to(i.gate_up_bias.dtype) if needs.gate_up_bias else None
+    dz8 = quantize_dz(dz, gate_up_scale, i.group_sizes, format, blocks) if needs.x else None
+    if not needs.gate_up:
+        dz = None
+    elif by_columns:
+        dz = by_columns(format, x8[1], dz)
     dx = None
     if needs.x:
-        if blocks:
-            w8 = transposed_blocks(i.gate_up)
-        else:
-            w8 = transposed_rows(i.gate_up, gate_up_scale), gate_up_scale
-        inputs = dz, *w8, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx, format, not blocks
+        w8 = transposed_blocks(i.gate_up) if blocks else transposed_rows(i.gate_up, gate_up_scale)
+        inputs = *dz8, *w8, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx, not blocks, dout.dtype
         dx = gmm_unpermute_fp8_op(*inputs)
-        del w8, inputs
-    rest = None if i.gate_up_bias is None else i.gate_up_bias.dtype, i.bytes_of_dx, i.gate_up_main_grad
-    needs_up = False, needs.gate_up, needs.gate_up_bias
-    _, dgate_up, dbias = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest, of_gate_up)
+        del dz8, w8, inputs
+    if by_columns:
+        of_gate_up = functools.partial(weight_gradient_fp8, x8, i.peak - num_bytes(dout, ddown, dx))
+    needs_up, rest = (False, needs.gate_up, False), (None, 0, i.gate_up_main_grad)
+    _, dgate_up, _ = up_gradients(needs_up, dz, i.x, i.gate_up, *routing, *rest, of_gate_up)
     of_weights = {"gate_up": dgate_up, "gate_up_bias": dbias, "down": ddown, "down_bias": ddown_bias}
     return gradients(ExpertsFp8Inputs, x=dx, routing_weights=ds, **of_weights)
 
 
-def transposed_rows(w: Tensor, scale: Tensor) -> Tensor:
+def quantize_dz(dz: Tensor, gate_up_scale: Tensor, group_sizes: Tensor, format: str, blocks: bool) -> tuple:
+    if blocks or not len(dz):
+        return quantize_tokens(dz, format, blocks)
+    return quantize_folded(dz, gate_up_scale, group_sizes, format)
+
+
+def with_columns_of_a(grad: Callable, by_columns: Callable, *inputs) -> tuple:
+    """dz, s * f(z) by columns, where it was asked for, and ds."""
+    dz, a, ds = grad(*inputs)
+    return dz, by_columns(a) if inputs[-1] else a, ds
+
+
+def transposed_rows(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The 8-bit rows of w (E, A, B) as (E, B, A).  Their scales are known but where there were no tokens."""
     if keeps_fp8(w) or not scale.numel():
-        return kept_fp8(w, "rows transposed", lambda: transpose_rows8(rows_of_weight(w)[0]))
-    return quantize_transposed(w, scale)
+        return kept_fp8(w, "rows transposed", lambda: transpose_rows8(rows_of_weight(w)[0])), scale
+    return quantize_transposed(w, scale), scale
 
 
 def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -653,9 +659,11 @@ def on_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) 
     format = format_of(gate_up[0])
     x8 = quantize_rows(x, format)
     _, a = expert_up_fp8_op(*x8, *gate_up, *plan, activation, interleaved, False, x.dtype)
+    a8 = quantize_rows(a, format)
+    del a
     w8, w_scale, bias = down
-    rest = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, format, False
-    return gmm_unpermute_fp8_op(a, w8, w_scale, *rest)
+    rest = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, False, x.dtype
+    return gmm_unpermute_fp8_op(*a8, w8, w_scale, *rest)
 
 
 def fits_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) -> bool:

@@ -34,8 +34,10 @@ from ..base.check import (
     check_sizes,
     check_tensor,
 )
+from ..base.fp8 import ROW_BLOCK
 from ..base.sources import by_source
 from ..grouped.gmm import BLOCK
+from ..quantize.blocks import most_row_blocks
 
 
 class ExpertInputs(NamedTuple):
@@ -162,13 +164,39 @@ def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
     Without gradients the limits are those of training every weight.  Sizes that a compiler does not know are
     compared by `max` alone, which the compiler can record.
     """
-    (T, H), (_, width, _), R, size = i.x.shape, i.gate_up.shape, i.order.shape[0], i.x.element_size()
-
-    def slice_bytes(n: int) -> int:
-        return -(-H // (n * BLOCK)) * BLOCK * R * size
-
     if row_chunks is not None:
-        return slice_bytes(row_chunks), slice_bytes(row_chunks)
+        return slice_bytes(i, row_chunks), slice_bytes(i, row_chunks)
+    forward, late, rest = step_bytes(i)
+    limit = rest + rest // (SLACK if by_source.get() is None else WINDOW_SLACK)
+    return max(limit - forward, slice_bytes(i, MOST)), max(limit - late, slice_bytes(i, MOST))
+
+
+def row_bytes_fp8(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int, int]:
+    """Return the same where all products are of 8 bits, and the peak of a step in the dtype of x.
+
+    The 8-bit copies leave less room for the rows below that peak, which they shall not lift.
+    """
+    (T, H), (E, width, _), R, inner = i.x.shape, i.gate_up.shape, i.order.shape[0], i.down.shape[2]
+    size, (forward, late, rest) = i.x.element_size(), step_bytes(i)
+    y, dx = row_bytes(i, row_chunks)
+    peak = max(rest, forward + min(y, R * H * size), late + min(dx, R * H * size))
+    if row_chunks is not None:
+        return y, dx, peak
+    by_columns = most_row_blocks(R, E) * width * (ROW_BLOCK + 4)  # of dz, which is freed; with scales
+    forward += T * H + i.down.numel() + R * inner - R * inner * size
+    late += T * H + i.gate_up.numel() + R * width + by_columns - R * width * size
+    least = slice_bytes(i, MOST)
+    return min(y, max(peak - forward, least)), min(dx, max(peak - late, least)), peak
+
+
+def slice_bytes(i: ExpertInputs, chunks: int) -> int:
+    """The bytes of the rows in so many chunks of columns."""
+    return -(-i.x.shape[1] // (chunks * BLOCK)) * BLOCK * i.order.shape[0] * i.x.element_size()
+
+
+def step_bytes(i: ExpertInputs) -> tuple[int, int, int]:
+    """Return what is there beside the rows of Y and beside those of dX, and the most without any rows."""
+    (T, H), (_, width, _), R, size = i.x.shape, i.gate_up.shape, i.order.shape[0], i.x.element_size()
     trained = needs_grad(i)
 
     def wanted(t: Tensor) -> bool:
@@ -182,6 +210,4 @@ def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
     early = out + z + gradient(i.down, i.down_main_grad)
     late = early + gradient(i.x)
     rest = max(forward, early + (a if wanted(i.down) else 0))
-    rest = max(rest, late + gradient(i.gate_up, i.gate_up_main_grad))
-    limit = rest + rest // (SLACK if by_source.get() is None else WINDOW_SLACK)
-    return max(limit - forward, slice_bytes(MOST)), max(limit - late, slice_bytes(MOST))
+    return forward, late, max(rest, late + gradient(i.gate_up, i.gate_up_main_grad))

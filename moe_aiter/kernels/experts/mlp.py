@@ -32,6 +32,7 @@ from .inputs import (
     check_memory,
     needs_grad,
     row_bytes,
+    row_bytes_fp8,
 )
 from .up import UpInputs, expert_up_op, expert_z_op, up_gradients
 
@@ -166,7 +167,8 @@ def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
     """Multiply in FP8.  Some recipes keep x in 8 bits for the gradient of gate_up and to compute z again."""
     backward_needs_x = needs_grad(i) and (i.gate_up.requires_grad or not i.save_z)
     save_x8 = fp8.endswith(ALL) and backward_needs_x
-    return experts_fp8_op(*i, *row_bytes(i, row_chunks), i.x.requires_grad, save_x8, fp8)[0]
+    most = row_bytes_fp8(i, row_chunks) if fp8.endswith(ALL) else (*row_bytes(i, row_chunks), 0)
+    return experts_fp8_op(*i, *most, i.x.requires_grad, save_x8, fp8)[0]
 
 
 by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES

@@ -4,29 +4,42 @@
 
 x is given as 8-bit rows with scales (`quantize_rows`), as for products that sum over its columns.  A sum over
 rows cannot factor out a scale that each of them has, so y takes it over: the numbers y[r] * scale[t] are
-quantised, with a scale for each column and each ROW_BLOCK rows of a group.
+quantised, with a scale for each column and each ROW_BLOCK rows of a group.  `quantize_y` does so before the
+product, which then needs y no longer.
 
-On Hopper both are laid out by columns (quantize/blocks.py) and multiplied as they are.  On other devices, and
-for sizes that do not fit, both are dequantised and multiplied in the dtype of x.
+On Hopper the rows of x are laid out by columns as well (quantize/blocks.py), and both are multiplied as they
+are.  For each expert of a token x is there once, so it comes in slices of its columns, as few as take
+`x_bytes` each, MOST at most.  The result has the same bits for any slices.  On other devices, and for sizes
+that do not fit, both operands are dequantised and multiplied in the dtype of y.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...op import Written, binds, define_inplace_op, define_op, launcher, pick
 from .. import hopper
-from ..base.check import check_float, sum_dtype, take_rows
-from ..quantize.blocks import (
-    most_row_blocks,
-    plan_row_blocks,
-    quantize_row_blocks,
-    rows_of_blocks,
-    transpose_row_blocks,
-)
-from ..quantize.rows import FORMATS, check_float32, check_format, dequantize_rows
-from .tgmm import check_sum, check_tgmm_values, shape_of_tgmm, tgmm_into_op
+from ..base.check import check_axes, check_groups, check_plan_values, check_rows, take_rows
+from ..base.fp8 import ROW_BLOCK
+from ..base.launch import cdiv
+from ..quantize.blocks import quantize_row_blocks, rows_of_blocks, transpose_row_blocks
+from ..quantize.rows import FORMATS, check_float32, dequantize_rows
+from .gmm import BLOCK, column_slices
+from .tgmm import check_sum, tgmm_into_op
+
+MOST = 4  # slices of x: more cost more time than their memory is worth
+
+
+class RowBlocks(NamedTuple):
+    """y, times the scales of x, as `quantize_y` returns it."""
+
+    y8: Tensor  # (C, N, ROW_BLOCK)
+    y_scale: Tensor  # (C, N)
+    spans: Tensor  # (G, 3)
+    row_blocks: Tensor  # (C, 2)
+    dtype: torch.dtype | None  # of y
 
 
 class TgmmFp8Inputs(NamedTuple):
@@ -34,12 +47,16 @@ class TgmmFp8Inputs(NamedTuple):
 
     x8: Tensor  # (T, K)
     factor: Tensor  # (T,), the scales of the rows of x8
-    y: Tensor  # (M, N)
+    y8: Tensor
+    y_scale: Tensor
+    spans: Tensor
+    row_blocks: Tensor
+    dtype: torch.dtype | None
     group_sizes: Tensor  # (G,)
     order: Tensor  # (M,)
     top_k: int
+    x_bytes: int | torch.SymInt  # the most for a slice of the columns of x
     columns_first: bool  # return (G, N, K), else (G, K, N)
-    format: str  # of the 8-bit floats that y becomes
 
 
 class TgmmFp8IntoInputs(NamedTuple):
@@ -48,11 +65,15 @@ class TgmmFp8IntoInputs(NamedTuple):
     existing_out: Written  # (G, K, N)
     x8: Tensor  # (T, K)
     factor: Tensor  # (T,)
-    y: Tensor  # (M, N)
+    y8: Tensor
+    y_scale: Tensor
+    spans: Tensor
+    row_blocks: Tensor
+    dtype: torch.dtype | None
     group_sizes: Tensor  # (G,)
     order: Tensor  # (M,)
     top_k: int
-    format: str
+    x_bytes: int | torch.SymInt
 
 
 # reference
@@ -61,12 +82,11 @@ class TgmmFp8IntoInputs(NamedTuple):
 def rounded_operands(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple:
     """Return the first inputs of `tgmm`: what the quantised numbers stand for, without the scales of x in y,
     and the plan."""
-    _, row_blocks = plan_row_blocks(i.group_sizes, len(i.y))
-    y8, y_scale = quantize_row_blocks(i.y, i.factor, i.order, i.top_k, row_blocks, i.format)
-    folded = rows_of_blocks(dequantize_rows(y8, y_scale, sum_dtype(i.y)), row_blocks, len(i.y))
+    wide = torch.promote_types(i.dtype, torch.float32)
+    folded = rows_of_blocks(dequantize_rows(i.y8, i.y_scale, wide), i.row_blocks, len(i.order))
     y = folded / take_rows(i.factor, i.order, i.top_k)[:, None]
-    x = dequantize_rows(i.x8, i.factor, i.y.dtype)
-    return x, y.to(i.y.dtype), i.group_sizes, i.order, i.top_k
+    x = dequantize_rows(i.x8, i.factor, i.dtype)
+    return x, y.to(i.dtype), i.group_sizes, i.order, i.top_k
 
 
 def rounded_tgmm(out, *inputs) -> None:
@@ -83,11 +103,9 @@ def rounded_tgmm_into(*inputs) -> None:
 # launcher
 
 
-def lay_out(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple[Tensor, ...]:
-    """Return the operands x (C, K, ROW_BLOCK) and y (C, N, ROW_BLOCK), the scales of y, and the spans."""
-    spans, row_blocks = plan_row_blocks(i.group_sizes, len(i.y))
-    y8 = quantize_row_blocks(i.y, i.factor, i.order, i.top_k, row_blocks, i.format)
-    return transpose_row_blocks(i.x8, i.order, i.top_k, row_blocks), *y8, spans
+def lay_out(i: TgmmFp8Inputs | TgmmFp8IntoInputs, k: slice) -> tuple[Tensor, ...]:
+    """Return the operands x (C, columns k, ROW_BLOCK) and y, the scales of y, and the spans."""
+    return transpose_row_blocks(i.x8[:, k], i.order, i.top_k, i.row_blocks), i.y8, i.y_scale, i.spans
 
 
 def bind_product(
@@ -95,22 +113,39 @@ def bind_product(
 ) -> Callable[..., None]:
     """Return `product(out, *operands)` for a result with these strides along (G, N, K), and operands that
     `lay_out` returns.  The rows of the product are y's columns: of their scales a thread needs few."""
-    (M, N), K, G = i.y.shape, i.x8.shape[1], i.group_sizes.shape[0]
-    bind, sizes = hopper.launcher("tgmm", "bind_tgmm_fp8"), (most_row_blocks(M, G), G, N, K)
-    return bind(i.y, FORMATS[i.format], sizes, out_strides, accumulate)
+    (C, N, _), K, G = i.y8.shape, i.x8.shape[1], i.group_sizes.shape[0]
+    bind = hopper.launcher("tgmm", "bind_tgmm_fp8")
+    return bind(i.y8, (C, G, N, K), out_strides, accumulate)
+
+
+def slices_of_x(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> list[slice]:
+    column_bytes, K = len(i.row_blocks) * ROW_BLOCK, i.x8.shape[1]
+    least = column_bytes * cdiv(K, MOST * BLOCK) * BLOCK
+    return column_slices(K, column_bytes, max(i.x_bytes, least))
 
 
 @binds
 def bind_tgmm_fp8(i: TgmmFp8Inputs) -> Callable:
-    N, K = i.y.shape[1], i.x8.shape[1]
+    N, K = i.y8.shape[1], i.x8.shape[1]
     product = bind_product(i, (N * K, K, 1) if i.columns_first else (K * N, 1, N))
-    return lambda out, i: product(out, *lay_out(i))
+    slices = slices_of_x(i)
+
+    def launch(out, i):
+        for k in slices:
+            product(out[:, :, k] if i.columns_first else out[:, k], *lay_out(i, k))
+
+    return launch
 
 
 @binds
 def bind_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> Callable:
-    product = bind_product(i, i.existing_out.mT.stride(), accumulate=True)
-    return lambda out, i: product(out, *lay_out(i))
+    product, slices = bind_product(i, i.existing_out.mT.stride(), accumulate=True), slices_of_x(i)
+
+    def launch(out, i):
+        for k in slices:
+            product(out[:, k], *lay_out(i, k))
+
+    return launch
 
 
 bind_tgmm_fp8.fits = bind_tgmm_fp8_into.fits = hopper.fits_tgmm_fp8
@@ -120,18 +155,24 @@ bind_tgmm_fp8.fits = bind_tgmm_fp8_into.fits = hopper.fits_tgmm_fp8
 
 def check_operands(i: TgmmFp8Inputs | TgmmFp8IntoInputs, **others: Tensor) -> tuple[int, int, int]:
     """(G, K, N)."""
-    shape = shape_of_tgmm(i.x8, i.y, i.group_sizes, i.order, i.top_k, factor=i.factor, **others)
-    check_float(y=i.y)
-    check_format(i.format)
-    if i.x8.dtype not in FORMATS.values():
-        raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
+    check_rows("x8", i.x8, "K", i.order, i.top_k, i.order.shape[0])
+    check_axes(y8=(i.y8, "C, N, ROW_BLOCK"), y_scale=(i.y_scale, "C, N"), row_blocks=(i.row_blocks, "C, 2"))
+    check_axes(group_sizes=(i.group_sizes, "G"), spans=(i.spans, "G, 3"))
+    check_groups(i.group_sizes, i.x8, "x8", y8=i.y8, order=i.order, row_blocks=i.row_blocks, **others)
+    for name, t in (("x8", i.x8), ("y8", i.y8)):
+        if t.dtype not in FORMATS.values():
+            raise TypeError(f"{name} must be of 8-bit floats, not {t.dtype}")
     check_float32("factor", i.factor, i.x8.shape[0])
-    return shape
+    return i.group_sizes.shape[0], i.x8.shape[1], i.y8.shape[1]
+
+
+def check_values(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> None:
+    check_plan_values(len(i.order), i.group_sizes, i.order, choices=len(i.x8) * i.top_k)
 
 
 def new_tgmm_fp8(i: TgmmFp8Inputs) -> Tensor:
     G, K, N = check_operands(i)
-    return i.y.new_empty(G, N, K) if i.columns_first else i.y.new_empty(G, K, N)
+    return i.y8.new_empty((G, N, K) if i.columns_first else (G, K, N), dtype=i.dtype)
 
 
 def check_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> None:
@@ -142,7 +183,7 @@ tgmm_fp8_op = define_op(
     "tgmm_fp8",
     TgmmFp8Inputs,
     new=new_tgmm_fp8,
-    check_values=check_tgmm_values,
+    check_values=check_values,
     torch=rounded_tgmm,
     triton=rounded_tgmm,
     hopper=bind_tgmm_fp8,
@@ -151,20 +192,34 @@ tgmm_fp8_into_op = define_inplace_op(
     "tgmm_fp8_into",
     TgmmFp8IntoInputs,
     check=check_tgmm_fp8_into,
-    check_values=check_tgmm_values,
+    check_values=check_values,
     reference=lambda i: rounded_tgmm_into(*i),
     triton=rounded_tgmm_into,
     hopper=bind_tgmm_fp8_into,
 )
 
 
+def num_bytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def quantize_y(
+    plan: tuple[Tensor, Tensor], order: Tensor, top_k: int, format: str, factor: Tensor, y: Tensor
+) -> RowBlocks:
+    """Return the rows y (M, N), times factor[order // top_k], in this format, by a `plan_row_blocks`."""
+    return RowBlocks(*quantize_row_blocks(y, factor, order, top_k, plan[1], format), *plan, y.dtype)
+
+
 def weight_gradient_fp8(
-    x8: tuple[Tensor, Tensor], format: str, w, main_grad, _, y, group_sizes, order, top_k
+    x8: tuple[Tensor, Tensor], room: int, w, main_grad, _, y: RowBlocks, group_sizes, order, top_k
 ) -> Tensor | None:
-    """`weight_gradient` of 8-bit floats: rows and scales x8 take the place of x, and y gets this format."""
-    inputs = *x8, y, group_sizes, order, top_k
+    """`weight_gradient` of 8-bit floats: rows and scales x8 take the place of x, and row blocks that of y.
+
+    The bytes of `room` are for the operands, for a slice of x by columns, and for the result.
+    """
+    inputs, x_bytes = (*x8, *y, group_sizes, order, top_k), room - num_bytes(*x8, *y[:-1])
     if main_grad is not None:
-        return tgmm_fp8_into_op(main_grad, *inputs, format)
+        return tgmm_fp8_into_op(main_grad, *inputs, x_bytes)
     columns_first = w.stride(1) < w.stride(2)
-    dw = tgmm_fp8_op(*inputs, columns_first, format)
+    dw = tgmm_fp8_op(*inputs, x_bytes - num_bytes(w), columns_first)
     return dw.mT if columns_first else dw

@@ -19,7 +19,7 @@ from ... import tuning
 from ...op import binds
 from ..base.activations import get_activation
 from ..base.choice import FEW, should_use_gemm, should_use_scaled
-from ..base.fp8 import MOST_K, OCP, ROW_BLOCK
+from ..base.fp8 import MOST_K, OCP
 
 DTYPES = (torch.bfloat16, torch.float16)
 BYTES = (torch.int8, *OCP)
@@ -133,9 +133,10 @@ def fits_up_fp8(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activa
     return fit and x8.shape[1] % PROMOTED_K == 0 and N % 64 == 0
 
 
-def fits_gmm_unpermute_fp8(x, w8, *_) -> bool:
-    _, N, K = w8.shape
-    return is_hopper(x.device) and few(w8) and x.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
+def fits_gmm_unpermute_fp8(x8, x_scale, w8, *rest) -> bool:
+    (_, N, K), dtype = w8.shape, rest[-1]
+    fit = is_hopper(x8.device) and dtype in DTYPES and few(w8)
+    return fit and x8.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
 
 
 def fits_down_grad_fp8(dout8, dout_scale, z, w8, *_) -> bool:
@@ -155,11 +156,10 @@ def fits_tgmm_into(
     return fits_tgmm(x, y, group_sizes, order) and not tile and (accumulate or plain)
 
 
-def fits_tgmm_fp8(x8, factor, y, group_sizes, *_) -> bool:
-    K, N = x8.shape[1], y.shape[1]
-    row_blocks = y.shape[0] // ROW_BLOCK + group_sizes.shape[0]
-    fit = is_hopper(y.device) and y.dtype in DTYPES and min(x8.numel(), y.numel()) > 0
-    return fit and K % 16 == 0 and N % 16 == 0 and row_blocks * max(K, N) < 2**31
+def fits_tgmm_fp8(x8, factor, y8, y_scale, spans, row_blocks, dtype, group_sizes, order, *_) -> bool:
+    (C, N, _), K = y8.shape, x8.shape[1]
+    fit = is_hopper(x8.device) and dtype in DTYPES and min(x8.numel(), order.numel() * N) > 0
+    return fit and K % 16 == 0 and N % 16 == 0 and C * max(K, N) < 2**31
 
 
 def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:

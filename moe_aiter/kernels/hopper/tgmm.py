@@ -8,7 +8,6 @@ and scales a sum.
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ... import tuning
@@ -545,22 +544,22 @@ def tgmm_fp8_kernel(
 
 
 def bind_tgmm_fp8(
-    y: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], out_strides: Sequence[int], accumulate: bool
+    y8: Tensor, sizes: tuple[int, ...], out_strides: Sequence[int], accumulate: bool
 ) -> Callable[..., None]:
     """Return `product(out, x8, y8, y_scale, positions)`, with out[g] (M, N) = y.T @ x over a group's rows.
 
-    y8 (C, M, ROW_BLOCK) has this `dtype` and the scales y_scale (C, M); x8 (C, N, ROW_BLOCK) has no scales.
-    With `accumulate` the sum is added to `out`.
+    y8 (C, M, ROW_BLOCK) has the scales y_scale (C, M); x8 (C, N, ROW_BLOCK) has no scales, and may be a slice
+    of the N columns, with `out` that of the result.  With `accumulate` the sum is added to `out`.
 
     `sizes` are C, G, M and N.  `out_strides` are those of (G, M, N), and `out` is (G, N, M) if the columns
     come first.
     """
     C, G, M, N = sizes
     op = "hopper_tgmm_accumulate_fp8" if accumulate else "hopper_tgmm_fp8"
-    c = tuning.lookup(op, dtype, C * ROW_BLOCK, N, M, G)
+    c = tuning.lookup(op, y8.dtype, C * ROW_BLOCK, N, M, G)
     half, width, columns_first = c.block_m // 2, c.store_n, out_strides[2] != 1
     box = (width, half) if columns_first else (half, width)
-    programs = num_programs(y)
+    programs = num_programs(y8)
     kernel = bind_kernel(
         tgmm_fp8_kernel, (programs,), COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate,
         WIDTH=min(c.block_n, 128), STORE_N=width, BUFFERS=1 if c.block_n // width % 2 else 2,
@@ -571,6 +570,6 @@ def bind_tgmm_fp8(
         a_desc = descriptor(y8.view(-1, ROW_BLOCK), c.block_m, c.block_k)
         b_desc = descriptor(x8.view(-1, ROW_BLOCK), c.block_n, c.block_k)
         out_desc = a_desc if accumulate else descriptor(out, 1, *box)
-        kernel(a_desc, b_desc, y_scale, positions, out_desc, out, G, M, N, out_strides)
+        kernel(a_desc, b_desc, y_scale, positions, out_desc, out, G, M, x8.shape[1], out_strides)
 
     return product

@@ -377,6 +377,7 @@ def bind_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> Callable:
 @binds
 def bind_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Callable:
     C, words = i.row_blocks.shape[0], i.x8.shape[1] // 4
+    whole_words = i.x8.stride(1) == 1 and i.x8.stride(0) % 4 == 0  # a slice of columns too
     block_w = min(max(next_power_of_2(words), 16), 32)
     kernel = bind_kernel(
         transpose_row_blocks_kernel, (C * cdiv(words, block_w),),
@@ -386,8 +387,8 @@ def bind_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Callable:
     def launch(out, i):
         if i.x8.storage_offset() % 4:  # no whole words
             return copy_into(out, transpose_row_blocks_reference(*i))
-        x8, order, row_blocks = dense(i.x8, i.order, i.row_blocks)
-        kernel(x8.flatten().view(torch.int32), order, row_blocks, out.view(torch.int32), C, words, words)
+        x = (i.x8 if whole_words else i.x8.contiguous()).view(torch.int32)
+        kernel(x, *dense(i.order, i.row_blocks), out.view(torch.int32), C, words, x.stride(0))
 
     return launch
 

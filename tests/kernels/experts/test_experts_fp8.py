@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_aiter import MoE
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.fp8 import ALL, BLOCK, RECIPES, gmm_unpermute_fp8_op
 from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.hopper import is_hopper
-from moe_aiter.kernels.quantize.layouts import quantize_transposed
+from moe_aiter.kernels.quantize.layouts import quantize_folded, quantize_transposed
 from moe_aiter.kernels.quantize.rows import dequantize_rows, quantize_rows
 from moe_aiter.kernels.quantize.scale_blocks import dequantize, quantize_blocks
 from moe_aiter.kernels.rows.sort import sort_by_expert
@@ -172,9 +173,9 @@ def test_rows_of_gate_up_of_many_sizes(fp8, powers):
         by_columns = rounded(dz, fp8) @ rounded(gate_up[0].T).T
         assert error(folded, exact) <= 1.1 * error(by_columns, exact), name
         plan = torch.arange(R), torch.arange(R)[:, None], torch.tensor([R])
-        got = gmm_unpermute_fp8_op(
-            dz, quantize_transposed(gate_up, scale), scale, plan[2], None, *plan[:2], None, 2**30, fp8, True
-        )
+        dz8 = quantize_folded(dz, scale, plan[2], fp8)
+        columns8, routing = quantize_transposed(gate_up, scale), (None, *plan[:2], None)
+        got = gmm_unpermute_fp8_op(*dz8, columns8, scale, plan[2], *routing, 2**30, True, dz.dtype)
         assert error(got, folded) < 1e-9, name
 
 
@@ -355,3 +356,27 @@ def test_hopper(name, sizes, fp8):
         emulated = run(ids, act, interleaved, fp8, dout, *inputs)
     for label, a, b, truth in zip(NAMES, got, emulated, exact, strict=False):
         assert error(a, truth) <= 2 * error(b, truth) + 1e-3, (label, error(a, truth), error(b, truth))
+
+
+LARGE = {"A": (8192, 2048, 512, 32, 8), "C": (8192, 1024, 384, 32, 8), "D": (4096, 1024, 3584, 8, 2)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "z"])
+@pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)
+def test_peak(sizes, recompute):
+    """Where all products are of 8 bits, a step takes no more memory than in bfloat16."""
+    if not is_hopper(CUDA):
+        pytest.skip("no Hopper GPU")
+    T, peaks = sizes[0], {}
+    for fp8 in (None, "e4m3_all"):
+        layer = MoE(*sizes[1:], fp8=fp8, recompute=recompute, device="cuda", dtype=torch.bfloat16)
+        x, dout = torch.randn(2, T, sizes[1], device="cuda", dtype=torch.bfloat16)
+        for _ in range(2):
+            layer.zero_grad()
+            x = x.detach().requires_grad_()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            layer(x).backward(dout)
+        peaks[fp8] = torch.cuda.max_memory_allocated() - before
+    assert peaks["e4m3_all"] <= 1.01 * peaks[None], peaks
