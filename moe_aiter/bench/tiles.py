@@ -226,7 +226,7 @@ def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
 
 
 def multiply_fp8(i: TgmmFp8Inputs, out: Tensor, *operands: Tensor) -> None:
-    product = bind_product(i, (out if i.columns_first else out.mT).stride())
+    product = bind_product(i, i.x8.shape[1], (out if i.columns_first else out.mT).stride())
     product(out, *operands)
 
 

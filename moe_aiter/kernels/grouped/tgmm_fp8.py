@@ -109,43 +109,39 @@ def lay_out(i: TgmmFp8Inputs | TgmmFp8IntoInputs, k: slice) -> tuple[Tensor, ...
 
 
 def bind_product(
-    i: TgmmFp8Inputs | TgmmFp8IntoInputs, out_strides: Sequence[int], accumulate: bool = False
+    i: TgmmFp8Inputs | TgmmFp8IntoInputs, columns: int, out_strides: Sequence[int], accumulate: bool = False
 ) -> Callable[..., None]:
-    """Return `product(out, *operands)` for a result with these strides along (G, N, K), and operands that
-    `lay_out` returns.  The rows of the product are y's columns: of their scales a thread needs few."""
-    (C, N, _), K, G = i.y8.shape, i.x8.shape[1], i.group_sizes.shape[0]
+    """Return `product(out, *operands)` for so many columns of x, a result with these strides along (G, N, K),
+    and operands that `lay_out` returns.  The rows of the product are y's columns: of their scales a thread
+    needs few."""
+    (C, N, _), G = i.y8.shape, i.group_sizes.shape[0]
     bind = hopper.launcher("tgmm", "bind_tgmm_fp8")
-    return bind(i.y8, (C, G, N, K), out_strides, accumulate)
+    return bind(i.y8, (C, G, N, columns), out_strides, accumulate)
 
 
-def slices_of_x(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> list[slice]:
+def bind_slices(i: TgmmFp8Inputs | TgmmFp8IntoInputs, axis: int, *how) -> Callable:
+    """Return `launch(out, i)`, which multiplies slice after slice of x.  K is this axis of `out`."""
     column_bytes, K = len(i.row_blocks) * ROW_BLOCK, i.x8.shape[1]
     least = column_bytes * cdiv(K, MOST * BLOCK) * BLOCK
-    return column_slices(K, column_bytes, max(i.x_bytes, least))
+    slices = column_slices(K, column_bytes, max(i.x_bytes, least))
+    products = [(k, bind_product(i, k.stop - k.start, *how)) for k in slices]
+
+    def launch(out, i):
+        for k, product in products:
+            product(out.narrow(axis, k.start, k.stop - k.start), *lay_out(i, k))
+
+    return launch
 
 
 @binds
 def bind_tgmm_fp8(i: TgmmFp8Inputs) -> Callable:
     N, K = i.y8.shape[1], i.x8.shape[1]
-    product = bind_product(i, (N * K, K, 1) if i.columns_first else (K * N, 1, N))
-    slices = slices_of_x(i)
-
-    def launch(out, i):
-        for k in slices:
-            product(out[:, :, k] if i.columns_first else out[:, k], *lay_out(i, k))
-
-    return launch
+    return bind_slices(i, 2, (N * K, K, 1)) if i.columns_first else bind_slices(i, 1, (K * N, 1, N))
 
 
 @binds
 def bind_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> Callable:
-    product, slices = bind_product(i, i.existing_out.mT.stride(), accumulate=True), slices_of_x(i)
-
-    def launch(out, i):
-        for k in slices:
-            product(out[:, k], *lay_out(i, k))
-
-    return launch
+    return bind_slices(i, 1, i.existing_out.mT.stride(), True)
 
 
 bind_tgmm_fp8.fits = bind_tgmm_fp8_into.fits = hopper.fits_tgmm_fp8

@@ -378,6 +378,7 @@ def bind_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> Callable:
 def bind_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Callable:
     C, words = i.row_blocks.shape[0], i.x8.shape[1] // 4
     whole_words = i.x8.stride(1) == 1 and i.x8.stride(0) % 4 == 0  # a slice of columns too
+    stride = i.x8.stride(0) // 4 if whole_words else words
     block_w = min(max(next_power_of_2(words), 16), 32)
     kernel = bind_kernel(
         transpose_row_blocks_kernel, (C * cdiv(words, block_w),),
@@ -387,8 +388,8 @@ def bind_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Callable:
     def launch(out, i):
         if i.x8.storage_offset() % 4:  # no whole words
             return copy_into(out, transpose_row_blocks_reference(*i))
-        x = (i.x8 if whole_words else i.x8.contiguous()).view(torch.int32)
-        kernel(x, *dense(i.order, i.row_blocks), out.view(torch.int32), C, words, x.stride(0))
+        x = i.x8 if whole_words else i.x8.flatten()
+        kernel(x.view(torch.int32), *dense(i.order, i.row_blocks), out.view(torch.int32), C, words, stride)
 
     return launch
 

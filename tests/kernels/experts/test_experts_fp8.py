@@ -358,14 +358,14 @@ def test_hopper(name, sizes, fp8):
         assert error(a, truth) <= 2 * error(b, truth) + 1e-3, (label, error(a, truth), error(b, truth))
 
 
-LARGE = {"A": (8192, 2048, 512, 32, 8), "C": (8192, 1024, 384, 32, 8), "D": (4096, 1024, 3584, 8, 2)}
+LARGE = {"A": (32768, 4096, 1024, 128, 8), "C": (32768, 2048, 768, 128, 8), "D": (16384, 4096, 14336, 8, 2)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "z"])
 @pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)
 def test_peak(sizes, recompute):
-    """Where all products are of 8 bits, a step takes no more memory than in bfloat16."""
+    """Where all products are of 8 bits, a step of these sizes takes no more memory than in bfloat16."""
     if not is_hopper(CUDA):
         pytest.skip("no Hopper GPU")
     T, peaks = sizes[0], {}
@@ -379,4 +379,4 @@ def test_peak(sizes, recompute):
             torch.cuda.reset_peak_memory_stats()
             layer(x).backward(dout)
         peaks[fp8] = torch.cuda.max_memory_allocated() - before
-    assert peaks["e4m3_all"] <= 1.01 * peaks[None], peaks
+    assert peaks["e4m3_all"] <= peaks[None], peaks
