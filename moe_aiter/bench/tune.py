@@ -22,6 +22,7 @@ from ..tuning.table import TABLES, Key, read, write
 from . import tune_gemm
 from .measure import (
     add_list,
+    append,
     count,
     provenance,
     refuse,
@@ -33,6 +34,8 @@ from .tiles import FASTER, Kernel, Product, check, choose, four_bit_products, me
 COMPILE, FLUSH, RATE = 1.5, 1e-4, 5e14  # s for a configuration, s before a run, FLOP/s: for the estimate
 LAYER, FOUR_BIT = STEPS = "layer", "four_bit"  # which have the shapes of layers
 NF4 = FORMATS["nf4"].block
+TILE = [field.name for field in dataclasses.fields(Config)]
+TIMES = [*Key._fields, "flops", *TILE, "us", "date", "commit", "gpu", "torch", "triton"]
 FAMILIES = (*STEPS, "dense", "scaled", "sparse")
 
 
@@ -53,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "file to write [the table of this GPU]; choices of backends go to choice/ beside it"
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help=text)
+    text = "append the time of every tile to this file [none]"
+    parser.add_argument("--times", type=pathlib.Path, metavar="CSV", help=text)
     parser.add_argument("--reps", type=count, default=15, metavar="N", help="timed runs of each tile [15]")
     text = "time dense products and write a table in AITER's format"
     add_list(
@@ -76,6 +81,7 @@ class Run:
     done: dict[Key, Config] = dataclasses.field(default_factory=dict)
     asked: set = dataclasses.field(default_factory=set)  # cases of the table of choices
     wrong: int = 0
+    times: list[dict] = dataclasses.field(default_factory=list)  # of every tile
 
 
 def main(args: argparse.Namespace) -> int:
@@ -90,11 +96,13 @@ def main(args: argparse.Namespace) -> int:
     out = args.out or TABLES / f"{tuning.gpu_table(gpu)}.csv"
     choices = out.parent / "choice" / out.name
     try:
-        write(out, [])  # a table that cannot be written shows now, not after the measurement
+        write(out, [])  # a file that cannot be written shows now, not after the measurement
+        if args.times:
+            append(args.times, [], TIMES)
         read(out)
         if choices.exists():
             read_choices(choices)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return refuse("tune", str(error))
     where = provenance(torch.device("cuda"), "")
     where["gpu"] = where.pop("device")
@@ -118,6 +126,8 @@ def main(args: argparse.Namespace) -> int:
             tune_kernels(list(problem.kernels()), run)
         del problem  # before the next one is made
         torch.cuda.empty_cache()
+    if args.times:
+        append(args.times, [row | where for row in run.times], TIMES)
     return int(run.wrong > 0)
 
 
@@ -218,6 +228,8 @@ def tune_product(product: Product, key: Key, run: Run) -> None:
         return
     times = measure(product, good, run.reps)
     rival = times.pop(None, math.inf)
+    for config, us in times.items():
+        run.times.append(key._asdict() | {"flops": product.flops} | dataclasses.asdict(config) | {"us": us})
     run.done[key] = choice = pick(default, times)
     sizes = f"{key.rows}, {key.n}, {key.k}"
     kept = " (default)" if choice == default else ""

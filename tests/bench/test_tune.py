@@ -136,6 +136,20 @@ def test_rows_and_what_is_printed(fake, tmp_path, capsys):
     assert all(cells[column] for column in COLUMNS)
 
 
+def test_the_time_of_every_tile(fake, tmp_path, capsys):
+    path = tmp_path / "times.csv"
+    for _ in range(2):
+        assert run(*TOY, "--out", tmp_path / "t.csv", "--times", path) == 0
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["us"] for row in rows] == ["120", "110", "50", "100", "99", "98"] * 2
+    assert rows[2]["op"] == KEY.op and rows[2]["gpu"] == "NVIDIA Test" and float(rows[2]["flops"]) == 1000
+    assert [int(row["group_m"]) for row in rows[:6]] == [c.group_m for c in candidates(KEY.op)]
+    fake.asked.clear()
+    assert run(*TOY, "--out", tmp_path / "t.csv", "--times", tmp_path) == 2
+    assert "Is a directory" in capsys.readouterr().err and not fake.asked
+
+
 def test_of_shapes_with_the_same_key_the_first_speaks(fake, tmp_path, capsys, monkeypatch):
     first = tune.measure
     times = iter([first, lambda product, configs, reps: {c: 1.0 + (c != OTHERS[0]) for c in configs}])
