@@ -78,10 +78,10 @@ class Run:
     save: Callable[[dict], None]  # a row of the table
     save_choice: Callable[[dict], None]
     drop: Callable[[Key], None]  # the table's row with that key
+    note: Callable[[list[dict]], None]  # the time of every tile
     done: dict[Key, Config] = dataclasses.field(default_factory=dict)
     asked: set = dataclasses.field(default_factory=set)  # cases of the table of choices
     wrong: int = 0
-    times: list[dict] = dataclasses.field(default_factory=list)  # of every tile
 
 
 def main(args: argparse.Namespace) -> int:
@@ -114,6 +114,7 @@ def main(args: argparse.Namespace) -> int:
         save=lambda row: write(out, [row | where]),
         save_choice=lambda row: write_choices(choices, [row | where]),
         drop=lambda key: write(out, [], without=key),
+        note=lambda rows: args.times and append(args.times, [row | where for row in rows], TIMES),
     )
     for family in (name for name in STEPS if name in args.family):
         tune_layers(args, run, family)
@@ -126,8 +127,6 @@ def main(args: argparse.Namespace) -> int:
             tune_kernels(list(problem.kernels()), run)
         del problem  # before the next one is made
         torch.cuda.empty_cache()
-    if args.times:
-        append(args.times, [row | where for row in run.times], TIMES)
     return int(run.wrong > 0)
 
 
@@ -228,8 +227,8 @@ def tune_product(product: Product, key: Key, run: Run) -> None:
         return
     times = measure(product, good, run.reps)
     rival = times.pop(None, math.inf)
-    for config, us in times.items():
-        run.times.append(key._asdict() | {"flops": product.flops} | dataclasses.asdict(config) | {"us": us})
+    what = key._asdict() | {"flops": product.flops}
+    run.note([what | dataclasses.asdict(config) | {"us": us} for config, us in times.items()])
     run.done[key] = choice = pick(default, times)
     sizes = f"{key.rows}, {key.n}, {key.k}"
     kept = " (default)" if choice == default else ""

@@ -206,7 +206,7 @@ def test_a_tile_of_few_rows_has_to_be_faster_than_the_hopper_kernel(op, rows, ri
     monkeypatch.setattr(tune, "check", lambda product, configs: (configs, []))
     monkeypatch.setattr(tune, "measure", lambda product, configs, reps: times)
     saved = []
-    run = tune.Run(None, 3, saved.append, None, lambda key: None)
+    run = tune.Run(None, 3, saved.append, None, lambda key: None, lambda rows: None)
     tune.tune_product(tiles.Product("down", None, torch.empty(64), (), 1000), Key(op, 16, rows, 64, 64), run)
     slower = (op, rows, rival) == ("gmm", 8, 40)
     assert (
