@@ -128,16 +128,20 @@ def lines_of(rows: list[dict], plot: Plot) -> dict[str, list[dict]]:
 
 
 def lines_of_shares(source: pathlib.Path) -> dict[str, list[dict]]:
-    """Shape -> the newest rows of our layer for each number of ranks, of the newest device."""
+    """Shape -> the newest rows of our layer for each number of ranks, of the device with most of them."""
     rows = []
     if source.exists():
         with open(source, newline="") as file:
             rows = [
                 r for r in csv.DictReader(file) if (r["contender"], r["routing"]) == (SYMMETRIC, "normal")
             ]
-    rows = [r for r in rows if r["device"] == rows[-1]["device"] and r["ep"] == r["ranks"]]
+    points = newest(
+        [r for r in rows if r["ep"] == r["ranks"]], lambda r: (r["device"], r["shape"], r["ranks"])
+    )
+    devices = [r["device"] for r in points]
+    most = max(reversed(devices), key=devices.count, default=None)
     lines = {}
-    for r in sorted(newest(rows, lambda r: (r["shape"], r["ranks"])), key=lambda r: int(r["ranks"])):
+    for r in sorted((r for r in points if r["device"] == most), key=lambda r: int(r["ranks"])):
         lines.setdefault(f"shape {r['shape']}", []).append(r)
     return dict(sorted(lines.items()))
 

@@ -263,7 +263,7 @@ def test_plots(group, name, tmp_path):
 
 
 def test_a_plot_of_shares(tmp_path):
-    """The newest figures of our layer over the number of ranks, a line for each shape."""
+    """The newest figures of our layer over the number of ranks, a line for each shape, of one device."""
     image = pytest.importorskip("matplotlib.image")
     documents_of([measured("A", contender="layer")], tmp_path)
     assert not report.lines_of_shares(tmp_path / "parallel.csv")
@@ -277,7 +277,7 @@ def test_a_plot_of_shares(tmp_path):
         ("GPU", "b", *kinds[0], 4, 2, "A", 1, 1),
     ]
     with open(tmp_path / "parallel.csv", "w", newline="") as file:
-        csv.writer(file).writerows([names, ("old", *rows[0][1:]), *rows])
+        csv.writer(file).writerows([names, ("old", *rows[0][1:]), *rows, ("new", *rows[0][1:])])
     found = report.lines_of_shares(tmp_path / "parallel.csv")
     assert {name: [(r["ranks"], r["step_share"]) for r in line] for name, line in found.items()} == {
         "shape A": [("2", "60"), ("4", "250")],
