@@ -42,8 +42,13 @@ def alone(monkeypatch):
     told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
+    leave()  # a group of another test's
     yield
-    if dist.is_initialized():  # after an error
+    leave()  # after an error
+
+
+def leave():
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
