@@ -1,13 +1,15 @@
-"""Cases for test_compile.py: portable products of few rows a group, whose weights are the left operand."""
+"""Cases for test_compile.py: portable products of few rows a group, whose weights are the left operand, and
+the tiles that `moe_aiter/tuning/cost.py` chooses."""
 
 import functools
 import re
 
-from aot import Case, with_tile
-from compile_products import FULL, ODD, Shape, run_gmm, run_gmm_by_rows, run_up
+from aot import TARGETS, Case, with_tile
+from compile_products import FULL, ODD, TUNED, E, Shape, run_gmm, run_gmm_by_rows, run_up, small
 
-from moe_aiter.tuning import Config
-from moe_aiter.tuning.candidates import FEW_ROWS
+from moe_aiter.tuning import Config, table_name
+from moe_aiter.tuning.candidates import FEW_ROWS, OF_EXPERTS
+from moe_aiter.tuning.table import Key, find
 
 SMALL = Config(16, 64, 64, 1, 4, 3)  # every GPU has room for it
 SHORT = Shape(1024, 2048, 768)
@@ -45,4 +47,15 @@ def cases():
             yield f"few rows, {name}, {size}", case
 
 
-CASES = dict(cases())
+def cost_cases():
+    """On each target what is chosen for few and for many rows, short and long."""
+    for target, gpu in TARGETS.items():
+        names = (table_name(gpu.gpu.backend, gpu.gpu.arch),)
+        for op in OF_EXPERTS:
+            keys = [Key(op, 16, rows, size, size) for rows in (8, 64, 1024) for size in (256, 4096)]
+            for tile, key in {find(names, key): key for key in keys}.items():
+                run = functools.partial(TUNED[op], Shape(key.rows * E, key.n, key.k))
+                yield f"{op} {tile} on {target}", Case(run, [target], matrix=small(tile))
+
+
+CASES = dict(cases()) | dict(cost_cases())

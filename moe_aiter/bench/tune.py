@@ -16,7 +16,7 @@ import torch
 
 from .. import tuning
 from ..kernels.quantize.four_bit import FORMATS
-from ..tuning.candidates import OPS, Config, candidates, of_few_rows
+from ..tuning.candidates import OPS, Config, of_few_rows
 from ..tuning.choice import read_choices, write_choices
 from ..tuning.table import TABLES, Key, read, write
 from . import tune_gemm
@@ -208,7 +208,7 @@ def tune_products(several: Iterable[Product], run: Run) -> None:
         print(f"nothing here runs {', '.join(sorted(idle))}")
     if shared:
         print(f"as for a shape above: {', '.join(shared)}")
-    work = [(p, len({tuning.default(key), *candidates(key.op, key.rows)})) for key, p in found.items()]
+    work = [(p, len(tuning.to_try(key))) for key, p in found.items()]
     total = sum(n for _, n in work)
     seconds = sum(n * run.reps * (p.flops / RATE + FLUSH) for p, n in work)
     print(f"{total} configurations: about {seconds:.0f} s, and up to {COMPILE * total:.0f} s of compiling")
@@ -218,8 +218,8 @@ def tune_products(several: Iterable[Product], run: Run) -> None:
 
 
 def tune_product(product: Product, key: Key, run: Run) -> None:
-    default = tuning.default(key)
-    good, bad = check(product, [default, *(c for c in candidates(key.op, key.rows) if c != default)])
+    default, *_ = every = tuning.to_try(key)
+    good, bad = check(product, every)
     run.wrong += len(bad)
     for config in bad:
         print(f"WRONG, left out: {key.op} {config}")

@@ -1,7 +1,8 @@
 """Tile configurations, looked up by kernel, GPU, dtype and shape.
 
 Tuning is data.  First comes the table of that GPU, `tables/h200.csv`, which `moe-aiter tune` writes; then
-that of its architecture, `tables/sm90.csv`; then, for a Hopper kernel, the rule in `candidates.py`.  In a
+that of its architecture, `tables/sm90.csv`; then, for a Hopper kernel, the rule in `candidates.py`, or, for
+a portable 16-bit product of experts, the tile that costs least by `cost.py`.  In a
 table the first row that matches is taken: `n` matches exactly, `rows` (of a group on average, up to a power
 of two) and `k` match up to their value, an empty cell matches anything.  A row without empty cells was
 measured there, and reaches only down to half of its `rows` and `k`.  A row of the portable `up` or `gmm` for
@@ -18,7 +19,7 @@ import torch
 from ..config import interpret
 from ..op import SCOPES, decisions
 from ..private_api import Scoped
-from .candidates import Config, of_few_rows
+from .candidates import Config, candidates, of_few_rows
 from .table import Key, find, find_row
 
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
@@ -79,6 +80,14 @@ def default(key: Key) -> Config:
     import triton
 
     return find(tables(triton.runtime.driver.active.get_current_device())[-1:], key)
+
+
+def to_try(key: Key) -> list[Config]:
+    """The default, and then the other candidates."""
+    import triton
+
+    arch = tables(triton.runtime.driver.active.get_current_device())[-1]
+    return list(dict.fromkeys([default(key), *candidates(key.op, key.rows, arch)]))
 
 
 @functools.cache

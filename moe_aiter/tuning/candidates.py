@@ -133,12 +133,20 @@ SPARSE_GRAD = (
     Config(128, 128, 64, 1, 8, 4), Config(128, 64, 64, 1, 4, 4), Config(64, 64, 64, 1, 4, 4),
     Config(64, 64, 128, 1, 4, 3), Config(64, 64, 128, 1, 8, 3), Config(32, 32, 128, 1, 4, 3),
 )  # fmt: skip
+OF_EXPERTS = ("up", "gmm", "down_grad", "tgmm", "tgmm_gather")  # whose tiles have a cost: see cost.py
+EXPERTS = (
+    Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 32, 8, 8, 4),
+    Config(128, 128, 64, 8, 8, 3), Config(128, 128, 32, 8, 8, 4),
+    Config(64, 256, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 4), Config(64, 64, 64, 8, 4, 4),
+)  # fmt: skip
+EXPERTS_AMD = (
+    Config(128, 256, 64, 4, 8, 2), Config(128, 128, 64, 4, 8, 2), Config(64, 256, 64, 4, 8, 2),
+    Config(64, 128, 64, 4, 4, 2), Config(64, 64, 64, 4, 4, 2),
+)  # fmt: skip
+FEW_ROWS_AMD = (Config(16, 64, 128, 1, 4, 2), Config(32, 64, 128, 4, 4, 2), *EXPERTS_AMD[3:])
 PORTABLE = {
-    "up": WIDE,
-    "gmm": WIDE,
-    "down_grad": tuple(c for c in WIDE if c.num_stages == 3 or c.block_m == 64),
-    "tgmm": tuple(Config(128, 256, 64, group, 8, 3) for group in (1, 8, 16)),
-    "tgmm_gather": tuple(Config(128, 256, 64, group, 8, 5) for group in (1, 4, 8, 16)),
+    **dict.fromkeys(OF_EXPERTS, EXPERTS),
+    "tgmm_gather": (Config(128, 256, 64, 8, 8, 5), *EXPERTS[1:]),
     "masked": MASKED,
     "masked_few": MASKED_FEW,
     "masked_decode": (Config(128, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 3)),
@@ -174,10 +182,13 @@ PORTABLE = {
 OPS = (*PORTABLE, *HOPPER_TILES)
 
 
-def candidates(op: str, rows: int | None = None) -> tuple[Config, ...]:
-    """At most eight, for groups of so many rows on average; None: many."""
+def candidates(op: str, rows: int | None = None, arch: str = "sm90") -> tuple[Config, ...]:
+    """At most eight, for groups of so many rows on average; None: many.  `arch` is a table's name."""
+    amd = arch.startswith("gfx")
     if of_few_rows(op, rows):
-        return FEW_ROWS
+        return FEW_ROWS_AMD if amd else FEW_ROWS
+    if amd and op in OF_EXPERTS:
+        return EXPERTS_AMD
     if op in PORTABLE:
         return PORTABLE[op]
     return tuple(dataclasses.replace(tile, group_m=w) for tile in HOPPER_TILES[op] for w in walks(op))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..files import drafted, locked
 from ..op import invalidate_decisions
 from .candidates import OPS, Config, is_legal, rule
+from .cost import cheapest
 
 TABLES = pathlib.Path(__file__).parent / "tables"
 FIELDS = [f.name for f in dataclasses.fields(Config)]
@@ -59,10 +60,13 @@ def load(name: str) -> tuple[Row, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def find(names: tuple[str, ...], key: Key) -> Config:
-    """The first row of these tables that matches, or what the rule says."""
+    """The first row of these tables that matches, or what the rule says, or the tile that costs least.
+
+    The last table is that of the architecture.
+    """
     if row := find_row(names, key):
         return row.config
-    if config := rule(key.op, key.n, key.k):
+    if config := rule(key.op, key.n, key.k) or cheapest(names[-1], *key):
         return config
     raise LookupError(f"no row of {' or '.join(names)} matches {key}")
 

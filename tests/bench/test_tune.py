@@ -200,9 +200,9 @@ def test_the_default_stays_unless_another_is_clearly_faster(us, choice):
 @pytest.mark.parametrize("rival", [40, 60, None])
 def test_a_tile_of_few_rows_has_to_be_faster_than_the_hopper_kernel(op, rows, rival, monkeypatch, capsys):
     """Which a row with it would replace."""
-    default, *others = candidates(op, rows)
+    default, *others = every = candidates(op, rows)
     times = dict.fromkeys(others, 100.0) | {default: 50.0} | ({None: rival} if rival else {})
-    monkeypatch.setattr(tuning, "default", lambda key: default)
+    monkeypatch.setattr(tuning, "to_try", lambda key: every)
     monkeypatch.setattr(tune, "check", lambda product, configs: (configs, []))
     monkeypatch.setattr(tune, "measure", lambda product, configs, reps: times)
     saved = []
@@ -217,7 +217,7 @@ def test_a_tile_of_few_rows_has_to_be_faster_than_the_hopper_kernel(op, rows, ri
 
 def test_a_row_of_few_rows_goes_where_the_hopper_kernel_has_become_faster(fake, tmp_path, monkeypatch):
     path, times = tmp_path / "t.csv", dict.fromkeys(candidates("gmm", 8), 50.0)
-    monkeypatch.setattr(tuning, "default", lambda key: candidates("gmm", 8)[0])
+    monkeypatch.setattr(tuning, "to_try", lambda key: candidates("gmm", 8))
     monkeypatch.setattr(tiles.Product, "key", lambda product: Key("gmm", 16, 8, 64, 64))
     monkeypatch.setattr(tune, "check", lambda product, configs: (configs, []))
     for rival, rows in ((60.0, 1), (40.0, 0)):

@@ -75,7 +75,7 @@ def test_the_gpu_speaks_before_its_architecture_and_that_before_the_rule(folder)
     assert find(names[1:], KEY).num_stages == 4
     assert find(("none", "sm90"), KEY).num_stages == 4
     with pytest.raises(LookupError, match="no row of h200 or sm90 matches .*n=8"):
-        find(names, KEY._replace(n=8))
+        find(names, KEY._replace(op="masked", n=8))
     hopper = KEY._replace(op="hopper_gmm")
     assert find(names, hopper) == rule("hopper_gmm", hopper.n, hopper.k)
 
@@ -97,9 +97,10 @@ def test_the_rule():
 
 def test_candidates_are_few_and_legal():
     for op in OPS:
-        found = candidates(op)
-        assert 2 <= len(set(found)) == len(found) <= 8
-        assert all(is_legal(op, config) for config in found)
+        for arch in ("sm90", "gfx942"):
+            found = candidates(op, arch=arch)
+            assert 2 <= len(set(found)) == len(found) <= 8
+            assert all(is_legal(op, config) for config in found)
     assert all(len(HOPPER_TILES[op]) > 1 for op in SHORT_K)
     assert candidates("up", FEW) == candidates("gmm", 1) == FEW_ROWS and len(set(FEW_ROWS)) == 8
     assert all(is_legal("gmm", config) for config in FEW_ROWS)
