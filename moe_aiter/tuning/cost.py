@@ -6,11 +6,11 @@ A multiprocessor runs as many programs at once as have room there:
     step  = max(FLOPs / rate of the matrix units, bytes of both operands / bytes that arrive)
             + latency / (steps fetched ahead * programs at once)
     write = bytes of the epilogue / the multiprocessor's share of the memory's rate
-    cost  = tiles of a group * (steps * step + write)
+    cost  = tiles of a group * (steps * step + write * (1 + ALONE / programs at once))
 
-Rows past the end of a group and columns past N cost as much as the others.  RATE, ARRIVING, MEMORY and
-LATENCY were fitted to times of an H100, `benchmarks/results/tiles.csv`; `tests/tuning/test_cost.py` compares
-the order of tiles.  Nothing was timed on the other GPUs: their figures are those of data sheets.
+Rows past the end of a group and columns past N cost as much as the others.  The five constants were fitted
+to times of two H100s.  `benchmarks/results/tiles.csv` has those of the second; tests/tuning/test_cost.py
+compares the order of tiles.  Nothing was timed on other GPUs: their figures are those of data sheets.
 """
 
 import math
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from .candidates import Config, candidates
 
-RATE, ARRIVING, MEMORY = 0.75, 0.85, 0.6  # of what a data sheet promises
+RATE, ARRIVING, MEMORY = 0.75, 0.85, 0.8  # of what a data sheet promises
+ALONE = 0.3  # more time for a write while no other program computes
 LATENCY = 0.57  # us until operands are there
 L2_BYTES = 64  # that reach a multiprocessor in a clock, at most
 MOST_REGISTERS = 255  # of a thread
@@ -41,7 +42,7 @@ class Gpu(NamedTuple):
 
 GPUS = {
     # A100; a program has no more shared memory than on an RTX 4090, which has this table too
-    "sm80": Gpu(108, 312, 2.0, 1.41, 32, 65536, 164 * 1024, 99 * 1024, 112, True),
+    "sm80": Gpu(108, 312, 2.0, 1.41, 32, 65536, 164 * 1024, 99 * 1024, 128, True),
     "sm90": Gpu(132, 989, 3.35, 1.75, 32, 65536, 228 * 1024, 227 * 1024, 56, False),  # H100
     "sm100": Gpu(148, 2250, 8.0, 1.85, 32, 65536, 228 * 1024, 227 * 1024, 104, False),  # B200
     "gfx942": Gpu(304, 1307, 5.3, 2.1, 64, 131072, 64 * 1024, 64 * 1024, 56, True),  # MI300X
@@ -89,7 +90,7 @@ def cost(arch: str, op: str, rows: int, n: int, k: int, tile: Config) -> float:
     )
     step = busy + LATENCY / (ahead * programs)
     write = epilogue.bytes * block_m * block_n / (MEMORY * gpu.tb_per_s * 1e6 / gpu.units)
-    return tiles * (steps * step + write)
+    return tiles * (steps * step + write * (1 + ALONE / programs))
 
 
 def programs_at_once(gpu: Gpu, epilogue: Epilogue, tile: Config, shared_bytes: int) -> int:
