@@ -42,6 +42,16 @@ COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status; a user's mistake is one line on stderr and status 2."""
+    try:
+        status = run(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has ended, as `head` does: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell reports for SIGPIPE
+
+
+def run(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(prog="moe-aiter", description="Mixture-of-Experts layers for training.")
     parser.add_argument("--version", action="version", version=f"moe-aiter {VERSION}")
@@ -64,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         return importlib.import_module(module).main(args) if module else info()
     except (SettingError, BackendError) as error:
         mistake = str(error)
+    except BrokenPipeError:
+        raise
     except (UsageError, OSError) as error:
         mistake = summary(error)
     except (MemoryError, RuntimeError) as error:
@@ -119,7 +131,11 @@ def info() -> int:
     if importlib.util.find_spec("triton") is None:
         triton = "not installed"
     hopper = "ready" if any(is_hopper(torch.device(gpu)) for gpu in gpus) else "no H100 or H200 here"
-    print_table("backends", {"hopper": hopper, "triton": triton, "host (C++)": built, "torch": "ready"})
+    backends = {"hopper": hopper, "triton": triton, "host (C++)": built, "torch": "ready"}
+    first = next(name for name, state in backends.items() if state == "ready")
+    print_table(
+        "backends", backends | {"first choice": first if settings.backend == "auto" else settings.backend}
+    )
     print_table("settings", {PREFIX + k.upper(): v for k, v in dataclasses.asdict(settings).items()})
     return 0
 

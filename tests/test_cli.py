@@ -19,9 +19,23 @@ def test_info_names_versions_backends_and_every_setting(capsys):
     out = capsys.readouterr().out
     assert torch.__version__ in out
     backends = out.partition("backends\n")[2].partition("settings\n")[0].splitlines()
-    assert [line[:30].strip() for line in backends] == ["hopper", "triton", "host (C++)", "torch"]
+    names = "hopper", "triton", "host (C++)", "torch"
+    assert [line[:30].strip() for line in backends] == [*names, "first choice"]
+    states = {line[:30].strip(): line[31:] for line in backends}
+    assert states["first choice"] == next(name for name in names if states[name] == "ready")
     for field in Settings.__dataclass_fields__:
         assert f"  MOE_AITER_{field.upper()} " in out
+
+
+@pytest.mark.parametrize("words", ["info", "tune --list"])
+def test_a_reader_that_ends_early_is_no_mistake(words):
+    """As `| head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "moe_aiter.cli", *words.split()]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_help_lists_every_command(capsys):
