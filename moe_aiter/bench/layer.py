@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..config import settings
 from ..integrations.transformers import NAME, register
-from ..kernels.experts.fp8 import ALL, BLOCK
-from ..kernels.experts.kept import keep_fp8_weights
+from ..kernels.experts.fp8 import ALL, BLOCK, keep_fp8_weights
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.moe import MoE
 from ..op import IMPLS, ORDER, runs
@@ -175,8 +174,6 @@ def contenders(p: Problem) -> Iterator[Contender]:
     for fp8 in ("e4m3", "e4m3" + ALL, BLOCK) if multiplies_8_bits(p) else ():
         yield our_layer(p, fp8=fp8)
         yield later_micro_batch(our_layer(p, fp8=fp8), p)
-    if multiplies_8_bits(p):
-        yield our_layer(p, fp8="e4m3" + ALL, fp8_z=True)
     yield from our_experts(p)
     yield loop(p)
     for name, build in peers(p):
@@ -229,10 +226,10 @@ def multiplies_8_bits(p: Problem) -> bool:
     return p.x.is_cuda and runs(up, p.x, None, p.gate_up, None, None, *plan, *act, p.x.dtype)
 
 
-def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None, fp8_z: bool = False) -> Contender:
+def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Contender:
     shape = p.shape
     how = {"activation": shape.activation, "bias": shape.bias, "interleaved": shape.interleaved}
-    layer = MoE(*shape.sizes[1:], **how, fp8=fp8, fp8_z=fp8_z, device="meta", dtype=p.x.dtype)
+    layer = MoE(*shape.sizes[1:], **how, fp8=fp8, device="meta", dtype=p.x.dtype)
     router, experts = layer.router, layer.experts
     router.weight, router.bias = parameter(p.router), None
     experts.gate_up, experts.down = parameter(p.gate_up), parameter(p.down)
@@ -240,7 +237,7 @@ def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None, fp8_z: 
     experts.gate_up_bias, experts.down_bias = biases or (None, None)
     leaves = (p.x, experts.gate_up, experts.down, router.weight, *biases)
     if fp8 is not None:  # it computes something else, on purpose
-        name = f"layer: moe_aiter MoE, FP8 ({fp8}{', z in 8 bits' if fp8_z else ''})"
+        name = f"layer: moe_aiter MoE, FP8 ({fp8})"
         return Contender(name, lambda: layer(p.x), leaves, routed=True, checked=False, ours=True)
     if not graphed:
         return Contender("layer: moe_aiter MoE", lambda: layer(p.x), leaves, routed=True, ours=True)

@@ -39,8 +39,7 @@ class Experts(nn.Module):
     8 bits.  `fp8` makes products those of 8-bit floats with scales: "e4m3" or "e5m2", the format of the
     gradients, most of them; "e4m3_all" or "e5m2_all" those of the weights' gradients too; "block" is "e4m3"
     with the scales of DeepSeek-V3, for blocks of 128 numbers.  Parameters, their gradients and what
-    is saved keep their dtype, but for the input with "_all", and with `fp8_z` the pre-activations z, which
-    take most of the memory; see `expert_mlp`.
+    is saved keep their dtype, but for the input with "_all"; see `expert_mlp`.
     `keep_fp8_weights` saves quantising each weight anew for each micro-batch.
 
     `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.
@@ -61,7 +60,6 @@ class Experts(nn.Module):
         row_chunks: int | None = None,
         recompute: str = "none",
         fp8: str | None = None,
-        fp8_z: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -73,9 +71,9 @@ class Experts(nn.Module):
             raise ValueError(f"interleaved=True, but the activation {activation!r} has no gate to interleave")
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
         check_memory(row_chunks, recompute)
-        check_fp8(fp8, fp8_z, recompute)
+        check_fp8(fp8)
         self.activation, self.interleaved = activation, interleaved
-        self.row_chunks, self.recompute, self.fp8, self.fp8_z = row_chunks, recompute, fp8, fp8_z
+        self.row_chunks, self.recompute, self.fp8 = row_chunks, recompute, fp8
 
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
@@ -119,7 +117,6 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return the experts' output as `forward` does, on this rank, with these weights as parameters."""
         gate_up, down, gate_up_bias, down_bias = weights
-        recompute = recompute or self.recompute
         x, gate_up, down = cast_as_linear(x, gate_up, down)
         return expert_mlp(
             x,
@@ -134,16 +131,14 @@ class Experts(nn.Module):
             gate_up_main_grad=local_part(getattr(self.gate_up, "main_grad", None)),
             down_main_grad=local_part(getattr(self.down, "main_grad", None)),
             row_chunks=self.row_chunks,
-            recompute=recompute,
+            recompute=recompute or self.recompute,
             fp8=self.fp8,
-            fp8_z=self.fp8_z and recompute == "none",
         )
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
         rest = f"bias={self.down_bias is not None}, interleaved={self.interleaved}"
         memory = f"row_chunks={self.row_chunks}, recompute={self.recompute!r}, fp8={self.fp8!r}"
-        memory += ", fp8_z=True" if self.fp8_z else ""
         shared = "" if self.dispatcher is None else f", {self.dispatcher}"
         return f"{sizes}, activation={self.activation!r}, {rest}, {memory}{shared}"
 

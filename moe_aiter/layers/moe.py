@@ -49,8 +49,7 @@ class MoE(nn.Module):
         out[t] = sum_j s[t, j] * expert[e_tj](x[t]) + shared(x[t])
 
     Experts    `num_experts` MLPs of width `intermediate`.  `activation`, `interleaved`, `row_chunks` and
-               `recompute` (time for memory), `fp8` (precision for time) and `fp8_z` (precision for
-               memory): see `Experts`.
+               `recompute` (time for memory) and `fp8` (precision for time): see `Experts`.
     Router     `top_k`, `score`, `renormalize`, `scale` and `choice`: see `route`; `jitter`: see `Router`.
     Capacity   `capacity` limits how many choices an expert accepts: see `Capacity`.
     Zero       `zero_compute` adds experts without weights among which the router chooses too: `ZeroCompute`.
@@ -128,15 +127,17 @@ class MoE(nn.Module):
         row_chunks: int | None = None,
         recompute: str = "none",
         fp8: str | None = None,
-        fp8_z: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
-        check_not_negative(load_balance_coef=load_balance_coef, z_loss_coef=z_loss_coef)
-        check_not_negative(sequence_balance_coef=sequence_balance_coef)
-        check_not_negative(global_balance_coef=global_balance_coef)
+        check_not_negative(
+            load_balance_coef=load_balance_coef,
+            sequence_balance_coef=sequence_balance_coef,
+            global_balance_coef=global_balance_coef,
+            z_loss_coef=z_loss_coef,
+        )
         self.load_balance_coef, self.z_loss_coef = load_balance_coef, z_loss_coef
         self.sequence_balance_coef, self.global_balance_coef = sequence_balance_coef, global_balance_coef
         self.global_balance_group = checked_group(global_balance_group, global_balance_coef)
@@ -149,7 +150,7 @@ class MoE(nn.Module):
         self.capacity, self.zero_compute = capacity, zero_compute
         self.num_routed = num_experts + (0 if zero_compute is None else zero_compute.count)
         self.router = Router(hidden, self.num_routed, top_k, bias=bias, **scoring, **where)
-        memory = {"row_chunks": row_chunks, "recompute": recompute, "fp8": fp8, "fp8_z": fp8_z}
+        memory = {"row_chunks": row_chunks, "recompute": recompute, "fp8": fp8}
         self.to_latent, self.from_latent = new_latent(hidden, latent, where)
         self.experts = Experts(num_experts, latent or hidden, intermediate, **mlp, **memory)
         self.shared = new_shared(hidden, shared_intermediate, shared_gate, mlp)

@@ -22,8 +22,7 @@ token or a gradient, and for square blocks of a weight.  Backward quantises the 
 gives the numbers of forward, and takes over no scales.  The gradients of the weights are those of the first
 recipe.
 
-With `save_z8`, z too is saved as 8-bit rows, from which backward computes f and its derivative.  All else
-that is saved has the dtype of x.  The gradient of the quantisation is that of the identity.
+All else that is saved has the dtype of x.  The gradient of the quantisation is that of the identity.
 
 On Hopper, kernels multiply 8-bit floats, add the products in float32 and multiply the sums by the scales, for
 `block` the sum over each block.  On other devices, and for sizes that these kernels do not support, torch or
@@ -41,13 +40,17 @@ with a scale for each row of a weight, of a token and of the activation's result
 products of `experts_fp8`, whose epilogue applies the activation.
 """
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...derived import Cache, is_keepable
 from ...op import (
     IMPLS,
     Written,
@@ -61,10 +64,10 @@ from ...op import (
     pick,
     saved_tensors,
 )
-from ...private_api import release_saved
+from ...private_api import is_view, release_saved
 from .. import hopper
 from ..base.activations import get_activation
-from ..base.check import check_flags, check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
+from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
 from ..dense.scaled_gemm import scaled_gmm
@@ -87,8 +90,109 @@ from ..rows.sums import group_sum
 from .down import DownGradInputs, down_gradients
 from .glu import glu
 from .inputs import ExpertInputs, check_expert_values
-from .kept import keeps_fp8, kept_fp8
 from .up import UpInputs, up_gradients
+
+# keep_fp8_weights
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Block:
+    """The blocks that were entered on one stream and not left."""
+
+    count: int = 0
+    cache: Cache = dataclasses.field(default_factory=Cache)
+
+
+OPEN: dict[tuple, Block] = {}
+LOCK = threading.Lock()  # of OPEN
+
+
+@contextlib.contextmanager
+def keep_fp8_weights() -> Iterator[None]:
+    """Quantise each weight of layers with `fp8=` once for all micro-batches of an optimizer step.
+
+        with keep_fp8_weights():
+            for micro_batch in batch:
+                loss(model(micro_batch)).backward()
+        optimizer.step()
+
+    Without this block, every forward pass quantises both weights, every backward pass quantises them again in
+    the layout that it needs, and so does a recomputed forward pass.  Inside the block, the first pass that
+    needs a quantised weight makes it, and later passes reuse it; the results are the same to the bit.  The
+    kept weights take two bytes for each number of the experts' weights.  They are freed when the block ends,
+    also by an exception.  Blocks may be nested; they hold for the whole process.
+
+    A weight that changes inside the block, by its version counter, is quantised again; so are all weights
+    after a step of any optimizer.  Make other changes outside of the block: writes through `.data`, writes to
+    DTensors, as by `load_sharded`, and replays of CUDA graphs that contain the optimizer.
+
+    Still quantised in each pass:
+
+      * weights that are computed for each micro-batch, such as float32 weights under torch.autocast
+      * for backward, weights in the backward pass of a compiled layer
+      * weights on another stream than the one on which the block was entered, as in a CUDA graph that is
+        captured within the block (`mode="reduce-overhead"` too)
+
+    A CUDA graph that contains the whole block quantises once in each replay.  Under FSDP2, a weight that was
+    resharded is quantised again if it comes back at another address.  So gather weights once a step: use
+    `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)` until the last micro-batch.
+    """
+    streams = current_streams()
+    with LOCK:
+        for stream in streams:
+            OPEN.setdefault(stream, Block()).count += 1
+    try:
+        yield
+    finally:
+        with LOCK:
+            for stream in streams:
+                OPEN[stream].count -= 1
+            ended = [OPEN.pop(stream).cache for stream in streams if not OPEN[stream].count]
+        for cache in ended:
+            cache.close()
+
+
+def current_streams() -> list[tuple]:
+    """Return where kept weights may be used: on the CPU, and on each GPU's current stream."""
+    if not torch.cuda.is_initialized():  # then each GPU's will be the default one, 0
+        gpus = [(index, 0, False) for index in range(torch.cuda.device_count())]
+    else:
+        captured = torch.cuda.is_current_stream_capturing()
+        streams = map(torch.cuda.current_stream, range(torch.cuda.device_count()))
+        gpus = [(index, stream.cuda_stream, captured) for index, stream in enumerate(streams)]
+    return [("cpu",), *gpus]
+
+
+def stream_of(w: Tensor) -> tuple:
+    """On one stream nothing is read before it is made, or freed before it is read.  What a capture made, no
+    other stream ever computes; what was made before, the graph's replays would find stale."""
+    if not w.is_cuda:
+        return (w.device.type,)
+    stream = torch.cuda.current_stream(w.device).cuda_stream
+    return w.get_device(), stream, torch.cuda.is_current_stream_capturing()
+
+
+def cache_for(w: Tensor) -> Cache | None:
+    """Return the cache of an open block, for a weight that the next micro-batch uses again."""
+    if not OPEN or not is_keepable(w) or not (w.is_leaf or is_view(w)):
+        return None
+    block = OPEN.get(stream_of(w))
+    return None if block is None else block.cache
+
+
+def keeps_fp8(w: Tensor) -> bool:
+    """Whether a block is open that keeps what is made of w."""
+    return cache_for(w) is not None
+
+
+def kept_fp8(w: Tensor, what: str, make: Callable[[], T]) -> T:
+    """`make()`, or what it returned before in this block."""
+    cache = cache_for(w)
+    return make() if cache is None else cache.get(w, what, make)
+
 
 # experts_fp8
 
@@ -97,15 +201,10 @@ BLOCK = "block"
 RECIPES = (*FORMATS, *(format + ALL for format in FORMATS), BLOCK)
 
 
-def check_fp8(fp8: str | None, fp8_z: bool = False, recompute: str = "none") -> None:
-    """Raise ValueError unless fp8 is None or one of RECIPES, and there is a z that fp8_z can be about."""
+def check_fp8(fp8: str | None) -> None:
+    """Raise ValueError unless this is None, BLOCK or the gradients' format, with or without ALL."""
     if fp8 not in (None, *RECIPES):
         raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
-    check_flags(fp8_z=fp8_z)
-    if fp8_z and fp8 is None:
-        raise ValueError("fp8_z=True keeps z in 8 bits, which needs a recipe: fp8 is None")
-    if fp8_z and recompute != "none":
-        raise ValueError(f"fp8_z=True keeps z in 8 bits, but recompute={recompute!r} does not keep z")
 
 
 def quantize_tokens(x: Tensor, format: str, blocks: bool) -> tuple[Tensor, Tensor]:
@@ -357,27 +456,24 @@ ExpertsFp8Inputs = extended(
     peak=int | torch.SymInt,  # the bytes that a step takes at most, if its memory allows for it
     need_dx=bool,
     save_x8=bool,  # whether 8-bit rows of x serve backward in the place of x
-    save_z8=bool,  # with save_z: whether 8-bit rows of z serve backward in the place of z
     recipe=str,  # one of RECIPES
 )
 
 
 def new_experts(i: ExpertsFp8Inputs) -> tuple[Tensor, ...]:
     """The output, z, the scales of gate_up's rows, and the largest magnitudes of down's columns where they
-    cost no other look at it: as far as backward asks for them; and x and z as 8-bit rows with scales, where
-    these serve backward in their place."""
+    cost no other look at it: as far as backward asks for them; and x as 8-bit rows with scales, where these
+    serve backward in its place."""
     (E, width, _), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
-    rows, by_rows = i.order.shape[0] if i.save_z else 0, i.recipe != BLOCK
-    in_8_bits = rows if i.save_z8 else 0
-    z, z_scale = i.x.new_empty(rows - in_8_bits, width), i.x.new_empty(in_8_bits, dtype=torch.float32)
+    rows = i.order.shape[0] if i.save_z else 0
+    z, by_rows = i.x.new_empty(rows, width), i.recipe != BLOCK
     asked = (by_rows and i.need_dx, width), (by_rows and is_read_once(i.down), I)
     kept = [z.new_empty(E if rows and some else 0, n, dtype=torch.float32) for some, n in asked]
-    x8 = new_quantize_rows(i.x if i.save_x8 else i.x[:0], "e4m3")
-    return i.x.new_empty(i.x.shape), z, *kept, *x8, x8[0].new_empty(in_8_bits, width), z_scale
+    return i.x.new_empty(i.x.shape), z, *kept, *new_quantize_rows(i.x if i.save_x8 else i.x[:0], "e4m3")
 
 
 def launch_experts(out, *inputs) -> None:
-    i, (y, z, gate_up_scale, down_amax), x8, z8 = ExpertsFp8Inputs(*inputs), out[:4], out[4:6], out[6:]
+    i, (y, z, gate_up_scale, down_amax), x8 = ExpertsFp8Inputs(*inputs), out[:4], out[4:]
     routing, act, blocks = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved), i.recipe == BLOCK
     if i.save_x8:
         fill("quantize_rows", x8, i.x, "e4m3")
@@ -388,12 +484,8 @@ def launch_experts(out, *inputs) -> None:
     if gate_up_scale.numel():
         gate_up_scale.copy_(w8[1])
     up = *x8, *w8, i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
-    z = z.new_empty(z8[0].shape) if i.save_z8 else z
     fill("expert_up_fp8", (z, a), *up)
     del up, w8, x8  # and with them 8 bits of each weight
-    if i.save_z8:
-        fill("quantize_rows", z8, z, "e4m3")
-    del z
     a8 = quantize_tokens(a, "e4m3", blocks)
     del a
     w8 = blocks_of_weight(i.down) if blocks else rows_and_amax(i.down, down_amax)
@@ -434,21 +526,18 @@ def save_experts(ctx, i: ExpertsFp8Inputs, output):
 
 
 def backward_experts(ctx, dout, *_):
-    *saved, z, gate_up_scale, down_amax, x8, x_scale, z8, z_scale = saved_tensors(ctx)
+    *saved, z, gate_up_scale, down_amax, x8, x_scale = saved_tensors(ctx)
     i, needs = ExpertsFp8Inputs(*saved, *ctx.others), ExpertsFp8Inputs(*ctx.needs_input_grad)
     blocks, x8 = i.recipe == BLOCK, (x8, x_scale)
     format = "e4m3" if blocks else i.recipe.removesuffix(ALL)
     dout8 = quantize_tokens(dout, format, blocks)
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
-    spend_z = not i.save_z or i.save_z8 or is_last_use(z)
+    spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
         x8 = x8 if i.save_x8 else quantize_tokens(i.x, "e4m3", blocks)
         w8, gate_up_scale = blocks_of_weight(i.gate_up) if blocks else rows_of_weight(i.gate_up)
         z = expert_z_fp8_op(*x8, w8, gate_up_scale, i.gate_up_bias, *routing, *act, dout.dtype)
         del w8
-    elif i.save_z8:
-        z = z8.to(dout.dtype).mul_(z_scale[:, None])
-    del z8, z_scale
     over_z = spend_z and is_unwatched(z, dout)
     columns = transposed_blocks if blocks else lambda w: quantize_columns(w, down_amax)
     grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, columns)
@@ -529,7 +618,7 @@ def down_grad_over_z(dout8: tuple, columns: Callable, dout: Tensor, z: Tensor, d
 experts_fp8_op = define_op(
     "experts_fp8",
     ExpertsFp8Inputs,
-    outputs=8,
+    outputs=6,
     new=new_experts,
     check_values=check_expert_values,
     torch=launch_experts,

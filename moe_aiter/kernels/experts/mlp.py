@@ -163,12 +163,12 @@ def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor
     return by_layer(i, row_chunks)
 
 
-def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str, fp8_z: bool) -> Tensor:
+def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
     """Multiply in FP8.  Some recipes keep x in 8 bits for the gradient of gate_up and to compute z again."""
     backward_needs_x = needs_grad(i) and (i.gate_up.requires_grad or not i.save_z)
     save_x8 = fp8.endswith(ALL) and backward_needs_x
     most = row_bytes_fp8(i, row_chunks) if fp8.endswith(ALL) else (*row_bytes(i, row_chunks), 0)
-    return experts_fp8_op(*i, *most, i.x.requires_grad, save_x8, fp8_z and i.save_z, fp8)[0]
+    return experts_fp8_op(*i, *most, i.x.requires_grad, save_x8, fp8)[0]
 
 
 by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES
@@ -200,7 +200,6 @@ def expert_mlp(
     row_chunks: int | None = None,
     recompute: str = "none",
     fp8: str | None = None,
-    fp8_z: bool = False,
 ) -> Tensor:
     """Send each token through its experts and return the weighted sum of their outputs.
 
@@ -213,36 +212,37 @@ def expert_mlp(
     gate_up_bias: (E, 2I or I), down_bias: (E, H), any floating dtype.
     gate_up_main_grad, down_main_grad: shaped like the weights, any floating dtype, usually float32.  Where
         set, backward adds the weight's gradient there, and autograd gets None for that weight.
-    row_chunks: in how many chunks of columns, 256 or more each, a GPU computes the (R, H) rows that a token's
-        sum reads, and those of dx; R = T * k.  More chunks take less memory and more time.  None: as few
-        chunks as raise the peak of a training step by at most an eighth.
+    row_chunks: in how many chunks of columns a GPU computes the (R, H) rows that each token's sum reads, and
+        those of dx; R = T * k.  A chunk has at least 256 columns.  These rows are often the largest tensor
+        of a step: more chunks take less memory and more time.  None: as few chunks as raise the peak of a
+        training step by at most an eighth.
     recompute: "none", or "z" to keep only x and the routing, and to compute the pre-activations z (R, 2I)
-        again in backward, with the same results to the bit, by two ninths more products in a step (a sixth
-        for a plain activation).  All layers together hold less memory; the peak of one layer stays.
+        again in the backward pass, with the same results to the bit.  A step then multiplies two ninths more
+        (a sixth for a plain activation).  This lowers the memory that all layers hold for backward; the peak
+        of a single layer's backward pass stays.
     fp8: "e4m3" or "e5m2", the format of gradients: products multiply 8-bit floats with row-wise scales,
         except those for the weights' gradients; "e4m3_all" and "e5m2_all" include these (`tgmm_fp8`); "block"
         is "e4m3" with scales of blocks (`quantize_blocks`).  A Hopper GPU multiplies 8-bit floats if H is a
         multiple of 256 and I of 64; otherwise the quantised numbers are converted to the dtype of x.
-    fp8_z: with `fp8`, keep z as e4m3 with a scale for each row: half of a 16-bit z, from which backward then
-        computes the gradients.  The output stays the same.
 
-    Returns (T, H) in the dtype of x.  Differentiable in x, weights, biases and routing_weights.  Kept for
-    backward: x, the routing, and z unless recomputed; with `fp8` also a float32 for each column of the
-    weights, with "_all" x in 8 bits only.
+    Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; only
+    the gradients that autograd needs are computed.  Kept for backward: x, the routing, and z unless
+    recomputed; with `fp8` also a float32 for each column of the weights, with "_all" x in 8 bits only.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.
     Source: the formula of Shazeer et al. 2017, arXiv 1701.06538; data flow as in SonicMoE, arXiv 2512.14080.
     """
     check_plan(plan)
-    floats = x, gate_up, gate_up_bias, down, down_bias, routing_weights
-    inputs = ExpertInputs(*floats, *plan, activation, interleaved, False, gate_up_main_grad, down_main_grad)
+    differentiable = x, gate_up, gate_up_bias, down, down_bias, routing_weights
+    main_grads = gate_up_main_grad, down_main_grad
+    inputs = ExpertInputs(*differentiable, *plan, activation, interleaved, False, *main_grads)
     check_experts(inputs)
     check_memory(row_chunks, recompute)
-    check_fp8(fp8, fp8_z, recompute)
+    check_fp8(fp8)
     inputs = inputs._replace(save_z=recompute == "none" and needs_grad(inputs))
     if fp8 is not None:
-        return in_8_bits(inputs, row_chunks, fp8, fp8_z)
+        return in_8_bits(inputs, row_chunks, fp8)
     return pick("expert_mlp", x)(inputs, row_chunks)
 
 

@@ -46,9 +46,7 @@ def outer(x: Tensor, y: Tensor, fp8: str, x_format: str, y_format: str) -> Tenso
     return sum((a.T @ rounded(b.T, y_format).T for a, b in parts), x.new_zeros(x.shape[1], y.shape[1]))
 
 
-def definition(
-    ids, activation, interleaved, fp8, dout, x, gate_up, down, weights, *biases, fp8_z=False
-) -> list[Tensor]:
+def definition(ids, activation, interleaved, fp8, dout, x, gate_up, down, weights, *biases) -> list[Tensor]:
     """The output, and the gradients of all seven inputs, one row at a time."""
     act = get_activation(activation)
     inputs = x, gate_up, down, weights, *biases
@@ -73,10 +71,6 @@ def definition(
         with torch.enable_grad():
             a = act(z, interleaved)
         out[t] += s * (down8[e] @ tokens(a[None].detach())[0] + down_bias[e])
-        if fp8_z:  # what backward sees
-            z = rounded(z.detach()[None])[0].requires_grad_()
-            with torch.enable_grad():
-                a = act(z, interleaved)
         u = down_by_columns[e] @ gradients(dout[t : t + 1])[0]
         ds[t, j] = u @ a.detach() + dout[t] @ down_bias[e]
         (dz,) = torch.autograd.grad(a, z, s * u)
@@ -149,37 +143,9 @@ def test_definition(name, fp8):
 
 @pytest.mark.no_interpreter
 @every_recipe
-@pytest.mark.parametrize("name", CASES)
-def test_definition_with_z_in_8_bits(name, fp8):
-    ids, act, interleaved, dout, inputs = case(name, torch.float64)
-    got = run(ids, act, interleaved, fp8, dout, *inputs, fp8_z=True)
-    compare(got, definition(ids, act, interleaved, fp8, dout, *inputs, fp8_z=True), 1e-9)
-    assert torch.equal(got[0], run(ids, act, interleaved, fp8, dout, *inputs)[0])  # the output
-
-
-@pytest.mark.parametrize("fp8", ["e4m3", "e5m2_all", BLOCK])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_z_in_8_bits(device, dtype, fp8):
-    """A graph may run backward again, and what has no gradient needs no z."""
-    ids, act, interleaved, dout, inputs = case("swiglu", dtype, device)
-    plan = sort_by_expert(ids, len(inputs[2]))
-    biases = dict(zip(("gate_up_bias", "down_bias"), inputs[4:], strict=True))
-    how = {"activation": act, "interleaved": interleaved, "fp8": fp8, "fp8_z": True, **biases}
-    x, *weights = (t.detach().requires_grad_() for t in inputs[:4])
-    out = expert_mlp(x, *weights, plan, **how)
-    first = torch.autograd.grad(out, [x, *weights], dout, retain_graph=True)
-    for a, b in zip(first, torch.autograd.grad(out, [x, *weights], dout), strict=True):
-        assert torch.equal(a, b)
-    with torch.no_grad():
-        assert torch.equal(expert_mlp(x, *weights, plan, **how), out)
-
-
-@pytest.mark.no_interpreter
-@every_recipe
-@pytest.mark.parametrize("fp8_z", [False, True])
-def test_not_far_from_no_quantisation(fp8, fp8_z):
+def test_not_far_from_no_quantisation(fp8):
     ids, act, interleaved, dout, inputs = case("swiglu", torch.float32, T=64, H=64, I=48)
-    got = run(ids, act, interleaved, fp8, dout, *inputs, fp8_z=fp8_z)
+    got = run(ids, act, interleaved, fp8, dout, *inputs)
     exact = run(ids, act, interleaved, None, dout, *inputs)
     assert error(got[0], exact[0]) > 1e-3  # it did quantise
     compare(got, exact, 0.15)
@@ -266,11 +232,11 @@ def test_frozen_tokens(device):
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("how", [{}, {"recompute": "z"}, {"fp8_z": True}], ids=str)
-def test_no_tokens(device, how):
+@pytest.mark.parametrize("recompute", ["none", "z"])
+def test_no_tokens(device, recompute):
     _, act, interleaved, _, (x, *rest) = case("swiglu", torch.float32, device)
     ids, rest[2] = torch.empty(0, 2, dtype=torch.int64, device=device), rest[2][:0]
-    out, *grads = run(ids, act, interleaved, "e4m3", x[:0], x[:0], *rest, **how)
+    out, *grads = run(ids, act, interleaved, "e4m3", x[:0], x[:0], *rest, recompute=recompute)
     assert out.shape == x[:0].shape and all(not grad.any() for grad in grads)
 
 
@@ -278,15 +244,15 @@ def test_no_tokens(device, how):
 def test_saved_memory(fp8, device):
     """What is saved without 8 bits, the inputs and z, and a float32 for each row of gate_up and each column
     of down, but not for blocks; where all products are of 8 bits, not x but its rows in 8 bits and their
-    scales; with fp8_z the same for z."""
+    scales."""
     ids, _, _, _, inputs = case("no bias", torch.float32, device)
     plan = sort_by_expert(ids, len(inputs[2]))
 
-    def saved(**how):
+    def saved(recompute):
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             leaves = [t.detach().requires_grad_() for t in inputs]
-            expert_mlp(*leaves, plan, fp8=fp8, **how)
+            expert_mlp(*leaves, plan, fp8=fp8, recompute=recompute)
         return {t.data_ptr(): t.nbytes for t in kept if t.numel()}
 
     inside = {t.data_ptr() for t in (*inputs, *plan)}
@@ -294,9 +260,8 @@ def test_saved_memory(fp8, device):
     x8 = inputs[0].numel() + 4 * len(inputs[0]) if fp8.endswith(ALL) else 0
     (E, width, _), I = inputs[1].shape, inputs[2].shape[2]  # noqa: E741
     scales = 0 if fp8 == BLOCK else E * (width + I) * 4
-    z8 = z // 4 + ids.numel() * 4
-    for how, expected in ({}, z + scales), ({"recompute": "z"}, 0), ({"fp8_z": True}, z8 + scales):
-        kept, expected = saved(**how), expected + x8
+    for recompute, expected in ("none", z + scales + x8), ("z", x8):
+        kept = saved(recompute)
         assert sum(n for p, n in kept.items() if p not in inside) == expected
         assert (inputs[0].data_ptr() in kept) == (x8 == 0)
 
@@ -337,13 +302,12 @@ def test_a_row_that_is_not_finite(device):
     assert torch.equal(out[others], clean[others])
 
 
-@pytest.mark.parametrize("fp8_z", [False, True])
-def test_compiles(fp8_z):
+def test_compiles():
     ids, _, _, dout, (x, gate_up, down, weights, *_) = case("no bias", torch.float32)
     plan = sort_by_expert(ids, len(down))
 
     def step(x, gate_up):
-        return expert_mlp(x, gate_up, down, weights, plan, fp8="e5m2_all", fp8_z=fp8_z)
+        return expert_mlp(x, gate_up, down, weights, plan, fp8="e5m2_all")
 
     leaves = x.requires_grad_(), gate_up.requires_grad_()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -363,15 +327,6 @@ def test_refuses():
             ValueError, match=re.escape(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
         ):
             expert_mlp(x, gate_up, down, weights, plan, fp8=fp8)
-    for error_type, message, how in (
-        (ValueError, "fp8_z=True keeps z in 8 bits, which needs a recipe: fp8 is None", {"fp8_z": True}),
-        (ValueError, "recompute='z' does not keep z", {"fp8": "e4m3", "fp8_z": True, "recompute": "z"}),
-        (TypeError, "fp8_z must be a bool, not str", {"fp8": "e4m3", "fp8_z": "e4m3"}),
-    ):
-        with pytest.raises(error_type, match=message):
-            expert_mlp(x, gate_up, down, weights, plan, **how)
-        with pytest.raises(error_type, match=message):
-            MoE(8, 8, 4, 2, **how)
 
 
 # on Hopper
@@ -409,27 +364,18 @@ LARGE = {"A": (32768, 4096, 1024, 128, 8), "C": (32768, 2048, 768, 128, 8), "D":
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)
 def test_peak(sizes):
-    """Where all products are of 8 bits, a step of these sizes takes no more memory than in bfloat16; with
-    fp8_z less than two thirds of it are held for backward."""
+    """Where all products are of 8 bits, a step of these sizes takes no more memory than in bfloat16."""
     if not is_hopper(CUDA):
         pytest.skip("no Hopper GPU")
-    T, peaks, held = sizes[0], {}, {}
-    for name, how in {
-        "bfloat16": {},
-        "x": {"fp8": "e4m3_all"},
-        "z": {"fp8": "e4m3_all", "fp8_z": True},
-    }.items():
-        layer = MoE(*sizes[1:], **how, device="cuda", dtype=torch.bfloat16)
+    T, peaks = sizes[0], {}
+    for fp8 in (None, "e4m3_all"):
+        layer = MoE(*sizes[1:], fp8=fp8, device="cuda", dtype=torch.bfloat16)
         x, dout = torch.randn(2, T, sizes[1], device="cuda", dtype=torch.bfloat16)
         for _ in range(2):
             layer.zero_grad()
             x = x.detach().requires_grad_()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            out = layer(x)
-            held[name] = torch.cuda.memory_allocated() - before - out.nbytes
-            out.backward(dout)
-            del out
-        peaks[name] = torch.cuda.max_memory_allocated() - before
-    assert max(peaks["x"], peaks["z"]) <= peaks["bfloat16"], peaks
-    assert held["z"] <= held["bfloat16"] * 2 / 3, held
+            layer(x).backward(dout)
+        peaks[fp8] = torch.cuda.max_memory_allocated() - before
+    assert peaks["e4m3_all"] <= peaks[None], peaks
