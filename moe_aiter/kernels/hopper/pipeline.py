@@ -191,11 +191,12 @@ def gather(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr, EARLY:
             group, row, end, tile_n = groups.find(tiles, n)
             queue.put(n, group, row, end, tile_n)
             offsets = x.sources(row + m, tiles.used(group, end))[:, None] + columns[None, :]
+        there = (row + m < end)[:, None]
         for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
             weights.start(ring, i, group, tile_n, k)
-            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + k + offsets)
+            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + k + offsets, mask=there)
             rows_arrive(ready, increment_count=False)
             i += 1
 
