@@ -83,21 +83,25 @@ def multiply(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
+    live=None,  # (BLOCK_M,)
 ):
-    """acc + x @ w over K, in steps of BLOCK_K.  Rows and columns must be readable; only K has a mask.
+    """acc + x @ w over K, in steps of BLOCK_K.
 
-    TRANSPOSED: as (acc.T + w.T @ x.T).T, see `is_transposed`.
+    live        rows that exist.  Other rows are not read: if all programs read one row in their place, that
+                row is a bottleneck.  None: all rows must be readable, as all columns must be.
+    TRANSPOSED  as (acc.T + w.T @ x.T).T, see `is_transposed`.
     """
     k = tl.arange(0, BLOCK_K)
     if TRANSPOSED:
         acc = acc.T
     for k_start in range(0, K, BLOCK_K):
         if EVEN_K:
-            x = tl.load(x_ptrs)
+            x = tl.load(x_ptrs) if live is None else tl.load(x_ptrs, mask=live[:, None], other=0.0)
             w = tl.load(w_ptrs)
         else:
             k_mask = k < K - k_start
-            x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
+            x_mask = k_mask[None, :] if live is None else live[:, None] & k_mask[None, :]
+            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
             w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
         left, right = (operand(w).T, operand(x).T) if TRANSPOSED else (operand(x), operand(w))
         acc = tl.dot(left, right, acc, input_precision=PRECISION)

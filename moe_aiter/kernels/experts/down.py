@@ -130,7 +130,7 @@ def expert_down_grad_kernel(
     w_base = w_ptr + group.to(tl.int64) * w_stride_g
     w_ptrs = w_base + k.to(tl.int64)[:, None] * w_stride_k + (n % N).to(tl.int64)[None, :] * w_stride_n
     u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    u = multiply(u, dout_ptrs, w_ptrs, K, dout_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
+    u = multiply(u, dout_ptrs, w_ptrs, K, dout_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, False, live)
 
     s = tl.load(s_ptr + choice, mask=live, other=0.0)
     ds = down_grad_epilogue(

@@ -101,7 +101,8 @@ def expert_up_kernel(
     k = tl.arange(0, BLOCK_K)
     n, column = tile_columns(tile_n, N, GATED, INTERLEAVED, BLOCK_N)
 
-    token = tl.maximum(tl.load(order_ptr + m, mask=m < row_end, other=0), 0) // top_k
+    live = m < row_end
+    token = tl.maximum(tl.load(order_ptr + m, mask=live, other=0), 0) // top_k
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
     w_base = w_ptr + group.to(tl.int64) * w_stride_g
     w_ptrs = w_base + tl.where(n < N, column, 0).to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
@@ -109,9 +110,9 @@ def expert_up_kernel(
     if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
         z += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    z = multiply(z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED)
+    z = multiply(z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED, live)
 
-    m, row_mask = m.to(tl.int64)[:, None], (m < row_end)[:, None]
+    m, row_mask = m.to(tl.int64)[:, None], live[:, None]
     if z_ptr is not None:
         z_ptrs = z_ptr + m * (2 * N if GATED else N) + column[None, :]
         tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=row_mask & (n < N)[None, :])

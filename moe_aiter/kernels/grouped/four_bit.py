@@ -158,7 +158,7 @@ def four_bit_gmm_kernel(
     # rows and columns past the end read others' values, which are never stored: cheaper than a mask
     m_read = tl.where(m < row_end, m, row).to(tl.int64)
     if order_ptr is not None:
-        m_read = tl.maximum(tl.load(order_ptr + m_read, mask=m < row_end, other=0), 0).to(tl.int64) // top_k
+        m_read = tl.maximum(tl.load(order_ptr + m_read), 0).to(tl.int64) // top_k
     rows = N if TRANSPOSE else K
     expert = tl.minimum(group, G - 1).to(tl.int64)
     w_base, first_scale = w_ptr + expert * rows * half, expert * rows * blocks
