@@ -37,6 +37,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt requirements.lock $(
 	$(PY) -m pip install $(TORCH_INDEX) -c constraints.txt torch
 	$(PY) -m pip install -q --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	touch $@
+	@echo "Installed. In each new shell: source $(VENV)/bin/activate"
 
 # renews requirements.lock after a change of pyproject.toml or constraints.txt; torch's CUDA packages stay out
 lock:
@@ -77,6 +78,7 @@ test-full:
 
 # what needs a GPU; `make test` runs the rest
 test-gpu: $(READY)
+	@$(PY) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "make test-gpu: torch finds no GPU")'
 	$(PYTEST) -m gpu $(ARGS)
 
 # what depends on the versions of torch and Triton: `make test-versions VENV= PYTHON=/path/python`

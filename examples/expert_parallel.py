@@ -3,12 +3,13 @@
 torchrun --standalone --nproc-per-node 2 examples/expert_parallel.py --ep 2
 
 The experts of each layer are shared among `--ep` ranks (expert parallelism), and FSDP2 shards all parameters.
-A run continues on another number of ranks with `--resume`.
+The checkpoint is in OUT/STEPS; `--resume STEP` continues from OUT/STEP, also on another number of ranks.
 """
 
 import argparse
 import os
 import pathlib
+import sys
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("start it with torchrun, as its first lines say")
+        raise SystemExit("start this file with torchrun, as its first lines say")
     if (args.out / str(args.steps)).exists():
         raise SystemExit(f"{args.out / str(args.steps)} exists: choose another --out or --steps")
     gpu = torch.cuda.is_available()
@@ -72,3 +73,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort a process while Python's interpreter ends

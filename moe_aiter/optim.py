@@ -15,6 +15,7 @@ Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025 
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -46,7 +47,7 @@ class Muon(torch.optim.Optimizer):
     `params` are parameters, or groups as `muon_groups` makes them.  In a group, Muon takes 2-D parameters,
     and 3-D ones as batches of matrices, unless the group has `muon=False`.  With `halves="rows"` the first
     half of a matrix's rows is one matrix and the second half another, as gate and up are; with "interleaved"
-    the even and the odd rows are.
+    the even and the odd rows are.  3-D parameters in a group without `halves` cause a warning.
 
     lr, weight_decay    of both; weight decay is decoupled, and only for parameters of two or more axes.
     momentum, nesterov, ns_steps, adjust_lr_fn    of Muon, as in torch.optim.Muon.  "match_rms_adamw" makes
@@ -87,8 +88,15 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
+        decided = "halves" in param_group or param_group.get("muon") is False
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if not decided and any(p.dim() == 3 for p in group["params"]):
+            warnings.warn(
+                "Muon got 3-D parameters in a group without 'halves'. If these are experts, pass "
+                "muon_groups(model): otherwise gate and up count as one matrix, and Muon updates routers",
+                stacklevel=2,
+            )
         if group["halves"] not in (None, "rows", "interleaved"):
             raise ValueError(f"unknown halves {group['halves']!r}; known: rows, interleaved")
         for p in group["params"]:

@@ -1,5 +1,7 @@
 """Muon for stacked experts: as torch's Muon on each matrix, AdamW for the rest, and sharded as whole."""
 
+import warnings
+
 import pytest
 import torch
 from check import error
@@ -99,6 +101,11 @@ def test_groups():
     interleaved = muon_groups(MoE(H, 8, E, 2, interleaved=True))
     assert [g["halves"] for g in interleaved if g["muon"]] == ["interleaved", None]
     assert {g["halves"] for g in muon_groups(MoE(H, 8, E, 2, activation="gelu"))} == {None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Muon(groups)
+    with pytest.warns(UserWarning, match="muon_groups"):
+        Muon(model.parameters())
     biases = [p for g in groups for p in g["params"] if p.dim() < 2]
     assert biases and all(not g["muon"] or p.dim() >= 2 for g in groups for p in g["params"] if p.dim() != 2)
 

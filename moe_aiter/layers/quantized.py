@@ -179,11 +179,11 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     them first), fused projections, weights that are not of 16, 32 or 64 bits, and nn.MultiheadAttention,
     which reads its weights itself; `quantization_report` lists them.  No parameter of the copy requires a
     gradient.  Its state_dict loads into another such copy.
-    Raises ValueError for an unknown `dtype`, and for a name in `skip` that the model does not have; with 4
+    Raises ValueError for an unknown format, and for a name in `skip` that the model does not have; with 4
     bits also for a model without `Experts`, other sizes, merged adapters, experts that ranks share, and NaN.
     """
     if not isinstance(dtype, str) or dtype not in {*FORMATS, *FOUR_BITS}:
-        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join([*FORMATS, *FOUR_BITS])}")
+        raise ValueError(f"unknown format {dtype!r}; known: {', '.join([*FORMATS, *FOUR_BITS])}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, not {type(model).__name__}")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
