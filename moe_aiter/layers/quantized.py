@@ -183,7 +183,7 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     bits also for a model without `Experts`, other sizes, merged adapters, experts that ranks share, and NaN.
     """
     if not isinstance(dtype, str) or dtype not in {*FORMATS, *FOUR_BITS}:
-        raise ValueError(f"unknown format {dtype!r}; known: {', '.join([*FORMATS, *FOUR_BITS])}")
+        raise ValueError(f"dtype is {dtype!r}; known formats: {', '.join([*FORMATS, *FOUR_BITS])}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, not {type(model).__name__}")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
