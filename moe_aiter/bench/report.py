@@ -407,7 +407,8 @@ def summary(rows: list[dict]) -> str:
 def of_one_run(rows: list[dict]) -> list[dict]:
     """Our layer, our layer in FP8, the best peers and the ceiling, at the default shapes.
 
-    The run is the newest that measured all of them, or else the newest of those with the most peers.
+    The run is the newest that measured all of them at the most shapes, or else the newest of those with the
+    most peers.
     """
     measured = [r for r in rows if r["step_ms"] and kind(r)[-1] == "normal"]
     for device in ("cuda", "cpu"):
@@ -416,7 +417,7 @@ def of_one_run(rows: list[dict]) -> list[dict]:
         for _, run in grouped(part, lambda r: (*kind(r), r["date"], r["commit"])):
             names, peers = chosen(run)
             complete = len(names) == 3 and len(peers) >= BEST_PEERS
-            row = (complete, 0 if complete else len(peers), len(runs))
+            row = (complete, len({r["shape"] for r in run}), 0 if complete else len(peers), len(runs))
             names += peers[:BEST_PEERS]
             if LAYER in names:
                 runs.append((row, [r for r in run if r["contender"] in names]))

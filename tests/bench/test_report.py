@@ -201,7 +201,9 @@ def test_the_readme_has_six_rows_of_one_run(tmp_path):
     later = run_of("later", ours=100, fp8=121)
     skewed = [row | {"routing": "zipf", "commit": "skewed"} for row in whole]
     others = [row | {"shape": "dsv3", "commit": "others"} for row in whole]
-    head, names = table_of_readme([*whole, *partial, *later, *skewed, *others], tmp_path)
+    whole += [row | {"shape": "B"} for row in whole]
+    one_shape = [row | {"commit": "one shape"} for row in whole if row["shape"] == "B"]
+    head, names = table_of_readme([*whole, *partial, *later, *skewed, *others, *one_shape], tmp_path)
     assert "commit whole, " in head
     assert names == [OURS, FP8, "fast, compiled", "middle", "third", CEILING]
 

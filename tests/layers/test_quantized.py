@@ -189,7 +189,9 @@ def test_names_to_skip():
 
 @pytest.mark.parametrize("dtype", ["int2", "INT8", None, torch.int8])
 def test_an_unknown_dtype(dtype):
-    with pytest.raises(ValueError, match="dtype is .*; known formats: int8, fp8, fp16, bf16, nf4, mxfp4, int4"):
+    with pytest.raises(
+        ValueError, match="dtype is .*; known formats: int8, fp8, fp16, bf16, nf4, mxfp4, int4"
+    ):
         quantize(mlp(), dtype)
     with pytest.raises(TypeError, match="model must be a module, not Tensor"):
         quantize(torch.zeros(2))
