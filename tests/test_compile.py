@@ -4,6 +4,8 @@
 tile, dtype and check of each kernel occurs for each target.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ import compile_few_rows as few_rows
 import compile_hopper as hopper
 import compile_products as products
 import compile_rows as rows
-from aot import KERNELS, TARGETS, compiling_for, new
+from aot import KERNELS, TARGETS, compiling_for, disassembled, new
 from compile_products import Dense
 from pairwise import covering
 
@@ -87,3 +89,13 @@ def test_few_columns_split_their_sums():
             hopper.on_hopper(Dense(m=m, n=n, k=65536, rows=by_rows))()
     kernels = [launch.kernel for launch in launches]
     assert kernels == ["few_rows_kernel", "finish_kernel", "few_rows_kernel", "gemm_kernel", "gemm_kernel"]
+
+
+@pytest.mark.parametrize("run", [hopper.run_hopper_up, hopper.run_hopper_down_grad])
+def test_rows_that_a_tile_lacks_are_not_read(run):
+    """All programs would read one row in their place, from one part of the L2 cache."""
+    with compiling_for(TARGETS["sm_90"]) as launches:
+        run()
+    code = disassembled(launches[0].compiled.asm["cubin"])
+    copies = [line for line in code.splitlines() if "LDGSTS.E" in line]
+    assert copies and all(re.search(r", !?P[0-6] ;", line) for line in copies)

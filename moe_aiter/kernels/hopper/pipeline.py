@@ -191,6 +191,7 @@ def gather(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr, EARLY:
             group, row, end, tile_n = groups.find(tiles, n)
             queue.put(n, group, row, end, tile_n)
             offsets = x.sources(row + m, tiles.used(group, end))[:, None] + columns[None, :]
+        # other rows are not read: if all programs read one row in their place, that row is a bottleneck
         there = (row + m < end)[:, None]
         for k in range(0, tiles.used(group, weights.K), weights.BLOCK_K):
             ring.wait_empty(i)
