@@ -97,7 +97,7 @@ interpret = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on t
 
 
 class Launch(typing.NamedTuple):
-    """What torchrun tells a process about itself and the others; without torchrun, one process alone."""
+    """What torchrun's environment variables say about the processes; without torchrun, one process."""
 
     rank: int = 0
     world: int = 1  # processes

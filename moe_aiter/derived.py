@@ -58,7 +58,7 @@ class Cache:
         self.lock = threading.Lock()  # autograd runs on threads of its own
 
     def get(self, w: Tensor, what: str, make: Callable[[], T]) -> T:
-        """What is kept, or `make()`, which is kept then.  Nobody may write to it."""
+        """Return the kept value, or keep and return `make()`.  Callers must not write to the value."""
         if not is_keepable(w):
             return make()
         found = self.find(w, what)
@@ -190,7 +190,7 @@ CACHE = Cache(settings.cache_size * MB)
 
 
 class OnStream(NamedTuple):
-    """What a CUDA stream has begun to compute."""
+    """A value that a CUDA stream has begun to compute."""
 
     value: Any
     stream: torch.cuda.Stream
@@ -211,7 +211,7 @@ def derived(w: Tensor, what: str, make: Callable[[], T]) -> T:
 
     It is kept while `w` has the same storage, offset, shape, strides, dtype and version, and `cache_size()`
     allows: see above.  It may be a tensor, sparse or not, or a tuple, list, dict or dataclass of tensors and
-    others.  Its memory must be its own, and nobody may write to it: what shares the memory of `w` or has a
+    others.  Its memory must be its own, and no caller may write to it: what shares the memory of `w` or has a
     gradient is returned but not kept.  `make` runs without gradients.
 
     Never kept: what is made of inference tensors, fake ones and subclasses, or under torch.compile's tracing,
@@ -238,7 +238,7 @@ def derived(w: Tensor, what: str, make: Callable[[], T]) -> T:
 
 
 def release(value) -> None:
-    """Whoever waits to call this holds the value until then."""
+    """Do nothing.  The finalizer that will call this function holds `value`."""
 
 
 def set_cache_size(mb: int) -> None:

@@ -157,7 +157,7 @@ def is_at(handle: int, path: Path) -> bool:
 
 
 def read_json(path: Path):
-    """What a JSON file holds.  Raises OSError, or ValueError of one line if the file is not JSON in UTF-8."""
+    """Return the content of a JSON file.  Raises OSError, or ValueError if the file is not JSON in UTF-8."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:

@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
     `params` are parameters, or groups as `muon_groups` makes them.  In a group, Muon takes 2-D parameters,
     and 3-D ones as batches of matrices, unless the group has `muon=False`.  With `halves="rows"` the first
     half of a matrix's rows is one matrix and the second half another, as gate and up are; with "interleaved"
-    the even and the odd rows are.  3-D parameters in a group without `halves` cause a warning.
+    the even and the odd rows are.  3-D parameters outside of groups cause a warning.
 
     lr, weight_decay    of both; weight decay is decoupled, and only for parameters of two or more axes.
     momentum, nesterov, ns_steps, adjust_lr_fn    of Muon, as in torch.optim.Muon.  "match_rms_adamw" makes
@@ -85,18 +85,19 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "muon": True, "halves": None}
         defaults |= {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         defaults |= {"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps}
+        if not isinstance(params, Tensor):
+            params = list(params)
+            if any(is_stacked(p) for p in params):
+                warnings.warn(
+                    "Muon got 3-D parameters without groups. If these are experts, pass muon_groups(model): "
+                    "otherwise gate and up count as one matrix, and Muon updates routers too",
+                    stacklevel=3,
+                )
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
-        decided = "halves" in param_group or param_group.get("muon") is False
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if not decided and any(p.dim() == 3 for p in group["params"]):
-            warnings.warn(
-                "Muon got 3-D parameters in a group without 'halves'. If these are experts, pass "
-                "muon_groups(model): otherwise gate and up count as one matrix, and Muon updates routers",
-                stacklevel=2,
-            )
         if group["halves"] not in (None, "rows", "interleaved"):
             raise ValueError(f"unknown halves {group['halves']!r}; known: rows, interleaved")
         for p in group["params"]:
@@ -146,6 +147,12 @@ class Muon(torch.optim.Optimizer):
             params, [p.grad for p in params], *lists[:2], [], lists[2],
             amsgrad=False, beta1=beta1, beta2=beta2, weight_decay=weight_decay, maximize=False, **how,
         )  # fmt: skip
+
+
+def is_stacked(param) -> bool:
+    """Whether a parameter, alone or with its name, has three axes, as stacked experts have."""
+    p = param[1] if isinstance(param, tuple) and len(param) == 2 else param
+    return isinstance(p, Tensor) and p.dim() == 3
 
 
 def updates(p: Tensor, u: Tensor, halves: str | None, steps: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -62,7 +62,7 @@ class Pass:
         self.first, self.repeated, self.repetition = first, repeated, repetition
 
     def recall(self, what: str, *shape: int) -> Tensor | None:
-        """What was decided about `what` here, if its shape starts with `shape`; its integers may be small."""
+        """Return the decision about `what`, if its shape starts with `shape`; its dtype may be small."""
         decisions = getattr(self.repeated, STORED, None)
         decision = None if decisions is None else decisions.next(what, self.repetition)
         return decision if decision is not None and decision.shape[: len(shape)] == shape else None
@@ -83,7 +83,7 @@ ALONE = Pass([])
 
 
 def current_pass() -> Pass:
-    """Where this forward pass is; without checkpointing that takes three calls of torch's."""
+    """Return the current forward pass; without checkpointing, this takes three calls of torch's functions."""
     if torch.compiler.is_compiling():
         return ALONE  # its ops ask as they run
     task = graph_task()

@@ -1,4 +1,4 @@
-"""What can be switched while a program runs.  It starts as `config.py` read it; a call counts from then on.
+"""Switches that a program can change while it runs.  They start with the settings that `config.py` read.
 
 A switch is process-wide, as torch's own are, and counts for the next call in every thread.
 """
@@ -70,7 +70,7 @@ def enable_tensor_cores(on: bool = True) -> None:
 
 
 def tensor_cores_enabled() -> bool:
-    """What `enable_tensor_cores` said last, or the environment."""
+    """Return the last value passed to `enable_tensor_cores`, or that of the environment."""
     return switches.tensor_cores
 
 
@@ -81,7 +81,7 @@ def enable_fusion(on: bool = True) -> None:
 
 
 def fusion_enabled() -> bool:
-    """What `enable_fusion` said last, or the environment."""
+    """Return the last value passed to `enable_fusion`, or that of the environment."""
     return switches.fusion
 
 
@@ -92,7 +92,7 @@ def enable_dynamic_shapes(on: bool = True) -> None:
 
 
 def dynamic_shapes_enabled() -> bool:
-    """What `enable_dynamic_shapes` said last, or the environment."""
+    """Return the last value passed to `enable_dynamic_shapes`, or that of the environment."""
     return switches.dynamic_shapes
 
 
@@ -220,7 +220,7 @@ def inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tens
 
 
 def run_inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tensor:
-    """What `inside` does, which a compiler must not look into."""
+    """Run `fn` inside of the context.  A compiler must not trace this function."""
     names = [*range(len(args)), *kwargs]
     arguments = dict(zip(names, (*args, *kwargs.values()), strict=True))
     tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}

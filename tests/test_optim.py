@@ -104,8 +104,11 @@ def test_groups():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Muon(groups)
-    with pytest.warns(UserWarning, match="muon_groups"):
-        Muon(model.parameters())
+        Muon([p for p in model.parameters() if p.dim() < 3])
+    for params in (model.parameters(), list(model.named_parameters())):
+        with pytest.warns(UserWarning, match="muon_groups") as warned:
+            Muon(params)
+        assert [w.filename for w in warned] == [__file__]
     biases = [p for g in groups for p in g["params"] if p.dim() < 2]
     assert biases and all(not g["muon"] or p.dim() >= 2 for g in groups for p in g["params"] if p.dim() != 2)
 

@@ -123,7 +123,7 @@ def gemm_kernel(name: str, torchs: Callable[..., Tensor], *inputs) -> Kernel:
 
 
 def ours_by_backend(ours: Callable[[], Tensor], *inputs) -> dict[str, Callable[[], Tensor]]:
-    """What a user gets, and on a GPU by the kernel that could be the fastest, whatever the table says."""
+    """Return contenders: what a user gets, and on a GPU also each kernel that could be the fastest."""
     found, many = {"moe_aiter": ours}, inputs[0].shape[1] > FEW
     kernels = ("hopper", "triton") if many else ("triton",)
     for backend in kernels if inputs[0].is_cuda else ():

@@ -124,7 +124,7 @@ class Product:
         self.x.normal_()
 
     def exact(self, g: int, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """What the group's part of the result should be, computed in `dtype`."""
+        """Return the right result for the rows of group `g`, computed in `dtype`."""
         x, other = self.x[start:end].to(dtype), self.other
         return x @ other[g].to(dtype) if self.op == "gmm" else x.T @ other[start:end].to(dtype)
 

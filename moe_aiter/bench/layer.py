@@ -141,7 +141,7 @@ def by_loop(p: Problem) -> Judge:
 
 
 def comparable(got: list[Tensor], shape: Shape) -> list[Tensor]:
-    """What the truth has: of the weights' gradients, those of `checked_experts`."""
+    """Return the tensors that the truth has too: of the weights' gradients, those of `checked_experts`."""
     experts = checked_experts(shape)
     if len(experts) == shape.num_experts:
         return got
@@ -153,7 +153,7 @@ def shape_cells(name: str, shape: Shape) -> dict:
 
 
 def shares(row: dict, floor: dict[str, float]) -> dict:
-    """How near each pass came to its floor, in percent."""
+    """Return the floor of each pass in percent of its time."""
     return {
         f"{p}_roofline": 100 * ms / sustained(row, f"{p}_") for p, ms in floor.items() if f"{p}_ms" in row
     }
@@ -277,7 +277,7 @@ def our_experts(p: Problem) -> Iterator[Contender]:
 
 
 def torch_grouped_mm(p: Problem) -> Contender:
-    """What one writes with torch alone: sort, gather, two grouped products, sum."""
+    """The usual code in plain torch: sort, gather, two grouped products, sum."""
     top_k, num_experts = p.shape.top_k, p.shape.num_experts
     up_bias, down_bias = p.biases or (None, None)
 

@@ -103,7 +103,7 @@ def new_adapters(p: Problem, rank: int) -> Adapters:
 
 
 def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
-    """Who can run here, ours first; a line for who is left out."""
+    """Yield the contenders that can run here, ours first; print a line for each one that cannot."""
     yield lora_experts(p, adapters)
     for format in FOUR_BITS:
         try:

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, contenders, memory, times, the roofline, and the rows of a CSV."""
+"""The shared part of all benchmarks: options, contenders, memory, times, the roofline, rows of a CSV."""
 
 import argparse
 import contextlib
@@ -305,7 +305,7 @@ def l2_flush(device: torch.device) -> Callable:
 
 
 def who_is_slow(contenders: list[Contender], steps: dict[int, float]) -> set[int]:
-    """Who takes SLOW times as long as the fastest, and SLOW_MS at least: one round in SPARSE is enough."""
+    """Return the contenders that take SLOW times the fastest's time, at least SLOW_MS: these run rarely."""
     fastest = min((step for i, step in steps.items() if contenders[i].checked), default=0)
     return {i for i, step in steps.items() if step > max(SLOW * fastest, SLOW_MS)}
 
@@ -350,7 +350,7 @@ def pairs_of(marks: list) -> list[tuple]:
 
 
 def time_host(contender: Contender, problem: Problem) -> dict[str, Times]:
-    """How long the host takes for each of the PASSES, from an idle GPU to the return of the last call."""
+    """Time the host for each of the PASSES, from an idle GPU to the return of the last call."""
     with contender.context():
         samples = [measure_cpu(contender, problem, torch.cuda.synchronize)() for _ in range(HOST_REPS)]
     torch.cuda.synchronize()
@@ -440,7 +440,7 @@ def never_waits(call: Callable[[], object]) -> bool:
 
 
 def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Callable[[], object], str]:
-    """What launches the kernels of a call, and how: ours must be what a CUDA graph can hold."""
+    """Return a function that launches the call's kernels, and how: ours must fit in a CUDA graph."""
     if not on_gpu or not (ours or never_waits(call)):
         return call, "eager"
     try:
@@ -463,7 +463,7 @@ class PassTimer:
         return {}
 
     def cells(self, reps: int) -> list[dict]:
-        """What the row of each gets."""
+        """Return the cells that each contender's row gets."""
         return [self.cells_of(*pair) for pair in zip(self.field, self.times(reps), strict=True)]
 
     def times(self, reps: int) -> list[dict[str, Times]]:
@@ -509,7 +509,7 @@ class KernelTimer:
 
     @torch.no_grad()
     def cells(self, reps: int) -> list[dict]:
-        """What the row of each gets."""
+        """Return the cells that each contender's row gets."""
         times = kernel_times(self.runs, reps, self.lead) if self.on_gpu else call_times(self.runs, reps)
         hosts = [t.median for t in times]
         if self.host and self.on_gpu:
@@ -522,7 +522,7 @@ class KernelTimer:
 
 @dataclasses.dataclass(frozen=True)
 class Ceiling:
-    """What a device reaches where nothing else holds it up, as measured on one."""
+    """The rates that a device reaches if nothing else slows it down, measured on one device."""
 
     flops: float  # each second, in a large dense product of bfloat16
     bytes: float  # each second, read and written by a copy
@@ -579,7 +579,7 @@ WHERE = ("date", "commit", "device", "torch", "triton", "dtype")  # columns of e
 
 
 def provenance(device: torch.device, dtype: str, commit: str | None = None) -> dict:
-    """What the figures were measured with."""
+    """Return the cells that say how the figures were measured: date, commit, device, versions, dtype."""
     day, commit = datetime.date.today().isoformat(), commit or git_commit()
     cells = day, commit, device_name(device), torch.__version__, triton_version(), dtype
     return dict(zip(WHERE, cells, strict=True))

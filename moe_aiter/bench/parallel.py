@@ -329,7 +329,7 @@ def bytes_sent(p: RankProblem, keep_x: bool) -> int:
 
 
 def torch_all_to_all(p: RankProblem) -> Contender:
-    """What one writes with torch alone: sorted rows, split sizes read on the host, grouped products."""
+    """The usual code in plain torch: sorted rows, split sizes read on the host, grouped products."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd  # that of torchtitan
 
     ranks, each, top_k, group = p.mesh.size(), p.each, p.shape.top_k, p.mesh.get_group()

@@ -33,12 +33,12 @@ class Shape:
 
     @property
     def plain(self) -> bool:
-        """SwiGLU without biases, gate rows first: what everybody can do."""
+        """Whether it is SwiGLU without biases, gate rows first: all contenders compute this."""
         return (self.bias, self.activation, self.interleaved) == (False, "swiglu", False)
 
     @property
     def forward_flops(self) -> int:
-        """Two for each multiplication of the three projections, whoever computes; a step has thrice that."""
+        """Two for each multiplication of the three projections; a step has three times as many."""
         return 6 * self.num_tokens * self.top_k * self.hidden * self.intermediate
 
 
@@ -238,7 +238,7 @@ def checked_experts(shape: Shape) -> list[int]:
 
 
 def truth(p: Problem, expert_ids: Tensor, routed: bool, dtype: torch.dtype) -> list[Tensor]:
-    """What `for_loop`, after the router if `routed`, gives in `dtype`: the yardstick of every error.
+    """Return the results of `for_loop` in `dtype`, after the router if `routed`: the truth of all errors.
 
     Output and gradients of x, gate_up, down, the router or the routing weights, and biases; those of experts'
     weights for `checked_experts` only.  Each expert's backward follows its forward, to hold little.

@@ -67,7 +67,7 @@ OURS, COPY = "moe_aiter", "copy"
 
 
 class Error(NamedTuple):
-    """How far an output is from the truth, beside plain torch's."""
+    """The distance of an output from the truth, and that of plain torch's output."""
 
     part: str
     error: float
@@ -119,7 +119,7 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What one of the commands of `moe-aiter bench` measures and writes."""
+    """The measurements and the output of one command of `moe-aiter bench`."""
 
     name: str
     fields: list[str]  # columns of the CSV
@@ -198,7 +198,7 @@ def ready(command: Command, args: argparse.Namespace, kind: str) -> list[Asked]:
 
 
 def strangers(command: Command, problem: Problem, only: list[str] | None) -> str:
-    """What is wrong with the words of --only; nothing where contenders or skipped peers match them."""
+    """Return the complaint about words of --only that match no contender and no skipped peer, or ""."""
     names = [getattr(contender, "name", contender) for contender in problem.contenders]
     unknown = [word for word in only or () if not any(word in name for name in [*names, *skipped])]
     unknown = [word for word in unknown if not any(peer in word for peer in skipped)]  # as with "layer: "
@@ -220,7 +220,7 @@ def case_names(families: Iterable[str]) -> str:
 
 
 def no_case(args: argparse.Namespace) -> str:
-    """What --shape and --dtype could have named."""
+    """Return the message for an unknown case, with what --shape and --dtype can name."""
     dtypes = {dtype: None for _, case in cases(args.family) for dtype in case.dtypes}
     if args.dtype not in (None, *dtypes):
         return f"there is no such case: --dtype is {args.dtype!r}; it takes {', '.join(dtypes)}"

@@ -188,7 +188,7 @@ def draw_panels(figure, plot: Plot, lines: dict[str, list[dict]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the figures of one CSV are, and which of its columns say whose they are."""
+    """The columns of one CSV: those with figures, and those that name what was measured."""
 
     title: str
     figures: tuple[str, ...]  # of a cell
@@ -306,7 +306,7 @@ def about(row: dict) -> tuple[str, str, str]:
 
 
 def case_row(case: str, rows: list[dict]) -> list[str]:
-    """What ours takes, and beside whom; a figure of an earlier run than the last is left out."""
+    """Return one line: our time beside the peers' times.  Figures of earlier runs are left out."""
     rows = [row for row, old in zip(rows, earlier(rows), strict=True) if not old]
     ours = next((row for row in rows if row["contender"] == OURS), None)
     figures = [written(ours[f]) if ours and ours[f] else "–" for f in ("ms", "tflops", "gb_per_s")]
@@ -407,8 +407,8 @@ def summary(rows: list[dict]) -> str:
 def of_one_run(rows: list[dict]) -> list[dict]:
     """Our layer, our layer in FP8, the best peers and the ceiling, at the default shapes.
 
-    The run is the newest that measured all of them at the most shapes, or else the newest of those with the
-    most peers.
+    The run is the newest of those that measured all of them, at the most shapes; or else the newest of those
+    with the most peers.
     """
     measured = [r for r in rows if r["step_ms"] and kind(r)[-1] == "normal"]
     for device in ("cuda", "cpu"):
@@ -417,8 +417,10 @@ def of_one_run(rows: list[dict]) -> list[dict]:
         for _, run in grouped(part, lambda r: (*kind(r), r["date"], r["commit"])):
             names, peers = chosen(run)
             complete = len(names) == 3 and len(peers) >= BEST_PEERS
-            row = (complete, len({r["shape"] for r in run}), 0 if complete else len(peers), len(runs))
             names += peers[:BEST_PEERS]
+            there = [{r["contender"] for r in run if r["shape"] == s} for s in {r["shape"] for r in run}]
+            shapes = sum(contenders.issuperset(names) for contenders in there)
+            row = (complete, shapes if complete else len(peers), len(runs))
             if LAYER in names:
                 runs.append((row, [r for r in run if r["contender"] in names]))
         if runs:
@@ -473,7 +475,7 @@ def kind(row: dict) -> tuple[str, str, str]:
 
 
 def written_table(title: str, rows: list[dict]) -> str:
-    """One table in Markdown; empty where nobody has its figures."""
+    """Return one table in Markdown, or "" if no row has its figures."""
     columns = TABLES[title]
     if not any(r[columns[-1]] for r in rows):
         return ""

@@ -120,7 +120,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """What has to be read and written, each weight once."""
+        """The bytes to read and to write; each weight is read once."""
         return (
             self.x.numel() + self.weights.numel() + len(self.x) * self.segments.d_out
         ) * self.x.element_size()

@@ -1,4 +1,4 @@
-"""What `moe-aiter tune` does with a product: each tile is checked, then timed, and one is taken.
+"""How `moe-aiter tune` tunes a product: it checks and times each tile, and takes one.
 
 The products are those of a training step, measured with SwiGLU and without biases, because a table does not
 depend on them, and those of `bench gemm`.  Where torch has a product too, the kernels with their best tiles
@@ -59,7 +59,7 @@ class Product:
         return as_tuple(self.out)
 
     def key(self) -> Key:
-        """What its launcher looks up, found by a run."""
+        """The key that the launcher looks up, found by running it."""
         keys: list[Key] = []
         with tuning.choose(keys.append):
             self.run()

@@ -41,7 +41,7 @@ def attended(sizes: tuple[int, ...], padded: bool, how: dict, device, dtype, see
 
 
 def pairs(Sq: int, Sk: int, is_causal: bool = False, window: tuple[int, int] = (-1, -1)) -> int:
-    """How many queries see how many keys, summed."""
+    """Return the number of pairs of a query and a key that the query sees."""
     left, right = window[0], 0 if is_causal else window[1]
     positions = range(Sk - Sq, Sk)
     first = (max(position - left, 0) if left >= 0 else 0 for position in positions)

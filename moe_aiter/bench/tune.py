@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass
 class Run:
-    """What one command has done, and where it writes."""
+    """The results of one command so far, and the file that it writes."""
 
     ops: list[str] | None
     reps: int
@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def as_bench(args: argparse.Namespace) -> argparse.Namespace:
-    """What `bench gemm` would be asked."""
+    """Return the arguments that `bench gemm` would get."""
     families = [family for family in args.family if family not in STEPS]
     return argparse.Namespace(family=families, shape=args.shape, dtype=None)
 
@@ -143,7 +143,7 @@ def cases(args: argparse.Namespace) -> list[tuple[str, Case]]:
 
 
 def refused(args: argparse.Namespace) -> str:
-    """What is wrong with the names of shapes; nothing where they are known."""
+    """Return the complaint about unknown names of shapes, or ""."""
     families = as_bench(args).family
     steps = [name for name in STEPS if name in args.family]
     if steps and families and args.shape:

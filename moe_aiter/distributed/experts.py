@@ -336,7 +336,7 @@ def in_passes(spans: Tensor | None, *transfers) -> contextlib.AbstractContextMan
 
 
 class Saved:
-    """What the operations inside of `Dispatched` save for backward, the slots by a number alone.
+    """The tensors that operations inside of `Dispatched` save for backward; a number stands for the slots.
 
     torch saves these tensors as those of the one node that `Dispatched` is, so that activation checkpointing
     and offloading treat them as usual.  In backward, `again` is the transfer that brings the slots again.

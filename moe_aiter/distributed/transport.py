@@ -113,7 +113,7 @@ class Pool:
 
 
 class PoolTransfer:
-    """What all ranks bring into one region.  It keeps tensors until they have arrived."""
+    """The transfers of all ranks into one region.  Keeps tensors until they have arrived."""
 
     def __init__(self, pool: Pool, region: int):
         self.pool, self.region, self.offset = pool, region, 0

@@ -250,7 +250,7 @@ def split(prefix: str, module: nn.Module, layers: tuple[str, str, str]) -> dict[
 
 
 def peft_config(lora: LoRAFactors, base_model: str | None) -> dict:
-    """What PEFT needs to know about a LoRA of any form."""
+    """Return PEFT's configuration of a LoRA of any form."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -45,7 +45,7 @@ WEIGHTS_IN_TURN = "w1_EFD", "w3_EFD", "w2_EDF"  # gate, up, down
 
 @dataclass(frozen=True)  # no tuple: FSDP rounds the tensors in one to its own dtype, unless told not to
 class Routing:
-    """What the experts get with tokens, in place of how many rows each has with rows."""
+    """The routing that experts get with tokens; with rows, experts get each expert's number of rows."""
 
     weights: Tensor  # (T, k), float32
     plan: RoutePlan

@@ -225,7 +225,7 @@ def implementation_of(module: nn.Module) -> str | None:
 
 
 class ModulePath(NamedTuple):
-    """How the experts of one module run."""
+    """The path by which the experts of one module run."""
 
     kind: str  # the module's class
     path: str  # "fused", "two products" or "not ours"
@@ -310,7 +310,7 @@ class Weights(NamedTuple):
 def experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What transformers calls instead of the `forward` of an experts module.
+    """The function that transformers calls in place of the `forward` of an experts module.
 
     hidden_states: (T, H).  top_k_index: (T, k), int32 or int64; num_experts, with which expert parallelism
     marks the experts of other ranks, and negative ids drop the choice.  top_k_weights: (T, k), any floating
@@ -408,7 +408,7 @@ def routed_experts(module: nn.Module) -> Foreign | None:
 
 
 def names_of(module: nn.Module) -> tuple[str, str]:
-    """What the two weights are called."""
+    """Return the names of the two weights."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 

@@ -99,7 +99,7 @@ def attention_backend(
     window: tuple[int, int] | None = None,
     backend: str = "auto",
 ) -> str:
-    """What `attention` of these would run: "flash", "math", or "sdpa: " and torch's choice of its kernels."""
+    """Return what `attention` would run for these: "flash", "math", or "sdpa: " and torch's chosen kernel."""
     call, *_ = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
     return name_of(choose(call, backend), call)
 
@@ -108,7 +108,7 @@ def attention_backend(
 
 
 class Call(NamedTuple):
-    """What is asked of a kernel, once all is checked."""
+    """The checked arguments of a kernel."""
 
     q: Tensor  # (B, Hq, Sq, D)
     k: Tensor  # (B, Hk, Sk, D)
@@ -129,7 +129,7 @@ class Call(NamedTuple):
 
     @property
     def is_torchs_causal(self) -> bool:
-        """Where the first query and the first key mean what the last ones do."""
+        """Whether torch's causal mask (first query at first key) equals ours (last query at last key)."""
         return decided(self.is_causal and self.q.shape[2] == self.k.shape[2])
 
     @property
@@ -352,7 +352,7 @@ def choose(call: Call, backend: str) -> str:
 
 
 def flash_lacks(call: Call) -> str | None:
-    """What keeps torch's flash kernel from this call."""
+    """Return why torch's flash kernel cannot compute this call, or None."""
     q, _, v, mask = call[:4]
     if q.device.type == "cpu":
         fits = torchs_choice(call) == 1

@@ -160,7 +160,7 @@ def local_weight(p: Tensor | None) -> Tensor | None:
 
 
 def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What torch.autocast, where it is on, would hand to nn.Linear: its dtype, but float64 stays float64."""
+    """Cast as torch.autocast, if enabled, would for nn.Linear: to its dtype; float64 stays float64."""
     device = tensors[0].device.type
     if tensors[0].is_meta or not torch.is_autocast_enabled(device):
         return tensors

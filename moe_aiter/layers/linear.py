@@ -36,7 +36,7 @@ _switches: list[dict[str, bool]] = []  # of the forward that they share
 
 
 class LinearPatch:
-    """What `patch_linear()` returns: `undo()` takes it back, as does the end of a `with` block."""
+    """The result of `patch_linear()`: `undo()`, or the end of a `with` block, removes the patch."""
 
     def undo(self) -> None:
         """Take this one back; others that are in force stay.  Again it does nothing."""
@@ -82,7 +82,7 @@ def install() -> None:
 
     @functools.wraps(original)
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        # off: somebody has wrapped this one in turn, and goes on to call it
+        # switched off: another patch has wrapped this function and goes on to call it
         return linear(self, input, original) if switch["on"] else original(self, input)
 
     switch["forward"] = forward
@@ -99,7 +99,7 @@ def uninstall() -> None:
 
 
 def linear(module: nn.Linear, x: Tensor, original: Callable) -> Tensor:
-    """What a patched nn.Linear computes."""
+    """Compute the output of a patched nn.Linear."""
     weight = module.weight
     if not is_ours(x, weight):
         return original(module, x)
@@ -113,7 +113,7 @@ def linear(module: nn.Linear, x: Tensor, original: Callable) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a patched nn.Linear with this weight would compute."""
+    """Compute what a patched nn.Linear with this weight would."""
     if is_ours(x, weight):
         try:
             return tuned_gemm(x, weight, bias)
@@ -200,13 +200,13 @@ def is_eligible(module: nn.Module, multiple: int) -> bool:
     weight = own_parameters(module).get("weight")  # None where it is computed
     if type(weight) not in PARAMETERS or weight.dtype != torch.bfloat16 or module.bias is not None:
         return False
-    if weight.is_inference():  # such a weight has no version: nobody could tell that it has changed
+    if weight.is_inference():  # such a weight has no version, so a change could not be noticed
         return False
     return weight.dim() == 2 and all(size % multiple == 0 for size in weight.shape)
 
 
 def state_of(weight: Tensor) -> tuple:
-    """What changes where a weight does; another weight may have the address of one that is gone."""
+    """Return values that change if the weight does; a new weight may have the address of a deleted one."""
     return weakref.ref(weight), version_of(weight), weight.data_ptr(), weight.dtype
 
 

@@ -242,7 +242,7 @@ class LoRALinear(nn.Module):
         return ids, torch.full_like(ids, length)
 
     def adapted(self, rows: Tensor, out: Tensor, ids: Tensor, lens: Tensor | None) -> Tensor:
-        """What the adapters add to `out` (R, out), which `base` makes of the rows; with DoRA in float32."""
+        """Return what the adapters add to `out` (R, out), the result of `base`; with DoRA in float32."""
         y = None if self.lora.magnitude is None else out.to(sum_dtype(out))
         if y is not None and self.base.bias is not None:
             y = y - self.base.bias

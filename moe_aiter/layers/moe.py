@@ -37,7 +37,7 @@ ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, 
 
 
 class MoERouting(NamedTuple):
-    """What one forward pass decided, for losses and statistics."""
+    """The decisions of one forward pass, for losses and statistics."""
 
     routing: Routing  # expert_ids, routing_weights, scores and logits of the T tokens
     plan: RoutePlan  # order, rank and group_sizes, also of a `ZeroCompute`, whose rows come last

@@ -1,4 +1,4 @@
-"""What the routers of a model do, summed on the device, read when somebody asks, shown in the terminal."""
+"""Statistics of a model's routers: summed on the device, read on demand, shown in the terminal."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TextIO
@@ -32,7 +32,7 @@ class LayerStatistics(NamedTuple):
     load: np.ndarray  # (E,) float32, each expert's share of the choices; sums to 1
     entropy: float  # of the load, over log E: 1 at balance, 0 when one expert takes all
     max_violation: float  # the largest load over the mean, minus 1 (MaxVio of arXiv 2408.15664)
-    dead_experts: int  # those that nobody chose
+    dead_experts: int  # those that no token chose
     drop_rate: float  # share of the choices that were over the capacity
     bias_range: tuple[float, float] | None  # smallest and largest selection bias; None without one
     logit_norm: float | None  # mean over the tokens of the Euclidean norm of their E logits
@@ -310,7 +310,7 @@ def new_table(statistics: dict[str, LayerStatistics], width: int, ascii_only: bo
 
 
 def columns_of(layers: list[LayerStatistics], width: int, ascii_only: bool) -> dict[str, list[str]]:
-    """What the table says of each layer, by column; an empty text where there is nothing to say."""
+    """Return the table's cells for each layer, by column; a cell without a value is empty."""
     return {
         "load": [bars(s.load, width, ascii_only) for s in layers],
         "entropy": [f"{s.entropy:.3f}" for s in layers],

@@ -51,7 +51,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a buffer of bytes; the offset counts numbers, not bytes."""
+    """The place of a tensor in a buffer of bytes; the offset counts numbers, not bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ class Slot:
 
 
 class Saved(NamedTuple):
-    """What autograd keeps of a weight, or of a view of it."""
+    """The object that autograd keeps in place of a weight or of its view."""
 
     states: list[tuple[int, int]]
     place: Place

@@ -39,7 +39,7 @@ PRODUCTS = torch.float16, torch.bfloat16, torch.float32
 
 
 class Quantized(nn.Module):
-    """What the converted layers share: `dtype`, one of FORMATS, and weights that keep theirs.
+    """The base of converted layers: `dtype`, one of FORMATS, and weights that keep their dtype.
 
     `.to(dtype)`, `.half()` and the like change the dtype of biases alone.
     """
@@ -417,12 +417,12 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
 
 
 def format_of(layer: nn.Module) -> str:
-    """What a converted layer was quantised to."""
+    """Return the format of a converted layer."""
     return layer.gate_up.format if isinstance(layer, FourBitExperts) else layer.dtype
 
 
 def left_in(model: nn.Module, converted: Collection[str], otherwise: str) -> Iterator[LeftLayer]:
-    """What has weights, parameters of two dimensions or more, outside of the modules with these names."""
+    """Yield the modules with weights (parameters of two or more axes) that are not among these names."""
     why = verdicts(model, ())
     inside = tuple(f"{name}." for name in converted)
     for name, module in model.named_modules():

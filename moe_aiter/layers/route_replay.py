@@ -39,7 +39,7 @@ class Route(NamedTuple):
 
 
 class RouteDifference(NamedTuple):
-    """How much the router's own choice differs from the replayed experts of a layer."""
+    """The difference between the router's own choice and the replayed experts of a layer."""
 
     choices: float  # share of the replayed choices whose expert is not among the router's own
     tokens: float  # share of the tokens with such a choice

@@ -1,4 +1,4 @@
-"""What a training loop calls on a whole model: `balance_step`, `set_loss_scale` and `use_main_grad`."""
+"""Functions for a whole model in a training loop: `balance_step`, `set_loss_scale`, `use_main_grad`."""
 
 import functools
 import sys
@@ -240,7 +240,7 @@ class Sums:
         return None
 
     def evaluate(self, closure: Callable):
-        """What an optimizer calls for the loss and the gradients."""
+        """Run an optimizer's closure, hand the gradients over, and return the loss."""
         with torch.enable_grad():
             loss = closure()
         self.hand_over()

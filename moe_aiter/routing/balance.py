@@ -1,4 +1,4 @@
-"""What a layer counts on its device: choices, which move the selection bias, and what a monitor shows.
+"""The counts of a layer on its device: choices, which move the selection bias, and a monitor's counts.
 
 Wang et al. 2024, arXiv 2408.15664, as DeepSeek-V3 (arXiv 2412.19437, 2.1.2) uses it: experts are chosen by
 score + bias and weighed by the score alone, and with c[e] the choices of expert e since the last step,
@@ -142,7 +142,7 @@ def selection_bias_step(
     zero_mean: bool = False,
     zero_compute: ZeroCompute | None = None,
 ) -> Tensor:
-    """What to add to `selection_bias` (E,) after the choices `load` (E,); see the head of this file.
+    """Return the step of `selection_bias` (E,) after the choices `load` (E,); see the head of this file.
 
     Float32, zeros for a load of zeros.  Raises ValueError for an unknown `rule`.
     """

@@ -19,7 +19,7 @@ from .scores import weigh
 
 
 class Choice:
-    """How experts are chosen and weighed."""
+    """The base of all ways to choose experts and to weigh them."""
 
     by_logits = False  # ranked by logits, not by scores
     takes_bias = True  # whether a selection bias changes anything

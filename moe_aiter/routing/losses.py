@@ -1,4 +1,4 @@
-"""How evenly experts are loaded, and losses that keep them in use and logits small.
+"""Losses that keep all experts in use and logits small, and how evenly experts are loaded.
 
 Each loss is a scalar to add to the training loss.  One normalisation, whatever the score, k or number of
 tokens: the load-balance loss is 1 at balance.

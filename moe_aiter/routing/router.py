@@ -26,7 +26,7 @@ from .scores import FUSED, check_score, scores_of, weigh
 
 
 class Routing(NamedTuple):
-    """What a router decided for T tokens, each of which chose k of E experts.
+    """A router's decision for T tokens, each of which chose k of E experts.
 
     Everything but the ids is float32 (float64 if the logits are), whatever the model's dtype.
     """
@@ -121,7 +121,7 @@ def without_padding(expert_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
-    """What experts are chosen by, which has no gradient."""
+    """Return the scores by which experts are chosen, without gradient."""
     if selection_bias is None:
         return scores.detach()
     check_shape("selection_bias", selection_bias, "E")
@@ -194,7 +194,7 @@ def save_logits(ctx, i: LogitsInputs, output):
 
 
 def backward_logits(ctx, dlogits, dtokens=None):
-    """Where the logits came from a 16-bit GEMM, so do dx and dweight, as for an nn.Linear of that dtype:
+    """If the logits came from a 16-bit GEMM, dx and dweight do too, as for an nn.Linear of that dtype:
     dlogits is rounded to 16 bits first, the sums are float32.  dx is added to `dtokens`."""
     x, weight = saved_tensors(ctx)
     dtype = weight.dtype if ctx.accumulates else dlogits.dtype

@@ -67,7 +67,7 @@ class ZeroCompute:
 
 
 def real_experts(num_routed: int, zero_compute: ZeroCompute | None) -> int:
-    """How many of the experts that the router chooses among have weights; ValueError if there is none."""
+    """Return how many of the router's experts have weights.  Raises ValueError if none has."""
     num_experts = num_routed - (0 if zero_compute is None else zero_compute.count)
     if num_experts < 1:
         raise ValueError(f"there are {num_routed} experts in all, which leaves none beside {zero_compute}")

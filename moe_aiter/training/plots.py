@@ -125,7 +125,7 @@ def refuse_existing(out: Path, force: bool) -> None:
 
 
 def name(run: Path) -> str:
-    """What the legend calls a run, unless others have the same name."""
+    """Return the run's name in the legend, if no other run has the same name."""
     return run.absolute().name.removesuffix(".jsonl")
 
 

@@ -67,7 +67,7 @@ def write_page(out: Path, title: str, rows: list[dict], settings: dict | None) -
 
 
 def read_settings(path: Path) -> dict | None:
-    """What config.json says, of whatever version; None without one."""
+    """Return the settings in config.json of any version; None if there is no such file."""
     if not path.exists():
         return None
     try:
@@ -163,7 +163,7 @@ def with_load(rows: list[dict]) -> list[dict]:
 
 
 def from_loads(rows: list[dict], key: str) -> list[tuple[int, list[float]]]:
-    """What the counts alone tell, of a run whose lines do not have it."""
+    """Return the figures that follow from the counts alone, for a run whose lines lack them."""
     if key not in ("entropy", "dead_experts"):
         return []
     field = "idle" if key == "dead_experts" else key

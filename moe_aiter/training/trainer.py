@@ -133,7 +133,7 @@ class Trainer:
             raise UsageError(f"{name} is {value} at step {step}: try a smaller --lr, or a longer --warmup")
 
     def read_monitor(self) -> dict[str, LayerStatistics]:
-        """What each MoE layer routed since this was last asked; nothing in a dense model."""
+        """Return each MoE layer's statistics since the last call; none for a dense model."""
         layers = {} if self.monitor is None else self.monitor.read()
         if layers:
             self.monitor.reset()

@@ -56,7 +56,7 @@ def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups
 
 
 def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Key:
-    """What a table is asked for these sizes."""
+    """Return the key of a table for these sizes."""
     return Key(op, dtype.itemsize * 8, bucket(-(-m // max(groups, 1))), n, k)
 
 

@@ -62,7 +62,7 @@ class Problem(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a row was measured on; `gfx` is empty where it does not say."""
+    """The device that a row was measured on; `gfx` is empty if the row does not say."""
 
     gfx: str
     units: int
@@ -77,7 +77,7 @@ class Row:
     cells: dict[str, str]  # all of them
 
     def config(self) -> dict:
-        """What AITER's `get_GEMM_A16W16_config` returns of it."""
+        """Return the row as AITER's `get_GEMM_A16W16_config` does."""
         rest = {name: text for name, text in self.cells.items() if name not in ("gfx", *KEY)}
         return {name: value(name, text) for name, text in rest.items()} | {"libtype": self.libtype}
 
@@ -133,7 +133,7 @@ def gpu(device: torch.device) -> Device:
 
 
 def current_device() -> torch.device:
-    """Where a product would run."""
+    """Return the device on which a product would run."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -276,14 +276,14 @@ def dtypes() -> dict[str, torch.dtype]:
 
 
 def number(text: str) -> int | float | None:
-    """What a cell spells, or None where that is no number."""
+    """Return the number in a cell, or None if the cell holds no number."""
     if not NUMBER.fullmatch(text):
         return None
     return int(text) if text.lstrip("+-").isdecimal() and len(text) < 20 else float(text)
 
 
 def value(column: str, text: str) -> int | float | str:
-    """What a cell holds; where it is empty and no word, the first solution, or NaN, as pandas reads it."""
+    """Return a cell's value.  An empty cell of a number is the first solution, or NaN, as in pandas."""
     if column in WORDS:
         return text
     if column in WHOLE:

@@ -88,7 +88,7 @@ def from_tile(gmm_type: str, tile: Config) -> dict[str, int]:
 
 
 def from_file(gmm_type: str, accumulate: bool, name: str) -> dict[str, int] | None:
-    """What the user's file for this architecture says; None, with one warning, if it says nothing."""
+    """Return the entry of the user's file for this architecture, or None, with one warning."""
     if not settings.gmm_configs:
         return None
     path = pathlib.Path(settings.gmm_configs) / f"{name}-GMM.json"
@@ -164,7 +164,7 @@ def tile_of(
     grid_dim: int | None = None,
     accumulate: bool = False,
 ) -> tuple[tuple[int, ...], int]:
-    """What an op takes for a caller's `config` and `grid_dim`, for sizes M, K, N, G: a tile, and programs.
+    """Return the tile and the programs for a caller's `config` and `grid_dim` and the sizes M, K, N, G.
 
     No tile where neither the caller nor a file has one: then the op chooses, and the backend as well.
     """

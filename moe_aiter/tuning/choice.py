@@ -22,7 +22,7 @@ CHOICES = TABLES / "choice"
 
 
 class ChoiceKey(NamedTuple):
-    """What a choice is looked up by.  In a table None, an empty cell, matches anything."""
+    """The key of a choice.  In a table, None (an empty cell) matches anything."""
 
     op: str
     bits: int
@@ -56,12 +56,12 @@ def choose_backend(
 
 
 def case_of(op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int) -> ChoiceKey:
-    """What is looked up for a product of x."""
+    """Return the key of a product of x."""
     return ChoiceKey(op, x.itemsize * 8, layout, epilogue, bucket(rows), n, k)
 
 
 def measured(op: str, device: torch.device) -> set[str]:
-    """Who was the fastest at an op on this GPU, in all that was measured of it; nobody where nothing was."""
+    """Return the backends that were the fastest at an op in any measurement on this GPU."""
     return {choice.backend for choice in load_choices(table_of(device)) if choice.case.op == op}
 
 

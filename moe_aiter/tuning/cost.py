@@ -51,7 +51,7 @@ GPUS = {
 
 
 class Epilogue(NamedTuple):
-    """What a kernel does with a tile's sums."""
+    """The work of a kernel after a tile's sums."""
 
     bytes: int  # read and written for each sum
     registers: int  # that a thread needs for it, beside those of a step
@@ -94,7 +94,7 @@ def cost(arch: str, op: str, rows: int, n: int, k: int, tile: Config) -> float:
 
 
 def programs_at_once(gpu: Gpu, epilogue: Epilogue, tile: Config, shared_bytes: int) -> int:
-    """How many programs a multiprocessor has room for."""
+    """Return the number of programs that fit on a multiprocessor."""
     threads = gpu.lanes * tile.num_warps
     registers = tile.block_m * tile.block_n // threads + gpu.registers_of_step + epilogue.registers
     if registers > MOST_REGISTERS or shared_bytes > gpu.program_bytes:

@@ -18,7 +18,7 @@ FIELDS = [f.name for f in dataclasses.fields(Config)]
 
 
 class Key(NamedTuple):
-    """What a configuration is looked up by.  In a table None, an empty cell, matches anything."""
+    """The key of a configuration.  In a table, None (an empty cell) matches anything."""
 
     op: str
     bits: int

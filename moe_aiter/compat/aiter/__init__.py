@@ -116,7 +116,7 @@ def list_kernels() -> list[str]:
 
 
 def get_kernel(name: str) -> Callable:
-    """What is registered by this name.  Raises ValueError, with the names that are there, for another."""
+    """Return the kernel registered under `name`.  Raises ValueError, with the known names, for others."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")
     if name not in KERNELS:

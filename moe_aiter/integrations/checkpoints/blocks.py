@@ -46,7 +46,7 @@ def moe_from_huggingface(block: nn.Module) -> MoE:
 
 
 def config_of(block: nn.Module, family: Family) -> dict:
-    """What the block was built from, by the names of config.json."""
+    """Return the settings that the block was built from, by the names of config.json."""
     router = getattr(block, family.routers[1])
     down = block.experts.down_proj.mT if block.experts.is_transposed else block.experts.down_proj
     E, inner, intermediate = down.shape

@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]  # what is counted, how many are done
 
 @dataclass
 class Report:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     converted: int  # tensors of the source that belong to an MoE
     copied: int  # and those that do not

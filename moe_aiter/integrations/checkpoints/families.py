@@ -169,7 +169,7 @@ class Family:
         return found if isinstance(found, dict) else {}
 
     def problems(self, config: dict) -> list[str]:
-        """What the configuration asks for that an MoE would not do."""
+        """Return complaints about settings that are missing, wrong, or not supported by `MoE`."""
         found = damage(config)
         for names in self.required():
             if first(config, names) is None:
@@ -211,7 +211,7 @@ class Family:
         return next((len(kinds) for kinds in listed), first(config, self.depth))
 
     def moe_kwargs(self, config: dict) -> dict:
-        """What to call `MoE` with, `choice` aside all of it fit for JSON."""
+        """Return the arguments of `MoE`; all but `choice` can be written as JSON."""
         hidden, width, num_experts, top_k = (first(config, names) for names in self.required())
         kwargs = {"hidden": hidden, "intermediate": width, "num_experts": num_experts, "top_k": top_k}
         if self.always_fused:
@@ -318,7 +318,7 @@ def side_by_side(ours: str, outer: tuple, width: int, H: int, prefixes: list, ma
 
 
 def damage(config: dict) -> list[str]:
-    """What is not of its type."""
+    """Return complaints about settings of a wrong type or size."""
     found = []
     for name, least in COUNTS.items():
         value = config.get(name)

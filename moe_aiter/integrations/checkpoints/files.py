@@ -48,7 +48,7 @@ def need(module: str) -> ModuleType:
 
 
 class Spec(NamedTuple):
-    """What a tensor is, as safetensors says it."""
+    """The description of a tensor in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -119,7 +119,7 @@ def check_kwargs(kwargs: dict, problems: list[str]) -> None:
 
 
 def read_record(checkpoint: Checkpoint) -> tuple[Family, bool, dict, list[str]]:
-    """What config.json says of a checkpoint in our layout."""
+    """Return what config.json says about a checkpoint in our layout."""
     record = checkpoint.config.get(RECORD)
     where = f"{checkpoint.folder}"
     if record is None:

@@ -186,7 +186,7 @@ class Activation:
 
     @property
     def host_arguments(self) -> tuple[str, list[float], bool]:
-        """What the C++ extension takes for it."""
+        """Return the arguments that stand for this activation in the C++ extension."""
         return self.base, [number for limits in self.limits for number in limits], self.gated
 
     def __call__(self, z: Tensor, interleaved: bool = False) -> Tensor:

@@ -280,7 +280,7 @@ def split_groups(x: Tensor, group_sizes: Tensor) -> tuple[Tensor, ...]:
 
 
 def group_ends(group_sizes: Tensor, rows: int) -> list[int]:
-    """Where each group ends, of so many rows; this synchronises."""
+    """Return the row where each group ends, at most `rows`.  Synchronises."""
     ends, end = [], 0
     for size in group_sizes.tolist():
         end = min(end + max(size, 0), rows)

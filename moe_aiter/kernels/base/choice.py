@@ -42,7 +42,7 @@ def unmeasured(size: Sequence[int], numbers: int, itemsize: int) -> str:
 
 
 def question(x, w, bias, c, activation: str) -> tuple:
-    """What `choose_backend` is asked."""
+    """Return the arguments of `choose_backend`."""
     (B, M, K), N = x.shape, w.shape[2]
     layout = "".join("n" if t.stride(2) == 1 else "t" for t in (x, w))
     epilogue = activation or ("bias" if bias is not None else "none" if c is None else "c")

@@ -91,7 +91,7 @@ def native_fp8() -> tuple[torch.dtype, ...]:
 
 
 def as_operands(*tensors: Tensor) -> tuple[list[Tensor], list[str | None]]:
-    """What a kernel loads, and what it makes of that by `decode`."""
+    """Return the tensors that a kernel loads, and how `decode` converts each of them."""
     formats = [FP8.get(t.dtype) for t in tensors]
     native = native_fp8() if any(formats) else ()
     if all(f is None or t.dtype in native for t, f in zip(tensors, formats, strict=True)):

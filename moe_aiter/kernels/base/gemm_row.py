@@ -106,7 +106,7 @@ def finish_kernel(
 
 
 def splits_of(tiles: int, K: int, block_k: int, units: int) -> tuple[int, int]:
-    """How many programs share a sum, and how much of K each has: several where tiles leave units idle."""
+    """Return how many programs share a sum, and each one's part of K: several if tiles leave units idle."""
     most = cdiv(K, 4 * block_k)  # or there is little to wait for
     wanted = max(min(units // max(tiles, 1), most), 1)
     part = cdiv(cdiv(K, wanted), block_k) * block_k

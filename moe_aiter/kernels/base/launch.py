@@ -71,7 +71,7 @@ def bind_kernel(kernel: Callable, grid: tuple, **constants) -> Callable[..., Non
 
 
 class BoundKernel:
-    """What `bind_kernel` returns for a GPU."""
+    """A launcher for a GPU, as `bind_kernel` returns it."""
 
     def __init__(self, kernel: Callable, grid: tuple, constants: dict):
         self.kernel, self.grid, self.constants = kernel, (*grid, 1, 1)[:3], constants

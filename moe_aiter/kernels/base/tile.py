@@ -112,7 +112,7 @@ def multiply(
 
 @triton.jit
 def operand(x):
-    """What tensor cores multiply on every GPU: bfloat16 for numbers of 8 bits, which it holds exactly."""
+    """Convert x to a dtype that tensor cores of every GPU multiply: 8-bit floats to bfloat16, exactly."""
     return x.to(tl.bfloat16) if x.dtype.is_fp8() else x
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a mask around torch's attention, whose kernels disagree about a query without keys.
+"""The mask of torch's attention, whose kernels treat a query without keys in different ways.
 
     bias, alive = mask_bias(mask, dtype)    what is added to the scores; no row hides every key
     zero_rows(out, alive)                   in place: the result of a query without keys
@@ -22,7 +22,7 @@ BLOCK_R, BLOCK_D = 128, 32
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """What hides a key.  cuDNN, which computes 16 bits, is not sure of -inf; torch itself gives it this."""
+    """Return the score that hides a key.  cuDNN is not reliable with -inf; torch passes it this value."""
     return -65504.0 if dtype in (torch.float16, torch.bfloat16) else -torch.inf
 
 

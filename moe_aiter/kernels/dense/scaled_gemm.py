@@ -185,7 +185,7 @@ def place(
     GROUP_M: tl.constexpr,
     NUM_DIES: tl.constexpr,
 ):
-    """Where this program's tile is: group, first and end row, column tile."""
+    """Return the place of this program's tile: group, first and end row, column tile."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     if group_sizes_ptr is None:
         tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tiles_n, GROUP_M, NUM_DIES)

@@ -66,7 +66,7 @@ DEFAULT = {"solidx": 0, "splitK": 0, "kernelName": ""}  # beside the libtype, wh
 
 
 def choose(problem: Problem, inputs: tuple) -> str:
-    """Who multiplies `inputs`, those of the op `gemm`: torch, triton or hopper, maybe with "/" and a tile."""
+    """Return what multiplies the `inputs` of `gemm`: torch, triton or hopper, maybe with "/" and a tile."""
     device = inputs[0].device
     row = find(problem, this_device(device)) if forced() == "auto" else None
     record(problem)
@@ -138,7 +138,7 @@ def tuned_config(problem: Problem) -> dict:
 
 
 def usual(problem: Problem, device: torch.device) -> str:
-    """Who multiplies where no row says so."""
+    """Return the backend for products without a row in the files."""
     if device.type == "cpu" or torch.float64 in (problem.dtype, problem.out_dtype):
         return "torch"
     if problem.shuffled or problem.dtype != problem.out_dtype:
@@ -159,7 +159,7 @@ PARAMETERS = {Tensor, torch.nn.Parameter}
 
 
 class NotSupportedError(RuntimeError):
-    """What the products here cannot compute, and torch's own may be able to."""
+    """A product that moe_aiter cannot compute; torch may be able to."""
 
 
 # op
@@ -346,7 +346,7 @@ def choice_for(
     is_shuffled: bool,
     scaled: torch.dtype | None,
 ) -> str:
-    """Who multiplies, after a look at what is to be multiplied."""
+    """Check the operands, and return what multiplies them."""
     check_axis(x)
     own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
     if not PARAMETERS.issuperset((type(x), type(weight))):
@@ -382,7 +382,7 @@ def by_op(x, weight, bias, dtype, scaled: torch.dtype | None, backend: str) -> T
 
 
 def compiled(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:
-    """What torch.compile traces: torch's own product, or an op that asks the files, and notes and logs."""
+    """The function that torch.compile traces: torch's product, or an op that reads the files and logs."""
     own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
     asks = settings.config_gemm_bf16 or settings.tune_gemm or settings.log_tuned_config
     if asks or may_be_forced() or not own:

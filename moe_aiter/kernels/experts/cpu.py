@@ -67,7 +67,7 @@ def blocks(group_sizes: list[int], rows: int, dtype: torch.dtype) -> list[list[B
 
 
 def padded(rows: int, dtype: torch.dtype) -> int:
-    """How many rows a product over `rows` rows gets.
+    """Return the padded number of rows for a product of `rows` rows.
 
     oneDNN, which multiplies 16-bit floats, compiles code for each size that it meets, half a millisecond for
     each of a layer's products.  Experts have other numbers of rows in every step, so the sizes must be few.
@@ -198,7 +198,7 @@ class TorchSteps:
         """Called with outputs that nothing has touched yet"""
 
     def num_workers(self, rows: list[int], multiplications: int) -> int:
-        """How many workers should take tasks of these many rows, with this much to multiply for each row"""
+        """Return the number of workers for tasks of so many rows, with so many multiplications a row."""
         return 1
 
     def for_each(self, n: int, workers: int, task: Callable[[int, int], None]) -> None:
@@ -304,7 +304,7 @@ def expert_loop_reference(*inputs):
 
 # launcher: one loop, for the steps in C++ and in torch
 class Loop:
-    """What the blocks of one pass share, forward or backward."""
+    """The state that the blocks of one forward or backward pass share."""
 
     def __init__(self, steps_class: type, i: ExpertInputs):
         self.i, self.steps = i, steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)

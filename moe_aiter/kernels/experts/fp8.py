@@ -508,7 +508,7 @@ def rows_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def rows_and_amax(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of w (E, A, B); the columns' largest magnitudes go into `amax` (E, B), unless it is empty."""
-    # what is kept serves whoever asks for the magnitudes later
+    # a later request for the magnitudes uses what is kept
     if amax.numel() or (is_read_once(w) and keeps_fp8(w)):
         *w8, found = kept_fp8(w, "rows and amax", lambda: quantize_rows_and_amax(w))
         if amax.numel():

@@ -30,7 +30,7 @@ def joined(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shape_of_joined(gate: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `joined` is like, without the memory."""
+    """Return a tensor with the metadata of `joined` and no memory."""
     return gate[:, :1].to(dtype).expand(-1, 2 * gate.shape[1], -1)
 
 
@@ -133,7 +133,7 @@ def split_expert_mlp(
     gate_main_grad, up_main_grad, down_main_grad: shaped like the weights, any floating dtype.  Where given,
         backward adds the weight's gradient there, and autograd gets None for that weight.
 
-    Returns (T, H) in the dtype of x.  Differentiable in the first five; a gradient that nobody asks for is
+    Returns (T, H) in the dtype of x.  Differentiable in the first five; a gradient that is not asked for is
     not computed.  Kept for backward: x, the routing, z (T * k, 2I), and gate and up as they are given: each
     direction copies them into one, which is freed when that has been multiplied.
 
@@ -161,6 +161,6 @@ def split_expert_mlp(
         return expert_mlp(x, joined(gate, up, x.dtype), down, routing_weights, plan)
     bytes_of_y, bytes_of_dx = row_bytes(i, None)
     z, a = expert_up_split_op(x, gate, up, *plan, bytes_of_dx, *main_grads.values())
-    # nobody else gets z, so backward may spend it
+    # z has no other user, so backward may spend it
     act = *ACTIVATION, True
     return expert_down_op(a, z, down, None, routing_weights, *plan, *act, bytes_of_y, down_main_grad)

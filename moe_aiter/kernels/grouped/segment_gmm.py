@@ -376,7 +376,7 @@ def bind_out_on_hopper(i: SegmentOutInputs) -> Callable:
 
 
 def fits_hopper(x, w, lens, indptr, weight_indices, *_) -> bool:
-    """Where tiles of 128 x 256 are well filled, and the grouped product itself runs."""
+    """Whether tiles of 128 x 256 are well filled, and the grouped product itself runs on Hopper."""
     rows, segments = x.shape[0], num_segments(lens, indptr)
     filled = rows >= FILLED * segments > 0 and w.shape[2] >= 128 and w.shape[1] > SHORT_K
     return filled and hopper.bind_segments.fits(x, w, segments + (indptr is not None))

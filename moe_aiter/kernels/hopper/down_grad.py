@@ -76,7 +76,7 @@ def grad_consumer(
 
 @aggregate
 class Grads:
-    """Where z and the routing weights come from, and dz, s * a and ds go."""
+    """The sources of z and the routing weights, and the destinations of dz, s * a and ds."""
 
     z_desc: tma.tensor_descriptor  # (M, width), ragged
     z: gl.shared_memory_descriptor  # for each slot a strip of gates and one of ups, or one of both
@@ -122,7 +122,7 @@ class Grads:
 
     @gluon.jit
     def choice(self, row, end):
-        """Whose rows a strip has, of which those below `end` exist; -1 for the others."""
+        """Return the choice of each row of a strip, or -1 for rows from `end` on."""
         m = gl.arange(0, STRIP, layout=gl.SliceLayout(1, line_layout(self.WIDTH)))
         return gl.load(self.choices + row + m, mask=m < end - row, other=-1)
 

@@ -110,7 +110,7 @@ ENOUGH_FOR_BFLOAT16 = 256  # products summed with some 14 bits: a quarter of tha
 
 
 def span_of(x: Tensor, c: Config, dtype: torch.dtype, blocks: bool = False) -> int:
-    """How many stages the tensor core sums before float32 adds, for a result of this dtype: 0, all of them,
+    """Return how many stages the tensor core sums before float32 adds, for this dtype: 0, all of them,
     unless x is 8-bit floats.  If scales are of `blocks`, as many as a block has."""
     if x.itemsize > 1 or x.dtype == torch.int8:
         return 0
@@ -129,7 +129,7 @@ def narrowed(c: Config) -> Config:
 
 @aggregate
 class Scales:
-    """What the rows of x and of the weights are multiplied by, float32; None is 1.
+    """The float32 scales of the rows of x and of the weights; None is 1.
 
     Of BLOCKS, both have a scale for each block of the summed axis, and blocks of the weights also have SCALED
     rows (../quantize/scale_blocks.py): these multiply each sum over a block.
@@ -161,7 +161,7 @@ class Scales:
 
     @gluon.jit
     def of_blocks(self, k, place, weights, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-        """What the sum of a tile over the block that begins at k is multiplied by, rows past a group by 0."""
+        """Return the scales of a tile's sum over the block that begins at k; 0 for rows past the group."""
         gl.static_assert(weights.BLOCK_N <= SCALED)
         group, row, end, tile_n = place
         across, k = gl.cdiv(weights.K, SCALED), k // SCALED
@@ -182,7 +182,7 @@ class Scales:
 
 @gluon.jit
 def group_scales(rows, K, BLOCKS: gl.constexpr):
-    """How many scales the weights of a group have."""
+    """Return the number of scales of a group's weights."""
     out = rows
     if BLOCKS:
         out = gl.cdiv(rows, SCALED) * gl.cdiv(K, SCALED)

@@ -195,7 +195,7 @@ def bind_few_rows(i: GemmInputs, config: tuning.Config | None) -> Callable:
 
 
 def units(tiles: int, sms: int, config: tuning.Config) -> int:
-    """How many programs there should be.  A split has a second launch: it pays where most SMs are idle."""
+    """Return the number of programs.  A split needs a second launch, which pays if most SMs are idle."""
     return sms * programs_at_once(config) if FEW_SMS * tiles <= sms else tiles
 
 
@@ -233,7 +233,7 @@ class Matrices:
 
 @aggregate
 class Epilogue:
-    """What becomes of a sum: alpha * acc + beta * c + bias, which may be kept, and what is computed of it."""
+    """The epilogue alpha * acc + beta * c + bias, which may be saved, and an activation of it."""
 
     out_desc: tma.tensor_descriptor  # (B * M, N), ragged
     z_desc: object  # the same, or None

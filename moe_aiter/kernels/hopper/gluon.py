@@ -80,7 +80,7 @@ def shared_layout(dtype: torch.dtype, *box: int) -> gl.NVMMASharedLayout:
 
 
 class Descriptor(TensorDescriptor):
-    """What Triton reads of its own, without a look at each size and stride: `by_tma` has looked at them."""
+    """Triton's descriptor without its checks of sizes and strides, which `by_tma` has made."""
 
     def __init__(self, x: Tensor, shape: Sequence[int], strides: Sequence[int], box: tuple[int, ...]):
         self.base, self.shape, self.strides, self.block_shape = x, shape, strides, box
@@ -89,7 +89,7 @@ class Descriptor(TensorDescriptor):
 
 
 def descriptor(x: Tensor, *box: int) -> Descriptor:
-    """What TMA needs to copy boxes of this shape; it clips them at the ends of `x`."""
+    """Return the descriptor by which TMA copies boxes of this shape; TMA clips them at the ends of `x`."""
     return Descriptor(x, x.shape, x.stride(), box)
 
 
@@ -120,7 +120,7 @@ def as_tile(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constex
 
 @gluon.jit
 def ragged(row, end, column):
-    """Where in a ragged descriptor the box lies that begins at `row` and is clipped at the row `end`."""
+    """Return a box's coordinates for a ragged descriptor: it begins at `row` and is clipped at `end`."""
     return [FAR, end, FAR - (end - row), column]
 
 
@@ -143,7 +143,7 @@ def tile_options(config: Config) -> dict:
 
 
 def kind_of(x: Tensor) -> str:
-    """What the name of a product of such rows ends in: its sums are others, and so are its tiles."""
+    """Return the ending of a product's name in the tables for this dtype, which has tiles of its own."""
     return "" if x.itemsize > 1 else "_int8" if x.dtype == torch.int8 else "_fp8"
 
 

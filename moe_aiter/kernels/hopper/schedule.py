@@ -31,12 +31,12 @@ class Tiles:
 
     @gluon.jit
     def mine(self):
-        """How many of them this program has."""
+        """Return the number of tiles of this program."""
         return gl.cdiv(self.rows * self.columns - gl.program_id(0), self.PROGRAMS)
 
     @gluon.jit
     def used(self, group, n):
-        """How much of n there is to read or to sum over: nothing for rows in no group or without weight."""
+        """Return n, or 0 for rows in no group or without a weight: there is nothing to read or to sum."""
         return gl.where(group < self.G, n, 0)
 
     @gluon.jit

@@ -66,12 +66,12 @@ class Rows:
 
     @gluon.jit
     def choices(self, m, end):
-        """Whose rows are m, of which those below `end` exist."""
+        """Return the choice of each row of m, of which those below `end` exist."""
         return gl.load(self.order_ptr + m, mask=m < end, other=0)
 
     @gluon.jit
     def offsets(self, choice):
-        """Where their rows of x begin."""
+        """Return the offsets of the choices' rows of x."""
         return gl.maximum(choice, 0) // self.TOP_K * self.x_stride * VECTOR
 
     @gluon.jit
@@ -128,7 +128,7 @@ class Strides:
 
 @aggregate
 class Output:
-    """Where a tile of out (G, K, N) goes: through a buffer by TMA, or added to what is there."""
+    """The destination of a tile of out (G, K, N): written by TMA through a buffer, or added in place."""
 
     desc: tma.tensor_descriptor  # (G, K, N), or (G, N, K) where columns come first
     buffers: gl.shared_memory_descriptor  # as many for each consumer, which it fills in turn
@@ -429,7 +429,7 @@ def row_block_producer(operands, ring, queue, tiles):
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
             mbarrier.expect(ready, operands.a_desc.block_type.nbytes + operands.b_desc.block_type.nbytes)
-            # past the last column lie others, whose sums nobody stores
+            # past the last column lie others, whose sums are not stored
             a, b = block * operands.M + tile_m * BLOCK_M, block * operands.N + tile_n * BLOCK_N
             tma_load(operands.a_desc, [a, 0], ready, ring.a.index(i % ring.STAGES))
             tma_load(operands.b_desc, [b, 0], ready, ring.b.index(i % ring.STAGES))

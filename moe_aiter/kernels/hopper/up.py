@@ -34,7 +34,7 @@ from .schedule import Tiles, find_groups, make_queue
 
 @aggregate
 class UpStore:
-    """Where a consumer's z and a go: through buffers for a block of channels, to ragged rows."""
+    """The destination of a consumer's z and a: ragged rows, through buffers for a block of channels."""
 
     z_desc: tma.tensor_descriptor  # (M, width)
     a_desc: tma.tensor_descriptor  # (M, N)

@@ -24,7 +24,7 @@ from ..base.tile import dense
 
 
 class Format(NamedTuple):
-    """How a format stores its codes: numbers of a block, and whether the first of a byte is its high half."""
+    """The layout of a format's codes: numbers of a block, and whether a byte's high half comes first."""
 
     block: int
     high_first: bool

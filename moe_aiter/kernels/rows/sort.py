@@ -4,7 +4,7 @@
     rank[t, j] = r        the row of a choice, the inverse
     group_sizes[e]        rows of expert e
 
-A choice whose expert is negative, usually -1, is dropped, as is one past E - 1 where nobody checks: its rank
+A choice whose expert is negative, usually -1, is dropped, as is one past E - 1 where nothing checks: its rank
 is -1, and the rows at and past sum(group_sizes) have the order -1.
 
 Three kernels count, add up and place the choices of each block.  For few choices, each program counts all

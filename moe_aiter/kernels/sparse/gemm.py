@@ -323,7 +323,7 @@ def check_operands(input: Tensor, weight: Tensor) -> None:
 
 
 def check_kind(weight: Tensor, kind: str | None, blocksize: int | tuple[int, int] | None) -> str:
-    """How to multiply; raises where weight, pattern and blocksize do not go together."""
+    """Return the kind of product.  Raises if weight, pattern and blocksize do not fit together."""
     if kind is None:
         if weight.layout == torch.strided:
             raise ValueError(f"sparsity_pattern must be {', '.join(PATTERNS)} for a dense weight")

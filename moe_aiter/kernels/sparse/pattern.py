@@ -1,4 +1,4 @@
-"""Where a sparse matrix has its blocks, as the kernels read it: made once, and good for every set of values.
+"""The pattern of a sparse matrix's blocks, as kernels read it; one pattern serves all values.
 
 Rows and columns here are those of blocks, of which a matrix (N, K) has R = N / block down and C = K / block
 across, rounded up; a matrix without structure has blocks of 1 x 1.  L of the blocks are there.
