@@ -224,7 +224,7 @@ def derived(w: Tensor, what: str, make: Callable[[], T]) -> T:
     if torch.cuda.is_current_stream_capturing():
         if found is None:
             return make()
-        # who captures has synchronised; no later wait can keep the memory for the replays
+        # a capture begins after a synchronisation; no later wait can keep the memory for the replays
         weakref.finalize(w.untyped_storage(), release, found.value).atexit = False
         return found.value.value
 

@@ -222,7 +222,7 @@ def resident_gauge():
 
 
 def hand_back() -> None:
-    """Freed memory goes back to the system, where the C library can do that: who comes next finds none."""
+    """Return freed memory to the system, if the C library can: the next contender must not reuse it."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -296,7 +296,7 @@ def time_all(
 
 
 def turns(count: int, round: int) -> list[int]:
-    """Everyone once, in an order of each round's own: the clock of a GPU depends on who ran just before."""
+    """Return all contenders in an order of this round: a GPU's clock depends on what ran just before."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(round)).tolist()
 
 

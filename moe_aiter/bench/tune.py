@@ -3,7 +3,7 @@
 A candidate has to be right, and clearly faster than the default; all of them run in turn.  A family is the
 products of a training step, `layer`, those of a step with frozen experts of 4 bits, `four_bit`, or cases of
 `bench gemm`, whose tiles are held against float64.  Where torch has the product too, the table of choices
-gets a row that says who computes it: see tiles.py.
+gets a row that names the fastest: see tiles.py.
 """
 
 import argparse
@@ -176,7 +176,7 @@ def tune_layers(args: argparse.Namespace, run: Run, family: str) -> None:
 
 @torch.no_grad()
 def tune_kernels(kernels: list[Kernel], run: Run) -> None:
-    """The tiles of each, and then who computes it."""
+    """Tune the tiles of each kernel, and then choose the backend of each case."""
     tune_products([p for kernel in kernels if kernel.tiled for p in kernel.products().values()], run)
     for kernel in kernels:
         if kernel.case is not None and "torch" in kernel.launches and kernel.case not in run.asked:

@@ -1,4 +1,4 @@
-"""`moe-aiter tune gemm`: who multiplies the fastest, as rows of AITER's files of tuned products.
+"""`moe-aiter tune gemm`: find the fastest products, and write them as rows of AITER's tuned files.
 
 Every implementation here is measured, torch's and each tile of the Triton and Hopper kernels, on the GPU or
 CPU at hand.  One that is not as exact as torch is left out and fails the command; one that is not clearly

@@ -257,7 +257,7 @@ def with_band(call: Call) -> Tensor | None:
 
 
 def fitted(call: Call) -> Call:
-    """The call as fused kernels of a GPU read it, who do not all look whether they can.
+    """Return the call in a form that fused kernels of a GPU can read; not all of them check this.
 
     Rows begin at multiples of 16 bytes: those of a part of a wider tensor need not.  Heads in 16 bits are of
     NARROWEST at least, filled up by zeros.

@@ -42,7 +42,7 @@ class Row:
         mine = self.key
         if (mine.op, mine.bits) != (key.op, key.bits) or mine.n not in (None, key.n):
             return False
-        # who gives all three was measured there, and does not speak for what is far smaller
+        # a row that names rows, n and k was measured there, and says nothing about much smaller products
         near = None not in mine
         return reaches(mine.rows, key.rows, near) and reaches(mine.k, key.k, near)
 

@@ -50,7 +50,7 @@ from .scaled_gemm import scaled_gemm
 # choice of the implementation
 
 
-LIBRARIES = {  # what AITER calls `libtype`, and who multiplies here
+LIBRARIES = {  # AITER's `libtype` -> the backend here
     "torch": "torch",
     "hipblaslt": "torch",
     "asm": "torch",
@@ -72,7 +72,7 @@ def choose(problem: Problem, inputs: tuple) -> str:
     record(problem)
     if row is not None:
         backend = named(row.libtype, inputs) + tile_of(row)
-    elif problem.shuffled:  # a copy in the usual order is for those who say that it is faster
+    elif problem.shuffled:  # only a file's row can say that a copy in the usual order is faster
         backend = "triton" if forced() != "torch" and is_here("triton", inputs) else "torch"
     else:
         implementation = pick("gemm", *inputs)

@@ -185,7 +185,7 @@ def finish(tiles, queue, handoff, grads):
     BLOCKS: gl.constexpr = handoff.BLOCKS
     STRIPS: gl.constexpr = CONSUMERS * handoff.STRIPS  # of a tile
     layout: gl.constexpr = line_layout(grads.WIDTH)
-    # the routing weights are read a strip ahead, and whose they are two
+    # the routing weights are read one strip ahead, and the choices that they belong to two strips ahead
     row, end, live, tile_n = strip_place(tiles, queue, 0, STRIPS)
     next_row, next_end, next_live, next_n = strip_place(tiles, queue, 1, STRIPS)
     s = grads.weight(grads.choice(row, live))
