@@ -101,7 +101,7 @@ class Cache:
         return value
 
     def on_step(self, *_) -> None:
-        """Of an optimizer, which writes floats only."""
+        """Forget values of floats after an optimizer's step, which writes floats only."""
         with self.lock:
             self.age += 1
             for key in [key for key in self.entries if dtype_of(key).is_floating_point]:
@@ -122,7 +122,7 @@ class Cache:
             self.hook.remove()
 
     def on_death(self, key: tuple, storage: weakref.ref) -> None:
-        """Of a weight.  This can run at any point of a program, and so in a thread that holds the lock."""
+        """Note that a weight is gone.  This can run at any time, also in a thread that holds the lock."""
         self.dead.append((key, storage))
         if self.lock.acquire(blocking=False):
             try:

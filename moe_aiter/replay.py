@@ -39,7 +39,7 @@ STORED = "_moe_aiter_decisions"  # the attribute of a region
 
 
 class Decisions:
-    """Of one region: by what they are about, in the order in which they were taken."""
+    """The decisions of one checkpointed region: for each subject, in the order in which they were made."""
 
     def __init__(self):
         self.taken: dict[str, list[Tensor]] = defaultdict(list)

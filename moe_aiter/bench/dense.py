@@ -108,7 +108,7 @@ def linear_kernel(epilogue: str, x: Tensor, w: Tensor, bias: Tensor | None) -> K
 
 
 def gemm_kernel(name: str, torchs: Callable[..., Tensor], *inputs) -> Kernel:
-    """Of the op `gemm` with these inputs; `torchs` takes a dtype."""
+    """Return the kernel of the op `gemm` for these inputs; `torchs` takes a dtype."""
     x, w, bias, c, activation, *_ = inputs
     (B, M, K), N = x.shape, w.shape[2]
     return Kernel(
@@ -202,7 +202,7 @@ def into_linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def launches_of_shuffled(x: Tensor, weight: Tensor) -> dict[str, tuple[Callable, tuple]]:
-    """By the masked product, which has its tile from the rows of masked products."""
+    """Return the launches of the masked product, whose tile is in the tables of masked products."""
     impl, inputs = IMPLS["masked_gmm"]["triton"], (x[None], weight[None], None, None, None, True)
 
     def launch(out: Tensor, *inputs) -> None:

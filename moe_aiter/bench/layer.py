@@ -121,7 +121,7 @@ def problem(
 
 
 def by_loop(p: Problem) -> Judge:
-    """By the plain loop in float64, and in the dtype; each is computed when it is first asked for."""
+    """Judge by the plain loop in float64 and in the dtype; both are computed at their first use."""
 
     @functools.cache
     def expected(routed: bool) -> tuple[list[Tensor], list[float]]:
@@ -163,7 +163,7 @@ def shares(row: dict, floor: dict[str, float]) -> dict:
 
 
 def contenders(p: Problem) -> Iterator[Contender]:
-    """Everything that can run here, ours first.
+    """Yield all contenders that can run here, ours first.
 
     A peer that is not there, that cannot do what the shape asks for, or of a version that we do not know is
     left out, with a line that says so.

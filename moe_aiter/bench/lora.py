@@ -87,7 +87,7 @@ def problem(shape: Shape, rank: int, device: torch.device, dtype: torch.dtype, s
 
 @dataclasses.dataclass
 class Adapters:
-    """Of both weights: A (E, r, in) and B (E, out, r), float32, scaled by 2 as PEFT's alpha of 2 r has it."""
+    """Adapters of both weights, float32: A (E, r, in), B (E, out, r); scaled by 2, PEFT's alpha of 2 r."""
 
     factors: tuple[Tensor, ...]  # A and B of gate_up, A and B of down
     rank: int
@@ -147,7 +147,7 @@ def lora_experts(p: Problem, adapters: Adapters, format: str = "") -> Contender:
 
 
 def peft_experts(p: Problem, adapters: Adapters, name: str, format: str = "") -> Contender:
-    """Those of transformers in PEFT's wrappers; moe_aiter with `integrations.peft`, or PEFT as it comes."""
+    """Return transformers' experts in PEFT's wrappers, with or without `integrations.peft`."""
     import peft
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

@@ -111,7 +111,7 @@ class StepTimer(PassTimer):
 
 @torch.no_grad()
 def by_definition(p: Problem) -> Judge:
-    """By the first update of three experts in float64; the bar is the error of the definition in bfloat16."""
+    """Judge by the first update of three experts in float64; the bar is the definition in bfloat16."""
     experts = sorted({0, p.shape.num_experts // 2, p.shape.num_experts - 1})
     size = 0.2 * max(p.shape.hidden, p.shape.intermediate) ** 0.5
 

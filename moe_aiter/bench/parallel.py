@@ -172,7 +172,7 @@ class RankProblem(Problem):
 
     @torch.no_grad()
     def renew(self, seed: int) -> None:
-        """As `Problem.renew`, and with the routing one-rank: the router has the first rank's experts only."""
+        """Do as `Problem.renew`; with one-rank routing, the router chooses the first rank's experts only."""
         super().renew(seed * dist.get_world_size() + dist.get_rank())
         if self.routing == "one-rank":
             routing = route(self.x.float() @ self.router[: self.each].float().T, self.shape.top_k)
@@ -232,7 +232,7 @@ class SlowestRank(PassTimer):
 
 
 def by_all_ranks(p: RankProblem) -> Judge:
-    """By the plain loop in float64 over the tokens of all ranks; the errors are the worst of all ranks."""
+    """Judge by the plain loop in float64 over the tokens of all ranks; errors are the worst of all ranks."""
 
     @functools.cache
     def expected(shared: bool) -> tuple[list[Tensor], list[float]]:

@@ -287,7 +287,7 @@ def measure(
 
 
 def contenders(case: Case, problem: Problem, device: torch.device) -> list[Contender]:
-    """Those of a problem, and a copy where a goal names it."""
+    """Return the contenders of a problem, and a copy if a goal names it."""
     if not isinstance(problem.contenders, dict):
         return problem.contenders
     found = [
@@ -329,7 +329,7 @@ def check_all(field: list[Contender], judge: Judge, prepare: Callable[[Contender
 
 @torch.no_grad()
 def by_truth(problem: Problem) -> Judge:
-    """By what the problem says is exact, and plain torch."""
+    """Judge by the problem's exact result and by plain torch."""
     exact = as_tuple(problem.exact())
     bars = None if problem.plain is None else distances(as_tuple(problem.plain()), exact)
 

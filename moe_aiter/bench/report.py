@@ -26,7 +26,7 @@ class Damaged(ValueError):
 
 @contextlib.contextmanager
 def reading(source: pathlib.Path) -> Iterator[None]:
-    """Whatever its rows raise inside the block becomes `Damaged`."""
+    """Turn errors of the file's rows inside the block into `Damaged`."""
     try:
         yield
     except Damaged:  # of another file
@@ -429,7 +429,7 @@ def of_one_run(rows: list[dict]) -> list[dict]:
 
 
 def chosen(run: list[dict]) -> tuple[list[str], list[str]]:
-    """Those of our layer, its first FP8 and the ceiling that a run has; its peers, the fastest step first.
+    """Return those of our layer, its first FP8 and the ceiling that a run has, and its peers, fastest first.
 
     A peer counts once, compiled or not, by the sum of its TFLOP/s over all shapes.
     """
@@ -456,7 +456,7 @@ def whole(rows: list[dict]) -> str:
 
 
 def tables(rows: list[dict], titles: Iterable[str]) -> list[str]:
-    """Of one device, dtype and routing: a row for each contender, a column for each shape, below what ran."""
+    """Return tables of one device, dtype and routing: a row for each contender, a column for each shape."""
     if not rows:
         return []
     device, dtype, routing = kind(rows[0])

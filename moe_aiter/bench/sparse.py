@@ -57,7 +57,7 @@ def forward_kernel(x: Tensor, w: Tensor, block: int) -> Kernel:
 
 
 def gradient_kernel(x: Tensor, dout: Tensor, pattern: SparsePattern) -> Kernel:
-    """Of the values."""
+    """Return the kernel of the values' gradient."""
     a, b = pattern.blocksize
     launches = launches_of("sparse_matmul_grad", dout, x, pattern.lists, a, b)
     return Kernel(

@@ -80,7 +80,7 @@ class Kernel:
     tiled: bool = True
 
     def products(self) -> dict[str, Product]:
-        """By backend, all but torch."""
+        """Return the products of all backends but torch."""
         accept = functools.cache(self.judge)  # the truth is computed once, and only where a tile is checked
         return {
             backend: Product(self.name, launch, self.outs, inputs, self.flops, lambda outs: accept()(outs))
@@ -115,7 +115,7 @@ def pick(default: Config, times: dict[Config, float]) -> Config:
 
 
 def check(product: Product, configs: list[Config]) -> tuple[list[Config], list[Config]]:
-    """Those that compute what they should, and those that do not.  What does not fit is in neither."""
+    """Return the tiles with right results and those with wrong ones; tiles that do not fit are in neither."""
     good, bad, accept = [], [], product.accept
     for config in configs:
         poison(product.outs())
@@ -289,7 +289,7 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
 def four_bit_products(
     shape: Shape, device: torch.device, dtype: torch.dtype, every: bool = False
 ) -> Iterable[Product]:
-    """Those of a step of frozen experts of 4 bits, on the tier that runs them; on all where `every`.
+    """Return the products of a step with frozen 4-bit experts, on the tier that runs, or on `every` tier.
 
     In NF4: all formats share a table.
     """
@@ -339,7 +339,7 @@ def choose(kernel: Kernel, tiles: dict[Key, Config], reps: int) -> tuple[dict, l
 
 
 def launched(kernel: Kernel, tiles: dict[Key, Config]) -> dict[str, Callable[[], None]]:
-    """By backend, each kernel with the tile that won, or that of the tables where none was measured."""
+    """Return each backend's kernel with the tile that won, or with the tables' tile if none was measured."""
     runs = {}
     for backend, product in kernel.products().items():
         tile = tiles.get(product.key()) if kernel.tiled else None

@@ -219,7 +219,7 @@ def contenders(problem: Problem, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def tiles_of(call: Callable[[], Tensor]) -> list[str]:
-    """Those worth trying of the kernel that a call launches."""
+    """Return the tiles worth trying for the kernel that a call launches."""
     ops: list[str] = []
     with tuning.choose(lambda key: ops.append(key.op)):
         call()

@@ -58,7 +58,7 @@ def add_lora(
 def new_adapters(
     model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, lora: dict
 ) -> dict[str, nn.ModuleDict]:
-    """By the names of the experts' modules, which do not have them yet."""
+    """Return new adapters by the names of the experts' modules, which do not have them yet."""
     register()
     check_parameter_dtype(dtype)
     experts = dict(experts_of(model))

@@ -99,7 +99,7 @@ def param_wrapper() -> type:
 
 
 class Factors:
-    """Those of one adapter of one parameter, as experts ask for them."""
+    """The factors of one adapter of one parameter, in the form that experts need."""
 
     def __init__(self, a: Tensor, b: Tensor, scaling: float):
         self.a, self.b, self.scaling = a, b, scaling  # (E * r, in), (out, r * E)
@@ -142,7 +142,7 @@ def activate_lora(self: nn.Module, active_adapters: list[str]) -> Iterator[None]
 
 
 def factors_of(wrapper: nn.Module, active_adapters: list[str]) -> Factors | None:
-    """Those of the only active adapter, if the experts will ask for them."""
+    """Return the factors of the only active adapter, if our experts will use them."""
     adapters = [name for name in active_adapters if name in wrapper.lora_A]
     experts, name = wrapper.get_base_layer(), wrapper.parameter_name
     if len(adapters) != 1 or type(wrapper) is not param_wrapper() or not runs_ours(experts):

@@ -286,7 +286,7 @@ def is_peft_wrapper(module: nn.Module) -> bool:
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """By the name of its class; not what stands around experts that have transformers' decorator."""
+    """Whether the class name says so; modules around experts with transformers' decorator do not count."""
     name = type(module).__name__.lower()
     named = "expert" in name or name.endswith("moe")
     ours = type(module).__module__.startswith(f"{__package__.partition('.')[0]}.")
@@ -297,7 +297,7 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 
 class Weights(NamedTuple):
-    """Those of an experts module, in the orientation of `expert_mlp`: views where the module has another."""
+    """The weights of an experts module, in the orientation of `expert_mlp`; views if the module's differs."""
 
     gate_up: Tensor | FourBit  # (E, width, H)
     gate_up_bias: Tensor | None  # (E, width)
@@ -467,14 +467,14 @@ def gate_and_reason(module: nn.Module) -> tuple[tuple[str, bool] | None, str]:
 
 
 def full_name(kind) -> str:
-    """Of a class, or of a function that wraps no other, whose name it might have taken."""
+    """Return the full name of a class, or of a function that wraps no other function; otherwise ""."""
     if not isinstance(kind, (type, types.FunctionType)) or hasattr(kind, "__wrapped__"):
         return ""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def function_name(act_fn) -> str:
-    """Of the class of a module, unless this one has hooks or a `forward` of its own; some functions too."""
+    """Return the name of an activation's class, or "" if the module has hooks or a `forward` of its own."""
     if not isinstance(act_fn, nn.Module):
         return "torch.nn.modules.activation.SiLU" if act_fn is F.silu else ""
     kind = type(act_fn)
@@ -553,7 +553,7 @@ class DispatchedExperts:
         self.dispatcher = ExpertDispatcher(ep_mesh.get_group(), weights[0].shape[0], **_options)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As `experts_forward`, for this rank's tokens; ids are those of all experts."""
+        """Do as `experts_forward` for this rank's tokens; ids count all experts."""
         if getattr(self.module, ADAPTERS, None):
             raise ValueError(f"ep_implementation={NAME!r} does not support experts with adapters")
         num_experts = self.dispatcher.num_experts

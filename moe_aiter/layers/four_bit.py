@@ -91,7 +91,7 @@ class FourBitExperts(nn.Module):
     dispatcher = None
 
     def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
-        """As `Experts.forward`: (T, H) -> (T, H).  Differentiable in `x` and `routing_weights`."""
+        """Do as `Experts.forward`: (T, H) -> (T, H).  Differentiable in `x` and `routing_weights`."""
         check_shape("x", x, "T", "H")
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)
@@ -294,6 +294,6 @@ def eight_codes(t: Tensor) -> Tensor:
 
 
 def int4_layer(packed: Tensor, zeros: Tensor, scales: Tensor, dtype: torch.dtype | None) -> FourBitWeight:
-    """Of packed (out, in / 2), and zeros and scales (in / 128, out)."""
+    """Return the weight of packed (out, in / 2), and zeros and scales (in / 128, out)."""
     zeros, each = (t.T.contiguous()[None] for t in (zeros, scales))
     return FourBitWeight(FourBit(packed[None], each, None, zeros, None, "int4", dtype or scales.dtype))

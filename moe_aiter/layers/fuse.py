@@ -108,7 +108,7 @@ class FusedPart(nn.Module):
         return linear.train(self.training)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that a state dict has."""
+        """Yield the tensors that a state dict has."""
         for name in ("weight", "bias"):
             if (t := getattr(self, name)) is not None:
                 yield name, t

@@ -211,7 +211,7 @@ def state_of(weight: Tensor) -> tuple:
 
 
 def is_same(before: tuple | None, now: tuple) -> bool:
-    """Of two states: references compare by what they refer to, and tensors by their elements."""
+    """Whether two states are equal; the first entries must be the same object."""
     return before is not None and before[0] is now[0] and before[1:] == now[1:]
 
 

@@ -335,7 +335,7 @@ class LoRAExperts(nn.Module):
         return isinstance(self.base, FourBitExperts)
 
     def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
-        """As `Experts.forward`: (T, H) -> (T, H)."""
+        """Do as `Experts.forward`: (T, H) -> (T, H)."""
         check_shape("x", x, "T", "H")
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)

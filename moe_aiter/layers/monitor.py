@@ -193,7 +193,7 @@ def writer_of(sink) -> Callable[[dict[str, float], int | None], None]:
 
 
 def statistics_of(totals: Tensor, num_experts: int) -> LayerStatistics:
-    """Of what a recorder has summed, followed by the selection bias (E,) or nothing; on the CPU."""
+    """Return the statistics of a recorder's sums, which the selection bias (E,) may follow; on the CPU."""
     choices, dropped, rest = totals.tensor_split([num_experts, 2 * num_experts])
     scalars, bias = rest.tensor_split([SCALARS])
     load = load_statistics(choices)

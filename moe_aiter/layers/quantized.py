@@ -108,7 +108,7 @@ class QuantizedExperts(Quantized):
     each row of each expert, `gate_up_scale` (E, 2I) and `down_scale` (E, H); else as QuantizedLinear."""
 
     def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
-        """As `Experts.forward`: (T, H) -> (T, H) in the dtype of `x`."""
+        """Do as `Experts.forward`: (T, H) -> (T, H) in the dtype of `x`."""
         check_shape("x", x, "T", "H")
         check_size("x is (T, H={})", x.shape[1], "gate_up is (E, 2I, H={})", self.gate_up.shape[2])
         (x,) = cast_as_linear(x)
@@ -135,7 +135,7 @@ class QuantizedMoELayer(QuantizedExperts):
     interleaved = False
 
     def forward(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> Tensor:
-        """As `OptimizedMoELayer.forward`: (T, H) -> (T, H) in the dtype of `x`."""
+        """Do as `OptimizedMoELayer.forward`: (T, H) -> (T, H) in the dtype of `x`."""
         check_shape("x", x, "T", "H")
         check_shape("expert_ids", expert_ids, "T", "k")
         return super().forward(x, routing_weights, make_plan(expert_ids, len(self.down)))
@@ -228,7 +228,7 @@ def with_four_bits(model: nn.Module, format: str, skip: Collection[str]) -> nn.M
 
 
 def verdicts(model: nn.Module, skip: Collection[str]) -> dict[nn.Module, type | str]:
-    """Of each module which of KINDS it is, to be converted, or why it stays as it is."""
+    """Return for each module which of KINDS it is, to be converted, or why it stays as it is."""
     found: dict[nn.Module, type | str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name in skip or isinstance(module, WHOLE):

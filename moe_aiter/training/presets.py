@@ -39,7 +39,7 @@ def option(default, text: str, **bounds: float):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides what a run computes; the defaults are the `cpu` preset."""
+    """All settings that decide what a run computes; the defaults are the `cpu` preset."""
 
     data: tuple[str, ...] = option((), "files or folders of text [Python's standard library]")
     val_fraction: float = option(0.05, "share of the text that is kept for validation", above=0, below=1)

@@ -158,7 +158,7 @@ def load(paths: str, device: Device) -> dict[Problem, Row]:
 
 
 def existing(paths: str) -> list[pathlib.Path]:
-    """Those of a list that are there."""
+    """Return the files of a list that exist."""
     files = [pathlib.Path(part.strip()).expanduser() for part in paths.split(os.pathsep) if part.strip()]
     found = [path for path in files if path.exists()]
     if len(files) > 1 and not found:

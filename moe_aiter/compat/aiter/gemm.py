@@ -154,7 +154,7 @@ def as_w(input: Tensor, weight: Tensor, transpose_weight: bool = True, *, is_opt
 def in_one_or_in_steps(
     input: Tensor, w: Tensor, bias: Tensor | None, activation: str | None = None
 ) -> Tensor:
-    """As one product with its epilogue, or where `enable_fusion(False)` says so as separate steps."""
+    """Compute one product with its epilogue, or separate steps after `enable_fusion(False)`."""
     if switches.fusion:
         return gemm(input, w, bias, activation=activation)
     out = gemm(input, w)

@@ -133,7 +133,7 @@ class AITERAttention(nn.Module):
 
 
 def fill(module: nn.Module) -> None:
-    """As the guide has it: nothing scales the weight."""
+    """Initialise as AITER's guide does, without a scale for the weight."""
     nn.init.normal_(module.weight)
     if module.bias is not None:
         nn.init.zeros_(module.bias)

@@ -123,7 +123,7 @@ class Checkpoint:
         return opened.get_slice(key)[place] if place else opened.get_tensor(key)
 
     def other_files(self) -> tuple[list[Path], list[Path]]:
-        """Those beside the weights: the tokenizer's and such, and weights that are of no use here."""
+        """Return the files beside the weights: the tokenizer's and others, and weights of no use here."""
         listed = {*self.file_of.values(), INDEX, "config.json"}
         files = [p for p in sorted(self.folder.iterdir()) if p.is_file() and p.name not in listed]
         weights = [p for p in files if p.name.endswith(WEIGHTS)]
@@ -131,7 +131,7 @@ class Checkpoint:
 
 
 def is_name(file) -> bool:
-    """Of a file in the folder itself, and nowhere else."""
+    """Whether this is the name of a file in the folder itself, and not a path."""
     if not isinstance(file, str) or "\0" in file:
         return False
     return file == os.path.basename(file) and file not in ("", ".", "..")

@@ -151,5 +151,5 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of that, for weights of `dtype`: a few roundings, or in float32 the order of long sums."""
+    """Return the tolerance for weights of `dtype`: a few roundings, or in float32 the order of long sums."""
     return max(4 * torch.finfo(dtype).eps, 1e-5)

@@ -66,7 +66,7 @@ def gemm_reference(x, w, bias, c, activation="", alpha=1.0, beta=0.0, dtype=None
 
 
 def fill_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z) -> None:
-    """By BLAS, whose epilogue has the bias or c; an activation comes after a rounding to `dtype`."""
+    """Multiply by BLAS, whose epilogue adds the bias or c; an activation follows a rounding to `dtype`."""
     out, z = outs
     y = z if save_z else out
     if any(t is not None and t.dtype != y.dtype for t in (x, bias, c)):

@@ -416,7 +416,7 @@ def as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def of_8_bits(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:
-    """By `scaled_gemm`, whatever the files say."""
+    """Multiply by `scaled_gemm`, without a look at the files."""
     check_shape("weight", weight, "N", "K")
     check_axis(x)
     x_scale, w_scale, out_scale = scales

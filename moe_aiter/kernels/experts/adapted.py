@@ -231,7 +231,7 @@ def as_product(i: AdaptedUpInputs) -> tuple[str, tuple]:
 @binds
 @takes(*TILE_DTYPES)
 def bind_adapted_up(i: AdaptedUpInputs) -> Callable:
-    """By the kernel that gathers, then the adapter in place: two passes over z more instead of four."""
+    """Bind the gathering product, and then the adapter in place: two more passes over z instead of four."""
     op, inputs = as_product(i)
     multiply = bound(pick(op, *inputs), inputs)
 
@@ -244,7 +244,7 @@ def bind_adapted_up(i: AdaptedUpInputs) -> Callable:
 
 
 def fill_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes, *four_bit):
-    """By torch, each group straight into its place."""
+    """Compute by torch, each group in its place."""
     if has_four_bits(four_bit):
         fill("four_bit_gmm", z, x, w, *four_bit, True, group_sizes, bias, order, rank.shape[1])
     else:

@@ -413,7 +413,7 @@ def new_beside(i: DownGradFp8Inputs | DownGradFp8OverZInputs) -> tuple[Tensor, T
 
 
 def everywhere(launch) -> dict:
-    """Of an op whose other implementations are those of another op."""
+    """Return the implementations of an op that launches another op."""
     return {"torch": launch, "triton": launch}
 
 

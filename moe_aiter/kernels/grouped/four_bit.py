@@ -65,7 +65,7 @@ class FourBitInputs(NamedTuple):
 
 
 def fill_four_bit_gmm(out, *inputs):
-    """By torch, one group's weight at a time."""
+    """Compute by torch, one group's weight at a time."""
     i = FourBitInputs(*inputs)
     x, wide_sum = take_rows(i.x, i.order, i.top_k), i.bias is not None
     scale, zero = expanded_scales(i.packed, i.scales, i.nested, i.offset, i.table, i.format)

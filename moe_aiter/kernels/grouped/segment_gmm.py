@@ -76,7 +76,7 @@ def segment_gmm_reference(x, w, lens, indptr, weight_indices):
 
 
 def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
-    """By torch, each segment straight into its place."""
+    """Compute by torch, each segment in its place."""
     x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
     product = chosen(out, x, None)
     numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
@@ -299,7 +299,7 @@ def check_segment_gmm_out(i: SegmentOutInputs) -> None:
 
 
 def fits_triton(x, *_) -> bool:
-    """Of float8, what Triton knows on this GPU."""
+    """Whether Triton takes the dtype: for float8, the formats that it knows on this GPU."""
     if x.dtype not in FP8 or not x.is_cuda or torch.version.hip is not None:
         return x.is_cuda or x.dtype not in FP8
     return x.dtype in (FP8[:2] if torch.cuda.get_device_capability(x.device) >= (8, 9) else FP8[1:2])
@@ -366,7 +366,7 @@ def bind_segments(
 
 @binds
 def bind_on_hopper(i: SegmentInputs) -> Callable:
-    """As a grouped product whose groups have the weights of their segments."""
+    """Bind a grouped product whose groups have the weights of their segments."""
     return hopper.bind_segments(i, zero_rest=True)
 
 

@@ -311,7 +311,7 @@ def down_grad_kernel(
 
 @functools.cache  # so that each launch passes the same objects
 def layouts(dtype: torch.dtype, z_dtype: torch.dtype, c: Config, interleaved: bool) -> tuple:
-    """Those of the rows gathered, of a block of a consumer's half of a tile, and of a strip of z."""
+    """Return the layouts of gathered rows, of a block of a consumer's half of a tile, of a strip of z."""
     return (
         shared_layout(dtype, c.block_m, c.block_k),
         shared_layout(z_dtype, c.block_m // 2, LINE.value // (2 if interleaved else 1)),

@@ -24,7 +24,7 @@ from .pipeline import blocks, multiply
 
 @gluon.jit
 def sigmoid(x):
-    """By the chip's own approximations, good to 2 ulp: exp and a division cost half of an epilogue."""
+    """Use the chip's approximations, exact to 2 ulp: exp and a division would take half of an epilogue."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
         "rcp.approx.ftz.f32 $0, t; }",

@@ -200,7 +200,7 @@ def units(tiles: int, sms: int, config: tuning.Config) -> int:
 
 
 def programs_at_once(config: tuning.Config) -> int:
-    """Of an SM."""
+    """Return the number of programs on one SM."""
     return IN_FLIGHT // (config.num_warps * config.block_n * config.block_k)
 
 

@@ -137,7 +137,7 @@ def group_ends(
     group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr,
     INDPTR: gl.constexpr = False, REST: gl.constexpr = True, starts_ptr=None,
 ):  # fmt: skip
-    """Of each group the row where it ends and the row tiles up to its last, and the number of row tiles, with
+    """Return each group's end row and its row tiles up to the last, and the number of row tiles, with
     those of the REST of the M rows.  With starts_ptr (G,) groups begin there, in ascending order."""
     g = gl.arange(0, BLOCK_G, layout=warp_layout(BLOCK_G))
     if INDPTR:

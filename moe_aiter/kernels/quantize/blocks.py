@@ -269,7 +269,7 @@ def quantize_row_blocks_kernel(
 
 @triton.jit
 def pair_bytes(x, y):
-    """Of bytes 0 and 2, and of bytes 1 and 3, those of x and y in turn."""
+    """Return bytes 0 and 2, and bytes 1 and 3, of x and y in turn."""
     even = (x & 0x00FF00FF) | ((y & 0x00FF00FF) << 8)
     odd = ((x >> 8) & 0x00FF00FF) | (y & 0xFF00FF00)
     return even, odd

@@ -300,7 +300,7 @@ def route_kernel(
 
 @triton.jit
 def softmax(z):
-    """Of each row.  A row with a NaN or +inf, or of -inf alone, becomes NaN."""
+    """The softmax of each row.  A row with a NaN or +inf, or of -inf alone, becomes NaN."""
     p = tl.exp(z - tl.max(z, 1)[:, None])
     return p * (1 / tl.sum(p, 1))[:, None]
 

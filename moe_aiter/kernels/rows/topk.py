@@ -55,7 +55,7 @@ def from_key(key):
 
 @triton.jit
 def take_highest(key, e, BLOCK_E: tl.constexpr):
-    """Of each row the highest key and the lowest expert that has it, and the keys without that expert's.
+    """Return each row's highest key, the lowest expert with this key, and the keys without that expert's.
 
     Two reductions of 32 bits: on NVIDIA each is one instruction of a warp, unlike one of 64 bits.
     """

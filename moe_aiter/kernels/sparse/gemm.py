@@ -71,8 +71,8 @@ def sparse_matmul_grad_reference(left, right, lists, a, b):
 
 
 def fill_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
-    """By torch; on a CPU by the blocks of each of the result's columns, where they are large, and by
-    torch.sparse where entries are few."""
+    """Compute by torch; on a CPU by the blocks of each of the result's columns, if blocks are large, and by
+    torch.sparse if entries are few."""
     (a, b), L = block_of(values), values.shape[0]
     whole = rows % a == 0 and columns % b == 0
     if x.device.type == "cpu" and whole and min(a, b) >= LARGE:
@@ -108,7 +108,7 @@ def fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed):
 
 
 def fill_sparse_matmul_grad(out, left, right, lists, a, b):
-    """By torch; on a CPU block by block, where they are large, or entry by entry, where they are few."""
+    """Compute by torch; on a CPU block by block if blocks are large, or entry by entry if entries are few."""
     (M, rows), columns, L = left.shape, right.shape[1], out.shape[0]
     whole = rows % a == 0 and columns % b == 0
     row, col = block_indices(lists, *count((rows, columns), (a, b)))
@@ -399,7 +399,7 @@ def of_coo(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
 
 
 def pattern_of(indices: Tensor, shape: tuple[int, int]) -> SparsePattern:
-    """Of the entries at `indices` (2, L), which are in order."""
+    """Return the pattern of the entries at `indices` (2, L), which are in order."""
     return SparsePattern(shape, (1, 1), lists_of(*indices, *shape))
 
 

@@ -368,7 +368,7 @@ def columns_of(x: Tensor, L: int) -> Tensor:
 
 
 def gather_options(x: Tensor, N: int, L: int) -> dict[str, int]:
-    """As many entries at once as the columns of a program have, if they share them evenly."""
+    """Return launch options: a program gathers as many entries at once as its columns have on average."""
     gathered = min(max(next_power_of_2(BLOCK_N * L // N), 64), 256)
     warps = gathered // 32
     if x.dtype == torch.float32:  # whose terms are in registers all at once

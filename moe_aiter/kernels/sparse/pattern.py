@@ -208,7 +208,7 @@ def block_indices(lists: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
 def pattern_of_compressed(
     start: Tensor, col: Tensor, shape: tuple[int, int], block: tuple[int, int]
 ) -> SparsePattern:
-    """Of what a CSR or BSR tensor, or the transpose of a CSC or BSC one, says, in any order."""
+    """Return the pattern of a CSR or BSR tensor, or of a transposed CSC or BSC tensor, in any order."""
     columns = count(shape, block)[1]
     pattern = SparsePattern(shape, block, lists_of_compressed(start, col, columns))
     if block == (1, 1):
