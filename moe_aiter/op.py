@@ -78,8 +78,8 @@ def metadata(inputs: tuple, *others) -> tuple | None:
 
 
 def resolved(*inputs) -> list:
-    """The same with tensors that hold what they say, as the imaginary part of a conjugate does not, and with
-    Python's numbers for numpy's, which Triton does not take."""
+    """Return the inputs without lazy negation, as the imaginary part of a conjugate has it, and with Python's
+    numbers in place of numpy's, which Triton does not take."""
     return [t.resolve_neg() if isinstance(t, Tensor) else in_python(t) for t in inputs]
 
 

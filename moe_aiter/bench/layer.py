@@ -247,7 +247,7 @@ def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Cont
 
 
 def later_micro_batch(contender: Contender, p: Problem) -> Contender:
-    """The same behind another micro-batch of its optimizer step, which has quantised the weights."""
+    """Return the contender behind another micro-batch of its step, which has quantised the weights."""
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
@@ -301,7 +301,7 @@ def torch_grouped_mm(p: Problem) -> Contender:
 
 
 def compiled(contender: Contender) -> Contender:
-    """The same by torch.compile; forward and backward are compiled when it is checked, or in a warm-up."""
+    """Return the contender compiled by torch.compile, which compiles during the check or a warm-up."""
     torch.compiler.reset()  # else the shapes before count as further shapes of the same function
     run = torch.compile(contender.run, dynamic=False)
     return dataclasses.replace(contender, name=f"{contender.name}, compiled", run=run)

@@ -212,7 +212,7 @@ def writer(weight: Tensor, format: str) -> Callable[[], Tensor]:
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
-    """The same memory, without gradients."""
+    """Return a parameter with the memory of `weight`, without gradients."""
     return nn.Parameter(weight.detach(), requires_grad=False)
 
 

@@ -178,7 +178,7 @@ PEER_ERRORS = (
 
 
 def parameter(x: Tensor) -> torch.nn.Parameter:
-    """The same memory as a module's parameter."""
+    """Return a parameter with the memory of `x`."""
     return torch.nn.Parameter(x.detach())
 
 

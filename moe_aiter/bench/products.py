@@ -298,7 +298,7 @@ def contenders(case: Case, problem: Problem, device: torch.device) -> list[Conte
 
 
 def copy_of(size: int, device: torch.device, name: str = COPY, **cells) -> Contender:
-    """It reads and writes `size` bytes altogether, and computes nothing."""
+    """Return a contender that copies: it reads and writes `size` bytes in total."""
     return Contender(name, copier(size, device), checked=False, ours=True, bytes=size, cells=cells)
 
 

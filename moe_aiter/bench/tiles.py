@@ -182,7 +182,7 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool
 
 
 def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
-    """The same product of 8-bit floats, as under `fp8=`: what launches it, and its inputs.
+    """Return the launcher and the inputs of the product in 8-bit floats, as under `fp8=`.
 
     None for a product that stays as it is, and for sizes that do not fit the kernels.
     """

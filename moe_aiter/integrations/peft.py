@@ -115,7 +115,7 @@ class Factors:
 
 @contextlib.contextmanager
 def activate_lora(self: nn.Module, active_adapters: list[str]) -> Iterator[None]:
-    """Instead of `ParamWrapper._activate_lora`: the factors on the experts, or else PEFT's own way."""
+    """Replace `ParamWrapper._activate_lora`: put the factors on the experts, or do as PEFT does."""
     factors, experts = factors_of(self, active_adapters), self.get_base_layer()
     if factors is None:
         if packed_weight(self) is not None and any(name in self.lora_A for name in active_adapters):
@@ -178,7 +178,7 @@ def packed_weight(wrapper: nn.Module) -> FourBit | None:
 
 
 def get_param(self: nn.Module) -> nn.Parameter:
-    """Instead of `ParamWrapper.get_param`, of whose result PEFT asks shape, dtype and device."""
+    """Replace `ParamWrapper.get_param`: PEFT reads the result's shape, dtype and device."""
     weight = packed_weight(self)
     if weight is None:
         return _originals["get_param"](self)
@@ -186,7 +186,7 @@ def get_param(self: nn.Module) -> nn.Parameter:
 
 
 def inject_parameters(self: nn.Module, peft_config: Any, model: nn.Module, *args: Any, **named: Any) -> list:
-    """Instead of `BaseTuner._inject_parameters`, which looks at parameters alone."""
+    """Replace `BaseTuner._inject_parameters`, which looks at parameters alone."""
     stand_ins = [
         (module, name, stand_in(weight, module.is_transposed))
         for module in filter(transformers.is_experts, model.modules())
@@ -209,7 +209,7 @@ def stand_in(weight: FourBit, is_transposed: bool) -> nn.Parameter:
 
 
 def check_merge_allowed(self: nn.Module) -> None:
-    """Instead of `LoraModel._check_merge_allowed`, which runs before anything is merged."""
+    """Replace `LoraModel._check_merge_allowed`, which runs before anything is merged."""
     _originals["_check_merge_allowed"](self)
     for name, module in self.model.named_modules():
         if isinstance(module, param_wrapper()) and packed_weight(module) is not None:

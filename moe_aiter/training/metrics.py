@@ -81,7 +81,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def is_number(value) -> bool:
-    """One that a plot can take: JSON's whole numbers have no end."""
+    """Whether a plot can draw the value: JSON's whole numbers have no largest one."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 

@@ -119,7 +119,7 @@ find.cache_info, find.cache_clear = cached.cache_info, cache_clear
 
 
 def this_device(device: torch.device) -> Device:
-    """That of a row for a device: `cpu` with its threads, `sm90` or `gfx942` with its units."""
+    """Return the device as a row names it: `cpu` with its threads, `sm90` or `gfx942` with its units."""
     return gpu(device) if device.type == "cuda" else Device(device.type, torch.get_num_threads())
 
 

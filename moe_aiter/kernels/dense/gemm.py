@@ -126,7 +126,7 @@ def activate_into(out: Tensor, z: Tensor, activation: str) -> None:
 
 
 def activation_gradient(dout: Tensor, saved: Tensor, activation: str) -> Tensor:
-    """That of the pre-activation `saved`, or for relu of the result."""
+    """Return the gradient of the pre-activation; `saved` is the pre-activation, or for relu the result."""
     aten = torch.ops.aten
     if activation == "relu":
         return aten.threshold_backward(dout, saved, 0)

@@ -234,7 +234,7 @@ class TorchSteps:
 
 
 class HostSteps:
-    """The same in C++, for float32 and bfloat16."""
+    """The elementwise steps in C++, for float32 and bfloat16."""
 
     view = staticmethod(array)
     prepare = staticmethod(use_huge_pages)
@@ -406,7 +406,7 @@ class BackwardLoop(Loop):
         self.products = {name: self.weight_gradients(name) for name in names}
 
     def weight_gradients(self, name: str) -> list[WeightGradient]:
-        """One for each worker; experts without rows get their zeros."""
+        """Return a gradient for each worker; experts without rows get zeros."""
         main_grad = getattr(self.i, f"{name}_main_grad")
         grads = (getattr(self.grads, name) if main_grad is None else main_grad).unbind(0)
         for grad, expert in zip(grads, self.experts, strict=True):

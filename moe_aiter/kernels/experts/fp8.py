@@ -498,7 +498,7 @@ def blocks_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transposed_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
-    """The same numbers and scales for w.mT."""
+    """Return the numbers and scales of `blocks_of_weight` for w.mT."""
     return kept_fp8(w, "blocks transposed", lambda: quantize_blocks(w.mT, True))
 
 

@@ -94,7 +94,7 @@ def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
 
 
 def multiply_wide(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
-    """The same of several dtypes, or of what vmap makes of tensors."""
+    """Do as `multiply` for operands of several dtypes, or for tensors under vmap."""
     x, y = widened(out, x, y)
     out.copy_(x @ y if plus is None else torch.addmm(plus.to(x.dtype), x, y))
 

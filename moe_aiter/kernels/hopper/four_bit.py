@@ -66,7 +66,7 @@ def part_layout(PARTS, WORDS):
 
 @gluon.constexpr_function
 def flat_layout(PARTS, WORDS):
-    """The same of rows whose parts are not told apart."""
+    """Do as `part_layout` for rows whose parts are not distinguished."""
     across = min(PARTS, 4)
     return gl.BlockedLayout([1, WORDS], [32, 1], [4 // across, across], [1, 0])
 

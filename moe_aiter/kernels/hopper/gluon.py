@@ -94,14 +94,14 @@ def descriptor(x: Tensor, *box: int) -> Descriptor:
 
 
 def plain_descriptor(x: Tensor, *box: int) -> Descriptor:
-    """The same for boxes that lie in shared memory row after row, without a swizzle: see `PLAIN`."""
+    """Return a descriptor for boxes that lie in shared memory row by row, without a swizzle: see `PLAIN`."""
     out = descriptor(x, *box)
     out.layout = gl.NVMMASharedLayout(0, 8 * x.itemsize, len(box))
     return out
 
 
 def ragged_descriptor(x: Tensor, *box: int) -> Descriptor:
-    """The same for boxes of rows of `x` (M, N) that end where a group ends: see `ragged`.
+    """Return a descriptor for boxes of rows of `x` (M, N) that end where a group ends: see `ragged`.
 
     An axis whose index FAR makes the address wrap around to where it was lets the row axis begin anywhere
     (the trick of triton.tools.ragged_tma).

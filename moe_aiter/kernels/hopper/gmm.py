@@ -302,7 +302,7 @@ def bind_masked_gmm(i) -> Callable:
 
 
 def bind_scaled_gemm(i) -> Callable:
-    """One group of which every row counts."""
+    """Bind the product as one group in which every row counts."""
     product = bind_masked(*one_group(i), i.dtype)
     return lambda out, i: product(out[None], *one_group(i), None, i.bias)
 

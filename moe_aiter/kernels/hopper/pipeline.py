@@ -129,7 +129,7 @@ class Weights:
 
     @gluon.jit
     def start(self, ring, i, group, tile_n, k):
-        """The same where nothing else of the stage is copied by TMA."""
+        """Do as `load`, for stages of which TMA copies nothing else."""
         mbarrier.expect(ring.ready.index(i % ring.STAGES), self.desc.block_type.nbytes)
         self.load(ring, i, group, tile_n, k)
 

@@ -174,7 +174,7 @@ def find_groups(
 
 @gluon.jit
 def find_masked_groups(group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The same of groups that lie M rows apart, and have as many rows where there are no sizes."""
+    """Do as `find_groups` for groups that lie M rows apart, and have M rows if there are no sizes."""
     g = gl.arange(0, BLOCK_G, layout=warp_layout(BLOCK_G))
     if group_sizes_ptr is not None:
         size = clamped_sizes(group_sizes_ptr, g, M, G).to(gl.int32)

@@ -205,7 +205,7 @@ def tile_of_rows(K: int) -> tuple[int, int, int]:
 
 
 def tile_of_columns(K: int) -> tuple[int, int, int]:
-    """The same for columns that lie side by side, where they are read twice."""
+    """Return rows, elements of each, and warps for columns that lie side by side and are read twice."""
     return 64, min(max(next_power_of_2(K), 32), 128), 4
 
 

@@ -275,7 +275,7 @@ class Regrouped:
 
 
 def regroup(pattern: SparsePattern, block: tuple[int, int]) -> Regrouped:
-    """The same numbers in blocks of another size.  Synchronises."""
+    """Return the pattern of the same matrix in blocks of another size.  Synchronises."""
     (a, b), (N, K) = pattern.blocksize, pattern.shape
     R, C = count((N, K), block)
     row, col = pattern.indices()
