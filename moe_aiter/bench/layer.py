@@ -173,7 +173,8 @@ def contenders(p: Problem) -> Iterator[Contender]:
         yield our_layer(p, graphed=True)
     for fp8 in ("e4m3", "e4m3" + ALL, BLOCK) if multiplies_8_bits(p) else ():
         yield our_layer(p, fp8=fp8)
-        yield later_micro_batch(our_layer(p, fp8=fp8), p)
+        for both in (False, True):
+            yield later_micro_batch(our_layer(p, fp8=fp8), p, both)
     yield from our_experts(p)
     yield loop(p)
     for name, build in peers(p):
@@ -246,16 +247,17 @@ def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Cont
     return Contender(name, lambda: replay(p.x), leaves, routed=True, ours=True, graphed=True)
 
 
-def later_micro_batch(contender: Contender, p: Problem) -> Contender:
+def later_micro_batch(contender: Contender, p: Problem, both_orders: bool) -> Contender:
     """Return the contender behind another micro-batch of its step, which has quantised the weights."""
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
-        with keep_fp8_weights():
+        with keep_fp8_weights(backward=both_orders):
             contender.gradients(contender.run(), p)
             yield
 
-    return dataclasses.replace(contender, name=f"{contender.name}, later micro-batch", around=around)
+    name = f"{contender.name}, later micro-batch" + ", both orders" * both_orders
+    return dataclasses.replace(contender, name=name, around=around)
 
 
 def our_experts(p: Problem) -> Iterator[Contender]:

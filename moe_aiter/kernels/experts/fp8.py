@@ -103,6 +103,7 @@ class Block:
     """The blocks that were entered on one stream and not left."""
 
     count: int = 0
+    backward: bool = False  # whether one of them keeps what backward alone needs
     cache: Cache = dataclasses.field(default_factory=Cache)
 
 
@@ -111,7 +112,7 @@ LOCK = threading.Lock()  # of OPEN
 
 
 @contextlib.contextmanager
-def keep_fp8_weights() -> Iterator[None]:
+def keep_fp8_weights(*, backward: bool = False) -> Iterator[None]:
     """Quantise each weight of layers with `fp8=` once for all micro-batches of an optimizer step.
 
         with keep_fp8_weights():
@@ -120,10 +121,15 @@ def keep_fp8_weights() -> Iterator[None]:
         optimizer.step()
 
     Without this block, every forward pass quantises both weights, every backward pass quantises them again in
-    the layout that it needs, and so does a recomputed forward pass.  Inside the block, the first pass that
-    needs a quantised weight makes it, and later passes reuse it; the results are the same to the bit.  The
-    kept weights take two bytes for each number of the experts' weights.  They are freed when the block ends,
-    also by an exception.  Blocks may be nested; they hold for the whole process.
+    the order that it needs, and so does a recomputed forward pass.  Inside the block, the first pass that
+    needs a quantised weight makes it, and later passes reuse it; the results are the same to the bit.
+
+      * By default, the block keeps the order that forward needs: one byte for each number of the experts'
+        weights.  Every backward pass makes its own order and frees it.
+      * With `backward=True`, the block keeps both orders: two bytes for each number, for faster steps.
+
+    Kept weights are freed when the block ends, also by an exception.  Blocks may be nested: then both orders
+    are kept if one of the blocks asks for both.  Blocks hold for the whole process.
 
     A weight that changes inside the block, by its version counter, is quantised again; so are all weights
     after a step of any optimizer.  Make other changes outside of the block: writes through `.data`, writes to
@@ -143,7 +149,8 @@ def keep_fp8_weights() -> Iterator[None]:
     streams = current_streams()
     with LOCK:
         for stream in streams:
-            OPEN.setdefault(stream, Block()).count += 1
+            block = OPEN.setdefault(stream, Block())
+            block.count, block.backward = block.count + 1, block.backward or backward
     try:
         yield
     finally:
@@ -175,23 +182,24 @@ def stream_of(w: Tensor) -> tuple:
     return w.get_device(), stream, torch.cuda.is_current_stream_capturing()
 
 
-def cache_for(w: Tensor) -> Cache | None:
-    """Return the cache of an open block, for a weight that the next micro-batch uses again."""
+def block_for(w: Tensor) -> Block | None:
+    """Return the open block of a weight that the next micro-batch uses again."""
     if not OPEN or not is_keepable(w) or not (w.is_leaf or is_view(w)):
         return None
-    block = OPEN.get(stream_of(w))
-    return None if block is None else block.cache
+    return OPEN.get(stream_of(w))
 
 
 def keeps_fp8(w: Tensor) -> bool:
-    """Whether a block is open that keeps what is made of w."""
-    return cache_for(w) is not None
+    """Whether a block is open that keeps what forward makes of w."""
+    return block_for(w) is not None
 
 
-def kept_fp8(w: Tensor, what: str, make: Callable[[], T]) -> T:
-    """`make()`, or what it returned before in this block."""
-    cache = cache_for(w)
-    return make() if cache is None else cache.get(w, what, make)
+def kept_fp8(w: Tensor, what: str, make: Callable[[], T], backward: bool = False) -> T:
+    """`make()`, or what it returned before in this block.  `backward`: forward does not need the value."""
+    block = block_for(w)
+    if block is None or (backward and not block.backward):
+        return make()
+    return block.cache.get(w, what, make)
 
 
 # experts_fp8
@@ -499,7 +507,14 @@ def blocks_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def transposed_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
     """Return the numbers and scales of `blocks_of_weight` for w.mT."""
-    return kept_fp8(w, "blocks transposed", lambda: quantize_blocks(w.mT, True))
+
+    def make() -> tuple[Tensor, Tensor]:
+        if not keeps_fp8(w):
+            return quantize_blocks(w.mT, True)
+        w8, scale = blocks_of_weight(w)
+        return transpose_rows8(w8), scale.mT.contiguous()
+
+    return kept_fp8(w, "blocks transposed", make, backward=True)
 
 
 def rows_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -590,15 +605,15 @@ def with_columns_of_a(grad: Callable, by_columns: Callable, *inputs) -> tuple:
 def transposed_rows(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The 8-bit rows of w (E, A, B) as (E, B, A).  Their scales are known but where there were no tokens."""
     if keeps_fp8(w) or not scale.numel():
-        return kept_fp8(w, "rows transposed", lambda: transpose_rows8(rows_of_weight(w)[0])), scale
+        make = lambda: transpose_rows8(rows_of_weight(w)[0])  # noqa: E731
+        return kept_fp8(w, "rows transposed", make, backward=True), scale
     return quantize_transposed(w, scale), scale
 
 
 def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """The columns of w (E, A, B) as rows, whose largest magnitudes are `amax` (E, B) unless that is empty."""
-    if amax.numel():
-        return kept_fp8(w, "columns", lambda: quantize_by_amax(w.mT, amax))
-    return kept_fp8(w, "columns", lambda: quantize_rows(w.mT))
+    make = (lambda: quantize_by_amax(w.mT, amax)) if amax.numel() else (lambda: quantize_rows(w.mT))
+    return kept_fp8(w, "columns", make, backward=True)
 
 
 def down_grad(
