@@ -292,7 +292,7 @@ def down_grad_kernel(
     VECTOR: gl.constexpr = 128 // dout_ptr.dtype.element_ty.primitive_bitwidth
     dout = Gather(dout_ptr, dout_stride, order_ptr, TOP_K, VECTOR)
     # longer rows take the warps that gather them more registers, of 512 for a thread of each warpgroup
-    LONG: gl.constexpr = [152, 136, 72] if SPAN > 0 else [160, 136, 56]
+    LONG: gl.constexpr = [152, 136, 72] if SPAN > 0 else [160, 128, 64]
     REGISTERS: gl.constexpr = [160, 152, 40] if BLOCK_K == 32 else LONG
     gl.warp_specialize(
         [

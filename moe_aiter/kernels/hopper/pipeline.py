@@ -197,7 +197,7 @@ def gather(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr, EARLY:
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
             weights.start(ring, i, group, tile_n, k)
-            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + k + offsets, mask=there)
+            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + (k + offsets), mask=there)
             rows_arrive(ready, increment_count=False)
             i += 1
 
