@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
     from .kernels.base.activations import swiglu_limit
     from .kernels.dense.gemm import gemm
     from .kernels.dense.scaled_gemm import scaled_gemm
-    from .kernels.experts.fp8 import keep_fp8_weights
     from .kernels.experts.glu import glu
+    from .kernels.experts.keep_fp8 import keep_fp8_weights
     from .kernels.experts.mlp import expert_mlp
     from .kernels.grouped.gmm import gmm
     from .kernels.grouped.grouped_gemm import grouped_gemm
@@ -168,7 +168,7 @@ _MODULES = {  # module: its public names
     "kernels.base.activations": "swiglu_limit",
     "kernels.dense.gemm": "gemm",
     "kernels.dense.scaled_gemm": "scaled_gemm",
-    "kernels.experts.fp8": "keep_fp8_weights",
+    "kernels.experts.keep_fp8": "keep_fp8_weights",
     "kernels.experts.glu": "glu",
     "kernels.experts.mlp": "expert_mlp",
     "kernels.grouped.gmm": "gmm",

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..config import settings
 from ..integrations.transformers import NAME, register
-from ..kernels.experts.fp8 import ALL, BLOCK, keep_fp8_weights
+from ..kernels.experts.fp8 import ALL, BLOCK
+from ..kernels.experts.keep_fp8 import keep_fp8_weights
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.moe import MoE
 from ..op import IMPLS, ORDER, runs

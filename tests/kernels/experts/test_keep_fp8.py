@@ -10,7 +10,7 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_aiter import MoE, keep_fp8_weights
-from moe_aiter.kernels.experts import fp8
+from moe_aiter.kernels.experts import fp8, keep_fp8
 
 E, H, WIDTH, K, T = 6, 256, 64, 2, 24  # which fit Hopper's kernels
 pytestmark = pytest.mark.no_interpreter
@@ -36,7 +36,7 @@ def count(monkeypatch):
 @pytest.fixture(autouse=True)
 def nothing_stays():
     yield
-    assert not fp8.OPEN
+    assert not keep_fp8.OPEN
 
 
 def build(device="cpu", **how):
@@ -168,7 +168,7 @@ def test_a_weight_that_changes_inside(hidden, device):
 
 
 def kept_bytes():
-    return sum(block.cache.size for block in fp8.OPEN.values())
+    return sum(block.cache.size for block in keep_fp8.OPEN.values())
 
 
 @pytest.mark.parametrize("recipe", ["e4m3", "e4m3_all", "block"])
@@ -183,9 +183,9 @@ def test_bytes_of_a_weight_until_the_end(outer, inner, recipe, device):
         with keep_fp8_weights(**inner):
             gradients(moe)
         assert 0 <= kept_bytes() - (1 + (BOTH in (outer, inner))) * weights <= 2 * scales
-        caches = [block.cache for block in fp8.OPEN.values()]
+        caches = [block.cache for block in keep_fp8.OPEN.values()]
         raise KeyError
-    assert not fp8.OPEN and not any(cache.entries for cache in caches)
+    assert not keep_fp8.OPEN and not any(cache.entries for cache in caches)
     assert len(optimizer._global_optimizer_post_hooks) == hooks
 
 
