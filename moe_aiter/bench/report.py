@@ -114,7 +114,8 @@ PARALLEL = "parallel.png"
 
 
 def lines_of(rows: list[dict], plot: Plot) -> dict[str, list[dict]]:
-    """Contender -> its rows, sorted along the axis, from the last device that has two shapes of the group."""
+    """Contender -> its rows, sorted along the axis, from the last device that has two shapes of the group.
+    A contender that has one shape draws no line."""
     rows = [r for r in rows if r["shape"] in GROUPS[plot.group] and r["routing"] != "zipf"]
     rows = [r for r in rows if any(r[column] for column in plot.panels)]
     kinds = {}
@@ -124,7 +125,7 @@ def lines_of(rows: list[dict], plot: Plot) -> dict[str, list[dict]]:
     lines = {}
     for r in sorted(rows, key=lambda r: int(r[plot.x])):
         lines.setdefault(r["contender"], []).append(r)
-    return lines
+    return {contender: points for contender, points in lines.items() if len(points) > 1}
 
 
 def lines_of_shares(source: pathlib.Path) -> dict[str, list[dict]]:

@@ -40,7 +40,7 @@ class Experts(nn.Module):
     gradients, most of them; "e4m3_all" or "e5m2_all" those of the weights' gradients too; "block" is "e4m3"
     with the scales of DeepSeek-V3, for blocks of 128 numbers.  Parameters, their gradients and what
     is saved keep their dtype, but for the input with "_all"; see `expert_mlp`.
-    `keep_fp8_weights` saves quantising each weight anew for each micro-batch.
+    `keep_fp8_weights` keeps quantised weights for the micro-batches of an optimizer step.
 
     `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.
     """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...derived import Cache, is_keepable
 from ...private_api import is_view
+from ..base.check import check_flags
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ class Block:
     """The blocks that were entered on one stream and not left."""
 
     count: int = 0
-    backward: bool = False  # whether one of them keeps what backward alone needs
+    backward: int = 0  # how many of them keep backward's order
     cache: Cache = dataclasses.field(default_factory=Cache)
 
 
@@ -34,7 +35,7 @@ LOCK = threading.Lock()  # of OPEN
 
 @contextlib.contextmanager
 def keep_fp8_weights(*, backward: bool = False) -> Iterator[None]:
-    """Quantise each weight of layers with `fp8=` once for all micro-batches of an optimizer step.
+    """Keep the 8-bit weights of layers with `fp8=` for all micro-batches of an optimizer step.
 
         with keep_fp8_weights():
             for micro_batch in batch:
@@ -42,15 +43,17 @@ def keep_fp8_weights(*, backward: bool = False) -> Iterator[None]:
         optimizer.step()
 
     Without this block, every forward pass quantises both weights, every backward pass quantises them again in
-    the order that it needs, and so does a recomputed forward pass.  Inside the block, the first pass that
-    needs a quantised weight makes it, and later passes reuse it; the results are the same to the bit.
+    the order that it needs, and so does a recomputed forward pass.  The results inside the block are the same
+    to the bit.
 
-      * By default, the block keeps the order that forward needs: one byte for each number of the experts'
-        weights.  Every backward pass makes its own order and frees it.
-      * With `backward=True`, the block keeps both orders: two bytes for each number, for faster steps.
+      * By default, the first pass quantises the weights in forward's order, and later passes reuse them: one
+        byte for each number of the experts' weights.  Every backward pass makes its own order and frees it.
+      * With `backward=True`, backward's order is kept too: at most two bytes for each number.  The GPU takes
+        less time for a step.
 
-    Kept weights are freed when the block ends, also by an exception.  Blocks may be nested: then both orders
-    are kept if one of the blocks asks for both.  Blocks hold for the whole process.
+    Kept weights are freed when the outermost block ends, also by an exception.  Blocks may be nested: while
+    one of the open blocks has `backward=True`, both orders are kept.  Blocks hold for the whole process.
+    Raises TypeError if `backward` is not a bool.
 
     A weight that changes inside the block, by its version counter, is quantised again; so are all weights
     after a step of any optimizer.  Make other changes outside of the block: writes through `.data`, writes to
@@ -67,17 +70,19 @@ def keep_fp8_weights(*, backward: bool = False) -> Iterator[None]:
     resharded is quantised again if it comes back at another address.  So gather weights once a step: use
     `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)` until the last micro-batch.
     """
+    check_flags(backward=backward)
     streams = current_streams()
     with LOCK:
         for stream in streams:
             block = OPEN.setdefault(stream, Block())
-            block.count, block.backward = block.count + 1, block.backward or backward
+            block.count, block.backward = block.count + 1, block.backward + backward
     try:
         yield
     finally:
         with LOCK:
             for stream in streams:
-                OPEN[stream].count -= 1
+                block = OPEN[stream]
+                block.count, block.backward = block.count - 1, block.backward - backward
             ended = [OPEN.pop(stream).cache for stream in streams if not OPEN[stream].count]
         for cache in ended:
             cache.close()

@@ -1,4 +1,4 @@
-"""Inside `keep_fp8_weights` each weight is quantised once, with the same results to the bit."""
+"""Inside `keep_fp8_weights` quantised weights are kept, with the same results to the bit."""
 
 import contextlib
 import functools
@@ -187,6 +187,22 @@ def test_bytes_of_a_weight_until_the_end(outer, inner, recipe, device):
         raise KeyError
     assert not keep_fp8.OPEN and not any(cache.entries for cache in caches)
     assert len(optimizer._global_optimizer_post_hooks) == hooks
+
+
+def test_an_inner_block_asks_for_itself_alone(device):
+    moe = build(device)
+    weights = moe.experts.gate_up.numel() + moe.experts.down.numel()
+    with keep_fp8_weights():
+        with keep_fp8_weights(backward=True):
+            pass
+        gradients(moe)
+        assert weights <= kept_bytes() < 1.5 * weights
+
+
+@pytest.mark.parametrize("backward", [None, "no", 1])
+def test_backward_is_a_bool(backward):
+    with pytest.raises(TypeError, match="backward must be a bool"), keep_fp8_weights(backward=backward):
+        pass
 
 
 def test_blocks_of_several_threads(count):
