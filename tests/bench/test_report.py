@@ -252,6 +252,7 @@ def test_plots(group, name, tmp_path):
         if r["contender"] == "_refused":
             r |= dict.fromkeys(FIGURES, "")
     rows += [measured(n, contender="skewed", routing="zipf") for n in GROUPS[group]]
+    rows += [measured(GROUPS[group][1], contender="a single point")]
     rows += [measured(GROUPS[group][0], contender="alone", device="one shape only")]
     readme, figures = documents_of(rows, tmp_path)
     assert readme.count("![") == figures.count("![") == 1

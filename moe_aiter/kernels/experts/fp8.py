@@ -488,8 +488,8 @@ def with_columns_of_a(grad: Callable, by_columns: Callable, *inputs) -> tuple:
 def transposed_rows(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The 8-bit rows of w (E, A, B) as (E, B, A).  Their scales are known but where there were no tokens."""
     if keeps_fp8(w) or not scale.numel():
-        make = lambda: transpose_rows8(rows_of_weight(w)[0])  # noqa: E731
-        return kept_fp8(w, "rows transposed", make, backward=True), scale
+        w8 = kept_fp8(w, "rows transposed", lambda: transpose_rows8(rows_of_weight(w)[0]), backward=True)
+        return w8, scale
     return quantize_transposed(w, scale), scale
 
 
