@@ -12,7 +12,7 @@ Names that begin with `hopper_` are those of `kernels/hopper`; tests compile eve
 
 import dataclasses
 
-BIG_WEIGHT = 32 * 2**20  # bytes of one expert's weight
+BIG_WEIGHT = 24 * 2**20  # bytes of one expert's weight
 FEW_COLUMNS = 2048  # of all matrices
 WALKS = (1, 16)
 DENSE_WALKS = (8, 16)
@@ -93,9 +93,10 @@ HOPPER_TILES = {
     "hopper_tgmm_fp8": (hopper(256, 4, 64, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_tgmm_accumulate_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
 }
-# the sums up to which the second is better
+# sums and rows of a group up to which `rule` chooses another tile, mostly the second
 SHORT_K = {op: 512 for op in ("hopper_gemm", "hopper_gmm", "hopper_masked")}
 SHORT_K |= {"hopper_down_grad": 1024, "hopper_few_rows": 8192}
+SHORT_GROUP = {"hopper_up": 128, "hopper_gmm": 256, "hopper_down_grad": 256}
 
 WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
@@ -216,17 +217,19 @@ def is_legal(op: str, config: Config) -> bool:
     return op in PORTABLE or dataclasses.replace(config, group_m=1) in HOPPER_TILES[op]
 
 
-def rule(op: str, n: int, k: int) -> Config | None:
-    """The choice of a Hopper kernel where no table has one.
+def rule(op: str, n: int, k: int, rows: int | None = None) -> Config | None:
+    """The choice of a Hopper kernel where no table has one.  `rows`: of a group, on average; None: many.
 
-    Where the sum is short, gmm's epilogue comes often: one more stage; and dz gathers whole lines, 64 columns
-    at a time.  Where one expert's 16-bit weight fits in L2, no row tiles need to walk the columns together.
-    All dense products walk in eights, and hide an activation by turns.  Of few columns a program of few rows
-    has many warps.
+    Where the sum is short, gmm's epilogue comes often, and one more stage helps, unless groups have few rows.
+    dz gathers whole lines, 64 columns at a time, where the sum is short or groups have few rows.  For groups
+    of few rows `up` has fewer stages and stores more columns at a time.  Where one expert's 16-bit weight fits
+    in L2, no row tiles need to walk the columns together.  All dense products walk in eights, and hide an
+    activation by turns.  Of few columns a program of few rows has many warps.
     """
     if op not in HOPPER_TILES:
         return None
-    tile = HOPPER_TILES[op][k <= SHORT_K.get(op, 0)]
+    short, few = k <= SHORT_K.get(op, 0), rows is not None and rows <= SHORT_GROUP.get(op, 0)
+    tile = HOPPER_TILES[op][short and not few if op == "hopper_gmm" else short or few]
     if op == "hopper_few_rows" and n <= FEW_COLUMNS:
         tile = HOPPER_TILES[op][2]
     steps = walks(op)

@@ -66,7 +66,7 @@ def find(names: tuple[str, ...], key: Key) -> Config:
     """
     if row := find_row(names, key):
         return row.config
-    if config := rule(key.op, key.n, key.k) or cheapest(names[-1], *key):
+    if config := rule(key.op, key.n, key.k, key.rows) or cheapest(names[-1], *key):
         return config
     raise LookupError(f"no row of {' or '.join(names)} matches {key}")
 

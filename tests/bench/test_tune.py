@@ -58,7 +58,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA Test")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(tuning, "default", lambda key: rule(key.op, key.n, key.k))
+    monkeypatch.setattr(tuning, "default", lambda key: rule(key.op, key.n, key.k, key.rows))
     monkeypatch.setattr(tuning, "tables", lambda device: ("none",))
     monkeypatch.setattr(tuning, "interpret", False)  # the interpreter has one tile for every key
     monkeypatch.setattr("triton.runtime.driver._active", FakeDriver())

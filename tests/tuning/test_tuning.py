@@ -1,6 +1,7 @@
 """Lookups: which table speaks first, what a row matches, the rule; tables read, written and refused."""
 
 import dataclasses
+import itertools
 import os
 
 import pytest
@@ -13,6 +14,7 @@ from moe_aiter.tuning.candidates import (
     FEW_ROWS,
     HOPPER_TILES,
     OPS,
+    SHORT_GROUP,
     SHORT_K,
     candidates,
     is_legal,
@@ -78,15 +80,24 @@ def test_the_gpu_speaks_before_its_architecture_and_that_before_the_rule(folder)
         find(names, KEY._replace(op="masked", n=8))
     hopper = KEY._replace(op="hopper_gmm")
     assert find(names, hopper) == rule("hopper_gmm", hopper.n, hopper.k)
+    few = Key("hopper_up", 16, 128, 2048, 4096)  # rows of a group count as well
+    assert find(names, few) == rule("hopper_up", 2048, 4096, 128) != rule("hopper_up", 2048, 4096)
 
 
 def test_the_rule():
-    """What was measured on an H200: see NOTES-gpu.md."""
-    up, gmm, tgmm = (rule(op, 4096, 4096) for op in ("hopper_up", "hopper_gmm", "hopper_tgmm"))
+    """What was measured on an H200 and, of groups of few rows, on an H100: see NOTES-gpu.md."""
+    up, gmm, tgmm = (rule(op, 2048, 4096) for op in ("hopper_up", "hopper_gmm", "hopper_tgmm"))
     assert (up.num_stages, up.store_n, up.group_m) == (4, 32, 1)
     assert (gmm.num_stages, gmm.store_n) == (3, 256) and (tgmm.num_stages, tgmm.store_n) == (4, 128)
     assert rule("hopper_gmm", 4096, 512).num_stages == 4 and rule("hopper_gmm", 4096, 576).num_stages == 3
     assert rule("hopper_up", 28672, 4096).group_m == 16 and rule("hopper_gmm", 4096, 4104).group_m == 16
+    assert rule("hopper_up", 5760, 2880).group_m == 16  # gpt-oss-20b's
+    up = [rule("hopper_up", 2048, 4096, rows) for rows in (64, 128, 256, None)]
+    assert [(tile.num_stages, tile.store_n) for tile in up] == [(3, 64), (3, 64), (4, 32), (4, 32)]
+    gmm = [rule("hopper_gmm", 4096, k, rows) for k in (512, 576) for rows in (64, 256, 512)]
+    assert [tile.num_stages for tile in gmm] == [3, 3, 4, 3, 3, 3]
+    dz = [rule("hopper_down_grad", 1024, k, rows) for k in (1024, 4096) for rows in (256, 512)]
+    assert [tile.block_k for tile in dz] == [64, 64, 64, 32]
     dense = [rule("hopper_gemm_act", n, k) for n in (512, 16384) for k in (64, 4096)]
     assert all(tile.turns and tile.group_m == 8 for tile in dense)
     assert not rule("hopper_gemm", 16384, 4096).turns and rule("hopper_gemm", 16384, 4096).group_m == 8
@@ -101,12 +112,13 @@ def test_candidates_are_few_and_legal():
             found = candidates(op, arch=arch)
             assert 2 <= len(set(found)) == len(found) <= 8
             assert all(is_legal(op, config) for config in found)
-    assert all(len(HOPPER_TILES[op]) > 1 for op in SHORT_K)
+    assert all(len(HOPPER_TILES[op]) > 1 for op in SHORT_K | SHORT_GROUP)
     assert candidates("up", FEW) == candidates("gmm", 1) == FEW_ROWS and len(set(FEW_ROWS)) == 8
     assert all(is_legal("gmm", config) for config in FEW_ROWS)
     assert candidates("gmm", FEW + 1) == candidates("gmm") and candidates("tgmm", 1) == candidates("tgmm")
     for op in HOPPER_TILES:
-        assert {rule(op, n, k) for n in (64, 2**15) for k in (64, 2**15)} <= set(candidates(op))
+        sizes = itertools.product((64, 2**15), (64, 2**15), (1, 64, 2**15, None))
+        assert {rule(op, n, k, rows) for n, k, rows in sizes} <= set(candidates(op))
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(TABLES.glob("*.csv"))])
