@@ -222,9 +222,9 @@ def rule(op: str, n: int, k: int, rows: int | None = None) -> Config | None:
 
     Where the sum is short, gmm's epilogue comes often, and one more stage helps, unless groups have few rows.
     dz gathers whole lines, 64 columns at a time, where the sum is short or groups have few rows.  For groups
-    of few rows `up` has fewer stages and stores more columns at a time.  Where one expert's 16-bit weight fits
-    in L2, no row tiles need to walk the columns together.  All dense products walk in eights, and hide an
-    activation by turns.  Of few columns a program of few rows has many warps.
+    of few rows `up` has fewer stages and stores more columns at a time.  Where one expert's 16-bit weight
+    fits in L2, no row tiles need to walk the columns together.  All dense products walk in eights, and hide
+    an activation by turns.  Of few columns a program of few rows has many warps.
     """
     if op not in HOPPER_TILES:
         return None

@@ -1,4 +1,4 @@
-"""The cost of tiles: its order is that of measured times, and what it chooses has room."""
+"""The cost of tiles: its order is that of measured times, and its choices have room; what the rule loses."""
 
 import collections
 import csv
@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from moe_aiter.tuning.candidates import OF_EXPERTS, Config, candidates
+from moe_aiter.tuning.candidates import HOPPER_TILES, OF_EXPERTS, Config, candidates, rule
 from moe_aiter.tuning.cost import EPILOGUES, GPUS, cheapest, cost
 from moe_aiter.tuning.table import FIELDS, Key, find
 
@@ -16,12 +16,14 @@ TIMES = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "tiles.cs
 SIZES = 1, 16, 100, 2048, 2880, 16384
 
 
-def measured():
-    """(op, rows, n, k) -> [(tile, us)]"""
+def measured(ops):
+    """(op, rows, n, k) -> [(tile, us)], of these kernels"""
     found = collections.defaultdict(list)
     with open(TIMES, newline="") as file:
         for row in csv.DictReader(file):
             key = row["op"], *(int(row[name]) for name in ("rows", "n", "k"))
+            if key[0] not in ops:
+                continue
             found[key].append((Config(*(int(row[name]) for name in FIELDS)), float(row["us"])))
     return found
 
@@ -29,7 +31,7 @@ def measured():
 def test_the_order_is_that_of_the_times():
     """For 4 of 5 pairs of tiles whose times differ by more than 5 %; and the choice loses 3 % on average."""
     right, losses = [], []
-    for key, times in measured().items():
+    for key, times in measured(OF_EXPERTS).items():
         costs = {tile: cost("sm90", *key, tile) for tile, _ in times}
         for (a, us), (b, other_us) in itertools.combinations(times, 2):
             if max(us, other_us) > 1.05 * min(us, other_us):
@@ -39,6 +41,19 @@ def test_the_order_is_that_of_the_times():
     assert len(losses) >= 40 and len(right) >= 1000
     assert sum(right) >= 0.8 * len(right)
     assert sum(losses) <= 1.03 * len(losses)
+
+
+def test_what_the_rule_loses():
+    """At most 3 % on average, and 2 % for groups of few rows; without the number of rows it loses 4 %."""
+    found, few, blind = [], [], []
+    for (op, rows, n, k), times in measured(HOPPER_TILES).items():
+        best, times = min(us for _, us in times), dict(times)
+        found.append(times[rule(op, n, k, rows)] / best)
+        blind.append(times[rule(op, n, k)] / best)
+        few += found[-1:] if rows <= 128 else []
+    assert len(found) >= 200 and len(few) >= 60
+    assert sum(found) <= 1.03 * len(found) and sum(few) <= 1.02 * len(few)
+    assert sum(blind) >= sum(found) + 0.01 * len(found)
 
 
 @pytest.mark.parametrize("arch", GPUS)
