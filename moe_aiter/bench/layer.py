@@ -90,7 +90,7 @@ COMMAND = Command(
     ],
     (
         "{contender:<40}",
-        *(f"{{{name}_ms:13.2f}} {{{name}_tflops:7.2f}}" for name in PASSES),
+        *(f"{{{name}_ms:13.4g}} {{{name}_tflops:7.4g}}" for name in PASSES),
         *("{step_host_ms:6.2f}", "{forward_roofline:5.0f}", "{step_roofline:5.0f}"),
         *("{held_mib:8.0f}", "{peak_mib:8.0f}", "{error:9.1e}"),
     ),

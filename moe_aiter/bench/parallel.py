@@ -141,7 +141,7 @@ COMMAND = Command(
     ],
     (
         "{contender:<40}",
-        *(f"{{{name}_ms:13.2f}} {{{name}_tflops:7.2f}}" for name in PASSES),
+        *(f"{{{name}_ms:13.4g}} {{{name}_tflops:7.4g}}" for name in PASSES),
         *("{forward_share:7.0f}", "{step_share:5.0f}", "{sent_mb:8.1f}", "{pool_mib:8.0f}"),
         *("{held_mib:8.0f}", "{peak_mib:8.0f}", "{error:9.1e}"),
     ),
