@@ -1,6 +1,7 @@
 """Training from end to end: it learns, repeats itself, and goes on after any interruption as if unbroken."""
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -52,14 +53,25 @@ def losses(run: str) -> list[tuple]:
     return [(row["step"], row["loss"], row["grad_norm"], row.get("val_loss")) for row in rows]
 
 
+@contextlib.contextmanager
+def hangups(action):
+    """Inside the block SIGHUP does this, in processes that start there too."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def start(*words: str) -> subprocess.Popen:
-    """A training process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "moe_aiter.cli", "train", *words],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    """A training process of its own, which SIGHUP reaches even if the tests run under nohup."""
+    with hangups(signal.SIG_DFL):
+        return subprocess.Popen(
+            [sys.executable, "-m", "moe_aiter.cli", "train", *words],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def wait_for_steps(run: str, count: int, process: subprocess.Popen) -> None:
@@ -297,13 +309,10 @@ def test_threads_are_those_that_are_free(flags, loads, given, expected, monkeypa
 
 
 def test_nohup_keeps_a_run_going():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with hangups(signal.SIG_IGN):
         with trainer.Stop() as stop:
             signal.raise_signal(signal.SIGHUP)
         assert stop.status == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_first_checkpoint_comes_early(monkeypatch):
