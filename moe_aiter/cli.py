@@ -125,7 +125,7 @@ def info() -> int:
     built = (
         "ready"
         if host.ext is not None
-        else "not built; CPUs run in plain torch: install a wheel, or a C++17 compiler and moe-aiter again"
+        else "not built, so CPUs run in plain torch; with a C++17 compiler, `pip install .` builds it"
     )
     triton = "ready" if gpus else "installed, but there is no GPU"
     if importlib.util.find_spec("triton") is None:

@@ -89,13 +89,13 @@ COMMAND = Command(
         *ADDED,
     ],
     (
-        "{contender:<40}",
-        *(f"{{{name}_ms:13.4g}} {{{name}_tflops:7.4g}}" for name in PASSES),
+        "{contender:<42}",
+        *(f"{{{name}_ms:12.3f}} {{{name}_tflops:9.4g}}" for name in PASSES),
         *("{step_host_ms:6.2f}", "{forward_roofline:5.0f}", "{step_roofline:5.0f}"),
         *("{held_mib:8.0f}", "{peak_mib:8.0f}", "{error:9.1e}"),
     ),
     asked,
-    head=f"{'':<40}{''.join(f'{name} ms, TFLOP/s'.rjust(22) for name in PASSES)} "
+    head=f"{'':<42}{''.join(f'{name} ms, TFLOP/s'.rjust(22) for name in PASSES)} "
     f"{'host':>6} {'roofline %':>11} {'held':>8} {'peak MiB':>9} {'error':>9}",
     added=ADDED,
     demands=all,
@@ -345,7 +345,7 @@ def qwen3_moe(p: Problem, experts: str) -> torch.nn.Module:
         moe_intermediate_size=p.shape.intermediate,
         num_experts=p.shape.num_experts,
         num_experts_per_tok=p.shape.top_k,
-        norm_topk_prob=True,
+        norm_topk_prob=p.shape.top_k > 1,
     )
     config._experts_implementation = experts
     with torch.device("meta"):
@@ -458,6 +458,8 @@ def sonicmoe(p: Problem) -> Contender:
     from sonicmoe.functional import TC_Softmax_Topk_Router_Function, moe_TC_softmax_topk_layer
 
     _, hidden, width, num_experts, top_k = p.shape.sizes
+    if top_k == 1:
+        raise ValueError("with one expert for each token, its weights are all 1")
     interleaved = p.gate_up.detach().view(num_experts, 2, width, hidden).transpose(1, 2)
     gate_up = torch.nn.Parameter(interleaved.reshape(num_experts, 2 * width, hidden))
     down, router = parameter(p.down), parameter(p.router)

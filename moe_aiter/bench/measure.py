@@ -13,6 +13,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,10 +49,11 @@ def add_contenders(parser: argparse.ArgumentParser) -> None:
 
 
 class ListNames(argparse.Action):
-    """`--list`: print what `const` returns, and exit."""
+    """`--list`: print what `const` returns, a line or more for each part, and exit."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        print(self.const())
+        for part in self.const().split("; "):
+            print(textwrap.fill(part, 110, subsequent_indent="  ", break_on_hyphens=False))
         parser.exit()
 
 

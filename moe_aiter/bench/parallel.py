@@ -140,13 +140,13 @@ COMMAND = Command(
         ),
     ],
     (
-        "{contender:<40}",
-        *(f"{{{name}_ms:13.4g}} {{{name}_tflops:7.4g}}" for name in PASSES),
+        "{contender:<42}",
+        *(f"{{{name}_ms:12.3f}} {{{name}_tflops:9.4g}}" for name in PASSES),
         *("{forward_share:7.0f}", "{step_share:5.0f}", "{sent_mb:8.1f}", "{pool_mib:8.0f}"),
         *("{held_mib:8.0f}", "{peak_mib:8.0f}", "{error:9.1e}"),
     ),
     asked,
-    head=f"{'':<40}{''.join(f'{name} ms, TFLOP/s'.rjust(22) for name in PASSES)} "
+    head=f"{'':<42}{''.join(f'{name} ms, TFLOP/s'.rjust(22) for name in PASSES)} "
     f"{'% of one GPU':>13} {'sent MB':>8} {'pool':>8} {'held':>8} {'peak MiB':>8} {'error':>9}",
     demands=all,
 )

@@ -291,7 +291,8 @@ def by_experts(
 
 
 def chosen_weights(x: Tensor, router: Tensor, expert_ids: Tensor, wide: torch.dtype) -> Tensor:
-    """(T, k) weights from the router, for a choice of experts already made."""
+    """(T, k) weights from the router, for a choice of experts already made.  One weight stays as it is, as in
+    `route`: renormalised it would be 1."""
     scores = (x.to(wide) @ router.to(wide).T).softmax(-1)  # (T, E)
     weights = scores.gather(1, expert_ids)
-    return weights / weights.sum(1, keepdim=True)
+    return weights if weights.shape[1] == 1 else weights / weights.sum(1, keepdim=True)

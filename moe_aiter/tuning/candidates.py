@@ -12,7 +12,7 @@ Names that begin with `hopper_` are those of `kernels/hopper`; tests compile eve
 
 import dataclasses
 
-BIG_WEIGHT = 24 * 2**20  # bytes of one expert's weight
+BIG_WEIGHT = 30 * 2**20  # bytes of one expert's weight
 FEW_COLUMNS = 2048  # of all matrices
 WALKS = (1, 16)
 DENSE_WALKS = (8, 16)
@@ -93,10 +93,11 @@ HOPPER_TILES = {
     "hopper_tgmm_fp8": (hopper(256, 4, 64, block_k=128), hopper(128, 6, 128, block_k=128)),
     "hopper_tgmm_accumulate_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
 }
-# sums and rows of a group up to which `rule` chooses another tile, mostly the second
+# the sums up to which the second is better
 SHORT_K = {op: 512 for op in ("hopper_gemm", "hopper_gmm", "hopper_masked")}
 SHORT_K |= {"hopper_down_grad": 1024, "hopper_few_rows": 8192}
-SHORT_GROUP = {"hopper_up": 128, "hopper_gmm": 256, "hopper_down_grad": 256}
+# of groups with few rows: up to how many rows, and which tile is better
+SHORT_GROUP = {"hopper_up": (128, 1), "hopper_gmm": (512, 0), "hopper_down_grad": (256, 1)}
 
 WIDE = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 64, 16, 8, 3),
@@ -228,8 +229,8 @@ def rule(op: str, n: int, k: int, rows: int | None = None) -> Config | None:
     """
     if op not in HOPPER_TILES:
         return None
-    short, few = k <= SHORT_K.get(op, 0), rows is not None and rows <= SHORT_GROUP.get(op, 0)
-    tile = HOPPER_TILES[op][short and not few if op == "hopper_gmm" else short or few]
+    limit, of_few = SHORT_GROUP.get(op, (0, 0))
+    tile = HOPPER_TILES[op][of_few if rows is not None and rows <= limit else k <= SHORT_K.get(op, 0)]
     if op == "hopper_few_rows" and n <= FEW_COLUMNS:
         tile = HOPPER_TILES[op][2]
     steps = walks(op)

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import pathlib
 import re
 import types
@@ -21,8 +22,12 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def problem(device):
+    return toy(device)
+
+
+def toy(device, **sizes):
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return new_problem(SHAPES["toy"], dtype, device)
+    return new_problem(dataclasses.replace(SHAPES["toy"], **sizes), dtype, device)
 
 
 def run(*argv):
@@ -43,12 +48,20 @@ def test_every_contender_is_as_good_as_torch(problem):
     assert [(n, f) for n, f in zip(names, found, strict=True) if f["refused"]] == []
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "moe_aiter"])
-def test_hugging_face(device, experts):
+def test_hugging_face(device, experts, top_k):
     pytest.importorskip("transformers")
-    problem = new_problem(SHAPES["toy"], torch.bfloat16, device)
+    problem = new_problem(dataclasses.replace(SHAPES["toy"], top_k=top_k), torch.bfloat16, device)
     peer = layer.hugging_face(problem, experts)
     assert not check([peer], problem)[0]["refused"]
+
+
+def test_a_layer_with_one_expert_for_each_token(device):
+    """Its weights are not renormalised: they would be 1, and the router would have no gradient."""
+    problem = toy(device, top_k=1)
+    for row in check([c for c in layer.contenders(problem) if "torch" not in c.name], problem):
+        assert not row["refused"], row
 
 
 def test_a_wrong_contender_gets_no_time(problem, capsys):

@@ -91,10 +91,11 @@ def test_the_rule():
     assert (gmm.num_stages, gmm.store_n) == (3, 256) and (tgmm.num_stages, tgmm.store_n) == (4, 128)
     assert rule("hopper_gmm", 4096, 512).num_stages == 4 and rule("hopper_gmm", 4096, 576).num_stages == 3
     assert rule("hopper_up", 28672, 4096).group_m == 16 and rule("hopper_gmm", 4096, 4104).group_m == 16
-    assert rule("hopper_up", 5760, 2880).group_m == 16  # gpt-oss-20b's
+    assert rule("hopper_up", 5760, 2880).group_m == 16  # gpt-oss-20b's: 31.6 MiB
+    assert rule("hopper_down_grad", 2048, 7168).group_m == 1  # DeepSeek-V3's: 28 MiB
     up = [rule("hopper_up", 2048, 4096, rows) for rows in (64, 128, 256, None)]
     assert [(tile.num_stages, tile.store_n) for tile in up] == [(3, 64), (3, 64), (4, 32), (4, 32)]
-    gmm = [rule("hopper_gmm", 4096, k, rows) for k in (512, 576) for rows in (64, 256, 512)]
+    gmm = [rule("hopper_gmm", 4096, k, rows) for k in (512, 576) for rows in (64, 512, 1024)]
     assert [tile.num_stages for tile in gmm] == [3, 3, 4, 3, 3, 3]
     dz = [rule("hopper_down_grad", 1024, k, rows) for k in (1024, 4096) for rows in (256, 512)]
     assert [tile.block_k for tile in dz] == [64, 64, 64, 32]

@@ -44,7 +44,7 @@ def check_built(x: Tensor) -> None:
 def warn_missing() -> None:
     log.warning(
         "the C++ extension moe_aiter._host is missing (%s); the CPU path is plain torch, which is slower. "
-        "With a C++17 compiler, `pip install --no-deps -e .` in the source tree builds it",
+        "With a C++17 compiler, `pip install .` in the source tree builds it",
         reason,
     )
 
