@@ -364,8 +364,7 @@ def show(command: Command, rows: list[dict]) -> None:
     if command.head:
         print(command.head)
     for row in rows:
-        why = "refused" if "error" in row else "cannot run here"
-        line = [why] if row["refused"] else [cell(text, row) for text in command.line[1:]]
+        line = ["no time: see above"] if row["refused"] else [cell(text, row) for text in command.line[1:]]
         print(" ".join([cell(command.line[0], row), *line]).rstrip(), flush=True)
 
 
