@@ -337,7 +337,7 @@ TFLOPS = "TFLOP/s, inference / forward / step"
 MEMORY = "MiB, held after forward / peak over forward and backward"
 TABLES = {  # title: the figures of a cell
     TFLOPS: ("inference_tflops", "forward_tflops", "step_tflops"),
-    "The GPU's ms, inference / forward / step": ("inference_ms", "forward_ms", "step_ms"),
+    "The device's ms, inference / forward / step": ("inference_ms", "forward_ms", "step_ms"),
     "The host's ms, inference / forward / step": ("inference_host_ms", "forward_host_ms", "step_host_ms"),
     "Share of the roofline in percent, forward / step": ("forward_roofline", "step_roofline"),
     MEMORY: ("held_mib", "peak_mib"),
@@ -350,7 +350,7 @@ HEAD = """# Figures
 
 Written by `moe-aiter bench report` from what `make bench` measured, as [README.md](README.md) says; a shape
 is (tokens, hidden, intermediate, experts, experts for each token), and – was not measured. A rate of a row
-without the host's ms counts the GPU's time alone.
+without the host's ms counts the device's time alone.
 
 """
 ORDER = {name: i for i, name in enumerate(SHAPES)}
