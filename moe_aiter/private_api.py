@@ -63,6 +63,20 @@ def arguments_of(op) -> list:
     return op._schema.arguments
 
 
+# oneDNN, which torch for Apple's CPUs lacks
+
+ONEDNN = torch.backends.mkldnn.is_available()
+FAST = {
+    torch.bfloat16: ONEDNN and find("torch.ops.mkldnn._is_mkldnn_bf16_supported")(),
+    torch.float16: ONEDNN and find("torch.ops.mkldnn._is_mkldnn_fp16_supported")(),
+}
+
+
+def fast_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this dtype on this CPU.  torch's own products of 16-bit floats are slow."""
+    return FAST.get(dtype, True)
+
+
 # GPUs, of which a torch for CPUs alone knows nothing
 
 GPU = torch.version.cuda or torch.version.hip

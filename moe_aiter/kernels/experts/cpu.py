@@ -23,6 +23,7 @@ from ..base.activations import Activation, get_activation
 from ..base.check import check_float, sum_dtype, take_rows, wide
 from ..base.host import HOST_DTYPES, array, check_built, ext, host, num_threads, saturated, use_huge_pages
 from ..grouped.gmm import gmm_reference
+from ..grouped.tgmm import matmul_into
 from ..rows.permute import unpermute_reference
 from .glu import glu_backward_reference
 from .inputs import ExpertInputs, check_expert_values, check_experts
@@ -125,11 +126,11 @@ class WeightGradient:
         grad = self.grads[block.expert]
         fresh = block.starts and not self.onto_main
         if grad.dtype == left.dtype and (grad.dtype == sum_dtype(grad) or (fresh and block.ends)):
-            torch.addmm(grad, left.mT, right, beta=0 if fresh else 1, out=grad)
+            matmul_into(grad, left.mT, right, None if fresh else grad)
             return
         if self.product is None:
             self.product = left.new_empty(grad.shape)
-        torch.mm(left.mT, right, out=self.product)
+        matmul_into(self.product, left.mT, right)
         if self.onto_main:
             grad.add_(self.product)
             return
@@ -175,14 +176,6 @@ class InOrder:
 
 CACHED = 2**20  # bytes of a weight that are worth asking for early: about a core's second cache
 SMALL = 2**21  # multiplications: less in one product, and workers would mostly wait for Python
-
-
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x @ w.T + bias, for a `w` (N, K)"""
-    if bias is None:
-        torch.mm(x, w.mT, out=out)
-    else:
-        torch.addmm(bias, x, w.mT, out=out)
 
 
 class TorchSteps:
@@ -332,7 +325,7 @@ class Loop:
         self.steps.for_each(len(self.tasks), self.num_workers, run)
 
     def project_up(self, block: Block, rows: Tensor, z: Tensor) -> None:
-        linear(rows, self.gate_up[block.expert], self.gate_up_bias[block.expert], z)
+        matmul_into(z, rows, self.gate_up[block.expert].mT, self.gate_up_bias[block.expert])
 
     def add_in_order(self, block: Block, scratch: Scratch, rows, weighted: bool, total) -> None:
         """Add the rows of scratch's buffer "rows" to their tokens, after those of all blocks before."""
@@ -378,7 +371,7 @@ class ForwardLoop(Loop):
         steps.gather(self.x, self.order[block.first : block.last], rows_view)
         self.project_up(block, rows, z)
         steps.glu(z_view[:n], a_view, self.upcoming(block))
-        linear(a, self.down[block.expert], self.down_bias[block.expert], rows)
+        matmul_into(rows, a, self.down[block.expert].mT, self.down_bias[block.expert])
         self.add_in_order(block, scratch, rows_view, True, self.total_view)
 
     def upcoming(self, block: Block) -> list[Tensor]:
@@ -432,7 +425,7 @@ class BackwardLoop(Loop):
         da, da_view = scratch.take("da", n, self.channels)
         a, a_view = scratch.take("a", n, self.channels, clear=True)
         dz, dz_view = scratch.take("dz", n, self.width, clear=True)
-        torch.mm(dy, self.down[expert], out=da)
+        matmul_into(da, dy, self.down[expert])
         steps.glu_backward(da_view, z, choices, (dz_view, a_view, self.dweights))
         if self.down_bias[expert] is not None:
             dots = wide(dy[:n]) @ wide(self.down_bias[expert])
@@ -445,7 +438,7 @@ class BackwardLoop(Loop):
         if needs.gate_up_bias:
             steps.column_sum(dz_view, choices, False, self.views["gate_up_bias"][expert])
         if needs.x:
-            torch.mm(dz, self.gate_up[expert], out=dy)
+            matmul_into(dy, dz, self.gate_up[expert])
             self.add_in_order(block, scratch, dy_view, False, self.views["x"])
 
     def inputs_of(self, block: Block, scratch: Scratch, choices) -> tuple:

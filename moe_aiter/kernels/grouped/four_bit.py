@@ -31,6 +31,7 @@ from ..base.check import (
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense, locate, row_tiles, swizzle, tile_options
 from ..quantize.four_bit import FORMATS, bind_expand_scales, check_four_bit, dequantized, expanded_scales
+from .tgmm import matmul_into
 
 
 class FourBitInputs(NamedTuple):
@@ -75,7 +76,8 @@ def fill_four_bit_gmm(out, *inputs):
         if len(rows):
             zeros = None if zero is None else zero[g]
             w = dequantized(i.packed[g], scale[g], zeros, i.table, i.format).to(x.dtype)
-            y = rows @ (w.T if i.transpose else w)
+            y = rows.new_empty(o.shape)
+            matmul_into(y, rows, w.T if i.transpose else w)
             o.copy_(wide(y) + i.bias[g] if wide_sum else y)
     rest.zero_()
 

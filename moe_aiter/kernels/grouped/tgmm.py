@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...op import Written, binds, define_inplace_op, define_op, takes
-from ...private_api import is_transformed
+from ...private_api import fast_on_cpu, is_transformed
 from .. import hopper
 from ..base.check import (
     FLOATS,
@@ -94,7 +94,7 @@ def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
 
 
 def multiply_wide(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
-    """Do as `multiply` for operands of several dtypes, or for tensors under vmap."""
+    """Do as `multiply` in float32 or wider, also for operands of several dtypes, or under vmap."""
     x, y = widened(out, x, y)
     out.copy_(x @ y if plus is None else torch.addmm(plus.to(x.dtype), x, y))
 
@@ -105,8 +105,15 @@ def widened(out: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chosen(out: Tensor, x: Tensor, plus: Tensor | None) -> Callable:
+    """Return `multiply` where torch can do that and is not slow, or else `multiply_wide`."""
     same = {x.dtype, out.dtype if plus is None else plus.dtype} == {out.dtype}
-    return multiply if same and not is_transformed() else multiply_wide
+    slow = out.is_cpu and not fast_on_cpu(out.dtype)
+    return multiply if same and not slow and not is_transformed() else multiply_wide
+
+
+def matmul_into(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None = None) -> None:
+    """`out = x @ y + plus`, by the function that `chosen` returns."""
+    chosen(out, x, plus)(out, x, y, plus)
 
 
 def fill_gmm(out, lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0, zero_rest=True):

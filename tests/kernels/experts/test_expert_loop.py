@@ -12,6 +12,7 @@ from moe_aiter.kernels.base.host import ext
 from moe_aiter.kernels.experts import cpu
 from moe_aiter.kernels.experts.cpu import HostSteps, expert_loop_op
 from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.grouped import tgmm
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 
@@ -111,6 +112,22 @@ def test_dtypes(steps, dtype):
         pytest.skip(f"the C++ extension has no {dtype}")
     ids = random_ids(40)
     compare(ids, make(ids, H=32, I=24, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_products_are_float32_where_16_bits_are_slow(steps, dtype, monkeypatch):
+    if steps == "host" and dtype != torch.bfloat16:
+        pytest.skip(f"the C++ extension has no {dtype}")
+
+    def multiply(out, *operands):
+        assert out.dtype.itemsize > 2
+        return fast(out, *operands)
+
+    fast = tgmm.multiply
+    monkeypatch.setattr(tgmm, "multiply", multiply)
+    monkeypatch.setattr(tgmm, "fast_on_cpu", lambda dtype: dtype.itemsize > 2)
+    ids = random_ids()
+    compare(ids, make(ids, dtype=dtype))
 
 
 ROUTINGS = {
