@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.base.check import check_group, check_not_negative, checked
+from ..private_api import version_of
 from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
 from ..routing.quantile import quantile_bias
 from .experts import Experts
@@ -202,6 +203,7 @@ class Sums:
         self.weights = [weight for weight, *_ in found]
         self.main_grads = [weight.main_grad for weight in self.weights]
         self.handed = {}  # the gradient handed to each weight; it may have been clipped since
+        self.versions = {}  # and that of the sum that it was made from
 
     def trained(self) -> list[nn.Parameter]:
         return [weight for weight in self.weights if weight.requires_grad]
@@ -229,15 +231,21 @@ class Sums:
             if own is not None and own is not weight.main_grad:
                 weight.main_grad += own
             weight.grad = self.handed[weight] = weight.main_grad.to(weight.dtype)
+            self.versions[weight] = version_of(weight.main_grad)
 
     def before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             return args[:1], kwargs | {"closure": functools.partial(self.evaluate, closure)}
         self.check()
-        if any(w.grad is None or w.grad is not self.handed.get(w) for w in self.trained()):
+        if not all(map(self.is_handed, self.trained())):
             self.hand_over()
         return None
+
+    def is_handed(self, weight: nn.Parameter) -> bool:
+        """Whether `hand_over` gave `weight` its gradient, and no backward pass has added to the sum since."""
+        same = weight.grad is not None and weight.grad is self.handed.get(weight)
+        return same and version_of(weight.main_grad) == self.versions[weight]
 
     def evaluate(self, closure: Callable):
         """Run an optimizer's closure, hand the gradients over, and return the loss."""

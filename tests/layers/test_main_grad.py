@@ -83,6 +83,22 @@ def test_what_is_handed_over_twice_is_what_there_is(device):
     assert weight.grad is None and clipped.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_step_takes_what_was_added_after_the_hand_over(device, dtype):
+    model = build(device, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    hand_over = use_main_grad(model, optimizer)
+    x, weight = torch.randn(T, H, device=device, dtype=dtype), model[1].experts.gate_up
+    before = weight.detach().clone()
+    for i in range(3):
+        model(x).float().square().mean().backward()
+        if i == 0:
+            hand_over()
+    expected = before - weight.main_grad.to(dtype)
+    optimizer.step()
+    assert torch.equal(weight, expected)
+
+
 def test_a_step_that_is_skipped_leaves_nothing(device):
     """As GradScaler skips one whose gradients are not finite."""
     model = build(device)

@@ -184,7 +184,7 @@ class TorchSteps:
     view = staticmethod(torch.Tensor.detach)  # what the other methods take for a tensor
 
     def __init__(self, routing_weights: Tensor, act: Activation, interleaved: bool):
-        self.weights, self.top_k = wide(routing_weights).flatten(), routing_weights.shape[1]
+        self.weights, self.top_k = routing_weights.flatten(), routing_weights.shape[1]
         self.act, self.interleaved = act, interleaved
 
     def prepare(self, *fresh: Tensor) -> None:
@@ -233,7 +233,7 @@ class HostSteps:
     prepare = staticmethod(use_huge_pages)
 
     def __init__(self, routing_weights: Tensor, act: Activation, interleaved: bool):
-        self.weights, self.top_k = array(routing_weights.float().flatten()), routing_weights.shape[1]
+        self.weights, self.top_k = array(routing_weights.flatten()), routing_weights.shape[1]
         self.act, self.threads = (*act.host_arguments, interleaved), num_threads()
 
     def num_workers(self, rows: list[int], multiplications: int) -> int:
@@ -300,7 +300,8 @@ class Loop:
     """The state that the blocks of one forward or backward pass share."""
 
     def __init__(self, steps_class: type, i: ExpertInputs):
-        self.i, self.steps = i, steps_class(i.routing_weights, get_activation(i.activation), i.interleaved)
+        weights = i.routing_weights.to(sum_dtype(i.x))
+        self.i, self.steps = i, steps_class(weights, get_activation(i.activation), i.interleaved)
         self.x, self.order = map(self.steps.view, (i.x.contiguous(), saturated(i.order)))
         self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
         self.width, self.channels, self.hidden = i.gate_up.shape[1], i.down.shape[2], i.x.shape[1]

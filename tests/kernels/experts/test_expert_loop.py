@@ -130,6 +130,14 @@ def test_all_products_are_float32_where_16_bits_are_slow(steps, dtype, monkeypat
     compare(ids, make(ids, dtype=dtype))
 
 
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_float64_weights(steps, kind):
+    """They are used in float32, the dtype of sums of rows in float32."""
+    ids = random_ids()
+    i = make(ids, kind=(kind, False))
+    compare(ids, i._replace(routing_weights=i.routing_weights.double()))
+
+
 ROUTINGS = {
     "one choice": torch.tensor([[2]]),
     "one expert takes all": torch.full((9, 2), 3),
