@@ -202,8 +202,8 @@ class Sums:
         self.found, self.zero_others = found, zero_grad
         self.weights = [weight for weight, *_ in found]
         self.main_grads = [weight.main_grad for weight in self.weights]
-        self.handed = {}  # the gradient handed to each weight; it may have been clipped since
-        self.versions = {}  # and that of the sum that it was made from
+        # the gradient handed to each weight, which may have been clipped since, and the version of its sum
+        self.handed = {}
 
     def trained(self) -> list[nn.Parameter]:
         return [weight for weight in self.weights if weight.requires_grad]
@@ -227,11 +227,12 @@ class Sums:
     def hand_over(self) -> None:
         self.check()
         for weight in self.trained():
-            own = None if weight.grad is self.handed.get(weight) else weight.grad  # autograd's
+            given, _ = self.handed.get(weight, (None, None))
+            own = None if weight.grad is given else weight.grad  # autograd's
             if own is not None and own is not weight.main_grad:
                 weight.main_grad += own
-            weight.grad = self.handed[weight] = weight.main_grad.to(weight.dtype)
-            self.versions[weight] = version_of(weight.main_grad)
+            weight.grad = weight.main_grad.to(weight.dtype)
+            self.handed[weight] = weight.grad, version_of(weight.main_grad)
 
     def before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -244,8 +245,9 @@ class Sums:
 
     def is_handed(self, weight: nn.Parameter) -> bool:
         """Whether `hand_over` gave `weight` its gradient, and no backward pass has added to the sum since."""
-        same = weight.grad is not None and weight.grad is self.handed.get(weight)
-        return same and version_of(weight.main_grad) == self.versions[weight]
+        given, version = self.handed.get(weight, (None, None))
+        same = weight.grad is not None and weight.grad is given
+        return same and version_of(weight.main_grad) == version
 
     def evaluate(self, closure: Callable):
         """Run an optimizer's closure, hand the gradients over, and return the loss."""
