@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "cpu, cuda, cuda:N or auto (a GPU if there is one) [auto]"
     parser.add_argument("--device", metavar="STR", help=text, **own)
+    text = "CPU threads [the run's]"
+    parser.add_argument("--threads", type=int, metavar="INT", help=text, **own)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -57,6 +57,15 @@ def test_the_command_repeats_the_sample_of_the_run_and_continues_a_prompt(capsys
     assert sorted(Path("run").rglob("*")) == before
 
 
+def test_threads(monkeypatch):
+    """The flag that the message on a busy CPU names."""
+    assert train(*arguments("--out", "run", "--steps", "1")) == 0
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert cli.main(["sample", "run", "--tokens", "1", "--threads", "2"]) == 0
+    assert threads == [2]
+
+
 def test_a_letter_that_the_terminal_lacks_is_escaped(monkeypatch):
     """As on Windows, where the output of a pipe is not UTF-8."""
     assert train(*arguments("--out", "run", "--steps", "1")) == 0
