@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.base.check import check_real, check_sizes
 from ..kernels.rows.route import decide
 from ..kernels.rows.topk import topk
-from .scores import weigh
+from .scores import Scored
 
 
 class Choice:
@@ -40,11 +40,11 @@ class Choice:
         raise NotImplementedError
 
     def choose(
-        self, scores: Tensor, ranked: Tensor, top_k: int, mask: Tensor | None, renormalize: bool, scale: float
+        self, scored: Scored, ranked: Tensor, top_k: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The experts (T, slots), and their weights."""
         expert_ids = decide("experts", lambda: self.pick(ranked, top_k, mask), *ranked.shape)
-        return expert_ids, weigh(scores, expert_ids, renormalize, scale)
+        return expert_ids, scored.weigh(expert_ids)
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,11 @@ class TopP(Choice):
             raise ValueError(f"p must be above 0 and at most 1, not {self.p}")
 
     def choose(
-        self, scores: Tensor, ranked: Tensor, top_k: int, mask: Tensor | None, renormalize: bool, scale: float
+        self, scored: Scored, ranked: Tensor, top_k: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        expert_ids = decide("experts", lambda: self.fewest(scores.detach(), ranked, top_k), *ranked.shape)
-        return expert_ids, weigh(scores, expert_ids, renormalize, scale)
+        scores = scored.scores.detach()
+        expert_ids = decide("experts", lambda: self.fewest(scores, ranked, top_k), *ranked.shape)
+        return expert_ids, scored.weigh(expert_ids)
 
     def fewest(self, scores: Tensor, ranked: Tensor, top_k: int) -> Tensor:
         expert_ids = topk(ranked, top_k)[1]
@@ -263,10 +264,10 @@ class TokenRounding(Choice):
         check_slots("max_added", self.max_added, num_experts - top_k)
 
     def choose(
-        self, scores: Tensor, ranked: Tensor, top_k: int, mask: Tensor | None, renormalize: bool, scale: float
+        self, scored: Scored, ranked: Tensor, top_k: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         own = decide("experts", lambda: topk(ranked, top_k)[1], *ranked.shape)
-        weights = weigh(scores, own, renormalize, scale)
+        weights = scored.weigh(own)
         chose = torch.zeros_like(ranked, dtype=torch.bool).scatter(1, own, True)
         value = ranked.scatter(1, own, weights.detach().to(ranked.dtype))
         if mask is not None:
@@ -280,7 +281,7 @@ class TokenRounding(Choice):
         if self.to == "down" or not slots:
             return expert_ids, weights
         added = decide("added", lambda: highest_of(ranked, kept & ~chose, slots), *ranked.shape)
-        weights = torch.cat([weights, weigh(scores, added, False, scale)], 1)
+        weights = torch.cat([weights, scored._replace(renormalize=False).weigh(added)], 1)
         return torch.cat([expert_ids, added], 1), weights
 
     def rounded(self, chose: Tensor, mask: Tensor | None) -> Tensor:

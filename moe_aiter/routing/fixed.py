@@ -13,7 +13,7 @@ from ..kernels.base.check import (
     checked,
 )
 from .router import Routing
-from .scores import check_score, scores_of, weigh
+from .scores import Scored, check_score, scores_of
 
 
 def route_to(
@@ -52,7 +52,7 @@ def route_to(
     scores = scores_of(logits, score)
     expert_ids = expert_ids.long()
     if routing_weights is None:
-        routing_weights = weigh(scores, expert_ids, renormalize, scale)
+        routing_weights = Scored(logits, scores, score, renormalize, scale).weigh(expert_ids)
     return Routing(expert_ids, routing_weights, scores, logits)
 
 

@@ -22,7 +22,7 @@ from ..op import define_op, gradients, is_unwatched, no_autocast, saved_tensors
 from ..replay import current_pass
 from .choices import Choice
 from .losses import check_mask
-from .scores import FUSED, check_score, scores_of, weigh
+from .scores import FUSED, Scored, check_score, scores_of
 
 
 class Routing(NamedTuple):
@@ -88,13 +88,14 @@ def route(
     else:
         check_flags(need_scores=need_scores)
         scores = scores_of(logits, score)
+        scored = Scored(logits, scores, score, renormalize, scale)
         ranked = rank(scores, selection_bias)
         if choice is None:
             expert_ids = decide("experts", lambda: topk(ranked, top_k)[1], *ranked.shape)
-            weights = weigh(scores, expert_ids, renormalize, scale)
+            weights = scored.weigh(expert_ids)
         else:
             ranked = logits.detach() if choice.by_logits else ranked
-            expert_ids, weights = choice.choose(scores, ranked, top_k, mask, renormalize, scale)
+            expert_ids, weights = choice.choose(scored, ranked, top_k, mask)
     return Routing(without_padding(expert_ids, mask), weights, scores, logits)
 
 

@@ -1,5 +1,8 @@
 """Scores of any kind and the weights of any choice, in plain torch: what has no fused kernel."""
 
+import math
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,11 +53,28 @@ def scores_of(logits: Tensor, score: str) -> Tensor:
     return logits.softmax(1)
 
 
-def weigh(scores: Tensor, expert_ids: Tensor, renormalize: bool, scale: float) -> Tensor:
-    """The weights of `expert_ids` (T, k), of which one outside [0, E) weighs 0: (T, k)."""
-    check_finite(scale=scale)
-    used = (expert_ids >= 0) & (expert_ids < scores.shape[1])
-    chosen = scores.gather(1, expert_ids.where(used, 0).long()).where(used, 0)
-    if renormalize:
-        chosen = chosen / (chosen.sum(1, keepdim=True) + EPSILON)
-    return chosen * scale if scale != 1.0 else chosen
+class Scored(NamedTuple):
+    """What the weights of a choice are computed from."""
+
+    logits: Tensor  # (T, E)
+    scores: Tensor  # (T, E)
+    score: str
+    renormalize: bool
+    scale: float
+
+    def weigh(self, expert_ids: Tensor) -> Tensor:
+        """The weights of `expert_ids` (T, k), of which one outside [0, E) weighs 0: (T, k).
+
+        A renormalised softmax is the softmax of the chosen logits: all their scores may underflow to 0.
+        """
+        check_finite(scale=self.scale)
+        softmax = self.renormalize and self.score in ("softmax", "topk_softmax")
+        used = (expert_ids >= 0) & (expert_ids < self.logits.shape[1])
+        chosen = (self.logits if softmax else self.scores).gather(1, expert_ids.where(used, 0).long())
+        if softmax:
+            used = used & (chosen != -math.inf)
+            chosen = chosen.masked_fill(~used, torch.finfo(chosen.dtype).min).softmax(1)
+        chosen = chosen.where(used, 0)
+        if self.renormalize and not softmax:
+            chosen = chosen / (chosen.sum(1, keepdim=True) + EPSILON)
+        return chosen * self.scale if self.scale != 1.0 else chosen

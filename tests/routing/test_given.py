@@ -26,6 +26,29 @@ def test_a_replay_weighs_as_the_choice_did(device, score, renormalize):
     assert (weights[ids < 0] == 0).all() and (weights[ids >= 0] > 0).all()
 
 
+@pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
+def test_experts_far_below_the_best_share_their_weight(device, score):
+    """Their scores underflow to 0, but a renormalised softmax depends on the chosen logits alone."""
+    logits = torch.tensor([[500.0, 0, 1, -1]] * T, device=device, requires_grad=True)
+    bias = torch.tensor([-2.0, 1, 1, 0], device=device)
+    ids = torch.tensor([[1, 2]] * T, device=device)
+    found = [
+        route_to(logits, ids, score=score).routing_weights,
+        route(logits, K, score=score, renormalize=True, selection_bias=bias).routing_weights,
+        route(logits, K, score=score, renormalize=True, choice=Forced()).routing_weights[1::2].flip(1),
+    ]
+    want = [logits[:, 1:3].softmax(1), logits[:, 1:3].softmax(1), logits[1::2, 2:].softmax(1).flip(1)]
+    for got, plain in zip(found, want, strict=True):
+        torch.testing.assert_close(got, plain)
+        grads = [torch.autograd.grad(w[:, 0].sum(), logits, retain_graph=True)[0] for w in (got, plain)]
+        torch.testing.assert_close(*grads)
+        assert grads[0].abs().sum() > 1
+    logits = logits.detach().index_fill(1, ids[0], -torch.inf).requires_grad_()  # experts ruled out weigh 0
+    weights = route_to(logits, ids, score=score).routing_weights
+    assert weights.count_nonzero() == 0
+    assert torch.autograd.grad(weights.sum(), logits)[0].count_nonzero() == 0
+
+
 def test_a_layer_replays_ids_and_weights(device):
     """Whatever the logits are now, the output is that of the recorded routing, to the bit."""
     moe = MoE(H, WIDTH, E, K, score="sigmoid", device=device)
