@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.base.check import check_finite
-from ..kernels.rows.route import EPSILON
+from ..kernels.rows.route import weigh
 
 SCORES = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
 FUSED = ("softmax", "topk_softmax", "sigmoid")
@@ -63,18 +63,20 @@ class Scored(NamedTuple):
     scale: float
 
     def weigh(self, expert_ids: Tensor) -> Tensor:
-        """The weights of `expert_ids` (T, k), of which one outside [0, E) weighs 0: (T, k).
+        """The weights of `expert_ids`, (T, k) each.
 
-        A renormalised softmax is the softmax of the chosen logits: all their scores may underflow to 0.
+        An id outside [0, E) weighs 0.  A renormalised softmax is the softmax of the chosen logits, because
+        their scores may all underflow to 0; a logit of -inf weighs 0 there.
         """
         check_finite(scale=self.scale)
-        softmax = self.renormalize and self.score in ("softmax", "topk_softmax")
+        of_logits = self.renormalize and self.score in ("softmax", "topk_softmax")
         used = (expert_ids >= 0) & (expert_ids < self.logits.shape[1])
-        chosen = (self.logits if softmax else self.scores).gather(1, expert_ids.where(used, 0).long())
-        if softmax:
-            used = used & (chosen != -math.inf)
-            chosen = chosen.masked_fill(~used, torch.finfo(chosen.dtype).min).softmax(1)
-        chosen = chosen.where(used, 0)
-        if self.renormalize and not softmax:
-            chosen = chosen / (chosen.sum(1, keepdim=True) + EPSILON)
-        return chosen * self.scale if self.scale != 1.0 else chosen
+        ids = expert_ids.where(used, 0).long()
+        chosen = self.scores.gather(1, ids)
+        if not of_logits:
+            return weigh(chosen.where(used, 0), True, self.renormalize, self.scale)
+        # one NaN or +inf among the logits of a token makes all its scores NaN, and all its weights
+        chosen = self.logits.gather(1, ids).masked_fill(chosen.isnan(), math.nan)
+        used = used & (chosen != -math.inf)
+        chosen = chosen.where(used, -math.inf).masked_fill(~used.any(1, keepdim=True), 0)
+        return weigh(chosen, False, True, self.scale).where(used, 0)

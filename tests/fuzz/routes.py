@@ -109,11 +109,16 @@ def scores_of(logits, score):
     return torch.stack([kinds[score](z) for z in logits]) if len(logits) else logits * 1.0
 
 
-def weights_of(scores, ids, renormalize, scale):
-    """(T, slots), 0 for an empty slot; in the truth the chosen are divided by their exact sum."""
+def weights_of(scores, ids, renormalize, scale, logits=None):
+    """(T, slots), 0 for an empty slot; in the truth the chosen are divided by their exact sum.
+
+    `logits` are given if the scores are their softmax and may underflow to 0.
+    """
     there = ids >= 0
     chosen = scores.gather(1, ids.clamp(min=0)) * there
-    if renormalize:
+    if renormalize and logits is not None:
+        chosen = logits.gather(1, ids.clamp(min=0)).masked_fill(~there, -1e30).softmax(1) * there
+    elif renormalize:
         chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20)
     return chosen * scale
 
@@ -271,6 +276,9 @@ def route_to(draw: Draw) -> Case:
     tensors = {"logits": draw_logits(draw, T, E, None, dtype)}
     if recorded:
         tensors["weights"] = draw.numbers(T, k, dtype=torch.float32)
+    of_logits = "softmax" in scoring["score"]
+    if of_logits and draw.flip(0.3):
+        tensors["logits"] = tensors["logits"] * 32  # scores that underflow
     table = moe_aiter.hash_experts(T, E, k, seed=T, device=DEVICE) if T else ids
     assert all(len(set(row)) == k and 0 <= min(row) <= max(row) < E for row in table.tolist() if T)
 
@@ -279,8 +287,10 @@ def route_to(draw: Draw) -> Case:
         return found.expert_ids, found.routing_weights, found.scores
 
     def plain(logits, weights=None):
-        scores = scores_of(logits.to(loops.sum_dtype(logits.dtype)), scoring["score"])
-        given = weights_of(scores, ids.long(), scoring["renormalize"], scoring["scale"])
+        logits = logits.to(loops.sum_dtype(logits.dtype))
+        scores = scores_of(logits, scoring["score"])
+        how = scoring["renormalize"], scoring["scale"], logits if of_logits else None
+        given = weights_of(scores, ids.long(), *how)
         return ids.long(), given if weights is None else weights, scores
 
     return Case(ours, plain, tensors)

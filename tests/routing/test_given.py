@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_aiter import Forced, MoE, OptimizedMoELayer, Router, hash_experts, route, route_to
+from moe_aiter import Forced, GroupLimit, MoE, OptimizedMoELayer, Router, hash_experts, route, route_to
 from moe_aiter.routing.scores import SCORES
 
 H, WIDTH, E, K, T = 16, 8, 6, 2, 13
@@ -47,6 +47,25 @@ def test_experts_far_below_the_best_share_their_weight(device, score):
     weights = route_to(logits, ids, score=score).routing_weights
     assert weights.count_nonzero() == 0
     assert torch.autograd.grad(weights.sum(), logits)[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
+def test_no_choice_hides_a_nan(device, score):
+    """One NaN or +inf among the logits makes all weights NaN, also those of other experts."""
+    for bad in (torch.nan, torch.inf):
+        logits = torch.tensor([[0.0, 1, 2, bad], [0, 1, 2, 3], [-torch.inf] * 4], device=device)
+        found = [
+            route_to(logits, torch.tensor([[0, -1], [0, 1], [2, 1]], device=device), score=score),
+            route(logits, K, score=score, selection_bias=torch.zeros(4, device=device)),
+            route(logits, K, score=score, choice=GroupLimit(1, 1)),
+        ]
+        for routing in found:
+            nan = routing.routing_weights.isnan() | (routing.expert_ids < 0)
+            assert nan[0].all() and nan[2].all() and not nan[1].any()
+    least = torch.finfo(torch.float32).min
+    logits = torch.tensor([[least, least, least]], device=device)
+    weights = route_to(logits, torch.tensor([[0, 1, -1]], device=device), score=score).routing_weights
+    assert weights.tolist() == [[0.5, 0.5, 0]]
 
 
 def test_a_layer_replays_ids_and_weights(device):
