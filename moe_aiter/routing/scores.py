@@ -75,8 +75,10 @@ class Scored(NamedTuple):
         chosen = self.scores.gather(1, ids)
         if not of_logits:
             return weigh(chosen.where(used, 0), True, self.renormalize, self.scale)
-        # one NaN or +inf among the logits of a token makes all its scores NaN, and all its weights
-        chosen = self.logits.gather(1, ids).masked_fill(chosen.isnan(), math.nan)
+        # a NaN or +inf among a token's logits makes all its scores NaN; its weights must become NaN too.
+        # "+ 0 * chosen" would do, but inductor replaces 0 * chosen with 0
+        nan_or_one = torch.ones_like(chosen).masked_fill(chosen.isnan(), math.nan)
+        chosen = self.logits.gather(1, ids) * nan_or_one
         used = used & (chosen != -math.inf)
         chosen = chosen.where(used, -math.inf).masked_fill(~used.any(1, keepdim=True), 0)
         return weigh(chosen, False, True, self.scale).where(used, 0)

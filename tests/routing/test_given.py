@@ -51,9 +51,10 @@ def test_experts_far_below_the_best_share_their_weight(device, score):
 
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
 def test_no_choice_hides_a_nan(device, score):
-    """One NaN or +inf among the logits makes all weights NaN, also those of other experts."""
+    """One NaN or +inf among the logits makes all weights and gradients NaN, also those of other experts."""
     for bad in (torch.nan, torch.inf):
-        logits = torch.tensor([[0.0, 1, 2, bad], [0, 1, 2, 3], [-torch.inf] * 4], device=device)
+        rows = [[0.0, 1, 2, bad], [0, 1, 2, 3], [-torch.inf] * 4]
+        logits = torch.tensor(rows, device=device, requires_grad=True)
         found = [
             route_to(logits, torch.tensor([[0, -1], [0, 1], [2, 1]], device=device), score=score),
             route(logits, K, score=score, selection_bias=torch.zeros(4, device=device)),
@@ -62,6 +63,8 @@ def test_no_choice_hides_a_nan(device, score):
         for routing in found:
             nan = routing.routing_weights.isnan() | (routing.expert_ids < 0)
             assert nan[0].all() and nan[2].all() and not nan[1].any()
+            (grad,) = torch.autograd.grad(routing.routing_weights.sum(), logits)
+            assert grad[0].isnan().any() and grad[2].isnan().any() and not grad[1].isnan().any()
     least = torch.finfo(torch.float32).min
     logits = torch.tensor([[least, least, least]], device=device)
     weights = route_to(logits, torch.tensor([[0, 1, -1]], device=device), score=score).routing_weights
