@@ -51,7 +51,7 @@ def test_experts_far_below_the_best_share_their_weight(device, score):
 
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
 def test_no_choice_hides_a_nan(device, score):
-    """One NaN or +inf among the logits makes all weights and gradients NaN, also those of other experts."""
+    """One NaN or +inf among the logits of a token makes its weights NaN, and their gradient."""
     for bad in (torch.nan, torch.inf):
         rows = [[0.0, 1, 2, bad], [0, 1, 2, 3], [-torch.inf] * 4]
         logits = torch.tensor(rows, device=device, requires_grad=True)
