@@ -23,7 +23,7 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz lint docs dist bench sanitize sanitize-threads sanitize-gpu
+.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz scan-gpu lint docs dist bench sanitize sanitize-threads sanitize-gpu
 
 install: $(READY)
 
@@ -92,6 +92,10 @@ test-versions: $(READY)
 # random cases against plain loops, without end unless SECONDS or ARGS="--cases 1000" says so; CASE=gmm:17 repeats one
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 MOE_AITER_DEBUG=1 $(PY) -m tests.fuzz.run $(if $(CASE),--case $(CASE)) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
+
+# 20,000 random small shapes on a GPU, in many processes; ARGS="--first N" runs the same shapes again, or goes on at one
+scan-gpu: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz.scan $(ARGS)
 
 # The C++ extension under ASan and UBSan, in a copy of the package, by the tests of the ops that it computes; then the loops
 # under ThreadSanitizer. Python does not free all of its memory, so leaks are not looked for.

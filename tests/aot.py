@@ -19,6 +19,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITCallable, JITFunction
 
 import moe_aiter.kernels
@@ -111,6 +112,25 @@ class Launch:
         reads = re.search(r"wgmma\.mma_async[^{]*\{[^}]*\}, *\{", self.assembly)
         waits = re.findall(r"wgmma\.wait_group\S* (\d+)", self.assembly)
         return bool(reads) and set(waits) != {"0"}
+
+    @property
+    def multiplies_behind_a_loop(self) -> bool:
+        """Whether a branch skips a loop of Hopper's products, and such a product follows.
+
+        ptxas 12.8 may compute that product's descriptors where it enters the loop, and nowhere else.  Hopper
+        kernels have a loop for each group of warps, in one text, and no product behind it.
+        """
+        lines = [] if isinstance(self.fn, GluonJITFunction) else self.assembly.splitlines()
+        labels = {line.partition(":")[0]: place for place, line in enumerate(lines) if line.startswith("$L")}
+        products = [place for place, line in enumerate(lines) if "wgmma.mma_async" in line]
+        branches = [
+            (place, labels[found[1]])
+            for place, line in enumerate(lines)
+            if (found := re.search(r"\bbra(?:\.uni)?\s+(\$L\w+);", line))
+        ]
+        loops = [(to, at) for at, to in branches if to < at and any(to < p < at for p in products)]
+        skipped = [to for at, to in branches for begin, end in loops if at < begin and end < to]
+        return any(product > to for to in skipped for product in products)
 
     @property
     def shared_bytes(self) -> int:
@@ -246,6 +266,7 @@ class Case:
             assert target in self.spills or few, f"{launch.kernel}: {spilled}"
             assert launch.shared_bytes <= gpu.shared_bytes, f"{launch.kernel}: {launch.shared_bytes} bytes"
             assert reads_registers_in_time() or not launch.overwrites_operands, launch.kernel
+            assert not launch.multiplies_behind_a_loop, launch.kernel
         if self.matrix:
             allowed = {gpu.matrix} | ({"mma.sync"} if self.matrix == "any" else set())
             products = [launch for launch in launches if launch.kernel in PRODUCTS]

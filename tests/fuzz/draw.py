@@ -16,7 +16,14 @@ FLOATS = (torch.float32, torch.float16) if interpret else (torch.float32, torch.
 
 # On a GPU Triton compiles a kernel again when an integer becomes 1 or a multiple of 16, or a dtype changes.
 # So a case there has sizes of one class only, and cases of one class share their compilations.
-CLASSES = {"even": (16, 32, 48, 64), "odd": (3, 17, 37, 69), "tiny": (0, 1)}
+# `scan.py` has all sizes.
+CLASSES = {
+    "even": (16, 32, 48, 64),
+    "odd": (3, 17, 37, 47, 65, 69),
+    "twos": (2, 34, 46, 70),
+    "eights": (8, 24, 40, 56),
+    "tiny": (0, 1),
+}
 
 
 class Draw:
@@ -28,7 +35,7 @@ class Draw:
     def __init__(self, name: str, seed: int):
         self.form = random.Random(f"{name}:{seed}")
         self.gen = torch.Generator().manual_seed(self.form.getrandbits(62))
-        self.kind = self.form.choices(list(CLASSES), (6, 3, 1))[0]
+        self.kind = self.form.choices(list(CLASSES), (5, 3, 1, 1, 1))[0]
 
     def flip(self, chance: float = 0.5) -> bool:
         return self.form.random() < chance

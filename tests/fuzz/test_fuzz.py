@@ -13,7 +13,7 @@ import moe_aiter
 from moe_aiter.config import interpret
 from moe_aiter.op import IMPLS
 
-from . import run
+from . import run, scan
 from .draw import ON_GPU, Draw
 from .hold import TARGETS, Ambiguous, results, run_case, trained_names
 from .run import case_number, try_case
@@ -240,3 +240,36 @@ def test_a_process_that_dies_takes_one_case_along(capfd, monkeypatch):
     name, seed = run.case_number(6)
     assert out[0] == f"{name}:{seed} ended with status -11; repeat: make fuzz CASE={name}:{seed}"
     assert out[-1].startswith("3 cases in") and out[-1].endswith("1 failures")
+
+
+# the scan of small shapes
+
+
+def test_small_shapes():
+    for number in range(0, 2000, 40):  # each form
+        assert scan.wrong(number) is None, number
+
+
+def test_a_process_that_dies_is_run_again_shape_by_shape(monkeypatch):
+    """The shape that kills its process is named; other shapes of that process are judged."""
+
+    def start(first, count):
+        if first <= 57 < first + count:
+            return scan.DIED, ["lost"]
+        return 0, [f"{first}: off"] * (first == 52)
+
+    monkeypatch.setattr(scan, "start", start)
+    assert scan.scan(0, 50) == []
+    assert scan.scan(50, 50) == ["52: off", "57: ends its process with status 9: lost"]
+
+
+def test_a_shape_that_is_wrong_is_named(monkeypatch, tmp_path):
+    whole = scan.results
+
+    def results(run, tensors):
+        out, *gradients = whole(run, tensors)
+        return [out if out.dtype == torch.float64 else out + 1 + out.abs().max(), *gradients]
+
+    monkeypatch.setattr(scan, "results", results)
+    scan.work(range(20), tmp_path / "lines")
+    assert (tmp_path / "lines").read_text().count("result 0") == 20

@@ -64,6 +64,19 @@ def test_tgmm_gathers(device, sizes, dtype, columns_first):
     assert_as_good_as_torch(group_sum, group_sum_reference, tokens, group_sizes, order, top_k, scale)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(32, 94), (32, 65), (65, 32), (48, 65), (64, 127), (3, 257)], ids=str)
+def test_few_rows_of_odd_widths(dtype, widths, columns_first):
+    """Products of fewer rows than a step takes, whose operands are not loaded 16 bytes at a time."""
+    x, _, y, group_sizes = make("cuda", [1, 5, 0, 2], *widths, dtype=dtype)
+    for order in (None, torch.randperm(8, device="cuda", dtype=torch.int32)):
+        args = x, y, group_sizes, order, 1, columns_first
+        with use("triton"):
+            assert_as_good_as_torch(torch.ops.moe_aiter.tgmm, tgmm_reference, *args)
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 def test_accumulation_rounds_once(device, out_dtype):
     x, _, y, group_sizes = make(device, [9, 0, 30], dtype=DTYPES[-1])
