@@ -184,12 +184,6 @@ def load_source(order_ptr, m, end, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def load_if(ptrs, some):
-    """What lies at `ptrs`, or zeros if `some` is False; None is True."""
-    return tl.load(ptrs) if some is None else tl.load(ptrs, mask=some, other=0.0)
-
-
-@triton.jit
 def add_some(
     acc,  # (BLOCK_M, BLOCK_N)
     m,  # (BLOCK_K,), of which [row, row_end) count
@@ -227,14 +221,15 @@ def multiply_rows(
 ):
     """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable.
 
-    A loop before a product has at least one step.  ptxas 12.8 may compute where the operands of that product
-    lie as it enters the loop; if it skips the loop, the product reads any address.
+    A loop before a product has at least one step, whose result is dropped if there are too few rows.  ptxas
+    12.8 may compute where the operands of that product lie as it enters the loop; if it skips the loop, the
+    product reads any address.
     """
     strides = x_stride_m, y_stride_m
     if ROWS_LAST:  # where rows lie side by side they are read 8 at a time, from a multiple of 8 on
         begin = row // 8 * 8 + BLOCK_K
         steps = tl.maximum(row_end - begin - 1, 0) // BLOCK_K
-        some = None
+        some = True
         for last in tl.range(0, 2, num_stages=1):
             m = begin + tl.where(last == 1, steps * BLOCK_K, -BLOCK_K) + tl.arange(0, BLOCK_K)
             acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
@@ -244,13 +239,16 @@ def multiply_rows(
         steps = tl.maximum(steps, 1)
     m = begin + tl.arange(0, BLOCK_K)
     y_ptrs_m = y_ptrs + m[:, None] * y_stride_m
+    before = acc
     for _ in range(0, steps):
         source = load_source(order_ptr, m, row_end, TOP_K)
-        x = load_if(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, some)
-        acc = tl.dot(x.T, load_if(y_ptrs_m, some), acc, input_precision=PRECISION)
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=some)
+        y = tl.load(y_ptrs_m, mask=some)
+        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
         m += BLOCK_K
         y_ptrs_m += BLOCK_K * y_stride_m
     if not ROWS_LAST:
+        acc = tl.where(some, acc, before)
         rest = (row_end - row) % BLOCK_K
         if rest > 0:
             m = row_end - rest + tl.arange(0, BLOCK_K)
