@@ -386,7 +386,8 @@ class MoE(nn.Module):
         before = self._loss_scale
         if before is None or before.device != device:
             value = 1.0 if before is None or before.is_meta else before
-            self._loss_scale = torch.as_tensor(value, dtype=torch.float32, device=device)
+            with torch.inference_mode(False):  # a training step could not use an inference tensor
+                self._loss_scale = torch.as_tensor(value, dtype=torch.float32, device=device)
         return self._loss_scale
 
     def _apply(self, fn, recurse=True):

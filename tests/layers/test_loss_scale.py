@@ -88,6 +88,19 @@ def test_the_scale_is_1_at_first_and_in_no_state_dict(device):
     assert ours.to("meta").loss_scale.device.type == "meta"
 
 
+def test_first_touched_in_inference_mode(device):
+    ours, theirs = layers(device)
+    with torch.inference_mode():
+        assert ours.loss_scale == 1
+        set_loss_scale(ours, 0.25)
+    x = torch.randn(10, H, device=device)
+    (ours(x).square().mean() / 4).backward()
+    (by_hand(theirs, x) / 4).backward()
+    assert_same_gradients(ours, theirs)
+    set_loss_scale(ours, 0.5)
+    assert ours.loss_scale == 0.5
+
+
 @pytest.mark.gpu
 def test_a_captured_graph_reads_the_new_scale(no_debug):
     moe = MoE(H, 8, E, K, **COEFS, device="cuda")
