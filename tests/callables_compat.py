@@ -65,6 +65,7 @@ MORE = {
         lambda: {
             "x": rand(T, H),
             "mask": mask(),
+            "cu_seqlens": sizes(0, T),
             "expert_ids": ids(),
             "routing_weights": rand(T, K),
             "return_routing": True,

@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
 from ..routing.choices import Choice
 from ..routing.fixed import route_to
-from ..routing.losses import attach_loss, balance_of, sequence_balance_loss, z_loss
+from ..routing.losses import attach_loss, balance_of, check_sequences, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
 from ..routing.quantile import count_margins
 from ..routing.router import Router, Routing, hide, router_logits, without_padding
@@ -34,6 +34,7 @@ from .experts import Experts, new_latent, new_shared
 
 # as they are here: a class can be given another `forward` later
 ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))
+COEFS = "load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef"
 
 
 class MoERouting(NamedTuple):
@@ -72,13 +73,16 @@ class MoE(nn.Module):
     Losses.  With a coefficient above 0, in training mode, the gradients are those of the training loss plus
     coef * loss; the output is unchanged.
       load_balance_coef      `load_balance_loss` of the tokens of a call
-      sequence_balance_coef  `sequence_balance_loss`; the axis of `x` before the last is a sequence
+      sequence_balance_coef  `sequence_balance_loss`; the axis of `x` before the last is a sequence, unless
+                             `forward` gets the `cu_seqlens` of packed ones
       global_balance_coef    `load_balance_loss` whose f counts all tokens since the last `balance_step`; call
                              `balance_step` after each optimizer step.  With `global_balance_group`, a process
                              group, f counts the tokens of all ranks: one all-reduce of E numbers a call
       z_loss_coef            `z_loss`
     The backward pass adds these gradients.  If you multiply the training loss, by a GradScaler's scale or by
-    1/n for n micro-batches, call `set_loss_scale(model, factor)` before backward.
+    1/n for n micro-batches, call `set_loss_scale(model, factor)` before backward.  Or call
+    `set_aux_loss(model, "return")` once: the layer then adds nothing, and you add `aux_loss(model)` to the
+    training loss.
 
     Under activation checkpointing of any kind, the second forward pass reuses the routing of the first, and
     `load` counts that routing once: see docs/memory.md.
@@ -193,6 +197,7 @@ class MoE(nn.Module):
         x: Tensor,
         *,
         mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         expert_ids: Tensor | None = None,
         routing_weights: Tensor | None = None,
         return_routing: bool = False,
@@ -203,6 +208,9 @@ class MoE(nn.Module):
         `mask` (...), bool: tokens where it is False (padding) go to no expert, routed or shared.  Their
         output is 0, they are in no loss and no count, and their values, NaN included, affect no gradient.
 
+        `cu_seqlens` (B + 1,), int32 or int64: the tokens of `x`, flattened, are B packed sequences, of which
+        sequence b has tokens cu_seqlens[b] to cu_seqlens[b + 1].  Only `sequence_balance_coef` reads it.
+
         `expert_ids` (..., k) takes the place of the router's choice, `routing_weights` (..., k) that of its
         weights: to replay a recorded routing, or to route by a hash.  See `route_to`.
 
@@ -210,15 +218,9 @@ class MoE(nn.Module):
         nn.Linear, and the router stays float32.  Raises ValueError if the last axis is not H, TypeError for
         dtypes that differ.
         """
-        check_tensor("x", x)
         if return_routing is not False:
             check_flags(return_routing=return_routing)
-        if x.dim() < 1 or x.shape[-1] != self.hidden:
-            raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
-        tokens = x.reshape(-1, self.hidden)  # (T, H)
-        if mask is not None:
-            check_padding(mask, x)
-            mask = mask.reshape(-1)
+        tokens, mask, sequences = self.flattened(x, mask, cu_seqlens)
         if self.routes is not None:
             expert_ids, routing_weights = self.routes.given(x, expert_ids, routing_weights)
         if expert_ids is not None:
@@ -233,11 +235,7 @@ class MoE(nn.Module):
         load = self.count(plan) if self.load is not None and self.training else None
         if self.margins is not None and self.training and isinstance(self.router, Router):
             count_margins(self.margins, routing.scores, self.router.selection_bias, self.top_k, mask)
-        weights = routing.routing_weights
-        if self.has_losses():
-            length = x.shape[-2] if x.dim() > 1 else 1
-            for loss in self.losses(routing, plan, load, length, mask):
-                weights = attach_loss(weights, loss, self._loss_scale)
+        weights = self.with_losses(routing, plan, load, sequences, mask)
         chosen = plan.group_sizes
         if self.capacity is not None:
             routing, plan = self.within_capacity(routing, plan, mask)
@@ -248,6 +246,22 @@ class MoE(nn.Module):
             out = hide(out + self.shared(hide(tokens, mask)), mask)
         out = out.view(x.shape)
         return (out, MoERouting(routing, plan)) if return_routing else out
+
+    def flattened(
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, int | Tensor]:
+        """Return the tokens (T, H), the mask (T,), and the length of each sequence or their `cu_seqlens`."""
+        check_tensor("x", x)
+        if x.dim() < 1 or x.shape[-1] != self.hidden:
+            raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., H={self.hidden})")
+        tokens = x.reshape(-1, self.hidden)
+        if mask is not None:
+            check_padding(mask, x)
+            mask = mask.reshape(-1)
+        if cu_seqlens is not None:
+            check_sequences(cu_seqlens, x=tokens)
+            return tokens, mask, cu_seqlens
+        return tokens, mask, x.shape[-2] if x.dim() > 1 else 1
 
     def route(
         self, tokens: Tensor, return_routing: bool, mask: Tensor | None = None
@@ -313,6 +327,9 @@ class MoE(nn.Module):
             out = hide(out + (hide(tokens, mask) * weight).to(out.dtype), mask)
         return out
 
+    def has_coefs(self) -> bool:
+        return any(getattr(self, name) for name in COEFS)
+
     def needs_scores(self) -> bool:
         coefs = self.load_balance_coef, self.sequence_balance_coef, self.global_balance_coef
         return any(coefs) or self.dense_router_gradient
@@ -352,12 +369,20 @@ class MoE(nn.Module):
         group = self.global_balance_group
         return decide("load", lambda: sum_over_ranks([self.load], group)[0], self.num_routed)
 
+    def with_losses(self, routing: Routing, *inputs: Any) -> Tensor:
+        """Return the routing weights with the losses attached; the rest is as for `losses`."""
+        weights = routing.routing_weights
+        if self.has_losses():
+            for loss in self.losses(routing, *inputs):
+                weights = attach_loss(weights, loss, self._loss_scale)
+        return weights
+
     def losses(
         self,
         routing: Routing,
         plan: RoutePlan,
         load: Tensor | None,
-        sequence_length: int,
+        sequences: int | Tensor,
         mask: Tensor | None,
     ) -> list[Tensor]:
         """Return each loss with a coefficient, multiplied by it."""
@@ -367,8 +392,9 @@ class MoE(nn.Module):
         if self.load_balance_coef:
             losses.append(self.load_balance_coef * balance_of(scores, plan.group_sizes, mask, zero))
         if self.sequence_balance_coef:
-            length = max(sequence_length, 1)
-            loss = sequence_balance_loss(scores, routing.expert_ids, length, mask, zero)
+            packed = isinstance(sequences, Tensor)
+            how = {"cu_seqlens": sequences} if packed else {"sequence_length": max(sequences, 1)}
+            loss = sequence_balance_loss(scores, routing.expert_ids, mask=mask, zero_compute=zero, **how)
             losses.append(self.sequence_balance_coef * loss)
         if self.global_balance_coef:
             losses.append(self.global_balance_coef * balance_of(scores, load, mask, zero))
@@ -397,9 +423,8 @@ class MoE(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        names = "load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef"
-        always = names[0], names[-1]
-        shown = {name: getattr(self, name) for name in names}
+        always = COEFS[0], COEFS[-1]
+        shown = {name: getattr(self, name) for name in COEFS}
         text = ", ".join(f"{name}={coef}" for name, coef in shown.items() if coef or name in always)
         for name in ("capacity", "zero_compute"):
             value = getattr(self, name)

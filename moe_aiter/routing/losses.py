@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..config import settings
 from ..kernels.base.check import (
     check_axes,
     check_device,
@@ -129,50 +130,86 @@ def shares_of(scores: Tensor) -> Tensor:
 def sequence_balance_loss(
     scores: Tensor,
     expert_ids: Tensor,
-    sequence_length: int,
+    sequence_length: int | None = None,
     mask: Tensor | None = None,
     zero_compute: ZeroCompute | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Return the mean of all sequences' load-balance losses: 1 if each sequence is balanced.
 
     DeepSeek-V3, arXiv 2412.19437, eq. 17-20: E * sum_e f_e * P_e, with f and P of one sequence.
 
-    `scores` (T, E) and `expert_ids` (T, k) hold T / `sequence_length` sequences, one after the other; an id
-    outside of [0, E) is a dropped choice.  `mask` (T,), bool: tokens where it is False do not count, nor do
-    sequences without other tokens.  `zero_compute` as for `load_balance_loss`.  Returns a float32 scalar, 0
-    without tokens.
-    Raises ValueError for sizes that disagree.
+    `scores` (T, E) and `expert_ids` (T, k) hold T / `sequence_length` sequences, one after the other, or B
+    packed ones of any lengths: sequence b has tokens cu_seqlens[b] to cu_seqlens[b + 1].  `cu_seqlens`
+    (B + 1,), int32 or int64, is that of flash-attention; it must begin with 0 and not decrease, which
+    MOE_AITER_DEBUG=1 checks.  An id outside of [0, E) is a dropped choice.  `mask` (T,), bool: tokens where
+    it is False do not count, nor do tokens after the last sequence, nor sequences without other tokens.
+    `zero_compute` as for `load_balance_loss`.  Returns a float32 scalar, 0 without tokens.
+    Raises ValueError for sizes that disagree, and unless exactly one of both says what the sequences are.
     """
     check_axes(scores=(scores, "T, E"), expert_ids=(expert_ids, "T, k"))
     check_float(scores=scores)
     check_index(expert_ids=expert_ids)
-    check_sizes(sequence_length=sequence_length)
     num_tokens, num_experts = scores.shape
     check_device(scores=scores, expert_ids=expert_ids)
-    if num_tokens % sequence_length:
-        raise ValueError(
-            f"scores is (T={num_tokens}, E), which is no multiple of sequence_length={sequence_length}"
-        )
     if mask is None:
         mask = torch.ones(num_tokens, dtype=torch.bool, device=scores.device)
     check_mask(mask, "scores", num_tokens)
     check_device(scores=scores, mask=mask)
-    num_sequences = num_tokens // sequence_length
+    if (sequence_length is None) == (cu_seqlens is None):
+        raise ValueError("give either sequence_length or cu_seqlens")
+    if cu_seqlens is None:
+        sequence, num_sequences = number_equal(scores, sequence_length)
+    else:
+        sequence, num_sequences = number_packed(scores, cu_seqlens)
+        mask = mask & (sequence > 0) & (sequence < num_sequences - 1)
     used = mask[:, None] & (expert_ids >= 0) & (expert_ids < num_experts)
-    sequence = torch.arange(num_tokens, device=scores.device)[:, None] // sequence_length
     # whole numbers: their sum has no order
     choices = torch.zeros(num_sequences * num_experts, dtype=torch.int64, device=scores.device)
-    place = sequence * num_experts + expert_ids.where(used, 0)
+    place = sequence[:, None] * num_experts + expert_ids.where(used, 0)
     choices = choices.scatter_add(0, place.flatten(), used.long().flatten()).view(num_sequences, num_experts)
-    load = choices / choices.sum(1, keepdim=True).clamp_min(1)
-    load = over_target(load, zero_compute)
+    tokens = choices.new_zeros(num_sequences).scatter_add(0, sequence, mask.long())
+    load = over_target(choices / choices.sum(1, keepdim=True).clamp_min(1), zero_compute)
+    shares = shares_of(scores.masked_fill(~mask[:, None], 0))  # (T, E)
+    of_tokens = (load[sequence] * shares).sum(1) / tokens.clamp_min(1)[sequence]
+    return num_experts * of_tokens.sum() / (tokens > 0).sum().clamp_min(1)
 
-    shares = shares_of(scores.masked_fill(~mask[:, None], 0)).view(
-        num_sequences, sequence_length, num_experts
-    )
-    tokens = mask.view(num_sequences, sequence_length).sum(1)  # (sequences,)
-    mean = shares.sum(1) / tokens.clamp_min(1)[:, None]  # (sequences, E)
-    return num_experts * (load * mean).sum() / (tokens > 0).sum().clamp_min(1)
+
+def number_equal(scores: Tensor, sequence_length: int) -> tuple[Tensor, int]:
+    """Return each token's sequence (T,), int64, and how many numbers there are."""
+    check_sizes(sequence_length=sequence_length)
+    num_tokens = scores.shape[0]
+    if num_tokens % sequence_length:
+        raise ValueError(
+            f"scores is (T={num_tokens}, E), which is no multiple of sequence_length={sequence_length}"
+        )
+    token = torch.arange(num_tokens, device=scores.device)
+    return token // sequence_length, num_tokens // sequence_length
+
+
+def number_packed(scores: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, int]:
+    """As `number_equal`; the first and the last number are of tokens before and after all sequences."""
+    check_sequences(cu_seqlens, scores=scores)
+    token = torch.arange(scores.shape[0], dtype=cu_seqlens.dtype, device=scores.device)
+    sequence = torch.bucketize(token, cu_seqlens.contiguous(), right=True)
+    return sequence, cu_seqlens.shape[0] + 1
+
+
+def check_sequences(cu_seqlens: Tensor, **tokens: Tensor) -> None:
+    """Raise unless these can be offsets of packed sequences; in debug mode, see that they are."""
+    check_shape("cu_seqlens", cu_seqlens, "B + 1")
+    check_index(cu_seqlens=cu_seqlens)
+    check_device(**tokens, cu_seqlens=cu_seqlens)
+    if not cu_seqlens.shape[0]:
+        raise ValueError("cu_seqlens must be (B + 1,), so it has at least the offset 0, but it is empty")
+    if settings.debug and not torch.compiler.is_compiling() and is_plain((cu_seqlens,)):
+        offsets, (num_tokens,) = cu_seqlens.tolist(), {len(t) for t in tokens.values()}
+        if offsets != sorted(offsets) or offsets[0] != 0 or offsets[-1] > num_tokens:
+            raise ValueError(
+                f"cu_seqlens must begin with 0, not decrease and end at T={num_tokens} at most, but it is "
+                f"{offsets}: pass offsets, not lengths"
+            )
 
 
 def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:

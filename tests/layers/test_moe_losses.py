@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moe_aiter import MoE, balance_step, load_balance_loss, sequence_balance_loss, z_loss
+from moe_aiter import Capacity, MoE, balance_step, load_balance_loss, sequence_balance_loss, z_loss
 from moe_aiter.routing.router import Router
 
 H, WIDTH, E, K, B, S = 16, 8, 6, 2, 3, 5
@@ -64,6 +64,42 @@ def test_attached_losses_are_added_losses(device, names, masked):
         (want.square().sum() + losses_by_hand(routing, load, names, mask)).backward()
     for got, expected in zip(attached.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, expected.grad)
+
+
+@pytest.mark.parametrize("how", ["eager", "compile", "capacity"])
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (4, 8)])
+def test_packed_sequences(device, shape, how):
+    """Of lengths 5, 20 and 7: the layer's loss is the mean of theirs."""
+    options = {"capacity": Capacity(1.0, "position")} if how == "capacity" else {}
+    moe = build(device, sequence_balance_coef=1.0, **options)
+    x, mask = torch.randn(32, H, device=device), torch.ones(32, dtype=torch.bool, device=device)
+    mask[3] = False
+    given = {"mask": mask.view(shape), "cu_seqlens": torch.tensor([0, 5, 25, 32], device=device).int()}
+    torch.compiler.reset()
+    call = torch.compile(moe, fullgraph=True, backend="aot_eager") if how == "compile" else moe
+    call(x.view(*shape, H), **given).mul(0).sum().backward()
+    plain = build(device)
+    plain.load_state_dict(moe.state_dict())
+    loss = 0
+    for part, keep in zip(x.split([5, 20, 7]), mask.split([5, 20, 7]), strict=True):
+        _, (routing, _) = plain(part[keep], return_routing=True)
+        loss = loss + load_balance_loss(routing.scores, routing.expert_ids) / 3
+    loss.backward()
+    torch.testing.assert_close(moe.router.weight.grad, plain.router.weight.grad)
+    with torch.no_grad():
+        moe.eval()(x.view(*shape, H), **given)
+
+
+def test_packed_sequences_that_cannot_be(device):
+    moe, x = build(device), torch.randn(8, H, device=device)
+    for cu_seqlens, error, text in (
+        (torch.zeros(2, 2, dtype=torch.int32, device=device), ValueError, r"cu_seqlens must be \(B \+ 1\)"),
+        (torch.zeros(2, device=device), TypeError, "cu_seqlens must be int32 or int64"),
+        (torch.tensor([0, 9], device=device), ValueError, "cu_seqlens must begin with 0"),  # in debug mode
+        ([0, 8], TypeError, "cu_seqlens must be a tensor, not list"),
+    ):
+        with pytest.raises(error, match=text):
+            moe(x, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -81,6 +81,66 @@ def test_no_tokens_give_0(device):
     assert sequence_balance_loss(routing.scores[:0], routing.expert_ids[:0], S) == 0
 
 
+OFFSETS = [
+    0,
+    5,
+    5,
+    12,
+    12,
+    13,
+    25,
+]  # sequences of all lengths, also of none; the last tokens are in no sequence
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_sequences(device, dtype, masked):
+    """The mean of each sequence's loss by itself, of those that have a token."""
+    routing, cu_seqlens = routed(device=device), torch.tensor(OFFSETS, dtype=dtype, device=device)
+    scores, ids = routing.scores.detach().clone(), routing.expert_ids
+    mask = None
+    if masked:
+        mask = torch.arange(B * S, device=device) % 3 != 0  # of the sequence of one token, this token
+    scores[25:] = float("nan")
+    scores.requires_grad_()
+    kept = torch.ones(B * S, dtype=torch.bool, device=device) if mask is None else mask
+    parts = [torch.arange(*ends, device=device) for ends in zip(OFFSETS, OFFSETS[1:], strict=False)]
+    parts = [part[kept[part]] for part in parts if kept[part].any()]
+    want = sum(load_balance_loss(scores[part], ids[part]) for part in parts) / len(parts)
+    loss = sequence_balance_loss(scores, ids, mask=mask, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(*(torch.autograd.grad(value, scores)[0] for value in (loss, want)))
+    assert len(parts) == 4 - masked
+
+
+def test_packed_sequences_of_one_length(device):
+    routing, mask = routed(device=device), mask_of(device)
+    cu_seqlens = torch.arange(0, B * S + 1, S, device=device)
+    given = {"mask": mask, "cu_seqlens": torch.stack([cu_seqlens, cu_seqlens], 1)[:, 0]}  # with strides
+    packed = sequence_balance_loss(routing.scores, routing.expert_ids, **given)
+    assert torch.equal(packed, sequence_balance_loss(routing.scores, routing.expert_ids, S, mask))
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 0]])
+def test_packed_sequences_without_tokens(device, offsets):
+    routing, cu_seqlens = routed(device=device), torch.tensor(offsets, device=device)
+    for tokens in (B * S, 0):
+        given = routing.scores[:tokens], routing.expert_ids[:tokens]
+        loss = sequence_balance_loss(*given, cu_seqlens=cu_seqlens)
+        assert loss == 0 and torch.autograd.grad(loss, routing.scores)[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("offsets", [[5, 20, 7], [0, 9, 4], [0, 29], [-1, 4], [1, 4]])
+def test_offsets_that_cannot_be(device, request, offsets):
+    """Debug mode says so; otherwise nothing waits for the values, and nothing is read out of bounds."""
+    routing, cu_seqlens = routed(device=device), torch.tensor(offsets, device=device)
+    call = lambda: sequence_balance_loss(routing.scores, routing.expert_ids, cu_seqlens=cu_seqlens)  # noqa: E731
+    with pytest.raises(ValueError, match="cu_seqlens must begin with 0, .* pass offsets, not lengths"):
+        call()
+    request.getfixturevalue("no_debug")
+    assert call().isfinite()
+
+
 @pytest.mark.parametrize(
     "call, text",
     [
@@ -91,8 +151,14 @@ def test_no_tokens_give_0(device):
         (lambda s, i, m: sequence_balance_loss(s, i, 0), "sequence_length must be at least 1, not 0"),
         (lambda s, i, m: sequence_balance_loss(s, i[1:], 2), r"\(T=4, E\) but expert_ids is \(T=3, k\)"),
         (lambda s, i, m: sequence_balance_loss(s, i, 2, m[1:]), r"\(T=4, E\) but mask is \(T=3,\)"),
+        (lambda s, i, m: sequence_balance_loss(s, i), "give either sequence_length or cu_seqlens"),
+        (lambda s, i, m: sequence_balance_loss(s, i, 2, cu_seqlens=i[:, 0]), "give either sequence_length"),
+        (lambda s, i, m: sequence_balance_loss(s, i, cu_seqlens=i), r"cu_seqlens must be \(B \+ 1\)"),
+        (lambda s, i, m: sequence_balance_loss(s, i, cu_seqlens=i[:0, 0]), "but it is empty"),
     ],
 )
 def test_errors(call, text):
     with pytest.raises(ValueError, match=text):
         call(torch.rand(4, 5), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, dtype=torch.bool))
+    with pytest.raises(TypeError, match="cu_seqlens must be int32 or int64, not torch.float32"):
+        sequence_balance_loss(torch.rand(4, 5), torch.zeros(4, 2).long(), cu_seqlens=torch.zeros(2))
