@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
         Route,
         RouteDifference,
         SegmentGEMMWrapper,
+        aux_loss,
         balance_step,
         fuse_gate_up,
         fuse_projections,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
         quantize,
         record_routes,
         replay_routes,
+        set_aux_loss,
         set_loss_scale,
         unfuse,
         unpatch_linear,
@@ -118,7 +120,9 @@ __all__ = [
     "TopP",
     "ZeroCompute",
     "attach_loss",
+    "aux_loss",
     "balance_step",
+    "set_aux_loss",
     "set_loss_scale",
     "expert_mlp",
     "fuse_gate_up",
@@ -183,9 +187,9 @@ _MODULES = {  # module: its public names
     "layers": (
         "Experts LayerStatistics LiveTable LoRAExperts LoRALinear MoE MoERouting Monitor "
         "OptimizedMoELayer QuantizationReport Route RouteDifference SegmentGEMMWrapper "
-        "balance_step fuse_gate_up fuse_projections fuse_qkv linear_with_split_bias offload pack_routes "
-        "patch_linear preshuffle_weights quantization_report quantize record_routes replay_routes "
-        "set_loss_scale unfuse unpatch_linear use_main_grad"
+        "aux_loss balance_step fuse_gate_up fuse_projections fuse_qkv linear_with_split_bias offload "
+        "pack_routes patch_linear preshuffle_weights quantization_report quantize record_routes "
+        "replay_routes set_aux_loss set_loss_scale unfuse unpatch_linear use_main_grad"
     ),
     "op": "register_kernel use",
     "routing": (

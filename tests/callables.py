@@ -161,6 +161,7 @@ OURS = {
     "TopP": lambda: {"p": 0.5},
     "ZeroCompute": lambda: {"identity": 2, "zero": 1, "real_share": 0.5},
     "attach_loss": lambda: {"x": rand(T, H), "loss": rand(1)[0]},
+    "aux_loss": lambda: {"model": small_moe()},
     "balance_step": lambda: {
         "model": trained_router(),
         "rate": 0.1,
@@ -286,6 +287,7 @@ OURS = {
         "mask": mask(),
         "zero_compute": ours.ZeroCompute(1),
     },
+    "set_aux_loss": lambda: {"model": small_moe(), "how": "return"},
     "set_loss_scale": lambda: {"model": small_moe(), "scale": 2.0},
     "sort_by_expert": lambda: {"expert_ids": ids(), "num_experts": E},
     "sparse_gemm": lambda: {

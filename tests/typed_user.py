@@ -7,6 +7,7 @@ from moe_aiter import (
     LoRAExperts,
     MoE,
     Monitor,
+    aux_loss,
     balance_step,
     gmm,
     keep_fp8_weights,
@@ -17,6 +18,7 @@ from moe_aiter import (
     register_kernel,
     replay_routes,
     route,
+    set_aux_loss,
     set_loss_scale,
     unpermute,
     use,
@@ -39,6 +41,8 @@ with replay_routes(moe, routes) as replay:
 print(pack_routes([routes["MoE"][0].expert_ids[:, None]]).shape, replay.differences()["MoE"].choices + 1)
 balance_step(moe)
 set_loss_scale(moe, 1.0)
+set_aux_loss(moe, "return")
+loss: torch.Tensor = moe(x).mean() + aux_loss(moe)
 
 routing = route(x @ moe.router.weight.T, top_k=2)
 plan = make_plan(routing.expert_ids, num_experts=16)

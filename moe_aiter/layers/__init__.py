@@ -19,7 +19,7 @@ from .optimized import OptimizedMoELayer
 from .quantized import QuantizationReport, quantization_report, quantize
 from .route_replay import Route, RouteDifference, RouteReplay, pack_routes, record_routes, replay_routes
 from .segment import SegmentGEMMWrapper
-from .training import balance_step, set_loss_scale, use_main_grad
+from .training import aux_loss, balance_step, set_aux_loss, set_loss_scale, use_main_grad
 
 __all__ = [
     "Experts",
@@ -38,6 +38,7 @@ __all__ = [
     "RouteReplay",
     "SegmentGEMMWrapper",
     "ShuffledWeight",
+    "aux_loss",
     "balance_step",
     "fuse_gate_up",
     "fuse_projections",
@@ -52,6 +53,7 @@ __all__ = [
     "quantize",
     "record_routes",
     "replay_routes",
+    "set_aux_loss",
     "set_loss_scale",
     "unfuse",
     "unpatch_linear",

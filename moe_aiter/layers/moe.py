@@ -24,11 +24,12 @@ from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
 from ..routing.choices import Choice
 from ..routing.fixed import route_to
-from ..routing.losses import attach_loss, balance_of, check_sequences, sequence_balance_loss, z_loss
+from ..routing.losses import balance_of, check_sequences, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
 from ..routing.quantile import count_margins
 from ..routing.router import Router, Routing, hide, router_logits, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
+from .aux_loss import AuxLosses
 from .dense_gradient import with_dense_gradient
 from .experts import Experts, new_latent, new_shared
 
@@ -151,7 +152,7 @@ class MoE(nn.Module):
         scoring |= {"selection_bias": selection_bias, "jitter": jitter}
         if capacity is not None and choice is not None and not choice.takes_capacity:
             raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
-        self.capacity, self.zero_compute = capacity, zero_compute
+        self.capacity, self.zero_compute, self.aux_losses = capacity, zero_compute, AuxLosses()
         self.num_routed = num_experts + (0 if zero_compute is None else zero_compute.count)
         self.router = Router(hidden, self.num_routed, top_k, bias=bias, **scoring, **where)
         memory = {"row_chunks": row_chunks, "recompute": recompute, "fp8": fp8}
@@ -370,12 +371,13 @@ class MoE(nn.Module):
         return decide("load", lambda: sum_over_ranks([self.load], group)[0], self.num_routed)
 
     def with_losses(self, routing: Routing, *inputs: Any) -> Tensor:
-        """Return the routing weights with the losses attached; the rest is as for `losses`."""
-        weights = routing.routing_weights
+        """Return the routing weights, with the losses attached or kept; the rest is as for `losses`."""
         if self.has_losses():
-            for loss in self.losses(routing, *inputs):
-                weights = attach_loss(weights, loss, self._loss_scale)
-        return weights
+            losses = self.losses(routing, *inputs)
+            return self.aux_losses.add(routing.routing_weights, losses, self._loss_scale)
+        if self.training:
+            self.aux_losses.check()
+        return routing.routing_weights
 
     def losses(
         self,

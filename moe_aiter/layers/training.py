@@ -1,4 +1,4 @@
-"""Functions for a whole model in a training loop: `balance_step`, `set_loss_scale`, `use_main_grad`."""
+"""Functions for a whole model in a training loop: `balance_step`, `aux_loss`, `use_main_grad` and more."""
 
 import functools
 import sys
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.base.check import check_group, check_not_negative, checked
-from ..private_api import version_of
+from ..private_api import hooks_before, version_of
 from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
 from ..routing.quantile import quantile_bias
+from .aux_loss import NewPass
 from .experts import Experts
 from .moe import MoE
 from .optimized import OptimizedMoELayer
@@ -84,6 +85,72 @@ def margins_of(layer: MoE) -> Tensor:
     return layer.margins.flatten()
 
 
+@checked
+def set_aux_loss(model: nn.Module, how: str) -> None:
+    """Say how the auxiliary losses of every `MoE` in `model` reach the gradients.
+
+        how="attach"   The backward pass of each layer adds them, as in a new layer.  If you scale the
+                       training loss, call `set_loss_scale` with the same factor.
+        how="return"   `aux_loss(model)` returns them, to be added to the training loss.
+
+    Pass the module that your loop calls, and do so before `torch.compile` compiles it.  A forward pass of
+    this module in training mode, with gradients, drops the losses of the one before.  Losses that nothing
+    read are lost then, and a warning says so.  If you call parts of the module instead, a layer keeps its
+    losses until you read them.
+    Raises ValueError for another word and for a model without `MoE`.
+    """
+    if how not in ("attach", "return"):
+        raise ValueError(f"how must be 'attach' or 'return', not {how!r}")
+    kept = [layer.aux_losses for layer in layers_of(model)]
+    for losses in kept:
+        losses.attached, losses.new, losses.seen = how == "attach", [], []
+    for module in model.modules():
+        hooks = hooks_before(module)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, NewPass)]:
+            del hooks[key]
+    if how == "return":
+        model.register_forward_pre_hook(NewPass(kept))
+
+
+@checked
+def aux_loss(model: nn.Module) -> Tensor:
+    """Return the sum of the auxiliary losses of every `MoE` in `model`, each times its coefficient: a scalar.
+
+    After `set_aux_loss(model, "return")` this is a tensor of the graph, for the training loss:
+
+        loss = criterion(model(x)) + aux_loss(model)
+        (loss / n).backward()                               # n micro-batches; or scaler.scale(loss / n)
+
+    The losses are those of the last forward pass of `model` in training mode with gradients; a layer that ran
+    twice in the pass counts twice.  Further calls return the same.  0 if there are none.
+
+    Otherwise the layers attach their losses, and this is a number for logs, without a graph: that of each
+    layer's last forward pass.  A layer leaves none while it is compiled.
+    Layers in evaluation mode count in neither case.
+    Raises ValueError for a model without `MoE`, and RuntimeError if layers attach losses and none has left
+    one.
+    """
+    layers = layers_of(model)
+    trained = [layer for layer in layers if layer.training]
+    losses = [loss for layer in trained for loss in layer.aux_losses.read()]
+    if losses:
+        device = losses[0].device
+        return torch.stack([loss.to(device) for loss in losses]).sum()
+    if any(layer.aux_losses.attached and layer.has_coefs() for layer in trained):
+        raise RuntimeError(
+            "no forward pass in training mode has left an auxiliary loss: run the model first, and if it is "
+            "compiled, call set_aux_loss(model, 'return') before"
+        )
+    return torch.zeros((), device=next(layers[0].parameters()).device)
+
+
+def layers_of(model: nn.Module) -> list[MoE]:
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    if not layers:
+        raise ValueError("the model has no MoE: there is no auxiliary loss")
+    return layers
+
+
 @torch.no_grad()
 @checked
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
@@ -98,16 +165,20 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     `scale` is a number or a scalar tensor; a tensor on the model's device costs no synchronisation.  The
     scale is 1 at first, stays until the next call, and is in no state_dict.  In Megatron-LM this is
     `MoEAuxLossAutoScaler.set_loss_scale`.  Raises TypeError for another kind, ValueError for a tensor with
-    axes, a number that is negative or not finite, and a model without `MoE`.
+    axes, a number that is negative or not finite, a model without `MoE`, and one whose losses `aux_loss`
+    returns: they have the scale of the training loss already.
     """
     if isinstance(scale, Tensor):
         if scale.dim():
             raise ValueError(f"scale must be a scalar, but it has shape {tuple(scale.shape)}")
     else:
         check_not_negative(scale=scale)
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    if not layers:
-        raise ValueError("the model has no MoE: there is no loss to scale")
+    layers = layers_of(model)
+    if not all(layer.aux_losses.attached for layer in layers):
+        raise ValueError(
+            "set_aux_loss(model, 'return') was called: scale the training loss that aux_loss(model) is part "
+            "of, without set_loss_scale"
+        )
     for layer in layers:
         # .data: a backward pass may have saved the scalar, and reads the newest value
         if isinstance(scale, Tensor):

@@ -12,7 +12,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from moe_aiter import Experts, LoRAExperts, MoE, ZeroCompute, balance_step, use_main_grad
+from moe_aiter import (
+    Experts,
+    LoRAExperts,
+    MoE,
+    ZeroCompute,
+    aux_loss,
+    balance_step,
+    set_aux_loss,
+    use_main_grad,
+)
 from moe_aiter.config import interpret
 from moe_aiter.distributed import (
     clip_grad_norm_,
@@ -172,12 +181,15 @@ def check_experts_alone(rank, world, ep):
 def check_balance(rank, world, ep):
     """The global balance loss and the selection bias count the tokens of all ranks."""
     options = {"global_balance_coef": 0.1, "shared_intermediate": 0}
-    alone, model = build(**options), build(**options, global_balance_group=dist.group.WORLD)
-    parallelize(model, expert_mesh("cpu", ep))
-    x = batches(world, 0)
+    alone, x = build(**options), batches(world, 0)
     loss_of(alone, x.flatten(0, 1)).backward()
-    loss_of(model, x[rank]).backward()
-    compare(model, alone, lambda p: p.grad)
+    for how in ("return", "attach"):
+        model = build(**options, global_balance_group=dist.group.WORLD)
+        set_aux_loss(model, how)
+        parallelize(model, expert_mesh("cpu", ep))
+        loss = loss_of(model, x[rank])
+        (loss + aux_loss(model)).backward()  # of attached losses a number
+        compare(model, alone, lambda p: p.grad)
     balance_step(alone)
     balance_step(model, group=dist.group.WORLD)
     for ours, theirs in zip(model[1:], alone[1:], strict=True):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from moe_aiter import MoE, balance_step, use
+from moe_aiter import MoE, aux_loss, balance_step, set_aux_loss, use
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base.host import ext
 
@@ -33,6 +33,9 @@ CASES = [
     "ddp",
     "ddp checkpoint",
     "ddp reentrant",
+    "returned",  # the auxiliary losses, for the training loss
+    "returned checkpoint",
+    "ddp returned",
 ]
 
 
@@ -65,7 +68,7 @@ def batches() -> torch.Tensor:
     return torch.randn(STEPS, WORLD, T, H, generator=generator)
 
 
-def train(model, inputs, group=None) -> dict:
+def train(model, inputs, group=None, returns=False) -> dict:
     """Some optimizer steps.  Losses and loads by step, gradients of the first, and weights at the end."""
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     results, dtype = {"losses": [], "loads": []}, next(model.parameters()).dtype
@@ -73,7 +76,7 @@ def train(model, inputs, group=None) -> dict:
         # reentrant checkpointing needs an input with a gradient
         out = model(x.to(dtype, copy=True).requires_grad_())
         loss = (out - x.roll(1, -1)).square().mean()
-        loss.backward()
+        (loss + aux_loss(model) if returns else loss).backward()
         if step == 0:
             results["grads"] = {name: whole(p.grad) for name, p in named(model)}
         optimizer.step()
@@ -99,6 +102,8 @@ def whole(x):
 
 def shard(case: str, mesh) -> nn.Module:
     model = build(case)
+    if "returned" in case:
+        set_aux_loss(model, "return")
     if "ddp" in case:
         return DistributedDataParallel(model, broadcast_buffers=False)
     values = {name: p.detach().clone() for name, p in named(model)}
@@ -136,9 +141,8 @@ def one_rank(rank, folder):
     results = {}
     for backend, case in itertools.product(BACKENDS, CASES):
         with use(backend):
-            results[backend, case] = train(
-                shard(case, mesh), batches()[:, rank], torch.distributed.group.WORLD
-            )
+            group, returns = torch.distributed.group.WORLD, "returned" in case
+            results[backend, case] = train(shard(case, mesh), batches()[:, rank], group, returns)
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
