@@ -95,8 +95,8 @@ def set_aux_loss(model: nn.Module, how: str) -> None:
 
     Pass the module that your loop calls, and do so before `torch.compile` compiles it.  A forward pass of
     this module in training mode, with gradients, drops the losses of the one before.  Losses that nothing
-    read are lost then, and a warning says so.  If you call parts of the module instead, a layer keeps its
-    losses until you read them.
+    read are lost then; a warning says so, except from a compiled model.  If you call parts of the module
+    instead, a layer keeps its losses until you read them.
     Raises ValueError for another word and for a model without `MoE`.
     """
     if how not in ("attach", "return"):
@@ -122,7 +122,8 @@ def aux_loss(model: nn.Module) -> Tensor:
         (loss / n).backward()                               # n micro-batches; or scaler.scale(loss / n)
 
     The losses are those of the last forward pass of `model` in training mode with gradients; a layer that ran
-    twice in the pass counts twice.  Further calls return the same.  0 if there are none.
+    twice in the pass counts twice.  Further calls return the same.  0 if there are none.  If layers lie on
+    several devices, the sum is on that of the last one.
 
     Otherwise the layers attach their losses, and this is a number for logs, without a graph: that of each
     layer's last forward pass.  A layer leaves none while it is compiled.
@@ -134,7 +135,7 @@ def aux_loss(model: nn.Module) -> Tensor:
     trained = [layer for layer in layers if layer.training]
     losses = [loss for layer in trained for loss in layer.aux_losses.read()]
     if losses:
-        device = losses[0].device
+        device = losses[-1].device
         return torch.stack([loss.to(device) for loss in losses]).sum()
     if any(layer.aux_losses.attached and layer.has_coefs() for layer in trained):
         raise RuntimeError(

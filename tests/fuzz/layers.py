@@ -18,6 +18,7 @@ from .routes import (
     PlainRoute,
     balance,
     draw_choice,
+    draw_offsets,
     draw_scoring,
     hide,
     seen,
@@ -161,7 +162,7 @@ class PlainMoE:
     """The layer by its definition, token by token."""
 
     def __init__(self, draw: Draw, how: dict, k: int, mask: Tensor | None, bias: Tensor | None):
-        self.how, self.k, self.mask, self.length = how, k, mask, 1
+        self.how, self.k, self.mask, self.offsets = how, k, mask, None
         scoring = {name: how[name] for name in ("score", "renormalize", "scale")}
         self.route = PlainRoute(how["choice"], k, scoring, bias, mask)
         self.kept, self.loss_scale = None, 1.0
@@ -173,7 +174,7 @@ class PlainMoE:
         one = balance(scores, ids, self.mask, self.zero)
         out = out + (self.how["load_balance_coef"] + self.how["global_balance_coef"]) * one
         if self.how["sequence_balance_coef"]:
-            sequences = sequence_balance(scores, ids, self.length, self.mask, self.zero)
+            sequences = sequence_balance(scores, ids, self.offsets, self.mask, self.zero)
             out = out + self.how["sequence_balance_coef"] * sequences
         return out + self.how["z_loss_coef"] * squared(logits, self.mask)
 
@@ -265,25 +266,31 @@ def moe(draw: Draw) -> Case:
         bias = draw.grid(E, dtype=torch.float32, step=1 / 64, most=20)
         layer.router.selection_bias.copy_(bias)
     plain = PlainMoE(draw, how, k, mask, bias)
-    plain.length = max(shape[-1], 1)
+    given = {"mask": None if mask is None else mask.view(shape)}
+    plain.offsets = range(0, T + 1, max(shape[-1], 1))
+    if draw.flip(0.2):
+        plain.offsets = given["cu_seqlens"] = draw_offsets(draw, T)
     saved, training = draw.flip(0.2), draw.flip(0.8)
     if not training:
         how |= dict.fromkeys(BESIDE, 0.0)
     layer.train(training)
+    returned = draw.flip(0.3)
     if draw.flip(0.3):
         plain.loss_scale = draw.pick(0.25, 8.0)
         moe_aiter.set_loss_scale(layer, plain.loss_scale)
+    if returned:
+        moe_aiter.set_aux_loss(layer, "return")
 
     def ours(x, **params):
         if layer.load is not None:
             layer.load.zero_()
-        given = {"mask": None if mask is None else mask.view(shape)}
 
         def run(x):
             return functional_call(layer, params, (x.view(*shape, H),), given)
 
         out = checkpoint(run, x, use_reentrant=False) if saved else run(x)
-        return out.view(T, H)
+        beside = [Loss(moe_aiter.aux_loss(layer) * plain.loss_scale)] if returned else []
+        return out.view(T, H), *beside
 
     return Case(ours, plain, tensors)
 

@@ -317,12 +317,18 @@ def balance(scores, ids, mask, zero=0):
     return out * E
 
 
-def sequence_balance(scores, ids, length, mask, zero=0):
+def draw_offsets(draw, T):
+    """Where packed sequences begin and the last one ends; some are empty, and tokens may be left."""
+    inner = sorted(draw.form.randint(0, T) for _ in range(draw.size(high=5)))
+    return torch.tensor([0, *inner], dtype=draw.pick(torch.int32, torch.int64), device=DEVICE)
+
+
+def sequence_balance(scores, ids, offsets, mask, zero=0):
     values = []
-    for s in range(0, len(scores), length):
-        rows = slice(s, s + length)
+    for begin, end in zip(offsets, offsets[1:], strict=False):
+        rows = slice(begin, end)
         part = None if mask is None else mask[rows]
-        if part is None or bool(part.any()):
+        if begin < end and (part is None or bool(part.any())):
             values.append(balance(scores[rows], ids[rows], part, zero))
     return torch.stack(values).mean() if values else balance(scores, ids, mask) * 0
 
@@ -342,6 +348,10 @@ def losses(draw: Draw) -> Case:
     ids = draw.experts(T, k, E)
     mask = draw.mask(T) if draw.flip() else None
     by_sizes = mask is None and draw.flip()
+    offsets, how = range(0, T + 1, length), {"sequence_length": length}
+    if draw.flip(0.3):
+        offsets = draw_offsets(draw, T)
+        how = {"cu_seqlens": offsets}
     tensors = {
         "scores": draw.numbers(T, E, dtype=dtype).abs() + 0.1,
         "logits": draw.numbers(T, E, dtype=dtype),
@@ -353,11 +363,11 @@ def losses(draw: Draw) -> Case:
         else:
             given = {"expert_ids": ids, "mask": mask}
         one = moe_aiter.load_balance_loss(scores, **given)
-        two = moe_aiter.sequence_balance_loss(scores, ids, length, mask)
+        two = moe_aiter.sequence_balance_loss(scores, ids, mask=mask, **how)
         return one, two, moe_aiter.attach_loss(moe_aiter.z_loss(logits, mask), one * 3)
 
     def plain(scores, logits):
-        one, two = balance(scores, ids, mask), sequence_balance(scores, ids, length, mask)
+        one, two = balance(scores, ids, mask), sequence_balance(scores, ids, offsets, mask)
         return one, two, squared(logits, mask) + loops.nothing(scores), Loss(one * 3)
 
     return Case(ours, plain, tensors)

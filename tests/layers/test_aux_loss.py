@@ -184,6 +184,21 @@ def test_compiled(device, whole, repeats):
         torch.testing.assert_close(p.grad, other.grad, msg=name)
 
 
+def test_a_compiled_step(device):
+    """The model, its losses and their sum in one graph."""
+    torch.compiler.reset()
+    returned, attached = models(device)
+    step = torch.compile(
+        lambda x: returned(x).square().mean() + aux_loss(returned), fullgraph=True, backend="aot_eager"
+    )
+    for _ in range(2):
+        x = batch(device)
+        step(x).backward()
+        attached(x).square().mean().backward()
+    for (name, p), other in zip(returned.named_parameters(), attached.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad, msg=name)
+
+
 def test_reentrant_checkpoints_raise(device):
     """In the first run, not only in the one that nothing may wait for."""
     layer = MoE(H, 8, E, K, **COEFS, device=device)
@@ -297,6 +312,7 @@ def test_a_captured_step(no_debug):
         (returned(x).square().mean() + aux_loss(returned)).backward()
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
