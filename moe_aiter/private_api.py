@@ -77,6 +77,10 @@ def fast_on_cpu(dtype: torch.dtype) -> bool:
     return FAST.get(dtype, True)
 
 
+# whether oneDNN multiplies 16-bit floats by tiles of 16 rows and 32 numbers
+AMX = find("torch.cpu._is_amx_tile_supported")()
+
+
 # GPUs, of which a torch for CPUs alone knows nothing
 
 GPU = torch.version.cuda or torch.version.hip

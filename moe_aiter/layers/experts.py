@@ -4,7 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.base.activations import get_activation
-from ..kernels.base.check import check_parameter_dtype, check_sizes, check_tensor, checked
+from ..kernels.base.check import (
+    cast_as_linear,
+    check_parameter_dtype,
+    check_sizes,
+    check_tensor,
+    checked,
+    linear,
+)
 from ..kernels.experts.fp8 import check_fp8
 from ..kernels.experts.glu import glu
 from ..kernels.experts.inputs import check_memory
@@ -159,13 +166,12 @@ def local_weight(p: Tensor | None) -> Tensor | None:
     return local.detach().requires_grad_(p.requires_grad) if hasattr(p, "main_grad") else local
 
 
-def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as torch.autocast, if enabled, would for nn.Linear: to its dtype; float64 stays float64."""
-    device = tensors[0].device.type
-    if tensors[0].is_meta or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+class Linear(nn.Linear):
+    """nn.Linear, where a NaN or infinity of one token stays in its row on every CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return linear(x, self.weight, self.bias)
 
 
 class SharedExpert(nn.Module):
@@ -188,9 +194,9 @@ class SharedExpert(nn.Module):
         self.activation, self.interleaved = activation, interleaved
         where = {"device": device, "dtype": dtype}
         width = get_activation(activation).projections * intermediate
-        self.gate_up = nn.Linear(hidden, width, bias=bias, **where)
-        self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
-        self.gate = nn.Linear(hidden, 1, bias=False, **where) if gate else None
+        self.gate_up = Linear(hidden, width, bias=bias, **where)
+        self.down = Linear(intermediate, hidden, bias=bias, **where)
+        self.gate = Linear(hidden, 1, bias=False, **where) if gate else None
 
     def reset_parameters(self) -> None:
         for part in self.children():
@@ -217,4 +223,4 @@ def new_latent(hidden: int, latent: int, where: dict) -> tuple[nn.Linear | None,
         return None, None
     check_sizes(latent=latent)
     sizes = (hidden, latent), (latent, hidden)
-    return tuple(nn.Linear(*size, bias=False, **where) for size in sizes)
+    return tuple(Linear(*size, bias=False, **where) for size in sizes)

@@ -12,8 +12,10 @@ import typing
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ... import private_api
 from ...op import INTEGERS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -300,6 +302,47 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 def wide(x: Tensor) -> Tensor:
     return x.to(sum_dtype(x))
+
+
+def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as torch.autocast, if enabled, would for nn.Linear: to its dtype; float64 stays float64."""
+    device = tensors[0].device.type
+    if tensors[0].is_meta or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+STEP = 32  # 16-bit numbers of a row that AMX multiplies at a time
+
+
+def reads_on(x: Tensor) -> bool:
+    """Whether torch's product reads on behind the rows of x (..., M, K), and multiplies what lies there by 0.
+
+    torch does so on CPUs with AMX, in 16 bits, if K is no multiple of 32: a NaN or infinity of one row makes
+    the row before it NaN.  If the columns of `x` lie side by side, torch copies them first and is right.
+    """
+    if private_api.AMX and x.is_cpu and x.itemsize == 2 and x.dim() > 1 and x.numel() > x.shape[-1]:
+        return x.stride(-1) == 1 and (x.shape[-1] % STEP > 0 or x.stride(-2) != x.shape[-1])
+    return False
+
+
+def apart(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the operands of `x @ w`, (..., M, K) and (..., K, N), padded with zeros if torch `reads_on`."""
+    if not reads_on(x):
+        return x, w
+    rest = -x.shape[-1] % STEP
+    return F.pad(x, (0, rest)).contiguous(), F.pad(w, (0, 0, 0, rest))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear whose rows are `apart`."""
+    if private_api.AMX and x.is_cpu:
+        x, weight = cast_as_linear(x, weight)
+        if reads_on(x):
+            x, weight = apart(x, weight.mT)
+            weight = weight.mT
+    return F.linear(x, weight, bias)
 
 
 def check_rows(name: str, x: Tensor, axis: str, order: Tensor | None, top_k: int, rows: int) -> None:

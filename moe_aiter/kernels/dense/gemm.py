@@ -20,6 +20,7 @@ from .. import hopper
 from ..base.activations import FUNCTIONS
 from ..base.check import (
     FLOATS,
+    apart,
     check_axes,
     check_device,
     check_float,
@@ -93,6 +94,7 @@ def multiply_into(
     y: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None, alpha: float, beta: float
 ) -> None:
     """y (B, M, N) = alpha * x @ w + beta * c + bias."""
+    x, w = apart(x, w)
     added, factor = (bias, 1.0) if c is None else (c, beta)
     if y.shape[0] == 1:
         y, x, w = y[0], x[0], w[0]

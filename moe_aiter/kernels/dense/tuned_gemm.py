@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import settings
@@ -38,7 +37,16 @@ from ...tuning.aiter_csv import Problem, Row, current_device, find, record, this
 from ...tuning.candidates import Config, candidates
 from ...tuning.choice import choose_backend
 from .. import hopper
-from ..base.check import FLOATS, check_device, check_flags, check_float, check_shape, check_size, check_tensor
+from ..base.check import (
+    FLOATS,
+    check_device,
+    check_flags,
+    check_float,
+    check_shape,
+    check_size,
+    check_tensor,
+    linear,
+)
 from ..base.choice import FEW, unmeasured
 from ..base.fp8 import FP8
 from ..base.gemm_row import GemmInputs
@@ -325,8 +333,8 @@ def product(
         return by_op(x, weight, bias, dtype, scaled, backend)
     if any_autocast():
         with no_autocast(x):
-            return F.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+            return linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 backends: dict[tuple, str] = {}  # shapes and dtypes -> the backend that multiplies
@@ -388,7 +396,7 @@ def compiled(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:
     if asks or may_be_forced() or not own:
         return by_op(x, weight, bias, dtype, scaled, "")
     with no_autocast(x):
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
 
 # shuffled weights

@@ -92,11 +92,8 @@ class Scratch:
         self.like, self.view, self.buffers, self.returned = like, view, {}, {}
         self.rows = padded(min(rows, BLOCK_ROWS), like.dtype)
 
-    def take(self, name: str, rows: int, columns: int, clear: bool = False) -> tuple:
-        """A buffer's first rows, padded for products, and without padding as the steps see them.
-
-        The padding holds anything, unless it is cleared: then it adds nothing to a sum over rows.
-        """
+    def take(self, name: str, rows: int, columns: int) -> tuple:
+        """A buffer's first rows, padded with zeros for products, and without, as the steps see them."""
         if name not in self.buffers:
             if self.returned.get(name):
                 self.buffers[name] = self.returned[name].pop()
@@ -105,7 +102,7 @@ class Scratch:
                 self.buffers[name] = buffer, self.view(buffer)
         buffer, view = self.buffers[name]
         end = padded(rows, buffer.dtype)
-        if clear and end > rows:
+        if end > rows:
             view[rows:end] = 0
         return buffer[:end], view[:rows]
 
@@ -362,7 +359,7 @@ class ForwardLoop(Loop):
 
     def run_block(self, block: Block, worker: int) -> None:
         scratch, steps, n = self.scratch[worker], self.steps, block.last - block.first
-        rows, rows_view = scratch.take("rows", n, self.hidden, clear=self.i.save_z)
+        rows, rows_view = scratch.take("rows", n, self.hidden)
         a, a_view = scratch.take("a", n, self.channels)
         if self.i.save_z:
             rows_of_z = slice(block.z_first, block.z_last)
@@ -417,15 +414,15 @@ class BackwardLoop(Loop):
         _, expert, first, last, *_ = block
         needs, steps, scratch, n = self.needs, self.steps, self.scratch[worker], last - first
         choices = self.order[first:last]
-        dy, dy_view = scratch.take("rows", n, self.hidden, clear=True)
+        dy, dy_view = scratch.take("rows", n, self.hidden)
         steps.gather(self.dout, choices, dy_view)
         if needs.down_bias:
             steps.column_sum(dy_view, choices, True, self.views["down_bias"][expert])
 
         x, z = self.inputs_of(block, scratch, choices)
         da, da_view = scratch.take("da", n, self.channels)
-        a, a_view = scratch.take("a", n, self.channels, clear=True)
-        dz, dz_view = scratch.take("dz", n, self.width, clear=True)
+        a, a_view = scratch.take("a", n, self.channels)
+        dz, dz_view = scratch.take("dz", n, self.width)
         matmul_into(da, dy, self.down[expert])
         steps.glu_backward(da_view, z, choices, (dz_view, a_view, self.dweights))
         if self.down_bias[expert] is not None:
@@ -446,7 +443,7 @@ class BackwardLoop(Loop):
         """The rows of x, if a product needs them, and of z, saved or computed again, as the steps see it."""
         n, x = block.last - block.first, None
         if self.needs.gate_up or not len(self.z):
-            x, x_view = scratch.take("x", n, self.hidden, clear=True)
+            x, x_view = scratch.take("x", n, self.hidden)
             self.steps.gather(self.x, choices, x_view)
         if len(self.z):
             return x, self.z[block.z_first : block.z_first + n]

@@ -21,6 +21,7 @@ from ...private_api import fast_on_cpu, is_transformed
 from .. import hopper
 from ..base.check import (
     FLOATS,
+    apart,
     check_float,
     check_groups,
     check_own_memory,
@@ -87,9 +88,7 @@ class TgmmIntoInputs(NamedTuple):
 
 def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
     """`out = x @ y + plus`, which may be a row, or `out` itself; of one dtype."""
-    if x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) > x.shape[1]:
-        # torch 2.13 reads past such rows on CPUs with AMX and multiplies by 0, which leaves NaN
-        x = x.contiguous()
+    x, y = apart(x, y)
     torch.mm(x, y, out=out) if plus is None else torch.addmm(plus, x, y, out=out)
 
 

@@ -15,6 +15,7 @@ from ...derived import derived
 from ...op import binds, define_op, gradients, takes
 from ...private_api import coo_indices, coo_values, version_of
 from ..base.check import (
+    apart,
     check_axes,
     check_device,
     check_flags,
@@ -60,7 +61,8 @@ FEW = 1024  # elements of the matrix for each entry, from which on a CPU takes e
 
 def sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed):
     w = to_dense(values, lists, rows, columns)
-    out = x @ (w if transposed else w.T)
+    x, w = apart(x, w if transposed else w.T)
+    out = x @ w
     return out if bias is None else (wide(out) + bias).to(x.dtype)
 
 
