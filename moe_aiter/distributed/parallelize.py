@@ -137,17 +137,25 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     """Shard this rank's experts over the ranks that have the same ones.
 
     Gradients of experts are sums over the ranks of `ep` already: with those over `efsdp`, FSDP2 divides them
-    by the number of all ranks.
+    by the number of all ranks.  For a single rank of `efsdp`, FSDP2 would divide by its factor twice, unless
+    it reduces in float32 or bfloat16.
     """
     efsdp, ep = mesh.shape
     few = efsdp * ep > num_experts_of(experts)  # then each rank has a part of each of its experts
     placement = functools.partial(within_experts, efsdp) if few else None
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
     fully_shard(experts, mesh=mesh[EFSDP], mp_policy=policy, shard_placement_fn=placement, **options)
+    if efsdp == 1:
+        experts.set_all_reduce_hook(functools.partial(divide, mesh.size()))
+        return
     experts.set_gradient_divide_factor(float(mesh.size()))
     # a group with a backend for each kind of device has gloo for CPUs
-    if efsdp > 1 and (mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(EFSDP)) == "gloo"):
+    if mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(EFSDP)) == "gloo":
         experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies no sum
+
+
+def divide(ranks: int, grads: torch.Tensor) -> None:
+    grads /= ranks
 
 
 def within_experts(ranks: int, parameter: nn.Parameter) -> Shard:

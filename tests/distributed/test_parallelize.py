@@ -229,6 +229,27 @@ def check_memory_options(rank, world, ep):
         assert whole(p).isfinite().all() and whole(p).abs().max() <= 1
 
 
+def check_reduce_dtypes(rank, world, ep):
+    """Gradients are means of the ranks', whatever dtype they are reduced in."""
+    torch.manual_seed(0)
+    alone, x = nn.Sequential(MoE(H, 8, 12, 2, bias=True)), batches(world, 0)
+    loss_of(alone, x.flatten(0, 1)).backward()
+    half, wide = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
+    cases = [(torch.float32, reduce) for reduce in (*half, *wide)] + [
+        (dtype, None) for dtype in (*half, *wide)
+    ]
+    for dtype, reduce in cases:
+        model = copy.deepcopy(alone).to(dtype)
+        model.zero_grad()
+        parallelize(model, expert_mesh("cpu", ep), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
+        loss_of(model, x[rank].to(dtype)).backward()
+        # with 16-bit tokens a router may choose other experts; a wrong divisor is off by half or more
+        limit = 0.35 if dtype in half else 0.02 if reduce in half else 1e-5
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            found = error(whole(ours.grad).double(), theirs.grad.double())
+            assert found < limit, f"{name}, {dtype} reduced in {reduce}: {found}"
+
+
 def check_errors(rank, world, ep):
     mesh = expert_mesh("cpu", ep)
     with pytest.raises(ValueError, match=f"ep=3 does not divide the world of {world} ranks: try ep=1, ep=2"):
@@ -337,6 +358,17 @@ def few_experts(rank, world, ep):
     loss_of(alone, x.flatten(0, 1)).backward()
     loss_of(model, x[rank]).backward()
     compare(model, alone, lambda p: p.grad)
+
+
+def reduce_dtypes(rank, world, folder):
+    for ep in range(1, world + 1):
+        if world % ep == 0:
+            check_reduce_dtypes(rank, world, ep)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_reduce_dtypes(world, tmp_path):
+    run(world, reduce_dtypes, tmp_path)
 
 
 def everything(rank, world, folder):
