@@ -16,9 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.base.check import check_axes, check_device, check_flags, check_float, check_real
+from ..kernels.base.check import (
+    cast_as_linear,
+    check_axes,
+    check_device,
+    check_flags,
+    check_float,
+    check_real,
+    check_tensor,
+)
 from ..kernels.dense.attention_mask import lowest, mask_bias, zero_rows
-from ..op import INTEGERS, check_backend, compose, is_plain, log
+from ..op import INTEGERS, check_backend, compose, is_plain, log, no_autocast
 from ..private_api import any_autocast, attention_choice, attention_flash, attention_math, is_transformed
 from ..switches import switches
 
@@ -81,7 +89,8 @@ def attention(
     chosen = choose(call, backend)
     report(chosen, call)
     remember(key, chosen, call, q)
-    out = KERNELS[chosen](call)
+    with no_autocast(call.q):  # which would lower what a kernel computes in float32
+        out = KERNELS[chosen](call)
     if alive is not None:
         out = without_dead(out, alive)
     return F.pad(out, (0, 0, dead, 0)) if dead else out
@@ -140,11 +149,11 @@ class Call(NamedTuple):
 
 def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int, Tensor | None]:
     """The call without what no query sees, how many queries at the start see nothing, and which others."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, t)
+    q, k, v = cast_as_linear(q, k, v)
     check_inputs(q, k, v)
     check_options(is_causal, scale, dropout_p)
-    autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)  # torch knows none of meta tensors
-    if autocast and q.dtype != torch.float64:
-        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     Sq, Sk = q.shape[2], k.shape[2]
     mask = None if mask is None else shaped_mask(mask, q, Sk)
     left, right = seen(is_causal, window)

@@ -1,14 +1,15 @@
 """AITER's dense products: see `moe_aiter/kernels/dense/gemm.py`.
 
 Both operands have one dtype: float32, float16, bfloat16 or, computed by torch, float64.  The result has this
-dtype; a bias and c may have another of the four.  All products have gradients.  They raise ValueError for
-shapes and devices, TypeError for dtypes.
+dtype; a bias and c may have another of the four.  Under torch.autocast, operands are cast to its dtype.  All
+products have gradients.  They raise ValueError for shapes and devices, TypeError for dtypes.
 """
 
 from torch import Tensor
 
 from ...kernels.base.activations import FUNCTIONS
 from ...kernels.base.check import (
+    cast_as_linear,
     check_axes,
     check_flags,
     check_float,
@@ -49,6 +50,7 @@ def batched_gemm(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: b
     axes_of_a = "batch, k, m" if transpose_a else "batch, m, k"
     axes_of_b = "batch, n, k" if transpose_b else "batch, k, n"
     check_axes(a=(a, axes_of_a), b=(b, axes_of_b))
+    a, b = cast_as_linear(a, b)
     check_float(a=a, b=b)
     return gemm(a.mT if transpose_a else a, b.mT if transpose_b else b)
 
@@ -104,6 +106,7 @@ def cutlass_gemm(
     c broadcasts to (m, n).  If `beta` is 0, the default, c is not read.
     """
     check_axes(a=(a, "m, k"), b=(b, "k, n"))
+    a, b = cast_as_linear(a, b)
     check_float(a=a, b=b)
     return gemm(a, b, alpha=alpha, beta=beta, c=c)
 
@@ -129,6 +132,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     check_tensor("y", y)
     if x.dim() == 0 or y.dim() == 0:
         raise ValueError(f"x and y must have an axis, but they are {tuple(x.shape)} and {tuple(y.shape)}")
+    x, y = cast_as_linear(x, y)
     check_float(x=x, y=y)
     axes = "k={}" if y.dim() == 1 else "k={}, n" if y.dim() == 2 else "..., k={}, n"
     check_size("x is (..., k={})", x.shape[-1], f"y is ({axes})", y.shape[max(-2, -y.dim())])
@@ -144,6 +148,7 @@ def as_w(input: Tensor, weight: Tensor, transpose_weight: bool = True, *, is_opt
     check_shape("weight", weight, *("nk" if transpose_weight else "kn"))
     if input.dim() == 0:
         raise ValueError("input must be (..., k), but it has no axis")
+    input, weight = cast_as_linear(input, weight)
     check_float(input=input, weight=weight)
     option = f" with transpose_weight={transpose_weight}" if is_option else ""
     described = f"weight is {'(n, k={})' if transpose_weight else '(k={}, n)'}{option}"

@@ -304,13 +304,19 @@ def wide(x: Tensor) -> Tensor:
     return x.to(sum_dtype(x))
 
 
-def cast_as_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as torch.autocast, if enabled, would for nn.Linear: to its dtype; float64 stays float64."""
+def cast_as_linear(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast as torch.autocast, if enabled, would for F.linear: to its dtype; float64 and 8-bit floats stay."""
+    if not (torch.compiler.is_compiling() or private_api.any_autocast()):
+        return tensors
     device = tensors[0].device.type
     if tensors[0].is_meta or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tuple(t.to(dtype) if is_cast(t, device) else t for t in tensors)
+
+
+def is_cast(t: Tensor | None, device: str) -> bool:
+    return t is not None and t.is_floating_point() and t.itemsize in (2, 4) and t.device.type == device
 
 
 STEP = 32  # 16-bit numbers of a row that AMX multiplies at a time

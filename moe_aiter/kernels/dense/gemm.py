@@ -21,6 +21,7 @@ from ..base.activations import FUNCTIONS
 from ..base.check import (
     FLOATS,
     apart,
+    cast_as_linear,
     check_axes,
     check_device,
     check_float,
@@ -325,6 +326,7 @@ def gemm(
     activation: None, "relu", "gelu" (by the error function), "gelu_tanh" or "silu".
     out_dtype: dtype of the result [that of `x`].
 
+    Under torch.autocast, operands are cast to its dtype.
     Sums and epilogue are float32, or float64 if the result is, and rounded once.  Exception: on a CPU, and
     where the GPU's table prefers torch's BLAS, the input of the activation is rounded too.  float32 is
     multiplied in IEEE precision unless MOE_AITER_MATMUL_PRECISION is tf32.
@@ -342,6 +344,9 @@ def gemm(
     for name, number in (("alpha", alpha), ("beta", beta)):
         if type(number) is not float:
             check_real(name, number)
+    if c is not None:
+        check_tensor("c", c)
+    x, w, bias, c = cast_as_linear(x, w, bias, c)
     if c is None and beta != 0:
         raise ValueError(f"beta is {beta} but c is None")
     if activation is not None and activation not in ACTIVATIONS:

@@ -39,6 +39,7 @@ from ...tuning.choice import choose_backend
 from .. import hopper
 from ..base.check import (
     FLOATS,
+    cast_as_linear,
     check_device,
     check_flags,
     check_float,
@@ -282,7 +283,7 @@ def tuned_gemm(
     `x` and `weight` may also be both int8 or both 8-bit floats: then `scaled_gemm` multiplies them, into
     bfloat16 unless `out_dtype` is given, and without gradients.
 
-    Differentiable in x, weight, bias and scales.  Means the same under torch.autocast.
+    Differentiable in x, weight, bias and scales.  Under torch.autocast, operands are cast to its dtype.
 
     Raises ValueError for shapes, devices and malformed files of tuned products, FileNotFoundError where of
     several none is there, TypeError for dtypes, NotSupportedError for what torch alone could do.
@@ -313,6 +314,9 @@ def product(
         check_flags(is_shuffled=is_shuffled)
     else:
         is_shuffled = getattr(weight, "is_shuffled", False) is True
+    if is_shuffled and cast_as_linear(x, weight)[1] is not weight:  # the order is that of a dtype
+        weight, is_shuffled = usual_order(weight), False
+    x, weight, bias = cast_as_linear(x, weight, bias)
     if torch.compiler.is_compiling():
         return compiled(x, unshuffle_weight(weight) if is_shuffled else weight, bias, dtype, scaled)
     key = (

@@ -22,6 +22,7 @@ from ...tuning.aiter_json import tile_of
 from .. import hopper
 from ..base.check import (
     FLOATS,
+    cast_as_linear,
     check_device,
     check_existing,
     check_flags,
@@ -317,8 +318,9 @@ def gmm(
     trans_rhs: whether `rhs` is (G, N, K).  Unless given it is where only that fits: a square `rhs` is (G, K,
         N).  Strides are free either way.
 
-    `lhs` and `rhs` share a dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless
-    there is an `existing_out`, whose result is not recorded.
+    `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast to its dtype;
+    sums are kept in float32.  Differentiable in lhs, rhs and bias, unless there is an `existing_out`, whose
+    result is not recorded.
 
     Raises ValueError for shapes, devices or block sizes that do not fit and for an `existing_out` that shares
     memory with an operand, TypeError for dtypes, before anything is written; with MOE_AITER_DEBUG=1 also
@@ -327,6 +329,8 @@ def gmm(
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")
     check_flags(work_stealing=work_stealing)
+    if existing_out is None:  # torch casts no operands either where an output is given
+        lhs, rhs, bias = cast_as_linear(lhs, rhs, bias)
     rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], trans_rhs)
     (M, K), (G, _, N) = lhs.shape, rhs.shape
     tile, programs = tile_of("gmm", config, (M, K, N, G), lhs.dtype, grid_dim)

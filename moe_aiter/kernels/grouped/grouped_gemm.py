@@ -16,6 +16,7 @@ from torch import Tensor
 from ...op import INTEGERS, binds, define_op, gradients, takes
 from ..base.check import (
     FLOATS,
+    cast_as_linear,
     check_axes,
     check_device,
     check_float,
@@ -133,6 +134,7 @@ def grouped_gemm(
     bias: (E, N), any floating dtype, added to each product.
     out_dtype: dtype of the result [that of `input`].
 
+    Under torch.autocast, input, weights and bias are cast to its dtype.
     Sums are kept in float32, over j = 0..k-1 in this order, and rounded once.  Differentiable in input,
     weights, bias and routing_weights; an expert without tokens gets a gradient of zeros.
 
@@ -141,6 +143,7 @@ def grouped_gemm(
     Source: AITER's documentation names this function, which AITER does not have.
     """
     ids, reduce = check_inputs(input, weights, expert_ids, topk, reduce)
+    input, weights, bias = cast_as_linear(input, weights, bias)
     check_options(input, weights, ids, routing_weights, bias, out_dtype)
     order, rank, group_sizes = sort_by_expert(ids, weights.shape[0])
     x = permute(input, order, rank) if input.dim() == 2 else permute_slots_op(input, order, rank)

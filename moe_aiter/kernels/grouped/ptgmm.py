@@ -11,6 +11,7 @@ from torch import Tensor
 from ...tuning.aiter_json import tile_of
 from ..base.check import (
     FLOATS,
+    cast_as_linear,
     check_axes,
     check_device,
     check_existing,
@@ -57,7 +58,8 @@ def ptgmm(
     trans_lhs: whether `lhs` is (M, K) [if only this shape fits]; by default, a square `lhs` is (K, M).  Any
         strides either way.
 
-    `lhs` and `rhs` share a dtype; sums are kept in float32.  No gradients are recorded.
+    `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast to its dtype;
+    sums are kept in float32.  No gradients are recorded.
 
     Raises ValueError for shapes, devices or block sizes that do not fit, for `accumulate` without an
     `existing_out` and for results that share memory with an operand or with each other, TypeError for
@@ -104,6 +106,8 @@ def transposed(
 ) -> Tensor:
     check_shape("lhs", lhs, "K", "M")
     check_shape("rhs", rhs, "M", "N")
+    if existing_out is None:
+        lhs, rhs = cast_as_linear(lhs, rhs)
     lhs = oriented("trans_lhs", lhs, -1, rhs.shape[0], trans_lhs)
     check_axes(lhs=(lhs, "K, M"), rhs=(rhs, "M, N"))
     check_float(lhs=lhs, rhs=rhs)

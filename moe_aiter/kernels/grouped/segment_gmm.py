@@ -19,7 +19,7 @@ from torch import Tensor
 from ... import tuning
 from ...op import Written, binds, define_inplace_op, define_op, gradients, takes
 from .. import hopper
-from ..base.check import FLOATS, check_axes, check_device
+from ..base.check import FLOATS, cast_as_linear, check_axes, check_device, check_tensor
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, at_least_16, dense, multiply, operand, row_tiles, swizzle, tile_options
 from .segments import (
@@ -451,7 +451,8 @@ def segment_gmm(
     segments are zeros.  Segments that are negative or reach past M are clamped, and no row is multiplied
     twice: if an indptr decreases, that segment has no rows, and later ones begin as if it had none.
 
-    `x` and `w` share a dtype and may have any strides; both have gradients, that of a matrix summed over its
+    `x` and `w` share a dtype, or under torch.autocast without `out` are cast to its dtype, and may have any
+    strides; both have gradients, that of a matrix summed over its
     segments in order.  Sums are float32 (float64 for float64).  The result has the dtype of `x`, or bfloat16
     for the four kinds of float8, which are multiplied without scales or gradients.
 
@@ -462,7 +463,9 @@ def segment_gmm(
     """
     segments = lens, indptr, weight_indices
     if out is None:
-        return segment_gmm_op(x, w, *segments)
+        check_tensor("x", x)
+        check_tensor("w", w)
+        return segment_gmm_op(*cast_as_linear(x, w), *segments)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, w)):
         raise RuntimeError("segment_gmm: out= has no gradient, but x or w requires one")
     segment_gmm_out_op(out, x, w, *segments)

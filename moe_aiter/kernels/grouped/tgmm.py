@@ -22,12 +22,14 @@ from .. import hopper
 from ..base.check import (
     FLOATS,
     apart,
+    cast_as_linear,
     check_float,
     check_groups,
     check_own_memory,
     check_plan_values,
     check_rows,
     check_shape,
+    check_tensor,
     group_ends,
     split_groups,
     sum_dtype,
@@ -478,7 +480,9 @@ def tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None,
     stands for `x[order[r] // top_k]`: the kernel gathers rows as it loads them.  A group without rows gives
     exact zeros.  Not differentiable.  Dtypes, strides and errors as in `gmm`.
     """
-    return tgmm_op(x, y, group_sizes, order, top_k, False)
+    check_tensor("x", x)
+    check_tensor("y", y)
+    return tgmm_op(*cast_as_linear(x, y), group_sizes, order, top_k, False)
 
 
 def tgmm_accumulate(

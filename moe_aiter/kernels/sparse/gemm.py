@@ -16,6 +16,7 @@ from ...op import binds, define_op, gradients, takes
 from ...private_api import coo_indices, coo_values, version_of
 from ..base.check import (
     apart,
+    cast_as_linear,
     check_axes,
     check_device,
     check_flags,
@@ -307,6 +308,7 @@ def sparse_gemm(
         else:
             values, pattern = of_sparse(weight, kind, blocksize)
             transposed ^= weight.layout in COLUMNS
+    input, values, bias = cast_as_linear(input, values, bias)
     K = pattern.shape[0 if transposed else 1]
     if input.shape[-1] != K:
         wanted = f"(N, K={K})" if transpose_weight else f"(K={K}, N)"

@@ -10,6 +10,7 @@ from shapes import LAYOUTS, MATRICES, spread, transposed
 from tuned import HEAD, rows_for, tuned_files
 
 from moe_aiter.config import interpret
+from moe_aiter.kernels.base.shuffle import shuffle_weight
 from moe_aiter.kernels.dense.tuned_gemm import (
     LIBRARIES,
     NotSupportedError,
@@ -261,12 +262,13 @@ def test_a_compiled_graph_notes_and_logs_each_size_once(files, tmp_path, caplog)
     assert len([m for m in caplog.messages if m.startswith("M=")]) == 2
 
 
-def test_it_means_the_same_under_autocast(device, files):
+def test_autocast_is_that_of_linear(device, files):
     files("")
     x, w = torch.randn(5, 32, device=device), torch.randn(16, 32, device=device)
     with torch.autocast(device.type, torch.bfloat16):
-        out = tuned_gemm(x, w)
-    torch.testing.assert_close(out, F.linear(x, w))
+        torch.testing.assert_close(tuned_gemm(x, w), F.linear(x, w))
+        shuffled = shuffle_weight(w)
+        assert torch.equal(tuned_gemm(x, shuffled, is_shuffled=True), tuned_gemm(x, w))
 
 
 # mistakes
