@@ -122,11 +122,7 @@ def info() -> int:
     gpus = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     print_table("machine", {"system": platform.system(), "cpu": cpu} | gpus)
-    built = (
-        "ready"
-        if host.ext is not None
-        else "not built, so CPUs run in plain torch; with a C++17 compiler, `pip install .` builds it"
-    )
+    built = "ready" if host.ext is not None else f"not built, so CPUs run in plain torch. {host.remedy()}"
     triton = "ready" if gpus else "installed, but there is no GPU"
     if importlib.util.find_spec("triton") is None:
         triton = "not installed"

@@ -7,7 +7,9 @@ NumPy has no bfloat16, so the extension sees bfloat16 as uint16.
 """
 
 import functools
+import importlib.metadata
 import logging
+import pathlib
 from collections.abc import Callable
 
 import numpy as np
@@ -43,10 +45,26 @@ def check_built(x: Tensor) -> None:
 @functools.cache
 def warn_missing() -> None:
     log.warning(
-        "the C++ extension moe_aiter._host is missing (%s); the CPU path is plain torch, which is slower. "
-        "With a C++17 compiler, `pip install .` in the source tree builds it",
+        "the C++ extension moe_aiter._host is missing (%s); the CPU path is plain torch, which is slower. %s",
         reason,
+        remedy(),
     )
+
+
+PACKAGE = pathlib.Path(__file__).parents[2]
+
+
+def remedy() -> str:
+    """Say how to get the extension: Python may have taken a source folder instead of the installed package."""
+    for found in importlib.metadata.distributions(name="moe-aiter"):
+        for file in found.files or ():
+            installed = pathlib.Path(found.locate_file(file))
+            if file.match("moe_aiter/_host.*") and installed.parent != PACKAGE and installed.exists():
+                return (
+                    f"Python took the source folder {PACKAGE}, but the package in {installed.parent} has the "
+                    "extension: leave the folder, or build in place with `python setup.py build_ext --inplace`"
+                )
+    return "With a C++17 compiler, `pip install .` in the source tree builds it"
 
 
 VIEWS = (

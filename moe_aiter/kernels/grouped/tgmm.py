@@ -91,7 +91,14 @@ class TgmmIntoInputs(NamedTuple):
 def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
     """`out = x @ y + plus`, which may be a row, or `out` itself; of one dtype."""
     x, y = apart(x, y)
-    torch.mm(x, y, out=out) if plus is None else torch.addmm(plus, x, y, out=out)
+    if out.is_cuda and 1 in (*x.shape, *y.shape):
+        # cuBLAS may refuse the stride of an axis of size 1, which can be any number
+        x, y = (t.clone(memory_format=torch.contiguous_format) for t in (x, y))
+        out.copy_(x @ y if plus is None else torch.addmm(plus, x, y))
+    elif plus is None:
+        torch.mm(x, y, out=out)
+    else:
+        torch.addmm(plus, x, y, out=out)
 
 
 def multiply_wide(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:

@@ -336,6 +336,20 @@ def test_without_the_extension():
     assert "pip install" in warning
 
 
+def test_the_source_folder_hides_an_installed_extension(tmp_path, monkeypatch):
+    """Python in a clone takes the clone's folder, after `pip install .` too: the remedy is another one."""
+    distribution = tmp_path / "moe_aiter-0.2.0.dist-info"
+    (tmp_path / "moe_aiter").mkdir()
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: moe-aiter\nVersion: 0.2.0\n")
+    (distribution / "RECORD").write_text("moe_aiter/_host.so,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "pip install ." in host.remedy(), "the file that is recorded is not there"
+    (tmp_path / "moe_aiter/_host.so").touch()
+    assert "leave the folder, or build in place" in host.remedy()
+    assert str(tmp_path / "moe_aiter") in host.remedy()
+
+
 @pytest.mark.parametrize("compiler", ["/nowhere/c++", "false"])
 def test_the_build_goes_on_without_a_compiler(tmp_path, compiler):
     """No compiler, and one that fails: the build says what the package goes without, and succeeds."""

@@ -77,6 +77,24 @@ def test_few_rows_of_odd_widths(dtype, widths, columns_first):
             assert_as_good_as_torch(torch.ops.moe_aiter.tgmm, tgmm_reference, *args)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("K, N", [(1, 54), (54, 1), (1, 1), (3, 5)])
+def test_axes_of_one_number_in_torch(K, N, dtype):
+    """A stride of such an axis can be any number, which cuBLAS may refuse."""
+    x, w, y, group_sizes = make("cuda", [1, 5, 0, 2], K, N, dtype=dtype)
+    order = torch.arange(8, device="cuda", dtype=torch.int32)
+    with use("torch"):
+        for by_columns in (False, True):
+            rhs = w.mT.contiguous().mT if by_columns else w
+            assert_as_good_as_torch(gmm_op, gmm_reference, x, rhs, group_sizes, None)
+            args = x, y, group_sizes, order, 1, by_columns
+            assert_as_good_as_torch(torch.ops.moe_aiter.tgmm, tgmm_reference, *args)
+        out = torch.ones(4, K, N, device="cuda", dtype=dtype)
+        tgmm_accumulate(out, x, y, group_sizes)
+        assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 def test_accumulation_rounds_once(device, out_dtype):
     x, _, y, group_sizes = make(device, [9, 0, 30], dtype=DTYPES[-1])
