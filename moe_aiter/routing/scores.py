@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.base.check import check_finite
-from ..kernels.rows.route import weigh
+from ..kernels.rows.route import needs_own_gradient, shares_backward, weigh
 
 SCORES = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
 FUSED = ("softmax", "topk_softmax", "sigmoid")
@@ -74,11 +74,32 @@ class Scored(NamedTuple):
         ids = expert_ids.where(used, 0).long()
         chosen = self.scores.gather(1, ids)
         if not of_logits:
-            return weigh(chosen.where(used, 0), True, self.renormalize, self.scale)
+            return self.weigh_chosen(chosen.where(used, 0), True)
         # a NaN or +inf among a token's logits makes all its scores NaN; its weights must become NaN too.
         # "+ 0 * chosen" would do, but inductor replaces 0 * chosen with 0
         nan_or_one = torch.ones_like(chosen).masked_fill(chosen.isnan(), math.nan)
         chosen = self.logits.gather(1, ids) * nan_or_one
         used = used & (chosen != -math.inf)
         chosen = chosen.where(used, -math.inf).masked_fill(~used.any(1, keepdim=True), 0)
-        return weigh(chosen, False, True, self.scale).where(used, 0)
+        return self.weigh_chosen(chosen, False).where(used, 0)
+
+    def weigh_chosen(self, chosen: Tensor, of_scores: bool) -> Tensor:
+        """The weights of chosen scores; where they are a softmax, of chosen logits."""
+        fn = Weights.apply if self.renormalize and not needs_own_gradient() else weigh
+        return fn(chosen, of_scores, self.renormalize, self.scale)
+
+
+class Weights(torch.autograd.Function):
+    """`weigh` of renormalised weights, with the gradient that the op `route` has."""
+
+    @staticmethod
+    def forward(ctx, chosen, of_scores, renormalize, scale):
+        weights = weigh(chosen, of_scores, renormalize, scale)
+        ctx.save_for_backward(weights, chosen if of_scores else None)
+        ctx.scale = scale
+        return weights
+
+    @staticmethod
+    def backward(ctx, dweights):
+        weights, chosen = ctx.saved_tensors
+        return shares_backward(dweights, weights, ctx.scale, chosen), None, None, None

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import moe_aiter
 from moe_aiter import routing
 from moe_aiter.kernels.rows.permute import row_dots
+from moe_aiter.kernels.rows.route import choose_experts
 from moe_aiter.kernels.rows.sums import weigh_rows_op
 from moe_aiter.routing.plan import make_plan
 
@@ -294,6 +295,33 @@ def route_to(draw: Draw) -> Case:
         return ids.long(), given if weights is None else weights, scores
 
     return Case(ours, plain, tensors)
+
+
+@target
+def far_apart(draw: Draw) -> Case:
+    """One expert with nearly all of a token's weight: the gradient of each token, however small it is."""
+    dtype, T, E = draw.dtype(), draw.size(1), draw.count(2, high=12)
+    k = draw.count(2, high=min(E, 5))
+    scoring = {"score": draw.pick("softmax", "sigmoid", "sqrt_softplus"), "renormalize": True}
+    scoring["scale"] = draw.pick(1.0, 2.5)
+    ids = torch.rand(T, E, generator=draw.gen).argsort(1)[:, :k].to(DEVICE)
+    gap, logits = draw.pick(3, 6, 9, 12), draw.numbers(T, E, dtype=dtype).clone()
+    logits.scatter_add_(1, ids[:, :1], torch.full_like(logits, gap))
+    if scoring["score"] == "sigmoid":
+        logits -= gap  # torch's slope of a sigmoid loses the digits near 1
+    fused = scoring["score"] != "sqrt_softplus" and draw.flip()
+
+    def ours(logits):
+        if fused:
+            how = {"sigmoid": scoring["score"] == "sigmoid", "scale": scoring["scale"]}
+            return choose_experts(logits, k, **how, fixed_ids=ids)[1]
+        return moe_aiter.route_to(logits, ids, **scoring).routing_weights
+
+    def plain(logits):
+        scores = scores_of(logits.to(loops.sum_dtype(logits.dtype)), scoring["score"])
+        return weights_of(scores, ids, scoring["renormalize"], scoring["scale"])
+
+    return Case(ours, plain, {"logits": draw.lay(logits)}, by_row=True)
 
 
 # losses

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_aiter import Forced, GroupLimit, MoE, OptimizedMoELayer, Router, hash_experts, route, route_to
+from moe_aiter.routing.choices import Choice
 from moe_aiter.routing.scores import SCORES
 
 H, WIDTH, E, K, T = 16, 8, 6, 2, 13
@@ -232,3 +233,32 @@ def test_an_expert_that_is_not_there(no_debug):
             layer(x, expert_ids=ids)
     with pytest.raises(ValueError, match=message):
         OptimizedMoELayer(H, E, WIDTH)(x, ids, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("how", ["given", "choice", "compiled"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_the_gradient_of_logits_far_apart(device, score, how):
+    """By differences of the weights' gradients: nothing is lost where one weight is nearly 1."""
+    gen = torch.Generator().manual_seed(1)
+    z, d = torch.randn(40, 6, generator=gen).to(device), torch.randn(40, 2, generator=gen).to(device)
+    z -= 15  # of which sigmoids and softplus make shares of 1e-6 and 1e-3
+    z[:, 2] += 14
+    ids = torch.tensor([2, 4], device=device).expand(40, 2)
+    given = {"given": lambda z: route_to(z, ids, score=score, scale=3.0)}
+    given["compiled"] = torch.compile(given["given"], fullgraph=True, backend="aot_eager")
+    given["choice"] = lambda z: route(z, 2, score=score, scale=3.0, choice=Fixed(ids))
+
+    def gradient(fn, z):
+        z = z.clone().requires_grad_()
+        return torch.autograd.grad(fn(z).routing_weights, z, d.to(z.dtype))[0][:, [2, 4]].double()
+
+    got, want = gradient(given[how], z), gradient(given["given"], z.double())
+    assert ((got - want).abs() <= 2e-6 * want.abs()).all()
+
+
+class Fixed(Choice):
+    def __init__(self, ids):
+        self.ids = ids
+
+    def pick(self, ranked, top_k, mask):
+        return self.ids.clone()

@@ -33,6 +33,7 @@ from ..base.tile import dense
 from .topk import NO_KEY, from_key, row_tile, take_expert, take_highest, to_key, topk_reference
 
 EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
+NEARLY_ALL = 0.75  # of a token's weights: above a half one expert has it
 
 
 class RouteBackwardInputs(NamedTuple):
@@ -78,23 +79,37 @@ def fill_route_backward(dlogits: Tensor, *inputs) -> None:
     i = RouteBackwardInputs(*inputs)
     dlogits.zero_()
     if i.dweights is not None:
-        dchosen = i.dweights * i.scale if i.scale != 1.0 else i.dweights
-        if i.scores is None:
-            dchosen = softmax_backward(dchosen, i.weights * inverse(i.scale))
-        elif i.renormalize:
-            total = (i.dweights * i.weights).sum(1, keepdim=True)
-            dchosen = (dchosen - total) / (i.scores.gather(1, i.expert_ids).sum(1, keepdim=True) + EPSILON)
+        if i.renormalize:
+            of = None if i.scores is None else i.scores.gather(1, i.expert_ids)
+            dchosen = shares_backward(i.dweights, i.weights, i.scale, of)
+        else:
+            dchosen = i.dweights * i.scale
         # the experts of a row are distinct, so this writes each element once: no order to depend on
         dlogits.scatter_(1, i.expert_ids, dchosen)
     if i.scores is not None:
         if i.dscores is not None:
             dlogits += i.dscores
-        backward = torch.ops.aten.sigmoid_backward if i.sigmoid else softmax_backward
+        backward = torch.ops.aten.sigmoid_backward if i.sigmoid else shares_backward
         dlogits.copy_(backward(dlogits, i.scores))
 
 
-def softmax_backward(dscores: Tensor, scores: Tensor) -> Tensor:
-    return softmax_gradient(dscores, scores, 1, scores.dtype)
+def shares_backward(
+    dweights: Tensor, weights: Tensor, scale: float = 1.0, of: Tensor | None = None
+) -> Tensor:
+    """The gradient of the logits, whose softmax times `scale` are `weights` (T, n), or of the scores `of`.
+
+    d - sum(shares * d) is taken by differences, which are as small as the result.
+    """
+    shares = weights * inverse(scale) if scale != 1.0 else weights
+    nearly_all = dweights.where(shares > NEARLY_ALL, 0).sum(1, keepdim=True)
+    d = dweights - nearly_all
+    mean = (shares * d).sum(1, keepdim=True)
+    d = d - mean
+    d = d - (shares * d).sum(1, keepdim=True)
+    if of is None:
+        return weights * d
+    total = of.sum(1, keepdim=True) + EPSILON
+    return (d + (nearly_all + mean) * (EPSILON / total)) * (scale / total)
 
 
 def inverse(scale: float) -> float:
@@ -119,6 +134,7 @@ def route_backward_kernel(
     dscores_strides,  # t, e
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    NEARLY_ALL: tl.constexpr,
     EPSILON: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -135,21 +151,22 @@ def route_backward_kernel(
     if dweights_ptr is not None:
         w_ptrs, dw_ptrs = weights_ptr + t * K, dweights_ptr + t * dweights_strides[0]
         if RENORMALIZE:
-            w = tl.load(w_ptrs[:, None] + slot, mask=k_mask, other=0.0)
+            w = tl.load(w_ptrs[:, None] + slot, mask=k_mask, other=0.0) * inverse_scale
             dw = tl.load(dw_ptrs[:, None] + slot * dweights_strides[1], mask=k_mask, other=0.0)
-            total = tl.sum(w * dw, 1)
+            nearly_all, mean, rest = steps_to_mean(dw, w, NEARLY_ALL)
         if RENORMALIZE and SIGMOID:
             ids = tl.load(ids_ptr + t[:, None] * K + slot, mask=k_mask, other=0)
             size = tl.sum(tl.load(scores_ptr + t[:, None] * E + ids, mask=k_mask, other=0.0), 1) + EPSILON
+            rest -= (nearly_all + mean) * (EPSILON / size)
         for j in range(K):
             expert = tl.load(ids_ptr + t * K + j, mask=t_mask, other=0).to(tl.int32)
             part = tl.load(dw_ptrs + j * dweights_strides[1], mask=t_mask, other=0.0)
-            if scores_ptr is None and K == 1:
-                part = tl.zeros_like(part)  # a single weight is constant; rounding would say otherwise
-            elif scores_ptr is None:
-                part = tl.load(w_ptrs + j, mask=t_mask, other=0.0) * (part - total * inverse_scale)
+            if RENORMALIZE:
+                part = part - nearly_all - mean - rest
+            if scores_ptr is None:
+                part *= tl.load(w_ptrs + j, mask=t_mask, other=0.0)
             elif RENORMALIZE:
-                part = (part * scale - total) / size
+                part *= scale / size
             else:
                 part *= scale
             d = tl.where(e == expert[:, None], part[:, None], d)
@@ -159,8 +176,21 @@ def route_backward_kernel(
             dp_ptrs = dscores_ptr + t[:, None] * dscores_strides[0] + e.to(tl.int64) * dscores_strides[1]
             d += tl.load(dp_ptrs, mask=mask, other=0.0)
         p = tl.load(scores_ptr + t[:, None] * E + e, mask=mask, other=0.0)
-        d = d * p * (1 - p) if SIGMOID else p * (d - tl.sum(p * d, 1)[:, None])
+        if SIGMOID:
+            d = d * p * (1 - p)
+        else:
+            nearly_all, mean, rest = steps_to_mean(d, p, NEARLY_ALL)
+            d = p * (d - nearly_all[:, None] - mean[:, None] - rest[:, None])
     tl.store(dlogits_ptr + t[:, None] * E + e, d, mask=mask)
+
+
+@triton.jit
+def steps_to_mean(d, shares, NEARLY_ALL: tl.constexpr):
+    """The mean of each row of d, in three parts to subtract one after the other: see `shares_backward`."""
+    nearly_all = tl.sum(tl.where(shares > NEARLY_ALL, d, 0.0), 1)
+    d -= nearly_all[:, None]
+    mean = tl.sum(shares * d, 1)
+    return nearly_all, mean, tl.sum(shares * (d - mean[:, None]), 1)
 
 
 # route_backward: launcher
@@ -197,7 +227,8 @@ def new_route_backward(i: RouteBackwardInputs) -> Tensor:
 def bind_route_backward(i: RouteBackwardInputs) -> Callable:
     num_tokens, top_k = i.weights.shape
     grid, tile = row_tile_of_k(num_tokens, i.num_experts, top_k)
-    kernel = bind_kernel(route_backward_kernel, grid, SIGMOID=i.sigmoid, RENORMALIZE=i.renormalize, **tile)
+    how = {"SIGMOID": i.sigmoid, "RENORMALIZE": i.renormalize, "NEARLY_ALL": NEARLY_ALL}
+    kernel = bind_kernel(route_backward_kernel, grid, **how, **tile)
     strides = [(0, 0) if d is None else d.stride() for d in (i.dweights, i.dscores)]
     numbers = num_tokens, i.num_experts, i.scale, inverse(i.scale), *strides
 
@@ -386,7 +417,7 @@ class SoftmaxScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dscores):
         (scores,) = ctx.saved_tensors
-        return softmax_backward(dscores, scores), None
+        return softmax_gradient(dscores, scores, 1, scores.dtype), None
 
 
 def needs_own_gradient() -> bool:

@@ -5,7 +5,7 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 from shapes import LAYOUTS
 
-from moe_aiter.kernels.rows.route import choose_experts, route_backward_op, route_op
+from moe_aiter.kernels.rows.route import EPSILON, choose_experts, route_backward_op, route_op
 from moe_aiter.kernels.rows.topk import topk_reference
 from moe_aiter.op import use
 
@@ -161,6 +161,47 @@ def test_a_scale_of_zero(backend, device, mode):
     assert not weights.any()
     (dlogits,) = torch.autograd.grad(weights, logits, draw(6, 3, device=device))
     assert not dlogits.any()
+
+
+def differences(shares, d):
+    """sum_i shares_i * (d_j - d_i), where only the terms can cancel; and the sum of their sizes."""
+    terms = shares[:, None] * (d[:, :, None] - d[:, None])  # (T, j, i)
+    return terms.sum(2), terms.abs().sum(2)
+
+
+@pytest.mark.parametrize("gap", [0, 5, 10, 12, 16, 40, 80])
+@pytest.mark.parametrize("top_k", [2, 8, 64])
+@modes
+@pytest.mark.pairwise
+def test_logits_far_apart(backend, device, mode, top_k, gap):
+    """No digit of the gradient is lost where one expert has nearly all of a token's weight."""
+    (sigmoid, renormalize), scale, gen = mode, 3.0, torch.Generator().manual_seed(gap)
+    logits, dweights = torch.randn(40, 72, generator=gen), torch.randn(40, top_k, generator=gen)
+    dweights = 30 + dweights.mul(32).round() / 32  # times 3 without a rounding
+    logits[:, 0] += gap
+    if sigmoid:
+        logits -= gap + 10  # there torch's sigmoid and its slope have all digits
+    logits = logits.to(device).requires_grad_()
+    _, weights, ids = run(logits, top_k, mode, scale)
+    (got,) = torch.autograd.grad(weights, logits, dweights.to(device))
+
+    z, ids, d = logits.detach().double().cpu(), ids.cpu(), dweights.double() * scale
+    if sigmoid:
+        p, size = z.sigmoid().gather(1, ids), d.abs()
+        if renormalize:
+            total = p.sum(1, keepdim=True) + EPSILON
+            (d, size), rest = differences(p / total, d), d * EPSILON / total
+            d, size = (d + rest) / total, (size + rest) / total
+        want, size = (t * p * (1 - p) for t in (d, size))
+    elif renormalize:
+        p = z.gather(1, ids).softmax(1)
+        want, size = (p * t for t in differences(p, d))
+    else:
+        p = z.softmax(1)
+        want, size = ((p * t).gather(1, ids) for t in differences(p, torch.zeros_like(z).scatter(1, ids, d)))
+    error = (got.double().cpu().gather(1, ids) - want).abs()
+    of_exp = 1e-7 * gap  # exp rounds its argument
+    assert (error <= (2e-6 + of_exp) * size + 1e-36).all(), (error / size).max()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
