@@ -68,11 +68,11 @@ class Pass:
         return decision if decision is not None and decision.shape[: len(shape)] == shape else None
 
     def keep(self, what: str, decision: Tensor, below: int) -> None:
-        """Integers `below` a bound, for the repetitions of this pass."""
+        """Integers `below` a bound, negative ones of any size, for the repetitions of this pass."""
         if not self.first:
             return
-        if below <= 2**15:
-            decision = decision.to(torch.int16)
+        if below < 2**15:  # which itself stands for all numbers that are no less
+            decision = decision.clamp(-1, below).to(torch.int16)
         for region in self.first:
             if not hasattr(region, STORED):
                 setattr(region, STORED, Decisions())

@@ -41,6 +41,7 @@ from ..kernels.base.check import (
     checked,
     wide,
 )
+from ..kernels.base.host import saturated
 from ..kernels.base.sources import by_source
 from ..kernels.quantize.four_bit import FourBit
 from ..kernels.rows.merge import merge_plans
@@ -212,9 +213,9 @@ class ExpertDispatcher:
         experts' rows; the spans of the first."""
         tokens, routed = transport.dispatch(X), transport.dispatch(ROUTING)
         top_k, kind = s.shape[1], INTEGERS[s.dtype]
-        sizes = F.pad(plan.group_sizes.int(), (0, 1), value=x.shape[0])[None]
+        sizes = F.pad(saturated(plan.group_sizes), (0, 1), value=x.shape[0])[None]
         # rows travel with the weights, as numbers of the same bits
-        rank = pad(plan.rank, s.shape[0], -1).to(kind)
+        rank = pad(saturated(plan.rank), s.shape[0], -1).to(kind)
         routing = torch.cat([rank.view(1, -1).view(s.dtype), s.reshape(1, -1)], 1)
         for t in sizes, routing:
             routed.send(t)

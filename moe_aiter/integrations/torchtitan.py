@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..distributed import ExpertDispatcher
 from ..kernels.base.check import checked
+from ..kernels.base.host import saturated
 from ..kernels.experts.split import split_expert_mlp
 from ..layers.experts import local_part
 from ..layers.route_replay import FINDERS, Foreign
@@ -137,7 +138,7 @@ FINDERS.append(routed_experts)
 
 def each_row_once(rows: int, group_sizes: Tensor) -> Routing:
     """The routing of rows that are sorted already: tokens of one choice each, whose weight is one."""
-    group_sizes = group_sizes.int()
+    group_sizes = saturated(group_sizes)
     order = torch.arange(rows, dtype=torch.int32, device=group_sizes.device)
     order = order.masked_fill(order >= group_sizes.sum(), -1)
     weights = torch.ones(rows, 1, device=group_sizes.device)

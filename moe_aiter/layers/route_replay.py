@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..config import settings
 from ..kernels.base.check import check_flags, check_shape, check_tensor, checked, is_kind
 from ..private_api import WRAPPERS, outside_of_graph
 from ..replay import current_pass
@@ -28,6 +29,7 @@ from ..routing.router import Router, Routing
 from .moe import MoE
 
 ANY_INTEGER = 2**63 - 1
+UNSIGNED = torch.uint16, torch.uint32, torch.uint64
 TOPK = torch.topk, Tensor.topk
 
 
@@ -110,7 +112,9 @@ class Recorder:
 
 
 def small(expert_ids: Tensor, num_experts: int) -> Tensor:
-    return expert_ids.to(torch.int16 if num_experts <= 2**15 else torch.int32)
+    """The ids in the smallest dtype; -1 for one that no expert has, as kernels drop it."""
+    none = (expert_ids < 0) | (expert_ids >= num_experts)
+    return expert_ids.masked_fill(none, -1).to(torch.int16 if num_experts <= 2**15 else torch.int32)
 
 
 # replay
@@ -466,7 +470,22 @@ def integers(name: str, array: object) -> Tensor:
         raise ValueError(f"{name} must have values, but the device is meta")
     if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
         raise TypeError(f"{name} must be integers, not {array.dtype}")
-    return array.int()
+    if array.dtype in UNSIGNED:  # torch cannot compare them; the highest of 64 bits become negative
+        wide = array.long()
+        return wide.masked_fill(wide < 0, ANY_INTEGER) if array.dtype == torch.uint64 else wide
+    return array
+
+
+def as_int32(name: str, ids: Tensor) -> Tensor:
+    """Raise for ids that do not fit; on a GPU, where that would wait, they stay too high or too low."""
+    if ids.dtype != torch.int64:
+        return ids.int()
+    limits = torch.iinfo(torch.int32)
+    if (ids.is_cpu or settings.debug) and ids.numel():
+        least, most = ids.min(), ids.max()
+        if least < limits.min or most > limits.max:
+            raise ValueError(f"{name} has ids {least} to {most}, but ids must fit int32")
+    return ids.clamp(limits.min, limits.max).int()
 
 
 @checked
@@ -478,7 +497,9 @@ def pack_routes(sequences: list, *, lengths: list | None = None, mask: Tensor | 
     sequence b; padding gets the id -1, which drops its choices.  Engines return no route for the last token
     that they sampled, so a sequence may have one route less than tokens: that token gets -1.
 
-    Raises ValueError for other numbers of tokens or sequences, and for sequences that differ in layers or k.
+    Raises ValueError for other numbers of tokens or sequences, for sequences that differ in layers or k, and
+    for ids that do not fit int32: on a GPU, where that would wait, `replay_routes` finds them, or this
+    function with MOE_AITER_DEBUG=1.
     """
     if not sequences:
         raise ValueError("sequences is empty")
@@ -487,6 +508,7 @@ def pack_routes(sequences: list, *, lengths: list | None = None, mask: Tensor | 
     if lengths is not None and mask is not None:
         raise ValueError("lengths and mask are given: pass one of them")
     routes = [three_axes("sequences", sequence) for sequence in sequences]
+    routes = [as_int32(f"sequences[{i}]", route) for i, route in enumerate(routes)]
     if mask is not None:
         check_tensor("mask", mask)
         check_shape("mask", mask, "B", "S")

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from moe_aiter import Capacity, ExpertChoice, GroupLimit, TokenRounding, TopP
+from moe_aiter import Capacity, ExpertChoice, GroupLimit, TokenRounding, TopP, route
 from moe_aiter.layers.moe import MoE
 from moe_aiter.replay import ALONE, STORED, current_pass
+from moe_aiter.routing.choices import Choice
 
 H, WIDTH, E, K, T = 16, 12, 6, 3, 23
 FULL = {
@@ -192,6 +193,29 @@ def test_a_layer_that_is_called_twice_in_a_region(device, reentrant):
     first, second, *again = seen
     assert not torch.equal(first, second)
     assert torch.equal(first, again[0]) and torch.equal(second, again[1])
+
+
+class Far(Choice):
+    """Chooses numbers that no expert has."""
+
+    def pick(self, ranked, top_k, mask):
+        row = torch.tensor([2**32 + 3, 2**16 + 3, -(2**16) + 3], device=ranked.device)
+        return row.expand(len(ranked), 3)
+
+
+def test_a_number_that_no_expert_has_stays_none(device):
+    """In the repetition too, which is given the number in 16 bits."""
+    seen = []
+
+    def region(logits):
+        routing = route(logits, 3, choice=Far())
+        seen.append(routing.expert_ids)
+        return routing.routing_weights + logits[:, :3] ** 2
+
+    logits = torch.randn(4, E, device=device, requires_grad=True)
+    checkpoint(region, logits, use_reentrant=False).sum().backward()
+    first, again = seen
+    assert all(((ids < 0) | (ids >= E)).all() for ids in (first, again))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])

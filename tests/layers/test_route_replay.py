@@ -235,6 +235,50 @@ def test_arrays_of_an_engine():
     assert out[~mask].count_nonzero() == 0
 
 
+FAR = {  # numbers whose last 32 or 16 bits name an expert, and the ends of each dtype
+    torch.int64: (2**32 + 3, 2**31, 2**63 - 1, -(2**63), -(2**32) + 3, -(2**31) - 1),
+    torch.int32: (2**16 + 3, 2**31 - 1, -(2**31), -(2**16) + 3),
+    torch.uint16: (2**16 - 1, 2**15),
+    torch.uint32: (2**32 - 1, 2**31, 2**16 + 3),
+    torch.uint64: (2**64 - 1, 2**63, 2**32 + 3),
+}
+
+
+@pytest.mark.parametrize("dtype", FAR, ids=str)
+def test_numbers_that_no_expert_has(dtype, device):
+    """They are looked at before they are narrowed."""
+    model, x = Model().to(device), torch.randn(1, H, device=device)
+    fine = torch.tensor([[[0, 1, 2], [3, 4, 5]]], dtype=dtype, device=device)
+    with replay_routes(model, fine), torch.no_grad():
+        model(x)
+    assert torch.equal(pack_routes([fine]), fine.int())
+    for far in FAR[dtype]:
+        ids = torch.tensor([[[0, 1, 2], [3, far, 5]]], dtype=dtype, device=device)
+        given = [ids, ids.cpu().numpy(), {"layers.0": ids[:, 0], "layers.1": ids[:, 1]}]
+        for routes in given:
+            with pytest.raises(ValueError, match=rf"layers.1 has experts 0 to 5, .*{min(far, 2**63 - 1)}"):
+                replay_routes(model, routes)
+        if -(2**31) <= far < 2**31:
+            assert pack_routes([ids])[0, 1, 1] == far
+        else:
+            with pytest.raises(ValueError, match=r"sequences\[1\] has ids .* must fit int32"):
+                pack_routes([fine, ids])
+
+
+@pytest.mark.gpu
+def test_numbers_that_no_expert_has_wait_for_replay(device, no_debug):
+    """`pack_routes` waits for nothing, and leaves them out of range."""
+    ids = torch.tensor([[[0, 2**32 + 3]], [[1, -(2**32) + 3]]], device=device)
+    assert pack_routes([ids]).tolist() == [[[0, 2**31 - 1]], [[1, -(2**31)]]]
+
+
+def test_given_numbers_that_no_expert_has_are_recorded_as_none(device):
+    layer, ids = MoE(H, 8, E, K).to(device), torch.tensor([[0, 2**16 + 3, -(2**16) + 1]], device=device)
+    with pytest.raises(ValueError, match="65539"), record_routes(layer) as routes:  # in debug mode on a GPU
+        layer(torch.randn(1, H, device=device), expert_ids=ids)
+    assert routes["MoE"][0].expert_ids.tolist() == [[0, -1, -1]]
+
+
 def routes_of(model, x):
     with record_routes(model) as routes:
         model(x)

@@ -160,10 +160,10 @@ def unshuffle(w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.conste
 
 @triton.jit
 def row_count(group, group_sizes_ptr, M):
-    """The rows of a group, at most M."""
+    """The rows of a group, from 0 to M."""
     rows = M
     if group_sizes_ptr is not None:
-        rows = tl.minimum(tl.load(group_sizes_ptr + group).to(tl.int64), M).to(tl.int32)
+        rows = tl.minimum(tl.maximum(tl.load(group_sizes_ptr + group).to(tl.int64), 0), M).to(tl.int32)
     return rows
 
 

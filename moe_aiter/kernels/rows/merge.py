@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...op import binds, copy_into, define_op
 from ..base.check import check_device, check_index, check_shape, check_sizes
-from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from .permute import ELSEWHERE
 
 BLOCK = 128  # choices of a program
@@ -76,6 +76,12 @@ def merge_reference(i: MergeInputs) -> tuple:
 # kernel
 
 
+@triton.jit
+def limited(x, least, most):
+    """int32 or int64 -> int32, within bounds."""
+    return tl.minimum(tl.maximum(x, least), most).to(tl.int32)
+
+
 @jit_kernel
 def merge_kernel(
     rank_ptr,  # (S, R)
@@ -103,16 +109,16 @@ def merge_kernel(
     before = tl.zeros((BLOCK_N,), tl.int32)  # rows of the sources before this one
     total = tl.zeros((BLOCK_N,), tl.int32)
     for s in range(S):
-        size = tl.load(sizes_ptr + s * sizes_stride + n, mask=n < N, other=0).to(tl.int32)
+        size = limited(tl.load(sizes_ptr + s * sizes_stride + n, mask=n < N, other=0), 0, R)
         before += tl.where(s < source, size, 0)
         total += size
-    size = tl.load(sizes_ptr + source * sizes_stride + n, mask=n < N, other=0).to(tl.int32)
+    size = limited(tl.load(sizes_ptr + source * sizes_stride + n, mask=n < N, other=0), 0, R)
     mine = (n >= first) & (n < first + E)
     total = tl.where(mine, total, 0)
     start = tl.cumsum(total, 0) - total + before
     ends = tl.cumsum(size, 0)
 
-    rank = tl.load(rank_ptr + source * rank_stride + i, mask=i < R, other=-1).to(tl.int32)
+    rank = limited(tl.load(rank_ptr + source * rank_stride + i, mask=i < R, other=-1), -1, R)
     expert = tl.sum((ends[:, None] <= rank[None, :]).to(tl.int32), 0)  # of a choice, by one thread
     here = (rank >= 0) & (expert >= first) & (expert < first + E)
     row = rank + tl.gather(start - (ends - size), tl.minimum(expert, BLOCK_N - 1), 0)

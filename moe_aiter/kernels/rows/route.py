@@ -156,10 +156,11 @@ def route_backward_kernel(
             nearly_all, mean, rest = steps_to_mean(dw, w, NEARLY_ALL)
         if RENORMALIZE and SIGMOID:
             ids = tl.load(ids_ptr + t[:, None] * K + slot, mask=k_mask, other=0)
-            size = tl.sum(tl.load(scores_ptr + t[:, None] * E + ids, mask=k_mask, other=0.0), 1) + EPSILON
+            p_ptrs = scores_ptr + t[:, None] * E + ids
+            size = tl.sum(tl.load(p_ptrs, mask=k_mask & (ids >= 0) & (ids < E), other=0.0), 1) + EPSILON
             rest -= (nearly_all + mean) * (EPSILON / size)
         for j in range(K):
-            expert = tl.load(ids_ptr + t * K + j, mask=t_mask, other=0).to(tl.int32)
+            expert = known(tl.load(ids_ptr + t * K + j, mask=t_mask, other=0), E)
             part = tl.load(dw_ptrs + j * dweights_strides[1], mask=t_mask, other=0.0)
             if RENORMALIZE:
                 part = part - nearly_all - mean - rest
@@ -182,6 +183,12 @@ def route_backward_kernel(
             nearly_all, mean, rest = steps_to_mean(d, p, NEARLY_ALL)
             d = p * (d - nearly_all[:, None] - mean[:, None] - rest[:, None])
     tl.store(dlogits_ptr + t[:, None] * E + e, d, mask=mask)
+
+
+@triton.jit
+def known(expert, E):
+    """The numbers of experts, of any integer dtype, as int32; -1 for one that is none."""
+    return tl.where((expert >= 0) & (expert < E), expert, -1).to(tl.int32)
 
 
 @triton.jit
@@ -315,11 +322,11 @@ def route_kernel(
         if fixed_ids_ptr is None:
             best, expert, key = take_highest(key, e, BLOCK_E)
         else:
-            expert = tl.load(fixed_ids_ptr + t * K + j, mask=t < T, other=0).to(tl.int32).reshape(BLOCK_T)
+            expert = known(tl.load(fixed_ids_ptr + t * K + j, mask=t < T, other=0).reshape(BLOCK_T), E)
             best = take_expert(key, e, expert)
         ids = tl.where(slot == j, expert[:, None], ids)
         keys = tl.where(slot == j, best[:, None], keys)
-    chosen = tl.where(slot < K, from_key(keys), NOTHING)
+    chosen = tl.where((slot < K) & (ids >= 0), from_key(keys), NOTHING)
     if OF_LOGITS:
         chosen = softmax(chosen)
     elif RENORMALIZE:
@@ -385,6 +392,12 @@ def launch_route_host(out, *inputs):
     weights.copy_(weigh(weights, i.sigmoid, i.renormalize, i.scale))
 
 
+def check_fixed_ids(i: RouteInputs) -> None:
+    ids, num_experts = i.fixed_ids, i.logits.shape[1]
+    if ids is not None and ((ids < 0) | (ids >= num_experts)).any():
+        raise ValueError(f"fixed_ids holds {ids.min()} to {ids.max()} but num_experts is {num_experts}")
+
+
 # route: op
 def save_route(ctx, i, output):
     scores, weights, ids = output
@@ -430,6 +443,7 @@ route_op = define_op(
     RouteInputs,
     outputs=3,
     new=new_route,
+    check_values=check_fixed_ids,
     reference=route_reference,
     triton=bind_route,
     host=host(launch_route_host),
@@ -488,7 +502,8 @@ def choose_experts(
     The floats are float32, float64 for float64 logits.  Differentiable once in `logits`: float16, bfloat16,
     float32 or float64, with any strides.  NaN is chosen first; the experts of a row are distinct and within
     [0, E) whatever the logits are.  A renormalised softmax without `need_scores` gives None for them.
-    `fixed_ids` (T, k), of any integer dtype and within [0, E), are taken instead of the highest experts.
+    `fixed_ids` (T, k), of any integer dtype and within [0, E), are taken instead of the highest experts.  On
+    a GPU another number becomes -1, of weight 0; with MOE_AITER_DEBUG=1 and on a CPU it raises an error.
     Raises ValueError unless `logits` has two axes and 1 <= top_k <= E, TypeError for another dtype.
     """
     check_float(logits=logits)

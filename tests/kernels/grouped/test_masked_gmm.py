@@ -96,7 +96,7 @@ def layout_of(layout, x):
 
 
 @pytest.mark.parametrize("max_m", [20, 140])
-@pytest.mark.parametrize("sizes", [[3, 0, 20], [-5, 2**31 - 1, 7]], ids=str)
+@pytest.mark.parametrize("sizes", [[3, 0, 20], [-5, 2**31 - 1, 7], [-(2**32) + 3, 2**32, 7]], ids=str)
 def test_what_is_outside_keeps_every_bit_and_is_not_read(device, max_m, sizes, no_debug):
     out, x, w, *_ = make(device, [0, 0, 0], dtypes=(F16, F16, F16), max_m=max_m)
     poison = torch.randint(-(2**15), 2**15, out.shape, dtype=torch.int16, device=device)

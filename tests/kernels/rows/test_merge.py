@@ -65,6 +65,10 @@ def test_plans_of_some_rows(backend, device):
     order, (rank,), (group_sizes,), _ = merge_plans(*wide, 2, 1, 2, 8, False)
     assert group_sizes.tolist() == [3, 1] and order.tolist() == [3, 6, 7, 2, -1, -1, -1, -1]
     assert rank.tolist() == [[-1, -1], [3, 0], [-1, -1], [1, 2]]
+    far = ranks.masked_fill(ranks < 0, -(2**32) + 1)
+    assert torch.equal(merge_plans(far, sizes, 2, 1, 2, 8, False)[0], order)
+    far = ranks.masked_fill(ranks < 0, 2**32 + 1)
+    assert torch.equal(merge_plans(far, sizes, 2, 1, 2, 8, False)[0], order)
     for bad in ((ranks, sizes[:1], 2, 0, 3), (ranks, sizes, 3, 0, 3), (ranks, sizes, 2, 1, 3)):
         with pytest.raises(ValueError, match="do not fit"):
             merge_plans(*bad, 8, False)

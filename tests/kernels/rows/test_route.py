@@ -94,6 +94,31 @@ def test_given_experts(backend, device, mode, dtype):
     torch.testing.assert_close(grad, true_grad.float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("far", [2**32 + 3, 2**31 + 3, 2**63 - 1, -(2**63), -(2**32) + 3, 12, -1])
+@modes
+def test_a_given_number_of_no_expert(backend, device, mode, far, no_debug):
+    """It raises an error on a CPU; for a kernel it is no expert, and not that of its last 32 bits."""
+    logits, ids = draw(5, 12, device=device).requires_grad_(), torch.tensor([[3, 1, 4]] * 5, device=device)
+    how = {"sigmoid": mode[0], "renormalize": mode[1]}
+    ids[2, 1], ids[0, 0] = far, far
+    if backend != "triton":
+        if device.type == "cpu":
+            with pytest.raises(RuntimeError, match="index .* out of bounds"):
+                choose_experts(logits, 3, **how, fixed_ids=ids)
+        return
+    _, weights, chosen = choose_experts(logits, 3, **how, fixed_ids=ids)
+    (grad,) = torch.autograd.grad(weights, logits, torch.ones_like(weights))
+    assert torch.equal(chosen, ids.where(ids != far, -1)) and (weights[ids == far] == 0).all()
+    assert grad.isfinite().all()
+    two = choose_experts(logits, 2, **how, fixed_ids=torch.tensor([[3, 4]] * 5, device=device))[1]
+    torch.testing.assert_close(weights[2, [0, 2]], two[2])
+
+
+def test_debug_checks_given_numbers(device):
+    with pytest.raises(ValueError, match="fixed_ids holds 0 to 4294967299 but num_experts is 12"):
+        choose_experts(draw(1, 12, device=device), 2, fixed_ids=torch.tensor([[0, 2**32 + 3]], device=device))
+
+
 @modes
 def test_without_scores(backend, device, mode):
     """The same weights, experts and gradients, to the bit."""
