@@ -33,14 +33,22 @@ def route_to(
     forward pass, for example that of an inference engine (Ma et al. 2025, arXiv 2510.11370); recorded weights
     repeat its weights too.
 
-    Raises ValueError for sizes that disagree and for a score that `route` refuses; TypeError for ids that are
-    not int32 or int64, and for weights that are not floating.  An id of E or more has the weight 0 here; see
-    `make_plan` for when such an id raises an error.
+    Raises ValueError for sizes that disagree and for a score that `route` refuses, as `topk_softmax` for one
+    column of ids without weights; TypeError for ids that are not int32 or int64, and for weights that are not
+    floating.  An id of E or more has the weight 0 here; see `make_plan` for when such an id raises an error.
     """
     check_axes(logits=(logits, "T, E"), expert_ids=(expert_ids, "T, k"))
     check_index(expert_ids=expert_ids)
     check_sizes(k=expert_ids.shape[1])
-    renormalize = check_score(score, renormalize, expert_ids.shape[1])
+    slots = expert_ids.shape[1]
+    if routing_weights is not None:
+        slots = max(slots, 2)  # weights that are given train no router anyway
+    elif slots == 1 and score == "topk_softmax":
+        raise ValueError(
+            "expert_ids is (T, k=1), and score='topk_softmax' makes each routing weight 1 and the router's "
+            "gradient 0: pass routing_weights too, or use score='softmax'"
+        )
+    renormalize = check_score(score, renormalize, slots)
     check_float(logits=logits)
     check_finite(scale=scale)
     if routing_weights is not None:

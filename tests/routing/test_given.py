@@ -262,3 +262,25 @@ class Fixed(Choice):
 
     def pick(self, ranked, top_k, mask):
         return self.ids.clone()
+
+
+@pytest.mark.parametrize("score, renormalize", MODES)
+def test_one_column(device, score, renormalize):
+    """Of ids alone, and with weights, which need no score; a weight of 1 would train no router."""
+    how = {"score": score, "renormalize": renormalize}
+    moe, x = MoE(H, WIDTH, E, K, **how).to(device), torch.randn(T, H, device=device)
+    ids, weights = torch.randint(E, (T, 1), device=device), torch.rand(T, 1, device=device)
+    logits = torch.randn(T, E, device=device)
+    assert torch.equal(route_to(logits, ids, weights, **how).routing_weights, weights)
+    whole = moe(x, expert_ids=ids, routing_weights=torch.ones_like(weights))
+    given = moe(x, expert_ids=ids, routing_weights=weights)
+    torch.testing.assert_close(given, whole * weights, atol=1e-5, rtol=1e-5)
+    if score != "topk_softmax":
+        moe(x, expert_ids=ids).sum().backward()
+        assert moe.router.weight.grad.count_nonzero()
+        return
+    for call in (lambda: moe(x, expert_ids=ids), lambda: route_to(logits, ids, **how)):
+        with pytest.raises(
+            ValueError, match=r"expert_ids is \(T, k=1\), .* pass routing_weights too, or use"
+        ):
+            call()
