@@ -136,7 +136,12 @@ OURS = {
     "offload": lambda: {"model": small_moe().requires_grad_(False), "device": "cpu", "ahead": 2},
     "pack_routes": lambda: {"sequences": [ids()[:, None]], "mask": torch.ones(1, T, dtype=torch.bool)},
     "record_routes": lambda: {"model": small_moe(), "weights": True},
-    "replay_routes": lambda: {"model": small_moe(), "routes": ids()[:, None], "weights": False},
+    "replay_routes": lambda: {
+        "model": small_moe(),
+        "routes": ids()[:, None],
+        "layers": [0],
+        "weights": False,
+    },
     "Router": lambda: {
         "hidden": H,
         "num_experts": E,

@@ -11,8 +11,10 @@ highest, so that the layer computes their weights by its own rule, with its own 
 
 import contextlib
 import inspect
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,9 +125,12 @@ def small(expert_ids: Tensor, num_experts: int) -> Tensor:
 class RouteReplay:
     """Replays routes in a `with` block: see `replay_routes`."""
 
-    def __init__(self, layers: "Layers", routes: dict[str, list[Route]]):
+    def __init__(self, layers: "Layers", routes: dict[str, list[Route]], in_order: bool):
         self.layers = layers
         self.players = {name: Player(name, calls) for name, calls in routes.items()}
+        if in_order:
+            for before, player in itertools.pairwise(self.players.values()):
+                player.before = before
 
     def __enter__(self) -> "RouteReplay":
         self.attachment = attached(self.layers, self.players)
@@ -145,7 +150,13 @@ class RouteReplay:
 
 
 @checked
-def replay_routes(model: nn.Module, routes: object, *, weights: bool = False) -> RouteReplay:
+def replay_routes(
+    model: nn.Module,
+    routes: object,
+    *,
+    layers: list | tuple | range | None = None,
+    weights: bool = False,
+) -> RouteReplay:
     """Let every MoE layer of `model` use recorded experts, inside a `with` block.
 
         with replay_routes(model, routes) as replay:
@@ -154,9 +165,16 @@ def replay_routes(model: nn.Module, routes: object, *, weights: bool = False) ->
         replay.differences()  # by layer: how much the router's own choice differs
 
     `routes` is what `record_routes` gave, or a dict with a (T, k) array for each layer, or one array (tokens,
-    layers, k) as inference engines return it, whose layers are those of the model in order; or a list of
-    such arrays, one for each forward pass.  An array is a tensor or a NumPy array of integers.  The id -1
-    drops a choice; in a layer of transformers or torchtitan it must drop all choices of a token.
+    layers, k) as inference engines return it; or a list of such arrays, one for each forward pass.  An array
+    is a tensor or a NumPy array of integers.  The id -1 drops a choice; in a layer of transformers or
+    torchtitan it must drop all choices of a token.
+
+    `layers` says which layer of the model each column of an array (tokens, layers, k) belongs to: its name,
+    as `record_routes` gives it, or its number among the model's MoE layers, from 0 on, in the order in which
+    they are registered.  A layer that a forward pass calls twice has two columns.  Columns of names that
+    `model` does not have are not used, so each stage of a pipeline takes its own.  Without `layers` the
+    columns are in the order of registration, and the first pass that runs layers in another one raises
+    ValueError.
 
     The model's router computes the weights of the replayed experts, with gradient.  With `weights`, recorded
     weights take their place, and the router gets no gradient through them.
@@ -169,11 +187,11 @@ def replay_routes(model: nn.Module, routes: object, *, weights: bool = False) ->
     pass.  Raises TypeError for routes that are not integers.
     """
     check_flags(weights=weights)
-    layers = layers_of(model)
-    calls = calls_of(routes, list(layers))
-    for name, layer in layers.items():
+    found = layers_of(model)
+    calls = calls_of(routes, list(found), layers)
+    for name, layer in found.items():
         calls[name] = [checked_route(name, layer, route, weights) for route in calls[name]]
-    return RouteReplay(layers, calls)
+    return RouteReplay(found, calls, layers is None and not isinstance(routes, Mapping))
 
 
 class Player:
@@ -182,6 +200,7 @@ class Player:
     def __init__(self, name: str, calls: list[Route]):
         self.name, self.calls = name, calls
         self.next = 0
+        self.before: Player | None = None  # of the layer that runs before this one, if that is to be checked
         self.again = False  # whether the last call was a repetition
         self.waiting: dict[int, weakref.ref] = {}  # calls in checkpointed regions, until they are repeated
         self.totals = torch.zeros(4, dtype=torch.int64)
@@ -196,6 +215,11 @@ class Player:
                 raise RuntimeError(f"{self.name} runs in a backward pass, but in no checkpoint of torch's")
             if self.next == len(self.calls):
                 raise ValueError(f"{self.name} is called once more, but routes have {self.next} of its calls")
+            if self.before is not None and self.before.next <= self.next:
+                raise ValueError(
+                    f"{self.name} runs before {self.before.name}, but columns of routes follow the order in "
+                    "which the model registers its layers: pass layers=, the name of each column's layer"
+                )
             call = torch.tensor(self.next, device="cpu")  # regions keep tensors
             self.next += 1
             if here.first:
@@ -398,14 +422,18 @@ def layers_of(model: nn.Module) -> Layers:
             layer = ForeignLayer(module, modules[name.rpartition(".")[0]] if name else None, found)
         else:
             continue
-        name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-        layers[name or type(module).__name__] = layer
+        layers[plain_name(name) or type(module).__name__] = layer
     if not layers:
         raise ValueError(
             f"model has no MoE layer, {type(model).__name__}; for one of transformers, call "
             "moe_aiter.integrations.transformers.register() first"
         )
     return layers
+
+
+def plain_name(name: str) -> str:
+    """The name of a module without torch's wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @contextlib.contextmanager
@@ -424,21 +452,47 @@ def attached(
 # arrays
 
 
-def calls_of(routes: object, names: list[str]) -> dict[str, list[Route]]:
+def calls_of(routes: object, names: list[str], layers: Sequence | None) -> dict[str, list[Route]]:
     """Return the routes of all calls of each layer, whatever form they have."""
     if not isinstance(routes, Mapping):
         passes = [three_axes("routes", a) for a in (routes if isinstance(routes, list | tuple) else [routes])]
+        layers = range(len(names)) if layers is None else layers
         for array in passes:
-            if array.shape[1] != len(names):
+            if array.shape[1] != len(layers):
                 raise ValueError(
-                    f"the model has {len(names)} MoE layers, {names[0]} to {names[-1]}, but routes are "
-                    f"(tokens, layers={array.shape[1]}, k): select the layers that are MoE"
+                    f"the model has {len(names)} MoE layers, {names[0]} to {names[-1]}, and layers= names "
+                    f"{len(layers)}, but routes are (tokens, layers={array.shape[1]}, k): select the layers "
+                    "that are MoE"
                 )
-        return {name: [Route(array[:, i]) for array in passes] for i, name in enumerate(names)}
+        columns = columns_of(layers, names)
+        return {name: [Route(array[:, c]) for array in passes for c in columns[name]] for name in names}
+    if layers is not None:
+        raise ValueError("layers are given, but routes are a dict, whose keys name the layers")
     for name in (*(set(names) - set(routes)), *(set(routes) - set(names))):
         where = "the model has it, routes do not" if name in names else "routes have it, the model does not"
         raise ValueError(f"layer {name}: {where} ({len(names)} layers, {len(routes)} in routes)")
     return {name: [as_route(name, r) for r in in_calls(routes[name])] for name in names}
+
+
+def columns_of(layers: Sequence, names: list[str]) -> dict[str, list[int]]:
+    """The columns of each of the model's layers, whose `names` are given, and of others in `layers`."""
+    columns: dict[str, list[int]] = defaultdict(list)
+    for column, layer in enumerate(layers):
+        if is_kind(layer, int):
+            if not 0 <= layer < len(names):
+                raise ValueError(
+                    f"layers holds {layer}, but the model's MoE layers are 0 to {len(names) - 1}"
+                )
+            layer = names[layer]
+        if not isinstance(layer, str):
+            raise TypeError(f"layers must be names or numbers of layers, not {type(layer).__name__}")
+        columns[plain_name(layer)].append(column)
+    for name in names:
+        if name not in columns:
+            raise ValueError(
+                f"layer {name}: the model has it, layers= does not ({len(names)} layers, {len(columns)})"
+            )
+    return columns
 
 
 def in_calls(routes: object) -> list | tuple:

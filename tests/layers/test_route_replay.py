@@ -20,6 +20,7 @@ from moe_aiter import (
     record_routes,
     replay_routes,
 )
+from moe_aiter.routing.plan import make_plan
 
 H, E, K, LAYERS = 16, 6, 3, 2
 OPTIONS = {
@@ -35,13 +36,15 @@ OPTIONS = {
 
 
 class Model(nn.Module):
+    step = 1  # -1: the last layer runs first
+
     def __init__(self, reentrant=None, **options):
         super().__init__()
         self.reentrant = reentrant
         self.layers = nn.ModuleList(MoE(H, 8, E, K, **options) for _ in range(LAYERS))
 
     def forward(self, x):
-        for layer in self.layers:
+        for layer in self.layers[:: self.step]:
             if self.reentrant is None:
                 x = x + layer(x)
             else:
@@ -279,10 +282,125 @@ def test_given_numbers_that_no_expert_has_are_recorded_as_none(device):
     assert routes["MoE"][0].expert_ids.tolist() == [[0, -1, -1]]
 
 
+class Reversed(Model):
+    step = -1
+
+
 def routes_of(model, x):
     with record_routes(model) as routes:
         model(x)
     return routes
+
+
+def array_of(routes):
+    """(tokens, layers, k), in the order of the dict, of the first call of each layer."""
+    return torch.stack([calls[0].expert_ids for calls in routes.values()], 1)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_layers_that_run_in_another_order(reentrant):
+    """Columns are bound by name or number; by registration only to passes in that order."""
+    model, x = Reversed(reentrant), torch.randn(5, H, requires_grad=True)
+    with record_routes(model) as routes:
+        want = model(x)
+        want.backward()
+    other, array, (a, b) = moved(model), array_of(routes), routes
+    other.zero_grad()
+    with replay_routes(other, routes):
+        want = other(x)
+        want.backward()
+    grads = gradients(other)
+    as_run = array.flip(1)  # as an engine has them, which numbers layers as they run
+    for layers in ([b, a], [1, 0], (1, 0), range(1, -1, -1), [b, 0], ["layers._orig_mod.1", 0]):
+        with replay_routes(other, as_run, layers=layers):
+            loss = other(x)
+            loss.backward()
+        assert torch.equal(loss, want)
+        assert_same(gradients(other), grads)
+    with replay_routes(other, array, layers=[a, b]), torch.no_grad():
+        assert torch.equal(other(x), want)
+    left = []
+    for given in (array, as_run, [array, array]):
+        early = pytest.raises(ValueError, match="layers.1 runs before layers.0, .* pass layers=")
+        with early, replay_routes(other, given):
+            left.append(other(x))
+        assert not left and all(layer.routes is None for layer in other.layers)
+
+
+def test_passes_that_overlap_run_in_order():
+    """Each stage runs all micro-batches before the next one, and backward repeats them, the last first."""
+    model, batches = Model(), [torch.randn(n, H) for n in (3, 5, 2)]
+    with record_routes(model) as routes:
+        for x in batches:
+            model(x)
+    arrays = [torch.stack(ids, 1) for ids in zip(*([r[0] for r in c] for c in routes.values()), strict=True)]
+    other = moved(model)
+    with replay_routes(other, routes):
+        want = [other(x) for x in batches]
+    with replay_routes(other, arrays):
+        states = batches
+        for layer in other.layers:
+            states = [x + checkpoint(layer, x, use_reentrant=False) for x in states]
+        losses = [x.square().mean() for x in states]
+        for loss in losses[::-1]:
+            loss.backward()
+    assert_same(losses, want)
+
+
+def test_stages_of_a_pipeline():
+    """A stage has some of the layers, under their names, and takes its columns of the whole array."""
+    model, x = Model(), torch.randn(5, H)
+    with record_routes(model) as routes:
+        want = model(x)
+    other = moved(model)
+    with replay_routes(other, routes):
+        want = other(x)
+    array, names = array_of(routes), list(routes)
+    for i, name in enumerate(names):
+        stage = nn.ModuleDict({"layers": nn.ModuleDict({str(i): other.layers[i]})})
+        for given, layers in ((array, names), (array[:, [i]], [0]), (array[:, [i]], None)):
+            with replay_routes(stage, given, layers=layers) as replay:
+                y = x + other.layers[i](x)
+            assert list(replay.differences()) == [name]
+        x = y
+    assert torch.equal(x.square().mean(), want)
+
+
+def test_a_layer_that_a_pass_calls_twice_has_two_columns():
+    layer, x = nn.Sequential(MoE(H, 8, E, K)), torch.randn(2, 5, H)
+    columns = torch.rand(2, 5, 2, E).argsort(3)[..., :K]  # of two passes
+    found = []
+    layer[0].experts.register_forward_pre_hook(lambda _, args: found.append(args[2].rank.clone()))
+    with replay_routes(layer, list(columns), layers=["0", "0"]):
+        for batch in x:
+            layer(layer(batch))
+    want = [make_plan(ids, E).rank for array in columns for ids in array.unbind(1)]
+    assert_same(found, want)
+
+
+def test_a_layer_that_is_skipped_is_missed_at_once():
+    model, x = Model(), torch.randn(5, H)
+    array = array_of(routes_of(model, x))
+    skipped = pytest.raises(ValueError, match="layers.1 runs before layers.0")
+    with skipped, replay_routes(model, array):
+        model.layers[1](x)
+    at_end = pytest.raises(ValueError, match="layers.0 was called 0 times, routes have 1 calls")
+    with at_end, replay_routes(model, array, layers=[0, 1]):
+        model.layers[1](x)
+
+
+def test_compiled_layers_that_run_in_another_order():
+    torch.compiler.reset()
+    model, x = Reversed(), torch.randn(5, H)
+    routes = routes_of(model, x)
+    compiled, array = torch.compile(moved(model), backend="aot_eager"), array_of(routes)
+    compiled(x)
+    with replay_routes(compiled, routes):
+        want = compiled(x)
+    with replay_routes(compiled, array.flip(1), layers=[1, 0]):
+        assert torch.equal(compiled(x), want)
+    with pytest.raises(ValueError, match="runs before"), replay_routes(compiled, array):
+        compiled(x)
 
 
 def test_mismatches():
@@ -305,9 +423,18 @@ def test_mismatches():
     wrong(routes | {"layers.1": ids - 9}, "layers.1 has experts 0 to 5")
     wrong(routes, "layers.0 is called once more, but routes have 1 of its calls", calls=2)
     wrong(routes, "layers.0 was called 0 times, routes have 1 calls", calls=0)
-    wrong(array, "2 MoE layers, layers.0 to layers.1, but routes are .tokens, layers=3, k.")
+    wrong(array, "2 MoE layers, layers.0 to layers.1, .* but routes are .tokens, layers=3, k.")
     wrong(array.float(), "routes must be integers", TypeError)
     wrong([[1]], "routes must be tensors or NumPy arrays, not list", TypeError)
+    order = "layers.0 to layers.1, and layers= names 3, but routes are .tokens, layers=2, k."
+    wrong(array[:, :2], order, layers=[0, 1, "layers.7"])
+    wrong(array[:, :2], "layers holds 2, but the model's MoE layers are 0 to 1", layers=[0, 2])
+    wrong(array[:, :2], "layers holds -1", layers=[0, -1])
+    wrong(array[:, :2], "layer layers.1: the model has it, layers= does not", layers=[0, "layers.7"])
+    wrong(array[:, :2], "layer layers.0: the model has it, layers= does not", layers=[1, 1])
+    wrong(array[:, :2], "layers must be names or numbers of layers, not bool", TypeError, layers=[0, True])
+    wrong(array[:, :2], "layers must be a list or a tuple or a range, not str", TypeError, layers="layers.0")
+    wrong(routes, "layers are given, but routes are a dict", layers=[0, 1])
     wrong(routes, "weights=True, but routes have no routing weights of layers.0", weights=True)
     wrong(routes | {"layers.1": Route(ids, torch.ones(4, 3))}, "layers.1 has ids .5, 3. but")
     with replay_routes(model, routes), pytest.raises(ValueError, match="layers.0 are .* already"):
