@@ -87,16 +87,29 @@ def route(
         scores, weights, expert_ids = choose_once(logits, top_k, **how, need_scores=need_scores)
     else:
         check_flags(need_scores=need_scores)
-        scores = scores_of(logits, score)
-        scored = Scored(logits, scores, score, renormalize, scale)
-        ranked = rank(scores, selection_bias)
-        if choice is None:
-            expert_ids = decide("experts", lambda: topk(ranked, top_k)[1], *ranked.shape)
-            weights = scored.weigh(expert_ids)
-        else:
-            ranked = logits.detach() if choice.by_logits else ranked
-            expert_ids, weights = choice.choose(scored, ranked, top_k, mask)
+        scored = Scored(logits, scores_of(logits, score), score, renormalize, scale)
+        scores, weights, expert_ids = choose_by(scored, top_k, choice, selection_bias, mask)
     return Routing(without_padding(expert_ids, mask), weights, scores, logits)
+
+
+def choose_by(
+    scored: Scored,
+    top_k: int,
+    choice: Choice | None,
+    selection_bias: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, weights and experts; the latter by a choice or a selection bias."""
+    ranked = rank(scored.scores, selection_bias)
+    if choice is not None:
+        ranked = scored.logits.detach() if choice.by_logits else ranked
+        expert_ids, weights = choice.choose(scored, ranked, top_k, mask)
+        return scored.scores, weights, expert_ids
+    expert_ids = decide("experts", lambda: topk(ranked, top_k)[1], *ranked.shape)
+    if scored.score == "sigmoid":  # one launch, and one for the gradient
+        how = {"renormalize": scored.renormalize, "scale": scored.scale}
+        return choose_experts(scored.logits, top_k, sigmoid=True, **how, fixed_ids=expert_ids)
+    return scored.scores, scored.weigh(expert_ids), expert_ids
 
 
 def choose_once(logits: Tensor, top_k: int, **how) -> tuple[Tensor | None, Tensor, Tensor]:

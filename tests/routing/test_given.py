@@ -235,7 +235,7 @@ def test_an_expert_that_is_not_there(no_debug):
         OptimizedMoELayer(H, E, WIDTH)(x, ids, torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("how", ["given", "choice", "compiled"])
+@pytest.mark.parametrize("how", ["given", "choice", "bias", "compiled"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
 def test_the_gradient_of_logits_far_apart(device, score, how):
     """By differences of the weights' gradients: nothing is lost where one weight is nearly 1."""
@@ -246,6 +246,8 @@ def test_the_gradient_of_logits_far_apart(device, score, how):
     ids = torch.tensor([2, 4], device=device).expand(40, 2)
     given = {"given": lambda z: route_to(z, ids, score=score, scale=3.0)}
     given["compiled"] = torch.compile(given["given"], fullgraph=True, backend="aot_eager")
+    bias = torch.tensor([0.0, 0, 200, 0, 100, 0], device=device)
+    given["bias"] = lambda z: route(z, 2, score=score, scale=3.0, selection_bias=bias.to(z.dtype))
     given["choice"] = lambda z: route(z, 2, score=score, scale=3.0, choice=Fixed(ids))
 
     def gradient(fn, z):
