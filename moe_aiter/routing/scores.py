@@ -85,16 +85,20 @@ class Scored(NamedTuple):
 
     def weigh_chosen(self, chosen: Tensor, of_scores: bool) -> Tensor:
         """The weights of chosen scores; where they are a softmax, of chosen logits."""
-        fn = Weights.apply if self.renormalize and not needs_own_gradient() else weigh
-        return fn(chosen, of_scores, self.renormalize, self.scale)
+        if not self.renormalize:
+            return weigh(chosen, True, False, self.scale)
+        if not needs_own_gradient():
+            return Weights.apply(chosen, of_scores, self.scale)
+        # the sum is 1, but with a division by it torch's gradient of a softmax does not cancel
+        return weigh(chosen if of_scores else chosen.softmax(1), True, True, self.scale)
 
 
 class Weights(torch.autograd.Function):
     """`weigh` of renormalised weights, with the gradient that the op `route` has."""
 
     @staticmethod
-    def forward(ctx, chosen, of_scores, renormalize, scale):
-        weights = weigh(chosen, of_scores, renormalize, scale)
+    def forward(ctx, chosen, of_scores, scale):
+        weights = weigh(chosen, of_scores, True, scale)
         ctx.save_for_backward(weights, chosen if of_scores else None)
         ctx.scale = scale
         return weights
@@ -102,4 +106,4 @@ class Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dweights):
         weights, chosen = ctx.saved_tensors
-        return shares_backward(dweights, weights, ctx.scale, chosen), None, None, None
+        return shares_backward(dweights, weights, ctx.scale, chosen), None, None
