@@ -55,14 +55,14 @@ PACKAGE = pathlib.Path(__file__).parents[2]
 
 
 def remedy() -> str:
-    """Say how to get the extension: Python may have taken a source folder instead of the installed package."""
+    """Say how to get the extension; Python may have taken a source folder, not the installed package."""
     for found in importlib.metadata.distributions(name="moe-aiter"):
         for file in found.files or ():
             installed = pathlib.Path(found.locate_file(file))
             if file.match("moe_aiter/_host.*") and installed.parent != PACKAGE and installed.exists():
                 return (
-                    f"Python took the source folder {PACKAGE}, but the package in {installed.parent} has the "
-                    "extension: leave the folder, or build in place with `python setup.py build_ext --inplace`"
+                    f"Python took the source folder {PACKAGE}, but the package in {installed.parent} has it: "
+                    "leave the folder, or build in place with `python setup.py build_ext --inplace`"
                 )
     return "With a C++17 compiler, `pip install .` in the source tree builds it"
 
