@@ -73,3 +73,24 @@ def with_gradients(fn: Callable) -> Callable:
         return *(out.detach() for out in outputs), *grads
 
     return run
+
+
+def gather_and_release(model: torch.nn.Module) -> None:
+    """As ZeRO-3: outside of its module's forward pass, and of backward, a parameter has no numbers."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        kept = {p: p.data for p in own}
+
+        def gather(*_, kept=kept):
+            for p, data in kept.items():
+                p.data = data
+
+        def release(*_, kept=kept):
+            for p in kept:
+                p.data = torch.empty(0)
+
+        release()
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(lambda *_, release=release: release())

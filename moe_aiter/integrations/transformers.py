@@ -29,7 +29,7 @@ from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp, expert_rows
 from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
-from ..layers.experts import cast_as_linear
+from ..layers.experts import cast_as_linear, inside
 from ..layers.four_bit import FourBitWeight, from_mxfp4
 from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
@@ -337,7 +337,10 @@ def experts_forward(
     weights = weights_of(module)
     num_experts = weights.down.shape[0]
     plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
-    return compute(module, hidden_states, top_k_weights, plan, weights).to(hidden_states.dtype)
+    adapters = (getattr(module, ADAPTERS, None) or {}).values()
+    run = partial(compute, module, weights=weights)
+    out = inside((a for a in adapters if isinstance(a, nn.Module)), run, hidden_states, top_k_weights, plan)
+    return out.to(hidden_states.dtype)
 
 
 def compute(

@@ -1,5 +1,9 @@
 """E expert MLPs with stacked weights, and the expert that every token goes to."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +20,7 @@ from ..kernels.experts.fp8 import check_fp8
 from ..kernels.experts.glu import glu
 from ..kernels.experts.inputs import check_memory
 from ..kernels.experts.mlp import expert_mlp
+from ..private_api import has_hooks
 from ..routing.plan import RoutePlan
 
 
@@ -98,12 +103,17 @@ class Experts(nn.Module):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
-    def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+    def forward(
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, *, within: Callable | None = None
+    ) -> Tensor:
         """Send `x` (T, H) through the experts of `plan`; add up, weighted by `routing_weights` (T, k).
 
         Returns (T, H) in the dtype of `x`, which must be that of the weights; under torch.autocast, in its
-        dtype, as from nn.Linear.  Raises ValueError and TypeError as `expert_mlp` does.
+        dtype, as from nn.Linear.  `within` is for `inside`.  Raises ValueError and TypeError as `expert_mlp`
+        does.
         """
+        if within is not None:
+            return within(x, routing_weights, plan)
         check_tensor("x", x)
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)
@@ -164,6 +174,22 @@ def local_weight(p: Tensor | None) -> Tensor | None:
     autograd, which may send zeros for none, is not asked."""
     local = local_part(p)
     return local.detach().requires_grad_(p.requires_grad) if hasattr(p, "main_grad") else local
+
+
+def inside(owners: Iterable[nn.Module], fn: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return `fn(*args)`, called in the forward passes of modules whose parameters `fn` reads.
+
+    FSDP2, ZeRO-3 and offloading gather a module's parameters for its own forward pass alone, by hooks or by
+    another `forward`.  Modules without either are not called.
+    """
+    hooked = [module for module in owners if is_hooked(module)]
+    if not hooked:
+        return fn(*args)
+    return hooked[0](*args, within=partial(inside, hooked[1:], fn))
+
+
+def is_hooked(module: nn.Module) -> bool:
+    return has_hooks(module) or "forward" in vars(module)
 
 
 class Linear(nn.Linear):

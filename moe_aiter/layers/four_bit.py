@@ -90,8 +90,12 @@ class FourBitExperts(nn.Module):
 
     dispatcher = None
 
-    def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+    def forward(
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, *, within: Callable | None = None
+    ) -> Tensor:
         """Do as `Experts.forward`: (T, H) -> (T, H).  Differentiable in `x` and `routing_weights`."""
+        if within is not None:
+            return within(x, routing_weights, plan)
         check_shape("x", x, "T", "H")
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)

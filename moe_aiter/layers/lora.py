@@ -10,7 +10,7 @@ LoRA never makes the product B A.  DoRA makes W + c B A for its norm, one block 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.base.check import (
-    check_device,
     check_float,
     check_index,
     check_plan,
@@ -36,7 +35,7 @@ from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, experts_by_step, spread
-from .experts import Experts, cast_as_linear, local_part
+from .experts import Experts, cast_as_linear, inside, is_hooked, local_part
 from .four_bit import FourBitExperts
 
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
@@ -93,8 +92,15 @@ class LoRAFactors(nn.Module):
             with torch.no_grad():
                 self.magnitude.copy_(row_norms(weight))
 
-    def forward(self, x: Tensor, lens: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """c * B (A x) of each segment of rows of `x`, by the pair it names; zeros where it names none."""
+    def forward(
+        self, x: Tensor, lens: Tensor, numbers: Tensor | None = None, *, within: Callable | None = None
+    ) -> Tensor:
+        """c * B (A x) of each segment of rows of `x`, by the pair it names; zeros where it names none.
+
+        `within` is for `inside`, whose function then gets the arguments.
+        """
+        if within is not None:
+            return within(x, lens, numbers)
         x, a, b = cast_as_linear(x, self.scaled_a(), self.B)
         rows = F.dropout(x.to(a.dtype), self.dropout, self.training)
         low = segment_gmm(rows, a.mT, lens, weight_indices=numbers)  # (R, r)
@@ -206,11 +212,10 @@ class LoRALinear(nn.Module):
         dtypes.
         """
         check_tensor("x", x)
-        in_features = self.base.weight.shape[1]
+        in_features = self.base.in_features
         if x.dim() < 1 or x.shape[-1] != in_features:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., in={in_features})")
         check_float(x=x)
-        check_device(x=x, weight=self.base.weight)
         rows = x.reshape(-1, in_features)  # (R, in)
         out = self.base(rows)
         if self.original is not None and adapter_ids is not None:
@@ -243,9 +248,15 @@ class LoRALinear(nn.Module):
 
     def adapted(self, rows: Tensor, out: Tensor, ids: Tensor, lens: Tensor | None) -> Tensor:
         """Return what the adapters add to `out` (R, out), the result of `base`; with DoRA in float32."""
-        y = None if self.lora.magnitude is None else out.to(sum_dtype(out))
-        if y is not None and self.base.bias is not None:
-            y = y - self.base.bias
+        if self.lora.magnitude is None:
+            y = None
+        elif is_hooked(self.base):
+            raise NotImplementedError(
+                "DoRA reads the weight of base outside of its forward pass, where hooks hide it: shard or "
+                "offload the LoRALinear as one module"
+            )
+        else:
+            y = out.to(sum_dtype(out)) - (0 if self.base.bias is None else self.base.bias)
         if lens is not None:
             return self.added(rows, y, lens, ids)
         plan = make_plan(ids[:, None], len(self.lora.A))
@@ -339,7 +350,11 @@ class LoRAExperts(nn.Module):
         check_shape("x", x, "T", "H")
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)
-        return self.compute(x, routing_weights, plan, self.local_weights())
+
+        def compute(x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+            return self.compute(x, routing_weights, plan, self.local_weights())
+
+        return inside((self.base, self.gate_up_lora, self.down_lora), compute, x, routing_weights, plan)
 
     def local_weights(self) -> tuple[Tensor | None, ...]:
         """Return the weights and biases of `base` and, unless merged, the adapters' factors, as `LowRank`.

@@ -27,11 +27,11 @@ from ..routing.fixed import route_to
 from ..routing.losses import balance_of, check_sequences, sequence_balance_loss, z_loss
 from ..routing.plan import RoutePlan, make_plan
 from ..routing.quantile import count_margins
-from ..routing.router import Router, Routing, hide, router_logits, without_padding
+from ..routing.router import Router, Routing, hide, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
 from .aux_loss import AuxLosses
 from .dense_gradient import with_dense_gradient
-from .experts import Experts, new_latent, new_shared
+from .experts import Experts, Linear, new_latent, new_shared
 
 # as they are here: a class can be given another `forward` later
 ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))
@@ -294,11 +294,8 @@ class MoE(nn.Module):
             flat.append(t)
         renormalize = None if flat[0].shape[1] == 1 else router.renormalize  # ids may be fewer than top_k
         how = {"score": router.score, "renormalize": renormalize, "scale": router.scale}
-        logits = router_logits(hide(tokens, mask), router.weight, router.bias)
-        routing = route_to(logits, *flat, **how)
-        if mask is not None:
-            routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
-        return routing
+        by = partial(route_to, expert_ids=flat[0], routing_weights=flat[1], **how)
+        return router(tokens, mask=mask, by=by)
 
     def mix(
         self,
@@ -315,7 +312,7 @@ class MoE(nn.Module):
             plan = rows_of(plan, self.num_experts)
         if self.to_latent is not None:
             casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-            if type(self.to_latent) is nn.Linear and not casts:
+            if type(self.to_latent) is Linear and not casts:
                 check_float(x=x, to_latent=self.to_latent.weight)
             x = self.to_latent(hide(x, mask))
         out = self.experts(x, weights, plan)

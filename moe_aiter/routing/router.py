@@ -1,5 +1,6 @@
 """The router: which experts a token goes to, and with what weight."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -329,13 +330,26 @@ class Router(nn.Module):
             self.selection_bias = before.to(self.selection_bias.device)
         return self
 
-    def forward(self, x: Tensor, *, need_scores: bool = True, mask: Tensor | None = None) -> Routing:
-        """Route each row of `x` (T, H); `need_scores` and `mask` as for `route`."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        need_scores: bool = True,
+        mask: Tensor | None = None,
+        by: Callable[[Tensor], Routing] | None = None,
+    ) -> Routing:
+        """Route each row of `x` (T, H); `need_scores` and `mask` as for `route`.
+
+        `by` routes the logits (T, E), those of `x` without noise, in place of the router's choice.
+        """
         check_shape("x", x, "T", "H")
         if mask is not None:
             check_mask(mask, "x", x.shape[0], "H")
             check_device(x=x, mask=mask)
         x = hide(x, mask)
+        if by is not None:
+            routing = by(router_logits(x, self.weight, self.bias))
+            return routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
         if self.adds_noise():
             x = self.with_noise(x)
         return self.choose(router_logits(x, self.weight, self.bias), need_scores, mask)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from check import assert_output_as_good, error
+from check import assert_output_as_good, error, gather_and_release
 from integrations.families import VOCAB, tiny_model
 from torch import nn
 
@@ -312,3 +312,12 @@ def test_another_implementation_does_not_pass_over_adapters():
     merge_lora(model)
     assert error(logits(model), want) < 1e-9
     assert not any(module._forward_pre_hooks for _, module in experts_of(model))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_parameters_with_numbers_in_their_own_forward_pass_alone(dora):
+    """As with ZeRO-3: adapters are gathered by the hooks of their module, weights by those of the experts."""
+    model = with_lora(dora=dora).requires_grad_(False)
+    want = logits(model)
+    gather_and_release(model)
+    assert torch.equal(logits(model), want)
