@@ -26,6 +26,7 @@ from .experts import Experts, cast_as_linear, local_part
 PARTS = "packed", "scales", "nested", "offset", "table"
 AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits
 GPTQ_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`, how much less than a zero point is stored
+SYMMETRIC = 8  # the zero point of a symmetric weight, in every group
 STATE = "quant_state.bitsandbytes__nf4"  # JSON in a tensor of bytes
 
 
@@ -267,10 +268,11 @@ def from_gptq(
     qweight: (in / 8, out) int32, 4 bits of 8 inputs in each, lowest bits first.  qzeros: (in / 128, out / 8)
     int32, of 8 outputs.  scales: (in / 128, out) float16.  g_idx: (in,), the group of each input.
     checkpoint_format: that of the quantisation's configuration: "gptq", where qzeros holds each zero point
-        less 1, or "gptq_v2", where it holds zero points.
+        less 1 in 4 bits, so that 15 stands for 0, or "gptq_v2", where it holds zero points.
     dtype: what tiles of it are dequantised to [that of scales].  `join_weights` makes one weight of experts.
-    Raises ValueError for a g_idx that permutes inputs, as `desc_act` does, for an unknown format, and for
-    shapes that do not fit, such as those of another group size; TypeError for dtypes.
+    Raises ValueError for a g_idx that permutes inputs, as `desc_act` does, for an unknown format, for zero
+    points of a symmetric weight that are stored in the other format, and for shapes that do not fit, such as
+    those of another group size; TypeError for dtypes.
     """
     if checkpoint_format not in GPTQ_ZEROS:
         raise ValueError(f"unknown checkpoint_format {checkpoint_format!r}; known: {', '.join(GPTQ_ZEROS)}")
@@ -280,8 +282,15 @@ def from_gptq(
     in_order = torch.arange(groups, device=scales.device).repeat_interleave(128)
     if g_idx is not None and not torch.equal(g_idx.to(in_order), in_order):
         raise ValueError("g_idx permutes the inputs (desc_act=True): only groups of 128 in order can be read")
+    stored, less = eight_codes(qzeros), GPTQ_ZEROS[checkpoint_format]
+    other = next(name for name in GPTQ_ZEROS if name != checkpoint_format)
+    if stored.numel() and not stored.is_meta and (stored == SYMMETRIC - GPTQ_ZEROS[other]).all():
+        raise ValueError(
+            f"qzeros holds {SYMMETRIC - GPTQ_ZEROS[other]} alone, which is the zero point {SYMMETRIC} of a "
+            f"symmetric weight in {other!r}, not in {checkpoint_format!r}: give checkpoint_format={other!r}"
+        )
     packed = qweight.T.contiguous().view(torch.uint8)
-    return int4_layer(packed, eight_codes(qzeros) + GPTQ_ZEROS[checkpoint_format], scales, dtype)
+    return int4_layer(packed, stored + less & 15, scales, dtype)
 
 
 def check_int32(**tensors: tuple[Tensor, tuple[int, int]]) -> None:

@@ -271,6 +271,48 @@ def test_int4_takes_small_groups(size):
     assert ((quantized(w, "int4").dequantize() - w).abs() <= 0.5 * step + 15 * 2.0**-25).all()
 
 
+@pytest.mark.parametrize("size", [2.0**-24, 21 * 2.0**-24, 2.0**-12])
+def test_no_code_of_int4_saturates_where_scales_are_few(size):
+    """Between neighbours of float16 that are not normal, the scale is the larger one."""
+    w = torch.linspace(0, size, 128).repeat(1, 2, 1)
+    w[:, 1] *= -1
+    q = quantized(w, "int4")
+    assert ((q.dequantize() - w).abs() <= 0.51 * q.scales.float()).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_int4_says_what_it_cannot_hold(sign):
+    w = torch.zeros(2, 3, 256)
+    w[1, 2, 200] = sign * 982_560
+    assert torch.equal(quantized(w, "int4").dequantize(), w)
+    for largest in (982_561, 3e38):
+        w[1, 2, 200] = sign * largest
+        with pytest.raises(ValueError, match=r"span 982560 at most, not .*: use nf4 or mxfp4"):
+            quantized(w, "int4")
+        assert quantized(w, "nf4", False).dequantize()[1, 2, 200] == w[1, 2, 200]
+    w[1, 2, 0], w[1, 2, 1] = 500_000, -500_000  # together
+    w[1, 2, 200] = 0
+    with pytest.raises(ValueError, match="not 1e\\+06"):
+        quantized(w, "int4")
+
+
+def test_what_would_be_read_back_as_infinity_is_refused():
+    """Largest numbers of float16 whose scale rounds up, and numbers that float32 cannot hold."""
+    top = torch.zeros(1, 1, 128, dtype=torch.float16)
+    top[..., 0] = 65504
+    with pytest.raises(ValueError, match=r"w is up to 65504, which int4 rounds past what torch\.float16"):
+        quantized(top, "int4")
+    assert torch.equal(quantized(top, "nf4").dequantize(), top)
+    assert quantized(top, "mxfp4").dequantize()[..., 0] == 6 * 2.0**13
+    several = torch.zeros(1, 199, 64, dtype=torch.float16)  # the mean of absmax makes 99 % of the largest gap
+    several[:, :100, 0] = 65504
+    with pytest.raises(ValueError, match="w is up to 65504, which nf4 rounds past"):
+        quantized(several, "nf4")
+    for format in FORMATS:
+        with pytest.raises(ValueError, match="what float32 cannot hold"):
+            quantized(torch.full((1, 2, 128), 1e39, dtype=torch.float64), format)
+
+
 def test_mistakes():
     shared = MoE(SIZE, SIZE, E, 2)
     shared.experts.dispatcher = object()
@@ -380,6 +422,7 @@ def test_mxfp4_of_gpt_oss():
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(256, (2, 6, 3, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(118, 132, (2, 6, 3), generator=generator, dtype=torch.uint8)
+    scales[0, 0] = torch.tensor([0, 1, 252])
     weight = from_mxfp4(blocks, scales)
     assert weight.packed.data_ptr() == blocks.data_ptr() and weight.scales is scales
     expected = torch.empty(2, 6, 3, 32, dtype=torch.float64)
@@ -389,6 +432,10 @@ def test_mxfp4_of_gpt_oss():
         value = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
         expected[tuple(at)] = (-1) ** sign * value * 2.0 ** (int(scales[tuple(at[:3])]) - 127)
     assert torch.equal(weight.dequantize().double().view_as(expected), expected)
+    scales[1, 5, 1] = 255
+    expected[1, 5, 1] = torch.nan
+    found = from_mxfp4(blocks, scales).dequantize().double().view_as(expected)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 GROUPS, OUT = 3, 24
@@ -398,7 +445,7 @@ def int4_codes():
     """Codes (in, out), zero points and scales (groups, out), and the weight (out, in) that they stand for."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(16, (GROUPS * 128, OUT), generator=generator)
-    zeros = torch.randint(1, 16, (GROUPS, OUT), generator=generator)
+    zeros = torch.randint(16, (GROUPS, OUT), generator=generator)
     scales = torch.rand(GROUPS, OUT, generator=generator).half()
     group = torch.arange(GROUPS * 128) // 128
     return codes, zeros, scales, ((codes - zeros[group]) * scales.double()[group]).T
@@ -424,7 +471,8 @@ def test_awq():
 @pytest.mark.parametrize("format, less", [("gptq", 1), ("gptq_v2", 0)])
 def test_gptq(format, less):
     codes, zeros, scales, expected = int4_codes()
-    parts = in_int32(codes, 0, range(8)), in_int32(zeros - less, 1, range(8)), scales
+    parts = in_int32(codes, 0, range(8)), in_int32(zeros - less & 15, 1, range(8)), scales
+    assert (zeros == 0).any() and (zeros == 15).any()
     g_idx = torch.arange(GROUPS * 128, dtype=torch.int32) // 128
     weight = from_gptq(*parts, g_idx, torch.float32, format)
     assert all(b.is_contiguous() for b in weight.buffers())
@@ -434,6 +482,20 @@ def test_gptq(format, less):
     for permuted in (g_idx.flip(0), g_idx[:-1]):
         with pytest.raises(ValueError, match=r"g_idx permutes the inputs \(desc_act=True\)"):
             from_gptq(*parts, permuted)
+
+
+@pytest.mark.parametrize("says, stores, code", [("gptq", "gptq_v2", 8), ("gptq_v2", "gptq", 7)])
+def test_a_symmetric_gptq_weight_in_the_other_format_is_refused(says, stores, code):
+    """Every zero point of such a weight is 8, so one number more or less everywhere is no other weight."""
+    codes, zeros, scales, _ = int4_codes()
+    stored = torch.full_like(zeros, code)
+    parts = in_int32(codes, 0, range(8)), in_int32(stored, 1, range(8)), scales
+    with pytest.raises(ValueError, match=f"qzeros holds {code} alone, .* give checkpoint_format='{stores}'"):
+        from_gptq(*parts, checkpoint_format=says)
+    assert (from_gptq(*parts, checkpoint_format=stores).offset == 8).all()
+    stored[1, 2] = 3  # zero points that differ are those of an asymmetric weight
+    parts = parts[0], in_int32(stored, 1, range(8)), scales
+    assert from_gptq(*parts, checkpoint_format=says).offset.unique().numel() == 2
 
 
 def test_other_layouts_of_int4_are_refused():

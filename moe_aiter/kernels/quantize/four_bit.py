@@ -1,7 +1,7 @@
 """Weights of 4 bits: how they are stored, made and read back.  `FourBit` stands for a weight (E, N, K).
 
     nf4      w = CODES[code] * absmax           blocks of 64; QLoRA, Dettmers et al. 2023, arXiv 2305.14314
-    mxfp4    w = e2m1(code) * 2 ** (scale - 127)   blocks of 32; OCP Microscaling Formats 1.0
+    mxfp4    w = e2m1(code) * 2 ** (scale - 127)   blocks of 32; OCP Microscaling Formats 1.0; scale 255 is NaN
     int4     w = (code - zero) * scale          groups of 128, as AWQ and GPTQ have them
 
 Blocks are consecutive numbers along K.  All but the final rounding to the dtype of the weight is float32.
@@ -33,7 +33,7 @@ class Format(NamedTuple):
 FORMATS = {"nf4": Format(64, True), "mxfp4": Format(32, False), "int4": Format(128, False)}
 SCALE_N, SCALE_B = 64, 32  # rows and blocks of which a program expands the scales
 NESTED = 256  # blocks of NF4 that share an entry of `nested`
-LEAST_SCALE = 2.0**-24  # of int4: the least number of float16 above 0
+LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0  # of int4: the numbers of float16 above 0 lie between
 SCALES = {  # the dtypes of `scales`
     "nf4": (torch.uint8, torch.float32),
     "mxfp4": (torch.uint8,),
@@ -144,7 +144,8 @@ def check_four_bit(packed, scales, nested, offset, table, format: str) -> None:
 def expanded_scales(packed, scales, nested, offset, table, format: str) -> tuple[Tensor, Tensor | None]:
     """Return what codes are multiplied by, (E, N, blocks) float32, and what is subtracted from them first."""
     if format == "mxfp4":
-        return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127), None
+        powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+        return powers.masked_fill(scales == 255, torch.nan), None
     if format == "int4":
         return scales.float(), offset.float()
     if nested is None:
@@ -200,9 +201,9 @@ def expand_scales_kernel(
     at = (group * rows + n) * blocks + b
     scale = tl.load(scales_ptr + at, mask=mask, other=0)
     to = (group * blocks + b) * rows + n
-    if FORMAT == "mxfp4":  # the number of a power of two, of which 2 ** -127 is not normal
+    if FORMAT == "mxfp4":  # the number of a power of two, of which 2 ** -127 is not normal, or 255, a NaN
         bits = tl.where(scale == 0, 0x00400000, scale.to(tl.int32) << 23)
-        scale = bits.to(tl.float32, bitcast=True)
+        scale = tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     elif nested_ptr is not None:
         value = tl.load(table_ptr + 16 + scale.to(tl.int32), mask=mask, other=0.0)
         each = tl.load(nested_ptr + at // NESTED, mask=mask, other=0.0)
@@ -246,14 +247,16 @@ def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
 
     Codes are the nearest; MXFP4's scale is 2 ** (floor(log2(largest)) - 2), and ties go to even codes; int4's
     scale and zero cover 0 and the group's range.  On the meta device the result has no numbers either.
-    Raises ValueError unless K is a multiple of the block and all numbers are finite.
+    Raises ValueError unless K is a multiple of the block, and for numbers without 4 bits: NaN, infinity, what
+    float32 cannot hold, a group of int4 that spans more than 982560 (15 scales of float16), and what becomes
+    infinite in the dtype of `w` when it is read back.
     """
     check_shape("w", w, "E", "N", "K")
     block = FORMATS[format].block
     if w.shape[2] % block:
         raise ValueError(f"{format} needs rows of a multiple of {block} numbers, not {tuple(w.shape)}")
-    if not w.is_meta and not all(e.isfinite().all() for e in w.detach().unbind()):
-        raise ValueError("w holds NaN or infinity, which have no 4 bits")
+    if not w.is_meta and not all(e.float().isfinite().all() for e in w.detach().unbind()):
+        raise ValueError("w holds NaN or infinity, or what float32 cannot hold, which have no 4 bits")
     quantize = {"nf4": nf4_block, "mxfp4": mxfp4_block, "int4": int4_block}[format]
     found = [quantize(e.contiguous().float().unflatten(-1, (-1, block))) for e in w.detach().unbind()]
     codes, scales, zeros = zip(*found, strict=True)
@@ -265,7 +268,13 @@ def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
         if double:
             scales, nested, offset, more = double_quantized(scales)
             table = torch.cat([table, more])
-    return FourBit(packed, scales, nested, offset, table, format, w.dtype)
+    weight = FourBit(packed, scales, nested, offset, table, format, w.dtype)
+    if not w.is_meta:
+        plain = weight.plain()
+        if not all(plain[e].isfinite().all() for e in range(len(w))):
+            most = float(w.detach().abs().max())
+            raise ValueError(f"w is up to {most:.6g}, which {format} rounds past what {w.dtype} can hold")
+    return weight
 
 
 def nf4_block(w: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -290,8 +299,15 @@ def mxfp4_block(w: Tensor) -> tuple[Tensor, Tensor, None]:
 def int4_block(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(N, blocks, 128) -> codes, scale in float16, zero."""
     low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
-    most = torch.finfo(torch.float16).max
-    scale = ((high - low) / 15).clamp(LEAST_SCALE, most).to(torch.float16)
+    scale = (high - low) / 15
+    if not w.is_meta and (scale > MOST_SCALE).any():
+        raise ValueError(
+            f"int4 takes groups of 128 numbers that span {15 * MOST_SCALE:.0f} at most, not "
+            f"{15 * float(scale.max()):.6g}: use nf4 or mxfp4"
+        )
+    # those that are not normal are rounded up, or the largest numbers would have no code
+    scale = torch.where(scale < 2.0**-14, (scale / LEAST_SCALE).ceil().clamp(min=1) * LEAST_SCALE, scale)
+    scale = scale.to(torch.float16)
     zero = (-low / scale.float()).round().clamp(0, 15)
     codes = ((w / scale.float()[..., None]).round() + zero[..., None]).clamp(0, 15)
     return codes, scale, zero.to(torch.uint8)

@@ -77,11 +77,23 @@ def test_every_code_and_scale_is_exact(device, format):
     w = make_weight((format, True, 128), 2, 24, device)
     w.packed.copy_(torch.randint(256, w.packed.shape, dtype=torch.uint8))
     if format == "mxfp4":
-        w.scales[:, :4] = torch.tensor([0, 1, 126, 200], device=device)[:, None]
+        w.scales[:, :4] = torch.tensor([0, 1, 126, 252], device=device)[:, None]
     eye = torch.eye(128, device=device).repeat(2, 1)
     got = product(w, True, eye, torch.tensor([128, 128], device=device), None)
     expected = w.to(torch.float32).dequantize().mT.flatten(0, 1)
     torch.testing.assert_close(got, expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_the_scale_255_of_mxfp4_is_a_nan(device, transpose):
+    """OCP's E8M0 has no infinity: the products with this block are NaN, whatever its codes are, and no others."""
+    w = make_weight(("mxfp4", True, 64), 2, 32, device)
+    w.scales[1, 5, 1], w.packed[1, 5, 16:] = 255, 0x11
+    x = torch.rand(7, 64 if transpose else 32, device=device)  # positive: no infinity less another
+    out = product(w, transpose, x, torch.tensor([3, 4], device=device), None)
+    expected = torch.zeros_like(out, dtype=torch.bool)
+    expected[(slice(3, None), 5) if transpose else (slice(3, None), slice(32, 64))] = True
+    assert torch.equal(out.isnan(), expected) and not out.isinf().any()
 
 
 def test_errors(device):
