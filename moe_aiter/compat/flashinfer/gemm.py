@@ -27,7 +27,7 @@ def bmm_fp8(
     `A` (b, m, k) and `B` (b, k, n) may have any strides; a column-major `B`, as FlashInfer asks for, is
     faster.  A scale is a number or a float32 tensor of one element on the device of `A`, and multiplies to
     dequantise.  `dtype` is float16 or bfloat16, and that of `out` where it is given; `out` is overwritten.
-    `backend` may be any of FlashInfer's; it chooses nothing here.
+    `backend` may be any of FlashInfer's; it has no effect here.
 
     Raises ValueError for shapes, devices, scales and `dtype` that do not fit, TypeError for other operands.
     """

@@ -226,6 +226,33 @@ def renamed(**names: str) -> Callable:
     return wrap
 
 
+def fourth_argument(
+    fn: Callable, given: tuple, **named: Tensor | torch.dtype | None
+) -> tuple[Tensor | None, torch.dtype | None]:
+    """Return the tensor and the dtype that are `named`, one of them from the positional arguments `given`.
+
+    AITER's grouped products took a dtype in the fourth place in 2025, and take a tensor there in 2026.
+    """
+    (tensor, dtype), value = named, given[0]
+    keywords = ", ".join(f"{name}=" for name in fn.__kwdefaults__)
+    if len(given) > 1:
+        raise TypeError(
+            f"{fn.__name__} takes four positional arguments, the fourth {tensor} or {dtype}, but "
+            f"{3 + len(given)} were given: give the others by name: {keywords}"
+        )
+    if not (value is None or isinstance(value, (Tensor, torch.dtype))):
+        raise TypeError(
+            f"the fourth positional argument of {fn.__name__} must be {tensor}, a tensor, or {dtype}, a "
+            f"dtype, not {type(value).__name__}: by name there are {keywords}"
+        )
+    if value is not None:
+        name = tensor if isinstance(value, Tensor) else dtype
+        if named[name] is not None:
+            raise TypeError(f"{name} is given twice: in the fourth place and by name")
+        named[name] = value
+    return named[tensor], named[dtype]
+
+
 def check_float(**tensors: Tensor | None) -> None:
     """Raise unless every tensor given has the floating dtype of the first."""
     (first, x), *rest = tensors.items()

@@ -32,6 +32,7 @@ from ..base.check import (
     check_plan_values,
     check_shape,
     check_size,
+    fourth_argument,
     oriented,
     result_dtype,
     split_groups,
@@ -293,7 +294,7 @@ def gmm(
     lhs: Tensor,
     rhs: Tensor,
     group_sizes: Tensor,
-    *,
+    *fourth: Tensor | torch.dtype | None,
     bias: Tensor | None = None,
     preferred_element_type: torch.dtype | None = None,
     existing_out: Tensor | None = None,
@@ -317,6 +318,8 @@ def gmm(
     grid_dim: run as so many programs, each of which takes tiles in turn, say to leave room for other kernels.
     trans_rhs: whether `rhs` is (G, N, K).  Unless given it is where only that fits: a square `rhs` is (G, K,
         N).  Strides are free either way.
+    fourth: the fourth argument by position is `bias` if it is a tensor, and `preferred_element_type` if it is
+        a dtype.  All others are given by name.
 
     `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast to its dtype;
     sums are kept in float32.  Differentiable in lhs, rhs and bias, unless there is an `existing_out`, whose
@@ -326,6 +329,9 @@ def gmm(
     memory with an operand, TypeError for dtypes, before anything is written; with MOE_AITER_DEBUG=1 also
     ValueError for group sizes that are negative or sum to more than M.
     """
+    if fourth:
+        named = {"bias": bias, "preferred_element_type": preferred_element_type}
+        bias, preferred_element_type = fourth_argument(gmm, fourth, **named)
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")
     check_flags(work_stealing=work_stealing)

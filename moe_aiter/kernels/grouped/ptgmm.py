@@ -20,6 +20,7 @@ from ..base.check import (
     check_groups,
     check_own_memory,
     check_shape,
+    fourth_argument,
     oriented,
     result_dtype,
 )
@@ -30,7 +31,7 @@ def ptgmm(
     lhs: Tensor,
     rhs: Tensor,
     group_sizes: Tensor,
-    *,
+    *fourth: Tensor | torch.dtype | None,
     bias_grad: Tensor | None = None,
     preferred_element_type: torch.dtype | None = None,
     existing_out: Tensor | None = None,
@@ -57,6 +58,8 @@ def ptgmm(
     grid_dim: the number of programs.
     trans_lhs: whether `lhs` is (M, K) [if only this shape fits]; by default, a square `lhs` is (K, M).  Any
         strides either way.
+    fourth: the fourth argument by position is `bias_grad` if it is a tensor, and `preferred_element_type` if
+        it is a dtype.  All others are given by name.
 
     `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast to its dtype;
     sums are kept in float32.  No gradients are recorded.
@@ -65,6 +68,9 @@ def ptgmm(
     `existing_out` and for results that share memory with an operand or with each other, TypeError for
     dtypes, before anything is written.
     """
+    if fourth:
+        named = {"bias_grad": bias_grad, "preferred_element_type": preferred_element_type}
+        bias_grad, preferred_element_type = fourth_argument(ptgmm, fourth, **named)
     how = preferred_element_type, existing_out, accumulate, config, grid_dim, trans_lhs
     return transposed("ptgmm", lhs, rhs, group_sizes, bias_grad, bias_grad_from, *how)
 
@@ -73,7 +79,7 @@ def nptgmm(
     lhs: Tensor,
     rhs: Tensor,
     group_sizes: Tensor,
-    *,
+    *fourth: Tensor | torch.dtype | None,
     bias_grad: Tensor | None = None,
     preferred_element_type: torch.dtype | None = None,
     existing_out: Tensor | None = None,
@@ -86,6 +92,9 @@ def nptgmm(
 
     With the same block sizes, both give the same bits.  The Hopper kernel is persistent for both names.
     """
+    if fourth:
+        named = {"bias_grad": bias_grad, "preferred_element_type": preferred_element_type}
+        bias_grad, preferred_element_type = fourth_argument(nptgmm, fourth, **named)
     how = preferred_element_type, existing_out, accumulate, config, None, trans_lhs
     return transposed("nptgmm", lhs, rhs, group_sizes, bias_grad, bias_grad_from, *how)
 

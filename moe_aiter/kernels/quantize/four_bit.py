@@ -1,7 +1,7 @@
 """Weights of 4 bits: how they are stored, made and read back.  `FourBit` stands for a weight (E, N, K).
 
     nf4      w = CODES[code] * absmax           blocks of 64; QLoRA, Dettmers et al. 2023, arXiv 2305.14314
-    mxfp4    w = e2m1(code) * 2 ** (scale - 127)   blocks of 32; OCP Microscaling Formats 1.0; scale 255 is NaN
+    mxfp4    w = e2m1(code) * 2 ** (scale - 127)   blocks of 32; OCP Microscaling Formats 1.0; 255: NaN
     int4     w = (code - zero) * scale          groups of 128, as AWQ and GPTQ have them
 
 Blocks are consecutive numbers along K.  All but the final rounding to the dtype of the weight is float32.

@@ -86,7 +86,7 @@ def test_every_code_and_scale_is_exact(device, format):
 
 @pytest.mark.parametrize("transpose", [True, False])
 def test_the_scale_255_of_mxfp4_is_a_nan(device, transpose):
-    """OCP's E8M0 has no infinity: the products with this block are NaN, whatever its codes are, and no others."""
+    """OCP's E8M0 has no infinity.  The products with this block are NaN, and no others."""
     w = make_weight(("mxfp4", True, 64), 2, 32, device)
     w.scales[1, 5, 1], w.packed[1, 5, 16:] = 255, 0x11
     x = torch.rand(7, 64 if transpose else 32, device=device)  # positive: no infinity less another

@@ -286,9 +286,48 @@ def test_bad_input_is_named_and_nothing_written(variant, change, kind, message):
     assert all((t.float() == 1).all() for t in written if not t.is_meta)
 
 
-def test_everything_but_the_operands_is_by_name():
-    with pytest.raises(TypeError, match="positional"):
-        gmm(torch.zeros(5, 4), torch.zeros(2, 4, 6), SIZES, None)
+DOORS = {  # a call's first arguments and its result's shape, and the tensor that may come fourth
+    gmm: ((torch.rand(5, 4), torch.rand(2, 4, 6), SIZES), "bias", lambda: torch.rand(2, 6)),
+    ptgmm: ((torch.rand(4, 5), torch.rand(5, 6), SIZES), "bias_grad", lambda: torch.zeros(2, 4)),
+    nptgmm: ((torch.rand(4, 5), torch.rand(5, 6), SIZES), "bias_grad", lambda: torch.zeros(2, 4)),
+}
+doors = pytest.mark.parametrize("fn", DOORS, ids=lambda fn: fn.__name__)
+
+
+@doors
+@pytest.mark.no_interpreter
+def test_the_fourth_argument_by_position_is_a_dtype_or_a_tensor(fn):
+    """AITER's order of 2025 and that of 2026."""
+    first, name, make = DOORS[fn]
+    expected = fn(*first)
+    assert torch.equal(fn(*first, None), expected)
+    by_dtype = fn(*first, torch.float64)
+    assert by_dtype.dtype == torch.float64
+    assert torch.equal(by_dtype, fn(*first, preferred_element_type=torch.float64))
+    one, other = make(), make()
+    other.copy_(one)
+    with_both = fn(*first, one, preferred_element_type=torch.bfloat16)
+    assert torch.equal(with_both, fn(*first, preferred_element_type=torch.bfloat16, **{name: other}))
+    assert torch.equal(one, other) and with_both.dtype == torch.bfloat16
+    # a dtype in the fourth place leaves the tensor to its keyword
+    assert torch.equal(fn(*first, torch.bfloat16, **{name: other}), with_both)
+
+
+@doors
+def test_what_else_comes_by_position_is_refused_with_the_names(fn):
+    first, name, make = DOORS[fn]
+    names = ".*".join(f"{n}=" for n in fn.__kwdefaults__)
+    with pytest.raises(TypeError, match=f"the fourth {name} or preferred.* but 5 were given: .*{names}"):
+        fn(*first, torch.float32, None)
+    with pytest.raises(TypeError, match=f"{fn.__name__} must be {name}, a tensor, .*, not bool: .*{names}"):
+        fn(*first, True)
+    with pytest.raises(TypeError, match=f"{name} is given twice"):
+        fn(*first, make(), **{name: make()})
+    with pytest.raises(TypeError, match="preferred_element_type is given twice"):
+        fn(*first, torch.float32, preferred_element_type=torch.float32)
+
+
+def test_mistakes_by_name():
     with pytest.raises(ValueError, match="grid_dim must be at least 1, not 0"):
         gmm(torch.zeros(5, 4), torch.zeros(2, 4, 6), SIZES, grid_dim=0)
     for out in (torch.zeros(5, 4), torch.zeros(5, 6).to(E4M3)):

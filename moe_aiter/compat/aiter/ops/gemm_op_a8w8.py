@@ -23,7 +23,7 @@ def gemm_a8w8(
 
     Scales are float32: a number or one element, `x_scale` (M,) or (M, 1), `w_scale` (N,), (N, 1) or (1, N).
     `bias`, (N,) or (1, N), is of any floating dtype; `dtype` is float16, bfloat16 or float32.  `splitK`, in
-    AITER how many programs share a sum, may be any whole number from 0 and changes nothing here.
+    AITER how many programs share a sum, may be any whole number from 0 and has no effect here.
     Raises ValueError for shapes and devices, TypeError for dtypes.
     """
     if splitK not in (None, 0):
