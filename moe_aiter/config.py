@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import os
 import sys
 import typing
@@ -11,12 +12,16 @@ PREFIX = "MOE_AITER_"
 # settings that AITER's documents call AITER_<FIELD>: that counts where ours is not given
 AITER = {"cache_size", "debug", "default_precision", "enable_fusion", "enable_tensor_cores", "log_level"}
 AITER |= {"config_gemm_bf16", "log_tuned_config", "tune_gemm"}
+log = logging.getLogger("moe_aiter")
 CHOICES = {
     "backend": ("auto", "hopper", "triton", "host", "torch"),
     "matmul_precision": ("ieee", "tf32"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "default_precision": ("", "FP16", "BF16", "TF32", "FP32"),
 }
+
+
+LOGGED = {"log_level": "INFO"}  # unless a level is given, where products are to be logged
 
 
 class SettingError(ValueError):
@@ -38,7 +43,7 @@ class Settings:
     enable_tensor_cores: bool = True  # 0: AITER's functions multiply in float32, without tensor cores
     gmm_configs: str = ""  # folder with block sizes for gmm, ptgmm and nptgmm: gfx942-GMM.json
     log_level: str = "WARNING"  # level of the `moe_aiter` logger: DEBUG, INFO, WARNING or ERROR
-    log_tuned_config: bool = False  # at level INFO, log which implementation computes each tuned product
+    log_tuned_config: bool = False  # log what computes each tuned product; level INFO unless you set one
     matmul_precision: str = "ieee"  # precision of float32 products: ieee, or tf32 on tensor cores
     num_threads: int = 0  # most threads of the C++ extension; 0: torch.get_num_threads()
     preshuffle_m_threshold: int = 0  # least rows for which a shuffled weight is used; 0: see linear.md
@@ -52,7 +57,8 @@ class Settings:
             raise SettingError(f"unknown settings {variables(unknown)}; known: {variables(fields)}")
         aiter = {name: f"AITER_{name.upper()}" for name in AITER}
         variable_of = {name: variable for name, variable in aiter.items() if variable in env} | variable_of
-        return cls(**{k: parse(variable, env[variable], fields[k]) for k, variable in variable_of.items()})
+        given = {k: parse(variable, env[variable], fields[k]) for k, variable in variable_of.items()}
+        return cls(**(LOGGED | given if given.get("log_tuned_config") else given))
 
 
 def variables(names: typing.Iterable[str]) -> str:
@@ -69,14 +75,19 @@ def parse(variable: str, text: str, field: dataclasses.Field):
         if not text.isdecimal():
             raise SettingError(f"{variable} is {text!r}; it takes a whole number, 0 or more")
         return int(text)
+    if variable == "AITER_LOG_LEVEL" and text.upper() not in CHOICES["log_level"]:  # as AITER does
+        levels = ", ".join(CHOICES["log_level"])
+        log.warning("%s is %r, which is no level: INFO counts; it takes %s", variable, text, levels)
+        return "INFO"
     return check_choice(variable, text, CHOICES.get(field.name, (text,)))
 
 
 def check_choice(what: str, value: str, choices: tuple[str, ...]) -> str:
-    """Return `value` if it is one of `choices`, or raise a SettingError that lists them."""
-    if value not in choices:
+    """Return the one of `choices` that `value` is in any case, or raise a SettingError that lists them."""
+    known = {choice.lower(): choice for choice in choices}
+    if str(value).lower() not in known:
         raise SettingError(f"{what} is {value!r}; it takes {', '.join(filter(None, choices))}")
-    return value
+    return known[str(value).lower()]
 
 
 def say_in_a_line(before: typing.Callable, kind: type, error: BaseException, trace) -> None:

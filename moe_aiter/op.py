@@ -450,6 +450,16 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
     )
 
 
+def picked(name: str, *inputs) -> Callable:
+    """Return what `pick` does, and log it at level DEBUG: once for inputs of the same metadata."""
+    impl = pick(name, *inputs)
+    if log.isEnabledFor(logging.DEBUG):
+        backend = next(backend for backend, other in IMPLS[name].items() if other is impl)
+        tensors = [f"{tuple(t.shape)} {t.dtype}" for t in inputs if isinstance(t, Tensor)]
+        log.debug("%s on %s: backend %s for %s", name, inputs[0].device, backend, ", ".join(tensors))
+    return impl
+
+
 def runs(impl: Callable, x: Tensor, *rest) -> bool:
     """Return whether an implementation takes the dtype, and does not say that the inputs do not fit."""
     fits = getattr(impl, "fits", None)
@@ -579,7 +589,7 @@ def define_op(
             outs = out if outputs > 1 else (out,)
             launch = None
             if any(t.numel() for t in outs):
-                launch = on_device_of(i[0], bound, pick(name, *i), i)
+                launch = on_device_of(i[0], bound, picked(name, *i), i)
             keep(cache, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
@@ -627,7 +637,7 @@ def define_inplace_op(
             check(i)
             launch = None
             if any(args[n] is not None and args[n].numel() for n in written):
-                impl = pick(name, *i[1:], i[0])
+                impl = picked(name, *i[1:], i[0])
                 launch = on_device_of(i[1], bound_inplace, impl, i)
             keep(cache, key, (launch,))
         check_apart(inputs._fields, args, written)

@@ -58,7 +58,6 @@ def test_switches(text, value):
             "MOE_AITER_BACKEND is 'cuda'; it takes auto, hopper, triton, host, torch",
         ),
         ("MOE_AITER_LOG_LEVEL", "loud", "MOE_AITER_LOG_LEVEL is 'loud'; it takes DEBUG"),
-        ("AITER_LOG_LEVEL", "loud", "^AITER_LOG_LEVEL is 'loud'; it takes DEBUG, INFO, WARNING, ERROR"),
         ("AITER_DEFAULT_PRECISION", "INT3", "^AITER_DEFAULT_PRECISION is 'INT3'; it takes FP16, BF16, TF32"),
         ("AITER_ENABLE_FUSION", "no", "^AITER_ENABLE_FUSION is 'no'; it takes 0 or 1"),
         ("AITER_CACHE_SIZE", "1 GB", "^AITER_CACHE_SIZE is '1 GB'; it takes a whole number"),
@@ -68,6 +67,35 @@ def test_switches(text, value):
 def test_a_wrong_setting_is_an_error(variable, text, message):
     with pytest.raises(ValueError, match=message):
         Settings.from_env({variable: text})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_may_have_any_case(name):
+    for choice in filter(None, CHOICES[name]):
+        for text in (choice.lower(), choice.upper(), choice.capitalize()):
+            assert getattr(Settings.from_env({PREFIX + name.upper(): text}), name) == choice
+            if name in AITER:
+                assert getattr(Settings.from_env({f"AITER_{name.upper()}": text}), name) == choice
+
+
+@pytest.mark.parametrize("text", ["loud", "", "10"])
+def test_an_unknown_level_of_aiter_warns_and_counts_as_info(text, caplog):
+    """As in AITER; ours is an error, like every other unknown value."""
+    assert Settings.from_env({"AITER_LOG_LEVEL": text}).log_level == "INFO"
+    assert caplog.messages == [
+        f"AITER_LOG_LEVEL is {text!r}, which is no level: INFO counts; it takes DEBUG, INFO, WARNING, ERROR"
+    ]
+    assert Settings.from_env({"AITER_LOG_LEVEL": text, "MOE_AITER_LOG_LEVEL": "error"}).log_level == "ERROR"
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("prefix", ["AITER_", PREFIX])
+def test_tuned_products_are_logged_without_a_second_variable(prefix):
+    on, off = {f"{prefix}LOG_TUNED_CONFIG": "1"}, {f"{prefix}LOG_TUNED_CONFIG": "0"}
+    assert Settings.from_env(on).log_level == "INFO"
+    assert Settings.from_env(off).log_level == Settings().log_level == "WARNING"
+    for level in ("DEBUG", "ERROR"):
+        assert Settings.from_env(on | {"AITER_LOG_LEVEL": level}).log_level == level
 
 
 def test_settings_cannot_be_changed():

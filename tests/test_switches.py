@@ -1,6 +1,7 @@
 """What can be switched while a program runs is switched, and says what it may be switched to."""
 
 import dataclasses
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import torch
 
 from moe_aiter import switches as s
 from moe_aiter.compat import aiter
+from moe_aiter.compat.aiter.ops.triton.gmm import gmm
 from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
+from moe_aiter.config import CHOICES
 from moe_aiter.switches import computed, float32_products, switches
 
 
@@ -169,7 +172,7 @@ def test_each_switch_is_read_back():
     for precision in ("FP16", "BF16", "TF32", "FP32", None):
         aiter.set_default_precision(precision)
         assert aiter.get_default_precision() == precision
-    aiter.set_log_level("INFO")
+    aiter.set_log_level("info")
     aiter.set_cache_size(5)
     assert (aiter.get_log_level(), aiter.get_cache_size()) == ("INFO", 5)
 
@@ -180,6 +183,7 @@ def test_each_switch_is_read_back():
         ("set_default_precision", "INT8", ValueError, "precision is 'INT8'; it takes FP16, BF16"),
         ("set_default_precision", "", ValueError, "precision is ''; it takes FP16"),
         ("set_log_level", "LOUD", ValueError, "level is 'LOUD'; it takes DEBUG, INFO"),
+        ("set_log_level", 10, ValueError, "level is 10; it takes DEBUG, INFO"),
         ("set_cache_size", -1, ValueError, "-1 MB"),
         ("set_cache_size", "1024", TypeError, "not str"),
         ("enable_fusion", 1, TypeError, "not int"),
@@ -196,7 +200,9 @@ def test_what_is_unknown_is_refused(function, value, error, message):
 
 SCRIPT = """
 from moe_aiter.compat import aiter
+from moe_aiter.compat.aiter.ops.triton.gmm import gmm
 from moe_aiter.compat.aiter.tuned_gemm import gemm_a16w16
+from moe_aiter.config import CHOICES
 from moe_aiter.op import log
 from moe_aiter.config import settings
 assert aiter.get_log_level() == "INFO" and aiter.get_cache_size() == 7 and not aiter.fusion_enabled()
@@ -216,6 +222,23 @@ def test_the_environment_is_where_a_program_starts_and_a_call_wins():
     env |= {f"AITER_{name}": value for name, value in given.items()}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "moe_aiter: shown\n")
+
+
+def test_debug_says_more_than_info(device, caplog):
+    """Which backend runs, once for inputs of a kind, and on a GPU with which tile."""
+    x, w, sizes = torch.rand(13, 4), torch.rand(2, 4, 6), torch.tensor([5, 6])
+    said = {}
+    for rows, level in enumerate((logging.INFO, logging.DEBUG), start=11):
+        caplog.clear()
+        with caplog.at_level(level, "moe_aiter"):
+            for _ in range(2):
+                gmm(x[:rows].to(device), w.to(device), sizes.to(device))
+        said[level] = [message for message in caplog.messages if message.startswith("gmm on")]
+    assert not said[logging.INFO]
+    (message,) = said[logging.DEBUG]
+    assert f"gmm on {x.to(device).device}: " in message and "(12, 4) torch.float32" in message
+    assert message.split()[4] in CHOICES["backend"]
+    assert any("tile Config(" in text for text in caplog.messages) == (" triton for " in message)
 
 
 def test_a_program_with_handlers_of_its_own_sees_each_line_once():

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from ..config import interpret
-from ..op import SCOPES, decisions
+from ..op import SCOPES, decisions, log
 from ..private_api import Scoped
 from .candidates import Config, candidates, of_few_rows
 from .table import Key, find, find_row
@@ -32,13 +32,15 @@ def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
     """The tile of `op` for M rows in `groups` groups, N columns, and K to sum over."""
     key = key_of(op, dtype, m, n, k, groups)
     choice = _choose.get()
-    if choice is not None and (config := choice(key)) is not None:
-        return config
-    if interpret:
-        return TOY
-    import triton
+    config = None if choice is None else choice(key)
+    if config is None and interpret:
+        config = TOY
+    elif config is None:
+        import triton
 
-    return find(tables(triton.runtime.driver.active.get_current_device()), key)
+        config = find(tables(triton.runtime.driver.active.get_current_device()), key)
+    log.debug("%s: tile %s", key, config)
+    return config
 
 
 def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> bool:

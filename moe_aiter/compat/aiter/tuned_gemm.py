@@ -57,8 +57,8 @@ def get_GEMM_A16W16_config(
 
     It is the row for M, or for the M to which AITER pads M; without a row, the dict names the backend that
     multiplies.  Dtypes by torch's names or AITER's: torch.bfloat16, "torch.bfloat16", "bf16".  Flags may be 0
-    and 1.  The dict is a copy.  `libtype` names the backend; `solidx` and `splitK`, which choose one of AITER's
-    kernels, have no effect here.
+    and 1.  The dict is a copy.  `libtype` names the backend; `solidx` and `splitK`, which choose a kernel
+    of AITER's, have no effect here.
     Raises ValueError for malformed files and unknown dtypes, FileNotFoundError if there are several files and
     none exists.
     """
