@@ -108,7 +108,7 @@ COMPUTES = {
         "aiter.gelu.input": "rank+1 rank-1 size0 size1 device",
         "attach_loss.x": "rank+1 rank-1 size0 size1 device",
         "attach_loss.loss": "device",
-        "SegmentGEMMWrapper.float_workspace_buffer": "rank+1 rank-1 size0 device",
+        "SegmentGEMMWrapper.float_workspace_buffer": "rank+1 rank-1 size0 dtype complex device",
         "SparsePattern.from_mask.mask": "dtype complex",
         "SparsePattern.take.w": "dtype complex device",
         "SparsePattern.to_dense.values": "dtype complex",

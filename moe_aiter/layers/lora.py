@@ -209,7 +209,7 @@ class LoRALinear(nn.Module):
         (B,), flattened rows of `x` form B segments of these lengths, and `adapter_ids` (B,) has one number
         for each segment.  -1 means no adapter.  A layer with a single adapter needs no `adapter_ids`.
         Raises ValueError for shapes that do not fit, and for `adapter_ids` after `merge`; TypeError for
-        dtypes.
+        dtypes; with MOE_AITER_DEBUG=1 also ValueError for `adapter_ids` of adapters that are not there.
         """
         check_tensor("x", x)
         in_features = self.base.in_features

@@ -11,14 +11,15 @@ from ..kernels.grouped.segments import check_count
 from ..op import check_backend, use
 from ..switches import inside
 
+ORDER = "`out` is an argument by name alone; seg_lens, seg_indptr, weight_indices follow weight_column_major"
 BACKENDS = ("auto", "sm80", "sm90", "triton", "torch")
 
 
 class SegmentGEMMWrapper:
     """Multiply each segment of rows by a weight: `y[i] = x[i] @ W[i]`, or `x[i] @ W[weight_indices[i]]`.
 
-    `float_workspace_buffer` is stored, as in FlashInfer, and never used: any int8 or uint8 tensor will do,
-    even an empty one.  `backend` is "torch", the reference, or one of "auto", "triton", "sm80" and "sm90",
+    `float_workspace_buffer` is stored, as in FlashInfer, and has no effect: any tensor will do, even an empty
+    one.  `backend` is "torch", the reference, or one of "auto", "triton", "sm80" and "sm90",
     which all run the kernel that `segment_gmm` chooses for the device; `run` raises ValueError for another
     name.
     """
@@ -31,11 +32,9 @@ class SegmentGEMMWrapper:
         self.reset_workspace_buffer(float_workspace_buffer, other)
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Store these buffers instead.  Raises TypeError unless both are int8 or uint8 tensors."""
+        """Store these buffers, of any dtype, instead.  Raises TypeError unless both are tensors."""
         for kind, buffer in (("float", float_workspace_buffer), ("int", int_workspace_buffer)):
             check_tensor(f"{kind}_workspace_buffer", buffer)
-            if buffer.dtype not in (torch.int8, torch.uint8):
-                raise TypeError(f"{kind}_workspace_buffer must be int8 or uint8, not {buffer.dtype}")
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
 
@@ -62,7 +61,8 @@ class SegmentGEMMWrapper:
         weight_indices: (batch_size,) the weight of each segment, which may repeat; without it segment i has
             weight i, of at least `batch_size`.
         out: (M, d_out), contiguous; overwritten in the rows of segments, and left as it is in the rows before
-            and past them, where a fresh result has zeros.
+            and past them, where a fresh result has zeros.  It is given by name; in FlashInfer it is the fifth
+            argument.
 
         The index tensors are int32 or int64, on any device; what is on the GPU stays there, and nothing waits
         for it.  `x` and `weights` share a dtype: float16, bfloat16 or float32 (float64 only by torch), which
@@ -70,13 +70,13 @@ class SegmentGEMMWrapper:
         strides are free.  Without `out`, differentiable in `x` and `weights`; see `segment_gmm`.
 
         Raises ValueError for shapes and devices that do not fit, for index tensors that are not of
-        `batch_size`, and where neither lengths nor indptr are given; TypeError for dtypes.
+        `batch_size`, and where neither lengths nor indptr are given; TypeError for dtypes and for an `out` in
+        the place of `seg_lens`; with MOE_AITER_DEBUG=1 also ValueError for weights that are not there.
         """
         check_backend(self.backend, BACKENDS)
+        check_order(seg_lens, seg_indptr, weight_indices, batch_size)
         if seg_indptr is not None:
             seg_lens = None
-        elif seg_lens is None:
-            raise ValueError("Either seg_lens or seg_indptr should be provided.")
         check_tensor("x", x)
         check_flags(weight_column_major=weight_column_major)
         matrix = ("d_out", "d_in") if weight_column_major else ("d_in", "d_out")
@@ -97,6 +97,22 @@ class SegmentGEMMWrapper:
     forward = run
 
 
+def check_order(
+    seg_lens: Tensor | None, seg_indptr: Tensor | None, weight_indices: Tensor | None, batch_size: int
+) -> None:
+    """Raise without segments, and where arguments by position have an `out`, or None, before them."""
+    tensors = {"seg_lens": seg_lens, "seg_indptr": seg_indptr, "weight_indices": weight_indices}
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and t.dim() == 2 and t.is_floating_point():
+            raise TypeError(f"{name} is a floating matrix; {ORDER}")
+    if seg_lens is None and seg_indptr is None:
+        hint = "." if weight_indices is None else f"; {ORDER}"
+        raise ValueError(f"Either seg_lens or seg_indptr should be provided{hint}")
+    if seg_lens is None and isinstance(seg_indptr, Tensor) and seg_indptr.shape == (batch_size,):
+        lengths = f"seg_indptr is ({batch_size},) but batch_size + 1 is {batch_size + 1}"
+        raise ValueError(f"{lengths}, as if it were seg_lens; {ORDER}")
+
+
 def check_batch(
     batch_size: int,
     weights: Tensor,
@@ -108,8 +124,6 @@ def check_batch(
     check_count("batch_size", batch_size)
     tensors = {"seg_lens": seg_lens, "seg_indptr": seg_indptr, "weight_indices": weight_indices}
     for name, t in tensors.items():
-        if isinstance(t, Tensor) and t.dim() == 2 and t.is_floating_point():
-            raise TypeError(f"{name} is a floating matrix; `out` is an argument by name alone")
         if t is not None:
             if isinstance(t, Tensor) and t.is_meta and not weights.is_meta:
                 raise ValueError(f"{name} is on meta, without numbers, but weights is on {weights.device}")

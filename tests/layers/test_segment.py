@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_aiter import SegmentGEMMWrapper
+from moe_aiter.config import settings
 
 
 def wrapper(device="cpu", backend="auto"):
@@ -77,8 +78,15 @@ def test_buffers():
     one, other = torch.empty(1, dtype=torch.int8), torch.empty(2, dtype=torch.int8)
     segment.reset_workspace_buffer(one, other)
     assert segment._float_workspace_buffer is one and segment._int_workspace_buffer is other
-    with pytest.raises(TypeError, match="float_workspace_buffer must be int8 or uint8"):
-        SegmentGEMMWrapper(torch.empty(4))
+    x, w, lens = make("cpu", [2, 3], 2)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn):
+        segment = SegmentGEMMWrapper(torch.empty(4).to(dtype))
+        segment.reset_workspace_buffer(torch.empty(0).to(dtype), torch.empty(3).to(dtype))
+        assert torch.equal(segment.run(x, w, 2, True, lens), wrapper().run(x, w, 2, True, lens))
+    with pytest.raises(TypeError, match="float_workspace_buffer must be a tensor, not int"):
+        SegmentGEMMWrapper(4)
+    with pytest.raises(TypeError, match="int_workspace_buffer must be a tensor, not NoneType"):
+        segment.reset_workspace_buffer(one, None)
 
 
 def test_compiles_without_graph_breaks(device):
@@ -119,6 +127,34 @@ def test_bad_input_is_named_and_nothing_is_launched(change, kind, message, monke
     good = dict(x=torch.zeros(5, 4), weights=torch.zeros(2, 6, 4), batch_size=2, seg_lens=LENS)
     with pytest.raises(kind, match=message):
         wrapper().run(**{"weight_column_major": True, **good, **change})
+
+
+UPSTREAM = {  # the arguments after weight_column_major as FlashInfer has them now
+    "out, lens": ((torch.zeros(5, 6), LENS), TypeError, "seg_lens is a floating matrix"),
+    "out, lens, None, numbers": ((torch.zeros(5, 6), LENS, None), TypeError, "seg_lens is a floating matrix"),
+    "out, None, indptr": ((torch.zeros(5, 6), None, LENS), TypeError, "seg_lens is a floating matrix"),
+    "None, lens": ((None, LENS), ValueError, r"seg_indptr is \(2,\) but batch_size \+ 1 is 3, as if it were"),
+    "None, None, indptr": (
+        (None, None, LENS),
+        ValueError,
+        "Either seg_lens or seg_indptr should be provided",
+    ),
+}
+
+
+@pytest.mark.parametrize("given, kind, message", UPSTREAM.values(), ids=UPSTREAM)
+def test_another_order_by_position_is_told_that_out_goes_by_name(given, kind, message):
+    with pytest.raises(kind, match=f"{message}.*`out` is an argument by name alone"):
+        wrapper().run(torch.zeros(5, 4), torch.zeros(2, 6, 4), 2, True, *given)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_debug_names_weights_that_are_not_there(device, backend):
+    assert settings.debug, "the tests run with MOE_AITER_DEBUG=1"
+    x, w, lens = make(device, [3, 4], 2)
+    assert not wrapper(device, backend).run(x, w, 2, True, lens, weight_indices=lens - 4)[:3].any()
+    with pytest.raises(ValueError, match="weight_indices holds 2 but there are 2 weights"):
+        wrapper(device, backend).run(x, w, 2, True, lens, weight_indices=lens - 2)
 
 
 def test_an_unknown_backend_is_refused_when_it_runs():

@@ -458,8 +458,8 @@ def segment_gmm(
 
     Raises ValueError for shapes or devices that do not fit and for an `out` that shares memory with another
     argument, TypeError for dtypes, RuntimeError for `out` and a gradient at once; with MOE_AITER_DEBUG=1 also
-    ValueError for lengths that are negative or sum to more than M, and for an indptr that is not within
-    [0, M].
+    ValueError for lengths that are negative or sum to more than M, for an indptr that is not within [0, M],
+    and for weight_indices from W on.
     """
     segments = lens, indptr, weight_indices
     if out is None:

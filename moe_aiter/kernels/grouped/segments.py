@@ -88,7 +88,7 @@ def check_segments(i, weights: int) -> None:
 
 
 def check_segment_values(i) -> None:
-    """Raise for segments that do not fit into the rows of x; this synchronises."""
+    """Raise for segments that do not fit into the rows of x and for weights from W on; this synchronises."""
     rows, sizes = len(i.x), (i.lens if i.indptr is None else sizes_with_first(i.indptr)).tolist()
     if i.indptr is not None and (sizes[0] < 0 or sum(sizes) > rows):
         raise ValueError(f"indptr must lie in [0, {rows}], but it is from {sizes[0]} to {sum(sizes)}")
@@ -96,6 +96,10 @@ def check_segment_values(i) -> None:
         raise ValueError(
             f"lens: segments of {sizes} rows must not be negative nor sum to more than {rows} rows"
         )
+    if i.weight_indices is not None and i.weight_indices.numel():
+        last, weights = int(i.weight_indices.max()), i.weights if hasattr(i, "weights") else len(i.w)
+        if last >= weights:
+            raise ValueError(f"weight_indices holds {last} but there are {weights} weights")
 
 
 def check_count(name: str, count: int) -> None:

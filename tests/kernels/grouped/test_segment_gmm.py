@@ -54,8 +54,32 @@ def test_each_segment_has_its_own_weight(device, sizes, dtype):
 @pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
 def test_segments_name_their_weights(device, sizes, K):
     x, w, _, lens = make(device, sizes, K, tail=3, weights=3)
+    index = numbers(sizes, device)
+    index = index.where(index < 3, -1)
+    check(x, w, lens, None, index)
+    check(x, transposed(w), None, ends(lens), index.int())
+
+
+@pytest.mark.parametrize("K", [20, 70])
+def test_weights_that_are_not_there_are_zeros(device, K, no_debug):
+    sizes = [3] * 10
+    x, w, _, lens = make(device, sizes, K, tail=3, weights=3)
     check(x, w, lens, None, numbers(sizes, device))
     check(x, transposed(w), None, ends(lens), numbers(sizes, device).int())
+
+
+def test_debug_names_weights_that_are_not_there(device):
+    assert settings.debug, "the tests run with MOE_AITER_DEBUG=1"
+    x, w, y, lens = make(device, [4, 4], weights=3)
+    index = torch.tensor([-1, 3], device=device)
+    calls = (
+        lambda: segment_gmm(x, w, lens, weight_indices=index),
+        lambda: segment_gmm(x, w, indptr=ends(lens), weight_indices=index, out=torch.zeros_like(y)),
+        lambda: segment_tgmm_op(x, y, lens, None, index.int(), 3, False),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="weight_indices holds 3 but there are 3 weights"):
+            call()
 
 
 @pytest.mark.parametrize("K", [20, 70])
@@ -269,7 +293,7 @@ def test_bad_input_is_named_and_nothing_is_launched(change, kind, message, monke
 @pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("weights", [3, 1])
 @pytest.mark.parametrize("sizes", [[200, 0, 56, 192], [1000, 3000], [128] * 5], ids=str)
-def test_dense_segments_that_share_weights(sizes, weights, column_major):
+def test_dense_segments_that_share_weights(sizes, weights, column_major, no_debug):
     """On a Hopper GPU the grouped product's kernel, with the numbers of weights; else the portable one."""
     device = torch.device("cuda")
     x, w, y, lens = make(device, sizes, 256, 384, torch.bfloat16, tail=100, weights=weights)
