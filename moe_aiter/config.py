@@ -19,8 +19,6 @@ CHOICES = {
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "default_precision": ("", "FP16", "BF16", "TF32", "FP32"),
 }
-
-
 LOGGED = {"log_level": "INFO"}  # unless a level is given, where products are to be logged
 
 

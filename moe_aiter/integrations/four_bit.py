@@ -34,7 +34,7 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.
 
     Raises ValueError for an unknown format, other sizes, a model without experts that have transformers'
-    decorator, and experts with adapters or that ranks share.
+    decorator, experts with adapters or that ranks share, and a weight that has no 4 bits, which stays then.
     """
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
@@ -51,8 +51,10 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     for module in found.values():
         for weight in names_of(module):
             if four_bits_of(module, weight) is None:
-                w = own_parameters(module).pop(weight)
-                setattr(module, weight, FourBitWeight(quantized(w.mT if module.is_transposed else w, format)))
+                w = own_parameters(module)[weight]
+                packed = FourBitWeight(quantized(w.mT if module.is_transposed else w, format))
+                del own_parameters(module)[weight]
+                setattr(module, weight, packed)
         module.requires_grad_(False)
     model.set_experts_implementation(NAME)
     return list(found)

@@ -278,6 +278,15 @@ def test_ranks_share_no_experts_of_4_bits():
         file.DispatchedExperts(model.model.layers[0].mlp.experts, one, one)
 
 
+def test_a_weight_without_4_bits_stays():
+    model = tiny("qwen3_moe")
+    before = {name: p.shape for name, p in model.named_parameters()}
+    model.model.layers[0].mlp.experts.gate_up_proj.data[0, 0, 0] = torch.inf
+    with pytest.raises(ValueError, match="w holds NaN or infinity"):
+        quantize_experts(model, "mxfp4")
+    assert {name: p.shape for name, p in model.named_parameters()} == before
+
+
 def test_mistakes():
     model = tiny("qwen3_moe", moe_intermediate_size=48)
     before = {name: p.shape for name, p in model.named_parameters()}
