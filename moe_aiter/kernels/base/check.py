@@ -343,7 +343,10 @@ def cast_as_linear(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def is_cast(t: Tensor | None, device: str) -> bool:
-    return t is not None and t.is_floating_point() and t.itemsize in (2, 4) and t.device.type == device
+    """Whether autocast casts it; a weight of 4 bits is asked by its dtype, as it is no tensor."""
+    if t is None or t.device.type != device:
+        return False
+    return t.dtype.is_floating_point and t.dtype.itemsize in (2, 4)
 
 
 STEP = 32  # 16-bit numbers of a row that AMX multiplies at a time
