@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim import Optimizer
 
 from ..kernels.base.check import checked
 from ..layers import LoRAExperts
@@ -59,7 +62,7 @@ def parallelize(
 
     Units of FSDP2 are the experts, each member of an nn.ModuleList, nn.ModuleDict or nn.Sequential that
     contains experts, and the model.  Parameters are new ones afterwards: an optimizer that was made before
-    trains nothing, and hooks and attributes of parameters are gone.
+    trains nothing, of which a warning tells, and hooks and attributes of parameters are gone.
     Raises ValueError for a model without such experts or another mesh, for experts that cannot be divided,
     and for a parameter that two modules of experts share.
     """
@@ -69,22 +72,46 @@ def parallelize(
     if any(map(is_fsdp, model.modules())):
         raise ValueError("model is sharded by FSDP2 already: call parallelize once, on the whole model")
     efsdp, ep = mesh.shape
+    replaced = list(model.parameters())
     for name, experts in found.items():
         check_divides(name, num_experts_of(experts), efsdp, ep)
     blocks = list(blocks_of(model))
     for experts in found.values() if ep > 1 else ():
         parallelize_module(experts, mesh[EP], style, src_data_rank=None)
-    if not fsdp:
-        return model
-    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    if fsdp:
+        policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+        shard_all(model, found, blocks, mesh, policy, {"reshard_after_forward": reshard_after_forward})
+    warn_of_optimizers(model, replaced)
+    return model
+
+
+def shard_all(
+    model: nn.Module,
+    found: dict[str, nn.Module],
+    blocks: list[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    options: dict,
+) -> None:
+    """Shard the experts that were found, the blocks, and the model, each as a unit of FSDP2."""
     world = flattened(mesh, "fsdp")
-    options = {"reshard_after_forward": reshard_after_forward}
     for experts in found.values():
         shard_experts(experts, mesh, policy, options)
     for block in [*blocks, model]:
         if block not in found.values():
             fully_shard(block, mesh=world, mp_policy=policy, **options)
-    return model
+
+
+def warn_of_optimizers(model: nn.Module, before: list[nn.Parameter]) -> None:
+    """Warn of each optimizer that holds a tensor which was a parameter before, and is none any more."""
+    lost = {id(p) for p in before} - {id(p) for p in model.parameters()}
+    for optimizer in (o for o in gc.get_objects() if issubclass(type(o), Optimizer)):
+        if any(id(p) in lost for group in optimizer.param_groups for p in group["params"]):
+            warnings.warn(
+                f"{type(optimizer).__name__} was made before parallelize and holds parameters that are the "
+                "model's no more, so it trains nothing: make the optimizer after parallelize",
+                stacklevel=4,
+            )
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

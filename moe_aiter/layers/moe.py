@@ -19,7 +19,7 @@ from ..kernels.base.check import (
 )
 from ..kernels.rows.route import decide
 from ..op import is_plain
-from ..private_api import is_changed, is_transformed
+from ..private_api import is_changed, is_transformed, process_group
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
 from ..routing.choices import Choice
@@ -181,8 +181,13 @@ class MoE(nn.Module):
     def __deepcopy__(self, memo: dict) -> "MoE":
         memo[id(self.global_balance_group)] = self.global_balance_group  # a process group has no copies
         memo[id(self)] = other = type(self).__new__(type(self))
-        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        other.__setstate__(copy.deepcopy(vars(self), memo))
         return other
+
+    def __getstate__(self) -> dict:
+        """Return what pickle writes: of a process group its name, which the first forward pass looks up."""
+        group = self.global_balance_group
+        return vars(self) | {"global_balance_group": getattr(group, "group_name", group)}
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew; after `to_empty`, say."""
@@ -365,6 +370,8 @@ class MoE(nn.Module):
         if not self.global_balance_coef:
             return self.load
         group = self.global_balance_group
+        if isinstance(group, str):
+            self.global_balance_group = group = group_of_name(group)
         return decide("load", lambda: sum_over_ranks([self.load], group)[0], self.num_routed)
 
     def with_losses(self, routing: Routing, *inputs: Any) -> Tensor:
@@ -436,6 +443,17 @@ def checked_group(global_balance_group: object, global_balance_coef: float) -> o
         raise ValueError("global_balance_group is given, but global_balance_coef is 0")
     check_group(global_balance_group=global_balance_group)
     return global_balance_group
+
+
+def group_of_name(name: str) -> object:
+    """Return the process group of a layer that was pickled with it."""
+    try:
+        return process_group(name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the layer was pickled with the process group {name!r}, which this process does not have: make "
+            "it, or set global_balance_group of the layer"
+        ) from error
 
 
 def check_quantile(moe: MoE, quantile_bins: int) -> None:

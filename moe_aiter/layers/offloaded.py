@@ -212,14 +212,9 @@ class Pool:
         own["forward"] = partial(outside_of_graph, reason, self.call, layer, layer.module.forward)
         setattr(own["forward"], SAME, True)
         own[MOVE] = partial(without_weights, layer, getattr(layer.module, MOVE))
-
-        def before_loading(*_) -> None:
-            if self.stream is not None:
-                self.stream.synchronize()  # copies may still read the weights
-
-        loading = layer.module.register_load_state_dict_pre_hook(before_loading)
-        # load_state_dict(assign=True) brings other memory
-        loaded = layer.module.register_load_state_dict_post_hook(lambda *_: to_host(layer, self.device))
+        # methods of the pool, for which pickle says why it refuses
+        loading = layer.module.register_load_state_dict_pre_hook(self.before_loading)
+        loaded = layer.module.register_load_state_dict_post_hook(partial(self.after_loading, layer))
 
         def end() -> None:
             del own["forward"], own[MOVE]
@@ -227,6 +222,13 @@ class Pool:
             loaded.remove()
 
         return end
+
+    def before_loading(self, *_) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()  # copies may still read the weights
+
+    def after_loading(self, layer: Layer, *_) -> None:
+        to_host(layer, self.device)  # load_state_dict(assign=True) brings other memory
 
     def __reduce__(self):
         raise TypeError(

@@ -258,7 +258,11 @@ def check_errors(rank, world, ep):
         parallelize(nn.Linear(3, 3), mesh)
     with pytest.raises(ValueError, match="must have the axes"):
         parallelize(build(), mesh["ep"])
-    model = parallelize(build(), mesh)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.warns(UserWarning, match="SGD was made before parallelize and holds parameters that"):
+        parallelize(model, mesh)
+    del optimizer
     with pytest.raises(ValueError, match="reduce_dtype=torch.float32"):
         use_main_grad(model, optimizer_of(model))
     with pytest.raises(ValueError, match="sharded by FSDP2 already"):

@@ -1,6 +1,7 @@
 """The losses that a layer attaches: several at once, over micro-batches and ranks, without padding."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -162,6 +163,11 @@ def one_rank(rank, folder, world):
     moe = build(global_balance_coef=0.5, global_balance_group=group)
     moe = copy.deepcopy(moe)  # shares the group, of which there is one
     assert moe.global_balance_group is group
+    moe = pickle.loads(pickle.dumps(moe))  # with the group's name
+    other = copy.deepcopy(moe)
+    other.global_balance_group = "of another job"
+    with pytest.raises(RuntimeError, match="the process group 'of another job', which this process does not"):
+        other(torch.randn(1, 4, H))
     torch.manual_seed(1 + rank)
     x = torch.randn(1, 4 + rank, H)  # uneven
     moe(x).sum().backward()

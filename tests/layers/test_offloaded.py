@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -397,8 +399,11 @@ def test_refusals(device):
     offload(model, device)
     with pytest.raises(ValueError, match="layers.0.experts is offloaded already"):
         offload(model, device)
-    with pytest.raises(TypeError, match="cannot be copied or pickled"):
-        copy.deepcopy(model)
+    for copies in (copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(
+            TypeError, match="cannot be copied or pickled: copy it first, or save its state_dict"
+        ):
+            copies(model)
     experts = model.layers[0].experts.base
     experts.gate_up.requires_grad_(True)
     with pytest.raises(ValueError, match="only frozen weights can be offloaded"):
