@@ -14,7 +14,9 @@ size of one of AdamW and learning rates of AdamW can be kept, or sqrt(max(1, A /
 Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025 (Moonlight), arXiv 2502.16982.
 """
 
+import logging
 import math
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -25,8 +27,10 @@ from torch.optim.adamw import adamw
 
 from .kernels.base.activations import get_activation
 from .kernels.base.check import check_not_negative, check_sizes, checked, is_kind
-from .layers import Experts
+from .layers import Experts, OptimizedMoELayer
 from .layers.experts import SharedExpert
+from .layers.fuse import FusedLinear
+from .layers.lora import LoRAFactors
 from .routing import Router
 
 __all__ = ["Muon", "muon_groups"]
@@ -35,8 +39,21 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan et al.: steep at 0, and near 1 
 AT_A_TIME = 2**27  # numbers of a batch of matrices that are in work at a time
 SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / max(1, columns))),
 }
+HALVES = {  # whether a parameter has transposed matrices, and whether gate and up alternate
+    "rows": (False, False),
+    "interleaved": (False, True),
+    "transposed": (True, False),
+    "transposed interleaved": (True, True),
+}
+# patterns of ".name.", for what types do not tell
+ROUTERS = "*.router*", "*_router.*", "*.gate.*", "*_gate.*", "*.gates.*", "*.gating.*"
+OUTPUTS = "*.lm_head.*", "*.head.*", "*.embed_out.*", "*.output_layer.*", "*.score.*", "*.classifier.*"
+MATRICES = "*_proj.", "*_proj_weight.", ".w[123]."  # 2-D ones of a module that is no linear layer
+EXPERTS = re.compile(r"expert|(\b|_)moe|moe(layer|block|mlp|ffn)?$", re.I)  # of a path, ".", and a class
+
+log = logging.getLogger("moe_aiter")
 
 
 class Muon(torch.optim.Optimizer):
@@ -47,7 +64,9 @@ class Muon(torch.optim.Optimizer):
     `params` are parameters, or groups as `muon_groups` makes them.  In a group, Muon takes 2-D parameters,
     and 3-D ones as batches of matrices, unless the group has `muon=False`.  With `halves="rows"` the first
     half of a matrix's rows is one matrix and the second half another, as gate and up are; with "interleaved"
-    the even and the odd rows are.  3-D parameters outside of groups cause a warning.
+    the even and the odd rows are.  "transposed" and "transposed interleaved" are for matrices (in, out), with
+    gate and up in columns.  Without groups, every 2-D parameter is a matrix, as for torch.optim.Muon, and 3-D
+    parameters cause a warning.
 
     lr, weight_decay    of both; weight decay is decoupled, and only for parameters of two or more axes.
     momentum, nesterov, ns_steps, adjust_lr_fn    of Muon, as in torch.optim.Muon.  "match_rms_adamw" makes
@@ -57,7 +76,7 @@ class Muon(torch.optim.Optimizer):
     DTensors are fine: experts that are sharded by experts are updated where they are; other shards are
     gathered for the update of their matrix.
     Raises ValueError for a number out of its range, an unknown `adjust_lr_fn` or `halves`, and for halves of
-    an odd number of rows.
+    an odd number of rows or columns.
     """
 
     @checked
@@ -98,11 +117,14 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["halves"] not in (None, "rows", "interleaved"):
-            raise ValueError(f"unknown halves {group['halves']!r}; known: rows, interleaved")
+        if (halves := group["halves"]) is None:
+            return
+        if halves not in HALVES:
+            raise ValueError(f"unknown halves {halves!r}; known: {', '.join(HALVES)}")
+        axis, odd = (-1, "columns") if HALVES[halves][0] else (-2, "rows")
         for p in group["params"]:
-            if group["halves"] and p.dim() in (2, 3) and p.shape[-2] % 2:
-                raise ValueError(f"halves={group['halves']!r}, but a parameter {tuple(p.shape)} has odd rows")
+            if p.dim() in (2, 3) and p.shape[axis] % 2:
+                raise ValueError(f"halves={halves!r}, but a parameter {tuple(p.shape)} has odd {odd}")
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -130,7 +152,10 @@ class Muon(torch.optim.Optimizer):
         m = state["momentum_buffer"]
         m.lerp_(p.grad, 1 - momentum)
         u = p.grad.lerp(m, momentum) if group["nesterov"] else m
-        rows, columns = p.shape[-2] // (2 if group["halves"] else 1), p.shape[-1]
+        rows, columns = p.shape[-2:]
+        if group["halves"]:
+            rows, columns = (columns, rows) if HALVES[group["halves"]][0] else (rows, columns)
+            rows //= 2
         scale = SCALES[group["adjust_lr_fn"]](rows, columns)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         for local, update in updates(p, u, group["halves"], group["ns_steps"]):
@@ -157,6 +182,8 @@ def is_stacked(param) -> bool:
 
 def updates(p: Tensor, u: Tensor, halves: str | None, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield parts of `p` that this rank has, each with its orthogonal update."""
+    if not p.numel():
+        return
     if hasattr(p, "placements"):
         if p.dim() == 3 and all(getattr(s, "dim", 0) == 0 for s in p.placements):
             p, u = p.to_local(), u.to_local()  # whole matrices
@@ -179,9 +206,11 @@ def updates(p: Tensor, u: Tensor, halves: str | None, steps: int) -> Iterator[tu
 def matrices_of(t: Tensor, halves: str | None) -> Tensor:
     """Return a view of the matrices in a parameter, (n, A, B) or with halves (n, 2, A, B)."""
     t = t[None] if t.dim() == 2 else t
-    if halves == "rows":
-        return t.unflatten(1, (2, -1))
-    return t.unflatten(1, (-1, 2)).transpose(1, 2) if halves else t
+    if halves is None:
+        return t
+    transposed, interleaved = HALVES[halves]
+    t = t.mT if transposed else t
+    return t.unflatten(1, (-1, 2)).transpose(1, 2) if interleaved else t.unflatten(1, (2, -1))
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -197,7 +226,8 @@ def orthogonal(u: Tensor, steps: int) -> Tensor:
     """
     dtype, (a, b, c) = dtype_on(u.device), COEFFICIENTS
     x = u.reshape(-1, *u.shape[-2:])
-    norm = x.norm(dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=1e-7)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = x.norm(dim=(1, 2), keepdim=True, dtype=wide).clamp(min=1e-7)
     x = torch.mul(x, 1 / norm, out=torch.empty_like(x, dtype=dtype))
     tall = x.shape[1] > x.shape[2]
     for _ in range(steps):
@@ -216,31 +246,134 @@ def orthogonal(u: Tensor, steps: int) -> Tensor:
 
 @checked
 def muon_groups(model: nn.Module, *, adamw: Sequence[str] = ()) -> list[dict]:
-    """Return groups for `Muon`: all trained parameters of `model`, each once.
+    """Return groups for `Muon` of all trained parameters, each once, with their names as "param_names".
 
-    AdamW gets embeddings, the output layer (an nn.Linear with the shape of the largest embedding), routers,
-    whatever is not a matrix, and parameters whose name matches a pattern of `adamw`, such as
-    "*.lm_head.*".  Gate and up of gated experts are matrices of their own.
+    Muon gets matrices: 2-D weights of linear layers, 3-D weights of experts, and factors A and B of adapters.
+    Gate and up are apart, also where an MLP or experts of another package hold both in one weight `gate_up`.
+
+    AdamW gets the rest: embeddings; the output layer, which has a name such as lm_head, or if none has, the
+    shape of the largest embedding; routers and gates; vectors, also those of each expert, such as biases
+    (E, 2I), and weights of one row; convolutions; PEFT's factors that hold those of all experts; and
+    parameters whose name matches a pattern of `adamw`, such as "*.to_latent.*".  Vectors do not decay.
+
+    One line at INFO on the logger "moe_aiter" says which parameters a group has.
+    Raises TypeError if `adamw` is no list or tuple of patterns.
     """
     if not isinstance(adamw, (tuple, list)) or not all(isinstance(pattern, str) for pattern in adamw):
         raise TypeError(f"adamw must be patterns in a list or tuple, not {adamw!r}")
-    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    largest = max((e.shape for e in embeddings), default=None)
-    outputs = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape == largest]
-    routers = [p for m in model.modules() if isinstance(m, Router) for p in m.parameters()]
-    others = {id(p) for p in (*embeddings, *outputs, *routers)}
-    halves = {id(p): kind for m in model.modules() for p, kind in halves_of(m)}
-    groups: dict[tuple, list[Tensor]] = {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    matrices, vectors, others = (kinds := {"matrix": set(), "vector": set(), "other": set()}).values()
+    others |= {id(p) for p in told_by_type(model)}
+    others |= {id(p) for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in adamw)}
+    halves: dict[int, str | None] = {}
+    for path, module in model.named_modules():
+        for p, kind in own_halves(module):
+            halves.setdefault(id(p), kind)
+        for local, p in module.named_parameters(recurse=False):
+            name = f"{path}.{local}" if path else local
+            kinds[kind_of(module, name, named)].add(id(p))
+            halves.setdefault(id(p), halves_of(module, name, named))
+    matrices -= others | vectors  # a parameter of several modules, such as a tied one
+    groups: dict[tuple, list[tuple[str, Tensor]]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            matrix = p.dim() in (2, 3) and id(p) not in others
-            muon = matrix and not any(fnmatchcase(name, pattern) for pattern in adamw)
-            groups.setdefault((muon, halves.get(id(p)) if muon else None), []).append(p)
-    return [{"params": ps, "muon": muon, "halves": kind} for (muon, kind), ps in groups.items()]
+            muon = id(p) in matrices
+            # parameters of one axis have no weight decay in any group
+            key = muon, halves[id(p)] if muon else None, p.dim() > 1 and id(p) in vectors
+            groups.setdefault(key, []).append((name, p))
+    return [new_group(pairs, *key) for key, pairs in groups.items()]
 
 
-def halves_of(module: nn.Module) -> Iterator[tuple[Tensor, str]]:
-    """Yield the gate_up of gated experts, and how gate and up lie in it."""
-    if isinstance(module, (Experts, SharedExpert)) and get_activation(module.activation).gated:
-        gate_up = module.gate_up if isinstance(module, Experts) else module.gate_up.weight
-        yield gate_up, "interleaved" if module.interleaved else "rows"
+def new_group(pairs: list[tuple[str, Tensor]], muon: bool, halves: str | None, vectors: bool) -> dict:
+    how = ("Muon" if muon else "AdamW") + (f", halves {halves!r}" if halves else "")
+    how += ", no weight decay" if vectors else ""
+    names, params = zip(*pairs, strict=True)
+    layers = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)  # the same ones of all layers
+    log.info("%s: %d parameters, %s", how, len(params), ", ".join(layers))
+    group = {"params": [*params], "param_names": [*names], "muon": muon, "halves": halves}
+    return group | {"weight_decay": 0.0} if vectors else group
+
+
+def told_by_type(model: nn.Module) -> Iterator[Tensor]:
+    """Yield embeddings, output layers without a name that says so, and PEFT's factors of all experts in one.
+
+    Output layers are linear layers with the shape of the largest embedding, unless one of them has its name.
+    """
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    largest = max((e.shape for e in embeddings), default=None)
+    yield from embeddings
+    linear = [(name, m.weight) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    outputs = [(name, weight) for name, weight in linear if weight.shape == largest]
+    if not any(matches(name, OUTPUTS) for name, _ in outputs):
+        yield from (weight for _, weight in outputs)
+    for module in model.modules():
+        if type(module).__name__.endswith("ParamWrapper") and module.num_experts > 1:
+            yield from (p for name, p in module.named_parameters() if "lora_" in name)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(f".{name}.", pattern) for pattern in patterns)
+
+
+def kind_of(module: nn.Module, name: str, named: dict[str, Tensor]) -> str:
+    """Return whether a parameter of `module` is a "matrix", or one per expert, a "vector", or "other"."""
+    path, _, local = name.rpartition(".")
+    p, kind = named[name], type(module).__name__
+    if p.dim() < 2 or "bias" in local or "scale" in local or kind.endswith("Norm"):
+        return "vector"
+    if isinstance(module, Router) or is_router(name, named):
+        return "vector" if 1 in p.shape else "other"
+    if matches(name, OUTPUTS):
+        return "other"
+    if p.dim() == 3:
+        if isinstance(module, (Experts, OptimizedMoELayer)):
+            return "matrix"
+        if "Conv" in kind or not (isinstance(module, LoRAFactors) or EXPERTS.search(f"{path}.{kind}")):
+            return "other"
+        return "vector" if 1 in p.shape[1:] else "matrix"
+    stacks = [q.shape[0] for q in module.parameters(recurse=False) if q.dim() == 3]
+    if p.dim() == 2 and (1 in p.shape or p.shape[0] in stacks):
+        return "vector"
+    linear = isinstance(module, nn.Linear) or "Linear" in kind or kind.endswith("Conv1D")
+    named_so = matches(local, MATRICES) and "expert" not in f"{path}.{kind}".lower()  # there, 2-D are stacks
+    return "matrix" if p.dim() == 2 and (named_so or (linear and local == "weight")) else "other"
+
+
+def is_router(name: str, named: dict[str, Tensor]) -> bool:
+    """Whether names say so; a gate beside an `up` of its shape is one of an MLP."""
+    up = named.get(re.sub(r"gate(?=\.|$)", "up", name))
+    mlp = up is not None and up is not named[name] and up.shape == named[name].shape
+    return not mlp and matches(name, ROUTERS)
+
+
+def own_halves(module: nn.Module) -> Iterator[tuple[Tensor, str | None]]:
+    """Yield the weight of this package's module that may have gate and up, and how they lie in it."""
+    if isinstance(module, FusedLinear):
+        yield module.weight, "rows" if module.sizes[:1] == module.sizes[1:] else None
+    elif isinstance(module, OptimizedMoELayer):
+        yield module.w1, "transposed" if get_activation(module.activation).gated else None
+    elif isinstance(module, (Experts, SharedExpert)):
+        kind = "interleaved" if module.interleaved else "rows"
+        gate_up = module.gate_up if isinstance(module, Experts) else getattr(module.gate_up, "weight", None)
+        yield gate_up, kind if get_activation(module.activation).gated else None
+
+
+def halves_of(module: nn.Module, name: str, named: dict[str, Tensor]) -> str | None:
+    """Return how gate and up lie in another module's parameter, by the flags of transformers or by shapes.
+
+    (2I, H) belongs to a second weight (H, I), and (H, 2I) to (I, H).
+    """
+    down = re.sub(r"gate_up(?=(_proj)?(\.weight)?$)", "down", name)
+    down = re.sub(r"input_linear(?=\.weight$)", "output_linear", down)  # Granite and JetMoe
+    if down == name or named[name].dim() not in (2, 3):
+        return None
+    transposed = getattr(module, "is_transposed", None)
+    if transposed is None:
+        if down not in named or named[down].dim() < 2:
+            return None
+        (rows, columns), (last, first) = named[name].shape[-2:], named[down].shape[-2:]
+        if (rows, columns) not in ((2 * first, last), (first, 2 * last)):
+            return None
+        transposed = (rows, columns) == (first, 2 * last)
+    how = transposed, not getattr(module, "is_concatenated", True)
+    return next(kind for kind, own in HALVES.items() if own == how)

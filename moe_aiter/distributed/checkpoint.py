@@ -55,7 +55,9 @@ def save_sharded(
         sync(path.parent)
 
     on_first_rank(begin)
-    dcp.save(state_of(model, optimizer), checkpoint_id=draft)
+    state = state_of(model, optimizer)
+    without_names(state)
+    dcp.save(state, checkpoint_id=draft)
     on_first_rank(end)
 
 
@@ -74,11 +76,12 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
     on_first_rank(check)
     state = state_of(model, optimizer)
+    names = without_names(state)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, which is no mistake
         dcp.load(state, checkpoint_id=Path(path))
     optimizers = () if optimizer is None else optimizer
-    moments = state.get("optimizer", {})
+    moments = state.get("optimizer", {}) | names
     set_state_dict(
         model, optimizers, model_state_dict=state["model"], optim_state_dict=moments, options=OPTIONS
     )
@@ -92,6 +95,12 @@ def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict:
     for buffer, before in buffers:
         buffer.copy_(before)
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
+
+
+def without_names(state: dict) -> dict:
+    """Take the names of a group's parameters out of `state`, which has them once for each parameter."""
+    moments = state.get("optimizer", {})
+    return {key: moments.pop(key) for key in list(moments) if key.endswith(".param_names")}
 
 
 @checked

@@ -120,11 +120,24 @@ LONGCAT = {  # its checkpoints alone, as published
     ),
 }  # fmt: skip
 
+LAYOUTS = {  # further ones, with other layouts of experts
+    "llama4_text": (
+        "Llama4TextConfig",
+        {"num_local_experts": E, "intermediate_size": 24, "intermediate_size_mlp": 32, "head_dim": 8},
+    ),
+    "aria_text": ("AriaTextConfig", {"moe_num_experts": E, "intermediate_size": 24, "moe_topk": 2}),
+    "jetmoe": (
+        "JetMoeConfig",
+        {"num_local_experts": E, "intermediate_size": 24, "kv_channels": 8, "num_attention_heads": None},
+    ),
+    "dbrx": ("DbrxConfig", {"d_model": H, "n_heads": 2, "n_layers": 2, "attn_config": {"rope_theta": 1e4}}),
+}
+
 
 def tiny_config(family: str, **changes):
     import transformers
 
-    kind, sizes = (CONVERTED | FUSED | LONGCAT)[family]
+    kind, sizes = (CONVERTED | FUSED | LONGCAT | LAYOUTS)[family]
     if not hasattr(transformers, kind):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     sizes = COMMON | sizes | changes
