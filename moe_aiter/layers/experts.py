@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import private_api
 from ..kernels.base.activations import get_activation
 from ..kernels.base.check import (
     cast_as_linear,
@@ -192,12 +193,11 @@ def is_hooked(module: nn.Module) -> bool:
     return has_hooks(module) or "forward" in vars(module)
 
 
-class Linear(nn.Linear):
-    """nn.Linear, where a NaN or infinity of one token stays in its row on every CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
-        return linear(x, self.weight, self.bias)
+def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
+    """Return `module(x)`; by nn.Linear, a NaN or infinity of one token stays in its row on every CPU."""
+    if private_api.AMX and x.is_cpu and type(module) is nn.Linear and not is_hooked(module):
+        return linear(x, module.weight, module.bias)
+    return module(x)
 
 
 class SharedExpert(nn.Module):
@@ -220,9 +220,9 @@ class SharedExpert(nn.Module):
         self.activation, self.interleaved = activation, interleaved
         where = {"device": device, "dtype": dtype}
         width = get_activation(activation).projections * intermediate
-        self.gate_up = Linear(hidden, width, bias=bias, **where)
-        self.down = Linear(intermediate, hidden, bias=bias, **where)
-        self.gate = Linear(hidden, 1, bias=False, **where) if gate else None
+        self.gate_up = nn.Linear(hidden, width, bias=bias, **where)
+        self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
+        self.gate = nn.Linear(hidden, 1, bias=False, **where) if gate else None
 
     def reset_parameters(self) -> None:
         for part in self.children():
@@ -230,8 +230,9 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, H) -> (T, H)."""
-        out = self.down(glu(self.gate_up(x), self.activation, self.interleaved))
-        return out if self.gate is None else out * self.gate(x).sigmoid()
+        inner = glu(apply_linear(self.gate_up, x), self.activation, self.interleaved)
+        out = apply_linear(self.down, inner)
+        return out if self.gate is None else out * apply_linear(self.gate, x).sigmoid()
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, interleaved={self.interleaved}"
@@ -249,4 +250,4 @@ def new_latent(hidden: int, latent: int, where: dict) -> tuple[nn.Linear | None,
         return None, None
     check_sizes(latent=latent)
     sizes = (hidden, latent), (latent, hidden)
-    return tuple(Linear(*size, bias=False, **where) for size in sizes)
+    return tuple(nn.Linear(*size, bias=False, **where) for size in sizes)

@@ -31,7 +31,7 @@ from ..routing.router import Router, Routing, hide, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
 from .aux_loss import AuxLosses
 from .dense_gradient import with_dense_gradient
-from .experts import Experts, Linear, new_latent, new_shared
+from .experts import Experts, apply_linear, new_latent, new_shared
 
 # as they are here: a class can be given another `forward` later
 ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))
@@ -317,14 +317,14 @@ class MoE(nn.Module):
             plan = rows_of(plan, self.num_experts)
         if self.to_latent is not None:
             casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-            if type(self.to_latent) is Linear and not casts:
+            if type(self.to_latent) is nn.Linear and not casts:
                 check_float(x=x, to_latent=self.to_latent.weight)
-            x = self.to_latent(hide(x, mask))
+            x = apply_linear(self.to_latent, hide(x, mask))
         out = self.experts(x, weights, plan)
         if self.dense_router_gradient and self.has_losses() and routing.routing_weights.requires_grad:
             out = with_dense_gradient(out, x.detach(), self.experts, routing, self.router)
         if self.to_latent is not None:
-            out = hide(self.from_latent(out), mask)
+            out = hide(apply_linear(self.from_latent, out), mask)
         if zero is not None and zero.identity:
             weight = zero.identity_weight(routing.expert_ids, weights, self.num_experts)
             out = hide(out + (hide(tokens, mask) * weight).to(out.dtype), mask)
