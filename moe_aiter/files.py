@@ -1,4 +1,4 @@
-"""Files that are whole or absent, locks between processes, JSON; and optional packages."""
+"""Reading plain files alone; files that are whole or absent, locks, JSON; and optional packages."""
 
 import contextlib
 import errno
@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,15 @@ log = logging.getLogger("moe_aiter")
 
 UNFINISHED = "unfinished-"  # how the name of a draft begins
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of a file system without locks
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a full disk, or what a user or a file may take of it
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # nor this one: a pipe is opened at once
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def need(module: str, extra: str, error: type[Exception] = ImportError) -> ModuleType:
@@ -35,6 +44,52 @@ def need(module: str, extra: str, error: type[Exception] = ImportError) -> Modul
         raise error(f"{package} is missing: pip install '.[{extra}]' in the source tree") from missing
 
 
+def plain(path: str | os.PathLike, within: Path | None = None) -> str | os.PathLike:
+    """Return `path` if it is a plain file, or a link to one; with `within`, to one in that folder.
+
+    Raises OSError, which says what else it is: a reader would wait for a pipe, never reach the end of some
+    devices, and may change a device by opening it.
+    """
+    check_mode(os.stat(path).st_mode, path)
+    if within is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within)):
+        raise OSError(errno.EINVAL, f"it is a link out of the folder, to {os.path.realpath(path)}", str(path))
+    return path
+
+
+def check_mode(mode: int, path: str | os.PathLike) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+
+
+def opened(path: str | os.PathLike, mode: str = "r", within: Path | None = None, **options) -> IO:
+    """Open a plain file (see `plain`) as `open` does, to read it or to add to it.  Text is UTF-8."""
+    if "a" not in mode or os.path.lexists(path):
+        plain(path, within)
+    if "b" not in mode:
+        options = {"encoding": "utf-8"} | options
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | NO_WAIT, 0o666), **options)
+
+
+def read_text(path: str | os.PathLike, within: Path | None = None, errors: str = "strict") -> str:
+    with opened(path, within=within, errors=errors) as file:
+        return file.read()
+
+
+def read_bytes(path: str | os.PathLike) -> bytes:
+    with opened(path, "rb") as file:
+        return file.read()
+
+
+def is_name(file) -> bool:
+    """Whether this is the name of a file in the folder itself, and not a path."""
+    if not isinstance(file, str) or "\0" in file:
+        return False
+    return file == os.path.basename(file) and file not in ("", ".", "..")
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -42,6 +97,17 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Put `path` into the error of a full disk, which a write raises without a name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager
@@ -62,7 +128,7 @@ def drafted(path: Path, mode: str = "w", **options) -> Iterator[IO]:
         error.filename = str(path)  # the name that the user gave
         raise
     try:
-        with open(handle, mode, **options) as file:
+        with named(path), open(handle, mode, **options) as file:
             yield file
             file.flush()
             os.fsync(handle)
@@ -80,11 +146,12 @@ def drafted_folder(path: Path) -> Iterator[Path]:
     draft = draft_of(path)
     draft.mkdir(parents=True)
     try:
-        yield draft
-        for part in (*draft.iterdir(), draft):
-            sync(part)
-        draft.rename(path)
-        sync(path.parent)
+        with named(path):
+            yield draft
+            for part in (*draft.iterdir(), draft):
+                sync(part)
+            draft.rename(path)
+            sync(path.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -128,8 +195,9 @@ def acquire(path: Path, deadline: float) -> int | None:
         log.warning("%s: this system has no fcntl, so other processes are not locked out", path)
         return None
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | NO_FOLLOW | NO_WAIT, 0o666)
         try:
+            check_mode(os.fstat(handle).st_mode, path)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(handle, path):
                 return handle
@@ -156,9 +224,12 @@ def is_at(handle: int, path: Path) -> bool:
         return False
 
 
-def read_json(path: Path):
-    """Return the content of a JSON file.  Raises OSError, or ValueError if the file is not JSON in UTF-8."""
+def read_json(path: Path, within: Path | None = None):
+    """Return the content of a JSON file, a plain one (see `plain`).
+
+    Raises OSError, or ValueError if the file is not JSON in UTF-8.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path, within))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error

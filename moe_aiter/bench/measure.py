@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..files import opened, read_text
 from ..op import use
 from .problem import Problem, Shape, listed
 
@@ -231,7 +232,7 @@ def hand_back() -> None:
 
 
 def status_bytes(field: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    line = next(line for line in read_text(STATUS).splitlines() if line.startswith(field + ":"))
     return 1024 * int(line.split()[1])
 
 
@@ -591,7 +592,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = read_text(info).splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
@@ -616,7 +617,7 @@ def git_commit() -> str:
 
 
 def columns(path: pathlib.Path) -> list[str]:
-    with open(path, newline="", encoding="utf-8") as file:
+    with opened(path, newline="") as file:
         try:
             return next(csv.reader(file), [])
         except (UnicodeDecodeError, csv.Error) as error:
@@ -628,7 +629,7 @@ def widen(path: pathlib.Path, fields: list[str], added: Sequence[str]) -> None:
     there = columns(path)
     if there == fields or there != [f for f in fields if f in there or f not in added]:
         return
-    with open(path, newline="") as file:
+    with opened(path, newline="") as file:
         rows = list(csv.DictReader(file))
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
@@ -640,7 +641,7 @@ def append(path: pathlib.Path, rows: list[dict], fields: list[str]) -> None:
     """Add rows to a CSV, with its header where it is new; four digits say enough."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
-    with open(path, "a", newline="") as file:
+    with opened(path, "a", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         if new:
             writer.writeheader()

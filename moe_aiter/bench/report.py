@@ -10,7 +10,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
-from ..files import need
+from ..files import need, opened, read_text
 from .layer import ADDED
 from .measure import refuse
 from .parallel import SYMMETRIC
@@ -132,7 +132,7 @@ def lines_of_shares(source: pathlib.Path) -> dict[str, list[dict]]:
     """Shape -> the newest rows of our layer for each number of ranks, of the device with most of them."""
     rows = []
     if source.exists():
-        with open(source, newline="") as file:
+        with opened(source, newline="") as file:
             rows = [
                 r for r in csv.DictReader(file) if (r["contender"], r["routing"]) == (SYMMETRIC, "normal")
             ]
@@ -275,7 +275,7 @@ def products(folder: pathlib.Path) -> str:
 
 
 def section(report: Report, source: pathlib.Path) -> str:
-    with open(source, newline="") as file:
+    with opened(source, newline="") as file:
         # one name for what has a row; tiles beside the chosen one are trials
         rows = [row | {"shape": row[report.subject]} for row in csv.DictReader(file) if not row.get("tile")]
     rows = newest(rows, lambda row: tuple(row[name] for name in (*report.tables, "shape", "contender")))
@@ -291,7 +291,7 @@ def section(report: Report, source: pathlib.Path) -> str:
 
 def families(source: pathlib.Path) -> str:
     """A table for each family, a row for each case."""
-    with open(source, newline="") as file:
+    with opened(source, newline="") as file:
         rows = newest(list(csv.DictReader(file)), lambda row: (*about(row), row["case"], row["contender"]))
     lines = ["\n## Products by family\n"]
     for (device, family, dtype), part in grouped(rows, about):
@@ -363,7 +363,7 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
         return refuse("bench report", f"there is no {source}; `make bench` writes it")
     if source.name in REPORTS:
         return refuse("bench report", f"--csv is that of `bench layer`; {source.name} beside it is read too")
-    text = document.read_text()
+    text = read_text(document)
     if END not in text.partition(BEGIN)[2]:
         return refuse("bench report", f"{document} lacks {BEGIN} and, behind it, {END}")
     try:
@@ -388,7 +388,7 @@ def replaced(text: str, part: str) -> str:
 
 
 def read(source: pathlib.Path) -> list[dict]:
-    with open(source, newline="") as file:
+    with opened(source, newline="") as file:
         rows = [dict.fromkeys(ADDED, "") | row for row in csv.DictReader(file)]
     if not rows:
         raise ValueError("no figures")

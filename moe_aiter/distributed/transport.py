@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..files import read_text
 from ..kernels.base.sources import by_source
 from ..private_api import symmetric_memory
 from .collective import add_parts, combine_tokens, dispatch_tokens
@@ -298,7 +299,7 @@ def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return why these ranks cannot write into each other's memory, or "" if they can; a collective call."""
     if device.type != "cuda":
         return f"the tokens are on the device {device.type}"
-    host = BOOT.read_text() if BOOT.exists() else socket.gethostname()
+    host = read_text(BOOT) if BOOT.exists() else socket.gethostname()
     mine = host, str(torch.cuda.get_device_properties(device).uuid)
     everyone = [mine] * group.size()
     dist.all_gather_object(everyone, mine, group=group)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..files import drafted, need, read_json
+from ..files import drafted, need, plain, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
 from ..layers.lora import LoRAFactors, load_stacked, per_expert, stacked
 from ..private_api import hooks_before
@@ -162,7 +162,10 @@ def load_lora(
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG} is not JSON: {error}") from error
     targets, how = read_config(config, directory / CONFIG)
-    state = load_file(directory / TENSORS)
+    try:
+        state = load_file(plain(directory / TENSORS))
+    except need("safetensors", "convert").SafetensorError as error:
+        raise ValueError(f"{directory / TENSORS} is damaged: {error}") from error
     adapters = new_adapters(model, targets, dtype, how | lora)
     loras = by_prefix(adapters)
     if extra := sorted(state.keys() - {f"{prefix}lora_{m}.weight" for prefix in loras for m in "AB"}):
@@ -180,8 +183,12 @@ def read_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]:
         raise ValueError(f"{path} has no {missing[0]}")
     if other := [key for key in ("rank_pattern", "alpha_pattern", "use_dora") if config.get(key)]:
         raise ValueError(f"{path} has {other[0]}, which add_lora has not for experts in one tensor")
+    rslora = config.get("use_rslora") or False
+    kinds = {"target_parameters": (names, list), "r": (config["r"], int), "use_rslora": (rslora, bool)}
+    kinds["lora_alpha"] = config["lora_alpha"], (int, float)
+    if wrong := [key for key, (value, kind) in kinds.items() if not isinstance(value, kind)]:
+        raise ValueError(f"{path}: {wrong[0]} is a {type(config[wrong[0]]).__name__}")
     targets = tuple({str(name).rpartition(".")[2] for name in names})
-    rslora = config.get("use_rslora", False)
     return targets, {"rank": config["r"], "alpha": config["lora_alpha"], "rslora": rslora}
 
 

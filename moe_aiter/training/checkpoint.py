@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..files import UNFINISHED, drafted_folder, read_json, remove, sync
+from ..files import UNFINISHED, drafted_folder, is_name, opened, plain, read_json, remove, sync
 from . import UsageError, need, out_of_memory, summary
 from .ranks import ALONE, Ranks
 
@@ -136,11 +136,11 @@ def read_tensors(path: Path, model: nn.Module, optimizer: Optimizer | None) -> t
     """Return the state.json, the weights and the optimizer's tensors of an unsharded checkpoint, checked."""
     safetensors = need("safetensors.torch")
     state = read_state(path)
-    weights = safetensors.load_file(path / MODEL)
+    weights = safetensors.load_file(plain(path / MODEL, path))
     check_tensors(MODEL, weights, model.state_dict())
     if optimizer is None:
         return state, weights, {}
-    tensors = safetensors.load_file(path / OPTIMIZER)
+    tensors = safetensors.load_file(plain(path / OPTIMIZER, path))
     check_tensors(OPTIMIZER, tensors, optimizer_like(model))
     for name in (f"{name}/{key}" for name, _ in model.named_parameters() for key in MOMENTS):
         least = {"step": 1, "exp_avg_sq": 0}.get(name.rpartition("/")[2])
@@ -160,27 +160,43 @@ def restore(model: nn.Module, optimizer: Optimizer | None, weights: dict, tensor
 
 def read_state(path: Path) -> dict:
     """The state.json of a checkpoint, without its checksums, which are verified."""
-    state = read_json(path / STATE)
-    if state["step"] != int(STEP.fullmatch(path.name)[1]):
+    state = read_json(path / STATE, path)
+    check_state(state)
+    if state["step"] != step_of(path):
         raise ValueError(f"{STATE} has step {state['step']}")
     sums = state.pop(SUMS, None)
-    if extra := sorted(state.keys() - {"step", "fingerprint"}):
-        raise ValueError(f"{STATE} has an unknown key, {extra[0]!r}")
     sharded = (path / METADATA).exists()
     if sums is None and not sharded:  # all versions that shard write them
         note = "was saved without checksums, so damage of its numbers may go unnoticed"
         print(f"moe-aiter train: warning: {path} {note}", file=sys.stderr)
         return state
-    names = sorted({*dict(sums), METADATA} - {STATE}) if sharded else (MODEL, OPTIMIZER)
+    if sums is None:
+        raise ValueError(f"{STATE} has no {SUMS}")
+    names = sorted({*sums, METADATA} - {STATE}) if sharded else (MODEL, OPTIMIZER)
     found = {name: file_sum(path / name) for name in names} | {STATE: state_sum(state)}
-    if wrong := [name for name in found if found[name] != sums[name]]:
+    if wrong := [name for name in found if found[name] != sums.get(name)]:
         raise ValueError(f"the SHA-256 of {', '.join(wrong)} is not the one in {STATE}")
     return state
 
 
+def check_state(state) -> None:
+    """Raise ValueError unless these are fields of a state.json, each of its type."""
+    if not isinstance(state, dict) or type(state.get("step")) is not int:
+        raise ValueError(f"{STATE} has no step, a whole number")
+    if not isinstance(state.get("fingerprint"), str | None):
+        raise ValueError(
+            f"{STATE}: fingerprint is a {type(state['fingerprint']).__name__}; it should be a text"
+        )
+    sums = state.get(SUMS, {})
+    if not isinstance(sums, dict) or not all(is_name(n) and isinstance(s, str) for n, s in sums.items()):
+        raise ValueError(f"{STATE}: {SUMS} are not those of files in this folder")
+    if extra := sorted(state.keys() - {"step", "fingerprint", SUMS}):
+        raise ValueError(f"{STATE} has an unknown key, {extra[0]!r}")
+
+
 def file_sum(path: Path) -> str:
     found = hashlib.sha256()
-    with path.open("rb") as file:
+    with opened(path, "rb", path.parent) as file:
         while part := file.read(2**20):
             found.update(part)
     return found.hexdigest()
@@ -231,7 +247,11 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(STEP.fullmatch(path.name)[1]))
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(STEP.fullmatch(path.name)[1])
 
 
 def newest_checkpoint(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..files import read_bytes
 from . import UsageError
 
 STDLIB_SKIPPED = {  # tests, programs, tables and installed packages: not the library's own prose
@@ -39,7 +40,7 @@ def load_corpus(paths: tuple[str, ...], val_fraction: float, sequence: int) -> C
     than one sequence and the byte after it.
     """
     files = find_text(paths) if paths else find_stdlib()
-    texts = {name: b"\0" + path.read_bytes() for name, path in files.items()}
+    texts = {name: b"\0" + read_bytes(path) for name, path in files.items()}
     train = b"".join(text for name, text in texts.items() if not held_out(name, val_fraction))
     val = b"".join(text for name, text in texts.items() if held_out(name, val_fraction))
     if not train or not val:
@@ -97,7 +98,7 @@ def find_text(paths: tuple[str, ...]) -> dict[str, Path]:
 
 
 def is_text(path: Path) -> bool:
-    data = path.read_bytes()
+    data = read_bytes(path)
     try:
         data.decode()
     except UnicodeDecodeError:

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..files import drafted
+from ..files import drafted, opened, read_text
 from ..layers import LayerStatistics
 from ..layers.monitor import scalars_of, writer_of
 from . import UsageError, need, summary
 
+NUMBERS = "loss", "val_loss", "val_bits_per_byte", "seconds"  # fields that a resumed run reads
 LOGGERS = "tensorboard", "wandb", "trackio"  # packages, each of which is also an extra
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "MI300X": 1307}  # dense bfloat16, from data sheets
 
@@ -56,7 +57,7 @@ class Metrics:
         return rows
 
     def write(self, rows: list[dict]) -> None:
-        with self.path.open("a") as file:
+        with opened(self.path, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def restart_clock(self) -> None:
@@ -67,12 +68,14 @@ class Metrics:
 def read_metrics(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl; a last line that a killed process left unfinished is skipped."""
     rows = []
-    lines = path.read_text(errors="replace").splitlines()
+    lines = read_text(path, path.parent, errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if type(row["step"]) is not int or not (is_number(row["step"]) and is_number(row.get("loss", 0))):
-                raise TypeError("its step or its loss is no number")
+            if type(row["step"]) is not int or not is_number(row["step"]):
+                raise TypeError("its step is no whole number")
+            if wrong := [name for name in NUMBERS if not is_number(row.get(name, 0))]:
+                raise TypeError(f"its {wrong[0]} is no number")
             rows.append(row)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number < len(lines):
@@ -83,6 +86,23 @@ def read_metrics(path: Path) -> list[dict]:
 def is_number(value) -> bool:
     """Whether a plot can draw the value: JSON's whole numbers have no largest one."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+def with_load(rows: list[dict]) -> list[dict]:
+    """The rows with the choices of each expert of each layer."""
+    rows = [row for row in rows if "load" in row]
+    for row in rows:
+        load = row["load"]
+        nested = isinstance(load, list) and all(isinstance(layer, list) and layer for layer in load)
+        if not nested or not all(is_number(n) and 0 <= n < math.inf for layer in load for n in layer):
+            raise damaged("load", row, "a list of counts for each layer")
+        if not load or [len(layer) for layer in load] != [len(layer) for layer in rows[0]["load"]]:
+            raise damaged("load", row, "of as many layers and experts as before")
+    return rows
+
+
+def damaged(key: str, row: dict, wanted: str) -> UsageError:
+    return UsageError(f"the metrics are damaged: {key} of step {row['step']} is not {wanted}")
 
 
 @contextlib.contextmanager
@@ -122,11 +142,12 @@ def log_rows(log: object, rows: list[dict], layers: dict[str, LayerStatistics]) 
         write({k: v for k, v in row.items() if k != "step" and is_number(v)}, row["step"])
 
 
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drop the rows past `step`, which a resumed run will write again."""
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
+def truncate_metrics(path: Path, step: int) -> list[dict]:
+    """Drop the rows past `step`, which a resumed run will write again, and return them."""
+    rows = read_metrics(path)
     with drafted(path) as file:
-        file.writelines(json.dumps(row) + "\n" for row in kept)
+        file.writelines(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+    return [row for row in rows if row["step"] > step]
 
 
 def peak_flops(device: torch.device) -> float | None:

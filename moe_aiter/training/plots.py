@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..files import drafted
 from . import UsageError, need
-from .metrics import read_metrics
+from .metrics import read_metrics, with_load
 
 
 def new_figure(rows: int = 1, height: float = 4.5):
@@ -59,7 +59,6 @@ def smooth(values: list[float], decay: float = 0.95) -> list[float]:
 
 def draw_load(rows: list[dict]):
     """A heat map for each layer: experts upwards, steps to the right, load as a multiple of the mean."""
-    rows = [row for row in rows if "load" in row]
     layers = len(rows[0]["load"])
     figure, axes = new_figure(layers, height=1 + 1.4 * layers)
     first, last = rows[0]["step"], rows[-1]["step"]
@@ -90,8 +89,8 @@ def plot_run(run: Path) -> None:
     """Draw `loss.png`, and `load.png` where there are experts, from a run's metrics."""
     rows = read_metrics(run / "metrics.jsonl")
     plot_loss({run.name: rows}, run / "loss.png")
-    if any("load" in row for row in rows):
-        plot_load(rows, run / "load.png")
+    if loads := with_load(rows):
+        plot_load(loads, run / "load.png")
 
 
 def add_arguments(parser) -> None:
@@ -131,7 +130,7 @@ def name(run: Path) -> str:
 
 def rows_of(run: Path) -> list[dict]:
     """The rows of a run folder or of a metrics file; there is at least one."""
-    metrics = run / "metrics.jsonl" if run.is_dir() else run
+    metrics = run / "metrics.jsonl" if run.is_dir() else run.resolve() if run.is_symlink() else run
     if not metrics.exists():
         raise UsageError(f"{run} is neither a run folder nor a metrics file")
     rows = read_metrics(metrics)

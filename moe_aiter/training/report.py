@@ -12,7 +12,7 @@ import torch
 from ..files import drafted, read_json
 from ..routing.losses import load_statistics
 from . import UsageError, summary
-from .metrics import is_number
+from .metrics import damaged, is_number, with_load
 from .plots import draw_load, draw_loss, name, new_figure, refuse_existing, rows_of
 
 CURVES = {  # a number in each line of metrics.jsonl -> what it is
@@ -71,7 +71,7 @@ def read_settings(path: Path) -> dict | None:
     if not path.exists():
         return None
     try:
-        settings = read_json(path)
+        settings = read_json(path, path.parent)
         if not isinstance(settings, dict):
             raise TypeError("it holds no settings")
     except (ValueError, TypeError) as error:
@@ -120,10 +120,6 @@ def overview(rows: list[dict]) -> dict:
     return out
 
 
-def damaged(key: str, row: dict, wanted: str) -> UsageError:
-    return UsageError(f"the metrics are damaged: {key} of step {row['step']} is not {wanted}")
-
-
 def finite(value: float | None) -> float:
     """A gap in a curve instead of what cannot be drawn."""
     return value if value is not None and math.isfinite(value) else math.nan
@@ -147,19 +143,6 @@ def lists(rows: list[dict], key: str) -> list[tuple[int, list[float]]]:
         if len(values) != len(rows[0][key]) or not values:
             raise damaged(key, row, "of as many layers as before")
     return [(row["step"], [finite(v) for v in row[key]]) for row in rows]
-
-
-def with_load(rows: list[dict]) -> list[dict]:
-    """The rows with the choices of each expert of each layer."""
-    rows = [row for row in rows if "load" in row]
-    for row in rows:
-        load = row["load"]
-        nested = isinstance(load, list) and all(isinstance(layer, list) and layer for layer in load)
-        if not nested or not all(is_number(n) and 0 <= n < math.inf for layer in load for n in layer):
-            raise damaged("load", row, "a list of counts for each layer")
-        if not load or [len(layer) for layer in load] != [len(layer) for layer in rows[0]["load"]]:
-            raise damaged("load", row, "of as many layers and experts as before")
-    return rows
 
 
 def from_loads(rows: list[dict], key: str) -> list[tuple[int, list[float]]]:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import SettingError, settings
+from ..files import opened
 from ..op import invalidate_decisions
 from . import bucket
 from .table import changing, rewrite
@@ -201,7 +202,7 @@ def read_untuned(path: pathlib.Path) -> list[Problem]:
 def lines(path: pathlib.Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
     """The number and the cells of each line but the first."""
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with opened(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             columns = [name.strip() for name in next(reader, [])]
             if missing := [name for name in needed if name not in columns]:
@@ -320,7 +321,7 @@ def append(path: pathlib.Path, rows: Iterable[dict[str, str]], columns: tuple[st
     Raises ValueError where the file lacks one of them that a row has.
     """
     rows = list(rows)
-    with changing(path), open(path, "a+", newline="", encoding="utf-8") as file:
+    with changing(path), opened(path, "a+", newline="") as file:
         file.seek(0)
         text = file.read()
         there = [name.strip() for name in next(csv.reader(text.removeprefix("\ufeff").splitlines()), [])]

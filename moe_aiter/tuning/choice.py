@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..files import opened
 from ..op import invalidate_decisions
 from . import bucket, gpu_table
 from .table import TABLES, changing, rewrite
@@ -91,7 +92,7 @@ def cache_clear() -> None:
 
 def read_choices(path: pathlib.Path) -> list[tuple[Choice, dict]]:
     """Every row of a table, and its cells.  Raises ValueError, in one line, where there is a mistake."""
-    with open(path, newline="") as file:
+    with opened(path, newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(f"{path} has other columns than {', '.join(COLUMNS)}")

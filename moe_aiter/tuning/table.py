@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..files import drafted, locked
+from ..files import drafted, locked, opened
 from ..op import invalidate_decisions
 from .candidates import OPS, Config, is_legal, rule
 from .cost import cheapest
@@ -85,7 +85,7 @@ def cache_clear() -> None:
 def read(path: pathlib.Path) -> list[tuple[Row, dict]]:
     """Every row of a table, and its cells.  Raises ValueError, in one line, where there is a mistake."""
     try:
-        with open(path, newline="") as file:
+        with opened(path, newline="") as file:
             reader = csv.DictReader(file)
             needed = [*Key._fields, "block_m", "block_n", "block_k"]
             if missing := [c for c in needed if c not in (reader.fieldnames or ())]:

@@ -20,6 +20,7 @@ from moe_aiter.training.checkpoint import (
     newest_checkpoint,
     read_state,
     save_checkpoint,
+    state_sum,
 )  # fmt: skip
 from moe_aiter.training.model import Transformer
 from moe_aiter.training.presets import PRESETS
@@ -140,6 +141,47 @@ def test_a_flipped_bit_gives_way_to_the_checkpoint_before(tmp_path, capsys):
             read_state(path)
         flip(path / "state.json", bit)
     assert load_newest(tmp_path, *other) == {"step": 9, "fingerprint": "abc"}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"step": 9.0}, "has no step, a whole number"),
+        ({"step": True}, "has no step, a whole number"),
+        ({"step": "9"}, "has no step, a whole number"),
+        ({"step": None}, "has no step, a whole number"),
+        ({"fingerprint": 1}, "fingerprint is a int; it should be a text"),
+        ({"fingerprint": ["a"]}, "fingerprint is a list; it should be a text"),
+        ({"sha256": []}, "sha256 are not those of files in this folder"),
+        ({"sha256": None}, "sha256 are not those of files in this folder"),
+        ({"sha256": {"../../secret": "0"}}, "sha256 are not those of files in this folder"),
+        ({"sha256": {"/etc/passwd": "0"}}, "sha256 are not those of files in this folder"),
+        ({"sha256": {"model.safetensors": 1}}, "sha256 are not those of files in this folder"),
+        ({"sha256": {}}, "SHA-256 of model.safetensors, optimizer.safetensors, state.json is not the one"),
+        ({"more": 1}, "has an unknown key, 'more'"),
+    ],
+)
+def test_fields_of_another_type_are_refused_before_a_step(fields, message, tmp_path):
+    """Also where the sums are right."""
+    model, optimizer = new_model()
+    path = save_checkpoint(tmp_path, 9, model, optimizer)
+    state = json.loads((path / "state.json").read_text()) | fields
+    if "sha256" not in fields:
+        sums = state.pop("sha256")
+        state["sha256"] = sums | {"state.json": state_sum(state)}
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UsageError, match=message) as caught:
+        load_checkpoint(path, *new_model(seed=1))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_out_of_a_checkpoint_is_not_followed(name, tmp_path):
+    path = save_checkpoint(tmp_path, 9, *new_model())
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to("../elsewhere")
+    with pytest.raises(UsageError, match=f"{name}: it is a link out of the folder, to /"):
+        load_checkpoint(path, *new_model(seed=1))
 
 
 def rewrite(path: pathlib.Path, name: str, change) -> None:

@@ -326,7 +326,8 @@ def damage(config: dict) -> list[str]:
             found.append(f"{name} is {value!r}; it should be a whole number from {least} to {MOST}")
     for name, types in TYPES.items():
         value = config.get(name)
-        if value is not None and type(value) not in types:
+        huge = type(value) is int and abs(value) > MOST
+        if value is not None and (type(value) not in types or huge):
             found.append(f"{name} is {value!r}; it should be of type {types[-1].__name__}")
     return found
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...files import is_name, plain
 from ...files import need as need_extra
 from ...files import read_json as parse_json
 
@@ -111,7 +112,7 @@ class Checkpoint:
     def open(self, file: str):
         if self.opened[0] != file:
             self.close()  # before the next, so that one is mapped
-            self.opened = file, need("safetensors").safe_open(self.folder / file, framework="pt")
+            self.opened = file, need("safetensors").safe_open(plain(self.folder / file), framework="pt")
         return self.opened[1]
 
     def close(self) -> None:
@@ -128,13 +129,6 @@ class Checkpoint:
         files = [p for p in sorted(self.folder.iterdir()) if p.is_file() and p.name not in listed]
         weights = [p for p in files if p.name.endswith(WEIGHTS)]
         return [p for p in files if p not in weights], weights
-
-
-def is_name(file) -> bool:
-    """Whether this is the name of a file in the folder itself, and not a path."""
-    if not isinstance(file, str) or "\0" in file:
-        return False
-    return file == os.path.basename(file) and file not in ("", ".", "..")
 
 
 def refuse_links(folder: Path) -> None:
@@ -253,6 +247,8 @@ def read_json(path: Path) -> dict:
         found = parse_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent}", [f"there is no {path.name}"]) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}", [f"{error.strerror}"]) from error
     except ValueError as error:
         raise CheckpointError(f"{path}", [f"it is not JSON: {error}"]) from error
     if not isinstance(found, dict):
