@@ -1,26 +1,46 @@
 """Sharded checkpoints, by torch.distributed.checkpoint: saved on some ranks, loaded on any number."""
 
+import contextlib
+import io
 import os
+import pickle
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.optim import Optimizer
 
-from ..files import UNFINISHED, draft_of, need, remove, sync
+from ..files import UNFINISHED, draft_of, need, opened, remove, sync
 from ..kernels.base.check import checked
+from .metadata import METADATA, read_metadata
 
 # by parameter, not by group: a group has the parameters of one mesh, and other ranks have other meshes
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+T = TypeVar("T")
+MOMENTS = "optimizer."  # how the keys of an optimizer's state begin
 
 
 @checked
@@ -55,8 +75,12 @@ def save_sharded(
         sync(path.parent)
 
     on_first_rank(begin)
+    fresh = optimizer is not None and not optimizer.state
     state = state_of(model, optimizer)
-    without_names(state)
+    if optimizer is not None:
+        state["optimizer"] = {k: v for k, v in state["optimizer"].items() if is_saved(k, fresh)}
+    if fresh:
+        optimizer.state.clear()
     dcp.save(state, checkpoint_id=draft)
     on_first_rank(end)
 
@@ -65,42 +89,178 @@ def save_sharded(
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Load what `save_sharded` wrote into `model` and `optimizer`, on any number of ranks and any mesh.
 
-    All ranks must call it.  Tensors that the model does not have are left out.
-    Raises FileNotFoundError if `path` is no such folder, and torch's CheckpointException if it lacks a tensor
-    of the model, or if files are damaged; the model may be partly loaded then.
+    All ranks must call it.  Tensors that the model does not have are left out.  A parameter without state in
+    the files, such as one that never had a gradient, has none afterwards.  Settings that the files lack, such
+    as the learning rate of a parameter that was frozen, are those of its group.  State that has no place any
+    more is left out, with a UserWarning that names it.
+
+    Nothing is run: the metadata may name torch's own classes only, and shards are read with weights_only=True
+    from plain files in the folder.
+    Raises FileNotFoundError if `path` is no such folder; ValueError or OSError if its metadata is damaged, or
+    names files that are cut off, missing, no plain ones or out of the folder, or if it has no state of an
+    optimizer; torch's CheckpointException if it lacks a tensor of the model, or if shards are damaged.  Model
+    and optimizer may be partly loaded then.
     """
+    path = Path(path)
 
-    def check() -> None:
-        if not (Path(path) / ".metadata").exists():
+    def read() -> Metadata:
+        if not (path / METADATA).exists():
             raise FileNotFoundError(f"path {path} is no folder that save_sharded has written")
+        return read_metadata(path)
 
-    on_first_rank(check)
-    state = state_of(model, optimizer)
-    names = without_names(state)
+    metadata = on_first_rank(read)
+    if optimizer is None:
+        state = state_of(model, None)
+        read_into(state, path, metadata)
+        set_model_state_dict(model, state["model"], options=OPTIONS)
+        return
+    saved = {key.removeprefix(MOMENTS) for key in metadata.state_dict_metadata if key.startswith(MOMENTS)}
+    if not saved:
+        raise ValueError(f"path {path} has no state of an optimizer: load the model alone")
+    with complete_state(optimizer):
+        state = state_of(model, optimizer)
+        moments = state["optimizer"]
+        with kept_buffers(model):
+            named = get_optimizer_state_dict(model, optimizer)  # by parameter and by group
+        warn_of_rest(path, saved - moments.keys())
+        there = {start for key in saved for start in starts(key)}
+        unsaved = {f"state.{name}" for name in named["state"]} - there
+        missing = {k for k in moments.keys() - saved if is_setting(k) or not unsaved.isdisjoint(starts(k))}
+        state["optimizer"] = {key: value for key, value in moments.items() if key not in missing}
+        read_into(state, path, metadata)
+        moments |= state["optimizer"]
+        for group in named["param_groups"]:
+            share_settings(moments, group, saved)
+        with kept_buffers(model):
+            weights = state["model"]
+            set_state_dict(
+                model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=OPTIONS
+            )
+        for group, names in zip(optimizer.param_groups, named["param_groups"], strict=True):
+            for parameter, name in zip(group["params"], names["params"], strict=True):
+                if f"state.{name}" in unsaved or not optimizer.state.get(parameter):
+                    optimizer.state.pop(parameter, None)
+
+
+def read_into(state: dict, path: Path, metadata: Metadata) -> None:
+    """Read what `state` has, in place."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, which is no mistake
-        dcp.load(state, checkpoint_id=Path(path))
-    optimizers = () if optimizer is None else optimizer
-    moments = state.get("optimizer", {}) | names
-    set_state_dict(
-        model, optimizers, model_state_dict=state["model"], optim_state_dict=moments, options=OPTIONS
-    )
+        dcp.load(state, storage_reader=Reader(path, metadata), planner=Planner())
+
+
+class PlainFiles(FileSystem):
+    """Opens plain files alone, in the folder itself."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO]:
+        with opened(path, mode, within=Path(path).parent) as stream:
+            yield stream
+
+
+class Reader(FileSystemReader):
+    """torch's reader of shards, with metadata that is read already."""
+
+    def __init__(self, path: Path, metadata: Metadata):
+        super().__init__(path)
+        self.metadata, self.fs = metadata, PlainFiles()
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner):
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError as error:  # torch's text advises to run the file
+            named = re.search(r"GLOBAL (\S{1,200})", str(error))
+            what = f"names {named[1]!r}, which is not run" if named else "is no tensor or number"
+            raise ValueError(f"what a shard of {self.path} holds {what}") from None
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner, but what is no tensor is numbers, texts and lists of them: torch's unpickles all."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        found, own = torch.load(value, weights_only=True), self.state_dict[name]
+        if isinstance(found, (int, float)) != isinstance(own, (int, float)):
+            kinds = [type(item).__name__ for item in (found, own)]
+            raise ValueError(f"{name} is a {kinds[0]}; it should be a {kinds[1]}")
+        safe = io.BytesIO()
+        torch.save(found, safe)
+        safe.seek(0)
+        super().load_bytes(read_item, safe)
+
+
+@contextlib.contextmanager
+def complete_state(optimizer: Optimizer) -> Iterator[None]:
+    """Let torch make the state of all parameters inside the block, unless all have theirs.
+
+    torch makes none where a parameter has a gradient or the optimizer has state, and none for frozen ones.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    frozen = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
+    gradients = [p.grad for p in parameters]
+    if not all(optimizer.state.get(p) for p in parameters):
+        optimizer.state.clear()
+    for p in parameters:
+        p.grad = None
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+
+
+@contextlib.contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Keep the values of buffers: the step by which torch makes an optimizer's state has hooks."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    for buffer, values in before:
+        buffer.copy_(values)
+
+
+def starts(key: str) -> Iterator[str]:
+    """Yield a, a.b and so on of a.b.c: a parameter's name has dots, and the state behind it may have some."""
+    return (key[:i] for i, letter in enumerate(key) if letter == ".")
+
+
+def is_saved(key: str, fresh: bool) -> bool:
+    """Whether this of an optimizer is saved.  Each parameter would have the names of all in its group.
+
+    The state of a fresh one is that of a step with lr=0, by which torch learns its form: it is not counted.
+    """
+    return not key.endswith(".param_names") and (is_setting(key) or not fresh)
+
+
+def is_setting(key: str) -> bool:
+    return key.startswith("param_groups.")
+
+
+def warn_of_rest(path: Path, keys: set[str]) -> None:
+    rest = sorted(key for key in keys if not is_setting(key))
+    if rest and is_first_rank():
+        text = f"{path} has state that the optimizer has no place for, and that is left out: {rest[0]}"
+        warnings.warn(text + (f" and {len(rest) - 1} more" if rest[1:] else ""), stacklevel=4)
+
+
+def share_settings(moments: dict, group: dict, saved: set[str]) -> None:
+    """Give the parameters of a group whose settings are not saved those of one whose settings are."""
+    for setting in group.keys() - {"params"}:
+        keys = [f"param_groups.{name}.{setting}" for name in group["params"]]
+        if there := [key for key in keys if key in saved]:
+            moments |= {key: moments[there[0]] for key in keys if key not in saved}
 
 
 def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict:
-    # torch makes the state of an optimizer without one by a step with lr=0, whose hooks may change buffers
-    steps = optimizer is not None and not optimizer.state
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if steps else []
-    weights, moments = get_state_dict(model, () if optimizer is None else optimizer, options=OPTIONS)
-    for buffer, before in buffers:
-        buffer.copy_(before)
+    with kept_buffers(model):
+        weights, moments = get_state_dict(model, () if optimizer is None else optimizer, options=OPTIONS)
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
-
-
-def without_names(state: dict) -> dict:
-    """Take the names of a group's parameters out of `state`, which has them once for each parameter."""
-    moments = state.get("optimizer", {})
-    return {key: moments.pop(key) for key in list(moments) if key.endswith(".param_names")}
 
 
 @checked
@@ -131,15 +291,21 @@ def export_safetensors(path: str | os.PathLike, model: nn.Module) -> None:
     on_first_rank(write)
 
 
-def on_first_rank(fn: Callable[[], None]) -> None:
-    """Call `fn` on the first rank while the others wait; an error there is raised on all ranks."""
-    errors: list = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_first_rank(fn: Callable[[], T]) -> T:
+    """Return what `fn` returns on the first rank, while the others wait; its error is raised on all ranks."""
+    found: list = [None, None]
+    if is_first_rank():
         try:
-            fn()
+            found = [fn(), None]
         except (OSError, RuntimeError, ValueError, TypeError, LookupError, ImportError) as error:
-            errors = [error]
+            found = [None, error]
     if dist.is_initialized():
-        dist.broadcast_object_list(errors)
-    if errors[0] is not None:
-        raise errors[0]
+        dist.broadcast_object_list(found)
+    value, error = found
+    if error is not None:
+        raise error
+    return value

@@ -68,7 +68,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: Optimizer | None) -> No
     try:
         load_sharded(path, model, optimizer)
     except CheckpointException as error:
-        raise ValueError(first_line(error)) from error
+        raise UsageError(first_line(error)) from error
 
 
 def first_line(error: CheckpointException) -> str:

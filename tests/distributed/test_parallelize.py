@@ -2,11 +2,13 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from check import error
+from hostile import Plant
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -319,6 +321,15 @@ def check_saving(rank, world, folder):
     assert sum(buffer.sum() for buffer in before) > 0
     save_sharded(folder / f"early-{world}", model, optimizer)
     assert all(map(torch.equal, model.buffers(), before))
+    path, mark = folder / f"early-{world}", folder / f"mark-{world}"
+    load_sharded(path, model, optimizer)
+    assert not optimizer.state
+    dist.barrier()
+    if rank == 0:
+        (path / ".metadata").write_bytes(pickle.dumps(Plant(mark)))
+    with pytest.raises(ValueError, match="its pickle names 'io.open', which is not run"):
+        load_sharded(path, model, optimizer)
+    assert not mark.exists()
     with pytest.raises(OSError, match="cannot be written"):
         export_safetensors(folder / "nowhere" / "model.safetensors", model)
 

@@ -1,0 +1,267 @@
+"""Sharded checkpoints of one process: no part is run, and an optimizer's state comes back as it was."""
+
+import io
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hostile import error_of, no_file, pickles
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from moe_aiter import MoE
+from moe_aiter.distributed import load_sharded, save_sharded
+from moe_aiter.optim import Muon, muon_groups
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Net(nn.Module):
+    """Layers that a step may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.moe = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            MoE(8, 4, num_experts=4, top_k=2),
+        )
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x, uses=("first", "second", "moe"), **given):
+        for name in uses:
+            x = getattr(self, name)(x, **(given if name == "moe" else {}))
+        return x
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def muon(model):
+    return Muon(muon_groups(model), lr=1e-2)
+
+
+def step(model, optimizer, seed, *uses, **given):
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+    model(x, *([uses] if uses else []), **given).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def again(folder, make, loaded=None):
+    """A model of other weights and its optimizer, with what `folder` holds."""
+    model = Net()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    optimizer = make(model) if loaded is None else loaded(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 5.0
+    load_sharded(folder, model, optimizer)
+    return model, optimizer
+
+
+def assert_same(model, optimizer, other, others):
+    for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(p, q[1]), name
+        mine, theirs = optimizer.state.get(p, {}), others.state.get(q[1], {})
+        assert mine.keys() == theirs.keys(), name
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
+    for group, theirs in zip(optimizer.param_groups, others.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {
+            k: v for k, v in theirs.items() if k != "params"
+        }
+
+
+ids = torch.tensor([[0, 1]] * 6)
+UNUSED = {
+    "a layer": lambda model, optimizer, seed: step(model, optimizer, seed, "first", "moe"),
+    "experts": lambda model, optimizer, seed: step(model, optimizer, seed, "second"),
+    "a router": lambda model, optimizer, seed: step(
+        model, optimizer, seed, expert_ids=ids, routing_weights=torch.full((6, 2), 0.5)
+    ),
+    "all": lambda model, optimizer, seed: None,
+}
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+@pytest.mark.parametrize("unused", UNUSED)
+def test_training_goes_on_bit_for_bit_after_layers_without_gradients(unused, make, tmp_path):
+    model = Net()
+    optimizer = make(model)
+    for seed in range(2):
+        UNUSED[unused](model, optimizer, seed)
+    save_sharded(tmp_path / "saved", model, optimizer)
+    other, others = again(tmp_path / "saved", make)
+    assert_same(model, optimizer, other, others)
+    for seed in range(3):
+        step(model, optimizer, 10 + seed)
+        step(other, others, 10 + seed)
+    assert_same(model, optimizer, other, others)
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+def test_a_layer_that_was_frozen_after_some_steps_keeps_its_state(thawed, tmp_path):
+    model = Net()
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    model.first.requires_grad_(False)
+    step(model, optimizer, 1)
+    save_sharded(tmp_path / "saved", model, optimizer)
+
+    def frozen(model):
+        model.first.requires_grad_(thawed)
+        return adamw(model)
+
+    other, others = again(tmp_path / "saved", adamw, frozen)
+    assert all(p.requires_grad == thawed for p in other.first.parameters())
+    assert_same(model, optimizer, other, others)
+    for net, of in ((model, optimizer), (other, others)):
+        net.first.requires_grad_(True)
+        step(net, of, 2)
+    assert_same(model, optimizer, other, others)
+
+
+def test_a_layer_that_the_optimizer_did_not_have_gets_the_settings_of_its_group(tmp_path):
+    model = Net()
+    model.first.requires_grad_(False)  # the first of its group afterwards
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    step(model, optimizer, 0)
+    save_sharded(tmp_path / "saved", model, optimizer)
+    other, others = again(tmp_path / "saved", adamw)
+    assert [group["lr"] for group in others.param_groups] == [1e-2]
+    assert not any(p in others.state for p in other.first.parameters())
+    assert len(others.state) == len(optimizer.state)
+    step(other, others, 1)
+
+
+def test_state_that_has_no_place_any_more_warns(tmp_path):
+    model = Net()
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    save_sharded(tmp_path / "saved", model, optimizer)
+    message = r"no place for, and that is left out: state.first.bias.exp_avg and 5 more"
+    with pytest.warns(UserWarning, match=message):
+        again(tmp_path / "saved", None, lambda model: adamw(nn.ModuleList([model.second, model.moe])))
+    with pytest.warns(UserWarning, match="state.first.bias.exp_avg"):  # SGD has no state
+        again(tmp_path / "saved", None, lambda model: torch.optim.SGD(model.parameters(), 1e-2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        again(tmp_path / "saved", adamw)
+        load_sharded(tmp_path / "saved", Net())  # the model alone is what was asked for
+
+
+def test_what_an_optimizer_has_already_does_not_hide_what_is_saved(tmp_path):
+    """torch would make no state for an optimizer that has some, nor beside a gradient."""
+    model = Net()
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    save_sharded(tmp_path / "saved", model, optimizer)
+    other = Net()
+    others = adamw(other)
+    step(other, others, 1, "first")
+    other(torch.ones(1, 8)).sum().backward()
+    gradient = other.second.weight.grad.clone()
+    load_sharded(tmp_path / "saved", other, others)
+    assert_same(model, optimizer, other, others)
+    assert torch.equal(other.second.weight.grad, gradient)
+
+
+@pytest.mark.parametrize("make", [adamw, lambda model: torch.optim.SGD(model.parameters(), 1e-2)])
+def test_saving_and_loading_take_no_step(make, tmp_path):
+    """A step with lr=0 has hooks, and counts in AdamW's state."""
+    model = Net()
+    optimizer = make(model)
+    optimizer.register_step_post_hook(lambda *_: model.seen.add_(1))
+    save_sharded(tmp_path / "saved", model, optimizer)
+    assert not optimizer.state and model.seen == 0
+    model.seen.fill_(7)
+    load_sharded(tmp_path / "saved", model, optimizer)
+    assert not optimizer.state and model.seen == 0
+
+
+def test_a_checkpoint_without_an_optimizer(tmp_path):
+    save_sharded(tmp_path / "saved", Net())
+    with pytest.raises(ValueError, match="has no state of an optimizer: load the model alone"):
+        again(tmp_path / "saved", adamw)
+
+
+def test_a_checkpoint_of_an_earlier_version(tmp_path):
+    """These had a state for each parameter, also where it was made to be saved."""
+    model = Net()
+    optimizer = adamw(model)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "saved")
+    assert_same(model, optimizer, *again(tmp_path / "saved", adamw))
+
+
+def plant(folder, key: str, content: bytes) -> None:
+    """Put `content` in the place of what is saved under `key`."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == key)
+    shard = folder / place.relative_path
+    place.offset, place.length = shard.stat().st_size, len(content)
+    shard.write_bytes(shard.read_bytes() + content)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = Net()
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    save_sharded(tmp_path / "saved", model, optimizer)
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("key", ["model.first.weight", "optimizer.param_groups.first.weight.lr"])
+def test_no_entry_of_a_shard_is_run(key, saved):
+    mark = saved / "mark"
+    for name, content in pickles(mark).items():
+        plant(saved, key, content)
+        with pytest.raises(dcp.CheckpointException) as caught:
+            again(saved, adamw)
+        assert not mark.exists(), name
+        cause, _ = caught.value.failures[0]
+        assert "\n" not in str(cause) and "weights_only" not in str(cause), name
+        if name == "torch.save":
+            assert "names 'io.open', which is not run" in str(cause)
+
+
+def test_a_setting_of_another_type(saved):
+    text = io.BytesIO()
+    torch.save("fast", text)
+    plant(saved, "optimizer.param_groups.first.weight.lr", text.getvalue())
+    with pytest.raises(dcp.CheckpointException) as caught:
+        again(saved, adamw)
+    assert "first.weight.lr is a str; it should be a float" in str(caught.value.failures[0][0])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "device", "folder", "socket"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_what_is_no_plain_file_is_refused(kind, name, saved):
+    (saved / name).unlink()
+    with no_file(kind, saved / name):
+        error = error_of(lambda: again(saved, adamw), saved / name)
+    assert isinstance(error, OSError) and "\n" not in str(error)
+
+
+def test_a_shard_that_is_a_link_out_of_the_folder(saved):
+    (saved / "__0_0.distcp").rename(saved.parent / "elsewhere")
+    (saved / "__0_0.distcp").symlink_to("../elsewhere")
+    with pytest.raises(OSError, match="it is a link out of the folder, to /"):
+        again(saved, adamw)
+    (saved.parent / "elsewhere").rename(saved / "inside")
+    os.unlink(saved / "__0_0.distcp")
+    (saved / "__0_0.distcp").symlink_to("inside")
+    again(saved, adamw)
