@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from ..config import repeatable_cublas
-from ..files import UNFINISHED, locked, remove
+from ..files import UNFINISHED, locked, read_text, remove
 from . import UsageError, need
-from .checkpoint import checkpoints
+from .checkpoint import checkpoints, step_of
 from .metrics import LOGGERS, opened_log, read_metrics
 from .model import active_params
 from .plots import plot_run
@@ -29,7 +29,7 @@ from .presets import (
 )
 from .ranks import Ranks, check_ranks, started
 from .report import write_page
-from .trainer import Trainer
+from .trainer import Trainer, learning_rate
 
 RUNS = Path("runs")
 RUN_FILES = ("config.json", "metrics.jsonl", "checkpoints")
@@ -133,7 +133,7 @@ def continued(args: argparse.Namespace, ranks: Ranks) -> argparse.Namespace:
     if args.resume or not launch.restarts or not ranks.first:
         return args
     folders = [args.out] if args.out else RUNS.glob("*")
-    own = [run for run in folders if (run / LAUNCH).exists() and (run / LAUNCH).read_text() == launch.name]
+    own = [run for run in folders if (run / LAUNCH).exists() and read_text(run / LAUNCH, run) == launch.name]
     if not own:
         return args
     run = max(own, key=lambda run: (run / LAUNCH).stat().st_mtime)
@@ -200,7 +200,8 @@ def opened_run(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Pa
     held.enter_context(locked(run / LOCK))
     for leftover in run.glob(f"{UNFINISHED}*"):
         remove(leftover)
-    return run, resumed_config(TrainConfig.load(run / "config.json"), args)
+    own, made = TrainConfig.load(run / "config.json"), checkpoints(run / "checkpoints")
+    return run, paced(own, resumed_config(own, args), step_of(made[-1]) if made else 0)
 
 
 def resumed_config(own: TrainConfig, args: argparse.Namespace) -> TrainConfig:
@@ -210,8 +211,19 @@ def resumed_config(own: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     same = vars(own).items() | {("dtype", "auto")}
     if changed := [n for n, value in asked.items() if n not in RESUMABLE and (n, value) not in same]:
         kept, free = (", ".join(map(flag, names)) for names in (changed, RESUMABLE))
-        raise UsageError(f"--resume keeps the run's own {kept}; it takes {free}")
+        raise UsageError(f"--resume keeps the run's own {kept}; it takes {free}; --out starts another run")
     return make_config("cpu", vars(own) | {name: values[name] for name in RESUMABLE if name in values})
+
+
+def paced(own: TrainConfig, config: TrainConfig, step: int) -> TrainConfig:
+    """Return `config`, with the run's own course of the learning rate if more steps would make that jump."""
+    before, after = (learning_rate(each, step + 1) for each in (own, config))
+    if config.decay_steps != own.decay_steps or after <= 1.1 * before:
+        return config
+    end = min(own.decay_steps, own.steps)
+    print(f"rate     {before:.2g} after step {step}, and --min-lr from step {end} on, where it was to end;"
+          f" with --decay-steps {config.steps} it would jump to {after:.2g}")  # fmt: skip
+    return dataclasses.replace(config, decay_steps=end)
 
 
 def newest_run() -> Path:

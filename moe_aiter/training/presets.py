@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from ..config import ONE_PROCESS, Launch, threads_are_given
-from ..files import drafted, read_json
+from ..files import drafted, read_json, read_text
 from ..kernels.experts.fp8 import RECIPES
 from . import UsageError, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RESUMABLE = (  # what may change when a run is resumed
-    "steps", "val_every", "save_every", "log_every", "device", "threads", "compile", "sample_bytes",
-    "temperature", "ep", "fsdp",
+    "steps", "decay_steps", "val_every", "save_every", "log_every", "device", "threads", "compile",
+    "sample_bytes", "temperature", "ep", "fsdp",
 )  # fmt: skip
 LOADS = Path("/proc/loadavg")  # on Linux
 COMPARE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -59,6 +59,9 @@ class TrainConfig:
     lr: float = option(3e-3, "peak learning rate of AdamW", above=0, below=math.inf)
     min_lr: float = option(0.05, "final learning rate, as a share of --lr", **SHARE)
     warmup: float = option(0.05, "share of the steps in which the learning rate rises", **SHARE)
+    decay_steps: int = option(
+        SIZE["at_most"], "step at which the learning rate reaches --min-lr, where it stays [--steps]", **SIZE
+    )
     beta1: float = option(0.9, "AdamW's beta1", **DECAY)
     beta2: float = option(0.95, "AdamW's beta2", **DECAY)
     weight_decay: float = option(0.1, "AdamW's weight decay, on matrices only", **FACTOR)
@@ -127,7 +130,7 @@ class TrainConfig:
         if not path.exists():
             raise UsageError(f"{path.parent} is not a run folder: it has no {path.name}")
         try:
-            values = read_json(path)
+            values = read_json(path, path.parent)
             return cls(**values | {"data": tuple(map(str, values["data"]))})
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"{path} is not the configuration of a run: {summary(error)}") from error
@@ -181,7 +184,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def defaults_of(field: dataclasses.Field) -> str:
     """For the help: what the presets of a user's own runs say, both where they differ."""
     cpu, gpu = (getattr(PRESETS[name], field.name) for name in ("cpu", "gpu"))
-    if field.type is bool or field.name == "data":
+    if field.type is bool or field.name in ("data", "decay_steps"):
         return ""
     return f" [{cpu}]" if cpu == gpu else f" [{cpu}, gpu {gpu}]"
 
@@ -246,7 +249,7 @@ def set_threads(config: TrainConfig, launch: Launch = ONE_PROCESS) -> None:
     elif config.device == "cpu" and not threads_are_given() and (LOADS.exists() or processes > 1):
         free = os.cpu_count()
         if LOADS.exists():
-            load, *_, tasks, _ = LOADS.read_text().split()
+            load, *_, tasks, _ = read_text(LOADS).split()
             # the mean load of a minute includes programs that have ended; tasks that run now may end at once
             others = max(0, int(tasks.partition("/")[0]) - processes)
             free = round(free - min(float(load), others))

@@ -26,6 +26,7 @@ from .presets import DTYPES, TrainConfig
 from .ranks import ALONE, Ranks
 
 LOSSES = {"loss": "the loss", "val_loss": "the validation loss"}
+TO_MEND = "try a smaller --lr, or a longer --warmup, in a new run"
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # Windows has no SIGHUP
 FIRST_SAVE = 60  # seconds of training after which there is a checkpoint, however long --save-every is
 MONITORED = "entropy", "dead_experts", "logit_norm", "logit_max", "logsumexp"  # written for each layer
@@ -68,7 +69,10 @@ class Trainer:
                 text = f"--steps is {self.config.steps} but {self.run} has made {self.step} already"
                 raise UsageError(text)
             if self.ranks.first:
-                truncate_metrics(self.run / "metrics.jsonl", self.step)
+                dropped = truncate_metrics(self.run / "metrics.jsonl", self.step)
+                if lost := lost_numbers(dropped):
+                    text = f"{self.run} ended because {lost[0]}, and the same steps follow: {TO_MEND}"
+                    print(f"moe-aiter train: warning: {text}", file=sys.stderr)
 
     def train(self, log: object = None) -> int:
         """Run the steps that are left; returns the exit status, 0 unless a signal stopped it.
@@ -123,14 +127,12 @@ class Trainer:
 
     def check(self, rows: list[dict], saves: bool) -> None:
         """End the run, on all ranks, at the first loss, or weight that would be saved, that is no number."""
-        losses = [(row["step"], LOSSES[name], row[name]) for row in rows for name in LOSSES if name in row]
-        lost = [(step, name, value) for step, name, value in losses if not math.isfinite(value)]
+        lost = lost_numbers(rows)
         finite = not saves or all(local_part(weight).isfinite().all() for weight in self.model.parameters())
         if any(self.ranks.largest(not finite)):
-            lost.append((self.step, "a weight", "not finite"))
+            lost.append(f"a weight is not finite at step {self.step}")
         if lost:
-            step, name, value = lost[0]
-            raise UsageError(f"{name} is {value} at step {step}: try a smaller --lr, or a longer --warmup")
+            raise UsageError(f"{lost[0]}: {TO_MEND}; --resume would repeat these steps")
 
     def read_monitor(self) -> dict[str, LayerStatistics]:
         """Return each MoE layer's statistics since the last call; none for a dense model."""
@@ -282,13 +284,20 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of step 1 ... config.steps: a line up to `lr`, then a cosine down to `min_lr * lr`."""
-    warmup = max(1, round(config.warmup * config.steps))
+    """The rate of step 1 and on: a line up to `lr`, a cosine down to `min_lr * lr`, which then stays."""
+    steps = min(config.decay_steps, config.steps)
+    warmup = max(1, round(config.warmup * steps))
     if step <= warmup:
         return config.lr * step / warmup
-    progress = (step - warmup) / max(1, config.steps - warmup)
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     share = config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * share
+
+
+def lost_numbers(rows: list[dict]) -> list[str]:
+    """What in these lines of metrics.jsonl is no number."""
+    losses = [(row["step"], LOSSES[name], row[name]) for row in rows for name in LOSSES if name in row]
+    return [f"{name} is {value} at step {step}" for step, name, value in losses if not math.isfinite(value)]
 
 
 def mean(losses: Iterable[Tensor]) -> Tensor:

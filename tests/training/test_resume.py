@@ -1,7 +1,10 @@
 """`--resume`: the run's own flags are accepted, another process is locked out, and links are not followed."""
 
+import dataclasses
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,9 @@ from training.test_trainer import arguments, in_a_folder_of_its_own, losses, tra
 
 from moe_aiter import cli
 from moe_aiter.files import locked
-from moe_aiter.training import UsageError, presets
-from moe_aiter.training.metrics import truncate_metrics
+from moe_aiter.training import UsageError, presets, trainer
+from moe_aiter.training.command import paced
+from moe_aiter.training.metrics import read_metrics, truncate_metrics
 
 
 def test_the_runs_own_flags_may_be_given_again(monkeypatch):
@@ -114,6 +118,78 @@ def test_a_full_disk_leaves_the_metrics_as_they_were(monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         truncate_metrics(Path("metrics.jsonl"), 1)
     assert Path("metrics.jsonl").read_text().count("\n") == 2 and sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
+def test_a_link_out_of_the_run_is_not_read(name, capsys):
+    assert train(*arguments("--out", "run", "--steps", "2", "--sample-bytes", "0")) == 0
+    Path("run", name).rename("elsewhere")
+    Path("run", name).symlink_to("../elsewhere")
+    assert cli.main(["train", "--resume", "run", "--steps", "3"]) == 2
+    message = f"run/{name}: it is a link out of the folder, to {Path('elsewhere').resolve()}\n"
+    assert capsys.readouterr().err.endswith(message)
+    assert cli.main(["report", "run"]) == 2
+    assert capsys.readouterr().err.endswith(message)
+
+
+def rates(run: str) -> list[float]:
+    return [row["lr"] for row in read_metrics(Path(run) / "metrics.jsonl")]
+
+
+def test_the_learning_rate_of_a_finished_run_does_not_jump(capsys):
+    """It stays where it ended, in further calls too, unless --decay-steps asks for another course."""
+    assert train(*arguments("--out", "run")) == 0
+    shutil.copytree("run", "other")
+    last = rates("run")[-1]
+    for steps in ("40", "50"):
+        assert train("--resume", "run", "--steps", steps) == 0
+        text = (
+            "0.00015 after step 20, and --min-lr from step 20 on, where it was to end; with --decay-steps 40 "
+        )
+        assert (text + "it would jump to 0.0016" in capsys.readouterr().out) == (steps == "40")
+    assert rates("run")[20:] == [last] * 30
+    assert train("--resume", "other", "--steps", "40", "--decay-steps", "40") == 0
+    assert rates("other")[20] > 9 * last and rates("other")[-1] == last
+    assert "it would jump" not in capsys.readouterr().out
+
+
+def test_more_steps_early_in_a_run_change_the_course():
+    own = presets.PRESETS["test"]
+    longer = dataclasses.replace(own, steps=40)
+    assert paced(own, longer, 2) == longer
+    assert paced(own, longer, 15) == dataclasses.replace(longer, decay_steps=20)
+    assert paced(own, dataclasses.replace(own, steps=18), 15).decay_steps == own.decay_steps
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+def test_a_run_that_ended_in_a_nan_says_what_to_do(metrics, monkeypatch, capsys):
+    monkeypatch.setattr(trainer, "learning_rate", lambda config, step: 1e300 if step == 15 else 1e-3)
+    own = arguments("--out", "run", *(["--log-every", "20"] if metrics else ["--save-every", "5"]))
+    what = "the loss is nan at step 1[67]" if metrics else "a weight is not finite at step 15"
+    how = "try a smaller --lr, or a longer --warmup, in a new run"
+    with pytest.raises(UsageError, match=f"{what}: {how}; --resume would repeat these steps"):
+        train(*own)
+    capsys.readouterr()
+    with pytest.raises(UsageError, match=what):
+        train("--resume", "run")
+    err = capsys.readouterr().err
+    found = re.search(f"warning: run ended because {what}, and the same steps follow: {how}", err)
+    assert bool(found) == metrics
+    with pytest.raises(UsageError, match="--resume keeps the run's own --lr; .*; --out starts another run"):
+        train("--resume", "run", "--lr", "1e-4")
+
+
+@pytest.mark.parametrize("name", ["loss", "val_loss", "val_bits_per_byte", "seconds"])
+def test_a_line_of_the_metrics_with_another_type_is_found_before_a_step(name):
+    assert train(*arguments("--out", "run", "--steps", "2", "--sample-bytes", "0")) == 0
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    lines[0][name] = "1"
+    Path("run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(
+        UsageError, match=f"metrics.jsonl: line 1 is damaged: TypeError: its {name} is no number"
+    ):
+        train("--resume", "run", "--steps", "3")
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(
