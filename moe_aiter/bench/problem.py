@@ -111,12 +111,14 @@ def listed(plain: bool = False) -> str:
 
 def of_sizes(word: str, plain: bool) -> Shape:
     """ "4096,2048,768,64,8": T, H, I, E and k."""
-    sizes = list(map(int, word.split(","))) if re.fullmatch(r"\d{1,9}(,\d{1,9}){4}", word) else [0]
+    how = "T,H,I,E,k, as in 4096,2048,768,64,8"
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", word):
+        raise ValueError(f"there is no shape {word!r}; {listed(plain)}; or sizes of your own: {how}")
+    sizes = list(map(int, word.split(",")))
+    if len(sizes) != 5:
+        raise ValueError(f"there is no shape {word!r}: it has {len(sizes)} of 5 sizes; give {how}")
     if 0 in sizes:
-        raise ValueError(
-            f"there is no shape {word!r}; {listed(plain)}; "
-            f"or sizes of your own: T,H,I,E,k, as in 4096,2048,768,64,8"
-        )
+        raise ValueError(f"there is no shape {word!r}: a size is 0; give {how}")
     if sizes[4] > sizes[3]:
         raise ValueError(f"{word}: a token cannot go to {sizes[4]} of {sizes[3]} experts")
     return Shape(*sizes)

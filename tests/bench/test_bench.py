@@ -259,8 +259,16 @@ def test_shapes_are_known():
     "flags, message",
     [
         ("--shape Z", "there is no shape 'Z'; shapes: A, B"),
-        ("--shape toy 64,32,24,5", "there is no shape '64,32,24,5'"),
-        ("--shape 64,32,24,0,2", "there is no shape '64,32,24,0,2'"),
+        (
+            "--shape toy 64,32,24,5",
+            "there is no shape '64,32,24,5': it has 4 of 5 sizes; give T,H,I,E,k, as in",
+        ),
+        ("--shape 64 32 24 5 2", "there is no shape '64': it has 1 of 5 sizes; give T,H,I,E,k, as in 4096,"),
+        ("--shape 64,32,24,5,2,1", "there is no shape '64,32,24,5,2,1': it has 6 of 5 sizes; give T,H,I,E,k"),
+        (
+            "--shape 64,32,24,0,2",
+            "there is no shape '64,32,24,0,2': a size is 0; give T,H,I,E,k, as in 4096,",
+        ),
         ("--shape 64,32,24,2,5", "a token cannot go to 5 of 2 experts"),
         ("--shape 64,3,24,5,2 --routing zipf", "64,3,24,5,2 has more experts than hidden sizes"),
     ],

@@ -1,10 +1,13 @@
 """A checkpoint with a fault is refused, with every fault in a list, and nothing is left behind."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,7 @@ from integrations.checkpoints import (  # noqa: E402
 )
 
 from moe_aiter.cli import main  # noqa: E402
-from moe_aiter.integrations.checkpoints import CheckpointError, convert, load_moe  # noqa: E402
+from moe_aiter.integrations.checkpoints import CheckpointError, convert, files, load_moe  # noqa: E402
 from moe_aiter.integrations.checkpoints.formula import Formula  # noqa: E402
 
 MIXTRAL = "model.layers.{}.block_sparse_moe."
@@ -38,6 +41,31 @@ def refused(folder: Path, to: str = "moe_aiter", source: str = "theirs") -> list
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     assert all(problem in str(refusal.value) for problem in refusal.value.problems[:50])
     return refusal.value.problems
+
+
+def test_a_full_disk_names_the_path_and_the_size(tmp_path, monkeypatch, capsys):
+    """Where the first tensor is written, and where the first other file is copied."""
+    save(tmp_path / "theirs", "mixtral", shard="1GB")
+    (tmp_path / "theirs" / "notes.txt").write_text("a note")
+    size = sum(path.stat().st_size for path in (tmp_path / "theirs").iterdir())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1234))
+    for owner, name in ((files, "write_piece"), (shutil, "copyfile"), (os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        found = re.fullmatch(
+            f"moe-aiter convert: error: {tmp_path}/ours: No space left on device: the new checkpoint takes "
+            r"([\d,]+) bytes, and 1,234 are free there",
+            last,
+        )
+        assert found, last
+        assert abs(int(found[1].replace(",", "")) - size) < 0.1 * size
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
 def test_every_fault_is_listed_at_once(tmp_path):
@@ -169,6 +197,7 @@ def test_dtypes_that_no_layer_has_are_refused(tmp_path):
         ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob is 'false'; it should be of type bool"),
         ("deepseek_v3", {"topk_group": 0}, "topk_group is 0; it should be a whole number from 1"),
         ("deepseek_v3", {"routed_scaling_factor": True}, "routed_scaling_factor is True; it should be of"),
+        ("deepseek_v3", {"routed_scaling_factor": 10**400}, "routed_scaling_factor is 10"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_alpha make no activation: gate_max must be above 0"),
         (
             "gpt_oss",

@@ -1,14 +1,15 @@
 """Convert a checkpoint from one layout to the other."""
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from ...files import drafted_folder
+from ...files import FULL, drafted_folder
 from ...kernels.base.check import checked
 from ...layers.moe import MoE
 from .blocks import new_moe
@@ -59,8 +60,8 @@ def convert(
 
     Raises CheckpointError, a ValueError, with every reason in `problems`: keys that are missing, unknown,
     misshapen or of mixed dtypes, quantised weights, a damaged file, an unknown model, a layer that differs
-    from the formula, a `target` that is not empty.  Then `target` is as it was before.  ImportError if
-    safetensors is missing.
+    from the formula, a `target` that is not empty; and OSError, for a full disk with the size of the new
+    checkpoint.  Then `target` is as it was before.  ImportError if safetensors is missing.
     """
     if to not in LAYOUTS:
         raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS)}")
@@ -99,6 +100,7 @@ def write(
 ) -> Report:
     """Write what `plan` says, and `compare` each layer, before `target` is there."""
     progress = progress or (lambda *count: None)
+    others, left_out = source.other_files()
     total, done = sum(output.spec.bytes for output in plan.outputs), 0
 
     def advance(count: int) -> None:
@@ -106,8 +108,7 @@ def write(
         done += count
         progress("bytes", done, total)
 
-    others, left_out = source.other_files()
-    with drafted_folder(target) as draft:
+    with sized(target, total + sum(path.stat().st_size for path in others)), drafted_folder(target) as draft:
         files = write_checkpoint(draft, plan.outputs, plan.config, shard_bytes, advance)
         for path in others:
             shutil.copyfile(path, draft / path.name)
@@ -119,6 +120,19 @@ def write(
         new.close()
         source.close()
     return report
+
+
+@contextlib.contextmanager
+def sized(target: Path, total: int) -> Iterator[None]:
+    """Put `target`, its size and what is free there into the error of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
+        sizes = f"the new checkpoint takes {total:,} bytes, and {free:,} are free there"
+        raise OSError(error.errno, f"{error.strerror}: {sizes}", str(target)) from error
 
 
 def compare_all(new: Checkpoint, plan: Plan, compare: Callable, progress: Progress) -> dict[str, float]:
