@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.base.check import (
+    check_device,
     check_float,
     check_index,
     check_plan,
@@ -216,6 +217,8 @@ class LoRALinear(nn.Module):
         if x.dim() < 1 or x.shape[-1] != in_features:
             raise ValueError(f"x is {tuple(x.shape)} but the layer needs (..., in={in_features})")
         check_float(x=x)
+        if not is_hooked(self.base):
+            check_device(x=x, weight=self.base.weight)
         rows = x.reshape(-1, in_features)  # (R, in)
         out = self.base(rows)
         if self.original is not None and adapter_ids is not None:
