@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ..kernels.base.check import (
 )
 from ..kernels.rows.route import decide
 from ..op import is_plain
-from ..private_api import is_changed, is_transformed, process_group
+from ..private_api import is_changed, is_transformed, own_buffers, process_group
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
 from ..routing.choices import Choice
@@ -33,6 +34,7 @@ from .aux_loss import AuxLosses
 from .dense_gradient import with_dense_gradient
 from .experts import Experts, apply_linear, new_latent, new_shared
 
+COUNTS = "load", "margins"  # the buffers of a layer that no state dict has
 # as they are here: a class can be given another `forward` later
 ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))
 COEFS = "load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef"
@@ -177,6 +179,20 @@ class MoE(nn.Module):
         for name, shape in shapes.items():
             buffer = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
             self.register_buffer(name, buffer, persistent=False)
+        self.register_load_state_dict_post_hook(follow_parameters)
+
+    def __setattr__(self, name: str, value) -> None:
+        before = own_buffers(self).get(name) if name in COUNTS else None
+        if before is not None and before.is_meta and isinstance(value, Tensor):
+            value = counts_on(value.device, before)  # transformers gives memory here that nothing has written
+        super().__setattr__(name, value)
+
+    def follow(self, device: torch.device) -> None:
+        """Have the counts on the device of the tokens, wherever the layer was made."""
+        for name in COUNTS:
+            counts = getattr(self, name)
+            if counts is not None and counts.device != device:
+                setattr(self, name, counts_on(device, counts))
 
     def __deepcopy__(self, memo: dict) -> "MoE":
         memo[id(self.global_balance_group)] = self.global_balance_group  # a process group has no copies
@@ -238,6 +254,8 @@ class MoE(nn.Module):
         if self.routes is not None:
             self.routes.see(routing, mask)
         plan = make_plan(routing.expert_ids, self.num_routed)
+        if self.training and self.load is not None and self.load.device != x.device:
+            self.follow(x.device)
         load = self.count(plan) if self.load is not None and self.training else None
         if self.margins is not None and self.training and isinstance(self.router, Router):
             count_margins(self.margins, routing.scores, self.router.selection_bias, self.top_k, mask)
@@ -414,8 +432,7 @@ class MoE(nn.Module):
 
         A CUDA graph reads this scalar if it was set, or read here, before the capture.
         """
-        device = next(self.parameters()).device
-        before = self._loss_scale
+        before, device = self._loss_scale, device_of(self)
         if before is None or before.device != device:
             value = 1.0 if before is None or before.is_meta else before
             with torch.inference_mode(False):  # a training step could not use an inference tensor
@@ -423,7 +440,11 @@ class MoE(nn.Module):
         return self._loss_scale
 
     def _apply(self, fn, recurse=True):
+        before = {name: getattr(self, name) for name in COUNTS}
         super()._apply(fn, recurse)
+        for name, counts in before.items():  # which `to_empty` would have replaced by what memory held
+            if counts is not None and getattr(self, name) is not counts:
+                own_buffers(self)[name] = counts_on(getattr(self, name).device, counts)
         if self._loss_scale is not None:
             _ = self.loss_scale  # follows the parameters to their device, and stays float32
         return self
@@ -436,6 +457,23 @@ class MoE(nn.Module):
             value = getattr(self, name)
             text = text if value is None else f"{text}, {name}={value}"
         return text
+
+
+def device_of(moe: MoE) -> torch.device:
+    return next(chain(moe.parameters(), moe.experts.buffers())).device  # those of experts of 4 bits
+
+
+def follow_parameters(moe: MoE, _) -> None:
+    """A hook: load_state_dict(assign=True) moves parameters alone."""
+    moe.follow(device_of(moe))
+    if moe._loss_scale is not None:
+        _ = moe.loss_scale
+
+
+def counts_on(device: torch.device, counts: Tensor) -> Tensor:
+    """Return `counts` on a device; zeros if they were on meta, where nothing is counted."""
+    with torch.inference_mode(False):
+        return torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
 
 
 def checked_group(global_balance_group: object, global_balance_coef: float) -> object:

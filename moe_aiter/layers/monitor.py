@@ -12,7 +12,7 @@ from ..private_api import COMPILED
 from ..routing.balance import SCALARS, record_routing, sum_over_ranks
 from ..routing.losses import load_statistics
 from ..routing.router import Routing
-from .moe import MoE
+from .moe import MoE, device_of
 
 BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # for a terminal, and for one that has only ASCII
 WIDE = 110  # columns of a terminal that has room for twice the bars
@@ -92,7 +92,7 @@ class Monitor:
         return {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
 
     def attach(self, layer: nn.Module) -> "Recorder":
-        layer.monitor = Recorder(layer.num_routed, next(layer.parameters()).device, self.evaluation)
+        layer.monitor = Recorder(layer.num_routed, device_of(layer), self.evaluation)
         return layer.monitor
 
     def detach(self, layer: nn.Module) -> None:

@@ -13,7 +13,7 @@ from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
 from ..routing.quantile import quantile_bias
 from .aux_loss import NewPass
 from .experts import Experts
-from .moe import MoE
+from .moe import MoE, device_of
 from .optimized import OptimizedMoELayer
 
 WEIGHTS = {Experts: ("gate_up", "down"), OptimizedMoELayer: ("w1", "w2")}
@@ -60,11 +60,14 @@ def balance_step(
         raise ValueError(
             "the model has no MoE with selection_bias=True or a global_balance_coef: nothing to do"
         )
+    for layer in layers:
+        if layer.load.is_meta:  # nothing has run since the layer got its memory
+            layer.follow(device_of(layer))
     counted = [layer.load if rule != "quantile" else margins_of(layer) for layer in layers]
     if group is not None:
         counted = sum_over_ranks(counted, group)
     for layer, counts in zip(layers, counted, strict=True):
-        bias = getattr(layer.router, "selection_bias", None)
+        bias = float32_bias(layer.router)
         if bias is not None and rule == "quantile":
             new = quantile_bias(bias, counts.to(bias.device).view(len(bias), -1), layer.top_k)
             bias += rate * (new - bias)
@@ -74,6 +77,14 @@ def balance_step(
         layer.load.zero_()
         if layer.margins is not None:
             layer.margins.zero_()
+
+
+def float32_bias(router: nn.Module) -> Tensor | None:
+    """The selection bias, which becomes float32 again if something has cast the buffer itself."""
+    bias = getattr(router, "selection_bias", None)
+    if bias is not None and bias.itemsize < 4:
+        router.selection_bias = bias = bias.float()
+    return bias
 
 
 def margins_of(layer: MoE) -> Tensor:

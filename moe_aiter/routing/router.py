@@ -320,13 +320,17 @@ class Router(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
         if self.selection_bias is not None:
-            self.selection_bias.zero_()
+            nn.init.zeros_(self.selection_bias)
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "selection_bias" and isinstance(value, Tensor):  # load_state_dict(assign=True) comes here
+            value = value.to(torch.float32)  # steps of 0.001 are lost in 16 bits
+        super().__setattr__(name, value)
 
     def _apply(self, fn, recurse=True):
         before = self.selection_bias
         super()._apply(fn, recurse)
         if before is not None and self.selection_bias.dtype != before.dtype:
-            # steps of 0.001 are lost in 16 bits
             self.selection_bias = before.to(self.selection_bias.device)
         return self
 

@@ -23,9 +23,9 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCAB, bias=False)
-        cos, sin = rotary(config.sequence, config.hidden // config.heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.turns = config.sequence, config.hidden // config.heads
+        set_turns(self)
+        self.register_load_state_dict_post_hook(set_turns)
         self.initialise(config.seed)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list]:
@@ -37,6 +37,11 @@ class Transformer(nn.Module):
             x, routing = block(x, turn)
             routings += [] if routing is None else [routing]
         return self.head(self.norm(x)), routings
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        set_turns(self)
+        return self
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -50,6 +55,12 @@ class Transformer(nn.Module):
             if name.endswith(("out.weight", "down.weight", "experts.down")):
                 std *= branches**-0.5
             weight.normal_(std=std, generator=generator)
+
+
+def set_turns(model: Transformer, *_) -> None:
+    """Compute the buffers that no state dict has, where the weights are; a hook, too."""
+    for name, t in zip(("cos", "sin"), rotary(*model.turns), strict=True):
+        model.register_buffer(name, t.to(model.embedding.weight.device), persistent=False)
 
 
 class Block(nn.Module):

@@ -8,7 +8,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_aiter import Experts, LoRAExperts, MoE, make_plan, quantization_report, quantize
+from moe_aiter import (
+    Experts,
+    LoRAExperts,
+    MoE,
+    Monitor,
+    make_plan,
+    quantization_report,
+    quantize,
+    route,
+    set_loss_scale,
+)
 from moe_aiter.config import interpret
 from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
 from moe_aiter.layers import lora
@@ -261,6 +271,24 @@ def test_an_empty_model_is_filled_from_a_state_dict(format):
     empty.load_state_dict(moe.state_dict(), assign=True)
     x = torch.randn(3, SIZE)
     assert torch.equal(empty(x), moe(x))
+
+
+@slow
+def test_a_layer_without_parameters():
+    """A router of hashes and experts of 4 bits leave buffers alone: a monitor and a loss scale find them."""
+
+    class Hash(nn.Module):
+        def forward(self, x):
+            return route(x.detach()[:, :E], 2)
+
+    moe = quantize(MoE(SIZE, SIZE, E, 2, load_balance_coef=0.1), "nf4")
+    moe.router = Hash()
+    assert not [*moe.parameters()]
+    set_loss_scale(moe, 0.5)
+    with Monitor(moe) as monitor:
+        moe.train()(torch.randn(3, SIZE, requires_grad=True)).sum().backward()
+        assert next(iter(monitor.read().values())).tokens == 3
+    assert moe.loss_scale == 0.5
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-6])

@@ -120,7 +120,12 @@ def shard(case: str, mesh) -> nn.Module:
     for layer in (*model, model):
         fully_shard(layer, **options)
     if case == "meta":
-        model.to_empty(device="cpu")
+        empty_like = torch.empty_like
+        with pytest.MonkeyPatch.context() as patch:  # memory that was used before
+            patch.setattr(torch, "empty_like", lambda t, **how: empty_like(t, **how).fill_(3))
+            model.to_empty(device="cpu")
+        loads = [m.load for m in model.modules() if isinstance(m, MoE) and m.load is not None]
+        assert loads and all(load.count_nonzero() == 0 for load in loads)
         with torch.no_grad():
             for p in model.parameters():
                 p.to_local().fill_(torch.nan)

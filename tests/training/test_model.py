@@ -24,6 +24,19 @@ def test_logits_and_routing(config):
         assert routing.plan.group_sizes.sum() == 3 * config.sequence * config.top_k
 
 
+@pytest.mark.parametrize("way", ["to_empty", "assign"])
+def test_from_the_meta_device(way):
+    """The angles, which no state dict has, are there."""
+    want = Transformer(CONFIG)
+    with torch.device("meta"):
+        got = Transformer(CONFIG)
+    if way == "to_empty":
+        got.to_empty(device="cpu")
+    got.load_state_dict(want.state_dict(), assign=way == "assign")
+    tokens = torch.randint(256, (2, CONFIG.sequence))
+    assert torch.equal(got(tokens)[0], want(tokens)[0])
+
+
 @pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["moe", "dense"])
 def test_no_position_sees_the_future(config):
     model = Transformer(config)
