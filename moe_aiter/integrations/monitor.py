@@ -8,7 +8,7 @@ from ..kernels.base.check import check_group, checked
 from ..layers.monitor import Monitor, Recorder, scalars_of
 from ..routing.plan import make_plan
 from ..routing.router import Routing
-from .transformers import is_experts
+from .transformers import down_of, is_experts
 
 __all__ = ["ExpertsMonitor", "MonitorCallback", "watch"]
 
@@ -30,7 +30,7 @@ class ExpertsMonitor(Monitor):
     def attach(self, layer: nn.Module) -> Recorder:
         if not is_experts(layer):
             return super().attach(layer)
-        weight = layer.down_proj  # (E, H, I) or (E, I, H)
+        weight = down_of(layer)  # (E, H, I) or (E, I, H)
         layer.monitor = Recorder(weight.shape[0], weight.device, self.evaluation)
         layer.monitor.hook = layer.register_forward_pre_hook(record_experts, with_kwargs=True)
         return layer.monitor

@@ -405,9 +405,14 @@ def routed_experts(module: nn.Module) -> Foreign | None:
     """For `record_routes` and `replay_routes`: experts that any implementation runs."""
     if not is_experts(module):
         return None
-    packed = four_bits_of(module, "down_proj")
-    num_experts = (module.down_proj if packed is None else packed).shape[0]
+    num_experts = down_of(module).shape[0]
     return Foreign(1, 2, num_experts, dropped=num_experts)
+
+
+def down_of(module: nn.Module) -> Tensor | FourBit:
+    """Return the second weight of an experts module."""
+    packed = four_bits_of(module, "down_proj")
+    return module.down_proj if packed is None else packed
 
 
 def names_of(module: nn.Module) -> tuple[str, str]:

@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from moe_aiter.config import interpret  # noqa: E402
 from moe_aiter.integrations import transformers as file  # noqa: E402
+from moe_aiter.integrations.checkpoints import moe_from_huggingface  # noqa: E402
 from moe_aiter.integrations.four_bit import load_gpt_oss, quantize_experts  # noqa: E402
 from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora  # noqa: E402
+from moe_aiter.integrations.monitor import ExpertsMonitor  # noqa: E402
 from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized  # noqa: E402
 
 if interpret:
@@ -86,6 +88,22 @@ def test_gpt_oss_as_published(published, tmp_path_factory):
     with pytest.raises(ValueError, match="is qwen3_moe, not gpt_oss"):
         tiny("qwen3_moe").config.save_pretrained(other)
         load_gpt_oss(other)
+
+
+@pytest.mark.parametrize("which", ["published", "gpt_oss", "qwen3_moe"])
+def test_monitor_and_conversion(which, request):
+    """A monitor counts experts of 4 bits, whose weights are no tensors; conversion refuses them."""
+    if which == "published":
+        model = load_gpt_oss(request.getfixturevalue("published")[0], dtype=torch.float32)
+    else:
+        quantize_experts(model := tiny(which, intermediate_size=64), "nf4")
+    with ExpertsMonitor(model.train()) as monitor:
+        model(TOKENS)
+        read = monitor.read()
+    assert len(read) == 2 and all(s.choices.sum() == TOKENS.numel() * 2 for s in read.values())
+    assert {len(s.choices) for s in read.values()} == {4}
+    with pytest.raises(ValueError, match="have 4 bits: convert first"):
+        moe_from_huggingface(model.model.layers[0].mlp)
 
 
 def train(model, steps=20):

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ...kernels.base.check import checked
 from ...layers.moe import MoE
-from ..transformers import known_gate
+from ..transformers import four_bits_of, known_gate, names_of
 from .families import FAMILIES, Family, Piece
 from .files import Checkpoint, CheckpointError
 from .plan import read_record
@@ -30,6 +29,8 @@ def moe_from_huggingface(block: nn.Module) -> MoE:
     family = families.get(type(block).__name__)
     if family is None:
         raise TypeError(f"block is a {type(block).__name__}; known: {', '.join(families)}")
+    if any(four_bits_of(block.experts, name) is not None for name in names_of(block.experts)):
+        raise ValueError(f"the experts of {type(block).__name__} have 4 bits: convert first, then quantize")
     gate = known_gate(block.experts)
     if gate is None:
         raise ValueError(f"the experts of {type(block).__name__} have a gate of their own, which MoE has not")
@@ -113,11 +114,6 @@ def new_moe(kwargs: dict, state: dict[str, Tensor]) -> MoE:
     """An MoE whose tensors are those of `state`, not copies."""
     moe = MoE(**kwargs, device="meta")
     moe.load_state_dict(state, assign=True)
-    device = moe.experts.down.device
-    if moe.router.selection_bias is not None:
-        moe.router.selection_bias = moe.router.selection_bias.float()
-    if moe.load is not None:
-        moe.load = torch.zeros_like(moe.load, device=device)
     return moe
 
 
