@@ -193,6 +193,8 @@ class MoE(nn.Module):
             counts = getattr(self, name)
             if counts is not None and counts.device != device:
                 setattr(self, name, counts_on(device, counts))
+        if self._loss_scale is not None:
+            _ = self.loss_scale
 
     def __deepcopy__(self, memo: dict) -> "MoE":
         memo[id(self.global_balance_group)] = self.global_balance_group  # a process group has no copies
@@ -466,8 +468,6 @@ def device_of(moe: MoE) -> torch.device:
 def follow_parameters(moe: MoE, _) -> None:
     """A hook: load_state_dict(assign=True) moves parameters alone."""
     moe.follow(device_of(moe))
-    if moe._loss_scale is not None:
-        _ = moe.loss_scale
 
 
 def counts_on(device: torch.device, counts: Tensor) -> Tensor:
