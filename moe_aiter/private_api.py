@@ -196,6 +196,11 @@ def is_changed(module: nn.Module, methods: tuple) -> bool:
 # the compiler, which takes a second to import
 
 
+def is_exporting() -> bool:
+    """Whether torch.export runs.  torch.compiler.is_exporting is True in all that torch 2.11 compiles."""
+    return torch.compiler._is_exporting_flag
+
+
 def end_graph(reason: str) -> None:
     """End the graph that torch compiles, if it compiles one: `fullgraph=True` is an error that says why."""
     torch._dynamo.graph_break(msg=reason)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from ..private_api import REPLICA
+from ..private_api import REPLICA, is_exporting
 from ..replay import current_pass
 from ..routing.balance import repeats
 from ..routing.losses import attach_loss
@@ -48,7 +48,7 @@ class AuxLosses:
                     self.warned = warn_of_scale(weights)
             return attach_loss(weights, loss, loss_scale)
         if compiles:
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 raise NotImplementedError(
                     "an exported program returns no losses: call set_aux_loss(model, 'attach') before"
                 )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...op import IMPLS, binds, bound, define_op, gradients, takes
-from ...private_api import is_transformed, softmax_gradient
+from ...private_api import is_exporting, is_transformed, softmax_gradient
 from ...replay import always_save, current_pass
 from ..base.check import check_device, check_finite, check_float, check_shape, wide
 from ..base.host import array, ext, host, num_threads
@@ -435,7 +435,7 @@ class SoftmaxScores(torch.autograd.Function):
 
 def needs_own_gradient() -> bool:
     """Whether scores need torch's gradient: torch.func knows no other, torch.export drops ours."""
-    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and is_transformed())
+    return is_exporting() or (not torch.compiler.is_compiling() and is_transformed())
 
 
 route_op = define_op(

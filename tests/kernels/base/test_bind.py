@@ -261,7 +261,7 @@ def test_where_there_are_gradients_streams_and_graphs(asked):
         assert ((grad - want).norm() / want.norm()).item() < 2e-2
     before = len(asked)
     x = x.detach()
-    with torch.inference_mode(), torch.autocast("cuda", torch.float16):
+    with torch.inference_mode(), torch.autocast("cuda", x.dtype):
         for _ in range(3):
             right(gemm(x, w, bias), x, w, bias)
     side = torch.cuda.Stream()
