@@ -435,18 +435,30 @@ class MoE(nn.Module):
         A CUDA graph reads this scalar if it was set, or read here, before the capture.
         """
         before, device = self._loss_scale, device_of(self)
+        if device.type == "meta":  # where the factor would be lost
+            device = torch.device("cpu")
         if before is None or before.device != device:
-            value = 1.0 if before is None or before.is_meta else before
+            value = 1.0 if before is None else before
             with torch.inference_mode(False):  # a training step could not use an inference tensor
                 self._loss_scale = torch.as_tensor(value, dtype=torch.float32, device=device)
         return self._loss_scale
 
     def _apply(self, fn, recurse=True):
-        before = {name: getattr(self, name) for name in COUNTS}
-        super()._apply(fn, recurse)
+        before = {name: counts for name in COUNTS if (counts := getattr(self, name)) is not None}
+
+        def moved(t: Tensor) -> Tensor:
+            try:
+                return fn(t)
+            except NotImplementedError:  # `to` copies nothing from meta, where counts have nothing to copy
+                if any(t is counts for counts in before.values()):
+                    return t
+                raise
+
+        super()._apply(moved, recurse)
         for name, counts in before.items():  # which `to_empty` would have replaced by what memory held
-            if counts is not None and getattr(self, name) is not counts:
-                own_buffers(self)[name] = counts_on(getattr(self, name).device, counts)
+            new = getattr(self, name)
+            if new is not counts or counts.is_meta:
+                own_buffers(self)[name] = counts_on(device_of(self) if new.is_meta else new.device, counts)
         if self._loss_scale is not None:
             _ = self.loss_scale  # follows the parameters to their device, and stays float32
         return self

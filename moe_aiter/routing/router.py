@@ -330,7 +330,7 @@ class Router(nn.Module):
     def _apply(self, fn, recurse=True):
         before = self.selection_bias
         super()._apply(fn, recurse)
-        if before is not None and self.selection_bias.dtype != before.dtype:
+        if before is not None and self.selection_bias.dtype != torch.float32:
             self.selection_bias = before.to(self.selection_bias.device)
         return self
 

@@ -59,3 +59,19 @@ def test_counts_and_bias(kind, dtype, tmp_path, monkeypatch):
         assert torch.equal(p, model.get_parameter(name).to(dtype)), name
     loaded.train()(torch.randn(5, H, dtype=dtype))
     assert loaded.moe.load.sum() == 5 * K
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_accelerate(include_buffers, dtype, tmp_path):
+    """Counts begin at 0 on the device of the weights, and the bias is float32, wherever buffers are made."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = Model(Config())
+    model.save_pretrained(tmp_path)
+    with accelerate.init_empty_weights(include_buffers=include_buffers):
+        loaded = Model(Config())
+    loaded = accelerate.load_checkpoint_and_dispatch(loaded, tmp_path, {"": "cpu"}, dtype=dtype).train()
+    assert loaded.moe.router.selection_bias.dtype == torch.float32
+    assert loaded.moe.load.count_nonzero() == loaded.moe.margins.count_nonzero() == 0
+    loaded(torch.randn(5, H, dtype=dtype))
+    assert loaded.moe.load.sum() == 5 * K and loaded.moe.margins.device == loaded.moe.load.device

@@ -87,6 +87,19 @@ def set_one_by_one(device, state):
     return moe
 
 
+def moved_with_counts_on_meta(device, state):
+    """As accelerate's load_checkpoint_and_dispatch does, which then moves the model."""
+    moe = build("meta")
+    for name, t in state.items():
+        module, _, last = name.rpartition(".")
+        module = moe.get_submodule(module)
+        if last in module._parameters:
+            module._parameters[last] = nn.Parameter(t.cpu())
+        else:
+            module._buffers[last] = t.cpu()
+    return moe.to(device)
+
+
 def skipped(device, state):
     moe = skip_init(MoE, H, 8, E, K, **OPTIONS, device=device)
     moe.load_state_dict(state)
@@ -95,7 +108,7 @@ def skipped(device, state):
 
 WAYS = [
     to_empty, to_empty_twice, module_by_module, assign, assign_part_by_part, assign_to_weights_on_meta,
-    set_one_by_one, skipped,
+    set_one_by_one, moved_with_counts_on_meta, skipped,
 ]  # fmt: skip
 
 
@@ -139,6 +152,24 @@ def test_before_any_forward_pass(device, way):
         assert next(iter(monitor.read().values())).tokens == 3
 
 
+@pytest.mark.parametrize("way", ["to_empty", "assign", "reset"])
+def test_the_loss_scale_of_a_layer_on_meta(device, way):
+    """It is a number that no state dict has, and meta would lose it."""
+    moe, state = build("meta"), build(device).state_dict()
+    set_loss_scale(moe, 0.125)
+    moe.train()(torch.randn(3, H, device="meta", requires_grad=True)).sum().backward()
+    if way != "assign":
+        moe.to_empty(device=device)
+    moe.reset_parameters() if way == "reset" else moe.load_state_dict(state, assign=way == "assign")
+    assert moe.loss_scale == 0.125 and moe.loss_scale.device == moe.router.weight.device
+    assert moe.to("meta").to_empty(device=device).loss_scale == 0.125
+
+
+def test_weights_on_meta_are_not_moved(device):
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        build("meta").to(device)
+
+
 def test_moves_keep_counts(device):
     moe = build()
     moe(torch.randn(5, H))
@@ -151,7 +182,7 @@ def test_moves_keep_counts(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("how", ["assign", "copy", "cast", "buffer", "set", "data"])
+@pytest.mark.parametrize("how", ["assign", "copy", "cast", "buffer", "moved", "set", "data"])
 def test_the_bias_stays_float32(device, dtype, how):
     """Whatever casts or loads it: a step of 1e-3 on a bias of 4 would vanish in 16 bits."""
     moe = build(device)
@@ -165,8 +196,10 @@ def test_the_bias_stays_float32(device, dtype, how):
             moe.to(dtype)
         elif how == "set":
             moe.router.selection_bias = moe.router.selection_bias.to(dtype)
-        elif how == "buffer":  # as accelerate casts
+        elif how in ("buffer", "moved"):  # as accelerate casts, which then may move the model
             moe.router._buffers["selection_bias"] = moe.router.selection_bias.to(dtype)
+            if how == "moved":
+                moe.to(device)
         else:  # as FSDP1 casts
             moe.router.selection_bias.data = moe.router.selection_bias.to(dtype)
     if how not in ("buffer", "data"):
