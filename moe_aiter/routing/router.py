@@ -16,6 +16,7 @@ from ..kernels.base.check import (
     check_size,
     check_sizes,
     checked,
+    packed,
 )
 from ..kernels.rows.route import choose_experts, decide
 from ..kernels.rows.topk import topk
@@ -195,9 +196,9 @@ def new_logits(i: LogitsInputs) -> Tensor:
 
 def logits_reference(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if accumulates(x, weight):
-        torch.mm(x, weight.T, out_dtype=out.dtype, out=out)
+        torch.mm(*packed(x, weight.T), out_dtype=out.dtype, out=out)
     else:
-        torch.mm(x.to(out.dtype), weight.to(out.dtype).T, out=out)
+        torch.mm(*packed(x.to(out.dtype), weight.to(out.dtype).T), out=out)
     if bias is not None:
         out += bias
 

@@ -246,3 +246,12 @@ def test_16_bit_gemm_sums_and_stores_float32(dtype):
     for a, b, c in zip(ours, theirs, truth, strict=True):
         assert a.dtype == dtype
         assert distance(a, c) <= 2 * distance(b, c)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T, H, E", [(2, 1, 54), (1, 54, 2), (1, 2, 1), (3, 1, 1)])
+def test_axes_of_one_number_in_float64(T, H, E):
+    """The stride of such an axis can be any number, which cuBLAS may refuse."""
+    x, weight = torch.randn(T, H, dtype=torch.float64), torch.randn(E, H, dtype=torch.float64)
+    for by_columns in (weight.cuda(), weight.T.contiguous().cuda().T):
+        torch.testing.assert_close(router_logits(x.cuda(), by_columns, None).cpu(), x @ weight.T)

@@ -371,6 +371,11 @@ def apart(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(x, (0, rest)).contiguous(), F.pad(w, (0, 0, 0, rest))
 
 
+def packed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Give axes of size 1 the strides of a contiguous tensor, without a copy: cuBLAS may refuse another."""
+    return tuple(t.view(t.shape) if t.is_cuda and 1 in t.shape and t.is_contiguous() else t for t in tensors)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear whose rows are `apart`."""
     if private_api.AMX and x.is_cpu:

@@ -28,6 +28,7 @@ from ..base.check import (
     check_real,
     check_size,
     check_tensor,
+    packed,
     sum_dtype,
     wide,
 )
@@ -102,6 +103,7 @@ def multiply_into(
         added = added if c is None else c[0]
     elif added is not None:
         added = added.expand(y.shape)
+    x, w = packed(x, w)
     if added is None and alpha == 1:
         torch.matmul(x, w, out=y)
     else:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
+from ..base.check import packed
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import at_least_16, multiply, swizzle, tile_options
 from .pattern import count, num_blocks
@@ -388,7 +389,8 @@ def bind_entries(i: SparseInputs) -> Callable:
             if L:
                 spread(i.values, w, i.lists)
             w = w if transposed else w.T
-            torch.mm(i.x, w, out=out) if i.bias is None else torch.addmm(i.bias, i.x, w, out=out)
+            x, w = packed(i.x, w)
+            torch.mm(x, w, out=out) if i.bias is None else torch.addmm(i.bias, x, w, out=out)
 
         return multiply_whole
     base = R + C + 2

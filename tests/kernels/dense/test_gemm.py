@@ -320,3 +320,17 @@ def test_runs_and_a_graph_are_the_same_to_the_bit(no_debug):
             out = gemm(x, w, bias, activation="silu")
         graph.replay()
         assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_axes_of_one_number_in_torch(dtype):
+    """The stride of such an axis can be any number, which cuBLAS may refuse."""
+    for M, K, N in [(2, 1, 54), (1, 54, 2), (1, 2, 54), (54, 2, 1), (1, 1, 54), (1, 1, 1)]:
+        x, w = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
+        for by_rows in (x.cuda(), x.T.contiguous().cuda().T):
+            for by_columns in (w.cuda(), w.T.contiguous().cuda().T):
+                with use("torch"):
+                    found = gemm(by_rows, by_columns), gemm(by_rows, by_columns, by_columns[0])
+                for got, want in zip(found, (x @ w, x @ w + w[0]), strict=True):
+                    torch.testing.assert_close(got.cpu(), want, rtol=2e-2, atol=1e-2)
