@@ -38,6 +38,7 @@ OPERANDS = {  # the arguments that are cast; those of float32 beside them are fa
     "grouped_gemm": "input weights bias",
     "segment_gmm": "x w",
     "sparse_gemm": "input weight bias",
+    "expert_mlp": "x gate_up down",
     "linear_with_split_bias": "x weight bias",
     "SegmentGEMMWrapper.run": "x weights",
     "aiter.attention": "q k v",
@@ -68,7 +69,6 @@ OUTPUTS = {
 }  # no autocast with them, as in torch
 DTYPES = {"out_dtype", "preferred_element_type", "otype"}
 NO_AUTOCAST = {
-    "expert_mlp": "a function of the layer's parts, whose inputs the layer casts",
     "scaled_gemm": "8-bit operands",
 }
 

@@ -33,6 +33,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ..config import interpret, settings
 from ..kernels.base.check import (
+    cast_as_linear,
     check_plan,
     check_positive,
     check_routing_weights,
@@ -45,7 +46,6 @@ from ..kernels.base.host import saturated
 from ..kernels.base.sources import by_source
 from ..kernels.quantize.four_bit import FourBit
 from ..kernels.rows.merge import merge_plans
-from ..layers.experts import cast_as_linear
 from ..op import saved_tensors
 from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan

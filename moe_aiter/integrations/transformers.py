@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.base.activations import swiglu_limit
-from ..kernels.base.check import FLOATS, check_positive, check_sizes, checked
+from ..kernels.base.check import FLOATS, cast_as_linear, check_positive, check_sizes, checked
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import expert_mlp, expert_rows
 from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
-from ..layers.experts import cast_as_linear, inside
+from ..layers.experts import inside
 from ..layers.four_bit import FourBitWeight, from_mxfp4
 from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .. import private_api
 from ..kernels.base.activations import get_activation
 from ..kernels.base.check import (
-    cast_as_linear,
     check_parameter_dtype,
     check_sizes,
     check_tensor,
@@ -135,7 +134,6 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return the experts' output as `forward` does, on this rank, with these weights as parameters."""
         gate_up, down, gate_up_bias, down_bias = weights
-        x, gate_up, down = cast_as_linear(x, gate_up, down)
         return expert_mlp(
             x,
             gate_up,

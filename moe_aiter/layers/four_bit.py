@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..kernels.base.check import check_parameter_dtype, check_plan, check_shape, checked
+from ..kernels.base.check import cast_as_linear, check_parameter_dtype, check_plan, check_shape, checked
 from ..kernels.experts.glu import glu
 from ..kernels.quantize.four_bit import (
     FORMATS,
@@ -21,7 +21,7 @@ from ..kernels.quantize.four_bit import (
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
 from .by_step import Projection, experts_by_step
-from .experts import Experts, cast_as_linear, local_part
+from .experts import Experts, local_part
 
 PARTS = "packed", "scales", "nested", "offset", "table"
 AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.base.check import (
+    cast_as_linear,
     check_device,
     check_float,
     check_index,
@@ -36,7 +37,7 @@ from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, experts_by_step, spread
-from .experts import Experts, cast_as_linear, inside, is_hooked, local_part
+from .experts import Experts, inside, is_hooked, local_part
 from .four_bit import FourBitExperts
 
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32

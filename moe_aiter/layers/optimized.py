@@ -4,11 +4,18 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.base.activations import get_activation
-from ..kernels.base.check import check_axes, check_float, check_parameter_dtype, check_sizes, checked, renamed
+from ..kernels.base.check import (
+    cast_as_linear,
+    check_axes,
+    check_float,
+    check_parameter_dtype,
+    check_sizes,
+    checked,
+    renamed,
+)
 from ..kernels.experts.fp8 import check_fp8
 from ..kernels.experts.mlp import expert_mlp
 from ..routing.plan import make_plan
-from .experts import cast_as_linear
 
 
 class OptimizedMoELayer(nn.Module):

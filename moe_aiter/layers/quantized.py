@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..kernels.base.check import FLOATS, check_shape, check_size, check_tensor, checked, refuse_gradient
+from ..kernels.base.check import (
+    FLOATS,
+    cast_as_linear,
+    check_shape,
+    check_size,
+    check_tensor,
+    checked,
+    refuse_gradient,
+)
 from ..kernels.dense.scaled_gemm import scaled_gemm
 from ..kernels.experts.fp8 import quantized_experts
 from ..kernels.experts.mlp import expert_mlp
@@ -23,7 +31,7 @@ from ..kernels.quantize.four_bit import FORMATS as FOUR_BITS
 from ..kernels.quantize.rows import quantize_rows
 from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves
 from ..routing.plan import RoutePlan, make_plan
-from .experts import Experts, cast_as_linear
+from .experts import Experts
 from .four_bit import FourBitExperts, to_four_bits
 from .fuse import FusedLinear, FusedPart
 from .lora import LoRAExperts, LoRALinear

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...op import IMPLS, binds, bound, define_op, extended, gradients, pick, saved_tensors, takes
 from .. import hopper
-from ..base.check import check_plan
+from ..base.check import cast_as_linear, check_plan
 from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute
 from .cpu import expert_loop_op, expert_loop_reference
@@ -225,18 +225,18 @@ def expert_mlp(
         is "e4m3" with scales of blocks (`quantize_blocks`).  A Hopper GPU multiplies 8-bit floats if H is a
         multiple of 256 and I of 64; otherwise the quantised numbers are converted to the dtype of x.
 
-    Returns (T, H) in the dtype of x.  Differentiable in x, both weights and biases, and routing_weights; only
-    the gradients that autograd needs are computed.  Kept for backward: x, the routing, and z unless
-    recomputed; with `fp8` also a float32 for each column of the weights, with "_all" x in 8 bits only.
+    Returns (T, H) in the dtype of x; torch.autocast casts x and the weights.  Differentiable in x, weights,
+    biases and routing_weights; gradients that nothing needs are not computed.  Kept for backward: x, routing,
+    z unless recomputed; with `fp8` a float32 for each column of the weights, with "_all" x in 8 bits only.
 
     Raises ValueError for shapes or devices that do not fit, TypeError for dtypes; with MOE_AITER_DEBUG=1 also
     ValueError for a plan that contradicts itself.
     Source: the formula of Shazeer et al. 2017, arXiv 1701.06538; data flow as in SonicMoE, arXiv 2512.14080.
     """
     check_plan(plan)
-    differentiable = x, gate_up, gate_up_bias, down, down_bias, routing_weights
-    main_grads = gate_up_main_grad, down_main_grad
-    inputs = ExpertInputs(*differentiable, *plan, activation, interleaved, False, *main_grads)
+    x, gate_up, down = cast_as_linear(x, gate_up, down)
+    tensors = x, gate_up, gate_up_bias, down, down_bias, routing_weights
+    inputs = ExpertInputs(*tensors, *plan, activation, interleaved, False, gate_up_main_grad, down_main_grad)
     check_experts(inputs)
     check_memory(row_chunks, recompute)
     check_fp8(fp8)
