@@ -78,7 +78,8 @@ class NewPass:
         self.kept = kept
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
-        if not (model.training and torch.is_grad_enabled()) or REPLICA in vars(model):
+        trains = model.training or any(module.training for module in model.modules())
+        if not (trains and torch.is_grad_enabled()) or REPLICA in vars(model):
             return
         compiles = torch.compiler.is_compiling()
         if not compiles and repeats():

@@ -179,7 +179,8 @@ def inside(owners: Iterable[nn.Module], fn: Callable[..., Tensor], *args: Any) -
     """Return `fn(*args)`, called in the forward passes of modules whose parameters `fn` reads.
 
     FSDP2, ZeRO-3 and offloading gather a module's parameters for its own forward pass alone, by hooks or by
-    another `forward`.  Modules without either are not called.
+    another `forward`.  Modules without either are not called.  A hook of such a module gets these arguments,
+    and the result of all as the module's.
     """
     hooked = [module for module in owners if is_hooked(module)]
     if not hooked:

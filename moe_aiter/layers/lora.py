@@ -37,7 +37,7 @@ from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, experts_by_step, spread
-from .experts import Experts, inside, is_hooked, local_part
+from .experts import Experts, apply_linear, inside, is_hooked, local_part
 from .four_bit import FourBitExperts
 
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
@@ -221,7 +221,7 @@ class LoRALinear(nn.Module):
         if not is_hooked(self.base):
             check_device(x=x, weight=self.base.weight)
         rows = x.reshape(-1, in_features)  # (R, in)
-        out = self.base(rows)
+        out = apply_linear(self.base, rows)
         if self.original is not None and adapter_ids is not None:
             raise ValueError("an adapter is merged into the weight: adapter_ids cannot choose another")
         if self.original is None:

@@ -527,7 +527,7 @@ def integers(name: str, array: object) -> Tensor:
     if array.dtype in UNSIGNED:  # torch cannot compare them; the highest of 64 bits become negative
         wide = array.long()
         return wide.masked_fill(wide < 0, ANY_INTEGER) if array.dtype == torch.uint64 else wide
-    return array
+    return array if array.itemsize > 2 else array.int()  # where -1 and the number of experts fit
 
 
 def as_int32(name: str, ids: Tensor) -> Tensor:

@@ -340,3 +340,16 @@ def test_errors():
         set_loss_scale(model, 0.5)
     with pytest.raises(NotImplementedError, match="an exported program returns no losses"):
         torch.export.export(model, (batch(),), strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:a forward pass in training mode was not followed")
+def test_a_model_in_evaluation_mode_whose_layers_train(device):
+    """The losses are those of the last pass, whatever mode the model itself is in."""
+    returned, _ = models(device)
+    x = batch(device)
+    returned(x)
+    want = aux_loss(returned)
+    returned.training = False
+    for _ in range(3):
+        returned(x)
+    assert torch.equal(aux_loss(returned), want)

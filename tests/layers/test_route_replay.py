@@ -268,6 +268,18 @@ def test_numbers_that_no_expert_has(dtype, device):
                 pack_routes([fine, ids])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, *FAR], ids=str)
+@pytest.mark.parametrize("num_experts", [4, 127, 128, 256, 300])
+def test_ids_of_every_dtype(dtype, num_experts):
+    """Also where the number of experts, or -1, does not fit the dtype of the ids."""
+    model, x = MoE(H, 8, num_experts, 2), torch.randn(2, H)
+    ids = torch.tensor([[0, 1], [2, 3]])
+    with replay_routes(model, ids[:, None].to(dtype)), torch.no_grad():
+        got = model(x)
+    with replay_routes(model, ids[:, None]), torch.no_grad():
+        assert torch.equal(model(x), got)
+
+
 @pytest.mark.gpu
 def test_numbers_that_no_expert_has_wait_for_replay(no_debug):
     """`pack_routes` waits for nothing, and leaves them out of range."""

@@ -371,6 +371,12 @@ def apart(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(x, (0, rest)).contiguous(), F.pad(w, (0, 0, 0, rest))
 
 
+def multiply_apart(x: Tensor, w: Tensor) -> Tensor:
+    """`x @ w` whose rows are `apart`."""
+    x, w = apart(x, w)
+    return x @ w
+
+
 def packed(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Give axes of size 1 the strides of a contiguous tensor, without a copy: cuBLAS may refuse another."""
     return tuple(t.view(t.shape) if t.is_cuda and 1 in t.shape and t.is_contiguous() else t for t in tensors)

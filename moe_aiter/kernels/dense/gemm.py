@@ -28,6 +28,7 @@ from ..base.check import (
     check_real,
     check_size,
     check_tensor,
+    multiply_apart,
     packed,
     sum_dtype,
     wide,
@@ -61,7 +62,7 @@ def matmul_precision(x: Tensor) -> contextlib.AbstractContextManager:
 def gemm_reference(x, w, bias, c, activation="", alpha=1.0, beta=0.0, dtype=None, save_z=False):
     dtype = dtype or x.dtype
     product = torch.promote_types(x.dtype, dtype)  # rounded once, to what is asked for
-    z = alpha * wide(x.to(product) @ w.to(product))
+    z = alpha * wide(multiply_apart(x.to(product), w.to(product)))
     z = z if c is None else z + beta * wide(c)
     z = z if bias is None else z + wide(bias)
     out = FUNCTIONS[activation][0](z) if activation else z

@@ -33,6 +33,7 @@ from ..base.check import (
     check_shape,
     check_size,
     fourth_argument,
+    multiply_apart,
     oriented,
     result_dtype,
     split_groups,
@@ -90,7 +91,7 @@ def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
     dtype = dtype or lhs.dtype
     product = torch.promote_types(lhs.dtype, dtype)  # rounded once, to what is asked for
     *rows, rest = split_groups(lhs, group_sizes)
-    out = [r.to(product) @ rhs[g].to(product) for g, r in enumerate(rows)]
+    out = [multiply_apart(r.to(product), rhs[g].to(product)) for g, r in enumerate(rows)]
     if bias is not None:
         out = [(wide(o) + bias[g]).to(dtype) for g, o in enumerate(out)]
     return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), rhs.shape[2], dtype=dtype)])

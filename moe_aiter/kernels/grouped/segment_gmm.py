@@ -19,7 +19,14 @@ from torch import Tensor
 from ... import tuning
 from ...op import Written, binds, define_inplace_op, define_op, gradients, takes
 from .. import hopper
-from ..base.check import FLOATS, cast_as_linear, check_axes, check_device, check_tensor
+from ..base.check import (
+    FLOATS,
+    cast_as_linear,
+    check_axes,
+    check_device,
+    check_tensor,
+    multiply_apart,
+)
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, at_least_16, dense, multiply, operand, row_tiles, swizzle, tile_options
 from .segments import (
@@ -72,7 +79,9 @@ def segment_gmm_reference(x, w, lens, indptr, weight_indices):
     numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
     before, segments, past = split_segments(x, lens, indptr)
     pairs = zip([before, *segments, past], [None, *numbers, None], strict=True)
-    return torch.cat([r.new_zeros(len(r), w.shape[2]) if i is None else r @ w[i] for r, i in pairs])
+    return torch.cat(
+        [r.new_zeros(len(r), w.shape[2]) if i is None else multiply_apart(r, w[i]) for r, i in pairs]
+    )
 
 
 def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):

@@ -24,6 +24,7 @@ from ..base.check import (
     check_shape,
     check_size,
     check_tensor,
+    multiply_apart,
     renamed,
     sum_dtype,
     wide,
@@ -62,8 +63,7 @@ FEW = 1024  # elements of the matrix for each entry, from which on a CPU takes e
 
 def sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed):
     w = to_dense(values, lists, rows, columns)
-    x, w = apart(x, w if transposed else w.T)
-    out = x @ w
+    out = multiply_apart(x, w if transposed else w.T)
     return out if bias is None else (wide(out) + bias).to(x.dtype)
 
 
@@ -106,7 +106,8 @@ def fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed):
     x_blocks = x.unflatten(1, (-1, depth))
     for n, (first, end) in enumerate(pairwise(start.tolist())):
         mine = slice(n * width, (n + 1) * width)
-        x_part, w_part = x_blocks[:, other[first:end]].flatten(1), values[first:end].reshape(-1, width)
+        parts = x_blocks[:, other[first:end]].flatten(1), values[first:end].reshape(-1, width)
+        x_part, w_part = apart(*parts)
         out[:, mine] = x_part @ w_part if bias is None else torch.addmm(bias[mine], x_part, w_part)
 
 

@@ -11,7 +11,7 @@ from moe_aiter.kernels.base.check import STEP
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
 
 pytestmark = pytest.mark.no_interpreter
-WIDTHS = [(1, 1), (7, 33), (33, 7), (32, 40), (100, 100), (48, 64)]
+WIDTHS = [(1, 1), (7, 33), (33, 7), (32, 40), (100, 100), (66, 64)]
 
 
 def reading_on(product):
@@ -19,8 +19,7 @@ def reading_on(product):
 
     def multiply(*args, **kwargs):
         out = product(*args, **kwargs)
-        x = next(t for t in args if t.dim() > 1) if product is not F.linear else args[0]
-        x = x if product not in (torch.addmm, torch.baddbmm) else args[1]
+        x = args[1] if product.__name__ in ("addmm", "baddbmm") else args[0]
         rest = -x.shape[-1] % STEP
         if x.itemsize == 2 and x.dim() > 1 and x.stride(-1) == 1 and rest:
             rows = x.reshape(-1, x.shape[-1])
@@ -54,6 +53,10 @@ def layers_of(H, inner):
     ids, weights = torch.randint(3, (34, 2)), torch.rand(34, 2)
     moe = moe_aiter.MoE(H, inner, 4, 2, shared_intermediate=inner, shared_gate=True, latent=17, dtype=dtype)
     optimized = moe_aiter.OptimizedMoELayer(H, 3, inner, dtype=dtype, device="cpu")
+    adapted = moe_aiter.MoE(H, inner, 4, 2, dtype=dtype)
+    adapted.experts = moe_aiter.LoRAExperts(adapted.experts, rank=3)
+    blocks = torch.randn(inner, H).to(dtype).to_sparse_bsr((inner, H))
+    layer = moe_aiter.LoRALinear(torch.nn.Linear(H, inner, dtype=dtype), rank=4)
     factors = moe_aiter.LoRALinear(torch.nn.Linear(H, inner, dtype=dtype), rank=4).lora
     torch.nn.init.normal_(factors.B)
     lens = torch.tensor([10, 0, 24])
@@ -64,6 +67,10 @@ def layers_of(H, inner):
         "gmm": lambda x: moe_aiter.gmm(x, w, lens, trans_rhs=False),
         "segment_gmm": lambda x: moe_aiter.segment_gmm(x, w, lens=lens),
         "grouped_gemm": lambda x: moe_aiter.grouped_gemm(x, w, ids),
+        "LoRALinear": layer,
+        "LoRAExperts": adapted,
+        "sparse_gemm": lambda x: moe_aiter.sparse_gemm(x, blocks),
+        "gemm with a bias of float32": lambda x: moe_aiter.gemm(x, w[0], torch.ones(inner)),
         "gemm": lambda x: moe_aiter.gemm(x, w[0]),
         "batched gemm": lambda x: moe_aiter.gemm(x.expand(3, -1, -1), w).transpose(0, 1),
         "tuned_gemm": lambda x: tuned_gemm(x, w[0].T.contiguous()),
