@@ -203,6 +203,8 @@ def merge_lora(model: nn.Module) -> None:
     for name, module in adapted.items():
         if any(four_bits_of(module, weight) is not None for weight in names_of(module)):
             raise ValueError(f"the weights of {name} have 4 bits, which would round the adapters away")
+        for weight, lora in getattr(module, ADAPTERS).items():
+            lora.check_present(getattr(module, weight))
     for module in adapted.values():
         for name, lora in getattr(module, ADAPTERS).items():
             weight = getattr(module, name)

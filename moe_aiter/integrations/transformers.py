@@ -31,6 +31,7 @@ from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import inside
 from ..layers.four_bit import FourBitWeight, from_mxfp4
+from ..layers.lora import LoRAFactors
 from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
@@ -334,13 +335,17 @@ def experts_forward(
     Raises ValueError where that cannot be, with an adapter or a gate that is not fused; else as `expert_mlp`
     does.
     """
+    owners = [*own_modules(module).values(), *(getattr(module, ADAPTERS, None) or {}).values()]
+    owners = [owner for owner in owners if isinstance(owner, (FourBitWeight, LoRAFactors))]
+    return inside(owners, partial(run, module), hidden_states, top_k_index, top_k_weights)
+
+
+def run(module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Do as `experts_forward`, where all weights have numbers."""
     weights = weights_of(module)
     num_experts = weights.down.shape[0]
     plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
-    adapters = (getattr(module, ADAPTERS, None) or {}).values()
-    run = partial(compute, module, weights=weights)
-    out = inside((a for a in adapters if isinstance(a, nn.Module)), run, hidden_states, top_k_weights, plan)
-    return out.to(hidden_states.dtype)
+    return compute(module, x, top_k_weights, plan, weights).to(x.dtype)
 
 
 def compute(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from ..kernels.quantize.four_bit import (
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
 from .by_step import Projection, experts_by_step
-from .experts import Experts, local_part
+from .experts import Experts, inside, local_part
 
 PARTS = "packed", "scales", "nested", "offset", "table"
 AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits
@@ -47,6 +48,10 @@ class FourBitWeight(nn.Module):
         for name in PARTS:
             self.register_buffer(name, getattr(weight, name))
         self.format, self.dtype = weight.format, weight.dtype
+
+    def forward(self, *args: Any, within: Callable[..., Tensor]) -> Tensor:
+        """Return `within(*args)`, which reads this weight: see `inside`."""
+        return within(*args)
 
     def weight(self) -> FourBit:
         """Return the weight as products take it."""
@@ -100,7 +105,11 @@ class FourBitExperts(nn.Module):
         check_shape("x", x, "T", "H")
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)
-        return self.compute(x, routing_weights, plan, self.local_weights())
+
+        def compute(x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+            return self.compute(x, routing_weights, plan, self.local_weights())
+
+        return inside((self.gate_up, self.down), compute, x, routing_weights, plan)
 
     def local_weights(self) -> tuple[FourBit | Tensor | None, ...]:
         """Return gate_up, down and their biases, for sharded ones the part of this rank."""

@@ -10,13 +10,14 @@ projection: calls share nothing.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.base.check import check_size, checked
 from ..private_api import REPLICA, has_hooks, own_modules, own_parameters
+from .experts import inside
 from .linear import multiply
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -31,6 +32,7 @@ class FusedLinear(nn.Module):
 
     def __init__(self, linears: Sequence[nn.Linear], trainable: bool):
         super().__init__()
+        self.in_features = linears[0].in_features
         self.sizes = [linear.out_features for linear in linears]
         for name in ("weight", "bias"):
             tensors = [getattr(linear, name) for linear in linears]
@@ -40,8 +42,10 @@ class FusedLinear(nn.Module):
             else:
                 self.register_buffer(name, fused, persistent=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x (..., K) -> (..., N) for each projection: views of one tensor."""
+    def forward(self, x: Tensor, *, within: Callable | None = None) -> tuple[Tensor, ...]:
+        """x (..., K) -> (..., N) for each projection: views of one tensor.  `within` is for `inside`."""
+        if within is not None:
+            return within(x)
         return multiply(x, self.weight, self.bias).split(self.sizes, -1)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
@@ -51,7 +55,7 @@ class FusedLinear(nn.Module):
         """Save and load nothing: the projections do."""
 
     def extra_repr(self) -> str:
-        return f"in_features={self.weight.shape[1]}, sizes={self.sizes}, bias={self.bias is not None}"
+        return f"in_features={self.in_features}, sizes={self.sizes}, bias={self.bias is not None}"
 
 
 class FusedPart(nn.Module):
@@ -85,7 +89,7 @@ class FusedPart(nn.Module):
 
     @property
     def in_features(self) -> int:
-        return self.shared[0].weight.shape[1]
+        return self.shared[0].in_features
 
     @property
     def out_features(self) -> int:
@@ -97,7 +101,10 @@ class FusedPart(nn.Module):
                 "fused projections are not for nn.DataParallel: unfuse(model) first, or use "
                 "DistributedDataParallel"
             )
-        return multiply(input, self.weight, self.bias)
+        return inside(self.shared, self.multiplied, input)
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        return multiply(x, self.weight, self.bias)
 
     def to_linear(self) -> nn.Linear:
         """An nn.Linear with a copy of these rows."""

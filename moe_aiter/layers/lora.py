@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..kernels.base.check import (
     cast_as_linear,
@@ -75,10 +76,10 @@ class LoRAFactors(nn.Module):
                 raise ValueError(f"{name} must be at least 0 and less than 1, not {chance}")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"alpha must be finite, not {alpha}")
-        self.rank, self.dropout, self.rank_dropout = rank, dropout, rank_dropout
+        self.count, self.rank, self.dropout, self.rank_dropout = count, rank, dropout, rank_dropout
         self.alpha, self.rslora = rank if alpha is None else alpha, rslora
         self.scaling = self.alpha / (math.sqrt(rank) if rslora else rank)
-        out_features, in_features = weight.shape[-2:]
+        self.out_features, self.in_features = out_features, in_features = weight.shape[-2:]
         where = {"device": weight.device, "dtype": weight.dtype}
         self.A = nn.Parameter(torch.empty(count, rank, in_features, **where))
         self.B = nn.Parameter(torch.empty(count, out_features, rank, **where))
@@ -103,6 +104,10 @@ class LoRAFactors(nn.Module):
         """
         if within is not None:
             return within(x, lens, numbers)
+        return self.added(x, lens, numbers)
+
+    def added(self, x: Tensor, lens: Tensor, numbers: Tensor | None) -> Tensor:
+        """Do as `forward`, in a forward pass of this module that runs already."""
         x, a, b = cast_as_linear(x, self.scaled_a(), self.B)
         rows = F.dropout(x.to(a.dtype), self.dropout, self.training)
         low = segment_gmm(rows, a.mT, lens, weight_indices=numbers)  # (R, r)
@@ -170,9 +175,16 @@ class LoRAFactors(nn.Module):
             full *= (magnitude[number].to(wide) / row_norms(full))[..., None]
         return full.to(weight.dtype)
 
+    def check_present(self, *weights: Tensor) -> None:
+        """Raise ValueError if these weights or the factors have no numbers outside of a forward pass."""
+        if any(t.is_meta or t.dim() < 2 for t in (*weights, *self.parameters())):  # ZeRO-3's are (0,)
+            raise ValueError(
+                "the weights have no numbers now: they are on the meta device, or hooks hide them outside of "
+                "forward passes; merge, load and save adapters before you shard or offload, or after its end"
+            )
+
     def extra_repr(self) -> str:
-        count, rank, width = self.A.shape
-        sizes = f"{count} x {width} -> {rank} -> {self.B.shape[1]}"
+        sizes = f"{self.count} x {self.in_features} -> {self.rank} -> {self.out_features}"
         dropout = f"dropout={self.dropout}, rank_dropout={self.rank_dropout}"
         return f"{sizes}, scaling={self.scaling:g}, {dropout}"
 
@@ -185,6 +197,19 @@ def row_norms(weight: Tensor | FourBit) -> Tensor:
 
 
 # modules
+
+
+class AtProduct(TorchFunctionMode):
+    """Calls `fn` with the weight and the bias of an nn.Linear where its forward pass multiplies by them."""
+
+    def __init__(self, fn: Callable):
+        super().__init__()
+        self.fn, self.found = fn, None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and self.found is None:
+            self.found = self.fn(*args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class LoRALinear(nn.Module):
@@ -221,57 +246,90 @@ class LoRALinear(nn.Module):
         if not is_hooked(self.base):
             check_device(x=x, weight=self.base.weight)
         rows = x.reshape(-1, in_features)  # (R, in)
-        out = apply_linear(self.base, rows)
         if self.original is not None and adapter_ids is not None:
             raise ValueError("an adapter is merged into the weight: adapter_ids cannot choose another")
-        if self.original is None:
-            out = (out + self.adapted(rows, out, *self.named(x, adapter_ids, seg_lens))).to(out.dtype)
+        if self.original is not None:
+            out = apply_linear(self.base, rows)
+        elif self.lora.magnitude is not None:
+            lens, ids = self.named(x, adapter_ids, seg_lens)
+            out = inside((self.lora,), self.with_dora, rows, lens, ids)
+        else:
+            out = apply_linear(self.base, rows)
+            out = (out + self.adapted(rows, *self.named(x, adapter_ids, seg_lens))).to(out.dtype)
         return out.view(*x.shape[:-1], out.shape[1])
 
     def named(
         self, x: Tensor, adapter_ids: Tensor | None, seg_lens: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The adapter of each segment and the lengths of these, or of each row and None."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """The lengths of the segments and the adapter of each, or None and the adapter of each row."""
         if adapter_ids is None:
-            if len(self.lora.A) > 1 or seg_lens is not None:
-                raise ValueError(f"adapter_ids must say which of {len(self.lora.A)} adapters")
+            if self.lora.count > 1 or seg_lens is not None:
+                raise ValueError(f"adapter_ids must say which of {self.lora.count} adapters")
             adapter_ids = torch.zeros((), dtype=torch.int32, device=x.device)
         check_tensor("adapter_ids", adapter_ids)
         check_index(adapter_ids=adapter_ids)
         if seg_lens is not None:
             check_shape("seg_lens", seg_lens, "B")
             check_shape("adapter_ids", adapter_ids, "B")
-            return adapter_ids, seg_lens
+            return seg_lens, adapter_ids
         axes = adapter_ids.shape
         if axes != x.shape[: len(axes)] or len(axes) >= x.dim():
             raise ValueError(f"adapter_ids is {tuple(axes)} but x is {tuple(x.shape)}")
         ids, length = adapter_ids.flatten(), math.prod(x.shape[len(axes) : -1])
         if length == 1 and ids.numel() > FEW_ROWS:
-            return ids, None
-        return ids, torch.full_like(ids, length)
+            return None, ids
+        return torch.full_like(ids, length), ids
 
-    def adapted(self, rows: Tensor, out: Tensor, ids: Tensor, lens: Tensor | None) -> Tensor:
-        """Return what the adapters add to `out` (R, out), the result of `base`; with DoRA in float32."""
-        if self.lora.magnitude is None:
-            y = None
-        elif is_hooked(self.base):
+    def with_dora(self, rows: Tensor, lens: Tensor | None, ids: Tensor) -> Tensor:
+        """Return the output (R, out), in a forward pass of `lora`."""
+        out, growth, bias = self.base_and_growth(rows)
+        y = out.to(sum_dtype(out)) - (0 if bias is None else bias)
+        return (out + self.adapted(rows, lens, ids, y, growth)).to(out.dtype)
+
+    def base_and_growth(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the result of `base` (R, out), `LoRAFactors.growth` (num_adapters, out), and the bias."""
+        base, growth = self.base, self.lora.growth
+        if not is_hooked(base):
+            return apply_linear(base, rows), growth(base.weight), base.bias
+
+        def read(weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+            return growth(weight), None if bias is None else bias.detach().clone()
+
+        with AtProduct(read) as product:
+            out = base(rows)
+        if product.found is None:
             raise NotImplementedError(
-                "DoRA reads the weight of base outside of its forward pass, where hooks hide it: shard or "
-                "offload the LoRALinear as one module"
+                f"DoRA cannot read the weight of this {type(base).__name__}, which hooks hide outside of its "
+                "forward pass: shard or offload the LoRALinear as one module"
             )
-        else:
-            y = out.to(sum_dtype(out)) - (0 if self.base.bias is None else self.base.bias)
-        if lens is not None:
-            return self.added(rows, y, lens, ids)
-        plan = make_plan(ids[:, None], len(self.lora.A))
-        rows, y = (t if t is None else permute(t, plan) for t in (rows, y))
-        return unpermute(self.added(rows, y, plan.group_sizes, None), plan)
+        return out, *product.found
 
-    def added(self, rows: Tensor, y: Tensor | None, lens: Tensor, numbers: Tensor | None) -> Tensor:
-        delta = self.lora(rows, lens, numbers)
+    def adapted(
+        self,
+        rows: Tensor,
+        lens: Tensor | None,
+        ids: Tensor,
+        y: Tensor | None = None,
+        growth: Tensor | None = None,
+    ) -> Tensor:
+        """Return what the adapters add to the result of `base`; with DoRA to `y`, which has no bias."""
+        if lens is not None:
+            return self.added(rows, lens, ids, y, growth)
+        plan = make_plan(ids[:, None], self.lora.count)
+        rows, y = (t if t is None else permute(t, plan) for t in (rows, y))
+        return unpermute(self.added(rows, plan.group_sizes, None, y, growth), plan)
+
+    def added(
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        numbers: Tensor | None,
+        y: Tensor | None,
+        growth: Tensor | None,
+    ) -> Tensor:
         if y is None:
-            return delta
-        growth = self.lora.growth(self.base.weight)  # (num_adapters, out)
+            return self.lora(rows, lens, numbers)
+        delta = self.lora.added(rows, lens, numbers)
         if numbers is not None:
             there = (numbers >= 0) & (numbers < len(growth))
             growth = growth[numbers.where(there, 0)] * there[:, None]
@@ -285,13 +343,16 @@ class LoRALinear(nn.Module):
         """
         if self.original is not None:
             raise ValueError("an adapter is already merged")
+        self.lora.check_present(self.base.weight)
         original = self.base.weight.detach().clone()
         self.base.weight.detach().copy_(self.lora.merged(original, adapter))
         self.original = original
 
     def unmerge(self) -> None:
         """Restore the weight as it was before `merge`, to the bit."""
-        self.base.weight.detach().copy_(taken(self.original))
+        original = taken(self.original)
+        self.lora.check_present(self.base.weight)
+        self.base.weight.detach().copy_(original)
         self.original = None
 
     @checked
@@ -312,6 +373,7 @@ class LoRALinear(nn.Module):
 
     def by_peft_name(self, adapter: int, prefix: str) -> dict[str, Tensor]:
         lora = self.lora
+        lora.check_present()
         found = {"lora_A.weight": lora.A, "lora_B.weight": lora.B, "lora_magnitude_vector": lora.magnitude}
         return {f"{prefix}{name}": t[adapter] for name, t in found.items() if t is not None}
 
@@ -358,7 +420,8 @@ class LoRAExperts(nn.Module):
         def compute(x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
             return self.compute(x, routing_weights, plan, self.local_weights())
 
-        return inside((self.base, self.gate_up_lora, self.down_lora), compute, x, routing_weights, plan)
+        owners = self.base, *self.base.children(), self.gate_up_lora, self.down_lora
+        return inside(owners, compute, x, routing_weights, plan)
 
     def local_weights(self) -> tuple[Tensor | None, ...]:
         """Return the weights and biases of `base` and, unless merged, the adapters' factors, as `LowRank`.
@@ -416,11 +479,15 @@ class LoRAExperts(nn.Module):
 
     def own_weights(self) -> tuple[Tensor, Tensor]:
         """Return gate_up and down outside of autograd, for sharded ones the part of this rank."""
-        return local_part(self.base.gate_up.detach()), local_part(self.base.down.detach())
+        weights = self.base.gate_up, self.base.down
+        for lora in (self.gate_up_lora, self.down_lora):
+            lora.check_present(*weights)
+        return tuple(local_part(w.detach()) for w in weights)
 
     def unmerge(self) -> None:
         """Restore the weights as they were before `merge`, to the bit."""
-        for w, before in zip(self.own_weights(), taken(self.original), strict=True):
+        original = taken(self.original)
+        for w, before in zip(self.own_weights(), original, strict=True):
             w.copy_(before)
         self.original = None
 
@@ -466,6 +533,7 @@ def stacked(found: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     for prefix, lora in found.items():
         if lora.magnitude is not None:
             raise ValueError("PEFT has no DoRA for experts in one tensor, and so no names for its magnitudes")
+        lora.check_present()
         A, B = lora.A.detach(), lora.B.detach()
         tensors[f"{prefix}lora_A.weight"] = A.flatten(0, 1).clone()
         tensors[f"{prefix}lora_B.weight"] = B.permute(1, 2, 0).flatten(1).clone()
@@ -484,6 +552,7 @@ def load_stacked(found: Mapping[str, nn.Module], state: Mapping[str, Tensor]) ->
 
 def per_expert(prefix: str, lora: nn.Module, layers: Mapping[str, slice]) -> dict[str, Tensor]:
     """Copies of each expert's, for linear layers that are these rows of the weight; they share an A."""
+    lora.check_present()
     found = {}
     for e in range(len(lora.A)):
         for layer, rows in layers.items():

@@ -283,6 +283,19 @@ def test_dora_and_norms_of_outputs(normed):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_offloaded_by_accelerate():
+    """Weights of 4 bits are buffers of modules of their own, beside adapters."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny("qwen3_moe")
+    quantize_experts(model, "nf4")
+    add_lora(model, rank=2, dora=True)
+    want = model(TOKENS).logits
+    for layer in model.model.layers:
+        accelerate.cpu_offload(layer.mlp, execution_device="cpu", offload_buffers=True)
+        assert all(t.is_meta for t in (*layer.mlp.parameters(), *layer.mlp.buffers()))
+    assert torch.equal(model(TOKENS).logits, want)
+
+
 def test_ranks_share_no_experts_of_4_bits():
     """Of transformers' models."""
     model, one = tiny("qwen3_moe"), types.SimpleNamespace(size=lambda: 1)

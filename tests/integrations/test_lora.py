@@ -326,3 +326,11 @@ def test_parameters_with_numbers_in_their_own_forward_pass_alone(dora):
     want = logits(model)
     gather_and_release(model)
     assert torch.equal(logits(model), want)
+
+
+def test_hidden_weights_are_neither_merged_nor_saved(tmp_path):
+    model = with_lora().requires_grad_(False)
+    gather_and_release(model)
+    for call in (merge_lora, lambda model: save_lora(model, tmp_path / "adapter")):
+        with pytest.raises(ValueError, match="the weights have no numbers now"):
+            call(model)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from moe_aiter import LoRAExperts, LoRALinear, MoE
+from moe_aiter import LoRAExperts, LoRALinear, MoE, fuse_qkv, quantize
 from moe_aiter.config import interpret
 
 from ..distributed.ranks import run, whole
@@ -17,20 +17,37 @@ from ..distributed.ranks import run, whole
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 
-H, T = 12, 10
+H, T = 12, 300  # more rows than `FEW_ROWS`
 IDS = torch.randint(4, (T, 2), generator=torch.Generator().manual_seed(0))
 
 
-class WithExperts(nn.Module):
-    """LoRAExperts on a routing of its own."""
+def with_experts(**lora) -> MoE:
+    moe = MoE(H, 8, 4, 2, bias=True)
+    moe.experts = LoRAExperts(moe.experts, rank=2, **lora)
+    return moe
+
+
+class Rows(nn.Module):
+    """A LoRALinear with an adapter for each row, and with segments of rows."""
+
+    def __init__(self, bias: bool, **lora):
+        super().__init__()
+        self.linear = LoRALinear(nn.Linear(H, H, bias), 3, rank=2, **lora)
+
+    def forward(self, x):
+        ids, lens = torch.arange(T) % 4 - 1, torch.tensor([T // 3, T - T // 3])
+        return self.linear(x, ids) + self.linear(x, torch.tensor([2, 0]), lens)
+
+
+class Fused(nn.Module):
+    """Projections of one weight, each by itself and all at once."""
 
     def __init__(self):
         super().__init__()
-        self.moe = MoE(H, 8, 4, 2, bias=True)
-        self.moe.experts = LoRAExperts(self.moe.experts, rank=2)
+        self.q, self.k, self.v = fuse_qkv(*(nn.Linear(H, H) for _ in range(3)))
 
     def forward(self, x):
-        return self.moe(x)
+        return self.q(x) + 2 * self.k(x) + 3 * self.v(x) + sum(self.q.fused(x))
 
 
 class Fixed(nn.Module):
@@ -47,8 +64,13 @@ class Fixed(nn.Module):
 
 MODELS = {
     "MoE": Fixed,
-    "LoRAExperts": WithExperts,
+    "LoRAExperts": with_experts,
+    "DoRA": lambda: with_experts(dora=True),
     "LoRALinear": lambda: LoRALinear(nn.Linear(H, H), rank=2),
+    "LoRALinear, rows": lambda: Rows(True),
+    "LoRALinear, DoRA": lambda: Rows(True, dora=True),
+    "LoRALinear, DoRA without bias": lambda: Rows(False, dora=True),
+    "fused": Fused,
 }
 
 
@@ -56,7 +78,7 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(1)
     model = MODELS[name]()
     for key, p in model.named_parameters():
-        if key.endswith(".B"):
+        if key.endswith((".B", ".magnitude")):
             nn.init.normal_(p)
     return model
 
@@ -67,11 +89,12 @@ def test_parameters_without_numbers(name):
     model, x = build(name), torch.randn(T, H)
     with torch.no_grad():
         want = model(x)
+        text = str(model)
         gather_and_release(model)
-        assert torch.equal(model(x), want)
+        assert torch.equal(model(x), want) and str(model) == text
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "fused"])  # whose names accelerate lacks
 def test_offloaded_by_accelerate(name):
     accelerate = pytest.importorskip("accelerate")
     model, x = build(name), torch.randn(T, H)
@@ -80,6 +103,44 @@ def test_offloaded_by_accelerate(name):
         accelerate.cpu_offload(model, execution_device="cpu")
         assert all(p.is_meta for p in model.parameters())
         assert torch.equal(model(x), want)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_four_bits_offloaded_by_accelerate(adapted):
+    """The weights are buffers of modules of their own."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(1)
+    model, x = quantize(MoE(64, 64, 4, 2), "nf4"), torch.randn(T, 64)
+    if adapted:
+        model.experts = LoRAExperts(model.experts, rank=2, dora=True)
+    with torch.no_grad():
+        want = model(x)
+        accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
+        assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        assert torch.equal(model(x), want)
+
+
+HIDDEN = {"meta": lambda model: model.to("meta"), "released": gather_and_release}
+
+
+@pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
+@pytest.mark.parametrize("name", ["LoRALinear", "LoRAExperts"])
+def test_adapters_without_numbers_are_neither_merged_nor_copied(name, hide):
+    """What is written to such a tensor is lost."""
+    model = build(name)
+    layer = getattr(model, "experts", model)
+    state = layer.peft_state_dict()
+    hide(model)
+    for call in (layer.merge, layer.peft_state_dict, lambda: layer.load_peft_state_dict(state)):
+        with pytest.raises(ValueError, match="the weights have no numbers now"):
+            call()
+    layer = build(name)
+    layer = getattr(layer, "experts", layer)
+    layer.merge()
+    hide(layer)
+    with pytest.raises(ValueError, match="the weights have no numbers now"):
+        layer.unmerge()
+    assert layer.original is not None
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
@@ -111,7 +172,11 @@ def test_parts_sharded_by_fsdp(tmp_path):
 
 
 def test_dora_says_that_it_needs_the_weight():
-    layer = LoRALinear(nn.Linear(H, H), rank=2, dora=True)
+    class Other(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T
+
+    layer = LoRALinear(Other(H, H), rank=2, dora=True)
     layer.base.register_forward_hook(lambda *_: None)
-    with pytest.raises(NotImplementedError, match="shard or offload the LoRALinear as one module"):
+    with pytest.raises(NotImplementedError, match="this Other, .* offload the LoRALinear as one module"):
         layer(torch.randn(T, H))
