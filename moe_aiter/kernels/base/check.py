@@ -382,13 +382,30 @@ def packed(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.view(t.shape) if t.is_cuda and 1 in t.shape and t.is_contiguous() else t for t in tensors)
 
 
+class LinearApart(torch.autograd.Function):
+    """F.linear whose rows are `apart`, forward and backward, for operands of one dtype."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        x, w = apart(x, weight.mT)
+        return F.linear(x, w.mT, bias)
+
+    @staticmethod
+    def backward(ctx, dout):
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        dx = multiply_apart(dout, weight) if needs[0] else None
+        rows = dout.reshape(-1, dout.shape[-1])
+        dweight = multiply_apart(rows.mT, x.reshape(-1, x.shape[-1])) if needs[1] else None
+        return dx, dweight, rows.sum(0) if needs[2] else None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear whose rows are `apart`."""
     if private_api.AMX and x.is_cpu:
         x, weight = cast_as_linear(x, weight)
-        if reads_on(x):
-            x, weight = apart(x, weight.mT)
-            weight = weight.mT
+        if x.itemsize == 2 and x.dtype == weight.dtype and any(n % STEP for n in weight.shape):
+            return LinearApart.apply(x, weight, bias if bias is None else bias.to(x.dtype))
     return F.linear(x, weight, bias)
 
 
