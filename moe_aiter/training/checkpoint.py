@@ -46,12 +46,14 @@ def save_checkpoint(
     """Write `folder/step-N` and keep the newest two.  `fingerprint` is that of the text."""
     final = folder / f"step-{step:08d}"
     state = {"step": step, "fingerprint": fingerprint}
+    with ranks.together():
+        if ranks.first:
+            checkpoints(folder)  # refuses links before a file is written
+            if ranks.size > 1 and final.exists():
+                discard(final)
     if ranks.size > 1:
         from .sharded import save_shards  # here, since one rank needs none of torch's imports for several
 
-        with ranks.together():
-            if ranks.first and final.exists():
-                discard(final)
         save_shards(final, model, optimizer, lambda draft: write_state(draft, state))
     else:
         with drafted_folder(final) as draft:
@@ -245,8 +247,14 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in `folder`, oldest first."""
+    """The whole checkpoints in `folder`, oldest first.
+
+    Raises UsageError if one of these folders is a link: training removes old checkpoints of the run alone.
+    """
     found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name)]
+    for path in (folder, *found):
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link; a run keeps its checkpoints in folders of its own")
     return sorted(found, key=step_of)
 
 
@@ -256,9 +264,9 @@ def step_of(path: Path) -> int:
 
 def newest_checkpoint(folder: Path) -> Path:
     """The newest whole checkpoint; what a killed process left half done is removed."""
+    found = checkpoints(folder)
     for leftover in folder.glob(f"{UNFINISHED}*"):
         remove(leftover)  # a link too: its target stays
-    found = checkpoints(folder)
     if not found:
         raise UsageError(f"{folder} holds no checkpoint to resume from: start anew, with another --out")
     return found[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..config import repeatable_cublas
-from ..files import UNFINISHED, locked, read_text, remove
+from ..files import UNFINISHED, drafted, locked, read_text, remove
 from . import UsageError, need
 from .checkpoint import checkpoints, step_of
 from .metrics import LOGGERS, opened_log, read_metrics
@@ -163,7 +163,8 @@ def start_run(args: argparse.Namespace, ranks: Ranks, held: contextlib.ExitStack
             held.enter_context(locked(run / LOCK))
             refuse_second_run(run)  # another process may have started one meanwhile
             if ranks.launch.name:
-                (run / LAUNCH).write_text(ranks.launch.name)
+                with drafted(run / LAUNCH) as file:
+                    file.write(ranks.launch.name)
             config.save(run / "config.json")
     return trainer
 

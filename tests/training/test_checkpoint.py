@@ -184,6 +184,23 @@ def test_a_link_out_of_a_checkpoint_is_not_followed(name, tmp_path):
         load_checkpoint(path, *new_model(seed=1))
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-00000001", "checkpoints/step-00000003"])
+def test_a_linked_folder_is_neither_read_nor_emptied(name, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        save_checkpoint(folder, step, *new_model())
+    link, mine = tmp_path / "run" / name, tmp_path / "mine"
+    link.rename(mine) if link.exists() else mine.mkdir()
+    link.symlink_to(mine)
+    (mine / "unfinished-of-others").touch()
+    before = sorted(mine.rglob("*"))
+    for use in (lambda: load_newest(folder, *new_model()), lambda: save_checkpoint(folder, 4, *new_model())):
+        with pytest.raises(UsageError, match=f"^{link} is a link"):
+            use()
+        assert sorted(mine.rglob("*")) == before
+    assert link.is_symlink()
+
+
 def rewrite(path: pathlib.Path, name: str, change) -> None:
     """Change a tensor, in a checkpoint from before there were checksums."""
     tensors = load_file(path / name)

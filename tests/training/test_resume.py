@@ -107,6 +107,23 @@ def test_nothing_is_written_through_a_link():
         train(*arguments("--out", "new"))
 
 
+def test_the_name_of_the_launch_is_not_written_through_a_link(monkeypatch):
+    variables = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "TORCHELASTIC_RUN_ID": "job",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    Path("mine").write_text("mine")
+    Path("run").mkdir()
+    Path("run/launch").symlink_to(Path("mine").resolve())
+    assert train(*arguments("--out", "run", "--steps", "1")) == 0
+    assert Path("mine").read_text() == "mine" and Path("run/launch").read_text().startswith("a ")
+
+
 def test_a_full_disk_leaves_the_metrics_as_they_were(monkeypatch):
     Path("metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     before = sorted(os.listdir())
