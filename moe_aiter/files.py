@@ -87,6 +87,10 @@ def is_name(file) -> bool:
     """Whether this is the name of a file in the folder itself, and not a path."""
     if not isinstance(file, str) or "\0" in file:
         return False
+    try:
+        os.fsencode(file)
+    except UnicodeEncodeError:
+        return False
     return file == os.path.basename(file) and file not in ("", ".", "..")
 
 

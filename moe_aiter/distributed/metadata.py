@@ -5,6 +5,7 @@ torch's metadata consists of, and calls nothing: of an object it keeps the class
 state, as a `Record`.  `read_metadata` builds torch's objects from these, each field checked.
 """
 
+import itertools
 import math
 import pickletools
 from pathlib import Path
@@ -212,8 +213,28 @@ def storage(record, seen: set[int]) -> TensorStorageMetadata | BytesStorageMetad
             raise ValueError("a chunk is not within its tensor")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(whole):
         raise ValueError("the chunks of a tensor do not make it up")
+    if overlap(chunks):
+        raise ValueError("two chunks of a tensor overlap")
     dtype, *_ = kind(tuple, properties(found["properties"]))
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[kind(Name, dtype)]), whole, chunks)
+
+
+def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two chunks have an element in common.  They are sorted along the dimension that is cut most."""
+    if len(chunks) < 2:
+        return False
+    starts = list(zip(*(chunk.offsets for chunk in chunks), strict=True))
+    if not starts:
+        return True
+    most = max(range(len(starts)), key=lambda dim: len(set(starts[dim])))
+    chunks = sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets[most])
+    for i, a in enumerate(chunks):
+        end = a.offsets[most] + a.sizes[most]
+        for b in itertools.takewhile(lambda b, end=end: b.offsets[most] < end, chunks[i + 1 :]):
+            sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+            if all(o < p + m and p < o + n for o, n, p, m in sides):
+                return True
+    return False
 
 
 def properties(record) -> Any:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hostile import pickles
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from moe_aiter.distributed.metadata import DTYPES, METADATA, read_metadata
+from moe_aiter.distributed.metadata import DTYPES, METADATA, overlap, read_metadata
 
 MODULE = "torch.distributed.checkpoint.metadata"
 
@@ -143,12 +143,19 @@ def shared(metadata):
     metadata.state_dict_metadata["int64"].chunks = chunks_of(metadata, "float32")
 
 
+def twice(metadata):
+    """The upper two rows of three, and an upper one again: as many numbers as the tensor has."""
+    parts = [(torch.Size([0, 0]), torch.Size([2, 2])), (torch.Size([0, 0]), torch.Size([1, 2]))]
+    chunks_of(metadata, "int64")[:] = [ChunkStorageMetadata(*part) for part in parts]
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda m: setattr(place_of(m, "lr"), "relative_path", "../secret"), "in a file out of the folder"),
         (lambda m: setattr(place_of(m, "lr"), "relative_path", "/etc/passwd"), "in a file out of the folder"),
         (lambda m: setattr(place_of(m, "lr"), "relative_path", "a\0b"), "in a file out of the folder"),
+        (lambda m: setattr(place_of(m, "lr"), "relative_path", "\ud800"), "in a file out of the folder"),
         (lambda m: setattr(place_of(m, "lr"), "relative_path", 3), "in a file out of the folder"),
         (lambda m: setattr(place_of(m, "lr"), "relative_path", "none.distcp"), "No such file"),
         (lambda m: setattr(place_of(m, "lr"), "relative_path", "link"), "is a link out of the folder, to /"),
@@ -165,6 +172,7 @@ def shared(metadata):
         (lambda m: setattr(chunks_of(m, "int64")[0], "offsets", torch.Size([1, 0])), "a chunk is not within"),
         (lambda m: setattr(chunks_of(m, "int64")[0], "sizes", torch.Size([6])), "is shorter|is longer"),
         (shared, "two tensors have one list of chunks"),
+        (twice, "two chunks of a tensor overlap"),
     ],
 )  # fmt: skip
 def test_fields_that_are_not_those_of_a_checkpoint(change, message, saved):
@@ -177,3 +185,18 @@ def test_fields_that_are_not_those_of_a_checkpoint(change, message, saved):
     with pytest.raises((ValueError, OSError), match=message) as caught:
         read_metadata(saved)
     assert "\n" not in str(caught.value)
+
+
+def test_chunks_overlap_only_if_they_share_an_element():
+    generator = torch.Generator().manual_seed(3)
+    seen = set()
+    for _ in range(300):
+        dims = int(torch.randint(1, 4, (), generator=generator))
+        drawn = torch.randint(0, 4, (3, 2, dims), generator=generator).tolist()
+        counts = torch.zeros([8] * dims)
+        for offsets, sizes in drawn:
+            counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+        chunks = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in drawn]
+        assert overlap(chunks) == bool((counts > 1).any())
+        seen.add(overlap(chunks))
+    assert seen == {True, False}
