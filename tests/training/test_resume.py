@@ -121,7 +121,7 @@ def test_the_name_of_the_launch_is_not_written_through_a_link(monkeypatch):
     Path("run").mkdir()
     Path("run/launch").symlink_to(Path("mine").resolve())
     assert train(*arguments("--out", "run", "--steps", "1")) == 0
-    assert Path("mine").read_text() == "mine" and Path("run/launch").read_text().startswith("a ")
+    assert Path("mine").read_text() == "mine" and Path("run/launch").read_text().startswith("job ")
 
 
 def test_a_full_disk_leaves_the_metrics_as_they_were(monkeypatch):
