@@ -16,6 +16,7 @@ tensor.  vLLM refuses DoRA: merge such adapters first.
 
 import json
 import pathlib
+import sys
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -166,6 +167,8 @@ def load_lora(
         state = load_file(plain(directory / TENSORS))
     except need("safetensors", "convert").SafetensorError as error:
         raise ValueError(f"{directory / TENSORS} is damaged: {error}") from error
+    if how["rank"] > max((size for tensor in state.values() for size in tensor.shape), default=0):
+        raise ValueError(f"{directory / CONFIG} has r {how['rank']}, which no tensor of {TENSORS} has")
     adapters = new_adapters(model, targets, dtype, how | lora)
     loras = by_prefix(adapters)
     if extra := sorted(state.keys() - {f"{prefix}lora_{m}.weight" for prefix in loras for m in "AB"}):
@@ -188,6 +191,8 @@ def read_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]:
     kinds["lora_alpha"] = config["lora_alpha"], (int, float)
     if wrong := [key for key, (value, kind) in kinds.items() if not isinstance(value, kind)]:
         raise ValueError(f"{path}: {wrong[0]} is a {type(config[wrong[0]]).__name__}")
+    if not abs(config["lora_alpha"]) <= sys.float_info.max:
+        raise ValueError(f"{path}: lora_alpha is no finite number")
     targets = tuple({str(name).rpartition(".")[2] for name in names})
     return targets, {"rank": config["r"], "alpha": config["lora_alpha"], "rslora": rslora}
 
