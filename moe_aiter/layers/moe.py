@@ -432,7 +432,7 @@ class MoE(nn.Module):
     def loss_scale(self) -> Tensor:
         """The factor of the losses' gradients, a float32 scalar on the layer's device; see `set_loss_scale`.
 
-        A CUDA graph reads this scalar if it was set, or read here, before the capture.
+        The scalar of a layer on meta is on the CPU.  A CUDA graph reads this scalar if it was set, or read here, before the capture.
         """
         before, device = self._loss_scale, device_of(self)
         if device.type == "meta":  # where the factor would be lost
