@@ -432,8 +432,8 @@ class MoE(nn.Module):
     def loss_scale(self) -> Tensor:
         """The factor of the losses' gradients, a float32 scalar on the layer's device; see `set_loss_scale`.
 
-        A layer on meta keeps the scalar on the CPU.  A CUDA graph reads the scalar if it was set, or read here,
-        before the capture.
+        A layer on meta keeps the scalar on the CPU.  A CUDA graph reads the scalar if it was set, or read
+        here, before the capture.
         """
         before, device = self._loss_scale, device_of(self)
         if device.type == "meta":  # where the factor would be lost
