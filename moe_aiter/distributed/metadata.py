@@ -224,8 +224,6 @@ def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
     if len(chunks) < 2:
         return False
     starts = list(zip(*(chunk.offsets for chunk in chunks), strict=True))
-    if not starts:
-        return True
     most = max(range(len(starts)), key=lambda dim: len(set(starts[dim])))
     chunks = sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets[most])
     for i, a in enumerate(chunks):
