@@ -207,6 +207,12 @@ def converts_in_hardware(format):
     return check
 
 
+def fuses_no_product(target, launches):
+    """A product is rounded before the sum that it belongs to, in each lane of a reduction alike."""
+    (launch,) = launches
+    assert not re.search(r"\b(fma|v_fma|v_fmac|v_pk_fma|v_mad)[._](rn\.)?f32", launch.assembly)
+
+
 def rounds_int8_after_the_product(target, launches):
     """By an addition, which one instruction with the product would not round in between."""
     (launch,) = launches
@@ -340,4 +346,7 @@ RUNS = {
     "group_sum": lambda: run_group_sum(False),
     "group_sum scaled": lambda: run_group_sum(True),
 }
-CASES = {**{name: Case(run) for name, run in RUNS.items()}, **dict(quantize_cases()), **dict(layout_cases())}
+# a division is made of fused products
+CHECKS = {"route backward": fuses_no_product, "route backward softmax": fuses_no_product}
+PLAIN = {name: Case(run, also=CHECKS.get(name)) for name, run in RUNS.items()}
+CASES = {**PLAIN, **dict(quantize_cases()), **dict(layout_cases())}

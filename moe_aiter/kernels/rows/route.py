@@ -234,8 +234,11 @@ def new_route_backward(i: RouteBackwardInputs) -> Tensor:
 def bind_route_backward(i: RouteBackwardInputs) -> Callable:
     num_tokens, top_k = i.weights.shape
     grid, tile = row_tile_of_k(num_tokens, i.num_experts, top_k)
-    how = {"SIGMOID": i.sigmoid, "RENORMALIZE": i.renormalize, "NEARLY_ALL": NEARLY_ALL}
-    kernel = bind_kernel(route_backward_kernel, grid, **how, **tile)
+    kernel = bind_kernel(
+        route_backward_kernel, grid, **tile,
+        SIGMOID=i.sigmoid, RENORMALIZE=i.renormalize, NEARLY_ALL=NEARLY_ALL,
+        enable_fp_fusion=False,  # or each lane's mean is another, and the third step can't make up for it
+    )  # fmt: skip
     strides = [(0, 0) if d is None else d.stride() for d in (i.dweights, i.dscores)]
     numbers = num_tokens, i.num_experts, i.scale, inverse(i.scale), *strides
 
