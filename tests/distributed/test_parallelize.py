@@ -234,7 +234,7 @@ def check_memory_options(rank, world, ep):
 def check_reduce_dtypes(rank, world, ep):
     """Gradients are means of the ranks', whatever dtype they are reduced in."""
     torch.manual_seed(0)
-    alone, x = nn.Sequential(MoE(H, 8, 12, 2, bias=True)), batches(world, 0)
+    alone, x = nn.Sequential(MoE(H, 8, 12, 2, bias=True)).to(kind()), batches(world, 0)
     loss_of(alone, x.flatten(0, 1)).backward()
     half, wide = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
     cases = [(torch.float32, reduce) for reduce in (*half, *wide)] + [
@@ -243,7 +243,7 @@ def check_reduce_dtypes(rank, world, ep):
     for dtype, reduce in cases:
         model = copy.deepcopy(alone).to(dtype)
         model.zero_grad()
-        parallelize(model, expert_mesh("cpu", ep), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
+        parallelize(model, expert_mesh(kind(), ep), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
         loss_of(model, x[rank].to(dtype)).backward()
         # with 16-bit tokens a router may choose other experts; a wrong divisor is off by half or more
         limit = 0.35 if dtype in half else 0.02 if reduce in half else 1e-5
@@ -418,6 +418,7 @@ def test_sharded_models(tmp_path):
 
 
 def steps_on_gpus(rank, world, folder):
+    reduce_dtypes(rank, world, folder)
     for ep in (2**i for i in range(world.bit_length())):
         check_steps(rank, world, ep, folder)
         check_a_rank_without_rows(rank, world, ep)
