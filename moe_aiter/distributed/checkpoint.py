@@ -55,7 +55,7 @@ def save_sharded(
     All ranks must call it, and `path` must be on a disk that all ranks see.  The folder is complete or
     absent: files go to a draft beside it, which is renamed at the end.  Before that, the first rank calls
     `finish` with the draft, to add files of its own.
-    Raises FileExistsError, on each rank, if `path` exists.
+    Raises FileExistsError, on each rank, if `path` exists; OSError or RuntimeError if it cannot be written.
     """
     path = Path(path)
     draft = path.with_name(f"{UNFINISHED}{path.name}")
@@ -81,7 +81,8 @@ def save_sharded(
         state["optimizer"] = {k: v for k, v in state["optimizer"].items() if is_saved(k, fresh)}
     if fresh:
         optimizer.state.clear()
-    dcp.save(state, checkpoint_id=draft)
+    with plain_words():
+        dcp.save(state, checkpoint_id=draft)
     on_first_rank(end)
 
 
@@ -98,8 +99,8 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     from plain files in the folder.
     Raises FileNotFoundError if `path` is no such folder; ValueError or OSError if its metadata is damaged, or
     names files that are cut off, missing, no plain ones or out of the folder, or if it has no state of an
-    optimizer; torch's CheckpointException if it lacks a tensor of the model, or if shards are damaged.  Model
-    and optimizer may be partly loaded then.
+    optimizer; those or RuntimeError if it lacks a tensor of the model, or if shards are damaged.  Model and
+    optimizer may be partly loaded then.
     """
     path = Path(path)
 
@@ -144,9 +145,28 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
 def read_into(state: dict, path: Path, metadata: Metadata) -> None:
     """Read what `state` has, in place."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, which is no mistake
+    with plain_words():
         dcp.load(state, storage_reader=Reader(path, metadata), planner=Planner())
+
+
+@contextlib.contextmanager
+def plain_words() -> Iterator[None]:
+    """Raise the error of the first rank that has one, in one line, on all ranks; one process is no mistake.
+
+    torch raises a BaseException with the tracebacks of all ranks, and warns of one process.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except dcp.CheckpointException as failed:
+        error, _ = next(iter(failed.failures.values()))
+    else:
+        return
+    text = str(error).strip()
+    if isinstance(error, (OSError, ValueError, RuntimeError, MemoryError)) and "\n" not in text:
+        raise error
+    raise ValueError(f"{type(error).__name__}: {text.partition(chr(10))[0]}")
 
 
 class PlainFiles(FileSystem):

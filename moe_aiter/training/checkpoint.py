@@ -110,9 +110,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, r
             state = read_state(path)
     with ranks.together(), damages_named(path):
         if sharded:
-            from .sharded import load_shards
+            from ..distributed import load_sharded
 
-            load_shards(path, model, optimizer)
+            load_sharded(path, model, optimizer)
         elif ranks.size > 1:
             from .sharded import distribute
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 from ..distributed import (
     clip_grad_norm_,
     expert_mesh,
-    load_sharded,
     parallelize,
     reduce_gradients,
     save_sharded,
@@ -60,21 +58,8 @@ def clip_gradients(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> T
 def save_shards(path: Path, model: nn.Module, optimizer: Optimizer, finish: Callable[[Path], None]) -> None:
     try:
         save_sharded(path, model, optimizer, finish)
-    except CheckpointException as error:  # on all ranks
-        raise UsageError(f"{path} cannot be written: {first_line(error)}") from error
-
-
-def load_shards(path: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    try:
-        load_sharded(path, model, optimizer)
-    except CheckpointException as error:
-        raise UsageError(first_line(error)) from error
-
-
-def first_line(error: CheckpointException) -> str:
-    """Return the error of the first rank that has one; torch's own text has the tracebacks of all."""
-    cause, _ = next(iter(error.failures.values()))
-    return summary(cause)
+    except (OSError, RuntimeError, ValueError) as error:  # on all ranks
+        raise UsageError(f"{path} cannot be written: {summary(error)}") from error
 
 
 def distribute(model: nn.Module, optimizer: Optimizer, weights: dict, tensors: dict) -> None:
