@@ -161,12 +161,10 @@ def plain_words() -> Iterator[None]:
             yield
     except dcp.CheckpointException as failed:
         error, _ = next(iter(failed.failures.values()))
-    else:
-        return
-    text = str(error).strip()
-    if isinstance(error, (OSError, ValueError, RuntimeError, MemoryError)) and "\n" not in text:
-        raise error
-    raise ValueError(f"{type(error).__name__}: {text.partition(chr(10))[0]}")
+        line, _, more = str(error).strip().partition("\n")
+        if isinstance(error, (OSError, ValueError, RuntimeError, MemoryError)) and not more:
+            raise error from None
+        raise ValueError(f"{type(error).__name__}: {line}") from None
 
 
 class PlainFiles(FileSystem):
