@@ -133,6 +133,13 @@ class Launch:
         return any(product > to for to in skipped for product in products)
 
     @property
+    def narrow_loads(self) -> list[str]:
+        """The loads of 1 or 2 bytes: such a loop waits for each, since no asynchronous copy is as small."""
+        nvidia = r"\bld\.global(?!\S*\.v\d)\S*\.[bsuf](?:8|16)\b|cp\.async\S* .*, (?:0x)?[12][,;]"
+        amd = r"(?:global|buffer|flat)_load_(?:u|s)?(?:short|byte)\w*"
+        return re.findall(nvidia if "ptx" in self.compiled.asm else amd, self.assembly)
+
+    @property
     def shared_bytes(self) -> int:
         return self.compiled.metadata.shared
 

@@ -54,6 +54,20 @@ def group_rows(group, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
+def in_units(n, UNIT: tl.constexpr):
+    """n, 1 or a multiple of UNIT, or a pair or three of them: so told, the compiler loads whole units."""
+    if UNIT == 1:
+        return n
+    elif isinstance(n, tl.tuple):
+        first, second = in_units(n[0], UNIT), in_units(n[1], UNIT)
+        return (first, second, in_units(n[2], UNIT)) if len(n) == 3 else (first, second)
+    elif isinstance(n, tl.tensor):
+        return n // UNIT * UNIT
+    else:
+        return n
+
+
+@triton.jit
 def swizzle(pid, tiles_m, tiles_n, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr):
     """Program number -> (row tile, column tile): GROUP_M row tiles walk the columns together.
 
@@ -187,6 +201,15 @@ def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
     if any(amd) and not interpret and triton.runtime.driver.active.get_current_target().backend == "hip":
         options |= {name: n for name, n in zip(AMD_OPTIONS, amd, strict=True) if n}
     return options
+
+
+def unit_of(x: torch.Tensor, sizes: Sequence[int], *strides: Sequence[int]) -> int:
+    """How many numbers of x are 16 bytes, if all sizes, and all strides but 1, are multiples of it; else 1.
+
+    Triton by itself sees multiples of 16 alone.
+    """
+    unit, numbers = 16 // x.itemsize, [*sizes, *(n for of in strides for n in of if n != 1)]
+    return 1 if interpret or any(n % unit for n in numbers) else unit
 
 
 def choose_tile(

@@ -45,7 +45,7 @@ from ..base.gemm_row import (
     takes_row,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, num_programs, tl
-from ..base.tile import TILE_DTYPES, multiply, swizzle, tile_options
+from ..base.tile import TILE_DTYPES, in_units, multiply, swizzle, tile_options, unit_of
 
 # precision
 
@@ -171,6 +171,7 @@ def gemm_kernel(
     bias_stride,
     c_strides,  # b, m, n
     ACTIVATION: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -179,8 +180,9 @@ def gemm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    x_stride_b, x_stride_m, x_stride_k = x_strides
-    w_stride_b, w_stride_k, w_stride_n = w_strides
+    N, K, part = in_units(N, UNIT), in_units(K, UNIT), in_units(part, UNIT)
+    x_stride_b, x_stride_m, x_stride_k = in_units(x_strides, UNIT)
+    w_stride_b, w_stride_k, w_stride_n = in_units(w_strides, UNIT)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile, rest = tl.program_id(0) % (tiles_m * tiles_n), tl.program_id(0) // (tiles_m * tiles_n)
     b, split = (rest % B).to(tl.int64), rest // B
@@ -195,7 +197,7 @@ def gemm_kernel(
     x_ptrs = x_base + m_read[:, None] * x_stride_m + k[None, :] * x_stride_k
     w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    depth = tl.minimum(K - split * part, part)
+    depth = in_units(tl.minimum(K - split * part, part), UNIT)
     acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
 
     mask = (m < M)[:, None] & (n < N)[None, :]
@@ -242,7 +244,7 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n) * B
     splits, part = splits_of(tiles, K, config.block_k, num_programs(i.x))
     kernel = bind_kernel(
-        gemm_kernel, (tiles * splits,),
+        gemm_kernel, (tiles * splits,), UNIT=unit_of(i.x, (N, K), i.x.stride(), i.w.stride()),
         ACTIVATION=in_triton(i.activation), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     alpha, beta, *epilogue = epilogue_of(i)

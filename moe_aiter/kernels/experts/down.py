@@ -46,7 +46,18 @@ from ..base.check import (
 )
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.sources import arriving, bind_passes
-from ..base.tile import TILE_DTYPES, dense, halves, locate, multiply, row_tiles, swizzle, tile_options
+from ..base.tile import (
+    TILE_DTYPES,
+    dense,
+    halves,
+    in_units,
+    locate,
+    multiply,
+    row_tiles,
+    swizzle,
+    tile_options,
+    unit_of,
+)
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute, gmm_reference, gmm_unpermute_reference
 from ..grouped.tgmm import weight_gradient
 from ..rows.sums import bias_dots, bind_add_partial_sums, group_sum
@@ -103,6 +114,7 @@ def expert_down_grad_kernel(
     UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     EPILOGUE_N: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -112,8 +124,9 @@ def expert_down_grad_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    dout_stride_t, dout_stride_k = dout_strides
-    w_stride_g, w_stride_k, w_stride_n = w_strides
+    N, K = in_units(N, UNIT), in_units(K, UNIT)
+    dout_stride_t, dout_stride_k = in_units(dout_strides, UNIT)
+    w_stride_g, w_stride_k, w_stride_n = in_units(w_strides, UNIT)
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     if group >= G:
@@ -310,6 +323,7 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     launch_for = bind_passes(
         expert_down_grad_kernel, (tiles_m * tiles_n,),
         **act.triton_fns, INTERLEAVED=i.interleaved, EPILOGUE_N=EPILOGUE_N[i.interleaved],
+        UNIT=unit_of(i.dout, (N, K), i.dout.stride(), i.down.stride()),
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     numbers = R, N, K, E, i.rank.shape[1], tiles_m, i.dout.stride(), i.down.stride()

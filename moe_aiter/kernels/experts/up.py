@@ -30,12 +30,14 @@ from ..base.tile import (
     TILE_DTYPES,
     at_least_16,
     halves,
+    in_units,
     is_transposed,
     locate,
     multiply,
     row_tiles,
     swizzle,
     tile_options,
+    unit_of,
 )
 from ..grouped.gmm import gmm_reference, gmm_unpermute_op
 from ..grouped.tgmm import weight_gradient
@@ -78,6 +80,7 @@ def expert_up_kernel(
     ACTIVATION: tl.constexpr,
     UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -91,21 +94,22 @@ def expert_up_kernel(
     GATED: tl.constexpr = UP is not None
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    x_stride_t, x_stride_k = x_strides
-    w_stride_g, w_stride_n, w_stride_k = w_strides
+    N, K = in_units(N, UNIT), in_units(K, UNIT)
+    x_stride_t, x_stride_k = in_units(x_strides, UNIT)
+    w_stride_g, w_stride_n, w_stride_k = in_units(w_strides, UNIT)
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, WIDTH), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     if group >= G:
         return
     m = row + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    n, column = tile_columns(tile_n, N, GATED, INTERLEAVED, BLOCK_N)
+    n, column, column_read = tile_columns(tile_n, N, GATED, INTERLEAVED, BLOCK_N)
 
     live = m < row_end
     token = tl.maximum(tl.load(order_ptr + m, mask=live, other=0), 0) // top_k
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
     w_base = w_ptr + group.to(tl.int64) * w_stride_g
-    w_ptrs = w_base + tl.where(n < N, column, 0).to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
+    w_ptrs = w_base + column_read.to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
@@ -141,17 +145,18 @@ def store_activation(gate, up, m, row_mask, first, N, a_ptr, ACTIVATION: tl.cons
 
 @triton.jit
 def tile_columns(tile_n, N, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The channel and the column of z for each of a tile's BLOCK_N columns."""
+    """The channel and the column of z for each of a tile's BLOCK_N columns, and a column of z that exists.
+
+    The last is read.  The compiler sees that such columns lie side by side.
+    """
     j = tl.arange(0, BLOCK_N)
-    if not GATED:
-        n = tile_n * BLOCK_N + j
-        return n, n
-    if INTERLEAVED:
+    if not GATED or INTERLEAVED:
         column = tile_n * BLOCK_N + j
-        return column // 2, column
+        return column // 2 if GATED else column, column, column % (2 * N if GATED else N)
     half: tl.constexpr = BLOCK_N // 2
     n = tile_n * half + j % half
-    return n, tl.where(j < half, n, N + n)
+    column = n + j // half * N
+    return n, column, tl.where(n < N, column, j % N)
 
 
 @triton.jit
@@ -225,6 +230,7 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     tiles_n = cdiv(N, config.block_n // act.projections)
     launch_for = bind_passes(
         expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved,
+        UNIT=unit_of(i.x, (N, K), i.x.stride(), i.gate_up.stride()),
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.x), **tile_options(config),
     )  # fmt: skip

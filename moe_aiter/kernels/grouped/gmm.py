@@ -44,12 +44,14 @@ from ..base.sources import leaving
 from ..base.tile import (
     TILE_DTYPES,
     choose_tile,
+    in_units,
     is_transposed,
     locate,
     multiply,
     row_tiles,
     swizzle,
     tile_options,
+    unit_of,
     walk,
 )
 from ..rows.permute import ELSEWHERE, bind_unpermute_columns, check_plan, unpermute_reference
@@ -130,6 +132,7 @@ def gmm_kernel(
     out_strides,  # m, n
     ZERO_REST: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -140,8 +143,10 @@ def gmm_kernel(
     PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    x_stride_m, x_stride_k = x_strides
-    w_stride_g, w_stride_k, w_stride_n = w_strides
+    N, K = in_units(N, UNIT), in_units(K, UNIT)
+    x_stride_m, x_stride_k = in_units(x_strides, UNIT)
+    w_stride_g, w_stride_k, w_stride_n = in_units(w_strides, UNIT)
+    out_stride_m, out_stride_n = in_units(out_strides, UNIT)
     first = tl.program_id(0)
     end = tiles_m * tl.cdiv(N, BLOCK_N) if PERSISTENT else first + 1
     for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
@@ -166,7 +171,7 @@ def gmm_kernel(
             acc = multiply(
                 acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED
             )
-            out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_strides[0] + n[None, :] * out_strides[1]
+            out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride_m + n[None, :] * out_stride_n
             mask = (m < row_end)[:, None] & (n < N)[None, :]
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -224,6 +229,7 @@ def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
     grid, persistent = walk(tiles_m * cdiv(N, config.block_n), i.programs, i.lhs)
     kernel = bind_kernel(
         gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent,
+        UNIT=unit_of(i.lhs, (N, K), i.lhs.stride(), i.rhs.stride(), out_strides),
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.lhs), **tile_options(config, amd),
     )  # fmt: skip

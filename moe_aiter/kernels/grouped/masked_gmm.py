@@ -31,7 +31,7 @@ from ..base.check import (
 from ..base.fp8 import FP8, add_product, as_loaded, as_operands, as_rows, check_scales, is_promoted
 from ..base.launch import bind_kernel, cdiv, jit_kernel, tl, triton
 from ..base.shuffle import check_shuffle, unshuffle_weight
-from ..base.tile import TILE_DTYPES, swizzle, tile_options
+from ..base.tile import TILE_DTYPES, in_units, swizzle, tile_options, unit_of
 
 FEW = 128  # below, tiles are transposed: matrix instructions want 64 rows or more, and weights have them
 
@@ -87,6 +87,7 @@ def masked_gmm_kernel(
     X_FORMAT: tl.constexpr,
     W_FORMAT: tl.constexpr,
     PROMOTED: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -95,6 +96,8 @@ def masked_gmm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    N, K, out_strides = in_units(N, UNIT), in_units(K, UNIT), in_units(out_strides, UNIT)
+    x_strides, w_strides = in_units(x_strides, UNIT), in_units(w_strides, UNIT)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tile, tile_n = swizzle(tl.program_id(0), G * tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, row = (tile // tiles_m).to(tl.int64), tile % tiles_m * BLOCK_M
@@ -180,13 +183,13 @@ def bind_masked_gmm(i: MaskedInputs) -> Callable:
     transposed, amd = shuffled_options(w, bool(few)) if i.shuffled else (bool(few), ())
     config = tuning.lookup(f"masked{few}{decoded}", x.dtype, G * M, N, K, G)
     scales = [(0, 0) if s is None else s.stride() for s in (i.x_scale, i.w_scale)]
+    w_strides = (N * K, K, 1) if copied else w.stride()
     kernel = bind_kernel(
         masked_gmm_kernel, (G * cdiv(M, config.block_m) * cdiv(N, config.block_n),),
         SHUFFLED=i.shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=transposed,
         X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x), EVEN_K=K % config.block_k == 0,
-        **tile_options(config, amd),
+        UNIT=unit_of(x, (N, K), x.stride(), w_strides, i.out.stride()), **tile_options(config, amd),
     )  # fmt: skip
-    w_strides = (N * K, K, 1) if copied else w.stride()
     numbers = G, M, N, K, x.stride(), w_strides, *scales, i.out.stride()
 
     def launch(out, i):

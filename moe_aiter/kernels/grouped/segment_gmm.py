@@ -28,7 +28,18 @@ from ..base.check import (
     multiply_apart,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import TILE_DTYPES, at_least_16, dense, multiply, operand, row_tiles, swizzle, tile_options
+from ..base.tile import (
+    TILE_DTYPES,
+    at_least_16,
+    dense,
+    in_units,
+    multiply,
+    operand,
+    row_tiles,
+    swizzle,
+    tile_options,
+    unit_of,
+)
 from .segments import (
     ENOUGH,
     check_segment_values,
@@ -188,6 +199,7 @@ def segment_gmm_kernel(
     w_strides,  # w, k, n
     INDPTR: tl.constexpr,
     ZERO_REST: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -197,8 +209,9 @@ def segment_gmm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    x_stride_m, x_stride_k = x_strides
-    w_stride_w, w_stride_k, w_stride_n = w_strides
+    N, K = in_units(N, UNIT), in_units(K, UNIT)
+    x_stride_m, x_stride_k = in_units(x_strides, UNIT)
+    w_stride_w, w_stride_k, w_stride_n = in_units(w_strides, UNIT)
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, weight, row, row_end = locate_segment(
         tile_m, bounds_ptr, indices_ptr, M, G, W, INDPTR, BLOCK_G, BLOCK_M
@@ -206,7 +219,7 @@ def segment_gmm_kernel(
     if group > ((G + 1 if INDPTR else G) if ZERO_REST else G - 1):
         return
     k_start = tl.program_id(1).to(tl.int64) * part
-    depth = tl.where(weight >= 0, tl.minimum(K - k_start, part), 0).to(tl.int32)
+    depth = in_units(tl.where(weight >= 0, tl.minimum(K - k_start, part), 0).to(tl.int32), UNIT)
     m = row + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -243,12 +256,15 @@ def segment_expand_kernel(
     ADD: tl.constexpr,  # to what out holds
     INDPTR: tl.constexpr,
     ZERO_REST: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    N, K = in_units(N, UNIT), in_units(K, UNIT)
+    x_strides, w_strides = in_units(x_strides, UNIT), in_units(w_strides, UNIT)
     group, weight, row, row_end = locate_segment(
         tl.program_id(0), bounds_ptr, indices_ptr, M, G, W, INDPTR, BLOCK_G, BLOCK_M
     )
@@ -348,6 +364,7 @@ def bind_segments(
     tiles = max(cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
     flags = {"INDPTR": i.indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(pieces + 1)}
     sizes, strides, options = (M, N, K, G, W), (i.x.stride(), i.w.stride()), tile_options(config)
+    options["UNIT"] = unit_of(i.x, (N, K), *strides)
     split_k, add_split_k = 1, None
     if short:  # a program for some columns of a row tile
         width = min(max(tiles // ENOUGH, 1), 8) * config.block_n

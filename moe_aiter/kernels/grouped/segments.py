@@ -29,7 +29,7 @@ from ..base.check import (
     group_ends,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import TILE_DTYPES, at_least_16, dense, swizzle, tile_options
+from ..base.tile import TILE_DTYPES, at_least_16, dense, in_units, swizzle, tile_options, unit_of
 from .tgmm import chosen, weight_gradient
 
 ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
@@ -203,6 +203,7 @@ def segment_tgmm_kernel(
     y_strides,  # m, n
     out_strides,  # w, k, n; those of a part are W * K * N apart
     INDPTR: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -211,6 +212,8 @@ def segment_tgmm_kernel(
     NUM_DIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    N, K, out_strides = in_units(N, UNIT), in_units(K, UNIT), in_units(out_strides, UNIT)
+    x_strides, y_strides = in_units(x_strides, UNIT), in_units(y_strides, UNIT)
     # here BLOCK_M x BLOCK_N is a tile of out[i] (K, N), and BLOCK_K rows are summed over at a time
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile_k, tile_n = swizzle(tl.program_id(0), W * tiles_k, tiles_n, GROUP_M, NUM_DIES)
@@ -262,11 +265,12 @@ def bind_segment_tgmm(i: SegmentTgmmInputs) -> Callable:
     config = dataclasses.replace(config, block_m=block_m, block_n=block_n)
     tiles = W * cdiv(K, config.block_m) * cdiv(N, config.block_n)
     splits, columns_first = max(min(ENOUGH // tiles, M // PART_ROWS), 1), i.columns_first
-    kernel = bind_kernel(
-        segment_tgmm_kernel, (tiles, splits),
-        INDPTR=i.indptr is not None, BLOCK_G=next_power_of_2(G + 1), **tile_options(config),
-    )  # fmt: skip
     out_strides = (N * K, 1, K) if columns_first and splits == 1 else (K * N, N, 1)
+    kernel = bind_kernel(
+        segment_tgmm_kernel, (tiles, splits), INDPTR=i.indptr is not None,
+        UNIT=unit_of(i.x, (N, K), i.x.stride(), i.y.stride(), out_strides),
+        BLOCK_G=next_power_of_2(G + 1), **tile_options(config),
+    )  # fmt: skip
     numbers = M, N, K, G, W, cdiv(M, splits), i.x.stride(), i.y.stride(), out_strides
 
     def launch(out, i):

@@ -42,8 +42,10 @@ from ..base.tile import (
     choose_tile,
     dense,
     group_rows,
+    in_units,
     swizzle,
     tile_options,
+    unit_of,
     walk,
 )
 from ..rows.sums import bind_bias_grad, bind_sum_groups, group_sum_reference, sum_rows
@@ -285,6 +287,7 @@ def tgmm_kernel(
     SUMS_OF_Y: tl.constexpr,
     ROWS_LAST: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -293,6 +296,8 @@ def tgmm_kernel(
     NUM_DIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    N, K, out_strides = in_units(N, UNIT), in_units(K, UNIT), in_units(out_strides, UNIT)
+    x_strides, y_strides = in_units(x_strides, UNIT), in_units(y_strides, UNIT)
     # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
@@ -431,6 +436,7 @@ def bind_product(
     kernel = bind_kernel(
         tgmm_kernel, grid, TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
         ROWS_LAST=x.stride(0) == 1 != x.stride(1), PERSISTENT=persistent,
+        UNIT=unit_of(x, (N, K), x.stride(), y.stride(), out_strides),
         BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
     )  # fmt: skip
     numbers = M, N, K, G, x.stride(), y.stride(), out_strides, sums_strides
