@@ -64,12 +64,13 @@ def scales_of(rows, weight, blocks) -> tuple:
 
 def run_hopper_up(
     activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True, n=1024,
-    dtype=BF16, sizes=SIZES, fp8=None, blocks=False,
+    dtype=BF16, sizes=SIZES, fp8=None, blocks=False, by_columns=False, k=4096,
 ):  # fmt: skip
-    s, parts, groups = Shape(n=n, dtype=dtype), get_activation(activation).projections, len(sizes)
+    s, parts, groups = Shape(n=n, k=k, dtype=dtype), get_activation(activation).projections, len(sizes)
     z, a, w = s.new(s.rows if save_z else 0, parts * n), s.new(s.rows, n), s.new(groups, parts * n, s.k)
     x, b = s.new(s.rows // TOP_K, s.k), s.new(groups, parts * n) if bias else None
     a, plan, scales = a if save_a else None, (*s.plan[:2], sizes), (None, None)
+    w = s.new(groups, s.k, parts * n).mT if by_columns else w
     if fp8 is not None:
         x, w = eight_bits(x, fp8), eight_bits(w, fp8)
         scales = scales_of((s.rows, s.k), w.shape, blocks)
@@ -78,15 +79,16 @@ def run_hopper_up(
 
 
 def run_hopper_down_grad(
-    activation="swiglu", interleaved=False, need_a=True, dtype=BF16, sizes=SIZES, fp8=None, blocks=False
-):
+    activation="swiglu", interleaved=False, need_a=True, dtype=BF16, sizes=SIZES, fp8=None, blocks=False,
+    by_rows=False, n=1024, k=4096,
+):  # fmt: skip
     """`fp8`: the format of dout, whose weights are e4m3."""
-    s, parts = Shape(n=1024, dtype=dtype), get_activation(activation).projections
+    s, parts = Shape(n=n, k=k, dtype=dtype), get_activation(activation).projections
     z, dz, a = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n), s.new(s.rows if need_a else 0, s.n)
     order, rank, _ = s.plan
     ds, weights = new(*rank.shape, dtype=F32), new(*rank.shape, dtype=F32)
     dout, w = s.new(s.rows // TOP_K, s.k), s.new(len(sizes), s.k, s.n)
-    scales = None, None
+    w, scales = s.new(len(sizes), s.n, s.k).mT if by_rows else w, (None, None)
     if fp8 is not None:
         dout, w = eight_bits(dout, fp8), eight_bits(w.mT.contiguous()).mT
         scales = scales_of((s.rows, s.k), w.mT.shape, blocks)
@@ -193,6 +195,23 @@ RUNS = {
     **{f"up {name} interleaved": functools.partial(run_hopper_up, name, True, bias=True) for name in GATED},
     **{
         f"down_grad {name} interleaved": functools.partial(run_hopper_down_grad, name, True) for name in GATED
+    },
+    **{
+        f"{name} {a} {n} {k}, turned": functools.partial(run, a, i, n=n, k=k, **turned)
+        for a, i in (("swiglu", False), ("swiglu_oai", True), ("gelu", False))
+        for n, k in ((1024, 4096), (360, 1000))
+        for name, run, turned in (
+            ("up", functools.partial(run_hopper_up, bias=True), {"by_columns": True}),
+            ("down_grad", run_hopper_down_grad, {"by_rows": True}),
+        )
+    },
+    **{
+        f"{name} of a multiple of 8": functools.partial(run, n=360, k=1000)
+        for name, run in (("up", run_hopper_up), ("down_grad", run_hopper_down_grad))
+    },
+    **{
+        f"gmm of a multiple of 8, {rows}": functools.partial(run_hopper_gmm, rows, k=1000)
+        for rows in (True, False)
     },
     "up narrow interleaved": lambda: run_hopper_up(interleaved=True, n=256),
     "up interleaved without z": lambda: run_hopper_up(interleaved=True, save_z=False),
@@ -310,8 +329,16 @@ RUNS = {
 
 # each tuned kernel where it needs the most registers; the walk changes nothing
 TUNED = {
-    "hopper_up": [functools.partial(run_hopper_up, a, i, bias=True) for a in GATED for i in (False, True)],
-    "hopper_up_plain": [functools.partial(run_hopper_up, "gelu", bias=True)],
+    "hopper_up": [
+        functools.partial(run_hopper_up, a, i, bias=True, by_columns=columns, k=4096 - 8 * columns)
+        for a in GATED
+        for i in (False, True)
+        for columns in (False, True)
+    ],
+    "hopper_up_plain": [
+        functools.partial(run_hopper_up, "gelu", bias=True, by_columns=columns, k=4096 - 8 * columns)
+        for columns in (False, True)
+    ],
     "hopper_gmm": [functools.partial(run_hopper_gmm, rows, bias=True) for rows in (True, False)],
     "hopper_four_bit": [
         functools.partial(run_four_bit_on_hopper, format, transpose, bias=transpose)
@@ -319,9 +346,10 @@ TUNED = {
         for transpose in (True, False)
     ],
     "hopper_down_grad": [
-        functools.partial(run_hopper_down_grad, a, interleaved, need_a)
+        functools.partial(run_hopper_down_grad, a, interleaved, need_a, by_rows=rows, k=4096 - 8 * rows)
         for a, interleaved in KINDS
         for need_a in (True, False)
+        for rows in (False, True)
     ],
     "hopper_masked": [run_hopper_masked],
     "hopper_masked_fp8": [

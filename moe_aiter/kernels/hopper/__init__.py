@@ -3,9 +3,8 @@
 Each kernel has the meaning and the schema of its op in another wing, and `op.pick` chooses the kernel where
 the GPU and the inputs allow it.  Gluon is imported when the first of them runs.
 
-Needed everywhere: a Hopper GPU; bfloat16 or float16, or for products with scales 8 bits; columns in a row,
-as TMA copies them, at addresses that are multiples of 16 bytes; K a multiple of 64, where a part of a block
-would meet the next group's weights.
+Needed everywhere: a Hopper GPU; bfloat16 or float16, or for products with scales 8 bits; numbers side by side
+along one axis, as TMA copies them, in whole units of 16 bytes.
 """
 
 import functools
@@ -23,7 +22,6 @@ from ..base.fp8 import MOST_K, OCP
 
 DTYPES = (torch.bfloat16, torch.float16)
 BYTES = (torch.int8, *OCP)
-BLOCK_K = 64
 PROMOTED_K = 256  # of 8-bit floats, gathered: a whole number of the sums that float32 adds up
 MAX_GROUPS = 1024  # that a program lists in shared memory
 MANY = 128  # rows of a group that a tile is for
@@ -78,6 +76,13 @@ def few(w: Tensor) -> bool:
     return w.numel() > 0 and w.shape[0] <= MAX_GROUPS
 
 
+def weight_by_tma(w: Tensor) -> bool:
+    """Whether TMA can address the matrices of w (G, A, B), by rows or by columns."""
+    w = w if w.stride(2) == 1 else w.mT
+    apart = w.shape[0] == 1 or w.stride(0) > 0 and w.stride(0) % (16 // w.itemsize) == 0
+    return apart and by_tma(w) and few(w)
+
+
 def stacked(w: Tensor) -> bool:
     """Whether the matrices of w (G, A, B) are blocks of one matrix: some of its columns, whole rows apart."""
     group, row, _ = w.stride()
@@ -99,9 +104,7 @@ def fits_gmm(
     x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
     dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0,
 ) -> bool:  # fmt: skip
-    N = w.shape[2]
-    w = w if w.stride(2) == 1 else w.mT
-    fit = by_tma(x, w) and stacked(w) and few(w) and x.shape[1] % BLOCK_K == 0 and N % 8 == 0
+    fit = by_tma(x) and weight_by_tma(w) and w.shape[2] % 8 == 0
     return fit and dtype in (None, x.dtype) and not tile
 
 
@@ -115,16 +118,15 @@ def fits_segments(x: Tensor, w: Tensor, segments: int) -> bool:
 
 def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
     N = gate_up.shape[1] // get_activation(activation).projections
-    fit = by_tma(x, gate_up) and gate_up.is_contiguous() and small(x) and few(gate_up)
-    return fit and order.numel() > 0 and x.shape[1] % BLOCK_K == 0 and N % 64 == 0
+    fit = by_tma(x) and weight_by_tma(gate_up) and small(x)
+    return fit and order.numel() > 0 and N % 8 == 0
 
 
 def fits_down_grad(
     dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, _
 ) -> bool:
-    _, K, N = down.shape
-    fit = by_tma(dout, z, down) and down.is_contiguous() and small(dout) and few(down)
-    return fit and K % BLOCK_K == 0 and N % 64 == 0
+    fit = by_tma(dout, z) and weight_by_tma(down) and small(dout)
+    return fit and down.shape[2] % 8 == 0
 
 
 def fits_up_fp8(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, *rest) -> bool:
@@ -165,7 +167,8 @@ def fits_tgmm_fp8(x8, factor, y8, y_scale, spans, row_blocks, dtype, group_sizes
 def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
     near = all(s is None or s.shape[1] * s.stride(1) < 2**31 for s in (x_scale, w_scale))
     fit = not shuffled and near and few(w) and w.dtype in (OCP if x.dtype in OCP else DTYPES)
-    return fit and x.shape[1] >= MANY and all(by_tma(t) and stacked(t) and short(t) for t in (x, w, out))
+    fit = fit and x.shape[1] >= MANY and weight_by_tma(w) and w.stride(2) == 1
+    return fit and all(by_tma(t) and stacked(t) and short(t) for t in (x, out))
 
 
 def fits_few_rows(x: Tensor, w: Tensor) -> bool:
@@ -178,15 +181,14 @@ def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
     w = w.mT if rows else w
     if rows and x.shape[1] <= FEW:
         return dtype in (None, x.dtype) and fits_few_rows(x, w)
-    fit = by_tma(x, w) and all(stacked(t) and short(t) for t in (x, w)) and dtype in (None, x.dtype)
-    # where w lies by columns, a part of a block would meet the next matrix
-    return fit and (rows or x.shape[2] % BLOCK_K == 0 or x.shape[0] == 1) and w.shape[1 + (not rows)] % 8 == 0
+    fit = by_tma(x) and stacked(x) and short(x) and weight_by_tma(w) and dtype in (None, x.dtype)
+    return fit and w.shape[1 + (not rows)] % 8 == 0
 
 
 def fits_scaled_gemm(x, w, x_scale, w_scale, bias, dtype) -> bool:
     x, w, whole = x[None], w.mT[None], w.shape[1] * dtype.itemsize % 16 == 0
     fit = whole and x.shape[1] >= MANY and multiplies(x, w)
-    return fit and all(by_tma(t) and stacked(t) and short(t) for t in (x, w))
+    return fit and by_tma(x) and stacked(x) and short(x) and weight_by_tma(w) and w.stride(2) == 1
 
 
 def multiplies(x: Tensor, w: Tensor) -> bool:
@@ -199,7 +201,7 @@ def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dty
     fit = M >= MANY and dtype in DTYPES and w.shape[1] % 8 == 0 and multiplies(x, w)
     # the sums of 8-bit floats leave no registers for other cases
     fit = fit and (x.dtype == torch.int8 or (x_scale is not None and w_scale is not None))
-    return fit and by_tma(x, w) and stacked(w) and few(w)
+    return fit and by_tma(x) and weight_by_tma(w) and w.stride(2) == 1
 
 
 def fits_four_bit_gmm(
@@ -207,7 +209,8 @@ def fits_four_bit_gmm(
 ) -> bool:
     M, K, N = x.shape[0] if order is None else order.shape[0], x.shape[1], packed.shape[1]
     fit = by_tma(x) and small(x) and few(packed) and M >= MANY and packed.data_ptr() % 16 == 0
-    return fit and K % BLOCK_K == 0 and (not transpose or N % 8 == 0)
+    # where packed rows are columns, a part of a block would meet the next group's
+    return fit and K % 64 == 0 and (not transpose or N % 8 == 0)
 
 
 bind_gemm = implementation("gemm", "bind_gemm", fits_gemm)

@@ -26,6 +26,7 @@ from .gluon import (
     gl,
     gluon,
     jit_kernel,
+    kind_of,
     mbarrier,
     ragged,
     ragged_descriptor,
@@ -41,6 +42,7 @@ from .pipeline import (
     Gather,
     Rows,
     Weights,
+    allocate_weights,
     blocks,
     gather,
     join_pairs,
@@ -66,9 +68,7 @@ def grad_consumer(
         depth, row = tiles.used(group, weights.K), first + CONSUMER * (BLOCK_M // 2)
         # 512 threads leave the compiler too few registers for an instruction of 256 columns
         place = group, row, end, tile_n
-        accs, i = multiply_blocks(
-            CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, 1, SPAN, None, 128
-        )
+        accs, i = multiply_blocks(CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, 1, SPAN, 128)
         end, limit = gl.where(depth > 0, end, row), tiles.used(group, weights.N)
         acc = scales.apply(accs[0], group, row, end, tile_n * weights.BLOCK_N, limit)
         handoff.put(n, CONSUMER, blocks(acc, handoff.BLOCKS))
@@ -103,9 +103,8 @@ class Grads:
         bar = self.arrived.index(slot)
         mbarrier.expect(bar, self.PIECES * self.z_desc.block_type.nbytes, pred=pred)
         for p in gl.static_range(self.PIECES):
-            column = block * LINE + p * self.N
-            to = self.z.index(self.PIECES * slot + p)
-            tma_load(self.z_desc, ragged(row, end, column), bar, to, pred=pred)
+            at = ragged(row, end, block * LINE, p if self.PIECES > 1 else None)
+            tma_load(self.z_desc, at, bar, self.z.index(self.PIECES * slot + p), pred=pred)
 
     @gluon.jit
     def get(self, c):
@@ -220,8 +219,8 @@ def finish(tiles, queue, handoff, grads):
 def down_grad_kernel(
     dout_ptr,  # (T, K)
     order_ptr,  # (M,)
-    w_desc,  # the weights of G experts, (K, N), or of 8 bits (N, K)
-    z_desc,  # (M, width), ragged
+    w_desc,  # the weights of G experts, as LAYOUT says
+    z_desc,  # (M, width), ragged, in pieces where gates come before ups
     dz_ptr,  # (M, width)
     a_ptr,  # (M, N) or None
     s_ptr,  # (T * TOP_K,) float32
@@ -233,12 +232,14 @@ def down_grad_kernel(
     M,
     G,
     N,  # in units of 8
-    K,
+    K,  # in units of 8
     dout_stride,  # in units of 16 bytes
     ACTIVATION: gl.constexpr,
     UP: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     TOP_K: gl.constexpr,
+    LAYOUT: gl.constexpr,  # rows or columns
+    EVEN_K: gl.constexpr,
     LAYOUTS: gl.constexpr,  # in shared memory: of the rows gathered, of a half of a tile, of a strip of z
     BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -250,18 +251,18 @@ def down_grad_kernel(
     PROGRAMS: gl.constexpr,
 ):
     SPAN: gl.constexpr = SUMS[0]
-    N *= 8  # the compiler sees that it is a multiple
+    N, K = 8 * N, 8 * K  # the compiler sees that they are multiples
     PROJECTIONS: gl.constexpr = 1 if UP is None else 2
     WIDTH: gl.constexpr = LINE // 2 if INTERLEAVED else LINE
     A_LAYOUT: gl.constexpr = LAYOUTS[0]
     TILE: gl.constexpr = LAYOUTS[1]
     Z_TILE: gl.constexpr = LAYOUTS[2]
     a = gl.allocate_shared_memory(dout_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
-    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, LAYOUT)
     ring = make_ring(a, b, True, STAGES)
     handoff = make_handoff(z_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
     queue = make_queue(CONSUMERS + 1)  # and the finisher
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows" if SPAN > 0 else "columns", None)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, False, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     PIECES: gl.constexpr = 1 if INTERLEAVED else PROJECTIONS
@@ -299,7 +300,7 @@ def down_grad_kernel(
             (grad_consumer, (0, weights, ring, tiles, queue, scales, handoff, BLOCK_M, SPAN)),
             (grad_consumer, (1, weights, ring, tiles, queue, scales, handoff, BLOCK_M, SPAN)),
             (grad_finisher, (tiles, queue, handoff, grads)),
-            (gather, (dout, weights, ring, tiles, groups, queue, BLOCK_M, False)),
+            (gather, (dout, weights, ring, tiles, groups, queue, BLOCK_M, False, EVEN_K)),
         ],
         [4, 4, 4],
         REGISTERS,
@@ -323,8 +324,8 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
     """Bind `expert_down_grad`.  dout and down may have 8 bits, the latter K-major: then `launch` is given the
     scales, float32, of the rows (R,) and of the weights (E, I), or of `blocks` of both."""
     (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
-    fp8, need_a = i.dout.itemsize == 1, i.need_a
-    c = tuning.lookup("hopper_down_grad_fp8" if fp8 else "hopper_down_grad", i.dout.dtype, R, N, K, E)
+    rows, need_a = i.down.stride(2) != 1, i.need_a
+    c = tuning.lookup(f"hopper_down_grad{kind_of(i.dout)}", i.dout.dtype, R, N, K, E)
     pieces = 1 if i.interleaved else act.projections
     buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
     c = beside_groups(c, buffers, E, i.dout.itemsize)
@@ -332,20 +333,20 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
     launch_for = bind_passes(
         down_grad_kernel, (programs,),
         **kernel_functions(act), INTERLEAVED=i.interleaved, TOP_K=i.rank.shape[1],
+        LAYOUT="rows" if rows else "columns", EVEN_K=K % c.block_k == 0,
         LAYOUTS=layouts(i.dout.dtype, i.z.dtype, c, i.interleaved), BLOCK_G=block_g(E),
         SUMS=(span_of(i.dout, c, i.z.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
-    sizes = R, E, N // 8, K, i.dout.stride(0) * i.dout.itemsize // 16
+    sizes = R, E, N // 8, K // 8, i.dout.stride(0) * i.dout.itemsize // 16
+    w_box = (c.block_n, c.block_k) if rows else (c.block_k, c.block_n)
     sum_columns = bind_add_partial_sums(tiles_n, R, i.rank.numel())
 
     def launch(out, i, scales=(None, None)):
         dz, a, ds = out
         partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
-        if fp8:
-            w_desc = descriptor(i.down.mT.view(E * N, K), c.block_n, c.block_k)
-        else:
-            w_desc = descriptor(i.down.view(E * K, N), c.block_k, c.block_n)
-        z_desc, s = ragged_descriptor(i.z, STRIP.value, LINE.value), i.routing_weights.float().contiguous()
+        w_desc = descriptor(i.down.mT if rows else i.down, 1, *w_box)
+        z_desc = ragged_descriptor(i.z, STRIP.value, LINE.value, pieces=pieces)
+        s = i.routing_weights.float().contiguous()
         tensors = i.dout, i.order.contiguous(), w_desc, z_desc, dz, a if need_a else None, s, partial_sums
         for group_sizes, starts in arriving(i.group_sizes):
             launch_for(starts)(*tensors, group_sizes, starts, *scales, *sizes)

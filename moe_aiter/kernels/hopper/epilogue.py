@@ -168,7 +168,7 @@ class Scales:
         m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         of_rows = gl.load(self.x_ptr + m * across + k, mask=m < end, other=0.0)[:, None]
         w_ptr = self.w_ptr + group.to(gl.int64) * self.w_group + k
-        if weights.LAYOUT == "halves":  # each half of the columns has one scale
+        if weights.LAYOUT == "gate_up_rows":  # each half of the columns has one scale
             CHANNELS: gl.constexpr = weights.BLOCK_N // 2
             gate = tile_n * CHANNELS * self.w_row
             up = gate + weights.N * (2 - self.w_row)
@@ -192,18 +192,17 @@ def group_scales(rows, K, BLOCKS: gl.constexpr):
 @gluon.jit
 def multiply_blocks(
     CONSUMER: gl.constexpr, weights, ring, i, depth, scales, place,
-    BLOCK_M: gl.constexpr, COUNT: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr = None,
-    WIDEST: gl.constexpr = 256,
+    BLOCK_M: gl.constexpr, COUNT: gl.constexpr, SPAN: gl.constexpr, WIDEST: gl.constexpr = 256,
 ):  # fmt: skip
     """This consumer's half of a tile as COUNT blocks of columns, promoted where there is a SPAN.
 
     `place`: the tile's group, this consumer's first row, the group's end row, and the column tile.
     """
     if SPAN > 0:
-        accs, i = multiply_promoted(CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, SPAN, FLAT)
+        accs, i = multiply_promoted(CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, SPAN)
         gl.static_assert(len(accs) == COUNT)
     else:
-        acc, i = multiply(CONSUMER, weights, ring, i, depth, BLOCK_M, FLAT, WIDEST)
+        acc, i = multiply(CONSUMER, weights, ring, i, depth, BLOCK_M, WIDEST)
         accs = blocks(acc, COUNT)
     return accs, i
 
@@ -211,7 +210,7 @@ def multiply_blocks(
 @gluon.jit
 def multiply_promoted(
     CONSUMER: gl.constexpr, weights, ring, i, depth, scales, place,
-    BLOCK_M: gl.constexpr, SPAN: gl.constexpr, FLAT: gl.constexpr,
+    BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """`multiply` of 8-bit floats, as a tuple of tensors of at most 128 columns.
 
@@ -230,12 +229,12 @@ def multiply_promoted(
             of_blocks = scales.of_blocks(k, place, weights, HALF, layout)
         for s in gl.static_range(SPAN):
             ring.wait_ready(i + s)
-            acc = add_stage(acc, weights, ring, i + s, CONSUMER * HALF, 0, s > 0, FLAT)
+            acc = add_stage(acc, weights, ring, i + s, CONSUMER * HALF, 0, s > 0)
         if weights.BLOCK_N > WIDTH:
             left += warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             acc = warpgroup_mma_init(zeros)
             for s in gl.static_range(SPAN):
-                acc = add_stage(acc, weights, ring, i + s, CONSUMER * HALF, WIDTH, s > 0, FLAT)
+                acc = add_stage(acc, weights, ring, i + s, CONSUMER * HALF, WIDTH, s > 0)
         for s in gl.static_range(SPAN - 1):
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=SPAN - 1 - s, deps=(acc,)))
             ring.release(i + s)
@@ -253,11 +252,11 @@ def multiply_promoted(
 @gluon.jit
 def add_stage(
     acc, weights, ring, i,
-    ROW: gl.constexpr, COLUMN: gl.constexpr, SUMMED: gl.constexpr, FLAT: gl.constexpr,
+    ROW: gl.constexpr, COLUMN: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
     """Start the product of some rows of a and some of b in stage i: added to acc, or in its place."""
     ROWS: gl.constexpr = acc.type.tensor_type.shape[0]
     COLUMNS: gl.constexpr = acc.type.tensor_type.shape[1]
     a = ring.a.index(i % ring.STAGES).slice(ROW, ROWS, 0)
-    b = weights.rows(ring.b.index(i % ring.STAGES), FLAT).slice(COLUMN, COLUMNS, 0).permute((1, 0))
+    b = ring.b.index(i % ring.STAGES).slice(COLUMN, COLUMNS, 0).permute((1, 0))
     return warpgroup_mma(a, b, acc, use_acc=SUMMED, is_async=True)

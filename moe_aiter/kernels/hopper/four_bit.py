@@ -115,7 +115,7 @@ class PackedWeights:
     FORMAT: gl.constexpr
 
     @gluon.jit
-    def view(self, b, FLAT: gl.constexpr):
+    def view(self, b):
         return b if self.LAYOUT == "columns" else b.permute((1, 0))
 
     @gluon.jit

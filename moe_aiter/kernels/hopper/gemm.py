@@ -40,7 +40,17 @@ from .gluon import (
     tma,
     tma_store,
 )
-from .pipeline import CONSUMERS, Weights, add_bias, blocks, make_barriers, make_ring, multiply, produce
+from .pipeline import (
+    CONSUMERS,
+    Weights,
+    add_bias,
+    allocate_weights,
+    blocks,
+    make_barriers,
+    make_ring,
+    multiply,
+    produce,
+)
 from .schedule import Tiles, make_queue
 
 # few_rows: kernel
@@ -286,8 +296,7 @@ class Epilogue:
 def gemm_kernel(
     x_desc,  # B matrices (M, K), x_rows apart
     x_rows,
-    w_desc,  # B weights (N, K) or (K, N), w_rows apart
-    w_rows,
+    w_desc,  # (B, N, K) or (B, K, N)
     bias_ptr,  # (N,), or None
     bias_end,
     c_ptr,
@@ -313,7 +322,7 @@ def gemm_kernel(
 ):
     READERS: gl.constexpr = 1 if TURNS else CONSUMERS
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, LAYOUT)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES, READERS)
     queue = make_queue(READERS)
@@ -321,7 +330,7 @@ def gemm_kernel(
         turns = make_barriers(CONSUMERS, 1)
     else:
         turns: gl.constexpr = None
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, w_rows)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     rows = gl.cdiv(M, BLOCK_M)
     tiles = Tiles(B * rows, gl.cdiv(N, BLOCK_N), B, GROUP_M, PROGRAMS)
     c_matrix, c_row, c_column = c_strides
@@ -348,7 +357,7 @@ def gemm_consumer(
     if turns is None:
         for n in range(tiles.mine()):
             matrix, first, end, tile_n = queue.get(n)
-            acc, i = multiply(CONSUMER, weights, ring, i, weights.K, BLOCK_M, None)
+            acc, i = multiply(CONSUMER, weights, ring, i, weights.K, BLOCK_M)
             row = first + CONSUMER * (BLOCK_M // 2)
             finish_tile(acc, CONSUMER, finish, matrix, row, end, tile_n * weights.BLOCK_N, STORES)
     else:
@@ -357,7 +366,7 @@ def gemm_consumer(
             mbarrier.wait(turns.index(CONSUMER), n // CONSUMERS & 1 ^ 1 - CONSUMER)
             i = n * gl.cdiv(weights.K, weights.BLOCK_K)
             last = turns.index(1 - CONSUMER)
-            acc, i = multiply(0, weights, ring, i, weights.K, 2 * BLOCK_M, None, last=last)
+            acc, i = multiply(0, weights, ring, i, weights.K, 2 * BLOCK_M, last=last)
             finish_tile(acc, CONSUMER, finish, matrix, first, end, tile_n * weights.BLOCK_N, STORES)
     store_wait(pendings=0)
 
@@ -399,7 +408,7 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     c_strides = (0, 0, 0) if i.c is None else i.c.stride()
 
     def launch(outs, i):
-        (x, x_rows), (w, w_rows), (out, _) = flatten(i.x), flatten(i.w.mT if rows else i.w), flatten(outs[0])
+        (x, x_rows), (out, _) = flatten(i.x), flatten(outs[0])
         bias = None if i.bias is None else i.bias.contiguous()
         if bias is None and op != "hopper_gemm":
             # nothing is read of it, but what waits for a bias is not computed early, when there would be no
@@ -407,8 +416,7 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
             bias = out
         kernel(
             descriptor(x, config.block_m, config.block_k), x_rows,
-            descriptor(w, *w_box), w_rows,
-            bias, bias_end, i.c, c_strides,
+            descriptor(i.w.mT if rows else i.w, 1, *w_box), bias, bias_end, i.c, c_strides,
             ragged_descriptor(flatten(outs[1])[0], *box) if i.save_z else None, ragged_descriptor(out, *box),
             alpha, beta, B, M, N, K,
         )  # fmt: skip

@@ -100,16 +100,19 @@ def plain_descriptor(x: Tensor, *box: int) -> Descriptor:
     return out
 
 
-def ragged_descriptor(x: Tensor, *box: int) -> Descriptor:
+def ragged_descriptor(x: Tensor, *box: int, pieces: int = 1) -> Descriptor:
     """Return a descriptor for boxes of rows of `x` (M, N) that end where a group ends: see `ragged`.
+
+    The columns may be several pieces, such as gate and up: a box ends where its piece ends.
 
     An axis whose index FAR makes the address wrap around to where it was lets the row axis begin anywhere
     (the trick of triton.tools.ragged_tma).
     """
-    stride = x.stride(0)
-    shape = 0x7FFF0000, 0x7FFF0000, FAR.value, x.shape[1]
-    strides = 2**34 - stride, stride, stride, 1
-    return Descriptor(x, shape, strides, (1, 1, *box))
+    stride, width = x.stride(0), x.shape[1] // pieces
+    shape, strides = (0x7FFF0000, 0x7FFF0000, FAR.value), (2**34 - stride, stride, stride)
+    if pieces == 1:
+        return Descriptor(x, (*shape, width), (*strides, 1), (1, 1, *box))
+    return Descriptor(x, (*shape, pieces, width), (*strides, width, 1), (1, 1, box[0], 1, box[1]))
 
 
 @gluon.jit
@@ -119,9 +122,13 @@ def as_tile(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constex
 
 
 @gluon.jit
-def ragged(row, end, column):
+def ragged(row, end, column, PIECE: gl.constexpr = None):
     """Return a box's coordinates for a ragged descriptor: it begins at `row` and is clipped at `end`."""
-    return [FAR, end, FAR - (end - row), column]
+    if PIECE is None:
+        at = [FAR, end, FAR - (end - row), column]
+    else:
+        at = [FAR, end, FAR - (end - row), PIECE, column]
+    return at
 
 
 # launchers

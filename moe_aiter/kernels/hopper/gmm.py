@@ -25,7 +25,7 @@ from .gluon import (
     tile_options,
     tma_store,
 )
-from .pipeline import CONSUMERS, Weights, add_bias, make_ring, produce
+from .pipeline import CONSUMERS, Weights, add_bias, allocate_weights, make_ring, produce
 from .schedule import Tiles, find_groups, find_masked_groups, make_queue
 
 # gmm: kernel
@@ -34,8 +34,7 @@ from .schedule import Tiles, find_groups, find_masked_groups, make_queue
 @jit_kernel
 def gmm_kernel(
     x_desc,  # (M, K)
-    w_desc,  # W weights (N, K), that many rows apart
-    group_rows,
+    w_desc,  # W weights (N, K)
     numbers_ptr,  # (G,) the weight of each group, or None
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
@@ -64,11 +63,11 @@ def gmm_kernel(
 ):
     SPAN: gl.constexpr = SUMS[0]
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, LAYOUT)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
     queue = make_queue(CONSUMERS)
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, group_rows)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR, ZERO_REST, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_scale_stride, 1, M, SUMS[1])
@@ -110,7 +109,7 @@ def gmm_consumer(
         depth = tiles.used(group, weights.K)
         place = group, row + CONSUMER * HALF, end, tile_n
         accs, i = multiply_blocks(
-            CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, STORES, SPAN, None, WIDEST
+            CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, STORES, SPAN, WIDEST
         )
         biased = tiles.used(group, weights.N)  # columns
         if not ZERO_REST:
@@ -168,9 +167,8 @@ def bind_product(
     )  # fmt: skip
 
     def product(out, x, w, group_sizes, bias=None, numbers=None, x_scale=None, w_scale=None, starts=None):
-        flat, group_rows = flatten(w.mT if rows else w)
         kernel(
-            descriptor(x, c.block_m, c.block_k), descriptor(flat, *w_box), group_rows,
+            descriptor(x, c.block_m, c.block_k), descriptor(w.mT if rows else w, 1, *w_box),
             None if numbers is None else numbers.contiguous(), None if bias is None else bias.contiguous(),
             ragged_descriptor(out, c.block_m // 2, c.store_n), group_sizes.contiguous(),
             starts, x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
@@ -210,8 +208,7 @@ def bind_scaled_gmm(i) -> Callable:
 def masked_gmm_kernel(
     x_desc,  # groups of M rows, (M, K), x_rows apart
     x_rows,
-    w_desc,  # groups (N, K), w_rows apart
-    w_rows,
+    w_desc,  # (G, N, K)
     out_desc,  # groups (M, N), out_rows apart, ragged
     out_rows,
     x_scale_ptr,  # (G, M) float32, or None
@@ -235,11 +232,11 @@ def masked_gmm_kernel(
     PROGRAMS: gl.constexpr,
 ):
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, "rows")
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
     queue = make_queue(CONSUMERS)
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows", w_rows)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows")
     scales = Scales(x_scale_ptr, x_scale_strides[0], x_scale_strides[1],
                     w_scale_ptr, w_scale_strides[0], w_scale_strides[1], M, False)  # fmt: skip
     groups, rows = find_masked_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
@@ -329,10 +326,10 @@ def bind_masked(
     strides = [(0, 0) if s is None else s.stride() for s in (x_scale, w_scale)]
 
     def product(out, x, w, x_scale, w_scale, group_sizes, bias=None):
-        (x, x_rows), (w, w_rows), (flat, out_rows) = map(flatten, (x, w, out))
+        (x, x_rows), (flat, out_rows) = flatten(x), flatten(out)
         kernel(
             descriptor(x, c.block_m, c.block_k), x_rows,
-            descriptor(w, c.block_n, c.block_k), w_rows,
+            descriptor(w, 1, c.block_n, c.block_k),
             ragged_descriptor(flat, c.block_m // 2, c.store_n), out_rows,
             x_scale, w_scale, *strides, None if bias is None else bias.contiguous(),
             None if group_sizes is None else group_sizes.contiguous(), G, M, N, K,

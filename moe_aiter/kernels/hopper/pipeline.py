@@ -89,14 +89,33 @@ class Gather:
         return row * self.stride * self.VECTOR
 
 
+@gluon.constexpr_function
+def by_columns(layout):
+    """Whether the columns of weights of this LAYOUT lie side by side."""
+    return layout in ("columns", "gate_up_columns")
+
+
+@gluon.jit
+def allocate_weights(
+    STAGES: gl.constexpr, desc, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Allocate the tiles of a ring's second operand; `desc` and the rest as in `Weights`."""
+    SHAPE: gl.constexpr = [BLOCK_K, BLOCK_N] if by_columns(LAYOUT) else [BLOCK_N, BLOCK_K]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, desc.dtype)
+    return gl.allocate_shared_memory(desc.dtype, [STAGES] + SHAPE, layout)
+
+
 @aggregate
 class Weights:
     """The second operand, the weights of G groups (N, K), and where the boxes of its descriptor lie.
 
-    LAYOUT   tensor          box
-    rows     (G * N, K)      (BLOCK_N, BLOCK_K)
-    columns  (G * K, N)      (BLOCK_K, BLOCK_N)
-    halves   (G, 2, N, K)    (1, 2, BLOCK_N // 2, BLOCK_K): the gate rows and the up rows of the same channels
+    LAYOUT            tensor          box
+    rows              (G, N, K)       (1, BLOCK_N, BLOCK_K)
+    columns           (G, K, N)       (1, BLOCK_K, BLOCK_N)
+    gate_up_rows      (G, 2, N, K)    (1, 2, BLOCK_N // 2, BLOCK_K): gate and up of the same channels
+    gate_up_columns   (G, 2, K, N)    (1, 2, BLOCK_K, BLOCK_N // 2): the same; LINE gates and LINE ups in turn
+
+    TMA clips a box where its matrix ends, and fills the rest with zeros.
     """
 
     desc: tma.tensor_descriptor
@@ -105,27 +124,22 @@ class Weights:
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
     LAYOUT: gl.constexpr
-    group_rows: object  # of the tensor, where they are not N or K; or None
-
-    @gluon.jit
-    def first_row(self, group):
-        if self.group_rows is not None:
-            out = group * self.group_rows
-        elif self.LAYOUT == "rows":
-            out = group * self.N
-        else:
-            out = group * self.K
-        return out
 
     @gluon.jit
     def load(self, ring, i, group, tile_n, k):
-        ready, to = ring.ready.index(i % ring.STAGES), ring.b.index(i % ring.STAGES)
+        BOX: gl.constexpr = self.desc.block_type.shape
+        BOX_LAYOUT: gl.constexpr = self.desc.layout
+        ready = ring.ready.index(i % ring.STAGES)
+        to = as_tile(ring.b.index(i % ring.STAGES), BOX, BOX_LAYOUT)
         if self.LAYOUT == "rows":
-            tma_load(self.desc, [self.first_row(group) + tile_n * self.BLOCK_N, k], ready, to)
+            at = [group, tile_n * self.BLOCK_N, k]
         elif self.LAYOUT == "columns":
-            tma_load(self.desc, [self.first_row(group) + k, tile_n * self.BLOCK_N], ready, to)
+            at = [group, k, tile_n * self.BLOCK_N]
+        elif self.LAYOUT == "gate_up_rows":
+            at = [group, 0, tile_n * (self.BLOCK_N // 2), k]
         else:
-            tma_load(self.desc, [group, 0, tile_n * (self.BLOCK_N // 2), k], ready, to)
+            at = [group, 0, k, tile_n * (self.BLOCK_N // 2)]
+        tma_load(self.desc, at, ready, to)
 
     @gluon.jit
     def start(self, ring, i, group, tile_n, k):
@@ -134,14 +148,9 @@ class Weights:
         self.load(ring, i, group, tile_n, k)
 
     @gluon.jit
-    def view(self, b, FLAT: gl.constexpr):
-        """A buffer as (BLOCK_K, BLOCK_N); FLAT is the layout of (BLOCK_N, BLOCK_K), for halves."""
-        return b if self.LAYOUT == "columns" else self.rows(b, FLAT).permute((1, 0))
-
-    @gluon.jit
-    def rows(self, b, FLAT: gl.constexpr):
-        """A buffer of another LAYOUT than columns as (BLOCK_N, BLOCK_K)."""
-        return b if self.LAYOUT == "rows" else as_tile(b, [self.BLOCK_N, self.BLOCK_K], FLAT)
+    def view(self, b):
+        """A tile as (BLOCK_K, BLOCK_N)."""
+        return b if by_columns(self.LAYOUT) else b.permute((1, 0))
 
 
 @gluon.jit
@@ -169,8 +178,14 @@ def produce(
 
 
 @gluon.jit
-def gather(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr, EARLY: gl.constexpr):
-    """Fetch rows from where they are, and weights, tile after tile; EARLY reads indices a tile ahead."""
+def gather(
+    x, weights, ring, tiles, groups, queue,
+    BLOCK_M: gl.constexpr, EARLY: gl.constexpr, EVEN_K: gl.constexpr = True,
+):  # fmt: skip
+    """Fetch rows from where they are, and weights, tile after tile.
+
+    EARLY reads indices a tile ahead.  EVEN_K: whether K is a whole number of blocks.
+    """
     # 16 bytes for each thread, and as much as there is of a row side by side
     LANES: gl.constexpr = weights.BLOCK_K // x.VECTOR
     layout: gl.constexpr = gl.BlockedLayout([1, x.VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -197,7 +212,8 @@ def gather(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr, EARLY:
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
             weights.start(ring, i, group, tile_n, k)
-            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + (k + offsets), mask=there)
+            mask = there if EVEN_K else there & (columns < weights.K - k)[None, :]
+            row_load(ring.a.index(i % ring.STAGES), x.x_ptr + (k + offsets), mask=mask)
             rows_arrive(ready, increment_count=False)
             i += 1
 
@@ -205,7 +221,7 @@ def gather(x, weights, ring, tiles, groups, queue, BLOCK_M: gl.constexpr, EARLY:
 @gluon.jit
 def multiply(
     CONSUMER: gl.constexpr, weights, ring, i, depth,
-    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, WIDEST: gl.constexpr = 256, last=None,
+    BLOCK_M: gl.constexpr, WIDEST: gl.constexpr = 256, last=None,
 ):  # fmt: skip
     """This consumer's half of a tile, (BLOCK_M // 2, BLOCK_N) float32, and the number of the next stage.
     The sums of int8 are int32.
@@ -226,7 +242,7 @@ def multiply(
     for k in range(0, depth, weights.BLOCK_K):
         ring.wait_ready(i)
         a = ring.a.index(i % ring.STAGES).slice(CONSUMER * HALF, HALF, 0)
-        b = weights.view(ring.b.index(i % ring.STAGES), FLAT)
+        b = weights.view(ring.b.index(i % ring.STAGES))
         acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
         ring.release(i + ring.STAGES - 1, pred=i > first)

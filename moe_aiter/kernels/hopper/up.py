@@ -28,7 +28,18 @@ from .gluon import (
     tma,
     tma_store,
 )
-from .pipeline import CONSUMERS, Gather, Weights, add_bias, blocks, gather, join_pairs, make_ring
+from .pipeline import (
+    CONSUMERS,
+    LINE,
+    Gather,
+    Weights,
+    add_bias,
+    allocate_weights,
+    blocks,
+    gather,
+    join_pairs,
+    make_ring,
+)
 from .schedule import Tiles, find_groups, make_queue
 
 
@@ -36,7 +47,7 @@ from .schedule import Tiles, find_groups, make_queue
 class UpStore:
     """The destination of a consumer's z and a: ragged rows, through buffers for a block of channels."""
 
-    z_desc: tma.tensor_descriptor  # (M, width)
+    z_desc: tma.tensor_descriptor  # (M, width), in pieces where the buffers are
     a_desc: tma.tensor_descriptor  # (M, N)
     z: gl.shared_memory_descriptor  # for each consumer a buffer, or one for gates and one for ups
     a: gl.shared_memory_descriptor  # one for each consumer
@@ -78,15 +89,14 @@ class UpStore:
                 put(gate, self.z.index(2 * CONSUMER))
                 put(up, self.z.index(2 * CONSUMER + 1))
         fence_async_shared()
-        if column < self.N:  # or the gate's columns past the last would be written over the first of up
-            if self.WRITE_A:
-                tma_store(self.a_desc, ragged(row, end, column), self.a.index(CONSUMER))
-            if self.WRITE_Z:
-                if WHOLE:
-                    tma_store(self.z_desc, ragged(row, end, STEP * column), self.z.index(CONSUMER))
-                else:
-                    tma_store(self.z_desc, ragged(row, end, column), self.z.index(2 * CONSUMER))
-                    tma_store(self.z_desc, ragged(row, end, self.N + column), self.z.index(2 * CONSUMER + 1))
+        if self.WRITE_A:
+            tma_store(self.a_desc, ragged(row, end, column), self.a.index(CONSUMER))
+        if self.WRITE_Z:
+            if WHOLE:
+                tma_store(self.z_desc, ragged(row, end, STEP * column), self.z.index(CONSUMER))
+            else:
+                tma_store(self.z_desc, ragged(row, end, column, 0), self.z.index(2 * CONSUMER))
+                tma_store(self.z_desc, ragged(row, end, column, 1), self.z.index(2 * CONSUMER + 1))
 
 
 @gluon.jit
@@ -94,28 +104,42 @@ def put(x, buffer):
     buffer.store(x.to(buffer.dtype).reshape(buffer.shape))
 
 
+@gluon.constexpr_function
+def gate_block(j, together):
+    """The place of the j-th block of gates where so many come before as many ups, in turn."""
+    return j % together + j // together * 2 * together
+
+
 @gluon.jit
 def up_consumer(
     CONSUMER: gl.constexpr, weights, ring, tiles, queue, scales, store,
-    BLOCK_M: gl.constexpr, FLAT: gl.constexpr, SPAN: gl.constexpr,
+    BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = store.a_desc.block_type.shape[3]
-    COUNT: gl.constexpr = weights.BLOCK_N // WIDTH
-    CHANNEL_BLOCKS: gl.constexpr = COUNT // 2 if store.UP is not None else COUNT
+    GATED: gl.constexpr = store.UP is not None
+    CHANNEL_BLOCKS: gl.constexpr = weights.BLOCK_N // (2 * WIDTH if GATED else WIDTH)
+    IN_TURN: gl.constexpr = GATED and weights.LAYOUT == "columns"  # each gate beside its up
+    COUNT: gl.constexpr = 2 * CHANNEL_BLOCKS if GATED and not IN_TURN else CHANNEL_BLOCKS
+    # the blocks of gates that come before their ups
+    TOGETHER: gl.constexpr = LINE // WIDTH if weights.LAYOUT == "gate_up_columns" else CHANNEL_BLOCKS
     WIDE: gl.constexpr = 2 if SPAN > 0 and weights.BLOCK_N > 128 else 1
     i = 0
     for n in range(tiles.mine()):
         group, first, end, tile_n = queue.get(n)
         row = first + CONSUMER * (BLOCK_M // 2)
         place, depth = (group, row, end, tile_n), weights.K
-        wide, i = multiply_blocks(CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, WIDE, SPAN, FLAT)
+        wide, i = multiply_blocks(CONSUMER, weights, ring, i, depth, scales, place, BLOCK_M, WIDE, SPAN)
         accs = blocks(wide[0], COUNT // WIDE)
         if WIDE == 2:
             accs = accs + blocks(wide[1], COUNT // 2)
         for j in gl.static_range(CHANNEL_BLOCKS):
             column = (tile_n * CHANNEL_BLOCKS + j) * WIDTH
-            up = accs[COUNT - CHANNEL_BLOCKS + j]
-            store.block(accs[j], up, scales, CONSUMER, group, row, end, column)
+            if IN_TURN:
+                gate, up = gl.split(gl.reshape(accs[j], (BLOCK_M // 2, WIDTH, 2)))
+            else:
+                gate = accs[gate_block(j, TOGETHER)]
+                up = accs[gate_block(j, TOGETHER) + TOGETHER] if GATED else gate
+            store.block(gate, up, scales, CONSUMER, group, row, end, column)
     store_wait(pendings=0)
 
 
@@ -123,7 +147,7 @@ def up_consumer(
 def expert_up_kernel(
     x_ptr,  # (T, K)
     order_ptr,  # (M,)
-    w_desc,  # the weights of G experts, (N, K) or (2, N, K)
+    w_desc,  # the weights of G experts, as LAYOUT says
     bias_ptr,  # (G, width) or None
     z_desc,  # (M, width), ragged
     a_desc,  # (M, N), ragged
@@ -133,16 +157,17 @@ def expert_up_kernel(
     w_scale_ptr,  # (G, width) float32 or None
     M,
     G,
-    N,
-    K,
+    N,  # in units of 8
+    K,  # in units of 8
     x_stride,  # in units of 16 bytes
     ACTIVATION: gl.constexpr,
     UP: gl.constexpr,
     INTERLEAVED: gl.constexpr,
+    LAYOUT: gl.constexpr,
     WRITES: gl.constexpr,  # whether z, and whether a
     TOP_K: gl.constexpr,
     A_LAYOUT: gl.constexpr,
-    FLAT: gl.constexpr,
+    EVEN_K: gl.constexpr,
     BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -154,16 +179,16 @@ def expert_up_kernel(
 ):
     SPAN: gl.constexpr = SUMS[0]
     GATED: gl.constexpr = UP is not None
+    N, K = 8 * N, 8 * K  # the compiler sees that they are multiples
     a = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
-    b = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, LAYOUT)
     PIECES: gl.constexpr = 2 if GATED and not INTERLEAVED else 1
     z_shape: gl.constexpr = [CONSUMERS * PIECES] + z_desc.block_type.shape
     z_out = gl.allocate_shared_memory(z_desc.dtype, z_shape, z_desc.layout)
     a_out = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
     ring = make_ring(a, b, True, STAGES)
-    LAYOUT: gl.constexpr = "halves" if GATED else "rows"
     queue = make_queue(CONSUMERS)
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT, None)
+    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, False, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
@@ -176,9 +201,9 @@ def expert_up_kernel(
     scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_group, 2 if INTERLEAVED else 1, M, SUMS[1])
     gl.warp_specialize(
         [
-            (up_consumer, (0, weights, ring, tiles, queue, scales, store, BLOCK_M, FLAT, SPAN)),
-            (up_consumer, (1, weights, ring, tiles, queue, scales, store, BLOCK_M, FLAT, SPAN)),
-            (gather, (x, weights, ring, tiles, groups, queue, BLOCK_M, True)),
+            (up_consumer, (0, weights, ring, tiles, queue, scales, store, BLOCK_M, SPAN)),
+            (up_consumer, (1, weights, ring, tiles, queue, scales, store, BLOCK_M, SPAN)),
+            (gather, (x, weights, ring, tiles, groups, queue, BLOCK_M, True, EVEN_K)),
         ],
         [4, 4],
         [224, 56] if SPAN > 0 else [224, 64],
@@ -199,28 +224,32 @@ def bind_expert_up(
     c = tuning.lookup(op, i.x.dtype, R, width, K, E)
     c = narrowed(c) if blocks else c
     c = beside_groups(c, c.block_m * c.store_n * (act.projections + 1), E, i.x.itemsize)
-    programs = num_programs(i.x)
+    programs, rows = num_programs(i.x), i.gate_up.stride(2) == 1
+    layout, width = "rows" if rows else "columns", c.block_n
+    if act.gated and (rows or not interleaved):
+        layout, width = f"gate_up_{layout}", c.block_n // 2
+    w_box = (width, c.block_k) if rows else (c.block_k, width)
     launch_for = bind_passes(
         expert_up_kernel, (programs,),
-        **kernel_functions(act), INTERLEAVED=interleaved, WRITES=(write_z, write_a),
+        **kernel_functions(act), INTERLEAVED=interleaved, LAYOUT=layout, WRITES=(write_z, write_a),
         TOP_K=i.rank.shape[1], A_LAYOUT=shared_layout(i.x.dtype, c.block_m, c.block_k),
-        FLAT=shared_layout(i.gate_up.dtype, c.block_n, c.block_k), BLOCK_G=block_g(E),
+        EVEN_K=K % c.block_k == 0, BLOCK_G=block_g(E),
         SUMS=(span_of(i.x, c, dtype or i.x.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
-    sizes = R, E, N, K, i.x.stride(0) * i.x.itemsize // 16
+    sizes = R, E, N // 8, K // 8, i.x.stride(0) * i.x.itemsize // 16
     a_box, z_box = (c.block_m // 2, c.store_n), (c.block_m // 2, c.store_n * (1 + interleaved))
-    gated = act.gated
+    w_box = (1, 2, *w_box) if layout.startswith("gate_up") else (1, *w_box)
+    pieces = 2 if act.gated and not interleaved else 1
 
     def launch(out, i, scales=(None, None)):
         z, a = out
-        if gated:
-            w = i.gate_up.view(E, N, 2, K).transpose(1, 2) if interleaved else i.gate_up.view(E, 2, N, K)
-            w_desc = descriptor(w, 1, 2, c.block_n // 2, c.block_k)
-        else:
-            w_desc = descriptor(i.gate_up.view(E * N, K), c.block_n, c.block_k)
+        w = i.gate_up
+        if layout.startswith("gate_up"):
+            w = w.unflatten(1, (N, 2)).transpose(1, 2) if interleaved else w.unflatten(1, (2, N))
+        w_desc = descriptor(w if rows else w.mT, *w_box)
         # without an a, a shape of which nothing is written
         a_desc = ragged_descriptor(a if write_a else z, *a_box)
-        z_desc = ragged_descriptor(z, *z_box) if write_z else a_desc
+        z_desc = ragged_descriptor(z, *z_box, pieces=pieces) if write_z else a_desc
         order, bias = i.order.contiguous(), None if i.bias is None else i.bias.contiguous()
         for group_sizes, starts in arriving(i.group_sizes):
             groups = group_sizes, starts, *scales
