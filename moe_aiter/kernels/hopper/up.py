@@ -225,26 +225,25 @@ def bind_expert_up(
     c = narrowed(c) if blocks else c
     c = beside_groups(c, c.block_m * c.store_n * (act.projections + 1), E, i.x.itemsize)
     programs, rows = num_programs(i.x), i.gate_up.stride(2) == 1
-    layout, width = "rows" if rows else "columns", c.block_n
-    if act.gated and (rows or not interleaved):
-        layout, width = f"gate_up_{layout}", c.block_n // 2
+    paired = act.gated and (rows or not interleaved)  # gates and ups apart in a box
+    width = c.block_n // 2 if paired else c.block_n
     w_box = (width, c.block_k) if rows else (c.block_k, width)
+    w_box = (1, 2, *w_box) if paired else (1, *w_box)
     launch_for = bind_passes(
         expert_up_kernel, (programs,),
-        **kernel_functions(act), INTERLEAVED=interleaved, LAYOUT=layout, WRITES=(write_z, write_a),
+        **kernel_functions(act), INTERLEAVED=interleaved, WRITES=(write_z, write_a),
+        LAYOUT=("gate_up_" if paired else "") + ("rows" if rows else "columns"),
         TOP_K=i.rank.shape[1], A_LAYOUT=shared_layout(i.x.dtype, c.block_m, c.block_k),
         EVEN_K=K % c.block_k == 0, BLOCK_G=block_g(E),
         SUMS=(span_of(i.x, c, dtype or i.x.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sizes = R, E, N // 8, K // 8, i.x.stride(0) * i.x.itemsize // 16
     a_box, z_box = (c.block_m // 2, c.store_n), (c.block_m // 2, c.store_n * (1 + interleaved))
-    w_box = (1, 2, *w_box) if layout.startswith("gate_up") else (1, *w_box)
     pieces = 2 if act.gated and not interleaved else 1
 
     def launch(out, i, scales=(None, None)):
-        z, a = out
-        w = i.gate_up
-        if layout.startswith("gate_up"):
+        (z, a), w = out, i.gate_up
+        if paired:
             w = w.unflatten(1, (N, 2)).transpose(1, 2) if interleaved else w.unflatten(1, (2, N))
         w_desc = descriptor(w if rows else w.mT, *w_box)
         # without an a, a shape of which nothing is written
