@@ -55,12 +55,11 @@ def group_rows(group, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def in_units(n, UNIT: tl.constexpr):
-    """n, 1 or a multiple of UNIT, or a pair or three of them: so told, the compiler loads whole units."""
+    """Tell the compiler that n, or each of a tuple, is 1 or a multiple of UNIT: it then loads whole units."""
     if UNIT == 1:
         return n
     elif isinstance(n, tl.tuple):
-        first, second = in_units(n[0], UNIT), in_units(n[1], UNIT)
-        return (first, second, in_units(n[2], UNIT)) if len(n) == 3 else (first, second)
+        return [in_units(part, UNIT) for part in n]
     elif isinstance(n, tl.tensor):
         return n // UNIT * UNIT
     else:
@@ -204,9 +203,9 @@ def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
 
 
 def unit_of(x: torch.Tensor, sizes: Sequence[int], *strides: Sequence[int]) -> int:
-    """How many numbers of x are 16 bytes, if all sizes, and all strides but 1, are multiples of it; else 1.
+    """Return how many elements of x are 16 bytes, if sizes, and strides but 1, are multiples of it; else 1.
 
-    Triton by itself sees multiples of 16 alone.
+    Triton by itself finds only multiples of 16, and loses them at a minimum.
     """
     unit, numbers = 16 // x.itemsize, [*sizes, *(n for of in strides for n in of if n != 1)]
     return 1 if interpret or any(n % unit for n in numbers) else unit

@@ -63,8 +63,6 @@ from ..grouped.tgmm import weight_gradient
 from ..rows.sums import bias_dots, bind_add_partial_sums, group_sum
 from .glu import glu_backward_reference, glu_reference
 
-EPILOGUE_N = {False: 32, True: 8}  # interleaved? -> columns of u whose epilogue fits in registers
-
 # reference
 
 
@@ -113,7 +111,6 @@ def expert_down_grad_kernel(
     ACTIVATION: tl.constexpr,
     UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    EPILOGUE_N: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -124,9 +121,9 @@ def expert_down_grad_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    N, K = in_units(N, UNIT), in_units(K, UNIT)
-    dout_stride_t, dout_stride_k = in_units(dout_strides, UNIT)
-    w_stride_g, w_stride_k, w_stride_n = in_units(w_strides, UNIT)
+    N, K, dout_strides, w_strides = in_units((N, K, dout_strides, w_strides), UNIT)
+    dout_stride_t, dout_stride_k = dout_strides
+    w_stride_g, w_stride_k, w_stride_n = w_strides
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     if group >= G:
@@ -147,9 +144,8 @@ def expert_down_grad_kernel(
 
     s = tl.load(s_ptr + choice, mask=live, other=0.0)
     ds = down_grad_epilogue(
-        u, s, m, row_end, tile_n * BLOCK_N, N, z_ptr, dz_ptr, a_ptr,
-        ACTIVATION, UP, INTERLEAVED, EPILOGUE_N,
-    )  # fmt: skip
+        u, s, m, row_end, tile_n * BLOCK_N, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED
+    )
     tl.store(ds_ptr + tile_n.to(tl.int64) * M + m, ds, mask=m < row_end)
 
 
@@ -167,23 +163,22 @@ def down_grad_epilogue(
     ACTIVATION: tl.constexpr,
     UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    EPILOGUE_N: tl.constexpr,
 ):
     """Write dz and s * f(z), a few columns at a time to spare registers; return <u, f(z)> of each row.
 
     dz may lie over z: behind a barrier no thread is left that has yet to read what another overwrites.
     """
     WIDTH: tl.constexpr = u.shape[1]
-    if WIDTH > EPILOGUE_N:
+    PART: tl.constexpr = 8 if INTERLEAVED else 32  # more columns would not fit in registers
+    if WIDTH > PART:
         half: tl.constexpr = WIDTH // 2
         left, right = halves(u)
         ds = down_grad_epilogue(
-            left, s, m, row_end, first, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED, EPILOGUE_N
+            left, s, m, row_end, first, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED
         )
         return ds + down_grad_epilogue(
-            right, s, m, row_end, first + half, N, z_ptr, dz_ptr, a_ptr,
-            ACTIVATION, UP, INTERLEAVED, EPILOGUE_N,
-        )  # fmt: skip
+            right, s, m, row_end, first + half, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED
+        )
     else:
         n = first + tl.arange(0, WIDTH)
         mask = (m < row_end)[:, None] & (n < N)[None, :]
@@ -322,7 +317,7 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)
     launch_for = bind_passes(
         expert_down_grad_kernel, (tiles_m * tiles_n,),
-        **act.triton_fns, INTERLEAVED=i.interleaved, EPILOGUE_N=EPILOGUE_N[i.interleaved],
+        **act.triton_fns, INTERLEAVED=i.interleaved,
         UNIT=unit_of(i.dout, (N, K), i.dout.stride(), i.down.stride()),
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip

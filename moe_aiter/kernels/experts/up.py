@@ -94,9 +94,9 @@ def expert_up_kernel(
     GATED: tl.constexpr = UP is not None
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    N, K = in_units(N, UNIT), in_units(K, UNIT)
-    x_stride_t, x_stride_k = in_units(x_strides, UNIT)
-    w_stride_g, w_stride_n, w_stride_k = in_units(w_strides, UNIT)
+    N, K, x_strides, w_strides = in_units((N, K, x_strides, w_strides), UNIT)
+    x_stride_t, x_stride_k = x_strides
+    w_stride_g, w_stride_n, w_stride_k = w_strides
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, WIDTH), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     if group >= G:

@@ -143,10 +143,9 @@ def gmm_kernel(
     PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    N, K = in_units(N, UNIT), in_units(K, UNIT)
-    x_stride_m, x_stride_k = in_units(x_strides, UNIT)
-    w_stride_g, w_stride_k, w_stride_n = in_units(w_strides, UNIT)
-    out_stride_m, out_stride_n = in_units(out_strides, UNIT)
+    N, K, x_strides, w_strides, out_strides = in_units((N, K, x_strides, w_strides, out_strides), UNIT)
+    x_stride_m, x_stride_k = x_strides
+    w_stride_g, w_stride_k, w_stride_n = w_strides
     first = tl.program_id(0)
     end = tiles_m * tl.cdiv(N, BLOCK_N) if PERSISTENT else first + 1
     for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
@@ -171,7 +170,7 @@ def gmm_kernel(
             acc = multiply(
                 acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED
             )
-            out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride_m + n[None, :] * out_stride_n
+            out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_strides[0] + n[None, :] * out_strides[1]
             mask = (m < row_end)[:, None] & (n < N)[None, :]
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -96,8 +96,7 @@ def masked_gmm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    N, K, out_strides = in_units(N, UNIT), in_units(K, UNIT), in_units(out_strides, UNIT)
-    x_strides, w_strides = in_units(x_strides, UNIT), in_units(w_strides, UNIT)
+    N, K, x_strides, w_strides, out_strides = in_units((N, K, x_strides, w_strides, out_strides), UNIT)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tile, tile_n = swizzle(tl.program_id(0), G * tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, row = (tile // tiles_m).to(tl.int64), tile % tiles_m * BLOCK_M

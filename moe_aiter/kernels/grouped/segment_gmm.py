@@ -209,9 +209,9 @@ def segment_gmm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    N, K = in_units(N, UNIT), in_units(K, UNIT)
-    x_stride_m, x_stride_k = in_units(x_strides, UNIT)
-    w_stride_w, w_stride_k, w_stride_n = in_units(w_strides, UNIT)
+    N, K, x_strides, w_strides = in_units((N, K, x_strides, w_strides), UNIT)
+    x_stride_m, x_stride_k = x_strides
+    w_stride_w, w_stride_k, w_stride_n = w_strides
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, weight, row, row_end = locate_segment(
         tile_m, bounds_ptr, indices_ptr, M, G, W, INDPTR, BLOCK_G, BLOCK_M
@@ -263,8 +263,7 @@ def segment_expand_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    N, K = in_units(N, UNIT), in_units(K, UNIT)
-    x_strides, w_strides = in_units(x_strides, UNIT), in_units(w_strides, UNIT)
+    N, K, x_strides, w_strides = in_units((N, K, x_strides, w_strides), UNIT)
     group, weight, row, row_end = locate_segment(
         tl.program_id(0), bounds_ptr, indices_ptr, M, G, W, INDPTR, BLOCK_G, BLOCK_M
     )

@@ -212,8 +212,7 @@ def segment_tgmm_kernel(
     NUM_DIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    N, K, out_strides = in_units(N, UNIT), in_units(K, UNIT), in_units(out_strides, UNIT)
-    x_strides, y_strides = in_units(x_strides, UNIT), in_units(y_strides, UNIT)
+    N, K, x_strides, y_strides, out_strides = in_units((N, K, x_strides, y_strides, out_strides), UNIT)
     # here BLOCK_M x BLOCK_N is a tile of out[i] (K, N), and BLOCK_K rows are summed over at a time
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile_k, tile_n = swizzle(tl.program_id(0), W * tiles_k, tiles_n, GROUP_M, NUM_DIES)
