@@ -29,7 +29,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import TILE_DTYPES, dense, locate, row_tiles, swizzle, tile_options
+from ..base.tile import TILE_DTYPES, dense, in_units, locate, row_tiles, swizzle, tile_options, unit_of
 from ..quantize.four_bit import FORMATS, bind_expand_scales, check_four_bit, dequantized, expanded_scales
 from .tgmm import matmul_into
 
@@ -129,7 +129,6 @@ def four_bit_gmm_kernel(
     K,
     G,
     half,  # bytes of a row of w
-    blocks,  # of a row
     top_k,
     tiles_m,
     x_strides,  # m, k
@@ -137,6 +136,7 @@ def four_bit_gmm_kernel(
     FORMAT: tl.constexpr,
     WIDTH: tl.constexpr,  # of a block
     TRANSPOSE: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -146,6 +146,7 @@ def four_bit_gmm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    N, K, x_strides = in_units((N, K, x_strides), UNIT)
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     if group > G:
@@ -161,7 +162,7 @@ def four_bit_gmm_kernel(
     m_read = tl.where(m < row_end, m, row).to(tl.int64)
     if order_ptr is not None:
         m_read = tl.maximum(tl.load(order_ptr + m_read), 0).to(tl.int64) // top_k
-    rows = N if TRANSPOSE else K
+    rows, blocks = N if TRANSPOSE else K, 2 * half // WIDTH
     expert = tl.minimum(group, G - 1).to(tl.int64)
     w_base, first_scale = w_ptr + expert * rows * half, expert * rows * blocks
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -223,11 +224,12 @@ def bind_four_bit_gmm(i: FourBitInputs) -> Callable:
     kernel = bind_kernel(
         four_bit_gmm_kernel, (tiles_m * cdiv(N, config.block_n),),
         FORMAT=i.format, WIDTH=FORMATS[i.format].block, TRANSPOSE=i.transpose,
-        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+        UNIT=unit_of(i.x, (N, K), i.x.stride()), BLOCK_G=next_power_of_2(G + 1),
+        EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     expand = bind_expand_scales(i)
     strides = i.x.stride(), (0, 0) if i.bias is None else i.bias.stride()
-    numbers = M, N, K, G, i.packed.shape[2], i.scales.shape[2], i.top_k, tiles_m, *strides
+    numbers = M, N, K, G, i.packed.shape[2], i.top_k, tiles_m, *strides
 
     def launch(out, i):
         scale, shift = expand(i)
