@@ -20,7 +20,7 @@ from torch import Tensor
 from ... import tuning
 from ..base.check import packed
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import at_least_16, multiply, swizzle, tile_options
+from ..base.tile import at_least_16, in_units, multiply, swizzle, tile_options, unit_of
 from .pattern import count, num_blocks
 
 
@@ -68,6 +68,7 @@ def sparse_blocks_kernel(
     out_strides,  # m, n
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -77,6 +78,8 @@ def sparse_blocks_kernel(
     EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    N, K, out_strides = in_units((N, K, out_strides), UNIT)
+    x_strides, values_strides = in_units((x_strides, values_strides), UNIT)
     TILES_PER_BLOCK: tl.constexpr = (BLOCK_OUT + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (BLOCK_IN + BLOCK_K - 1) // BLOCK_K
     tiles_n = tl.cdiv(N, BLOCK_OUT) * TILES_PER_BLOCK
@@ -89,7 +92,7 @@ def sparse_blocks_kernel(
 
     # rows and columns past the end read others' values, which are never stored: cheaper than a mask
     m_read = tl.where(m < M, m, 0).to(tl.int64)
-    n_read = n if EVEN_N else tl.where(n < BLOCK_OUT, n, 0)
+    n_read = n if EVEN_N else n % BLOCK_OUT
     x_ptrs = x_ptr + m_read[:, None] * x_strides[0] + k[None, :] * x_strides[1]
     w_ptrs = values_ptr + k[:, None] * values_strides[1] + n_read[None, :] * values_strides[2]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -102,7 +105,7 @@ def sparse_blocks_kernel(
         if EVEN_K:
             x, w = tl.load(x_step), tl.load(w_step)
         else:
-            k_mask = k < tl.minimum(BLOCK_IN, K - other * BLOCK_IN) - k_start
+            k_mask = k < in_units(tl.minimum(BLOCK_IN, K - other * BLOCK_IN) - k_start, UNIT)
             x = tl.load(x_step, mask=k_mask[None, :], other=0.0)
             w = tl.load(w_step, mask=k_mask[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
@@ -143,6 +146,7 @@ def sparse_blocks_grad_kernel(
     right_strides,  # m, k
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -150,6 +154,7 @@ def sparse_blocks_grad_kernel(
     EVEN_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    N, K, left_strides, right_strides = in_units((N, K, left_strides, right_strides), UNIT)
     DOWN: tl.constexpr = (BLOCK_ROWS + BLOCK_M - 1) // BLOCK_M
     ACROSS: tl.constexpr = (BLOCK_COLUMNS + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // (DOWN * ACROSS)
@@ -161,7 +166,7 @@ def sparse_blocks_grad_kernel(
     n_left, k_right = row * BLOCK_ROWS + n, col * BLOCK_COLUMNS + k
     n_mask, k_mask = (n < BLOCK_ROWS) & (n_left < N), (k < BLOCK_COLUMNS) & (k_right < K)
     if not EVEN_N:  # what is past the end reads others' values, and becomes zeros
-        n_left, k_right = tl.where(n_mask, n_left, 0), tl.where(k_mask, k_right, 0)
+        n_left, k_right = n_left % N, k_right % K
     left_ptrs = left_ptr + n_left.to(tl.int64)[:, None] * left_strides[1]
     left_ptrs += m.to(tl.int64)[None, :] * left_strides[0]
     right_ptrs = right_ptr + k_right.to(tl.int64)[None, :] * right_strides[1]
@@ -200,7 +205,9 @@ def bind_blocks(i: SparseInputs) -> Callable:
     c = no_larger(c, block_n=block[1], block_k=block[0])
     kernel = bind_kernel(
         sparse_blocks_kernel, (cdiv(M, c.block_m) * cdiv(N, block[1]) * cdiv(block[1], c.block_n),),
-        BLOCK_IN=block[0], BLOCK_OUT=block[1], EVEN_K=block[0] % c.block_k == 0 and K % block[0] == 0,
+        BLOCK_IN=block[0], BLOCK_OUT=block[1],
+        UNIT=unit_of(i.x, (N, K, *block), i.x.stride(), values.stride()),
+        EVEN_K=block[0] % c.block_k == 0 and K % block[0] == 0,
         EVEN_N=block[1] % c.block_n == 0, **tile_options(c),
     )  # fmt: skip
     strides = i.x.stride(), values.stride(), 0 if i.bias is None else i.bias.stride(0), (N, 1)
@@ -220,6 +227,7 @@ def bind_blocks_grad(i: SparseGradInputs) -> Callable:
     kernel = bind_kernel(
         sparse_blocks_grad_kernel, (L * cdiv(block[0], c.block_m) * cdiv(block[1], c.block_n),),
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
+        UNIT=unit_of(i.left, (N, K, *block), i.left.stride(), i.right.stride()),
         EVEN_N=whole and N % block[0] == 0 and K % block[1] == 0, EVEN_M=M % c.block_k == 0, **options,
     )  # fmt: skip
     numbers = base, base + L, M, N, K, i.left.stride(), i.right.stride()
