@@ -180,9 +180,10 @@ def gemm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    N, K, part = in_units(N, UNIT), in_units(K, UNIT), in_units(part, UNIT)
-    x_stride_b, x_stride_m, x_stride_k = in_units(x_strides, UNIT)
-    w_stride_b, w_stride_k, w_stride_n = in_units(w_strides, UNIT)
+    N, K, part, c_strides = in_units((N, K, part, c_strides), UNIT)
+    x_strides, w_strides = in_units((x_strides, w_strides), UNIT)
+    x_stride_b, x_stride_m, x_stride_k = x_strides
+    w_stride_b, w_stride_k, w_stride_n = w_strides
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile, rest = tl.program_id(0) % (tiles_m * tiles_n), tl.program_id(0) // (tiles_m * tiles_n)
     b, split = (rest % B).to(tl.int64), rest // B
@@ -243,12 +244,12 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     config = config or tuning.lookup("gemm_full" if full else "gemm", i.x.dtype, B * M, N, K, B)
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n) * B
     splits, part = splits_of(tiles, K, config.block_k, num_programs(i.x))
+    alpha, beta, bias_stride, c_strides = epilogue_of(i)
     kernel = bind_kernel(
-        gemm_kernel, (tiles * splits,), UNIT=unit_of(i.x, (N, K), i.x.stride(), i.w.stride()),
+        gemm_kernel, (tiles * splits,), UNIT=unit_of(i.x, (N, K), i.x.stride(), i.w.stride(), c_strides),
         ACTIVATION=in_triton(i.activation), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
-    alpha, beta, *epilogue = epilogue_of(i)
-    numbers = B, M, N, K, part, alpha, beta, i.x.stride(), i.w.stride(), *epilogue
+    numbers = B, M, N, K, part, alpha, beta, i.x.stride(), i.w.stride(), bias_stride, c_strides
     return bind_split(i, splits, kernel, numbers)
 
 
