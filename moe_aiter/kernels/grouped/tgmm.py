@@ -204,12 +204,18 @@ def add_some(
     order_ptr,
     strides,  # m of x and of y
     TOP_K: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
+    UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """acc + x.T @ y over a block of rows that is not all of this group."""
     mask = ((m >= row) & (m < row_end))[:, None]
     source = load_source(order_ptr, m, row_end, TOP_K)
-    x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * strides[0], mask=mask, other=0.0)
+    # rows side by side are read in whole units, with some of other groups
+    x_mask = (m < in_units(row_end + UNIT - 1, UNIT))[:, None] if ROWS_LAST else mask
+    x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * strides[0], mask=x_mask, other=0.0)
+    if ROWS_LAST:
+        x = tl.where(mask, x, 0.0)
     y = tl.load(y_ptrs + m[:, None] * strides[1], mask=mask, other=0.0)
     return tl.dot(x.T, y, acc, input_precision=PRECISION)
 
@@ -226,6 +232,7 @@ def multiply_rows(
     y_stride_m,
     TOP_K: tl.constexpr,
     ROWS_LAST: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -235,14 +242,14 @@ def multiply_rows(
     12.8 may compute where the operands of that product lie as it enters the loop; if it skips the loop, the
     product reads any address.
     """
-    strides = x_stride_m, y_stride_m
+    x_and_y = x_ptrs, y_ptrs, order_ptr, (x_stride_m, y_stride_m)
     if ROWS_LAST:  # where rows lie side by side they are read 8 at a time, from a multiple of 8 on
         begin = row // 8 * 8 + BLOCK_K
         steps = tl.maximum(row_end - begin - 1, 0) // BLOCK_K
         some = True
         for last in tl.range(0, 2, num_stages=1):
             m = begin + tl.where(last == 1, steps * BLOCK_K, -BLOCK_K) + tl.arange(0, BLOCK_K)
-            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+            acc = add_some(acc, m, row, row_end, *x_and_y, TOP_K, ROWS_LAST, UNIT, PRECISION)
     else:
         begin, steps = row, ((row_end - row) // BLOCK_K).to(tl.int32)
         some = steps > 0
@@ -262,7 +269,7 @@ def multiply_rows(
         rest = (row_end - row) % BLOCK_K
         if rest > 0:
             m = row_end - rest + tl.arange(0, BLOCK_K)
-            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+            acc = add_some(acc, m, row, row_end, *x_and_y, TOP_K, ROWS_LAST, UNIT, PRECISION)
     return acc
 
 
@@ -296,8 +303,7 @@ def tgmm_kernel(
     NUM_DIES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    N, K, out_strides = in_units(N, UNIT), in_units(K, UNIT), in_units(out_strides, UNIT)
-    x_strides, y_strides = in_units(x_strides, UNIT), in_units(y_strides, UNIT)
+    N, K, x_strides, y_strides, out_strides = in_units((N, K, x_strides, y_strides, out_strides), UNIT)
     # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
@@ -315,14 +321,15 @@ def tgmm_kernel(
                     total = sum_rows(y_ptr, None, None, row, row_end, n, N, 1, y_strides, 16)
                     tl.store(sums_base + n * sums_strides[1], total, mask=n < N)
             elif tile_n == 0:
-                total = sum_rows(x_ptr, order_ptr, None, row, row_end, k, K, TOP_K, x_strides, 16)
+                unit: tl.constexpr = UNIT if ROWS_LAST else 1
+                total = sum_rows(x_ptr, order_ptr, None, row, row_end, k, K, TOP_K, x_strides, 16, unit)
                 tl.store(sums_base + k * sums_strides[1], total, mask=k < K)
 
         x_ptrs = x_ptr + (k % K).to(tl.int64)[None, :] * x_strides[1]
         y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
         acc = multiply_rows(
             tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptrs, y_ptrs, order_ptr, row, row_end,
-            x_strides[0], y_strides[0], TOP_K, ROWS_LAST, BLOCK_K, PRECISION,
+            x_strides[0], y_strides[0], TOP_K, ROWS_LAST, UNIT, BLOCK_K, PRECISION,
         )  # fmt: skip
 
         out_base = out_ptr + group.to(tl.int64) * out_strides[0]
@@ -433,10 +440,11 @@ def bind_product(
     op = "tgmm" if order is None else "tgmm_gather"
     config, amd = choose_tile(tile, op, x.dtype, M, N, K, G)
     grid, persistent = walk(G * cdiv(K, config.block_m) * cdiv(N, config.block_n), programs, x)
+    rows_last = x.stride(0) == 1 != x.stride(1)
     kernel = bind_kernel(
         tgmm_kernel, grid, TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
-        ROWS_LAST=x.stride(0) == 1 != x.stride(1), PERSISTENT=persistent,
-        UNIT=unit_of(x, (N, K), x.stride(), y.stride(), out_strides),
+        ROWS_LAST=rows_last, PERSISTENT=persistent,
+        UNIT=unit_of(x, (N, K, M if rows_last else 0), x.stride(), y.stride(), out_strides),
         BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
     )  # fmt: skip
     numbers = M, N, K, G, x.stride(), y.stride(), out_strides, sums_strides

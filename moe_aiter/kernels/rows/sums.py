@@ -38,7 +38,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import TILE_DTYPES, dense, group_rows
+from ..base.tile import TILE_DTYPES, dense, group_rows, in_units
 from .permute import block_of, check_values
 
 
@@ -89,18 +89,25 @@ def sum_rows(
     top_k,
     y_strides,  # m, n
     BLOCK_M: tl.constexpr,
+    UNIT: tl.constexpr = 1,
 ):
-    """The columns n of the rows [row, row_end), added up in float32, BLOCK_M rows at a time."""
+    """The columns n of the rows [row, row_end), added up in float32, BLOCK_M rows at a time.
+
+    Rows side by side are read in whole units, with some before and behind these.
+    """
     acc = tl.zeros((BLOCK_M, n.shape[0]), tl.float32)
     columns = n.to(tl.int64)[None, :] * y_strides[1]
-    for start in range(row, row_end, BLOCK_M):
+    read_end = in_units(row_end + UNIT - 1, UNIT)
+    for start in range(in_units(row, UNIT), row_end, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
-        m_mask = m < row_end
+        m_mask = m < read_end
         choice = m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m_mask, other=0), 0)
         y_ptrs = y_ptr + (choice // top_k).to(tl.int64)[:, None] * y_strides[0] + columns
         y = tl.load(y_ptrs, mask=m_mask[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
         if scale_ptr is not None:
             y *= tl.load(scale_ptr + choice, mask=m_mask, other=0.0)[:, None]
+        if UNIT > 1:
+            y = tl.where(((m >= row) & (m < row_end))[:, None], y, 0.0)
         acc += y
     return tl.sum(acc, 0)
 
