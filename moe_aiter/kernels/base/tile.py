@@ -202,12 +202,12 @@ def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
     return options
 
 
-def unit_of(x: torch.Tensor, sizes: Sequence[int], *strides: Sequence[int]) -> int:
-    """Return how many elements of x are 16 bytes, if sizes, and strides but 1, are multiples of it; else 1.
+def unit_of(itemsize: int, sizes: Sequence[int], *strides: Sequence[int]) -> int:
+    """Return how many items are 16 bytes, if all sizes, and all strides but 1, are multiples of it; else 1.
 
     Triton by itself finds only multiples of 16, and loses them at a minimum.
     """
-    unit, numbers = 16 // x.itemsize, [*sizes, *(n for of in strides for n in of if n != 1)]
+    unit, numbers = 16 // itemsize, [*sizes, *(n for of in strides for n in of if n != 1)]
     return 1 if interpret or any(n % unit for n in numbers) else unit
 
 

@@ -246,8 +246,9 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     splits, part = splits_of(tiles, K, config.block_k, num_programs(i.x))
     alpha, beta, bias_stride, c_strides = epilogue_of(i)
     kernel = bind_kernel(
-        gemm_kernel, (tiles * splits,), UNIT=unit_of(i.x, (N, K), i.x.stride(), i.w.stride(), c_strides),
-        ACTIVATION=in_triton(i.activation), EVEN_K=K % config.block_k == 0, **tile_options(config),
+        gemm_kernel, (tiles * splits,), ACTIVATION=in_triton(i.activation),
+        UNIT=unit_of(i.x.itemsize, (N, K), i.x.stride(), i.w.stride(), c_strides),
+        EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     numbers = B, M, N, K, part, alpha, beta, i.x.stride(), i.w.stride(), bias_stride, c_strides
     return bind_split(i, splits, kernel, numbers)

@@ -20,6 +20,7 @@ from ..base.activations import Limits, get_activation, join_gate_up, split_gate_
 from ..base.check import check_device, check_float, check_shape, check_size
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
+from ..base.tile import in_units, unit_of
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048  # elements of the output that a program of 4 warps makes
@@ -68,9 +69,11 @@ def glu_kernel(
     z_strides,  # row, channel, from gate to up
     ACTIVATION: tl.constexpr,
     UP: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
+    I, z_strides = in_units((I, z_strides), UNIT)  # noqa: E741
     r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     i = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)).to(tl.int64)[None, :]
     mask = (r < R) & (i < I)
@@ -93,9 +96,11 @@ def glu_backward_kernel(
     dz_strides,  # the same
     ACTIVATION: tl.constexpr,
     UP: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
+    I, dout_strides, z_strides, dz_strides = in_units((I, dout_strides, z_strides, dz_strides), UNIT)  # noqa: E741
     r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     i = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)).to(tl.int64)[None, :]
     mask = (r < R) & (i < I)
@@ -171,8 +176,9 @@ def bind_glu(i: GluInputs) -> Callable:
     act, rows = get_activation(i.activation), i.z.shape[0]
     channels = i.z.shape[1] // act.projections
     grid, blocks = tile(rows, channels)
-    kernel = bind_kernel(glu_kernel, grid, **act.triton_fns, **blocks)
-    numbers = rows, channels, channel_strides(i.z, channels, i.interleaved)
+    strides = channel_strides(i.z, channels, i.interleaved)
+    unit, numbers = unit_of(i.z.itemsize, (channels,), strides), (rows, channels, strides)
+    kernel = bind_kernel(glu_kernel, grid, **act.triton_fns, UNIT=unit, **blocks)
     return lambda out, i: kernel(i.z, out, *numbers)
 
 
@@ -181,10 +187,11 @@ def bind_glu(i: GluInputs) -> Callable:
 def bind_glu_backward(i: GluBackwardInputs) -> Callable:
     act, (rows, channels) = get_activation(i.activation), i.dout.shape
     grid, blocks = tile(rows, channels)
-    kernel = bind_kernel(glu_backward_kernel, grid, **act.triton_fns, **blocks)
     like_dz = i.z.new_empty(0, i.z.shape[1])  # contiguous, as dz is
     z_strides = (channel_strides(t, channels, i.interleaved) for t in (i.z, like_dz))
-    numbers = rows, channels, i.dout.stride(), *z_strides
+    strides = i.dout.stride(), *z_strides
+    unit, numbers = unit_of(i.z.itemsize, (channels,), *strides), (rows, channels, *strides)
+    kernel = bind_kernel(glu_backward_kernel, grid, **act.triton_fns, UNIT=unit, **blocks)
     return lambda dz, i: kernel(i.dout, i.z, dz, *numbers)
 
 

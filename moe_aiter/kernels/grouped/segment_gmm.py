@@ -363,7 +363,7 @@ def bind_segments(
     tiles = max(cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
     flags = {"INDPTR": i.indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(pieces + 1)}
     sizes, strides, options = (M, N, K, G, W), (i.x.stride(), i.w.stride()), tile_options(config)
-    options["UNIT"] = unit_of(i.x, (N, K), *strides)
+    options["UNIT"] = unit_of(i.x.itemsize, (N, K), *strides)
     split_k, add_split_k = 1, None
     if short:  # a program for some columns of a row tile
         width = min(max(tiles // ENOUGH, 1), 8) * config.block_n

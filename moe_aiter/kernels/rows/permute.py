@@ -32,7 +32,7 @@ from ..base.check import (
 )
 from ..base.host import HOST_DTYPES, array, ext, host, indices, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import dense
+from ..base.tile import dense, in_units, unit_of
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELSEWHERE = tl.constexpr(-2)  # the only rank below -1
@@ -96,9 +96,11 @@ def permute_kernel(
     H,
     x_strides,  # t, h
     TOP_K: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """One token: its columns are read once and written to its k rows."""
+    H, x_strides = in_units((H, x_strides), UNIT)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     h_mask = h < H
@@ -169,9 +171,11 @@ def unpermute_kernel(
     TOP_K: tl.constexpr,
     UNROLLED: tl.constexpr,
     ADD: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """One token's columns."""
+    H, rows_strides, out_stride_t = in_units((H, rows_strides, out_stride_t), UNIT)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     pointers = rows_ptr, rank_ptr, weights_ptr, out_ptr
@@ -191,10 +195,12 @@ def unpermute_some_kernel(
     TOP_K: tl.constexpr,
     UNROLLED: tl.constexpr,
     TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least TOP_K
     BLOCK_H: tl.constexpr,
 ):
     """The columns of some tokens, of which few or none have rows."""
+    H, rows_strides, out_stride_t = in_units((H, rows_strides, out_stride_t), UNIT)
     first = tl.program_id(0) * TOKENS
     tokens, j = first + tl.arange(0, TOKENS)[:, None], tl.arange(0, BLOCK_K)[None, :]
     ranks = tl.load(rank_ptr + tokens.to(tl.int64) * TOP_K + j, mask=(tokens < T) & (j < TOP_K), other=-1)
@@ -219,8 +225,10 @@ def row_dots_kernel(
     rows_strides,  # r, h
     x_strides,  # t, h
     TOP_K: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    H, rows_strides, x_strides = in_units((H, rows_strides, x_strides), UNIT)
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rank_ptr + i).to(tl.int64)
     acc = tl.zeros((BLOCK_H,), tl.float32)
@@ -291,7 +299,8 @@ def block_of(columns: int) -> int:
 @takes(*TRITON_DTYPES)
 def bind_permute(i: PermuteInputs) -> Callable:
     (T, H), block = i.x.shape, block_of(i.x.shape[1])
-    kernel = bind_kernel(permute_kernel, (T, cdiv(H, block)), TOP_K=i.rank.shape[1], BLOCK_H=block)
+    unit = unit_of(i.x.itemsize, (H,), i.x.stride())
+    kernel = bind_kernel(permute_kernel, (T, cdiv(H, block)), TOP_K=i.rank.shape[1], UNIT=unit, BLOCK_H=block)
     sizes = i.order.shape[0], H, i.x.stride()
     return lambda out, i: kernel(i.x, *dense(i.order, i.rank, i.routing_weights), out, *sizes)
 
@@ -312,6 +321,7 @@ def bind_unpermute_columns(
     """
     (T, top_k), block = choices, block_of(columns)
     constants = {"TOP_K": top_k, "UNROLLED": top_k <= UNROLL, "BLOCK_H": block}
+    constants["UNIT"] = unit_of(2, (columns, out_stride), rows_strides)
     if some:
         constants |= {"TOKENS": TOKENS, "BLOCK_K": next_power_of_2(top_k)}
         kernel, sizes = bind_kernel(unpermute_some_kernel, (cdiv(T, TOKENS),), **constants), (T, columns)
@@ -337,8 +347,9 @@ def bind_unpermute(i: PermuteInputs) -> Callable:
 @takes(*TRITON_DTYPES)
 def bind_row_dots(i: RowDotsInputs) -> Callable:
     H, top_k = i.x.shape[1], i.rank.shape[1]
-    kernel = bind_kernel(row_dots_kernel, (i.rank.numel(),), TOP_K=top_k, BLOCK_H=block_of(H))
     strides = i.rows.stride(), i.x.stride()
+    unit = unit_of(i.x.itemsize, (H,), *strides)
+    kernel = bind_kernel(row_dots_kernel, (i.rank.numel(),), TOP_K=top_k, UNIT=unit, BLOCK_H=block_of(H))
     return lambda out, i: kernel(i.rows, i.x, i.rank.contiguous(), out, H, *strides)
 
 

@@ -38,7 +38,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import TILE_DTYPES, dense, group_rows, in_units
+from ..base.tile import TILE_DTYPES, dense, group_rows, in_units, unit_of
 from .permute import block_of, check_values
 
 
@@ -125,10 +125,12 @@ def group_sum_kernel(
     top_k,
     y_strides,  # m, n
     out_strides,  # g, n
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    N, y_strides = in_units((N, y_strides), UNIT)
     group = tl.program_id(0)
     row, row_end = group_rows(group, group_sizes_ptr, M, G, BLOCK_G)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -157,7 +159,7 @@ def bind_sum_groups(
     """Return `launch(out, y, group_sizes, order, scale)` of `group_sum` for M rows in G groups."""
     block_n, sizes = 64, (M, N, G, top_k, y_strides, out_strides)
     kernel = bind_kernel(
-        group_sum_kernel, (G, cdiv(N, block_n)),
+        group_sum_kernel, (G, cdiv(N, block_n)), UNIT=unit_of(2, (N,), y_strides),
         BLOCK_G=next_power_of_2(G), BLOCK_M=32, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
 
@@ -258,9 +260,11 @@ def weigh_rows_kernel(
     N,
     x_strides,  # r, n
     y_strides,  # r, n
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One choice, and a row that has none."""
+    N, x_strides, y_strides = in_units((N, x_strides, y_strides), UNIT)
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rank_ptr + i).to(tl.int64)
     s = tl.load(weights_ptr + i, mask=row >= 0, other=0.0).to(tl.float32)
@@ -292,8 +296,9 @@ def new_weigh_rows(i: WeighRowsInputs) -> tuple[Tensor, Tensor]:
 @takes(*TILE_DTYPES)
 def bind_weigh_rows(i: WeighRowsInputs) -> Callable:
     N = i.x.shape[1]
-    kernel = bind_kernel(weigh_rows_kernel, (i.rank.numel(),), BLOCK=block_of(N))
-    sizes = *i.x.shape, i.x.stride(), i.y.stride()
+    strides = i.x.stride(), i.y.stride()
+    unit, sizes = unit_of(i.x.itemsize, (N,), *strides), (*i.x.shape, *strides)
+    kernel = bind_kernel(weigh_rows_kernel, (i.rank.numel(),), UNIT=unit, BLOCK=block_of(N))
     return lambda outs, i: kernel(i.x, i.y, *dense(i.routing_weights, i.order, i.rank), *outs, *sizes)
 
 

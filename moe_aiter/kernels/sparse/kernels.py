@@ -206,7 +206,7 @@ def bind_blocks(i: SparseInputs) -> Callable:
     kernel = bind_kernel(
         sparse_blocks_kernel, (cdiv(M, c.block_m) * cdiv(N, block[1]) * cdiv(block[1], c.block_n),),
         BLOCK_IN=block[0], BLOCK_OUT=block[1],
-        UNIT=unit_of(i.x, (N, K, *block), i.x.stride(), values.stride()),
+        UNIT=unit_of(i.x.itemsize, (N, K, *block), i.x.stride(), values.stride()),
         EVEN_K=block[0] % c.block_k == 0 and K % block[0] == 0,
         EVEN_N=block[1] % c.block_n == 0, **tile_options(c),
     )  # fmt: skip
@@ -227,7 +227,7 @@ def bind_blocks_grad(i: SparseGradInputs) -> Callable:
     kernel = bind_kernel(
         sparse_blocks_grad_kernel, (L * cdiv(block[0], c.block_m) * cdiv(block[1], c.block_n),),
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
-        UNIT=unit_of(i.left, (N, K, *block), i.left.stride(), i.right.stride()),
+        UNIT=unit_of(i.left.itemsize, (N, K, *block), i.left.stride(), i.right.stride()),
         EVEN_N=whole and N % block[0] == 0 and K % block[1] == 0, EVEN_M=M % c.block_k == 0, **options,
     )  # fmt: skip
     numbers = base, base + L, M, N, K, i.left.stride(), i.right.stride()

@@ -46,7 +46,7 @@ def tritons(monkeypatch):
 
 def bound_kernel():
     kernel = launches.JITFunction(unpermute_kernel.fn)  # in the interpreter the kernel itself is none
-    return bind_kernel(kernel, (5,), TOP_K=2, UNROLLED=True, ADD=False, BLOCK_H=16)
+    return bind_kernel(kernel, (5,), TOP_K=2, UNROLLED=True, ADD=False, UNIT=1, BLOCK_H=16)
 
 
 def new(count=2, dtype=torch.float32, offset=0):
@@ -63,7 +63,7 @@ def test_a_bound_kernel_is_given_addresses(tritons):
     assert len(through) == 1 and len(past) == 2
     assert past[1][:9] == (5, 1, 1, 103, 11, (4, 1, 0), None, None, None)
     arguments = x.data_ptr(), x.data_ptr(), None, out.data_ptr(), 8, (8, 1), 2.0
-    assert past[1][9:] == (*arguments, 2, True, False, 16)
+    assert past[1][9:] == (*arguments, 2, True, False, 1, 16)
 
 
 @pytest.mark.parametrize(
