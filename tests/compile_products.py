@@ -45,15 +45,19 @@ E4M3, FNUZ, E5M2 = FP8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """R rows, N columns and K to sum over, in E groups."""
+    """R rows, N columns and K to sum over, in E groups; weights have their rows or columns side by side."""
 
     rows: int = 1024 * E
     n: int = 4096
     k: int = 4096
     dtype: torch.dtype = torch.bfloat16
+    transposed: bool = False
 
     def new(self, *shape):
         return new(*shape, dtype=self.dtype)
+
+    def weight(self, groups, a, b):
+        return self.new(groups, b, a).mT if self.transposed else self.new(groups, a, b)
 
     @property
     def plan(self):
@@ -62,18 +66,17 @@ class Shape:
 
 
 def run_gmm(s, bias=False):
-    w, b = s.new(E, s.n, s.k).mT, s.new(E, s.n) if bias else None
+    w, b = s.weight(E, s.n, s.k).mT, s.new(E, s.n) if bias else None
     i = GroupedInputs(s.new(s.rows, s.k), w, ints(E), b)
     bind_gmm(i)(s.new(s.rows, s.n), i)
 
 
 def run_gmm_by_rows(s):
-    i = GroupedInputs(s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E), None)
-    bind_gmm(i)(s.new(s.rows, s.n), i)
+    run_gmm(dataclasses.replace(s, transposed=True))
 
 
-def run_gmm_into(s, dtype=F32, tile=(), programs=PERSISTENT, starts=None):
-    out, bias = new(s.rows, s.n, dtype=dtype), s.new(E, s.n)
+def run_gmm_into(s, dtype=F32, tile=(), programs=PERSISTENT, starts=None, bias=True):
+    out, bias = new(s.rows, s.n, dtype=dtype), s.new(E, s.n) if bias else None
     operands = s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E, dtype=torch.int64)
     i = GroupedIntoInputs(out, *operands, bias, tile, programs, starts)
     bind_gmm_into(i)(out, i)
@@ -108,7 +111,7 @@ def run_tgmm_accumulate(s):
 def run_up(s, activation="swiglu", interleaved=False, bias=False, save_z=True, save_a=True):
     width = s.n // get_activation(activation).projections
     z, a = s.new(s.rows, s.n), s.new(s.rows, width) if save_a else None
-    x, w, b = s.new(s.rows // TOP_K, s.k), s.new(E, s.n, s.k), s.new(E, s.n) if bias else None
+    x, w, b = s.new(s.rows // TOP_K, s.k), s.weight(E, s.n, s.k), s.new(E, s.n) if bias else None
     i = UpInputs(x, w, b, *s.plan, activation, interleaved, save_z, 0, None)
     bind_expert_up(i, save_a)((z, a), i)
 
@@ -119,7 +122,7 @@ def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
     z, dz = s.new(s.rows, parts * s.n), s.new(s.rows, parts * s.n)
     ds, weights = new(*rank.shape, dtype=F32), new(*rank.shape, dtype=F32)
     i = DownGradInputs(
-        s.new(s.rows // TOP_K, s.k), z, s.new(E, s.k, s.n),
+        s.new(s.rows // TOP_K, s.k), z, s.weight(E, s.k, s.n),
         weights, order, rank, group_sizes, activation, interleaved, need_a,
     )  # fmt: skip
     bind_expert_down_grad(i)((dz, s.new(s.rows, s.n), ds), i)
@@ -127,8 +130,8 @@ def run_down_grad(s, activation="swiglu", interleaved=False, need_a=True):
 
 def run_segment_gmm(s, dtype=None, indices=True, segments=E):
     """With lengths and indices, or neither."""
-    dtype = s.dtype if dtype is None else dtype
-    x, w = new(s.rows, s.k, dtype=dtype), new(E, s.n, s.k, dtype=dtype).mT
+    operands = dataclasses.replace(s, dtype=dtype or s.dtype)
+    x, w = operands.new(s.rows, s.k), operands.weight(E, s.n, s.k).mT
     plan = (ints(segments), None, ints(segments)) if indices else (None, ints(segments + 1), None)
     i = SegmentInputs(x, w, *plan)
     bind_segments(i, s.dtype)(s.new(s.rows, s.n), i)
@@ -146,7 +149,7 @@ def run_segment_tgmm(s, columns_first=False, weights=E):
 
 
 def run_add_low_rank(s):
-    i = AddLowRankInputs(s.new(s.rows, s.n), s.new(s.rows, s.k), s.new(E, s.n, s.k).mT, ints(E))
+    i = AddLowRankInputs(s.new(s.rows, s.n), s.new(s.rows, s.k), s.weight(E, s.n, s.k).mT, ints(E))
     bind_add_low_rank(i)(i.out, i)
 
 

@@ -80,16 +80,16 @@ def run_route_backward(num_experts, k, sigmoid, renormalize, of_scores=True, of_
     launcher("route_backward", bind_route_backward)(new(*scores.shape), *rest)
 
 
-def run_permute(dtype, weighted):
-    x, weights = new(4096, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
+def run_permute(dtype, weighted, h=2048):
+    x, weights = new(4096, h, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
     launch = launcher("permute", bind_permute)
-    launch(new(4096 * 8, 2048, dtype=dtype), x, ints(4096 * 8), ints(4096, 8), weights)
+    launch(new(4096 * 8, h, dtype=dtype), x, ints(4096 * 8), ints(4096, 8), weights)
 
 
-def run_unpermute(dtype, weighted):
-    rows, weights = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
+def run_unpermute(dtype, weighted, h=2048):
+    rows, weights = new(4096 * 8, h, dtype=dtype), new(4096, 8, dtype=torch.float32) if weighted else None
     launch = launcher("unpermute", bind_unpermute)
-    launch(new(4096, 2048, dtype=dtype), rows, ints(4096 * 8), ints(4096, 8), weights)
+    launch(new(4096, h, dtype=dtype), rows, ints(4096 * 8), ints(4096, 8), weights)
 
 
 def run_add_to_sums(dtype):
@@ -99,29 +99,29 @@ def run_add_to_sums(dtype):
         add(new(4096, 2048, dtype=dtype)[:, 512:1024], rows, rank, weights)
 
 
-def run_row_dots(dtype):
-    rows, x = new(4096 * 8, 2048, dtype=dtype), new(4096, 2048, dtype=dtype)
+def run_row_dots(dtype, h=2048):
+    rows, x = new(4096 * 8, h, dtype=dtype), new(4096, h, dtype=dtype)
     launch = launcher("row_dots", bind_row_dots)
     launch(new(4096, 8, dtype=torch.float32), rows, x, ints(4096 * 8), ints(4096, 8))
 
 
-def run_weigh_rows(dtype):
-    x, s = new(4096 * 8, 2048, dtype=dtype), new(4096, 8, dtype=torch.float32)
+def run_weigh_rows(dtype, h=2048):
+    x, s = new(4096 * 8, h, dtype=dtype), new(4096, 8, dtype=torch.float32)
     launcher("weigh_rows", bind_weigh_rows)((x, s), x, x, s, ints(4096 * 8), ints(4096, 8))
 
 
-def run_glu(activation, dtype=torch.bfloat16):
-    launcher("glu", bind_glu)(new(4096, 1024, dtype=dtype), new(4096, 2048, dtype=dtype), activation, False)
+def run_glu(activation, dtype=torch.bfloat16, h=1024):
+    launcher("glu", bind_glu)(new(4096, h, dtype=dtype), new(4096, 2 * h, dtype=dtype), activation, False)
 
 
-def run_glu_backward(activation, dtype=torch.bfloat16):
-    z, dout = new(4096, 2048, dtype=dtype), new(4096, 1024, dtype=dtype)
-    launcher("glu_backward", bind_glu_backward)(new(4096, 2048, dtype=dtype), dout, z, activation, False)
+def run_glu_backward(activation, dtype=torch.bfloat16, h=1024):
+    z, dout = new(4096, 2 * h, dtype=dtype), new(4096, h, dtype=dtype)
+    launcher("glu_backward", bind_glu_backward)(new(4096, 2 * h, dtype=dtype), dout, z, activation, False)
 
 
-def run_group_sum(scaled):
+def run_group_sum(scaled, h=2048):
     order, scale = (ints(4096 * 8), new(4096, 8, dtype=torch.float32)) if scaled else (None, None)
-    out, y = new(E, 2048, dtype=torch.float32), new(4096, 2048)
+    out, y = new(E, h, dtype=torch.float32), new(4096, h)
     launcher("group_sum", bind_group_sum)(out, y, ints(E), order, TOP_K if scaled else 1, scale)
 
 
