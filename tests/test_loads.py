@@ -1,11 +1,14 @@
-"""No product, and no kernel that moves rows, reads numbers of 8 or 16 bits one by one.
+"""Products, and kernels that move rows, read no numbers of 8 or 16 bits one by one, on any target.
 
-Such a load can't be asynchronous, so a product's loop is not pipelined: three to thirty times as slow.  It is needed
-only if rows are no whole numbers of 16 bytes.  Not meant are biases, and the entries of a sparse matrix without
-blocks, which may begin anywhere.
+Such a load can't be asynchronous, so a product's loop is not pipelined: three to thirty times as slow.  Only
+rows that are no whole numbers of 16 bytes need it.  Not meant are biases, and the entries of a sparse matrix
+without blocks, which may begin anywhere.
+
+`--cases all` compiles all combinations; otherwise some in which each of the values occurs.
 """
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -23,6 +26,7 @@ from compile_products import BF16, E4M3, E5M2, INT8, MOST_K, Dense, Shape
 WIDTHS = {"64": (2880, 2880), "16": (720, 1008), "8": (360, 1000), "8 and 64": (1400, 2048)}  # multiples of
 BLOCKS = {2880: (64, 64), 720: (16, 48), 360: (8, 40), 1400: (64, 24)}
 WEIGHTS = ["(E, out, in)", "(E, in, out)"]
+STEP = 29  # has no divisor in common with the numbers of values
 EXCUSED = {"expand_scales_kernel"}  # scales of blocks have 8 bits
 
 
@@ -102,11 +106,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("layout", WEIGHTS)
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.pairwise
+def pytest_generate_tests(metafunc):
+    combinations = list(itertools.product(TARGETS, RUNS, WEIGHTS, WIDTHS))
+    step = 1 if metafunc.config.getoption("--cases") == "all" else STEP
+    metafunc.parametrize("target, run, layout, width", combinations[::step])
+
+
 def test_loads_are_whole(target, run, layout, width):
     with compiling_for(TARGETS[target]) as launches:
         n, k = WIDTHS[width]
