@@ -1,8 +1,8 @@
 """Products, and kernels that move rows, read no numbers of 8 or 16 bits one by one, on any target.
 
 Such a load can't be asynchronous, so a product's loop is not pipelined: three to thirty times as slow.  Only
-rows that are no whole numbers of 16 bytes need it.  Not meant are biases, and the entries of a sparse matrix
-without blocks, which may begin anywhere.
+rows that are no whole numbers of 16 bytes need it.  Not meant are biases, and what may begin anywhere: the
+entries of a sparse matrix without blocks, and in ptgmm the ends of groups whose rows lie side by side.
 
 `--cases all` compiles all combinations; otherwise some in which each of the values occurs.
 """
@@ -68,8 +68,6 @@ RUNS = {
     "gmm into": lambda s: products.run_gmm_into(s, bias=False),
     "tgmm": products.run_tgmm,
     "tgmm, gathered": lambda s: products.run_tgmm_gather(s, s.transposed),
-    "ptgmm": products.run_tgmm_into,
-    "ptgmm, accumulate": lambda s: products.run_tgmm_into(s, BF16, True, of_y=True),
     "masked": masked,
     "masked, few rows": lambda s: masked(s, rows=32),
     "masked, 8 bits": lambda s: masked(s, E4M3),

@@ -204,18 +204,16 @@ def add_some(
     order_ptr,
     strides,  # m of x and of y
     TOP_K: tl.constexpr,
-    ROWS_LAST: tl.constexpr,
-    UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc + x.T @ y over a block of rows that is not all of this group."""
+    """acc + x.T @ y over a block of rows that is not all of this group.
+
+    Rows side by side are read one by one, since a group may begin anywhere.  Read in whole units, those
+    of other groups would have to be zeroed in registers, which Hopper's products may read too late.
+    """
     mask = ((m >= row) & (m < row_end))[:, None]
     source = load_source(order_ptr, m, row_end, TOP_K)
-    # rows side by side are read in whole units, with some of other groups
-    x_mask = (m < in_units(row_end + UNIT - 1, UNIT))[:, None] if ROWS_LAST else mask
-    x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * strides[0], mask=x_mask, other=0.0)
-    if ROWS_LAST:
-        x = tl.where(mask, x, 0.0)
+    x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * strides[0], mask=mask, other=0.0)
     y = tl.load(y_ptrs + m[:, None] * strides[1], mask=mask, other=0.0)
     return tl.dot(x.T, y, acc, input_precision=PRECISION)
 
@@ -232,7 +230,6 @@ def multiply_rows(
     y_stride_m,
     TOP_K: tl.constexpr,
     ROWS_LAST: tl.constexpr,
-    UNIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -242,14 +239,14 @@ def multiply_rows(
     12.8 may compute where the operands of that product lie as it enters the loop; if it skips the loop, the
     product reads any address.
     """
-    x_and_y = x_ptrs, y_ptrs, order_ptr, (x_stride_m, y_stride_m)
+    strides = x_stride_m, y_stride_m
     if ROWS_LAST:  # where rows lie side by side they are read 8 at a time, from a multiple of 8 on
         begin = row // 8 * 8 + BLOCK_K
         steps = tl.maximum(row_end - begin - 1, 0) // BLOCK_K
         some = True
         for last in tl.range(0, 2, num_stages=1):
             m = begin + tl.where(last == 1, steps * BLOCK_K, -BLOCK_K) + tl.arange(0, BLOCK_K)
-            acc = add_some(acc, m, row, row_end, *x_and_y, TOP_K, ROWS_LAST, UNIT, PRECISION)
+            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
     else:
         begin, steps = row, ((row_end - row) // BLOCK_K).to(tl.int32)
         some = steps > 0
@@ -269,7 +266,7 @@ def multiply_rows(
         rest = (row_end - row) % BLOCK_K
         if rest > 0:
             m = row_end - rest + tl.arange(0, BLOCK_K)
-            acc = add_some(acc, m, row, row_end, *x_and_y, TOP_K, ROWS_LAST, UNIT, PRECISION)
+            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
     return acc
 
 
@@ -329,7 +326,7 @@ def tgmm_kernel(
         y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
         acc = multiply_rows(
             tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptrs, y_ptrs, order_ptr, row, row_end,
-            x_strides[0], y_strides[0], TOP_K, ROWS_LAST, UNIT, BLOCK_K, PRECISION,
+            x_strides[0], y_strides[0], TOP_K, ROWS_LAST, BLOCK_K, PRECISION,
         )  # fmt: skip
 
         out_base = out_ptr + group.to(tl.int64) * out_strides[0]
