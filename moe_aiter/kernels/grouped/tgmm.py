@@ -219,6 +219,34 @@ def add_some(
 
 
 @triton.jit
+def multiply_rows_last(
+    acc, x_ptrs, y_ptrs, order_ptr, row, row_end, x_stride_m, y_stride_m,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do as `multiply_rows`, with both ends of a group apart: only a load without a mask is of 16 bytes.
+
+    They come first.  Where a product is behind a loop that may be skipped, ptxas 12.8 may compute where its
+    operands lie as it enters that loop, and nowhere else.
+    """
+    strides = x_stride_m, y_stride_m
+    begin = row // 8 * 8 + BLOCK_K
+    steps = tl.maximum(row_end - begin - 1, 0) // BLOCK_K
+    for last in tl.range(0, 2, num_stages=1):
+        m = begin + tl.where(last == 1, steps * BLOCK_K, -BLOCK_K) + tl.arange(0, BLOCK_K)
+        acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+    m = begin + tl.arange(0, BLOCK_K)
+    y_ptrs_m = y_ptrs + m[:, None] * y_stride_m
+    for _ in range(0, steps):
+        source = load_source(order_ptr, m, row_end, TOP_K)
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
+        y = tl.load(y_ptrs_m)
+        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        m += BLOCK_K
+        y_ptrs_m += BLOCK_K * y_stride_m
+    return acc
+
+
+@triton.jit
 def multiply_rows(
     acc,  # (BLOCK_M, BLOCK_N)
     x_ptrs,  # (1, BLOCK_M), of row 0
@@ -233,40 +261,29 @@ def multiply_rows(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable.
-
-    A loop before a product has at least one step, whose result is dropped if there are too few rows.  ptxas
-    12.8 may compute where the operands of that product lie as it enters the loop; if it skips the loop, the
-    product reads any address.
-    """
-    strides = x_stride_m, y_stride_m
+    """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable."""
     if ROWS_LAST:  # where rows lie side by side they are read 8 at a time, from a multiple of 8 on
-        begin = row // 8 * 8 + BLOCK_K
-        steps = tl.maximum(row_end - begin - 1, 0) // BLOCK_K
-        some = True
-        for last in tl.range(0, 2, num_stages=1):
-            m = begin + tl.where(last == 1, steps * BLOCK_K, -BLOCK_K) + tl.arange(0, BLOCK_K)
-            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+        return multiply_rows_last(
+            acc, x_ptrs, y_ptrs, order_ptr, row, row_end, x_stride_m, y_stride_m, TOP_K, BLOCK_K, PRECISION
+        )
+    m = tl.arange(0, BLOCK_K)
+    left = (row_end - row).to(tl.int32)  # masks of 64-bit rows take a third more instructions
+    y_ptrs += (row + m)[:, None] * y_stride_m
+    if order_ptr is None:
+        x_ptrs += (row + m)[:, None] * x_stride_m
     else:
-        begin, steps = row, ((row_end - row) // BLOCK_K).to(tl.int32)
-        some = steps > 0
-        steps = tl.maximum(steps, 1)
-    m = begin + tl.arange(0, BLOCK_K)
-    y_ptrs_m = y_ptrs + m[:, None] * y_stride_m
-    before = acc
-    for _ in range(0, steps):
-        source = load_source(order_ptr, m, row_end, TOP_K)
-        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=some)
-        y = tl.load(y_ptrs_m, mask=some)
+        order_ptr += row
+    for done in range(0, left, BLOCK_K):
+        live = m < left - done
+        if order_ptr is None:
+            x = tl.load(x_ptrs, mask=live[:, None], other=0.0)
+            x_ptrs += BLOCK_K * x_stride_m
+        else:
+            source = load_source(order_ptr + done, m, left - done, TOP_K)
+            x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=live[:, None], other=0.0)
+        y = tl.load(y_ptrs, mask=live[:, None], other=0.0)
         acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-        m += BLOCK_K
-        y_ptrs_m += BLOCK_K * y_stride_m
-    if not ROWS_LAST:
-        acc = tl.where(some, acc, before)
-        rest = (row_end - row) % BLOCK_K
-        if rest > 0:
-            m = row_end - rest + tl.arange(0, BLOCK_K)
-            acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
+        y_ptrs += BLOCK_K * y_stride_m
     return acc
 
 
