@@ -26,6 +26,7 @@ TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: 
 
 _choose = Scoped("tile", None)  # a function that is asked before the tables
 SCOPES.append(_choose)
+_tables = Scoped("tables", ())
 
 
 def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
@@ -36,9 +37,7 @@ def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
     if config is None and interpret:
         config = TOY
     elif config is None:
-        import triton
-
-        config = find(tables(triton.runtime.driver.active.get_current_device()), key)
+        config = find(served(), key)
     log.debug("%s: tile %s", key, config)
     return config
 
@@ -48,12 +47,10 @@ def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups
 
     Such rows are in a table because the tile is faster than the Hopper kernel.
     """
-    import triton
-
     key = key_of(op, dtype, m, n, k, groups)
     if not of_few_rows(op, key.rows):
         return False
-    row = find_row(tables(triton.runtime.driver.active.get_current_device()), key)
+    row = find_row(served(), key)
     return row is not None and of_few_rows(op, row.key.rows)
 
 
@@ -79,17 +76,25 @@ def decided_by() -> tuple:
 
 def default(key: Key) -> Config:
     """The choice where the table of this very GPU has none."""
-    import triton
-
-    return find(tables(triton.runtime.driver.active.get_current_device())[-1:], key)
+    return find(served()[-1:], key)
 
 
 def to_try(key: Key) -> list[Config]:
     """The default, and then the other candidates."""
+    arch = served()[-1]
+    return list(dict.fromkeys([default(key), *candidates(key.op, key.rows, arch)]))
+
+
+def served() -> tuple[str, ...]:
+    """The tables of the current device, or inside `tables_of` those that it names."""
+    if names := _tables.get():
+        return names
     import triton
 
-    arch = tables(triton.runtime.driver.active.get_current_device())[-1]
-    return list(dict.fromkeys([default(key), *candidates(key.op, key.rows, arch)]))
+    return tables(triton.runtime.driver.active.get_current_device())
+
+
+tables_of = _tables.set  # `with tables_of(("sm90",)):` looks up what another GPU would
 
 
 @functools.cache

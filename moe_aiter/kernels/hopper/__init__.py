@@ -27,6 +27,16 @@ MAX_GROUPS = 1024  # that a program lists in shared memory
 MANY = 128  # rows of a group that a tile is for
 
 
+class No(str):
+    """The reason why inputs are refused: falsy, so that `a and b` is the first reason there is.
+
+    A predicate is a conjunction; a condition of it that can say why it is false ends in `or No("...")`.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     on_nvidia = device.type == "cuda" and torch.version.hip is None
@@ -46,6 +56,7 @@ def implementation(module: str, name: str, fits: Callable, takes: tuple = DTYPES
         binds(run)
     run.takes = takes
     run.fits = lambda x, *rest: is_hopper(x.device) and fits(x, *rest)
+    run.fits_on_hopper = fits
     return run
 
 
@@ -54,39 +65,50 @@ def launcher(module: str, name: str) -> Callable:
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 
-def by_tma(*tensors: Tensor) -> bool:
+def by_tma(*tensors: Tensor) -> bool | No:
     """Whether there is something to copy, with columns in a row, and where TMA can address it."""
-    return all(
-        x.numel() > 0
-        and x.stride(-1) == 1
-        and x.stride(-2) % (16 // x.itemsize) == 0
-        and x.shape[-1] % (16 // x.itemsize) == 0
-        and x.data_ptr() % 16 == 0
-        for x in tensors
-    )
+    for x in tensors:
+        whole = 16 // x.itemsize
+        if not x.numel():
+            return No("there are no rows")
+        if x.stride(-1) != 1:
+            return No(f"columns of {named(x)} do not lie in a row")
+        if x.stride(-2) % whole or x.shape[-1] % whole or x.data_ptr() % 16:
+            return No(f"rows of {named(x)} are no multiples of 16 bytes")
+    return True
 
 
-def small(x: Tensor) -> bool:
+def named(x: Tensor) -> str:
+    return f"({', '.join(map(str, x.shape))})"
+
+
+def in_eights(size: int, name: str) -> bool | No:
+    """Whether `size`, which reasons call `name`, is a multiple of 8."""
+    return size % 8 == 0 or No(f"{name} = {size} is no multiple of 8")
+
+
+def small(x: Tensor) -> bool | No:
     """Whether 32 bits hold every offset in x; those of gathered rows have no more."""
-    return x.shape[0] * x.stride(0) < 2**31
+    return x.shape[0] * x.stride(0) < 2**31 or No(f"{named(x)} has 2^31 numbers or more")
 
 
-def few(w: Tensor) -> bool:
+def few(w: Tensor) -> bool | No:
     """Whether w (G, A, B) has elements, and a program has room for its groups."""
-    return w.numel() > 0 and w.shape[0] <= MAX_GROUPS
+    return (w.numel() > 0 and w.shape[0] <= MAX_GROUPS) or No(f"there are more than {MAX_GROUPS} experts")
 
 
-def weight_by_tma(w: Tensor) -> bool:
+def weight_by_tma(w: Tensor) -> bool | No:
     """Whether TMA can address the matrices of w (G, A, B), by rows or by columns."""
     w = w if w.stride(2) == 1 else w.mT
     apart = w.shape[0] == 1 or w.stride(0) > 0 and w.stride(0) % (16 // w.itemsize) == 0
-    return apart and by_tma(w) and few(w)
+    return few(w) and by_tma(w) and (apart or No(f"matrices of {named(w)} are no multiples of 16 bytes apart"))
 
 
-def stacked(w: Tensor) -> bool:
+def stacked(w: Tensor) -> bool | No:
     """Whether the matrices of w (G, A, B) are blocks of one matrix: some of its columns, whole rows apart."""
     group, row, _ = w.stride()
-    return row >= w.shape[2] and (group % row == 0 or w.shape[0] == 1)
+    blocks = row >= w.shape[2] and (group % row == 0 or w.shape[0] == 1)
+    return blocks or No(f"matrices of {named(w)} are no blocks of one matrix")
 
 
 def short(w: Tensor) -> bool:
@@ -104,7 +126,7 @@ def fits_gmm(
     x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
     dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0,
 ) -> bool:  # fmt: skip
-    fit = by_tma(x) and weight_by_tma(w) and w.shape[2] % 8 == 0
+    fit = by_tma(x) and weight_by_tma(w) and in_eights(w.shape[2], "N")
     return fit and dtype in (None, x.dtype) and not tile
 
 
@@ -119,14 +141,14 @@ def fits_segments(x: Tensor, w: Tensor, segments: int) -> bool:
 def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
     N = gate_up.shape[1] // get_activation(activation).projections
     fit = by_tma(x) and weight_by_tma(gate_up) and small(x)
-    return fit and order.numel() > 0 and N % 8 == 0
+    return fit and order.numel() > 0 and in_eights(N, "I")
 
 
 def fits_down_grad(
     dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, _
 ) -> bool:
     fit = by_tma(dout, z) and weight_by_tma(down) and small(dout)
-    return fit and down.shape[2] % 8 == 0
+    return fit and in_eights(down.shape[2], "I")
 
 
 def fits_up_fp8(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, *rest) -> bool:
