@@ -12,6 +12,7 @@ from .measure import add_measurement
 CSV = pathlib.Path("benchmarks/results/layer.csv")
 COMMANDS = {  # command: (module with add_arguments and COMMAND, perhaps a main of its own; help)
     "layer": ("layer", "MoE layers: forward pass and training step"),
+    "models": ("models", "experts of published models: a training step, by tier of kernels"),
     "gmm": ("gmm", "grouped products"),
     "deepgemm": ("masked", "masked products in 8 and 16 bits"),
     "segment": ("segment", "segment products: LoRA, decoding, dense segments"),

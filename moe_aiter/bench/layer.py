@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator
 
 import torch
@@ -328,7 +329,7 @@ def dense(p: Problem) -> Contender:
     def run() -> tuple[Tensor, Tensor]:
         return x @ gate_up.mT, a @ down.mT
 
-    douts = normal(2 * shape.intermediate), normal(shape.hidden)
+    douts = normal(shape.width), normal(shape.hidden)
     name = "batched" if p.x.is_cuda else "dense"
     return Contender(
         f"{name} matmuls of the same FLOPs", run, (x, gate_up, a, down), checked=False, dout=douts
@@ -372,6 +373,32 @@ def hugging_face(p: Problem, experts: str) -> Contender:
         routed=True,
         expert_ids=expert_ids,
     )
+
+
+def hugging_face_experts(p: Problem) -> Contender:
+    """The function under `experts_implementation="grouped_mm"`, with the checkpoint's layout of weights."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    shape = p.shape
+    up, down = (w.mT if shape.transposed else w for w in (p.gate_up, p.down))
+    up_bias, down_bias = p.biases or (None, None)
+    module = types.SimpleNamespace(
+        num_experts=shape.num_experts,
+        has_gate=shape.width > shape.intermediate,
+        has_bias=shape.bias,
+        has_post_expert_norm=False,
+        is_transposed=shape.transposed,
+        _is_expert_parallel=False,
+        **{"gate_up_proj": up, "up_proj": up, "down_proj": down},
+        **{"gate_up_proj_bias": up_bias, "up_proj_bias": up_bias, "down_proj_bias": down_bias},
+        **dict.fromkeys(("_apply_gate", "act_fn"), lambda z: activation(z, shape)),
+    )
+
+    def run() -> Tensor:
+        weights = p.routing_weights.to(p.x.dtype)  # as its routers return them
+        return grouped_mm_experts_forward(module, p.x, p.expert_ids, weights)
+
+    return Contender("Hugging Face experts, grouped_mm", run, expert_inputs(p))
 
 
 def scattermoe(p: Problem) -> Contender:

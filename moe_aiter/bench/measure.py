@@ -76,7 +76,8 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
         "--reps",
         type=count,
         metavar="N",
-        help="timed runs of each contender [25 on a GPU; 11 on a CPU, 3 for lora, offload and muon]",
+        help="timed runs of each contender "
+        "[25 on a GPU, 5 for models; 11 on a CPU, 3 for lora, models, muon, offload]",
     )
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="CSV", help="append the results to this file [none]"

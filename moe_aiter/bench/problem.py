@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.base.activations import get_activation
 from ..routing.router import route
 
 
@@ -23,6 +24,8 @@ class Shape:
     bias: bool = False
     activation: str = "swiglu"
     interleaved: bool = False  # gate and up rows in turn
+    transposed: bool = False  # weights lie in memory as (E, H, 2I) and (E, I, H)
+    checked: int | None = None  # numbers in the weights whose gradients are compared, if not CHECKED
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -33,13 +36,18 @@ class Shape:
 
     @property
     def plain(self) -> bool:
-        """Whether it is SwiGLU without biases, gate rows first: all contenders compute this."""
-        return (self.bias, self.activation, self.interleaved) == (False, "swiglu", False)
+        """Whether it is SwiGLU without biases, gate rows first, weights by rows: what all peers compute."""
+        return self.activation == "swiglu" and not (self.bias or self.interleaved or self.transposed)
+
+    @property
+    def width(self) -> int:
+        """Rows of each expert's first weight: 2I, or I without a gate."""
+        return get_activation(self.activation).projections * self.intermediate
 
     @property
     def forward_flops(self) -> int:
-        """Two for each multiplication of the three projections; a step has three times as many."""
-        return 6 * self.num_tokens * self.top_k * self.hidden * self.intermediate
+        """Two for each multiplication of the projections; a step has three times as many."""
+        return 2 * self.num_tokens * self.top_k * self.hidden * (self.width + self.intermediate)
 
 
 def per_token(hidden: int, intermediate: int, num_experts: int, top_k: int) -> dict[int, Shape]:
@@ -140,9 +148,9 @@ class Problem:
     x: Tensor  # (T, H)
     dout: Tensor  # (T, H)
     router: Tensor  # (E, H)
-    gate_up: Tensor  # (E, 2I, H)
+    gate_up: Tensor  # (E, width, H)
     down: Tensor  # (E, H, I)
-    biases: tuple[Tensor, ...]  # (E, 2I) and (E, H), or none
+    biases: tuple[Tensor, ...]  # (E, width) and (E, H), or none
     expert_ids: Tensor  # (T, k) int64
     routing_weights: Tensor  # (T, k) float32
     routing: str = "normal"
@@ -182,7 +190,7 @@ def steered(x: Tensor, router: Tensor, logits: Tensor) -> Tensor:
 def new_problem(shape: Shape, dtype: torch.dtype, device: torch.device, routing: str = "normal") -> Problem:
     """A problem with inputs of variance 1, and weights that keep it near 1."""
     torch.manual_seed(0)
-    T, H, width, E, k = shape.sizes
+    T, H, inner, E, k = shape.sizes
 
     def normal(*size: int, fan_in: int = 1) -> Tensor:
         return torch.randn(size, device=device, dtype=dtype).mul_(fan_in**-0.5)
@@ -190,14 +198,19 @@ def new_problem(shape: Shape, dtype: torch.dtype, device: torch.device, routing:
     def leaf(*size: int, fan_in: int = 1) -> Tensor:
         return normal(*size, fan_in=fan_in).requires_grad_()
 
+    def weight(rows: int, columns: int) -> Tensor:
+        size = (E, columns, rows) if shape.transposed else (E, rows, columns)
+        made = normal(*size, fan_in=columns)
+        return (made.mT if shape.transposed else made).requires_grad_()
+
     problem = Problem(
         shape,
         x=leaf(T, H),
         dout=normal(T, H),
         router=leaf(E, H, fan_in=H),
-        gate_up=leaf(E, 2 * width, H, fan_in=H),
-        down=leaf(E, H, width, fan_in=width),
-        biases=(leaf(E, 2 * width), leaf(E, H)) if shape.bias else (),
+        gate_up=weight(shape.width, H),
+        down=weight(H, inner),
+        biases=(leaf(E, shape.width), leaf(E, H)) if shape.bias else (),
         expert_ids=torch.zeros(T, k, dtype=torch.int64, device=device),
         routing_weights=torch.zeros(T, k, device=device).requires_grad_(),
         routing=routing,
@@ -207,12 +220,12 @@ def new_problem(shape: Shape, dtype: torch.dtype, device: torch.device, routing:
 
 
 def activation(z: Tensor, shape: Shape) -> Tensor:
-    """(..., 2I) -> (..., I), in plain torch; swiglu_oai is gpt-oss's (OpenAI 2025, arXiv 2508.10925)."""
+    """(..., width) -> (..., I), in plain torch; swiglu_oai is gpt-oss's (OpenAI 2025, arXiv 2508.10925)."""
+    if shape.activation not in ("swiglu", "swiglu_oai"):
+        return get_activation(shape.activation)(z, shape.interleaved)
     gate, up = (z[..., ::2], z[..., 1::2]) if shape.interleaved else z.chunk(2, -1)
     if shape.activation == "swiglu":
         return F.silu(gate) * up
-    if shape.activation != "swiglu_oai":
-        raise ValueError(f"the benchmark does not know the activation {shape.activation!r}")
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
@@ -235,7 +248,8 @@ def for_loop(p: Problem) -> Tensor:
 
 def checked_experts(shape: Shape) -> list[int]:
     """All experts, or as many, evenly spread, as a GPU can hold the gradients of in float64."""
-    count = min(shape.num_experts, max(2, CHECKED // (3 * shape.hidden * shape.intermediate)))
+    numbers = shape.hidden * (shape.width + shape.intermediate)
+    count = min(shape.num_experts, max(2, (shape.checked or CHECKED) // numbers))
     return torch.linspace(0, shape.num_experts - 1, count).round().long().unique().tolist()
 
 

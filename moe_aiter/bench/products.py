@@ -129,6 +129,7 @@ class Command:
     added: Sequence[str] = ()  # columns that older files may lack
     demands: Callable[[Iterable[bool]], bool] | None = None  # how many words of --only must match: all or any
     reps: Mapping[str, int] = dataclasses.field(default_factory=lambda: REPS)
+    goes_on: bool = False  # where one of ours cannot run, or a case does not fit in memory: a row says so
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,13 +164,18 @@ def run(command: Command, args: argparse.Namespace) -> int:
     wrong, verdicts = False, []
     for title, cells, case in cases:
         print(f"\n{title}")
-        dtype = any_dtype or case.dtypes[0]
-        problem = case.make(device, getattr(torch, dtype), 0)
-        if mistake := strangers(command, problem, only):
-            return refuse(f"bench {command.name}", mistake)
+        dtype, problem = any_dtype or case.dtypes[0], None
         if kind == "cpu" and kind not in case.devices:  # its goals are a GPU's
             case = dataclasses.replace(case, goals={})
-        rows, bad = measure(case, problem, device, only=only, reps=reps)
+        try:
+            problem = case.make(device, getattr(torch, dtype), 0)
+            if mistake := strangers(command, problem, only):
+                return refuse(f"bench {command.name}", mistake)
+            rows, bad = measure(case, problem, device, only=only, reps=reps, goes_on=command.goes_on)
+        except torch.OutOfMemoryError as error:
+            if not command.goes_on:
+                raise
+            rows, bad = [{"contender": "all", "refused": True, "note": said(error)}], True
         del problem  # before the next one is made
         wrong = wrong or bad
         verdicts += [(cells.get("family"), *verdict) for verdict in judged(case, rows)]
@@ -263,13 +269,19 @@ COMMAND = Command(
 
 
 def measure(
-    case: Case, problem: Problem, device: torch.device, *, only: list[str] | None, reps: int
+    case: Case,
+    problem: Problem,
+    device: torch.device,
+    *,
+    only: list[str] | None,
+    reps: int,
+    goes_on: bool = False,
 ) -> tuple[list[dict], bool]:
     """A row for each contender that is as good as torch, and whether one of ours is not."""
     field = contenders(case, problem, device)
     field = [c for c in field if not only or c.name == COPY or any(word in c.name for word in only)]
     timer = problem.timer or KernelTimer(device)
-    rows = check_all(field, problem.judge() if problem.judge else by_truth(problem), timer.add)
+    rows = check_all(field, problem.judge() if problem.judge else by_truth(problem), timer.add, goes_on)
     timed = [(c, row) for c, row in zip(field, rows, strict=True) if not row["refused"]]
     for (contender, row), cells in zip(timed, timer.cells(reps), strict=True):
         row |= cells
@@ -302,8 +314,13 @@ def copy_of(size: int, device: torch.device, name: str = COPY, **cells) -> Conte
     return Contender(name, copier(size, device), checked=False, ours=True, bytes=size, cells=cells)
 
 
-def check_all(field: list[Contender], judge: Judge, prepare: Callable[[Contender], dict]) -> list[dict]:
-    """The worst error of each contender, whether it is refused, and what `prepare` says of the others."""
+def check_all(
+    field: list[Contender], judge: Judge, prepare: Callable[[Contender], dict], goes_on: bool = False
+) -> list[dict]:
+    """The worst error of each contender, whether it is refused and why; what `prepare` says of the others.
+
+    An error that one of ours raises is raised, unless the command `goes_on`.
+    """
     rows = []
     for contender in progress(field, "checking", lambda contender: contender.name):
         row = {"contender": contender.name, "refused": True} | contender.cells
@@ -315,16 +332,23 @@ def check_all(field: list[Contender], judge: Judge, prepare: Callable[[Contender
                 row |= {"error": worst.error, "torch_error": worst.torch_error}
                 if worst.of_the_bar > 1:
                     far = f"{worst.error:.1e}, torch's {worst.torch_error:.1e}"
-                    print(f"{contender.name}: refused, the error of its {worst.part} is {far}")
+                    row["note"] = f"the error of its {worst.part} is {far}"
+                    print(f"{contender.name}: refused, {row['note']}")
                     continue
             row |= prepare(contender)
         except (*PEER_ERRORS, *contender.errors) as mistake:
-            if contender.ours:
+            if contender.ours and not goes_on:
                 raise
-            print(f"{contender.name} cannot run here: {type(mistake).__name__}: {mistake}")
+            row["note"] = said(mistake)
+            print(f"{contender.name} cannot run here: {row['note']}")
             continue
         row["refused"] = False
     return rows
+
+
+def said(mistake: Exception) -> str:
+    """The kind of an error and what it says first."""
+    return f"{type(mistake).__name__}: {str(mistake).partition(chr(10))[0]}"
 
 
 @torch.no_grad()

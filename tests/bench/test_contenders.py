@@ -138,7 +138,7 @@ def test_an_error_of_its_own_kind_leaves_a_peer_out(monkeypatch, capsys):
         raise contender.errors[0]("no such GPU")
 
     contender.run = run
-    assert check([contender], p) == [{"refused": True}]
+    assert check([contender], p) == [{"refused": True, "note": "DSLBaseError: no such GPU"}]
     assert "layer: SonicMoE 0.1.2 cannot run here: DSLBaseError: no such GPU" in capsys.readouterr().out
 
 

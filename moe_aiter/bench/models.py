@@ -1,0 +1,171 @@
+"""`moe-aiter bench models`: a step of published models' experts, by tier of kernels, beside other code.
+
+models.csv names the checkpoints: sizes, how weights lie in memory, gate, biases and activation.  Routing is
+given, and the weights of a model are allocated once, for all contenders.
+"""
+
+import argparse
+import csv
+import dataclasses
+import functools
+import gc
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..files import opened
+from ..kernels import hopper
+from ..kernels.experts.tiers import HOPPER, PORTABLE, meta_experts, products, tier
+from . import layer
+from .measure import PASSES, PEER_ERRORS, WHERE, Contender, PassTimer, add_list, device_name, skip
+from .problem import Problem, Shape, new_problem
+from .products import Asked, Case, Command
+from .products import Problem as Contest
+
+MODELS = pathlib.Path(__file__).with_name("models.csv")
+TIERS = (HOPPER, PORTABLE)
+PRODUCTS = ("up", "down", "down_grad", "dW_down", "dx", "dW_up")  # of a step, as `products` names them
+CHECKED = 2**28  # numbers in the weights whose gradients are compared: the map is large
+ABOUT = ("checkpoint", "layout", "gate", "biases", "activation")
+
+
+class Model(NamedTuple):
+    """A row of models.csv: a checkpoint, its sizes under tensor parallelism, or sizes of no checkpoint."""
+
+    name: str
+    families: tuple[str, ...]  # of transformers, whose checkpoints have these experts
+    shape: Shape
+    cells: dict  # of its rows
+
+
+@functools.cache
+def models() -> dict[str, Model]:
+    """The rows of models.csv by name."""
+    with opened(MODELS, newline="") as file:
+        return {row["model"]: model_of(row) for row in csv.DictReader(file)}
+
+
+def model_of(row: dict) -> Model:
+    shape = Shape(
+        *(int(row[size]) for size in layer.SIZES),
+        bias=row["biases"] == "yes",
+        activation=row["activation"],
+        interleaved=row["gate"] == "interleaved",
+        transposed=row["layout"] == "transposed",
+        checked=CHECKED,
+    )
+    cells = {name: row[name] for name in ("model", *layer.SIZES, *ABOUT)}
+    return Model(row["model"], tuple(row["families"].split()), shape, cells)
+
+
+def named(words: list[str] | None) -> list[Model]:
+    """The models that have one of these names or, where none does, a word in it; all without words."""
+    found = list(models().values())
+    if words:
+        exact = [model for model in found if model.name in words]
+        lower = [word.lower() for word in words]
+        found = exact or [m for m in found if any(word in m.name.lower() for word in lower)]
+    if not found:
+        raise ValueError(f"--model: no name contains {' or '.join(words)}; there are {', '.join(models())}")
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "models by name, or all whose name contains the word; --list prints the names [all]"
+    parser.add_argument("--model", nargs="+", metavar="NAME", help=text)
+    add_list(parser, lambda: "; ".join(models()), of="models")
+    parser.add_argument("--tier", choices=TIERS, help="our kernels to time [all that run here]")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out torch.compile, which is slow to compile"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"
+    )
+
+
+def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
+    if kind == "cpu" and not args.model:
+        raise ValueError("all models take hours on a CPU: name some with --model")
+    if args.tier == HOPPER and not (kind == "cuda" and hopper.is_hopper(torch.device("cuda", 0))):
+        raise ValueError("--tier hopper: there is no Hopper GPU")
+    for model in named(args.model):
+        make = functools.partial(contest, model.shape, args.tier, not args.no_compile)
+        case = Case(model.name, str(model.shape), make, dtypes=("bfloat16",), devices=("cuda", "cpu"))
+        yield Asked(f"{model.name}: T, H, I, E, k = {model.shape}", model.cells, case)
+
+
+COMMAND = Command(
+    "models",
+    [
+        *(*WHERE, "model", *layer.SIZES, *ABOUT, "contender"),
+        *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
+        *(*layer.HOST, "held_mib", "peak_mib", "error", "torch_error", "note", *PRODUCTS),
+    ],
+    (
+        *(
+            "{contender:<42}",
+            "{step_ms:9.3f} ms",
+            "{step_tflops:7.4g} TFLOP/s",
+            "host {step_host_ms:7.2f} ms",
+        ),
+        *("{peak_mib:8.0f} MiB", "{error:9.1e}"),
+    ),
+    asked,
+    demands=any,
+    reps={"cuda": 5, "cpu": 3},
+    goes_on=True,
+)
+
+
+def contest(
+    shape: Shape, only_tier: str | None, compiles: bool, device: torch.device, dtype: torch.dtype, seed: int
+) -> Contest:
+    if compiles:
+        torch.compiler.reset()  # it holds the model before
+    gc.collect()
+    p = new_problem(shape, dtype, device)
+    return Contest(
+        list(contenders(p, only_tier, compiles)),
+        judge=functools.partial(layer.by_loop, p),
+        timer=PassTimer(p, shape.forward_flops),
+        keeps_refused=True,
+    )
+
+
+def contenders(p: Problem, only_tier: str | None, compiles: bool) -> Iterator[Contender]:
+    """Yield our experts on each tier, the peers that can run here, and plain products."""
+    for ours in layer.our_experts(p):
+        name = HOPPER if HOPPER in ours.name else PORTABLE
+        if only_tier in (None, name):
+            yield dataclasses.replace(ours, cells=tiers(p, name))
+    peers = {"torch grouped_mm": lambda: layer.torch_grouped_mm(p)}
+    if compiles:
+        peers["torch grouped_mm, compiled"] = lambda: layer.compiled(layer.torch_grouped_mm(p))
+    peers["Hugging Face experts"] = lambda: layer.hugging_face_experts(p)
+    if p.x.is_cuda and p.shape.plain:
+        peers["SonicMoE"] = lambda: layer.sonicmoe(p)
+    for name, build in peers.items():
+        try:
+            # not checked with biases: they round z twice, and may add up the gradient of a bias in 16 bits
+            yield dataclasses.replace(build(), checked=not p.shape.bias)
+        except PEER_ERRORS as error:
+            skip(name, error)
+    yield layer.dense(p)
+
+
+def tiers(p: Problem, name: str) -> dict[str, str]:
+    """The tier of each product, and why not Hopper's: of our experts that run on the tier `name`."""
+    if not p.x.is_cuda:
+        return {}
+    why_not = ""
+    if name == PORTABLE:
+        why_not = "forced" if hopper.is_hopper(p.x.device) else f"{device_name(p.x.device)} is no Hopper GPU"
+    return {part: str(tier(product, why_not)) for part, product in products(inputs(p.shape)).items()}
+
+
+def inputs(shape: Shape):
+    """The inputs of a step's products, without memory."""
+    how = {"interleaved": shape.interleaved, "bias": shape.bias, "transposed": shape.transposed}
+    return meta_experts(shape.sizes, shape.activation, **how)
