@@ -17,7 +17,11 @@ import typing
 from .config import VERSION, SettingError, launch
 
 COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an example)
-    "info": (None, "print versions, devices, backends and settings", ""),
+    "info": (
+        "moe_aiter.integrations.checkpoints.tiers",
+        "print versions, devices, backends and settings; with --model the kernels that a model runs",
+        " --model config.json --target sm_90",
+    ),
     "train": (
         "moe_aiter.training.command",
         "train a byte-level language model with MoE layers",
@@ -59,7 +63,7 @@ def run(argv: list[str] | None) -> int:
     for name, (module, text, example) in COMMANDS.items():
         example = f"Example: moe-aiter {name}{example}"
         command = commands.add_parser(name, help=text, description=text, epilog=example)
-        if module and name in argv[:1]:  # the others are not even imported
+        if name in argv[:1]:  # the others are not even imported
             importlib.import_module(module).add_arguments(command)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a letter that the terminal's encoding lacks
@@ -71,7 +75,9 @@ def run(argv: list[str] | None) -> int:
     from .training import UsageError, out_of_memory, summary
 
     try:
-        return importlib.import_module(module).main(args) if module else info()
+        if args.command == "info" and args.model is None:
+            return info()
+        return importlib.import_module(module).main(args)
     except (SettingError, BackendError) as error:
         mistake = str(error)
     except BrokenPipeError:

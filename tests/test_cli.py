@@ -58,7 +58,7 @@ def test_help_and_version_need_no_torch(flag, starts):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(starts)
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "plot", "report", "bench", "tune", "convert"])
+@pytest.mark.parametrize("command", ["info", "train", "sample", "plot", "report", "bench", "tune", "convert"])
 def test_help_of_a_command(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
