@@ -6,6 +6,7 @@ The README gets a summary, between two markers; benchmarks/FIGURES.md gets all, 
 import contextlib
 import csv
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -13,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from ..files import need, opened, read_text
 from .layer import ADDED
 from .measure import refuse
+from .models import PRODUCTS
 from .parallel import SYMMETRIC
 from .problem import DEFAULT, GROUPS, SHAPES
 
@@ -148,10 +150,17 @@ def lines_of_shares(source: pathlib.Path) -> dict[str, list[dict]]:
 
 
 def draw(rows: list[dict], place: pathlib.Path, shares: pathlib.Path) -> None:
-    """Write the plots that have figures to `place`/docs; `shares` is the CSV of `bench parallel`."""
-    todo = {name: (plot, lines) for name, plot in PLOTS.items() if (lines := lines_of(rows, plot))}
-    if lines := lines_of_shares(shares):
-        todo[PARALLEL] = SHARES, lines
+    """Write the plots that have figures to `place`/docs; `shares` is the CSV of `bench parallel`.
+
+    Beside it is that of `bench models`.
+    """
+    plots = [(name, plot, lines_of(rows, plot)) for name, plot in PLOTS.items()]
+    plots.append((PARALLEL, SHARES, lines_of_shares(shares)))
+    todo = {
+        name: functools.partial(draw_panels, plot=plot, lines=lines) for name, plot, lines in plots if lines
+    }
+    if speeds := speeds_of_models(shares.with_name(MODELS)):
+        todo[MAP] = functools.partial(draw_speeds, speeds=speeds)
     if not todo:
         return
     try:
@@ -160,10 +169,12 @@ def draw(rows: list[dict], place: pathlib.Path, shares: pathlib.Path) -> None:
         print(f"no plots: {error}", file=sys.stderr)
         return
     (place / "docs").mkdir(exist_ok=True)
-    for name, (plot, lines) in todo.items():
+    for name, paint in todo.items():
         figure = matplotlib_figure.Figure(figsize=(12, 5), layout="constrained")
-        draw_panels(figure, plot, lines)
-        figure.savefig(place / "docs" / name, dpi=120)
+        paint(figure)
+        figure.savefig(
+            place / "docs" / name, dpi=120, **({"metadata": {"Date": None}} if name == MAP else {})
+        )
 
 
 def draw_panels(figure, plot: Plot, lines: dict[str, list[dict]]) -> None:
@@ -187,6 +198,97 @@ def draw_panels(figure, plot: Plot, lines: dict[str, list[dict]]) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
+MODELS, MAP = "models.csv", "models.svg"  # of `bench models`, and its figure
+MAP_TITLE = (
+    "Speed of a step of published models' experts, forward and backward, as a multiple of torch's grouped_mm"
+)
+BARS = {  # by the end of a contender's name: its label
+    ", hopper": "Hopper kernels",
+    ", triton": "portable kernels",
+}
+YARDSTICKS = {"torch": "torch grouped_mm", "bmm": "batched matmuls of the same FLOPs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """Our speeds for one model, from its last run with both tiers' or one tier's time."""
+
+    model: str
+    device: str
+    by: dict[str, dict[str, float]]  # yardstick -> label of our kernels -> how many times as fast they are
+    why: str  # which products are portable on a Hopper GPU
+
+
+def speeds_of_models(source: pathlib.Path) -> list[Speeds]:
+    """The speeds of each model, of the last device in the file, as models.csv lists them; none without it."""
+    if not source.exists():
+        return []
+    with reading(source), opened(source, newline="") as file:
+        rows = list(csv.DictReader(file))
+        rows = [row for row in rows if row["device"] == rows[-1]["device"]]
+        found = []
+        for model, part in grouped(rows, lambda row: row["model"]):
+            part = [
+                row for row, old in zip(part, earlier(named_shapes(part, "model")), strict=True) if not old
+            ]
+            ms = {row["contender"]: float(row["step_ms"]) for row in part if row["step_ms"]}
+            ours = {text: t for end, text in BARS.items() for name, t in ms.items() if name.endswith(end)}
+            by = {
+                name: {text: ms[contender] / t for text, t in ours.items()}
+                for name, contender in YARDSTICKS.items()
+                if contender in ms
+            }
+            why = [
+                f"{p}: {row[p].partition(': ')[2]}" for row in part for p in PRODUCTS if is_portable(row, p)
+            ]
+            found.append(Speeds(model, part[0]["device"], by, "; ".join(why)))
+    return [speeds for speeds in found if any(speeds.by.values())]
+
+
+def is_portable(row: dict, product: str) -> bool:
+    """Whether the product of this row, of our kernels for Hopper, is not one of them."""
+    return row["contender"].endswith(", hopper") and row[product].startswith("portable")
+
+
+def named_shapes(rows: list[dict], subject: str) -> list[dict]:
+    return [row | {"shape": row[subject]} for row in rows]
+
+
+def draw_speeds(figure, speeds: list[Speeds]) -> None:
+    """Draw two bars for each model: our times as fast as torch, by tier."""
+    figure.set_size_inches(9, 1.5 + 0.3 * len(speeds))
+    axis, height = figure.subplots(), 0.8 / len(BARS)
+    for number, text in enumerate(BARS.values()):
+        points = [
+            (place + number * height, s.by["torch"][text])
+            for place, s in enumerate(speeds)
+            if text in s.by.get("torch", {})
+        ]
+        if points:
+            axis.barh(*zip(*points, strict=True), height=height, color=f"C{number}", label=text)
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set_yticks([place + height / 2 for place in range(len(speeds))], labels=[s.model for s in speeds])
+    axis.invert_yaxis()
+    axis.margins(y=0.01)
+    axis.grid(axis="x", alpha=0.3)
+    figure.suptitle(f"{MAP_TITLE}\n{speeds[0].device}, bfloat16", fontsize=10)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(BARS))
+
+
+def map_image(speeds: list[Speeds], folder: str) -> list[str]:
+    return [f"![{MAP_TITLE}]({folder}/{MAP})\n"] * bool(speeds)
+
+
+def map_section(speeds: list[Speeds]) -> str:
+    """The figure and a table: how many times as fast our kernels are, and what no Hopper kernel computes."""
+    pairs = [(text, name) for name in YARDSTICKS for text in BARS.values()]
+    table = [["a step", *(f"{text}, by {name}" for text, name in pairs), "portable on a Hopper GPU"]]
+    for s in speeds:
+        cells = (s.by.get(name, {}).get(text) for text, name in pairs)
+        table.append([s.model, *(f"{cell:.2f}" if cell else "–" for cell in cells), s.why or "–"])
+    return "\n".join(["", *map_image(speeds, "../docs"), markdown(table)]) if speeds else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The columns of one CSV: those with figures, and those that name what was measured."""
@@ -200,6 +302,14 @@ class Report:
 
 
 REPORTS = {
+    MODELS: Report(
+        "Published models",
+        ("step_ms", "step_host_ms", "peak_mib"),
+        "ms of a step, GPU / host / peak MiB",
+        ("device", "dtype"),
+        "model",
+        ("tokens", "hidden", "intermediate", "experts", "top_k", "layout", "gate", "activation"),
+    ),
     "gmm.csv": Report(
         "Grouped products",
         ("tflops",),
@@ -268,6 +378,8 @@ def products(folder: pathlib.Path) -> str:
         if source.exists():
             with reading(source):
                 sections.append(section(REPORTS[source.name], source))
+            if source.name == MODELS:
+                sections.append(map_section(speeds_of_models(source)))
     if (source := folder / FAMILIES).exists():
         with reading(source):
             sections.append(families(source))
@@ -277,7 +389,7 @@ def products(folder: pathlib.Path) -> str:
 def section(report: Report, source: pathlib.Path) -> str:
     with opened(source, newline="") as file:
         # one name for what has a row; tiles beside the chosen one are trials
-        rows = [row | {"shape": row[report.subject]} for row in csv.DictReader(file) if not row.get("tile")]
+        rows = named_shapes([row for row in csv.DictReader(file) if not row.get("tile")], report.subject)
     rows = newest(rows, lambda row: tuple(row[name] for name in (*report.tables, "shape", "contender")))
     lines = [f"\n## {report.title}\n"]
     for values, part in grouped(rows, lambda row: tuple(row[name] for name in report.tables)):
@@ -323,13 +435,17 @@ def table_of(report: Report, rows: list[dict]) -> str:
     sizes = {row["shape"]: ", ".join(row[size] for size in report.sizes if row[size]) for row in rows}
     names = sorted({row["contender"]: None for row in rows}, key=lambda name: "moe_aiter" not in name)
     cells = {
-        (row["contender"], row["shape"]): " / ".join(written(row[f]) for f in report.figures if row[f])
-        + MARK * old
+        (row["contender"], row["shape"]): figures_or_note(row, report) + MARK * old
         for row, old in zip(rows, earlier(rows), strict=True)
     }
     head = [f"{report.unit}, of {report.subject} ({', '.join(report.sizes)})", *names]
     table = [[f"{s} ({sizes[s]})", *(cells.get((name, s), "–") for name in names)] for s in sizes]
     return markdown([head, *table])
+
+
+def figures_or_note(row: dict, report: Report) -> str:
+    figures = " / ".join(written(row[f]) for f in report.figures if row[f])
+    return figures or row.get("note", "").replace("|", "/")
 
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
@@ -370,7 +486,7 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
         with reading(source):
             rows = read(source)
             last = figures(rows)
-            short, full = summary(rows), whole(last) + products(source.parent)
+            short, full = summary(rows, source.parent), whole(last) + products(source.parent)
             draw(last, document.parent, source.with_name("parallel.csv"))
     except Damaged as error:
         return refuse("bench report", str(error))
@@ -400,9 +516,11 @@ def figures(rows: list[dict]) -> list[dict]:
     return newest(rows, lambda r: (*kind(r), r["shape"], r["contender"]))
 
 
-def summary(rows: list[dict]) -> str:
-    """For the README: a few rows of one run, the plots, and a link to the rest."""
-    return "\n".join([*tables(of_one_run(rows), [TFLOPS]), *images(figures(rows), "docs"), ALL])
+def summary(rows: list[dict], folder: pathlib.Path) -> str:
+    """For the README: the figure of models, if there are results in the folder; a few rows of one run, the
+    plots, and a link to the rest."""
+    first = map_image(speeds_of_models(folder / MODELS), "docs")
+    return "\n".join([*first, *tables(of_one_run(rows), [TFLOPS]), *images(figures(rows), "docs"), ALL])
 
 
 def of_one_run(rows: list[dict]) -> list[dict]:

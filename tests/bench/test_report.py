@@ -121,7 +121,9 @@ def refused(tmp_path):
 def test_the_documents_hold_the_figures_of_the_csv():
     text, rows = (ROOT / "README.md").read_text(), report.read(ROOT / bench.CSV)
     assert report.BEGIN in text and report.END in text
-    assert report.replaced(text, report.summary(rows)) == text, "run `moe-aiter bench report`"
+    assert report.replaced(text, report.summary(rows, (ROOT / bench.CSV).parent)) == text, (
+        "run `moe-aiter bench report`"
+    )
     full = report.whole(report.figures(rows)) + report.products((ROOT / bench.CSV).parent)
     assert full == (ROOT / report.FIGURES).read_text(), "run `moe-aiter bench report`"
 
