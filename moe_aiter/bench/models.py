@@ -5,10 +5,12 @@ given, and the weights of a model are allocated once, for all contenders.
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import functools
 import gc
+import importlib
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -90,10 +92,21 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
         raise ValueError("all models take hours on a CPU: name some with --model")
     if args.tier == HOPPER and not (kind == "cuda" and hopper.is_hopper(torch.device("cuda", 0))):
         raise ValueError("--tier hopper: there is no Hopper GPU")
-    for model in named(args.model):
+    chosen = named(args.model)
+    freeze(not args.no_compile)
+    for model in chosen:
         make = functools.partial(contest, model.shape, args.tier, not args.no_compile)
         case = Case(model.name, str(model.shape), make, dtypes=("bfloat16",), devices=("cuda", "cpu"))
         yield Asked(f"{model.name}: T, H, I, E, k = {model.shape}", model.cells, case)
+
+
+def freeze(compiles: bool) -> None:
+    """Exempt what contenders import from garbage collection, which each measurement of memory runs."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("transformers.integrations.moe")
+    if compiles:
+        torch.compiler.reset()  # which imports the compiler
+    gc.freeze()
 
 
 COMMAND = Command(
