@@ -463,7 +463,7 @@ def picked(name: str, *inputs) -> Callable:
 def runs(impl: Callable, x: Tensor, *rest) -> bool:
     """Return whether an implementation takes the dtype, and does not say that the inputs do not fit."""
     fits = getattr(impl, "fits", None)
-    return x.dtype in getattr(impl, "takes", (x.dtype,)) and (fits is None or fits(x, *rest))
+    return x.dtype in getattr(impl, "takes", (x.dtype,)) and (fits is None or bool(fits(x, *rest)))
 
 
 Kernel = TypeVar("Kernel", bound=Callable)
