@@ -86,7 +86,7 @@ FIELDS = [
     *("transformers", "model", "layers", "tokens", "sequence", "vocabulary", "parameters_m", "attention"),
     *("training", "contender", "steps", "step_ms", "p20", "p80", "host_ms", "tokens_per_s", "peak_gib"),
     *(f"loss_{i + 1}" for i in range(LOSSES)),
-    "reason",
+    "note",
 ]
 
 
@@ -185,8 +185,8 @@ def row_of(name: str, how: str, contender: str, args: argparse.Namespace) -> dic
         cells = measure(name, how, contender, args)
     except Exception as error:
         first = str(error).strip().partition("\n")[0].partition(". ")[0]
-        cells = {"reason": f"{type(error).__name__}: {first}"}
-        text = cells["reason"]
+        cells = {"note": f"{type(error).__name__}: {first.replace('|', '/')}"}
+        text = cells["note"]
     else:
         text = f"{cells['tokens_per_s']:8} tokens/s, {cells['step_ms']:8.1f} ms"
         if args.device == "cuda":
@@ -246,10 +246,11 @@ def main() -> int:
             print(f"\n{name}, {args.layers} layers, {args.tokens} tokens, {how}")
             sizes = {"layers": args.layers, "tokens": args.tokens, "sequence": args.sequence}
             sizes |= {"vocabulary": config_of(name, args).vocab_size, "attention": attention_of(name, args)}
-            about = where | {"model": name, "training": how, "steps": args.steps} | sizes
+            model = f"{name}, widths / {args.divide}" if args.divide > 1 else name
+            about = where | {"model": model, "training": how, "steps": args.steps} | sizes
             for contender in args.contender:
                 cells = row_of(name, how, contender, args)
-                failed |= contender == OURS and "reason" in cells
+                failed |= contender == OURS and "note" in cells
                 if args.out:
                     append(args.out, [about | {"contender": contender} | cells], FIELDS)
     return int(failed)

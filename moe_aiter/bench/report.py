@@ -55,11 +55,11 @@ def earlier(rows: list[dict]) -> list[bool]:
 
 
 def versions(rows: list[dict]) -> str:
-    runs = grouped(rows, lambda r: (r["torch"], r["triton"], r["date"]))
+    runs = grouped(rows, lambda r: (r["torch"], r["triton"], r.get("transformers", ""), r["date"]))
     commits = {run: ", ".join(sorted({r["commit"] for r in part})) for run, part in runs}
     texts = (
-        f"torch {torch}, Triton {triton}, commit {commits[torch, triton, date]}, {date}"
-        for torch, triton, date in sorted(commits)
+        f"torch {torch}, Triton {triton}, {f'transformers {hf}, ' if hf else ''}commit {commit}, {date}"
+        for (torch, triton, hf, date), commit in sorted(commits.items())
     )
     return "; ".join(texts)
 
@@ -342,6 +342,14 @@ REPORTS = {
         "shape",
         ("tokens", "hidden", "intermediate", "experts", "top_k", "rank"),
     ),
+    "whole_model.csv": Report(
+        "Whole models",
+        ("tokens_per_s", "peak_gib"),
+        "tokens/s / peak GiB",
+        ("device", "dtype", "layers", "tokens", "training"),
+        "model",
+        ("sequence", "vocabulary", "attention"),
+    ),
     "offload.csv": Report(
         "Frozen experts in host memory",
         ("ms", "inference_ms", "step_ms", "step_of_bound"),
@@ -435,7 +443,7 @@ def table_of(report: Report, rows: list[dict]) -> str:
     sizes = {row["shape"]: ", ".join(row[size] for size in report.sizes if row[size]) for row in rows}
     names = sorted({row["contender"]: None for row in rows}, key=lambda name: "moe_aiter" not in name)
     cells = {
-        (row["contender"], row["shape"]): figures_or_note(row, report) + MARK * old
+        (row["contender"], row["shape"]): figures_or_note(row, report.figures) + MARK * old
         for row, old in zip(rows, earlier(rows), strict=True)
     }
     head = [f"{report.unit}, of {report.subject} ({', '.join(report.sizes)})", *names]
@@ -443,9 +451,45 @@ def table_of(report: Report, rows: list[dict]) -> str:
     return markdown([head, *table])
 
 
-def figures_or_note(row: dict, report: Report) -> str:
-    figures = " / ".join(written(row[f]) for f in report.figures if row[f])
-    return figures or row.get("note", "").replace("|", "/")
+def figures_or_note(row: dict, figures: tuple[str, ...]) -> str:
+    return " / ".join(written(row[f]) for f in figures if row[f]) or row.get("note", "").replace("|", "/")
+
+
+WHOLE = "whole_model.csv"
+WHOLE_MARKS = "<!-- whole models: begin -->", "<!-- whole models: end -->"
+SETTING = "device", "dtype", "layers", "tokens", "date", "commit"
+
+
+def whole_models(source: pathlib.Path) -> str:
+    """Return a table for the README's first lines: full training on a GPU, in the last run of whole_model.py.
+
+    A row for each model that ran with our experts and with grouped_mm; "" if no run has one.
+    """
+    if not source.exists():
+        return ""
+    with reading(source), opened(source, newline="") as file:
+        rows = [r for r in csv.DictReader(file) if r["training"] == "full" and r["peak_gib"]]
+        runs = [run for _, run in grouped(rows, lambda r: tuple(r[n] for n in SETTING)) if pairs(run)]
+        if not runs:
+            return ""
+        table = [["tokens/s / peak GiB", "moe_aiter", "grouped_mm", "times as fast"]]
+        for model, pair in pairs(runs[-1]).items():
+            ours, theirs = (float(r["tokens_per_s"]) for r in pair)
+            cells = (figures_or_note(r, REPORTS[WHOLE].figures) for r in pair)
+            table.append([model, *cells, f"{ours / theirs:.2f}"])
+        device, dtype, layers, tokens, *_ = (runs[-1][0][name] for name in SETTING)
+        return (
+            f"Whole models in transformers, {layers} layers of the published widths: a training step with "
+            f"AdamW, {tokens} tokens, on one {device}, {dtype} ({versions(runs[-1])}; "
+            f"[more]({FIGURES.as_posix()}#whole-models)).\n\n{markdown(table)}"
+        )
+
+
+def pairs(rows: list[dict]) -> dict[str, list[dict]]:
+    """Model -> its last rows with our experts and with grouped_mm, if there are both."""
+    last = {(r["model"], r["contender"]): r for r in rows}
+    found = {r["model"]: [last.get((r["model"], name)) for name in (OURS, "grouped_mm")] for r in rows}
+    return {model: pair for model, pair in found.items() if all(pair)}
 
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
@@ -487,20 +531,24 @@ def update(source: pathlib.Path, document: pathlib.Path) -> int:
             rows = read(source)
             last = figures(rows)
             short, full = summary(rows, source.parent), whole(last) + products(source.parent)
+            models = whole_models(source.with_name(WHOLE))
             draw(last, document.parent, source.with_name("parallel.csv"))
     except Damaged as error:
         return refuse("bench report", str(error))
     figures_document = document.parent / FIGURES
     figures_document.parent.mkdir(exist_ok=True)
     figures_document.write_text(full)
-    document.write_text(replaced(text, short))
+    text = replaced(text, short)
+    if WHOLE_MARKS[0] in text:
+        text = replaced(text, models, *WHOLE_MARKS)
+    document.write_text(text)
     return 0
 
 
-def replaced(text: str, part: str) -> str:
+def replaced(text: str, part: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with another part between its markers."""
-    head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{part}{END}{rest.partition(END)[2]}"
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{part}{end}{rest.partition(end)[2]}"
 
 
 def read(source: pathlib.Path) -> list[dict]:
