@@ -40,16 +40,15 @@ def test_losses_are_those_of_transformers(name, monkeypatch, tmp_path):
     pytest.importorskip("peft", reason="PEFT is not installed")
     path = tmp_path / "whole.csv"
     hows = ["full", "full+checkpointing", "lora", "lora+checkpointing"]
-    names = ["moe_aiter", "grouped_mm", "eager"]
-    argv = "--model", name, "--training", *hows, "--contender", *names, "--out", path
+    argv = "--model", name, "--training", *hows, "--out", path
     assert run(monkeypatch, *TINY, *SHORT, *argv) == 0
-    rows = rows_of(path)
+    rows, names = rows_of(path), ("moe_aiter", "grouped_mm")
     assert [(r["training"], r["contender"]) for r in rows] == [(how, n) for how in hows for n in names]
     assert all(r["model"] == f"{name}, widths / 16" and float(r["tokens_per_s"]) > 0 for r in rows)
     for how in hows:
-        ours, *theirs = (losses(r) for r in rows if r["training"] == how)
+        ours, theirs = (losses(r) for r in rows if r["training"] == how)
         assert ours[0] - 1e-3 > ours[1] > ours[2]
-        assert all(other == pytest.approx(ours, abs=3e-4) for other in theirs)
+        assert theirs == pytest.approx(ours, abs=3e-4)
 
 
 @pytest.mark.parametrize("name", whole_model.MODELS)
@@ -64,12 +63,15 @@ def test_our_experts_run_fused_at_the_published_widths(name, monkeypatch):
 
 
 def test_compiled_layers(monkeypatch, tmp_path):
+    """Without a graph break."""
+    pytest.importorskip("peft", reason="PEFT is not installed")
     compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda m: compile(m, backend="aot_eager", fullgraph=True))
-    argv = *TINY, *SHORT, "--model", "gpt-oss-20b", "--out", tmp_path / "whole.csv"
-    assert run(monkeypatch, *argv, "--training", "full", "full+compile", "full+checkpointing+compile") == 0
-    rows = rows_of(tmp_path / "whole.csv")
-    assert all(losses(r) == pytest.approx(losses(rows[0]), abs=3e-4) for r in rows)
+    hows = "full", "full+checkpointing+compile", "lora", "lora+compile"
+    argv = "--model", "gpt-oss-20b", "--contender", "moe_aiter", "--training", *hows
+    assert run(monkeypatch, *TINY, *SHORT, *argv, "--out", tmp_path / "whole.csv") == 0
+    rows = [losses(row) for row in rows_of(tmp_path / "whole.csv")]
+    assert rows[1] == pytest.approx(rows[0], abs=3e-4) and rows[3] == pytest.approx(rows[2], abs=3e-4)
 
 
 def test_a_contender_that_cannot_run_has_its_reason(monkeypatch, tmp_path, capsys):
