@@ -140,9 +140,7 @@ def test_the_report_has_a_table_and_the_readme_the_last_run(tmp_path):
             figures("grouped_mm", commit="old", tokens_per_s=8),
             figures("moe_aiter", tokens_per_s=122912),
             figures("grouped_mm", tokens_per_s=88500, peak_gib=41.0),
-            figures(
-                "batched_mm", tokens_per_s="", peak_gib="", note="OutOfMemoryError: CUDA out of memory"
-            ),
+            figures("batched_mm", tokens_per_s="", peak_gib="", note="OutOfMemoryError: CUDA out of memory"),
             figures("moe_aiter", model="alone"),
             figures("moe_aiter", training="lora", tokens_per_s=7),
             figures("grouped_mm", training="lora", tokens_per_s=6),

@@ -41,8 +41,8 @@ def test_each_product_has_sizes_and_a_tier(info):
 
 
 def test_reasons(info):
-    found = kernels(info(QWEN | {"moe_intermediate_size": 360}))
-    assert found["down"][1] == "portable: K = 360 is no multiple of 64"
+    found = kernels(info(QWEN | {"moe_intermediate_size": 356}))
+    assert found["up"][1] == "portable: I = 356 is no multiple of 8"
     assert kernels(info(QWEN, "--tokens", "64"))["down"][1].startswith(
         "portable: it is faster for so few rows"
     )

@@ -194,59 +194,6 @@ def load_source(order_ptr, m, end, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def add_some(
-    acc,  # (BLOCK_M, BLOCK_N)
-    m,  # (BLOCK_K,), of which [row, row_end) count
-    row,
-    row_end,
-    x_ptrs,  # (1, BLOCK_M), of row 0
-    y_ptrs,  # (1, BLOCK_N), of row 0
-    order_ptr,
-    strides,  # m of x and of y
-    TOP_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """acc + x.T @ y over a block of rows that is not all of this group.
-
-    Rows side by side are read one by one, since a group may begin anywhere.  Read in whole units, those
-    of other groups would have to be zeroed in registers, which Hopper's products may read too late.
-    """
-    mask = ((m >= row) & (m < row_end))[:, None]
-    source = load_source(order_ptr, m, row_end, TOP_K)
-    x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * strides[0], mask=mask, other=0.0)
-    y = tl.load(y_ptrs + m[:, None] * strides[1], mask=mask, other=0.0)
-    return tl.dot(x.T, y, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def multiply_rows_last(
-    acc, x_ptrs, y_ptrs, order_ptr, row, row_end, x_stride_m, y_stride_m,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Do as `multiply_rows`, with both ends of a group apart: only a load without a mask is of 16 bytes.
-
-    They come first.  Where a product is behind a loop that may be skipped, ptxas 12.8 may compute where its
-    operands lie as it enters that loop, and nowhere else.
-    """
-    strides = x_stride_m, y_stride_m
-    begin = row // 8 * 8 + BLOCK_K
-    steps = tl.maximum(row_end - begin - 1, 0) // BLOCK_K
-    for last in tl.range(0, 2, num_stages=1):
-        m = begin + tl.where(last == 1, steps * BLOCK_K, -BLOCK_K) + tl.arange(0, BLOCK_K)
-        acc = add_some(acc, m, row, row_end, x_ptrs, y_ptrs, order_ptr, strides, TOP_K, PRECISION)
-    m = begin + tl.arange(0, BLOCK_K)
-    y_ptrs_m = y_ptrs + m[:, None] * y_stride_m
-    for _ in range(0, steps):
-        source = load_source(order_ptr, m, row_end, TOP_K)
-        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
-        y = tl.load(y_ptrs_m)
-        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-        m += BLOCK_K
-        y_ptrs_m += BLOCK_K * y_stride_m
-    return acc
-
-
-@triton.jit
 def multiply_rows(
     acc,  # (BLOCK_M, BLOCK_N)
     x_ptrs,  # (1, BLOCK_M), of row 0
@@ -257,32 +204,69 @@ def multiply_rows(
     x_stride_m,
     y_stride_m,
     TOP_K: tl.constexpr,
-    ROWS_LAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable."""
-    if ROWS_LAST:  # where rows lie side by side they are read 8 at a time, from a multiple of 8 on
-        return multiply_rows_last(
-            acc, x_ptrs, y_ptrs, order_ptr, row, row_end, x_stride_m, y_stride_m, TOP_K, BLOCK_K, PRECISION
-        )
     m = tl.arange(0, BLOCK_K)
-    left = (row_end - row).to(tl.int32)  # masks of 64-bit rows take a third more instructions
     y_ptrs += (row + m)[:, None] * y_stride_m
     if order_ptr is None:
         x_ptrs += (row + m)[:, None] * x_stride_m
     else:
         order_ptr += row
-    for done in range(0, left, BLOCK_K):
-        live = m < left - done
+    for done in range(0, row_end - row, BLOCK_K):
+        left = tl.minimum(row_end - row - done, BLOCK_K).to(tl.int32)  # or masks take twice the instructions
+        live = (m < left)[:, None]
         if order_ptr is None:
-            x = tl.load(x_ptrs, mask=live[:, None], other=0.0)
+            x = tl.load(x_ptrs, mask=live, other=0.0)
             x_ptrs += BLOCK_K * x_stride_m
         else:
-            source = load_source(order_ptr + done, m, left - done, TOP_K)
-            x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=live[:, None], other=0.0)
-        y = tl.load(y_ptrs, mask=live[:, None], other=0.0)
+            source = load_source(order_ptr + done, m, left, TOP_K).to(tl.int64)[:, None]
+            x = tl.load(x_ptrs + source * x_stride_m, mask=live, other=0.0)
+        y = tl.load(y_ptrs, mask=live, other=0.0)
         acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        y_ptrs += BLOCK_K * y_stride_m
+    return acc
+
+
+@triton.jit
+def multiply_rows_last(
+    acc,
+    x_ptrs,
+    y_ptrs,
+    order_ptr,
+    row,
+    row_end,
+    x_stride_m,
+    y_stride_m,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Do as `multiply_rows`, 8 rows at a time, where rows of x lie side by side.
+
+    The ends of a group, which may begin anywhere, are read row by row.  Read in whole units, rows of other
+    groups would have to be zeroed in registers, which Hopper's products may read too late.  Ends come first:
+    where a product is behind a loop that may be skipped, ptxas 12.8 may compute where its operands lie as it
+    enters that loop, and nowhere else.
+    """
+    begin = row // 8 * 8 + BLOCK_K
+    steps = tl.maximum(row_end - begin - 1, 0) // BLOCK_K
+    for last in tl.range(0, 2, num_stages=1):
+        m = begin + tl.where(last == 1, steps * BLOCK_K, -BLOCK_K) + tl.arange(0, BLOCK_K)
+        live = ((m >= row) & (m < row_end))[:, None]
+        source = load_source(order_ptr, m, row_end, TOP_K)
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=live, other=0.0)
+        y = tl.load(y_ptrs + m[:, None] * y_stride_m, mask=live, other=0.0)
+        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+    m = begin + tl.arange(0, BLOCK_K)
+    y_ptrs += m[:, None] * y_stride_m
+    for _ in range(0, steps):
+        source = load_source(order_ptr, m, row_end, TOP_K)
+        x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m)
+        y = tl.load(y_ptrs)
+        acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        m += BLOCK_K
         y_ptrs += BLOCK_K * y_stride_m
     return acc
 
@@ -318,6 +302,7 @@ def tgmm_kernel(
     PRECISION: tl.constexpr,
 ):
     N, K, x_strides, y_strides, out_strides = in_units((N, K, x_strides, y_strides, out_strides), UNIT)
+    ADD: tl.constexpr = multiply_rows_last if ROWS_LAST else multiply_rows
     # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
@@ -341,9 +326,9 @@ def tgmm_kernel(
 
         x_ptrs = x_ptr + (k % K).to(tl.int64)[None, :] * x_strides[1]
         y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
-        acc = multiply_rows(
+        acc = ADD(
             tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptrs, y_ptrs, order_ptr, row, row_end,
-            x_strides[0], y_strides[0], TOP_K, ROWS_LAST, BLOCK_K, PRECISION,
+            x_strides[0], y_strides[0], TOP_K, BLOCK_K, PRECISION,
         )  # fmt: skip
 
         out_base = out_ptr + group.to(tl.int64) * out_strides[0]

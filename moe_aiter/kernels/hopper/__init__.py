@@ -101,7 +101,7 @@ def weight_by_tma(w: Tensor) -> bool | No:
     """Whether TMA can address the matrices of w (G, A, B), by rows or by columns."""
     w = w if w.stride(2) == 1 else w.mT
     apart = w.shape[0] == 1 or w.stride(0) > 0 and w.stride(0) % (16 // w.itemsize) == 0
-    return few(w) and by_tma(w) and (apart or No(f"matrices of {named(w)} are no multiples of 16 bytes apart"))
+    return few(w) and by_tma(w) and (apart or No(f"matrices of {named(w)} are not whole units apart"))
 
 
 def stacked(w: Tensor) -> bool | No:

@@ -4,13 +4,11 @@ The consumers leave dout times the weights, rounded to 16 bits, to a warpgroup t
 writes dz and s * a while they multiply the next tile.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
 
 from ... import tuning
-from ...tuning import Config
 from ..base.activations import get_activation
 from ..base.launch import num_programs
 from ..base.sources import arriving, bind_passes
@@ -30,7 +28,6 @@ from .gluon import (
     mbarrier,
     ragged,
     ragged_descriptor,
-    shared_layout,
     tile_options,
     tma,
     tma_load,
@@ -238,9 +235,7 @@ def down_grad_kernel(
     UP: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     TOP_K: gl.constexpr,
-    LAYOUT: gl.constexpr,  # rows or columns
-    EVEN_K: gl.constexpr,
-    LAYOUTS: gl.constexpr,  # in shared memory: of the rows gathered, of a half of a tile, of a strip of z
+    WEIGHTS: gl.constexpr,  # their LAYOUT, rows or columns, and whether K is a whole number of blocks
     BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -254,10 +249,13 @@ def down_grad_kernel(
     N, K = 8 * N, 8 * K  # the compiler sees that they are multiples
     PROJECTIONS: gl.constexpr = 1 if UP is None else 2
     WIDTH: gl.constexpr = LINE // 2 if INTERLEAVED else LINE
-    A_LAYOUT: gl.constexpr = LAYOUTS[0]
-    TILE: gl.constexpr = LAYOUTS[1]
-    Z_TILE: gl.constexpr = LAYOUTS[2]
-    a = gl.allocate_shared_memory(dout_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
+    LAYOUT: gl.constexpr = WEIGHTS[0]
+    EVEN_K: gl.constexpr = WEIGHTS[1]
+    dtype: gl.constexpr = dout_ptr.dtype.element_ty
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, WIDTH], z_desc.dtype)
+    Z_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STRIP, LINE], z_desc.dtype)
+    a = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
     b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, LAYOUT)
     ring = make_ring(a, b, True, STAGES)
     handoff = make_handoff(z_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
@@ -290,7 +288,7 @@ def down_grad_kernel(
         WIDTH,
     )
     scales = Scales(dout_scale_ptr, 0, 1, w_scale_ptr, group_scales(N, K, SUMS[1]), 1, M, SUMS[1])
-    VECTOR: gl.constexpr = 128 // dout_ptr.dtype.element_ty.primitive_bitwidth
+    VECTOR: gl.constexpr = 128 // dtype.primitive_bitwidth
     dout = Gather(dout_ptr, dout_stride, order_ptr, TOP_K, VECTOR)
     # longer rows take the warps that gather them more registers, of 512 for a thread of each warpgroup
     LONG: gl.constexpr = [152, 136, 72] if SPAN > 0 else [160, 128, 64]
@@ -310,16 +308,6 @@ def down_grad_kernel(
 # launcher
 
 
-@functools.cache  # so that each launch passes the same objects
-def layouts(dtype: torch.dtype, z_dtype: torch.dtype, c: Config, interleaved: bool) -> tuple:
-    """Return the layouts of gathered rows, of a block of a consumer's half of a tile, of a strip of z."""
-    return (
-        shared_layout(dtype, c.block_m, c.block_k),
-        shared_layout(z_dtype, c.block_m // 2, LINE.value // (2 if interleaved else 1)),
-        shared_layout(z_dtype, STRIP.value, LINE.value),
-    )
-
-
 def bind_down_grad(i, blocks: bool = False) -> Callable:
     """Bind `expert_down_grad`.  dout and down may have 8 bits, the latter K-major: then `launch` is given the
     scales, float32, of the rows (R,) and of the weights (E, I), or of `blocks` of both."""
@@ -333,8 +321,7 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
     launch_for = bind_passes(
         down_grad_kernel, (programs,),
         **kernel_functions(act), INTERLEAVED=i.interleaved, TOP_K=i.rank.shape[1],
-        LAYOUT="rows" if rows else "columns", EVEN_K=K % c.block_k == 0,
-        LAYOUTS=layouts(i.dout.dtype, i.z.dtype, c, i.interleaved), BLOCK_G=block_g(E),
+        WEIGHTS=("rows" if rows else "columns", K % c.block_k == 0), BLOCK_G=block_g(E),
         SUMS=(span_of(i.dout, c, i.z.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sizes = R, E, N // 8, K // 8, i.dout.stride(0) * i.dout.itemsize // 16

@@ -22,7 +22,6 @@ from .gluon import (
     kind_of,
     ragged,
     ragged_descriptor,
-    shared_layout,
     store_wait,
     tile_options,
     tma,
@@ -163,11 +162,9 @@ def expert_up_kernel(
     ACTIVATION: gl.constexpr,
     UP: gl.constexpr,
     INTERLEAVED: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    WEIGHTS: gl.constexpr,  # their LAYOUT, and whether K is a whole number of blocks
     WRITES: gl.constexpr,  # whether z, and whether a
     TOP_K: gl.constexpr,
-    A_LAYOUT: gl.constexpr,
-    EVEN_K: gl.constexpr,
     BLOCK_G: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -180,7 +177,11 @@ def expert_up_kernel(
     SPAN: gl.constexpr = SUMS[0]
     GATED: gl.constexpr = UP is not None
     N, K = 8 * N, 8 * K  # the compiler sees that they are multiples
-    a = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
+    LAYOUT: gl.constexpr = WEIGHTS[0]
+    EVEN_K: gl.constexpr = WEIGHTS[1]
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
+    a = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], A_LAYOUT)
     b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, LAYOUT)
     PIECES: gl.constexpr = 2 if GATED and not INTERLEAVED else 1
     z_shape: gl.constexpr = [CONSUMERS * PIECES] + z_desc.block_type.shape
@@ -195,7 +196,7 @@ def expert_up_kernel(
     WRITE_Z: gl.constexpr = WRITES[0]
     WRITE_A: gl.constexpr = WRITES[1]
     store = UpStore(z_desc, a_desc, z_out, a_out, bias_ptr, N, ACTIVATION, UP, INTERLEAVED, WRITE_Z, WRITE_A)
-    x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    x = Gather(x_ptr, x_stride, order_ptr, TOP_K, 128 // dtype.primitive_bitwidth)
     PROJECTIONS: gl.constexpr = 2 if GATED else 1
     w_group = group_scales(PROJECTIONS * N, K, SUMS[1])
     scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_group, 2 if INTERLEAVED else 1, M, SUMS[1])
@@ -232,9 +233,8 @@ def bind_expert_up(
     launch_for = bind_passes(
         expert_up_kernel, (programs,),
         **kernel_functions(act), INTERLEAVED=interleaved, WRITES=(write_z, write_a),
-        LAYOUT=("gate_up_" if paired else "") + ("rows" if rows else "columns"),
-        TOP_K=i.rank.shape[1], A_LAYOUT=shared_layout(i.x.dtype, c.block_m, c.block_k),
-        EVEN_K=K % c.block_k == 0, BLOCK_G=block_g(E),
+        WEIGHTS=(("gate_up_" if paired else "") + ("rows" if rows else "columns"), K % c.block_k == 0),
+        TOP_K=i.rank.shape[1], BLOCK_G=block_g(E),
         SUMS=(span_of(i.x, c, dtype or i.x.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sizes = R, E, N // 8, K // 8, i.x.stride(0) * i.x.itemsize // 16

@@ -13,7 +13,7 @@ from moe_aiter.op import IMPLS, runs
 from moe_aiter.routing.plan import make_plan
 
 pytestmark = [pytest.mark.no_interpreter, pytest.mark.no_host]
-ROWS, ODD, FEW = (8192, 2048, 768, 128, 8), (10007, 1000, 360, 13, 3), (64, 2048, 768, 128, 8)
+ROWS, ODD, FEW = (8192, 2048, 768, 128, 8), (10007, 1000, 356, 13, 3), (64, 2048, 768, 128, 8)
 
 
 def tiers(shape, why_not="", **how):
@@ -35,14 +35,17 @@ def test_the_predicates_of_the_op_decide(shape, transposed, dtype, monkeypatch):
         assert (found.name == "hopper") == (found.why == "")
 
 
-def test_whole_rows_run_on_hopper():
-    assert {name: str(t) for name, t in tiers(ROWS).items()} == dict.fromkeys(tiers(ROWS), "hopper")
+@pytest.mark.parametrize("shape", [ROWS, (10007, 1000, 360, 13, 3)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_whole_units_of_16_bytes_run_on_hopper(shape, transposed):
+    found = tiers(shape, transposed=transposed, bias=True)
+    assert {name: str(t) for name, t in found.items()} == dict.fromkeys(found, "hopper")
 
 
 def test_reasons():
     odd = tiers(ODD)
-    assert odd["dx"] == ("portable", "K = 720 is no multiple of 64")
-    assert str(odd["down"]) == "portable: K = 360 is no multiple of 64"
+    assert odd["down_grad"] == ("portable", "rows of (13, 1000, 356) are no multiples of 16 bytes")
+    assert str(odd["down"]) == "portable: rows of (30021, 356) are no multiples of 16 bytes"
     assert tiers(FEW)["dx"].why == "it is faster for so few rows of an expert"
     assert tiers(ROWS, dtype=torch.float32)["up"].why == "torch.float32 has no Hopper kernel"
     assert {t.why for t in tiers(ROWS, "sm_80 is no Hopper GPU").values()} == {"sm_80 is no Hopper GPU"}
