@@ -252,9 +252,9 @@ def run_scaled(
     bind(i)(new(rows, n, dtype=out), i)
 
 
-def run_scaled_groups(n=2048, k=4096, x=INT8, out=BF16):
+def run_scaled_groups(n=2048, k=4096, x=INT8, out=BF16, bias=True):
     floats, rows = {"dtype": F32}, TOKENS * 4
-    more = new(TOKENS, **floats), new(GROUPS, n, **floats), new(GROUPS, n)
+    more = new(TOKENS, **floats), new(GROUPS, n, **floats), new(GROUPS, n) if bias else None
     weight, order = new(GROUPS, n, k, dtype=x).mT, ints(rows)
     i = ScaledGroupsInputs(new(TOKENS, k, dtype=x), weight, ints(GROUPS), *more, order, 4, out)
     bind_scaled_gmm(i)(new(rows, n, dtype=out), i)

@@ -1,7 +1,7 @@
 """Products, and kernels that move rows, read no numbers of 8 or 16 bits one by one, on any target.
 
 Such a load can't be asynchronous, so a product's loop is not pipelined: three to thirty times as slow.  Only
-rows that are no whole numbers of 16 bytes need it.  Not meant are biases, and what may begin anywhere: the
+rows of an odd number of 16-bit numbers need it.  Not meant are biases, and what may begin anywhere: the
 entries of a sparse matrix without blocks, and in ptgmm the ends of groups whose rows lie side by side.
 
 `--cases all` compiles all combinations; otherwise some in which each of the values occurs.
@@ -23,8 +23,11 @@ from aot import PRODUCTS, TARGETS, compiling_for
 from compile_four_bit import run_four_bit
 from compile_products import BF16, E4M3, E5M2, INT8, MOST_K, Dense, Shape
 
-WIDTHS = {"64": (2880, 2880), "16": (720, 1008), "8": (360, 1000), "8 and 64": (1400, 2048)}  # multiples of
-BLOCKS = {2880: (64, 64), 720: (16, 48), 360: (8, 40), 1400: (64, 24)}
+WIDTHS = {  # multiples of
+    **{"64": (2880, 2880), "16": (720, 1008), "8": (360, 1000), "8 and 64": (1400, 2048)},
+    **{"4": (724, 1004), "2": (722, 1006)},
+}
+BLOCKS = {2880: (64, 64), 720: (16, 48), 360: (8, 40), 1400: (64, 24), 724: (4, 20), 722: (2, 38)}
 WEIGHTS = ["(E, out, in)", "(E, in, out)"]
 STEP = 29  # has no divisor in common with the numbers of values
 EXCUSED = {"expand_scales_kernel"}  # scales of blocks have 8 bits
@@ -91,7 +94,7 @@ RUNS = {
     "scaled, int8, long": lambda s: scaled(s, INT8, k=MOST_K // 1024 * 1024 + 1024 + 16),
     "scaled, e4m3": lambda s: scaled(s, E4M3),
     "scaled, e5m2, few rows": lambda s: scaled(s, E5M2, 32),
-    "scaled groups": lambda s: products.run_scaled_groups(2 * s.n, 2 * s.k),
+    "scaled groups": lambda s: products.run_scaled_groups(2 * s.n, 2 * s.k, bias=False),
     "blocks": lambda s: sparse(s, products.run_sparse, transposed=s.transposed),
     "blocks, gradient": lambda s: sparse(s, products.run_sparse_grad),
     "permute": lambda s: rows.run_permute(BF16, True, s.k),

@@ -8,6 +8,7 @@ the numbers that it loads by its piece of x and adds them up in float32; then th
 Programs are small, a few columns each, and there are thousands of them, so some begin while others end.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -216,7 +217,7 @@ def bind_one_row(i: GemmInputs, config: tuning.Config | None) -> Callable:
     config = config or tuning.lookup("gemm_row", i.x.dtype, 1, B * N, K, 1)
     alpha, beta, bias_stride, c_strides = epilogue_of(i)
     lengths = K, i.x.stride(0) if B > 1 else 0, i.w.stride(0) if B > 1 else 0, i.w.stride(2)
-    unit = 1 if any(n % WIDEST for n in lengths) else WIDEST
+    unit = math.gcd(WIDEST, *lengths)
     K, x_stride, *w_strides = (n // unit for n in lengths)
     kernel = bind_kernel(
         one_row_kernel, (cdiv(N, config.block_n), B), ACTIVATION=in_triton(i.activation),

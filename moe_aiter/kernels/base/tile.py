@@ -1,6 +1,7 @@
 """Triton helpers shared by the grouped kernels."""
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,9 @@ from .launch import cdiv, next_power_of_2, num_programs, tl, triton
 
 # what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
 TILE_DTYPES = (torch.float16, torch.float32) if interpret else (torch.float16, torch.bfloat16, torch.float32)
+
+
+FOUND = tl.constexpr(16)  # Triton tells apart arguments that are multiples of it
 
 
 @triton.jit
@@ -55,15 +59,21 @@ def group_rows(group, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def in_units(n, UNIT: tl.constexpr):
-    """Tell the compiler that n, or each of a tuple, is 1 or a multiple of UNIT: it then loads whole units."""
-    if UNIT == 1:
+    """Tell the compiler that an argument n, or each of a tuple, is 1 or a multiple of UNIT: see `unit_of`."""
+    if UNIT == 1 or UNIT == FOUND:
         return n
     elif isinstance(n, tl.tuple):
         return [in_units(part, UNIT) for part in n]
     elif isinstance(n, tl.tensor):
-        return n // UNIT * UNIT
+        return whole_units(n, UNIT)
     else:
         return n
+
+
+@triton.jit
+def whole_units(n, UNIT: tl.constexpr):
+    """n, rounded down to a multiple of UNIT, which the compiler sees."""
+    return n // UNIT * UNIT
 
 
 @triton.jit
@@ -202,13 +212,13 @@ def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
     return options
 
 
-def unit_of(itemsize: int, sizes: Sequence[int], *strides: Sequence[int]) -> int:
-    """Return how many items are 16 bytes, if all sizes, and all strides but 1, are multiples of it; else 1.
+def unit_of(sizes: Sequence[int], *strides: Sequence[int]) -> int:
+    """Return the largest of 1, 2, 4, 8 and 16 that divides all sizes, and all strides but 1.
 
-    Triton by itself finds only multiples of 16, and loses them at a minimum.
+    Kernels load so many numbers at once, of 16 bytes at most.  Triton by itself finds multiples of 16 alone,
+    and loses them at a minimum.
     """
-    unit, numbers = 16 // itemsize, [*sizes, *(n for of in strides for n in of if n != 1)]
-    return 1 if interpret or any(n % unit for n in numbers) else unit
+    return 1 if interpret else math.gcd(FOUND.value, *sizes, *(n for of in strides for n in of if n != 1))
 
 
 def choose_tile(

@@ -45,7 +45,7 @@ from ..base.gemm_row import (
     takes_row,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, num_programs, tl
-from ..base.tile import TILE_DTYPES, in_units, multiply, swizzle, tile_options, unit_of
+from ..base.tile import TILE_DTYPES, in_units, multiply, swizzle, tile_options, unit_of, whole_units
 
 # precision
 
@@ -198,7 +198,7 @@ def gemm_kernel(
     x_ptrs = x_base + m_read[:, None] * x_stride_m + k[None, :] * x_stride_k
     w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    depth = in_units(tl.minimum(K - split * part, part), UNIT)
+    depth = whole_units(tl.minimum(K - split * part, part), UNIT)
     acc = multiply(acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION)
 
     mask = (m < M)[:, None] & (n < N)[None, :]
@@ -247,7 +247,7 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     alpha, beta, bias_stride, c_strides = epilogue_of(i)
     kernel = bind_kernel(
         gemm_kernel, (tiles * splits,), ACTIVATION=in_triton(i.activation),
-        UNIT=unit_of(i.x.itemsize, (N, K), i.x.stride(), i.w.stride(), c_strides),
+        UNIT=unit_of((N, K), i.x.stride(), i.w.stride(), c_strides),
         EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     numbers = B, M, N, K, part, alpha, beta, i.x.stride(), i.w.stride(), bias_stride, c_strides

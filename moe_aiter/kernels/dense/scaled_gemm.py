@@ -41,7 +41,17 @@ from ..base.fp8 import (
     product,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import dense, is_transposed, locate, row_tiles, swizzle, tile_options
+from ..base.tile import (
+    dense,
+    in_units,
+    is_transposed,
+    locate,
+    row_tiles,
+    swizzle,
+    tile_options,
+    unit_of,
+    whole_units,
+)
 
 LARGEST = 128 * 128  # numbers of a tile of float32
 SPAN = tl.constexpr(65536)  # of them that int32 sums where there are more
@@ -111,6 +121,7 @@ def scaled_gemm_kernel(
     X_FORMAT: tl.constexpr,
     W_FORMAT: tl.constexpr,
     PROMOTED: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -120,6 +131,7 @@ def scaled_gemm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    strides = in_units(strides, UNIT)
     group, row, row_end, tile_n = place(
         M, N, G, group_sizes_ptr, BLOCK_G, BLOCK_M, BLOCK_N, GROUP_M, NUM_DIES
     )
@@ -137,7 +149,7 @@ def scaled_gemm_kernel(
 
     x_ptrs = x_ptr + m_read[:, None] * strides[0] + k[None, :]
     w_ptrs = w_ptr + real_group * strides[1] + n_read[None, :] * strides[2] + k[:, None]
-    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
+    depth = whole_units(tl.where(group < G, K, 0), UNIT)  # rows past the last group become zeros
     integers: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     acc = tl.zeros(
         (BLOCK_N, BLOCK_M) if TRANSPOSED else (BLOCK_M, BLOCK_N), tl.int32 if integers else tl.float32
@@ -146,7 +158,7 @@ def scaled_gemm_kernel(
         total = acc.to(tl.int64)
         for first in range(0, depth, SPAN):
             part = scaled_products(
-                acc, x_ptrs + first, w_ptrs + first, tl.minimum(depth - first, SPAN),
+                acc, x_ptrs + first, w_ptrs + first, whole_units(tl.minimum(depth - first, SPAN), UNIT),
                 X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, BLOCK_K, EVEN_K, PRECISION,
             )  # fmt: skip
             total += part.to(tl.int64)
@@ -269,15 +281,16 @@ def bind_product(i: ScaledGroupsInputs, M: int) -> Callable:
     if i.dtype.itemsize == 4 and config.block_m * config.block_n > LARGEST:
         config = dataclasses.replace(config, block_n=config.block_n // 2)
     rows = cdiv(M, config.block_m) if i.group_sizes is None else row_tiles(M, G, config.block_m)
+    strides = x.stride(0), *w.stride()[::2]
     kernel = bind_kernel(
         scaled_gemm_kernel, (rows * cdiv(N, config.block_n),),
         LONG=long, TRANSPOSED=is_transposed(config, x),
-        X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x),
+        X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x), UNIT=unit_of((K,), strides),
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     of_x = 0 if i.x_scale is None else i.x_scale.stride(0)
     of_w, of_bias = ((0, 0) if t is None else t.stride() for t in (i.w_scale, i.bias))
-    numbers = M, N, K, G, i.top_k, (x.stride(0), *w.stride()[::2]), (of_x, *of_w), of_bias
+    numbers = M, N, K, G, i.top_k, strides, (of_x, *of_w), of_bias
 
     def launch(out, i):
         x, w = operands(i)

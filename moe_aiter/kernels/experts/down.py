@@ -318,7 +318,7 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     launch_for = bind_passes(
         expert_down_grad_kernel, (tiles_m * tiles_n,),
         **act.triton_fns, INTERLEAVED=i.interleaved,
-        UNIT=unit_of(i.dout.itemsize, (N, K), i.dout.stride(), i.down.stride()),
+        UNIT=unit_of((N, K), i.dout.stride(), i.down.stride()),
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     numbers = R, N, K, E, i.rank.shape[1], tiles_m, i.dout.stride(), i.down.stride()

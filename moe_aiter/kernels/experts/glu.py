@@ -177,7 +177,7 @@ def bind_glu(i: GluInputs) -> Callable:
     channels = i.z.shape[1] // act.projections
     grid, blocks = tile(rows, channels)
     strides = channel_strides(i.z, channels, i.interleaved)
-    unit, numbers = unit_of(i.z.itemsize, (channels,), strides), (rows, channels, strides)
+    unit, numbers = unit_of((channels,), strides), (rows, channels, strides)
     kernel = bind_kernel(glu_kernel, grid, **act.triton_fns, UNIT=unit, **blocks)
     return lambda out, i: kernel(i.z, out, *numbers)
 
@@ -190,7 +190,7 @@ def bind_glu_backward(i: GluBackwardInputs) -> Callable:
     like_dz = i.z.new_empty(0, i.z.shape[1])  # contiguous, as dz is
     z_strides = (channel_strides(t, channels, i.interleaved) for t in (i.z, like_dz))
     strides = i.dout.stride(), *z_strides
-    unit, numbers = unit_of(i.z.itemsize, (channels,), *strides), (rows, channels, *strides)
+    unit, numbers = unit_of((channels,), *strides), (rows, channels, *strides)
     kernel = bind_kernel(glu_backward_kernel, grid, **act.triton_fns, UNIT=unit, **blocks)
     return lambda dz, i: kernel(i.dout, i.z, dz, *numbers)
 

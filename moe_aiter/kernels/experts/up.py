@@ -230,7 +230,7 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     tiles_n = cdiv(N, config.block_n // act.projections)
     launch_for = bind_passes(
         expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved,
-        UNIT=unit_of(i.x.itemsize, (N, K), i.x.stride(), i.gate_up.stride()),
+        UNIT=unit_of((N, K), i.x.stride(), i.gate_up.stride()),
         BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.x), **tile_options(config),
     )  # fmt: skip

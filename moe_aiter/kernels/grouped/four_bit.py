@@ -224,7 +224,7 @@ def bind_four_bit_gmm(i: FourBitInputs) -> Callable:
     kernel = bind_kernel(
         four_bit_gmm_kernel, (tiles_m * cdiv(N, config.block_n),),
         FORMAT=i.format, WIDTH=FORMATS[i.format].block, TRANSPOSE=i.transpose,
-        UNIT=unit_of(i.x.itemsize, (N, K), i.x.stride()), BLOCK_G=next_power_of_2(G + 1),
+        UNIT=unit_of((N, K), i.x.stride()), BLOCK_G=next_power_of_2(G + 1),
         EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     expand = bind_expand_scales(i)

@@ -228,7 +228,7 @@ def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
     grid, persistent = walk(tiles_m * cdiv(N, config.block_n), i.programs, i.lhs)
     kernel = bind_kernel(
         gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent,
-        UNIT=unit_of(i.lhs.itemsize, (N, K), i.lhs.stride(), i.rhs.stride(), out_strides),
+        UNIT=unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides),
         BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.lhs), **tile_options(config, amd),
     )  # fmt: skip

@@ -187,7 +187,7 @@ def bind_masked_gmm(i: MaskedInputs) -> Callable:
         masked_gmm_kernel, (G * cdiv(M, config.block_m) * cdiv(N, config.block_n),),
         SHUFFLED=i.shuffled, VECTOR=16 // w.itemsize, TRANSPOSED=transposed,
         X_FORMAT=x_format, W_FORMAT=w_format, PROMOTED=is_promoted(x), EVEN_K=K % config.block_k == 0,
-        UNIT=unit_of(x.itemsize, (N, K), x.stride(), w_strides, i.out.stride()), **tile_options(config, amd),
+        UNIT=unit_of((N, K), x.stride(), w_strides, i.out.stride()), **tile_options(config, amd),
     )  # fmt: skip
     numbers = G, M, N, K, x.stride(), w_strides, *scales, i.out.stride()
 

@@ -39,6 +39,7 @@ from ..base.tile import (
     swizzle,
     tile_options,
     unit_of,
+    whole_units,
 )
 from .segments import (
     ENOUGH,
@@ -219,7 +220,7 @@ def segment_gmm_kernel(
     if group > ((G + 1 if INDPTR else G) if ZERO_REST else G - 1):
         return
     k_start = tl.program_id(1).to(tl.int64) * part
-    depth = in_units(tl.where(weight >= 0, tl.minimum(K - k_start, part), 0).to(tl.int32), UNIT)
+    depth = whole_units(tl.where(weight >= 0, tl.minimum(K - k_start, part), 0).to(tl.int32), UNIT)
     m = row + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -363,7 +364,7 @@ def bind_segments(
     tiles = max(cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
     flags = {"INDPTR": i.indptr is not None, "ZERO_REST": zero_rest, "BLOCK_G": next_power_of_2(pieces + 1)}
     sizes, strides, options = (M, N, K, G, W), (i.x.stride(), i.w.stride()), tile_options(config)
-    options["UNIT"] = unit_of(i.x.itemsize, (N, K), *strides)
+    options["UNIT"] = unit_of((N, K), *strides)
     split_k, add_split_k = 1, None
     if short:  # a program for some columns of a row tile
         width = min(max(tiles // ENOUGH, 1), 8) * config.block_n

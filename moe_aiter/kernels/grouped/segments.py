@@ -267,7 +267,7 @@ def bind_segment_tgmm(i: SegmentTgmmInputs) -> Callable:
     out_strides = (N * K, 1, K) if columns_first and splits == 1 else (K * N, N, 1)
     kernel = bind_kernel(
         segment_tgmm_kernel, (tiles, splits), INDPTR=i.indptr is not None,
-        UNIT=unit_of(i.x.itemsize, (N, K), i.x.stride(), i.y.stride(), out_strides),
+        UNIT=unit_of((N, K), i.x.stride(), i.y.stride(), out_strides),
         BLOCK_G=next_power_of_2(G + 1), **tile_options(config),
     )  # fmt: skip
     numbers = M, N, K, G, W, cdiv(M, splits), i.x.stride(), i.y.stride(), out_strides

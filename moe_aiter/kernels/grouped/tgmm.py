@@ -443,7 +443,7 @@ def bind_product(
     kernel = bind_kernel(
         tgmm_kernel, grid, TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y,
         ROWS_LAST=rows_last, PERSISTENT=persistent,
-        UNIT=unit_of(x.itemsize, (N, K, M if rows_last else 0), x.stride(), y.stride(), out_strides),
+        UNIT=unit_of((N, K, M if rows_last else 0), x.stride(), y.stride(), out_strides),
         BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
     )  # fmt: skip
     numbers = M, N, K, G, x.stride(), y.stride(), out_strides, sums_strides

@@ -299,7 +299,7 @@ def block_of(columns: int) -> int:
 @takes(*TRITON_DTYPES)
 def bind_permute(i: PermuteInputs) -> Callable:
     (T, H), block = i.x.shape, block_of(i.x.shape[1])
-    unit = unit_of(i.x.itemsize, (H,), i.x.stride())
+    unit = unit_of((H,), i.x.stride())
     kernel = bind_kernel(permute_kernel, (T, cdiv(H, block)), TOP_K=i.rank.shape[1], UNIT=unit, BLOCK_H=block)
     sizes = i.order.shape[0], H, i.x.stride()
     return lambda out, i: kernel(i.x, *dense(i.order, i.rank, i.routing_weights), out, *sizes)
@@ -321,7 +321,7 @@ def bind_unpermute_columns(
     """
     (T, top_k), block = choices, block_of(columns)
     constants = {"TOP_K": top_k, "UNROLLED": top_k <= UNROLL, "BLOCK_H": block}
-    constants["UNIT"] = unit_of(2, (columns, out_stride), rows_strides)
+    constants["UNIT"] = unit_of((columns, out_stride), rows_strides)
     if some:
         constants |= {"TOKENS": TOKENS, "BLOCK_K": next_power_of_2(top_k)}
         kernel, sizes = bind_kernel(unpermute_some_kernel, (cdiv(T, TOKENS),), **constants), (T, columns)
@@ -348,7 +348,7 @@ def bind_unpermute(i: PermuteInputs) -> Callable:
 def bind_row_dots(i: RowDotsInputs) -> Callable:
     H, top_k = i.x.shape[1], i.rank.shape[1]
     strides = i.rows.stride(), i.x.stride()
-    unit = unit_of(i.x.itemsize, (H,), *strides)
+    unit = unit_of((H,), *strides)
     kernel = bind_kernel(row_dots_kernel, (i.rank.numel(),), TOP_K=top_k, UNIT=unit, BLOCK_H=block_of(H))
     return lambda out, i: kernel(i.rows, i.x, i.rank.contiguous(), out, H, *strides)
 

@@ -38,7 +38,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import TILE_DTYPES, dense, group_rows, in_units, unit_of
+from ..base.tile import TILE_DTYPES, dense, group_rows, in_units, unit_of, whole_units
 from .permute import block_of, check_values
 
 
@@ -97,8 +97,8 @@ def sum_rows(
     """
     acc = tl.zeros((BLOCK_M, n.shape[0]), tl.float32)
     columns = n.to(tl.int64)[None, :] * y_strides[1]
-    read_end = in_units(row_end + UNIT - 1, UNIT)
-    for start in range(in_units(row, UNIT), row_end, BLOCK_M):
+    read_end = whole_units(row_end + UNIT - 1, UNIT)
+    for start in range(whole_units(row, UNIT), row_end, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         m_mask = m < read_end
         choice = m if order_ptr is None else tl.maximum(tl.load(order_ptr + m, mask=m_mask, other=0), 0)
@@ -159,7 +159,7 @@ def bind_sum_groups(
     """Return `launch(out, y, group_sizes, order, scale)` of `group_sum` for M rows in G groups."""
     block_n, sizes = 64, (M, N, G, top_k, y_strides, out_strides)
     kernel = bind_kernel(
-        group_sum_kernel, (G, cdiv(N, block_n)), UNIT=unit_of(2, (N,), y_strides),
+        group_sum_kernel, (G, cdiv(N, block_n)), UNIT=unit_of((N,), y_strides),
         BLOCK_G=next_power_of_2(G), BLOCK_M=32, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
 
@@ -297,7 +297,7 @@ def new_weigh_rows(i: WeighRowsInputs) -> tuple[Tensor, Tensor]:
 def bind_weigh_rows(i: WeighRowsInputs) -> Callable:
     N = i.x.shape[1]
     strides = i.x.stride(), i.y.stride()
-    unit, sizes = unit_of(i.x.itemsize, (N,), *strides), (*i.x.shape, *strides)
+    unit, sizes = unit_of((N,), *strides), (*i.x.shape, *strides)
     kernel = bind_kernel(weigh_rows_kernel, (i.rank.numel(),), UNIT=unit, BLOCK=block_of(N))
     return lambda outs, i: kernel(i.x, i.y, *dense(i.routing_weights, i.order, i.rank), *outs, *sizes)
 

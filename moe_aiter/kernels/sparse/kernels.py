@@ -20,7 +20,7 @@ from torch import Tensor
 from ... import tuning
 from ..base.check import packed
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import at_least_16, in_units, multiply, swizzle, tile_options, unit_of
+from ..base.tile import at_least_16, in_units, multiply, swizzle, tile_options, unit_of, whole_units
 from .pattern import count, num_blocks
 
 
@@ -105,7 +105,7 @@ def sparse_blocks_kernel(
         if EVEN_K:
             x, w = tl.load(x_step), tl.load(w_step)
         else:
-            k_mask = k < in_units(tl.minimum(BLOCK_IN, K - other * BLOCK_IN) - k_start, UNIT)
+            k_mask = k < whole_units(tl.minimum(BLOCK_IN, K - other * BLOCK_IN) - k_start, UNIT)
             x = tl.load(x_step, mask=k_mask[None, :], other=0.0)
             w = tl.load(w_step, mask=k_mask[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
@@ -206,7 +206,7 @@ def bind_blocks(i: SparseInputs) -> Callable:
     kernel = bind_kernel(
         sparse_blocks_kernel, (cdiv(M, c.block_m) * cdiv(N, block[1]) * cdiv(block[1], c.block_n),),
         BLOCK_IN=block[0], BLOCK_OUT=block[1],
-        UNIT=unit_of(i.x.itemsize, (N, K, *block), i.x.stride(), values.stride()),
+        UNIT=unit_of((N, K, *block), i.x.stride(), values.stride()),
         EVEN_K=block[0] % c.block_k == 0 and K % block[0] == 0,
         EVEN_N=block[1] % c.block_n == 0, **tile_options(c),
     )  # fmt: skip
@@ -227,7 +227,7 @@ def bind_blocks_grad(i: SparseGradInputs) -> Callable:
     kernel = bind_kernel(
         sparse_blocks_grad_kernel, (L * cdiv(block[0], c.block_m) * cdiv(block[1], c.block_n),),
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
-        UNIT=unit_of(i.left.itemsize, (N, K, *block), i.left.stride(), i.right.stride()),
+        UNIT=unit_of((N, K, *block), i.left.stride(), i.right.stride()),
         EVEN_N=whole and N % block[0] == 0 and K % block[1] == 0, EVEN_M=M % c.block_k == 0, **options,
     )  # fmt: skip
     numbers = base, base + L, M, N, K, i.left.stride(), i.right.stride()
