@@ -94,14 +94,16 @@ def small(x: Tensor) -> bool | No:
 
 def few(w: Tensor) -> bool | No:
     """Whether w (G, A, B) has elements, and a program has room for its groups."""
-    return (w.numel() > 0 and w.shape[0] <= MAX_GROUPS) or No(f"there are more than {MAX_GROUPS} experts")
+    many = w.shape[0] <= MAX_GROUPS or No(f"there are more than {MAX_GROUPS} experts")
+    return many and (w.numel() > 0 or No("there are no weights"))
 
 
 def weight_by_tma(w: Tensor) -> bool | No:
     """Whether TMA can address the matrices of w (G, A, B), by rows or by columns."""
     w = w if w.stride(2) == 1 else w.mT
-    apart = w.shape[0] == 1 or w.stride(0) > 0 and w.stride(0) % (16 // w.itemsize) == 0
-    return few(w) and by_tma(w) and (apart or No(f"matrices of {named(w)} are not whole units apart"))
+    aligned = w.shape[0] == 1 or w.stride(0) % (16 // w.itemsize) == 0
+    apart = aligned and w.stride(1) >= w.shape[2]
+    return few(w) and by_tma(w) and (apart or No(f"rows of {named(w)} overlap, or matrices are not aligned"))
 
 
 def stacked(w: Tensor) -> bool | No:
@@ -188,7 +190,7 @@ def fits_tgmm_fp8(x8, factor, y8, y_scale, spans, row_blocks, dtype, group_sizes
 
 def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
     near = all(s is None or s.shape[1] * s.stride(1) < 2**31 for s in (x_scale, w_scale))
-    fit = not shuffled and near and few(w) and w.dtype in (OCP if x.dtype in OCP else DTYPES)
+    fit = not shuffled and near and w.dtype in (OCP if x.dtype in OCP else DTYPES)
     fit = fit and x.shape[1] >= MANY and weight_by_tma(w) and w.stride(2) == 1
     return fit and all(by_tma(t) and stacked(t) and short(t) for t in (x, out))
 

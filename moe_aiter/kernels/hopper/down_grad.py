@@ -20,7 +20,6 @@ from .gluon import (
     as_tile,
     beside_groups,
     block_g,
-    descriptor,
     gl,
     gluon,
     jit_kernel,
@@ -31,6 +30,8 @@ from .gluon import (
     tile_options,
     tma,
     tma_load,
+    weights_descriptor,
+    weights_layout,
 )
 from .pipeline import (
     CONSUMERS,
@@ -312,7 +313,7 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
     """Bind `expert_down_grad`.  dout and down may have 8 bits, the latter K-major: then `launch` is given the
     scales, float32, of the rows (R,) and of the weights (E, I), or of `blocks` of both."""
     (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
-    rows, need_a = i.down.stride(2) != 1, i.need_a
+    need_a = i.need_a
     c = tuning.lookup(f"hopper_down_grad{kind_of(i.dout)}", i.dout.dtype, R, N, K, E)
     pieces = 1 if i.interleaved else act.projections
     buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
@@ -321,17 +322,16 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
     launch_for = bind_passes(
         down_grad_kernel, (programs,),
         **kernel_functions(act), INTERLEAVED=i.interleaved, TOP_K=i.rank.shape[1],
-        WEIGHTS=("rows" if rows else "columns", K % c.block_k == 0), BLOCK_G=block_g(E),
+        WEIGHTS=(weights_layout(i.down), K % c.block_k == 0), BLOCK_G=block_g(E),
         SUMS=(span_of(i.dout, c, i.z.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sizes = R, E, N // 8, K // 8, i.dout.stride(0) * i.dout.itemsize // 16
-    w_box = (c.block_n, c.block_k) if rows else (c.block_k, c.block_n)
     sum_columns = bind_add_partial_sums(tiles_n, R, i.rank.numel())
 
     def launch(out, i, scales=(None, None)):
         dz, a, ds = out
         partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
-        w_desc = descriptor(i.down.mT if rows else i.down, 1, *w_box)
+        w_desc = weights_descriptor(i.down, c.block_n, c.block_k)
         z_desc = ragged_descriptor(i.z, STRIP.value, LINE.value, pieces=pieces)
         s = i.routing_weights.float().contiguous()
         tensors = i.dout, i.order.contiguous(), w_desc, z_desc, dz, a if need_a else None, s, partial_sums

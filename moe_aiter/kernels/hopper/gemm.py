@@ -39,6 +39,8 @@ from .gluon import (
     tile_options,
     tma,
     tma_store,
+    weights_descriptor,
+    weights_layout,
 )
 from .pipeline import (
     CONSUMERS,
@@ -395,12 +397,11 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     height = config.block_m if config.turns else config.block_m // 2
     config = beside_groups(config, 2 * height * config.store_n, 1, i.x.itemsize)
     box = height, config.store_n
-    w_box = (config.block_n, config.block_k) if rows else (config.block_k, config.block_n)
     bias_end = 0 if i.bias is None else N
     programs = num_programs(i.x)
     kernel = bind_kernel(
         gemm_kernel, (programs,),
-        LAYOUT="rows" if rows else "columns", ACTIVATION=FUNCTIONS[i.activation] if i.activation else None,
+        LAYOUT=weights_layout(i.w), ACTIVATION=FUNCTIONS[i.activation] if i.activation else None,
         STORES=config.block_n // config.store_n, TURNS=bool(config.turns), PROGRAMS=programs,
         **tile_options(config),
     )  # fmt: skip
@@ -416,7 +417,7 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
             bias = out
         kernel(
             descriptor(x, config.block_m, config.block_k), x_rows,
-            descriptor(i.w.mT if rows else i.w, 1, *w_box), bias, bias_end, i.c, c_strides,
+            weights_descriptor(i.w, config.block_n, config.block_k), bias, bias_end, i.c, c_strides,
             ragged_descriptor(flatten(outs[1])[0], *box) if i.save_z else None, ragged_descriptor(out, *box),
             alpha, beta, B, M, N, K,
         )  # fmt: skip

@@ -93,6 +93,20 @@ def descriptor(x: Tensor, *box: int) -> Descriptor:
     return Descriptor(x, x.shape, x.stride(), box)
 
 
+def weights_layout(w: Tensor) -> str:
+    """Return how the numbers of w (G, K, N) lie side by side, by the names of `Weights`."""
+    return "columns" if w.stride(2) == 1 else "rows"
+
+
+def weights_descriptor(w: Tensor, block_n: int, block_k: int) -> Descriptor:
+    """Return the descriptor by which `Weights` copies tiles of w (G, K, N), or of w (G, 2, K, N) pairs."""
+    rows = w.stride(-1) != 1
+    if w.shape[0] == 1:
+        w = w[0][None]  # the stride of an axis of size 1 may be any number
+    box = (block_n, block_k) if rows else (block_k, block_n)
+    return descriptor(w.mT if rows else w, 1, *(w.shape[1:-2]), *box)
+
+
 def plain_descriptor(x: Tensor, *box: int) -> Descriptor:
     """Return a descriptor for boxes that lie in shared memory row by row, without a swizzle: see `PLAIN`."""
     out = descriptor(x, *box)

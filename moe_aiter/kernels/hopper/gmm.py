@@ -24,6 +24,8 @@ from .gluon import (
     store_wait,
     tile_options,
     tma_store,
+    weights_descriptor,
+    weights_layout,
 )
 from .pipeline import CONSUMERS, Weights, add_bias, allocate_weights, make_ring, produce
 from .schedule import Tiles, find_groups, find_masked_groups, make_queue
@@ -154,21 +156,20 @@ def bind_product(
     `quantize_blocks` returns them.  With `indptr`, `group_sizes` are G rows: where the first group begins,
     and where each ends.
     """
-    (M, K, G), (W, _, N), rows = sizes, w.shape, w.stride(2) != 1
+    (M, K, G), (W, _, N) = sizes, w.shape
     c = tuning.lookup("hopper_gmm" + kind_of(x), x.dtype, M, N, K, G)
     c = narrowed(c) if blocks else c
     c = beside_groups(c, c.block_m * c.store_n, G, x.itemsize)
-    w_box = (c.block_n, c.block_k) if rows else (c.block_k, c.block_n)
     programs = programs or num_programs(x)
     kernel = bind_kernel(
-        gmm_kernel, (programs,), ZERO_REST=zero_rest, INDPTR=indptr, LAYOUT="rows" if rows else "columns",
+        gmm_kernel, (programs,), ZERO_REST=zero_rest, INDPTR=indptr, LAYOUT=weights_layout(w),
         STORES=c.block_n // c.store_n, SUMS=(span_of(x, c, dtype, blocks), blocks),
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
     def product(out, x, w, group_sizes, bias=None, numbers=None, x_scale=None, w_scale=None, starts=None):
         kernel(
-            descriptor(x, c.block_m, c.block_k), descriptor(w.mT if rows else w, 1, *w_box),
+            descriptor(x, c.block_m, c.block_k), weights_descriptor(w, c.block_n, c.block_k),
             None if numbers is None else numbers.contiguous(), None if bias is None else bias.contiguous(),
             ragged_descriptor(out, c.block_m // 2, c.store_n), group_sizes.contiguous(),
             starts, x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
@@ -329,7 +330,7 @@ def bind_masked(
         (x, x_rows), (flat, out_rows) = flatten(x), flatten(out)
         kernel(
             descriptor(x, c.block_m, c.block_k), x_rows,
-            descriptor(w, 1, c.block_n, c.block_k),
+            weights_descriptor(w.mT, c.block_n, c.block_k),
             ragged_descriptor(flat, c.block_m // 2, c.store_n), out_rows,
             x_scale, w_scale, *strides, None if bias is None else bias.contiguous(),
             None if group_sizes is None else group_sizes.contiguous(), G, M, N, K,

@@ -14,7 +14,6 @@ from .gluon import (
     aggregate,
     beside_groups,
     block_g,
-    descriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -26,6 +25,8 @@ from .gluon import (
     tile_options,
     tma,
     tma_store,
+    weights_descriptor,
+    weights_layout,
 )
 from .pipeline import (
     CONSUMERS,
@@ -225,15 +226,13 @@ def bind_expert_up(
     c = tuning.lookup(op, i.x.dtype, R, width, K, E)
     c = narrowed(c) if blocks else c
     c = beside_groups(c, c.block_m * c.store_n * (act.projections + 1), E, i.x.itemsize)
-    programs, rows = num_programs(i.x), i.gate_up.stride(2) == 1
-    paired = act.gated and (rows or not interleaved)  # gates and ups apart in a box
-    width = c.block_n // 2 if paired else c.block_n
-    w_box = (width, c.block_k) if rows else (c.block_k, width)
-    w_box = (1, 2, *w_box) if paired else (1, *w_box)
+    programs, layout = num_programs(i.x), weights_layout(i.gate_up.mT)
+    paired = act.gated and (layout == "rows" or not interleaved)  # gates and ups apart in a box
+    columns = c.block_n // 2 if paired else c.block_n
     launch_for = bind_passes(
         expert_up_kernel, (programs,),
         **kernel_functions(act), INTERLEAVED=interleaved, WRITES=(write_z, write_a),
-        WEIGHTS=(("gate_up_" if paired else "") + ("rows" if rows else "columns"), K % c.block_k == 0),
+        WEIGHTS=(f"gate_up_{layout}" if paired else layout, K % c.block_k == 0),
         TOP_K=i.rank.shape[1], BLOCK_G=block_g(E),
         SUMS=(span_of(i.x, c, dtype or i.x.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
@@ -245,7 +244,7 @@ def bind_expert_up(
         (z, a), w = out, i.gate_up
         if paired:
             w = w.unflatten(1, (N, 2)).transpose(1, 2) if interleaved else w.unflatten(1, (2, N))
-        w_desc = descriptor(w if rows else w.mT, *w_box)
+        w_desc = weights_descriptor(w.mT, columns, c.block_k)
         # without an a, a shape of which nothing is written
         a_desc = ragged_descriptor(a if write_a else z, *a_box)
         z_desc = ragged_descriptor(z, *z_box, pieces=pieces) if write_z else a_desc

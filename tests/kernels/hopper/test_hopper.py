@@ -98,6 +98,38 @@ def test_gmm_of_some_columns(sizes, n, layout):
     assert torch.equal(gmm_op(x, w[:, :, n], sizes, bias[:, n]), whole[:, n])
 
 
+VIEWS = {  # of weights (G, 64, 128) or of their transposes
+    "one, any stride": lambda: randn(64, 128, 1).permute(2, 0, 1),
+    "the first of several": lambda: randn(3, 64, 128)[:1],
+    "one of a longer row": lambda: randn(64 * 128 + 4).as_strided((1, 64, 128), (4, 128, 1)),
+    "one for all groups": lambda: randn(64, 128).expand(5, 64, 128),
+    "each second": lambda: randn(9, 64, 128)[::2],
+    "some rows and columns": lambda: randn(5, 80, 160)[:, 8:72, 16:144],
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_weights(view, turned):
+    w = VIEWS[view]().mT if turned else VIEWS[view]()
+    G, A, B = w.shape
+    order, rank, sizes = sort_by_expert(torch.randint(0, G, (250, TOP_K), device=CUDA), G)
+    plan, act, s = (order, rank, sizes), KINDS[0], torch.rand(250, TOP_K, device=CUDA)
+    grads = randn(250, A), randn(1000, 2 * B), w, s, *plan, *act, True
+    for op, kernel, reference, inputs in (
+        ("gmm", gmm_op, gmm_reference, (randn(1000, A), w, sizes, None)),
+        (
+            "expert_up",
+            expert_up_op,
+            expert_up_reference,
+            (randn(250, B), w, None, *plan, *act, True, 0, None),
+        ),
+        ("expert_down_grad", expert_down_grad_op, rounded(expert_down_grad_reference), grads),
+    ):
+        assert IMPLS[op]["hopper"].fits(*inputs)
+        assert_as_good_as_torch(kernel, reference, *inputs)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("groups", [MAX_GROUPS - 1, MAX_GROUPS])
 def test_gmm_of_most_groups(groups, bias):
