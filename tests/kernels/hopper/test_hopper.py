@@ -115,15 +115,11 @@ def test_views_of_weights(view, turned):
     G, A, B = w.shape
     order, rank, sizes = sort_by_expert(torch.randint(0, G, (250, TOP_K), device=CUDA), G)
     plan, act, s = (order, rank, sizes), KINDS[0], torch.rand(250, TOP_K, device=CUDA)
+    up = randn(250, B), w, None, *plan, *act, True, 0, None
     grads = randn(250, A), randn(1000, 2 * B), w, s, *plan, *act, True
     for op, kernel, reference, inputs in (
         ("gmm", gmm_op, gmm_reference, (randn(1000, A), w, sizes, None)),
-        (
-            "expert_up",
-            expert_up_op,
-            expert_up_reference,
-            (randn(250, B), w, None, *plan, *act, True, 0, None),
-        ),
+        ("expert_up", expert_up_op, expert_up_reference, up),
         ("expert_down_grad", expert_down_grad_op, rounded(expert_down_grad_reference), grads),
     ):
         assert IMPLS[op]["hopper"].fits(*inputs)
