@@ -101,7 +101,8 @@ def few(w: Tensor) -> bool | No:
 def weight_by_tma(w: Tensor) -> bool | No:
     """Whether TMA can address the matrices of w (G, A, B), by rows or by columns."""
     w = w if w.stride(2) == 1 else w.mT
-    aligned = w.shape[0] == 1 or w.stride(0) % (16 // w.itemsize) == 0
+    # nobody promises a stride of 0
+    aligned = w.shape[0] == 1 or (w.stride(0) > 0 and w.stride(0) % (16 // w.itemsize) == 0)
     apart = aligned and w.stride(1) >= w.shape[2]
     return few(w) and by_tma(w) and (apart or No(f"rows of {named(w)} overlap, or matrices are not aligned"))
 
