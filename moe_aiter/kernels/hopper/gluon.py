@@ -100,11 +100,13 @@ def weights_layout(w: Tensor) -> str:
 
 def weights_descriptor(w: Tensor, block_n: int, block_k: int) -> Descriptor:
     """Return the descriptor by which `Weights` copies tiles of w (G, K, N), or of w (G, 2, K, N) pairs."""
-    rows = w.stride(-1) != 1
-    if w.shape[0] == 1:
-        w = w[0][None]  # the stride of an axis of size 1 may be any number
-    box = (block_n, block_k) if rows else (block_k, block_n)
-    return descriptor(w.mT if rows else w, 1, *(w.shape[1:-2]), *box)
+    shape, strides, box = list(w.shape), list(w.stride()), [1, *w.shape[1:-2], block_k, block_n]
+    if shape[0] == 1:
+        strides[0] = 16  # it may be any number, and TMA takes multiples of 16 bytes
+    if strides[-1] != 1:
+        for axes in (shape, strides, box):
+            axes[-2:] = axes[:-3:-1]
+    return Descriptor(w, tuple(shape), tuple(strides), tuple(box))
 
 
 def plain_descriptor(x: Tensor, *box: int) -> Descriptor:
