@@ -73,6 +73,8 @@ def by_tma(*tensors: Tensor) -> bool | No:
             return No("there are no rows")
         if x.stride(-1) != 1:
             return No(f"columns of {named(x)} do not lie in a row")
+        if x.stride(-2) == 0:  # nobody promises that TMA takes it
+            return No(f"rows of {named(x)} lie over each other")
         if x.stride(-2) % whole or x.shape[-1] % whole or x.data_ptr() % 16:
             return No(f"rows of {named(x)} are no multiples of 16 bytes")
     return True
@@ -101,7 +103,6 @@ def few(w: Tensor) -> bool | No:
 def weight_by_tma(w: Tensor) -> bool | No:
     """Whether TMA can address the matrices of w (G, A, B), by rows or by columns."""
     w = w if w.stride(2) == 1 else w.mT
-    # nobody promises a stride of 0
     aligned = w.shape[0] == 1 or (w.stride(0) > 0 and w.stride(0) % (16 // w.itemsize) == 0)
     apart = aligned and w.stride(1) >= w.shape[2]
     return few(w) and by_tma(w) and (apart or No(f"rows of {named(w)} overlap, or matrices are not aligned"))

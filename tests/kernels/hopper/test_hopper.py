@@ -384,13 +384,21 @@ def test_the_walk_changes_no_bits(tile):
 
 @pytest.mark.parametrize(
     "op, case",
-    [("gmm", "K=70"), ("gmm", "strided"), ("gmm", "one weight"), ("tgmm", "N=12"), ("gmm", "float32")],
+    [
+        ("gmm", "K=70"),
+        ("gmm", "strided"),
+        ("gmm", "one weight"),
+        ("gmm", "one row"),
+        ("tgmm", "N=12"),
+        ("gmm", "float32"),
+    ],
 )
 def test_what_does_not_fit_runs_on_the_portable_tier(op, case):
     sizes, K, N = group_sizes("ragged"), 70 if case == "K=70" else 128, 12 if case == "N=12" else 64
     dtype = torch.float32 if case == "float32" else torch.bfloat16
     x, y = randn(ROWS, K, dtype=dtype), randn(ROWS, N, dtype=dtype)
     x = randn(K, ROWS, dtype=dtype).T if case == "strided" else x
+    x = x[:1].expand(x.shape) if case == "one row" else x
     w = randn(len(sizes), K, N, dtype=dtype)
     w = w[:1].expand(w.shape) if case == "one weight" else w
     fn, reference, inputs = {
