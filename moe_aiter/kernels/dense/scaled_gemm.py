@@ -50,7 +50,6 @@ from ..base.tile import (
     swizzle,
     tile_options,
     unit_of,
-    whole_units,
 )
 
 LARGEST = 128 * 128  # numbers of a tile of float32
@@ -131,7 +130,7 @@ def scaled_gemm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    strides = in_units(strides, UNIT)
+    K, strides = in_units((K, strides), UNIT)
     group, row, row_end, tile_n = place(
         M, N, G, group_sizes_ptr, BLOCK_G, BLOCK_M, BLOCK_N, GROUP_M, NUM_DIES
     )
@@ -149,7 +148,7 @@ def scaled_gemm_kernel(
 
     x_ptrs = x_ptr + m_read[:, None] * strides[0] + k[None, :]
     w_ptrs = w_ptr + real_group * strides[1] + n_read[None, :] * strides[2] + k[:, None]
-    depth = whole_units(tl.where(group < G, K, 0), UNIT)  # rows past the last group become zeros
+    depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
     integers: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     acc = tl.zeros(
         (BLOCK_N, BLOCK_M) if TRANSPOSED else (BLOCK_M, BLOCK_N), tl.int32 if integers else tl.float32
@@ -158,7 +157,7 @@ def scaled_gemm_kernel(
         total = acc.to(tl.int64)
         for first in range(0, depth, SPAN):
             part = scaled_products(
-                acc, x_ptrs + first, w_ptrs + first, whole_units(tl.minimum(depth - first, SPAN), UNIT),
+                acc, x_ptrs + first, w_ptrs + first, tl.minimum(depth - first, SPAN),
                 X_FORMAT, W_FORMAT, TRANSPOSED, PROMOTED, BLOCK_K, EVEN_K, PRECISION,
             )  # fmt: skip
             total += part.to(tl.int64)
