@@ -73,7 +73,7 @@ def by_tma(*tensors: Tensor) -> bool | No:
             return No("there are no rows")
         if x.stride(-1) != 1:
             return No(f"columns of {named(x)} do not lie in a row")
-        if x.stride(-2) == 0:  # nobody promises that TMA takes it
+        if x.stride(-2) == 0:  # NVIDIA does not say whether TMA takes it
             return No(f"rows of {named(x)} lie over each other")
         if x.stride(-2) % whole or x.shape[-1] % whole or x.data_ptr() % 16:
             return No(f"rows of {named(x)} are no multiples of 16 bytes")

@@ -243,7 +243,7 @@ def bind_expert_up(
     def launch(out, i, scales=(None, None)):
         (z, a), w = out, i.gate_up
         if paired:
-            w = w.unflatten(1, (N, 2)).transpose(1, 2) if interleaved else w.unflatten(1, (2, N))
+            w = w.view(E, N, 2, K).transpose(1, 2) if interleaved else w.view(E, 2, N, K)
         w_desc = weights_descriptor(w.mT, columns, c.block_k)
         # without an a, a shape of which nothing is written
         a_desc = ragged_descriptor(a if write_a else z, *a_box)
