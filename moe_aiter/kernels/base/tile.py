@@ -20,12 +20,11 @@ FOUND = tl.constexpr(16)  # Triton tells apart arguments that are multiples of i
 
 
 @triton.jit
-def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, starts_ptr=None):
-    """Row tile number -> (group, first row, end row).
+def list_groups(group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, starts_ptr=None):
+    """The row where each group ends, and the row tiles up to its last: (BLOCK_G,) each, for `find_group`.
 
-    Group G stands for the rows past the last group; beyond it there is no such tile.  Sizes that are negative
-    or sum to more than M are clamped, so that nothing outside (M,) is ever touched.  With starts_ptr (G,),
-    groups begin there, in ascending order, and no tile stands for the other rows.
+    Sizes that are negative or sum to more than M are clamped, so that nothing outside (M,) is ever touched.
+    With starts_ptr (G,), groups begin there, in ascending order, and no tile stands for the other rows.
     """
     g = tl.arange(0, BLOCK_G)
     size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
@@ -33,28 +32,42 @@ def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.const
     if starts_ptr is not None:
         end = tl.load(starts_ptr + g, mask=g < G, other=M).to(tl.int64) + size
     else:
-        size = tl.where(g == G, M, size)
         end = tl.cumsum(size, 0)
-    start = tl.minimum(end - size, M)
-    end = tl.minimum(end, M)
-    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
-    last_tile = tl.cumsum(tiles, 0)
-    group = tl.sum((last_tile <= tile).to(tl.int32), 0)
-    here = g == group
-    row_start = tl.sum(tl.where(here, start + (tile - last_tile + tiles) * BLOCK_M, 0), 0)
-    row_end = tl.sum(tl.where(here, end, 0), 0)
-    return group, row_start, row_end
+    start, end = tl.minimum(end - size, M), tl.minimum(end, M)
+    end = end.to((tl.program_id(0) + M).dtype)  # 32 bits where M has no more, to spare registers
+    return end, tl.cumsum(tl.cdiv(end - start, BLOCK_M).to(tl.int32), 0)
+
+
+@triton.jit
+def find_group(tile, ends, tiles, M, G, BLOCK_M: tl.constexpr, starts_ptr=None):
+    """Row tile number -> (group, first row, end row); past the last group, the rows of group G end at M."""
+    before = tiles <= tile
+    group = tl.minimum(tl.sum(before.to(tl.int32), 0), G)
+    row_end = tl.min(tl.where(before, M, ends), 0)
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + tl.minimum(group, G - 1)).to(tl.int64)
+        row = start + (tile - tl.max(tl.where(before, tiles, 0), 0)) * BLOCK_M
+    else:  # the last end less its tiles' rows, which only grows less
+        short = tl.min(tl.where(before, ends - tiles * BLOCK_M, 0), 0)
+        row = (tl.zeros((), tl.int64) + tile) * BLOCK_M + short
+    return group, row, row_end
+
+
+@triton.jit
+def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, starts_ptr=None):
+    """`find_group` of one tile.  A tile past all M rows has none: its first row is not below its end."""
+    ends, tiles = list_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
+    return find_group(tile, ends, tiles, M, G, BLOCK_M, starts_ptr)
 
 
 @triton.jit
 def group_rows(group, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr):
-    """Group number -> (first row, end row), clamped like `locate`."""
+    """Group number -> (first row, end row), clamped as in `list_groups`."""
     g = tl.arange(0, BLOCK_G)
-    size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
-    size = tl.minimum(tl.maximum(size, 0), M)  # or the sum could overflow
-    row_start = tl.minimum(tl.sum(tl.where(g < group, size, 0), 0), M)
-    row_end = tl.minimum(tl.sum(tl.where(g <= group, size, 0), 0), M)
-    return row_start, row_end
+    size = tl.load(group_sizes_ptr + g, mask=g < group, other=0).to(tl.int64)
+    row = tl.minimum(tl.sum(tl.minimum(tl.maximum(size, 0), M), 0), M)
+    size = tl.load(group_sizes_ptr + group).to(tl.int64)
+    return row, row + tl.minimum(tl.maximum(size, 0), M - row)
 
 
 @triton.jit
@@ -131,6 +144,12 @@ def multiply(
         x_ptrs += BLOCK_K * x_stride_k
         w_ptrs += BLOCK_K * w_stride_k
     return acc.T if TRANSPOSED else acc
+
+
+@triton.jit
+def first_column(tile_n, N, BLOCK_N: tl.constexpr, UNIT: tl.constexpr):
+    """The first column of a tile.  The last tile begins earlier, to end where the N columns do."""
+    return tl.multiple_of(tl.maximum(tl.minimum(tile_n * BLOCK_N, N - BLOCK_N), 0), UNIT)
 
 
 @triton.jit

@@ -134,8 +134,9 @@ def scaled_gemm_kernel(
     group, row, row_end, tile_n = place(
         M, N, G, group_sizes_ptr, BLOCK_G, BLOCK_M, BLOCK_N, GROUP_M, NUM_DIES
     )
-    if group > G:
-        return
+    if group_sizes_ptr is not None:  # noqa: SIM102 (Triton evaluates both sides of `and`)
+        if row >= row_end:
+            return
     m = row + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

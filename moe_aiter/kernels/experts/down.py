@@ -99,7 +99,7 @@ def expert_down_grad_kernel(
     ds_ptr,  # (tiles_n, M) float32: the part of each column tile
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
-    starts_ptr,  # (G,) or None: see `locate`
+    starts_ptr,  # (G,) or None: see `list_groups`
     M,
     N,
     K,
@@ -319,7 +319,7 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
         expert_down_grad_kernel, (tiles_m * tiles_n,),
         **act.triton_fns, INTERLEAVED=i.interleaved,
         UNIT=unit_of((N, K), i.dout.stride(), i.down.stride()),
-        BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0, **tile_options(config),
+        BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
     numbers = R, N, K, E, i.rank.shape[1], tiles_m, i.dout.stride(), i.down.stride()
     sum_columns, need_a = bind_add_partial_sums(tiles_n, R, i.rank.numel()), i.need_a

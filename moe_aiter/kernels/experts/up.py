@@ -67,7 +67,7 @@ def expert_up_kernel(
     a_ptr,  # (M, N), contiguous, or None
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
-    starts_ptr,  # (G,) or None: see `locate`
+    starts_ptr,  # (G,) or None: see `list_groups`
     M,
     N,
     K,
@@ -231,7 +231,7 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     launch_for = bind_passes(
         expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved,
         UNIT=unit_of((N, K), i.x.stride(), i.gate_up.stride()),
-        BLOCK_G=next_power_of_2(E + 1), EVEN_K=K % config.block_k == 0,
+        BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.x), **tile_options(config),
     )  # fmt: skip
     sizes = R, N, K, E, i.rank.shape[1], tiles_m

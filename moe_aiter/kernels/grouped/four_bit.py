@@ -149,7 +149,7 @@ def four_bit_gmm_kernel(
     N, K, x_strides = in_units((N, K, x_strides), UNIT)
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
-    if group > G:
+    if row >= row_end:
         return
     # a tile of w stays in its rows and walks along the columns, or the other way round
     ROWS: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import Written, binds, bound_inplace, define_inplace_op, define_op, gradients, pick, takes
+from ...op import ROCM, Written, binds, bound_inplace, define_inplace_op, define_op, gradients, pick, takes
 from ...tuning.aiter_json import tile_of
+from ...tuning.candidates import Config
 from .. import hopper
 from ..base.check import (
     FLOATS,
@@ -42,12 +43,15 @@ from ..base.check import (
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.sources import leaving
 from ..base.tile import (
+    PERSISTENT,
     TILE_DTYPES,
     choose_tile,
+    find_group,
+    first_column,
     in_units,
     is_transposed,
-    locate,
-    multiply,
+    list_groups,
+    operand,
     row_tiles,
     swizzle,
     tile_options,
@@ -120,18 +124,18 @@ def gmm_kernel(
     bias_ptr,  # (G, N) or None
     out_ptr,  # (M, N)
     group_sizes_ptr,  # (G,)
-    starts_ptr,  # (G,) or None: see `locate`
+    starts_ptr,  # (G,) or None: see `list_groups`
     M,
     N,
     K,
     G,
-    tiles_m,
     x_strides,  # m, k
     w_strides,  # g, k, n
     bias_strides,  # g, n
     out_strides,  # m, n
     ZERO_REST: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -146,36 +150,58 @@ def gmm_kernel(
     N, K, x_strides, w_strides, out_strides = in_units((N, K, x_strides, w_strides, out_strides), UNIT)
     x_stride_m, x_stride_k = x_strides
     w_stride_g, w_stride_k, w_stride_n = w_strides
-    first = tl.program_id(0)
-    end = tiles_m * tl.cdiv(N, BLOCK_N) if PERSISTENT else first + 1
-    for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
-        tile_m, tile_n = swizzle(tile, tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
-        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
-        if group < G + ZERO_REST:  # without it, rows past the last group stay
-            m = row + tl.arange(0, BLOCK_M)
-            n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            k = tl.arange(0, BLOCK_K)
-            # rows and columns past the end read others' values, which are never stored: cheaper than a mask
-            m_read = tl.where(m < row_end, m, row).to(tl.int64)
-            n_read = n % N
-
-            x_ptrs = x_ptr + m_read[:, None] * x_stride_m + k[None, :] * x_stride_k
-            w_base = w_ptr + tl.minimum(group, G - 1).to(tl.int64) * w_stride_g
-            w_ptrs = w_base + k[:, None] * w_stride_k + n_read[None, :] * w_stride_n
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
-                bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + n * bias_strides[1]
-                acc += tl.load(bias_ptrs, mask=(n < N) & (group < G), other=0.0).to(tl.float32)[None, :]
-            depth = tl.where(group < G, K, 0)  # rows past the last group become zeros
-            acc = multiply(
-                acc, x_ptrs, w_ptrs, depth, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED
-            )
-            out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_strides[0] + n[None, :] * out_strides[1]
-            mask = (m < row_end)[:, None] & (n < N)[None, :]
-            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    ends, tiles = list_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
+    tiles_m = tl.max(tiles, 0)
+    r, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    if ZERO_REST:  # without it, rows past the last group stay
+        end = tl.max(ends, 0)
+        for tile in range(tl.program_id(0), tl.cdiv(M - end, BLOCK_M) * tiles_n, tl.num_programs(0)):
+            m = (end + tile // tiles_n * BLOCK_M + r).to(tl.int64)[:, None]
+            column = (tile % tiles_n * BLOCK_N + n)[None, :]
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), out_ptr.dtype.element_ty)
+            out_ptrs = out_ptr + m * out_strides[0] + column.to(tl.int64) * out_strides[1]
+            tl.store(out_ptrs, zeros, mask=(m < M) & (column < N))
+    x_offsets = r.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
+    w_offsets = (n % N).to(tl.int64)[None, :] * w_stride_n + k.to(tl.int64)[:, None] * w_stride_k
+    first_tile, total = tl.program_id(0), tiles_m * tiles_n
+    if not PERSISTENT:
+        if first_tile >= total:
+            return
+        total = first_tile + 1
+    for tile in tl.range(first_tile, total, tl.num_programs(0) if PERSISTENT else 1, flatten=ONE_LOOP):
+        tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M, NUM_DIES)
+        group, row, row_end = find_group(tile_m, ends, tiles, M, G, BLOCK_M, starts_ptr)
+        first, height = first_column(tile_n, N, BLOCK_N, UNIT).to(tl.int64), (row_end - row).to(tl.int32)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
+            bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + (first + n) * bias_strides[1]
+            acc += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        x_base = x_ptr + row * x_stride_m
+        w_base = w_ptr + group.to(tl.int64) * w_stride_g + first * w_stride_n
+        # steps change no pointers, so that the compiler can make one loop of both
+        acc = acc.T if TRANSPOSED else acc
+        for step in range(0, tl.cdiv(K, BLOCK_K)):
+            depth = tl.zeros((), tl.int64) + step * BLOCK_K
+            x_ptrs, w_ptrs = x_base + depth * x_stride_k + x_offsets, w_base + depth * w_stride_k + w_offsets
+            if EVEN_K:
+                x, w = tl.load(x_ptrs, mask=(r < height)[:, None], other=0.0), tl.load(w_ptrs)
+            else:
+                k_mask = k < K - step * BLOCK_K
+                x = tl.load(x_ptrs, mask=(r < height)[:, None] & k_mask[None, :], other=0.0)
+                w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+            left, right = (operand(w).T, operand(x).T) if TRANSPOSED else (operand(x), operand(w))
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc = acc.T if TRANSPOSED else acc
+        column = (first + n)[None, :]
+        out_ptrs = out_ptr + (row + r)[:, None] * out_strides[0] + column * out_strides[1]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(r < height)[:, None] & (column < N))
 
 
 # gmm: launcher
+
+FULL = 128 * 256  # sums of a tile that leave no registers for a second program on a multiprocessor
+SHORT = 2048  # the longest sums, see `suits_one_loop`
 
 
 def check_gmm(i: GroupedInputs | GroupedIntoInputs) -> None:
@@ -221,19 +247,33 @@ def bind_gmm_into(i: GroupedIntoInputs) -> Callable:
     return bind_product(i, i.existing_out.stride(), into=True)
 
 
+def suits_one_loop(i: GroupedInputs | GroupedIntoInputs, config: Config) -> bool:
+    """Return whether programs take tile after tile, in one loop over the steps of all their tiles.
+
+    If a tile leaves a multiprocessor no registers for another one, nothing hides how a program begins and
+    ends, which takes as long as several steps.  One loop loads the next tile's operands while it writes.  But
+    its steps take longer, so that sums must be short (measured on an H200, K from 352 to 28672), and sums
+    that begin with a bias are slow.  Its writes have shared memory of their own, for which a tile that the
+    caller names may have no room.
+    """
+    full = config.block_m * config.block_n == FULL and i.lhs.itemsize == 2
+    return full and i.lhs.shape[1] <= SHORT and i.bias is None and not i.tile and not ROCM
+
+
 def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into: bool = False) -> Callable:
     (M, _), (G, K, N) = i.lhs.shape, i.rhs.shape
     config, amd = choose_tile(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
-    tiles_m = row_tiles(M, G, config.block_m)
-    grid, persistent = walk(tiles_m * cdiv(N, config.block_n), i.programs, i.lhs)
+    tiles = row_tiles(M, G, config.block_m) * cdiv(N, config.block_n)
+    one_loop = suits_one_loop(i, config)
+    grid, persistent = walk(tiles, i.programs or (PERSISTENT if one_loop else 0), i.lhs)
     kernel = bind_kernel(
-        gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent,
+        gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent, ONE_LOOP=one_loop,
         UNIT=unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides),
-        BLOCK_G=next_power_of_2(G + 1), EVEN_K=K % config.block_k == 0,
+        BLOCK_G=next_power_of_2(G) or 1, EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.lhs), **tile_options(config, amd),
     )  # fmt: skip
     bias_strides = (0, 0) if i.bias is None else i.bias.stride()
-    numbers = M, N, K, G, tiles_m, i.lhs.stride(), i.rhs.stride(), bias_strides, out_strides
+    numbers = M, N, K, G, i.lhs.stride(), i.rhs.stride(), bias_strides, out_strides
 
     def launch(out, i):
         starts = i.starts if into else None

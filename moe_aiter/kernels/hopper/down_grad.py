@@ -4,6 +4,7 @@ The consumers leave dout times the weights, rounded to 16 bits, to a warpgroup t
 writes dz and s * a while they multiply the next tile.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -317,7 +318,9 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
     c = tuning.lookup(f"hopper_down_grad{kind_of(i.dout)}", i.dout.dtype, R, N, K, E)
     pieces = 1 if i.interleaved else act.projections
     buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
-    c = beside_groups(c, buffers, E, i.dout.itemsize)
+    wide, c = c, beside_groups(c, buffers, E, i.dout.itemsize)
+    if c.num_stages < 3 and c.block_k == 64:  # too few to hide what they wait for: stages of half the size
+        c = beside_groups(dataclasses.replace(wide, block_k=32, num_stages=6), buffers, E)
     programs, tiles_n = num_programs(i.dout), -(-N // c.block_n)
     launch_for = bind_passes(
         down_grad_kernel, (programs,),

@@ -111,7 +111,7 @@ def quantize_folded_kernel(
     BLOCK_K: tl.constexpr,
 ):
     group, row, end = locate(tl.program_id(0), group_sizes_ptr, M, G, BLOCK_G, ROWS)
-    if group > G:
+    if row >= end:
         return
     end = tl.minimum(row + ROWS, end)
     live = tl.where(group < G, end, row)  # rows past the last group become zeros
