@@ -172,13 +172,13 @@ def gmm_kernel(
     for tile in tl.range(first_tile, total, tl.num_programs(0) if PERSISTENT else 1, flatten=ONE_LOOP):
         tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M, NUM_DIES)
         group, row, row_end = find_group(tile_m, ends, tiles, M, G, BLOCK_M, starts_ptr)
-        first, height = first_column(tile_n, N, BLOCK_N, UNIT).to(tl.int64), (row_end - row).to(tl.int32)
+        first, height = first_column(tile_n, N, BLOCK_N, UNIT), (row_end - row).to(tl.int32)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
             bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + (first + n) * bias_strides[1]
             acc += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
         x_base = x_ptr + row * x_stride_m
-        w_base = w_ptr + group.to(tl.int64) * w_stride_g + first * w_stride_n
+        w_base = w_ptr + group.to(tl.int64) * w_stride_g + first.to(tl.int64) * w_stride_n
         # steps change no pointers, so that the compiler can make one loop of both
         acc = acc.T if TRANSPOSED else acc
         for step in range(0, tl.cdiv(K, BLOCK_K)):
@@ -247,28 +247,32 @@ def bind_gmm_into(i: GroupedIntoInputs) -> Callable:
     return bind_product(i, i.existing_out.stride(), into=True)
 
 
-def suits_one_loop(i: GroupedInputs | GroupedIntoInputs, config: Config) -> bool:
+def suits_one_loop(
+    i: GroupedInputs | GroupedIntoInputs, config: Config, unit: int, out: torch.dtype, out_strides: tuple
+) -> bool:
     """Return whether programs take tile after tile, in one loop over the steps of all their tiles.
 
     If a tile leaves a multiprocessor no registers for another one, nothing hides how a program begins and
     ends, which takes as long as several steps.  One loop loads the next tile's operands while it writes.  But
     its steps take longer, so that sums must be short (measured on an H200, K from 352 to 28672), and sums
-    that begin with a bias are slow.  Its writes have shared memory of their own, for which a tile that the
-    caller names may have no room.
+    that begin with a bias are slow.  The tile that is written has shared memory of its own: 16 bits a number,
+    by rows.  Where rows are no whole units of 16 bytes, such a loop has no room for its addresses.
     """
-    full = config.block_m * config.block_n == FULL and i.lhs.itemsize == 2
-    return full and i.lhs.shape[1] <= SHORT and i.bias is None and not i.tile and not ROCM
+    full = config.block_m * config.block_n == FULL and i.lhs.shape[1] <= SHORT and i.bias is None
+    wide = unit >= 8 and i.lhs.stride(1) == 1 == out_strides[1] and {i.lhs.itemsize, out.itemsize} == {2}
+    return full and wide and not i.tile and not ROCM
 
 
 def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into: bool = False) -> Callable:
     (M, _), (G, K, N) = i.lhs.shape, i.rhs.shape
     config, amd = choose_tile(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
+    unit = unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides)
+    out_dtype = i.existing_out.dtype if into else i.dtype or i.lhs.dtype
+    one_loop = suits_one_loop(i, config, unit, out_dtype, out_strides)
     tiles = row_tiles(M, G, config.block_m) * cdiv(N, config.block_n)
-    one_loop = suits_one_loop(i, config)
     grid, persistent = walk(tiles, i.programs or (PERSISTENT if one_loop else 0), i.lhs)
     kernel = bind_kernel(
-        gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent, ONE_LOOP=one_loop,
-        UNIT=unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides),
+        gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent, ONE_LOOP=one_loop, UNIT=unit,
         BLOCK_G=next_power_of_2(G) or 1, EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.lhs), **tile_options(config, amd),
     )  # fmt: skip
