@@ -258,8 +258,8 @@ def suits_one_loop(
     that begin with a bias are slow.  The tile that is written has shared memory of its own: 16 bits a number,
     by rows.  Where rows are no whole units of 16 bytes, such a loop has no room for its addresses.
     """
-    full = config.block_m * config.block_n == FULL and i.lhs.shape[1] <= SHORT and i.bias is None
-    wide = unit >= 8 and i.lhs.stride(1) == 1 == out_strides[1] and {i.lhs.itemsize, out.itemsize} == {2}
+    full = config.block_m * config.block_n == FULL and 0 < i.lhs.shape[1] <= SHORT and i.bias is None
+    wide = unit >= 8 and i.lhs.stride(1) == 1 == out_strides[1] and i.lhs.itemsize == out.itemsize == 2
     return full and wide and not i.tile and not ROCM
 
 
