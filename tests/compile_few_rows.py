@@ -1,11 +1,12 @@
 """Cases for test_compile.py: portable products of few rows a group, whose weights are the left operand, and
 the tiles that `moe_aiter/tuning/cost.py` chooses."""
 
+import dataclasses
 import functools
 import re
 
 from aot import TARGETS, Case, with_tile
-from compile_products import FULL, ODD, TUNED, E, Shape, run_gmm, run_gmm_by_rows, run_up, small
+from compile_products import FULL, ODD, TUNED, E, Shape, run_gmm, run_up, small
 
 from moe_aiter.tuning import Config, table_name
 from moe_aiter.tuning.candidates import FEW_ROWS, OF_EXPERTS
@@ -19,7 +20,7 @@ RUNS = {
     "up interleaved with bias": lambda s: run_up(s, "swiglu_oai", True, True),
     "up relu2": lambda s: run_up(s, "relu2"),
     "gmm with bias": lambda s: run_gmm(s, bias=True),
-    "gmm by rows": run_gmm_by_rows,
+    "gmm by rows": lambda s: run_gmm(dataclasses.replace(s, transposed=True)),
 }
 
 

@@ -71,15 +71,6 @@ def run_gmm(s, bias=False):
     bind_gmm(i)(s.new(s.rows, s.n), i)
 
 
-def run_gmm_by_rows(s):
-    run_gmm(dataclasses.replace(s, transposed=True))
-
-
-def run_gmm_of_columns(s):
-    i = GroupedInputs(s.new(s.k, s.rows).mT, s.weight(E, s.k, s.n), ints(E), None)
-    bind_gmm(i)(s.new(s.rows, s.n), i)
-
-
 def run_gmm_into(s, dtype=F32, tile=(), programs=PERSISTENT, starts=None, bias=True):
     out, bias = new(s.rows, s.n, dtype=dtype), s.new(E, s.n) if bias else None
     operands = s.new(s.rows, s.k), s.new(E, s.k, s.n), ints(E, dtype=torch.int64)
@@ -296,12 +287,10 @@ FULL = Shape()
 SHORT = Shape(n=1032, k=360)
 ODD = Shape(rows=1000, n=2 * 331, k=333)  # masked loads of single elements: may spill, must compile
 GROUPED = {
-    "gmm by rows": lambda: run_gmm_by_rows(FULL),
+    "gmm by rows": lambda: run_gmm(Shape(transposed=True)),
     "gmm of short sums": lambda: run_gmm(SHORT),
-    "gmm of short sums by rows": lambda: run_gmm_by_rows(SHORT),
-    "gmm of short sums into": lambda: run_gmm_into(SHORT, BF16, programs=0, bias=False),
-    "gmm of short sums into float32": lambda: run_gmm_into(SHORT, programs=0, bias=False),
-    "gmm of short sums of columns": lambda: run_gmm_of_columns(SHORT),
+    "gmm of short sums by rows": lambda: run_gmm(dataclasses.replace(SHORT, transposed=True)),
+    "gmm of short sums into": lambda: [run_gmm_into(SHORT, t, programs=0, bias=False) for t in (BF16, F32)],
     "gmm with bias": lambda: run_gmm(FULL, bias=True),
     "gmm odd": lambda: run_gmm(ODD),
     "gmm walking": lambda: run_gmm_into(FULL, BF16),
