@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -51,10 +51,8 @@ def on_rank(rank: int, world: int, ports: list[int], commands: list[list[str]]) 
 
 def run_on(world: int, *commands: list[str]) -> list[int]:
     """Run the commands, one after the other, on so many ranks.  Return the statuses, those of each rank."""
-    sockets = [socket.create_server(("localhost", 0)) for _ in commands]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    # a port that the system gives is one that it may give to other connections before a command needs it
+    ports = random.SystemRandom().sample(range(10_000, 32_768), len(commands))
     torch.multiprocessing.spawn(on_rank, (world, ports, commands), world)
     statuses = [json.loads(Path(f"rank-{rank}.json").read_text()) for rank in range(world)]
     assert all(found == statuses[0] for found in statuses)

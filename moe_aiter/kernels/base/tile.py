@@ -47,7 +47,7 @@ def find_group(tile, ends, tiles, M, G, BLOCK_M: tl.constexpr, starts_ptr=None):
     if starts_ptr is not None:
         start = tl.load(starts_ptr + tl.minimum(group, G - 1)).to(tl.int64)
         row = start + (tile - tl.max(tl.where(before, tiles, 0), 0)) * BLOCK_M
-    else:  # the last end less its tiles' rows, which only grows less
+    else:  # ends - tiles * BLOCK_M never rises, so the last group before the tile has the least
         short = tl.min(tl.where(before, ends - tiles * BLOCK_M, 0), 0)
         row = (tl.zeros((), tl.int64) + tile) * BLOCK_M + short
     return group, row, row_end
