@@ -45,17 +45,20 @@ def find_group(tile, ends, tiles, M, G, BLOCK_M: tl.constexpr, starts_ptr=None):
     group = tl.minimum(tl.sum(before.to(tl.int32), 0), G)
     row_end = tl.min(tl.where(before, M, ends), 0)
     if starts_ptr is not None:
-        start = tl.load(starts_ptr + tl.minimum(group, G - 1)).to(tl.int64)
-        row = start + (tile - tl.max(tl.where(before, tiles, 0), 0)) * BLOCK_M
+        start = tl.load(starts_ptr + group, mask=group < G, other=M).to(tl.int64)
+        row = start + (tile - tl.max(tl.where(before, tiles, 0), 0)).to(tl.int64) * BLOCK_M
     else:  # ends - tiles * BLOCK_M never rises, so the last group before the tile has the least
-        short = tl.min(tl.where(before, ends - tiles * BLOCK_M, 0), 0)
+        short = tl.min(tl.where(before, ends - tiles.to(tl.int64) * BLOCK_M, 0), 0)
         row = (tl.zeros((), tl.int64) + tile) * BLOCK_M + short
     return group, row, row_end
 
 
 @triton.jit
 def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, starts_ptr=None):
-    """`find_group` of one tile.  A tile past all M rows has none: its first row is not below its end."""
+    """`find_group` of one tile.  A tile past all M rows has none: its first row is not below its end.
+
+    With starts_ptr, tiles past the last group are of group G.
+    """
     ends, tiles = list_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     return find_group(tile, ends, tiles, M, G, BLOCK_M, starts_ptr)
 

@@ -203,7 +203,7 @@ def place(
         tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tiles_n, GROUP_M, NUM_DIES)
         group, row, row_end = tile_m * 0, tile_m * BLOCK_M, M
     else:
-        tile_m, tile_n = swizzle(tl.program_id(0), tiles_m + G, tiles_n, GROUP_M, NUM_DIES)
+        tile_m, tile_n = swizzle(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n, GROUP_M, NUM_DIES)
         group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
     return group, row, row_end, tile_n
 

@@ -155,9 +155,9 @@ def gmm_kernel(
     tiles_m = tl.max(tiles, 0)
     r, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     if ZERO_REST:  # without it, rows past the last group stay
-        end = tl.max(ends, 0)
+        end = tl.max(ends, 0).to(tl.int64)
         for tile in range(tl.program_id(0), tl.cdiv(M - end, BLOCK_M) * tiles_n, tl.num_programs(0)):
-            m = (end + tile // tiles_n * BLOCK_M + r).to(tl.int64)[:, None]
+            m = (end + tile // tiles_n * BLOCK_M + r)[:, None]
             column = (tile % tiles_n * BLOCK_N + n)[None, :]
             zeros = tl.zeros((BLOCK_M, BLOCK_N), out_ptr.dtype.element_ty)
             out_ptrs = out_ptr + m * out_strides[0] + column.to(tl.int64) * out_strides[1]
@@ -172,7 +172,8 @@ def gmm_kernel(
     for tile in tl.range(first_tile, total, tl.num_programs(0) if PERSISTENT else 1, flatten=ONE_LOOP):
         tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, GROUP_M, NUM_DIES)
         group, row, row_end = find_group(tile_m, ends, tiles, M, G, BLOCK_M, starts_ptr)
-        first, height = first_column(tile_n, N, BLOCK_N, UNIT), (row_end - row).to(tl.int32)
+        first = first_column(tile_n, N, BLOCK_N, UNIT)
+        height = tl.minimum(row_end - row, BLOCK_M).to(tl.int32)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
             bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + (first + n) * bias_strides[1]

@@ -5,9 +5,9 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret
-from moe_aiter.kernels.base import fp8
+from moe_aiter.kernels.base import fp8, tile
 from moe_aiter.kernels.base.fp8 import FP8
-from moe_aiter.kernels.dense.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm
+from moe_aiter.kernels.dense.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm, scaled_gmm_reference
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.op import use
 
@@ -314,3 +314,18 @@ def test_a_number_of_numpy_is_a_scale():
     x, w = torch.ones(3, 4, dtype=torch.int8), torch.ones(4, 2, dtype=torch.int8)
     want = scaled_gemm(x, w, 2.0, out_dtype=torch.float32)
     assert torch.equal(scaled_gemm(x, w, torch.tensor(2.0).numpy()[()], out_dtype=torch.float32), want)
+
+
+@pytest.mark.skipif(not (interpret or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("M, G", [(1, 8), (4, 16), (8, 4), (8, 32)])
+@pytest.mark.parametrize("dies", [1, 8])
+def test_fewer_rows_than_groups(M, G, dies, device, monkeypatch):
+    """Each tile of the result is some program's, however programs walk."""
+    monkeypatch.setattr(tile, "num_dies", lambda: dies)
+    x = torch.randint(1, 9, (M, 32), dtype=torch.int8, device=device)
+    w = torch.randint(1, 9, (G, 512, 32), dtype=torch.int8, device=device).mT
+    sizes = torch.bincount(torch.randint(0, G, (M,), device=device), minlength=G).int()
+    with tuning.choose(lambda key: tuning.Config(16, 64, 32, 8, 4, 2)), use("triton"):
+        out = scaled_gmm(x, w, sizes, out_dtype=torch.float32)
+    expected = scaled_gmm_reference(x, w, sizes, None, None, None, None, 1, torch.float32)
+    assert torch.equal(out, expected)
