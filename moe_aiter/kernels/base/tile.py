@@ -64,7 +64,7 @@ def locate(tile, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.const
 
 
 @triton.jit
-def group_rows(group, group_sizes_ptr, M, G, BLOCK_G: tl.constexpr):
+def group_rows(group, group_sizes_ptr, M, BLOCK_G: tl.constexpr):
     """Group number -> (first row, end row), clamped as in `list_groups`."""
     g = tl.arange(0, BLOCK_G)
     size = tl.load(group_sizes_ptr + g, mask=g < group, other=0).to(tl.int64)
@@ -252,7 +252,7 @@ def choose_tile(
     return tuning.Config(*tile[: len(TILE)]), tuple(tile[len(TILE) :])
 
 
-PERSISTENT = -1  # for `programs` of an op: as many as the device runs at once; 0 is one for each tile
+PERSISTENT = -1  # for `programs` of an op: as many as the device runs at once
 
 
 def walk(tiles: int, programs: int, x: torch.Tensor) -> tuple[tuple[int], bool]:

@@ -363,7 +363,7 @@ def gmm(
     existing_out: (M, N), written instead of a fresh tensor, and returned.  Rows past the last group keep what
         they hold; in a fresh result they are zeros.
     work_stealing: a hint that is accepted and changes nothing, neither results nor speed.  In AITER programs
-        then take tiles as they come free; here each has its own, as without it.
+        then take tiles as they come free; here each has its share from the start, as without it.
     config: block sizes as `get_config` returns them, for the Triton kernel, which then runs.  What is left
         out is chosen by shape.
     grid_dim: run as so many programs, each of which takes tiles in turn, say to leave room for other kernels.

@@ -310,7 +310,7 @@ def tgmm_kernel(
     for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
         tile_k, tile_n = swizzle(tile, G * tiles_k, tiles_n, GROUP_M, NUM_DIES)
         group = tile_k // tiles_k
-        row, row_end = group_rows(group, group_sizes_ptr, M, G, BLOCK_G)
+        row, row_end = group_rows(group, group_sizes_ptr, M, BLOCK_G)
         k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         if sums_ptr is not None:

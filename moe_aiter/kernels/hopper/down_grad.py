@@ -318,9 +318,9 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
     c = tuning.lookup(f"hopper_down_grad{kind_of(i.dout)}", i.dout.dtype, R, N, K, E)
     pieces = 1 if i.interleaved else act.projections
     buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
-    wide, c = c, beside_groups(c, buffers, E, i.dout.itemsize)
+    c = beside_groups(c, buffers, E, i.dout.itemsize)
     if c.num_stages < 3 and c.block_k == 64:  # too few to hide what they wait for: stages of half the size
-        c = beside_groups(dataclasses.replace(wide, block_k=32, num_stages=6), buffers, E)
+        c = beside_groups(dataclasses.replace(c, block_k=32, num_stages=6), buffers, E, i.dout.itemsize)
     programs, tiles_n = num_programs(i.dout), -(-N // c.block_n)
     launch_for = bind_passes(
         down_grad_kernel, (programs,),

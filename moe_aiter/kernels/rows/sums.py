@@ -132,7 +132,7 @@ def group_sum_kernel(
 ):
     N, y_strides = in_units((N, y_strides), UNIT)
     group = tl.program_id(0)
-    row, row_end = group_rows(group, group_sizes_ptr, M, G, BLOCK_G)
+    row, row_end = group_rows(group, group_sizes_ptr, M, BLOCK_G)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = sum_rows(y_ptr, order_ptr, scale_ptr, row, row_end, n, N, top_k, y_strides, BLOCK_M)
     tl.store(out_ptr + group.to(tl.int64) * out_strides[0] + n * out_strides[1], total, mask=n < N)
