@@ -275,7 +275,6 @@ def run_scaled_op(op):
 TUNED = {
     "gmm": run_gmm,
     "tgmm": run_tgmm,
-    "tgmm_gather": run_tgmm_gather,
     "up": run_up,
     "down_grad": run_down_grad,
     "four_bit": run_four_bit,
@@ -307,6 +306,7 @@ GROUPED = {
     "tgmm columns first": lambda: run_tgmm_gather(FULL, columns_first=True),
     "tgmm accumulate": lambda: run_tgmm_accumulate(FULL),
     "up interleaved with bias": lambda: run_up(FULL, interleaved=True, bias=True),
+    "up by columns": lambda: run_up(Shape(transposed=True), interleaved=True),
     "up swiglu_limit": lambda: run_up(FULL, activation=LIMITED, interleaved=True, bias=True),
     "up without a": lambda: run_up(FULL, save_a=False),
     "up relu2 without z": lambda: run_up(FULL, activation="relu2", save_z=False),

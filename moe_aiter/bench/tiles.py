@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .. import tuning
 from ..kernels import hopper
+from ..kernels.base.tile import column_slices
 from ..kernels.experts import mlp as _experts_ops  # noqa: F401  defines the ops of a step
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
 from ..kernels.grouped.four_bit import FourBitInputs
-from ..kernels.grouped.gmm import column_slices
 from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_product, lay_out, quantize_y
 from ..kernels.quantize.blocks import plan_row_blocks
 from ..kernels.quantize.four_bit import quantized

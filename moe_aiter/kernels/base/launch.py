@@ -5,7 +5,7 @@ the references and the public functions, and must still import.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +18,7 @@ from ...private_api import current_device, current_stream, triton_launches
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
 
     def _no_triton(*args, **kwargs):
@@ -25,7 +26,7 @@ except ImportError:
 
     triton = SimpleNamespace(jit=lambda fn: _no_triton)
     tl = SimpleNamespace(constexpr=lambda value: value)
-    JITFunction = None
+    JITFunction, TensorDescriptor = None, object
 else:
     CompiledKernel, JITFunction, launch_hooks = triton_launches()
 
@@ -106,6 +107,14 @@ def is_watched() -> bool:
     """Whether a hook observes each launch, for example a profiler's: a chain of hooks, or one function."""
     enter, leave = launch_hooks.launch_enter_hook, launch_hooks.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class Descriptor(TensorDescriptor):
+    """Triton's descriptor, by which TMA copies boxes of this shape, without its checks: see `boxes_of`."""
+
+    def __init__(self, x: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]):
+        self.base, self.shape, self.strides, self.block_shape = x, list(shape), list(strides), list(box)
+        self.specialisation = x.dtype, tuple(box)  # the rest of a descriptor is data
 
 
 def specialisation(a) -> object:

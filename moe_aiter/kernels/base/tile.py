@@ -10,7 +10,7 @@ from ... import tuning
 from ...config import interpret
 from ...switches import matmul
 from ...tuning.aiter_json import AMD_OPTIONS, TILE
-from .launch import cdiv, next_power_of_2, num_programs, tl, triton
+from .launch import Descriptor, cdiv, next_power_of_2, num_programs, tl, triton
 
 # what tl.dot can multiply; the interpreter reads bfloat16 as raw bits
 TILE_DTYPES = (torch.float16, torch.float32) if interpret else (torch.float16, torch.bfloat16, torch.float32)
@@ -123,30 +123,48 @@ def multiply(
     PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
     live=None,  # (BLOCK_M,)
+    BOXES: tl.constexpr = "",
+    group=None,
+    first=None,  # column
 ):
     """acc + x @ w over K, in steps of BLOCK_K.
 
     live        rows that exist.  Other rows are not read: if all programs read one row in their place, that
                 row is a bottleneck.  None: all rows must be readable, as all columns must be.
     TRANSPOSED  as (acc.T + w.T @ x.T).T, see `is_transposed`.
+    BOXES       w_ptrs is a descriptor, see `boxes_of`.
     """
     k = tl.arange(0, BLOCK_K)
     if TRANSPOSED:
         acc = acc.T
     for k_start in range(0, K, BLOCK_K):
+        k_mask = k < K - k_start
         if EVEN_K:
             x = tl.load(x_ptrs) if live is None else tl.load(x_ptrs, mask=live[:, None], other=0.0)
-            w = tl.load(w_ptrs)
         else:
-            k_mask = k < K - k_start
             x_mask = k_mask[None, :] if live is None else live[:, None] & k_mask[None, :]
             x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-            w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+        if BOXES != "":
+            w = load_box(w_ptrs, group, first, k_start, acc.shape[1], BLOCK_K, BOXES)
+        else:
+            w = tl.load(w_ptrs) if EVEN_K else tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
         left, right = (operand(w).T, operand(x).T) if TRANSPOSED else (operand(x), operand(w))
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_stride_k
-        w_ptrs += BLOCK_K * w_stride_k
+        if BOXES == "":
+            w_ptrs += BLOCK_K * w_stride_k
     return acc.T if TRANSPOSED else acc
+
+
+@triton.jit
+def load_box(w_desc, group, n, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BOXES: tl.constexpr):
+    """The tile (BLOCK_K, BLOCK_N) of weights from column n and row k on; zeros past their ends."""
+    if BOXES == "rows":
+        return w_desc.load([group, n, k]).reshape(BLOCK_N, BLOCK_K).T
+    elif BOXES == "pairs":
+        return w_desc.load([group, 0, n, k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        return w_desc.load([group, k, n]).reshape(BLOCK_K, BLOCK_N)
 
 
 @triton.jit
@@ -209,6 +227,17 @@ def row_tiles(M: int, G: int, block_m: int) -> int:
     return cdiv(M, block_m) + min(G, max(M - 1, 0))
 
 
+BLOCK = 256  # columns of the widest tile: slices are multiples of it, so that no tile is wasted
+
+
+def column_slices(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
+    """Return even slices of columns, as few as have `most_bytes` at most, or one block of columns each."""
+    blocks = max(-(-columns // BLOCK), 1)
+    fit = max(most_bytes // (BLOCK * max(column_bytes, 1)), 1)
+    width = -(-blocks // -(-blocks // fit)) * BLOCK
+    return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
+
+
 def is_transposed(config: tuning.Config, x: torch.Tensor) -> bool:
     """Return whether weights are the left operand of a tile's products, which wants 64 rows or more.
 
@@ -241,6 +270,44 @@ def unit_of(sizes: Sequence[int], *strides: Sequence[int]) -> int:
     and loses them at a minimum.
     """
     return 1 if interpret else math.gcd(FOUND.value, *sizes, *(n for of in strides for n in of if n != 1))
+
+
+def has_tma(unit: int, itemsize: int) -> bool:
+    """Whether Triton's descriptors are copies by TMA here, and TMA can copy rows of such a `unit_of`."""
+    if unit < 8 or itemsize != 2:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
+
+
+def boxes_of(w: torch.Tensor, unit: int, pairs: bool = False) -> str:
+    """Return how TMA copies tiles of w (G, N, K), or "" where the kernel's own loads do.
+
+    BOXES      tensor          box
+    rows       (G, N, K)       (1, BLOCK_N, BLOCK_K)
+    columns    (G, K, N)       (1, BLOCK_K, BLOCK_N)
+    pairs      (G, 2, N, K)    (1, 2, BLOCK_N // 2, BLOCK_K): gate and up of the same channels, by rows
+    """
+    apart = all(stride > 0 for stride, size in zip(w.stride(), w.shape, strict=True) if size > 1)
+    if not (has_tma(unit, w.itemsize) and apart and w.numel() and w.data_ptr() % 16 == 0):
+        return ""
+    if w.stride(2) == 1:
+        return "pairs" if pairs else "rows"
+    return "columns" if w.stride(1) == 1 and not pairs else ""  # such pairs would pass through registers
+
+
+def with_boxes(w: torch.Tensor, kind: str, config: tuning.Config) -> Descriptor | torch.Tensor:
+    """Return w (G, N, K) as its descriptor for the boxes that `boxes_of` names, or as it is."""
+    (G, N, K), (g, n, k) = w.shape, w.stride()
+    g = g if G > 1 else 16  # it may be any number, and TMA takes multiples of 16 bytes
+    if kind == "rows":
+        return Descriptor(w, (G, N, K), (g, n, 1), (1, config.block_n, config.block_k))
+    if kind == "columns":
+        return Descriptor(w, (G, K, N), (g, k, 1), (1, config.block_k, config.block_n))
+    if kind == "pairs":
+        box = 1, 2, config.block_n // 2, config.block_k
+        return Descriptor(w, (G, 2, N // 2, K), (g, N // 2 * n, n, 1), box)
+    return w
 
 
 def choose_tile(

@@ -62,8 +62,9 @@ from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
+from ..base.tile import column_slices
 from ..dense.scaled_gemm import scaled_gmm
-from ..grouped.gmm import bind_token_sum, column_slices
+from ..grouped.gmm import bind_token_sum
 from ..grouped.tgmm import weight_gradient
 from ..grouped.tgmm_fp8 import num_bytes, quantize_y, weight_gradient_fp8
 from ..quantize.blocks import plan_row_blocks

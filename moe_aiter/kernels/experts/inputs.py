@@ -36,7 +36,7 @@ from ..base.check import (
 )
 from ..base.fp8 import ROW_BLOCK
 from ..base.sources import by_source
-from ..grouped.gmm import BLOCK
+from ..base.tile import BLOCK
 from ..quantize.blocks import most_row_blocks
 
 

@@ -29,6 +29,7 @@ from ..base.sources import arriving, bind_passes
 from ..base.tile import (
     TILE_DTYPES,
     at_least_16,
+    boxes_of,
     halves,
     in_units,
     is_transposed,
@@ -38,6 +39,7 @@ from ..base.tile import (
     swizzle,
     tile_options,
     unit_of,
+    with_boxes,
 )
 from ..grouped.gmm import gmm_reference, gmm_unpermute_op
 from ..grouped.tgmm import weight_gradient
@@ -61,7 +63,7 @@ def expert_up_reference(x, gate_up, bias, order, rank, group_sizes, activation, 
 @jit_kernel
 def expert_up_kernel(
     x_ptr,  # (T, K)
-    w_ptr,  # (G, width, K)
+    w_ptr,  # (G, width, K), or its descriptor where there are BOXES
     bias_ptr,  # (G, width) or None
     z_ptr,  # (M, width), contiguous, or None
     a_ptr,  # (M, N), contiguous, or None
@@ -90,6 +92,7 @@ def expert_up_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    BOXES: tl.constexpr,
 ):
     GATED: tl.constexpr = UP is not None
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
@@ -108,13 +111,20 @@ def expert_up_kernel(
     live = m < row_end
     token = tl.maximum(tl.load(order_ptr + m, mask=live, other=0), 0) // top_k
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
-    w_base = w_ptr + group.to(tl.int64) * w_stride_g
-    w_ptrs = w_base + column_read.to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
         z += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    z = multiply(z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED, live)
+    first = tile_n * (WIDTH if BOXES == "pairs" else BLOCK_N)
+    if BOXES != "":
+        w_ptrs = w_ptr
+    else:
+        w_base = w_ptr + group.to(tl.int64) * w_stride_g
+        w_ptrs = w_base + column_read.to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
+    z = multiply(
+        z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED, live,
+        BOXES, group.to(tl.int32), first,
+    )  # fmt: skip
 
     m, row_mask = m.to(tl.int64)[:, None], live[:, None]
     if z_ptr is not None:
@@ -228,18 +238,20 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
         config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
     tiles_n = cdiv(N, config.block_n // act.projections)
+    unit = unit_of((N, K), i.x.stride(), i.gate_up.stride())
+    transposed = is_transposed(config, i.x)
+    kind = "" if transposed else boxes_of(i.gate_up, unit, act.gated and not i.interleaved)
     launch_for = bind_passes(
-        expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved,
-        UNIT=unit_of((N, K), i.x.stride(), i.gate_up.stride()),
+        expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved, UNIT=unit,
         BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0,
-        TRANSPOSED=is_transposed(config, i.x), **tile_options(config),
+        TRANSPOSED=transposed, BOXES=kind, **tile_options(config),
     )  # fmt: skip
     sizes = R, N, K, E, i.rank.shape[1], tiles_m
     strides = i.x.stride(), i.gate_up.stride(), (0, 0) if i.bias is None else i.bias.stride()
 
     def launch(out, i):
         z, a = out[0] if write_z else None, out[1] if write_a else None
-        tensors = i.x, i.gate_up, i.bias, z, a, i.order.contiguous()
+        tensors = i.x, with_boxes(i.gate_up, kind, config), i.bias, z, a, i.order.contiguous()
         for group_sizes, starts in arriving(i.group_sizes):
             launch_for(starts)(*tensors, group_sizes, starts, *sizes, *strides)
 

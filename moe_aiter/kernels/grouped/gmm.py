@@ -45,18 +45,22 @@ from ..base.sources import leaving
 from ..base.tile import (
     PERSISTENT,
     TILE_DTYPES,
+    boxes_of,
     choose_tile,
+    column_slices,
     find_group,
     first_column,
     in_units,
     is_transposed,
     list_groups,
+    load_box,
     operand,
     row_tiles,
     swizzle,
     tile_options,
     unit_of,
     walk,
+    with_boxes,
 )
 from ..rows.permute import ELSEWHERE, bind_unpermute_columns, check_plan, unpermute_reference
 from ..rows.sums import group_sum
@@ -120,7 +124,7 @@ def fill_gmm_into(i: GroupedIntoInputs) -> None:
 @jit_kernel
 def gmm_kernel(
     x_ptr,  # (M, K)
-    w_ptr,  # (G, K, N)
+    w_ptr,  # (G, K, N), or its descriptor where there are BOXES
     bias_ptr,  # (G, N) or None
     out_ptr,  # (M, N)
     group_sizes_ptr,  # (G,)
@@ -136,6 +140,7 @@ def gmm_kernel(
     ZERO_REST: tl.constexpr,
     PERSISTENT: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    BOXES: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -179,18 +184,22 @@ def gmm_kernel(
             bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + (first + n) * bias_strides[1]
             acc += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
         x_base = x_ptr + row * x_stride_m
-        w_base = w_ptr + group.to(tl.int64) * w_stride_g + first.to(tl.int64) * w_stride_n
+        if BOXES == "":
+            w_base = w_ptr + group.to(tl.int64) * w_stride_g + first.to(tl.int64) * w_stride_n
         # steps change no pointers, so that the compiler can make one loop of both
         acc = acc.T if TRANSPOSED else acc
         for step in range(0, tl.cdiv(K, BLOCK_K)):
             depth = tl.zeros((), tl.int64) + step * BLOCK_K
-            x_ptrs, w_ptrs = x_base + depth * x_stride_k + x_offsets, w_base + depth * w_stride_k + w_offsets
+            x_ptrs, k_mask = x_base + depth * x_stride_k + x_offsets, k < K - step * BLOCK_K
             if EVEN_K:
-                x, w = tl.load(x_ptrs, mask=(r < height)[:, None], other=0.0), tl.load(w_ptrs)
+                x = tl.load(x_ptrs, mask=(r < height)[:, None], other=0.0)
             else:
-                k_mask = k < K - step * BLOCK_K
                 x = tl.load(x_ptrs, mask=(r < height)[:, None] & k_mask[None, :], other=0.0)
-                w = tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
+            if BOXES != "":
+                w = load_box(w_ptr, group.to(tl.int32), first, step * BLOCK_K, BLOCK_N, BLOCK_K, BOXES)
+            else:
+                w_ptrs = w_base + depth * w_stride_k + w_offsets
+                w = tl.load(w_ptrs) if EVEN_K else tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
             left, right = (operand(w).T, operand(x).T) if TRANSPOSED else (operand(x), operand(w))
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
         acc = acc.T if TRANSPOSED else acc
@@ -202,7 +211,7 @@ def gmm_kernel(
 # gmm: launcher
 
 FULL = 128 * 256  # sums of a tile that leave no registers for a second program on a multiprocessor
-SHORT = 2048  # the longest sums, see `suits_one_loop`
+SHORT, MIDDLE = 2048, 4096  # the longest sums of one loop, see `suits_one_loop`
 
 
 def check_gmm(i: GroupedInputs | GroupedIntoInputs) -> None:
@@ -249,17 +258,20 @@ def bind_gmm_into(i: GroupedIntoInputs) -> Callable:
 
 
 def suits_one_loop(
-    i: GroupedInputs | GroupedIntoInputs, config: Config, unit: int, out: torch.dtype, out_strides: tuple
-) -> bool:
+    i: GroupedInputs | GroupedIntoInputs, config: Config, unit: int, out: torch.dtype, out_strides: tuple,
+    boxes: bool,
+) -> bool:  # fmt: skip
     """Return whether programs take tile after tile, in one loop over the steps of all their tiles.
 
     If a tile leaves a multiprocessor no registers for another one, nothing hides how a program begins and
     ends, which takes as long as several steps.  One loop loads the next tile's operands while it writes.  But
-    its steps take longer, so that sums must be short (measured on an H200, K from 352 to 28672), and sums
-    that begin with a bias are slow.  The tile that is written has shared memory of its own: 16 bits a number,
-    by rows.  Where rows are no whole units of 16 bytes, such a loop has no room for its addresses.
+    its steps take longer, less so where weights come in boxes, so that sums must be short (measured on an
+    H200, K from 352 to 28672), and sums that begin with a bias are slow.  The tile that is written has shared
+    memory of its own: 16 bits a number, by rows.  Where rows are no whole units of 16 bytes, such a loop has
+    no room for its addresses.
     """
-    full = config.block_m * config.block_n == FULL and 0 < i.lhs.shape[1] <= SHORT and i.bias is None
+    longest = MIDDLE if boxes else SHORT
+    full = config.block_m * config.block_n == FULL and 0 < i.lhs.shape[1] <= longest and i.bias is None
     wide = unit >= 8 and i.lhs.stride(1) == 1 == out_strides[1] and i.lhs.itemsize == out.itemsize == 2
     return full and wide and not i.tile and not ROCM
 
@@ -269,12 +281,14 @@ def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
     config, amd = choose_tile(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
     unit = unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides)
     out_dtype = i.existing_out.dtype if into else i.dtype or i.lhs.dtype
-    one_loop = suits_one_loop(i, config, unit, out_dtype, out_strides)
+    boxes = boxes_of(i.rhs.mT, unit)
+    one_loop = suits_one_loop(i, config, unit, out_dtype, out_strides, boxes != "")
+    boxes = boxes if one_loop and K > SHORT else ""  # no faster for shorter sums
     tiles = row_tiles(M, G, config.block_m) * cdiv(N, config.block_n)
     grid, persistent = walk(tiles, i.programs or (PERSISTENT if one_loop else 0), i.lhs)
     kernel = bind_kernel(
-        gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent, ONE_LOOP=one_loop, UNIT=unit,
-        BLOCK_G=next_power_of_2(G) or 1, EVEN_K=K % config.block_k == 0,
+        gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent, ONE_LOOP=one_loop, BOXES=boxes,
+        UNIT=unit, BLOCK_G=next_power_of_2(G) or 1, EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.lhs), **tile_options(config, amd),
     )  # fmt: skip
     bias_strides = (0, 0) if i.bias is None else i.bias.stride()
@@ -282,7 +296,8 @@ def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
 
     def launch(out, i):
         starts = i.starts if into else None
-        kernel(i.lhs, i.rhs, i.bias, out, i.group_sizes.contiguous(), starts, *numbers)
+        w = with_boxes(i.rhs.mT, boxes, config) if boxes else i.rhs
+        kernel(i.lhs, w, i.bias, out, i.group_sizes.contiguous(), starts, *numbers)
 
     return launch
 
@@ -403,8 +418,6 @@ def gmm(
 # gmm_unpermute
 
 
-BLOCK = 256  # columns of the widest tile: slices are multiples of it, so that no tile is wasted
-
 # gmm_unpermute: reference
 
 
@@ -442,14 +455,6 @@ def new_gmm_unpermute(i: GmmUnpermuteInputs) -> Tensor:
     check_plan(i.x, i.order, i.rank, i.routing_weights)
     check_size("x is (R={}, K)", i.x.shape[0], "order is (R={},)", i.order.shape[0])
     return i.x.new_empty(i.rank.shape[0], i.w.shape[2])
-
-
-def column_slices(columns: int, column_bytes: int, most_bytes: int) -> list[slice]:
-    """Return even slices of columns, as few as have `most_bytes` at most, or one block of columns each."""
-    blocks = max(-(-columns // BLOCK), 1)
-    fit = max(most_bytes // (BLOCK * max(column_bytes, 1)), 1)
-    width = -(-blocks // -(-blocks // fit)) * BLOCK
-    return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
 
 
 @binds

@@ -24,12 +24,10 @@ from .. import hopper
 from ..base.check import check_axes, check_groups, check_plan_values, check_rows, take_rows
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
+from ..base.tile import BLOCK, column_slices
 from ..quantize.blocks import quantize_row_blocks, rows_of_blocks, transpose_row_blocks
 from ..quantize.rows import FORMATS, check_float32, dequantize_rows
-from .gmm import BLOCK, column_slices
-from .tgmm import check_sum, tgmm_into_op
-
-MOST = 4  # slices of x: more cost more time than their memory is worth
+from .tgmm import MOST, check_sum, tgmm_into_op
 
 
 class RowBlocks(NamedTuple):

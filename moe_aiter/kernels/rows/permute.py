@@ -37,6 +37,7 @@ from ..base.tile import dense, in_units, unit_of
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELSEWHERE = tl.constexpr(-2)  # the only rank below -1
 TOKENS = 64  # of a program that looks for tokens with rows
+GATHERED = 8  # rows of a program that gathers them
 UNROLL = 16  # choices a token up to which the loop over them is unrolled, so that its loads overlap
 
 
@@ -115,6 +116,29 @@ def permute_kernel(
         tl.store(out_ptr + row * H + h, out.to(out_ptr.dtype.element_ty), mask=h_mask & (row >= 0))
         if unused:
             tl.store(out_ptr + i * H + h, tl.zeros_like(x).to(out_ptr.dtype.element_ty), mask=h_mask)
+
+
+@jit_kernel
+def gather_rows_kernel(
+    x_ptr,  # (T, H)
+    order_ptr,  # (R,)
+    out_ptr,  # (R, H), contiguous
+    R,
+    H,
+    x_strides,  # t, h
+    TOP_K: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Row r of out is row order[r] // TOP_K of x; a dropped row is row 0, which no group counts."""
+    H, x_strides = in_units((H, x_strides), UNIT)
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    source = tl.maximum(tl.load(order_ptr + r, mask=r < R, other=0), 0) // TOP_K
+    mask = (r < R)[:, None] & (h < H)[None, :]
+    x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_strides[0] + h.to(tl.int64)[None, :] * x_strides[1]
+    tl.store(out_ptr + r[:, None] * H + h[None, :], tl.load(x_ptrs, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -303,6 +327,15 @@ def bind_permute(i: PermuteInputs) -> Callable:
     kernel = bind_kernel(permute_kernel, (T, cdiv(H, block)), TOP_K=i.rank.shape[1], UNIT=unit, BLOCK_H=block)
     sizes = i.order.shape[0], H, i.x.stride()
     return lambda out, i: kernel(i.x, *dense(i.order, i.rank, i.routing_weights), out, *sizes)
+
+
+def bind_gather_rows(x: Tensor, rows: int, top_k: int) -> Callable:
+    """Return `gather(x, order, out)` for that many rows: row r of `out` is row order[r] // top_k of x."""
+    H, block = x.shape[1], block_of(min(x.shape[1], 512))
+    grid, unit = (cdiv(rows, GATHERED), cdiv(H, block)), unit_of((H,), x.stride())
+    kernel = bind_kernel(gather_rows_kernel, grid, TOP_K=top_k, UNIT=unit, BLOCK_R=GATHERED, BLOCK_H=block)
+    sizes = rows, H, x.stride()
+    return lambda x, order, out: kernel(x, *dense(order), out, *sizes)
 
 
 def bind_unpermute_columns(

@@ -65,6 +65,27 @@ def test_tgmm_gathers(device, sizes, dtype, columns_first):
     assert_as_good_as_torch(group_sum, group_sum_reference, tokens, group_sizes, order, top_k, scale)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_tgmm_gathers_slices_of_columns(device, columns_first, dtype):
+    """Wide rows are gathered in several slices, the last of which is narrower."""
+    tokens = torch.randn(16, 600).to(device, dtype)
+    order = torch.randperm(32, device=device, dtype=torch.int32)
+    _, _, y, group_sizes = make(device, [9, 0, 20, 3], dtype=dtype)
+    args = tokens, y, group_sizes, order, 2
+    assert_as_good_as_torch(torch.ops.moe_aiter.tgmm, tgmm_reference, *args, columns_first)
+    G, K, N = 4, 600, y.shape[1]
+    exact = tgmm_reference(tokens.double(), y.double(), *args[2:], False)
+    for of_y in (False, True):
+        out = torch.ones(G, N, K, device=device).mT if columns_first else torch.ones(G, K, N, device=device)
+        rows = y.double() if of_y else tokens.double()[order.long() // 2]
+        sums = torch.full((G, rows.shape[1]), float("nan"), device=device)
+        torch.ops.moe_aiter.tgmm_into(out, *args, True, sums, of_y)
+        torch.testing.assert_close(out.double(), 1 + exact, rtol=1e-4, atol=1e-4)
+        expected = torch.stack([part.sum(0) for part in rows.split(group_sizes.tolist())])
+        torch.testing.assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

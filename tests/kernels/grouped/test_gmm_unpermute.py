@@ -8,10 +8,10 @@ from check import assert_as_good_as_torch, error, with_gradients
 
 from moe_aiter.bench.problem import SHAPES
 from moe_aiter.config import interpret
+from moe_aiter.kernels.base import tile
 from moe_aiter.kernels.base.sources import by_source
 from moe_aiter.kernels.experts.inputs import ExpertInputs, row_bytes
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
-from moe_aiter.kernels.grouped import gmm
 from moe_aiter.kernels.grouped.gmm import (
     column_slices,
     gmm_unpermute_add_op,
@@ -35,7 +35,7 @@ T, K, E, CHOICES = 23, 24, 4, 3
 @pytest.mark.pairwise
 @pytest.mark.no_host
 def test_chunks(backend, device, monkeypatch, blocks, columns, by_rows, dtype):
-    monkeypatch.setattr(gmm, "BLOCK", 16)
+    monkeypatch.setattr(tile, "BLOCK", 16)
     order, rank, sizes = sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
     x = torch.randn(T * CHOICES, K).to(device, dtype)
     w = torch.randn(E, K, columns).to(device, dtype)
@@ -74,7 +74,7 @@ def of_window(plan, x, w, bias, s):
 def test_add(backend, device, monkeypatch, rows, columns, dtype, last_first):
     """A window is added where a row is ELSEWHERE, and written where none is; a token without rows in the
     window keeps its bits, NaN too."""
-    monkeypatch.setattr(gmm, "BLOCK", 16)
+    monkeypatch.setattr(tile, "BLOCK", 16)
     plan = windows(device, rows, last_first)[1]
     (x, w, bias), s = operands(device, dtype, columns)
     before = torch.randn(T, columns).to(device, dtype)
