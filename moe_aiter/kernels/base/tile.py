@@ -123,7 +123,7 @@ def multiply(
     PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
     live=None,  # (BLOCK_M,)
-    BOXES: tl.constexpr = "",
+    BOXES: tl.constexpr = None,
     group=None,
     first=None,  # column
 ):
@@ -144,14 +144,14 @@ def multiply(
         else:
             x_mask = k_mask[None, :] if live is None else live[:, None] & k_mask[None, :]
             x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        if BOXES != "":
+        if BOXES is not None:
             w = load_box(w_ptrs, group, first, k_start, acc.shape[1], BLOCK_K, BOXES)
         else:
             w = tl.load(w_ptrs) if EVEN_K else tl.load(w_ptrs, mask=k_mask[:, None], other=0.0)
         left, right = (operand(w).T, operand(x).T) if TRANSPOSED else (operand(x), operand(w))
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K * x_stride_k
-        if BOXES == "":
+        if BOXES is None:
             w_ptrs += BLOCK_K * w_stride_k
     return acc.T if TRANSPOSED else acc
 
@@ -280,8 +280,8 @@ def has_tma(unit: int, itemsize: int) -> bool:
     return target.backend == "cuda" and target.arch >= 90
 
 
-def boxes_of(w: torch.Tensor, unit: int, pairs: bool = False) -> str:
-    """Return how TMA copies tiles of w (G, N, K), or "" where the kernel's own loads do.
+def boxes_of(w: torch.Tensor, unit: int, pairs: bool = False) -> str | None:
+    """Return how TMA copies tiles of w (G, N, K), or None where the kernel's own loads do.
 
     BOXES      tensor          box
     rows       (G, N, K)       (1, BLOCK_N, BLOCK_K)
@@ -290,13 +290,13 @@ def boxes_of(w: torch.Tensor, unit: int, pairs: bool = False) -> str:
     """
     apart = all(stride > 0 for stride, size in zip(w.stride(), w.shape, strict=True) if size > 1)
     if not (has_tma(unit, w.itemsize) and apart and w.numel() and w.data_ptr() % 16 == 0):
-        return ""
+        return None
     if w.stride(2) == 1:
         return "pairs" if pairs else "rows"
-    return "columns" if w.stride(1) == 1 and not pairs else ""  # such pairs would pass through registers
+    return "columns" if w.stride(1) == 1 and not pairs else None  # such pairs would pass through registers
 
 
-def with_boxes(w: torch.Tensor, kind: str, config: tuning.Config) -> Descriptor | torch.Tensor:
+def with_boxes(w: torch.Tensor, kind: str | None, config: tuning.Config) -> Descriptor | torch.Tensor:
     """Return w (G, N, K) as its descriptor for the boxes that `boxes_of` names, or as it is."""
     (G, N, K), (g, n, k) = w.shape, w.stride()
     g = g if G > 1 else 16  # it may be any number, and TMA takes multiples of 16 bytes

@@ -116,7 +116,7 @@ def expert_up_kernel(
         bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
         z += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
     first = tile_n * (WIDTH if BOXES == "pairs" else BLOCK_N)
-    if BOXES != "":
+    if BOXES is not None:
         w_ptrs = w_ptr
     else:
         w_base = w_ptr + group.to(tl.int64) * w_stride_g
@@ -240,7 +240,7 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     tiles_n = cdiv(N, config.block_n // act.projections)
     unit = unit_of((N, K), i.x.stride(), i.gate_up.stride())
     transposed = is_transposed(config, i.x)
-    kind = "" if transposed else boxes_of(i.gate_up, unit, act.gated and not i.interleaved)
+    kind = None if transposed else boxes_of(i.gate_up, unit, act.gated and not i.interleaved)
     launch_for = bind_passes(
         expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved, UNIT=unit,
         BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0,

@@ -184,7 +184,7 @@ def gmm_kernel(
             bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + (first + n) * bias_strides[1]
             acc += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
         x_base = x_ptr + row * x_stride_m
-        if BOXES == "":
+        if BOXES is None:
             w_base = w_ptr + group.to(tl.int64) * w_stride_g + first.to(tl.int64) * w_stride_n
         # steps change no pointers, so that the compiler can make one loop of both
         acc = acc.T if TRANSPOSED else acc
@@ -195,7 +195,7 @@ def gmm_kernel(
                 x = tl.load(x_ptrs, mask=(r < height)[:, None], other=0.0)
             else:
                 x = tl.load(x_ptrs, mask=(r < height)[:, None] & k_mask[None, :], other=0.0)
-            if BOXES != "":
+            if BOXES is not None:
                 w = load_box(w_ptr, group.to(tl.int32), first, step * BLOCK_K, BLOCK_N, BLOCK_K, BOXES)
             else:
                 w_ptrs = w_base + depth * w_stride_k + w_offsets
@@ -282,8 +282,8 @@ def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
     unit = unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides)
     out_dtype = i.existing_out.dtype if into else i.dtype or i.lhs.dtype
     boxes = boxes_of(i.rhs.mT, unit)
-    one_loop = suits_one_loop(i, config, unit, out_dtype, out_strides, boxes != "")
-    boxes = boxes if one_loop and K > SHORT else ""  # no faster for shorter sums
+    one_loop = suits_one_loop(i, config, unit, out_dtype, out_strides, boxes is not None)
+    boxes = boxes if one_loop and K > SHORT else None  # no faster for shorter sums
     tiles = row_tiles(M, G, config.block_m) * cdiv(N, config.block_n)
     grid, persistent = walk(tiles, i.programs or (PERSISTENT if one_loop else 0), i.lhs)
     kernel = bind_kernel(
@@ -295,8 +295,8 @@ def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
     numbers = M, N, K, G, i.lhs.stride(), i.rhs.stride(), bias_strides, out_strides
 
     def launch(out, i):
-        starts = i.starts if into else None
-        w = with_boxes(i.rhs.mT, boxes, config) if boxes else i.rhs
+        starts, w = i.starts if into else None, i.rhs
+        w = w if boxes is None else with_boxes(w.mT, boxes, config)
         kernel(i.lhs, w, i.bias, out, i.group_sizes.contiguous(), starts, *numbers)
 
     return launch
