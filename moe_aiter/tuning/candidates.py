@@ -1,6 +1,6 @@
 """The configurations worth trying of each kernel, and the choice of the Hopper kernels by rule.
 
-A kernel that has other limits where its inputs differ, in registers say, has a name for each.
+A kernel that has other limits where its inputs differ, in registers say, has a name for each: `tgmm_gather`.
 Of the masked ones `_few` transposes the product, for groups of less than 128 rows, and `_decode` makes
 float16 of 8-bit floats that the GPU does not multiply.  `scaled_long` adds sums of int8 that int32 overflows.
 Of the dense ones `_full` has an activation or a matrix to add, on Hopper the latter, and `_act` the former;
@@ -135,7 +135,7 @@ SPARSE_GRAD = (
     Config(128, 128, 64, 1, 8, 4), Config(128, 64, 64, 1, 4, 4), Config(64, 64, 64, 1, 4, 4),
     Config(64, 64, 128, 1, 4, 3), Config(64, 64, 128, 1, 8, 3), Config(32, 32, 128, 1, 4, 3),
 )  # fmt: skip
-OF_EXPERTS = ("up", "gmm", "down_grad", "tgmm")  # whose tiles have a cost: see cost.py
+OF_EXPERTS = ("up", "gmm", "down_grad", "tgmm", "tgmm_gather")  # whose tiles have a cost: see cost.py
 EXPERTS = (
     Config(128, 256, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 4), Config(128, 256, 32, 8, 8, 4),
     Config(128, 128, 64, 8, 8, 3), Config(128, 128, 32, 8, 8, 4),
@@ -148,6 +148,7 @@ EXPERTS_AMD = (
 FEW_ROWS_AMD = (Config(16, 64, 128, 1, 4, 2), Config(32, 64, 128, 4, 4, 2), *EXPERTS_AMD[3:])
 PORTABLE = {
     **dict.fromkeys(OF_EXPERTS, EXPERTS),
+    "tgmm_gather": (Config(128, 256, 64, 8, 8, 5), *EXPERTS[1:]),
     "masked": MASKED,
     "masked_few": MASKED_FEW,
     "masked_decode": (Config(128, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 3)),

@@ -62,6 +62,7 @@ EPILOGUES = {
     "gmm": Epilogue(2, 0),
     "down_grad": Epilogue(10, 40),
     "tgmm": Epilogue(2, 16),
+    "tgmm_gather": Epilogue(2, 0),
 }
 
 
@@ -77,6 +78,8 @@ def cost(arch: str, op: str, rows: int, n: int, k: int, tile: Config) -> float:
     else:  # groups are ragged: the last tile of a group is half empty
         tiles, steps = max(1, rows / block_m + 0.5) * math.ceil(n / block_n), math.ceil(k / block_k)
     ahead = tile.num_stages - 1
+    if op == "tgmm_gather":  # two fetches after each other, the row's number first
+        ahead = max(1, math.ceil((tile.num_stages - 2) / 2))
     operands = 2 * (block_m + block_n) * block_k
     programs = programs_at_once(gpu, epilogue, tile, operands * (ahead + (not gpu.through_registers)))
     if not programs:

@@ -273,11 +273,14 @@ def unit_of(sizes: Sequence[int], *strides: Sequence[int]) -> int:
 
 
 def has_tma(unit: int, itemsize: int) -> bool:
-    """Whether Triton's descriptors are copies by TMA here, and TMA can copy rows of such a `unit_of`."""
+    """Whether Triton's descriptors are copies by TMA here, and TMA can copy rows of such a `unit_of`.
+
+    Not on sm_120: there a program has less than half of Hopper's shared memory, and nothing was measured.
+    """
     if unit < 8 or itemsize != 2:
         return False
     target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+    return target.backend == "cuda" and 90 <= target.arch < 120
 
 
 def boxes_of(w: torch.Tensor, unit: int, pairs: bool = False) -> str | None:
@@ -288,12 +291,16 @@ def boxes_of(w: torch.Tensor, unit: int, pairs: bool = False) -> str | None:
     columns    (G, K, N)       (1, BLOCK_K, BLOCK_N)
     pairs      (G, 2, N, K)    (1, 2, BLOCK_N // 2, BLOCK_K): gate and up of the same channels, by rows
     """
-    apart = all(stride > 0 for stride, size in zip(w.stride(), w.shape, strict=True) if size > 1)
-    if not (has_tma(unit, w.itemsize) and apart and w.numel() and w.data_ptr() % 16 == 0):
+    if not (has_tma(unit, w.itemsize) and w.numel() and w.data_ptr() % 16 == 0):
         return None
-    if w.stride(2) == 1:
+    by_rows = w.stride(2) == 1
+    group, row, side = w.stride() if by_rows else w.mT.stride()
+    aligned = len(w) == 1 or (group > 0 and group % 8 == 0)
+    if side != 1 or not aligned or row % 8 or row < w.shape[2 if by_rows else 1]:
+        return None
+    if by_rows:
         return "pairs" if pairs else "rows"
-    return "columns" if w.stride(1) == 1 and not pairs else None  # such pairs would pass through registers
+    return None if pairs else "columns"  # pairs of columns would pass through registers
 
 
 def with_boxes(w: torch.Tensor, kind: str | None, config: tuning.Config) -> Descriptor | torch.Tensor:

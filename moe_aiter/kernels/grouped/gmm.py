@@ -167,7 +167,7 @@ def gmm_kernel(
             zeros = tl.zeros((BLOCK_M, BLOCK_N), out_ptr.dtype.element_ty)
             out_ptrs = out_ptr + m * out_strides[0] + column.to(tl.int64) * out_strides[1]
             tl.store(out_ptrs, zeros, mask=(m < M) & (column < N))
-    x_offsets = r.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
+    x_offsets = r.to(tl.int64)[:, None] * x_stride_m + k.to(tl.int64)[None, :] * x_stride_k
     w_offsets = (n % N).to(tl.int64)[None, :] * w_stride_n + k.to(tl.int64)[:, None] * w_stride_k
     first_tile, total = tl.program_id(0), tiles_m * tiles_n
     if not PERSISTENT:
@@ -204,7 +204,7 @@ def gmm_kernel(
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
         acc = acc.T if TRANSPOSED else acc
         column = (first + n)[None, :]
-        out_ptrs = out_ptr + (row + r)[:, None] * out_strides[0] + column * out_strides[1]
+        out_ptrs = out_ptr + (row + r)[:, None] * out_strides[0] + column.to(tl.int64) * out_strides[1]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(r < height)[:, None] & (column < N))
 
 

@@ -196,24 +196,33 @@ def multiply_rows(
     acc,  # (BLOCK_M, BLOCK_N)
     x_ptrs,  # (1, BLOCK_M), of row 0
     y_ptrs,  # (1, BLOCK_N), of row 0
+    order_ptr,
     row,
     row_end,
     x_stride_m,
     y_stride_m,
+    TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable."""
     m = tl.arange(0, BLOCK_K)
-    x_ptrs += (row + m)[:, None] * x_stride_m
     y_ptrs += (row + m)[:, None] * y_stride_m
+    if order_ptr is None:
+        x_ptrs += (row + m)[:, None] * x_stride_m
+    else:
+        order_ptr += row
     for done in range(0, row_end - row, BLOCK_K):
         left = tl.minimum(row_end - row - done, BLOCK_K).to(tl.int32)  # or masks take twice the instructions
         live = (m < left)[:, None]
-        x = tl.load(x_ptrs, mask=live, other=0.0)
+        if order_ptr is None:
+            x = tl.load(x_ptrs, mask=live, other=0.0)
+            x_ptrs += BLOCK_K * x_stride_m
+        else:  # a dropped row, which no group counts, is row 0
+            source = tl.maximum(tl.load(order_ptr + done + m, mask=m < left, other=0), 0) // TOP_K
+            x = tl.load(x_ptrs + source.to(tl.int64)[:, None] * x_stride_m, mask=live, other=0.0)
         y = tl.load(y_ptrs, mask=live, other=0.0)
         acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-        x_ptrs += BLOCK_K * x_stride_m
         y_ptrs += BLOCK_K * y_stride_m
     return acc
 
@@ -258,8 +267,9 @@ def multiply_rows_last(
 
 @jit_kernel
 def tgmm_kernel(
-    x_ptr,  # (M, K)
+    x_ptr,  # (M, K), or (T, K) read at order // top_k
     y_ptr,  # (M, N)
+    order_ptr,  # (M,) or None
     out_ptr,  # (G, K, N), or its descriptor for a BOX
     sums_ptr,  # (G, K) or, of y, (G, N), float32; or None
     group_sizes_ptr,  # (G,)
@@ -271,6 +281,7 @@ def tgmm_kernel(
     y_strides,  # m, n
     out_strides,  # g, k, n
     sums_strides,  # g, k or n
+    TOP_K: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SUMS_OF_Y: tl.constexpr,
     ROWS_LAST: tl.constexpr,
@@ -286,7 +297,6 @@ def tgmm_kernel(
     PRECISION: tl.constexpr,
 ):
     N, K, x_strides, y_strides, out_strides = in_units((N, K, x_strides, y_strides, out_strides), UNIT)
-    ADD: tl.constexpr = multiply_rows_last if ROWS_LAST else multiply_rows
     # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
@@ -305,15 +315,21 @@ def tgmm_kernel(
                     tl.store(sums_base + n * sums_strides[1], total, mask=n < N)
             elif tile_n == 0:
                 unit: tl.constexpr = UNIT if ROWS_LAST else 1
-                total = sum_rows(x_ptr, None, None, row, row_end, k, K, 1, x_strides, 16, unit)
+                total = sum_rows(x_ptr, order_ptr, None, row, row_end, k, K, TOP_K, x_strides, 16, unit)
                 tl.store(sums_base + k * sums_strides[1], total, mask=k < K)
 
         x_ptrs = x_ptr + (k % K).to(tl.int64)[None, :] * x_strides[1]
-        y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
-        acc = ADD(
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptrs, y_ptrs, row, row_end,
-            x_strides[0], y_strides[0], BLOCK_K, PRECISION,
-        )  # fmt: skip
+        y_ptrs = y_ptr + (n % N).to(tl.int64)[None, :] * y_strides[1]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if ROWS_LAST:
+            acc = multiply_rows_last(
+                acc, x_ptrs, y_ptrs, row, row_end, x_strides[0], y_strides[0], BLOCK_K, PRECISION
+            )
+        else:
+            acc = multiply_rows(
+                acc, x_ptrs, y_ptrs, order_ptr, row, row_end, x_strides[0], y_strides[0], TOP_K, BLOCK_K,
+                PRECISION,
+            )  # fmt: skip
 
         if BOX:
             box = acc.to(out_ptr.dtype).reshape(1, BLOCK_M, BLOCK_N)
@@ -398,7 +414,7 @@ def bind_tgmm_sums(i: TgmmSumsInputs) -> Callable:
         add = bind_sum_groups(M, N, G, 1, i.y.stride(), (N, 1))
         return lambda outs, i: add(outs[1], i.y, i.group_sizes, None, None)
     product = bind_product(i.x, i.y, i.group_sizes, new_strides(i), sums_strides=(N, 1), sums_of_y=True)
-    return lambda outs, i: product(outs[0], i.x, i.y, i.group_sizes, outs[1])
+    return lambda outs, i: product(outs[0], i.x, i.y, i.group_sizes, None, outs[1])
 
 
 @binds
@@ -423,6 +439,17 @@ def new_strides(i: TgmmInputs | TgmmSumsInputs) -> tuple[int, int, int]:
 MOST = 4  # slices of x: more cost more time than their memory is worth
 NARROW = 128  # columns of a tile
 SLACK = 8  # the gathered rows may take a part in so many of what else the product reads and writes
+WIDE, FEW = 768, 256  # columns of y, and rows of a group: see `gathers_first`
+
+
+def gathers_first(x: Tensor, y: Tensor, groups: int) -> bool:
+    """Return whether the rows of x are gathered before the product, rather than as it loads them.
+
+    A product that gathers waits twice, for the rows' numbers and for the rows.  That costs more than to write
+    the rows once if there are many columns to multiply each row by, and if groups have few rows (H200).
+    """
+    by_columns = x.stride(0) == 1 != x.stride(1)
+    return by_columns or y.shape[1] >= WIDE or len(y) <= FEW * groups
 
 
 def bind_gathered(
@@ -431,13 +458,12 @@ def bind_gathered(
 ) -> Callable[..., None]:  # fmt: skip
     """Return `product(out, x, y, group_sizes, order, sums)` for a result with elements (G, K, N).
 
-    The rows of x are gathered first, a slice of their columns at a time.  A product that gathers as it loads
-    waits twice, for the rows' numbers and for the rows: it took 1.03 to 1.45 of the time (H200).
+    Where the rows of x are gathered first, that is done for a slice of their columns at a time.
     """
-    if order is None:
-        product = bind_product(x, y, group_sizes, out_strides, sums_of_y=sums_of_y, **options)
-        return lambda out, x, y, group_sizes, order, sums=None: product(out, x, y, group_sizes, sums)
     (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
+    if order is None or not gathers_first(x, y, G):
+        how = {"gathers": order is not None, "top_k": top_k, "sums_of_y": sums_of_y}
+        return bind_product(x, y, group_sizes, out_strides, **how, **options)
     column_bytes = M * x.element_size()
     most = (M * N + G * K * N) * x.element_size() // SLACK
     slices = column_slices(K, column_bytes, max(most, column_bytes * cdiv(K, MOST * BLOCK) * BLOCK))
@@ -451,9 +477,9 @@ def bind_gathered(
     def launch(out, x, y, group_sizes, order, sums=None):
         for n in slices:
             gather, product = launches[n.stop - n.start]
-            rows = x.new_empty(M, n.stop - n.start)
+            rows, some = x.new_empty(M, n.stop - n.start), sums is None or sums_of_y
             gather(x[:, n], order, rows)
-            product(out[:, n], rows, y, group_sizes, sums if sums is None or sums_of_y else sums[:, n])
+            product(out[:, n], rows, y, group_sizes, None, sums if some else sums[:, n])
             del rows  # before those of the next columns
 
     return launch
@@ -461,36 +487,38 @@ def bind_gathered(
 
 def bind_product(
     x: Tensor, y: Tensor, group_sizes: Tensor, out_strides: Sequence[int],
-    *, accumulate: bool = False, sums_strides: Sequence[int] = (0, 0), sums_of_y: bool = False,
-    tile: Sequence[int] = (), programs: int = 0, fresh: bool = False,
+    *, gathers: bool = False, top_k: int = 1, accumulate: bool = False, sums_strides: Sequence[int] = (0, 0),
+    sums_of_y: bool = False, tile: Sequence[int] = (), programs: int = 0, fresh: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
-    """Return `product(out, x, y, group_sizes, sums)` for a result with elements (G, K, N).
+    """Return `product(out, x, y, group_sizes, order, sums)` for a result with elements (G, K, N).
 
     Of x and y the metadata alone counts.  A `fresh` result begins at a multiple of 16 bytes.
     """
     g, k, n = out_strides
-    if k == 1 != n and x.stride(1) == 1 and not tile:  # out.mT = y.T @ x, whose tiles are written row by row
-        turned = bind_product(
+    if k == 1 != n and x.stride(1) == 1 and not gathers and not tile:
+        turned = bind_product(  # out.mT = y.T @ x, whose tiles are written row by row
             y, x, group_sizes, (g, n, k), accumulate=accumulate, sums_strides=sums_strides,
             sums_of_y=not sums_of_y, programs=programs, fresh=fresh,
         )  # fmt: skip
-        return lambda out, x, y, group_sizes, sums=None: turned(out.mT, y, x, group_sizes, sums)
+        return lambda out, x, y, group_sizes, _, sums=None: turned(out.mT, y, x, group_sizes, None, sums)
     (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
-    config, amd = choose_tile(tile, "tgmm", x.dtype, M, N, K, G)
+    # the pipeline spends stages on the indices, so gathering has rows of its own
+    config, amd = choose_tile(tile, "tgmm_gather" if gathers else "tgmm", x.dtype, M, N, K, G)
     grid, persistent = walk(G * cdiv(K, config.block_m) * cdiv(N, config.block_n), programs, group_sizes)
     rows_last = x.stride(0) == 1 != x.stride(1)
     unit = unit_of((N, K, M if rows_last else 0), x.stride(), y.stride(), out_strides)
     # by TMA a narrow tile is written in .93 of the time, a wide one in 1.0 to 1.4 (H200)
     box = fresh and n == 1 and config.block_n <= NARROW and has_tma(unit, x.itemsize)
     kernel = bind_kernel(
-        tgmm_kernel, grid, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y, ROWS_LAST=rows_last,
+        tgmm_kernel, grid, TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y, ROWS_LAST=rows_last,
         PERSISTENT=persistent, BOX=box, UNIT=unit, BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
     )  # fmt: skip
     numbers = M, N, K, G, x.stride(), y.stride(), out_strides, sums_strides
 
-    def product(out, x, y, group_sizes, sums=None):
+    def product(out, x, y, group_sizes, order, sums=None):
+        order, group_sizes = dense(order, group_sizes)
         to = Descriptor(out, out.shape, out_strides, (1, config.block_m, config.block_n)) if box else out
-        kernel(x, y, to, sums, *dense(group_sizes), *numbers)
+        kernel(x, y, order, to, sums, group_sizes, *numbers)
 
     return product
 
@@ -537,7 +565,7 @@ def tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None = None,
     """Multiply `x[s:e].T @ y[s:e]` for each group of rows [s, e): (M, K), (M, N) -> (G, K, N).
 
     This is the gradient of `gmm`'s `rhs`.  With `order` (M,), `x` is (T, K) with M <= T * top_k, and row r
-    stands for `x[order[r] // top_k]`: the kernel gathers rows as it loads them.  A group without rows gives
+    stands for `x[order[r] // top_k]`.  A group without rows gives
     exact zeros.  Not differentiable.  Dtypes, strides and errors as in `gmm`.
     """
     check_tensor("x", x)

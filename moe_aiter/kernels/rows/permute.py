@@ -123,6 +123,7 @@ def gather_rows_kernel(
     x_ptr,  # (T, H)
     order_ptr,  # (R,)
     out_ptr,  # (R, H), contiguous
+    T,
     R,
     H,
     x_strides,  # t, h
@@ -131,11 +132,11 @@ def gather_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Row r of out is row order[r] // TOP_K of x; a dropped row is row 0, which no group counts."""
+    """Row r of out is row order[r] // TOP_K of x, or any row where there is none: no group counts it."""
     H, x_strides = in_units((H, x_strides), UNIT)
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    source = tl.maximum(tl.load(order_ptr + r, mask=r < R, other=0), 0) // TOP_K
+    source = tl.minimum(tl.maximum(tl.load(order_ptr + r, mask=r < R, other=0), 0) // TOP_K, T - 1)
     mask = (r < R)[:, None] & (h < H)[None, :]
     x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_strides[0] + h.to(tl.int64)[None, :] * x_strides[1]
     tl.store(out_ptr + r[:, None] * H + h[None, :], tl.load(x_ptrs, mask=mask), mask=mask)
@@ -334,7 +335,7 @@ def bind_gather_rows(x: Tensor, rows: int, top_k: int) -> Callable:
     H, block = x.shape[1], block_of(min(x.shape[1], 512))
     grid, unit = (cdiv(rows, GATHERED), cdiv(H, block)), unit_of((H,), x.stride())
     kernel = bind_kernel(gather_rows_kernel, grid, TOP_K=top_k, UNIT=unit, BLOCK_R=GATHERED, BLOCK_H=block)
-    sizes = rows, H, x.stride()
+    sizes = x.shape[0], rows, H, x.stride()
     return lambda x, order, out: kernel(x, *dense(order), out, *sizes)
 
 

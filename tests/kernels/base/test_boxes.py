@@ -95,3 +95,18 @@ def test_tgmm(boxes, K, N, gathered, columns_first):
         args = x, y, sizes, order, 2 if gathered else 1, columns_first
         assert_as_good_as_torch(torch.ops.moe_aiter.tgmm, tgmm.tgmm_reference, *args)
     assert made
+
+
+@pytest.mark.interpret
+def test_what_tma_refuses(boxes):
+    """Strides of 1, or 0, or no multiples of 16 bytes; rows that overlap."""
+    flat = on(boxes[0], 2**16)
+    for shape, strides in (
+        *(((4, 64, 64), (1, 64, 1)), ((1, 64, 64), (0, 1, 1)), ((4, 64, 64), (64, 0, 1))),
+        *(((4, 64, 64), (0, 64, 1)), ((4, 64, 64), (1024, 8, 1)), ((4, 64, 64), (4096, 1, 8))),
+        *(((4, 64, 64), (4096, 68, 1)), ((4, 64, 64), (4100, 64, 1)), ((4, 64, 64), (4096, 2, 64))),
+    ):
+        assert tile.boxes_of(flat.as_strided(shape, strides), 8) is None
+    assert tile.boxes_of(flat[1:].as_strided((4, 64, 64), (4096, 64, 1)), 8) is None
+    assert tile.boxes_of(flat.as_strided((4, 64, 64), (4096, 64, 1)), 8) == "rows"
+    assert tile.boxes_of(flat.as_strided((1, 64, 64), (1, 1, 64)), 8) == "columns"

@@ -5,10 +5,11 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret, settings
+from moe_aiter.kernels.grouped import tgmm as tgmm_module
 from moe_aiter.kernels.grouped.gmm import gmm, gmm_op, gmm_reference
 from moe_aiter.kernels.grouped.tgmm import tgmm, tgmm_accumulate, tgmm_reference
 from moe_aiter.kernels.rows.sums import group_sum, group_sum_reference
-from moe_aiter.op import use
+from moe_aiter.op import invalidate_decisions, use
 
 from ...check import assert_as_good_as_torch, with_gradients
 from ...shapes import GROUP_SIZES, LAYOUTS, MATRICES, transposed
@@ -49,11 +50,20 @@ def plain_tgmm(x, y, group_sizes, order, top_k, columns_first):
     return tgmm(x, y, group_sizes, order, top_k)
 
 
+@pytest.fixture(params=["first", "as it loads"])
+def gathers(request, monkeypatch):
+    """Rows are gathered before the product, or by the product."""
+    monkeypatch.setattr(tgmm_module, "gathers_first", lambda *_: request.param == "first")
+    invalidate_decisions()
+    yield
+    invalidate_decisions()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES)
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.pairwise
-def test_tgmm_gathers(device, sizes, dtype, columns_first):
+def test_tgmm_gathers(device, sizes, dtype, columns_first, gathers):
     top_k = 2 if sum(sizes) % 2 == 0 else 1
     M = sum(sizes)
     tokens = torch.randn(M // top_k, 40).to(device, dtype)
@@ -67,7 +77,7 @@ def test_tgmm_gathers(device, sizes, dtype, columns_first):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns_first", [False, True])
-def test_tgmm_gathers_slices_of_columns(device, columns_first, dtype):
+def test_tgmm_gathers_slices_of_columns(device, columns_first, dtype, gathers):
     """Wide rows are gathered in several slices, the last of which is narrower."""
     tokens = torch.randn(16, 600).to(device, dtype)
     order = torch.randperm(32, device=device, dtype=torch.int32)
@@ -84,6 +94,36 @@ def test_tgmm_gathers_slices_of_columns(device, columns_first, dtype):
         torch.testing.assert_close(out.double(), 1 + exact, rtol=1e-4, atol=1e-4)
         expected = torch.stack([part.sum(0) for part in rows.split(group_sizes.tolist())])
         torch.testing.assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_columns_far_apart(device):
+    """Of operands and results by columns, more than 2**31 numbers apart; their memory is hardly touched."""
+    sizes, far = torch.tensor([5, 3], device=device), 2**26
+
+    def by_columns(rows: torch.Tensor) -> torch.Tensor:
+        columns = rows.shape[1]
+        out = torch.empty(columns * far, dtype=rows.dtype, device=device).as_strided((8, columns), (1, far))
+        return out.copy_(rows)
+
+    x, w, y, _ = make(device, [5, 3], 40, 24, torch.float16)
+    with tuning.choose(lambda key: tuning.Config(16, 64, 64, 1, 4, 2)):
+        for lhs, rhs in ((by_columns(x), y), (y, by_columns(x))):
+            assert_as_good_as_torch(plain_tgmm, tgmm_reference, lhs, rhs, sizes, None, 1, False)
+        assert_as_good_as_torch(gmm_op, gmm_reference, by_columns(x), w, sizes, None)
+        out = by_columns(torch.zeros(8, 40, device=device, dtype=torch.float16))
+        gmm(y, w.mT, sizes, existing_out=out)
+        assert_as_good_as_torch(lambda *_: out.contiguous(), gmm_reference, y, w.mT, sizes, None)
+
+
+def test_an_order_that_nobody_wrote_to_its_end(device, no_debug, gathers):
+    """Rows of no group are not counted, so that their numbers may be any."""
+    order = torch.tensor([3, 1, 0, 2, 2**28, -(2**28)], dtype=torch.int32, device=device)
+    x, _, y, sizes = make(device, [2, 2], tail=2)
+    if TRITON:
+        with use("triton"):
+            got = torch.ops.moe_aiter.tgmm(x, y, sizes, order, 1, False)
+        exact = tgmm_reference(x.double(), y.double(), sizes, order.clamp(0, 5), 1, False)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
