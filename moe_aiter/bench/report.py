@@ -256,7 +256,7 @@ def named_shapes(rows: list[dict], subject: str) -> list[dict]:
 
 def draw_speeds(figure, speeds: list[Speeds]) -> None:
     """Draw two bars for each model: our times as fast as torch, by tier."""
-    figure.set_size_inches(9, 1.5 + 0.3 * len(speeds))
+    figure.set_size_inches(9, 1.5 + 0.17 * len(speeds))
     axis, height = figure.subplots(), 0.8 / len(BARS)
     for number, text in enumerate(BARS.values()):
         points = [
@@ -269,6 +269,7 @@ def draw_speeds(figure, speeds: list[Speeds]) -> None:
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks([place + height / 2 for place in range(len(speeds))], labels=[s.model for s in speeds])
     axis.invert_yaxis()
+    axis.tick_params(axis="y", labelsize=7)
     axis.margins(y=0.01)
     axis.grid(axis="x", alpha=0.3)
     figure.suptitle(f"{MAP_TITLE}\n{speeds[0].device}, bfloat16", fontsize=10)
