@@ -415,9 +415,6 @@ def gmm(
     return existing_out
 
 
-# gmm_unpermute
-
-
 # gmm_unpermute: reference
 
 
