@@ -50,6 +50,7 @@ def weights(device, columns, *shape):
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("N", [8, 264, 520])
 @pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.pairwise
 def test_gmm(boxes, G, N, columns):
     device, made = boxes
     sizes = torch.tensor([130, 0, 40][:G], device=device)
@@ -64,6 +65,7 @@ def test_gmm(boxes, G, N, columns):
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("H, width", [(72, 8), (1000, 72), (64, 200)])
 @pytest.mark.parametrize("E", [1, 3])
+@pytest.mark.pairwise
 def test_expert_up(boxes, E, H, width, columns, interleaved):
     device, made = boxes
     ids = torch.rand(150, E + 1).argsort(1)[:, :1].clamp(max=E - 1).to(device)
@@ -86,6 +88,7 @@ def test_expert_up(boxes, E, H, width, columns, interleaved):
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("K, N", [(8, 136), (200, 72), (1032, 8)])
+@pytest.mark.pairwise
 def test_tgmm(boxes, K, N, gathered, columns_first):
     device, made = boxes
     sizes = torch.tensor([50, 0, 7], device=device)

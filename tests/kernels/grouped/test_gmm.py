@@ -77,6 +77,7 @@ def test_tgmm_gathers(device, sizes, dtype, columns_first, gathers):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.pairwise
 def test_tgmm_gathers_slices_of_columns(device, columns_first, dtype, gathers):
     """Wide rows are gathered in several slices, the last of which is narrower."""
     tokens = torch.randn(16, 600).to(device, dtype)
