@@ -64,7 +64,7 @@ def expert_up_reference(x, gate_up, bias, order, rank, group_sizes, activation, 
 def expert_up_kernel(
     x_ptr,  # (T, K)
     w_ptr,  # (G, width, K), or its descriptor where there are BOXES
-    bias_ptr,  # (G, width) or None
+    bias_ptr,  # (G, width), contiguous, or None
     z_ptr,  # (M, width), contiguous, or None
     a_ptr,  # (M, N), contiguous, or None
     order_ptr,  # (M,)
@@ -78,7 +78,6 @@ def expert_up_kernel(
     tiles_m,
     x_strides,  # t, k
     w_strides,  # g, n, k
-    bias_strides,  # g, n
     ACTIVATION: tl.constexpr,
     UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -113,7 +112,7 @@ def expert_up_kernel(
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
-        bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
+        bias_ptrs = bias_ptr + group.to(tl.int64) * (2 * N if GATED else N) + column
         z += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
     first = tile_n * (WIDTH if BOXES == "pairs" else BLOCK_N)
     if BOXES is not None:
@@ -247,11 +246,12 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
         TRANSPOSED=transposed, BOXES=kind, **tile_options(config),
     )  # fmt: skip
     sizes = R, N, K, E, i.rank.shape[1], tiles_m
-    strides = i.x.stride(), i.gate_up.stride(), (0, 0) if i.bias is None else i.bias.stride()
+    strides = i.x.stride(), i.gate_up.stride()
 
     def launch(out, i):
         z, a = out[0] if write_z else None, out[1] if write_a else None
-        tensors = i.x, with_boxes(i.gate_up, kind, config), i.bias, z, a, i.order.contiguous()
+        w, bias = with_boxes(i.gate_up, kind, config), None if i.bias is None else i.bias.contiguous()
+        tensors = i.x, w, bias, z, a, i.order.contiguous()
         for group_sizes, starts in arriving(i.group_sizes):
             launch_for(starts)(*tensors, group_sizes, starts, *sizes, *strides)
 
