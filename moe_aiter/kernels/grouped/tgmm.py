@@ -507,7 +507,7 @@ def bind_product(
     grid, persistent = walk(G * cdiv(K, config.block_m) * cdiv(N, config.block_n), programs, group_sizes)
     rows_last = x.stride(0) == 1 != x.stride(1)
     unit = unit_of((N, K, M if rows_last else 0), x.stride(), y.stride(), out_strides)
-    # by TMA a narrow tile is written in .93 of the time, a wide one in 1.0 to 1.4 (H200)
+    # by TMA, a narrow tile takes .91 to .99 of the time, a wide one .99 to 1.44 (H200)
     box = fresh and n == 1 and config.block_n <= NARROW and has_tma(unit, x.itemsize)
     kernel = bind_kernel(
         tgmm_kernel, grid, TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y, ROWS_LAST=rows_last,
