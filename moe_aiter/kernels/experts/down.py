@@ -142,96 +142,114 @@ def expert_down_grad_kernel(
     u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     u = multiply(u, dout_ptrs, w_ptrs, K, dout_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, False, live)
 
-    s = tl.load(s_ptr + choice, mask=live, other=0.0)
-    ds = down_grad_epilogue(
-        u, s, m, row_end, tile_n * BLOCK_N, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED
-    )
-    tl.store(ds_ptr + tile_n.to(tl.int64) * M + m, ds, mask=m < row_end)
+    s = tl.load(s_ptr + choice, mask=live, other=0.0)[:, None]
+    # more channels, or parts that are read ahead, would not fit in registers
+    MOST: tl.constexpr = 8 if INTERLEAVED else 32
+    PART: tl.constexpr = MOST if MOST < BLOCK_N else BLOCK_N
+    AHEAD: tl.constexpr = 3 if INTERLEAVED and 3 * PART <= BLOCK_N else 1
+    EACH: tl.constexpr = 2 if INTERLEAVED else 1  # columns of z side by side for a channel
+    row, first = m.to(tl.int64)[:, None], tile_n * BLOCK_N
+    at = row * ((1 if UP is None else 2) * N) + EACH * first + tl.arange(0, EACH * PART)[None, :]
+    a_ptrs = None if a_ptr is None else a_ptr + (row * N + first + tl.arange(0, PART)[None, :])
+    z_ptrs, live_rows, left = z_ptr + at, live[:, None], N - first
+    z = (load_z(z_ptrs, live_rows, left, N, UP, INTERLEAVED, 0),)
+    for part in tl.static_range(1, AHEAD):
+        z += (load_z(z_ptrs, live_rows, left, N, UP, INTERLEAVED, part * PART),)
+    ds, _ = down_grad_epilogue(
+        u, z, s, live_rows, left, N, z_ptrs, dz_ptr + at, a_ptrs,
+        ACTIVATION, UP, INTERLEAVED, PART, BLOCK_N,
+    )  # fmt: skip
+    tl.store(ds_ptr + tile_n.to(tl.int64) * M + m, ds, mask=live)
 
 
 @triton.jit
 def down_grad_epilogue(
     u,  # (rows, columns) of one tile, or of a part of it
-    s,  # (rows,)
-    m,  # (rows,)
-    row_end,
-    first,  # column
+    z,  # the parts from channel FIRST on that are read already, see `load_z`
+    s,  # (rows, 1)
+    live,  # (rows, 1)
+    left,  # channels from the tile's first one on
     N,
-    z_ptr,  # (M, width)
-    dz_ptr,  # (M, width)
-    a_ptr,  # (M, N) or None
+    z_ptrs,  # of the tile's first part
+    dz_ptrs,
+    a_ptrs,  # or None
     ACTIVATION: tl.constexpr,
     UP: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,  # channels of the tile
+    FIRST: tl.constexpr = 0,  # channel of u in the tile
 ):
-    """Write dz and s * f(z), a few columns at a time to spare registers; return <u, f(z)> of each row.
+    """Write dz and s * f(z), PART channels at a time to spare registers.
 
+    Return <u, f(z)> of each row, and the parts of z that follow.  A part is read before earlier ones are
+    written: a program that waited for each would spend as long here as on its product.
     dz may lie over z: behind a barrier no thread is left that has yet to read what another overwrites.
     """
-    WIDTH: tl.constexpr = u.shape[1]
-    PART: tl.constexpr = 8 if INTERLEAVED else 32  # more columns would not fit in registers
-    if WIDTH > PART:
-        half: tl.constexpr = WIDTH // 2
-        left, right = halves(u)
-        ds = down_grad_epilogue(
-            left, s, m, row_end, first, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED
-        )
-        return ds + down_grad_epilogue(
-            right, s, m, row_end, first + half, N, z_ptr, dz_ptr, a_ptr, ACTIVATION, UP, INTERLEAVED
-        )
+    if u.shape[1] > PART:
+        HALF: tl.constexpr = u.shape[1] // 2
+        u_left, u_right = halves(u)
+        ds, z = down_grad_epilogue(
+            u_left, z, s, live, left, N, z_ptrs, dz_ptrs, a_ptrs,
+            ACTIVATION, UP, INTERLEAVED, PART, TILE, FIRST,
+        )  # fmt: skip
+        ds_right, z = down_grad_epilogue(
+            u_right, z, s, live, left, N, z_ptrs, dz_ptrs, a_ptrs,
+            ACTIVATION, UP, INTERLEAVED, PART, TILE, FIRST + HALF,
+        )  # fmt: skip
+        return ds + ds_right, z
     else:
-        n = first + tl.arange(0, WIDTH)
-        mask = (m < row_end)[:, None] & (n < N)[None, :]
-        m = m.to(tl.int64)[:, None]
-        du = u * s[:, None]
-        if UP is not None:
-            a = gated_gradient(du, m, row_end, first, N, z_ptr, dz_ptr, ACTIVATION, UP, INTERLEAVED)
+        following = z[1:]
+        if FIRST + len(z) * PART < TILE:
+            following += (load_z(z_ptrs, live, left, N, UP, INTERLEAVED, FIRST + len(z) * PART),)
+        tl.debug_barrier()
+        du = u * s
+        if UP is None:
+            a, slope = ACTIVATION(z[0][0].to(tl.float32))
+            dz = (du * slope,)
         else:
-            at = m * N + n[None, :]
-            a, slope = ACTIVATION(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32))
-            tl.debug_barrier()
-            tl.store(dz_ptr + at, (du * slope).to(dz_ptr.dtype.element_ty), mask=mask)
-        if a_ptr is not None:
-            tl.store(a_ptr + m * N + n[None, :], (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
-        return tl.sum(tl.where(mask, u * a, 0.0), 1)
+            a, dz = gated_gradient(du, z[0], ACTIVATION, UP, INTERLEAVED)
+        for i in tl.static_range(len(dz)):
+            mask = in_part(live, left, FIRST, dz[i].shape[1], INTERLEAVED)
+            at = i * N + FIRST * (2 if INTERLEAVED else 1)
+            tl.store(dz_ptrs + at, dz[i].to(dz_ptrs.dtype.element_ty), mask=mask)
+        mask = in_part(live, left, FIRST, PART, False)
+        if a_ptrs is not None:
+            tl.store(a_ptrs + FIRST, (a * s).to(a_ptrs.dtype.element_ty), mask=mask)
+        return tl.sum(tl.where(mask, u * a, 0.0), 1), following
 
 
 @triton.jit
-def gated_gradient(
-    du,  # (rows, columns)
-    m,  # (rows, 1)
-    row_end,
-    first,  # column
-    N,
-    z_ptr,  # (M, 2 * N)
-    dz_ptr,  # (M, 2 * N)
-    ACTIVATION: tl.constexpr,
-    UP: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Write dz, given du = s * u; return f(gate) * h(up)."""
-    WIDTH: tl.constexpr = du.shape[1]
-    if INTERLEAVED:
-        column = 2 * first + tl.arange(0, 2 * WIDTH)[None, :]
-        mask, at = (m < row_end) & (column < 2 * N), m * (2 * N) + column
-        z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.debug_barrier()
-        gate, up = tl.split(tl.reshape(z, (z.shape[0], WIDTH, 2)))
-        value, slope = ACTIVATION(gate)
-        up, up_slope = UP(up)
-        dz = tl.reshape(tl.join(du * up * slope, du * value * up_slope), z.shape)
-        tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+def in_part(live, left, FIRST: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Whether rows and columns exist, for WIDTH columns from channel FIRST of the tile on."""
+    return live & (tl.arange(0, WIDTH) < (left - FIRST) * (2 if INTERLEAVED else 1))[None, :]
+
+
+@triton.jit
+def load_z(z_ptrs, live, left, N, UP: tl.constexpr, INTERLEAVED: tl.constexpr, FIRST: tl.constexpr):
+    """The part of z from channel FIRST of the tile on: (gate, up), or in one tensor what has no halves."""
+    mask = in_part(live, left, FIRST, z_ptrs.shape[1], INTERLEAVED)
+    z = tl.load(z_ptrs + FIRST * (2 if INTERLEAVED else 1), mask=mask, other=0.0)
+    if UP is None or INTERLEAVED:
+        return (z,)
     else:
-        n = first + tl.arange(0, WIDTH)[None, :]
-        mask, at = (m < row_end) & (n < N), m * (2 * N) + n
-        gate = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(z_ptr + at + N, mask=mask, other=0.0).to(tl.float32)
-        tl.debug_barrier()
-        value, slope = ACTIVATION(gate)
-        up, up_slope = UP(up)
-        tl.store(dz_ptr + at, (du * up * slope).to(dz_ptr.dtype.element_ty), mask=mask)
-        tl.store(dz_ptr + at + N, (du * value * up_slope).to(dz_ptr.dtype.element_ty), mask=mask)
-    return value * up
+        return z, tl.load(z_ptrs + (N + FIRST), mask=mask, other=0.0)
+
+
+@triton.jit
+def gated_gradient(du, z, ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """f(gate) * h(up), and dz in the form of z, given du = s * u."""
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(z[0].to(tl.float32), (du.shape[0], du.shape[1], 2)))
+    else:
+        gate, up = z[0].to(tl.float32), z[1].to(tl.float32)
+    value, slope = ACTIVATION(gate)
+    up, up_slope = UP(up)
+    dgate, dup = du * up * slope, du * value * up_slope
+    if INTERLEAVED:
+        return value * up, (tl.reshape(tl.join(dgate, dup), z[0].shape),)
+    else:
+        return value * up, (dgate, dup)
 
 
 # launcher
@@ -317,7 +335,7 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)
     launch_for = bind_passes(
         expert_down_grad_kernel, (tiles_m * tiles_n,),
-        **act.triton_fns, INTERLEAVED=i.interleaved,
+        **act.triton_fns, INTERLEAVED=act.gated and i.interleaved,
         UNIT=unit_of((N, K), i.dout.stride(), i.down.stride()),
         BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip

@@ -211,7 +211,7 @@ def gmm_kernel(
 # gmm: launcher
 
 FULL = 128 * 256  # sums of a tile that leave no registers for a second program on a multiprocessor
-SHORT, MIDDLE = 2048, 4096  # the longest sums of one loop, see `suits_one_loop`
+SHORT = 2048  # the longest sums of one loop without boxes, see `suits_one_loop`
 
 
 def check_gmm(i: GroupedInputs | GroupedIntoInputs) -> None:
@@ -265,13 +265,13 @@ def suits_one_loop(
 
     If a tile leaves a multiprocessor no registers for another one, nothing hides how a program begins and
     ends, which takes as long as several steps.  One loop loads the next tile's operands while it writes.  But
-    its steps take longer, less so where weights come in boxes, so that sums must be short (measured on an
-    H200, K from 352 to 28672), and sums that begin with a bias are slow.  The tile that is written has shared
-    memory of its own: 16 bits a number, by rows.  Where rows are no whole units of 16 bytes, such a loop has
-    no room for its addresses.
+    its steps take longer, unless weights come in boxes, so that without them sums must be short (measured on
+    an H200, K from 352 to 28672), and sums that begin with a bias are slow.  The tile that is written has
+    shared memory of its own: 16 bits a number, by rows.  Where rows are no whole units of 16 bytes, such a
+    loop has no room for its addresses.
     """
-    longest = MIDDLE if boxes else SHORT
-    full = config.block_m * config.block_n == FULL and 0 < i.lhs.shape[1] <= longest and i.bias is None
+    full = config.block_m * config.block_n == FULL and i.lhs.shape[1] > 0 and i.bias is None
+    full = full and (boxes or i.lhs.shape[1] <= SHORT)
     wide = unit >= 8 and i.lhs.stride(1) == 1 == out_strides[1] and i.lhs.itemsize == out.itemsize == 2
     return full and wide and not i.tile and not ROCM
 

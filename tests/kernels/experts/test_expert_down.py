@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
-from check import of_groups
+from check import of_groups, to_double
 from shapes import KINDS
 from torch.utils.checkpoint import checkpoint
 
+from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels import experts
 from moe_aiter.kernels.base.activations import get_activation
@@ -15,8 +16,10 @@ from moe_aiter.kernels.experts.down import expert_down_grad_op, expert_down_grad
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
 from moe_aiter.kernels.rows.sort import sort_by_expert
+from moe_aiter.op import use
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
+TRITON = interpret or torch.cuda.is_available()
 T, H, WIDTH, E, K = 40, 24, 70, 5, 2  # more channels than one block of the kernels' epilogues
 
 
@@ -56,6 +59,26 @@ def test_the_same_bits_in_the_memory_of_z(backend, device, kind, need_a, dtype):
     assert not torch.equal(apart[0], z[: len(apart[0])])
     over_z = of_groups(lambda *given: (z, *expert_down_grad_over_z_op(*given)), i.group_sizes)
     assert all(map(torch.equal, apart, over_z(dout, z, *rest)))
+
+
+@pytest.mark.parametrize("over_z", [False, True], ids=["", "over z"])
+@pytest.mark.parametrize("need_a", [True, False], ids=["", "frozen"])
+@pytest.mark.parametrize("block_n", [16, 32, 64, 128])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.pairwise
+@pytest.mark.skipif(not TRITON, reason="needs Triton's kernels")
+def test_tiles_of_one_part_and_of_many(device, kind, block_n, need_a, over_z):
+    """z is read some parts ahead, or all of it at once, and the last tile has fewer channels."""
+    i, dout = inputs(device, kind)
+    z = torch.randn(T * K, i.gate_up.shape[1]).to(device)
+    rest = i.down, i.routing_weights, i.order, i.rank, i.group_sizes, *kind, need_a
+    with use("torch"):
+        want = of_groups(expert_down_grad_op, i.group_sizes)(dout.double(), z.double(), *map(to_double, rest))
+    op = (lambda *given: (z, *expert_down_grad_over_z_op(*given))) if over_z else expert_down_grad_op
+    with use("triton"), tuning.choose(lambda key: tuning.Config(16, block_n, 16)):
+        got = of_groups(op, i.group_sizes)(dout, z, *rest)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
 def leaves_of(i):
