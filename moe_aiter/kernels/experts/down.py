@@ -211,8 +211,8 @@ def down_grad_epilogue(
             a, dz = gated_gradient(du, z[0], ACTIVATION, UP, INTERLEAVED)
         for i in tl.static_range(len(dz)):
             mask = in_part(live, left, FIRST, dz[i].shape[1], INTERLEAVED)
-            at = i * N + FIRST * (2 if INTERLEAVED else 1)
-            tl.store(dz_ptrs + at, dz[i].to(dz_ptrs.dtype.element_ty), mask=mask)
+            ptrs = dz_ptrs + i * N + FIRST * (2 if INTERLEAVED else 1)
+            tl.store(ptrs, dz[i].to(ptrs.dtype.element_ty), mask=mask)
         mask = in_part(live, left, FIRST, PART, False)
         if a_ptrs is not None:
             tl.store(a_ptrs + FIRST, (a * s).to(a_ptrs.dtype.element_ty), mask=mask)
@@ -233,7 +233,7 @@ def load_z(z_ptrs, live, left, N, UP: tl.constexpr, INTERLEAVED: tl.constexpr, F
     if UP is None or INTERLEAVED:
         return (z,)
     else:
-        return z, tl.load(z_ptrs + (N + FIRST), mask=mask, other=0.0)
+        return z, tl.load(z_ptrs + N + FIRST, mask=mask, other=0.0)
 
 
 @triton.jit
