@@ -313,7 +313,7 @@ GROUPED = {
     "up to a rank": lambda: run_up(Shape(n=16), activation="relu", save_a=False),
     "gmm from a rank": lambda: run_gmm(Shape(k=16)),
     "up geglu odd": lambda: run_up(ODD, activation="geglu"),
-    "down_grad interleaved": lambda: run_down_grad(FULL, interleaved=True),
+    "down_grad interleaved": lambda: [run_down_grad(FULL, a, True) for a in ("swiglu", "geglu", "reglu")],
     "down_grad swiglu_limit": lambda: run_down_grad(FULL, activation=LIMITED, interleaved=True),
     "down_grad relu2 frozen": lambda: run_down_grad(FULL, activation="relu2", need_a=False),
     "down_grad geglu odd": lambda: run_down_grad(ODD, activation="geglu"),

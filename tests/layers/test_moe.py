@@ -53,7 +53,8 @@ def test_every_score(device, score, renormalize, top_k):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(device, activation, bias):
     moe = build(device, activation=activation, bias=bias, shared_intermediate=7)
-    compare(moe, torch.randn(T, H, device=device), activation=activation)
+    # a bias of the router has six gradients, in which few tokens' roundings do not average out
+    compare(moe, torch.randn(8 * T, H, device=device), activation=activation)
 
 
 @pytest.mark.parametrize("shared_gate", [False, True])

@@ -105,7 +105,6 @@ def expert_down_grad_kernel(
     K,
     G,
     top_k,
-    tiles_m,
     dout_strides,  # t, k
     w_strides,  # g, k, n
     ACTIVATION: tl.constexpr,
@@ -120,11 +119,13 @@ def expert_down_grad_kernel(
     NUM_DIES: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,  # parts of z, see `down_grad_epilogue`
 ):
     N, K, dout_strides, w_strides = in_units((N, K, dout_strides, w_strides), UNIT)
     dout_stride_t, dout_stride_k = dout_strides
     w_stride_g, w_stride_k, w_stride_n = w_strides
-    tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_m, tile_n = swizzle(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n, GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     if group >= G:
         return
@@ -143,18 +144,16 @@ def expert_down_grad_kernel(
     u = multiply(u, dout_ptrs, w_ptrs, K, dout_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, False, live)
 
     s = tl.load(s_ptr + choice, mask=live, other=0.0)[:, None]
-    # more channels, or parts that are read ahead, would not fit in registers
-    MOST: tl.constexpr = 8 if INTERLEAVED else 32
+    MOST: tl.constexpr = 8 if INTERLEAVED else 32  # more channels would not fit in registers
     PART: tl.constexpr = MOST if MOST < BLOCK_N else BLOCK_N
-    AHEAD: tl.constexpr = 3 if INTERLEAVED and 3 * PART <= BLOCK_N else 1
     EACH: tl.constexpr = 2 if INTERLEAVED else 1  # columns of z side by side for a channel
     row, first = m.to(tl.int64)[:, None], tile_n * BLOCK_N
     at = row * ((1 if UP is None else 2) * N) + EACH * first + tl.arange(0, EACH * PART)[None, :]
     a_ptrs = None if a_ptr is None else a_ptr + (row * N + first + tl.arange(0, PART)[None, :])
     z_ptrs, live_rows, left = z_ptr + at, live[:, None], N - first
     z = (load_z(z_ptrs, live_rows, left, N, UP, INTERLEAVED, 0),)
-    for part in tl.static_range(1, AHEAD):
-        z += (load_z(z_ptrs, live_rows, left, N, UP, INTERLEAVED, part * PART),)
+    for channel in tl.static_range(PART, min(AHEAD * PART, BLOCK_N), PART):
+        z += (load_z(z_ptrs, live_rows, left, N, UP, INTERLEAVED, channel),)
     ds, _ = down_grad_epilogue(
         u, z, s, live_rows, left, N, z_ptrs, dz_ptr + at, a_ptrs,
         ACTIVATION, UP, INTERLEAVED, PART, BLOCK_N,
@@ -333,13 +332,16 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
     config = tuning.lookup("down_grad", i.dout.dtype, R, N, K, E)
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)
+    interleaved = act.gated and i.interleaved
+    # registers have room for more parts where f is SwiGLU's and parts are narrow
+    ahead = 3 if interleaved and act.base.startswith("silu") else 1
     launch_for = bind_passes(
         expert_down_grad_kernel, (tiles_m * tiles_n,),
-        **act.triton_fns, INTERLEAVED=act.gated and i.interleaved,
+        **act.triton_fns, INTERLEAVED=interleaved, AHEAD=ahead,
         UNIT=unit_of((N, K), i.dout.stride(), i.down.stride()),
         BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
-    numbers = R, N, K, E, i.rank.shape[1], tiles_m, i.dout.stride(), i.down.stride()
+    numbers = R, N, K, E, i.rank.shape[1], i.dout.stride(), i.down.stride()
     sum_columns, need_a = bind_add_partial_sums(tiles_n, R, i.rank.numel()), i.need_a
 
     def launch(out, i):

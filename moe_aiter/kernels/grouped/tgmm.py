@@ -436,9 +436,9 @@ def new_strides(i: TgmmInputs | TgmmSumsInputs) -> tuple[int, int, int]:
     return (N * K, 1, K) if i.columns_first else (K * N, N, 1)
 
 
-MOST = 2  # slices of x: more cost more time than their memory is worth
+MOST = 4  # slices of x: more cost more time than their memory is worth
 NARROW = 128  # columns of a tile
-SLACK = 4  # the gathered rows may take a part in so many of what else the product reads and writes
+SLACK = 8  # the gathered rows may take a part in so many of what else the product reads and writes
 WIDE, FEW = 768, 512  # columns of y, and rows of a group: see `gathers_first`
 
 
