@@ -270,10 +270,11 @@ def suits_one_loop(
     shared memory of its own: 16 bits a number, by rows.  Where rows are no whole units of 16 bytes, such a
     loop has no room for its addresses.
     """
-    full = config.block_m * config.block_n == FULL and i.lhs.shape[1] > 0 and i.bias is None
-    full = full and (boxes or i.lhs.shape[1] <= SHORT)
+    K = i.lhs.shape[1]
+    full = config.block_m * config.block_n == FULL and i.bias is None
+    short = K > 0 and (boxes or K <= SHORT)
     wide = unit >= 8 and i.lhs.stride(1) == 1 == out_strides[1] and i.lhs.itemsize == out.itemsize == 2
-    return full and wide and not i.tile and not ROCM
+    return full and short and wide and not i.tile and not ROCM
 
 
 def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into: bool = False) -> Callable:
