@@ -13,7 +13,7 @@ from moe_aiter.routing.losses import load_balance_loss, load_statistics, z_loss
 from moe_aiter.routing.router import Router
 
 H, WIDTH, E, K, T = 12, 10, 6, 2, 13
-MANY = 32  # experts where the router has a bias: two roundings of six gradients often differ twofold by chance
+MANY = 32  # experts where the router has a bias: six gradients are few, where roundings differ by chance
 MODES = [("softmax", True), ("softmax", False), ("topk_softmax", True), ("sigmoid", True), ("sigmoid", False)]
 
 
