@@ -18,7 +18,7 @@ from .config import VERSION, SettingError, launch
 
 COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an example)
     "info": (
-        "moe_aiter.integrations.checkpoints.tiers",
+        "moe_aiter.bench.info",
         "print versions, devices, backends and settings; with --model the kernels that a model runs",
         " --model config.json --target sm_90",
     ),
@@ -76,6 +76,8 @@ def run(argv: list[str] | None) -> int:
 
     try:
         if args.command == "info" and args.model is None:
+            if args.target or args.tokens:
+                raise UsageError("--target and --tokens need --model")
             return info()
         return importlib.import_module(module).main(args)
     except (SettingError, BackendError) as error:

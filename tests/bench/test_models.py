@@ -10,14 +10,9 @@ import torch
 
 from moe_aiter import cli
 from moe_aiter.bench import layer, models
+from moe_aiter.bench.info import SIZES
 from moe_aiter.kernels.base.activations import get_activation
 
-NAMES = {  # what configurations call the sizes
-    "hidden": ("hidden_size", "d_model"),
-    "intermediate": ("expert_ffn_hidden_size", "moe_intermediate_size", "intermediate_size"),
-    "num_experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"),
-}
 # families whose defaults are those of no checkpoint: the rows have the checkpoint's
 OTHER_DEFAULTS = {
     *(
@@ -100,11 +95,8 @@ def config_classes(family):
 
 
 def sizes_of(config):
-    found = {}
-    for size, names in NAMES.items():
-        values = [getattr(config, name, None) for name in names]
-        found[size] = next((v for v in values if type(v) is int), None)
-    return tuple(found.values())
+    values = ([getattr(config, name, None) for name in names] for names in SIZES.values())
+    return tuple(next((v for v in found if type(v) is int), None) for found in values)
 
 
 @pytest.mark.parametrize("family", sorted({family for model in rows() for family in model.families}))
