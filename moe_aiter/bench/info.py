@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import tuning
-from ..integrations.checkpoints.families import ACTIVATIONS, FAMILIES, MOST, PLAIN, Family
+from ..integrations.checkpoints.families import ACTIVATIONS, MOST, PLAIN, oai_activation
 from ..integrations.checkpoints.files import CheckpointError, read_json
-from ..kernels.base.activations import get_activation
+from ..kernels.base.activations import get_activation, swiglu_limit
 from ..kernels.experts.tiers import products, tier
+from ..kernels.rows.sort import MOST as MOST_ROWS
 from .measure import count
-from .models import inputs, models
+from .models import Model, inputs, models, named
 from .problem import Shape
 
 HOPPER = "sm_90"
@@ -20,39 +21,50 @@ TARGETS = {
     "sm_103": "B300", "sm_120": "RTX 50", "gfx942": "MI300", "gfx950": "MI350",
 }  # fmt: skip
 TOKENS = 8192
-INNER = "text_config", "thinker_config"  # entries of config.json that have the experts' sizes, if it has none
-SIZES = {  # what config.json calls them; where a family has two, the experts' own is first
-    "hidden size": ("hidden_size", "d_model"),
-    "intermediate size": (
-        *("expert_ffn_hidden_size", "moe_intermediate_size", "intermediate_size"),
-        *("encoder_ffn_dim", "d_ff"),
+INNER = "text_config", "thinker_config"  # entries of config.json that may have what config.json has not
+HIDDEN = "moe_latent_size", "hidden_size", "d_model"
+EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
+TOP_K = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k"
+WIDTH = "moe_intermediate_size"  # of most families; the others:
+WIDTHS = {
+    **dict.fromkeys(
+        (
+            "aria", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid", "hunyuan_v1_moe", "jamba",
+            "jetmoe", "llama4", "minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "olmoe",
+            "openai_privacy_filter", "phimoe",
+        ),
+        "intermediate_size",
     ),
-    "number of experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-    "number of experts per token": (
-        *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
-        *("moe_topk", "moe_k", "top_k"),
-    ),
-}
-COUNTED = SIZES["number of experts"]
-FIELDS = "hidden", "intermediate", "num_experts", "top_k"  # of Shape, in the order of SIZES
+    "longcat_flash": "expert_ffn_hidden_size", "nllb_moe": "encoder_ffn_dim", "switch_transformers": "d_ff",
+}  # fmt: skip
+ACT = "hidden_act"  # of most families; None: it is always the row's
+ACTS = {
+    "gemma4": "hidden_activation", "jetmoe": "activation_function", "nemotron_h": "mlp_hidden_act",
+    "nllb_moe": "activation_function", "switch_transformers": "dense_act_fn", "aria": None, "lfm2_moe": None,
+}  # fmt: skip
+FIXED_TOP_K = "nllb_moe", "switch_transformers"  # whose config.json does not say it
+ALIASES = {"granitemoeshared": "granitemoe", "inkling_mm_model": "inkling"}
+TWO_KINDS = "ernie4_5_vl_moe"  # experts of text and of images, whose widths are a list; info shows text's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = (
-        "config.json of a model of transformers, its folder, or a name that `moe-aiter bench models --list` "
+        "config.json of a model of transformers, its folder, or a published model of `bench models`, such as "
     )
-    text += "prints: print the kernels of its experts instead"
-    parser.add_argument("--model", metavar="PATH", help=text)
+    text += "openai/gpt-oss-20b: print the kernels of its experts instead"
+    parser.add_argument("--model", help=text)
     names = "; ".join(f"{target}: {gpus}" for target, gpus in TARGETS.items())
     text = f"with --model: GPU to print the kernels for, which need not be there ({names}) [{HOPPER}]"
     parser.add_argument("--target", choices=TARGETS, help=text)
-    text = f"with --model: number of tokens of a step [{TOKENS}]"
+    text = f"with --model: number of tokens of a step [{TOKENS}; of a published model as in `bench models`]"
     parser.add_argument("--tokens", type=count, metavar="T", help=text)
 
 
 def main(args: argparse.Namespace) -> int:
     try:
-        name, shape = find(args.model, args.tokens or TOKENS)
+        name, shape = find(args.model, args.tokens)
+        if problems := complaints(shape):
+            raise CheckpointError(name, problems)
         print("\n".join(lines(name, shape, args.target or HOPPER)))
     except CheckpointError as error:
         print(f"moe-aiter info: error: {error}", file=sys.stderr)
@@ -60,79 +72,118 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def find(model: str, tokens: int) -> tuple[str, Shape]:
-    """Return the name and the experts of a file, a folder, or a published model by its name or checkpoint."""
+def find(model: str, tokens: int | None) -> tuple[str, Shape]:
+    """Return the name and the experts of a file, a folder, or a published model."""
     path = Path(model)
-    if path.is_dir():
+    if model and path.is_dir():
         path /= "config.json"
-    elif not path.exists():
-        for row in models().values():
-            if model in (row.name, row.cells["checkpoint"]):
-                return row.name, replace(row.shape, num_tokens=tokens)
-        text = "there is no such file or folder, and `moe-aiter bench models --list` has no such model"
-        raise CheckpointError(model, [text])
-    return experts_of(read_json(path), tokens)
+    elif not (model and path.exists()):
+        try:
+            rows = named([model])
+        except ValueError as error:
+            text = "there is no such file or folder, and `moe-aiter bench models` has no such model"
+            raise CheckpointError(shown(model), [text]) from error
+        if len({row.cells["checkpoint"] for row in rows}) > 1:
+            text = f"that could be {'; '.join(row.name for row in rows)}"
+            raise CheckpointError(shown(model), [text])
+        row = rows[0]
+        return row.name, replace(row.shape, num_tokens=tokens or row.shape.num_tokens)
+    return experts_of(read_json(path), tokens or TOKENS)
 
 
 def experts_of(config: dict, tokens: int) -> tuple[str, Shape]:
     """Return the family of a configuration, and its experts; weights lie as transformers has them in memory.
 
-    A family that `convert` knows is read as there.  Of another one that models.csv names, config.json has the
-    sizes, and the row has gate, layout, biases, and what else the configuration does not say.
+    The family is one of models.csv.  config.json has the sizes, and the activation unless the family has one;
+    the family's row has gate, layout and biases.
     """
-    kind = config.get("model_type")
-    if kind in list(FAMILIES):  # it need not be a string
-        return kind, converted(FAMILIES[kind], config, tokens)
-    family = str(kind).replace("-", "_").removesuffix("_text").removesuffix("_mm_model")
-    row = next((model for model in models().values() if family in model.families), None)
-    if row is None:
-        known = ", ".join(sorted({*FAMILIES, *(name for m in models().values() for name in m.families)}))
-        raise CheckpointError("config.json", [f"model_type is {kind!r}; known: {known}"])
-    return kind, published(row.shape, inner(config), tokens)
-
-
-def converted(family: Family, config: dict, tokens: int) -> Shape:
-    settings = family.settings(config)
-    if problems := family.problems(settings):
-        raise CheckpointError("config.json", problems)
-    how = family.moe_kwargs(settings)
-    sizes = how.get("latent") or how["hidden"], how["intermediate"], how["num_experts"], how["top_k"]
-    options = {name: how.get(name, False) for name in ("interleaved", "bias")}
-    return Shape(tokens, *sizes, activation=how["activation"], transposed=family.always_fused, **options)
-
-
-def inner(config: dict) -> dict:
-    """The part of a configuration that has the experts' sizes."""
-    while not any(config.get(name) for name in COUNTED):
-        parts = (config[name] for name in INNER if isinstance(config.get(name), dict))
-        if (part := next(parts, None)) is None:
-            break
+    outer = config
+    while (row := row_of(config.get("model_type"))) is None:
+        if (part := inner(config)) is None:
+            known = ", ".join(sorted(families()))
+            text = f"model_type is {shown(outer.get('model_type'))}; known: {known}"
+            raise CheckpointError("config.json", [text])
         config = part
-    return config
+    family, model = row
+    name = config["model_type"]
+    while not any(config.get(key) for key in EXPERTS) and (part := inner(config)) is not None:
+        config = part
+    if config.get("enable_moe_block") is False:
+        raise CheckpointError("config.json", ["enable_moe_block is false, so the model has no experts"])
+    return name, published(family, model.shape, config, tokens)
 
 
-def published(shape: Shape, config: dict, tokens: int) -> Shape:
-    """`shape` with the sizes and the activation of config.json; a family may fix the experts per token."""
-    problems, sizes = [], []
-    for (what, names), default in zip(SIZES.items(), (None, None, None, shape.top_k), strict=True):
+def families() -> dict[str, Model]:
+    """By family, the first row that names it."""
+    return {family: model for model in reversed(models().values()) for family in model.families}
+
+
+def row_of(kind: object) -> tuple[str, Model] | None:
+    """The family of a model_type, which need not be a string, and its row."""
+    kind = str(kind).replace("-", "_")
+    family = ALIASES.get(kind, kind.removesuffix("_text"))
+    return (family, families()[family]) if family in families() else None
+
+
+def inner(config: dict) -> dict | None:
+    return next((config[name] for name in INNER if isinstance(config.get(name), dict)), None)
+
+
+def published(family: str, shape: Shape, config: dict, tokens: int) -> Shape:
+    """`shape`, of a checkpoint of the family, with the sizes and the activation of config.json."""
+    problems, sizes = [], {}
+    fixed = shape.top_k if family in FIXED_TOP_K else None
+    keys = HIDDEN, (WIDTHS.get(family, WIDTH),), EXPERTS, TOP_K
+    for size, names in zip(("hidden", "intermediate", "num_experts", "top_k"), keys, strict=True):
         name = next((name for name in names if config.get(name) is not None), None)
-        value = config[name] if name else default
-        value = value[0] if isinstance(value, list) and value else value  # one for each layer or modality
+        value = config[name] if name else fixed if size == "top_k" else None
+        if isinstance(value, list) and value and (value == value[:1] * len(value) or family == TWO_KINDS):
+            value = value[0]
         if value is None:
-            problems.append(f"it has no {what}: none of {', '.join(names)}")
+            problems.append(f"it has no {' or '.join(names)}")
         elif not (type(value) is int and 1 <= value <= MOST):
-            problems.append(f"{name} is {value!r}; it should be a whole number from 1 to {MOST}")
-        sizes.append(value)
-    known = ACTIVATIONS if get_activation(shape.activation).gated else PLAIN
-    act, activation = config.get("hidden_act") or config.get("hidden_activation"), shape.activation
-    if act is not None and activation in known.values():
-        if act in list(known):
-            activation = known[act]
-        else:
-            problems.append(f"hidden_act is {act!r}; known: {', '.join(known)}")
+            problems.append(f"{name} is {shown(value)}; it should be a whole number from 1 to {MOST}")
+        sizes[size] = value
+    try:
+        activation = activation_of(family, shape.activation, config)
+    except (TypeError, ValueError) as error:
+        problems.append(str(error))
     if problems:
         raise CheckpointError("config.json", problems)
-    return replace(shape, num_tokens=tokens, activation=activation, **dict(zip(FIELDS, sizes, strict=True)))
+    return replace(shape, num_tokens=tokens, activation=activation, **sizes)
+
+
+def activation_of(family: str, activation: str, config: dict) -> str:
+    """The activation of a configuration; `activation` is that of a checkpoint of the family."""
+    if activation == "swiglu_oai":
+        return oai_activation(config)
+    if activation.startswith("swiglu_limit"):
+        limit = config.get("swiglu_limit")
+        return activation if limit is None else swiglu_limit(limit, limit)
+    name = ACTS.get(family, ACT)
+    act, known = config.get(name), ACTIVATIONS if get_activation(activation).gated else PLAIN
+    if act is None:
+        return activation
+    if act not in list(known):
+        raise ValueError(f"{name} is {shown(act)}; known: {', '.join(known)}")
+    return known[act]
+
+
+def complaints(shape: Shape) -> list[str]:
+    """What keeps a step from running anywhere."""
+    found = []
+    if shape.top_k > shape.num_experts:
+        found.append(f"a token cannot go to {shape.top_k} of {shape.num_experts} experts")
+    if shape.num_tokens * shape.top_k >= MOST_ROWS:
+        found.append(
+            f"{shape.num_tokens} tokens with {shape.top_k} experts each are {MOST_ROWS} rows or more"
+        )
+    return found
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def lines(name: str, shape: Shape, target: str) -> list[str]:

@@ -63,19 +63,25 @@ def model_of(row: dict) -> Model:
 
 
 def named(words: list[str] | None) -> list[Model]:
-    """The models that have one of these names or, where none does, a word in it; all without words."""
-    found = list(models().values())
-    if words:
-        exact = [model for model in found if model.name in words]
-        lower = [word.lower() for word in words]
-        found = exact or [m for m in found if any(word in m.name.lower() for word in lower)]
-    if not found:
-        raise ValueError(f"--model: no name contains {' or '.join(words)}; there are {', '.join(models())}")
-    return found
+    """The models that the words name, in the table's order; all without words.
+
+    A word is a name, a checkpoint, or else a part of names, in any case.  Raises ValueError for one that
+    names no model.
+    """
+    chosen = set(models()) if words is None else set()
+    for word in words or ():
+        text = word.lower()
+        exact = [m.name for m in models().values() if text == m.name.lower()]
+        of_checkpoint = [m.name for m in models().values() if text and text == m.cells["checkpoint"].lower()]
+        parts = [name for name in models() if text and text in name.lower()]
+        if not (found := exact or of_checkpoint or parts):
+            raise ValueError(f"--model: no name contains {word[:80]!r}; there are {'; '.join(models())}")
+        chosen.update(found)
+    return [model for name, model in models().items() if name in chosen]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "models by name, or all whose name contains the word; --list prints the names [all]"
+    text = "models by name or checkpoint, or all whose name contains the word; --list prints the names [all]"
     parser.add_argument("--model", nargs="+", metavar="NAME", help=text)
     add_list(parser, lambda: "; ".join(models()), of="models")
     parser.add_argument("--tier", choices=TIERS, help="our kernels to time [all that run here]")

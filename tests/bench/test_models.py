@@ -10,9 +10,14 @@ import torch
 
 from moe_aiter import cli
 from moe_aiter.bench import layer, models
-from moe_aiter.bench.info import SIZES
 from moe_aiter.kernels.base.activations import get_activation
 
+NAMES = (  # what configurations call the sizes
+    ("hidden_size", "d_model"),
+    ("expert_ffn_hidden_size", "moe_intermediate_size", "intermediate_size"),
+    ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"),
+)
 # families whose defaults are those of no checkpoint: the rows have the checkpoint's
 OTHER_DEFAULTS = {
     *(
@@ -95,7 +100,7 @@ def config_classes(family):
 
 
 def sizes_of(config):
-    values = ([getattr(config, name, None) for name in names] for names in SIZES.values())
+    values = ([getattr(config, name, None) for name in names] for names in NAMES)
     return tuple(next((v for v in found if type(v) is int), None) for found in values)
 
 
@@ -220,7 +225,7 @@ def test_what_cannot_run_says_so_and_the_rest_goes_on(toys, tmp_path, monkeypatc
     "flags, message",
     [
         ((), "all models take hours on a CPU: name some with --model"),
-        (("--model", "none such"), "--model: no name contains none such; there are Mixtral 8x7B, "),
+        (("--model", "none such"), "--model: no name contains 'none such'; there are Mixtral 8x7B; "),
         (("--model", "Mixtral", "--tier", "hopper"), "--tier hopper: there is no Hopper GPU"),
     ],
 )
@@ -232,3 +237,8 @@ def test_mistakes(flags, message, capsys):
 def test_names():
     assert [model.name for model in models.named(["gpt-oss-20b"])] == ["gpt-oss-20b"]
     assert len(models.named(["GPT-oss"])) == 3 and len(models.named(None)) == len(models.models())
+    words = ["openai/GPT-oss-20b", "mixtral"]
+    assert [model.name for model in models.named(words)][:2] == ["Mixtral 8x7B", "gpt-oss-20b"]
+    for words in (["gpt-oss-20b", "nosuch"], [""]):
+        with pytest.raises(ValueError, match=f"no name contains {words[-1]!r}"):
+            models.named(words)
