@@ -30,7 +30,7 @@ from ..routing.plan import RoutePlan, make_plan
 from ..routing.quantile import count_margins
 from ..routing.router import Router, Routing, hide, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
-from .aux_loss import AuxLosses
+from .auxiliary import AuxLosses
 from .dense_gradient import with_dense_gradient
 from .experts import Experts, apply_linear, new_latent, new_shared
 

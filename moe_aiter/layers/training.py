@@ -11,7 +11,7 @@ from ..kernels.base.check import check_group, check_not_negative, checked
 from ..private_api import hooks_before, version_of
 from ..routing.balance import check_rule, selection_bias_step, sum_over_ranks
 from ..routing.quantile import quantile_bias
-from .aux_loss import NewPass
+from .auxiliary import NewPass
 from .experts import Experts
 from .moe import MoE, device_of
 from .optimized import OptimizedMoELayer
