@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import tuning
-from ..integrations.checkpoints.families import ACTIVATIONS, MOST, PLAIN, oai_activation
+from ..integrations.checkpoints.families import ACTIVATIONS, FAMILIES, MOST, PLAIN, oai_activation
 from ..integrations.checkpoints.files import CheckpointError, read_json
 from ..kernels.base.activations import get_activation, swiglu_limit
 from ..kernels.experts.tiers import products, tier
@@ -25,22 +25,21 @@ INNER = "text_config", "thinker_config"  # entries of config.json that may have 
 HIDDEN = "moe_latent_size", "hidden_size", "d_model"
 EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
 TOP_K = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k"
-WIDTH = "moe_intermediate_size"  # of most families; the others:
-WIDTHS = {
+WIDTH = "moe_intermediate_size"  # of most families that `convert` does not know; the others:
+WIDTHS = {name: family.width for name, family in FAMILIES.items()} | {
     **dict.fromkeys(
         (
-            "aria", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid", "hunyuan_v1_moe", "jamba",
-            "jetmoe", "llama4", "minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "olmoe",
+            "aria", "flex_olmo", "hunyuan_v1_moe", "jamba", "jetmoe", "llama4", "minimax", "minimax_m3_vl",
             "openai_privacy_filter", "phimoe",
         ),
         "intermediate_size",
     ),
-    "longcat_flash": "expert_ffn_hidden_size", "nllb_moe": "encoder_ffn_dim", "switch_transformers": "d_ff",
+    "nllb_moe": "encoder_ffn_dim", "switch_transformers": "d_ff",
 }  # fmt: skip
-ACT = "hidden_act"  # of most families; None: it is always the row's
-ACTS = {
-    "gemma4": "hidden_activation", "jetmoe": "activation_function", "nemotron_h": "mlp_hidden_act",
-    "nllb_moe": "activation_function", "switch_transformers": "dense_act_fn", "aria": None, "lfm2_moe": None,
+ACT = "hidden_act"  # likewise; None: it is always the row's
+ACTS = {name: family.act for name, family in FAMILIES.items()} | {
+    "gemma4": "hidden_activation", "jetmoe": "activation_function", "nllb_moe": "activation_function",
+    "switch_transformers": "dense_act_fn", "aria": None, "lfm2_moe": None,
 }  # fmt: skip
 FIXED_TOP_K = "nllb_moe", "switch_transformers"  # whose config.json does not say it
 ALIASES = {"granitemoeshared": "granitemoe", "inkling_mm_model": "inkling"}
@@ -48,9 +47,7 @@ TWO_KINDS = "ernie4_5_vl_moe"  # experts of text and of images, whose widths are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = (
-        "config.json of a model of transformers, its folder, or a published model of `bench models`, such as "
-    )
+    text = "config.json of a model of transformers, its folder, or a published model of `bench models`, as "
     text += "openai/gpt-oss-20b: print the kernels of its experts instead"
     parser.add_argument("--model", help=text)
     names = "; ".join(f"{target}: {gpus}" for target, gpus in TARGETS.items())
