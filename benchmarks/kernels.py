@@ -138,7 +138,7 @@ def quantising(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[K
 def kernels(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
     """Those of one layer, forward and backward; its losses need no scores."""
     torch.manual_seed(0)
-    T, H, _, E, k = shape.sizes
+    T, _H, _, E, k = shape.sizes
     logits, dweights = (torch.randn(T, n, device=device) for n in (E, k))
     route = Kernel("route", "route", (logits, k, *SOFTMAX, False), (logits,))
     _, weights, ids = route.out

@@ -49,8 +49,8 @@ def main() -> int:
     for page in sorted(args.site.rglob("index.html")):
         name = "_".join(page.relative_to(args.site).parent.parts) or "Start"
         for width in WIDTHS:
-            for problem in take(browser, page, args.out / f"{name}_{width}.png", width, 3000):
-                problems.append(f"{name} at {width} px: {problem}")
+            found = take(browser, page, args.out / f"{name}_{width}.png", width, 3000)
+            problems.extend(f"{name} at {width} px: {problem}" for problem in found)
     print("\n".join(problems) or f"pictures in {args.out}")
     return bool(problems)
 

@@ -61,8 +61,7 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     if innermost_transform() is not None or not PLAIN.issuperset(kinds):
         return None
     key = [kinds, _decisions, torch.get_num_threads(), *others]  # with the kinds, since 1 == True == 1.0
-    for scope in SCOPES:
-        key.append(scope.get() if scope.blocks else scope.default)
+    key += [scope.get() if scope.blocks else scope.default for scope in SCOPES]
     for t in inputs:
         if isinstance(t, Tensor):
             if t.is_neg():
@@ -478,7 +477,7 @@ def register_kernel(
     """
     if not isinstance(op, str):
         raise TypeError(f"op must be a str, not {type(op).__name__}")
-    if not (takes is None or isinstance(takes, tuple) and all(isinstance(d, torch.dtype) for d in takes)):
+    if not (takes is None or (isinstance(takes, tuple) and all(isinstance(d, torch.dtype) for d in takes))):
         raise TypeError(f"takes must be a tuple of dtypes, not {takes!r}")
     if op not in IMPLS:
         raise ValueError(f"unknown op {op!r}; known: {sorted(IMPLS)}")

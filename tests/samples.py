@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import moe_aiter.distributed.collective  # noqa: F401  defines ops
+import moe_aiter.distributed.collective
 import moe_aiter.kernels.experts.split  # noqa: F401  defines an op, and only torchtitan's models import it
 from moe_aiter.kernels.grouped.tgmm_fp8 import quantize_y
 from moe_aiter.kernels.quantize.blocks import plan_row_blocks

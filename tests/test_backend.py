@@ -139,18 +139,18 @@ def test_an_error_says_who_forced_a_backend(monkeypatch):
     monkeypatch.setattr(
         op._forced, "default", ("host", "MOE_AITER_BACKEND")
     )  # as the variable does, before anything else
-    with pytest.raises(BackendError, match="there is torch; MOE_AITER_BACKEND forces host$"):
+    with pytest.raises(BackendError, match=r"there is torch; MOE_AITER_BACKEND forces host$"):
         half_op(x)
     with use("hopper"), pytest.raises(BackendError, match=r"no hopper backend .*; use\(\) forces hopper$"):
         half_op(x)
     with use("triton"), pytest.raises(BackendError, match=r"; use\(\) forces triton$"):
         half_op(x)
-    with pytest.raises(BackendError, match="MOE_AITER_BACKEND forces host$"):
+    with pytest.raises(BackendError, match=r"MOE_AITER_BACKEND forces host$"):
         half_op(x)
 
 
 def test_forcing_what_is_not_there_names_what_is():
-    with use("triton"), pytest.raises(LookupError, match="no triton backend .*; there is host, torch"):
+    with use("triton"), pytest.raises(LookupError, match=r"no triton backend .*; there is host, torch"):
         half_op(torch.ones(2))
 
 
@@ -206,7 +206,7 @@ def test_many_samples_at_once():
 def test_a_backend_of_another_device_is_not_picked(impls):
     register_kernel(op=NAME, backend="triton")(launch_half)
     if "triton" not in ORDER["cpu"]:
-        with use("triton"), pytest.raises(LookupError, match="no triton backend for torch.float32 on cpu"):
+        with use("triton"), pytest.raises(LookupError, match=r"no triton backend for torch.float32 on cpu"):
             half_op(torch.ones(2))
 
 

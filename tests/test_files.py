@@ -48,7 +48,7 @@ def test_a_full_disk_at_the_last_moment_removes_the_draft(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "fsync", full)
     for draft in (drafted, drafted_folder):
-        with pytest.raises(OSError, match="No space left on device: .*new'"), draft(tmp_path / "new"):
+        with pytest.raises(OSError, match=r"No space left on device: .*new'"), draft(tmp_path / "new"):
             pass
     assert not os.listdir(tmp_path)
 

@@ -79,7 +79,7 @@ def test_products_are_not_written_over_their_operands(product, grad):
     before = memory.clone()
     with torch.set_grad_enabled(grad):
         for start in (0, 47, 53, 100, 200):
-            with pytest.raises(ValueError, match="out shares memory with (x|w|lhs|rhs)"):
+            with pytest.raises(ValueError, match=r"out shares memory with (x|w|lhs|rhs)"):
                 product(memory[start : start + 48].view(6, 8), x, w)
             assert torch.equal(memory, before)
         product(memory[48:96].view(6, 8), x, w)

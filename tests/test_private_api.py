@@ -32,7 +32,7 @@ def test_a_missing_name_of_triton_says_which_versions_work(monkeypatch):
 
 def test_the_first_of_several_names_is_taken():
     assert private_api.find("torch.gone", "torch.Tensor", "torch.nn") is torch.Tensor
-    with pytest.raises(ImportError, match="no torch.gone nor torch._gone: "):
+    with pytest.raises(ImportError, match=r"no torch.gone nor torch._gone: "):
         private_api.find("torch.gone", "torch._gone")
 
 

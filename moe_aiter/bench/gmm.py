@@ -6,6 +6,7 @@ ptgmm   dw[g] = x[s:e].T @ dout[s:e]   the weights' gradient; nptgmm the same by
 
 import argparse
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -181,7 +182,7 @@ def by_group(p: Product) -> Judge:
         out = contender.run()
         ends = [0, *p.ends.tolist()]
         squares = torch.zeros(3, dtype=torch.float64, device=p.x.device)  # its, torch's and the truth's
-        for g, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        for g, (start, end) in enumerate(itertools.pairwise(ends)):
             if start == end and p.op == "gmm":
                 continue
             truth = p.exact(g, start, end, torch.float64)

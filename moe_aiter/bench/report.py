@@ -654,8 +654,8 @@ def written_table(title: str, rows: list[dict]) -> str:
         for r, old in zip(rows, earlier(rows), strict=True)
         if (text := cell(r, columns))
     }
-    for contender in sorted(dict.fromkeys(name for name, _ in cells), key=place):
-        table.append([contender, *(cells.get((contender, name), "–") for name in shapes)])
+    contenders = sorted(dict.fromkeys(name for name, _ in cells), key=place)
+    table += [[c, *(cells.get((c, name), "–") for name in shapes)] for c in contenders]
     return markdown(table)
 
 

@@ -257,7 +257,7 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
     torch.manual_seed(0)
     scores = torch.randn(T, E, device=device).softmax(1)
     weights, expert_ids = scores.topk(k)
-    order, rank, sizes = plan = sort_by_expert(expert_ids, E)
+    order, _rank, sizes = plan = sort_by_expert(expert_ids, E)
     x, dout, z, dz, sa = (
         normal(T, H),
         normal(T, H),

@@ -73,7 +73,7 @@ def patch_linear() -> LinearPatch:
 
 def unpatch_linear() -> None:
     """Undo every `patch_linear()`."""
-    for handle in list(_handles):
+    for handle in _handles:
         handle.undo()
 
 

@@ -72,7 +72,7 @@ class Ranks:
         try:
             yield
         except (UsageError, SettingError, BackendError, OSError, MemoryError, RuntimeError) as caught:
-            if self.size == 1 or isinstance(caught, RuntimeError) and not out_of_memory(caught):
+            if self.size == 1 or (isinstance(caught, RuntimeError) and not out_of_memory(caught)):
                 raise
             error = caught
         if self.size > 1:

@@ -94,7 +94,7 @@ HOPPER_TILES = {
     "hopper_tgmm_accumulate_fp8": (hopper(256, 4, 32, block_k=128), hopper(128, 6, 32, block_k=128)),
 }
 # the sums up to which the second is better
-SHORT_K = {op: 512 for op in ("hopper_gemm", "hopper_gmm", "hopper_masked")}
+SHORT_K = dict.fromkeys(("hopper_gemm", "hopper_gmm", "hopper_masked"), 512)
 SHORT_K |= {"hopper_down_grad": 1024, "hopper_few_rows": 8192}
 # of groups with few rows: up to how many rows, and which tile is better
 SHORT_GROUP = {"hopper_up": (128, 1), "hopper_gmm": (512, 0), "hopper_down_grad": (256, 1)}
@@ -169,7 +169,7 @@ PORTABLE = {
         Config(256, 128, 64, 8, 8, 3),
         Config(64, 128, 64, 8, 4, 4),
         Config(128, 128, 128, 8, 8, 3),
-    ),  # fmt: skip
+    ),
     "segment_gmm": (*SEGMENT, *WIDE[:2]),
     "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
     "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3)),

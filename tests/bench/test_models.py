@@ -46,9 +46,14 @@ LEFT_OUT = {
             "glm5_next",
             "granitemoe_swa",
             "hy_v4",
-        )
-        + ("granitemoeshared", "kolibri1", "qwen4_exp", "step3p7", "deepseek_ocr2", "unlimited_ocr")
-        + ("diffusion_gemma",),
+            "granitemoeshared",
+            "kolibri1",
+            "qwen4_exp",
+            "step3p7",
+            "deepseek_ocr2",
+            "unlimited_ocr",
+            "diffusion_gemma",
+        ),
         "the sizes of a checkpoint are not confirmed",
     ),
     "dbrx": "gate, up and down are three tensors, and down lies by columns",

@@ -63,7 +63,7 @@ def gpu(monkeypatch):
     def become(kernels, backends, **us):
         case = Case("one", "8x1024x64", lambda *_: Problem({}, None, kernels=lambda: kernels))
         monkeypatch.setattr(tune, "cases", lambda args: [("dense", case)])
-        times = {USUAL: 100.0, **{config: 99.0 for config in OTHERS}, OTHERS[1]: 80.0}
+        times = {USUAL: 100.0, **dict.fromkeys(OTHERS, 99.0), OTHERS[1]: 80.0}
         monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
         monkeypatch.setattr(tiles, "time_graphs", lambda runs, reps: backends[: len(runs)])
 

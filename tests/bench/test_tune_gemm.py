@@ -59,7 +59,7 @@ def test_aiters_reader_would_take_it(tmp_path):
         (cells,) = csv.DictReader(file)
     key = [cells[c] for c in ("M", "N", "K", "bias", "dtype", "outdtype", "scaleAB", "bpreshuffle")]
     assert key == ["5", "16", "32", "True", "torch.bfloat16", "torch.bfloat16", "False", "False"]
-    assert list(cells)[0] == "gfx" and list(cells)[-1] == "provenance"
+    assert next(iter(cells)) == "gfx" and list(cells)[-1] == "provenance"
     assert float(cells["tflops"]) >= 0 and float(cells["bw"]) >= 0 and cells["solidx"] == "0"
 
 

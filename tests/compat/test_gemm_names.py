@@ -69,7 +69,7 @@ def test_cutlass_gemm(xwb):
         close(aiter.cutlass_gemm(x, b, 2.0, -0.5, added), torch.addmm(added, x, b, alpha=2.0, beta=-0.5))
     assert torch.equal(c, before)
     close(aiter.cutlass_gemm(x, b, c=torch.full_like(c, float("nan"))), x @ b)
-    with pytest.raises(ValueError, match="beta is 1.0 but c is None"):
+    with pytest.raises(ValueError, match=r"beta is 1.0 but c is None"):
         aiter.cutlass_gemm(x, b, beta=1.0)
 
 
@@ -152,7 +152,7 @@ def test_a_mistake_is_named_as_the_caller_names_it():
             ValueError, match=r"input is \(..., k=24\) but weight is \(k=10, n\) with trans.*False"
         ):
             call(x, weight.T, bias, transpose_weight=False)
-        with pytest.raises(TypeError, match="input is torch.float32 but weight is torch.float16"):
+        with pytest.raises(TypeError, match=r"input is torch.float32 but weight is torch.float16"):
             call(x, weight.T.half(), bias)
     with pytest.raises(ValueError, match=r"input is \(..., k=24\) but weight is \(n, k=10\)$"):
         aiter.linear(x, weight)
@@ -165,7 +165,7 @@ def test_a_mistake_is_named_as_the_caller_names_it():
     for y, shape in ((x, r"\(k=7, n\)"), (bias, r"\(k=10\)"), (x[None], r"\(..., k=7, n\)")):
         with pytest.raises(ValueError, match=rf"x is \(..., k=24\) but y is {shape}"):
             aiter.matmul(x, y)
-    with pytest.raises(TypeError, match="x is torch.float32 but y is torch.float64"):
+    with pytest.raises(TypeError, match=r"x is torch.float32 but y is torch.float64"):
         aiter.matmul(x, weight.double())
 
 

@@ -36,7 +36,7 @@ def test_random():
         with pytest.raises(ValueError, match="M must be at least 0"):
             draw(-1, 2, device="cpu")
         assert draw(3, 2, torch.int64, "cpu").dtype == torch.int64
-        with pytest.raises(TypeError, match="group_sizes_dtype must be int32 or int64, not torch.int16"):
+        with pytest.raises(TypeError, match=r"group_sizes_dtype must be int32 or int64, not torch.int16"):
             draw(3, 2, torch.int16, "cpu")
 
 
@@ -78,7 +78,7 @@ def test_names_of_dtypes():
         assert gmm_common.str_from_group_sizes_dtype(dtype) == name
     with pytest.raises(ValueError, match="dtype_str must be one of fp16, bf16, not fp8"):
         gmm_common.dtype_from_str("fp8")
-    with pytest.raises(ValueError, match="dtype must be one of .*, not torch.float64"):
+    with pytest.raises(ValueError, match=r"dtype must be one of .*, not torch.float64"):
         gmm_common.str_from_dtype(torch.float64)
 
 
@@ -94,10 +94,10 @@ def test_checks():
     gmm_common.check_bias_shape_stride(bias, 3, 5)
     gmm_common.check_group_sizes_dtype(torch.int64)
     for wrong in ((x.half(), w, sizes), (x, w, sizes.float()), (x, w, sizes, bias.half())):
-        with pytest.raises(TypeError, match="lhs is torch|group_sizes must be int32 or int64"):
+        with pytest.raises(TypeError, match=r"lhs is torch|group_sizes must be int32 or int64"):
             gmm_common.check_input_device_dtype(*wrong)
     for wrong in ((x, w.to("meta"), sizes), (x, w, sizes, bias.to("meta"))):
-        with pytest.raises(ValueError, match="lhs is on cpu but .* is on meta"):
+        with pytest.raises(ValueError, match=r"lhs is on cpu but .* is on meta"):
             gmm_common.check_input_device_dtype(*wrong)
     with pytest.raises(TypeError, match="dtype must be int32 or int64"):
         gmm_common.check_group_sizes_dtype(torch.int16)
@@ -193,7 +193,7 @@ def test_defaults_of_tensors():
     assert gmm_common.gen_tgmm_bias_grad(K, G, "cpu").shape == (0,)
     with pytest.raises(ValueError, match="N must be at least 1, not 0"):
         gmm_common.gen_gmm_input(M, K, 0, G, **on_cpu)
-    with pytest.raises(TypeError, match="output_type must be a floating dtype, not torch.int8"):
+    with pytest.raises(TypeError, match=r"output_type must be a floating dtype, not torch.int8"):
         gmm_common.gen_tgmm_tensors(M, K, N, G, 1, torch.float16, torch.int8, **on_cpu)
 
 
@@ -206,7 +206,7 @@ def test_outputs(get, sizes):
     out = torch.ones(shape)
     assert get(*sizes, out.device, torch.float32, out) is out and (out == 1).all()
     for wrong in (torch.ones(shape[::-1]), out.half(), out.to("meta"), None):
-        with pytest.raises((TypeError, ValueError), match="existing_out|device"):
+        with pytest.raises((TypeError, ValueError), match=r"existing_out|device"):
             get(*sizes, "cpu" if wrong is not None else None, torch.float32, wrong)
 
 

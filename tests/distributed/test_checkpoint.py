@@ -262,7 +262,7 @@ def test_a_full_disk(saved, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", "shard")
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
-    with pytest.raises(OSError, match="No space left on device: 'shard'$"):
+    with pytest.raises(OSError, match=r"No space left on device: 'shard'$"):
         save_sharded(saved.parent / "another", Net())
 
 

@@ -114,7 +114,7 @@ def test_hostile_pickles_are_refused_in_one_line(saved):
 
 def test_what_is_refused_is_named(saved):
     (saved / METADATA).write_bytes(hostile(saved / "mark")["global"])
-    with pytest.raises(ValueError, match="its pickle names 'os.system', which is not run"):
+    with pytest.raises(ValueError, match=r"its pickle names 'os.system', which is not run"):
         read_metadata(saved)
 
 

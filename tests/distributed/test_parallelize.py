@@ -265,7 +265,7 @@ def check_errors(rank, world, ep):
     with pytest.warns(UserWarning, match="SGD was made before parallelize and holds parameters that"):
         parallelize(model, mesh)
     del optimizer
-    with pytest.raises(ValueError, match="reduce_dtype=torch.float32"):
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32"):
         use_main_grad(model, optimizer_of(model))
     with pytest.raises(ValueError, match="sharded by FSDP2 already"):
         parallelize(model, mesh)
@@ -288,7 +288,7 @@ def check_structures(rank, world, ep):
     assert isinstance(adapters, FSDPModule) and not isinstance(adapters.base, FSDPModule)
     tied = build()
     tied[2].moe.experts.down = tied[1].moe.experts.down
-    with pytest.raises(ValueError, match="1.moe.experts.down and 2.moe.experts.down are one parameter"):
+    with pytest.raises(ValueError, match=r"1.moe.experts.down and 2.moe.experts.down are one parameter"):
         parallelize(tied, mesh)
     if ep == 4:
         half = nn.Sequential(MoE(H, 8, E, 2), MoE(H, 8, 6, 2))
@@ -327,7 +327,7 @@ def check_saving(rank, world, folder):
     dist.barrier()
     if rank == 0:
         (path / ".metadata").write_bytes(pickle.dumps(Plant(mark)))
-    with pytest.raises(ValueError, match="its pickle names 'io.open', which is not run"):
+    with pytest.raises(ValueError, match=r"its pickle names 'io.open', which is not run"):
         load_sharded(path, model, optimizer)
     assert not mark.exists()
     with pytest.raises(OSError, match="cannot be written"):
@@ -450,5 +450,5 @@ def test_clipping_without_processes():
     assert clip_grad_norm_([torch.ones(3)], 1.0) == 0
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([1.0, torch.inf])
-    with pytest.raises(RuntimeError, match="norm of order 2.0"):
+    with pytest.raises(RuntimeError, match=r"norm of order 2.0"):
         clip_grad_norm_(weight, 1.0, error_if_nonfinite=True)

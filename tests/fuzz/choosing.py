@@ -4,6 +4,7 @@ Every function returns a list of the experts of each token, -1 for an empty slot
 two numbers that are compared are nearer than float32 can tell.  Equal logits are equal in any dtype.
 """
 
+import itertools
 import math
 
 from .hold import Ambiguous
@@ -23,7 +24,7 @@ def top(values: list[float], k: int, ordered: bool = True, ties: bool = True) ->
     two tokens are: torch's sigmoid on a CPU is another at the end of a row's memory.
     """
     order = sorted(range(len(values)), key=lambda e: (-values[e], e))
-    pairs = list(zip(order[:k], order[1 : k + 1], strict=False))
+    pairs = list(itertools.pairwise(order[: k + 1]))
     for a, b in pairs if ordered else pairs[k - 1 :]:
         apart(values[a], values[b])
         if not ties and values[a] == values[b] and math.isfinite(values[a]):

@@ -1,5 +1,6 @@
 """Cases of routing: which experts, what weights, which rows, and the losses."""
 
+import itertools
 import math
 
 import torch
@@ -353,7 +354,7 @@ def draw_offsets(draw, T):
 
 def sequence_balance(scores, ids, offsets, mask, zero=0):
     values = []
-    for begin, end in zip(offsets, offsets[1:], strict=False):
+    for begin, end in itertools.pairwise(offsets):
         rows = slice(begin, end)
         part = None if mask is None else mask[rows]
         if begin < end and (part is None or bool(part.any())):

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from integrations.checkpoints import (  # noqa: E402
+from integrations.checkpoints import (
     INDEX,
     change,
     change_config,
@@ -25,9 +25,9 @@ from integrations.checkpoints import (  # noqa: E402
     tensors,
 )
 
-from moe_aiter.cli import main  # noqa: E402
-from moe_aiter.integrations.checkpoints import CheckpointError, convert, files, load_moe  # noqa: E402
-from moe_aiter.integrations.checkpoints.formula import Formula  # noqa: E402
+from moe_aiter.cli import main
+from moe_aiter.integrations.checkpoints import CheckpointError, convert, files, load_moe
+from moe_aiter.integrations.checkpoints.formula import Formula
 
 MIXTRAL = "model.layers.{}.block_sparse_moe."
 DEEPSEEK = "model.layers.1.mlp."
@@ -290,7 +290,7 @@ def test_the_way_back_has_its_own_faults(tmp_path):
     assert "was not converted by moe_aiter" in refused(tmp_path, "huggingface")[0]
     convert(tmp_path / "theirs", tmp_path / "converted")
     assert refused(tmp_path, "moe_aiter", "converted") == ["it has the layout of moe_aiter already"]
-    with pytest.raises(CheckpointError, match="there is no layer 'model.layers.2.mlp'"):
+    with pytest.raises(CheckpointError, match=r"there is no layer 'model.layers.2.mlp'"):
         load_moe(tmp_path / "converted", "model.layers.2.mlp")
 
     def spoil(found):

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from integrations.checkpoints import INDEX, save  # noqa: E402
+from integrations.checkpoints import INDEX, save
 
-from moe_aiter.cli import main  # noqa: E402
-from moe_aiter.integrations.checkpoints import CheckpointError, convert  # noqa: E402
+from moe_aiter.cli import main
+from moe_aiter.integrations.checkpoints import CheckpointError, convert
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors", "dangling"])

@@ -14,20 +14,20 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from check import error  # noqa: E402
-from integrations.checkpoints import CHANGES, change, change_config, save, tensors  # noqa: E402
-from integrations.checkpoints import same as identical  # noqa: E402
-from integrations.families import CONVERTED, E, H, tiny_config, tiny_model  # noqa: E402
+from check import error
+from integrations.checkpoints import CHANGES, change, change_config, save, tensors
+from integrations.checkpoints import same as identical
+from integrations.families import CONVERTED, E, H, tiny_config, tiny_model
 
-from moe_aiter import MoE, ZeroCompute  # noqa: E402
-from moe_aiter.cli import main  # noqa: E402
-from moe_aiter.integrations.checkpoints import (  # noqa: E402
+from moe_aiter import MoE, ZeroCompute
+from moe_aiter.cli import main
+from moe_aiter.integrations.checkpoints import (
     convert,
     load_moe,
     moe_from_huggingface,
     state_dict_to_huggingface,
 )
-from moe_aiter.integrations.transformers import names_of  # noqa: E402
+from moe_aiter.integrations.transformers import names_of
 
 FUSED = {family: [False] if family == "gpt_oss" else [False, True] for family in CONVERTED}
 CASES = [(family, fused) for family in CONVERTED for fused in FUSED[family]]
@@ -228,7 +228,7 @@ def test_latent_experts(fused, tmp_path):
 def test_latent_experts_that_do_not_fit(tmp_path):
     latent_checkpoint(tmp_path / "theirs")
     change_config(tmp_path / "theirs", moe_latent_size=None)
-    with pytest.raises(ValueError, match="fc1_latent_proj.weight is unknown in the MLP of a layer"):
+    with pytest.raises(ValueError, match=r"fc1_latent_proj.weight is unknown in the MLP of a layer"):
         convert(tmp_path / "theirs", tmp_path / "ours")
     change_config(tmp_path / "theirs", moe_latent_size=9)
     with pytest.raises(ValueError, match=r"fc1_latent_proj.weight is \(8, 16\); it should be \(9, 16\)"):

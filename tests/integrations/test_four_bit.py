@@ -10,16 +10,16 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from moe_aiter.config import interpret  # noqa: E402
-from moe_aiter.integrations import transformers as file  # noqa: E402
-from moe_aiter.integrations.checkpoints import moe_from_huggingface  # noqa: E402
-from moe_aiter.integrations.four_bit import load_gpt_oss, quantize_experts  # noqa: E402
-from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora  # noqa: E402
-from moe_aiter.integrations.monitor import ExpertsMonitor  # noqa: E402
-from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized  # noqa: E402
+from moe_aiter.config import interpret
+from moe_aiter.integrations import transformers as file
+from moe_aiter.integrations.checkpoints import moe_from_huggingface
+from moe_aiter.integrations.four_bit import load_gpt_oss, quantize_experts
+from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora
+from moe_aiter.integrations.monitor import ExpertsMonitor
+from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
 
 if interpret:
     pytest.skip("the interpreted kernels have tests of their own", allow_module_level=True)
@@ -221,11 +221,11 @@ def test_peft_switches_disables_and_unloads(peft):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     with model.disable_adapter():
         assert torch.equal(model(TOKENS).logits, plain)
-    with pytest.raises(ValueError, match="down_proj of .*experts has 4 bits, which would round adapters"):
+    with pytest.raises(ValueError, match=r"down_proj of .*experts has 4 bits, which would round adapters"):
         model.merge_and_unload()
     assert torch.equal(model(TOKENS).logits, got), "nothing is merged"
     model.base_model.set_adapter(["default", "other"])
-    with pytest.raises(ValueError, match="has 4 bits: it .* takes one active adapter at a time"):
+    with pytest.raises(ValueError, match=r"has 4 bits: it .* takes one active adapter at a time"):
         model(TOKENS)
     assert torch.equal(model.unload()(TOKENS).logits, plain)
     assert not any("lora" in name for name, _ in model.named_modules())

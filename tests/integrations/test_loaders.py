@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from integrations.checkpoints import change, change_config, save, tensors  # noqa: E402
-from integrations.families import CONVERTED, E, H  # noqa: E402
-from integrations.test_checkpoints import without_unused  # noqa: E402
+from integrations.checkpoints import change, change_config, save, tensors
+from integrations.families import CONVERTED, E, H
+from integrations.test_checkpoints import without_unused
 
-from moe_aiter.integrations.checkpoints import CheckpointError, convert  # noqa: E402
+from moe_aiter.integrations.checkpoints import CheckpointError, convert
 
 WIDTH = 24
 LINEAR = "gate_proj", "down_proj", "up_proj"
@@ -116,7 +116,7 @@ def test_what_a_loader_refuses(tmp_path):
     change(tmp_path / "theirs", without_unused)
     convert(tmp_path / "theirs", tmp_path / "ours", check=False)
     with pytest.raises(
-        CheckpointError, match="config.json has no zero_expert_type, which vLLM needs: add it"
+        CheckpointError, match=r"config.json has no zero_expert_type, which vLLM needs: add it"
     ):
         convert(tmp_path / "ours", tmp_path / "out", to="hub")
     assert not (tmp_path / "out").exists()

@@ -13,10 +13,10 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file, save_file
 
-from moe_aiter.integrations.lora import add_lora, experts_of, load_lora, merge_lora, save_lora  # noqa: E402
-from moe_aiter.integrations.transformers import ADAPTERS, NAME  # noqa: E402
+from moe_aiter.integrations.lora import add_lora, experts_of, load_lora, merge_lora, save_lora
+from moe_aiter.integrations.transformers import ADAPTERS, NAME
 
 TOKENS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
 FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]

@@ -14,10 +14,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 if interpret:
     pytest.skip("the interpreted kernels have tests of their own", allow_module_level=True)
 
-from moe_aiter.integrations import peft as peft_file  # noqa: E402
-from moe_aiter.integrations import transformers as file  # noqa: E402
-from moe_aiter.integrations.four_bit import quantize_experts  # noqa: E402
-from moe_aiter.integrations.lora import add_lora  # noqa: E402
+from moe_aiter.integrations import peft as peft_file
+from moe_aiter.integrations import transformers as file
+from moe_aiter.integrations.four_bit import quantize_experts
+from moe_aiter.integrations.lora import add_lora
 
 TOKENS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
 FORMATS = {"": {}, "mxfp4": {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32}}

@@ -6,6 +6,7 @@ import importlib
 import math
 import pathlib
 import re
+import typing
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Config:
     """What any of them reads of its configuration: numbers by their names."""
 
     _experts_implementation = NAME
-    numbers = {  # the first name that is part of the one asked for
+    numbers: typing.ClassVar = {  # the first name that is part of the one asked for
         "eps": 1e-6, "latent": None, "act": "silu", "alpha": 1.702, "limit": 7.0, "softcap": 3.0,
         "hidden": H, "intermediate": 24, "expert": E,
     }  # fmt: skip

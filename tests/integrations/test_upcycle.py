@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from check import error  # noqa: E402
-from integrations.checkpoints import change, change_config, same, tensors  # noqa: E402
+from check import error
+from integrations.checkpoints import change, change_config, same, tensors
 
-from moe_aiter.cli import main  # noqa: E402
-from moe_aiter.integrations.checkpoints import CheckpointError, convert, load_moe, upcycle  # noqa: E402
+from moe_aiter.cli import main
+from moe_aiter.integrations.checkpoints import CheckpointError, convert, load_moe, upcycle
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

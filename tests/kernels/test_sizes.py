@@ -214,7 +214,7 @@ def test_frozen_experts(device, a, b):
 
 
 @pytest.mark.parametrize("recompute", ["none", "z"])
-@pytest.mark.parametrize("size", in_turn(T=T, H=5, I=4) + [dict(E=1), dict(k=1)], ids=str)
+@pytest.mark.parametrize("size", [*in_turn(T=T, H=5, I=4), dict(E=1), dict(k=1)], ids=str)
 def test_experts_in_turn(device, size, recompute):
     """Without z they are `expert_both`, or on a CPU the loop that makes z again."""
     inputs = make(device, **dict(T=T, H=5, I=4, E=E, k=K_CHOICES) | size)

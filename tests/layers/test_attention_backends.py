@@ -69,7 +69,7 @@ def test_a_call_that_is_known_is_torchs_as_it_comes():
         assert simple
     with pytest.raises(ValueError, match="dropout_p"):
         attention(q, k, v, dropout_p=-1.0)
-    with pytest.raises(TypeError, match="q is torch.float32 but v is torch.float16"):
+    with pytest.raises(TypeError, match=r"q is torch.float32 but v is torch.float16"):
         attention(q, k, v.half())
     with torch.autocast("cpu", BF16):
         assert attention(q, k, v).dtype == BF16

@@ -147,7 +147,7 @@ def test_refusals(monkeypatch):
         with pytest.raises(ValueError, match=f"dense_router_gradient=True, but {name} is"):
             build(**{name: value})
     moe, x = build(), torch.randn(T, H)
-    with pytest.raises(Exception, match="dense_router_gradient does not work under torch.compile"):
+    with pytest.raises(Exception, match=r"dense_router_gradient does not work under torch.compile"):
         torch.compile(moe, fullgraph=True, backend="aot_eager")(x)
     monkeypatch.setattr(moe.experts, "dispatcher", lambda experts, x, s, plan: x)
     with pytest.raises(NotImplementedError, match="experts that ranks share"):

@@ -185,7 +185,7 @@ def test_safetensors_round_trip(tmp_path, format):
     for another in FORMATS.keys() - {format}:
         unlike = quantize(MoE(SIZE, SIZE, E, 2), another)
         unlike.experts = LoRAExperts(unlike.experts, rank=2)
-        with pytest.raises(RuntimeError, match="size mismatch for experts.base.gate_up.scales"):
+        with pytest.raises(RuntimeError, match=r"size mismatch for experts.base.gate_up.scales"):
             unlike.load_state_dict(state)
 
 
@@ -433,7 +433,7 @@ def test_layers_that_do_not_fit_together():
     a, b = (FourBitWeight(quantized(torch.randn(1, rows, 128), "nf4")) for rows in (4, 8))
     with pytest.raises(ValueError, match=r"\[4, 8\] rows an expert"):
         join_weights([[a], [b]])
-    with pytest.raises(ValueError, match="kinds .*int4.*nf4"):
+    with pytest.raises(ValueError, match=r"kinds .*int4.*nf4"):
         join_weights([[a], [FourBitWeight(quantized(torch.randn(1, 4, 128), "int4"))]])
     other = copy.deepcopy(a)
     other.table[3] += 1

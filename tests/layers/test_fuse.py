@@ -312,5 +312,5 @@ def test_transformers_models_run_as_they_are(family, tmp_path):
 def test_data_parallel_is_refused():
     """It copies modules, which go on to share the weight of the first device."""
     q, _ = fuse_gate_up(nn.Linear(D, D), nn.Linear(D, D_KV))
-    with pytest.raises(RuntimeError, match="not for nn.DataParallel"):
+    with pytest.raises(RuntimeError, match=r"not for nn.DataParallel"):
         q._replicate_for_data_parallel()(torch.randn(2, D))

@@ -288,7 +288,7 @@ def test_peft_layout_of_experts():
 def test_peft_refusals():
     layer = make_experts({})
     state = layer.peft_state_dict()
-    with pytest.raises(KeyError, match="x.base_layer.lora_A.weight"):
+    with pytest.raises(KeyError, match=r"x.base_layer.lora_A.weight"):
         layer.load_peft_state_dict(state, "x.")
     with pytest.raises(ValueError, match=r"lora_B.weight is \(6, 8\) but the adapter needs \(8, 6\)"):
         layer.load_peft_state_dict(state | {"lora_B.weight": state["lora_B.weight"].mT})

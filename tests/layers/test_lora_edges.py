@@ -61,7 +61,7 @@ def test_a_refused_state_changes_nothing(make, kind):
 
 def test_what_has_no_place_for_adapters_is_named():
     moe = MoE(hidden=8, intermediate=4, num_experts=2, top_k=1)
-    with pytest.raises(TypeError, match="base must be an Experts.* not MoE"):
+    with pytest.raises(TypeError, match=r"base must be an Experts.* not MoE"):
         LoRAExperts(moe, rank=2)
     assert moe.router.weight.requires_grad
     with pytest.raises(TypeError, match="not LoRAExperts"):

@@ -233,6 +233,6 @@ def test_a_main_grad_that_is_another_is_said():
     use_main_grad(model, first)
     use_main_grad(model, second)
     model(torch.randn(3, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match="the main_grad of Experts.gate_up .* another call"):
+    with pytest.raises(RuntimeError, match=r"the main_grad of Experts.gate_up .* another call"):
         first.step()
     second.step()

@@ -300,7 +300,7 @@ def test_errors_of_type(make, text):
 
 
 def test_dtypes_must_agree(device):
-    with pytest.raises(TypeError, match="x is torch.bfloat16 but gate_up is torch.float32"):
+    with pytest.raises(TypeError, match=r"x is torch.bfloat16 but gate_up is torch.float32"):
         build(device)(torch.zeros(3, H, dtype=torch.bfloat16, device=device))
 
 
@@ -313,7 +313,7 @@ def test_vmap_over_calls():
     for got, want in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
         torch.testing.assert_close(got, want)
     for of_calls in (torch.func.jacrev(moe), torch.func.vmap(torch.func.grad(lambda x: moe(x).sum()))):
-        with pytest.raises(NotImplementedError, match="by torch.autograd only.*once a sample"):
+        with pytest.raises(NotImplementedError, match=r"by torch.autograd only.*once a sample"):
             of_calls(xs)
     with pytest.raises(NotImplementedError, match="takes one gradient at a time"):
         torch.autograd.functional.jacobian(moe, xs[0].detach(), vectorize=True)
@@ -321,5 +321,5 @@ def test_vmap_over_calls():
 
 def test_vmap_over_calls_with_losses():
     moe = MoE(16, 12, 6, 2, load_balance_coef=0.1)
-    with pytest.raises(NotImplementedError, match="torch.func"):
+    with pytest.raises(NotImplementedError, match=r"torch.func"):
         torch.func.vmap(moe)(torch.randn(3, 5, 16))

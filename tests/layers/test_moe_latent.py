@@ -106,5 +106,5 @@ def test_errors():
     for latent, error in ((-1, ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="latent"):
             MoE(H, WIDTH, E, K, latent=latent)
-    with pytest.raises(TypeError, match="x is torch.float64 but to_latent is torch.float32"):
+    with pytest.raises(TypeError, match=r"x is torch.float64 but to_latent is torch.float32"):
         build()(torch.randn(T, H, dtype=torch.float64))

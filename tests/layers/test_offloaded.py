@@ -397,7 +397,7 @@ def test_refusals(device):
     with pytest.raises(ValueError, match="device must be a CPU or a GPU that torch can use, not meta"):
         offload(model, "meta")
     offload(model, device)
-    with pytest.raises(ValueError, match="layers.0.experts is offloaded already"):
+    with pytest.raises(ValueError, match=r"layers.0.experts is offloaded already"):
         offload(model, device)
     for copies in (copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(
@@ -411,7 +411,7 @@ def test_refusals(device):
     experts.gate_up.requires_grad_(False)
     nn.utils.parametrizations.weight_norm(experts, "gate_up")
     with pytest.raises(
-        RuntimeError, match="gate_up of layers.0.experts is offloaded, but something has repl"
+        RuntimeError, match=r"gate_up of layers.0.experts is offloaded, but something has repl"
     ):
         model(tokens(device))
 
@@ -483,5 +483,5 @@ def test_who_waits_for_whom(monkeypatch):
         waits(2),
     ]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="layers.0.experts is offloaded: a CUDA graph cannot contain it"):
+    with pytest.raises(RuntimeError, match=r"layers.0.experts is offloaded: a CUDA graph cannot contain it"):
         model(tokens("cpu"))

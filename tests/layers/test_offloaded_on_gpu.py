@@ -189,6 +189,6 @@ def test_a_cuda_graph_is_refused(no_debug):
     x = tokens()
     with torch.no_grad():
         model(x)
-        words = pytest.raises(RuntimeError, match="layers.0.experts is offloaded: a CUDA graph cannot")
+        words = pytest.raises(RuntimeError, match=r"layers.0.experts is offloaded: a CUDA graph cannot")
         with words, torch.cuda.graph(torch.cuda.CUDAGraph()):
             model(x)

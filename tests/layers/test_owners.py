@@ -178,5 +178,5 @@ def test_dora_says_that_it_needs_the_weight():
 
     layer = LoRALinear(Other(H, H), rank=2, dora=True)
     layer.base.register_forward_hook(lambda *_: None)
-    with pytest.raises(NotImplementedError, match="this Other, .* offload the LoRALinear as one module"):
+    with pytest.raises(NotImplementedError, match=r"this Other, .* offload the LoRALinear as one module"):
         layer(torch.randn(T, H))

@@ -156,7 +156,7 @@ def test_checkpointed_micro_batches(reentrant):
         checkpointed(batches[0]).backward()
     assert len(again["layers.0"]) == 1  # a repetition is not recorded
     one = {name: calls[:1] for name, calls in routes.items()}
-    late = pytest.raises(RuntimeError, match="layers.0 ran in a checkpointed region")
+    late = pytest.raises(RuntimeError, match=r"layers.0 ran in a checkpointed region")
     with late, replay_routes(checkpointed, one):
         loss = checkpointed(batches[0])
     with replay_routes(checkpointed, one), torch.no_grad():
@@ -333,7 +333,7 @@ def test_layers_that_run_in_another_order(reentrant):
         assert torch.equal(other(x), want)
     left = []
     for given in (array, as_run, [array, array]):
-        early = pytest.raises(ValueError, match="layers.1 runs before layers.0, .* pass layers=")
+        early = pytest.raises(ValueError, match=r"layers.1 runs before layers.0, .* pass layers=")
         with early, replay_routes(other, given):
             left.append(other(x))
         assert not left and all(layer.routes is None for layer in other.layers)
@@ -393,10 +393,10 @@ def test_a_layer_that_a_pass_calls_twice_has_two_columns():
 def test_a_layer_that_is_skipped_is_missed_at_once():
     model, x = Model(), torch.randn(5, H)
     array = array_of(routes_of(model, x))
-    skipped = pytest.raises(ValueError, match="layers.1 runs before layers.0")
+    skipped = pytest.raises(ValueError, match=r"layers.1 runs before layers.0")
     with skipped, replay_routes(model, array):
         model.layers[1](x)
-    at_end = pytest.raises(ValueError, match="layers.0 was called 0 times, routes have 1 calls")
+    at_end = pytest.raises(ValueError, match=r"layers.0 was called 0 times, routes have 1 calls")
     with at_end, replay_routes(model, array, layers=[0, 1]):
         model.layers[1](x)
 
@@ -449,7 +449,7 @@ def test_mismatches():
     wrong(routes, "layers are given, but routes are a dict", layers=[0, 1])
     wrong(routes, "weights=True, but routes have no routing weights of layers.0", weights=True)
     wrong(routes | {"layers.1": Route(ids, torch.ones(4, 3))}, "layers.1 has ids .5, 3. but")
-    with replay_routes(model, routes), pytest.raises(ValueError, match="layers.0 are .* already"):
+    with replay_routes(model, routes), pytest.raises(ValueError, match=r"layers.0 are .* already"):
         model(x)
         replay_routes(model, routes).__enter__()
     with pytest.raises(ValueError, match="model has no MoE layer, Linear"):

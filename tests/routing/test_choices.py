@@ -170,5 +170,5 @@ def test_errors(make, text):
 def test_errors_of_type():
     with pytest.raises(TypeError, match="choice must be a Choice, not str"):
         Router(8, E, K, choice="groups")
-    with pytest.raises(TypeError, match="logits must be float16.* not torch.int64"):
+    with pytest.raises(TypeError, match=r"logits must be float16.* not torch.int64"):
         route(torch.zeros(2, E, dtype=torch.int64), K, choice=GroupLimit(4, 2))

@@ -214,7 +214,7 @@ def test_top_k_is_a_whole_number():
 
 
 def test_integer_input():
-    with pytest.raises(TypeError, match="x must be float16.* not torch.int64"):
+    with pytest.raises(TypeError, match=r"x must be float16.* not torch.int64"):
         Router(8, 4, 2)(torch.zeros(3, 8, dtype=torch.int64))
 
 

@@ -1,5 +1,7 @@
 """The balance loss of each sequence, against its formula in plain Python."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -104,7 +106,7 @@ def test_packed_sequences(device, dtype, masked):
     scores[25:] = float("nan")
     scores.requires_grad_()
     kept = torch.ones(B * S, dtype=torch.bool, device=device) if mask is None else mask
-    parts = [torch.arange(*ends, device=device) for ends in zip(OFFSETS, OFFSETS[1:], strict=False)]
+    parts = [torch.arange(*ends, device=device) for ends in itertools.pairwise(OFFSETS)]
     parts = [part[kept[part]] for part in parts if kept[part].any()]
     want = sum(load_balance_loss(scores[part], ids[part]) for part in parts) / len(parts)
     loss = sequence_balance_loss(scores, ids, mask=mask, cu_seqlens=cu_seqlens)
@@ -135,7 +137,7 @@ def test_offsets_that_cannot_be(device, request, offsets):
     """Debug mode says so; otherwise nothing waits for the values, and nothing is read out of bounds."""
     routing, cu_seqlens = routed(device=device), torch.tensor(offsets, device=device)
     call = lambda: sequence_balance_loss(routing.scores, routing.expert_ids, cu_seqlens=cu_seqlens)  # noqa: E731
-    with pytest.raises(ValueError, match="cu_seqlens must begin with 0, .* pass offsets, not lengths"):
+    with pytest.raises(ValueError, match=r"cu_seqlens must begin with 0, .* pass offsets, not lengths"):
         call()
     request.getfixturevalue("no_debug")
     assert call().isfinite()
@@ -160,5 +162,5 @@ def test_offsets_that_cannot_be(device, request, offsets):
 def test_errors(call, text):
     with pytest.raises(ValueError, match=text):
         call(torch.rand(4, 5), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, dtype=torch.bool))
-    with pytest.raises(TypeError, match="cu_seqlens must be int32 or int64, not torch.float32"):
+    with pytest.raises(TypeError, match=r"cu_seqlens must be int32 or int64, not torch.float32"):
         sequence_balance_loss(torch.rand(4, 5), torch.zeros(4, 2).long(), cu_seqlens=torch.zeros(2))

@@ -283,7 +283,7 @@ def test_what_was_saved_last_is_kept_beside_damaged_later_ones(tmp_path):
 def test_a_disk_that_refuses_is_a_mistake_in_one_line(tmp_path, monkeypatch):
     model, optimizer = new_model()
     monkeypatch.setattr(pathlib.Path, "mkdir", lambda *_, **__: None)
-    with pytest.raises(UsageError, match="model.safetensors cannot be written: "):
+    with pytest.raises(UsageError, match=r"model.safetensors cannot be written: "):
         save_checkpoint(tmp_path / "nowhere", 1, model, optimizer)
 
 
@@ -326,7 +326,7 @@ def save_that_crashes(folder, monkeypatch, moment: int) -> bool:
         except Crash:
             finished = False
     newest = newest_checkpoint(folder)
-    assert newest.name == "step-00000003" or not finished and newest.name == "step-00000002"
+    assert newest.name == "step-00000003" or (not finished and newest.name == "step-00000002")
     other = new_model(seed=1)
     load_checkpoint(newest, *other)
     assert torch.equal(bits(*other), bits(model, optimizer))

@@ -57,7 +57,7 @@ def test_a_line_without_its_end_is_no_row(tmp_path):
 def test_another_line_that_is_damaged_is_named(line, tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
-    with pytest.raises(UsageError, match="m.jsonl: line 2 is damaged: "):
+    with pytest.raises(UsageError, match=r"m.jsonl: line 2 is damaged: "):
         read_metrics(path)
     path.write_text('{"step": 1}\n' + line)
     assert read_metrics(path) == [{"step": 1}]

@@ -135,7 +135,7 @@ def test_a_damaged_file_is_a_mistake_in_one_line(text, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_gpu_preset_needs_a_gpu():
-    with pytest.raises(UsageError, match="--preset gpu needs a GPU.* leave --preset out"):
+    with pytest.raises(UsageError, match=r"--preset gpu needs a GPU.* leave --preset out"):
         make_config("gpu", {})
     assert make_config("gpu", {"device": "cpu"}).hidden == PRESETS["gpu"].hidden
 

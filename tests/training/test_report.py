@@ -54,7 +54,7 @@ def rows(layers=2, experts=4, count=6):
             "step": step, "loss": 5.0 / step, "lr": 0.1, "grad_norm": 1.0,
             "tokens_per_s": 100.0 * step, "seconds": step,
             "load": [[step, 2, 3, 0][:experts]] * layers, "imbalance": [0.5] * layers,
-            "entropy": [0.25 * i for i in range(layers)], "dead_experts": [i for i in range(layers)],
+            "entropy": [0.25 * i for i in range(layers)], "dead_experts": list(range(layers)),
             "logit_norm": [None] + [step + 0.5] * (layers - 1),
         }
         for step in range(1, count + 1)

@@ -192,7 +192,7 @@ def test_a_run_that_ended_in_a_nan_says_what_to_do(metrics, monkeypatch, capsys)
     err = capsys.readouterr().err
     found = re.search(f"warning: run ended because {what}, and the same steps follow: {how}", err)
     assert bool(found) == metrics
-    with pytest.raises(UsageError, match="--resume keeps the run's own --lr; .*; --out starts another run"):
+    with pytest.raises(UsageError, match=r"--resume keeps the run's own --lr; .*; --out starts another run"):
         train("--resume", "run", "--lr", "1e-4")
 
 

@@ -181,7 +181,7 @@ def test_missing_paths_are_left_out_and_logged(given, caplog, tmp_path):
 
 def test_several_paths_of_which_none_is_there_are_an_error(given, tmp_path):
     given.set_to("config_gemm_bf16", os.pathsep.join([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]))
-    with pytest.raises(FileNotFoundError, match="a.csv.*b.csv"):
+    with pytest.raises(FileNotFoundError, match=r"a.csv.*b.csv"):
         find(problem(64), MI300)
 
 
@@ -266,7 +266,7 @@ def test_a_file_that_is_no_text_is_an_error(given, tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes(b"\xff\xfe\x00\xd8")
     given.set_to("config_gemm_bf16", str(path))
-    with pytest.raises(ValueError, match="x.csv is not a table"):
+    with pytest.raises(ValueError, match=r"x.csv is not a table"):
         find(problem(64), MI300)
 
 

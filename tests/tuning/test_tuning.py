@@ -76,7 +76,7 @@ def test_the_gpu_speaks_before_its_architecture_and_that_before_the_rule(folder)
     assert find(names, KEY).num_stages == 3
     assert find(names[1:], KEY).num_stages == 4
     assert find(("none", "sm90"), KEY).num_stages == 4
-    with pytest.raises(LookupError, match="no row of h200 or sm90 matches .*n=8"):
+    with pytest.raises(LookupError, match=r"no row of h200 or sm90 matches .*n=8"):
         find(names, KEY._replace(op="masked", n=8))
     hopper = KEY._replace(op="hopper_gmm")
     assert find(names, hopper) == rule("hopper_gmm", hopper.n, hopper.k)
@@ -194,7 +194,7 @@ def test_what_was_written_is_looked_up_at_once(folder):
 def test_a_table_with_other_columns_stays_as_it_is(tmp_path):
     path = tmp_path / "sm90.csv"
     path.write_text(f"{HEAD}gmm,16,,,,{WIDE}\n")
-    with pytest.raises(ValueError, match="sm90.csv has other columns: op, bits"):
+    with pytest.raises(ValueError, match=r"sm90.csv has other columns: op, bits"):
         write(path, [cells()])
     assert path.read_text() == f"{HEAD}gmm,16,,,,{WIDE}\n"
 

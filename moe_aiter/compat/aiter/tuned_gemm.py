@@ -10,7 +10,7 @@ from ...switches import computed, keeps_dtypes
 from ...tuning.aiter_csv import Problem, find, to_dtype
 from .ops.gemm_op_a8w8 import gemm_a8w8
 
-__all__ = ["TunedGemm", "gemm_a16w16", "gemm_a8w8", "get_GEMM_A16W16_config", "tgemm"]
+__all__ = ["TunedGemm", "gemm_a8w8", "gemm_a16w16", "get_GEMM_A16W16_config", "tgemm"]
 
 product = computed(tuned_gemm, exact=("x_scale", "w_scale", "out_scale"))
 

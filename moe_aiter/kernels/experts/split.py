@@ -157,7 +157,7 @@ def split_expert_mlp(
     i = ExpertInputs(x, like_joined, None, down, None, routing_weights, *plan, *ACTIVATION, True)
     i = i._replace(down_main_grad=down_main_grad)
     check_experts(i)
-    if not (needs_grad(i) or up.requires_grad and torch.is_grad_enabled()):
+    if not (needs_grad(i) or (up.requires_grad and torch.is_grad_enabled())):
         return expert_mlp(x, joined(gate, up, x.dtype), down, routing_weights, plan)
     bytes_of_y, bytes_of_dx = row_bytes(i, None)
     z, a = expert_up_split_op(x, gate, up, *plan, bytes_of_dx, *main_grads.values())

@@ -210,7 +210,7 @@ def unpack(weights, ring, tiles, queue):
     """Write the weights of each stage, whose codes are fetched as many stages ahead as the ring has."""
     i = 0
     for n in range(tiles.mine()):
-        group, row, end, tile_n = queue.get(n)
+        group, _row, _end, tile_n = queue.get(n)
         steps = tiles.used(group, weights.K) // weights.BLOCK_K
         for s in range(gl.minimum(ring.STAGES, steps)):
             weights.fetch(i + s, group, tile_n, s * weights.BLOCK_K)

@@ -52,7 +52,7 @@ def test_no_numbers(number):
     "inside", ["", "7", "7,", "7, x", "7 7", "7, 7, 1, 0, 0", "gate_max=7, up_limit=7", "(7, 7)"]
 )
 def test_not_two_to_four_numbers(inside):
-    with pytest.raises(ValueError, match="but swiglu_limit takes 2 to 4 numbers$"):
+    with pytest.raises(ValueError, match=r"but swiglu_limit takes 2 to 4 numbers$"):
         get_activation(f"swiglu_limit({inside})")
 
 

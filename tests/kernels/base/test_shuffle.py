@@ -27,8 +27,13 @@ def same(a, b):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape, layout",
-    [((16, 32), (16, 16)), ((48, 96), (16, 16)), ((3, 32, 64), (32, 16)), ((2, 2, 16, 64), (8, 32))]
-    + [((0, 16, 32), (16, 16))],
+    [
+        ((16, 32), (16, 16)),
+        ((48, 96), (16, 16)),
+        ((3, 32, 64), (32, 16)),
+        ((2, 2, 16, 64), (8, 32)),
+        ((0, 16, 32), (16, 16)),
+    ],
 )
 def test_the_inverse_is_exact(dtype, shape, layout):
     x = random(*shape, dtype=dtype)

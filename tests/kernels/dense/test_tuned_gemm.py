@@ -323,5 +323,5 @@ def test_torch_func_runs_torchs_own_product(files):
     torch.testing.assert_close(dw, 2 * (x @ w.mT).mT @ x)
     out = torch.func.vmap(lambda x: tuned_gemm(x, w))(torch.randn(3, 5, 8))
     assert out.shape == (3, 5, 4)
-    with pytest.raises(NotSupportedError, match="not by torch.func"):
+    with pytest.raises(NotSupportedError, match=r"not by torch.func"):
         torch.func.grad(lambda w: tuned_gemm(x, w, out_dtype=torch.float64).sum())(w)

@@ -184,10 +184,10 @@ def test_mistakes(device):
     ):
         with pytest.raises(ValueError, match=message):
             adapted_up(*inputs, *routing)
-    with pytest.raises(TypeError, match="x is torch.float32 but low is torch.float64"):
+    with pytest.raises(TypeError, match=r"x is torch.float32 but low is torch.float64"):
         adapted_up(x, w, None, low.double(), b, *routing)
     out = new(len(low), N, device=device, dtype=torch.float32)
-    with pytest.raises(ValueError, match="w is .G, r, N=40. but out is .M, N=39."):
+    with pytest.raises(ValueError, match=r"w is .G, r, N=40. but out is .M, N=39."):
         add_low_rank(out[:, 1:], low, b.mT, routing[2])
     with pytest.raises(ValueError, match="shares memory"):
         add_low_rank(out, out[:, :3], b.mT, routing[2])

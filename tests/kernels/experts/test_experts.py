@@ -354,7 +354,7 @@ def test_a_second_derivative_is_refused(device, fn):
     ids, inputs = expert_ids(13, 5, 2).to(device), make(device)
     leaves = [t.requires_grad_() for t in inputs]
     with pytest.raises(
-        RuntimeError, match="has no gradient; a second derivative may have asked|differentiation"
+        RuntimeError, match=r"has no gradient; a second derivative may have asked|differentiation"
     ):
         out = fn(ids, "swiglu", False, *leaves)
         (dx,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)

@@ -211,7 +211,7 @@ def test_any_strides(device):
 def test_main_grads_and_frozen_weights(device, fp8):
     ids, _, _, dout, (x, gate_up, down, weights, *_) = case("no bias", torch.float32, device)
     plan = sort_by_expert(ids, len(down))
-    _, dx, dgate_up, ddown, _ = run(ids, "swiglu", False, fp8, dout, x, gate_up, down, weights)
+    _, dx, dgate_up, _ddown, _ = run(ids, "swiglu", False, fp8, dout, x, gate_up, down, weights)
     x, gate_up = x.requires_grad_(), gate_up.requires_grad_()
     main_grad = torch.ones_like(gate_up)
     out = expert_mlp(x, gate_up, down, weights, plan, fp8=fp8, gate_up_main_grad=main_grad)
@@ -292,7 +292,7 @@ def test_tokens_are_quantised_once(frozen, recompute, monkeypatch):
 
 def test_a_row_that_is_not_finite(device):
     """It spoils its own token, and no other."""
-    ids, act, interleaved, _, (x, gate_up, down, weights, *_) = case("no bias", torch.float32, device)
+    ids, _act, _interleaved, _, (x, gate_up, down, weights, *_) = case("no bias", torch.float32, device)
     plan = sort_by_expert(ids, len(down))
     clean = expert_mlp(x, gate_up, down, weights, plan, fp8="e4m3")
     x[3, 2] = float("inf")

@@ -148,5 +148,5 @@ def test_errors():
         glu(z[0], "silu")
     with pytest.raises(ValueError, match=r"dout is \(R, I=8\) but z with swiglu gives I=4"):
         glu_backward_op(z, z, "swiglu", False)
-    with pytest.raises(TypeError, match="z is torch.float32 but dout is torch.float16"):
+    with pytest.raises(TypeError, match=r"z is torch.float32 but dout is torch.float16"):
         glu_backward_op(z[:, :4].half(), z, "swiglu", False)

@@ -141,7 +141,7 @@ def test_scaled_bmm(device, columns):
         assert ((got - expected).abs() <= 2**-14 * terms + 1e-3 * expected.abs()).all()
     out = torch.full_like(got, float("nan"))
     assert scaled_bmm(x, w, x_scale, w_scale, out=out) is out and torch.equal(out, got)
-    with pytest.raises(ValueError, match="out is torch.float32 but out_dtype is torch.float16"):
+    with pytest.raises(ValueError, match=r"out is torch.float32 but out_dtype is torch.float16"):
         scaled_bmm(x, w, out_dtype=F16, out=out)
 
 
@@ -167,7 +167,7 @@ def test_scales_of_every_shape(device):
 
 
 def test_nothing_to_do(device):
-    out, x, w, sizes, *scales = make(device, [4, 10])
+    out, x, w, sizes, *_scales = make(device, [4, 10])
     for o, a, b, s in [
         (out[:0], x[:0], w[:0], sizes[:0]),
         (out[:, :0], x[:, :0], w, sizes),
@@ -190,7 +190,7 @@ def test_opcheck_and_compile(device):
 
 def test_a_gradient_is_refused_not_forgotten(device):
     out, x, w, sizes, *_ = make(device, [3, 0, 4])
-    with pytest.raises(RuntimeError, match="no gradient: call it under torch.no_grad()"):
+    with pytest.raises(RuntimeError, match=r"no gradient: call it under torch.no_grad()"):
         masked_gmm(out, x, w.requires_grad_(), sizes)
     with torch.no_grad():
         assert not masked_gmm(out, x, w, sizes).requires_grad
@@ -208,7 +208,7 @@ def test_triton_is_what_ran(device):
     out, *inputs = make(device, [3, 0, 4])
     with use("triton"):
         masked_gmm(out, *inputs)
-    with use("triton"), pytest.raises(LookupError, match="masked_gmm: no triton backend for torch.float64"):
+    with use("triton"), pytest.raises(LookupError, match=r"masked_gmm: no triton backend for torch.float64"):
         masked_gmm(out.double(), inputs[0].double(), inputs[1].double())
 
 

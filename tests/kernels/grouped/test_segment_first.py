@@ -1,5 +1,7 @@
 """segment_gmm where the first segment does not begin at row 0: forward and backward, on every backend."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ DTYPE = torch.float32 if interpret else torch.bfloat16
 def rows_of(indptr, rows):
     """[s, e) of each segment: the steps of `indptr` are clamped, and segments lie behind each other."""
     begin = min(max(indptr[0], 0), rows)
-    for a, b in zip(indptr, indptr[1:], strict=False):
+    for a, b in itertools.pairwise(indptr):
         end = min(begin + min(max(b - a, 0), rows), rows)
         yield begin, end
         begin = end
@@ -102,7 +104,7 @@ def test_wide_weights_with_a_segment_each(device, indptr, column_major):
 
 
 def test_the_transposed_product_begins_there_too(device):
-    x, w, y = make(ROWS, 20, 24, 2, [3, 8, 8, 30], device, torch.float32)
+    x, _w, y = make(ROWS, 20, 24, 2, [3, 8, 8, 30], device, torch.float32)
     bounds, index = torch.tensor([3, 8, 8, 30], device=device), torch.tensor([1, 0, 1], device=device)
     for columns_first in (False, True):
         dw = segment_tgmm_op(x, y, None, bounds, index, 2, columns_first)

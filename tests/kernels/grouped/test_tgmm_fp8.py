@@ -102,9 +102,9 @@ def test_refuses(device):
     x8, factor, *rest = quantised(*inputs)
     with pytest.raises(ValueError, match="unknown format 'e3m4'"):
         quantised(*inputs, ("e4m3", "e3m4"))
-    with pytest.raises(TypeError, match="x8 must be of 8-bit floats, not torch.float32"):
+    with pytest.raises(TypeError, match=r"x8 must be of 8-bit floats, not torch.float32"):
         tgmm_fp8_op(inputs[0], factor, *rest, False)
-    with pytest.raises(TypeError, match="y8 must be of 8-bit floats, not torch.uint8"):
+    with pytest.raises(TypeError, match=r"y8 must be of 8-bit floats, not torch.uint8"):
         tgmm_fp8_op(x8, factor, rest[0].view(torch.uint8), *rest[1:], False)
     for other in (factor[:-1], factor.double()):
         with pytest.raises(ValueError, match=r"factor must be \(256,\) in float32, not \(25[56],\) in torch"):

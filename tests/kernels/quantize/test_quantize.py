@@ -185,7 +185,7 @@ def test_kernels_without_the_last_rounding(shape, monkeypatch):
 def test_refuses():
     with pytest.raises(ValueError, match="unknown format 'e3m4'; known: e4m3, e5m2"):
         quantize_rows(torch.randn(2, 3), "e3m4")
-    with pytest.raises(TypeError, match="not torch.int32"):
+    with pytest.raises(TypeError, match=r"not torch.int32"):
         quantize_rows(torch.ones(2, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"\(M, K\) or \(G, M, K\)"):
         quantize_rows(torch.randn(3))

@@ -53,7 +53,7 @@ def test_strides(device, layout):
 @pytest.mark.no_interpreter
 def test_what_is_zero_or_no_number_stays_in_its_row(device):
     """A factor is never 0, but LEAST where a weight's row is zeros: rows stay finite, and so do others."""
-    x, factor, group_sizes, product = draw("even", device=device)
+    x, factor, group_sizes, _product = draw("even", device=device)
     factor[0, :3], factor[1] = LEAST, LEAST
     x[3, 5], x[300, 1] = float("inf"), float("nan")
     x8, scale = quantize_folded(x, factor, group_sizes)
@@ -100,7 +100,7 @@ def test_refuses():
         quantize_folded(x[:, :-1], factor, group_sizes)
     with pytest.raises(ValueError, match=r"factor is \(G=1, K\) but group_sizes is \(G=2,\)"):
         quantize_folded(x, factor[:1], group_sizes)
-    with pytest.raises(TypeError, match="factor must be float32, not torch.float64"):
+    with pytest.raises(TypeError, match=r"factor must be float32, not torch.float64"):
         quantize_folded(x, factor.double(), group_sizes)
     with pytest.raises(ValueError, match="unknown format 'e3m4'"):
         quantize_folded(x, factor, group_sizes, "e3m4")

@@ -83,5 +83,5 @@ def test_refuses():
             quantize_transposed(w, scale)
     with pytest.raises(ValueError, match="unknown format 'e3m4'; known: e4m3, e5m2"):
         quantize_transposed(w, torch.ones(2, 5), "e3m4")
-    with pytest.raises(TypeError, match="x8 must be of 8-bit floats, not torch.float32"):
+    with pytest.raises(TypeError, match=r"x8 must be of 8-bit floats, not torch.float32"):
         transpose_rows8(w)

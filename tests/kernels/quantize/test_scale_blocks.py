@@ -105,5 +105,5 @@ def test_refuses():
         quantize_blocks(x[0], False)
     with pytest.raises(ValueError, match="unknown format 'int8'"):
         quantize_blocks(x, True, "int8")
-    with pytest.raises(TypeError, match="x must be float16, bfloat16, float32 or float64, not torch.int64"):
+    with pytest.raises(TypeError, match=r"x must be float16, bfloat16, float32 or float64, not torch.int64"):
         quantize_blocks(x.long(), True)

@@ -123,7 +123,7 @@ def test_any_strides_and_indices(backend, device):
 
 
 def test_a_gradient_of_stride_0(backend, device):
-    x, rows, weights, order, rank = make(device, 10, 4, 5, 12)
+    x, _rows, _weights, order, rank = make(device, 10, 4, 5, 12)
     x.requires_grad_()
     permute(x, order, rank).sum().backward()
     torch.testing.assert_close(x.grad, (rank >= 0).sum(1, keepdim=True).expand(10, 12).float())
@@ -131,7 +131,7 @@ def test_a_gradient_of_stride_0(backend, device):
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_weights_of_another_dtype(backend, device, kind):
-    x, rows, weights, order, rank = make(device, 8, 2, 3, 9)
+    _x, rows, weights, order, rank = make(device, 8, 2, 3, 9)
     weights = weights.to(kind).requires_grad_()
     unpermute(rows, order, rank, weights).sum().backward()
     assert weights.grad.dtype == kind
@@ -205,7 +205,7 @@ def test_errors():
         permute(x, order.float(), rank)
     with pytest.raises(TypeError, match="x must be float16"):
         permute(x.int(), order, rank)
-    with pytest.raises(TypeError, match="rows is torch.float16 but x is torch.float32"):
+    with pytest.raises(TypeError, match=r"rows is torch.float16 but x is torch.float32"):
         row_dots(rows.half(), x, order, rank)
     with pytest.raises(ValueError, match=r"x must be \(T, H\)"):
         permute(x[0], order, rank)

@@ -78,7 +78,7 @@ def test_given_experts(backend, device, mode, dtype):
     got = choose_experts(logits, 3, **how, fixed_ids=want[2].to(dtype))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) and got[2].dtype == torch.int64
     others = torch.rand(37, 12, device=device).argsort(1)[:, :3]
-    scores, weights, ids = choose_experts(logits, 3, **how, fixed_ids=others.T.to(dtype).contiguous().T)
+    _scores, weights, ids = choose_experts(logits, 3, **how, fixed_ids=others.T.to(dtype).contiguous().T)
     assert torch.equal(ids, others)
     exact = logits.detach().double().requires_grad_()
     with use("torch"):
@@ -103,7 +103,7 @@ def test_a_given_number_of_no_expert(backend, device, mode, far, no_debug):
     ids[2, 1], ids[0, 0] = far, far
     if backend != "triton":
         if device.type == "cpu":
-            with pytest.raises(RuntimeError, match="index .* out of bounds"):
+            with pytest.raises(RuntimeError, match=r"index .* out of bounds"):
                 choose_experts(logits, 3, **how, fixed_ids=ids)
         return
     _, weights, chosen = choose_experts(logits, 3, **how, fixed_ids=ids)

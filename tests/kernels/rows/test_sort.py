@@ -109,7 +109,7 @@ def test_errors():
     ids = torch.zeros(4, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"expert_ids must be \(T, k\)"):
         sort_by_expert(ids.flatten(), 3)
-    with pytest.raises(TypeError, match="expert_ids must be int32 or int64, not torch.float32"):
+    with pytest.raises(TypeError, match=r"expert_ids must be int32 or int64, not torch.float32"):
         sort_by_expert(ids.float(), 3)
     with pytest.raises(ValueError, match="num_experts must be at least 1, not 0"):
         sort_by_expert(ids, 0)
