@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.experts.down import down_gradients
-from ..kernels.experts.inputs import ExpertInputs, row_bytes
-from ..kernels.experts.mlp import BothInputs, by_expert
+from ..kernels.experts.inputs import row_bytes
+from ..kernels.experts.mlp import BothInputs, by_expert, new_inputs
+from ..kernels.experts.options import ExpertWeights
 from ..kernels.experts.up import expert_up_op, expert_z_op
 from ..kernels.grouped.gmm import gmm_unpermute_add_op
 from ..kernels.grouped.tgmm import weight_gradient
@@ -83,9 +84,8 @@ def inputs_of(
     experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Sequence
 ) -> Iterator[BothInputs]:
     """Yield the inputs of each window.  `x` has been cast; backward is not under forward's autocast."""
-    gate_up, down, gate_up_bias, down_bias = weights
-    gate_up, down = gate_up.to(x.dtype), down.to(x.dtype)
+    gate_up, down, *biases = weights
+    weights = ExpertWeights(gate_up.to(x.dtype), down.to(x.dtype), *biases)
     for plan in plans:
-        tensors = x, gate_up, gate_up_bias, down, down_bias, s, *plan
-        i = ExpertInputs(*tensors, experts.activation, experts.interleaved, False)
-        yield BothInputs(*i, *row_bytes(i, experts.row_chunks))
+        i = new_inputs(x, weights, s, plan, experts.options)
+        yield BothInputs(*i, *row_bytes(i, experts.options.row_chunks))

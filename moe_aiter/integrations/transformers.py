@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ..kernels.base.activations import swiglu_limit
 from ..kernels.base.check import FLOATS, cast_as_linear, check_positive, check_sizes, checked
-from ..kernels.experts.glu import glu
-from ..kernels.experts.mlp import expert_mlp, expert_rows
+from ..kernels.experts.mlp import expert_rows, mix_experts
+from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import inside
@@ -297,17 +297,6 @@ def looks_like_experts(module: nn.Module) -> bool:
 # experts
 
 
-class Weights(NamedTuple):
-    """The weights of an experts module, in the orientation of `expert_mlp`; views if the module's differs."""
-
-    gate_up: Tensor | FourBit  # (E, width, H)
-    gate_up_bias: Tensor | None  # (E, width)
-    gate_up_main_grad: Tensor | None
-    down: Tensor | FourBit  # (E, H, I)
-    down_bias: Tensor | None  # (E, H)
-    down_main_grad: Tensor | None
-
-
 def experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -353,27 +342,24 @@ def compute(
     x: Tensor,
     routing_weights: Tensor,
     plan: RoutePlan,
-    weights: Weights,
+    weights: ExpertWeights,
     recompute: str = "none",
 ) -> Tensor:
     """Return (T, H) in the dtype of the products, from the experts of `plan` with these weights."""
     gate_up, down = cast_as_linear(weights.gate_up, weights.down)
     x, weights = x.to(gate_up.dtype), weights._replace(gate_up=gate_up, down=down)
     gate = known_gate(module)
+    options = None if gate is None else ExpertOptions(*gate, recompute=recompute)
     if not runs_fused(module):
-        return unfused(module, gate, weights, x, routing_weights, plan)
-    how = {
-        "activation": gate[0], "interleaved": gate[1],
-        "gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias,
-        "gate_up_main_grad": weights.gate_up_main_grad, "down_main_grad": weights.down_main_grad,
-    }  # fmt: skip
+        return unfused(module, options, weights, x, routing_weights, plan)
     if not has_norm(module):
-        return expert_mlp(x, gate_up, down, routing_weights, plan, **how, recompute=recompute)
-    rows = expert_rows(x, gate_up, down, plan, **how)
-    return unpermute(module.post_expert_norm(rows), plan, routing_weights)
+        return mix_experts(x, weights, routing_weights, plan, options)
+    return unpermute(module.post_expert_norm(expert_rows(x, weights, plan, options)), plan, routing_weights)
 
 
-def weights_of(module: nn.Module) -> Weights:
+def weights_of(module: nn.Module) -> ExpertWeights:
+    """Return the weights in the orientation of `expert_mlp`: views if the module's differs."""
+
     def read(name: str) -> tuple[Tensor | FourBit, Tensor | None, Tensor | None]:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         if (packed := four_bits_of(module, name)) is not None:
@@ -384,8 +370,8 @@ def weights_of(module: nn.Module) -> Weights:
             return weight, bias, main_grad
         return weight.mT, bias, None if main_grad is None else main_grad.mT
 
-    up, down = names_of(module)
-    return Weights(*read(up), *read(down))
+    (up, up_bias, up_sum), (down, down_bias, down_sum) = map(read, names_of(module))
+    return ExpertWeights(up, down, up_bias, down_bias, up_sum, down_sum)
 
 
 def four_bits_of(module: nn.Module, name: str) -> FourBit | None:
@@ -496,8 +482,8 @@ def function_name(act_fn) -> str:
 
 def unfused(
     module: nn.Module,
-    gate: tuple[str, bool] | None,
-    w: Weights,
+    options: ExpertOptions | None,
+    w: ExpertWeights,
     x: Tensor,
     routing_weights: Tensor,
     plan: RoutePlan,
@@ -518,8 +504,8 @@ def unfused(
     ]
     up = Projection(w.gate_up, w.gate_up_bias, low_rank[0])
     down = Projection(w.down, w.down_bias, low_rank[1])
-    if gate is not None:
-        act = partial(glu, activation=gate[0], interleaved=gate[1])
+    if options is not None:
+        act = options.activate
     else:
         act = module._apply_gate if module.has_gate else module.act_fn
     norm = module.post_expert_norm if has_norm(module) else None
@@ -591,5 +577,5 @@ class DispatchedExperts:
         recompute: str | None = None,
     ) -> Tensor:
         """Return the output of this rank's experts, with these weights in place of the module's."""
-        weights = Weights(*weights) if weights else weights_of(self.module)
+        weights = ExpertWeights(*weights) if weights else weights_of(self.module)
         return compute(self.module, x, routing_weights, plan, weights, recompute or "none")

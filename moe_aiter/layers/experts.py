@@ -1,6 +1,7 @@
 """E expert MLPs with stacked weights, and the expert that every token goes to."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,40 @@ from ..kernels.base.check import (
     checked,
     linear,
 )
-from ..kernels.experts.fp8 import check_fp8
 from ..kernels.experts.glu import glu
-from ..kernels.experts.inputs import check_memory
-from ..kernels.experts.mlp import expert_mlp
+from ..kernels.experts.mlp import mix_experts
+from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..private_api import has_hooks
 from ..routing.plan import RoutePlan
 
 
-class Experts(nn.Module):
+def option(name: str) -> Any:
+    """Return a property of a module: a field of its `options`, which are replaced where the field is set."""
+
+    def change(module: nn.Module, value: Any) -> None:
+        module.options = replace(module.options, **{name: value})
+
+    return property(lambda module: getattr(module.options, name), change)
+
+
+class WithOptions(nn.Module):
+    """A module with `ExpertOptions`, whose fields are attributes too."""
+
+    options: ExpertOptions
+    activation: str = option("activation")
+    interleaved: bool = option("interleaved")
+    row_chunks: int | None = option("row_chunks")
+    recompute: str = option("recompute")
+    fp8: str | None = option("fp8")
+
+    def __setstate__(self, state: dict) -> None:
+        if "options" not in state:  # pickled before 0.4, with each option apart
+            names = [name for name in asdict(ExpertOptions()) if name in state]
+            state = state | {"options": ExpertOptions(**{name: state.pop(name) for name in names})}
+        super().__setstate__(state)
+
+
+class Experts(WithOptions):
     """E two-layer MLPs, gated or plain, of which each token sees its own few.
 
         out[t] = sum_j s[t, j] * (down[e] @ act(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])
@@ -78,20 +104,15 @@ class Experts(nn.Module):
         super().__init__()
         check_parameter_dtype(dtype)
         check_sizes(num_experts=num_experts, hidden=hidden, intermediate=intermediate)
-        act = get_activation(activation)
-        if interleaved and not act.gated:
-            raise ValueError(f"interleaved=True, but the activation {activation!r} has no gate to interleave")
+        self.options = ExpertOptions(activation, interleaved, row_chunks, recompute, fp8)
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
-        check_memory(row_chunks, recompute)
-        check_fp8(fp8)
-        self.activation, self.interleaved = activation, interleaved
-        self.row_chunks, self.recompute, self.fp8 = row_chunks, recompute, fp8
+        width = get_activation(activation).projections * intermediate
 
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
-        self.gate_up = new(act.projections * intermediate, hidden)
-        self.gate_up_bias = new(act.projections * intermediate) if bias else None
+        self.gate_up = new(width, hidden)
+        self.gate_up_bias = new(width) if bias else None
         self.down = new(hidden, intermediate)
         self.down_bias = new(hidden) if bias else None
         self.reset_parameters()
@@ -117,12 +138,15 @@ class Experts(nn.Module):
         check_tensor("x", x)
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)
-        weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
-        return self.compute(x, routing_weights, plan, weights)
+        return self.compute(x, routing_weights, plan, self.weights())
+
+    def weights(self) -> tuple[Tensor | None, ...]:
+        """Return gate_up, down and their biases."""
+        return self.gate_up, self.down, self.gate_up_bias, self.down_bias
 
     def local_weights(self) -> tuple[Tensor | None, ...]:
-        """Return gate_up, down and their biases, for sharded ones the part of this rank."""
-        return tuple(map(local_weight, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
+        """Return `weights`, for sharded ones the part of this rank."""
+        return tuple(map(local_weight, self.weights()))
 
     def compute(
         self,
@@ -133,23 +157,9 @@ class Experts(nn.Module):
         recompute: str | None = None,
     ) -> Tensor:
         """Return the experts' output as `forward` does, on this rank, with these weights as parameters."""
-        gate_up, down, gate_up_bias, down_bias = weights
-        return expert_mlp(
-            x,
-            gate_up,
-            down,
-            routing_weights,
-            plan,
-            activation=self.activation,
-            interleaved=self.interleaved,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            gate_up_main_grad=local_part(getattr(self.gate_up, "main_grad", None)),
-            down_main_grad=local_part(getattr(self.down, "main_grad", None)),
-            row_chunks=self.row_chunks,
-            recompute=recompute or self.recompute,
-            fp8=self.fp8,
-        )
+        main_grads = (local_part(getattr(w, "main_grad", None)) for w in (self.gate_up, self.down))
+        options = replace(self.options, recompute=recompute) if recompute else self.options
+        return mix_experts(x, ExpertWeights(*weights, *main_grads), routing_weights, plan, options)
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"

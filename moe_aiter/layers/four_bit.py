@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.base.check import cast_as_linear, check_parameter_dtype, check_plan, check_shape, checked
-from ..kernels.experts.glu import glu
 from ..kernels.quantize.four_bit import (
     FORMATS,
     NESTED,
@@ -22,7 +20,7 @@ from ..kernels.quantize.four_bit import (
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
 from .by_step import Projection, experts_by_step
-from .experts import Experts, inside, local_part
+from .experts import Experts, WithOptions, inside, local_part
 
 PARTS = "packed", "scales", "nested", "offset", "table"
 AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits
@@ -84,7 +82,7 @@ class FourBitWeight(nn.Module):
         return f"{tuple(self.weight().shape)}, format={self.format!r}, dtype={self.dtype}"
 
 
-class FourBitExperts(nn.Module):
+class FourBitExperts(WithOptions):
     """Frozen `Experts` with weights of 4 bits, made by `quantize(model, "nf4")`, "mxfp4" or "int4".
 
     Products load packed codes and dequantise tiles, forward and for the gradient of `x`: no weight exists in
@@ -130,8 +128,7 @@ class FourBitExperts(nn.Module):
         check_dtype(x, gate_up)
         check_plan(plan)
         up, down = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
-        act = partial(glu, activation=self.activation, interleaved=self.interleaved)
-        return experts_by_step(x, up, act, down, routing_weights, RoutePlan(*plan))
+        return experts_by_step(x, up, self.options.activate, down, routing_weights, RoutePlan(*plan))
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"

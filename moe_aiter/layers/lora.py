@@ -11,7 +11,6 @@ LoRA never makes the product B A.  DoRA makes W + c B A for its norm, one block 
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from ..kernels.base.check import (
     renamed,
     sum_dtype,
 )
-from ..kernels.experts.glu import glu
 from ..kernels.grouped.segment_gmm import segment_gmm
 from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
@@ -453,8 +451,7 @@ class LoRAExperts(nn.Module):
         check_plan(plan)
         up = Projection(gate_up, gate_up_bias, LowRank(*factors[:3], up_lora.input_dropout))
         down = Projection(down, down_bias, LowRank(*factors[3:], down_lora.input_dropout))
-        act = partial(glu, activation=base.activation, interleaved=base.interleaved)
-        return experts_by_step(x, up, act, down, routing_weights, RoutePlan(*plan))
+        return experts_by_step(x, up, base.options.activate, down, routing_weights, RoutePlan(*plan))
 
     def merge(self) -> None:
         """Add the adapters to the weights, and keep a copy of the weights.

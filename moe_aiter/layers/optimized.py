@@ -13,12 +13,13 @@ from ..kernels.base.check import (
     checked,
     renamed,
 )
-from ..kernels.experts.fp8 import check_fp8
-from ..kernels.experts.mlp import expert_mlp
+from ..kernels.experts.mlp import mix_experts
+from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..routing.plan import make_plan
+from .experts import WithOptions
 
 
-class OptimizedMoELayer(nn.Module):
+class OptimizedMoELayer(WithOptions):
     """AITER's example of an MoE forward pass, as a module that trains.
 
         out[t] = sum_j routing_weights[t, j] * (act(x[t] @ w1[e]) @ w2[e]),  e = expert_ids[t, j]
@@ -56,8 +57,7 @@ class OptimizedMoELayer(nn.Module):
         if dtype is None:
             dtype = torch.float32 if torch.device(device).type == "cpu" else torch.float16
         self.hidden_dim, self.num_experts, self.expert_dim = hidden_dim, num_experts, expert_dim
-        check_fp8(fp8)
-        self.activation, self.fp8 = activation, fp8
+        self.options = ExpertOptions(activation, fp8=fp8)
         width = get_activation(activation).projections * expert_dim
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, width, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num_experts, expert_dim, hidden_dim, device=device, dtype=dtype))
@@ -80,18 +80,10 @@ class OptimizedMoELayer(nn.Module):
         x, w1, w2 = cast_as_linear(x, self.w1, self.w2)
         check_float(x=x, w1=w1, w2=w2)
         main_grads = [getattr(w, "main_grad", None) for w in (self.w1, self.w2)]
-        gate_up_main_grad, down_main_grad = [None if g is None else g.mT for g in main_grads]
-        return expert_mlp(
-            x,
-            w1.mT,
-            w2.mT,
-            routing_weights,
-            make_plan(expert_ids, self.num_experts),
-            activation=self.activation,
-            gate_up_main_grad=gate_up_main_grad,
-            down_main_grad=down_main_grad,
-            fp8=self.fp8,
-        )
+        main_grads = [None if g is None else g.mT for g in main_grads]
+        weights = ExpertWeights(w1.mT, w2.mT, None, None, *main_grads)
+        plan = make_plan(expert_ids, self.num_experts)
+        return mix_experts(x, weights, routing_weights, plan, self.options)
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden_dim}, num_experts={self.num_experts}, expert_dim={self.expert_dim}"

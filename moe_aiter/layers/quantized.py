@@ -26,12 +26,13 @@ from ..kernels.base.check import (
 )
 from ..kernels.dense.scaled_gemm import scaled_gemm
 from ..kernels.experts.fp8 import quantized_experts
-from ..kernels.experts.mlp import expert_mlp
+from ..kernels.experts.mlp import mix_experts
+from ..kernels.experts.options import ExpertWeights
 from ..kernels.quantize.four_bit import FORMATS as FOUR_BITS
 from ..kernels.quantize.rows import quantize_rows
 from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves
 from ..routing.plan import RoutePlan, make_plan
-from .experts import Experts
+from .experts import Experts, WithOptions
 from .four_bit import FourBitExperts, to_four_bits
 from .fuse import FusedLinear, FusedPart
 from .lora import LoRAExperts, LoRALinear
@@ -111,7 +112,7 @@ class QuantizedLinear(Quantized):
         return f"{sizes}, bias={self.bias is not None}, dtype={self.dtype!r}"
 
 
-class QuantizedExperts(Quantized):
+class QuantizedExperts(Quantized, WithOptions):
     """`Experts` for inference with 8-bit `gate_up` (E, 2I, H) and `down` (E, H, I), and a float32 scale for
     each row of each expert, `gate_up_scale` (E, 2I) and `down_scale` (E, H); else as QuantizedLinear."""
 
@@ -120,16 +121,13 @@ class QuantizedExperts(Quantized):
         check_shape("x", x, "T", "H")
         check_size("x is (T, H={})", x.shape[1], "gate_up is (E, 2I, H={})", self.gate_up.shape[2])
         (x,) = cast_as_linear(x)
-        act = {"activation": self.activation, "interleaved": self.interleaved}
         if self.gate_up_scale is None:
-            biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+            weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             narrow = x.to(self.gate_up.dtype)
-            return expert_mlp(narrow, self.gate_up, self.down, routing_weights, plan, **act, **biases).to(
-                x.dtype
-            )
+            return mix_experts(narrow, weights, routing_weights, plan, self.options).to(x.dtype)
         gate_up = self.gate_up, self.gate_up_scale, self.gate_up_bias
         down = self.down, self.down_scale, self.down_bias
-        return quantized_experts(x, gate_up, down, routing_weights, plan, **act)
+        return quantized_experts(x, gate_up, down, routing_weights, plan, self.activation, self.interleaved)
 
     def extra_repr(self) -> str:
         E, H, I = self.down.shape  # noqa: E741
@@ -139,8 +137,6 @@ class QuantizedExperts(Quantized):
 
 class QuantizedMoELayer(QuantizedExperts):
     """`OptimizedMoELayer` with weights of 8 bits, laid out as in QuantizedExperts."""
-
-    interleaved = False
 
     def forward(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> Tensor:
         """Do as `OptimizedMoELayer.forward`: (T, H) -> (T, H) in the dtype of `x`."""
@@ -281,6 +277,8 @@ def convert(module: nn.Module, kind: type, dtype: str, found: dict) -> None:
         for place in (own_parameters(module), own_buffers(module), vars(module)):
             place.pop(name, None)
     module.__class__, module.dtype = quantized, dtype
+    if isinstance(module, WithOptions):
+        module.fp8 = None  # products of 16 bits stay so
     for name, weight, bias in tensors:
         module.set_weight(name, weight.mT if kind is OptimizedMoELayer else weight, bias, found)
 

@@ -112,7 +112,7 @@ def registered():
 def fused(monkeypatch):
     """How often the fused experts were called."""
     calls = []
-    for name in ("expert_mlp", "expert_rows"):
+    for name in ("mix_experts", "expert_rows"):
         run = getattr(ours, name)
         monkeypatch.setattr(ours, name, lambda *a, run=run, **k: calls.append(1) or run(*a, **k))
     return calls

@@ -90,13 +90,7 @@ from .up import UpInputs, up_gradients
 
 ALL = "_all"
 BLOCK = "block"
-RECIPES = (*FORMATS, *(format + ALL for format in FORMATS), BLOCK)
-
-
-def check_fp8(fp8: str | None) -> None:
-    """Raise ValueError unless this is None, BLOCK or the gradients' format, with or without ALL."""
-    if fp8 not in (None, *RECIPES):
-        raise ValueError(f"unknown fp8 {fp8!r}; known: None, {', '.join(RECIPES)}")
+RECIPES = (*FORMATS, *(format + ALL for format in FORMATS), BLOCK)  # the format of gradients, with ALL or not
 
 
 def quantize_tokens(x: Tensor, format: str, blocks: bool) -> tuple[Tensor, Tensor]:

@@ -80,14 +80,6 @@ def check_experts(i: ExpertInputs) -> None:
     check_kinds(i)
 
 
-def check_memory(row_chunks: int | None, recompute: str) -> None:
-    """Raise unless these say how to trade time for memory; see `expert_mlp`."""
-    if row_chunks is not None:
-        check_sizes(row_chunks=row_chunks)
-    if recompute not in ("none", "z"):
-        raise ValueError(f"unknown recompute {recompute!r}; known: none, z")
-
-
 def check_expert_values(i: ExpertInputs) -> None:
     """Raise ValueError for a plan that contradicts itself; this synchronises."""
     check_plan_values(i.order.shape[0], i.group_sizes, i.order, i.rank)
@@ -126,8 +118,6 @@ def check_shapes(i: ExpertInputs) -> None:
 
 def check_kinds(i: ExpertInputs) -> None:
     check_float(x=i.x, gate_up=i.gate_up, down=i.down)
-    if i.interleaved and not get_activation(i.activation).gated:
-        raise ValueError(f"interleaved=True, but {i.activation} has no gate")
     for name in ("gate_up", "down"):
         check_main_grad(f"{name}_main_grad", getattr(i, f"{name}_main_grad"), getattr(i, name).shape, i.x)
     for name in ("routing_weights", "gate_up_bias", "down_bias"):

@@ -23,17 +23,17 @@ from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute
 from .cpu import expert_loop_op, expert_loop_reference
 from .down import down_gradients, expert_down_op
-from .fp8 import ALL, check_fp8, experts_fp8_op
+from .fp8 import ALL, experts_fp8_op
 from .inputs import (
     NUM_INPUTS,
     ExpertInputs,
     check_expert_values,
     check_experts,
-    check_memory,
     needs_grad,
     row_bytes,
     row_bytes_fp8,
 )
+from .options import ExpertOptions, ExpertWeights
 from .up import UpInputs, expert_up_op, expert_z_op, up_gradients
 
 # expert_both: launcher
@@ -233,43 +233,49 @@ def expert_mlp(
     ValueError for a plan that contradicts itself.
     Source: the formula of Shazeer et al. 2017, arXiv 1701.06538; data flow as in SonicMoE, arXiv 2512.14080.
     """
+    main_grads = gate_up_main_grad, down_main_grad
+    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, *main_grads)
+    options = ExpertOptions(activation, interleaved, row_chunks, recompute, fp8)
+    return mix_experts(x, weights, routing_weights, plan, options)
+
+
+def mix_experts(
+    x: Tensor,
+    weights: ExpertWeights,
+    routing_weights: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
+    options: ExpertOptions,
+) -> Tensor:
+    """Do as `expert_mlp`, with its weights and its options as values."""
+    i = new_inputs(x, weights, routing_weights, plan, options)
+    i = i._replace(save_z=options.recompute == "none" and needs_grad(i))
+    if options.fp8 is not None:
+        return in_8_bits(i, options.row_chunks, options.fp8)
+    return pick("expert_mlp", i.x)(i, options.row_chunks)
+
+
+def new_inputs(
+    x: Tensor, w: ExpertWeights, routing_weights: Tensor, plan: tuple, options: ExpertOptions
+) -> ExpertInputs:
+    """Return the inputs of the experts, checked, and cast under torch.autocast; without z."""
     check_plan(plan)
-    x, gate_up, down = cast_as_linear(x, gate_up, down)
-    tensors = x, gate_up, gate_up_bias, down, down_bias, routing_weights
-    inputs = ExpertInputs(*tensors, *plan, activation, interleaved, False, gate_up_main_grad, down_main_grad)
-    check_experts(inputs)
-    check_memory(row_chunks, recompute)
-    check_fp8(fp8)
-    inputs = inputs._replace(save_z=recompute == "none" and needs_grad(inputs))
-    if fp8 is not None:
-        return in_8_bits(inputs, row_chunks, fp8)
-    return pick("expert_mlp", x)(inputs, row_chunks)
+    x, gate_up, down = cast_as_linear(x, w.gate_up, w.down)
+    tensors = x, gate_up, w.gate_up_bias, down, w.down_bias, routing_weights
+    main_grads = w.gate_up_main_grad, w.down_main_grad
+    i = ExpertInputs(*tensors, *plan, options.activation, options.interleaved, False, *main_grads)
+    check_experts(i)
+    return i
 
 
 def expert_rows(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    plan: tuple[Tensor, Tensor, Tensor],
-    *,
-    activation: str,
-    interleaved: bool,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate_up_main_grad: Tensor | None,
-    down_main_grad: Tensor | None,
+    x: Tensor, weights: ExpertWeights, plan: tuple[Tensor, Tensor, Tensor], options: ExpertOptions
 ) -> Tensor:
     """Return the rows (R, H) that `expert_mlp` sums, in the order of the plan; zeros for dropped choices.
 
-    For models that process each expert's output before the weighted sum.  The arguments are those of
-    `expert_mlp`.
+    For models that process each expert's output before the weighted sum.  `row_chunks`, `recompute` and `fp8`
+    have no effect.
     """
-    check_plan(plan)
-    order, rank, group_sizes = plan
-    differentiable = x, gate_up, gate_up_bias, down, down_bias, torch.ones_like(rank, dtype=torch.float32)
-    main_grads = gate_up_main_grad, down_main_grad
-    i = ExpertInputs(*differentiable, *plan, activation, interleaved, False, *main_grads)
-    check_experts(i)
-    rows = torch.arange(len(order), dtype=order.dtype, device=order.device).where(order >= 0, -1)
-    alone = rows, rows[:, None], group_sizes  # each row is the only one of a token of its own
+    i = new_inputs(x, weights, torch.ones_like(plan[1], dtype=torch.float32), plan, options)
+    rows = torch.arange(len(i.order), dtype=i.order.dtype, device=i.order.device).where(i.order >= 0, -1)
+    alone = rows, rows[:, None], i.group_sizes  # each row is the only one of a token of its own
     return up_and_down(i._replace(save_z=needs_grad(i)), i.routing_weights.view(-1, 1), alone, None)

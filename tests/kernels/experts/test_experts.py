@@ -10,6 +10,7 @@ from moe_aiter.config import interpret
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp, expert_rows
+from moe_aiter.kernels.experts.options import ExpertOptions, ExpertWeights
 from moe_aiter.kernels.rows.merge import merge_plans
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
@@ -61,10 +62,8 @@ def by_rows(
 ):  # fmt: skip
     """The rows of `expert_rows`, summed."""
     plan = make_plan(ids, len(down))
-    rows = expert_rows(
-        x, gate_up, down, plan, activation=activation, interleaved=interleaved,
-        gate_up_bias=gate_up_bias, down_bias=down_bias, gate_up_main_grad=None, down_main_grad=None,
-    )  # fmt: skip
+    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+    rows = expert_rows(x, weights, plan, ExpertOptions(activation, interleaved))
     return unpermute(rows, plan, weights)
 
 
@@ -306,7 +305,7 @@ BAD = {
     "nothing to interleave": (
         dict(activation="relu", interleaved=True, gate_up=torch.zeros(5, 24, 20)),
         ValueError,
-        "interleaved=True, but relu has no gate",
+        "interleaved=True, but the activation 'relu' has no gate to interleave",
     ),
     "bias list": (dict(down_bias=[1.0]), TypeError, "down_bias must be a tensor, not list"),
     "x list": (dict(x=[1.0]), TypeError, "x must be a tensor, not list"),

@@ -1,0 +1,48 @@
+"""How experts compute, and their weights, each as one value that the layers hand on."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..base.activations import get_activation
+from ..base.check import check_sizes
+from .fp8 import RECIPES
+from .glu import glu
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """The options of `expert_mlp`.  Raises ValueError for values that do not fit, TypeError for kinds."""
+
+    activation: str = "swiglu"
+    interleaved: bool = False
+    row_chunks: int | None = None
+    recompute: str = "none"
+    fp8: str | None = None
+
+    def __post_init__(self) -> None:
+        if not get_activation(self.activation).gated and self.interleaved:
+            what = f"the activation {self.activation!r} has no gate to interleave"
+            raise ValueError(f"interleaved=True, but {what}")
+        if self.row_chunks is not None:
+            check_sizes(row_chunks=self.row_chunks)
+        if self.recompute not in ("none", "z"):
+            raise ValueError(f"unknown recompute {self.recompute!r}; known: none, z")
+        if self.fp8 not in (None, *RECIPES):
+            raise ValueError(f"unknown fp8 {self.fp8!r}; known: None, {', '.join(RECIPES)}")
+
+    def activate(self, z: Tensor) -> Tensor:
+        """Apply the activation to `z`, (R, 2I) or (R, I); returns (R, I): see `glu`."""
+        return glu(z, self.activation, self.interleaved)
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of experts as `expert_mlp` takes them, for sharded ones the part of this rank."""
+
+    gate_up: Tensor  # (E, width, H)
+    down: Tensor  # (E, H, I)
+    gate_up_bias: Tensor | None = None  # (E, width)
+    down_bias: Tensor | None = None  # (E, H)
+    gate_up_main_grad: Tensor | None = None  # (E, width, H)
+    down_main_grad: Tensor | None = None  # (E, H, I)
