@@ -138,15 +138,12 @@ class Experts(WithOptions):
         check_tensor("x", x)
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)
-        return self.compute(x, routing_weights, plan, self.weights())
-
-    def weights(self) -> tuple[Tensor | None, ...]:
-        """Return gate_up, down and their biases."""
-        return self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        return self.compute(x, routing_weights, plan, weights)
 
     def local_weights(self) -> tuple[Tensor | None, ...]:
-        """Return `weights`, for sharded ones the part of this rank."""
-        return tuple(map(local_weight, self.weights()))
+        """Return gate_up, down and their biases, for sharded ones the part of this rank."""
+        return tuple(map(local_weight, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
 
     def compute(
         self,
@@ -157,9 +154,10 @@ class Experts(WithOptions):
         recompute: str | None = None,
     ) -> Tensor:
         """Return the experts' output as `forward` does, on this rank, with these weights as parameters."""
-        main_grads = (local_part(getattr(w, "main_grad", None)) for w in (self.gate_up, self.down))
+        up_sum, down_sum = getattr(self.gate_up, "main_grad", None), getattr(self.down, "main_grad", None)
+        weights = ExpertWeights(*weights, local_part(up_sum), local_part(down_sum))
         options = replace(self.options, recompute=recompute) if recompute else self.options
-        return mix_experts(x, ExpertWeights(*weights, *main_grads), routing_weights, plan, options)
+        return mix_experts(x, weights, routing_weights, plan, options)
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
