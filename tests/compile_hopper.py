@@ -36,7 +36,7 @@ from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, TgmmSumsInputs
 from moe_aiter.kernels.quantize.four_bit import FORMATS
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
-from moe_aiter.tuning.table import load
+from moe_aiter.tuning.store import load
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -522,7 +522,7 @@ def sums_in_float32(target, launches):
 def promoted_cases():
     """Sums of 8-bit floats on Hopper: how many products the tensor core adds up before float32 does."""
     for op in ("scaled_fp8", "masked", "masked_few"):
-        tabled = [row.config for row in load("sm90") if row.key[:2] == (op, 8)]
+        tabled = [row.value for row in load(tuning.TILES, "sm90") if row.key[:2] == (op, 8)]
         for tile in dict.fromkeys([*tabled, *PORTABLE[op]]):
             if tile.block_m * tile.block_n > MOST:
                 continue

@@ -36,7 +36,7 @@ from moe_aiter.kernels.sparse.pattern import count
 from moe_aiter.op import launcher
 from moe_aiter.private_api import reads_registers_in_time
 from moe_aiter.tuning.candidates import PORTABLE
-from moe_aiter.tuning.table import load
+from moe_aiter.tuning.store import load
 
 E, TOP_K = 128, 8
 BF16, F16, F32, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
@@ -524,7 +524,7 @@ ROWS = {  # op -> the launches of a row, and the matrix instruction that its pro
 
 def row_cases():
     for target, gpu in TARGETS.items():
-        rows = load(tuning.table_name(gpu.gpu.backend, gpu.gpu.arch))
+        rows = load(tuning.TILES, tuning.table_name(gpu.gpu.backend, gpu.gpu.arch))
         for number, row in enumerate(row for row in rows if row.key.op in ROWS):
             runs, matrix = ROWS[row.key.op]
             sizes = "x".join(str(size or "any") for size in row.key[2:])

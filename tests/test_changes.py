@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from moe_aiter import switches, tuning
+from moe_aiter.compat.aiter.tuned_gemm import get_GEMM_A16W16_config
 from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.op import IMPLS, define_op, register_kernel, use
 from moe_aiter.tuning import aiter_csv, choice, table
 from moe_aiter.tuning.choice import choose_backend
+from moe_aiter.tuning.store import cache_clear
 
 NAME = f"chosen_{uuid.uuid4().hex}"
 
@@ -36,16 +38,14 @@ chosen_op = define_op(NAME, Inputs, new=lambda i: torch.empty_like(i.x), torch=f
 def tables(tmp_path, monkeypatch):
     """Empty folders of tables, and the implementations as they were afterwards."""
     before = dict(IMPLS[NAME])
-    monkeypatch.setattr(choice, "CHOICES", tmp_path / "choice")
-    monkeypatch.setattr(table, "TABLES", tmp_path)
-    choice.cache_clear()
-    table.cache_clear()
+    monkeypatch.setattr(choice.CHOICES, "folder", tmp_path / "choice")
+    monkeypatch.setattr(table.TILES, "folder", tmp_path)
+    cache_clear()
     yield tmp_path
     IMPLS[NAME].clear()
     IMPLS[NAME].update(before)
     monkeypatch.undo()
-    choice.cache_clear()
-    table.cache_clear()
+    cache_clear()
 
 
 def both(call):
@@ -56,7 +56,8 @@ def both(call):
 
 def write_choice(backend):
     cells = dict.fromkeys(choice.COLUMNS, "")
-    choice.write_choices(choice.CHOICES / "cpu.csv", [cells | {"op": NAME, "bits": 32, "backend": backend}])
+    cells |= {"op": NAME, "bits": 32, "backend": backend}
+    choice.CHOICES.write(choice.CHOICES.folder / "cpu.csv", [cells])
 
 
 def test_an_op_goes_by_the_table_as_it_is_now(tables):
@@ -66,8 +67,8 @@ def test_an_op_goes_by_the_table_as_it_is_now(tables):
     assert both(run) == [[1, 1]] * 2
     write_choice("torch")
     assert both(run) == [[0, 0]] * 2
-    (choice.CHOICES / "cpu.csv").unlink()
-    choice.cache_clear()
+    (choice.CHOICES.folder / "cpu.csv").unlink()
+    cache_clear()
     register_kernel(op=NAME, backend="host")(fill(2))
     assert both(run) == [[2, 2]] * 2
     with use("torch"):
@@ -77,10 +78,8 @@ def test_an_op_goes_by_the_table_as_it_is_now(tables):
 
 CHANGES = {
     "a table of choices": lambda: write_choice("torch"),
-    "a forgotten table of choices": choice.cache_clear,
-    "a forgotten table of tiles": table.cache_clear,
-    "forgotten files of tuned products": aiter_csv.cache_clear,
-    "AITER's cache_clear": tuned_gemm.forget_choices,
+    "forgotten tables": cache_clear,
+    "AITER's cache_clear": get_GEMM_A16W16_config.cache_clear,
     "a kernel": lambda: register_kernel(op=NAME, backend="host")(fill(3)),
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
 }

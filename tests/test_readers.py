@@ -24,7 +24,9 @@ from moe_aiter.training.presets import PRESETS, TrainConfig
 from moe_aiter.training.report import read_settings
 from moe_aiter.training.sharded import save_shards
 from moe_aiter.training.trainer import make_optimizer
-from moe_aiter.tuning import aiter_csv, aiter_json, choice, table
+from moe_aiter.tuning import aiter_csv, aiter_json
+from moe_aiter.tuning.choice import CHOICES
+from moe_aiter.tuning.table import TILES
 
 for package in ("safetensors", "tqdm", "matplotlib"):
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -116,8 +118,8 @@ READERS = {  # name: (the file, a call that reads it)
     "convert: index": at(
         lambda path: cli.main(["convert", "theirs", "ours"]), "theirs/model.safetensors.index.json"
     ),
-    "table.read": at(table.read),
-    "read_choices": at(choice.read_choices),
+    "TILES.read": at(TILES.read),
+    "CHOICES.read": at(CHOICES.read),
     "aiter_csv.read": at(lambda path: list(aiter_csv.read(path))),
     "read_untuned": at(aiter_csv.read_untuned),
     "aiter_csv.append": at(lambda path: aiter_csv.append(path, [dict.fromkeys(TABLE, "1")], TABLE)),

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from moe_aiter.config import settings
-from moe_aiter.kernels.dense.tuned_gemm import forget_choices, tuned_gemm
+from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
 from moe_aiter.layers import linear
 from moe_aiter.tuning.aiter_csv import this_device
+from moe_aiter.tuning.store import cache_clear
 
 KEY = "cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,"
 HEAD = f"gfx,{KEY}libtype,solidx,splitK,us,kernelName,err_ratio,tflops,bw\n"
@@ -33,13 +34,13 @@ def tuned_files(tmp_path):
         before = getattr(settings, name)
         restore.append(lambda: object.__setattr__(settings, name, before))
         object.__setattr__(settings, name, value)
-        forget_choices()
+        cache_clear()
 
     write.set_to = set_to
     yield write
     for undo in reversed(restore):
         undo()
-    forget_choices()
+    cache_clear()
     assert all(path.read_text() == text for path, text in texts.items()), "a user's file was written to"
 
 

@@ -17,8 +17,8 @@ import torch
 from .. import tuning
 from ..kernels.quantize.four_bit import FORMATS
 from ..tuning.candidates import OPS, Config, of_few_rows
-from ..tuning.choice import read_choices, write_choices
-from ..tuning.table import TABLES, Key, read, write
+from ..tuning.choice import CHOICES
+from ..tuning.table import TILES, Key
 from . import tune_gemm
 from .measure import (
     add_list,
@@ -93,15 +93,15 @@ def main(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         return refuse("tune", "there is no GPU that torch can use")
     gpu = torch.cuda.get_device_name()
-    out = args.out or TABLES / f"{tuning.gpu_table(gpu)}.csv"
+    out = args.out or TILES.folder / f"{tuning.gpu_table(gpu)}.csv"
     choices = out.parent / "choice" / out.name
     try:
-        write(out, [])  # a file that cannot be written shows now, not after the measurement
+        TILES.write(out, [])  # a file that cannot be written shows now, not after the measurement
         if args.times:
             append(args.times, [], TIMES)
-        read(out)
+        TILES.read(out)
         if choices.exists():
-            read_choices(choices)
+            CHOICES.read(choices)
     except (ValueError, OSError) as error:
         return refuse("tune", str(error))
     where = provenance(torch.device("cuda"), "")
@@ -111,9 +111,9 @@ def main(args: argparse.Namespace) -> int:
     run = Run(
         args.op,
         args.reps,
-        save=lambda row: write(out, [row | where]),
-        save_choice=lambda row: write_choices(choices, [row | where]),
-        drop=lambda key: write(out, [], without=key),
+        save=lambda row: TILES.write(out, [row | where]),
+        save_choice=lambda row: CHOICES.write(choices, [row | where]),
+        drop=lambda key: TILES.write(out, [], without=key),
         note=lambda rows: args.times and append(args.times, [row | where for row in rows], TIMES),
     )
     for family in (name for name in STEPS if name in args.family):

@@ -21,9 +21,10 @@ from torch import Tensor
 from .. import tuning
 from ..files import read_json
 from ..kernels.base.shuffle import shuffle_weight
-from ..kernels.dense.tuned_gemm import TILED, as_it_lies, forget_choices, gemm_inputs, is_here, tuned_gemm_op
+from ..kernels.dense.tuned_gemm import TILED, as_it_lies, gemm_inputs, is_here, tuned_gemm_op
 from ..tuning.aiter_csv import COLUMNS, Problem, Row, append, drop, read, read_untuned, this_device
 from ..tuning.candidates import candidates
+from ..tuning.store import cache_clear
 from .measure import FLOOR, REPS, SLACK, count, distances, provenance, refuse, time_calls, time_graphs
 from .tiles import FASTER, fits
 
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"WRONG, left out: {one.libtype} {one.kernel}, its error is {one.error:.1e}")
         save(args.out, row(problem, device, found, about), there.get(problem))
         show(problem, found)
-    forget_choices()
+    cache_clear()
     return int(wrong > 0)
 
 

@@ -20,7 +20,8 @@ from ..config import interpret
 from ..op import SCOPES, decisions, log
 from ..private_api import Scoped
 from .candidates import Config, candidates, of_few_rows
-from .table import Key, find, find_row
+from .store import find_row
+from .table import TILES, Key, find
 
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
@@ -50,7 +51,7 @@ def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups
     key = key_of(op, dtype, m, n, k, groups)
     if not of_few_rows(op, key.rows):
         return False
-    row = find_row(served(), key)
+    row = find_row(TILES, served(), key)
     return row is not None and of_few_rows(op, row.key.rows)
 
 

@@ -12,23 +12,20 @@ same `us`.
 """
 
 import csv
-import dataclasses
 import functools
 import logging
 import math
 import os
 import pathlib
-import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..config import SettingError, settings
+from ..config import settings
 from ..files import opened
-from ..op import invalidate_decisions
 from . import bucket
-from .table import changing, rewrite
+from .store import cache_clear, changing, lines, number, parsed, remembered, rewrite, whole, word
 
 log = logging.getLogger("moe_aiter")
 
@@ -38,10 +35,10 @@ MEASURED = ("libtype", "solidx", "splitK", "us", "kernelName", "err_ratio", "tfl
 COLUMNS = ("gfx", *KEY, *MEASURED, "provenance")  # as we write them; AITER passes over the last
 NEEDED = (*KEY, "libtype", "us")
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "i8": "int8"}
-WORDS = ("libtype", "kernelName")
-WHOLE, FLOATS = ("solidx", "splitK"), ("us", "err_ratio", "tflops", "bw")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 BOOLS = {"0": False, "false": False, "1": True, "true": True}
+DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "int32")
+DTYPES += ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+DTYPES = {name: getattr(torch, name) for name in DTYPES}
 NAMES = {"": None, "0": None, "1": "bf16_untuned_gemm.csv"}  # what MOE_AITER_TUNE_GEMM may be but a file
 PADDINGS = ((256, 16), (1024, 32), (4096, 64))  # rows up to the first go to multiples of the second
 
@@ -69,8 +66,7 @@ class Device(NamedTuple):
     units: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     problem: Problem
     device: Device
     libtype: str  # in lower case
@@ -80,7 +76,7 @@ class Row:
     def config(self) -> dict:
         """Return the row as AITER's `get_GEMM_A16W16_config` does."""
         rest = {name: text for name, text in self.cells.items() if name not in ("gfx", *KEY)}
-        return {name: value(name, text) for name, text in rest.items()} | {"libtype": self.libtype}
+        return {name: PARSERS.get(name, number_or_text)(text) for name, text in rest.items()}
 
 
 def find(problem: Problem, device: Device) -> Row | None:
@@ -88,16 +84,19 @@ def find(problem: Problem, device: Device) -> Row | None:
 
     Raises FileNotFoundError where none of several files is there, ValueError for a mistake in one of them.
     """
-    return cached(problem, device, settings.config_gemm_bf16)
+    return find_in(settings.config_gemm_bf16, problem, device)
 
 
-@functools.lru_cache(maxsize=4096)
-def cached(problem: Problem, device: Device, paths: str) -> Row | None:
+@remembered
+def find_in(paths: str, problem: Problem, device: Device) -> Row | None:
     table = load(paths, device)
     for M in (problem.M, padded(problem.M, problem.N, 0), padded(problem.M, problem.N, 1)):
         if row := table.get(problem._replace(M=M)):
             return row
     return None
+
+
+find.cache_info, find.cache_clear = find_in.cache_info, cache_clear
 
 
 def padded(rows: int, n: int, level: int) -> int:
@@ -106,17 +105,6 @@ def padded(rows: int, n: int, level: int) -> int:
         return 8192 if rows > 8192 and n > 4096 else bucket(rows)
     step = next((step for most, step in PADDINGS if rows <= most), 128)
     return -(-rows // step) * step
-
-
-def cache_clear() -> None:
-    """Forget what was read, and which sizes were recorded."""
-    cached.cache_clear()
-    load.cache_clear()
-    recorded.cache_clear()
-    invalidate_decisions()
-
-
-find.cache_info, find.cache_clear = cached.cache_info, cache_clear
 
 
 def this_device(device: torch.device) -> Device:
@@ -143,19 +131,27 @@ def current_device() -> torch.device:
 # files
 
 
-@functools.cache
+@remembered
 def load(paths: str, device: Device) -> dict[Problem, Row]:
-    """The rows of a list of files that are about this device."""
-    files = existing(paths)
-    rows = merge(row for path in files for row in read(path))
-    mine = [row for (_, where), row in rows.items() if where in (device, Device("", device.units))]
+    """The fastest row of each product on this device, of a list of files; a warning says what is left out."""
+    rows = [row for path in existing(paths) for row in read(path)]
+    # with and without gfx they are the same device
+    mine = [row for row in rows if row.device in (device, Device("", device.units))]
     if len(mine) < len(rows):
-        log.warning(
-            "%s: %d of %d rows are of other devices than this one, %s with %d units",
-            paths, len(rows) - len(mine), len(rows), *device,
-        )  # fmt: skip
-    # with and without gfx they are the same device: the faster one counts
-    return {row.problem: row for row in sorted(mine, key=lambda row: -row.us)}
+        text = "%s: %d of %d rows are of other devices than this one, %s with %d units"
+        log.warning(text, paths, len(rows) - len(mine), len(rows), *device)
+    best: dict[Problem, Row] = {}
+    several = {}
+    for row in mine:
+        other = best.setdefault(row.problem, row)
+        if other != row:
+            several[row.problem] = row
+        if row.us <= other.us:
+            best[row.problem] = row
+    if several:
+        text = "%d tuned products have several rows, M=%d, N=%d, K=%d for one: the fastest counts"
+        log.warning(text, len(several), *next(iter(several))[:3])
+    return best
 
 
 def existing(paths: str) -> list[pathlib.Path]:
@@ -170,129 +166,81 @@ def existing(paths: str) -> list[pathlib.Path]:
     return found
 
 
-def merge(rows: Iterable[Row]) -> dict[tuple[Problem, Device], Row]:
-    """One row for each product and device; one warning says how many had several that differ."""
-    best: dict[tuple[Problem, Device], Row] = {}
-    several = {}
-    for row in rows:
-        key = row.problem, row.device
-        if key in best and best[key] != row:
-            several[key] = row
-        if key not in best or row.us <= best[key].us:
-            best[key] = row
-    if several:
-        (problem, _), *_ = several
-        text = "%d tuned products have several rows, M=%d, N=%d, K=%d for one: the fastest counts"
-        log.warning(text, len(several), *problem[:3])
-    return best
-
-
 def read(path: pathlib.Path) -> Iterator[Row]:
     """Every row of a file.  Raises ValueError that names the file and the line of a mistake."""
-    for line, cells in lines(path, NEEDED):
-        yield parse(cells, f"{path}, line {line}")
+    return (row_of(cells, where) for where, cells in lines_of(path, NEEDED))
 
 
 def read_untuned(path: pathlib.Path) -> list[Problem]:
     """The products of a file that AITER has written with `AITER_TUNE_GEMM=1`, each once."""
-    found = [parse_problem(cells, f"{path}, line {line}") for line, cells in lines(path, UNTUNED)]
-    return list(dict.fromkeys(found))
+    parsers = {column: PARSERS[column] for column in UNTUNED}
+    products = (parsed(cells, parsers, where) for where, cells in lines_of(path, UNTUNED))
+    return list(dict.fromkeys(Problem(*product.values()) for product in products))
 
 
-def lines(path: pathlib.Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
-    """The number and the cells of each line but the first."""
-    try:
-        with opened(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            columns = [name.strip() for name in next(reader, [])]
-            if missing := [name for name in needed if name not in columns]:
-                raise SettingError(f"{path}, line 1: there are no columns {', '.join(missing)}")
-            for cells in reader:
-                if len(cells) != len(columns) and cells:
-                    sizes = f"{len(cells)} cells under {len(columns)} columns"
-                    raise SettingError(f"{path}, line {reader.line_num}: {sizes}")
-                if cells:
-                    yield reader.line_num, dict(zip(columns, map(str.strip, cells), strict=True))
-    except (csv.Error, UnicodeError) as error:
-        raise SettingError(f"{path} is not a table: {error}") from error
+def lines_of(path: pathlib.Path, needed: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    return lines(path, needed, "{}, line 1: there are no columns {missing}", "{} cells under {} columns")
 
 
-def parse(cells: dict[str, str], where: str) -> Row:
-    device = Device(cells.get("gfx", "").lower(), whole(cells, "cu_num", where))
-    us = number(cells["us"])
-    if us is None or not 0 <= us < math.inf:  # NaN either
-        raise SettingError(f"{where}: us is {cells['us']!r}; it must be a number, 0 or more")
-    for column in WHOLE:
-        if cells.get(column):
-            whole(cells, column, where, least=-(2**63))
-    for column in FLOATS:
-        if cells.get(column) and number(cells[column]) is None:
-            raise SettingError(f"{where}: {column} is {cells[column]!r}; it must be a number")
-    if not cells["libtype"]:
-        raise SettingError(f"{where}: libtype is empty")
-    return Row(parse_problem(cells, where), device, cells["libtype"].lower(), float(us), cells)
+def row_of(cells: dict[str, str], where: str) -> Row:
+    values = parsed(cells, PARSERS, where)
+    device = Device(cells.get("gfx", "").lower(), values["cu_num"])
+    return Row(Problem(*map(values.get, UNTUNED)), device, values["libtype"], float(values["us"]), cells)
 
 
-def parse_problem(cells: dict[str, str], where: str) -> Problem:
-    sizes = [whole(cells, column, where) for column in ("M", "N", "K")]
-    bias, scaled, shuffled = (
-        chosen(cells, column, where, BOOLS) for column in ("bias", "scaleAB", "bpreshuffle")
-    )
-    dtype, out_dtype = (chosen(cells, column, where, dtypes()) for column in ("dtype", "outdtype"))
-    return Problem(*sizes, bias, dtype, out_dtype, scaled, shuffled)
+# cells
+
+Value = TypeVar("Value")
 
 
-def whole(cells: dict[str, str], column: str, where: str, least: int = 0) -> int:
-    """A whole number, which may be spelt as 64.0 or 1e3: that is how pandas writes one."""
-    found = number(cells[column])
-    if found is None or not least <= found < 2**63 or found != int(found):
-        words = "it must be a whole number" + (", 0 or more" if least == 0 else "")
-        raise SettingError(f"{where}: {column} is {cells[column]!r}; {words}")
-    return int(found)
+def solution(text: str) -> int:
+    """The number of a solution, the first where none is given."""
+    return whole(text or "0", least=-(2**63))
 
 
-def chosen(cells: dict[str, str], column: str, where: str, choices: dict):
-    text = cells[column].lower().removeprefix("torch.")
-    text = ALIASES.get(text, text)
-    if text not in choices:
-        raise SettingError(f"{where}: {column} is {cells[column]!r}; it takes {', '.join(choices)}")
-    return choices[text]
+def time(text: str) -> int | float:
+    found = number(text)
+    if found is None or not 0 <= found < math.inf:  # NaN either
+        raise ValueError(f"{text!r}; it must be a number, 0 or more")
+    return found
+
+
+def figure(text: str) -> int | float:
+    """A number, NaN where none is given, as in pandas."""
+    found = number(text or "nan")
+    if found is None:
+        raise ValueError(f"{text!r}; it must be a number")
+    return found
+
+
+def chosen(choices: dict[str, Value], text: str) -> Value:
+    name = text.lower().removeprefix("torch.")
+    name = ALIASES.get(name, name)
+    if name not in choices:
+        raise ValueError(f"{text!r}; it takes {', '.join(choices)}")
+    return choices[name]
+
+
+def number_or_text(text: str) -> int | float | str:
+    found = number(text)
+    return text if found is None else found
+
+
+PARSERS = {
+    **dict.fromkeys(("cu_num", "M", "N", "K"), whole),
+    **dict.fromkeys(("bias", "scaleAB", "bpreshuffle"), functools.partial(chosen, BOOLS)),
+    **dict.fromkeys(("dtype", "outdtype"), functools.partial(chosen, DTYPES)),
+    "libtype": lambda text: word(text).lower(),
+    **dict.fromkeys(("solidx", "splitK"), solution),
+    "us": time,
+    "kernelName": str,
+    **dict.fromkeys(("err_ratio", "tflops", "bw"), figure),
+}
 
 
 def to_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype:
     """A dtype, which may be given as rows name it."""
-    if isinstance(dtype, torch.dtype):
-        if dtype not in dtypes().values():
-            raise ValueError(f"{name} is {dtype}; it takes {', '.join(dtypes())}")
-        return dtype
-    return chosen({name: dtype}, name, "the product", dtypes())
-
-
-@functools.cache
-def dtypes() -> dict[str, torch.dtype]:
-    """The dtypes of products, by torch's names."""
-    names = ("bfloat16", "float16", "float32", "float64", "int8", "int32")
-    names += ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-    return {name: getattr(torch, name) for name in names}
-
-
-def number(text: str) -> int | float | None:
-    """Return the number in a cell, or None if the cell holds no number."""
-    if not NUMBER.fullmatch(text):
-        return None
-    return int(text) if text.lstrip("+-").isdecimal() and len(text) < 20 else float(text)
-
-
-def value(column: str, text: str) -> int | float | str:
-    """Return a cell's value.  An empty cell of a number is the first solution, or NaN, as in pandas."""
-    if column in WORDS:
-        return text
-    if column in WHOLE:
-        return whole({column: text or "0"}, column, "the row", least=-(2**63))
-    if column in FLOATS and not text:
-        return math.nan
-    found = number(text)
-    return text if found is None else found
+    return parsed({name: str(dtype)}, {name: PARSERS["dtype"]}, "the product")[name]
 
 
 # what was seen
@@ -310,7 +258,7 @@ def record(problem: Problem) -> None:
         seen.add(problem)
 
 
-@functools.cache
+@remembered
 def recorded(path: pathlib.Path) -> set[Problem]:
     return set(read_untuned(path)) if path.exists() and path.stat().st_size else set()
 
@@ -338,5 +286,4 @@ def append(path: pathlib.Path, rows: Iterable[dict[str, str]], columns: tuple[st
 def drop(path: pathlib.Path, old: Row) -> None:
     """Take a row out of a file, which keeps its columns and its other rows."""
     with changing(path):
-        rows = [cells for line, cells in lines(path, NEEDED) if parse(cells, f"{path}, line {line}") != old]
-        rewrite(path, list(old.cells), rows)
+        rewrite(path, list(old.cells), [row.cells for row in read(path) if row != old])

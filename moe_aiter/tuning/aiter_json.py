@@ -7,7 +7,6 @@ A file may lack variants and a configuration may lack keys: what is missing is c
 file.  Files are looked for where `MOE_AITER_GMM_CONFIGS` says; there are none unless a user has some.
 """
 
-import functools
 import json
 import logging
 import pathlib
@@ -18,6 +17,7 @@ from ..config import SettingError, settings
 from ..files import drafted, read_json
 from . import arch, bucket, decided_by, default_tile, num_units
 from .candidates import Config
+from .store import cache_clear, remembered
 
 log = logging.getLogger("moe_aiter")
 
@@ -57,19 +57,12 @@ def get_config(
     return dict(cached(gmm_type, sizes, bool(accumulate), dtype or torch.bfloat16, arch(), decided_by()))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def cached(gmm_type, sizes, accumulate, dtype, name, decided) -> dict[str, int]:
     M, K, N, G = sizes
     from_user = from_file(gmm_type, accumulate, name) or {}
     op = "gmm" if gmm_type == "gmm" else "tgmm"
     return from_tile(gmm_type, default_tile(op, dtype, M, N, K, G)) | from_user
-
-
-def cache_clear() -> None:
-    """Forget every answer, and every file that was read."""
-    cached.cache_clear()
-    read.cache_clear()
-    warn.cache_clear()
 
 
 get_config.cache_info, get_config.cache_clear = cached.cache_info, cache_clear
@@ -101,12 +94,12 @@ def from_file(gmm_type: str, accumulate: bool, name: str) -> dict[str, int] | No
     return keys.get(key) or warn(f"{path} has no {key} for {gmm_type}")
 
 
-@functools.cache
+@remembered
 def warn(problem: str) -> None:
     log.warning("%s: tiles are those of the package's tables", problem)
 
 
-@functools.cache
+@remembered
 def read(path: pathlib.Path) -> dict[str, dict[str, dict[str, int]]]:
     """A file of configurations.  Raises ValueError, in one line, where there is a mistake."""
     try:
@@ -146,14 +139,19 @@ def check_config(gmm_type: str, config: dict[str, int]) -> None:
     for name, n in config.items():
         if name not in names:
             raise ValueError(f"{gmm_type} has no {name!r}; known: {', '.join(names)}")
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise TypeError(f"{name} must be an int, not {type(n).__name__}")
-        if n < (0 if name in AMD_OPTIONS else 1):
-            raise ValueError(f"{name} must be at least 1, not {n}")
+        check_int(name, n, least=0 if name in AMD_OPTIONS else 1)
         if name.startswith("BLOCK") and (n < SMALLEST or n.bit_count() > 1):
             raise ValueError(f"{name} must be a power of two from {SMALLEST} on, not {n}")
         if name == "num_warps" and n.bit_count() > 1:
             raise ValueError(f"{name} must be a power of two, not {n}")
+
+
+def check_int(name: str, n: int, least: int = 1) -> int:
+    if not isinstance(n, int) or isinstance(n, bool):
+        raise TypeError(f"{name} must be an int, not {type(n).__name__}")
+    if n < least:
+        raise ValueError(f"{name} must be at least {least}, not {n}")
+    return n
 
 
 def tile_of(
@@ -177,9 +175,5 @@ def tile_of(
         whole = get_config(gmm_type, *sizes, accumulate, dtype=dtype) | config
         tile = tuple(whole.get(name, 0) for name in (*NAMES[gmm_type], *AMD_OPTIONS))
     if grid_dim is not None:
-        if not isinstance(grid_dim, int) or isinstance(grid_dim, bool):
-            raise TypeError(f"grid_dim must be an int, not {type(grid_dim).__name__}")
-        if grid_dim < 1:
-            raise ValueError(f"grid_dim must be at least 1, not {grid_dim}")
-        programs = grid_dim
+        programs = check_int("grid_dim", grid_dim)
     return tile, programs

@@ -55,6 +55,7 @@ def one_row(block_n: int, block_k: int, num_warps: int = 4) -> Config:
     return Config(1, block_n, block_k, num_warps=num_warps, num_stages=1)
 
 
+WIDE_ROWS = Config(256, 128, 64, 1, 4, 4, 32)
 # the first is the usual one
 HOPPER_TILES = {
     "hopper_up": (hopper(256, 4, 32), hopper(256, 3, 64), hopper(128, 5, 64)),
@@ -62,19 +63,10 @@ HOPPER_TILES = {
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_four_bit": (hopper(256, 3, 128), hopper(128, 5, 128)),
     "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), turns(6, 64)),
-    "hopper_gemm_act": (
-        turns(6, 64),
-        hopper(256, 4, 64),
-        hopper(128, 6, 64),
-        Config(256, 128, 64, 1, 4, 4, 32),
-    ),
+    "hopper_gemm_act": (turns(6, 64), hopper(256, 4, 64), hopper(128, 6, 64), WIDE_ROWS),
     "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32), turns(6, 32)),
-    "hopper_few_rows": (
-        few_rows(16, 128, 8),
-        few_rows(16, 64, 8),
-        few_rows(16, 128, 16),
-        few_rows(16, 64, 16),
-        few_rows(32, 64, 16),
+    "hopper_few_rows": tuple(
+        few_rows(*c) for c in ((16, 128, 8), (16, 64, 8), (16, 128, 16), (16, 64, 16), (32, 64, 16))
     ),
     "hopper_masked": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_masked_int8": (hopper(256, 4, 128, block_k=128), hopper(128, 6, 128, block_k=128)),
@@ -127,6 +119,14 @@ SCALED = (  # Triton waits for every step whose sum is int32: of the second an S
     Config(64, 128, 128, 16, 4, 6), Config(64, 64, 128, 1, 4, 6),
     Config(64, 32, 256, 1, 4, 5), Config(16, 64, 256, 1, 4, 6),
 )  # fmt: skip
+SCALED_FP8 = (
+    Config(128, 128, 128, 8, 8, 6), *SCALED[3:5],
+    Config(64, 32, 128, 1, 4, 10), Config(16, 64, 128, 1, 4, 12),
+)  # fmt: skip
+FOUR_BIT = (
+    Config(128, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3), Config(128, 256, 64, 8, 8, 3),
+    Config(256, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 4), Config(128, 128, 128, 8, 8, 3),
+)  # fmt: skip
 SPARSE = (  # the last ones for blocks of 64, 128 and 32
     Config(128, 128, 64, 8, 4, 4), Config(128, 128, 64, 8, 8, 4), Config(256, 64, 64, 8, 8, 3),
     Config(128, 64, 64, 8, 4, 4), Config(128, 128, 64, 1, 4, 4), Config(128, 32, 32, 8, 4, 5),
@@ -154,22 +154,10 @@ PORTABLE = {
     "masked_decode": (Config(128, 128, 64, 8, 8, 3), Config(64, 128, 64, 8, 4, 3)),
     "masked_few_decode": (Config(16, 64, 256, 1, 4, 4), Config(64, 64, 128, 2, 4, 3)),
     "scaled_int8": SCALED,
-    "scaled_fp8": (
-        Config(128, 128, 128, 8, 8, 6),
-        *SCALED[3:5],
-        Config(64, 32, 128, 1, 4, 10),
-        Config(16, 64, 128, 1, 4, 12),
-    ),
+    "scaled_fp8": SCALED_FP8,
     "scaled_decode": (Config(128, 128, 64, 8, 8, 3), Config(16, 64, 256, 1, 4, 4)),
     "scaled_long": (Config(64, 128, 128, 8, 8, 3), Config(64, 64, 128, 8, 4, 3)),
-    "four_bit": (
-        Config(128, 128, 64, 8, 4, 3),
-        Config(128, 128, 64, 8, 8, 3),
-        Config(128, 256, 64, 8, 8, 3),
-        Config(256, 128, 64, 8, 8, 3),
-        Config(64, 128, 64, 8, 4, 4),
-        Config(128, 128, 128, 8, 8, 3),
-    ),
+    "four_bit": FOUR_BIT,
     "segment_gmm": (*SEGMENT, *WIDE[:2]),
     "segment_expand": tuple(Config(m, 128, 64, 1, 4, 4) for m in (16, 32, 64, 128)),
     "segment_tgmm": (Config(64, 128, 64, 8, 4, 3), Config(128, 128, 64, 8, 8, 3)),

@@ -18,7 +18,7 @@ from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, ORDER
 from moe_aiter.tuning.candidates import candidates, rule
-from moe_aiter.tuning.table import COLUMNS, Key, read
+from moe_aiter.tuning.table import TILES, Key
 
 from ..check import error
 
@@ -130,10 +130,10 @@ def test_rows_and_what_is_printed(fake, tmp_path, capsys):
     assert "T, H, I, E, k = 8, 32, 24, 5, 2" in out and "6 configurations: about 0 s, and up to 9 s" in out
     assert f"50.0  {candidates(KEY.op)[2]}" in out
     assert set(fake.asked) == set(candidates(KEY.op))
-    ((row, cells),) = read(path)  # both shapes have that key
-    assert row.key == KEY and row.config == candidates(KEY.op)[2] and list(cells) == COLUMNS
-    assert (cells["us"], cells["default_us"], cells["gpu"]) == ("50.0", "120.0", "NVIDIA Test")
-    assert all(cells[column] for column in COLUMNS)
+    (row,) = TILES.read(path)  # both shapes have that key
+    assert row.key == KEY and row.value == candidates(KEY.op)[2] and tuple(row.cells) == TILES.columns
+    assert (row.cells["us"], row.cells["default_us"], row.cells["gpu"]) == ("50.0", "120.0", "NVIDIA Test")
+    assert all(row.cells[column] for column in TILES.columns)
 
 
 def test_the_time_of_every_tile(fake, tmp_path, capsys):
@@ -156,15 +156,15 @@ def test_of_shapes_with_the_same_key_the_first_speaks(fake, tmp_path, capsys, mo
     monkeypatch.setattr(tune, "measure", lambda *inputs: next(times)(*inputs))
     path = tmp_path / "t.csv"
     assert run("--shape", "toy", "toy-oai", "--out", path) == 0
-    ((row, cells),) = read(path)
-    assert row.config == candidates(KEY.op)[2] and cells["us"] == "50.0"
+    (row,) = TILES.read(path)
+    assert row.value == candidates(KEY.op)[2] and row.cells["us"] == "50.0"
     assert "as for a shape above: down\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("op, lines", [("hopper_gmm", 1), ("gmm", 0)])
 def test_only_the_ops_asked_for(op, lines, fake, tmp_path, capsys):
     assert run(*TOY, "--op", op, "--out", tmp_path / "t.csv") == 0
-    assert len(read(tmp_path / "t.csv")) == lines
+    assert len(TILES.read(tmp_path / "t.csv")) == lines
     assert ("nothing here runs gmm\n" in capsys.readouterr().out) is (lines == 0)
 
 
@@ -223,7 +223,7 @@ def test_a_row_of_few_rows_goes_where_the_hopper_kernel_has_become_faster(fake, 
     for rival, rows in ((60.0, 1), (40.0, 0)):
         monkeypatch.setattr(tune, "measure", lambda *_, rival=rival: times | {None: rival})
         assert run(*TOY, "--out", path) == 0
-        assert len(read(path)) == rows
+        assert len(TILES.read(path)) == rows
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -379,7 +379,7 @@ def test_4_bits_on_a_gpu(tmp_path, capsys):
     flags = "--family", "four_bit", "--shape", "E", "--tokens", 256, "--reps", 3, "--out", path
     assert run(*flags) == 0
     op = "hopper_four_bit" if torch.cuda.get_device_capability() == (9, 0) else "four_bit"
-    assert {row.key.op for row, _ in read(path)} == {op}
+    assert {row.key.op for row in TILES.read(path)} == {op}
 
 
 @pytest.mark.gpu

@@ -13,15 +13,15 @@ from moe_aiter.bench.tiles import Kernel
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm
 from moe_aiter.op import use
-from moe_aiter.tuning import choice
 from moe_aiter.tuning.candidates import candidates, rule
-from moe_aiter.tuning.choice import read_choices, write_choices
-from moe_aiter.tuning.table import Key, read
+from moe_aiter.tuning.choice import CHOICES, ChoiceKey
+from moe_aiter.tuning.store import PROVENANCE
+from moe_aiter.tuning.table import TILES, Key
 
 CPU = torch.device("cpu")
 KEY = Key("hopper_gemm", 16, 8, 64, 1024)
 USUAL, *OTHERS = candidates(KEY.op)
-ASKED = choice.ChoiceKey("gemm", 16, "nt", "none", 8, 64, 1024)
+ASKED = ChoiceKey("gemm", 16, "nt", "none", 8, 64, 1024)
 
 
 class FakeDriver:
@@ -82,12 +82,10 @@ def test_tiles_and_the_choice_become_rows(gpu, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "dense, one (8x1024x64), bfloat16" in out and "as for a shape above: bias" in out
     assert "hopper 80.0, torch 90.0 us -> hopper" in out
-    ((row, cells),) = read(path)
-    assert (
-        row.key == KEY and row.config == OTHERS[1] and (cells["us"], cells["default_us"]) == ("80.0", "100.0")
-    )
-    ((chosen, cells),) = read_choices(tmp_path / "choice" / "t.csv")
-    assert chosen.case == ASKED and chosen.backend == "hopper"
+    ((key, tile, cells),) = TILES.read(path)
+    assert key == KEY and tile == OTHERS[1] and (cells["us"], cells["default_us"]) == ("80.0", "100.0")
+    ((key, backend, cells),) = CHOICES.read(tmp_path / "choice" / "t.csv")
+    assert key == ASKED and backend == "hopper"
     assert (cells["us"], cells["torch_us"], cells["gpu"]) == ("80.0", "90.0", "NVIDIA Test")
     assert all(cells.values()), "where it comes from is there as well"
     assert fake.ran[-1] == OTHERS[1], "the choice is between torch and the tile that won"
@@ -102,15 +100,15 @@ def test_a_tile_that_is_wrong_has_no_row_and_fails_the_command(gpu, tmp_path, ca
     gpu([Fake(wrong=OTHERS[:2]).kernel()], [99.0, 100.0])
     path = tmp_path / "t.csv"
     assert run("--out", path) == 1
-    ((row, _),) = read(path)
-    assert row.config == USUAL and capsys.readouterr().out.count("WRONG, left out: hopper_gemm") == 2
+    (row,) = TILES.read(path)
+    assert row.value == USUAL and capsys.readouterr().out.count("WRONG, left out: hopper_gemm") == 2
 
 
 def test_where_the_default_is_wrong_nothing_is_chosen(gpu, tmp_path, capsys):
     gpu([Fake(wrong=[USUAL]).kernel()], [99.0, 100.0])
     path = tmp_path / "t.csv"
     assert run("--out", path) == 1
-    assert not read(path) and not (tmp_path / "choice").exists()
+    assert not TILES.read(path) and not (tmp_path / "choice").exists()
     assert "WRONG, left out: none by hopper" in capsys.readouterr().out
 
 
@@ -124,7 +122,7 @@ def test_with_ops_there_are_tiles_alone(gpu, tmp_path, capsys):
     gpu([Fake().kernel()], [80.0, 90.0])
     assert run("--op", "gemm", "hopper_gemm", "--out", tmp_path / "t.csv") == 0
     assert "nothing here runs gemm\n" in capsys.readouterr().out
-    assert len(read(tmp_path / "t.csv")) == 1 and not (tmp_path / "choice").exists()
+    assert len(TILES.read(tmp_path / "t.csv")) == 1 and not (tmp_path / "choice").exists()
 
 
 def test_a_table_of_choices_that_is_damaged_is_refused_first(gpu, tmp_path, capsys):
@@ -143,7 +141,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
 
 
 def test_choices_are_merged_and_what_is_special_comes_first(tmp_path):
-    path, notes = tmp_path / "x" / "t.csv", dict.fromkeys(choice.PROVENANCE, "1")
+    path, notes = tmp_path / "x" / "t.csv", dict.fromkeys(("us", "torch_us", *PROVENANCE), "1")
     general = ASKED._replace(rows=None, n=None)
     for case, backend in (
         (general, "torch"),
@@ -152,17 +150,17 @@ def test_choices_are_merged_and_what_is_special_comes_first(tmp_path):
         (ASKED, "hopper"),
     ):
         cells = {name: "" if cell is None else cell for name, cell in case._asdict().items()}
-        write_choices(path, [cells | notes | {"backend": backend}])
-    found = [(row.case, row.backend) for row, _ in read_choices(path)]
+        CHOICES.write(path, [cells | notes | {"backend": backend}])
+    found = [(row.key, row.value) for row in CHOICES.read(path)]
     assert found == [(ASKED, "hopper"), (ASKED._replace(n=8), "triton"), (general, "torch")]
 
 
 def test_the_shipped_choices_stay_as_they_are_when_nothing_is_added(tmp_path):
     """So that a run changes the rows that it measured, and no others."""
     path = tmp_path / "h200.csv"
-    text = (choice.CHOICES / "h200.csv").read_text()
+    text = (CHOICES.folder / "h200.csv").read_text()
     path.write_text(text)
-    write_choices(path, [])
+    CHOICES.write(path, [])
     assert path.read_text() == text
 
 
@@ -227,8 +225,8 @@ def test_the_shipped_rows_have_cases_that_would_be_measured():
         if len(words) == 3:
             m, k, n = map(int, words)
             asked.add((tuning.bucket(m), n, k))
-    rows = [row for row, _ in read_choices(choice.CHOICES / "h200.csv") if row.case.op.startswith("gemm")]
-    assert rows and {(row.case.rows, row.case.n, row.case.k) for row in rows} <= asked
+    rows = [row for row in CHOICES.read(CHOICES.folder / "h200.csv") if row.key.op.startswith("gemm")]
+    assert rows and {(row.key.rows, row.key.n, row.key.k) for row in rows} <= asked
 
 
 @pytest.mark.gpu
@@ -244,11 +242,11 @@ def test_the_shipped_rows_have_cases_that_would_be_measured():
 def test_on_a_gpu(words, ops, tmp_path):
     path = tmp_path / "t.csv"
     assert cli.main(["tune", "--family", *words.split(), "--reps", "3", "--out", str(path)]) == 0
-    found = read(path)
-    assert ops <= {row.key.op for row, _ in found} and all(float(cells["us"]) > 0 for _, cells in found)
+    found = TILES.read(path)
+    assert ops <= {row.key.op for row in found} and all(float(row.cells["us"]) > 0 for row in found)
     if "dense" in words:
-        rows = read_choices(tmp_path / "choice" / "t.csv")
-        assert rows and all(row.backend in choice.BACKENDS for row, _ in rows)
+        rows = CHOICES.read(tmp_path / "choice" / "t.csv")
+        assert rows
 
 
 @pytest.mark.gpu

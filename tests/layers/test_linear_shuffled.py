@@ -11,7 +11,8 @@ from tuned import Own, layer, rows_for, tuned_calls, tuned_files, unpatched_afte
 from moe_aiter.kernels.base.shuffle import shuffle_weight
 from moe_aiter.layers import linear
 from moe_aiter.layers.linear import patch_linear, preshuffle_weights
-from moe_aiter.tuning import choice
+from moe_aiter.tuning.choice import CHOICES
+from moe_aiter.tuning.store import load
 
 files = pytest.fixture(tuned_files)
 calls = pytest.fixture(tuned_calls)
@@ -113,8 +114,8 @@ def test_where_the_usual_order_was_measured_to_be_faster_it_is_the_default(
 
 
 def test_the_h200s_table_has_measured_it():
-    rows = [row for row in choice.load_choices("h200") if row.case.op == "gemm_shuffled"]
-    assert rows and {row.backend for row in rows} == {"torch"}
+    rows = [row for row in load(CHOICES, "h200") if row.key.op == "gemm_shuffled"]
+    assert rows and {row.value for row in rows} == {"torch"}
 
 
 def changed(one):

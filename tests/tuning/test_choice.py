@@ -4,11 +4,17 @@ import pytest
 import torch
 
 from moe_aiter.tuning import choice
-from moe_aiter.tuning.choice import COLUMNS, Choice, ChoiceKey, find_choice, read_choices
+from moe_aiter.tuning.choice import CHOICES, COLUMNS, ChoiceKey
+from moe_aiter.tuning.store import cache_clear, find_row
 
 
 def line(**cells):
     return ",".join(str(cells.get(column, "")) for column in COLUMNS)
+
+
+def find(name, case):
+    row = find_row(CHOICES, (name,), case)
+    return "torch" if row is None else row.value
 
 
 def table(folder, *rows, head=COLUMNS):
@@ -24,19 +30,19 @@ def test_the_first_row_that_matches_is_taken(tmp_path, monkeypatch):
         line(op="gemm", bits=16, layout="nt", rows=16, backend="hopper"),
         line(op="bmm", bits=32, backend="triton"),
     )
-    monkeypatch.setattr(choice, "CHOICES", path.parent)
+    monkeypatch.setattr(CHOICES, "folder", path.parent)
     case = ChoiceKey("gemm", 16, "nt", "gelu", 16, 64, 32)
     changes = {"n": 65, "epilogue": "none", "rows": 8, "layout": "nn", "bits": 32}
     expected = {"n": "hopper", "epilogue": "hopper", "rows": "torch", "layout": "torch", "bits": "torch"}
-    choice.cache_clear()
+    cache_clear()
     try:
-        assert find_choice("x", case) == "triton"
+        assert find("x", case) == "triton"
         for column, value in changes.items():
-            assert find_choice("x", case._replace(**{column: value})) == expected[column], column
-        assert find_choice("x", ChoiceKey("bmm", 32, "tt", "c", 1, 1, 1)) == "triton"
-        assert find_choice("no such GPU", case) == "torch"
+            assert find("x", case._replace(**{column: value})) == expected[column], column
+        assert find("x", ChoiceKey("bmm", 32, "tt", "c", 1, 1, 1)) == "triton"
+        assert find("no such GPU", case) == "torch"
     finally:
-        choice.cache_clear()
+        cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -52,19 +58,19 @@ def test_the_first_row_that_matches_is_taken(tmp_path, monkeypatch):
 )
 def test_a_mistake_is_named(row, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        read_choices(table(tmp_path, row))
+        CHOICES.read(table(tmp_path, row))
     with pytest.raises(ValueError, match="has other columns than op, bits"):
-        read_choices(table(tmp_path, row, head=COLUMNS[1:]))
+        CHOICES.read(table(tmp_path, row, head=COLUMNS[1:]))
 
 
 def test_a_cpu_has_no_table():
     x = torch.ones(2, 3)
     assert choice.choose_backend("gemm", x, "nn", "none", 2, 3, 3) == "torch"
-    assert Choice(ChoiceKey("gemm", 32, None, None, None, None, None), "triton").matches(
+    assert ChoiceKey("gemm", 32, None, None, None, None, None).matches(
         ChoiceKey("gemm", 32, "nn", "none", 2, 3, 3)
     )
 
 
-@pytest.mark.parametrize("path", sorted(choice.CHOICES.glob("*.csv")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CHOICES.folder.glob("*.csv")), ids=lambda path: path.stem)
 def test_shipped_tables_read(path):
-    assert read_choices(path)
+    assert CHOICES.read(path)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moe_aiter import tuning
-from moe_aiter.tuning import table
 from moe_aiter.tuning.candidates import (
     FEW,
     FEW_ROWS,
@@ -20,7 +19,8 @@ from moe_aiter.tuning.candidates import (
     is_legal,
     rule,
 )
-from moe_aiter.tuning.table import COLUMNS, TABLES, Key, Row, find, load, read, write
+from moe_aiter.tuning.store import cache_clear, load
+from moe_aiter.tuning.table import TILES, Key, find
 
 HEAD = "op,bits,rows,n,k,block_m,block_n,block_k,group_m,num_warps,num_stages,store_n\n"
 WIDE = "128,256,64,1,8,3,0"
@@ -31,14 +31,10 @@ NOTES = {"us": 90, "default_us": 100, "gpu": "G", "torch": "2", "triton": "3", "
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder of tables."""
-    monkeypatch.setattr(table, "TABLES", tmp_path)
-    clear()
+    monkeypatch.setattr(TILES, "folder", tmp_path)
+    cache_clear()
     yield tmp_path
-    clear()
-
-
-def clear():
-    table.cache_clear()
+    cache_clear()
 
 
 def cells(key=KEY, config=None, **notes):
@@ -66,7 +62,7 @@ def cells(key=KEY, config=None, **notes):
     ],
 )
 def test_what_a_row_matches(row, matches):
-    assert Row(row, candidates("gmm")[0]).matches(KEY) is matches
+    assert row.matches(KEY) is matches
 
 
 def test_the_gpu_speaks_before_its_architecture_and_that_before_the_rule(folder):
@@ -122,9 +118,9 @@ def test_candidates_are_few_and_legal():
         assert {rule(op, n, k, rows) for n, k, rows in sizes} <= set(candidates(op))
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(TABLES.glob("*.csv"))])
+@pytest.mark.parametrize("name", [path.stem for path in sorted(TILES.folder.glob("*.csv"))])
 def test_shipped_tables_read(name):
-    assert load(name)
+    assert load(TILES, name)
 
 
 @pytest.mark.parametrize(
@@ -165,29 +161,30 @@ def test_a_bad_table_is_refused_in_a_line(text, message, tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError) as error:
-        read(path)
+        TILES.read(path)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_rows_are_merged_and_the_newer_replaces_the_older(folder):
     path, first, second = folder / "new" / "g.csv", *candidates("gmm")[:2]
-    write(path, [cells(config=first), cells(KEY._replace(k=512)), cells(Key("gmm", 16, None, None, 64))])
-    write(path, [cells(config=second, date="later"), cells(KEY._replace(op="hopper_gmm"))])
-    rows = read(path)
-    assert [row.key for row, _ in rows] == [
+    others = KEY._replace(k=512), Key("gmm", 16, None, None, 64)
+    TILES.write(path, [cells(config=first), *map(cells, others)])
+    TILES.write(path, [cells(config=second, date="later"), cells(KEY._replace(op="hopper_gmm"))])
+    rows = TILES.read(path)
+    assert [row.key for row in rows] == [
         KEY._replace(k=512),
         KEY,
         Key("gmm", 16, None, None, 64),
         KEY._replace(op="hopper_gmm"),
     ]
-    assert rows[1][0].config == second and rows[1][1]["date"] == "later"
-    assert list(rows[0][1]) == COLUMNS and [p.name for p in path.parent.iterdir()] == ["g.csv"]
+    assert rows[1].value == second and rows[1].cells["date"] == "later"
+    assert tuple(rows[0].cells) == TILES.columns and [p.name for p in path.parent.iterdir()] == ["g.csv"]
 
 
 def test_what_was_written_is_looked_up_at_once(folder):
     first, second = candidates("gmm")[:2]
     for config in (first, second):
-        write(folder / "h200.csv", [cells(config=config)])
+        TILES.write(folder / "h200.csv", [cells(config=config)])
         assert find(("h200",), KEY) == config
 
 
@@ -195,7 +192,7 @@ def test_a_table_with_other_columns_stays_as_it_is(tmp_path):
     path = tmp_path / "sm90.csv"
     path.write_text(f"{HEAD}gmm,16,,,,{WIDE}\n")
     with pytest.raises(ValueError, match=r"sm90.csv has other columns: op, bits"):
-        write(path, [cells()])
+        TILES.write(path, [cells()])
     assert path.read_text() == f"{HEAD}gmm,16,,,,{WIDE}\n"
 
 
@@ -213,11 +210,11 @@ def test_rows_of_processes_that_write_at_once_are_all_kept(folder):
         if not (child := os.fork()):
             try:
                 for number in range(10):
-                    write(path, [cells(KEY._replace(n=64 * (10 * writer + number + 1)), config)])
+                    TILES.write(path, [cells(KEY._replace(n=64 * (10 * writer + number + 1)), config)])
                 os._exit(0)
             finally:
                 os._exit(1)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
-    assert {row.key.n for row, _ in read(path)} == {64 * n for n in range(1, 41)}
+    assert {row.key.n for row in TILES.read(path)} == {64 * n for n in range(1, 41)}
     assert os.listdir(folder) == ["g.csv"]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...kernels.base.check import check_sizes, checked, renamed
 from ...kernels.base.shuffle import unshuffle_weight
-from ...kernels.dense.tuned_gemm import forget_choices, tuned_config, tuned_gemm
+from ...kernels.dense.tuned_gemm import tuned_config, tuned_gemm
 from ...switches import computed, keeps_dtypes
 from ...tuning.aiter_csv import Problem, find, to_dtype
 from .ops.gemm_op_a8w8 import gemm_a8w8
@@ -70,7 +70,7 @@ def get_GEMM_A16W16_config(
     return tuned_config(Problem(M, N, K, bool(bias), *dtypes, bool(scaleAB), bool(bpreshuffle)))
 
 
-get_GEMM_A16W16_config.cache_info, get_GEMM_A16W16_config.cache_clear = find.cache_info, forget_choices
+get_GEMM_A16W16_config.cache_info, get_GEMM_A16W16_config.cache_clear = find.cache_info, find.cache_clear
 
 
 class TunedGemm:

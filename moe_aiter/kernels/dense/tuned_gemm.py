@@ -6,7 +6,6 @@ tensors of the same shapes and dtypes, and calls torch's own product directly, s
 host.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,6 +35,7 @@ from ...private_api import any_autocast, is_transformed
 from ...tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
 from ...tuning.candidates import Config, candidates
 from ...tuning.choice import choose_backend
+from ...tuning.store import remembered
 from .. import hopper
 from ..base.check import (
     FLOATS,
@@ -107,7 +107,7 @@ def tile_of(row: Row) -> str:
     return f"/{name}" if any(named_tile(op, name) for op in TILED) else ""
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def named_tile(op: str, tile: str) -> Config | None:
     return next((config for config in candidates(op) if str(config) == tile), None) if op in TILED else None
 
@@ -127,7 +127,7 @@ def is_here(backend: str, inputs: tuple) -> bool:
     return usable and backend in IMPLS["gemm"] and runs(IMPLS["gemm"][backend], *inputs)
 
 
-@functools.cache
+@remembered
 def note(libtype: str, backend: str) -> None:
     log.warning("tuned products of %s are computed by %s here", libtype, backend)
 
@@ -342,12 +342,6 @@ def product(
 
 
 backends: dict[tuple, str] = {}  # shapes and dtypes -> the backend that multiplies
-
-
-def forget_choices() -> None:
-    """Forget the backends that were chosen, and read the files with choices again."""
-    note.cache_clear()
-    find.cache_clear()
 
 
 def choice_for(

@@ -9,7 +9,7 @@ from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.gemm_row import splits_of
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS, gemm, gemm_reference
 from moe_aiter.op import IMPLS, ORDER, pick, use
-from moe_aiter.tuning import choice
+from moe_aiter.tuning import choice, store
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 
 from ...check import assert_as_good_as_torch, error, with_gradients
@@ -242,9 +242,9 @@ def test_refusals(change, kind, message):
 def test_what_the_table_names_is_picked(backend, monkeypatch):
     """The portable kernel, the one of Hopper, or torch; and torch where nothing was measured."""
     x, w, *_ = make("cpu", 1, 64, 64, torch.bfloat16, (1,))
-    row = choice.Choice(choice.ChoiceKey("gemm", 16, "nt", None, 1, 64, 64), backend)
-    monkeypatch.setattr(choice, "find_choice", choice.find_choice.__wrapped__)
-    monkeypatch.setattr(choice, "load_choices", lambda name: (row,))
+    row = store.Row(choice.ChoiceKey("gemm", 16, "nt", None, 1, 64, 64), backend, {})
+    monkeypatch.setattr(choice, "find_row", store.find_row.__wrapped__)
+    monkeypatch.setattr(store, "load", lambda table, name: (row,))
     monkeypatch.setitem(ORDER, "cpu", ("hopper", "triton", "torch"))
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     impls, rest = IMPLS["gemm"], (None, None, "", 1.0, 0.0, None, False)

@@ -14,12 +14,12 @@ from moe_aiter.kernels.base.shuffle import shuffle_weight
 from moe_aiter.kernels.dense.tuned_gemm import (
     LIBRARIES,
     NotSupportedError,
-    forget_choices,
     tuned_gemm,
     tuned_gemm_op,
 )
 from moe_aiter.op import IMPLS, use
 from moe_aiter.tuning.aiter_csv import read_untuned
+from moe_aiter.tuning.store import cache_clear
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = {"vector": (), "matrix": (5,), "three axes": (2, 3), "four axes": (2, 1, 3), "no rows": (0,)}
@@ -43,7 +43,7 @@ def chosen(monkeypatch):
         monkeypatch.setitem(IMPLS["gemm"], name, watched(name, launch))
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda *args: ran.append("torch") or linear(*args))
-    forget_choices()
+    cache_clear()
     return ran
 
 

@@ -12,9 +12,10 @@ from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.dense.gemm import bind_gemm
-from moe_aiter.kernels.dense.tuned_gemm import forget_choices, tuned_gemm
+from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
 from moe_aiter.op import IMPLS, ORDER
 from moe_aiter.tuning.candidates import candidates
+from moe_aiter.tuning.store import cache_clear
 
 files = pytest.fixture(tuned_files)
 CPU, USUAL = torch.device("cpu"), candidates("gemm")[2]
@@ -41,7 +42,7 @@ def watched(files, monkeypatch):
     monkeypatch.setattr("triton.runtime.driver._active", Driver())
     rows = [rows_for(CPU, "triton", M).replace("kernel", f'"{tile}"') for M, tile in TILES.items()]
     files(HEAD + "".join(rows))
-    forget_choices()
+    cache_clear()
     return during, seen
 
 

@@ -17,6 +17,8 @@ from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 from moe_aiter.tuning import Config, table
 from moe_aiter.tuning.candidates import FEW_ROWS
+from moe_aiter.tuning.store import cache_clear
+from moe_aiter.tuning.table import Key
 
 from ...check import assert_as_good_as_torch, of_groups
 from ...shapes import GROUP_SIZES, LIMITED, spread, transposed
@@ -88,20 +90,20 @@ def test_no_row_tile_is_missing(sizes, tail):
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
     """Write a row of this GPU's table: `write(key, block_m)`."""
-    monkeypatch.setattr(table, "TABLES", tmp_path)
+    monkeypatch.setattr(table.TILES, "folder", tmp_path)
     monkeypatch.setattr(tuning, "tables", lambda device: ("gpu", "arch"))
     monkeypatch.setattr("triton.runtime.driver._active", FakeDriver())
-    tile = dict.fromkeys(table.COLUMNS, 1) | {"block_m": 16, "block_n": 64, "block_k": 128}
+    tile = dict.fromkeys(table.TILES.columns, 1) | {"block_m": 16, "block_n": 64, "block_k": 128}
 
     def write(name, *key):
         with open(tmp_path / f"{name}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, table.COLUMNS)
+            writer = csv.DictWriter(file, table.TILES.columns)
             writer.writeheader()
-            writer.writerow(tile | dict(zip(table.Key._fields, key, strict=True)))
-        table.cache_clear()
+            writer.writerow(tile | dict(zip(Key._fields, key, strict=True)))
+        cache_clear()
 
     yield write
-    table.cache_clear()
+    cache_clear()
 
 
 class FakeDriver:
