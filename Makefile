@@ -121,7 +121,7 @@ sanitize-threads:
 # One case of each kernel's tests under compute-sanitizer, on a GPU, 20 tests a process; SANITIZE chooses other tests and TOOL
 # another tool. Without torch's cache an access past the end of a tensor is seen, but nothing can be captured in a graph and no
 # memory is counted. racecheck reports barriers of warp-specialised kernels, cuBLAS's too, and initcheck what TMA wrote
-# (benchmarks/NOTES-gpu.md).
+# (benchmarks/NOTES-gpu-diary.md).
 SANITIZE ?= tests/kernels
 TOOL ?= memcheck
 SANITIZED_TESTS = $(PY) -m pytest -q -p no:xdist -m gpu --cases one $(ARGS)
