@@ -154,9 +154,6 @@ class Family:
     loaders_need: tuple[str, ...] = ()  # settings without which inference engines refuse the checkpoint
     only: Mapping = field(default_factory=dict)  # settings of which a single value is known
 
-    def block_of(self, fused: bool) -> str:
-        return self.blocks[fused]
-
     def stacked_of(self, fused: bool) -> tuple[str, ...]:
         """The two tensors of all experts, (E, 2I, H) and (E, H, I); none where each expert has its own."""
         if not (fused or self.always_fused):
@@ -342,10 +339,6 @@ DEEPSEEK = {  # what GLM and Nemotron took from it
     "correction": ("gate.e_score_correction_bias",) * 2, "score": "sigmoid", "renormalizes": True,
 }  # fmt: skip
 MIXTRAL = {"blocks": ("block_sparse_moe", OURS), "matrices": ("w1", "w3", "w2")}
-GRANITE = {
-    "blocks": ("block_sparse_moe",) * 2, "routers": ("router.layer", "router"), "score": "topk_softmax",
-    "stacked": ("input_linear.weight", "output_linear.weight"),
-}  # fmt: skip
 QWEN_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
 QWEN2_SHARED = Shared(
     "shared_expert", "shared_expert_intermediate_size", 5632, counts=False, gate="shared_expert_gate"
@@ -426,17 +419,14 @@ FAMILIES = {
             zero_experts=256, loaders_need=("zero_expert_type",),
             only={"router_bias": False, "norm_topk_prob": False, "zero_expert_type": "identity"},
         ),
-        Family(
-            "granitemoe", "GraniteMoeMoE", "GraniteMoeForCausalLM", EXPERTS[::-1], "intermediate_size",
-            **GRANITE,
-        ),
-        Family(
-            "granitemoeshared", "GraniteMoeSharedMoE", "GraniteMoeSharedForCausalLM", EXPERTS[::-1],
-            "intermediate_size", **GRANITE,
-        ),
-        Family(
-            "granitemoehybrid", "GraniteMoeHybridMoE", "GraniteMoeHybridForCausalLM", EXPERTS[::-1],
-            "intermediate_size", **GRANITE,
+        *(
+            Family(
+                f"granitemoe{kind.lower()}", f"GraniteMoe{kind}MoE", f"GraniteMoe{kind}ForCausalLM",
+                EXPERTS[::-1], "intermediate_size", blocks=("block_sparse_moe",) * 2,
+                routers=("router.layer", "router"), score="topk_softmax",
+                stacked=("input_linear.weight", "output_linear.weight"),
+            )
+            for kind in ("", "Shared", "Hybrid")
         ),
     )
 }  # fmt: skip

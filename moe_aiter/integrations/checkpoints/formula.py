@@ -93,11 +93,7 @@ class Formula(NamedTuple):
         return self.mlp(x, *(self.read(f"experts.{e}.{matrix}.weight") for matrix in self.family.matrices))
 
     def mlp(self, x: Tensor, *weights: Tensor) -> Tensor:
-        if len(weights) == 3:
-            return mlp(self.config, x, *weights)
-        up, down = weights
-        act = FUNCTIONS[first(self.config, (self.family.act,), "relu2")]
-        return F.linear(act(F.linear(x, up.float())), down.float())
+        return mlp(self.config, x, *weights, act=self.family.act)
 
     def oai_expert(self, x: Tensor, e: int) -> Tensor:
         """OpenAI 2025, arXiv 2508.10925."""
@@ -109,9 +105,13 @@ class Formula(NamedTuple):
         return (up + 1) * gate * torch.sigmoid(alpha * gate) @ down + down_bias
 
 
-def mlp(config: dict, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    act = FUNCTIONS[first(config, ("hidden_act",), "silu")]
-    return F.linear(act(F.linear(x, gate.float())) * F.linear(x, up.float()), down.float())
+def mlp(config: dict, x: Tensor, *weights: Tensor, act: str = "hidden_act") -> Tensor:
+    """Multiply by the weights of the gate, if there is one, of up and of down."""
+    *gate, up, down = weights
+    function = FUNCTIONS[first(config, (act,), "silu" if gate else "relu2")]
+    hidden = F.linear(x, up.float())
+    hidden = function(F.linear(x, gate[0].float())) * hidden if gate else function(hidden)
+    return F.linear(hidden, down.float())
 
 
 def best(ranked: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
 """Decide for every key of a checkpoint what it becomes, before anything is written."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 from ...layers.moe import MoE
-from .families import MOST, OURS, Family, Part, Piece, family_of, from_json, to_json
+from .families import MOST, OURS, Family, Part, family_of, from_json, to_json
 from .files import Checkpoint, CheckpointError, Output, Spec
 
 RECORD = "moe_aiter"  # in config.json: what was converted
@@ -33,12 +33,12 @@ class Plan(NamedTuple):
     fused: bool  # whether theirs are
     kwargs: dict  # of each MoE
     layers: list[str]  # the names of our modules, model.layers.3.mlp
-    converted: int  # keys of the source
-    copied: int
+    converted: int = 0  # keys of the source
+    copied: int = 0
 
     def block(self, layer: str) -> str:
         """The name of their module."""
-        return f"{layer.removesuffix(OURS)}{self.family.block_of(self.fused)}"
+        return f"{layer.removesuffix(OURS)}{self.family.blocks[self.fused]}"
 
 
 def plan_to_ours(source: Checkpoint) -> Plan:
@@ -53,7 +53,7 @@ def plan_to_ours(source: Checkpoint) -> Plan:
         raise CheckpointError(f"{source.folder}", problems)
     kwargs = family.moe_kwargs(settings)
     check_kwargs(kwargs, problems)
-    stacked = f".{family.block_of(True)}.{family.stacked_of(True)[0]}"
+    stacked = f".{family.blocks[True]}.{family.stacked_of(True)[0]}"
     fused = family.always_fused or any(
         key.endswith(stacked) and not key.startswith(FURTHER) for key in source.specs
     )
@@ -61,23 +61,19 @@ def plan_to_ours(source: Checkpoint) -> Plan:
     expected = {part.name: part.shape for piece in pieces for part in piece.tensors}
     outputs, layers, used = [], [], set()
     for stem, sparse in sparse_layers(source, family, problems).items():
-        block = f"{stem}{family.block_of(fused)}."
-        specs, found = check_block(source, stem, block, expected, problems)
+        block = f"{stem}{family.blocks[fused]}."
+        specs = check_block(source, stem, block, expected, problems, required=sparse)
         used |= specs.keys()
-        if not found:
-            if sparse:
-                problems.append(f"{block[:-1]} has none of its {len(expected)} tensors")
-            continue
-        layers.append(f"{stem}{OURS}")
-        if not problems:
+        if specs:
+            layers.append(f"{stem}{OURS}")
+        if specs and not problems:
             for piece in pieces:
                 dtype = specs[block + piece.tensors[0].name].dtype
-                made = (m for part in piece.tensors for m in from_theirs(source, block, part))
+                made = [read for part in piece.tensors for read in reads(source, block + part.name, part)]
                 outputs.append(Output(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
     check_rest(source, used, problems)
-    record = {"version": 1, "family": family.name, "fused": fused, "layers": layers, "moe": to_json(kwargs)}
-    config = config | {RECORD: record}
-    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, len(used), 0), used)
+    config = config | record(family, fused, layers, kwargs)
+    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers), used)
 
 
 def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
@@ -95,19 +91,17 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
         problems += [f"config.json has no {name}, which vLLM needs: add it" for name in lacks]
     for layer in layers:
         stem, block = layer.removesuffix(OURS), f"{layer}."
-        theirs = f"{stem}{family.block_of(fused)}."
-        specs, found = check_block(source, stem, block, expected, problems)
+        theirs = f"{stem}{family.blocks[fused]}."
+        specs = check_block(source, stem, block, expected, problems)
         used |= specs.keys()
-        if not found:
-            problems.append(f"{layer} has none of its {len(expected)} tensors")
         if not problems:
             for piece in pieces:
                 dtype = specs[block + piece.name].dtype
                 for part in piece.tensors:
-                    made = tuple(from_ours(source, block, piece, part))
+                    made = tuple(reads(source, block + piece.name, part, part.place))
                     outputs.append(Output(theirs + part.name, Spec(dtype, part.shape), made))
     check_rest(source, used, problems)
-    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, len(used), 0), used)
+    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers), used)
 
 
 def check_kwargs(kwargs: dict, problems: list[str]) -> None:
@@ -116,6 +110,12 @@ def check_kwargs(kwargs: dict, problems: list[str]) -> None:
         MoE(**kwargs, device="meta")
     except (TypeError, ValueError, RuntimeError) as error:  # the last from sizes whose product overflows
         problems.append(f"config.json: {error}")
+
+
+def record(family: Family, fused: bool, layers: list[str], kwargs: dict) -> dict:
+    """Return the entry of config.json that `read_record` reads."""
+    moe = to_json(kwargs)
+    return {RECORD: {"version": 1, "family": family.name, "fused": fused, "layers": layers, "moe": moe}}
 
 
 def read_record(checkpoint: Checkpoint) -> tuple[Family, bool, dict, list[str]]:
@@ -151,18 +151,20 @@ def sparse_layers(source: Checkpoint, family: Family, problems: list[str]) -> di
 
 
 def check_block(
-    source: Checkpoint, stem: str, block: str, expected: dict[str, tuple], problems: list[str]
-) -> tuple[dict[str, Spec], bool]:
-    """Hold the keys of a layer's MoE against `expected`; their specs by key, and whether there are any."""
+    source: Checkpoint, stem: str, block: str, expected: dict, problems: list[str], required: bool = True
+) -> dict[str, Spec]:
+    """Hold the keys of a layer's MoE against `expected`; return their specs by key."""
     pattern = re.compile(re.escape(stem) + BLOCK)
     there = {key: spec for key, spec in source.specs.items() if key.startswith(stem) and pattern.match(key)}
     quantised = [key for key in there if QUANTISED.search(key)]
     if quantised:
         problems += [f"{key} belongs to quantised weights: {ADVICE}" for key in quantised]
-        return there, True
+        return there
     wanted = {block + name: tuple(shape) for name, shape in expected.items()}
     if there:
         problems += [f"{key} is missing" for key in wanted if key not in there]
+    elif required:
+        problems.append(f"{block[:-1]} has none of its {len(expected)} tensors")
     problems += [f"{key} is unknown in the MLP of a layer" for key in there if key not in wanted]
     by_dtype: dict[str, list[str]] = {}
     for key, spec in there.items():
@@ -178,7 +180,7 @@ def check_block(
         *fewer, (most, _) = sorted(by_dtype.items(), key=lambda item: len(item[1]))
         problems += [f"{key} is {dtype}, but most of {block[:-1]} is {most}" for dtype, keys in fewer
                      for key in keys]  # fmt: skip
-    return there, bool(there)
+    return there
 
 
 def check_rest(source: Checkpoint, used: set[str], problems: list[str]) -> None:
@@ -199,28 +201,12 @@ def finish(source: Checkpoint, problems: list[str], plan: Plan, used: set[str]) 
     problems = problems + [f"{key} would be written twice" for key in rest if key in written]
     if problems:
         raise CheckpointError(f"{source.folder}", problems)
-    outputs = plan.outputs + [copy_of(source, key) for key in rest]
-    return plan._replace(outputs=outputs, copied=len(rest))
+    outputs = plan.outputs + [Output(key, source.specs[key], (partial(source.read, key),)) for key in rest]
+    return plan._replace(outputs=outputs, converted=len(used), copied=len(rest))
 
 
-def copy_of(source: Checkpoint, key: str) -> Output:
-    return Output(key, source.specs[key], (partial(source.read, key),))
-
-
-def from_theirs(source: Checkpoint, block: str, part: Part) -> Iterable[Callable]:
-    """The pieces of ours that `part` makes; a transposed one an expert at a time."""
-    key = block + part.name
+def reads(source: Checkpoint, key: str, part: Part, place: tuple = ()) -> list[Callable]:
+    """Return functions that read `part` from a tensor or a place of it; a transposed one expert by expert."""
     if not part.transposed:
-        return [partial(source.read, key)]
-    return [partial(transposed, source, key, (e,)) for e in range(part.shape[0])]
-
-
-def from_ours(source: Checkpoint, block: str, piece: Piece, part: Part) -> Iterable[Callable]:
-    key = block + piece.name
-    if not part.transposed:
-        return [partial(source.read, key, part.place)]
-    return [partial(transposed, source, key, (e,)) for e in range(part.shape[0])]
-
-
-def transposed(source: Checkpoint, key: str, place: tuple):
-    return source.read(key, place).mT
+        return [partial(source.read, key, place)]
+    return [lambda e=e: source.read(key, (e,)).mT for e in range(part.shape[0])]

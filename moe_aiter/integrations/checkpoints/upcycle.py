@@ -17,10 +17,10 @@ from torch import Tensor
 from ...kernels.base.check import check_not_negative, check_sizes, checked
 from .blocks import new_moe, ours_from
 from .convert import LAYOUTS, SHARD, Progress, Report, read_in, read_moe, write
-from .families import FAMILIES, OURS, Family, Part, to_json
+from .families import FAMILIES, OURS, Family, Part
 from .files import Checkpoint, CheckpointError, Output, Spec, check_target
 from .formula import TOKENS, mlp, relative, tolerance
-from .plan import RECORD, Plan, check_block, check_kwargs, finish
+from .plan import Plan, check_block, check_kwargs, finish, record
 
 MATRICES = "gate_proj", "up_proj", "down_proj"
 # dense model_type: the family it becomes, and what transformers assumes of the dense model where its
@@ -103,16 +103,14 @@ def plan_to_experts(source: Checkpoint, num_experts: int, top_k: int, to: str, g
     layers = [f"{prefix}layers.{n}.{OURS}" for n in range(config["num_hidden_layers"])]
     outputs, used, pieces = [], set(), list(family.pieces(kwargs, fused=False))
     for layer in layers:
-        specs, found = check_block(source, layer.removesuffix(OURS), f"{layer}.", expected, problems)
+        specs = check_block(source, layer.removesuffix(OURS), f"{layer}.", expected, problems)
         used |= specs.keys()
-        if not found:
-            problems.append(f"{layer} has none of its {len(expected)} tensors")
         if problems:
             continue
         dtype = specs[f"{layer}.down_proj.weight"].dtype
-        block = f"{layer.removesuffix(OURS)}{family.block_of(False)}"
+        block = f"{layer.removesuffix(OURS)}{family.blocks[False]}"
         for piece in pieces:
-            made = [partial(grow, layer, family, part, dtype) for part in piece.tensors]
+            made = [partial(grow, layer, family, part) for part in piece.tensors]
             if to == "moe_aiter":
                 outputs.append(Output(f"{layer}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
             else:
@@ -127,9 +125,8 @@ def plan_to_experts(source: Checkpoint, num_experts: int, top_k: int, to: str, g
     rest = (key for key in source.specs if key not in used and not dense_keys.fullmatch(key))
     problems += [f"{key} is unknown to {family.name}" for key in rest]
     if to == "moe_aiter":
-        record = {"version": 1, "family": family.name, "fused": False, "layers": layers}
-        config = config | {RECORD: record | {"moe": to_json(kwargs)}}
-    return finish(source, problems, Plan(outputs, config, family, False, kwargs, layers, len(used), 0), used)
+        config = config | record(family, False, layers, kwargs)
+    return finish(source, problems, Plan(outputs, config, family, False, kwargs, layers), used)
 
 
 def moe_config(source: Checkpoint, num_experts: int, top_k: int) -> tuple[dict, Family, list[str]]:
@@ -155,15 +152,7 @@ def moe_config(source: Checkpoint, num_experts: int, top_k: int) -> tuple[dict, 
 
 
 def make_piece(
-    source: Checkpoint,
-    layer: str,
-    family: Family,
-    part: Part,
-    dtype: str,
-    *,
-    noise: float,
-    router_std: float,
-    seed: int,
+    source: Checkpoint, layer: str, family: Family, part: Part, *, noise: float, router_std: float, seed: int
 ) -> Tensor:
     """The tensor `part` of a block: a matrix of an expert, or the router's."""
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(f"{layer}.{part.name}".encode()))
