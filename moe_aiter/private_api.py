@@ -31,7 +31,7 @@ def versions(package: str) -> str:
     return f"{package} {installed} is installed, moe_aiter works with {package} {WORKS[package]}"
 
 
-def find(*names: str):
+def find(*names: str) -> Any:
     """Return what the first of these full names stands for that the installed version has."""
     for name in names:
         package, _, path = name.partition(".")
@@ -91,12 +91,12 @@ current_stream = find("torch._C._cuda_getCurrentRawStream") if GPU else None  # 
 # process groups, which a torch without distributed lacks
 
 
-def process_group(name: str):
+def process_group(name: str) -> Any:
     """Return the process group of this name."""
     return find("torch.distributed.distributed_c10d._resolve_process_group")(name)
 
 
-def symmetric_memory():
+def symmetric_memory() -> Any:
     """Return the module with `empty` and `rendezvous`: memory of GPUs that other ranks can write."""
     importlib.import_module("torch.distributed._symmetric_memory")  # torch does not import it by itself
     return find("torch.distributed._symmetric_memory")
@@ -276,7 +276,8 @@ class Scoped:
 
 # autograd and its checkpoints: see `replay.py`
 
-graph_task = find("torch._C._current_graph_task_id")  # the number of the backward pass that runs, or -1
+# the number of the backward pass that runs, or -1
+graph_task: Callable[[], int] = find("torch._C._current_graph_task_id")
 keeps_graph = find("torch._C._autograd._get_current_graph_task_keep_graph")
 release_saved = find("torch._C._FunctionBase.maybe_clear_saved_tensors")  # of a ctx, if the graph is not kept
 allows_forward_gradients = find("torch._C._is_fwd_grad_enabled")

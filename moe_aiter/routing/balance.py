@@ -174,7 +174,7 @@ def check_rule(rate: float | None, rule: str) -> float:
     return rate
 
 
-def sum_over_ranks(totals: list[Tensor], group) -> list[Tensor]:
+def sum_over_ranks(totals: list[Tensor], group: "torch.distributed.ProcessGroup | None") -> list[Tensor]:
     """The sums of `totals`, all (E,) of any lengths, over the ranks of a process group, in one all-reduce.
 
     Copies of them for the group None, which is this process alone.

@@ -32,7 +32,7 @@ class Capacity:
     factor: float
     drop: str = "position"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_positive(factor=self.factor)
         if self.drop not in POLICIES:
             raise ValueError(f"unknown drop {self.drop!r}; known: {', '.join(POLICIES)}")

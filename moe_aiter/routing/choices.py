@@ -66,7 +66,7 @@ class GroupLimit(Choice):
     score: str = "top2"
     masked: float = -math.inf
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(num_groups=self.num_groups, top_groups=self.top_groups)
         if self.top_groups > self.num_groups:
             raise ValueError(f"top_groups is {self.top_groups} but num_groups is {self.num_groups}")
@@ -112,7 +112,7 @@ class Forced(Choice):
     how: str = "round_robin"
     takes_bias = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.how not in ("round_robin", "random"):
             raise ValueError(f"unknown how {self.how!r}; known: round_robin, random")
 
@@ -134,7 +134,7 @@ class TopP(Choice):
 
     p: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_real("p", self.p)
         if not 0 < self.p <= 1:
             raise ValueError(f"p must be above 0 and at most 1, not {self.p}")
@@ -175,7 +175,7 @@ class Sinkhorn(Choice):
     by_logits = True
     takes_bias = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(iterations=self.iterations)
 
     def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
@@ -207,7 +207,7 @@ class ExpertChoice(Choice):
     takes_bias = False  # it would be the same for all tokens of an expert
     takes_capacity = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         warn_of_later_tokens()
         if self.max_per_token is not None:
             check_sizes(max_per_token=self.max_per_token)
@@ -251,7 +251,7 @@ class TokenRounding(Choice):
     max_added: int | None = None
     takes_capacity = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(tile=self.tile)
         if self.to not in ("down", "up", "nearest"):
             raise ValueError(f"unknown to {self.to!r}; known: down, up, nearest")

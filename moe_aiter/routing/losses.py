@@ -5,7 +5,7 @@ tokens: the load-balance loss is 1 at balance.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +106,7 @@ def load_balance_loss(
         expert_ids = expert_ids.masked_fill(~mask[:, None], -1)
         scores = scores.masked_fill(~mask[:, None], 0)
     if group_sizes is None:
+        assert expert_ids is not None  # as checked above
         group_sizes = make_plan(expert_ids, num_experts).group_sizes
     return balance_of(scores, group_sizes, mask, zero_compute)
 
@@ -157,13 +158,13 @@ def sequence_balance_loss(
         mask = torch.ones(num_tokens, dtype=torch.bool, device=scores.device)
     check_mask(mask, "scores", num_tokens)
     check_device(scores=scores, mask=mask)
-    if (sequence_length is None) == (cu_seqlens is None):
-        raise ValueError("give either sequence_length or cu_seqlens")
-    if cu_seqlens is None:
+    if sequence_length is not None and cu_seqlens is None:
         sequence, num_sequences = number_equal(scores, sequence_length)
-    else:
+    elif cu_seqlens is not None and sequence_length is None:
         sequence, num_sequences = number_packed(scores, cu_seqlens)
         mask = mask & (sequence > 0) & (sequence < num_sequences - 1)
+    else:
+        raise ValueError("give either sequence_length or cu_seqlens")
     used = mask[:, None] & (expert_ids >= 0) & (expert_ids < num_experts)
     # whole numbers: their sum has no order
     choices = torch.zeros(num_sequences * num_experts, dtype=torch.int64, device=scores.device)
@@ -263,12 +264,12 @@ def new_attached(i: AttachInputs) -> Tensor:
     return torch.empty_like(i.x)
 
 
-def save_attached(ctx, i: AttachInputs, output):
+def save_attached(ctx: Any, i: AttachInputs, output: Tensor) -> None:
     ctx.loss_dtype = i.loss.dtype
     ctx.save_for_backward(i.loss_scale)
 
 
-def backward_attached(ctx, dx):
+def backward_attached(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
     (loss_scale,) = ctx.saved_tensors
     if loss_scale is None:
         return gradients(AttachInputs, x=dx, loss=dx.new_ones((), dtype=ctx.loss_dtype))

@@ -1,7 +1,7 @@
 """The router: which experts a token goes to, and with what weight."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +85,12 @@ def route(
     renormalize = check_score(score, renormalize, top_k, most_experts(choice, top_k, logits.shape[1]))
     logits = hide(logits.to(torch.promote_types(logits.dtype, torch.float32)), mask)
     if score in FUSED and choice is None and selection_bias is None:
-        how = {"sigmoid": score == "sigmoid", "renormalize": renormalize, "scale": scale}
-        scores, weights, expert_ids = choose_once(logits, top_k, **how, need_scores=need_scores)
+        here = current_pass()  # in a repetition the experts of the first run: see replay.py
+        scores, weights, expert_ids = choose_experts(
+            logits, top_k, sigmoid=score == "sigmoid", renormalize=renormalize, scale=scale,
+            need_scores=need_scores, fixed_ids=here.recall("experts", logits.shape[0], top_k),
+        )  # fmt: skip
+        here.keep("experts", expert_ids, logits.shape[1])
     else:
         check_flags(need_scores=need_scores)
         scored = Scored(logits, scores_of(logits, score), score, renormalize, scale)
@@ -100,7 +104,7 @@ def choose_by(
     choice: Choice | None,
     selection_bias: Tensor | None,
     mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Scores, weights and experts; the latter by a choice or a selection bias."""
     ranked = rank(scored.scores, selection_bias)
     if choice is not None:
@@ -109,18 +113,11 @@ def choose_by(
         return scored.scores, weights, expert_ids
     expert_ids = decide("experts", lambda: topk(ranked, top_k)[1], *ranked.shape)
     if scored.score == "sigmoid":  # one launch, and one for the gradient
-        how = {"renormalize": scored.renormalize, "scale": scored.scale}
-        return choose_experts(scored.logits, top_k, sigmoid=True, **how, fixed_ids=expert_ids)
+        z, renormalize, scale = scored.logits, scored.renormalize, scored.scale
+        return choose_experts(
+            z, top_k, sigmoid=True, renormalize=renormalize, scale=scale, fixed_ids=expert_ids
+        )
     return scored.scores, scored.weigh(expert_ids), expert_ids
-
-
-def choose_once(logits: Tensor, top_k: int, **how) -> tuple[Tensor | None, Tensor, Tensor]:
-    """`choose_experts`, or in a repetition the experts of the first run: see replay.py."""
-    here = current_pass()
-    recorded = here.recall("experts", logits.shape[0], top_k)
-    chosen = choose_experts(logits, top_k, **how, fixed_ids=recorded)
-    here.keep("experts", chosen[2], logits.shape[1])
-    return chosen
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -196,20 +193,21 @@ def new_logits(i: LogitsInputs) -> Tensor:
 
 def logits_reference(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if accumulates(x, weight):
-        torch.mm(*packed(x, weight.T), out_dtype=out.dtype, out=out)
+        x, w = packed(x, weight.T)
+        torch.mm(x, w, out_dtype=out.dtype, out=out)
     else:
         torch.mm(*packed(x.to(out.dtype), weight.to(out.dtype).T), out=out)
     if bias is not None:
         out += bias
 
 
-def save_logits(ctx, i: LogitsInputs, output):
+def save_logits(ctx: Any, i: LogitsInputs, output: Tensor) -> None:
     ctx.x_shape, ctx.x_dtype, ctx.accumulates = i.x.shape, i.x.dtype, accumulates(i.x, i.weight)
     ctx.save_for_backward(i.x if ctx.needs_input_grad[1] else None, i.weight)
     ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
 
-def backward_logits(ctx, dlogits, dtokens=None):
+def backward_logits(ctx: Any, dlogits: Tensor, dtokens: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """If the logits came from a 16-bit GEMM, dx and dweight do too, as for an nn.Linear of that dtype:
     dlogits is rounded to 16 bits first, the sums are float32.  dx is added to `dtokens`."""
     x, weight = saved_tensors(ctx)
@@ -251,15 +249,17 @@ class LogitsAndTokens(torch.autograd.Function):
     The gradient that the experts give is overwritten, so it must be theirs alone.
     """
 
+    apply: ClassVar[Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]]
+
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = router_logits(x, weight, bias)
         save_logits(ctx, LogitsInputs(x, weight, bias), logits)
         ctx.set_materialize_grads(False)
         return logits, x.detach()  # no view for autograd: x may change where backward does not need it
 
     @staticmethod
-    def backward(ctx, dlogits, dtokens):
+    def backward(ctx: Any, dlogits: Tensor | None, dtokens: Tensor | None) -> tuple[Tensor | None, ...]:
         if dlogits is None:
             return dtokens, None, None
         return backward_logits(ctx, dlogits, dtokens)
@@ -280,6 +280,8 @@ class Router(nn.Module):
     `jitter` above 0 multiplies, in training mode, each number that the router sees by one drawn from
     [1 - jitter, 1 + jitter] (Fedus et al. 2021, arXiv 2101.03961); the experts see x itself.
     """
+
+    selection_bias: Tensor | None
 
     @checked
     def __init__(
@@ -323,16 +325,17 @@ class Router(nn.Module):
         if self.selection_bias is not None:
             nn.init.zeros_(self.selection_bias)
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if name == "selection_bias" and isinstance(value, Tensor):  # load_state_dict(assign=True) comes here
             value = value.to(torch.float32)  # steps of 0.001 are lost in 16 bits
         super().__setattr__(name, value)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         before = self.selection_bias
-        super()._apply(fn, recurse)
-        if before is not None and self.selection_bias.dtype != torch.float32:
-            self.selection_bias = before.to(self.selection_bias.device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        after = self.selection_bias
+        if before is not None and after is not None and after.dtype != torch.float32:
+            self.selection_bias = before.to(after.device)
         return self
 
     def forward(
@@ -367,9 +370,10 @@ class Router(nn.Module):
         return (x * noise.uniform_(1 - self.jitter, 1 + self.jitter)).to(x.dtype)
 
     def choose(self, logits: Tensor, need_scores: bool, mask: Tensor | None = None) -> Routing:
-        how = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
-        how |= {"choice": self.choice, "selection_bias": self.selection_bias, "need_scores": need_scores}
-        return route(logits, self.top_k, **how, mask=mask)
+        return route(
+            logits, self.top_k, score=self.score, renormalize=self.renormalize, scale=self.scale,
+            need_scores=need_scores, choice=self.choice, selection_bias=self.selection_bias, mask=mask,
+        )  # fmt: skip
 
     def pass_on(self, x: Tensor, need_scores: bool, mask: Tensor | None) -> tuple[Routing, Tensor]:
         """Return what `forward` does, and `x` for the experts: see `LogitsAndTokens`."""

@@ -1,7 +1,8 @@
 """Scores of any kind and the weights of any choice, in plain torch: what has no fused kernel."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,14 +97,16 @@ class Scored(NamedTuple):
 class Weights(torch.autograd.Function):
     """`weigh` of renormalised weights, with the gradient that the op `route` has."""
 
+    apply: ClassVar[Callable[[Tensor, bool, float], Tensor]]
+
     @staticmethod
-    def forward(ctx, chosen, of_scores, scale):
+    def forward(ctx: Any, chosen: Tensor, of_scores: bool, scale: float) -> Tensor:
         weights = weigh(chosen, of_scores, True, scale)
         ctx.save_for_backward(weights, chosen if of_scores else None)
         ctx.scale = scale
         return weights
 
     @staticmethod
-    def backward(ctx, dweights):
+    def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor, None, None]:
         weights, chosen = ctx.saved_tensors
         return shares_backward(dweights, weights, ctx.scale, chosen), None, None

@@ -37,7 +37,7 @@ class ZeroCompute:
     zero: int = 0
     real_share: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, count in (("identity", self.identity), ("zero", self.zero)):
             if count != 0:
                 check_sizes(**{name: count})
