@@ -234,15 +234,55 @@ def test_nothing_is_swallowed_or_star_imported(path):
         assert node.names[0].name != "*", f"line {node.lineno}"
 
 
+WAITS = {"item", "tolist", "cpu", "nonzero", "numpy", "synchronize"}
+REDUCTIONS = {"all", "any", "equal", "max", "min", "sum"}  # which wait where a Python number is made of them
+
+
+def calls_method(node, names):
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", None) in names
+
+
+def is_wait(node):
+    """Whether it is `x.item()` or the like, `if x.any()`, or `int(x.max())`."""
+    read = [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)) else []
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("bool", "int", "float"):
+        read = node.args
+    return calls_method(node, WAITS) or any(calls_method(n, REDUCTIONS) for r in read for n in ast.walk(r))
+
+
+def waiting(source):
+    """The launchers of a file that wait for the device.
+
+    They are `launch*`, `bind*`, what `define_op` takes for a GPU, and whatever these use of the file.
+    """
+    nodes = list(ast.walk(source))
+    found = [n for n in nodes if isinstance(n, ast.FunctionDef) and not is_kernel(n)]
+    found = [fn for fn in found if not fn.name.endswith(("_host", "_on_cpu"))]
+    names = {n.value.id for n in nodes if isinstance(n, ast.keyword) and n.arg in ("triton", "hopper")
+             and isinstance(n.value, ast.Name)}  # fmt: skip
+    names |= {fn.name for fn in found if fn.name.startswith(("launch", "bind"))}
+    used = True
+    while used:
+        bodies = [n for fn in found if fn.name in names for n in ast.walk(fn)]
+        used = {n.id for n in bodies if isinstance(n, ast.Name)} & {fn.name for fn in found} - names
+        names |= used
+    return {fn.name for fn in found if fn.name in names and any(map(is_wait, ast.walk(fn)))}
+
+
 @every_file
 def test_launchers_never_wait_for_the_device(path):
-    waits = {"item", "tolist", "cpu", "nonzero", "synchronize"}
-    for fn in functions(path):
-        if fn.name.startswith("launch_") and not fn.name.endswith("_host"):
-            called = {
-                n.func.attr for n in ast.walk(fn) if isinstance(n, ast.Call) and hasattr(n.func, "attr")
-            }
-            assert not called & waits, fn.name
+    assert not waiting(tree(path))
+
+
+@pytest.mark.parametrize("wait", ["x.item()", "x.tolist()", "if x.any(): pass", "n = int(x.max())"])
+def test_a_launcher_that_waits_is_found(wait):
+    """In a launcher, in what binds it, in the launcher that it returns, and in a function that this calls."""
+    inner = "def {}(i):\n    def launch(out, i):\n        {}\n    return launch"
+    alone = [f"def {name}(i):\n    {wait}" for name in ("launch_up", "bind_up", "count")]
+    assert [waiting(ast.parse(source)) for source in alone] == [{"launch_up"}, {"bind_up"}, set()]
+    assert waiting(ast.parse(inner.format("bind_up", wait))) == {"bind_up", "launch"}
+    assert waiting(ast.parse(f"{alone[2]}\n{inner.format('bind_up', 'count(i)')}")) == {"count"}
+    assert waiting(ast.parse(f"{alone[2]}\nop = define_op('up', triton=count)")) == {"count"}
 
 
 @every([p for p in FILES if p.name == "__init__.py"])
