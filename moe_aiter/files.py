@@ -27,6 +27,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of a file system witho
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a full disk, or what a user or a file may take of it
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # nor this one: a pipe is opened at once
+AnyPath = str | os.PathLike  # of text
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -44,7 +45,7 @@ def need(module: str, extra: str, error: type[Exception] = ImportError) -> Modul
         raise error(f"{package} is missing: pip install '.[{extra}]' in the source tree") from missing
 
 
-def plain(path: str | os.PathLike, within: Path | None = None) -> str | os.PathLike:
+def plain(path: AnyPath, within: Path | None = None) -> AnyPath:
     """Return `path` if it is a plain file, or a link to one; with `within`, to one in that folder.
 
     Raises OSError, which says what else it is: a reader would wait for a pipe, never reach the end of some
@@ -56,7 +57,7 @@ def plain(path: str | os.PathLike, within: Path | None = None) -> str | os.PathL
     return path
 
 
-def check_mode(mode: int, path: str | os.PathLike) -> None:
+def check_mode(mode: int, path: AnyPath) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
@@ -64,7 +65,7 @@ def check_mode(mode: int, path: str | os.PathLike) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
 
 
-def opened(path: str | os.PathLike, mode: str = "r", within: Path | None = None, **options) -> IO:
+def opened(path: AnyPath, mode: str = "r", within: Path | None = None, **options) -> IO:
     """Open a plain file (see `plain`) as `open` does, to read it or to add to it.  Text is UTF-8."""
     if "a" not in mode or os.path.lexists(path):
         plain(path, within)
@@ -73,12 +74,12 @@ def opened(path: str | os.PathLike, mode: str = "r", within: Path | None = None,
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | NO_WAIT, 0o666), **options)
 
 
-def read_text(path: str | os.PathLike, within: Path | None = None, errors: str = "strict") -> str:
+def read_text(path: AnyPath, within: Path | None = None, errors: str = "strict") -> str:
     with opened(path, within=within, errors=errors) as file:
         return file.read()
 
 
-def read_bytes(path: str | os.PathLike) -> bytes:
+def read_bytes(path: AnyPath) -> bytes:
     with opened(path, "rb") as file:
         return file.read()
 

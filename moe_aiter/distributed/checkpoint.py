@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from ..files import UNFINISHED, draft_of, need, opened, remove, sync
+from ..files import UNFINISHED, AnyPath, draft_of, need, opened, remove, sync
 from ..kernels.base.check import checked
 from .metadata import METADATA, read_metadata
 
@@ -45,7 +45,7 @@ MOMENTS = "optimizer."  # how the keys of an optimizer's state begin
 
 @checked
 def save_sharded(
-    path: str | os.PathLike,
+    path: AnyPath,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     finish: Callable[[Path], None] | None = None,
@@ -79,15 +79,15 @@ def save_sharded(
     state = state_of(model, optimizer)
     if optimizer is not None:
         state["optimizer"] = {k: v for k, v in state["optimizer"].items() if is_saved(k, fresh)}
-    if fresh:
-        optimizer.state.clear()
+        if fresh:
+            optimizer.state.clear()
     with plain_words():
         dcp.save(state, checkpoint_id=draft)
     on_first_rank(end)
 
 
 @checked
-def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def load_sharded(path: AnyPath, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Load what `save_sharded` wrote into `model` and `optimizer`, on any number of ranks and any mesh.
 
     All ranks must call it.  Tensors that the model does not have are left out.  A parameter without state in
@@ -122,7 +122,8 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
         state = state_of(model, optimizer)
         moments = state["optimizer"]
         with kept_buffers(model):
-            named = get_optimizer_state_dict(model, optimizer)  # by parameter and by group
+            # by parameter and by group
+            named: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
         warn_of_rest(path, saved - moments.keys())
         there = {start for key in saved for start in starts(key)}
         unsaved = {f"state.{name}" for name in named["state"]} - there
@@ -143,7 +144,7 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
                     optimizer.state.pop(parameter, None)
 
 
-def read_into(state: dict, path: Path, metadata: Metadata) -> None:
+def read_into(state: dict[str, Any], path: Path, metadata: Metadata) -> None:
     """Read what `state` has, in place."""
     with plain_words():
         dcp.load(state, storage_reader=Reader(path, metadata), planner=Planner())
@@ -171,7 +172,7 @@ class PlainFiles(FileSystem):
     """Opens plain files alone, in the folder itself."""
 
     @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO]:
+    def create_stream(self, path: AnyPath, mode: str) -> Iterator[IO[Any]]:  # type: ignore[override]  # torch says IOBase
         with opened(path, mode, within=Path(path).parent) as stream:
             yield stream
 
@@ -183,10 +184,10 @@ class Reader(FileSystemReader):
         super().__init__(path)
         self.metadata, self.fs = metadata, PlainFiles()
 
-    def read_metadata(self, *args, **kwargs) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner):
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:  # torch's text advises to run the file
@@ -267,7 +268,7 @@ def warn_of_rest(path: Path, keys: set[str]) -> None:
         warnings.warn(text + (f" and {len(rest) - 1} more" if rest[1:] else ""), stacklevel=4)
 
 
-def share_settings(moments: dict, group: dict, saved: set[str]) -> None:
+def share_settings(moments: dict[str, Any], group: dict[str, Any], saved: set[str]) -> None:
     """Give the parameters of a group whose settings are not saved those of one whose settings are."""
     for setting in group.keys() - {"params"}:
         keys = [f"param_groups.{name}.{setting}" for name in group["params"]]
@@ -275,20 +276,20 @@ def share_settings(moments: dict, group: dict, saved: set[str]) -> None:
             moments |= {key: moments[there[0]] for key in keys if key not in saved}
 
 
-def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict:
+def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
     with kept_buffers(model):
         weights, moments = get_state_dict(model, () if optimizer is None else optimizer, options=OPTIONS)
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})
 
 
 @checked
-def export_safetensors(path: str | os.PathLike, model: nn.Module) -> None:
+def export_safetensors(path: AnyPath, model: nn.Module) -> None:
     """Write the whole model to one .safetensors file, under its state_dict's names, as one process would.
 
     All ranks must call it; the first one writes, and has the whole model in its memory meanwhile.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
 
     def write() -> None:
         safetensors, torch_files = need("safetensors", "train"), need("safetensors.torch", "train")
@@ -315,15 +316,15 @@ def is_first_rank() -> bool:
 
 def on_first_rank(fn: Callable[[], T]) -> T:
     """Return what `fn` returns on the first rank, while the others wait; its error is raised on all ranks."""
-    found: list = [None, None]
+    found: list[Any] = [None, None]
     if is_first_rank():
         try:
             found = [fn(), None]
-        except (OSError, RuntimeError, ValueError, TypeError, LookupError, ImportError) as error:
-            found = [None, error]
+        except (OSError, RuntimeError, ValueError, TypeError, LookupError, ImportError) as failed:
+            found = [None, failed]
     if dist.is_initialized():
         dist.broadcast_object_list(found)
-    value, error = found
-    if error is not None:
-        raise error
+    value: T = found[0]
+    if found[1] is not None:
+        raise found[1]
     return value

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ..kernels.base.check import check_tensor, checked
@@ -36,7 +38,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must not be negative, but it is {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, but it is {norm_type}")
-    by_mesh: dict = {}
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         check_tensor("an element of parameters", parameter)
         grads = by_mesh.setdefault(mesh_of(parameter), [])  # the same order on all ranks
@@ -45,8 +47,9 @@ def clip_grad_norm_(
     if not by_mesh:
         return torch.tensor(0.0)
     norms = [get_total_norm(grads, norm_type, False, foreach) for grads in by_mesh.values()]
-    norms = [norm.full_tensor() if mesh_of(norm) is not None else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(together, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -9,7 +9,7 @@ use collectives of equal sizes, which wait for nothing on the host: an all-gathe
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,15 +65,15 @@ def add_parts(out: Tensor, parts: Tensor, ranks: int) -> None:
     fill("unpermute", out, parts, rows, rank, None)  # which reads `rank` alone
 
 
-def backward_dispatch(ctx, dout):
+def backward_dispatch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return gradients(TokensInputs, x=combine_tokens(dout, *ctx.group))
 
 
-def backward_combine(ctx, dout):
+def backward_combine(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return gradients(TokensInputs, x=dispatch_tokens(dout, *ctx.group))
 
 
-def save_group(ctx, i: TokensInputs, output):
+def save_group(ctx: Any, i: TokensInputs, output: Tensor) -> None:
     ctx.group = i.group, i.ranks
 
 

@@ -23,13 +23,14 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ..config import interpret, settings
 from ..kernels.base.check import (
@@ -46,6 +47,7 @@ from ..kernels.base.host import saturated
 from ..kernels.base.sources import by_source
 from ..kernels.quantize.four_bit import FourBit
 from ..kernels.rows.merge import merge_plans
+from ..layers.experts import Experts
 from ..op import saved_tensors
 from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan
@@ -57,10 +59,9 @@ from .transport import (
     ROUTING,
     TRANSPORTS,
     Collective,
-    CollectiveTransfer,
     Pool,
-    PoolTransfer,
     Sources,
+    Transfer,
     X,
     pool_for,
     region_sizes,
@@ -74,6 +75,19 @@ NO_PASSES = (
     "other, as shared experts need: pass transport='collective'"
 )
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # of the same width
+Transport = Collective | Pool
+
+
+class LocalExperts(Protocol):
+    """What a dispatcher asks of the experts of this rank."""
+
+    def local_weights(self) -> tuple[Any, ...]:
+        """Return the tensors, weights of 4 bits or None that `compute` takes as `weights`."""
+
+    def compute(
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Any, recompute: str | None = None
+    ) -> Tensor:
+        """Return the output (T, H) for `x` (T, H), as `Experts.compute`."""
 
 
 class ExpertDispatcher:
@@ -128,11 +142,11 @@ class ExpertDispatcher:
         last = self.first + self.count - 1
         return f"experts {self.first} to {last} of {self.num_experts}, {self.ranks} ranks, rows={self.rows}"
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy: its first call checks again, perhaps in other processes."""
         return vars(self) | {"called": False}
 
-    def __call__(self, experts: nn.Module, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+    def __call__(self, experts: LocalExperts, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
         """Return the output (T, H) for this rank's tokens `x` (T, H), from the experts of all ranks.
 
         `routing_weights` (T, k) and `plan` are those of these tokens, with all E experts.
@@ -157,7 +171,7 @@ class ExpertDispatcher:
             (out,) = sums.receive()
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
-    def checked_plan(self, x: Tensor, routing_weights: Tensor, plan: tuple) -> RoutePlan:
+    def checked_plan(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> RoutePlan:
         """Return the plan; raise, before any rank waits for another, unless it fits these inputs."""
         check_plan(plan)
         plan = RoutePlan(*plan)
@@ -200,15 +214,15 @@ class ExpertDispatcher:
             self.symmetric = uses_symmetric(self.transport, process_group(self.group), x.device)
         self.called = self.called or not compiles
 
-    def transport_for(self, x: Tensor, s: Tensor) -> Collective | Pool:
+    def transport_for(self, x: Tensor, s: Tensor) -> Transport:
         if not self.symmetric:
             return self.collective
         sizes = region_sizes(self.ranks, x, s, self.num_experts)
         return pool_for(process_group(self.group), sizes, x.device)
 
     def arrive(
-        self, transport: Collective | Pool, x: Tensor, s: Tensor, plan: RoutePlan, last_first: bool
-    ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, list[RoutePlan], Tensor]:
+        self, transport: Transport, x: Tensor, s: Tensor, plan: RoutePlan, last_first: bool
+    ) -> tuple[Transfer, Tensor, list[RoutePlan], Tensor]:
         """Return the tokens of all slots, on their way; their weights; the plans of the windows of own
         experts' rows; the spans of the first."""
         tokens, routed = transport.dispatch(X), transport.dispatch(ROUTING)
@@ -227,8 +241,8 @@ class ExpertDispatcher:
             assert_async(same, "the ranks have different numbers of tokens: see max_tokens")
         rank, s = routing.chunk(2, 1)
         parts, rows = (rank.detach().view(kind), sizes[:, :-1]), self.window_rows(rank.numel())
-        order, *plan, spans = merge_plans(*parts, top_k, self.first, self.count, rows, last_first)
-        plans = [RoutePlan(*parts) for parts in zip(order.split(rows), *plan, strict=True)]
+        order, *others, spans = merge_plans(*parts, top_k, self.first, self.count, rows, last_first)
+        plans = [RoutePlan(*parts) for parts in zip(order.split(rows), *others, strict=True)]
         # a copy: the weights may be saved, but a pool's memory is used again
         s = s.clone(memory_format=torch.contiguous_format).view(-1, top_k)
         return tokens, s, plans, spans
@@ -239,14 +253,14 @@ class ExpertDispatcher:
 
     def run(
         self,
-        transport: Collective | Pool,
-        experts: nn.Module,
+        transport: Transport,
+        experts: LocalExperts,
         x: Tensor,
         s: Tensor,
         plan: RoutePlan,
-        weights: Sequence[Tensor | None],
-        compute: Callable | None = None,
-    ) -> tuple[CollectiveTransfer | PoolTransfer, Tensor, list[RoutePlan], Tensor | None]:
+        weights: tuple[Any, ...],
+        compute: Callable[[Tensor, Tensor, Sequence[RoutePlan]], Tensor] | None = None,
+    ) -> tuple[Transfer, Tensor, list[RoutePlan], Tensor | None]:
         """Compute all slots, and begin to send the sums home; return their transfer.
 
         Also return the routing weights of the slots, the windows that `overflow.py` computes, and the spans
@@ -256,14 +270,15 @@ class ExpertDispatcher:
         recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
         adds = not recorded and can_add(experts, x)
         in_turn = adds and isinstance(transport, Pool) and has_passes(x, s.shape[1])
-        arriving, s, plans, spans = self.arrive(transport, x, s, plan, in_turn)
+        arriving, s, plans, every_span = self.arrive(transport, x, s, plan, in_turn)
         plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
         others = others[::-1] if in_turn else others  # in the order in which they are computed
-        spans = spans[..., : self.count] if in_turn else None
+        spans = every_span[..., : self.count] if in_turn else None
         slots = arriving.receive()[0] if spans is None else arriving.arrived[0]
         sums = transport.combine()
 
         def add(out: Tensor) -> None:
+            assert isinstance(experts, Experts)  # as `can_add` says
             add_output(out, experts, slots, s, others, weights)
 
         with in_passes(spans, arriving, sums, add if others else None):
@@ -279,11 +294,11 @@ class ExpertDispatcher:
 
     def passes(
         self,
-        experts: nn.Module,
+        experts: LocalExperts,
         slots: Tensor,
         s: Tensor,
         plans: Sequence[RoutePlan],
-        weights: Sequence[Tensor | None],
+        weights: Sequence[Any],
     ) -> Tensor:
         """Return the sum over the windows, (R * T, H).
 
@@ -331,9 +346,13 @@ def has_passes(x: Tensor, top_k: int) -> bool:
     return (x.is_cuda or interpret) and tokens > 0 and even
 
 
-def in_passes(spans: Tensor | None, *transfers) -> contextlib.AbstractContextManager:
+def in_passes(
+    spans: Tensor | None, arriving: Transfer, sums: Transfer, sum_others: Callable[[Tensor], None] | None
+) -> contextlib.AbstractContextManager[None]:
     """Let products inside the block take the rows of one rank after the other, if there are spans."""
-    return contextlib.nullcontext() if spans is None else by_source.set(Sources(spans, *transfers))
+    if spans is None:
+        return contextlib.nullcontext()
+    return by_source.set(Sources(spans, arriving, sums, sum_others))
 
 
 class Saved:
@@ -343,8 +362,11 @@ class Saved:
     and offloading treat them as usual.  In backward, `again` is the transfer that brings the slots again.
     """
 
+    again: Transfer
+
     def __init__(self, slots: Tensor):
-        self.slots, self.tensors, self.uses_slots, self.again = slots, [], False, None
+        self.slots, self.uses_slots = slots, False
+        self.tensors: list[Tensor] = []
 
     def pack(self, t: Tensor) -> int:
         if is_alias(t, self.slots):
@@ -367,20 +389,22 @@ def leaf(t: Tensor | FourBit | None, needs_grad: bool) -> Tensor | FourBit | Non
     return t.detach().requires_grad_(needs_grad) if isinstance(t, Tensor) else t
 
 
-def edge_of(t: Tensor | FourBit | None):
+def edge_of(t: Tensor | FourBit | None) -> GradientEdge | None:
     """Return where the gradient of `t` arrives, or None if it has none."""
-    return get_gradient_edge(t) if t is not None and t.requires_grad else None
+    return get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
 
 
 class Anchor(torch.autograd.Function):
     """Give slots a place in the graph that does not hold their memory."""
 
+    apply: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+
     @staticmethod
-    def forward(ctx, nothing: Tensor, slots: Tensor) -> Tensor:
+    def forward(ctx: Any, nothing: Tensor, slots: Tensor) -> Tensor:
         return slots.view_as(slots)
 
     @staticmethod
-    def backward(ctx, dslots):
+    def backward(ctx: Any, dslots: Tensor) -> tuple[None, None]:
         return None, None
 
 
@@ -390,10 +414,14 @@ class Dispatched(torch.autograd.Function):
     The node holds the graph of the experts, which autograd records as usual.
     """
 
+    apply: ClassVar[Callable[..., Tensor]]
+
     @staticmethod
-    def forward(ctx, dispatcher: ExpertDispatcher, transport, experts: nn.Module, plan, x, s, *weights):
-        *_, needs_x, needs_s = ctx.needs_input_grad[:6]
-        needs = needs_s, *ctx.needs_input_grad[6:]
+    def forward(
+        ctx: Any, dispatcher: ExpertDispatcher, transport: Transport, experts: LocalExperts, plan: RoutePlan,
+        x: Tensor, s: Tensor, *weights: Tensor | FourBit | None,
+    ) -> Tensor:  # fmt: skip
+        needs_x, needs_s, *needs = ctx.needs_input_grad[4:]
         transport.begin()
 
         def record(slots: Tensor, slots_s: Tensor, plans: Sequence[RoutePlan]) -> Tensor:
@@ -401,9 +429,11 @@ class Dispatched(torch.autograd.Function):
             ctx.windows = len(plans)
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
                 anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
-                leaves = [leaf(t, need) for t, need in zip((slots_s, *weights), needs, strict=True)]
-                out = dispatcher.passes(experts, anchored, leaves[0], plans, leaves[1:])
-                ctx.edge, ctx.edges = get_gradient_edge(out), [edge_of(t) for t in (anchored, *leaves)]
+                slots_s = slots_s.detach().requires_grad_(needs_s)
+                leaves = [leaf(t, need) for t, need in zip(weights, needs, strict=True)]
+                out = dispatcher.passes(experts, anchored, slots_s, plans, leaves)
+                ctx.edges = [edge_of(t) for t in (anchored, slots_s, *leaves)]
+                ctx.edge = get_gradient_edge(out)
             return out.detach()
 
         ran = dispatcher.run(transport, experts, x, s, plan, weights, record)
@@ -417,12 +447,13 @@ class Dispatched(torch.autograd.Function):
         ctx.num_others = len(others)
         # tokens travel again on all ranks or on none, also where only one of them has further windows
         ctx.save_for_backward(x if saved.uses_slots or several else None, spans, *rest, *saved.tensors)
-        saved.slots, saved.tensors = None, []  # what torch saves may be other tensors by then
+        del saved.slots
+        saved.tensors = []  # what torch saves may be other tensors by then
         return sums.receive()[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         experts, saved, transport = ctx.experts, ctx.saved, ctx.transport
         if tuple(map(version_of, ctx.parameters)) != ctx.versions:
             raise RuntimeError(
@@ -441,7 +472,7 @@ class Dispatched(torch.autograd.Function):
         transport.fetch(arriving, again)
         saved.again = again
 
-        def add_others(gradients: list) -> None:
+        def add_others(gradients: list[Tensor | None]) -> None:
             if ctx.num_others:
                 inputs = experts, *again.receive(), slots_s, others, weights
                 add_gradients(gradients, *arriving.receive(), *inputs)
@@ -456,7 +487,8 @@ class Dispatched(torch.autograd.Function):
             with in_passes(spans, arriving, sums, sum_others if ctx.num_others else None):
                 computed = iter(torch.autograd.grad(ctx.edge, edges, dout, **how))
         finally:
-            saved.again, saved.tensors = None, []
+            del saved.again
+            saved.tensors = []
         arriving.receive()  # on all ranks, also where nothing has read what arrives
         if ctx.num_others and spans is not None and ctx.edges[0] is not None and not sums.sent:
             raise RuntimeError(NO_PASSES)
@@ -466,7 +498,8 @@ class Dispatched(torch.autograd.Function):
         left = bool(sums.sent)
         if ctx.num_others:
             add_others([None if left else dx, ds, *targets(experts, *dweights)])
-        arriving = again = dout = None  # what a collective has received is free before the sums arrive
+        # what a collective has received is free before the sums arrive
+        arriving = again = dout = None  # type: ignore[assignment]
         for d in (None if left else dx, ds):
             if d is not None:
                 sums.send(d)

@@ -5,32 +5,32 @@ torch's metadata consists of, and calls nothing: of an object it keeps the class
 state, as a `Record`.  `read_metadata` builds torch's objects from these, each field checked.
 """
 
-import itertools
 import math
 import pickletools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from ..files import is_name, opened, plain
 
 METADATA = ".metadata"
 MOST_DIMS = 64  # of a tensor of torch
 OF_TORCH = "torch.distributed.checkpoint.metadata."
+CLASSES = BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 PATHS = "PurePosixPath", "PosixPath", "PureWindowsPath", "WindowsPath", "Path"  # where it was saved
 NAMES = {
-    *(f"{OF_TORCH}{kind.__name__}" for kind in (BytesStorageMetadata, ChunkStorageMetadata, Metadata)),
-    *(f"{OF_TORCH}{kind.__name__}" for kind in (MetadataIndex, StorageMeta, TensorProperties)),
-    f"{OF_TORCH}TensorStorageMetadata",
+    *(f"{OF_TORCH}{kind.__name__}" for kind in (*CLASSES, TensorProperties, TensorStorageMetadata)),
     f"{OF_TORCH}_MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.serialization._get_layout",
@@ -39,6 +39,7 @@ NAMES = {
     *DTYPES,
     *(f"{module}.{path}" for module in ("pathlib", "pathlib._local") for path in PATHS),
 }
+T = TypeVar("T")
 
 
 class Name(str):
@@ -48,8 +49,9 @@ class Name(str):
 class Record:
     """What a pickle says of an object: the name of its class, the arguments and the state."""
 
-    def __init__(self, name: Name, args: tuple):
-        self.name, self.args, self.state = name, args, None
+    def __init__(self, name: Name, args: tuple[Any, ...]):
+        self.name, self.args = name, args
+        self.state: Any = None
 
 
 class Place(NamedTuple):
@@ -97,7 +99,7 @@ VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICO
 
 def unpickled(data: bytes) -> Any:
     """Return what a pickle of protocol 2 to 5 holds, with a `Record` for each object."""
-    stack: list = []
+    stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
     for instruction, arg, _ in pickletools.genops(data):
@@ -105,8 +107,8 @@ def unpickled(data: bytes) -> Any:
     return stack.pop()
 
 
-def follow(instruction: str, arg, stack: list, marks: list[int], memo: dict[int, Any]) -> None:
-    def cut(count: int | None = None) -> list:
+def follow(instruction: str, arg: Any, stack: list[Any], marks: list[int], memo: dict[int, Any]) -> None:
+    def cut(count: int | None = None) -> list[Any]:
         first = marks.pop() if count is None else len(stack) - count
         found = stack[first:]
         del stack[first:]
@@ -154,7 +156,7 @@ def follow(instruction: str, arg, stack: list, marks: list[int], memo: dict[int,
             raise ValueError(f"its pickle has the instruction {instruction}")
 
 
-def known(module, name) -> Name:
+def known(module: object, name: object) -> Name:
     full = Name(f"{kind(str, module)}.{kind(str, name)}")
     if full not in NAMES:
         raise ValueError(f"its pickle names {full!r:.200}, which is not run")
@@ -164,30 +166,30 @@ def known(module, name) -> Name:
 # the fields
 
 
-def kind(wanted: type, value) -> Any:
-    if type(value) is not wanted:
+def kind(wanted: type[T], value: object) -> T:
+    if type(value) is not wanted or not isinstance(value, wanted):
         raise TypeError(f"there is a {type(value).__name__}, where a {wanted.__name__} should be")
     return value
 
 
-def fields(record, name: str) -> dict:
+def fields(record: Any, name: str) -> dict[Any, Any]:
     """The fields of an object of this class."""
     if kind(Record, record).name.rpartition(".")[2] != name:
         raise ValueError(f"there is a {record.name}, where a {name} should be")
     return kind(dict, record.state)
 
 
-def text(value) -> str:
+def text(value: object) -> str:
     return kind(str, value)
 
 
-def count(value) -> int:
-    if not 0 <= kind(int, value) < 2**63:
+def count(value: object) -> int:
+    if not 0 <= (number := kind(int, value)) < 2**63:
         raise ValueError("there is a negative or a huge number")
-    return value
+    return number
 
 
-def size(record) -> torch.Size:
+def size(record: Any) -> torch.Size:
     if kind(Record, record).name != "torch.Size":
         raise ValueError(f"there is a {record.name}, where a torch.Size should be")
     (numbers,) = record.args
@@ -196,7 +198,7 @@ def size(record) -> torch.Size:
     return torch.Size(map(count, kind(tuple, numbers)))
 
 
-def storage(record, seen: set[int]) -> TensorStorageMetadata | BytesStorageMetadata:
+def storage(record: object, seen: set[int]) -> TensorStorageMetadata | BytesStorageMetadata:
     """What is saved under a key.  `seen` has the lists of chunks of other tensors: none may be shared."""
     if kind(Record, record).name == f"{OF_TORCH}BytesStorageMetadata":
         return BytesStorageMetadata()
@@ -205,8 +207,8 @@ def storage(record, seen: set[int]) -> TensorStorageMetadata | BytesStorageMetad
     if id(parts) in seen:
         raise ValueError("two tensors have one list of chunks")
     seen.add(id(parts))
-    chunks = [fields(part, "ChunkStorageMetadata") for part in parts]
-    chunks = [ChunkStorageMetadata(size(chunk["offsets"]), size(chunk["sizes"])) for chunk in chunks]
+    of_parts = [fields(part, "ChunkStorageMetadata") for part in parts]
+    chunks = [ChunkStorageMetadata(size(part["offsets"]), size(part["sizes"])) for part in of_parts]
     for chunk in chunks:
         ends = [o + n <= most for o, n, most in zip(chunk.offsets, chunk.sizes, whole, strict=True)]
         if not all(ends):
@@ -225,23 +227,25 @@ def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
         return False
     starts = list(zip(*(chunk.offsets for chunk in chunks), strict=True))
     most = max(range(len(starts)), key=lambda dim: len(set(starts[dim])))
-    chunks = sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets[most])
+    chunks = sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: int(c.offsets[most]))
     for i, a in enumerate(chunks):
         end = a.offsets[most] + a.sizes[most]
-        for b in itertools.takewhile(lambda b, end=end: b.offsets[most] < end, chunks[i + 1 :]):
+        for b in chunks[i + 1 :]:
+            if b.offsets[most] >= end:
+                break
             sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
             if all(o < p + m and p < o + n for o, n, p, m in sides):
                 return True
     return False
 
 
-def properties(record) -> Any:
+def properties(record: Any) -> Any:
     if kind(Record, record).name != f"{OF_TORCH}TensorProperties":
         raise ValueError(f"there is a {record.name}, where a TensorProperties should be")
     return record.state
 
 
-def index(record) -> MetadataIndex:
+def index(record: object) -> MetadataIndex:
     found = fields(record, "MetadataIndex")
     offset, number = found.get("offset"), found.get("index")
     return MetadataIndex(
@@ -251,7 +255,7 @@ def index(record) -> MetadataIndex:
     )
 
 
-def place(record) -> Place:
+def place(record: object) -> Place:
     found = fields(record, "_StorageInfo")
     name = found["relative_path"]
     if not is_name(name):

@@ -8,7 +8,7 @@ Nothing of it is kept for backward, which computes z again.
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.experts.down import down_gradients
 from ..kernels.experts.inputs import row_bytes
@@ -22,19 +22,22 @@ from ..layers.experts import Experts, local_part
 from ..op import pick
 from ..routing.plan import RoutePlan
 
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # gate_up, down and their biases
 
-def can_add(experts: nn.Module, x: Tensor) -> bool:
+
+def can_add(experts: object, x: Tensor) -> bool:
     """Whether these functions compute the experts: with 16 or 32 bits, and all experts at once, as on a GPU.
 
     In other cases autograd adds up the windows, which takes longer.
     """
-    plain = isinstance(experts, Experts) and type(experts).compute is Experts.compute  # also under FSDP2
-    return plain and experts.fp8 is None and pick("expert_mlp", x) is not by_expert
+    if not isinstance(experts, Experts) or type(experts).compute is not Experts.compute:  # FSDP2 keeps it
+        return False
+    return experts.fp8 is None and pick("expert_mlp", x) is not by_expert
 
 
 @torch.no_grad()
 def add_output(
-    out: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Sequence
+    out: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Weights
 ) -> None:
     """Add the experts' output of these rows to `out` (T, H)."""
     for i in inputs_of(experts, x, s, plans, weights):
@@ -50,7 +53,7 @@ def add_gradients(
     x: Tensor,
     s: Tensor,
     plans: Iterable[RoutePlan],
-    weights: Sequence,
+    weights: Weights,
 ) -> None:
     """Add these rows' part to the gradients of x, s and the weights; None for those that are not wanted."""
     dx, ds, dgate_up, ddown, dgate_up_bias, ddown_bias = gradients
@@ -73,7 +76,9 @@ def add_gradients(
             weight_gradient(i.gate_up.mT, dgate_up.mT, i.x, dz, i.group_sizes, i.order, i.rank.shape[1])
 
 
-def targets(experts: Experts, dgate_up: Tensor | None, ddown: Tensor | None, *dbiases) -> list[Tensor | None]:
+def targets(
+    experts: Experts, dgate_up: Tensor | None, ddown: Tensor | None, *dbiases: Tensor | None
+) -> list[Tensor | None]:
     """Return what gradients of weights are added to: the main gradient of a trained weight that has one."""
     main = (local_part(getattr(w, "main_grad", None)) if w.requires_grad else None
             for w in (experts.gate_up, experts.down))  # fmt: skip
@@ -81,7 +86,7 @@ def targets(experts: Experts, dgate_up: Tensor | None, ddown: Tensor | None, *db
 
 
 def inputs_of(
-    experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Sequence
+    experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Weights
 ) -> Iterator[BothInputs]:
     """Yield the inputs of each window.  `x` has been cast; backward is not under forward's autocast."""
     gate_up, down, *biases = weights

@@ -5,6 +5,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from ..layers.training import is_fsdp
 from ..private_api import flattened
 from .experts import experts_of_a_rank
 from .mesh import EFSDP, EP
-from .style import KINDS, ExpertParallel, num_experts_of
+from .style import AnyExperts, ExpertParallel, num_experts_of
 
 CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
@@ -80,26 +81,26 @@ def parallelize(
         parallelize_module(experts, mesh[EP], style, src_data_rank=None)
     if fsdp:
         policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-        shard_all(model, found, blocks, mesh, policy, {"reshard_after_forward": reshard_after_forward})
+        shard_all(model, found, blocks, mesh, policy, reshard_after_forward)
     warn_of_optimizers(model, replaced)
     return model
 
 
 def shard_all(
     model: nn.Module,
-    found: dict[str, nn.Module],
+    found: dict[str, AnyExperts],
     blocks: list[nn.Module],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
-    options: dict,
+    reshard: bool,
 ) -> None:
     """Shard the experts that were found, the blocks, and the model, each as a unit of FSDP2."""
     world = flattened(mesh, "fsdp")
     for experts in found.values():
-        shard_experts(experts, mesh, policy, options)
+        shard_experts(experts, mesh, policy, reshard)
     for block in [*blocks, model]:
         if block not in found.values():
-            fully_shard(block, mesh=world, mp_policy=policy, **options)
+            fully_shard(block, mesh=world, mp_policy=policy, reshard_after_forward=reshard)
 
 
 def warn_of_optimizers(model: nn.Module, before: list[nn.Parameter]) -> None:
@@ -132,14 +133,14 @@ def check_divides(name: str, num_experts: int, efsdp: int, ep: int) -> None:
         raise ValueError(f"{name} has {num_experts} experts, which ep={ep} does not divide: try ep={nearest}")
 
 
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+def experts_of(model: nn.Module) -> dict[str, AnyExperts]:
     """Return the modules of experts by name; ValueError without one, or if two share a parameter."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, AnyExperts)}
     inner = [module.base for module in found.values() if isinstance(module, LoRAExperts)]
     found = {name: module for name, module in found.items() if not any(module is base for base in inner)}
     if not found:
         raise ValueError("the model has no MoE layer: no Experts nor LoRAExperts to share")
-    owners: dict = {}
+    owners: dict[int, str] = {}
     for name, experts in found.items():
         for own, parameter in experts.named_parameters(prefix=name):
             other = owners.setdefault(id(parameter), own)
@@ -151,8 +152,8 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the members of the outermost lists of modules that contain experts, those without experts too."""
     for child in model.children():
-        holds = any(isinstance(module, KINDS) for module in child.modules())
-        if isinstance(child, KINDS) or next(child.parameters(), None) is None:
+        holds = any(isinstance(module, AnyExperts) for module in child.modules())
+        if isinstance(child, AnyExperts) or next(child.parameters(), None) is None:
             continue
         if isinstance(model, CONTAINERS) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield child
@@ -160,7 +161,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks_of(child)
 
 
-def shard_experts(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, options: dict) -> None:
+def shard_experts(experts: AnyExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
     """Shard this rank's experts over the ranks that have the same ones.
 
     Gradients of experts are sums over the ranks of `ep` already: with those over `efsdp`, FSDP2 divides them
@@ -171,14 +172,17 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     few = efsdp * ep > num_experts_of(experts)  # then each rank has a part of each of its experts
     placement = functools.partial(within_experts, efsdp) if few else None
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
-    fully_shard(experts, mesh=mesh[EFSDP], mp_policy=policy, shard_placement_fn=placement, **options)
+    unit = fully_shard(
+        experts, mesh=mesh[EFSDP], mp_policy=policy, reshard_after_forward=reshard,
+        shard_placement_fn=placement,
+    )  # fmt: skip
     if efsdp == 1:
-        experts.set_all_reduce_hook(functools.partial(divide, mesh.size()))
+        unit.set_all_reduce_hook(functools.partial(divide, mesh.size()))
         return
-    experts.set_gradient_divide_factor(float(mesh.size()))
+    unit.set_gradient_divide_factor(float(mesh.size()))
     # a group with a backend for each kind of device has gloo for CPUs
     if mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(EFSDP)) == "gloo":
-        experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies no sum
+        unit.set_force_sum_reduction_for_comms(True)  # gloo multiplies no sum
 
 
 def divide(ranks: int, grads: torch.Tensor) -> None:
@@ -192,12 +196,12 @@ def within_experts(ranks: int, parameter: nn.Parameter) -> Shard:
 
 
 @checked
-def parameter_groups(model: nn.Module, **options) -> list[dict]:
+def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """Return groups of parameters for an optimizer, one for each mesh: fused optimizers take no mixture.
 
     `options` such as `lr` are set for all groups.
     """
-    groups: dict = {}
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         groups.setdefault(mesh_of(parameter), []).append(parameter)
     return [{"params": parameters, **options} for parameters in groups.values()]
@@ -225,6 +229,6 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
             if grad is not None:
                 local = local_part(grad)
                 mean = local.div(world).contiguous()  # first: a sum of float16 may be infinite
-                if group.size() > 1:
+                if dist.get_world_size(group) > 1:
                     dist.all_reduce(mean, group=group)
                 local.copy_(mean)

@@ -1,5 +1,7 @@
 """Expert parallelism as a plan of torch's `parallelize_module`."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -10,7 +12,7 @@ from ..layers import Experts, LoRAExperts
 from ..layers.four_bit import FourBitExperts, FourBitWeight
 from .experts import ExpertDispatcher, check_options
 
-KINDS = Experts, FourBitExperts, LoRAExperts
+AnyExperts = Experts | FourBitExperts | LoRAExperts
 
 
 class ExpertParallel(ParallelStyle):
@@ -37,10 +39,11 @@ class ExpertParallel(ParallelStyle):
     ):
         super().__init__()
         check_options(rows, max_tokens, keep_x, transport)
-        self.options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x, "transport": transport}
+        self.options: dict[str, Any] = {"rows": rows, "max_tokens": max_tokens}
+        self.options |= {"keep_x": keep_x, "transport": transport}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, KINDS):
+        if not isinstance(module, AnyExperts):
             raise TypeError(f"ExpertParallel takes Experts or LoRAExperts, not {type(module).__name__}")
         if device_mesh.ndim != 1:
             raise ValueError(f"ExpertParallel takes a mesh of one axis, but this one has {device_mesh.ndim}")
@@ -60,6 +63,6 @@ class ExpertParallel(ParallelStyle):
         return module
 
 
-def num_experts_of(experts: nn.Module) -> int:
-    """Return E of one of KINDS, shared or not."""
+def num_experts_of(experts: AnyExperts) -> int:
+    """Return E, of experts that are shared or not."""
     return (experts.base if isinstance(experts, LoRAExperts) else experts).num_experts

@@ -39,6 +39,21 @@ X, DOUT, SUMS, ROUTING = range(4)  # the regions of a pool
 BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
+class Transfer:
+    """What all ranks send into one region.  Keeps tensors until they have arrived."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+        self.arrived: list[Tensor] = []
+        self.results: list[Tensor] | None = None
+
+    def send(self, t: Tensor) -> None:
+        raise NotImplementedError
+
+    def receive(self) -> list[Tensor]:
+        raise NotImplementedError
+
+
 class Collective:
     """Sends by an all-gather and an all-to-all, through which autograd can differentiate."""
 
@@ -48,19 +63,20 @@ class Collective:
     def begin(self) -> None:
         """Nothing has to be free: each result is a new tensor."""
 
-    def dispatch(self, region: int = X) -> "CollectiveTransfer":
+    def dispatch(self, region: int = X) -> Transfer:
         return CollectiveTransfer(dispatch_tokens, self.group)
 
-    def fetch(self, *transfers: "CollectiveTransfer") -> None:
+    def fetch(self, *transfers: Transfer) -> None:
         """Nothing is left to do: a collective sends and fetches."""
 
-    def combine(self) -> "CollectiveTransfer":
+    def combine(self) -> Transfer:
         return CollectiveTransfer(combine_tokens, self.group)
 
 
-class CollectiveTransfer:
-    def __init__(self, op: Callable, group: tuple):
-        self.op, self.group, self.sent = op, group, []
+class CollectiveTransfer(Transfer):
+    def __init__(self, op: Callable[[Tensor, str, int], Tensor], group: tuple[str, int]):
+        super().__init__()
+        self.op, self.group = op, group
 
     def send(self, t: Tensor) -> None:
         self.sent.append(self.op(t, *self.group))
@@ -94,33 +110,37 @@ class Pool:
     def barrier(self) -> None:
         self.handle.barrier(0, TIMEOUT)
 
-    def dispatch(self, region: int = X) -> "PoolTransfer":
+    def dispatch(self, region: int = X) -> Transfer:
         return Push(self, region) if region == ROUTING else Fetch(self, region)
 
-    def combine(self) -> "PoolTransfer":
+    def combine(self) -> Transfer:
         return Push(self, SUMS)
 
-    def fetch(self, *transfers: "Fetch") -> None:
+    def fetch(self, *transfers: Transfer) -> None:
         """Begin to fetch what the other ranks have sent, once all of them have done so."""
-        for transfer in transfers:
+        own = [transfer for transfer in transfers if isinstance(transfer, Fetch)]
+        for transfer in own:
             transfer.wait(self.rank)
         self.barrier()
-        for transfer in transfers:
+        for transfer in own:
             transfer.fetch()
 
     def buffer(self, rank: int, region: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a part of a rank's region, which begins `offset` bytes after the region."""
-        return self.handle.get_buffer(rank, shape, dtype, (self.starts[region] + offset) // dtype.itemsize)
+        first = (self.starts[region] + offset) // dtype.itemsize
+        part: Tensor = self.handle.get_buffer(rank, shape, dtype, first)
+        return part
 
 
-class PoolTransfer:
-    """The transfers of all ranks into one region.  Keeps tensors until they have arrived."""
+class PoolTransfer(Transfer):
+    """What all ranks send into one region of a pool."""
 
     def __init__(self, pool: Pool, region: int):
+        super().__init__()
         self.pool, self.region, self.offset = pool, region, 0
-        self.sent, self.arrived, self.results = [], [], None
         self.stream = pool.stream if region != ROUTING else None  # which would wait behind tokens there
-        self.events = {}  # rank -> recorded once the copies of this rank's part have ended
+        # rank -> recorded once the copies of this rank's part have ended
+        self.events: dict[int, torch.cuda.Event | None] = {}
 
     def others(self) -> list[int]:
         """Return the other ranks in the order of the copies: not all ranks from or to the same at once."""
@@ -143,12 +163,25 @@ class PoolTransfer:
         with beside(self.stream) as stream:
             to.copy_(part, non_blocking=True)
             self.sent.append(part)
-            self.events[rank] = stream and stream.record_event()
+            self.events[rank] = None if stream is None else stream.record_event()
+
+    def receive(self) -> list[Tensor]:
+        """Return what arrived; the first call waits for it, on the GPU."""
+        if self.results is None:
+            for rank in self.events:
+                self.wait(rank)
+            self.results = self.received()
+            self.sent = []
+        return self.results
+
+    def received(self) -> list[Tensor]:
+        """Return what arrived, after the copies from and to this rank."""
+        return self.arrived
 
     def wait(self, rank: int) -> None:
         """Let the current stream wait for the last copy from or to this rank."""
         event = self.events.get(rank)
-        if event is not None:
+        if event is not None and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
 
@@ -167,15 +200,10 @@ class Push(PoolTransfer):
         first = self.pool.rank * part.shape[0]
         return [buffer[first : first + part.shape[0]] for buffer in self.buffers(part)]
 
-    def receive(self) -> list[Tensor]:
-        """Return what arrived; the first call waits for it, on the GPU."""
-        if self.results is None:
-            for rank in self.events:
-                self.wait(rank)
-            self.pool.barrier()
-            self.results = self.arrived if self.region != SUMS else list(map(self.added, self.arrived))
-            self.sent = self.arrived = None
-        return self.results
+    def received(self) -> list[Tensor]:
+        self.pool.barrier()
+        arrived, self.arrived = self.arrived, []
+        return arrived if self.region != SUMS else list(map(self.added, arrived))
 
     def added(self, parts: Tensor) -> Tensor:
         out = parts.new_empty(parts.shape[0] // self.pool.ranks, parts.shape[1])
@@ -188,7 +216,7 @@ class Fetch(PoolTransfer):
 
     def __init__(self, pool: Pool, region: int):
         super().__init__(pool, region)
-        self.copies = []  # that `fetch` makes
+        self.copies: list[tuple[int, Tensor, Tensor]] = []  # that `fetch` makes
 
     def send(self, t: Tensor) -> None:
         buffers, own = self.buffers(t), self.pool.rank
@@ -200,14 +228,7 @@ class Fetch(PoolTransfer):
         """Begin to copy the rows of the other ranks."""
         for copy in self.copies:
             self.copy(*copy)
-
-    def receive(self) -> list[Tensor]:
-        """Return what arrived; the first call waits for it, on the GPU."""
-        if self.results is None:
-            for rank in self.events:
-                self.wait(rank)
-            self.results, self.sent, self.copies = self.arrived, None, None
-        return self.results
+        self.copies = []
 
 
 class Sources:
@@ -221,8 +242,13 @@ class Sources:
     """
 
     def __init__(
-        self, spans: Tensor, dispatch: PoolTransfer, sums: PoolTransfer, sum_others: Callable | None
+        self,
+        spans: Tensor,
+        dispatch: Transfer,
+        sums: Transfer,
+        sum_others: Callable[[Tensor], None] | None,
     ):
+        assert isinstance(dispatch, Fetch) and isinstance(sums, Push)
         self.starts, self.sizes = (t.unbind() for t in spans.unbind())
         self.dispatch, self.sums, self.sum_others = dispatch, sums, sum_others
 
@@ -232,9 +258,9 @@ class Sources:
             yield self.sizes[rank], self.starts[rank]
         self.dispatch.receive()
 
-    def leaving(self, out: Tensor) -> Iterator[tuple]:
+    def leaving(self, out: Tensor) -> Iterator[tuple[Tensor, Tensor, slice, Tensor, bool]]:
         add = self.sum_others is not None
-        if add:
+        if self.sum_others is not None:
             with by_source.set(None):
                 self.sum_others(out)
         own, ranks = self.sums.pool.rank, self.sums.pool.ranks
@@ -258,7 +284,8 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | Non
         yield stream
 
 
-POOLS: WeakKeyDictionary = WeakKeyDictionary()  # group -> its pools; the last one is the largest
+# group -> its pools; the last one is the largest
+POOLS: WeakKeyDictionary[dist.ProcessGroup, list[Pool]] = WeakKeyDictionary()
 
 
 def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> Pool:
@@ -292,7 +319,8 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-REASONS: WeakKeyDictionary = WeakKeyDictionary()  # group -> type of device -> why not, or ""
+# group -> type of device -> why not, or ""
+REASONS: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
 def why_not_symmetric(group: dist.ProcessGroup, device: torch.device) -> str:

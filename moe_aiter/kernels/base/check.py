@@ -23,6 +23,8 @@ INDICES = (torch.int32, torch.int64)
 ACCEPTED = {int: INTEGERS, float: (numbers.Real, torch.SymFloat, torch.SymInt)}
 WORDS = {int: "an int", float: "a number", Tensor: "a tensor", torch.nn.Module: "a module"}
 NONE = type(None)
+T = typing.TypeVar("T")
+Function = typing.TypeVar("Function", bound=Callable)
 
 
 def check_group(**groups: object) -> None:
@@ -142,7 +144,7 @@ def is_kind(value: object, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def checked(fn: Callable) -> Callable:
+def checked(fn: Function) -> Function:
     """Let `fn` raise TypeError unless each argument is of the kind that its annotation names.
 
     For constructors, and for functions that are not called for every batch.  Annotations other than plain
@@ -202,14 +204,14 @@ def plain_types(annotation: object) -> tuple[type, ...]:
     return options if plain else ()
 
 
-def renamed(**names: str) -> Callable:
+def renamed(**names: str) -> Callable[[Function], Function]:
     """Let errors of a wrapper name arguments as its caller does: `renamed(x="XQ")` says XQ for x.
 
     Nothing is done before there is an error.
     """
     words = re.compile(rf"\b({'|'.join(names)})\b")
 
-    def wrap(fn: Callable) -> Callable:
+    def wrap(fn: Function) -> Function:
         @functools.wraps(fn)
         def run(*args, **kwargs):
             try:
@@ -331,7 +333,7 @@ def wide(x: Tensor) -> Tensor:
     return x.to(sum_dtype(x))
 
 
-def cast_as_linear(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def cast_as_linear(*tensors: T) -> tuple[T, ...]:
     """Cast as torch.autocast, if enabled, would for F.linear: to its dtype; float64 and 8-bit floats stay."""
     if not (torch.compiler.is_compiling() or private_api.any_autocast()):
         return tensors
