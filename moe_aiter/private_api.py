@@ -42,7 +42,8 @@ def find(*names: str) -> Any:
 
 # tensors and ops
 
-version_of = find("torch.Tensor._version").__get__  # how often a tensor has changed in place
+# how often a tensor has changed in place
+version_of: Callable[[Tensor], int] = find("torch.Tensor._version").__get__
 is_view = find("torch.Tensor._is_view")
 coo_indices = find("torch.Tensor._indices")  # of a tensor that need not be coalesced
 coo_values = find("torch.Tensor._values")
@@ -50,8 +51,11 @@ is_alias = find("torch._C._is_alias_of")  # whether two tensors have one storage
 tree_leaves = find("torch.utils._pytree.tree_leaves")
 addmm_activation = find("torch.ops.aten._addmm_activation")
 attention_flash = find("torch.ops.aten._flash_attention_forward")
-attention_math = find("torch.ops.aten._scaled_dot_product_attention_math")
-attention_choice = find("torch._fused_sdp_choice")  # the number of the kernel that torch would run
+attention_math: Callable[..., tuple[Tensor, Tensor]] = find(
+    "torch.ops.aten._scaled_dot_product_attention_math"
+)
+# the number of the kernel that torch would run
+attention_choice: Callable[..., int] = find("torch._fused_sdp_choice")
 softmax_gradient = find("torch.ops.aten._softmax_backward_data")
 int8_product = find("torch._int_mm")
 assert_async = find("torch._assert_async")  # of a tensor with one bool, which the host does not wait for
@@ -91,7 +95,7 @@ current_stream = find("torch._C._cuda_getCurrentRawStream") if GPU else None  # 
 # process groups, which a torch without distributed lacks
 
 
-def process_group(name: str) -> Any:
+def process_group(name: str) -> "torch.distributed.ProcessGroup":
     """Return the process group of this name."""
     return find("torch.distributed.distributed_c10d._resolve_process_group")(name)
 
@@ -157,22 +161,22 @@ COMPILED = "_orig_mod"  # where the module that torch.compile returns has the or
 WRAPPERS = {COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # where torch's wrappers have it
 
 
-def own_parameters(module: nn.Module) -> dict:
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the parameters of a module alone, by name."""
     return module._parameters
 
 
-def own_buffers(module: nn.Module) -> dict:
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers of a module alone, by name."""
     return module._buffers
 
 
-def own_modules(module: nn.Module) -> dict:
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the modules directly below a module, by name."""
     return module._modules
 
 
-def hooks_before(module: nn.Module) -> dict:
+def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Return the hooks that run before `forward`, by their keys."""
     return module._forward_pre_hooks
 

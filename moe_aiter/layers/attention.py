@@ -10,7 +10,7 @@ sums.  It consists of torch's own ops, whose gradients, fakes and compiled forms
 
 import logging
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,9 @@ from ..switches import switches
 BACKENDS = "auto", "flash", "sdpa", "math"
 TORCHS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # what `torch._fused_sdp_choice` answers
 HEAD_SIZE = 256  # the most that torch's flash kernel takes
-logged: set[tuple] = set()
+logged: set[tuple[Any, ...]] = set()
 # kinds of calls that are torch's as they come -> is_causal, enable_gqa
-simple: dict[tuple, tuple[bool, bool]] = {}
+simple: dict[tuple[Any, ...], tuple[bool, bool]] = {}
 MOST = 4096  # of them that are remembered
 BYTES = 16  # what fused kernels load at a time
 NARROWEST = 16  # the head size below which cuDNN's 16-bit kernels are not to be relied on
@@ -147,7 +147,10 @@ class Call(NamedTuple):
         return self.q.shape[1] // self.k.shape[1]
 
 
-def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int, Tensor | None]:
+def agree(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool,
+    scale: float | None, dropout_p: float, window: tuple[int, int] | None,
+) -> tuple[Call, int, Tensor | None]:  # fmt: skip
     """The call without what no query sees, how many queries at the start see nothing, and which others."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, t)
@@ -171,6 +174,7 @@ def agree(q, k, v, mask, is_causal, scale, dropout_p, window) -> tuple[Call, int
     if mask is None:
         return call, dead, None
     mask = with_band(call)
+    assert mask is not None  # as that of the call
     # along keys before it is computed with: torch would give a bias a stride of 0 there, and then refuse it
     mask = mask.expand(*mask.shape[:3], k.shape[2])
     mask, alive = with_all_or_some(mask, q)
@@ -304,18 +308,18 @@ def decided(flag: bool) -> bool:
 
 def heads_to_rows(t: Tensor, group: int) -> Tensor:
     """(B, Hq, S, n) of heads that share a head of k: (B, Hk, group * S, n)."""
-    return t.unflatten(1, (t.shape[1] // group, group)).flatten(2, 3)
+    return torch.unflatten(t, 1, (t.shape[1] // group, group)).flatten(2, 3)
 
 
 def rows_to_heads(t: Tensor, group: int) -> Tensor:
     """The way back."""
-    return t.unflatten(2, (group, t.shape[2] // group)).flatten(1, 2)
+    return torch.unflatten(t, 2, (group, t.shape[2] // group)).flatten(1, 2)
 
 
 # checks that passed once, cached: they take the host as long as a small kernel takes the GPU
 
 
-def kind_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
+def kind_of(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Any, ...] | None:
     """All that the choice depends on; None if torch or the log must see each call."""
     if torch.compiler.is_compiling() or any_autocast() or log.isEnabledFor(logging.INFO):
         return None
@@ -323,11 +327,12 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple | None:
         return None
     kinds = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
     strides = q.stride(), k.stride(), v.stride()
-    start = (q.storage_offset() | k.storage_offset() | v.storage_offset()) % 8  # 16 bytes or more
+    offsets = q.storage_offset() | k.storage_offset() | v.storage_offset()  # type: ignore[operator]  # ints
+    start = offsets % 8  # 16 bytes or more
     return *kinds, *strides, start, *options, switches.fusion, switches.tensor_cores
 
 
-def remember(key: tuple | None, chosen: str, call: Call, q: Tensor) -> None:
+def remember(key: tuple[Any, ...] | None, chosen: str, call: Call, q: Tensor) -> None:
     plain = chosen == "sdpa" and call.q is q and call.mask is None and for_torch(call) is call
     if key is not None and plain and (not call.is_banded or call.is_torchs_causal):
         if len(simple) >= MOST:
@@ -447,13 +452,13 @@ def run_sdpa(call: Call) -> Tensor:
     return out if shared.v.shape[3] == call.v.shape[3] else out[..., : call.v.shape[3]]
 
 
-def sdpa_arguments(call: Call) -> list:
+def sdpa_arguments(call: Call) -> list[Any]:
     """q, k, v, mask, dropout and is_causal as torch's own attention takes them."""
     causal = call.mask is None and call.is_torchs_causal
     return [*call[:3], None if causal else with_band(call), call.dropout_p, causal]
 
 
-def sdpa_options(call: Call) -> dict:
+def sdpa_options(call: Call) -> dict[str, Any]:
     return {"scale": call.scale, "enable_gqa": decided(call.group > 1)}
 
 
@@ -510,7 +515,7 @@ SCHEMA = (
 )
 
 
-def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`out, softmax_lse, S_dmask, rng_state` of q (B, Sq, Hq, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
     The `Options` follow.  out (B, Sq, Hq, Dv) is that of `attention`: the last query at the last key, windows
@@ -523,31 +528,27 @@ def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor, 
 
     Raises ValueError for shapes, windows, devices and a sink_size other than 0, TypeError for dtypes.
     """
-    options = Options(*options)
+    i = Options(*options)
     asked = "return_softmax_lse", "return_dropout_randval"
-    check_flags(**{name: getattr(options, name) for name in asked})
-    if options.sink_size != 0:
-        raise ValueError(f"sink_size must be 0, not {options.sink_size}: torch's kernels have no sinks")
-    heads_first = [t.transpose(1, 2) if t.dim() == 4 else t for t in (q, k, v)]
-    window = options.window_size_left, options.window_size_right
-    call, dead, _ = agree(
-        *heads_first, None, options.is_causal, options.softmax_scale, options.dropout_p, window
-    )
-    kept, state = None, q.new_zeros(2, dtype=torch.int64)
+    check_flags(**{name: getattr(i, name) for name in asked})
+    if i.sink_size != 0:
+        raise ValueError(f"sink_size must be 0, not {i.sink_size}: torch's kernels have no sinks")
+    qh, kh, vh = (t.transpose(1, 2) if t.dim() == 4 else t for t in (q, k, v))
+    window = i.window_size_left, i.window_size_right
+    call, dead, _ = agree(qh, kh, vh, None, i.is_causal, i.softmax_scale, i.dropout_p, window)
+    kept, state = q.new_empty(0, dtype=torch.bool), q.new_zeros(2, dtype=torch.int64)
     is_flash = q.is_cuda and choose(call, "auto") != "math" and not flash_lacks(call)
-    if is_flash and not options.return_dropout_randval:
+    if is_flash and not i.return_dropout_randval:
         out, lse, seeds = flash(call)
         if call.dropout_p:  # else torch leaves them as the memory was
             state = seeds.view(torch.int64)
     else:
-        out, lse, kept = by_steps(call)
+        out, lse, of_call = by_steps(call)
+        if i.return_dropout_randval:
+            # keys that no query sees were cut off at the start
+            kept = F.pad(of_call, (k.shape[1] - of_call.shape[3], 0, dead, 0))
     out = F.pad(out, (0, 0, dead, 0)).transpose(1, 2)
-    lse = F.pad(lse.detach(), (dead, 0), value=-torch.inf) if options.return_softmax_lse else lse.new_empty(0)
-    if options.return_dropout_randval:
-        # keys that no query sees were cut off at the start
-        kept = F.pad(kept, (k.shape[1] - kept.shape[3], 0, dead, 0))
-    else:
-        kept = q.new_empty(0, dtype=torch.bool)
+    lse = F.pad(lse.detach(), (dead, 0), value=-torch.inf) if i.return_softmax_lse else lse.new_empty(0)
     return out, lse, kept, state
 
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class AuxLosses:
         self.new: list[Tensor] = []  # since `read`; of an attached loss the last value alone
         self.seen: list[Tensor] = []  # what `read` has returned, for further calls
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type["AuxLosses"], tuple[bool]]:
         return AuxLosses, (self.attached,)
 
     def add(self, weights: Tensor, losses: Sequence[Tensor], loss_scale: Tensor | None) -> Tensor:
@@ -77,7 +78,7 @@ class NewPass:
     def __init__(self, kept: Sequence[AuxLosses]):
         self.kept = kept
 
-    def __call__(self, model: nn.Module, args: tuple) -> None:
+    def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         trains = model.training or any(module.training for module in model.modules())
         if not (trains and torch.is_grad_enabled()) or REPLICA in vars(model):
             return

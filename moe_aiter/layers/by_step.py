@@ -4,7 +4,7 @@ The weights may have 4 bits, and the factors of the adapters may come from anywh
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,11 @@ def up_rows(x: Tensor, up: Projection, plan: RoutePlan) -> Tensor:
 
 
 def weighted_sum(
-    a: Tensor, down: Projection, routing_weights: Tensor, plan: RoutePlan, norm: Callable | None
+    a: Tensor,
+    down: Projection,
+    routing_weights: Tensor,
+    plan: RoutePlan,
+    norm: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """(R, I) -> (T, H)."""
     adapter, lens = down.adapter, plan.group_sizes
@@ -86,13 +90,13 @@ def weighted_sum(
         y = adapted_up(a, w, bias, low, b, rows, rows[:, None], lens, *four_bit)  # (R, H)
     else:
         y = gmm(a, w.mT, lens, bias=bias, trans_rhs=False)  # (R, H)
-        y = y if low is None else y + segment_gmm(low, b.mT, lens)
+        y = y if low is None or b is None else y + segment_gmm(low, b.mT, lens)
     if growth is not None:
         y = grown(y, growth, down.bias, lens)
     return unpermute(y if norm is None else norm(y), plan, routing_weights)
 
 
-def split(weight: Tensor | FourBit) -> tuple[Tensor, tuple]:
+def split(weight: Tensor | FourBit) -> tuple[Tensor, tuple[Any, ...]]:
     """Return the second and the last arguments of `adapted_up` and `adapted_down` for a weight."""
     return (weight.packed, weight.parts) if isinstance(weight, FourBit) else (weight, ())
 

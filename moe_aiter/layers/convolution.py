@@ -1,6 +1,7 @@
 """Two-dimensional convolution: torch's, so cuDNN's, MIOpen's or oneDNN's."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ def conv2d(
         # off, maybe, for as long as another thread is in such a block
         if switches.dynamic_shapes and (SEARCH.blocks or torch.backends.cudnn.benchmark):
             return inside(partial(SEARCH.set, False), F.conv2d, arguments, {})
-        return F.conv2d(*arguments)
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     except (RuntimeError, TypeError):
         # torch looks before it launches: only what it refused is looked at again
         check_inputs(input, weight, bias, groups)
@@ -71,7 +72,7 @@ def check_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int
     check_device(input=input, weight=weight, bias=bias)
 
 
-def check_steps(stride, padding, dilation, kernel_size=1) -> None:
+def check_steps(stride: Any, padding: Any, dilation: Any, kernel_size: Any = 1) -> None:
     steps = ("stride", stride, 1), ("dilation", dilation, 1), ("padding", padding, 0)
     for name, value, least in (*steps, ("kernel_size", kernel_size, 1)):
         if isinstance(value, str) and name == "padding":

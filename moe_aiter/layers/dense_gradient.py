@@ -11,6 +11,9 @@ divided by the sum of the chosen scores, a constant, as in the authors' code.  T
 of the chosen experts alone.
 """
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -48,8 +51,12 @@ def with_dense_gradient(
 class DenseGradient(torch.autograd.Function):
     """`out` itself, whose gradient also gives that of the weights of other experts."""
 
+    apply: ClassVar[Callable[[Tensor, Tensor, Tensor, Tensor, nn.Module], Tensor]]
+
     @staticmethod
-    def forward(ctx, out, others, x, skipped, experts):
+    def forward(
+        ctx: Any, out: Tensor, others: Tensor, x: Tensor, skipped: Tensor, experts: nn.Module
+    ) -> Tensor:
         ctx.save_for_backward(x, skipped)
         ctx.experts, device = experts, x.device.type
         ctx.casts = not x.is_meta and torch.is_autocast_enabled(device)
@@ -58,7 +65,7 @@ class DenseGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, skipped = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return dout, None, None, None, None

@@ -11,6 +11,7 @@ projection: calls share nothing.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ class FusedLinear(nn.Module):
     load them under the old names.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, linears: Sequence[nn.Linear], trainable: bool):
         super().__init__()
         self.in_features = linears[0].in_features
@@ -42,16 +46,18 @@ class FusedLinear(nn.Module):
             else:
                 self.register_buffer(name, fused, persistent=False)
 
-    def forward(self, x: Tensor, *, within: Callable | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, *, within: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    ) -> tuple[Tensor, ...]:
         """x (..., K) -> (..., N) for each projection: views of one tensor.  `within` is for `inside`."""
         if within is not None:
             return within(x)
-        return multiply(x, self.weight, self.bias).split(self.sizes, -1)
+        return torch.split(multiply(x, self.weight, self.bias), self.sizes, -1)
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+    def _save_to_state_dict(self, *args: Any) -> None:
         """Save and load nothing: the projections do."""
 
-    def _load_from_state_dict(self, *args) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
         """Save and load nothing: the projections do."""
 
     def extra_repr(self) -> str:
@@ -120,13 +126,14 @@ class FusedPart(nn.Module):
             if (t := getattr(self, name)) is not None:
                 yield name, t
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, t in self.tensors():
             destination[prefix + name] = t if keep_vars else t.detach()
 
     def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
+        self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
         mine = dict(self.tensors())
         for name, t in mine.items():
             key = prefix + name
@@ -169,7 +176,8 @@ def fuse_qkv(
     Raises ValueError or TypeError unless the three are plain nn.Linear of one input size, dtype and device,
     all with biases or none, all trained or none.  The projections raise RuntimeError under nn.DataParallel.
     """
-    return fuse((q, k, v), trainable)
+    of_q, of_k, of_v = fuse((q, k, v), trainable)
+    return of_q, of_k, of_v
 
 
 @checked
@@ -177,7 +185,8 @@ def fuse_gate_up(
     gate: nn.Linear, up: nn.Linear, *, trainable: bool | None = None
 ) -> tuple[FusedPart, FusedPart]:
     """Return an MLP's `gate` and `up` with one shared weight: see `fuse_qkv`."""
-    return fuse((gate, up), trainable)
+    of_gate, of_up = fuse((gate, up), trainable)
+    return of_gate, of_up
 
 
 def fuse(linears: Sequence[nn.Linear], trainable: bool | None) -> tuple[FusedPart, ...]:
@@ -220,7 +229,7 @@ def fuse_projections(
     projections.  Projections that do not fit into one weight, or that share a weight with other modules, stay
     as they are.  `groups` lists the names of siblings to look for.  `unfuse` undoes the fusion.
     """
-    uses = Counter()
+    uses: Counter[int] = Counter()
     for module in model.modules():
         uses.update(id(t) for t in (*own_parameters(module).values(), *own_modules(module).values()))
     count = 0
@@ -234,7 +243,7 @@ def fuse_projections(
     return count
 
 
-def can_fuse(linears: Sequence[nn.Module | None]) -> bool:
+def can_fuse(linears: Sequence[Any]) -> TypeGuard[Sequence[nn.Linear]]:
     try:
         check_fits(linears)
     except (TypeError, ValueError):

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ ROWS = 64  # from which on a shuffled weight is taken where nothing says otherwi
 # the switch
 
 _handles: list["LinearPatch"] = []  # those that are in force
-_switches: list[dict[str, bool]] = []  # of the forward that they share
+_switches: list[dict[str, Any]] = []  # of the forward that they share
 
 
 class LinearPatch:
@@ -48,7 +49,7 @@ class LinearPatch:
     def __enter__(self) -> "LinearPatch":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
@@ -78,7 +79,8 @@ def unpatch_linear() -> None:
 
 
 def install() -> None:
-    original, switch = nn.Linear.forward, {"on": True}
+    original = nn.Linear.forward
+    switch: dict[str, Any] = {"on": True}
 
     @functools.wraps(original)
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ def install() -> None:
 
     switch["forward"] = forward
     _switches.append(switch)
-    nn.Linear.forward = forward
+    nn.Linear.forward = forward  # type: ignore[method-assign]  # what the switch is
 
 
 def uninstall() -> None:
@@ -95,10 +97,10 @@ def uninstall() -> None:
     switch["on"] = False
     forward = switch.pop("forward")
     if nn.Linear.forward is forward:
-        nn.Linear.forward = forward.__wrapped__
+        nn.Linear.forward = forward.__wrapped__  # type: ignore[method-assign, attr-defined]
 
 
-def linear(module: nn.Linear, x: Tensor, original: Callable) -> Tensor:
+def linear(module: nn.Linear, x: Tensor, original: Callable[[nn.Linear, Tensor], Tensor]) -> Tensor:
     """Compute the output of a patched nn.Linear."""
     weight = module.weight
     if not is_ours(x, weight):
@@ -153,7 +155,8 @@ def linear_with_split_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 # shuffled copies of weights
 
-_shuffled_from: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()  # states of weights
+State = tuple[weakref.ref[Tensor], int, int, torch.dtype]  # of a weight
+_shuffled_from: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
 
 @checked
@@ -189,28 +192,33 @@ def preshuffle_weights(
             copies[id(weight)] = shuffle_weight(weight.detach(), layout)
     for module in eligible:
         module.register_buffer(BUFFER, copies[id(module.weight)], persistent=False)
-        module._preshuffled_layout = tuple(layout)
+        vars(module)["_preshuffled_layout"] = tuple(layout)
         _shuffled_from[module] = state_of(module.weight)
     return len(eligible)
 
 
-def is_eligible(module: nn.Module, multiple: int) -> bool:
+def is_eligible(module: nn.Module, multiple: int) -> TypeGuard[nn.Linear]:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
     weight = own_parameters(module).get("weight")  # None where it is computed
-    if type(weight) not in PARAMETERS or weight.dtype != torch.bfloat16 or module.bias is not None:
+    if (
+        weight is None
+        or type(weight) not in PARAMETERS
+        or weight.dtype != torch.bfloat16
+        or module.bias is not None
+    ):
         return False
     if weight.is_inference():  # such a weight has no version, so a change could not be noticed
         return False
     return weight.dim() == 2 and all(size % multiple == 0 for size in weight.shape)
 
 
-def state_of(weight: Tensor) -> tuple:
+def state_of(weight: Tensor) -> State:
     """Return values that change if the weight does; a new weight may have the address of a deleted one."""
     return weakref.ref(weight), version_of(weight), weight.data_ptr(), weight.dtype
 
 
-def is_same(before: tuple | None, now: tuple) -> bool:
+def is_same(before: State | None, now: State) -> bool:
     """Whether two states are equal; the first entries must be the same object."""
     return before is not None and before[0] is now[0] and before[1:] == now[1:]
 
@@ -222,7 +230,11 @@ def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
     shuffled = own_buffers(module).get(BUFFER)
     if shuffled is None or torch.compiler.is_compiling() or needs_gradient(weight):
         return None
-    if weight.dtype != torch.bfloat16 or module._preshuffled_layout != LAYOUT or module.bias is not None:
+    if (
+        weight.dtype != torch.bfloat16
+        or vars(module)["_preshuffled_layout"] != LAYOUT
+        or module.bias is not None
+    ):
         return None
     if weight.is_inference():
         return None
@@ -238,8 +250,8 @@ def takes_shuffled(rows: int, weight: Tensor) -> bool:
     """Whether so many rows are multiplied by the shuffled weight."""
     shuffled = None
     if settings.config_gemm_bf16:
-        problem = Problem(rows, *weight.shape, False, weight.dtype, weight.dtype)
-        device = this_device(weight.device)
+        (N, K), device = weight.shape, this_device(weight.device)
+        problem = Problem(rows, N, K, False, weight.dtype, weight.dtype)
         usual, shuffled = find(problem, device), find(problem._replace(shuffled=True), device)
         if usual is not None and shuffled is not None:
             return shuffled.us < usual.us
@@ -264,13 +276,14 @@ class ShuffledWeight(nn.Module):
     """
 
     is_shuffled = True
+    shuffled: Tensor
 
     @checked
     @renamed(x="weight")
     def __init__(self, weight: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False):
         super().__init__()
         check_layout(layout)
-        self.layout, self.use_int4 = tuple(layout), bool(use_int4)
+        self.layout, self.use_int4 = (layout[0], layout[1]), bool(use_int4)
         self.register_buffer("shuffled", shuffle_weight(weight.detach(), self.layout, self.use_int4))
 
     def unshuffled(self) -> Tensor:
@@ -293,9 +306,9 @@ class ShuffledWeight(nn.Module):
     def extra_repr(self) -> str:
         return f"{tuple(self.shuffled.shape)}, {self.shuffled.dtype}, layout={self.layout}"
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         before = self.shuffled
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         if self.shuffled.itemsize != before.itemsize:
             self.shuffled = before  # what stays where the cast has no such order
             self.shuffled = shuffle_weight(fn(self.unshuffled()), self.layout, self.use_int4)

@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -264,7 +265,7 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
         weight.main_grad = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
 
     sums = Sums(found, optimizer.zero_grad)
-    optimizer.zero_grad = sums.zero_grad
+    optimizer.zero_grad = sums.zero_grad  # type: ignore[method-assign]  # which is what it does from now on
     optimizer.register_step_pre_hook(sums.before_step)
     optimizer.register_step_post_hook(sums.after_step)
     return sums.hand_over
@@ -281,15 +282,16 @@ class Sums:
     Each weight comes with a module and what it is called there.
     """
 
-    def __init__(self, found: list[tuple[nn.Parameter, nn.Module, str]], zero_grad: Callable):
+    def __init__(self, found: list[tuple[nn.Parameter, nn.Module, str]], zero_grad: Callable[..., None]):
         self.found, self.zero_others = found, zero_grad
-        self.weights = [weight for weight, *_ in found]
-        self.main_grads = [weight.main_grad for weight in self.weights]
+        self.main_grads: list[Tensor] = [vars(weight)["main_grad"] for weight, *_ in found]
         # the gradient handed to each weight, which may have been clipped since, and the version of its sum
-        self.handed = {}
+        self.handed: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
-    def trained(self) -> list[nn.Parameter]:
-        return [weight for weight in self.weights if weight.requires_grad]
+    def trained(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the weights that are trained, and their main gradients."""
+        weights = (weight for weight, *_ in self.found)
+        return [(w, main) for w, main in zip(weights, self.main_grads, strict=True) if w.requires_grad]
 
     def check(self) -> None:
         """Raise unless the modules' weights are those of the optimizer and have the main gradients still."""
@@ -309,42 +311,43 @@ class Sums:
 
     def hand_over(self) -> None:
         self.check()
-        for weight in self.trained():
+        for weight, main_grad in self.trained():
             given, _ = self.handed.get(weight, (None, None))
             own = None if weight.grad is given else weight.grad  # autograd's
-            if own is not None and own is not weight.main_grad:
-                weight.main_grad += own
-            weight.grad = weight.main_grad.to(weight.dtype)
-            self.handed[weight] = weight.grad, version_of(weight.main_grad)
+            if own is not None and own is not main_grad:
+                main_grad += own
+            weight.grad = grad = main_grad.to(weight.dtype)
+            self.handed[weight] = grad, version_of(main_grad)
 
-    def before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             return args[:1], kwargs | {"closure": functools.partial(self.evaluate, closure)}
         self.check()
-        if not all(map(self.is_handed, self.trained())):
+        if not all(self.is_handed(*pair) for pair in self.trained()):
             self.hand_over()
         return None
 
-    def is_handed(self, weight: nn.Parameter) -> bool:
+    def is_handed(self, weight: nn.Parameter, main_grad: Tensor) -> bool:
         """Whether `hand_over` gave `weight` its gradient, and no backward pass has added to the sum since."""
         given, version = self.handed.get(weight, (None, None))
-        same = weight.grad is not None and weight.grad is given
-        return same and version_of(weight.main_grad) == version
+        return weight.grad is not None and weight.grad is given and version == version_of(main_grad)
 
-    def evaluate(self, closure: Callable):
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Run an optimizer's closure, hand the gradients over, and return the loss."""
         with torch.enable_grad():
             loss = closure()
         self.hand_over()
         return loss
 
-    def after_step(self, *_) -> None:
+    def after_step(self, *_: object) -> None:
         self.clear()
-        for weight in self.trained():
+        for weight, _main_grad in self.trained():
             weight.grad = None
 
-    def zero_grad(self, *args, **kwargs) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.zero_others(*args, **kwargs)
         self.clear()
 
