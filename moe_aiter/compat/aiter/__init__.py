@@ -9,6 +9,7 @@ from typing import TypeVar, overload
 from ...config import VERSION as __version__
 from ...derived import cache_size as get_cache_size
 from ...derived import set_cache_size
+from ...kernels.base.check import checked
 from ...layers.quantized import quantize
 from ...switches import (
     dynamic_shapes_enabled,
@@ -39,46 +40,14 @@ from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
 
 __all__ = [
-    "AITERAttention",
-    "AITERConv2d",
-    "AITERLinear",
-    "ShuffledWeight",
-    "__version__",
-    "attention",
-    "batched_gemm",
-    "conv2d",
-    "cutlass_gemm",
-    "deepgemm",
-    "dynamic_conv2d",
-    "dynamic_shapes_enabled",
-    "enable_dynamic_shapes",
-    "enable_fusion",
-    "enable_tensor_cores",
-    "fusion_enabled",
-    "gelu",
-    "gemm_a8w8",
-    "gemm_bias",
-    "gemm_gelu",
-    "gemm_relu",
-    "get_cache_size",
-    "get_default_precision",
-    "get_kernel",
-    "get_log_level",
-    "grouped_gemm",
-    "int8_gemm",
-    "linear",
-    "list_kernels",
-    "matmul",
-    "quantize",
-    "register_kernel",
-    "set_cache_size",
-    "set_default_precision",
-    "set_log_level",
-    "shuffle_weight",
-    "sparse_gemm",
-    "tensor_cores_enabled",
-    "unshuffle_weight",
-]
+    "AITERAttention", "AITERConv2d", "AITERLinear", "ShuffledWeight", "__version__", "attention",
+    "batched_gemm", "conv2d", "cutlass_gemm", "deepgemm", "dynamic_conv2d", "dynamic_shapes_enabled",
+    "enable_dynamic_shapes", "enable_fusion", "enable_tensor_cores", "fusion_enabled", "gelu",
+    "gemm_a8w8", "gemm_bias", "gemm_gelu", "gemm_relu", "get_cache_size", "get_default_precision",
+    "get_kernel", "get_log_level", "grouped_gemm", "int8_gemm", "linear", "list_kernels", "matmul",
+    "quantize", "register_kernel", "set_cache_size", "set_default_precision", "set_log_level",
+    "shuffle_weight", "sparse_gemm", "tensor_cores_enabled", "unshuffle_weight",
+]  # fmt: skip
 
 # functions that a program has registered by name
 
@@ -115,10 +84,9 @@ def list_kernels() -> list[str]:
     return sorted(KERNELS)
 
 
+@checked
 def get_kernel(name: str) -> Callable:
     """Return the kernel registered under `name`.  Raises ValueError, with the known names, for others."""
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a str, not {type(name).__name__}")
     if name not in KERNELS:
         raise ValueError(f"name: unknown kernel {name!r}; known: {', '.join(list_kernels()) or 'none'}")
     return KERNELS[name]

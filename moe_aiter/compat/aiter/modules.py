@@ -35,24 +35,23 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(input, approximate=approximate)
 
 
+def fill(module: nn.Module) -> None:
+    """Initialise as AITER's guide does, without a scale for the weight."""
+    nn.init.normal_(module.weight)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
 class AITERConv2d(nn.Conv2d):
     """`conv2d` with a weight (out_channels, in_channels / groups, kH, kW) of randn and a bias of zeros."""
 
     @checked
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1, padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1, groups: int = 1, bias: bool = True, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         check_sizes(in_channels=in_channels, out_channels=out_channels, groups=groups)
         check_steps(stride, padding, dilation, kernel_size)
         if isinstance(kernel_size, (tuple, list)) and len(kernel_size) != 2:
@@ -61,8 +60,7 @@ class AITERConv2d(nn.Conv2d):
         options = {"dilation": dilation, "groups": groups, "bias": bias, "device": device, "dtype": dtype}
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, **options)
 
-    def reset_parameters(self) -> None:
-        fill(self)
+    reset_parameters = fill
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, out_channels, H', W')."""
@@ -77,19 +75,14 @@ class AITERLinear(nn.Linear):
 
     @checked
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, in_features: int, out_features: int, bias: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         check_sizes(in_features=in_features, out_features=out_features)
         check_parameter_dtype(dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
 
-    def reset_parameters(self) -> None:
-        fill(self)
+    reset_parameters = fill
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
@@ -104,14 +97,9 @@ class AITERAttention(nn.Module):
 
     @checked
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        dropout_prob: float = 0.0,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, hidden_size: int, num_heads: int, dropout_prob: float = 0.0, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         check_sizes(hidden_size=hidden_size)
         check_probability(dropout_prob=dropout_prob)
@@ -130,10 +118,3 @@ class AITERAttention(nn.Module):
         heads = [p(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in projections]
         context = attention(*heads, attention_mask)  # (B, num_heads, S, head_size)
         return self.dropout(self.output(context.transpose(1, 2).flatten(2)))
-
-
-def fill(module: nn.Module) -> None:
-    """Initialise as AITER's guide does, without a scale for the weight."""
-    nn.init.normal_(module.weight)
-    if module.bias is not None:
-        nn.init.zeros_(module.bias)

@@ -17,16 +17,10 @@ product = computed(tuned_gemm, exact=("x_scale", "w_scale", "out_scale"))
 
 @renamed(x="A", weight="B", out_dtype="otype", x_scale="scale_a", w_scale="scale_b", out_scale="scale_c")
 def gemm_a16w16(
-    A: Tensor,
-    B: Tensor,
-    bias: Tensor | None = None,
-    otype: torch.dtype | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    scale_c: Tensor | None = None,
-    *,
+    A: Tensor, B: Tensor, bias: Tensor | None = None, otype: torch.dtype | None = None,
+    scale_a: Tensor | None = None, scale_b: Tensor | None = None, scale_c: Tensor | None = None, *,
     is_shuffled: bool | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `A @ B.mT + bias` for A (..., K) and B (N, K), in `otype` or the dtype of `A`.
 
     The files of `AITER_CONFIG_GEMM_BF16` name the implementation for each size; without a row, the fastest
@@ -44,15 +38,9 @@ def gemm_a16w16(
 
 @checked
 def get_GEMM_A16W16_config(
-    M: int,
-    N: int,
-    K: int,
-    bias: bool | int,
-    dtype: torch.dtype | str,
-    otype: torch.dtype | str,
-    scaleAB: bool | int = False,
-    bpreshuffle: bool | int = False,
-) -> dict:
+    M: int, N: int, K: int, bias: bool | int, dtype: torch.dtype | str, otype: torch.dtype | str,
+    scaleAB: bool | int = False, bpreshuffle: bool | int = False,
+) -> dict:  # fmt: skip
     """Return what AITER's files say of a product on this device: `libtype`, `solidx`, `splitK`, `us`...
 
     It is the row for M, or for the M to which AITER pads M; without a row, the dict names the backend that
@@ -78,15 +66,9 @@ class TunedGemm:
 
     @renamed(A="inp", B="weights")
     def mm(
-        self,
-        inp: Tensor,
-        weights: Tensor,
-        bias: Tensor | None = None,
-        otype: torch.dtype | None = None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
-        scale_c: Tensor | None = None,
-    ) -> Tensor:
+        self, inp: Tensor, weights: Tensor, bias: Tensor | None = None, otype: torch.dtype | None = None,
+        scale_a: Tensor | None = None, scale_b: Tensor | None = None, scale_c: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         return gemm_a16w16(inp, weights, bias, otype, scale_a, scale_b, scale_c)
 
 

@@ -14,14 +14,9 @@ BACKENDS = ("cublas", "cudnn", "cutlass", "cute-dsl", "auto")
 
 
 def bmm_fp8(
-    A: Tensor,
-    B: Tensor,
-    A_scale: Tensor | float,
-    B_scale: Tensor | float,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-    backend: str = "cublas",
-) -> Tensor:
+    A: Tensor, B: Tensor, A_scale: Tensor | float, B_scale: Tensor | float, dtype: torch.dtype,
+    out: Tensor | None = None, backend: str = "cublas",
+) -> Tensor:  # fmt: skip
     """`(A @ B) * A_scale * B_scale` of 8-bit floats, e4m3 or e5m2 in any pair: (b, m, n) in `dtype`.
 
     `A` (b, m, k) and `B` (b, k, n) may have any strides; a column-major `B`, as FlashInfer asks for, is

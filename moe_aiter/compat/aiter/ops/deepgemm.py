@@ -12,16 +12,10 @@ __all__ = ["deepgemm"]
 
 @renamed(x="XQ", w="WQ", out="Y", group_sizes="group_layout")
 def deepgemm(
-    XQ: Tensor,
-    WQ: Tensor | ShuffledWeight,
-    Y: Tensor,
-    group_layout: Tensor | None = None,
-    x_scale: Tensor | float | None = None,
-    w_scale: Tensor | float | None = None,
-    *,
-    masked_m: Tensor | None = None,
-    weight_shuffled: bool | None = None,
-) -> Tensor:
+    XQ: Tensor, WQ: Tensor | ShuffledWeight, Y: Tensor, group_layout: Tensor | None = None,
+    x_scale: Tensor | float | None = None, w_scale: Tensor | float | None = None, *,
+    masked_m: Tensor | None = None, weight_shuffled: bool | None = None,
+) -> Tensor:  # fmt: skip
     """`Y[g, :m] = (XQ[g, :m] @ WQ[g].T) * x_scale * w_scale` with m = group_layout[g], in place; returns `Y`.
 
     `XQ` (G, max_m, K) and `WQ` (G, N, K) have one dtype: an 8-bit float, and `Y` (G, max_m, N) has 16 or 32

@@ -11,14 +11,9 @@ __all__ = ["gemm_a8w8", "int8_gemm"]
 
 @renamed(x="XQ", w="WQ", out_dtype="dtype")
 def gemm_a8w8(
-    XQ: Tensor,
-    WQ: Tensor,
-    x_scale: Tensor | float,
-    w_scale: Tensor | float,
-    bias: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    splitK: int | None = None,
-) -> Tensor:
+    XQ: Tensor, WQ: Tensor, x_scale: Tensor | float, w_scale: Tensor | float, bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16, splitK: int | None = None,
+) -> Tensor:  # fmt: skip
     """`(XQ @ WQ.T) * x_scale * w_scale + bias`: `XQ` (M, K), `WQ` (N, K), both int8 or 8-bit floats; (M, N).
 
     Scales are float32: a number or one element, `x_scale` (M,) or (M, 1), `w_scale` (N,), (N, 1) or (1, N).
@@ -39,12 +34,9 @@ def gemm_a8w8(
 
 @renamed(XQ="input", WQ="weight", x_scale="input_scale", w_scale="weight_scale", dtype="output_dtype")
 def int8_gemm(
-    input: Tensor,
-    weight: Tensor,
-    input_scale: Tensor | float,
-    weight_scale: Tensor | float,
+    input: Tensor, weight: Tensor, input_scale: Tensor | float, weight_scale: Tensor | float,
     output_dtype: torch.dtype = torch.float16,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`(input @ weight.T) * input_scale * weight_scale`: `input` (m, k) and `weight` (n, k), int8; (m, n).
 
     Sums are exact.  Scales as for `gemm_a8w8`.  What float16 cannot hold is infinite: the default dtype is

@@ -149,10 +149,7 @@ def check_counts(M: int = 0, **sizes: int) -> None:
 
 @checked
 def gen_uniform_group_sizes(
-    M: int,
-    G: int,
-    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE,
-    device: torch.device | str = DEVICE,
+    M: int, G: int, group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE, device: torch.device | str = DEVICE
 ) -> Tensor:
     """(G,) int32, or int64: M rows in G groups of as equal sizes as there are, the larger ones first."""
     check_counts(M, G=G)
@@ -164,14 +161,10 @@ def gen_uniform_group_sizes(
 
 @checked
 def gen_group_sizes(
-    M: int,
-    G: int,
-    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE,
-    device: torch.device | str = DEVICE,
-    rng_seed: int | None = RNG_SEED,
-    unused_tokens_prob: float = UNUSED_TOKENS_PROB,
+    M: int, G: int, group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE, device: torch.device | str = DEVICE,
+    rng_seed: int | None = RNG_SEED, unused_tokens_prob: float = UNUSED_TOKENS_PROB,
     unused_experts_prob: float = UNUSED_EXPERTS_PROB,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """(G,) int32 or int64: each of M rows in a random group of those, at least one, drawn to have rows.
 
     A row is in no group with `unused_tokens_prob`, a group has no rows with `unused_experts_prob`.
@@ -189,17 +182,11 @@ def gen_group_sizes(
 
 @checked
 def gen_multiple_group_sizes(
-    num_group_sizes: int,
-    M: int,
-    G: int,
-    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE,
+    num_group_sizes: int, M: int, G: int, group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE,
     device: torch.device | str = DEVICE,
-    rng_seed: int | None = RNG_SEED,
-    unused_tokens_prob: float = UNUSED_TOKENS_PROB,
-    unused_experts_prob: float = UNUSED_EXPERTS_PROB,
-    *,
-    group_sizes_0: Tensor | None = None,
-) -> list[Tensor]:
+    rng_seed: int | None = RNG_SEED, unused_tokens_prob: float = UNUSED_TOKENS_PROB,
+    unused_experts_prob: float = UNUSED_EXPERTS_PROB, *, group_sizes_0: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Return results of `gen_group_sizes`, each of another seed; `group_sizes_0`, if given, is the first."""
     check_sizes(num_group_sizes=num_group_sizes, G=G)
     check_index_dtype(group_sizes_dtype=group_sizes_dtype)
@@ -220,19 +207,11 @@ def seeded(rng_seed: int | None, device: torch.device | str = "cpu") -> torch.Ge
 
 @checked
 def gen_gmm_input(
-    M: int,
-    K: int,
-    N: int,
-    G: int,
-    preferred_element_type: torch.dtype = DTYPE,
-    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE,
-    device: torch.device | str = DEVICE,
-    trans_rhs: bool = TRANS_RHS,
-    *,
-    alt_trans: bool = False,
-    rng_seed: int | None = RNG_SEED,
+    M: int, K: int, N: int, G: int, preferred_element_type: torch.dtype = DTYPE,
+    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE, device: torch.device | str = DEVICE,
+    trans_rhs: bool = TRANS_RHS, *, alt_trans: bool = False, rng_seed: int | None = RNG_SEED,
     unif_group_sizes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return random normal `lhs` and `rhs`, and random or uniform group sizes.
 
     With `trans_rhs`, each matrix of `rhs` is stored by columns: (G, N, K) with `alt_trans`, else its view
@@ -257,23 +236,12 @@ def gen_gmm_output(
 
 @checked
 def gen_gmm_tensors(
-    M: int,
-    K: int,
-    N: int,
-    G: int,
-    num_group_sizes: int,
-    input_type: torch.dtype = DTYPE,
-    output_type: torch.dtype = DTYPE,
-    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE,
-    *,
-    device: torch.device | str = DEVICE,
-    trans_lhs: bool = TRANS_LHS,
-    trans_rhs: bool = TRANS_RHS,
-    alt_trans: bool = False,
-    rng_seed: int | None = RNG_SEED,
-    unif_group_sizes: bool = False,
+    M: int, K: int, N: int, G: int, num_group_sizes: int, input_type: torch.dtype = DTYPE,
+    output_type: torch.dtype = DTYPE, group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE, *,
+    device: torch.device | str = DEVICE, trans_lhs: bool = TRANS_LHS, trans_rhs: bool = TRANS_RHS,
+    alt_trans: bool = False, rng_seed: int | None = RNG_SEED, unif_group_sizes: bool = False,
     use_bias: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor, Tensor | None]:  # fmt: skip
     """Return `lhs` and `rhs` of `gen_gmm_input`, a list of group sizes, an output and a bias (G, N) or None.
 
     `unif_group_sizes` is about the first group sizes; the others are random.  `trans_lhs` changes nothing.
@@ -283,14 +251,13 @@ def gen_gmm_tensors(
         M, K, N, G, input_type, group_sizes_dtype, device, trans_rhs,
         alt_trans=alt_trans, rng_seed=rng_seed, unif_group_sizes=unif_group_sizes,
     )  # fmt: skip
-    more = group_sizes_dtype, device, rng_seed
-    multiple_group_sizes = gen_multiple_group_sizes(num_group_sizes, M, G, *more, group_sizes_0=first)
+    drawn = group_sizes_dtype, device, rng_seed
+    group_sizes = gen_multiple_group_sizes(num_group_sizes, M, G, *drawn, group_sizes_0=first)
     out = gen_gmm_output(M, N, output_type, device)
     if not use_bias:
-        return lhs, rhs, multiple_group_sizes, out, None
+        return lhs, rhs, group_sizes, out, None
     generator = seeded(None if rng_seed is None else rng_seed + 1, device)
-    bias = normal(G, N, device=device, generator=generator).to(input_type)
-    return lhs, rhs, multiple_group_sizes, out, bias
+    return lhs, rhs, group_sizes, out, normal(G, N, device=device, generator=generator).to(input_type)
 
 
 def normal(*shape: int, **how) -> Tensor:
@@ -319,22 +286,15 @@ def get_gmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, i
 
     Raises ValueError where they do not agree.
     """
-    check_shape("lhs", lhs, "M", "K")
-    check_shape("rhs", rhs, "G", "K", "N")
-    rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], None)
-    (M, K), (G, _, N) = lhs.shape, rhs.shape
-    check_axes(lhs=(lhs, "M, K"), rhs=(rhs, "G, K, N"), group_sizes=(group_sizes, "G"))
-    return M, K, N, G
+    rhs = oriented_rhs(lhs, rhs, group_sizes=(group_sizes, "G"))
+    return *lhs.shape, rhs.shape[2], rhs.shape[0]
 
 
 @checked
 def get_gmm_output(
-    M: int,
-    N: int,
-    device: torch.device | str = DEVICE,
-    preferred_element_type: torch.dtype = DTYPE,
+    M: int, N: int, device: torch.device | str = DEVICE, preferred_element_type: torch.dtype = DTYPE,
     existing_out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return `existing_out`, or a new tensor (M, N) if there is none.
 
     Raises ValueError if its shape, dtype or device is another.
@@ -349,12 +309,18 @@ def get_gmm_transposition(lhs: Tensor, rhs: Tensor, out: Tensor) -> tuple[bool, 
 
     Raises ValueError for shapes that do not agree, and for strides that leave gaps, which `gmm` accepts.
     """
+    rhs = oriented_rhs(lhs, rhs, out=(out, "M, N"))
+    check_row_major(lhs=lhs, out=out)
+    return layout("rhs", rhs)
+
+
+def oriented_rhs(lhs: Tensor, rhs: Tensor, **others: tuple[Tensor, str]) -> Tensor:
+    """Return `rhs` as (G, K, N); raise unless its axes agree with those of `lhs` and of the others."""
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")
     rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], None)
-    check_axes(lhs=(lhs, "M, K"), rhs=(rhs, "G, K, N"), out=(out, "M, N"))
-    check_row_major(lhs=lhs, out=out)
-    return layout("rhs", rhs)
+    check_axes(lhs=(lhs, "M, K"), rhs=(rhs, "G, K, N"), **others)
+    return rhs
 
 
 def existing_or_new(shape: tuple, dtype: torch.dtype, device: torch.device | str, **existing) -> Tensor:
@@ -363,14 +329,11 @@ def existing_or_new(shape: tuple, dtype: torch.dtype, device: torch.device | str
     if x is None:
         return torch.empty(shape, dtype=dtype, device=device)
     device = torch.device(device)
-    if x.shape != shape or x.dtype != dtype or not on_device(x, device):
+    there = x.device.type == device.type and device.index in (None, x.device.index)
+    if x.shape != shape or x.dtype != dtype or not there:
         found = f"{x.dtype} {tuple(x.shape)} on {x.device}"
         raise ValueError(f"{name} must be {dtype} {shape} on {device}, but it is {found}")
     return x
-
-
-def on_device(x: Tensor, device: torch.device) -> bool:
-    return x.device.type == device.type and device.index in (None, x.device.index)
 
 
 def layout(name: str, x: Tensor) -> tuple[bool, int]:
@@ -389,19 +352,11 @@ def layout(name: str, x: Tensor) -> tuple[bool, int]:
 
 @checked
 def gen_tgmm_input(
-    M: int,
-    K: int,
-    N: int,
-    G: int,
-    preferred_element_type: torch.dtype = DTYPE,
-    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE,
-    device: torch.device | str = DEVICE,
-    trans_lhs: bool = TRANS_LHS,
-    *,
-    alt_trans: bool = False,
-    rng_seed: int | None = RNG_SEED,
+    M: int, K: int, N: int, G: int, preferred_element_type: torch.dtype = DTYPE,
+    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE, device: torch.device | str = DEVICE,
+    trans_lhs: bool = TRANS_LHS, *, alt_trans: bool = False, rng_seed: int | None = RNG_SEED,
     unif_group_sizes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return random normal `lhs` and `rhs`, and random or uniform group sizes.
 
     With `trans_lhs`, `lhs` is stored by columns: (M, K) with `alt_trans`, else its view (K, M).
@@ -434,23 +389,12 @@ def gen_tgmm_bias_grad(
 
 @checked
 def gen_tgmm_tensors(
-    M: int,
-    K: int,
-    N: int,
-    G: int,
-    num_group_sizes: int,
-    input_type: torch.dtype = DTYPE,
-    output_type: torch.dtype = DTYPE,
-    group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE,
-    *,
-    device: torch.device | str = DEVICE,
-    trans_lhs: bool = TRANS_LHS,
-    trans_rhs: bool = TRANS_RHS,
-    alt_trans: bool = False,
-    rng_seed: int | None = RNG_SEED,
-    unif_group_sizes: bool = False,
+    M: int, K: int, N: int, G: int, num_group_sizes: int, input_type: torch.dtype = DTYPE,
+    output_type: torch.dtype = DTYPE, group_sizes_dtype: torch.dtype = GROUP_SIZES_DTYPE, *,
+    device: torch.device | str = DEVICE, trans_lhs: bool = TRANS_LHS, trans_rhs: bool = TRANS_RHS,
+    alt_trans: bool = False, rng_seed: int | None = RNG_SEED, unif_group_sizes: bool = False,
     use_bias: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor, Tensor | None]:  # fmt: skip
     """Return `lhs` and `rhs` of `gen_tgmm_input`, a list of group sizes, an output and a `bias_grad` or None.
 
     `unif_group_sizes` is about the first group sizes; the others are random.  `trans_rhs` changes nothing.
@@ -460,11 +404,11 @@ def gen_tgmm_tensors(
         M, K, N, G, input_type, group_sizes_dtype, device, trans_lhs,
         alt_trans=alt_trans, rng_seed=rng_seed, unif_group_sizes=unif_group_sizes,
     )  # fmt: skip
-    more = group_sizes_dtype, device, rng_seed
-    multiple_group_sizes = gen_multiple_group_sizes(num_group_sizes, M, G, *more, group_sizes_0=first)
+    drawn = group_sizes_dtype, device, rng_seed
+    group_sizes = gen_multiple_group_sizes(num_group_sizes, M, G, *drawn, group_sizes_0=first)
     out = gen_tgmm_output(K, N, G, output_type, device)
     bias_grad = gen_tgmm_bias_grad(K, G, device, True) if use_bias else None
-    return lhs, rhs, multiple_group_sizes, out, bias_grad
+    return lhs, rhs, group_sizes, out, bias_grad
 
 
 # what a call of ptgmm or nptgmm has
@@ -486,13 +430,9 @@ def get_tgmm_shape(lhs: Tensor, rhs: Tensor, group_sizes: Tensor) -> tuple[int, 
 
 @checked
 def get_tgmm_output(
-    K: int,
-    N: int,
-    G: int,
-    device: torch.device | str = DEVICE,
-    preferred_element_type: torch.dtype = DTYPE,
+    K: int, N: int, G: int, device: torch.device | str = DEVICE, preferred_element_type: torch.dtype = DTYPE,
     existing_out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return `existing_out`, or a new tensor (G, K, N) if there is none.
 
     Raises ValueError if its shape, dtype or device is another.
