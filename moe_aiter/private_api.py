@@ -205,16 +205,11 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def end_graph(reason: str) -> None:
-    """End the graph that torch compiles, if it compiles one: `fullgraph=True` is an error that says why."""
-    torch._dynamo.graph_break(msg=reason)
-
-
 def outside_of_graph(reason: str, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call `fn`.  A compiled graph ends before it, for this reason."""
+    """Call `fn`.  A compiled graph ends before it; with `fullgraph=True` the error says this reason."""
     if not torch.compiler.is_compiling():
         return fn(*args, **kwargs)
-    end_graph(reason)
+    torch._dynamo.graph_break(msg=reason)
     # as a decorator `disable` would import the compiler with this file
     return torch.compiler.disable(fn)(*args, **kwargs)
 

@@ -221,18 +221,17 @@ def inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tens
 
 def run_inside(context: Context, fn: Callable, args: Sequence, kwargs: dict) -> Tensor:
     """Run `fn` inside of the context.  A compiler must not trace this function."""
-    names = [*range(len(args)), *kwargs]
-    arguments = dict(zip(names, (*args, *kwargs.values()), strict=True))
-    tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
 
     def call(*inputs):
-        now = arguments | dict(zip(tensors, inputs, strict=True))
+        left = iter(inputs)
+        now = [next(left) if isinstance(t, Tensor) else t for t in (*args, *kwargs.values())]
         with context():
-            return fn(*[now[i] for i in range(len(args))], **{name: now[name] for name in kwargs})
+            return fn(*now[: len(args)], **dict(zip(kwargs, now[len(args) :], strict=True)))
 
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors.values()):
-        return call(*tensors.values())
-    return Inside.apply(context, call, *tensors.values())
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+        return call(*tensors)
+    return Inside.apply(context, call, *tensors)
 
 
 class Inside(torch.autograd.Function):
