@@ -9,7 +9,6 @@ from typing import TypeVar, overload
 from ...config import VERSION as __version__
 from ...derived import cache_size as get_cache_size
 from ...derived import set_cache_size
-from ...kernels.base.check import checked
 from ...layers.quantized import quantize
 from ...switches import (
     dynamic_shapes_enabled,
@@ -84,9 +83,10 @@ def list_kernels() -> list[str]:
     return sorted(KERNELS)
 
 
-@checked
 def get_kernel(name: str) -> Callable:
     """Return the kernel registered under `name`.  Raises ValueError, with the known names, for others."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
     if name not in KERNELS:
         raise ValueError(f"name: unknown kernel {name!r}; known: {', '.join(list_kernels()) or 'none'}")
     return KERNELS[name]
