@@ -4,10 +4,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-
-from torch import Tensor
 
 from ...files import FULL, drafted_folder
 from ...kernels.base.check import checked
@@ -73,7 +70,7 @@ def convert(
         ours, theirs = (new, found) if to == "moe_aiter" else (found, new)
         moe = read_moe(ours, layer, plan)
         settings = plan.family.settings(theirs.config)
-        formula = Formula(plan.family, plan.fused, settings, partial(read_in, theirs, plan.block(layer)))
+        formula = Formula(plan.family, plan.fused, settings, plan.reader(theirs, layer))
         return difference(moe, formula), tolerance(moe.experts.down.dtype)
 
     return write(found, target, plan, compare if check else None, shard_bytes, progress)
@@ -84,10 +81,6 @@ def read_moe(checkpoint: Checkpoint, layer: str, plan: Plan) -> MoE:
     pieces = plan.family.pieces(plan.kwargs, plan.fused)
     moe = new_moe(plan.kwargs, {piece.name: checkpoint.read(f"{layer}.{piece.name}") for piece in pieces})
     return moe.eval()
-
-
-def read_in(checkpoint: Checkpoint, block: str, name: str, place: tuple = ()) -> Tensor:
-    return checkpoint.read(f"{block}.{name}", place)
 
 
 def write(

@@ -335,6 +335,7 @@ def first(config: dict, names: tuple[str, ...], default=None):
 
 
 EXPERTS = "num_experts", "num_local_experts"
+ROUTED = "n_routed_experts", "num_local_experts"
 DEEPSEEK = {  # what GLM and Nemotron took from it
     "correction": ("gate.e_score_correction_bias",) * 2, "score": "sigmoid", "renormalizes": True,
 }  # fmt: skip
@@ -344,6 +345,7 @@ QWEN2_SHARED = Shared(
     "shared_expert", "shared_expert_intermediate_size", 5632, counts=False, gate="shared_expert_gate"
 )
 QWEN_SHARED = QWEN2_SHARED._replace(default=512)
+DEEPSEEK_SHARED = Shared("shared_experts", "n_shared_experts", 1)
 NEMOTRON_SHARED = Shared("shared_experts", "moe_shared_expert_intermediate_size", 7688, counts=False)
 QWEN3_5 = Family(
     "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", "Qwen3_5MoeForCausalLM", EXPERTS,
@@ -365,9 +367,8 @@ FAMILIES = {
             renormalizes=False,
         ),
         Family(
-            "deepseek_v3", "DeepseekV3MoE", "DeepseekV3ForCausalLM",
-            ("n_routed_experts", "num_local_experts"), "moe_intermediate_size", **DEEPSEEK, scale=2.5,
-            groups=(8, 4), shared=Shared("shared_experts", "n_shared_experts", 1), further=True,
+            "deepseek_v3", "DeepseekV3MoE", "DeepseekV3ForCausalLM", ROUTED, "moe_intermediate_size",
+            **DEEPSEEK, scale=2.5, groups=(8, 4), shared=DEEPSEEK_SHARED, further=True,
             layers={"first_k_dense_replace": 3, "moe_layer_freq": 1},
             only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         ),
@@ -376,9 +377,8 @@ FAMILIES = {
             routers=("router", "router"), always_fused=True, score="topk_softmax",
         ),
         Family(
-            "glm4_moe", "Glm4MoeMoE", "Glm4MoeForCausalLM", ("n_routed_experts", "num_local_experts"),
-            "moe_intermediate_size", **DEEPSEEK, scale=1.0, groups=(1, 1),
-            shared=Shared("shared_experts", "n_shared_experts", 1), further=True,
+            "glm4_moe", "Glm4MoeMoE", "Glm4MoeForCausalLM", ROUTED, "moe_intermediate_size", **DEEPSEEK,
+            scale=1.0, groups=(1, 1), shared=DEEPSEEK_SHARED, further=True,
             layers={"first_k_dense_replace": 1},
         ),
         Family(
@@ -405,14 +405,14 @@ FAMILIES = {
             only={"use_bias": False, "moe_norm_min": 1e-12},
         ),
         Family(
-            "nemotron_h", "NemotronHMoE", "NemotronHForCausalLM", ("n_routed_experts", "num_local_experts"),
+            "nemotron_h", "NemotronHMoE", "NemotronHForCausalLM", ROUTED,
             "moe_intermediate_size", act="mlp_hidden_act", blocks=("mixer", "mixer"),
             matrices=("up_proj", "down_proj"), **DEEPSEEK, scale=1.0, groups=(1, 1), shared=NEMOTRON_SHARED,
             latent=("fc1_latent_proj", "fc2_latent_proj"), layers=dict.fromkeys(LISTED),
             only={"mlp_bias": False},
         ),
         Family(
-            "longcat_flash", "", "LongcatFlashForCausalLM", ("n_routed_experts", "num_local_experts"),
+            "longcat_flash", "", "LongcatFlashForCausalLM", ROUTED,
             "expert_ffn_hidden_size", top_k=("moe_topk", "num_experts_per_tok"),
             depth=("num_layers", "num_hidden_layers"), routers=("router.classifier",) * 2,
             correction=("router.e_score_correction_bias",) * 2, renormalizes=False, scale=6.0,

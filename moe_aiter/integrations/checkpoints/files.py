@@ -5,13 +5,13 @@ and position of each tensor; then come the tensors' bytes.  The header is writte
 read, so no file has to fit in memory.
 """
 
+import functools
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -43,9 +43,7 @@ class CheckpointError(ValueError):
         super().__init__("\n  ".join(lines))
 
 
-def need(module: str) -> ModuleType:
-    """Import a module that only conversions need, or say how to install it."""
-    return need_extra(module, "convert")
+need = functools.partial(need_extra, extra="convert")  # of modules that only conversions need
 
 
 class Spec(NamedTuple):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ...layers.moe import MoE
 from .families import MOST, OURS, Family, Part, family_of, from_json, to_json
 from .files import Checkpoint, CheckpointError, Output, Spec
@@ -36,9 +38,10 @@ class Plan(NamedTuple):
     converted: int = 0  # keys of the source
     copied: int = 0
 
-    def block(self, layer: str) -> str:
-        """The name of their module."""
-        return f"{layer.removesuffix(OURS)}{self.family.blocks[self.fused]}"
+    def reader(self, checkpoint: Checkpoint, layer: str) -> Callable[..., Tensor]:
+        """Return a function that reads a tensor of their module by its name in there, or a place of it."""
+        block = f"{layer.removesuffix(OURS)}{self.family.blocks[self.fused]}"
+        return lambda name, place=(): checkpoint.read(f"{block}.{name}", place)
 
 
 def plan_to_ours(source: Checkpoint) -> Plan:

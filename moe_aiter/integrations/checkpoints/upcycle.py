@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.base.check import check_not_negative, check_sizes, checked
 from .blocks import new_moe, ours_from
-from .convert import LAYOUTS, SHARD, Progress, Report, read_in, read_moe, write
+from .convert import LAYOUTS, SHARD, Progress, Report, read_moe, write
 from .families import FAMILIES, OURS, Family, Part
 from .files import Checkpoint, CheckpointError, Output, Spec, check_target
 from .formula import TOKENS, mlp, relative, tolerance
@@ -78,7 +78,7 @@ def upcycle(
             moe = read_moe(new, layer, plan)
         else:
             pieces = plan.family.pieces(plan.kwargs, plan.fused)
-            moe = new_moe(plan.kwargs, ours_from(pieces, partial(read_in, new, plan.block(layer)))).eval()
+            moe = new_moe(plan.kwargs, ours_from(pieces, plan.reader(new, layer))).eval()
         x = torch.randn(TOKENS, moe.hidden, generator=torch.Generator().manual_seed(0))
         x = x.to(moe.experts.down.dtype)
         with torch.no_grad():
