@@ -24,16 +24,9 @@ from ...kernels.sparse.gemm import sparse_gemm as _sparse_gemm
 from ...switches import computed, switches
 
 __all__ = [
-    "batched_gemm",
-    "cutlass_gemm",
-    "gemm_bias",
-    "gemm_gelu",
-    "gemm_relu",
-    "grouped_gemm",
-    "linear",
-    "matmul",
+    "batched_gemm", "cutlass_gemm", "gemm_bias", "gemm_gelu", "gemm_relu", "grouped_gemm", "linear", "matmul",
     "sparse_gemm",
-]
+]  # fmt: skip
 
 grouped_gemm = computed(_grouped_gemm)
 sparse_gemm = computed(_sparse_gemm)
@@ -71,12 +64,9 @@ def gemm_bias(input: Tensor, weight: Tensor, bias: Tensor, transpose_weight: boo
 @computed
 @renamed(x="input", w="weight")
 def gemm_gelu(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    transpose_weight: bool = True,
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, transpose_weight: bool = True,
     approximate: str = "none",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Apply GELU to the result of `gemm_bias`, whose arguments these are: (..., n).
 
     `approximate` is "none", for the error function, or "tanh".
