@@ -7,12 +7,13 @@ once what follows from the metadata of its inputs, and then only launches.
 """
 
 import contextlib
+import functools
 import inspect
 import logging
 import numbers
 import threading
 from collections.abc import Callable, Iterator
-from typing import Annotated, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -335,6 +336,7 @@ ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs th
 }
 IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
 INPUTS: dict[str, type] = {}  # op -> the NamedTuple of its inputs
+IN_PLACE: set[type] = set()  # the inputs of ops that write to the first one
 Written = Annotated[Tensor, "written"]  # a field of an op's inputs that the op writes to
 
 _forced = Scoped("backend", (settings.backend, "MOE_AITER_BACKEND"))  # and what forces it
@@ -395,41 +397,22 @@ def binds(bind: Callable) -> Callable:
 
 def bound(impl: Callable, i: tuple, **options) -> Callable:
     """Return `launch(out, i)` of an implementation for all inputs of the metadata of `i`."""
-    if hasattr(impl, "binds"):
-        return impl(i, **options)
-    return lambda out, i: impl(out, *i, **options)
+    return impl(i, **options) if hasattr(impl, "binds") else impl
 
 
-def bound_inplace(impl: Callable, i: tuple) -> Callable:
-    """Return the same of an op that updates the first of its inputs, which is also `out`."""
-    return impl(i) if hasattr(impl, "binds") else lambda out, i: impl(*i)
-
-
-def launcher(op: str, impl: Callable) -> Callable:
-    """Return an implementation of an op as `launch(out, *inputs)`, which decides anew at each call."""
-    if not hasattr(impl, "binds"):
-        return impl
-
-    def launch(out, *inputs):
-        i = INPUTS[op](*inputs)
-        impl(i)(out, i)
-
-    return launch
-
-
-def fill(name: str, out: Tensor | tuple[Tensor, ...], *inputs) -> None:
+def fill(name: str, out: Tensor | tuple[Tensor, ...], i: tuple) -> None:
     """Let the implementation of an op that `pick` chooses fill `out`, without the op's checks."""
-    launcher(name, pick(name, *inputs))(out, *inputs)
+    bound(pick(name, i), i)(out, i)
 
 
-def pick(name: str, x: Tensor, *rest) -> Callable:
-    """Return the forced backend, which never falls back, or the first in ORDER that takes these inputs and
+def pick(name: str, i: tuple) -> Callable:
+    """Return the forced backend, which never falls back, or the first in ORDER that takes the inputs `i` and
     should be used for them: one without `should_use` is used for all that it takes.
 
     An op whose only backend is torch ignores what is forced.  Under "hopper" an op without a Hopper
     kernel runs its Triton kernel.
     """
-    impls = IMPLS[name]
+    impls, x = IMPLS[name], first_read(i)
     order = ORDER.get(x.device.type, ("torch",))
     requested, by = _forced.get()
     forced = "triton" if requested == "hopper" and "hopper" not in impls else requested
@@ -437,11 +420,11 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
     for backend in tried:
         impl = impls.get(backend)
         usable = backend in order or backend == "torch"
-        if impl is not None and usable and runs(impl, x, *rest):
+        if impl is not None and usable and runs(impl, i):
             should_use = getattr(impl, "should_use", None) if forced == "auto" else None
-            if should_use is None or should_use(x, *rest):
+            if should_use is None or should_use(i):
                 return impl
-    there = ", ".join(b for b in order if b in impls and runs(impls[b], x, *rest))
+    there = ", ".join(b for b in order if b in impls and runs(impls[b], i))
     missing = " or ".join(tried) if requested == "auto" else requested
     why = "" if requested == "auto" else f"; {by} forces {requested}"
     raise BackendError(
@@ -449,20 +432,25 @@ def pick(name: str, x: Tensor, *rest) -> Callable:
     )
 
 
-def picked(name: str, *inputs) -> Callable:
+def picked(name: str, i: tuple) -> Callable:
     """Return what `pick` does, and log it at level DEBUG: once for inputs of the same metadata."""
-    impl = pick(name, *inputs)
+    impl = pick(name, i)
     if log.isEnabledFor(logging.DEBUG):
         backend = next(backend for backend, other in IMPLS[name].items() if other is impl)
-        tensors = [f"{tuple(t.shape)} {t.dtype}" for t in inputs if isinstance(t, Tensor)]
-        log.debug("%s on %s: backend %s for %s", name, inputs[0].device, backend, ", ".join(tensors))
+        tensors = [f"{tuple(t.shape)} {t.dtype}" for t in i if isinstance(t, Tensor)]
+        log.debug("%s on %s: backend %s for %s", name, i[0].device, backend, ", ".join(tensors))
     return impl
 
 
-def runs(impl: Callable, x: Tensor, *rest) -> bool:
+def runs(impl: Callable, i: tuple) -> bool:
     """Return whether an implementation takes the dtype, and does not say that the inputs do not fit."""
-    fits = getattr(impl, "fits", None)
-    return x.dtype in getattr(impl, "takes", (x.dtype,)) and (fits is None or bool(fits(x, *rest)))
+    fits, dtype = getattr(impl, "fits", None), first_read(i).dtype
+    return dtype in getattr(impl, "takes", (dtype,)) and (fits is None or bool(fits(i)))
+
+
+def first_read(i: tuple) -> Tensor:
+    """Return the first input that the op does not write: its dtype and its device choose the backend."""
+    return i[1] if type(i) in IN_PLACE else i[0]
 
 
 Kernel = TypeVar("Kernel", bound=Callable)
@@ -474,6 +462,7 @@ def register_kernel(
     """Add or replace an implementation of an op: `@register_kernel(op="gmm", backend="triton")`.
 
     The function is called as `impl(out, *inputs)` and fills `out` (a tuple for ops with several outputs).
+    An op that writes to its first input calls it as `impl(*inputs)`.
     """
     if not isinstance(op, str):
         raise TypeError(f"op must be a str, not {type(op).__name__}")
@@ -486,13 +475,24 @@ def register_kernel(
     def add(fn: Kernel) -> Kernel:
         if takes is not None:
             fn.takes = takes
-        IMPLS[op][backend] = fn
+        IMPLS[op][backend] = fn if hasattr(fn, "binds") else with_arguments(fn)
         invalidate_decisions()
         return fn
 
     return add
 
 
+def with_arguments(fn: Callable) -> Callable:
+    """Return `launch(out, i)` of a function that takes an op's inputs as arguments."""
+
+    @functools.wraps(fn)  # and what it takes
+    def launch(out, i):
+        fn(*i) if type(i) in IN_PLACE else fn(out, *i)
+
+    return launch
+
+
+NOTES: dict[type, dict[str, tuple]] = {}  # the inputs of an op -> what `notes_of` returns
 SCHEMA = {  # an annotation -> in a schema
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -504,17 +504,15 @@ SCHEMA = {  # an annotation -> in a schema
     torch.dtype | None: "ScalarType?",
     tuple[int, ...]: "int[]",
     tuple[bool, ...]: "bool[]",
-    Written: "Tensor(!)",
-    Written | None: "Tensor(!)?",
 }
 
 
 def schema_of(name: str, inputs: type, outputs: int) -> str:
     """Return the schema of an op whose arguments are the fields of the NamedTuple `inputs`."""
-    arguments, aliases, hints = [], iter("abc"), get_type_hints(inputs, include_extras=True)
-    for field, p in inspect.signature(inputs).parameters.items():
+    arguments, aliases, hints = [], iter("abc"), get_type_hints(inputs)
+    for n, (field, p) in enumerate(inspect.signature(inputs).parameters.items()):
         kind = SCHEMA[hints[field]]
-        kind = kind.replace("(!)", f"({next(aliases)}!)") if "!" in kind else kind
+        kind = kind.replace("Tensor", f"Tensor({next(aliases)}!)") if n in written_of(inputs) else kind
         value = f'"{p.default}"' if isinstance(p.default, str) else [] if p.default == () else p.default
         default = "" if p.default is p.empty else f"={value}"
         arguments.append(f"{kind} {field}{default}")
@@ -522,10 +520,24 @@ def schema_of(name: str, inputs: type, outputs: int) -> str:
     return f"{name}({', '.join(arguments)}) -> {results}"
 
 
+def notes_of(inputs: type) -> dict[str, tuple]:
+    """Return what the annotations of a NamedTuple say of each field beside its type; None: it may be None."""
+
+    def notes(hint: object) -> tuple:
+        if metadata := getattr(hint, "__metadata__", ()):
+            return metadata
+        options = get_args(hint)
+        return (*notes(options[0]), None) if type(None) in options else ()
+
+    if inputs not in NOTES:  # not a cache of functools, which torch.compile would trace into
+        hints = get_type_hints(inputs, include_extras=True)
+        NOTES[inputs] = {name: notes(hint) for name, hint in hints.items()}
+    return NOTES[inputs]
+
+
 def written_of(inputs: type) -> list[int]:
     """Return the positions of the fields of the NamedTuple `inputs` that are Written."""
-    hints = get_type_hints(inputs, include_extras=True).values()
-    return [n for n, hint in enumerate(hints) if "!" in SCHEMA[hint]]
+    return [n for n, notes in enumerate(notes_of(inputs).values()) if "written" in notes]
 
 
 def write_back(args: tuple, i: tuple, written: list[int]) -> None:
@@ -568,11 +580,11 @@ def define_op(
     `new(i)` checks the inputs and allocates the output, a tensor or a tuple; it is also the fake.
     `check_values(i)` raises for bad values; it synchronises, so it runs with settings.debug only.
     `reference(i)` is the meaning, in plain torch; it is also the "torch" backend, unless `torch` is passed.
-    Every other backend is `impl(out, *i)`, which fills `out`, or `binds`.  A backend that is None is absent.
+    Every other backend is `launch(out, i)`, which fills `out`, or `binds`.  A backend that is None is absent.
     """
     INPUTS[name] = inputs
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
-    IMPLS[name].setdefault("torch", lambda out, *args: copy_into(out, reference(inputs(*args))))
+    IMPLS[name].setdefault("torch", lambda out, i: copy_into(out, reference(i)))
     cache, written = {}, written_of(inputs)  # metadata -> the outputs' layouts, and what fills them
 
     def run(args):
@@ -588,7 +600,7 @@ def define_op(
             outs = out if outputs > 1 else (out,)
             launch = None
             if any(t.numel() for t in outs):
-                launch = on_device_of(i[0], bound, picked(name, *i), i)
+                launch = on_device_of(i[0], bound, picked(name, i), i)
             keep(cache, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
@@ -617,12 +629,13 @@ def define_inplace_op(
     """Register an op that updates what is Written of its inputs, at least the first one, without gradient.
 
     `check(i)` raises for bad inputs, and each call for one that shares memory with what is updated.  An
-    implementation is `impl(*i)`, or `binds`; its `fits` gets the first input last.  The rest is as for
+    implementation is `launch(out, i)`, where `out` is the first input, or `binds`.  The rest is as for
     `define_op`.
     """
     INPUTS[name] = inputs
+    IN_PLACE.add(inputs)
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
-    IMPLS[name]["torch"] = lambda *args: reference(inputs(*args))
+    IMPLS[name]["torch"] = lambda out, i: reference(i)
     cache = {}  # metadata -> what updates the output
     written = written_of(inputs)
 
@@ -636,8 +649,7 @@ def define_inplace_op(
             check(i)
             launch = None
             if any(args[n] is not None and args[n].numel() for n in written):
-                impl = picked(name, *i[1:], i[0])
-                launch = on_device_of(i[1], bound_inplace, impl, i)
+                launch = on_device_of(i[1], bound, picked(name, i), i)
             keep(cache, key, (launch,))
         check_apart(inputs._fields, args, written)
         if settings.debug and check_values is not None:

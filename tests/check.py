@@ -5,6 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moe_aiter.op import IMPLS, INPUTS
+
+
+def fits(op: str, *inputs) -> bool:
+    """Whether the Hopper kernel of an op takes these inputs."""
+    return bool(IMPLS[op]["hopper"].fits(INPUTS[op](*inputs)))
+
 
 def error(got: Tensor, exact: Tensor) -> float:
     """The relative distance of `got` from `exact`, in the Frobenius norm; NaN if either holds one."""

@@ -10,6 +10,7 @@ from compile_four_bit import rounds_scales_twice, run_four_bit
 from shapes import LIMITED
 
 from moe_aiter import tuning
+from moe_aiter.bench.tiles import launcher
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.base.fp8 import FP8, native_fp8
 from moe_aiter.kernels.base.gemm_row import GemmInputs
@@ -33,7 +34,6 @@ from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, bind_tgmm
 from moe_aiter.kernels.quantize.four_bit import FORMATS
 from moe_aiter.kernels.sparse.gemm import bind_sparse_matmul, bind_sparse_matmul_grad
 from moe_aiter.kernels.sparse.pattern import count
-from moe_aiter.op import launcher
 from moe_aiter.private_api import reads_registers_in_time
 from moe_aiter.tuning.candidates import PORTABLE
 from moe_aiter.tuning.store import load

@@ -8,6 +8,7 @@ import unittest.mock
 import torch
 from aot import TARGETS, Case, ints, new
 
+from moe_aiter.bench.tiles import launcher
 from moe_aiter.kernels.dense.attention_mask import (
     MaskBiasInputs,
     ZeroRowsInputs,
@@ -34,7 +35,6 @@ from moe_aiter.kernels.rows.route import bind_route, bind_route_backward
 from moe_aiter.kernels.rows.sort import bind_sort
 from moe_aiter.kernels.rows.sums import bind_group_sum, bind_weigh_rows
 from moe_aiter.kernels.rows.topk import bind_topk
-from moe_aiter.op import launcher
 
 BF16, F32 = torch.bfloat16, torch.float32
 E, TOP_K = 128, 8

@@ -20,8 +20,8 @@ class Inputs(NamedTuple):
 
 
 @takes(torch.float32)
-def launch_half(out, x):
-    out.copy_(x / 2)
+def launch_half(out, i):
+    out.copy_(i.x / 2)
 
 
 def save_nothing(ctx, i, output):
@@ -119,8 +119,8 @@ def test_use_reaches_the_gradient():
 
 
 def test_auto_takes_the_first_that_can():
-    assert pick(NAME, torch.ones(2)) is launch_half
-    assert pick(NAME, torch.ones(2, dtype=torch.float64)) is IMPLS[NAME]["torch"]
+    assert pick(NAME, Inputs(torch.ones(2))) is launch_half
+    assert pick(NAME, Inputs(torch.ones(2, dtype=torch.float64))) is IMPLS[NAME]["torch"]
 
 
 def test_forced_never_falls_back():
@@ -131,7 +131,7 @@ def test_forced_never_falls_back():
         == f"{NAME}: no host backend for torch.float64 on cpu; there is torch; use() forces host"
     )
     with use("torch"):
-        assert pick(NAME, torch.ones(2)) is IMPLS[NAME]["torch"]
+        assert pick(NAME, Inputs(torch.ones(2))) is IMPLS[NAME]["torch"]
 
 
 def test_an_error_says_who_forced_a_backend(monkeypatch):
@@ -243,7 +243,7 @@ def test_forcing_a_backend_leaves_ops_that_are_only_torch():
         if "host" in op.IMPLS["sort_by_expert"]:
             torch.testing.assert_close(layer(torch.ones(3, 8)), expected)
     with use("host"):
-        assert op.pick("router_logits", expected) is op.IMPLS["router_logits"]["torch"]
+        assert op.pick("router_logits", Inputs(expected)) is op.IMPLS["router_logits"]["torch"]
 
 
 def test_without_triton():

@@ -23,14 +23,14 @@ class Inputs(NamedTuple):
 
 
 def fill(value):
-    return lambda out, x: out.fill_(value)
+    return lambda out, i: out.fill_(value)
 
 
-def by_table(out, x):
+def by_table(out, i):
     out.fill_(1)
 
 
-by_table.should_use = lambda x: choose_backend(NAME, x, "n", "none", 1, 1, 1) == "triton"
+by_table.should_use = lambda i: choose_backend(NAME, i.x, "n", "none", 1, 1, 1) == "triton"
 chosen_op = define_op(NAME, Inputs, new=lambda i: torch.empty_like(i.x), torch=fill(0), host=by_table)
 
 

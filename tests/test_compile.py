@@ -9,10 +9,10 @@ import re
 import pytest
 import torch
 
+from moe_aiter.bench.tiles import launcher
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.gemm import WIDEST_STEP
 from moe_aiter.kernels.quantize.rows import FORMATS, bind_quantize_rows
-from moe_aiter.op import launcher
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 
 if interpret:

@@ -38,10 +38,10 @@ def new_sum(i):
     return torch.empty_like(i.x), i.x.new_empty(1, dtype=torch.int64)
 
 
-def launch(out, x, y, scale):
+def launch(out, i):
     seen.append("launch")
-    torch.add(x, y, alpha=scale, out=out[0])
-    out[1].fill_(x.numel())
+    torch.add(i.x, i.y, alpha=i.scale, out=out[0])
+    out[1].fill_(i.x.numel())
 
 
 # a name of its own: this module can be imported twice, an op is defined once
@@ -135,7 +135,7 @@ two_op = define_inplace_op(
     TwoInputs,
     check=lambda i: None,
     reference=lambda i: None,
-    host=lambda out, x, sums: out.numpy().fill(2),
+    host=lambda out, i: out.numpy().fill(2),
 )
 
 
@@ -179,10 +179,10 @@ def test_tensors_that_hide_something_have_no_metadata():
 
 
 def test_launchers_read_memory_that_means_what_it_says(monkeypatch):
-    def only_plain(out, *inputs):
-        assert not any(isinstance(t, torch.Tensor) and t.is_neg() for t in inputs)
-        assert type(inputs[-1]) is float
-        launch(out, *inputs)
+    def only_plain(out, i):
+        assert not any(isinstance(t, torch.Tensor) and t.is_neg() for t in i)
+        assert type(i.scale) is float
+        launch(out, i)
 
     monkeypatch.setitem(IMPLS[NAME], "host", only_plain)
     x = torch.ones(2, 3)
@@ -199,9 +199,9 @@ def test_numbers_of_numpy_become_those_of_python():
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_is_written_can_be_seen_as_its_negative(monkeypatch, grad):
-    def only_plain(*tensors):
-        assert not any(t.is_neg() for t in tensors)
-        tensors[-2].add_(tensors[-1])
+    def only_plain(out, i):
+        assert not any(t.is_neg() for t in (out, *i))
+        i.out.add_(i.x)
 
     for name, write in {"add": add_op, "beside": beside_op}.items():
         monkeypatch.setitem(IMPLS[f"{name}_{NAME}"], "torch", only_plain)

@@ -109,16 +109,16 @@ def linear_kernel(epilogue: str, x: Tensor, w: Tensor, bias: Tensor | None) -> K
 
 def gemm_kernel(name: str, torchs: Callable[..., Tensor], *inputs) -> Kernel:
     """Return the kernel of the op `gemm` for these inputs; `torchs` takes a dtype."""
-    x, w, bias, c, activation, *_ = inputs
-    (B, M, K), N = x.shape, w.shape[2]
+    i = GemmInputs(*inputs)
+    (B, M, K), N = i.x.shape, i.w.shape[2]
     return Kernel(
         name,
-        new_gemm(GemmInputs(*inputs)),
+        new_gemm(i),
         launches_of("gemm", *inputs),
         flops=2 * B * M * N * K,
         exact=lambda: torchs(torch.float64),
         plain=torchs,
-        case=case_of(*question(x, w, bias, c, activation)),
+        case=case_of(*question(i)),
     )
 
 
@@ -127,7 +127,7 @@ def ours_by_backend(ours: Callable[[], Tensor], *inputs) -> dict[str, Callable[[
     found, many = {"moe_aiter": ours}, inputs[0].shape[1] > FEW
     kernels = ("hopper", "triton") if many else ("triton",)
     for backend in kernels if inputs[0].is_cuda else ():
-        if runs(IMPLS["gemm"][backend], *inputs):
+        if runs(IMPLS["gemm"][backend], GemmInputs(*inputs)):
             return found | {f"moe_aiter, {backend}": functools.partial(forced, backend, ours)}
     return found
 
@@ -209,7 +209,8 @@ def launches_of_shuffled(x: Tensor, weight: Tensor) -> dict[str, tuple[Callable,
         i = MaskedInputs(out[None], *inputs)
         impl(i)(i.out, i)
 
-    here = "triton" in ORDER[x.device.type] and runs(impl, *inputs, x.new_empty(1, len(x), len(weight)))
+    i = MaskedInputs(x.new_empty(1, len(x), len(weight)), *inputs)
+    here = "triton" in ORDER[x.device.type] and runs(impl, i)
     return {"triton": (launch, inputs)} if here else {}
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..kernels.grouped.gmm import gmm
+from ..kernels.grouped.gmm import GroupedInputs, gmm
 from ..kernels.grouped.ptgmm import nptgmm, ptgmm
+from ..kernels.grouped.tgmm import TgmmInputs
 from ..op import IMPLS, ORDER, runs, use
 from .measure import (
     PEER_ERRORS,
@@ -163,10 +164,10 @@ def runners(p: Product) -> Iterator[Contender]:
 def implementations(p: Product) -> list[str]:
     """The backends that run this product here."""
     device = p.x.device.type
-    inputs = (p.x, p.other, p.group_sizes, None)
-    op = "gmm" if p.op == "gmm" else "tgmm"
+    inputs = p.x, p.other, p.group_sizes, None
+    op, i = ("gmm", GroupedInputs(*inputs)) if p.op == "gmm" else ("tgmm", TgmmInputs(*inputs, 1, False))
     there = [b for b in ORDER[device] if b in IMPLS[op] and (b != "torch" or device == "cpu")]
-    return [b for b in there if runs(IMPLS[op][b], *inputs, *(() if op == "gmm" else (1, False)))]
+    return [b for b in there if runs(IMPLS[op][b], i)]
 
 
 def forced(backend: str, fn: Callable, lhs: Tensor, p: Product) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..config import settings
 from ..integrations.transformers import NAME, register
-from ..kernels.experts.fp8 import ALL, BLOCK
+from ..kernels.experts.fp8 import ALL, BLOCK, UpFp8Inputs
 from ..kernels.experts.keep_fp8 import keep_fp8_weights
 from ..kernels.experts.mlp import expert_mlp
 from ..layers.moe import MoE
@@ -226,7 +226,8 @@ def multiplies_8_bits(p: Problem) -> bool:
     up = IMPLS["expert_up_fp8"]["hopper"]
     plan = (p.expert_ids.flatten(), p.expert_ids, p.expert_ids)  # of which the sizes count
     act = p.shape.activation, p.shape.interleaved, True
-    return p.x.is_cuda and runs(up, p.x, None, p.gate_up, None, None, *plan, *act, p.x.dtype)
+    i = UpFp8Inputs(p.x, None, p.gate_up, None, None, *plan, *act, p.x.dtype)
+    return p.x.is_cuda and runs(up, i)
 
 
 def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Contender:
@@ -273,7 +274,7 @@ def our_experts(p: Problem) -> Iterator[Contender]:
         return expert_mlp(p.x, p.gate_up, p.down, p.routing_weights, plan, **how)
 
     there = [b for b in ORDER[p.x.device.type] if b == "hopper" or b in IMPLS["sort_by_expert"]]
-    there = [b for b in there if b in IMPLS["expert_mlp"] and runs(IMPLS["expert_mlp"][b], p.x)]
+    there = [b for b in there if b in IMPLS["expert_mlp"] and runs(IMPLS["expert_mlp"][b], (p.x,))]
     there = [b for b in there if b != "torch" or not p.x.is_cuda]
     yield Contender(f"moe_aiter experts, {there[0]}", run, expert_inputs(p), ours=True)
     for backend in there[1:]:

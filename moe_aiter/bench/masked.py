@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.base.fp8 import native_fp8
 from ..kernels.base.shuffle import shuffle_weight
-from ..kernels.grouped.masked_gmm import masked_gmm, masked_gmm_reference
+from ..kernels.grouped.masked_gmm import MaskedInputs, masked_gmm, masked_gmm_reference
 from ..op import IMPLS, ORDER, runs, use
 from ..tuning.candidates import candidates
 from .measure import WHERE, Contender, count
@@ -101,7 +101,7 @@ def products(name: str, out: Tensor, inputs: tuple, shuffled: bool, tiles: bool)
     for backend in ORDER[x.device.type] if tiles else ():
         if backend == "torch" or backend not in impls:
             continue
-        if runs(impls[backend], x, w, sizes, *more, shuffled, out):
+        if runs(impls[backend], MaskedInputs(out, x, w, sizes, *more, shuffled)):
             one = product(backend)
             yield contender(one.name, one.run)
             for config in candidates(one.key().op):
@@ -148,5 +148,5 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def exact(out: Tensor, x: Tensor, w: Tensor, sizes: Tensor, *scales: Tensor) -> Tensor:
     whole = torch.zeros_like(out, dtype=torch.float32)
-    masked_gmm_reference(whole, x, w, sizes, *(scales or (None, None)), False)
+    masked_gmm_reference(MaskedInputs(whole, x, w, sizes, *(scales or (None, None)), False))
     return whole

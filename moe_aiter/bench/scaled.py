@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.base.choice import fits_blas
-from ..kernels.dense.scaled_gemm import scaled_gemm
+from ..kernels.dense.scaled_gemm import ScaledInputs, scaled_gemm
 from ..kernels.grouped.masked_gmm import scaled_bmm
 from ..layers.experts import Experts
 from ..layers.quantized import quantize
@@ -50,7 +50,7 @@ def product(M: int, N: int, K: int, device: torch.device, dtype: torch.dtype, se
     def kernels() -> Iterable[Kernel]:
         inputs = x, w, one.expand(M), one.expand(N), None, out
         case, launches = None, launches_of("scaled_gemm", *inputs)
-        if fits_blas(*inputs):
+        if fits_blas(ScaledInputs(*inputs)):
             case = case_of("scaled_fp8", x, "nt", "none", M, N, K)
         else:
             del launches["torch"]

@@ -16,6 +16,7 @@ from .. import tuning
 from ..kernels import hopper
 from ..kernels.base.tile import column_slices
 from ..kernels.experts import mlp as _experts_ops  # noqa: F401  defines the ops of a step
+from ..kernels.experts.fp8 import DownGradFp8Inputs, GmmUnpermuteFp8Inputs, UpFp8Inputs
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
 from ..kernels.grouped.four_bit import FourBitInputs
 from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_product, lay_out, quantize_y
@@ -23,7 +24,7 @@ from ..kernels.quantize.blocks import plan_row_blocks
 from ..kernels.quantize.four_bit import quantized
 from ..kernels.quantize.rows import quantize_rows
 from ..kernels.rows.sort import sort_by_expert
-from ..op import IMPLS, ORDER, launcher, runs
+from ..op import IMPLS, INPUTS, ORDER, bound, runs
 from ..op import pick as pick_backend
 from ..tuning import Config
 from ..tuning.choice import ChoiceKey
@@ -101,11 +102,22 @@ class Kernel:
         return accept
 
 
+def launcher(op: str, impl: Callable) -> Callable:
+    """Return an implementation of an op as `launch(out, *inputs)`, which decides anew at each call."""
+
+    @functools.wraps(impl)
+    def launch(out, *inputs):
+        i = INPUTS[op](*inputs)
+        bound(impl, i)(out, i)
+
+    return launch
+
+
 def launches_of(op: str, *inputs) -> dict[str, tuple[Callable, tuple]]:
     """The backends of an op that take these inputs, torch among them."""
-    there = [*(b for b in ORDER[inputs[0].device.type] if b in ("hopper", "triton")), "torch"]
+    there, i = [*(b for b in ORDER[inputs[0].device.type] if b in ("hopper", "triton")), "torch"], INPUTS[op]
     impls = {b: IMPLS[op][b] for b in there if b in IMPLS[op]}
-    return {b: (launcher(op, impl), inputs) for b, impl in impls.items() if runs(impl, *inputs)}
+    return {b: (launcher(op, impl), inputs) for b, impl in impls.items() if runs(impl, i(*inputs))}
 
 
 def pick(default: Config, times: dict[Config, float]) -> Config:
@@ -172,57 +184,53 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool
     On Hopper those of 8-bit floats as well."""
     tiers = [b for b in ORDER[device.type] if b in ("hopper", "triton")]
     for name, op, weights, out, inputs in step(shape, device, dtype):
-        there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], *inputs)]
+        i = INPUTS[op](*inputs)
+        there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], i)]
         flops = weights * shape.forward_flops / 3
-        for launch in there if every else [b for b in there if b is pick_backend(op, *inputs)]:
+        for launch in there if every else [b for b in there if b is pick_backend(op, i)]:
             rival = None if launch is there[0] else functools.partial(launcher(op, there[0]), out, *inputs)
             yield Product(name, launcher(op, launch), out, inputs, flops, rival=rival)
         if device.type == "cuda" and hopper.is_hopper(device) and (small := of_8_bits(op, *inputs)):
             yield Product(name, small[0], out, small[1], flops)
 
 
-def of_8_bits(op: str, x: Tensor, *rest) -> tuple[Callable, tuple] | None:
+def of_8_bits(op: str, *inputs) -> tuple[Callable, tuple] | None:
     """Return the launcher and the inputs of the product in 8-bit floats, as under `fp8=`.
 
     None for a product that stays as it is, and for sizes that do not fit the kernels.
     """
     if op == "gmm":
-        w, *after = rest
-        w, fits = w.mT, hopper.fits_gmm_unpermute_fp8(x, None, w.mT, x.dtype)
-    elif op == "expert_up":
-        w, *after = rest
-        fits = hopper.fits_up_fp8(x, None, w, None, *after[:-2], x.dtype)
-    elif op == "expert_down_grad":
-        z, w, *after = rest
-        w = w.mT
-        fits = hopper.fits_down_grad_fp8(x, None, z, w)
-    elif op == "tgmm":
-        y, *plan, columns_first = rest
+        x, w, sizes, bias = inputs
+        i = GmmUnpermuteFp8Inputs(x, None, w.mT, None, sizes, bias, None, None, None, 0, False, x.dtype)
+        if not hopper.fits_gmm_unpermute_fp8(i):
+            return None
+        (x8, x_scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w.mT)
+        bind, scales = hopper.launcher("gmm", "bind_product"), (None, x_scale, w_scale)
+
+        def launch(out, *inputs):
+            bind(x8, w8.mT, (*x8.shape, len(w8)), x.dtype)(out, *inputs, *scales)
+
+        return launch, (x8, w8.mT, sizes, bias)
+    if op == "tgmm":
+        x, y, *plan, columns_first = inputs
         group_sizes, order, top_k = plan
         row_blocks = plan_row_blocks(group_sizes, len(y))
         x8 = quantize_rows(x)
-        operands = *x8, *quantize_y(row_blocks, order, top_k, "e4m3", x8[1], y), *plan
-        if not hopper.fits_tgmm_fp8(*operands):
-            return None
-        i = TgmmFp8Inputs(*operands, 0, columns_first)
-        return functools.partial(multiply_fp8, i), lay_out(i, slice(None))
+        y8 = quantize_y(row_blocks, order, top_k, "e4m3", x8[1], y)
+        i = TgmmFp8Inputs(*x8, *y8, *plan, 0, columns_first)
+        return (
+            (functools.partial(multiply_fp8, i), lay_out(i, slice(None))) if hopper.fits_tgmm_fp8(i) else None
+        )
+    if op == "expert_up":
+        x, w, *after, _, _ = inputs
+        fits, i = hopper.fits_up_fp8, UpFp8Inputs(*quantize_rows(x), *quantize_rows(w), *after, x.dtype)
+    elif op == "expert_down_grad":
+        dout, z, w, *after = inputs
+        i = DownGradFp8Inputs(*quantize_rows(dout), z, *quantize_rows(w.mT), *after)
+        fits = hopper.fits_down_grad_fp8
     else:
         return None
-    if not fits:
-        return None
-    (x8, x_scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w)
-    if op == "gmm":
-        bind, sizes, scales = (
-            hopper.launcher("gmm", "bind_product"),
-            (*x.shape, w.shape[0]),
-            (None, x_scale, w_scale),
-        )
-        launch = lambda out, *inputs: bind(x8, w8.mT, sizes, x.dtype)(out, *inputs, *scales)  # noqa: E731
-        return launch, (x8, w8.mT, *after)
-    launch = launcher(f"{op}_fp8", IMPLS[f"{op}_fp8"]["hopper"])
-    if op == "expert_up":
-        return launch, (x8, x_scale, w8, w_scale, *after[:-2], x.dtype)
-    return launch, (x8, x_scale, z, w8, w_scale, *after)
+    return (launcher(f"{op}_fp8", IMPLS[f"{op}_fp8"]["hopper"]), i) if fits(i) else None
 
 
 def multiply_fp8(i: TgmmFp8Inputs, out: Tensor, *operands: Tensor) -> None:

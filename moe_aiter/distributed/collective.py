@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.base.check import check_float, check_shape, check_sizes
+from ..kernels.rows.permute import PermuteInputs
 from ..op import define_op, fill, gradients
 from ..private_api import process_group
 
@@ -46,14 +47,14 @@ def new_combine(i: TokensInputs) -> Tensor:
     return i.x.new_empty(i.x.shape[0] // i.ranks, i.x.shape[1])
 
 
-def launch_dispatch(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    all_gather(out, x.contiguous(), group=process_group(group))
+def launch_dispatch(out: Tensor, i: TokensInputs) -> None:
+    all_gather(out, i.x.contiguous(), group=process_group(i.group))
 
 
-def launch_combine(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=process_group(group))
-    add_parts(out, received, ranks)
+def launch_combine(out: Tensor, i: TokensInputs) -> None:
+    received = torch.empty_like(i.x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, i.x.contiguous(), group=process_group(i.group))
+    add_parts(out, received, i.ranks)
 
 
 def add_parts(out: Tensor, parts: Tensor, ranks: int) -> None:
@@ -62,7 +63,7 @@ def add_parts(out: Tensor, parts: Tensor, ranks: int) -> None:
     out, parts = out.view(-1, columns), parts.view(-1, columns)
     rows = torch.arange(parts.shape[0], dtype=torch.int32, device=parts.device)
     rank = rows.view(ranks, -1).t().contiguous()  # (T, R): the row of each rank
-    fill("unpermute", out, parts, rows, rank, None)  # which reads `rank` alone
+    fill("unpermute", out, PermuteInputs(parts, rows, rank, None))  # which reads `rank` alone
 
 
 def backward_dispatch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

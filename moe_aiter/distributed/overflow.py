@@ -32,7 +32,7 @@ def can_add(experts: object, x: Tensor) -> bool:
     """
     if not isinstance(experts, Experts) or type(experts).compute is not Experts.compute:  # FSDP2 keeps it
         return False
-    return experts.fp8 is None and pick("expert_mlp", x) is not by_expert
+    return experts.fp8 is None and pick("expert_mlp", (x,)) is not by_expert
 
 
 @torch.no_grad()

@@ -191,14 +191,14 @@ def new_logits(i: LogitsInputs) -> Tensor:
     return i.x.new_empty(i.x.shape[0], i.weight.shape[0], dtype=logits_dtype(i.x, i.weight))
 
 
-def logits_reference(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if accumulates(x, weight):
-        x, w = packed(x, weight.T)
+def fill_logits(out: Tensor, i: LogitsInputs) -> None:
+    if accumulates(i.x, i.weight):
+        x, w = packed(i.x, i.weight.T)
         torch.mm(x, w, out_dtype=out.dtype, out=out)
     else:
-        torch.mm(*packed(x.to(out.dtype), weight.to(out.dtype).T), out=out)
-    if bias is not None:
-        out += bias
+        torch.mm(*packed(i.x.to(out.dtype), i.weight.to(out.dtype).T), out=out)
+    if i.bias is not None:
+        out += i.bias
 
 
 def save_logits(ctx: Any, i: LogitsInputs, output: Tensor) -> None:
@@ -236,7 +236,7 @@ router_logits = define_op(
     "router_logits",
     LogitsInputs,
     new=new_logits,
-    torch=logits_reference,
+    torch=fill_logits,
     save=save_logits,
     backward=backward_logits,
 )

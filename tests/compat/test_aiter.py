@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_aiter.compat import aiter
-from moe_aiter.kernels.grouped.gmm import gmm_reference
-from moe_aiter.kernels.grouped.tgmm import tgmm_reference
+
+from ..references import gmm_reference, tgmm_reference
 
 
 def on(device, code):

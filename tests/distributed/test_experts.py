@@ -18,11 +18,11 @@ from moe_aiter import Experts, MoE, make_plan, use
 from moe_aiter.config import interpret, settings
 from moe_aiter.distributed import ExpertDispatcher, ExpertParallel, expert_mesh, transport
 from moe_aiter.kernels.base.host import ext
-from moe_aiter.kernels.experts.cpu import expert_loop_reference
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
 from moe_aiter.op import IMPLS
 
+from ..references import expert_loop_reference
 from .ranks import of_all_ranks, run, whole
 from .shared_memory import use_files
 

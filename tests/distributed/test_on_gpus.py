@@ -10,9 +10,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from moe_aiter import Experts, make_plan, use
 from moe_aiter.config import settings
 from moe_aiter.distributed import ExpertParallel, expert_mesh
-from moe_aiter.kernels.experts.cpu import expert_loop_reference
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 
+from ..references import expert_loop_reference
 from .ranks import gpus, of_all_ranks, run, whole
 
 pytestmark = pytest.mark.gpu

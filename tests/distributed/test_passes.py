@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from moe_aiter import Experts, make_plan, use
 from moe_aiter.config import interpret
 from moe_aiter.distributed import ExpertParallel, expert_mesh, slots, transport
+from moe_aiter.kernels.grouped.gmm import GmmUnpermuteInputs
 from moe_aiter.op import IMPLS, register_kernel
 
 from .ranks import of_all_ranks, run
@@ -87,7 +88,8 @@ def check(rank, world, folder):
             assert log.events[: len(expected)] == expected
         # the last results that the rank's process computes: a kernel of a user's own, which knows no passes
         torchs = IMPLS["gmm_unpermute"]["torch"]
-        register_kernel(op="gmm_unpermute", backend="triton")(lambda out, *inputs: torchs(out, *inputs))
+        own = lambda out, *inputs: torchs(out, GmmUnpermuteInputs(*inputs))  # noqa: E731
+        register_kernel(op="gmm_unpermute", backend="triton")(own)
         shared = parallelize_module(
             copy.deepcopy(experts), mesh, ExpertParallel(transport="symmetric", rows=0.5)
         )

@@ -13,43 +13,40 @@ from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm, scaled_gmm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
-from moe_aiter.kernels.experts.adapted import (
-    adapted_down,
-    adapted_down_reference,
-    adapted_up,
-    adapted_up_reference,
-    add_low_rank,
-)
-from moe_aiter.kernels.experts.glu import glu, glu_reference
+from moe_aiter.kernels.experts.adapted import adapted_down, adapted_up, add_low_rank
+from moe_aiter.kernels.experts.glu import glu
 from moe_aiter.kernels.experts.mlp import expert_mlp
-from moe_aiter.kernels.grouped.gmm import gmm_op, gmm_reference, gmm_unpermute_op, gmm_unpermute_reference
+from moe_aiter.kernels.grouped.gmm import gmm_op, gmm_unpermute_op
 from moe_aiter.kernels.grouped.grouped_gemm import grouped_gemm
 from moe_aiter.kernels.grouped.masked_gmm import masked_gmm
-from moe_aiter.kernels.grouped.segment_gmm import segment_gmm_op, segment_gmm_reference
-from moe_aiter.kernels.grouped.tgmm import (
-    tgmm,
-    tgmm_into_op,
-    tgmm_reference,
-    tgmm_sums_op,
-    tgmm_sums_reference,
-)
+from moe_aiter.kernels.grouped.segment_gmm import segment_gmm_op
+from moe_aiter.kernels.grouped.tgmm import tgmm, tgmm_into_op, tgmm_sums_op
 from moe_aiter.kernels.quantize.rows import quantize_by_amax_op, quantize_rows, quantize_rows_and_amax_op
-from moe_aiter.kernels.rows.permute import (
-    permute,
-    permute_reference,
-    row_dots,
-    row_dots_reference,
-    unpermute,
-    unpermute_reference,
-)
+from moe_aiter.kernels.rows.permute import permute, row_dots, unpermute
 from moe_aiter.kernels.rows.sort import sort_by_expert
-from moe_aiter.kernels.rows.sums import group_sum, group_sum_reference, weigh_rows_op, weigh_rows_reference
-from moe_aiter.kernels.sparse.gemm import sparse_matmul_op, sparse_matmul_reference
+from moe_aiter.kernels.rows.sums import group_sum, weigh_rows_op
+from moe_aiter.kernels.sparse.gemm import sparse_matmul_op
 from moe_aiter.kernels.sparse.pattern import SparsePattern
 from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, with_gradients
 from ..conftest import GPU
+from ..references import (
+    adapted_down_reference,
+    adapted_up_reference,
+    glu_reference,
+    gmm_reference,
+    gmm_unpermute_reference,
+    group_sum_reference,
+    permute_reference,
+    row_dots_reference,
+    segment_gmm_reference,
+    sparse_matmul_reference,
+    tgmm_reference,
+    tgmm_sums_reference,
+    unpermute_reference,
+    weigh_rows_reference,
+)
 from ..shapes import TINY, in_turn
 from .experts.test_experts import fused, layered, loop, make
 

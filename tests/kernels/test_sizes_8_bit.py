@@ -5,12 +5,13 @@ import torch
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
-from moe_aiter.kernels.experts.fp8 import BLOCK, RECIPES, quantized_experts
+from moe_aiter.kernels.experts.fp8 import BLOCK, RECIPES, QuantizedInputs, quantized_experts
 from moe_aiter.kernels.quantize import blocks, layouts
 from moe_aiter.kernels.quantize.rows import quantize_rows
 from moe_aiter.kernels.rows.sort import sort_by_expert
-from moe_aiter.op import IMPLS, runs
+from moe_aiter.op import IMPLS, INPUTS, runs
 
+from .. import references
 from ..check import as_tuple
 from ..shapes import in_turn
 from .experts.test_experts import make
@@ -61,7 +62,10 @@ def test_layouts(device, size):
             if name.endswith("_row_blocks") and name != "plan_row_blocks"
             else slice(None)
         )
-        got, want = (as_tuple(getattr(module, f"{name}_{way}")(*inputs)) for way in ("op", "reference"))
+        got, want = (
+            as_tuple(getattr(of, f"{name}_{way}")(*inputs))
+            for of, way in ((module, "op"), (references, "reference"))
+        )
         want = [t.to(o.dtype) for t, o in zip(want, got, strict=True)]
         assert same([t[there] for t in got], [t[there] for t in want]), name
 
@@ -88,4 +92,5 @@ def test_hopper_is_for_what_has_elements(size, monkeypatch):
         ("expert_down_grad_fp8", *x8, z, *columns8, s, *plan, "swiglu", False, True),
         ("quantized_experts", x, (*up8, None), (*down8, None), s, plan, "swiglu", False),
     ):
-        assert runs(IMPLS[op]["hopper"], *inputs) == (size == FITS), op
+        i = (INPUTS | {"quantized_experts": QuantizedInputs})[op](*inputs)
+        assert runs(IMPLS[op]["hopper"], i) == (size == FITS), op

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...private_api import scaled_product
 from ...tuning.choice import choose_backend
+from .gemm_row import GemmInputs
 from .launch import cdiv, num_programs
 
 # dense products
@@ -26,11 +27,11 @@ DEEP = 512  # of them in a row, or some warps of a program would have nothing to
 def should_use_gemm(backend: str) -> Callable[..., bool]:
     """Whether `backend`, which could compute it, should."""
 
-    def check(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
-        if dtype not in (None, x.dtype):  # torch would convert the operands first
+    def check(i: GemmInputs) -> bool:
+        if i.dtype not in (None, i.x.dtype):  # torch would convert the operands first
             return backend == "triton"
-        otherwise = "torch" if w.stride(2) == 1 else unmeasured(x.shape[1:], w.numel(), w.itemsize)
-        return choose_backend(*question(x, w, bias, c, activation), otherwise) == backend
+        otherwise = "torch" if i.w.stride(2) == 1 else unmeasured(i.x.shape[1:], i.w.numel(), i.w.itemsize)
+        return choose_backend(*question(i), otherwise) == backend
 
     return check
 
@@ -41,12 +42,12 @@ def unmeasured(size: Sequence[int], numbers: int, itemsize: int) -> str:
     return "hopper" if M <= FEW and K >= DEEP and numbers >= LONG and itemsize == 2 else "torch"
 
 
-def question(x, w, bias, c, activation: str) -> tuple:
+def question(i: GemmInputs) -> tuple:
     """Return the arguments of `choose_backend`."""
-    (B, M, K), N = x.shape, w.shape[2]
-    layout = "".join("n" if t.stride(2) == 1 else "t" for t in (x, w))
-    epilogue = activation or ("bias" if bias is not None else "none" if c is None else "c")
-    return "gemm" if B == 1 else "bmm", x, layout, epilogue, B * M, N, K
+    (B, M, K), N = i.x.shape, i.w.shape[2]
+    layout = "".join("n" if t.stride(2) == 1 else "t" for t in (i.x, i.w))
+    epilogue = i.activation or ("bias" if i.bias is not None else "none" if i.c is None else "c")
+    return "gemm" if B == 1 else "bmm", i.x, layout, epilogue, B * M, N, K
 
 
 # scaled products
@@ -59,24 +60,24 @@ TILE_M, TILE_N = 128, 256  # of Hopper's kernel
 def should_use_scaled(backend: str) -> Callable[..., bool]:
     """Whether `backend`, hopper or triton, which could compute it, should."""
 
-    def check(x, w, x_scale, w_scale, bias, dtype) -> bool:
-        if fits_blas(x, w, x_scale, w_scale, bias, dtype):
-            M, K, N = *x.shape, w.shape[1]
-            if choose_backend("scaled_fp8", x, "nt", "none", M, N, K, otherwise=backend) == "torch":
-                return False
+    def check(i) -> bool:
+        (M, K), N = i.x.shape, i.w.shape[1]
+        asked = "scaled_fp8", i.x, "nt", "none", M, N, K
+        if fits_blas(i) and choose_backend(*asked, otherwise=backend) == "torch":
+            return False
         # where there are no more of these than half of the GPU computes at once, smaller tiles are faster
-        tiles = cdiv(x.shape[0], TILE_M) * cdiv(w.shape[1], TILE_N)
-        return backend != "hopper" or 2 * tiles > num_programs(x)
+        return backend != "hopper" or 2 * cdiv(M, TILE_M) * cdiv(N, TILE_N) > num_programs(i.x)
 
     return check
 
 
-def fits_blas(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, bias, dtype) -> bool:
-    """Whether cuBLAS has it: x and w of e4m3, by rows and by columns, each with one scale."""
-    if not x.is_cuda or torch.version.hip or bias is not None or x.dtype != E4M3 or w.dtype != E4M3:
+def fits_blas(i) -> bool:
+    """Whether cuBLAS has the product of these inputs of `scaled_gemm`: x and w of e4m3, by rows and by
+    columns, each with one scale."""
+    if not i.x.is_cuda or torch.version.hip or i.bias is not None or {i.x.dtype, i.w.dtype} != {E4M3}:
         return False
-    scales = all(s is not None and (len(s) == 1 or s.stride(0) == 0) for s in (x_scale, w_scale))
-    return scales and w.shape[1] % 16 == 0 and all(is_aligned(t) for t in (x, w.mT))
+    scales = all(s is not None and (len(s) == 1 or s.stride(0) == 0) for s in (i.x_scale, i.w_scale))
+    return scales and i.w.shape[1] % 16 == 0 and all(is_aligned(t) for t in (i.x, i.w.mT))
 
 
 def is_aligned(x: Tensor) -> bool:
@@ -87,6 +88,7 @@ def is_aligned(x: Tensor) -> bool:
     )
 
 
-def multiply_by_blas(out: Tensor, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> None:
+def multiply_by_blas(out: Tensor, i) -> None:
     """Sums in float32: without the fast accumulation, which has some 14 bits."""
-    scaled_product(x, w, x_scale[:1], w_scale[:1], out_dtype=out.dtype, use_fast_accum=False, out=out)
+    scales = i.x_scale[:1], i.w_scale[:1]
+    scaled_product(i.x, i.w, *scales, out_dtype=out.dtype, use_fast_accum=False, out=out)

@@ -21,6 +21,20 @@ ROW = 16  # elements: each row of a bias begins at a multiple, or torch's kernel
 BLOCK_R, BLOCK_D = 128, 32
 
 
+class MaskBiasInputs(NamedTuple):
+    """The inputs of the op `mask_bias`: see the function of this name."""
+
+    mask: Tensor  # (B, H, Sq, Sk) bool
+    dtype: torch.dtype | None
+
+
+class ZeroRowsInputs(NamedTuple):
+    """The inputs of the op `zero_rows_`: see `zero_rows`."""
+
+    out: Written  # (B, H, S, D)
+    alive: Tensor  # (B, H, S, 1) bool, any axis of which may be 1
+
+
 def lowest(dtype: torch.dtype) -> float:
     """Return the score that hides a key.  cuDNN is not reliable with -inf; torch passes it this value."""
     return -65504.0 if dtype in (torch.float16, torch.bfloat16) else -torch.inf
@@ -29,14 +43,10 @@ def lowest(dtype: torch.dtype) -> float:
 # reference
 
 
-def mask_bias_reference(mask, dtype):
-    alive = mask.any(3, keepdim=True)
-    shown = torch.zeros_like(mask, dtype=dtype)
-    return shown.masked_fill(~mask & alive, lowest(dtype)), alive.to(torch.uint8)
-
-
-def zero_rows_reference(out, alive):
-    out.masked_fill_(~alive, 0)
+def mask_bias_reference(i: MaskBiasInputs) -> tuple[Tensor, Tensor]:
+    alive = i.mask.any(3, keepdim=True)
+    shown = torch.zeros_like(i.mask, dtype=i.dtype)
+    return shown.masked_fill(~i.mask & alive, lowest(i.dtype)), alive.to(torch.uint8)
 
 
 # kernels
@@ -101,20 +111,6 @@ def zero_rows_kernel(
 # launchers
 
 
-class MaskBiasInputs(NamedTuple):
-    """The inputs of the op `mask_bias`: see the function of this name."""
-
-    mask: Tensor  # (B, H, Sq, Sk) bool
-    dtype: torch.dtype | None
-
-
-class ZeroRowsInputs(NamedTuple):
-    """The inputs of the op `zero_rows_`: see `zero_rows`."""
-
-    out: Written  # (B, H, S, D)
-    alive: Tensor  # (B, H, S, 1) bool, any axis of which may be 1
-
-
 def new_mask_bias(i: MaskBiasInputs) -> tuple[Tensor, Tensor]:
     check_shape("mask", i.mask, "B", "H", "Sq", "Sk")
     if i.mask.dtype != torch.bool or i.dtype not in FLOATS:
@@ -161,14 +157,14 @@ mask_bias_op = define_op(
     MaskBiasInputs,
     outputs=2,
     new=new_mask_bias,
-    reference=lambda i: mask_bias_reference(*i),
+    reference=mask_bias_reference,
     triton=bind_mask_bias,
 )
 zero_rows_op = define_inplace_op(
     "zero_rows_",
     ZeroRowsInputs,
     check=check_zero_rows,
-    reference=lambda i: zero_rows_reference(*i),
+    reference=lambda i: i.out.masked_fill_(~i.alive, 0),
     triton=bind_zero_rows,
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import binds, define_op, gradients, takes
+from ...op import binds, copy_into, define_op, gradients, takes
 from ...private_api import addmm_activation
 from ...switches import MATMUL, matmul
 from .. import hopper
@@ -59,61 +59,56 @@ def matmul_precision(x: Tensor) -> contextlib.AbstractContextManager:
 # reference, and the fastest way to it in torch
 
 
-def gemm_reference(x, w, bias, c, activation="", alpha=1.0, beta=0.0, dtype=None, save_z=False):
-    dtype = dtype or x.dtype
-    product = torch.promote_types(x.dtype, dtype)  # rounded once, to what is asked for
-    z = alpha * wide(multiply_apart(x.to(product), w.to(product)))
-    z = z if c is None else z + beta * wide(c)
-    z = z if bias is None else z + wide(bias)
-    out = FUNCTIONS[activation][0](z) if activation else z
-    return out.to(dtype), z.to(dtype) if save_z else z.new_empty(0, dtype=dtype)
+def gemm_reference(i: GemmInputs) -> tuple[Tensor, Tensor]:
+    dtype = i.dtype or i.x.dtype
+    product = torch.promote_types(i.x.dtype, dtype)  # rounded once, to what is asked for
+    z = i.alpha * wide(multiply_apart(i.x.to(product), i.w.to(product)))
+    z = z if i.c is None else z + i.beta * wide(i.c)
+    z = z if i.bias is None else z + wide(i.bias)
+    out = FUNCTIONS[i.activation][0](z) if i.activation else z
+    return out.to(dtype), z.to(dtype) if i.save_z else z.new_empty(0, dtype=dtype)
 
 
-def fill_gemm(outs, x, w, bias, c, activation, alpha, beta, dtype, save_z) -> None:
+def fill_gemm(outs: tuple[Tensor, Tensor], i: GemmInputs) -> None:
     """Multiply by BLAS, whose epilogue adds the bias or c; an activation follows a rounding to `dtype`."""
     out, z = outs
-    y = z if save_z else out
-    if any(t is not None and t.dtype != y.dtype for t in (x, bias, c)):
-        found = gemm_reference(x, w, bias, c, activation, alpha, beta, dtype, save_z)
-        for target, source in zip(outs, found, strict=True):
-            target.copy_(source)
-        return
-    with matmul_precision(x):
-        if fits_fused(out, bias, c, activation, alpha, save_z):
-            addmm_activation.out(bias, x[0], w[0], out=out[0])
+    y = z if i.save_z else out
+    if any(t is not None and t.dtype != y.dtype for t in (i.x, i.bias, i.c)):
+        return copy_into(outs, gemm_reference(i))
+    with matmul_precision(i.x):
+        if fits_fused(out, i):
+            addmm_activation.out(i.bias, i.x[0], i.w[0], out=out[0])
             return
-        multiply_into(y, x, w, bias, c, alpha, beta)
-    if activation:
-        activate_into(out, y, activation)
+        multiply_into(y, i)
+    if i.activation:
+        activate_into(out, y, i.activation)
 
 
-def fits_fused(out, bias, c, activation, alpha, save_z) -> bool:
+def fits_fused(out: Tensor, i: GemmInputs) -> bool:
     """ReLU of x @ w + bias by cuBLASLt; its GELU would give other bits where no gradient is to come."""
-    single = out.is_cuda and out.shape[0] == 1 and activation == "relu" and not save_z
-    return single and bias is not None and c is None and alpha == 1
+    single = out.is_cuda and out.shape[0] == 1 and i.activation == "relu" and not i.save_z
+    return single and i.bias is not None and i.c is None and i.alpha == 1
 
 
-def multiply_into(
-    y: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, c: Tensor | None, alpha: float, beta: float
-) -> None:
+def multiply_into(y: Tensor, i: GemmInputs) -> None:
     """y (B, M, N) = alpha * x @ w + beta * c + bias."""
-    x, w = apart(x, w)
-    added, factor = (bias, 1.0) if c is None else (c, beta)
+    x, w = apart(i.x, i.w)
+    added, factor = (i.bias, 1.0) if i.c is None else (i.c, i.beta)
     if y.shape[0] == 1:
         y, x, w = y[0], x[0], w[0]
-        added = added if c is None else c[0]
+        added = added if i.c is None else i.c[0]
     elif added is not None:
         added = added.expand(y.shape)
     x, w = packed(x, w)
-    if added is None and alpha == 1:
+    if added is None and i.alpha == 1:
         torch.matmul(x, w, out=y)
     else:
         # with a factor of 0 what is added is not read
         added, factor = (y, 0.0) if added is None else (added, factor)
         product = torch.addmm if y.dim() == 2 else torch.baddbmm
-        product(added, x, w, beta=factor, alpha=alpha, out=y)
-    if c is not None and bias is not None:
-        y += bias
+        product(added, x, w, beta=factor, alpha=i.alpha, out=y)
+    if i.c is not None and i.bias is not None:
+        y += i.bias
 
 
 def activate_into(out: Tensor, z: Tensor, activation: str) -> None:
@@ -254,9 +249,8 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     return bind_split(i, splits, kernel, numbers)
 
 
-def fits_gemm(*inputs) -> bool:
+def fits_gemm(i: GemmInputs) -> bool:
     """Return whether float32 sums are precise enough, and 32 bits hold a step over K."""
-    i = GemmInputs(*inputs)
     return i.dtype != torch.float64 and WIDEST_STEP * max(i.x.stride(2), i.w.stride(1)) < 2**31
 
 
@@ -300,7 +294,7 @@ gemm_op = define_op(
     GemmInputs,
     outputs=2,
     new=new_gemm,
-    reference=lambda i: gemm_reference(*i),
+    reference=gemm_reference,
     torch=fill_gemm,
     triton=bind_gemm,
     hopper=hopper.bind_gemm,

@@ -87,11 +87,11 @@ class ScaledGroupsInputs(NamedTuple):
 # scaled_gemm: reference
 
 
-def scaled_gemm_reference(x, w, x_scale, w_scale, bias, dtype):
-    y = product(x, w)
-    y = y if x_scale is None else y * x_scale[:, None]
-    y = y if w_scale is None else y * w_scale
-    return (y if bias is None else y + bias).to(dtype)
+def scaled_gemm_reference(i: ScaledInputs) -> Tensor:
+    y = product(i.x, i.w)
+    y = y if i.x_scale is None else y * i.x_scale[:, None]
+    y = y if i.w_scale is None else y * i.w_scale
+    return (y if i.bias is None else y + i.bias).to(i.dtype)
 
 
 # scaled_gemm: kernel
@@ -301,11 +301,11 @@ def bind_product(i: ScaledGroupsInputs, M: int) -> Callable:
     return launch
 
 
-def fill_scaled_gemm(out, *inputs) -> None:
-    if fits_blas(*inputs):
-        multiply_by_blas(out, *inputs[:4])
+def fill_scaled_gemm(out: Tensor, i: ScaledInputs) -> None:
+    if fits_blas(i):
+        multiply_by_blas(out, i)
     else:
-        out.copy_(scaled_gemm_reference(*inputs))
+        out.copy_(scaled_gemm_reference(i))
 
 
 # scaled_gemm: op
@@ -335,7 +335,7 @@ scaled_gemm_op = define_op(
     "scaled_gemm",
     ScaledInputs,
     new=new_scaled_gemm,
-    reference=lambda i: scaled_gemm_reference(*i),
+    reference=scaled_gemm_reference,
     torch=fill_scaled_gemm,
     triton=bind_scaled_gemm,
     hopper=hopper.bind_scaled_gemm,
@@ -379,14 +379,14 @@ def scaled_gemm(
 # scaled_gmm: reference
 
 
-def scaled_gmm_reference(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype):
-    rows = take_rows(x.view(torch.uint8), order, top_k).view(x.dtype)  # torch gathers few kinds of 8 bits
-    scales = None if x_scale is None else take_rows(x_scale, order, top_k)
-    out, start = rows.new_zeros(len(rows), w.shape[2], dtype=dtype), 0
-    for g, end in enumerate(group_ends(group_sizes, len(rows))):
+def scaled_gmm_reference(i: ScaledGroupsInputs) -> Tensor:
+    rows = take_rows(i.x.view(torch.uint8), i.order, i.top_k)  # torch gathers few kinds of 8 bits
+    rows, scales = rows.view(i.x.dtype), None if i.x_scale is None else take_rows(i.x_scale, i.order, i.top_k)
+    out, start = rows.new_zeros(len(rows), i.w.shape[2], dtype=i.dtype), 0
+    for g, end in enumerate(group_ends(i.group_sizes, len(rows))):
         of_rows = None if scales is None else scales[start:end]
-        of_g = (None if t is None else t[g] for t in (w_scale, bias))
-        out[start:end] = scaled_gemm_reference(rows[start:end], w[g], of_rows, *of_g, dtype)
+        of_g = (None if t is None else t[g] for t in (i.w_scale, i.bias))
+        out[start:end] = scaled_gemm_reference(ScaledInputs(rows[start:end], i.w[g], of_rows, *of_g, i.dtype))
         start = end
     return out
 
@@ -417,7 +417,7 @@ scaled_gmm_op = define_op(
     ScaledGroupsInputs,
     new=new_scaled_gmm,
     check_values=check_scaled_values,
-    reference=lambda i: scaled_gmm_reference(*i),
+    reference=scaled_gmm_reference,
     triton=bind_scaled_gmm,
     hopper=hopper.bind_scaled_gmm,
 )

@@ -74,17 +74,17 @@ TILED = ("gemm", "gemm_row", "hopper_gemm", "hopper_few_rows")
 DEFAULT = {"solidx": 0, "splitK": 0, "kernelName": ""}  # beside the libtype, where there is no row
 
 
-def choose(problem: Problem, inputs: tuple) -> str:
-    """Return what multiplies the `inputs` of `gemm`: torch, triton or hopper, maybe with "/" and a tile."""
-    device = inputs[0].device
+def choose(problem: Problem, i: GemmInputs) -> str:
+    """Return what computes a product: torch, triton or hopper, maybe with "/" and a tile."""
+    device = i.x.device
     row = find(problem, this_device(device)) if forced() == "auto" else None
     record(problem)
     if row is not None:
-        backend = named(row.libtype, inputs) + tile_of(row)
+        backend = named(row.libtype, i) + tile_of(row)
     elif problem.shuffled:  # only a file's row can say that a copy in the usual order is faster
-        backend = "triton" if forced() != "torch" and is_here("triton", inputs) else "torch"
+        backend = "triton" if forced() != "torch" and is_here("triton", i) else "torch"
     else:
-        implementation = pick("gemm", *inputs)
+        implementation = pick("gemm", i)
         backend = next(name for name, impl in IMPLS["gemm"].items() if impl is implementation)
     if settings.log_tuned_config:
         said = "no row" if row is None else f"the row of M={row.problem.M} says {row.libtype}"
@@ -92,10 +92,10 @@ def choose(problem: Problem, inputs: tuple) -> str:
     return backend
 
 
-def named(libtype: str, inputs: tuple) -> str:
+def named(libtype: str, i: GemmInputs) -> str:
     """Our name for AITER's library, or torch where there is no such thing here."""
     backend = LIBRARIES.get(libtype, "torch")
-    backend = backend if is_here(backend, inputs) else "torch"
+    backend = backend if is_here(backend, i) else "torch"
     if backend != libtype:
         note(libtype, backend)
     return backend
@@ -121,10 +121,10 @@ def tile_option(launch: Callable, tile: str) -> dict[str, Config]:
     return next(({"config": config} for config in configs if config), {})
 
 
-def is_here(backend: str, inputs: tuple) -> bool:
+def is_here(backend: str, i: GemmInputs) -> bool:
     """Whether this implementation of `gemm` takes these inputs."""
-    usable = backend in (*ORDER.get(inputs[0].device.type, ()), "torch")
-    return usable and backend in IMPLS["gemm"] and runs(IMPLS["gemm"][backend], *inputs)
+    usable = backend in (*ORDER.get(i.x.device.type, ()), "torch")
+    return usable and backend in IMPLS["gemm"] and runs(IMPLS["gemm"][backend], i)
 
 
 @remembered
@@ -221,8 +221,8 @@ def bind_tuned_gemm(i: TunedInputs) -> Callable:
         backend = choose(Problem(i.x.shape[0], *i.weight.shape, i.bias is not None, *said), inputs)
     backend, _, tile = backend.partition("/")
     impl = IMPLS["gemm"][backend]
-    if not runs(impl, *inputs):  # of other strides than when it was chosen
-        impl = pick("gemm", *inputs)
+    if not runs(impl, inputs):  # of other strides than when it was chosen
+        impl = pick("gemm", inputs)
     launch = bound(impl, inputs, **tile_option(impl, tile))
 
     def launch_tuned(out, i):

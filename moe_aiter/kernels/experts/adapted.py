@@ -32,30 +32,20 @@ from ..base.check import (
     check_routing_weights,
     check_size,
     split_groups,
+    take_rows,
 )
 from ..base.tile import TILE_DTYPES
 from ..grouped.four_bit import FourBitInputs, four_bit_gmm_op
-from ..grouped.gmm import gmm_op, gmm_reference
+from ..grouped.gmm import GroupedInputs, gmm_op, gmm_reference
 from ..grouped.segment_gmm import SHORT_K, SegmentInputs, bind_segments, segment_gmm_op
 from ..grouped.segments import segment_weight_gradient
 from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
 from ..quantize.four_bit import FourBit, check_four_bit
-from ..rows.permute import check_sorted_rows, permute_op, unpermute_op, unpermute_reference
+from ..rows.permute import PermuteInputs, check_sorted_rows, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
-from .up import ZInputs, expert_up_reference, up_gradients
+from .up import ZInputs, up_gradients
 
 # add_low_rank: reference
-
-
-def add_low_rank_reference(out, x, w, group_sizes):
-    add = chosen(out, x, out)
-    pairs = zip(split_groups(out, group_sizes), split_groups(x, group_sizes), w.unbind(), strict=False)
-    for o, rows, weight in pairs:
-        if len(rows):
-            add(o, rows, weight, o)
-
-
-# add_low_rank: launcher
 
 
 class AddLowRankInputs(NamedTuple):
@@ -65,6 +55,17 @@ class AddLowRankInputs(NamedTuple):
     x: Tensor  # (M, r)
     w: Tensor  # (G, r, N)
     group_sizes: Tensor  # (G,)
+
+
+def add_low_rank_reference(i: AddLowRankInputs) -> None:
+    add = chosen(i.out, i.x, i.out)
+    out, x = (split_groups(t, i.group_sizes) for t in (i.out, i.x))
+    for o, rows, weight in zip(out, x, i.w.unbind(), strict=False):
+        if len(rows):
+            add(o, rows, weight, o)
+
+
+# add_low_rank: launcher
 
 
 def check_add_low_rank(i: AddLowRankInputs) -> None:
@@ -90,7 +91,7 @@ add_low_rank_op = define_inplace_op(
     AddLowRankInputs,
     check=check_add_low_rank,
     check_values=lambda i: check_plan_values(len(i.x), i.group_sizes),
-    reference=lambda i: add_low_rank_reference(*i),
+    reference=add_low_rank_reference,
     triton=bind_add_low_rank,
 )
 
@@ -108,59 +109,7 @@ def add_low_rank(out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor) -> None
     add_low_rank_op(out, x, w, group_sizes)
 
 
-PLAIN = "relu", False, True  # an activation without a gate, not applied; keep z
-
-# adapted: reference
-
-
-def whole(w: Tensor, four_bit: tuple, x: Tensor) -> Tensor:
-    """Return the weight (E, N, K), dequantised to the dtype of `x` if it is one of 4 bits."""
-    return FourBit(w, *four_bit, x.dtype).dequantize() if has_four_bits(four_bit) else w
-
-
-def adapted_up_reference(x, w, bias, low, b, order, rank, group_sizes, *four_bit):
-    w = whole(w, four_bit, x)
-    z, _ = expert_up_reference(x, w, bias, order, rank, group_sizes, *PLAIN)
-    return z if low is None else z + gmm_reference(low, b.mT, group_sizes, None)
-
-
-def adapted_down_reference(a, w, bias, low, b, routing_weights, order, rank, group_sizes, *four_bit):
-    w = whole(w, four_bit, a)
-    y = gmm_reference(a, w.mT, group_sizes, bias)
-    y = y if low is None else y + gmm_reference(low, b.mT, group_sizes, None)
-    return unpermute_reference(y, order, rank, routing_weights)
-
-
-# adapted: launcher
-
-
-def has_four_bits(four_bit: tuple) -> bool:
-    """Whether the last fields of an op's inputs, which end with a format, are of a weight of 4 bits."""
-    return bool(four_bit) and bool(four_bit[-1])
-
-
-def check_weight(four_bit: tuple, w_axes: str, w: Tensor, **named: tuple[Tensor, str]) -> None:
-    """Raise unless the axes of `w`, perhaps of 4 bits, are those of the words, and fit the input's."""
-    ((name, (x, axes)),) = named.items()
-    if not has_four_bits(four_bit):
-        check_axes(**{name: (x, axes)}, w=(w, w_axes))
-        return check_float(**{name: x}, w=w)
-    check_axes(**{name: (x, axes)})
-    check_float(**{name: x})
-    check_four_bit(w, *four_bit)
-    axis = w_axes.rpartition(" ")[2]
-    words = f"{name} is ({axes.replace(axis, axis + '={}')})", f"w is ({w_axes}={{}}) in 4 bits"
-    check_size(words[0], x.shape[1], words[1], 2 * w.shape[2])
-
-
-def check_adapter(low, b, w, order, group_sizes, x) -> None:
-    check_axes(w=(w, "E, N, K"), group_sizes=(group_sizes, "E"))
-    if (low is None) != (b is None):
-        raise ValueError("low and b go together: one of them is None")
-    if low is None:
-        return
-    check_axes(low=(low, "R, r"), order=(order, "R"), w=(w, "E, N, K"), b=(b, "E, N, r"))
-    check_float(x=x, low=low, b=b)
+PLAIN = "relu", False  # an activation without a gate, not applied
 
 
 class AdaptedUpInputs(NamedTuple):
@@ -200,32 +149,80 @@ class AdaptedDownInputs(NamedTuple):
     format: str = ""
 
 
-UP, DOWN = (cls._fields.index("scales") for cls in (AdaptedUpInputs, AdaptedDownInputs))  # of 4 bits
+# adapted: reference
+
+
+def parts_of(i: AdaptedUpInputs | AdaptedDownInputs) -> tuple:
+    """Return what a weight of 4 bits has beside its codes; the last of it, the format, is "" for others."""
+    return i.scales, i.nested, i.offset, i.table, i.format
+
+
+def whole(i: AdaptedUpInputs | AdaptedDownInputs) -> Tensor:
+    """Return the weight (E, N, K), dequantised to the dtype of the rows if it is one of 4 bits."""
+    return FourBit(i.w, *parts_of(i), i[0].dtype).dequantize() if i.format else i.w
+
+
+def adapted_rows(i: AdaptedUpInputs | AdaptedDownInputs, rows: Tensor) -> Tensor:
+    """Return w[e] @ rows[r] + bias[e] + b[e] @ low[r] for the row r of each choice."""
+    out = gmm_reference(GroupedInputs(rows, whole(i).mT, i.group_sizes, i.bias))
+    return out if i.low is None else out + gmm_reference(GroupedInputs(i.low, i.b.mT, i.group_sizes, None))
+
+
+def adapted_up_reference(i: AdaptedUpInputs) -> Tensor:
+    return adapted_rows(i, take_rows(i.x, i.order, i.rank.shape[1]))
+
+
+def adapted_down_reference(i: AdaptedDownInputs) -> Tensor:
+    return unpermute_reference(PermuteInputs(adapted_rows(i, i.a), i.order, i.rank, i.routing_weights))
+
+
+# adapted: launcher
+
+
+def check_weight(i: AdaptedUpInputs | AdaptedDownInputs, w_axes: str, axes: str) -> None:
+    """Raise unless the axes of `w`, perhaps of 4 bits, are those of the words, and fit the first input's."""
+    name, x, w = i._fields[0], i[0], i.w
+    check_axes(**{name: (x, axes)}, **({} if i.format else {"w": (w, w_axes)}))
+    check_float(**{name: x}, **({} if i.format else {"w": w}))
+    if i.format:
+        check_four_bit(w, *parts_of(i))
+        axis = w_axes.rpartition(" ")[2]
+        words = f"{name} is ({axes.replace(axis, axis + '={}')})", f"w is ({w_axes}={{}}) in 4 bits"
+        check_size(words[0], x.shape[1], words[1], 2 * w.shape[2])
+
+
+def check_adapter(i: AdaptedUpInputs | AdaptedDownInputs) -> None:
+    check_axes(w=(i.w, "E, N, K"), group_sizes=(i.group_sizes, "E"))
+    if (i.low is None) != (i.b is None):
+        raise ValueError("low and b go together: one of them is None")
+    if i.low is not None:
+        check_axes(low=(i.low, "R, r"), order=(i.order, "R"), w=(i.w, "E, N, K"), b=(i.b, "E, N, r"))
+        check_float(x=i[0], low=i.low, b=i.b)
 
 
 def new_adapted_up(i: AdaptedUpInputs) -> Tensor:
-    check_weight(i[UP:], "E, N, H", i.w, x=(i.x, "T, H"))
+    check_weight(i, "E, N, H", "T, H")
     check_axes(x=(i.x, "T, H"), rank=(i.rank, "T, k"))
     check_groups(i.group_sizes, i.x, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
-    check_adapter(i.low, i.b, i.w, i.order, i.group_sizes, i[0])
+    check_adapter(i)
     return i.x.new_empty(i.order.shape[0], i.w.shape[1])
 
 
 def new_adapted_down(i: AdaptedDownInputs) -> Tensor:
     check_sorted_rows(i.a, i.order)
-    check_weight(i[DOWN:], "E, H, N", i.w, a=(i.a, "R, N"))
+    check_weight(i, "E, H, N", "R, N")
     check_routing_weights(i.routing_weights, i.rank, i.a)
     check_groups(i.group_sizes, i.a, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
-    check_adapter(i.low, i.b, i.w, i.order, i.group_sizes, i[0])
+    check_adapter(i)
     return i.a.new_empty(i.rank.shape[0], i.w.shape[1])
 
 
-def as_product(i: AdaptedUpInputs) -> tuple[str, tuple]:
+def as_product(i: AdaptedUpInputs) -> tuple[str, FourBitInputs | ZInputs]:
     """Return the op of the product with the weight, which gathers rows, and its inputs."""
     if i.format:
         group = i.group_sizes, i.bias, i.order, i.rank.shape[1]
-        return "four_bit_gmm", FourBitInputs(i.x, i.w, *i[UP:], True, *group)
-    return "expert_z", ZInputs(i.x, i.w, i.bias, i.order, i.rank, i.group_sizes, *PLAIN[:2])
+        return "four_bit_gmm", FourBitInputs(i.x, i.w, *parts_of(i), True, *group)
+    return "expert_z", ZInputs(i.x, i.w, i.bias, i.order, i.rank, i.group_sizes, *PLAIN)
 
 
 @binds
@@ -233,7 +230,7 @@ def as_product(i: AdaptedUpInputs) -> tuple[str, tuple]:
 def bind_adapted_up(i: AdaptedUpInputs) -> Callable:
     """Bind the gathering product, and then the adapter in place: two more passes over z instead of four."""
     op, inputs = as_product(i)
-    multiply = bound(pick(op, *inputs), inputs)
+    multiply = bound(pick(op, inputs), inputs)
 
     def launch(z, i):
         multiply(z, as_product(i)[1])
@@ -243,42 +240,44 @@ def bind_adapted_up(i: AdaptedUpInputs) -> Callable:
     return launch
 
 
-def fill_adapted_up(z, x, w, bias, low, b, order, rank, group_sizes, *four_bit):
+def fill_adapted_up(z: Tensor, i: AdaptedUpInputs) -> None:
     """Compute by torch, each group in its place."""
-    if has_four_bits(four_bit):
-        fill("four_bit_gmm", z, x, w, *four_bit, True, group_sizes, bias, order, rank.shape[1])
+    if i.format:
+        op, inputs = as_product(i)
+        fill(op, z, inputs)
     else:
-        fill_gmm(z, permute_op(x, order, rank, None), w.mT, group_sizes, bias)
-    if low is not None:
-        add_low_rank_op(z, low, b.mT, group_sizes)
+        rows = permute_op(i.x, i.order, i.rank, None)
+        fill_gmm(z, GroupedInputs(rows, i.w.mT, i.group_sizes, i.bias))
+    if i.low is not None:
+        add_low_rank_op(z, i.low, i.b.mT, i.group_sizes)
 
 
-def multiplied(x: Tensor, w: Tensor, four_bit: tuple, transpose: bool, group_sizes, bias=None) -> Tensor:
-    """Return x @ w[g].T + bias[g] of each group, or without `transpose` x @ w[g]."""
-    if has_four_bits(four_bit):
-        return four_bit_gmm_op(x, w, *four_bit, transpose, group_sizes, bias, None, 1)
+def multiplied(x: Tensor, w: Tensor, parts: tuple, transpose: bool, group_sizes, bias=None) -> Tensor:
+    """Return x @ w[g].T + bias[g] of each group, or without `transpose` x @ w[g]; `parts` as `parts_of`."""
+    if parts[-1]:
+        return four_bit_gmm_op(x, w, *parts, transpose, group_sizes, bias, None, 1)
     return gmm_op(x, w.mT if transpose else w, group_sizes, bias)
 
 
-def fill_adapted_down(out, a, w, bias, low, b, routing_weights, order, rank, group_sizes, *four_bit):
-    y = multiplied(a, w, four_bit, True, group_sizes, bias)  # (R, H)
-    if low is not None:
-        add_low_rank_op(y, low, b.mT, group_sizes)
-    inputs = y, order, rank, routing_weights
-    fill("unpermute", out, *inputs)
+def fill_adapted_down(out: Tensor, i: AdaptedDownInputs) -> None:
+    y = multiplied(i.a, i.w, parts_of(i), True, i.group_sizes, i.bias)  # (R, H)
+    if i.low is not None:
+        add_low_rank_op(y, i.low, i.b.mT, i.group_sizes)
+    fill("unpermute", out, PermuteInputs(y, i.order, i.rank, i.routing_weights))
 
 
 @takes(*TILE_DTYPES)
-def launch_adapted_down(out, *inputs):
-    fill_adapted_down(out, *inputs)
+def launch_adapted_down(out: Tensor, i: AdaptedDownInputs) -> None:
+    fill_adapted_down(out, i)
 
 
 # adapted: op
 
 
 def save_adapted_up(ctx, i: AdaptedUpInputs, output):
-    ctx.save_for_backward(i.x, i.w, i.low, i.b, i.order, i.rank, i.group_sizes, *i[UP:-1])
-    ctx.bias_dtype, ctx.format = None if i.bias is None else i.bias.dtype, i.format
+    *parts, ctx.format = parts_of(i)
+    ctx.save_for_backward(i.x, i.w, i.low, i.b, i.order, i.rank, i.group_sizes, *parts)
+    ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
 
 def backward_adapted_up(ctx, dz):
@@ -339,7 +338,7 @@ adapted_up = define_op(
     AdaptedUpInputs,
     new=new_adapted_up,
     check_values=check_adapted_values,
-    reference=lambda i: adapted_up_reference(*i),
+    reference=adapted_up_reference,
     torch=fill_adapted_up,
     triton=bind_adapted_up,
     save=save_adapted_up,
@@ -350,7 +349,7 @@ adapted_down = define_op(
     AdaptedDownInputs,
     new=new_adapted_down,
     check_values=check_adapted_values,
-    reference=lambda i: adapted_down_reference(*i),
+    reference=adapted_down_reference,
     torch=fill_adapted_down,
     triton=launch_adapted_down,
     save=save_adapted_down,

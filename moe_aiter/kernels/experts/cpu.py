@@ -22,10 +22,10 @@ from ...op import Written, define_op, extended, gradients, saved_tensors, takes
 from ..base.activations import Activation, get_activation
 from ..base.check import check_float, sum_dtype, take_rows, wide
 from ..base.host import HOST_DTYPES, array, check_built, ext, host, num_threads, saturated, use_huge_pages
-from ..grouped.gmm import gmm_reference
+from ..grouped.gmm import GroupedInputs, gmm_reference
 from ..grouped.tgmm import matmul_into
-from ..rows.permute import unpermute_reference
-from .glu import glu_backward_reference
+from ..rows.permute import PermuteInputs, unpermute_reference
+from .glu import GluBackwardInputs, glu_backward_reference
 from .inputs import ExpertInputs, check_expert_values, check_experts
 
 # blocks, scratch, gradients of weights, order
@@ -218,7 +218,8 @@ class TorchSteps:
         dz, weighted, dweights = out
         da, z, weights = wide(da), wide(z), self.weights[choices, None]
         a = self.act(z, self.interleaved)
-        dz.copy_(glu_backward_reference(da * weights, z, self.act.name, self.interleaved))
+        inputs = GluBackwardInputs(da * weights, z, self.act.name, self.interleaved)
+        dz.copy_(glu_backward_reference(inputs))
         weighted.copy_(a * weights)
         dweights[choices] = (da * a).sum(1).to(dweights.dtype)
 
@@ -282,14 +283,24 @@ class LoopGrads(NamedTuple):
     routing_weights: Tensor | bool  # always computed: it comes with dz for nothing
 
 
+LoopInputs = extended("LoopInputs", ExpertInputs)  # without defaults
+
+
+LoopBackwardInputs = extended(
+    "LoopBackwardInputs",
+    NamedTuple("Saved", [("dout", Tensor), ("z", Tensor)]),
+    **get_type_hints(LoopInputs)
+    | {"gate_up_main_grad": Written | None, "down_main_grad": Written | None, "needs": tuple[bool, ...]},
+)
+
+
 # reference
-def expert_loop_reference(*inputs):
-    i = ExpertInputs(*inputs)
+def expert_loop_reference(i: ExpertInputs) -> tuple[Tensor, Tensor]:
     rows = take_rows(i.x, i.order, i.rank.shape[1])
-    z = gmm_reference(rows, i.gate_up.mT, i.group_sizes, i.gate_up_bias)
+    z = gmm_reference(GroupedInputs(rows, i.gate_up.mT, i.group_sizes, i.gate_up_bias))
     a = get_activation(i.activation)(z, i.interleaved)
-    y = gmm_reference(a, i.down.mT, i.group_sizes, i.down_bias)
-    return unpermute_reference(y, i.order, i.rank, i.routing_weights), z if i.save_z else z[:0]
+    y = gmm_reference(GroupedInputs(a, i.down.mT, i.group_sizes, i.down_bias))
+    return unpermute_reference(PermuteInputs(y, i.order, i.rank, i.routing_weights)), z if i.save_z else z[:0]
 
 
 # launcher: one loop, for the steps in C++ and in torch
@@ -341,8 +352,8 @@ def per_expert(bias: Tensor | None, x: Tensor, num_experts: int) -> tuple:
 
 
 class ForwardLoop(Loop):
-    def __init__(self, steps_class: type, outs: tuple[Tensor, Tensor], *inputs):
-        super().__init__(steps_class, ExpertInputs(*inputs))
+    def __init__(self, steps_class: type, outs: tuple[Tensor, Tensor], i: ExpertInputs):
+        super().__init__(steps_class, i)
         self.out, self.z = outs
         self.z_view = self.steps.view(self.z)
         sums = sum_dtype(self.out)
@@ -379,11 +390,11 @@ class ForwardLoop(Loop):
 
 
 class BackwardLoop(Loop):
-    def __init__(self, steps_class: type, grads: tuple, dout: Tensor, z: Tensor, *rest):
-        super().__init__(steps_class, ExpertInputs(*rest[:-1]))
-        self.grads, self.needs = LoopGrads(*grads), LoopGrads(*rest[-1])
+    def __init__(self, steps_class: type, grads: tuple, i: LoopBackwardInputs):
+        super().__init__(steps_class, i)
+        self.grads, self.needs, dout = LoopGrads(*grads), LoopGrads(*i.needs), i.dout
         view = self.steps.view
-        self.dout, self.z = view(dout.contiguous()), view(z)
+        self.dout, self.z = view(dout.contiguous()), view(i.z)
         self.steps.prepare(self.grads.gate_up, self.grads.down)
         self.totals = {
             name: dout.new_zeros(getattr(self.grads, name).shape, dtype=sum_dtype(dout))
@@ -453,16 +464,7 @@ class BackwardLoop(Loop):
 
 
 def launcher(loop: type, steps_class: type) -> Callable:
-    return lambda out, *inputs: loop(steps_class, out, *inputs).run()
-
-
-LoopInputs = extended("LoopInputs", ExpertInputs)  # without defaults
-LoopBackwardInputs = extended(
-    "LoopBackwardInputs",
-    NamedTuple("Saved", [("dout", Tensor), ("z", Tensor)]),
-    **get_type_hints(LoopInputs)
-    | {"gate_up_main_grad": Written | None, "down_main_grad": Written | None, "needs": tuple[bool, ...]},
-)
+    return lambda out, i: loop(steps_class, out, i).run()
 
 
 def new_expert_loop(i: LoopInputs) -> tuple[Tensor, Tensor]:
@@ -518,7 +520,7 @@ expert_loop_op = define_op(
     outputs=2,
     new=new_expert_loop,
     check_values=check_expert_values,
-    reference=lambda i: expert_loop_reference(*i),
+    reference=expert_loop_reference,
     torch=launcher(ForwardLoop, TorchSteps),
     host=host(takes(*HOST_DTYPES)(launcher(ForwardLoop, HostSteps))),
     save=save_expert_loop,

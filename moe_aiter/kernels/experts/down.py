@@ -58,31 +58,73 @@ from ..base.tile import (
     tile_options,
     unit_of,
 )
-from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute, gmm_reference, gmm_unpermute_reference
+from ..grouped.gmm import (
+    GmmUnpermuteInputs,
+    GroupedInputs,
+    bind_gmm_unpermute,
+    gmm_reference,
+    gmm_unpermute_reference,
+)
 from ..grouped.tgmm import weight_gradient
 from ..rows.sums import bias_dots, bind_add_partial_sums, group_sum
-from .glu import glu_backward_reference, glu_reference
+from .glu import GluBackwardInputs, GluInputs, glu_backward_reference, glu_reference
+
+
+class DownInputs(NamedTuple):
+    """The inputs of the op `expert_down`: out of the formula above."""
+
+    a: Tensor  # (R, I)
+    z: Tensor  # (R, width), of which a was made
+    down: Tensor  # (E, H, I)
+    bias: Tensor | None  # (E, H)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    spend_z: bool  # whether backward may write dz over z
+    row_bytes: int | torch.SymInt  # the most for the rows of y
+    main_grad: Tensor | None  # (E, H, I), which the gradient of down is added to
+
+    def as_gmm_unpermute(self) -> GmmUnpermuteInputs:
+        """Return the inputs of the product and the weighted sum that `expert_down` is."""
+        routing = self.order, self.rank, self.routing_weights
+        return GmmUnpermuteInputs(self.a, self.down.mT, self.group_sizes, self.bias, *routing, self.row_bytes)
+
+
+class DownGradInputs(NamedTuple):
+    """The inputs of the op `expert_down_grad`: dz, s * f(z) and ds of the formula above."""
+
+    dout: Tensor  # (T, H)
+    z: Tensor  # (R, width)
+    down: Tensor  # (E, H, I)
+    routing_weights: Tensor  # (T, k)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    need_a: bool  # without it s * f(z) has no rows
+
+
+DownGradOverZInputs = extended("DownGradOverZInputs", DownGradInputs, z=Written)  # z becomes dz
+
 
 # reference
 
 
-def expert_down_reference(a, z, down, bias, routing_weights, order, rank, group_sizes, *_):
-    return gmm_unpermute_reference(a, down.mT, group_sizes, bias, order, rank, routing_weights)
-
-
-def expert_down_grad_reference(
-    dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, need_a
-):
-    width = sum_dtype(z)
-    u = gmm_reference(take_rows(dout, order, rank.shape[1]), down, group_sizes, None).to(width)
-    s = take_rows(routing_weights.to(width).flatten(), order, 1)[:, None]
-    live = (torch.arange(len(z), device=z.device) < (order >= 0).sum())[:, None]
-    z = wide(z)
-    dz = glu_backward_reference(s * u, z, activation, interleaved)
-    a = glu_reference(z, activation, interleaved).where(live, 0)
-    ds = torch.zeros(routing_weights.numel(), dtype=width, device=z.device)
-    ds.index_add_(0, order.clamp(min=0).long(), (u * a).sum(1).where(live[:, 0], 0))
-    return dz.where(live, 0), (a * s if need_a else a[:0]), ds.view_as(routing_weights)
+def expert_down_grad_reference(i: DownGradInputs | DownGradOverZInputs) -> tuple[Tensor, Tensor, Tensor]:
+    z, weights, act = wide(i.z), i.routing_weights.to(sum_dtype(i.z)), (i.activation, i.interleaved)
+    dout = take_rows(i.dout, i.order, i.rank.shape[1])
+    u = wide(gmm_reference(GroupedInputs(dout, i.down, i.group_sizes, None)))
+    s = take_rows(weights.flatten(), i.order, 1)[:, None]
+    live = (torch.arange(len(z), device=z.device) < (i.order >= 0).sum())[:, None]
+    dz = glu_backward_reference(GluBackwardInputs(s * u, z, *act))
+    a = glu_reference(GluInputs(z, *act)).where(live, 0)
+    ds = weights.new_zeros(weights.numel())
+    ds.index_add_(0, i.order.clamp(min=0).long(), (u * a).sum(1).where(live[:, 0], 0))
+    return dz.where(live, 0), (a * s if i.need_a else a[:0]), ds.view_as(weights)
 
 
 # kernel
@@ -254,47 +296,6 @@ def gated_gradient(du, z, ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVE
 # launcher
 
 
-class DownInputs(NamedTuple):
-    """The inputs of the op `expert_down`: out of the formula above."""
-
-    a: Tensor  # (R, I)
-    z: Tensor  # (R, width), of which a was made
-    down: Tensor  # (E, H, I)
-    bias: Tensor | None  # (E, H)
-    routing_weights: Tensor  # (T, k)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
-    activation: str
-    interleaved: bool
-    spend_z: bool  # whether backward may write dz over z
-    row_bytes: int | torch.SymInt  # the most for the rows of y
-    main_grad: Tensor | None  # (E, H, I), which the gradient of down is added to
-
-    def as_gmm_unpermute(self) -> GmmUnpermuteInputs:
-        """Return the inputs of the product and the weighted sum that `expert_down` is."""
-        routing = self.order, self.rank, self.routing_weights
-        return GmmUnpermuteInputs(self.a, self.down.mT, self.group_sizes, self.bias, *routing, self.row_bytes)
-
-
-class DownGradInputs(NamedTuple):
-    """The inputs of the op `expert_down_grad`: dz, s * f(z) and ds of the formula above."""
-
-    dout: Tensor  # (T, H)
-    z: Tensor  # (R, width)
-    down: Tensor  # (E, H, I)
-    routing_weights: Tensor  # (T, k)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
-    activation: str
-    interleaved: bool
-    need_a: bool  # without it s * f(z) has no rows
-
-
-DownGradOverZInputs = extended("DownGradOverZInputs", DownGradInputs, z=Written)  # z becomes dz
-
-
 def new_expert_down(i: DownInputs) -> Tensor:
     check_shape("down", i.down, "E", "H", "I")
     N, (E, H, w_N) = i.a.shape[1], i.down.shape
@@ -421,7 +422,7 @@ expert_down_op = define_op(
     DownInputs,
     new=new_expert_down,
     check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
-    reference=lambda i: expert_down_reference(*i),
+    reference=lambda i: gmm_unpermute_reference(i.as_gmm_unpermute()),
     triton=bind_expert_down,
     backward=backward_expert_down,
     save=save_expert_down,
@@ -431,7 +432,7 @@ expert_down_grad_op = define_op(
     DownGradInputs,
     outputs=3,
     new=new_expert_down_grad,
-    reference=lambda i: expert_down_grad_reference(*i),
+    reference=expert_down_grad_reference,
     triton=bind_expert_down_grad,
     hopper=hopper.bind_expert_down_grad,
 )
@@ -440,7 +441,7 @@ expert_down_grad_over_z_op = define_op(
     DownGradOverZInputs,
     outputs=2,
     new=new_beside_dz,
-    torch=lambda out, *inputs: copy_into((inputs[1], *out), expert_down_grad_reference(*inputs)),
+    torch=lambda out, i: copy_into((i.z, *out), expert_down_grad_reference(i)),
     triton=over_z(bind_expert_down_grad),
     hopper=over_z(hopper.bind_expert_down_grad),
 )

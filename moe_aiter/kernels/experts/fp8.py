@@ -64,13 +64,14 @@ from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
 from ..base.tile import column_slices
 from ..dense.scaled_gemm import scaled_gmm
-from ..grouped.gmm import bind_token_sum
+from ..grouped.gmm import GmmUnpermuteInputs, bind_token_sum
 from ..grouped.tgmm import weight_gradient
 from ..grouped.tgmm_fp8 import num_bytes, quantize_y, weight_gradient_fp8
 from ..quantize.blocks import plan_row_blocks
 from ..quantize.layouts import factors_of_rows, quantize_folded, quantize_transposed, transpose_rows8
 from ..quantize.rows import (
     FORMATS,
+    QuantizeRowsInputs,
     is_read_once,
     new_quantize_rows,
     quantize_by_amax,
@@ -80,11 +81,11 @@ from ..quantize.rows import (
 from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import unpermute
 from ..rows.sums import group_sum
-from .down import DownGradInputs, down_gradients
+from .down import DownGradInputs, DownGradOverZInputs, down_gradients
 from .glu import glu
 from .inputs import ExpertInputs, check_expert_values
 from .keep_fp8 import keeps_fp8, kept_fp8
-from .up import UpInputs, up_gradients
+from .up import UpInputs, ZInputs, up_gradients
 
 # experts_fp8
 
@@ -103,40 +104,7 @@ def has_blocks(scale: Tensor) -> bool:
     return scale.dim() == 3
 
 
-# experts_fp8: reference
-
-
-def rounded_up(out, x8, x_scale, w8, w_scale, *rest, op="expert_up", after=(0, None)) -> None:
-    *rest, dtype = rest
-    inputs = dequantize(x8, x_scale, dtype), dequantize(w8, w_scale, dtype), *rest, *after
-    fill(op, out, *inputs)
-
-
-rounded_z = functools.partial(rounded_up, op="expert_z", after=())
-
-
-def rounded_gmm_unpermute(out, x8, x_scale, w8, w_scale, *rest) -> None:
-    *rest, fold, dtype = rest
-    if fold:  # without the scales of the weight that the rows took over
-        folded = dequantize(x8, x_scale, torch.promote_types(dtype, torch.float32))
-        x = (folded / factors_of_rows(w_scale, rest[0], len(x8))).to(dtype)
-        w = dequantize(w8.mT, w_scale, dtype)
-    else:
-        x, w = dequantize(x8, x_scale, dtype), dequantize(w8, w_scale, dtype).mT
-    inputs = x, w, *rest
-    fill("gmm_unpermute", out, *inputs)
-
-
-def rounded_down_grad(out, dout8, dout_scale, z, w8, w_scale, *rest, op="expert_down_grad") -> None:
-    dout, w = dequantize(dout8, dout_scale, z.dtype), dequantize(w8, w_scale, z.dtype).mT
-    inputs = dout, z, w, *rest
-    fill(op, out, *inputs)
-
-
-rounded_over_z = functools.partial(rounded_down_grad, op="expert_down_grad_over_z")
-
-
-# experts_fp8: launcher
+# experts_fp8: inputs
 
 
 class UpFp8Inputs(NamedTuple):
@@ -155,9 +123,13 @@ class UpFp8Inputs(NamedTuple):
     save_z: bool
     dtype: torch.dtype | None  # of z and a
 
-    def as_up(self) -> UpInputs:
-        """Return the inputs of `expert_up` that these stand for, without scales."""
-        return UpInputs(self.x8, self.w8, *self[4:-1], 0, None)
+    def as_up(self, rounded: bool = False) -> UpInputs:
+        """Return the inputs of `expert_up` that these stand for, or of 8 bits without scales."""
+        x, w = self.x8, self.w8
+        if rounded:
+            x, w = dequantize(x, self.x_scale, self.dtype), dequantize(w, self.w_scale, self.dtype)
+        rest = self.order, self.rank, self.group_sizes, self.activation, self.interleaved, self.save_z
+        return UpInputs(x, w, self.bias, *rest, 0, None)
 
 
 class ZFp8Inputs(NamedTuple):
@@ -196,28 +168,16 @@ class DownGradFp8Inputs(NamedTuple):
     interleaved: bool
     need_a: bool
 
-    def as_down_grad(self) -> DownGradInputs:
-        """Return the inputs of `expert_down_grad` that these stand for, without scales."""
-        return DownGradInputs(self.dout8, self.z, self.w8.mT, *self[5:])
+    def as_down_grad(self, rounded: bool = False) -> DownGradInputs:
+        """Return the inputs of `expert_down_grad` that these stand for, or of 8 bits without scales."""
+        dout, w, dtype = self.dout8, self.w8, self.z.dtype
+        if rounded:
+            dout, w = dequantize(dout, self.dout_scale, dtype), dequantize(w, self.w_scale, dtype)
+        routing, act = (self.order, self.rank, self.group_sizes), (self.activation, self.interleaved)
+        return DownGradInputs(dout, self.z, w.mT, self.routing_weights, *routing, *act, self.need_a)
 
 
 DownGradFp8OverZInputs = extended("DownGradFp8OverZInputs", DownGradFp8Inputs, z=Written)  # z becomes dz
-
-
-@binds
-def bind_up(i: UpFp8Inputs, write_a: bool = True) -> Callable:
-    launch = hopper.bind_expert_up(i.as_up(), write_a, i.dtype, has_blocks(i.w_scale))
-
-    def launch_up(out, i):
-        launch(out, i.as_up(), (take_rows(i.x_scale, i.order, i.rank.shape[1]), i.w_scale))
-
-    return launch_up
-
-
-@binds
-def bind_z(i: ZFp8Inputs) -> Callable:
-    launch = bind_up(i.with_z(), write_a=False)
-    return lambda z, i: launch((z, None), i.with_z())
 
 
 class GmmUnpermuteFp8Inputs(NamedTuple):
@@ -235,6 +195,62 @@ class GmmUnpermuteFp8Inputs(NamedTuple):
     row_bytes: int | torch.SymInt  # the most for the rows of the product
     fold: bool  # the scales of the weight lie along the sum, and x8 has taken them over
     dtype: torch.dtype | None  # of the product
+
+    def rounded(self) -> GmmUnpermuteInputs:
+        """Return the inputs of `gmm_unpermute` that these stand for."""
+        if self.fold:  # without the scales of the weight that the rows took over
+            folded = dequantize(self.x8, self.x_scale, torch.promote_types(self.dtype, torch.float32))
+            x = (folded / factors_of_rows(self.w_scale, self.group_sizes, len(self.x8))).to(self.dtype)
+            w = dequantize(self.w8.mT, self.w_scale, self.dtype)
+        else:
+            x = dequantize(self.x8, self.x_scale, self.dtype)
+            w = dequantize(self.w8, self.w_scale, self.dtype).mT
+        routing = self.order, self.rank, self.routing_weights
+        return GmmUnpermuteInputs(x, w, self.group_sizes, self.bias, *routing, self.row_bytes)
+
+
+# experts_fp8: reference
+
+
+def rounded_up(out: tuple[Tensor, Tensor], i: UpFp8Inputs) -> None:
+    fill("expert_up", out, i.as_up(rounded=True))
+
+
+def rounded_z(out: Tensor, i: ZFp8Inputs) -> None:
+    *inputs, _, _, _ = i.with_z().as_up(rounded=True)
+    fill("expert_z", out, ZInputs(*inputs))
+
+
+def rounded_gmm_unpermute(out: Tensor, i: GmmUnpermuteFp8Inputs) -> None:
+    fill("gmm_unpermute", out, i.rounded())
+
+
+def rounded_down_grad(out: tuple[Tensor, Tensor, Tensor], i: DownGradFp8Inputs) -> None:
+    fill("expert_down_grad", out, i.as_down_grad(rounded=True))
+
+
+def rounded_over_z(out: tuple[Tensor, Tensor], i: DownGradFp8OverZInputs) -> None:
+    inputs = DownGradOverZInputs(*DownGradFp8Inputs(*i).as_down_grad(rounded=True))
+    fill("expert_down_grad_over_z", out, inputs)
+
+
+# experts_fp8: launcher
+
+
+@binds
+def bind_up(i: UpFp8Inputs, write_a: bool = True) -> Callable:
+    launch = hopper.bind_expert_up(i.as_up(), write_a, i.dtype, has_blocks(i.w_scale))
+
+    def launch_up(out, i):
+        launch(out, i.as_up(), (take_rows(i.x_scale, i.order, i.rank.shape[1]), i.w_scale))
+
+    return launch_up
+
+
+@binds
+def bind_z(i: ZFp8Inputs) -> Callable:
+    launch = bind_up(i.with_z(), write_a=False)
+    return lambda z, i: launch((z, None), i.with_z())
 
 
 @binds
@@ -355,28 +371,29 @@ def new_experts(i: ExpertsFp8Inputs) -> tuple[Tensor, ...]:
     z, by_rows = i.x.new_empty(rows, width), i.recipe != BLOCK
     asked = (by_rows and i.need_dx, width), (by_rows and is_read_once(i.down), I)
     kept = [z.new_empty(E if rows and some else 0, n, dtype=torch.float32) for some, n in asked]
-    return i.x.new_empty(i.x.shape), z, *kept, *new_quantize_rows(i.x if i.save_x8 else i.x[:0], "e4m3")
+    x8 = new_quantize_rows(QuantizeRowsInputs(i.x if i.save_x8 else i.x[:0], "e4m3"))
+    return i.x.new_empty(i.x.shape), z, *kept, *x8
 
 
-def launch_experts(out, *inputs) -> None:
-    i, (y, z, gate_up_scale, down_amax), x8 = ExpertsFp8Inputs(*inputs), out[:4], out[4:]
+def launch_experts(out: tuple[Tensor, ...], i: ExpertsFp8Inputs) -> None:
+    y, z, gate_up_scale, down_amax, *x8 = out
     routing, act, blocks = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved), i.recipe == BLOCK
     if i.save_x8:
-        fill("quantize_rows", x8, i.x, "e4m3")
+        fill("quantize_rows", tuple(x8), QuantizeRowsInputs(i.x, "e4m3"))
     else:
         x8 = quantize_tokens(i.x, "e4m3", blocks)
     a = i.x.new_empty(i.order.shape[0], i.down.shape[2])
     w8 = blocks_of_weight(i.gate_up) if blocks else rows_of_weight(i.gate_up)
     if gate_up_scale.numel():
         gate_up_scale.copy_(w8[1])
-    up = *x8, *w8, i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype
-    fill("expert_up_fp8", (z, a), *up)
+    up = UpFp8Inputs(*x8, *w8, i.gate_up_bias, *routing, *act, i.save_z, i.x.dtype)
+    fill("expert_up_fp8", (z, a), up)
     del up, w8, x8  # and with them 8 bits of each weight
     a8 = quantize_tokens(a, "e4m3", blocks)
     del a
     w8 = blocks_of_weight(i.down) if blocks else rows_and_amax(i.down, down_amax)
-    inputs = *a8, *w8, i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, i.bytes_of_y
-    fill("gmm_unpermute_fp8", y, *inputs, False, i.x.dtype)
+    rest = i.group_sizes, i.down_bias, i.order, i.rank, i.routing_weights, i.bytes_of_y, False, i.x.dtype
+    fill("gmm_unpermute_fp8", y, GmmUnpermuteFp8Inputs(*a8, *w8, *rest))
 
 
 def blocks_of_weight(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -530,10 +547,27 @@ def format_of(w8: Tensor) -> str:
     return "int8" if w8.dtype == torch.int8 else "e4m3"
 
 
-def by_groups(x, gate_up, down, routing_weights, plan, activation, interleaved) -> Tensor:
-    order, rank, group_sizes = plan
-    format = format_of(gate_up[0])
-    product = x.dtype if x.dtype != torch.float64 else torch.float32
+class QuantizedInputs(NamedTuple):
+    """The inputs of `quantized_experts`."""
+
+    x: Tensor
+    gate_up: tuple[Tensor, Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor, Tensor | None]
+    routing_weights: Tensor
+    plan: tuple[Tensor, Tensor, Tensor]
+    activation: str
+    interleaved: bool
+
+    def up(self, x8: Tensor, x_scale: Tensor | None) -> UpFp8Inputs:
+        """Return the inputs of the up-projection."""
+        act = self.activation, self.interleaved
+        return UpFp8Inputs(x8, x_scale, *self.gate_up, *self.plan, *act, False, self.x.dtype)
+
+
+def by_groups(i: QuantizedInputs) -> Tensor:
+    order, rank, group_sizes = i.plan
+    format = format_of(i.gate_up[0])
+    product = i.x.dtype if i.x.dtype != torch.float64 else torch.float32
 
     def multiply(rows: Tensor, weight: tuple, **gathered) -> Tensor:
         w8, w_scale, bias = weight
@@ -541,28 +575,26 @@ def by_groups(x, gate_up, down, routing_weights, plan, activation, interleaved) 
         beside = x_scale, w_scale, bias
         return scaled_gmm(x8, w8.mT, group_sizes, *beside, **gathered, out_dtype=product)
 
-    z = multiply(x, gate_up, order=order, top_k=rank.shape[1])  # (R, width)
-    a = glu(z, activation, interleaved)
+    z = multiply(i.x, i.gate_up, order=order, top_k=rank.shape[1])  # (R, width)
+    a = glu(z, i.activation, i.interleaved)
     del z
-    return unpermute(multiply(a, down), order, rank, routing_weights).to(x.dtype)
+    return unpermute(multiply(a, i.down), order, rank, i.routing_weights).to(i.x.dtype)
 
 
-def on_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) -> Tensor:
-    order, rank, group_sizes = plan
-    format = format_of(gate_up[0])
-    x8 = quantize_rows(x, format)
-    _, a = expert_up_fp8_op(*x8, *gate_up, *plan, activation, interleaved, False, x.dtype)
+def on_hopper(i: QuantizedInputs) -> Tensor:
+    order, rank, group_sizes = i.plan
+    format = format_of(i.gate_up[0])
+    _, a = expert_up_fp8_op(*i.up(*quantize_rows(i.x, format)))
     a8 = quantize_rows(a, format)
     del a
-    w8, w_scale, bias = down
-    rest = group_sizes, bias, order, rank, routing_weights, ALL_ROWS, False, x.dtype
+    w8, w_scale, bias = i.down
+    rest = group_sizes, bias, order, rank, i.routing_weights, ALL_ROWS, False, i.x.dtype
     return gmm_unpermute_fp8_op(*a8, w8, w_scale, *rest)
 
 
-def fits_hopper(x, gate_up, down, routing_weights, plan, activation, interleaved) -> bool:
-    up, (w8, *_) = gate_up[0], down
-    fits = hopper.fits_up_fp8(x, None, *gate_up, *plan, activation, x.dtype)
-    fits = fits and w8.shape[2] % 16 == 0 and w8.shape[1] % 8 == 0
+def fits_hopper(i: QuantizedInputs) -> bool:
+    up, (w8, *_) = i.gate_up[0], i.down
+    fits = hopper.fits_up_fp8(i.up(i.x, None)) and w8.shape[2] % 16 == 0 and w8.shape[1] % 8 == 0
     return fits and hopper.multiplies(up, up) and hopper.multiplies(w8, w8)
 
 
@@ -589,5 +621,5 @@ def quantized_experts(
     check_tensor("x", x)
     check_plan(plan)
     refuse_gradient("a quantised layer", x, routing_weights)
-    inputs = x, gate_up, down, routing_weights, plan, activation, interleaved
-    return pick("quantized_experts", *inputs)(*inputs)
+    i = QuantizedInputs(x, gate_up, down, routing_weights, plan, activation, interleaved)
+    return pick("quantized_experts", i)(i)

@@ -44,19 +44,36 @@ TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
 }
 
 
+class GluInputs(NamedTuple):
+    """The inputs of the op `glu`: f(gate) * h(up), or f(z) for a plain activation."""
+
+    z: Tensor  # (R, width)
+    activation: str
+    interleaved: bool
+
+
+class GluBackwardInputs(NamedTuple):
+    """The inputs of the op `glu_backward`: the gradient of z."""
+
+    dout: Tensor  # (R, I)
+    z: Tensor  # (R, width)
+    activation: str
+    interleaved: bool
+
+
 # reference
-def glu_reference(z, activation, interleaved):
-    return get_activation(activation)(z, interleaved)
+def glu_reference(i: GluInputs) -> Tensor:
+    return get_activation(i.activation)(i.z, i.interleaved)
 
 
-def glu_backward_reference(dout, z, activation, interleaved):
-    act = get_activation(activation)
+def glu_backward_reference(i: GluBackwardInputs) -> Tensor:
+    act = get_activation(i.activation)
     if not act.gated:
-        return TORCH_GRADIENTS[act.base](dout, z)
-    gate, up = split_gate_up(z, interleaved)
-    dgate = TORCH_GRADIENTS[act.base](dout * act.torch_up(up), gate, *act.limits)
-    dup = TORCH_GRADIENTS[act.up](dout * act.torch_fn(gate), up, *act.limits)
-    return join_gate_up(dgate, dup, interleaved)
+        return TORCH_GRADIENTS[act.base](i.dout, i.z)
+    gate, up = split_gate_up(i.z, i.interleaved)
+    dgate = TORCH_GRADIENTS[act.base](i.dout * act.torch_up(up), gate, *act.limits)
+    dup = TORCH_GRADIENTS[act.up](i.dout * act.torch_fn(gate), up, *act.limits)
+    return join_gate_up(dgate, dup, i.interleaved)
 
 
 # kernel
@@ -116,23 +133,6 @@ def glu_backward_kernel(
 
 
 # launcher
-class GluInputs(NamedTuple):
-    """The inputs of the op `glu`: f(gate) * h(up), or f(z) for a plain activation."""
-
-    z: Tensor  # (R, width)
-    activation: str
-    interleaved: bool
-
-
-class GluBackwardInputs(NamedTuple):
-    """The inputs of the op `glu_backward`: the gradient of z."""
-
-    dout: Tensor  # (R, I)
-    z: Tensor  # (R, width)
-    activation: str
-    interleaved: bool
-
-
 def new_glu(i: GluInputs | GluBackwardInputs) -> Tensor:
     check_shape("z", i.z, "R", "width")
     check_float(z=i.z)
@@ -196,15 +196,15 @@ def bind_glu_backward(i: GluBackwardInputs) -> Callable:
 
 
 @takes(*HOST_DTYPES)
-def launch_glu_host(out, z, activation, interleaved):
-    act = get_activation(activation)
-    ext.glu(array(z), array(out), *act.host_arguments, interleaved, num_threads())
+def launch_glu_host(out: Tensor, i: GluInputs) -> None:
+    act = get_activation(i.activation)
+    ext.glu(array(i.z), array(out), *act.host_arguments, i.interleaved, num_threads())
 
 
 @takes(*HOST_DTYPES)
-def launch_glu_backward_host(dz, dout, z, activation, interleaved):
-    act = get_activation(activation)
-    ext.glu_backward(array(dout), array(z), array(dz), *act.host_arguments, interleaved, num_threads())
+def launch_glu_backward_host(dz: Tensor, i: GluBackwardInputs) -> None:
+    act, arrays = get_activation(i.activation), map(array, (i.dout, i.z, dz))
+    ext.glu_backward(*arrays, *act.host_arguments, i.interleaved, num_threads())
 
 
 # op
@@ -222,7 +222,7 @@ glu_op = define_op(
     "glu",
     GluInputs,
     new=new_glu,
-    reference=lambda i: glu_reference(*i),
+    reference=glu_reference,
     triton=bind_glu,
     host=host(launch_glu_host),
     save=save_glu,
@@ -232,7 +232,7 @@ glu_backward_op = define_op(
     "glu_backward",
     GluBackwardInputs,
     new=new_glu_backward,
-    reference=lambda i: glu_backward_reference(*i),
+    reference=glu_backward_reference,
     triton=bind_glu_backward,
     host=host(launch_glu_backward_host),
 )

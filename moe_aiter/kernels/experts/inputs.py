@@ -66,9 +66,6 @@ class ExpertInputs(NamedTuple):
     down_main_grad: Tensor | None = None  # (E, H, I)
 
 
-NUM_INPUTS = len(ExpertInputs._fields)  # of an op whose arguments begin with them
-
-
 def needs_grad(i: ExpertInputs) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in i[:6])
 

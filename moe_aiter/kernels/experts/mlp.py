@@ -25,7 +25,6 @@ from .cpu import expert_loop_op, expert_loop_reference
 from .down import down_gradients, expert_down_op
 from .fp8 import ALL, experts_fp8_op
 from .inputs import (
-    NUM_INPUTS,
     ExpertInputs,
     check_expert_values,
     check_experts,
@@ -74,7 +73,7 @@ class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
 @takes(*TILE_DTYPES)
 def bind_expert_both(i: BothInputs) -> Callable:
     shape = i.order.shape[0], i.down.shape[2]  # of a
-    up = bound(pick("expert_up", *i.up()), i.up())
+    up = bound(pick("expert_up", i.up()), i.up())
     down = bind_gmm_unpermute(i.as_gmm_unpermute(i.x.new_empty(shape)))
 
     def launch(out, i):
@@ -121,7 +120,7 @@ expert_both_op = define_op(
     BothInputs,
     new=lambda i: i.x.new_empty(i.x.shape),
     check_values=check_expert_values,
-    reference=lambda i: expert_loop_reference(*i[:NUM_INPUTS])[0],
+    reference=lambda i: expert_loop_reference(i)[0],
     triton=bind_expert_both,
     save=save_expert_both,
     backward=backward_expert_both,
@@ -172,7 +171,7 @@ def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
 
 
 by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES
-by_layer_on_hopper.fits = lambda x: hopper.is_hopper(x.device)
+by_layer_on_hopper.fits = lambda i: hopper.is_hopper(i[0].device)
 IMPLS["expert_mlp"] = {
     "hopper": by_layer_on_hopper,
     "triton": by_layer,
@@ -251,7 +250,7 @@ def mix_experts(
     i = i._replace(save_z=options.recompute == "none" and needs_grad(i))
     if options.fp8 is not None:
         return in_8_bits(i, options.row_chunks, options.fp8)
-    return pick("expert_mlp", i.x)(i, options.row_chunks)
+    return pick("expert_mlp", i)(i, options.row_chunks)
 
 
 def new_inputs(

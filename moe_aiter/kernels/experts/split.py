@@ -60,9 +60,8 @@ def new_expert_up_split(i: UpSplitInputs) -> tuple[Tensor, Tensor]:
     return new_expert_up(i.whole(shape_of_joined(i.gate, i.x.dtype)))
 
 
-def launch_expert_up_split(out, *inputs):
-    i = UpSplitInputs(*inputs)
-    fill("expert_up", out, *i.whole(joined(i.gate, i.up, i.x.dtype)))
+def launch_expert_up_split(out: tuple[Tensor, Tensor], i: UpSplitInputs) -> None:
+    fill("expert_up", out, i.whole(joined(i.gate, i.up, i.x.dtype)))
 
 
 # op

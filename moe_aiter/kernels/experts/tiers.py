@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...op import IMPLS
+from ...op import IMPLS, first_read
 from .. import hopper
 from ..base.activations import get_activation
 from ..grouped.gmm import GroupedIntoInputs
@@ -77,9 +77,8 @@ def products(i: ExpertInputs) -> dict[str, Product]:
     z, a, y = (i.x.new_empty(R, columns) for columns in (width, inner, H))
     plan, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
 
-    def into(lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None) -> tuple:
-        existing_out, *rest = GroupedIntoInputs(y, lhs, rhs, i.group_sizes, bias)
-        return (*rest, existing_out)
+    def into(lhs: torch.Tensor, rhs: torch.Tensor, bias: torch.Tensor | None) -> GroupedIntoInputs:
+        return GroupedIntoInputs(y, lhs, rhs, i.group_sizes, bias)
 
     def gradient(x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> TgmmInputs:
         return TgmmInputs(x, rows, i.group_sizes, i.order, k, w.stride(1) < w.stride(2))
@@ -102,13 +101,13 @@ def tier(product: Product, why_not: str = "") -> Tier:
     Looks up the tables of the current GPU, or of `tuning.tables_of`.
     """
     impl: Callable = IMPLS[product.op][HOPPER]
-    x = product.inputs[0]
+    i, dtype = product.inputs, first_read(product.inputs).dtype
     if why_not:
         return Tier(PORTABLE, why_not)
-    if x.dtype not in impl.takes:
-        return Tier(PORTABLE, f"{x.dtype} has no Hopper kernel")
-    if not (fit := impl.fits_on_hopper(*product.inputs)):
+    if dtype not in impl.takes:
+        return Tier(PORTABLE, f"{dtype} has no Hopper kernel")
+    if not (fit := impl.fits_on_hopper(i)):
         return Tier(PORTABLE, str(fit) if isinstance(fit, hopper.No) else "its sizes do not fit")
-    if not getattr(impl, "should_use", lambda *_: True)(*product.inputs):
+    if not getattr(impl, "should_use", lambda i: True)(i):
         return Tier(PORTABLE, "it is faster for so few rows of an expert")
     return Tier(HOPPER, "")

@@ -41,20 +41,53 @@ from ..base.tile import (
     unit_of,
     with_boxes,
 )
-from ..grouped.gmm import gmm_reference, gmm_unpermute_op
+from ..grouped.gmm import GroupedInputs, gmm_reference, gmm_unpermute_op
 from ..grouped.tgmm import weight_gradient
 from ..rows.sums import group_sum
 
 EPILOGUE_N = tl.constexpr(32)  # columns whose activation fits in registers beside the rest
 
+
+class UpInputs(NamedTuple):
+    """The inputs of the op `expert_up`: z and a of the formula above."""
+
+    x: Tensor  # (T, H)
+    gate_up: Tensor  # (E, width, H), width of 2I or I
+    bias: Tensor | None  # (E, width)
+    order: Tensor  # (R,)
+    rank: Tensor  # (T, k)
+    group_sizes: Tensor  # (E,)
+    activation: str
+    interleaved: bool
+    save_z: bool  # without it z has no rows
+    row_bytes: int | torch.SymInt  # the most for the rows of dx
+    main_grad: Tensor | None  # (E, width, H), which the gradient of gate_up is added to
+
+
+class ZInputs(NamedTuple):
+    """The inputs of the op `expert_z`: those of `expert_up`, of which z alone is computed."""
+
+    x: Tensor
+    gate_up: Tensor
+    bias: Tensor | None
+    order: Tensor
+    rank: Tensor
+    group_sizes: Tensor
+    activation: str
+    interleaved: bool
+
+
 # reference
 
 
-def expert_up_reference(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, save_z, *_):
-    rows = take_rows(x, order, rank.shape[1])
-    z = gmm_reference(rows, gate_up.mT, group_sizes, bias)
-    a = get_activation(activation)(z, interleaved)
-    return (z if save_z else z[:0]), a
+def expert_up_reference(i: UpInputs) -> tuple[Tensor, Tensor]:
+    z = expert_z_reference(i)
+    return (z if i.save_z else z[:0]), get_activation(i.activation)(z, i.interleaved)
+
+
+def expert_z_reference(i: UpInputs | ZInputs) -> Tensor:
+    rows = take_rows(i.x, i.order, i.rank.shape[1])
+    return gmm_reference(GroupedInputs(rows, i.gate_up.mT, i.group_sizes, i.bias))
 
 
 # kernel
@@ -179,35 +212,6 @@ def split_gate_up(z, INTERLEAVED: tl.constexpr):
 # launcher
 
 
-class UpInputs(NamedTuple):
-    """The inputs of the op `expert_up`: z and a of the formula above."""
-
-    x: Tensor  # (T, H)
-    gate_up: Tensor  # (E, width, H), width of 2I or I
-    bias: Tensor | None  # (E, width)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
-    activation: str
-    interleaved: bool
-    save_z: bool  # without it z has no rows
-    row_bytes: int | torch.SymInt  # the most for the rows of dx
-    main_grad: Tensor | None  # (E, width, H), which the gradient of gate_up is added to
-
-
-class ZInputs(NamedTuple):
-    """The inputs of the op `expert_z`: those of `expert_up`, of which z alone is computed."""
-
-    x: Tensor
-    gate_up: Tensor
-    bias: Tensor | None
-    order: Tensor
-    rank: Tensor
-    group_sizes: Tensor
-    activation: str
-    interleaved: bool
-
-
 def new_expert_up(i: UpInputs) -> tuple[Tensor, Tensor]:
     check_shape("x", i.x, "T", "H")
     check_shape("gate_up", i.gate_up, "E", "width", "H")
@@ -313,7 +317,7 @@ expert_up_op = define_op(
     outputs=2,
     new=new_expert_up,
     check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
-    reference=lambda i: expert_up_reference(*i),
+    reference=expert_up_reference,
     triton=bind_expert_up,
     hopper=hopper.bind_expert_up,
     backward=backward_expert_up,
@@ -323,7 +327,7 @@ expert_z_op = define_op(
     "expert_z",
     ZInputs,
     new=lambda i: i.x.new_empty(i.order.shape[0], i.gate_up.shape[1]),
-    reference=lambda i: expert_up_reference(*i, True)[0],
+    reference=expert_z_reference,
     triton=z_alone(bind_expert_up),
     hopper=z_alone(hopper.bind_expert_up),
 )

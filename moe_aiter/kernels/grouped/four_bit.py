@@ -65,9 +65,8 @@ class FourBitInputs(NamedTuple):
 # reference
 
 
-def fill_four_bit_gmm(out, *inputs):
+def fill_four_bit_gmm(out: Tensor, i: FourBitInputs) -> None:
     """Compute by torch, one group's weight at a time."""
-    i = FourBitInputs(*inputs)
     x, wide_sum = take_rows(i.x, i.order, i.top_k), i.bias is not None
     scale, zero = expanded_scales(i.packed, i.scales, i.nested, i.offset, i.table, i.format)
     ends = group_ends(i.group_sizes, len(x))

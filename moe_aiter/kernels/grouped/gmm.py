@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import ROCM, Written, binds, bound_inplace, define_inplace_op, define_op, gradients, pick, takes
+from ...op import ROCM, Written, binds, bound, define_inplace_op, define_op, gradients, pick, takes
 from ...tuning.aiter_json import tile_of
 from ...tuning.candidates import Config
 from .. import hopper
@@ -62,7 +62,7 @@ from ..base.tile import (
     walk,
     with_boxes,
 )
-from ..rows.permute import ELSEWHERE, bind_unpermute_columns, check_plan, unpermute_reference
+from ..rows.permute import ELSEWHERE, PermuteInputs, bind_unpermute_columns, check_plan, unpermute_reference
 from ..rows.sums import group_sum
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
 
@@ -97,25 +97,24 @@ class GroupedIntoInputs(NamedTuple):
 # gmm: reference
 
 
-def gmm_reference(lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0):
-    dtype = dtype or lhs.dtype
-    product = torch.promote_types(lhs.dtype, dtype)  # rounded once, to what is asked for
-    *rows, rest = split_groups(lhs, group_sizes)
-    out = [multiply_apart(r.to(product), rhs[g].to(product)) for g, r in enumerate(rows)]
-    if bias is not None:
-        out = [(wide(o) + bias[g]).to(dtype) for g, o in enumerate(out)]
-    return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), rhs.shape[2], dtype=dtype)])
+def gmm_reference(i: GroupedInputs) -> Tensor:
+    dtype = i.dtype or i.lhs.dtype
+    product = torch.promote_types(i.lhs.dtype, dtype)  # rounded once, to what is asked for
+    *rows, rest = split_groups(i.lhs, i.group_sizes)
+    out = [multiply_apart(r.to(product), i.rhs[g].to(product)) for g, r in enumerate(rows)]
+    if i.bias is not None:
+        out = [(wide(o) + i.bias[g]).to(dtype) for g, o in enumerate(out)]
+    return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), i.rhs.shape[2], dtype=dtype)])
 
 
 def fill_gmm_into(i: GroupedIntoInputs) -> None:
-    tensors = i.existing_out, i.lhs, i.rhs, i.group_sizes, i.bias
     if i.starts is None:
-        return fill_gmm(*tensors, zero_rest=False)
+        return fill_gmm(i.existing_out, i, zero_rest=False)
     for g, (start, size) in enumerate(torch.stack([i.starts, i.group_sizes], 1).tolist()):
         rows, group = slice(start, start + size), slice(g, g + 1)
         bias = None if i.bias is None else i.bias[group]
-        tensors = i.existing_out[rows], i.lhs[rows], i.rhs[group], i.group_sizes[group], bias
-        fill_gmm(*tensors, zero_rest=False)
+        mine = GroupedInputs(i.lhs[rows], i.rhs[group], i.group_sizes[group], bias)
+        fill_gmm(i.existing_out[rows], mine, zero_rest=False)
 
 
 # gmm: kernel
@@ -335,7 +334,7 @@ gmm_op = define_op(
     "gmm",
     GroupedInputs,
     new=new_gmm,
-    reference=lambda i: gmm_reference(*i),
+    reference=gmm_reference,
     torch=fill_gmm,
     check_values=check_gmm_values,
     triton=bind_gmm,
@@ -439,8 +438,9 @@ class GmmUnpermuteInputs(NamedTuple):
         return GroupedIntoInputs(rows, self.x, self.w[:, :, n], group_sizes, bias, starts=starts)
 
 
-def gmm_unpermute_reference(x, w, group_sizes, bias, order, rank, routing_weights, row_bytes=0):
-    return unpermute_reference(gmm_reference(x, w, group_sizes, bias), order, rank, routing_weights)
+def gmm_unpermute_reference(i: GmmUnpermuteInputs) -> Tensor:
+    rows = gmm_reference(GroupedInputs(i.x, i.w, i.group_sizes, i.bias))
+    return unpermute_reference(PermuteInputs(rows, i.order, i.rank, i.routing_weights))
 
 
 # gmm_unpermute: launcher
@@ -463,7 +463,7 @@ def bind_gmm_unpermute(i: GmmUnpermuteInputs, some: bool = False) -> Callable:
 
     def product(n: slice, starts: Tensor | None) -> Callable:
         columns = i.columns(n, i.x.new_empty(1, n.stop - n.start), i.group_sizes, starts)
-        return bound_inplace(pick("gmm_into", *columns[1:], columns.existing_out), columns)
+        return bound(pick("gmm_into", columns), columns)
 
     slices = column_slices(N, R * i.x.element_size(), i.row_bytes)
     launches = [(n, n.stop - n.start, product(n, None), product(n, i.group_sizes)) for n in slices]
@@ -496,7 +496,7 @@ gmm_unpermute_op = define_op(
     "gmm_unpermute",
     GmmUnpermuteInputs,
     new=new_gmm_unpermute,
-    reference=lambda i: gmm_unpermute_reference(*i),
+    reference=gmm_unpermute_reference,
     triton=bind_gmm_unpermute,
 )
 
@@ -536,8 +536,8 @@ def check_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> None:
 
 
 def add_gmm_unpermute(i: GmmUnpermuteAddInputs) -> None:
-    x, w, group_sizes, bias, *routing, _ = i.product()
-    sums = unpermute_reference(wide(gmm_reference(x, w, group_sizes, bias)), *routing)
+    rows = wide(gmm_reference(GroupedInputs(i.x, i.w, i.group_sizes, i.bias)))
+    sums = unpermute_reference(PermuteInputs(rows, i.order, i.rank, i.routing_weights))
     added = (i.rank == ELSEWHERE.value).any(1, keepdim=True)
     sums += wide(i.out).where(added, 0)
     i.out.copy_(sums.where((i.rank >= 0).any(1, keepdim=True), i.out))

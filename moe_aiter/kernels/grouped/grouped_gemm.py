@@ -49,12 +49,11 @@ class PermuteSlotsInputs(NamedTuple):
     order: Tensor  # (R,)
     rank: Tensor  # (T, k)
 
-
-def slots_as_tokens(x: Tensor, order: Tensor, rank: Tensor) -> PermuteInputs:
-    """Return the inputs of `permute` of slots as tokens; the slots of a token that are one remain one."""
-    if x.stride(1) == 0:
-        return PermuteInputs(x[:, 0], order, rank, None)
-    return PermuteInputs(x.flatten(0, 1), order, rank.reshape(-1, 1), None)
+    def as_tokens(self) -> PermuteInputs:
+        """Return the inputs of `permute` of slots as tokens; the slots of a token that are one remain one."""
+        if self.x.stride(1) == 0:
+            return PermuteInputs(self.x[:, 0], self.order, self.rank, None)
+        return PermuteInputs(self.x.flatten(0, 1), self.order, self.rank.reshape(-1, 1), None)
 
 
 # launcher
@@ -70,13 +69,13 @@ def new_permute_slots(i: PermuteSlotsInputs) -> Tensor:
 @binds
 @takes(*TRITON_DTYPES)
 def bind_permute_slots(i: PermuteSlotsInputs) -> Callable:
-    permute = bind_permute(slots_as_tokens(*i))
-    return lambda out, i: permute(out, slots_as_tokens(*i))
+    permute = bind_permute(i.as_tokens())
+    return lambda out, i: permute(out, i.as_tokens())
 
 
 @takes(*HOST_DTYPES)
-def launch_permute_slots_host(out, x, order, rank):
-    launch_permute_host(out, *slots_as_tokens(x, order, rank))
+def launch_permute_slots_host(out: Tensor, i: PermuteSlotsInputs) -> None:
+    launch_permute_host(out, i.as_tokens())
 
 
 # op
@@ -97,7 +96,7 @@ permute_slots_op = define_op(
     PermuteSlotsInputs,
     new=new_permute_slots,
     check_values=check_values,
-    reference=lambda i: permute_reference(*slots_as_tokens(*i)),
+    reference=lambda i: permute_reference(i.as_tokens()),
     triton=bind_permute_slots,
     host=host(launch_permute_slots_host),
     save=save_permute_slots,

@@ -52,13 +52,13 @@ class MaskedInputs(NamedTuple):
 # reference
 
 
-def masked_gmm_reference(out, x, w, group_sizes, x_scale, w_scale, shuffled):
-    (G, M, _), w = x.shape, unshuffle_weight(w) if shuffled else w
-    sizes = [M] * G if group_sizes is None else group_sizes.clamp(0, M).tolist()
+def masked_gmm_reference(i: MaskedInputs) -> None:
+    (G, M, _), w = i.x.shape, unshuffle_weight(i.w) if i.shuffled else i.w
+    sizes = [M] * G if i.group_sizes is None else i.group_sizes.clamp(0, M).tolist()
     for g, size in enumerate(sizes):
-        y = wide(x[g, :size]) @ wide(w[g]).T
-        y = y if x_scale is None else y * x_scale[g, :size, None]
-        out[g, :size] = y if w_scale is None else y * w_scale[g]
+        y = wide(i.x[g, :size]) @ wide(w[g]).T
+        y = y if i.x_scale is None else y * i.x_scale[g, :size, None]
+        i.out[g, :size] = y if i.w_scale is None else y * i.w_scale[g]
 
 
 # kernel
@@ -253,7 +253,7 @@ masked_gmm_op = define_inplace_op(
     MaskedInputs,
     check=check_masked_gmm,
     check_values=check_masked_values,
-    reference=lambda i: masked_gmm_reference(*i),
+    reference=masked_gmm_reference,
     triton=bind_masked_gmm,
     hopper=hopper.bind_masked_gmm,
 )

@@ -85,28 +85,28 @@ DTYPES = (*TILE_DTYPES, *FP8)
 # reference
 
 
-def segment_gmm_reference(x, w, lens, indptr, weight_indices):
+def segment_gmm_reference(i: SegmentInputs) -> Tensor:
     """Each segment's product, and zeros for the rows in no segment."""
-    x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
-    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
-    before, segments, past = split_segments(x, lens, indptr)
+    x, w = (t.to(out_dtype(t)) for t in (i.x, i.w))
+    numbers = weight_numbers(i.weight_indices, num_segments(i.lens, i.indptr), len(w))
+    before, segments, past = split_segments(x, i.lens, i.indptr)
     pairs = zip([before, *segments, past], [None, *numbers, None], strict=True)
     return torch.cat(
-        [r.new_zeros(len(r), w.shape[2]) if i is None else multiply_apart(r, w[i]) for r, i in pairs]
+        [r.new_zeros(len(r), w.shape[2]) if n is None else multiply_apart(r, w[n]) for r, n in pairs]
     )
 
 
-def fill_segment_gmm(out, x, w, lens, indptr, weight_indices, zero_rest=True):
+def fill_segment_gmm(out: Tensor, i: SegmentInputs | SegmentOutInputs, zero_rest: bool = True) -> None:
     """Compute by torch, each segment in its place."""
-    x, w = x.to(out_dtype(x)), w.to(out_dtype(w))
+    x, w = (t.to(out_dtype(t)) for t in (i.x, i.w))
     product = chosen(out, x, None)
-    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), len(w))
-    before, outs, past = split_segments(out, lens, indptr)
-    for o, r, i in zip(outs, split_segments(x, lens, indptr)[1], numbers, strict=True):
-        if i is None:
+    numbers = weight_numbers(i.weight_indices, num_segments(i.lens, i.indptr), len(w))
+    before, outs, past = split_segments(out, i.lens, i.indptr)
+    for o, r, n in zip(outs, split_segments(x, i.lens, i.indptr)[1], numbers, strict=True):
+        if n is None:
             o.zero_()
         elif len(r):
-            product(o, r, w[i], None)
+            product(o, r, w[n], None)
     if zero_rest:
         before.zero_()
         past.zero_()
@@ -323,11 +323,11 @@ def check_segment_gmm_out(i: SegmentOutInputs) -> None:
     check_device(x=i.x, out=out)
 
 
-def fits_triton(x, *_) -> bool:
+def fits_triton(i: SegmentInputs | SegmentOutInputs) -> bool:
     """Whether Triton takes the dtype: for float8, the formats that it knows on this GPU."""
-    if x.dtype not in FP8 or not x.is_cuda or torch.version.hip is not None:
-        return x.is_cuda or x.dtype not in FP8
-    return x.dtype in (FP8[:2] if torch.cuda.get_device_capability(x.device) >= (8, 9) else FP8[1:2])
+    if i.x.dtype not in FP8 or not i.x.is_cuda or torch.version.hip is not None:
+        return i.x.is_cuda or i.x.dtype not in FP8
+    return i.x.dtype in (FP8[:2] if torch.cuda.get_device_capability(i.x.device) >= (8, 9) else FP8[1:2])
 
 
 @functools.cache
@@ -401,11 +401,11 @@ def bind_out_on_hopper(i: SegmentOutInputs) -> Callable:
     return hopper.bind_segments(i, zero_rest=False) if hopper.by_tma(i.out) else bind_segment_gmm_out(i)
 
 
-def fits_hopper(x, w, lens, indptr, weight_indices, *_) -> bool:
+def fits_hopper(i: SegmentInputs | SegmentOutInputs) -> bool:
     """Whether tiles of 128 x 256 are well filled, and the grouped product itself runs on Hopper."""
-    rows, segments = x.shape[0], num_segments(lens, indptr)
-    filled = rows >= FILLED * segments > 0 and w.shape[2] >= 128 and w.shape[1] > SHORT_K
-    return filled and hopper.bind_segments.fits(x, w, segments + (indptr is not None))
+    segments = num_segments(i.lens, i.indptr)
+    filled = i.x.shape[0] >= FILLED * segments > 0 and i.w.shape[2] >= 128 and i.w.shape[1] > SHORT_K
+    return filled and hopper.bind_segments.fits(i)
 
 
 bind_segment_gmm.fits = bind_segment_gmm_out.fits = fits_triton
@@ -434,7 +434,7 @@ segment_gmm_op = define_op(
     "segment_gmm",
     SegmentInputs,
     new=new_segment_gmm,
-    reference=lambda i: segment_gmm_reference(*i),
+    reference=segment_gmm_reference,
     torch=fill_segment_gmm,
     check_values=check_segment_values,
     triton=bind_segment_gmm,
@@ -446,7 +446,7 @@ segment_gmm_out_op = define_inplace_op(
     "segment_gmm_out",
     SegmentOutInputs,
     check=check_segment_gmm_out,
-    reference=lambda i: fill_segment_gmm(*i, zero_rest=False),
+    reference=lambda i: fill_segment_gmm(i.out, i, zero_rest=False),
     check_values=check_segment_values,
     triton=bind_segment_gmm_out,
     hopper=bind_out_on_hopper,

@@ -172,15 +172,15 @@ class SegmentTgmmInputs(NamedTuple):
 # reference
 
 
-def segment_tgmm_reference(x, y, lens, indptr, weight_indices, weights, columns_first):
-    out = x.new_zeros(weights, x.shape[1], y.shape[1])
-    product = chosen(out, x, None)
-    numbers = weight_numbers(weight_indices, num_segments(lens, indptr), weights)
-    pairs = zip(split_segments(x, lens, indptr)[1], split_segments(y, lens, indptr)[1], strict=True)
-    for i, (a, b) in zip(numbers, pairs, strict=True):
-        if i is not None:
-            product(out[i], a.T, b, out[i])
-    return out.mT if columns_first else out
+def segment_tgmm_reference(i: SegmentTgmmInputs) -> Tensor:
+    out = i.x.new_zeros(i.weights, i.x.shape[1], i.y.shape[1])
+    product = chosen(out, i.x, None)
+    numbers = weight_numbers(i.weight_indices, num_segments(i.lens, i.indptr), i.weights)
+    x, y = (split_segments(t, i.lens, i.indptr)[1] for t in (i.x, i.y))
+    for n, a, b in zip(numbers, x, y, strict=True):
+        if n is not None:
+            product(out[n], a.T, b, out[n])
+    return out.mT if i.columns_first else out
 
 
 # kernel
@@ -290,7 +290,7 @@ segment_tgmm_op = define_op(
     SegmentTgmmInputs,
     new=new_segment_tgmm,
     check_values=check_segment_values,
-    reference=lambda i: segment_tgmm_reference(*i),
+    reference=segment_tgmm_reference,
     triton=bind_segment_tgmm,
 )
 

@@ -52,7 +52,7 @@ from ..base.tile import (
     walk,
 )
 from ..rows.permute import bind_gather_rows
-from ..rows.sums import bind_bias_grad, bind_sum_groups, group_sum_reference, sum_rows
+from ..rows.sums import GroupSumInputs, bind_bias_grad, bind_sum_groups, group_sum_reference, sum_rows
 
 
 class TgmmInputs(NamedTuple):
@@ -73,6 +73,10 @@ class TgmmSumsInputs(NamedTuple):
     y: Tensor  # (M, N)
     group_sizes: Tensor  # (G,)
     columns_first: bool
+
+    def product(self) -> TgmmInputs:
+        """Return the inputs of `tgmm`."""
+        return TgmmInputs(self.x, self.y, self.group_sizes, None, 1, self.columns_first)
 
 
 class TgmmIntoInputs(NamedTuple):
@@ -130,23 +134,23 @@ def matmul_into(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None = None) -
     chosen(out, x, plus)(out, x, y, plus)
 
 
-def fill_gmm(out, lhs, rhs, group_sizes, bias, dtype=None, tile=(), programs=0, zero_rest=True):
-    product, ends = chosen(out, lhs, bias), group_ends(group_sizes, len(lhs))
+def fill_gmm(out: Tensor, i, zero_rest: bool = True) -> None:
+    """Fill `out` with the product of the inputs of the op `gmm` or `gmm_into`."""
+    product, ends = chosen(out, i.lhs, i.bias), group_ends(i.group_sizes, len(i.lhs))
     *outs, rest = out.tensor_split(ends)
-    biases = [None] * len(ends) if bias is None else bias.unbind()
-    for o, x, w, b in zip(outs, lhs.tensor_split(ends), rhs.unbind(), biases, strict=False):
+    biases = [None] * len(ends) if i.bias is None else i.bias.unbind()
+    for o, x, w, b in zip(outs, i.lhs.tensor_split(ends), i.rhs.unbind(), biases, strict=False):
         if len(x):
             product(o, x, w, b)
     if zero_rest:
         rest.zero_()
 
 
-def fill_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=False):
-    x = take_rows(x, order, top_k)
-    x, y = (y, x) if columns_first else (x, y)
+def fill_tgmm(out: Tensor, i: TgmmInputs, accumulate: bool = False) -> None:
+    x, y = operands_of(i)
     if x.dtype != out.dtype:  # all groups at once, whose float32 result is then written in place
         x, y = widened(out, x, y)
-    product, ends = chosen(out, x, None), group_ends(group_sizes, len(x))
+    product, ends = chosen(out, x, None), group_ends(i.group_sizes, len(x))
     for o, a, b in zip(out.unbind(), x.tensor_split(ends), y.tensor_split(ends), strict=False):
         if len(a):
             product(o, a.T, b, o if accumulate else None)
@@ -154,38 +158,37 @@ def fill_tgmm(out, x, y, group_sizes, order, top_k, columns_first, accumulate=Fa
             o.zero_()
 
 
-def fill_tgmm_sums(outs, x, y, group_sizes, columns_first):
-    out, sums = outs
-    fill_tgmm(out, x, y, group_sizes, None, 1, columns_first)
-    sums.copy_(group_sum_reference(y, group_sizes, None, 1, None))
+def operands_of(i: TgmmInputs) -> tuple[Tensor, Tensor]:
+    """Return the rows of both operands, those of y first if the columns come first."""
+    x = take_rows(i.x, i.order, i.top_k)
+    return (i.y, x) if i.columns_first else (x, i.y)
+
+
+def fill_tgmm_sums(outs: tuple[Tensor, Tensor], i: TgmmSumsInputs) -> None:
+    fill_tgmm(outs[0], i.product())
+    outs[1].copy_(group_sum_reference(GroupSumInputs(i.y, i.group_sizes, None, 1, None)))
 
 
 def fill_tgmm_into(i: TgmmIntoInputs) -> None:
-    fill_tgmm(i.existing_out, i.x, i.y, i.group_sizes, i.order, i.top_k, False, i.accumulate)
+    fill_tgmm(i.existing_out, TgmmInputs(i.x, i.y, i.group_sizes, i.order, i.top_k, False), i.accumulate)
     if i.bias_grad is not None:
         rows, order, top_k = (i.y, None, 1) if i.sums_of_y else (i.x, i.order, i.top_k)
-        i.bias_grad.copy_(group_sum_reference(rows, i.group_sizes, order, top_k, None))
+        i.bias_grad.copy_(group_sum_reference(GroupSumInputs(rows, i.group_sizes, order, top_k, None)))
 
 
 # reference
 
 
-def tgmm_reference(x, y, group_sizes, order, top_k, columns_first):
-    x = take_rows(x, order, top_k)
-    x, y = (y, x) if columns_first else (x, y)
-    pairs = zip(split_groups(x, group_sizes)[:-1], split_groups(y, group_sizes)[:-1], strict=True)
-    return (
-        torch.stack([a.T @ b for a, b in pairs])
-        if len(group_sizes)
-        else x.new_zeros(0, x.shape[1], y.shape[1])
-    )
+def tgmm_reference(i: TgmmInputs) -> Tensor:
+    x, y = operands_of(i)
+    pairs = zip(split_groups(x, i.group_sizes)[:-1], split_groups(y, i.group_sizes)[:-1], strict=True)
+    products = [a.T @ b for a, b in pairs]
+    return torch.stack(products) if products else x.new_zeros(0, x.shape[1], y.shape[1])
 
 
-def tgmm_sums_reference(x, y, group_sizes, columns_first):
-    return (
-        tgmm_reference(x, y, group_sizes, None, 1, columns_first),
-        group_sum_reference(y, group_sizes, None, 1, None),
-    )
+def tgmm_sums_reference(i: TgmmSumsInputs) -> tuple[Tensor, Tensor]:
+    sums = group_sum_reference(GroupSumInputs(i.y, i.group_sizes, None, 1, None))
+    return tgmm_reference(i.product()), sums
 
 
 # kernel
@@ -362,8 +365,7 @@ def new_tgmm(i: TgmmInputs) -> Tensor:
 
 
 def new_tgmm_sums(i: TgmmSumsInputs) -> tuple[Tensor, Tensor]:
-    out = new_tgmm(TgmmInputs(i.x, i.y, i.group_sizes, None, 1, i.columns_first))
-    return out, i.y.new_empty(i.group_sizes.shape[0], i.y.shape[1], dtype=sum_dtype(i.y))
+    return new_tgmm(i.product()), i.y.new_empty(i.group_sizes.shape[0], i.y.shape[1], dtype=sum_dtype(i.y))
 
 
 def check_tgmm_values(i: TgmmInputs | TgmmIntoInputs) -> None:
@@ -531,7 +533,7 @@ tgmm_op = define_op(
     TgmmInputs,
     new=new_tgmm,
     check_values=check_tgmm_values,
-    reference=lambda i: tgmm_reference(*i),
+    reference=tgmm_reference,
     torch=fill_tgmm,
     triton=bind_tgmm,
     hopper=hopper.bind_tgmm,
@@ -542,7 +544,7 @@ tgmm_sums_op = define_op(
     outputs=2,
     new=new_tgmm_sums,
     check_values=lambda i: check_plan_values(len(i.y), i.group_sizes),
-    reference=lambda i: tgmm_sums_reference(*i),
+    reference=tgmm_sums_reference,
     torch=fill_tgmm_sums,
     triton=bind_tgmm_sums,
     hopper=hopper.bind_tgmm_sums,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import Written, binds, define_inplace_op, define_op, launcher, pick
+from ...op import Written, binds, define_inplace_op, define_op, fill
 from .. import hopper
 from ..base.check import check_axes, check_groups, check_plan_values, check_rows, take_rows
 from ..base.fp8 import ROW_BLOCK
@@ -27,7 +27,7 @@ from ..base.launch import cdiv
 from ..base.tile import BLOCK, column_slices
 from ..quantize.blocks import quantize_row_blocks, rows_of_blocks, transpose_row_blocks
 from ..quantize.rows import FORMATS, check_float32, dequantize_rows
-from .tgmm import MOST, check_sum, tgmm_into_op
+from .tgmm import MOST, TgmmInputs, check_sum, tgmm_into_op
 
 
 class RowBlocks(NamedTuple):
@@ -87,14 +87,11 @@ def rounded_operands(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple:
     return x, y.to(i.dtype), i.group_sizes, i.order, i.top_k
 
 
-def rounded_tgmm(out, *inputs) -> None:
-    i = TgmmFp8Inputs(*inputs)
-    inputs = *rounded_operands(i), i.columns_first
-    launcher("tgmm", pick("tgmm", *inputs))(out, *inputs)
+def rounded_tgmm(out: Tensor, i: TgmmFp8Inputs) -> None:
+    fill("tgmm", out, TgmmInputs(*rounded_operands(i), i.columns_first))
 
 
-def rounded_tgmm_into(*inputs) -> None:
-    i = TgmmFp8IntoInputs(*inputs)
+def rounded_tgmm_into(i: TgmmFp8IntoInputs) -> None:
     tgmm_into_op(i.existing_out, *rounded_operands(i))
 
 
@@ -187,8 +184,8 @@ tgmm_fp8_into_op = define_inplace_op(
     TgmmFp8IntoInputs,
     check=check_tgmm_fp8_into,
     check_values=check_values,
-    reference=lambda i: rounded_tgmm_into(*i),
-    triton=rounded_tgmm_into,
+    reference=rounded_tgmm_into,
+    triton=lambda out, i: rounded_tgmm_into(i),
     hopper=bind_tgmm_fp8_into,
 )
 

@@ -9,7 +9,7 @@ along one axis, as TMA copies them, in whole units of 16 bytes.
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,20 +44,16 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def implementation(module: str, name: str, fits: Callable, takes: tuple = DTYPES) -> Callable:
-    """Return the function of that name, imported at its first use, for the inputs that `fits`.
+    """Return the implementation of that name, imported at its first use, for the inputs that `fits`."""
 
-    A function whose name begins with `bind_` has two stages.
-    """
-
-    def run(*inputs, **options):
+    @binds
+    def bind(*inputs, **options):
         return launcher(module, name)(*inputs, **options)
 
-    if name.startswith("bind_"):
-        binds(run)
-    run.takes = takes
-    run.fits = lambda x, *rest: is_hopper(x.device) and fits(x, *rest)
-    run.fits_on_hopper = fits
-    return run
+    bind.takes = takes
+    bind.fits = lambda i: is_hopper(i[0].device) and fits(i)
+    bind.fits_on_hopper = fits
+    return bind
 
 
 @functools.cache
@@ -126,75 +122,79 @@ def should_use_grouped(op: str, x: Tensor, rows: int, w: Tensor) -> bool:
     return not tuning.prefers_portable(op, x.dtype, rows, N, K, G)
 
 
-def fits_gmm(
-    x: Tensor, w: Tensor, group_sizes: Tensor, bias: Tensor | None,
-    dtype: torch.dtype | None = None, tile: Sequence[int] = (), programs: int = 0,
-) -> bool:  # fmt: skip
-    fit = by_tma(x) and weight_by_tma(w) and in_eights(w.shape[2], "N")
-    return fit and dtype in (None, x.dtype) and not tile
+# whether the inputs `i` of an op fit its kernel
 
 
-def fits_gmm_into(x, w, group_sizes, bias, tile, programs, starts, out) -> bool:
-    return fits_gmm(x, w, group_sizes, bias, out.dtype, tile) and by_tma(out)
+def fits_product(x: Tensor, w: Tensor) -> bool | No:
+    """Whether the product of grouped rows x (M, K) and w (G, K, N) fits."""
+    return by_tma(x) and weight_by_tma(w) and in_eights(w.shape[2], "N")
 
 
-def fits_segments(x: Tensor, w: Tensor, segments: int) -> bool:
-    return fits_gmm(x, w, None, None) and segments <= MAX_GROUPS
+def fits_gmm(i) -> bool | No:
+    return fits_product(i.lhs, i.rhs) and i.dtype in (None, i.lhs.dtype) and not i.tile
 
 
-def fits_expert_up(x, gate_up, bias, order, rank, group_sizes, activation, interleaved, *_) -> bool:
-    N = gate_up.shape[1] // get_activation(activation).projections
-    fit = by_tma(x) and weight_by_tma(gate_up) and small(x)
-    return fit and order.numel() > 0 and in_eights(N, "I")
+def fits_gmm_into(i) -> bool | No:
+    out = i.existing_out
+    return fits_product(i.lhs, i.rhs) and out.dtype == i.lhs.dtype and not i.tile and by_tma(out)
 
 
-def fits_down_grad(
-    dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, _
-) -> bool:
-    fit = by_tma(dout, z) and weight_by_tma(down) and small(dout)
-    return fit and in_eights(down.shape[2], "I")
+def fits_segments(i) -> bool | No:
+    bounds = i.lens if i.indptr is None else i.indptr
+    return fits_product(i.x, i.w) and bounds.shape[0] <= MAX_GROUPS
 
 
-def fits_up_fp8(x8, x_scale, w8, w_scale, bias, order, rank, group_sizes, activation, *rest) -> bool:
-    N, dtype = w8.shape[1] // get_activation(activation).projections, rest[-1]
-    fit = is_hopper(x8.device) and dtype in DTYPES and few(w8) and order.numel() > 0 and x8.numel() < 2**31
-    return fit and x8.shape[1] % PROMOTED_K == 0 and N % 64 == 0
+def fits_expert_up(i) -> bool | No:
+    N = i.gate_up.shape[1] // get_activation(i.activation).projections
+    fit = by_tma(i.x) and weight_by_tma(i.gate_up) and small(i.x)
+    return fit and i.order.numel() > 0 and in_eights(N, "I")
 
 
-def fits_gmm_unpermute_fp8(x8, x_scale, w8, *rest) -> bool:
-    (_, N, K), dtype = w8.shape, rest[-1]
-    fit = is_hopper(x8.device) and dtype in DTYPES and few(w8)
-    return fit and x8.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
+def fits_down_grad(i) -> bool | No:
+    fit = by_tma(i.dout, i.z) and weight_by_tma(i.down) and small(i.dout)
+    return fit and in_eights(i.down.shape[2], "I")
 
 
-def fits_down_grad_fp8(dout8, dout_scale, z, w8, *_) -> bool:
-    _, N, K = w8.shape
-    fit = is_hopper(z.device) and z.dtype in DTYPES and few(w8) and by_tma(z) and dout8.numel() < 2**31
-    return fit and K % PROMOTED_K == 0 and N % 64 == 0
+def fits_up_fp8(i) -> bool | No:
+    N = i.w8.shape[1] // get_activation(i.activation).projections
+    fit = is_hopper(i.x8.device) and i.dtype in DTYPES and few(i.w8)
+    fit = fit and i.order.numel() > 0 and i.x8.numel() < 2**31
+    return fit and i.x8.shape[1] % PROMOTED_K == 0 and N % 64 == 0
 
 
-def fits_tgmm(x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, *_) -> bool:
-    return by_tma(x, y) and (order is None or small(x))
+def fits_gmm_unpermute_fp8(i) -> bool | No:
+    _, N, K = i.w8.shape
+    fit = is_hopper(i.x8.device) and i.dtype in DTYPES and few(i.w8)
+    return fit and i.x8.shape[0] > 0 and K % 16 == 0 and N % 8 == 0
 
 
-def fits_tgmm_into(
-    x, y, group_sizes, order, top_k, accumulate, sums, sums_of_y, tile, programs, out
-) -> bool:  # fmt: skip
-    plain = out.dtype == x.dtype and (by_tma(out) or by_tma(out.mT)) and out.stride(0) % 8 == 0
-    return fits_tgmm(x, y, group_sizes, order) and not tile and (accumulate or plain)
+def fits_down_grad_fp8(i) -> bool | No:
+    _, N, K = i.w8.shape
+    fit = is_hopper(i.z.device) and i.z.dtype in DTYPES and few(i.w8)
+    return fit and by_tma(i.z) and i.dout8.numel() < 2**31 and K % PROMOTED_K == 0 and N % 64 == 0
 
 
-def fits_tgmm_fp8(x8, factor, y8, y_scale, spans, row_blocks, dtype, group_sizes, order, *_) -> bool:
-    (C, N, _), K = y8.shape, x8.shape[1]
-    fit = is_hopper(x8.device) and dtype in DTYPES and min(x8.numel(), order.numel() * N) > 0
+def fits_tgmm(i) -> bool | No:
+    return by_tma(i.x, i.y) and (i.order is None or small(i.x))
+
+
+def fits_tgmm_into(i) -> bool | No:
+    out = i.existing_out
+    plain = out.dtype == i.x.dtype and (by_tma(out) or by_tma(out.mT)) and out.stride(0) % 8 == 0
+    return fits_tgmm(i) and not i.tile and (i.accumulate or plain)
+
+
+def fits_tgmm_fp8(i) -> bool:
+    (C, N, _), K = i.y8.shape, i.x8.shape[1]
+    fit = is_hopper(i.x8.device) and i.dtype in DTYPES and min(i.x8.numel(), i.order.numel() * N) > 0
     return fit and K % 16 == 0 and N % 16 == 0 and C * max(K, N) < 2**31
 
 
-def fits_masked_gmm(x, w, group_sizes, x_scale, w_scale, shuffled, out) -> bool:
-    near = all(s is None or s.shape[1] * s.stride(1) < 2**31 for s in (x_scale, w_scale))
-    fit = not shuffled and near and w.dtype in (OCP if x.dtype in OCP else DTYPES)
-    fit = fit and x.shape[1] >= MANY and weight_by_tma(w) and w.stride(2) == 1
-    return fit and all(by_tma(t) and stacked(t) and short(t) for t in (x, out))
+def fits_masked_gmm(i) -> bool | No:
+    near = all(s is None or s.shape[1] * s.stride(1) < 2**31 for s in (i.x_scale, i.w_scale))
+    fit = not i.shuffled and near and i.w.dtype in (OCP if i.x.dtype in OCP else DTYPES)
+    fit = fit and i.x.shape[1] >= MANY and weight_by_tma(i.w) and i.w.stride(2) == 1
+    return fit and all(by_tma(t) and stacked(t) and short(t) for t in (i.x, i.out))
 
 
 def fits_few_rows(x: Tensor, w: Tensor) -> bool:
@@ -202,17 +202,17 @@ def fits_few_rows(x: Tensor, w: Tensor) -> bool:
     return by_tma(x, w) and all(t.shape[0] == 1 or t.stride(0) % 8 == 0 for t in (x, w))
 
 
-def fits_gemm(x, w, bias, c, activation, alpha, beta, dtype, save_z) -> bool:
-    rows = w.stride(2) != 1
-    w = w.mT if rows else w
+def fits_gemm(i) -> bool | No:
+    x, rows = i.x, i.w.stride(2) != 1
+    w = i.w.mT if rows else i.w
     if rows and x.shape[1] <= FEW:
-        return dtype in (None, x.dtype) and fits_few_rows(x, w)
-    fit = by_tma(x) and stacked(x) and short(x) and weight_by_tma(w) and dtype in (None, x.dtype)
+        return i.dtype in (None, x.dtype) and fits_few_rows(x, w)
+    fit = by_tma(x) and stacked(x) and short(x) and weight_by_tma(w) and i.dtype in (None, x.dtype)
     return fit and w.shape[1 + (not rows)] % 8 == 0
 
 
-def fits_scaled_gemm(x, w, x_scale, w_scale, bias, dtype) -> bool:
-    x, w, whole = x[None], w.mT[None], w.shape[1] * dtype.itemsize % 16 == 0
+def fits_scaled_gemm(i) -> bool | No:
+    x, w, whole = i.x[None], i.w.mT[None], i.w.shape[1] * i.dtype.itemsize % 16 == 0
     fit = whole and x.shape[1] >= MANY and multiplies(x, w)
     return fit and by_tma(x) and stacked(x) and short(x) and weight_by_tma(w) and w.stride(2) == 1
 
@@ -222,21 +222,18 @@ def multiplies(x: Tensor, w: Tensor) -> bool:
     return x.shape[-1] <= MOST_K if x.dtype == torch.int8 else {x.dtype, w.dtype} <= set(OCP)
 
 
-def fits_scaled_gmm(x, w, group_sizes, x_scale, w_scale, bias, order, top_k, dtype) -> bool:
-    M, w = x.shape[0] if order is None else order.shape[0], w.mT
-    fit = M >= MANY and dtype in DTYPES and w.shape[1] % 8 == 0 and multiplies(x, w)
+def fits_scaled_gmm(i) -> bool | No:
+    M, w = i.x.shape[0] if i.order is None else i.order.shape[0], i.w.mT
+    fit = M >= MANY and i.dtype in DTYPES and w.shape[1] % 8 == 0 and multiplies(i.x, w)
     # the sums of 8-bit floats leave no registers for other cases
-    fit = fit and (x.dtype == torch.int8 or (x_scale is not None and w_scale is not None))
-    return fit and by_tma(x) and weight_by_tma(w) and w.stride(2) == 1
+    fit = fit and (i.x.dtype == torch.int8 or (i.x_scale is not None and i.w_scale is not None))
+    return fit and by_tma(i.x) and weight_by_tma(w) and w.stride(2) == 1
 
 
-def fits_four_bit_gmm(
-    x, packed, scales, nested, offset, table, format, transpose, group_sizes, bias, order, top_k
-) -> bool:
-    M, K, N = x.shape[0] if order is None else order.shape[0], x.shape[1], packed.shape[1]
-    fit = by_tma(x) and small(x) and few(packed) and M >= MANY and packed.data_ptr() % 16 == 0
+def fits_four_bit_gmm(i) -> bool | No:
+    fit = by_tma(i.x) and small(i.x) and few(i.packed) and i.rows >= MANY and i.packed.data_ptr() % 16 == 0
     # where packed rows are columns, a part of a block would meet the next group's
-    return fit and K % 64 == 0 and (not transpose or N % 8 == 0)
+    return fit and i.x.shape[1] % 64 == 0 and (not i.transpose or i.packed.shape[1] % 8 == 0)
 
 
 bind_gemm = implementation("gemm", "bind_gemm", fits_gemm)
@@ -244,16 +241,16 @@ bind_gemm.should_use = should_use_gemm("hopper")
 bind_gemm.tiles = ("hopper_gemm", "hopper_few_rows", "gemm_row")
 bind_gmm = implementation("gmm", "bind_gmm", fits_gmm)
 bind_gmm_into = implementation("gmm", "bind_gmm_into", fits_gmm_into)
-bind_gmm.should_use = lambda x, w, *_: should_use_grouped("gmm", x, x.shape[0], w)
+bind_gmm.should_use = lambda i: should_use_grouped("gmm", i.lhs, i.lhs.shape[0], i.rhs)
 bind_gmm_into.should_use = bind_gmm.should_use
 bind_masked_gmm = implementation("gmm", "bind_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
 bind_segments = implementation("gmm", "bind_segments", fits_segments)
 bind_four_bit_gmm = implementation("four_bit", "bind_four_bit_gmm", fits_four_bit_gmm)
 bind_expert_up = implementation("up", "bind_expert_up", fits_expert_up)
-bind_expert_up.should_use = lambda x, w, _, order, *rest: should_use_grouped("up", x, len(order), w.mT)
+bind_expert_up.should_use = lambda i: should_use_grouped("up", i.x, len(i.order), i.gate_up.mT)
 bind_expert_down_grad = implementation("down_grad", "bind_down_grad", fits_down_grad)
 bind_tgmm = implementation("tgmm", "bind_tgmm", fits_tgmm)
-bind_tgmm_sums = implementation("tgmm", "bind_tgmm_sums", lambda x, y, *_: by_tma(x, y))
+bind_tgmm_sums = implementation("tgmm", "bind_tgmm_sums", lambda i: by_tma(i.x, i.y))
 bind_tgmm_into = implementation("tgmm", "bind_tgmm_into", fits_tgmm_into)
 bind_scaled_gemm = implementation("gmm", "bind_scaled_gemm", fits_scaled_gemm, BYTES)
 bind_scaled_gemm.should_use = should_use_scaled("hopper")

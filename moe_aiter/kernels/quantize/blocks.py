@@ -27,12 +27,12 @@ from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, tr
 from ..base.tile import TILE_DTYPES, dense
 from .rows import (
     FORMATS,
-    amax_reference,
+    QuantizeRowsInputs,
     check_format,
     interleave,
     limits,
     magnitude,
-    quantize_by_amax_reference,
+    quantize_rows_reference,
     scale_and_inverse,
 )
 
@@ -71,9 +71,9 @@ def most_row_blocks(rows: int, groups: int) -> int:
 # plan_row_blocks: reference
 
 
-def plan_row_blocks_reference(group_sizes, rows):
-    G = len(group_sizes)
-    size = group_sizes.long().clamp(0, rows)
+def plan_row_blocks_reference(i: PlanRowBlocksInputs) -> tuple[Tensor, Tensor]:
+    G, rows = len(i.group_sizes), i.rows
+    size = i.group_sizes.long().clamp(0, rows)
     end = size.cumsum(0)
     start, end = (end - size).clamp(max=rows), end.clamp(max=rows)
     last = ((end - start + ROW_BLOCK - 1) // ROW_BLOCK).cumsum(0)
@@ -168,7 +168,7 @@ plan_row_blocks_op = define_op(
     PlanRowBlocksInputs,
     outputs=2,
     new=new_plan_row_blocks,
-    reference=lambda i: plan_row_blocks_reference(*i),
+    reference=plan_row_blocks_reference,
     triton=bind_plan_row_blocks,
 )
 
@@ -203,17 +203,17 @@ def tokens_of(row_blocks: Tensor, order: Tensor, top_k: int) -> tuple[Tensor, Te
     return token[row.where(there, 0)] if len(order) else row, there
 
 
-def quantize_row_blocks_reference(y, factor, order, top_k, row_blocks, format):
-    token, there = tokens_of(row_blocks, order, top_k)
-    row, _ = rows_in(row_blocks)
-    factor = take_row_blocks(factor[:, None], token, there)
-    y = take_row_blocks(wide(y), row, there) * factor
-    return quantize_by_amax_reference(y, amax_reference(y, -1), format)
+def quantize_row_blocks_reference(i: QuantizeRowBlocksInputs) -> tuple[Tensor, Tensor]:
+    token, there = tokens_of(i.row_blocks, i.order, i.top_k)
+    row, _ = rows_in(i.row_blocks)
+    factor = take_row_blocks(i.factor[:, None], token, there)
+    y = take_row_blocks(wide(i.y), row, there) * factor
+    return quantize_rows_reference(QuantizeRowsInputs(y, i.format))
 
 
-def transpose_row_blocks_reference(x8, order, top_k, row_blocks):
-    columns = take_row_blocks(x8.view(torch.uint8), *tokens_of(row_blocks, order, top_k))
-    return columns.contiguous().view(x8.dtype)
+def transpose_row_blocks_reference(i: TransposeRowBlocksInputs) -> Tensor:
+    columns = take_row_blocks(i.x8.view(torch.uint8), *tokens_of(i.row_blocks, i.order, i.top_k))
+    return columns.contiguous().view(i.x8.dtype)
 
 
 # row blocks: kernel
@@ -362,7 +362,7 @@ def new_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Tensor:
 @takes(*TILE_DTYPES)
 def bind_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> Callable:
     if FORMATS[i.format] not in native_fp8():
-        return lambda outs, i: copy_into(outs, quantize_row_blocks_reference(*i))
+        return lambda outs, i: copy_into(outs, quantize_row_blocks_reference(i))
     C, N = i.row_blocks.shape[0], i.y.shape[1]
     block_n = min(max(next_power_of_2(N), 16), 32)
     tiles = cdiv(N, block_n)
@@ -387,14 +387,14 @@ def bind_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Callable:
 
     def launch(out, i):
         if i.x8.storage_offset() % 4:  # no whole words
-            return copy_into(out, transpose_row_blocks_reference(*i))
+            return copy_into(out, transpose_row_blocks_reference(i))
         x = i.x8 if whole_words else i.x8.flatten()
         kernel(x.view(torch.int32), *dense(i.order, i.row_blocks), out.view(torch.int32), C, words, stride)
 
     return launch
 
 
-bind_transpose_row_blocks.fits = lambda x8, *_: x8.shape[1] % 4 == 0
+bind_transpose_row_blocks.fits = lambda i: i.x8.shape[1] % 4 == 0
 
 
 # row blocks: op
@@ -405,14 +405,14 @@ quantize_row_blocks_op = define_op(
     QuantizeRowBlocksInputs,
     outputs=2,
     new=new_quantize_row_blocks,
-    reference=lambda i: quantize_row_blocks_reference(*i),
+    reference=quantize_row_blocks_reference,
     triton=bind_quantize_row_blocks,
 )
 transpose_row_blocks_op = define_op(
     "transpose_row_blocks",
     TransposeRowBlocksInputs,
     new=new_transpose_row_blocks,
-    reference=lambda i: transpose_row_blocks_reference(*i),
+    reference=transpose_row_blocks_reference,
     triton=bind_transpose_row_blocks,
 )
 

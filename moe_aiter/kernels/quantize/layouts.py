@@ -33,14 +33,14 @@ from .rows import (
     ELEMENTS,
     FORMATS,
     OF_ROWS,
-    amax_reference,
+    QuantizeRowsInputs,
     check_float32,
     check_format,
     interleave,
     limits,
     magnitude,
     new_quantize_rows,
-    quantize_by_amax_reference,
+    quantize_rows_reference,
     rounded_to,
     scale_and_inverse,
 )
@@ -81,11 +81,10 @@ def factors_of_rows(factor: Tensor, group_sizes: Tensor, rows: int) -> Tensor:
     return torch.cat((factor, factor.new_ones(1, factor.shape[1])))[group]
 
 
-def quantize_folded_reference(x, factor, group_sizes, format):
-    x = wide(x) * factors_of_rows(factor, group_sizes, len(x))
-    past = torch.arange(len(x), device=x.device) >= group_sizes.long().clamp(min=0).sum()
-    x = x.masked_fill(past[:, None], 0)
-    return quantize_by_amax_reference(x, amax_reference(x, -1), format)
+def quantize_folded_reference(i: QuantizeFoldedInputs) -> tuple[Tensor, Tensor]:
+    x = wide(i.x) * factors_of_rows(i.factor, i.group_sizes, len(i.x))
+    past = torch.arange(len(x), device=x.device) >= i.group_sizes.long().clamp(min=0).sum()
+    return quantize_rows_reference(QuantizeRowsInputs(x.masked_fill(past[:, None], 0), i.format))
 
 
 # quantize_folded: kernel
@@ -165,7 +164,7 @@ def new_quantize_folded(i: QuantizeFoldedInputs) -> tuple[Tensor, Tensor]:
     check_groups(i.group_sizes, i.x, factor=i.factor)
     if i.factor.dtype != torch.float32:
         raise TypeError(f"factor must be float32, not {i.factor.dtype}")
-    return new_quantize_rows(i.x, i.format)
+    return new_quantize_rows(QuantizeRowsInputs(i.x, i.format))
 
 
 def tile_folded(K: int) -> tuple[int, int, int, int]:
@@ -179,7 +178,7 @@ def tile_folded(K: int) -> tuple[int, int, int, int]:
 def bind_quantize_folded(i: QuantizeFoldedInputs) -> Callable:
     (M, K), G = i.x.shape, len(i.factor)
     if OF_ROWS[i.format] not in native_fp8() or not G:
-        return lambda outs, i: copy_into(outs, quantize_folded_reference(*i))
+        return lambda outs, i: copy_into(outs, quantize_folded_reference(i))
     rows, block_m, block_k, warps = tile_folded(K)
     kernel = bind_kernel(
         quantize_folded_kernel, (row_tiles(M, G, rows),),
@@ -203,7 +202,7 @@ quantize_folded_op = define_op(
     QuantizeFoldedInputs,
     outputs=2,
     new=new_quantize_folded,
-    reference=lambda i: quantize_folded_reference(*i),
+    reference=quantize_folded_reference,
     triton=bind_quantize_folded,
 )
 
@@ -224,12 +223,12 @@ def quantize_folded(
 # transposed: reference
 
 
-def quantize_transposed_reference(x, scale, format):
-    return (wide(x) * (1 / scale)[..., None]).to(FORMATS[format]).mT.contiguous()
+def quantize_transposed_reference(i: QuantizeTransposedInputs) -> Tensor:
+    return (wide(i.x) * (1 / i.scale)[..., None]).to(FORMATS[i.format]).mT.contiguous()
 
 
-def transpose_rows8_reference(x8):
-    return x8.view(torch.uint8).mT.contiguous().view(x8.dtype)
+def transpose_rows8_reference(i: TransposeRows8Inputs) -> Tensor:
+    return i.x8.view(torch.uint8).mT.contiguous().view(i.x8.dtype)
 
 
 # transposed: kernel
@@ -305,7 +304,7 @@ def new_quantize_transposed(i: QuantizeTransposedInputs) -> Tensor:
     check_format(i.format)
     check_float32("scale", i.scale, *i.x.shape[:2])
     check_device(x=i.x, scale=i.scale)
-    return new_quantize_rows(i.x.mT, i.format)[0]
+    return new_quantize_rows(QuantizeRowsInputs(i.x.mT, i.format))[0]
 
 
 def new_transpose_rows8(i: TransposeRows8Inputs) -> Tensor:
@@ -319,7 +318,7 @@ def new_transpose_rows8(i: TransposeRows8Inputs) -> Tensor:
 @takes(*TILE_DTYPES)
 def bind_quantize_transposed(i: QuantizeTransposedInputs) -> Callable:
     if FORMATS[i.format] not in native_fp8():
-        return lambda out, i: copy_into(out, quantize_transposed_reference(*i))
+        return lambda out, i: copy_into(out, quantize_transposed_reference(i))
     (G, M, K), block_m, block_k = i.x.shape, 128, 64  # whole lines to read and to write
     tiles_m, tiles_k = cdiv(M, block_m), cdiv(K, block_k)
     kernel = bind_kernel(
@@ -340,7 +339,7 @@ def bind_transpose_rows8(i: TransposeRows8Inputs) -> Callable:
 
     def launch(out, i):
         if M % 4 or K % 4 or i.x8.storage_offset() % 4:  # no whole words
-            return copy_into(out, transpose_rows8_reference(i.x8))
+            return copy_into(out, transpose_rows8_reference(i))
         x, out = i.x8.contiguous().flatten().view(torch.int32), out.view(torch.int32)
         kernel(x, out, M, K // 4, tiles_m, tiles_w)
 
@@ -353,14 +352,14 @@ quantize_transposed_op = define_op(
     "quantize_transposed",
     QuantizeTransposedInputs,
     new=new_quantize_transposed,
-    reference=lambda i: quantize_transposed_reference(*i),
+    reference=quantize_transposed_reference,
     triton=bind_quantize_transposed,
 )
 transpose_rows8_op = define_op(
     "transpose_rows8",
     TransposeRows8Inputs,
     new=new_transpose_rows8,
-    reference=lambda i: transpose_rows8_reference(*i),
+    reference=transpose_rows8_reference,
     triton=bind_transpose_rows8,
 )
 

@@ -69,15 +69,15 @@ def amax_reference(x, dim):
     return amax.masked_fill(amax.isnan(), float("inf"))
 
 
-def quantize_by_amax_reference(x, amax, format):
-    scale = scale_of(amax, format)
-    x8 = wide(x) * (1 / scale)[..., None]
-    x8 = x8.round().nan_to_num(0) if format == "int8" else x8  # to even, as floats are
-    return x8.to(OF_ROWS[format]), scale
+def quantize_by_amax_reference(i: QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
+    scale = scale_of(i.amax, i.format)
+    x8 = wide(i.x) * (1 / scale)[..., None]
+    x8 = x8.round().nan_to_num(0) if i.format == "int8" else x8  # to even, as floats are
+    return x8.to(OF_ROWS[i.format]), scale
 
 
-def quantize_rows_reference(x, format):
-    return quantize_by_amax_reference(x, amax_reference(x, -1), format)
+def quantize_rows_reference(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor]:
+    return quantize_by_amax_reference(QuantizeByAmaxInputs(i.x, amax_reference(i.x, -1), i.format))
 
 
 # quantize_rows: kernel
@@ -188,7 +188,8 @@ def check_float32(name: str, t: Tensor, *shape: int) -> None:
         raise ValueError(f"{name} must be {shape} in float32, not {tuple(t.shape)} in {t.dtype}")
 
 
-def new_quantize_rows(x, format):
+def new_quantize_rows(i: QuantizeRowsInputs | QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
+    x, format = i.x, i.format
     check_tensor("x", x)
     if x.dim() not in (2, 3):
         raise ValueError(f"x must be (M, K) or (G, M, K), but it has shape {tuple(x.shape)}")
@@ -223,7 +224,7 @@ def as_groups(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def bind_quantize_rows(i: QuantizeRowsInputs | QuantizeByAmaxInputs) -> Callable:
     # nor does Triton convert to floats that a GPU does not multiply
     if i.format != "int8" and OF_ROWS[i.format] not in native_fp8():
-        return lambda outs, i: copy_into(outs, quantize_rows_reference(i.x, i.format))
+        return lambda outs, i: copy_into(outs, quantize_rows_reference(i))
     (G, M, K), strides = as_groups(i.x)
     side_by_side = strides[1] == 1 < strides[2]
     block_m, block_k, warps = tile_of_columns(K) if side_by_side else tile_of_rows(K)
@@ -242,8 +243,8 @@ quantize_rows_op = define_op(
     "quantize_rows",
     QuantizeRowsInputs,
     outputs=2,
-    new=lambda i: new_quantize_rows(*i),
-    reference=lambda i: quantize_rows_reference(*i),
+    new=new_quantize_rows,
+    reference=quantize_rows_reference,
     triton=bind_quantize_rows,
 )
 
@@ -278,8 +279,8 @@ PROGRAMS = 2048  # with fewer rows each, as long as there are fewer programs
 # both ways: reference
 
 
-def quantize_rows_and_amax_reference(x, format):
-    return *quantize_rows_reference(x, format), amax_reference(x, -2)
+def quantize_rows_and_amax_reference(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor, Tensor]:
+    return *quantize_rows_reference(i), amax_reference(i.x, -2)
 
 
 # both ways: kernel
@@ -375,12 +376,12 @@ def quantize_columns_kernel(
 
 
 def new_quantize_rows_and_amax(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    out = new_quantize_rows(*i)
+    out = new_quantize_rows(i)
     return *out, i.x.new_empty(*i.x.shape[:-2], i.x.shape[-1], dtype=torch.float32)
 
 
 def new_quantize_by_amax(i: QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
-    out = new_quantize_rows(i.x, i.format)
+    out = new_quantize_rows(i)
     check_float32("amax", i.amax, *i.x.shape[:-1])
     check_device(x=i.x, amax=i.amax)
     return out
@@ -441,7 +442,7 @@ def bind_quantize_rows_and_amax(i: QuantizeRowsInputs) -> Callable:
 @takes(*TILE_DTYPES)
 def bind_quantize_by_amax(i: QuantizeByAmaxInputs) -> Callable:
     if OF_ROWS[i.format] not in native_fp8():
-        return lambda outs, i: copy_into(outs, quantize_by_amax_reference(*i))
+        return lambda outs, i: copy_into(outs, quantize_by_amax_reference(i))
     if i.x.stride(-2) != 1 or not i.x.numel():  # there may be scales all the same
         return bind_quantize_rows(i)
     ((G, M, K), strides), block_m, block_k = as_groups(i.x), 64, 128  # whole lines to read and to write
@@ -461,7 +462,7 @@ quantize_rows_and_amax_op = define_op(
     QuantizeRowsInputs,
     outputs=3,
     new=new_quantize_rows_and_amax,
-    reference=lambda i: quantize_rows_and_amax_reference(*i),
+    reference=quantize_rows_and_amax_reference,
     triton=bind_quantize_rows_and_amax,
 )
 quantize_by_amax_op = define_op(
@@ -469,7 +470,7 @@ quantize_by_amax_op = define_op(
     QuantizeByAmaxInputs,
     outputs=2,
     new=new_quantize_by_amax,
-    reference=lambda i: quantize_by_amax_reference(*i),
+    reference=quantize_by_amax_reference,
     triton=bind_quantize_by_amax,
 )
 

@@ -24,14 +24,14 @@ from ..base.launch import bind_kernel, cdiv, jit_kernel, tl
 from ..base.tile import TILE_DTYPES
 from .rows import (
     FORMATS,
-    amax_reference,
+    QuantizeRowsInputs,
     as_groups,
     check_format,
     dequantize_rows,
     limits,
     magnitude,
     new_quantize_rows,
-    quantize_by_amax_reference,
+    quantize_rows_reference,
     scale_and_inverse,
 )
 
@@ -47,13 +47,13 @@ class QuantizeBlocksInputs(NamedTuple):
 # reference
 
 
-def quantize_blocks_reference(x, square, format):
-    (M, K), rows = x.shape[-2:], ROW_BLOCK if square else 1
+def quantize_blocks_reference(i: QuantizeBlocksInputs) -> tuple[Tensor, Tensor]:
+    (M, K), rows = i.x.shape[-2:], ROW_BLOCK if i.square else 1
     down, across = cdiv(M, rows), cdiv(K, ROW_BLOCK)
-    padded = F.pad(wide(x), (0, across * ROW_BLOCK - K, 0, down * rows - M))
+    padded = F.pad(wide(i.x), (0, across * ROW_BLOCK - K, 0, down * rows - M))
     parts = padded.unflatten(-1, (across, ROW_BLOCK)).unflatten(-3, (down, rows)).transpose(-3, -2)
     blocks = parts.flatten(-2)  # (..., down, across, numbers of a block)
-    x8, scale = quantize_by_amax_reference(blocks, amax_reference(blocks, -1), format)
+    x8, scale = quantize_rows_reference(QuantizeRowsInputs(blocks, i.format))
     x8 = x8.unflatten(-1, (rows, ROW_BLOCK)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
     return x8[..., :M, :K].contiguous(), scale
 
@@ -102,7 +102,7 @@ def quantize_blocks_kernel(
 
 def new_quantize_blocks(i: QuantizeBlocksInputs) -> tuple[Tensor, Tensor]:
     check_format(i.format)
-    x8, scale = new_quantize_rows(i.x, i.format)
+    x8, scale = new_quantize_rows(QuantizeRowsInputs(i.x, i.format))
     *groups, M, K = i.x.shape
     return x8, scale.new_empty(*groups, cdiv(M, ROW_BLOCK if i.square else 1), cdiv(K, ROW_BLOCK))
 
@@ -111,7 +111,7 @@ def new_quantize_blocks(i: QuantizeBlocksInputs) -> tuple[Tensor, Tensor]:
 @takes(*TILE_DTYPES)
 def bind_quantize_blocks(i: QuantizeBlocksInputs) -> Callable:
     if FORMATS[i.format] not in native_fp8() or not i.x.numel():
-        return lambda outs, i: copy_into(outs, quantize_blocks_reference(*i))
+        return lambda outs, i: copy_into(outs, quantize_blocks_reference(i))
     ((G, M, K), strides), rows, block_m = as_groups(i.x), 1, 32
     if i.square:
         rows = block_m = ROW_BLOCK
@@ -131,7 +131,7 @@ quantize_blocks_op = define_op(
     QuantizeBlocksInputs,
     outputs=2,
     new=new_quantize_blocks,
-    reference=lambda i: quantize_blocks_reference(*i),
+    reference=quantize_blocks_reference,
     triton=bind_quantize_blocks,
 )
 

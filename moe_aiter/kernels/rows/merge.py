@@ -183,14 +183,10 @@ def bind_merge(i: MergeInputs) -> Callable:
     return launch
 
 
-bind_merge.fits = lambda rank, sizes, *_: rank.stride(-1) == 1 and sizes.stride(-1) == 1 and len(rank) > 0
+bind_merge.fits = lambda i: i.rank.stride(-1) == 1 == i.group_sizes.stride(-1) and len(i.rank) > 0
 
 
 # op
-
-
-def launch_torch(out: tuple[Tensor, ...], *inputs) -> None:
-    copy_into(out, merge_reference(MergeInputs(*inputs)))
 
 
 merge_plans = define_op(
@@ -198,7 +194,7 @@ merge_plans = define_op(
     MergeInputs,
     outputs=4,
     new=new_merge,
-    torch=launch_torch,
-    host=launch_torch,
+    reference=merge_reference,
+    host=lambda out, i: copy_into(out, merge_reference(i)),
     triton=bind_merge,
 )

@@ -61,28 +61,29 @@ class RowDotsInputs(NamedTuple):
 
 
 # reference
-def permute_reference(x, order, rank, routing_weights):
-    tokens = order.clamp(min=0).long()
-    out = x[tokens // rank.shape[1]]
-    if routing_weights is not None:
-        out = wide(out) * routing_weights.flatten()[tokens, None]
-    return out.masked_fill((order < 0)[:, None], 0).to(x.dtype)
+def permute_reference(i: PermuteInputs) -> Tensor:
+    tokens = i.order.clamp(min=0).long()
+    out = i.x[tokens // i.rank.shape[1]]
+    if i.routing_weights is not None:
+        out = wide(out) * i.routing_weights.flatten()[tokens, None]
+    return out.masked_fill((i.order < 0)[:, None], 0).to(i.x.dtype)
 
 
-def unpermute_reference(rows, order, rank, routing_weights):
+def unpermute_reference(i: PermuteInputs) -> Tensor:
+    rows, rank = i.x, i.rank
     out = torch.zeros(len(rank), rows.shape[1], dtype=sum_dtype(rows), device=rows.device)
     rows = rows if len(rows) else F.pad(rows, (0, 0, 0, 1))  # a row for dropped choices to point at
     for j in range(rank.shape[1]):
         row = wide(rows[rank[:, j].clamp(min=0).long()])
-        if routing_weights is not None:
-            row = row * routing_weights[:, j, None]
+        if i.routing_weights is not None:
+            row = row * i.routing_weights[:, j, None]
         out += row.masked_fill((rank[:, j] < 0)[:, None], 0)
     return out.to(rows.dtype)
 
 
-def row_dots_reference(rows, x, order, rank):
-    picked = wide(rows[rank.clamp(min=0).long().flatten()]).view(*rank.shape, -1)
-    return (picked * wide(x)[:, None]).sum(2).masked_fill(rank < 0, 0)
+def row_dots_reference(i: RowDotsInputs) -> Tensor:
+    picked = wide(i.rows[i.rank.clamp(min=0).long().flatten()]).view(*i.rank.shape, -1)
+    return (picked * wide(i.x)[:, None]).sum(2).masked_fill(i.rank < 0, 0)
 
 
 # kernel
@@ -388,20 +389,20 @@ def bind_row_dots(i: RowDotsInputs) -> Callable:
 
 
 @takes(*HOST_DTYPES)
-def launch_permute_host(out, x, order, rank, routing_weights):
-    weights = None if routing_weights is None else array(routing_weights.float())
-    ext.gather(array(x), indices(order), weights, array(out), rank.shape[1], num_threads())
+def launch_permute_host(out: Tensor, i: PermuteInputs) -> None:
+    weights = None if i.routing_weights is None else array(i.routing_weights.float())
+    ext.gather(array(i.x), indices(i.order), weights, array(out), i.rank.shape[1], num_threads())
 
 
 @takes(*HOST_DTYPES)
-def launch_unpermute_host(out, rows, order, rank, routing_weights):
-    weights = None if routing_weights is None else array(routing_weights.float())
-    ext.unpermute(array(rows), indices(rank), weights, array(out), num_threads())
+def launch_unpermute_host(out: Tensor, i: PermuteInputs) -> None:
+    weights = None if i.routing_weights is None else array(i.routing_weights.float())
+    ext.unpermute(array(i.x), indices(i.rank), weights, array(out), num_threads())
 
 
 @takes(*HOST_DTYPES)
-def launch_row_dots_host(out, rows, x, order, rank):
-    ext.row_dots(array(rows), array(x), indices(rank), array(out), num_threads())
+def launch_row_dots_host(out: Tensor, i: RowDotsInputs) -> None:
+    ext.row_dots(array(i.rows), array(i.x), indices(i.rank), array(out), num_threads())
 
 
 # op
@@ -448,7 +449,7 @@ permute_op = define_op(
     PermuteInputs,
     new=new_permute,
     check_values=check_values,
-    reference=lambda i: permute_reference(*i),
+    reference=permute_reference,
     triton=bind_permute,
     host=host(launch_permute_host),
     save=save_permute,
@@ -459,7 +460,7 @@ unpermute_op = define_op(
     PermuteInputs,
     new=new_unpermute,
     check_values=check_values,
-    reference=lambda i: unpermute_reference(*i),
+    reference=unpermute_reference,
     triton=bind_unpermute,
     host=host(launch_unpermute_host),
     save=save_permute,
@@ -470,7 +471,7 @@ row_dots_op = define_op(
     RowDotsInputs,
     new=new_row_dots,
     check_values=check_values,
-    reference=lambda i: row_dots_reference(*i),
+    reference=row_dots_reference,
     triton=bind_row_dots,
     host=host(launch_row_dots_host),
     save=save_row_dots,

@@ -30,7 +30,7 @@ from ..base.check import check_device, check_finite, check_float, check_shape, w
 from ..base.host import array, ext, host, num_threads
 from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import dense
-from .topk import NO_KEY, from_key, row_tile, take_expert, take_highest, to_key, topk_reference
+from .topk import NO_KEY, TopkInputs, from_key, row_tile, take_expert, take_highest, to_key, topk_reference
 
 EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
 NEARLY_ALL = 0.75  # of a token's weights: above a half one expert has it
@@ -75,8 +75,7 @@ class DecideInputs(NamedTuple):
 
 
 # route_backward: reference
-def fill_route_backward(dlogits: Tensor, *inputs) -> None:
-    i = RouteBackwardInputs(*inputs)
+def fill_route_backward(dlogits: Tensor, i: RouteBackwardInputs) -> None:
     dlogits.zero_()
     if i.dweights is not None:
         if i.renormalize:
@@ -265,7 +264,7 @@ def route_reference(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
     scores = i.logits.sigmoid() if i.sigmoid else i.logits.softmax(1)
     ranked = i.logits if i.renormalize and not i.sigmoid else scores
     if i.fixed_ids is None:
-        chosen, ids = topk_reference(ranked, i.top_k)
+        chosen, ids = topk_reference(TopkInputs(ranked, i.top_k))
     else:
         ids = i.fixed_ids.long()
         chosen = ranked.gather(1, ids)
@@ -380,9 +379,9 @@ def bind_route(i: RouteInputs) -> Callable:
 
 
 @takes(torch.float32)
-def launch_route_host(out, *inputs):
+def launch_route_host(out: tuple[Tensor, Tensor, Tensor], i: RouteInputs) -> None:
     """torch's scores, and the extension's choice."""
-    (scores, weights, ids), i = out, RouteInputs(*inputs)
+    scores, weights, ids = out
     if i.sigmoid:
         torch.sigmoid(i.logits, out=scores)
     elif scores.numel():
@@ -455,7 +454,7 @@ route_op = define_op(
 )
 
 
-def once(impl: Callable) -> Callable:
+def for_graphs(impl: Callable) -> Callable:
     """Return an implementation of `route` as one of `route_once`, for a compiled graph.
 
     Nothing but its ops runs in one, so the op has to see for itself whether it is a repetition.
@@ -484,7 +483,7 @@ route_once_op = define_op(
     new=lambda i: new_route(RouteInputs(*i)),
     save=save_route,
     backward=backward_route,
-    **{backend: once(impl) for backend, impl in IMPLS["route"].items()},
+    **{backend: for_graphs(impl) for backend, impl in IMPLS["route"].items()},
 )
 always_save("moe_aiter::route_once")
 

@@ -37,8 +37,8 @@ class SortInputs(NamedTuple):
 
 
 # reference
-def sort_reference(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    ids = expert_ids.flatten().long()
+def sort_reference(i: SortInputs) -> tuple[Tensor, Tensor, Tensor]:
+    ids, num_experts = i.expert_ids.flatten().long(), i.num_experts
     dropped = (ids < 0) | (ids >= num_experts)
     ids, order = ids.masked_fill(dropped, num_experts).sort(stable=True)
     rows = torch.arange(len(order), device=ids.device)
@@ -46,7 +46,7 @@ def sort_reference(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     rank[order] = rows
     ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True)
     order = order.masked_fill(ids == num_experts, -1)
-    return order, rank.masked_fill(dropped, -1).view_as(expert_ids), ends.diff(prepend=ends.new_zeros(1))
+    return order, rank.masked_fill(dropped, -1).view_as(i.expert_ids), ends.diff(prepend=ends.new_zeros(1))
 
 
 # kernel
@@ -207,14 +207,14 @@ def bind_sort(i: SortInputs) -> Callable:
     return launch
 
 
-def launch_sort_torch(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
-    check_on_cpu(SortInputs(expert_ids, num_experts))
-    copy_into(out, sort_reference(expert_ids, num_experts))
+def launch_sort_torch(out: tuple[Tensor, Tensor, Tensor], i: SortInputs) -> None:
+    check_on_cpu(i)
+    copy_into(out, sort_reference(i))
 
 
-def launch_sort_host(out: tuple[Tensor, Tensor, Tensor], expert_ids: Tensor, num_experts: int) -> None:
+def launch_sort_host(out: tuple[Tensor, Tensor, Tensor], i: SortInputs) -> None:
     """C++ sees an id past the end while it counts, which costs less than to look for one first."""
-    ext.sort_by_expert(array(expert_ids), *map(array, out))
+    ext.sort_by_expert(array(i.expert_ids), *map(array, out))
 
 
 def check_ids(i: SortInputs) -> None:

@@ -67,10 +67,10 @@ class WeighRowsInputs(NamedTuple):
 # group_sum: reference
 
 
-def group_sum_reference(y, group_sizes, order, top_k, scale):
-    y = wide(take_rows(y, order, top_k))
-    y = y if scale is None else y * take_rows(scale.flatten(), order, 1)[:, None]
-    groups = split_groups(y, group_sizes)[:-1]
+def group_sum_reference(i: GroupSumInputs) -> Tensor:
+    y = wide(take_rows(i.y, i.order, i.top_k))
+    y = y if i.scale is None else y * take_rows(i.scale.flatten(), i.order, 1)[:, None]
+    groups = split_groups(y, i.group_sizes)[:-1]
     return torch.stack([p.sum(0) for p in groups]) if groups else y.new_zeros(0, y.shape[1])
 
 
@@ -204,7 +204,7 @@ group_sum_op = define_op(
     GroupSumInputs,
     new=new_group_sum,
     check_values=check_group_sum_values,
-    reference=lambda i: group_sum_reference(*i),
+    reference=group_sum_reference,
     triton=bind_group_sum,
 )
 
@@ -237,11 +237,11 @@ def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> 
 # weigh_rows: reference
 
 
-def weigh_rows_reference(x, y, routing_weights, order, rank):
-    choice, used = order.clamp(min=0).long(), (order >= 0)[:, None]
-    s = routing_weights.flatten().to(sum_dtype(x))[choice, None]
-    dots = (wide(x) * wide(y)).sum(1)[rank.clamp(min=0).long()]
-    return (wide(x) * s).where(used, 0).to(x.dtype), dots.masked_fill(rank < 0, 0)
+def weigh_rows_reference(i: WeighRowsInputs) -> tuple[Tensor, Tensor]:
+    choice, used, x = i.order.clamp(min=0).long(), (i.order >= 0)[:, None], wide(i.x)
+    s = i.routing_weights.flatten().to(x.dtype)[choice, None]
+    dots = (x * wide(i.y)).sum(1)[i.rank.clamp(min=0).long()]
+    return (x * s).where(used, 0).to(i.x.dtype), dots.masked_fill(i.rank < 0, 0)
 
 
 # weigh_rows: kernel
@@ -310,7 +310,7 @@ weigh_rows_op = define_op(
     outputs=2,
     new=new_weigh_rows,
     check_values=check_values,
-    reference=lambda i: weigh_rows_reference(*i),
+    reference=weigh_rows_reference,
     triton=bind_weigh_rows,
 )
 

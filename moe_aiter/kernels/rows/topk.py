@@ -29,12 +29,12 @@ class TopkInputs(NamedTuple):
 
 
 # reference
-def topk_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    nan = scores.isnan()
+def topk_reference(i: TopkInputs) -> tuple[Tensor, Tensor]:
+    scores, nan = i.scores, i.scores.isnan()
     ids = wide(scores).masked_fill(nan, float("inf")).sort(dim=1, descending=True, stable=True).indices
     # CUDA's sort of what was bfloat16 does not put NaN first, so a second stable sort does
     last = nan.gather(1, ids).logical_not().byte().sort(dim=1, stable=True).indices
-    ids = ids.gather(1, last)[:, :k]
+    ids = ids.gather(1, last)[:, : i.k]
     return scores.gather(1, ids), ids
 
 
@@ -129,8 +129,8 @@ def bind_topk(i: TopkInputs) -> Callable:
 
 
 @takes(*HOST_DTYPES)
-def launch_topk_host(out: tuple[Tensor, Tensor], scores: Tensor, k: int) -> None:
-    ext.topk(*map(array, (scores, *out)), num_threads())
+def launch_topk_host(out: tuple[Tensor, Tensor], i: TopkInputs) -> None:
+    ext.topk(*map(array, (i.scores, *out)), num_threads())
 
 
 # op
@@ -155,7 +155,7 @@ topk_op = define_op(
     TopkInputs,
     outputs=2,
     new=new_topk,
-    reference=lambda i: topk_reference(*i),
+    reference=topk_reference,
     triton=bind_topk,
     host=host(launch_topk_host),
     save=save_topk,

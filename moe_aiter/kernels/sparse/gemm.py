@@ -61,49 +61,43 @@ FEW = 1024  # elements of the matrix for each entry, from which on a CPU takes e
 # sparse_matmul: reference
 
 
-def sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed):
-    w = to_dense(values, lists, rows, columns)
-    out = multiply_apart(x, w if transposed else w.T)
-    return out if bias is None else (wide(out) + bias).to(x.dtype)
+def sparse_matmul_reference(i: SparseInputs) -> Tensor:
+    w = to_dense(i.values, i.lists, i.rows, i.columns)
+    out = multiply_apart(i.x, w if i.transposed else w.T)
+    return out if i.bias is None else (wide(out) + i.bias).to(i.x.dtype)
 
 
-def sparse_matmul_grad_reference(left, right, lists, a, b):
-    size = left.shape[1], right.shape[1]
-    blocks = as_blocks(left.T @ right, (a, b))[block_indices(lists, *count(size, (a, b)))]
-    return blocks.flatten() if (a, b) == (1, 1) else blocks
+def sparse_matmul_grad_reference(i: SparseGradInputs) -> Tensor:
+    size, block = (i.left.shape[1], i.right.shape[1]), (i.a, i.b)
+    blocks = as_blocks(i.left.T @ i.right, block)[block_indices(i.lists, *count(size, block))]
+    return blocks.flatten() if block == (1, 1) else blocks
 
 
-def fill_sparse_matmul(out, x, values, bias, lists, rows, columns, transposed):
+def fill_sparse_matmul(out: Tensor, i: SparseInputs) -> None:
     """Compute by torch; on a CPU by the blocks of each of the result's columns, if blocks are large, and by
     torch.sparse if entries are few."""
-    (a, b), L = block_of(values), values.shape[0]
-    whole = rows % a == 0 and columns % b == 0
-    if x.device.type == "cpu" and whole and min(a, b) >= LARGE:
-        fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed)
-    elif x.device.type == "cpu" and values.dim() == 1 and rows * columns > L * FEW:
-        w = torch.sparse_coo_tensor(
-            torch.stack(block_indices(lists, rows, columns)),
-            wide(values),
-            (rows, columns),
-            check_invariants=False,
-            is_coalesced=True,
-        )
-        product = torch.sparse.mm(w.t() if transposed else w, wide(x).T).T
-        out.copy_(product if bias is None else product + bias)
+    (a, b), L, size, on_cpu = block_of(i.values), i.values.shape[0], (i.rows, i.columns), i.x.is_cpu
+    if on_cpu and i.rows % a == 0 == i.columns % b and min(a, b) >= LARGE:
+        fill_by_blocks(out, i)
+    elif on_cpu and i.values.dim() == 1 and i.rows * i.columns > L * FEW:
+        entries = torch.stack(block_indices(i.lists, *size)), wide(i.values), size
+        w = torch.sparse_coo_tensor(*entries, check_invariants=False, is_coalesced=True)
+        product = torch.sparse.mm(w.t() if i.transposed else w, wide(i.x).T).T
+        out.copy_(product if i.bias is None else product + i.bias)
     else:
-        out.copy_(sparse_matmul_reference(x, values, bias, lists, rows, columns, transposed))
+        out.copy_(sparse_matmul_reference(i))
 
 
-def fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed):
-    R, C = count((rows, columns), block_of(values))
-    L = num_blocks(lists, R, C)
-    start, start_t, col, _, row_t, place_t = lists.long().split([R + 1, C + 1, L, L, L, L])
-    if transposed:
-        values, start, other = values[place_t], start_t, row_t
+def fill_by_blocks(out: Tensor, i: SparseInputs) -> None:
+    bias, (R, C) = i.bias, count((i.rows, i.columns), block_of(i.values))
+    L = num_blocks(i.lists, R, C)
+    start, start_t, col, _, row_t, place_t = i.lists.long().split([R + 1, C + 1, L, L, L, L])
+    if i.transposed:
+        values, start, other = i.values[place_t], start_t, row_t
     else:
-        values, other = values.mT, col
+        values, other = i.values.mT, col
     _, depth, width = values.shape
-    x_blocks = x.unflatten(1, (-1, depth))
+    x_blocks = i.x.unflatten(1, (-1, depth))
     for n, (first, end) in enumerate(pairwise(start.tolist())):
         mine = slice(n * width, (n + 1) * width)
         parts = x_blocks[:, other[first:end]].flatten(1), values[first:end].reshape(-1, width)
@@ -111,21 +105,20 @@ def fill_by_blocks(out, x, values, bias, lists, rows, columns, transposed):
         out[:, mine] = x_part @ w_part if bias is None else torch.addmm(bias[mine], x_part, w_part)
 
 
-def fill_sparse_matmul_grad(out, left, right, lists, a, b):
+def fill_sparse_matmul_grad(out: Tensor, i: SparseGradInputs) -> None:
     """Compute by torch; on a CPU block by block if blocks are large, or entry by entry if entries are few."""
-    (M, rows), columns, L = left.shape, right.shape[1], out.shape[0]
-    whole = rows % a == 0 and columns % b == 0
-    row, col = block_indices(lists, *count((rows, columns), (a, b)))
-    if left.device.type == "cpu" and whole and min(a, b) >= LARGE:
-        left, right = left.T.unflatten(0, (-1, a)), right.unflatten(1, (-1, b))
+    (M, rows), columns, L, (a, b) = i.left.shape, i.right.shape[1], out.shape[0], (i.a, i.b)
+    row, col = block_indices(i.lists, *count((rows, columns), (a, b)))
+    if i.left.is_cpu and rows % a == 0 == columns % b and min(a, b) >= LARGE:
+        left, right = i.left.T.unflatten(0, (-1, a)), i.right.unflatten(1, (-1, b))
         for j, (r, c) in enumerate(zip(row.tolist(), col.tolist(), strict=True)):
             out[j] = left[r] @ right[:, c]
-    elif left.device.type == "cpu" and (a, b) == (1, 1) and rows * columns > L * FEW:
-        left, right, step = wide(left).T, wide(right).T, max(1, 2**22 // max(M, 1))
+    elif i.left.is_cpu and (a, b) == (1, 1) and rows * columns > L * FEW:
+        left, right, step = wide(i.left).T, wide(i.right).T, max(1, 2**22 // max(M, 1))
         for j in (slice(start, start + step) for start in range(0, L, step)):
             out[j] = (left[row[j]] * right[col[j]]).sum(1)
     else:
-        out.copy_(sparse_matmul_grad_reference(left, right, lists, a, b))
+        out.copy_(sparse_matmul_grad_reference(i))
 
 
 # sparse_matmul: launcher
@@ -230,7 +223,7 @@ sparse_matmul_op = define_op(
     "sparse_matmul",
     SparseInputs,
     new=new_sparse_matmul,
-    reference=lambda i: sparse_matmul_reference(*i),
+    reference=sparse_matmul_reference,
     torch=fill_sparse_matmul,
     check_values=lambda i: check_list_values(i.lists, i.rows, i.columns, *block_of(i.values)),
     triton=bind_sparse_matmul,
@@ -241,7 +234,7 @@ sparse_matmul_grad_op = define_op(
     "sparse_matmul_grad",
     SparseGradInputs,
     new=new_sparse_matmul_grad,
-    reference=lambda i: sparse_matmul_grad_reference(*i),
+    reference=sparse_matmul_grad_reference,
     torch=fill_sparse_matmul_grad,
     check_values=lambda i: check_list_values(i.lists, i.left.shape[1], i.right.shape[1], i.a, i.b),
     triton=bind_sparse_matmul_grad,

@@ -12,6 +12,7 @@ from samples import SAMPLES, Draw
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_aiter import op, tuning
+from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.base.launch import BoundKernel, bind_kernel, num_programs
 from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.kernels.dense.gemm import gemm
@@ -283,7 +284,8 @@ def test_a_registered_kernel_that_does_more(asked):
     bind = IMPLS["gemm"]["triton"]
 
     def doubled(outs, *inputs):
-        op.launcher("gemm", bind)(outs, *inputs)
+        i = GemmInputs(*inputs)
+        bind(i)(outs, i)
         outs[0].mul_(2)
 
     for wanted, impl in ((1, bind), (2, doubled), (1, bind)):

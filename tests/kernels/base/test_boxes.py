@@ -7,10 +7,12 @@ from check import assert_as_good_as_torch
 from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base import tile
-from moe_aiter.kernels.experts.up import expert_up_op, expert_up_reference
+from moe_aiter.kernels.experts.up import expert_up_op
 from moe_aiter.kernels.grouped import gmm, tgmm
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
+
+from ...references import expert_up_reference, gmm_reference, tgmm_reference
 
 DTYPE = torch.float16 if interpret else torch.bfloat16
 FULL, NARROW = tuning.Config(128, 256, 64, 8, 8, 3), tuning.Config(128, 128, 32, 8, 4, 4)
@@ -56,7 +58,7 @@ def test_gmm(boxes, G, N, columns):
     sizes = torch.tensor([130, 0, 40][:G], device=device)
     x, w = on(device, 180, 2056), weights(device, columns, G, N, 2056).mT
     with use("triton"), tuning.choose(lambda key: FULL):
-        assert_as_good_as_torch(gmm.gmm_op, gmm.gmm_reference, x, w, sizes, None)
+        assert_as_good_as_torch(gmm.gmm_op, gmm_reference, x, w, sizes, None)
     assert len(made) == 1
 
 
@@ -96,7 +98,7 @@ def test_tgmm(boxes, K, N, gathered, columns_first):
     x, y = on(device, 32 if gathered else 64, K), on(device, 64, N)
     with use("triton"), tuning.choose(lambda key: NARROW):
         args = x, y, sizes, order, 2 if gathered else 1, columns_first
-        assert_as_good_as_torch(torch.ops.moe_aiter.tgmm, tgmm.tgmm_reference, *args)
+        assert_as_good_as_torch(torch.ops.moe_aiter.tgmm, tgmm_reference, *args)
     assert made
 
 

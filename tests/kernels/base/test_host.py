@@ -272,7 +272,7 @@ logging.basicConfig(format="%(levelname)s %(message)s")
 import torch
 import moe_aiter.kernels.rows.permute, moe_aiter.kernels.experts.glu
 from moe_aiter.op import IMPLS
-from moe_aiter.kernels.experts.cpu import expert_loop_op, expert_loop_reference
+from moe_aiter.kernels.experts.cpu import ExpertInputs, expert_loop_op, expert_loop_reference
 from moe_aiter.kernels.rows.sort import sort_by_expert
 print("imported", file=sys.stderr)
 mine = ("sort_by_expert", "permute", "unpermute", "row_dots", "glu", "glu_backward", "expert_loop")
@@ -282,7 +282,7 @@ for _ in range(2):
     x, gate_up, down = (torch.randn(s).requires_grad_() for s in ((9, 8), (4, 12, 8), (4, 8, 6)))
     inputs = x, gate_up, None, down, None, torch.rand(9, 2), *plan, "swiglu", False, True, None, None
     out = expert_loop_op(*inputs)[0]
-    torch.testing.assert_close(out, expert_loop_reference(*inputs)[0])
+    torch.testing.assert_close(out, expert_loop_reference(ExpertInputs(*inputs))[0])
     out.sum().backward()
     assert all(t.grad.isfinite().all() for t in (x, gate_up, down))
 """

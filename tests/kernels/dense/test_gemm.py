@@ -6,13 +6,14 @@ import torch
 from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
-from moe_aiter.kernels.base.gemm_row import splits_of
-from moe_aiter.kernels.dense.gemm import ACTIVATIONS, gemm, gemm_reference
+from moe_aiter.kernels.base.gemm_row import GemmInputs, splits_of
+from moe_aiter.kernels.dense.gemm import ACTIVATIONS, gemm
 from moe_aiter.op import IMPLS, ORDER, pick, use
 from moe_aiter.tuning import choice, store
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
 
 from ...check import assert_as_good_as_torch, error, with_gradients
+from ...references import gemm_reference
 from ...shapes import LAYOUTS, MATRICES, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
@@ -249,10 +250,10 @@ def test_what_the_table_names_is_picked(backend, monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     impls, rest = IMPLS["gemm"], (None, None, "", 1.0, 0.0, None, False)
     monkeypatch.setattr(impls["triton"], "takes", (torch.bfloat16,))  # the interpreter's lacks it
-    assert pick("gemm", x, w.mT, *rest) is impls[backend]
-    assert pick("gemm", x, w, *rest) is impls["torch"], "another layout"
+    assert pick("gemm", GemmInputs(x, w.mT, *rest)) is impls[backend]
+    assert pick("gemm", GemmInputs(x, w, *rest)) is impls["torch"], "another layout"
     wider = None, None, "", 1.0, 0.0, torch.float32, False
-    assert pick("gemm", x, w.mT, *wider) is impls["triton"], "whatever the table says"
+    assert pick("gemm", GemmInputs(x, w.mT, *wider)) is impls["triton"], "whatever the table says"
 
 
 @pytest.mark.gpu

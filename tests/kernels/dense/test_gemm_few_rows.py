@@ -5,6 +5,7 @@ import torch
 
 from moe_aiter import tuning
 from moe_aiter.kernels import hopper
+from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.op import IMPLS, ORDER, pick, use
@@ -13,6 +14,8 @@ from moe_aiter.tuning.aiter_csv import Problem
 from moe_aiter.tuning.candidates import HOPPER_TILES
 
 from .test_gemm import CUDA, compare, make
+
+PLAIN = 1.0, 0.0, None, False  # the rest of the inputs of a product
 
 
 @pytest.fixture
@@ -43,28 +46,28 @@ def new(*shape, dtype=torch.bfloat16):
 )
 @pytest.mark.no_interpreter
 def test_long_weights_of_few_rows_are_hoppers(on_hopper, M, N, K, dtype, backend):
-    x, weight, rest = new(M, K, dtype=dtype)[None], new(N, K, dtype=dtype)[None], (None, None, "gelu")
-    assert pick("gemm", x, weight.mT, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"][backend]
+    x, weight, rest = new(M, K, dtype=dtype)[None], new(N, K, dtype=dtype)[None], (None, None, "gelu", *PLAIN)
+    assert pick("gemm", GemmInputs(x, weight.mT, *rest)) is IMPLS["gemm"][backend]
     columns = new(K, N, dtype=dtype)[None]
-    assert pick("gemm", x, columns, *rest, 1.0, 0.0, None, False) is IMPLS["gemm"]["torch"]
+    assert pick("gemm", GemmInputs(x, columns, *rest)) is IMPLS["gemm"]["torch"]
     problem = Problem(M, N, K, False, dtype, dtype, False, False)
     assert tuned_gemm.usual(problem, torch.device("meta")) == backend
 
 
 def test_matrices_of_few_rows_may_lie_anywhere(on_hopper):
     """A token of each sequence, say, times the weight of its head; but 16 bytes are read at a time."""
-    rest, weights = (None, None, "", 1.0, 0.0, None, False), new(8, 1024, 1024)
+    rest, weights = (None, None, "", *PLAIN), new(8, 1024, 1024)
     impls, x = IMPLS["gemm"], new(1, 8, 1024).transpose(0, 1)
-    assert pick("gemm", x, weights.mT, *rest) is impls["hopper"]
-    assert pick("gemm", x, weights[:1].expand(8, -1, -1).mT, *rest) is impls["hopper"]
+    assert pick("gemm", GemmInputs(x, weights.mT, *rest)) is impls["hopper"]
+    assert pick("gemm", GemmInputs(x, weights[:1].expand(8, -1, -1).mT, *rest)) is impls["hopper"]
     apart = new(8 * 1028)[: 8 * 1028].as_strided((8, 1, 1024), (1028, 1024, 1))
-    assert pick("gemm", apart, weights.mT, *rest) is impls["torch"]
+    assert pick("gemm", GemmInputs(apart, weights.mT, *rest)) is impls["torch"]
 
 
 def test_elsewhere_they_are_torchs(on_hopper, monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
     x, weight = new(1, 1, 4096), new(1, 4096, 4096)
-    assert pick("gemm", x, weight.mT, None, None, "", 1.0, 0.0, None, False) is IMPLS["gemm"]["torch"]
+    assert pick("gemm", GemmInputs(x, weight.mT, None, None, "", *PLAIN)) is IMPLS["gemm"]["torch"]
     problem = Problem(1, 4096, 4096, False, torch.bfloat16, torch.bfloat16, False, False)
     assert tuned_gemm.usual(problem, torch.device("meta")) == "torch"
 

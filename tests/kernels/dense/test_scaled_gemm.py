@@ -7,10 +7,11 @@ from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base import fp8, tile
 from moe_aiter.kernels.base.fp8 import FP8
-from moe_aiter.kernels.dense.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm, scaled_gmm_reference
+from moe_aiter.kernels.dense.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.op import use
 
+from ...references import scaled_gmm_reference
 from ...shapes import GROUP_SIZES, LAYOUTS, spread
 
 INT8, (E4M3, FNUZ, E5M2) = torch.int8, FP8

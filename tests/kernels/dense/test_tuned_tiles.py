@@ -1,5 +1,6 @@
 """The tile that a row names is that of its product alone."""
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ from moe_aiter.config import interpret
 from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.dense.gemm import bind_gemm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
-from moe_aiter.op import IMPLS, ORDER
+from moe_aiter.op import IMPLS, ORDER, binds
 from moe_aiter.tuning.candidates import candidates
 from moe_aiter.tuning.store import cache_clear
 
@@ -27,14 +28,15 @@ def watched(files, monkeypatch):
     """What is done while a product is launched, and the (rows, tile) of each; rows 5 and 6 name a tile."""
     during, seen = [], []
 
-    def launch(outs, x, *inputs, config=None):
+    def launch(outs, i, config=None):
         for act in during:
-            act(x.shape[1])
+            act(i.x.shape[1])
         outs[0].zero_()
-        seen.append((x.shape[1], config or tuning.lookup("gemm", x.dtype, x.shape[1], 16, 32, 1)))
+        seen.append((i.x.shape[1], config or tuning.lookup("gemm", i.x.dtype, i.x.shape[1], 16, 32, 1)))
 
-    launch.tiles = ("gemm",)
-    monkeypatch.setitem(IMPLS["gemm"], "triton", launch)
+    bind = binds(lambda i, **tile: functools.partial(launch, **tile))
+    bind.tiles = ("gemm",)
+    monkeypatch.setitem(IMPLS["gemm"], "triton", bind)
     monkeypatch.setitem(ORDER, "cpu", ("triton", "torch"))
     monkeypatch.setattr(tuning, "interpret", False)
     monkeypatch.setattr(tuning, "tables", lambda device: ("none",))
@@ -78,9 +80,8 @@ def test_a_product_inside_of_another_does_not_have_its_tile(watched):
             launch_like(x, w)
 
     def launch_like(x, w):
-        IMPLS["gemm"]["triton"](
-            (x.new_empty(1, 3, 16), x[:0]), x[None], w[None], None, None, "", 1.0, 0.0, None, False
-        )
+        i = GemmInputs(x[None], w[None], None, None, "", 1.0, 0.0, None, False)
+        IMPLS["gemm"]["triton"](i)((x.new_empty(1, 3, 16), x[:0]), i)
 
     during.append(nested)
     product(5)
@@ -90,7 +91,7 @@ def test_a_product_inside_of_another_does_not_have_its_tile(watched):
 def test_a_kernel_of_the_user_s_own_is_called_as_any(watched, monkeypatch):
     """It has no tiles of ours, and no such argument."""
     ran = []
-    monkeypatch.setitem(IMPLS["gemm"], "triton", lambda outs, *inputs: ran.append(len(inputs)))
+    monkeypatch.setitem(IMPLS["gemm"], "triton", lambda outs, i: ran.append(len(i)))
     product(5)
     assert ran == [9]
 

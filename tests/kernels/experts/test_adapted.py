@@ -5,18 +5,17 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.experts.adapted import (
-    adapted_down,
-    adapted_down_reference,
-    adapted_up,
-    adapted_up_reference,
-    add_low_rank,
-    add_low_rank_op,
-    add_low_rank_reference,
-)
+from moe_aiter.kernels.experts.adapted import adapted_down, adapted_up, add_low_rank, add_low_rank_op
 from moe_aiter.kernels.quantize.four_bit import quantized
 from moe_aiter.kernels.rows.sort import sort_by_expert
-from moe_aiter.kernels.rows.sums import weigh_rows_op, weigh_rows_reference
+from moe_aiter.kernels.rows.sums import weigh_rows_op
+
+from ...references import (
+    adapted_down_reference,
+    adapted_up_reference,
+    add_low_rank_reference,
+    weigh_rows_reference,
+)
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.no_host

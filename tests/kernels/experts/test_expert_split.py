@@ -5,10 +5,11 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.experts.cpu import expert_loop_reference
 from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.experts.split import split_expert_mlp
 from moe_aiter.kernels.rows.sort import sort_by_expert
+
+from ...references import expert_loop_reference
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 T, H, WIDTH, E, K = 30, 24, 40, 5, 2

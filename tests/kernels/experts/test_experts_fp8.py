@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_aiter import MoE
 from moe_aiter.kernels.base.activations import get_activation
-from moe_aiter.kernels.experts.fp8 import ALL, BLOCK, RECIPES, gmm_unpermute_fp8_op
+from moe_aiter.kernels.experts.fp8 import ALL, BLOCK, RECIPES, UpFp8Inputs, gmm_unpermute_fp8_op
 from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize.layouts import quantize_folded, quantize_transposed
@@ -275,9 +275,9 @@ def test_tokens_are_quantised_once(frozen, recompute, monkeypatch):
     plan, seen = sort_by_expert(ids, len(inputs[2])), []
     _, *expected = run(ids, "swiglu", False, "e4m3_all", dout, *inputs)
 
-    def watched(out, x, format):
-        seen.append(x.data_ptr())
-        return plainly(out, x, format)
+    def watched(out, i):
+        seen.append(i.x.data_ptr())
+        return plainly(out, i)
 
     plainly = IMPLS["quantize_rows"]["torch"]
     monkeypatch.setitem(IMPLS["quantize_rows"], "torch", watched)
@@ -348,8 +348,8 @@ def test_hopper(name, sizes, fp8):
     sizes = sizes | {n: v for n, v in CASES[name].items() if n in sizes}
     ids, act, interleaved, dout, inputs = case(name, torch.bfloat16, CUDA, **sizes)
     plan, how = sort_by_expert(ids, sizes["E"]), (act, interleaved, True, torch.bfloat16)
-    up = *quantize_rows(inputs[0]), *quantize_rows(inputs[1]), None, *plan, *how
-    assert pick("expert_up_fp8", *up) is IMPLS["expert_up_fp8"]["hopper"]
+    up = UpFp8Inputs(*quantize_rows(inputs[0]), *quantize_rows(inputs[1]), None, *plan, *how)
+    assert pick("expert_up_fp8", up) is IMPLS["expert_up_fp8"]["hopper"]
     got = run(ids, act, interleaved, fp8, dout, *inputs)
     exact = run(ids, act, interleaved, fp8, dout.double(), *(t.double() for t in inputs))
     with use("torch"):

@@ -6,8 +6,10 @@ from check import assert_as_good_as_torch, with_gradients
 from shapes import KINDS, LIMITED
 
 from moe_aiter.kernels.base.activations import get_activation, join_gate_up, split_gate_up, swiglu_limit
-from moe_aiter.kernels.experts.glu import glu, glu_backward_op, glu_reference
+from moe_aiter.kernels.experts.glu import glu, glu_backward_op
 from moe_aiter.op import use
+
+from ...references import glu_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = {  # R, I

@@ -31,7 +31,7 @@ def test_the_predicates_of_the_op_decide(shape, transposed, dtype, monkeypatch):
     for product in products(meta_experts(shape, transposed=transposed, bias=True, dtype=dtype)).values():
         with tuning.tables_of(("sm90",)):
             found = tier(product)
-        assert (found.name == "hopper") == bool(runs(IMPLS[product.op]["hopper"], *product.inputs))
+        assert (found.name == "hopper") == bool(runs(IMPLS[product.op]["hopper"], product.inputs))
         assert (found.name == "hopper") == (found.why == "")
 
 

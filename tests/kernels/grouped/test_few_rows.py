@@ -10,9 +10,9 @@ from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.tile import cdiv, is_transposed, row_tiles
 from moe_aiter.kernels.experts import up
-from moe_aiter.kernels.experts.up import expert_up_op, expert_up_reference
+from moe_aiter.kernels.experts.up import UpInputs, expert_up_op
 from moe_aiter.kernels.grouped import gmm
-from moe_aiter.kernels.grouped.gmm import gmm_op, gmm_reference
+from moe_aiter.kernels.grouped.gmm import GroupedInputs, gmm_op
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
 from moe_aiter.tuning import Config, table
@@ -21,6 +21,7 @@ from moe_aiter.tuning.store import cache_clear
 from moe_aiter.tuning.table import Key
 
 from ...check import assert_as_good_as_torch, of_groups
+from ...references import expert_up_reference, gmm_reference
 from ...shapes import GROUP_SIZES, LIMITED, spread, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
@@ -114,10 +115,10 @@ class FakeDriver:
 @pytest.mark.no_interpreter
 def test_a_row_for_few_rows_replaces_hoppers_kernel(tables):
     x, w = torch.empty(100, 256, dtype=torch.bfloat16), torch.empty(8, 256, 512, dtype=torch.bfloat16)
-    order = torch.empty(60)
+    of_up = UpInputs(x, w.mT, None, torch.empty(60), None, None, "silu", False, True, 0, None)
     by_hopper = {
-        "gmm": lambda: hopper.bind_gmm.should_use(x, w, None, None),
-        "up": lambda: hopper.bind_expert_up.should_use(x, w.mT, None, order, None),
+        "gmm": lambda: hopper.bind_gmm.should_use(GroupedInputs(x, w, None, None)),
+        "up": lambda: hopper.bind_expert_up.should_use(of_up),
     }
     for op, rows in (("gmm", 16), ("up", 8)):
         ask = by_hopper[op]
@@ -134,6 +135,5 @@ def test_a_row_for_few_rows_replaces_hoppers_kernel(tables):
         tables("gpu", op, 16, rows, 512, 256)
         assert not ask()
         tables("gpu", op, 16, "", "", "")
-    order = torch.empty(1024)
     tables("gpu", "up", 16, 128, 512, 256)
     assert by_hopper["up"](), "many rows are Hopper's"

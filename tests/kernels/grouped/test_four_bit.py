@@ -7,10 +7,10 @@ import torch
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels.grouped.four_bit import four_bit_gmm_op
-from moe_aiter.kernels.grouped.gmm import gmm_reference
 from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
 
 from ...check import assert_as_good_as_torch
+from ...references import gmm_reference
 from ...shapes import GROUP_SIZES
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]

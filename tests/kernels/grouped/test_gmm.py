@@ -6,12 +6,13 @@ import torch
 from moe_aiter import tuning
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels.grouped import tgmm as tgmm_module
-from moe_aiter.kernels.grouped.gmm import gmm, gmm_op, gmm_reference
-from moe_aiter.kernels.grouped.tgmm import tgmm, tgmm_accumulate, tgmm_reference
-from moe_aiter.kernels.rows.sums import group_sum, group_sum_reference
+from moe_aiter.kernels.grouped.gmm import gmm, gmm_op
+from moe_aiter.kernels.grouped.tgmm import tgmm, tgmm_accumulate
+from moe_aiter.kernels.rows.sums import group_sum
 from moe_aiter.op import invalidate_decisions, use
 
 from ...check import assert_as_good_as_torch, with_gradients
+from ...references import gmm_reference, group_sum_reference, tgmm_reference
 from ...shapes import GROUP_SIZES, LAYOUTS, MATRICES, transposed
 
 TRITON = interpret or torch.cuda.is_available()

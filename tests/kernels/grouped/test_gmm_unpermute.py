@@ -12,16 +12,13 @@ from moe_aiter.kernels.base import tile
 from moe_aiter.kernels.base.sources import by_source
 from moe_aiter.kernels.experts.inputs import ExpertInputs, row_bytes
 from moe_aiter.kernels.experts.mlp import by_layer, expert_mlp
-from moe_aiter.kernels.grouped.gmm import (
-    column_slices,
-    gmm_unpermute_add_op,
-    gmm_unpermute_op,
-    gmm_unpermute_reference,
-)
+from moe_aiter.kernels.grouped.gmm import column_slices, gmm_unpermute_add_op, gmm_unpermute_op
 from moe_aiter.kernels.rows.merge import merge_plans
 from moe_aiter.kernels.rows.permute import ELSEWHERE
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.routing.plan import RoutePlan
+
+from ...references import gmm_unpermute_reference
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 MIB = 2**20

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from check import assert_as_good_as_torch, with_gradients
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.grouped.grouped_gemm import grouped_gemm, slots_as_tokens
+from moe_aiter.kernels.grouped.grouped_gemm import PermuteSlotsInputs, grouped_gemm
 from moe_aiter.kernels.rows.sort import sort_by_expert
 
 T, TOP_K, E, K, N = 13, 3, 5, 12, 20
@@ -61,7 +61,7 @@ def test_an_expanded_input_is_gathered(device):
     expected = torch.autograd.grad(reference(whole, w, ids), whole, dout)
     torch.testing.assert_close(torch.autograd.grad(out, leaf, dout), expected, rtol=1e-4, atol=1e-5)
     _, rank, _ = sort_by_expert(ids, E)
-    tokens, _, slots, _ = slots_as_tokens(leaf, rank.flatten(), rank)
+    tokens, _, slots, _ = PermuteSlotsInputs(leaf, rank.flatten(), rank).as_tokens()
     assert tokens.data_ptr() == leaf.data_ptr() and tokens.shape == (T, K) and slots is rank
 
 

@@ -7,10 +7,11 @@ from moe_aiter import tuning
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels.base.fp8 import FP8
 from moe_aiter.kernels.base.shuffle import shuffle_weight
-from moe_aiter.kernels.grouped.masked_gmm import masked_gmm, masked_gmm_reference, scaled_bmm
+from moe_aiter.kernels.grouped.masked_gmm import masked_gmm, scaled_bmm
 from moe_aiter.op import use
 
 from ...check import assert_as_good_as_torch
+from ...references import masked_gmm_reference
 from ...shapes import LAYOUTS, spread
 
 E4M3, FNUZ, E5M2 = FP8

@@ -5,10 +5,10 @@ import torch
 from check import assert_as_good_as_torch
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.grouped.gmm import gmm, gmm_reference
+from moe_aiter.kernels.grouped.gmm import gmm
 from moe_aiter.kernels.grouped.ptgmm import nptgmm, ptgmm
-from moe_aiter.kernels.grouped.tgmm import tgmm_reference
-from moe_aiter.kernels.rows.sums import group_sum_reference
+
+from ...references import gmm_reference, group_sum_reference, tgmm_reference
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 SMALL = [(10, 2, 3, 4), (32, 16, 8, 4)]  # M, K, N, G of AITER's tests

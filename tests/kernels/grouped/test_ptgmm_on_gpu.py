@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from moe_aiter.kernels.grouped.gmm import gmm, gmm_reference
+from moe_aiter.kernels.grouped.gmm import gmm
 from moe_aiter.kernels.grouped.grouped_gemm import grouped_gemm
 from moe_aiter.kernels.grouped.ptgmm import nptgmm, ptgmm
-from moe_aiter.kernels.grouped.tgmm import tgmm_reference
-from moe_aiter.kernels.rows.sums import group_sum_reference
+
+from ...references import gmm_reference, group_sum_reference, tgmm_reference
 
 pytestmark = pytest.mark.gpu
 LARGE = [  # M, K, N, G

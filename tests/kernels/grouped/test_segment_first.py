@@ -8,14 +8,11 @@ import torch
 from moe_aiter import SegmentGEMMWrapper
 from moe_aiter.config import interpret
 from moe_aiter.kernels.grouped import segment_gmm as file
-from moe_aiter.kernels.grouped.segment_gmm import (
-    segment_gmm,
-    segment_gmm_op,
-    segment_gmm_reference,
-)
+from moe_aiter.kernels.grouped.segment_gmm import segment_gmm, segment_gmm_op
 from moe_aiter.kernels.grouped.segments import segment_tgmm_op
 
 from ...check import assert_as_good_as_torch
+from ...references import segment_gmm_reference
 from ...shapes import transposed
 
 ROWS = 41

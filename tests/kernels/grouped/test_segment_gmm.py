@@ -5,17 +5,12 @@ import torch
 
 from moe_aiter.config import interpret, settings
 from moe_aiter.kernels.grouped import segment_gmm as file
-from moe_aiter.kernels.grouped.gmm import gmm_reference
-from moe_aiter.kernels.grouped.segment_gmm import (
-    FP8,
-    segment_gmm,
-    segment_gmm_op,
-    segment_gmm_reference,
-)
-from moe_aiter.kernels.grouped.segments import segment_tgmm_op, segment_tgmm_reference
+from moe_aiter.kernels.grouped.segment_gmm import FP8, segment_gmm, segment_gmm_op
+from moe_aiter.kernels.grouped.segments import segment_tgmm_op
 from moe_aiter.op import use
 
 from ...check import assert_as_good_as_torch, with_gradients
+from ...references import gmm_reference, segment_gmm_reference, segment_tgmm_reference
 from ...shapes import GROUP_SIZES, LAYOUTS, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]

@@ -118,9 +118,9 @@ def test_refuses(device):
 
 def on_hopper(*inputs) -> Tensor:
     """By the kernel, into poisoned memory, twice."""
-    impl = pick("tgmm_fp8", *inputs)
-    assert impl is IMPLS["tgmm_fp8"]["hopper"]
     i = TgmmFp8Inputs(*inputs)
+    impl = pick("tgmm_fp8", i)
+    assert impl is IMPLS["tgmm_fp8"]["hopper"]
     outs = [new_tgmm_fp8(i) for _ in range(2)]
     poison(tuple(outs))
     for out in outs:

@@ -4,24 +4,22 @@ import functools
 
 import pytest
 import torch
-from check import assert_as_good_as_torch, of_groups
+from check import assert_as_good_as_torch, fits, of_groups
 from shapes import KINDS
 
 from moe_aiter import tuning
 from moe_aiter.kernels.base.activations import get_activation
-from moe_aiter.kernels.experts.down import (
-    expert_down_grad_op,
-    expert_down_grad_over_z_op,
-    expert_down_grad_reference,
-)
+from moe_aiter.kernels.experts.down import expert_down_grad_op, expert_down_grad_over_z_op
 from moe_aiter.kernels.experts.mlp import expert_mlp
-from moe_aiter.kernels.experts.up import expert_up_op, expert_up_reference, expert_z_op
-from moe_aiter.kernels.grouped.gmm import gmm_op, gmm_reference
-from moe_aiter.kernels.grouped.tgmm import tgmm_into_op, tgmm_op, tgmm_reference
+from moe_aiter.kernels.experts.up import expert_up_op, expert_z_op
+from moe_aiter.kernels.grouped.gmm import gmm_op
+from moe_aiter.kernels.grouped.tgmm import tgmm_into_op, tgmm_op
 from moe_aiter.kernels.hopper import MAX_GROUPS, is_hopper
 from moe_aiter.kernels.rows.sort import sort_by_expert
-from moe_aiter.op import IMPLS, use
+from moe_aiter.op import use
 from moe_aiter.tuning.candidates import HOPPER_TILES, candidates
+
+from ...references import expert_down_grad_reference, expert_up_reference, gmm_reference, tgmm_reference
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.gpu
@@ -80,7 +78,7 @@ def test_gmm(sizes, K, N, layout, dtype):
     sizes = group_sizes(sizes)
     w = stored(layout, len(sizes), N, K, dtype=dtype).mT
     x, bias = randn(ROWS, K, dtype=dtype), randn(len(sizes), N, dtype=dtype)
-    assert IMPLS["gmm"]["hopper"].fits(x, w, sizes, bias)
+    assert fits("gmm", x, w, sizes, bias)
     assert_as_good_as_torch(gmm_op, gmm_reference, x, w, sizes, None)
     assert_as_good_as_torch(gmm_op, gmm_reference, x, w, sizes, bias)
 
@@ -93,7 +91,7 @@ def test_gmm_of_some_columns(sizes, n, layout):
     sizes = group_sizes(sizes)
     w = randn(len(sizes), 520, 192).mT if layout == "rows" else randn(len(sizes), 192, 520)
     x, bias = randn(ROWS, 192), randn(len(sizes), 520)
-    assert IMPLS["gmm"]["hopper"].fits(x, w[:, :, n], sizes, bias[:, n])
+    assert fits("gmm", x, w[:, :, n], sizes, bias[:, n])
     whole = gmm_op(x, w, sizes, bias)
     assert torch.equal(gmm_op(x, w[:, :, n], sizes, bias[:, n]), whole[:, n])
 
@@ -121,7 +119,7 @@ def test_views_of_weights(view, turned):
         ("expert_up", expert_up_op, expert_up_reference, up),
         ("expert_down_grad", expert_down_grad_op, rounded(expert_down_grad_reference), grads),
     ):
-        assert IMPLS[op]["hopper"].fits(*inputs)
+        assert fits(op, *inputs)
         assert_as_good_as_torch(kernel, reference, *inputs)
 
 
@@ -130,8 +128,8 @@ def test_views_of_weights(view, turned):
 def test_gmm_of_most_groups(groups, bias):
     sizes = torch.randint(0, 4, (groups,), device=CUDA)
     x, w, b = randn(3 * groups, 64), randn(groups, 64, 128), randn(groups, 128) if bias else None
-    assert IMPLS["gmm"]["hopper"].fits(x, w, sizes, b)
-    assert not IMPLS["gmm"]["hopper"].fits(x, w.repeat(2, 1, 1), sizes.repeat(2), b)
+    assert fits("gmm", x, w, sizes, b)
+    assert not fits("gmm", x, w.repeat(2, 1, 1), sizes.repeat(2), b)
     assert_as_good_as_torch(gmm_op, gmm_reference, x, w, sizes, b)
 
 
@@ -161,7 +159,7 @@ def test_tgmm(sizes, K, N, gather, columns_first, dtype):
     top_k = TOP_K if gather else 1
     x = randn(ROWS // top_k, K, dtype=dtype)
     inputs = x, y, sizes, order, top_k, columns_first
-    assert IMPLS["tgmm"]["hopper"].fits(*inputs)
+    assert fits("tgmm", *inputs)
     assert_as_good_as_torch(tgmm_op, tgmm_reference, *inputs)
 
 
@@ -221,7 +219,7 @@ def test_expert_up(layout, shape, kind, dtype):
     )
     for b, save_z in ((None, True), (bias, True), (bias, False)):
         inputs = x, w, b, p["order"], p["rank"], p["sizes"], *kind, save_z, 0, None
-        assert IMPLS["expert_up"]["hopper"].fits(*inputs)
+        assert fits("expert_up", *inputs)
         ops = (of_groups(op, p["sizes"]) for op in (expert_up_op, expert_up_reference))
         assert_as_good_as_torch(*ops, *inputs)
         if save_z:
@@ -255,7 +253,7 @@ def test_expert_down_grad(layout, shape, kind, dtype):
     s = torch.rand(250, TOP_K, device=CUDA)
     for need_a in (True, False):
         inputs = dout, z, w, s, p["order"], p["rank"], p["sizes"], *kind, need_a
-        assert IMPLS["expert_down_grad"]["hopper"].fits(*inputs)
+        assert fits("expert_down_grad", *inputs)
         ours = of_groups(expert_down_grad_op, p["sizes"])
         reference = of_groups(rounded(expert_down_grad_reference), p["sizes"])
         assert_as_good_as_torch(ours, reference, *inputs)
@@ -306,7 +304,7 @@ def test_rows_in_no_group_are_not_written(kind, experts, dropped):
     down = randn(experts, 64, 320) / 8
 
     inputs = x, w, bias, order, rank, sizes, *kind, True, 0, None
-    assert IMPLS["expert_up"]["hopper"].fits(*inputs)
+    assert fits("expert_up", *inputs)
     ours, reference = (of_groups(op, sizes) for op in (expert_up_op, expert_up_reference))
     assert_as_good_as_torch(ours, reference, *inputs)
     z, a = expert_up_op(*inputs)
@@ -314,7 +312,7 @@ def test_rows_in_no_group_are_not_written(kind, experts, dropped):
 
     s[0, 0] = z[n:] = float("nan")
     inputs = dout, z, down, s, order, rank, sizes, *kind, True
-    assert IMPLS["expert_down_grad"]["hopper"].fits(*inputs)
+    assert fits("expert_down_grad", *inputs)
     dz, a, ds = expert_down_grad_op(*inputs)
     assert dz[n:].isnan().all() and a[n:].isnan().all() and not ds[rank < 0].any()
     assert dz[:n].isfinite().all() and a[:n].isfinite().all() and ds.isfinite().all()

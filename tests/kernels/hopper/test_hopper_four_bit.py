@@ -4,15 +4,14 @@ import functools
 
 import pytest
 import torch
-from check import assert_as_good_as_torch
+from check import assert_as_good_as_torch, fits
 
 from moe_aiter import tuning
 from moe_aiter.kernels.grouped.four_bit import FourBitInputs, four_bit_gmm_op
-from moe_aiter.kernels.grouped.gmm import gmm_reference
 from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
-from moe_aiter.op import IMPLS
 from moe_aiter.tuning.candidates import candidates
 
+from ...references import gmm_reference
 from .test_hopper import CUDA, DTYPES, ROWS, SIZES, TOP_K, group_sizes, hopper, randn  # noqa: F401
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +35,7 @@ def inputs(w, transpose, x, sizes, bias=None, order=None, top_k=1):
 
 
 def check(w, transpose, x, sizes, bias=None, order=None, top_k=1):
-    fits = IMPLS["four_bit_gmm"]["hopper"].fits
-    assert fits(*inputs(w, transpose, x, sizes, bias, order, top_k))
+    assert fits("four_bit_gmm", *inputs(w, transpose, x, sizes, bias, order, top_k))
     full = w.dequantize()
 
     def product(x, bias):
@@ -108,9 +106,8 @@ def test_two_runs_give_the_same_bits(transpose):
 
 def test_what_does_not_fit():
     sizes, w = group_sizes("ragged"), make_weight(("mxfp4", True, 40, 96), 10, torch.bfloat16)
-    fits = IMPLS["four_bit_gmm"]["hopper"].fits
-    assert not fits(*inputs(w, True, randn(ROWS, 96), sizes))  # a part of a step
-    assert not fits(*inputs(w, False, randn(ROWS, 40), sizes))
+    assert not fits("four_bit_gmm", *inputs(w, True, randn(ROWS, 96), sizes))  # a part of a step
+    assert not fits("four_bit_gmm", *inputs(w, False, randn(ROWS, 40), sizes))
     w = make_weight(("mxfp4", True, 64, 64), 10, torch.bfloat16)
-    assert not fits(*inputs(w, True, randn(ROWS, 128)[:, 1:65], sizes))
-    assert not fits(*inputs(w, True, randn(8, 64), sizes))  # few rows
+    assert not fits("four_bit_gmm", *inputs(w, True, randn(ROWS, 128)[:, 1:65], sizes))
+    assert not fits("four_bit_gmm", *inputs(w, True, randn(8, 64), sizes))  # few rows

@@ -6,8 +6,10 @@ import torch
 from moe_aiter.kernels.grouped.gmm import gmm_into_op, gmm_op
 from moe_aiter.kernels.grouped.tgmm import tgmm_into_op, tgmm_op, tgmm_sums_op
 from moe_aiter.kernels.hopper import is_hopper
-from moe_aiter.kernels.rows.sums import group_sum_reference
-from moe_aiter.op import IMPLS, use
+from moe_aiter.op import use
+
+from ...check import fits
+from ...references import group_sum_reference
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.gpu
@@ -36,7 +38,7 @@ def test_results_in_tensors_that_are_there(sizes):
     buffer = torch.full((ROWS + 2, 512), 777.0, device=CUDA, dtype=x.dtype)
     out = buffer[1:-1, 128:384]
     gmm_into_op(out, x, w, sizes, None)
-    assert IMPLS["gmm_into"]["hopper"].fits(x, w, sizes, None, (), 0, None, out)
+    assert fits("gmm_into", out, x, w, sizes, None)
     assert torch.equal(out[:end], gmm_op(x, w, sizes, None)[:end]) and (out[end:] == 777).all()
     out[:] = 777
     assert (buffer == 777).all()

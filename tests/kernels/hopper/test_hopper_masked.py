@@ -8,8 +8,10 @@ from moe_aiter.kernels.base.fp8 import as_rows
 from moe_aiter.kernels.base.shuffle import shuffle_weight
 from moe_aiter.kernels.grouped.masked_gmm import masked_gmm
 from moe_aiter.kernels.hopper import MAX_GROUPS, is_hopper
-from moe_aiter.op import IMPLS, use
+from moe_aiter.op import use
 from moe_aiter.tuning.candidates import candidates
+
+from ...check import fits
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.gpu
@@ -53,7 +55,7 @@ def check(out, x, w, sizes, x_scale=None, w_scale=None):
     """Run it, and compare with float64 inside, and with what was there outside."""
     G, M = x.shape[:2]
     of_x, of_w = as_rows("x_scale", x_scale, x, M), as_rows("w_scale", w_scale, x, w.shape[1])
-    assert IMPLS["masked_gmm"]["hopper"].fits(x, w, sizes, of_x, of_w, False, out)
+    assert fits("masked_gmm", out, x, w, sizes, of_x, of_w, False)
     before = out.clone()
     assert masked_gmm(out, x, w, sizes, x_scale, w_scale) is out
     rows = torch.full((G,), M, device=CUDA) if sizes is None else sizes.clamp(0, M)
@@ -144,7 +146,7 @@ def test_many_groups(groups):
     sizes = torch.randint(0, 129, (groups,)).tolist()
     check(*make(128, sizes, 64, 144))
     out, *inputs = make(128, [1] * (MAX_GROUPS + 1), 8, 16)
-    assert not IMPLS["masked_gmm"]["hopper"].fits(*inputs, False, out)
+    assert not fits("masked_gmm", out, *inputs, False)
 
 
 def test_float32_adds_what_the_tensor_core_would_lose():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_aiter.bench.tiles import launcher
 from moe_aiter.config import interpret
 from moe_aiter.kernels import quantize
 from moe_aiter.kernels.quantize.rows import (
@@ -13,8 +14,9 @@ from moe_aiter.kernels.quantize.rows import (
     quantize_rows,
     quantize_rows_and_amax,
 )
-from moe_aiter.op import IMPLS, launcher, use
+from moe_aiter.op import IMPLS, use
 
+from ...references import quantize_rows_reference
 from ...shapes import LAYOUTS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -175,7 +177,7 @@ def test_kernels_without_the_last_rounding(shape, monkeypatch):
         (x, "quantize_rows_and_amax", (), (amax,)),
         (x.mT, "quantize_by_amax", (amax,), ()),
     ):
-        scale = quantize.rows.quantize_rows_reference(given, "e4m3")[1]
+        scale = quantize_rows_reference(given, "e4m3")[1]
         expected = given * (1 / scale)[..., None], scale, *more
         out = tuple(torch.full(t.shape, 5.0) for t in expected)
         launcher(name, IMPLS[name]["triton"])(out, given, *inputs, "e4m3")

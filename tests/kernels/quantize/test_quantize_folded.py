@@ -9,6 +9,7 @@ from moe_aiter.kernels.quantize.layouts import quantize_folded
 from moe_aiter.kernels.quantize.rows import FORMATS, LEAST, dequantize_rows, quantize_rows
 from moe_aiter.op import use
 
+from ...references import quantize_folded_reference
 from ...shapes import LAYOUTS
 from .test_quantize import every_dtype, every_format, same
 from .test_row_blocks import SIZES
@@ -72,7 +73,7 @@ def test_what_is_zero_or_no_number_stays_in_its_row(device):
 def test_kernel_without_the_last_rounding(name, K, monkeypatch):
     monkeypatch.setattr(module, "native_fp8", FORMATS.values)
     x, factor, group_sizes, product = draw(name, K)
-    _, scale = module.quantize_folded_reference(x, factor, group_sizes, "e4m3")
+    _, scale = quantize_folded_reference(x, factor, group_sizes, "e4m3")
     out = tuple(torch.full(t.shape, 5.0) for t in (x, scale))
     for given in (x, x.mT.contiguous().mT):
         i = module.QuantizeFoldedInputs(given, factor, group_sizes, "e4m3")

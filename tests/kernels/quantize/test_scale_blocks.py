@@ -9,6 +9,7 @@ from moe_aiter.kernels.quantize.rows import FORMATS, quantize_rows
 from moe_aiter.kernels.quantize.scale_blocks import dequantize, quantize_blocks
 from moe_aiter.op import use
 
+from ...references import quantize_blocks_reference
 from ...shapes import LAYOUTS
 from .test_quantize import draw, every_dtype, every_format, same
 
@@ -74,7 +75,7 @@ def test_what_is_no_number_stays_in_its_block(device, square):
 def test_kernel_without_the_last_rounding(shape, square, monkeypatch):
     monkeypatch.setattr(module, "native_fp8", FORMATS.values)
     x = draw(*shape, dtype=torch.float32, device="cpu")
-    _, scale = module.quantize_blocks_reference(x, square, "e4m3")
+    _, scale = quantize_blocks_reference(x, square, "e4m3")
     each = scale.repeat_interleave(128, -1)[..., : shape[-1]]
     each = each.repeat_interleave(128, -2)[..., : shape[-2], :] if square else each
     for given in (x, x.mT.contiguous().mT):

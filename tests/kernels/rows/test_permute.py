@@ -4,17 +4,12 @@ import pytest
 import torch
 from check import assert_as_good_as_torch, with_gradients
 
-from moe_aiter.kernels.rows.permute import (
-    permute,
-    permute_reference,
-    row_dots,
-    row_dots_reference,
-    unpermute,
-    unpermute_reference,
-)
+from moe_aiter.kernels.rows.permute import permute, row_dots, unpermute
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.rows.sums import weigh_rows_op
 from moe_aiter.op import use
+
+from ...references import permute_reference, row_dots_reference, unpermute_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = {  # T, k, E, H

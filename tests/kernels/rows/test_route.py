@@ -6,8 +6,9 @@ from check import assert_as_good_as_torch, with_gradients
 from shapes import LAYOUTS
 
 from moe_aiter.kernels.rows.route import EPSILON, choose_experts, route_backward_op, route_op
-from moe_aiter.kernels.rows.topk import topk_reference
 from moe_aiter.op import use
+
+from ...references import topk_reference
 
 SHAPES = {  # T, E, k
     "mixtral": (37, 8, 2),

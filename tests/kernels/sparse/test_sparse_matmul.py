@@ -10,14 +10,14 @@ from moe_aiter.kernels.sparse.gemm import (
     fill_sparse_matmul,
     fill_sparse_matmul_grad,
     sparse_matmul_grad_op,
-    sparse_matmul_grad_reference,
     sparse_matmul_op,
-    sparse_matmul_reference,
 )
+from moe_aiter.kernels.sparse.kernels import SparseGradInputs, SparseInputs
 from moe_aiter.kernels.sparse.pattern import SparsePattern
 from moe_aiter.op import invalidate_decisions
 
 from ...check import assert_as_good_as_torch, with_gradients
+from ...references import sparse_matmul_grad_reference, sparse_matmul_reference
 from ...shapes import spread, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
@@ -168,12 +168,12 @@ def test_by_torch(matrix, turned, monkeypatch):
         monkeypatch.delattr(file, name)
     for bias in (inputs[2], None):
         out = torch.full_like(exact, float("nan"))
-        fill_sparse_matmul(out, x, values, bias, *inputs[3:])
+        fill_sparse_matmul(out, SparseInputs(x, values, bias, *inputs[3:]))
         torch.testing.assert_close(
             out, exact if bias is not None else exact - inputs[2], atol=1e-4, rtol=1e-4
         )
     grad = torch.full_like(values, float("nan"))
-    fill_sparse_matmul_grad(grad, *sides, lists, *block)
+    fill_sparse_matmul_grad(grad, SparseGradInputs(*sides, lists, *block))
     torch.testing.assert_close(grad, exact_grad)
 
 
