@@ -10,13 +10,14 @@ import re
 import types
 import typing
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ... import private_api
-from ...op import INTEGERS
+from ...op import INTEGERS, notes_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
@@ -60,8 +61,10 @@ def check_size(what: str, size: int, other: str, expected: int) -> None:
         raise ValueError(f"{what.format(size)} but {other.format(expected)}")
 
 
-def check_axes(**tensors: tuple[Tensor, str]) -> None:
+def check_axes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
     """Raise unless each tensor has the axes that its words name, and axes of one name have one size.
+
+    Return the size of each axis.
 
     `check_axes(x=(x, "M, K"), w=(w, "G, K, N"))` may say: x is (M, K=64) but w is (G, K=32, N).
     """
@@ -73,6 +76,36 @@ def check_axes(**tensors: tuple[Tensor, str]) -> None:
             if size != expected:
                 there = with_size(first, tensors[first][1], axis, expected)
                 raise ValueError(f"{there} but {with_size(name, axes, axis, size)}")
+    return {axis: size for axis, (_, size) in sizes.items()}
+
+
+Operand = Annotated[Tensor, "operand"]  # a field of an op's inputs: floating, of one dtype with all operands
+Float = Annotated[Tensor, "float"]  # of any floating dtype
+Index = Annotated[Tensor, "index"]  # int32 or int64
+KINDS = ("written", "operand", "float", "index", None)  # every other note of a field names its axes
+
+
+def check_fields(i: tuple) -> dict[str, int]:
+    """Raise unless the tensors of an op's inputs are what their fields' annotations say, and on one device.
+
+    `Annotated[Operand, "M, K"]` is an operand with these axes.  Axes of one name have one size in all fields;
+    return the size of each.  A field that may be None is checked where it is not.
+    """
+    fields = zip(notes_of(type(i)).items(), i, strict=True)
+    given = {name: (t, notes) for (name, notes), t in fields if not (t is None and None in notes)}
+    axes = {name: (t, note) for name, (t, notes) in given.items() for note in notes if note not in KINDS}
+    sizes = check_axes(**axes)
+
+    def of(kind: str) -> dict[str, Tensor]:
+        return {name: t for name, (t, notes) in given.items() if kind in notes}
+
+    if operands := of("operand"):
+        check_float(**operands)
+    for name, t in of("float").items():
+        check_float(**{name: t})
+    check_index(**of("index"))
+    check_device(**{name: t for name, (t, _) in given.items() if isinstance(t, Tensor)})
+    return sizes
 
 
 def with_size(name: str, axes: str, axis: str, size: int) -> str:

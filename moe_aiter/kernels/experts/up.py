@@ -14,7 +14,7 @@ the backward pass:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ... import tuning
 from ...op import binds, define_op, gradients, saved_tensors, takes
 from .. import hopper
 from ..base.activations import get_activation
-from ..base.check import check_float, check_groups, check_plan_values, check_shape, check_size, take_rows
+from ..base.check import Index, Operand, check_fields, check_plan_values, take_rows
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.sources import arriving, bind_passes
 from ..base.tile import (
@@ -51,17 +51,17 @@ EPILOGUE_N = tl.constexpr(32)  # columns whose activation fits in registers besi
 class UpInputs(NamedTuple):
     """The inputs of the op `expert_up`: z and a of the formula above."""
 
-    x: Tensor  # (T, H)
-    gate_up: Tensor  # (E, width, H), width of 2I or I
-    bias: Tensor | None  # (E, width)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
+    x: Annotated[Operand, "T, H"]
+    gate_up: Annotated[Operand, "E, width, H"]  # width of 2I or I
+    bias: Annotated[Tensor, "E, width"] | None
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    group_sizes: Annotated[Index, "E"]
     activation: str
     interleaved: bool
     save_z: bool  # without it z has no rows
     row_bytes: int | torch.SymInt  # the most for the rows of dx
-    main_grad: Tensor | None  # (E, width, H), which the gradient of gate_up is added to
+    main_grad: Annotated[Tensor, "E, width, H"] | None  # which the gradient of gate_up is added to
 
 
 class ZInputs(NamedTuple):
@@ -213,21 +213,10 @@ def split_gate_up(z, INTERLEAVED: tl.constexpr):
 
 
 def new_expert_up(i: UpInputs) -> tuple[Tensor, Tensor]:
-    check_shape("x", i.x, "T", "H")
-    check_shape("gate_up", i.gate_up, "E", "width", "H")
-    projections = get_activation(i.activation).projections
-    (T, H), (E, width, w_H), R = i.x.shape, i.gate_up.shape, i.order.shape[0]
-    check_size("x is (T, H={})", H, "gate_up is (E, width, H={})", w_H)
-    check_size("rank is (T={}, k)", i.rank.shape[0], "x is (T={}, H)", T)
+    size, projections = check_fields(i), get_activation(i.activation).projections
+    R, width = size["R"], size["width"]
     if width % projections:
         raise ValueError(f"gate_up is (E, {width}, H), but {i.activation} needs a multiple of {projections}")
-    check_float(x=i.x, gate_up=i.gate_up)
-    check_groups(
-        i.group_sizes, i.x, gate_up=i.gate_up, bias=i.bias, order=i.order, rank=i.rank, main_grad=i.main_grad
-    )
-    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "gate_up is (E={}, width, H)", E)
-    if i.bias is not None and i.bias.shape != (E, width):
-        raise ValueError(f"gate_up_bias must be (E={E}, {width}), but it has shape {tuple(i.bias.shape)}")
     return i.x.new_empty(R if i.save_z else 0, width), i.x.new_empty(R, width // projections)
 
 
