@@ -164,4 +164,4 @@ dist: $(READY)
 
 bench: $(READY)
 	$(PY) -m moe_aiter.cli bench layer --out benchmarks/results/layer.csv $(ARGS)
-	$(PY) -m moe_aiter.cli bench report
+	$(PY) -m benchmarks report

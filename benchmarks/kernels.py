@@ -1,7 +1,7 @@
 """Time the kernels that have no tile to choose: those of routing, sums that return rows to token order, and,
 where the GPU multiplies 8-bit floats, those that make them.
 
-    python benchmarks/kernels.py A B C D E --out benchmarks/results/kernels.csv
+    python -m benchmarks kernels A B C D E --out benchmarks/results/kernels.csv
 
 Each is checked first, against its reference in float64, or where it quantises against the reference's bits.
 The sums are given slices of columns as a training step of the shape has them, one of each width, weighted as
@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from moe_aiter.bench.layer import shape_cells
-from moe_aiter.bench.measure import FLOOR, SLACK, append, columns, count, distances, provenance, time_graphs
+from moe_aiter.bench.measure import (
+    FLOOR,
+    SLACK,
+    append,
+    columns,
+    count,
+    distances,
+    provenance,
+    refuse,
+    time_graphs,
+)  # fmt: skip
 from moe_aiter.bench.problem import SHAPES, Shape
 from moe_aiter.bench.tiles import distinct_column_slices
 from moe_aiter.kernels.base.fp8 import native_fp8
@@ -189,20 +199,21 @@ def measure(shape: Shape, dtype: torch.dtype, reps: int) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}; default A to E")
     parser.add_argument("--reps", type=count, default=25, metavar="N", help="timed runs of each; default 25")
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the figures to this file")
     parser.add_argument("--commit", help="what is measured, where git cannot say")
-    args = parser.parse_args()
+    parser.set_defaults(prog=parser.prog)
+
+
+def main(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
-        parser.error("there is no GPU that torch can use")
+        return refuse(args, "there is no GPU that torch can use")
     if strangers := set(args.shapes) - SHAPES.keys():
-        parser.error(f"unknown shape {', '.join(sorted(strangers))}; known: {', '.join(SHAPES)}")
+        return refuse(args, f"unknown shape {', '.join(sorted(strangers))}; known: {', '.join(SHAPES)}")
     if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        parser.error(f"{args.out} has other columns: {', '.join(columns(args.out))}")
+        return refuse(args, f"{args.out} has other columns: {', '.join(columns(args.out))}")
     where = provenance(torch.device("cuda"), "bfloat16", args.commit)
     print(", ".join(f"{k} {v}" for k, v in where.items()))
     for name in args.shapes or ["A", "B", "C", "D", "E"]:
@@ -211,7 +222,4 @@ def main() -> None:
         rows = [about | row for row in measure(SHAPES[name], torch.bfloat16, args.reps)]
         if args.out:
             append(args.out, rows, FIELDS)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

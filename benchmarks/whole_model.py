@@ -1,8 +1,8 @@
 """Time training steps of whole models of transformers, with each implementation of their experts.
 
-    python benchmarks/whole_model.py --out benchmarks/results/whole_model.csv
-    python benchmarks/whole_model.py --model OLMoE-1B-7B --training full lora+checkpointing --layers 8
-    python benchmarks/whole_model.py --contender moe_aiter grouped_mm batched_mm eager sonicmoe deepgemm hub
+    python -m benchmarks whole_model --out benchmarks/results/whole_model.csv
+    python -m benchmarks whole_model --model OLMoE-1B-7B --training full lora+checkpointing --layers 8
+    python -m benchmarks whole_model --contender moe_aiter grouped_mm batched_mm eager sonicmoe deepgemm hub
 
 A model has the published widths, few layers, and random weights in bfloat16.  A step is a forward pass with
 the loss, a backward pass, and an update by fused AdamW.  Contenders run one after another, in one process.
@@ -13,7 +13,6 @@ run, its row has the reason.
 import argparse
 import gc
 import pathlib
-import sys
 import time
 
 import torch
@@ -21,7 +20,7 @@ import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe_aiter.bench.measure import WHERE, append, columns, count, provenance, summary
+from moe_aiter.bench.measure import WHERE, append, columns, count, provenance, refuse, summary
 from moe_aiter.integrations import peft as adapters
 from moe_aiter.integrations import transformers as integration
 
@@ -79,6 +78,7 @@ for name in ("Qwen3-30B-A3B", "gpt-oss-20b"):
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "o_proj"]}
 LORA |= {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 LEARNING_RATE = 1e-4
+TRIAL = "--device cpu --divide 8 --tokens 64"
 LOSSES = 3
 GIB = 2**30
 FIELDS = [
@@ -196,9 +196,7 @@ def row_of(name: str, how: str, contender: str, args: argparse.Namespace) -> dic
     return cells
 
 
-def arguments() -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", nargs="+", choices=MODELS, default=list(MODELS), help="models [all]")
     add(
@@ -223,20 +221,18 @@ def arguments() -> argparse.Namespace:
     add("--divide", type=count, default=1, metavar="N", help="divide all widths, to try the script [1]")
     add("--out", type=pathlib.Path, metavar="CSV", help="append the results to this file [none]")
     add("--commit", help="commit to record [the one that git reports]")
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU that torch can use; for a trial: --device cpu --divide 8 --tokens 64")
-    args.sequence = min(args.sequence, args.tokens)
-    if args.tokens % args.sequence:
-        parser.error(f"--tokens {args.tokens} must be a multiple of --sequence {args.sequence}")
-    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        parser.error(f"{args.out} has other columns: {', '.join(columns(args.out))}")
-    return args
+    parser.set_defaults(prog=parser.prog)
 
 
-def main() -> int:
+def main(args: argparse.Namespace) -> int:
     """Run all; 1 if one of our own contenders could not run."""
-    args, failed = arguments(), False
+    if args.device == "cuda" and not torch.cuda.is_available():
+        return refuse(args, f"there is no GPU that torch can use; for a trial: {TRIAL}")
+    args.sequence, failed = min(args.sequence, args.tokens), False
+    if args.tokens % args.sequence:
+        return refuse(args, f"--tokens {args.tokens} must be a multiple of --sequence {args.sequence}")
+    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
+        return refuse(args, f"{args.out} has other columns: {', '.join(columns(args.out))}")
     transformers.logging.set_verbosity_error()
     where = provenance(torch.device(args.device), args.dtype, args.commit)
     where |= {"transformers": transformers.__version__}
@@ -254,7 +250,3 @@ def main() -> int:
                 if args.out:
                     append(args.out, [about | {"contender": contender} | cells], FIELDS)
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

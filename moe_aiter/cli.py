@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import pkgutil
 import platform
 import re
 import signal
@@ -16,7 +17,7 @@ import typing
 
 from .config import VERSION, SettingError, launch
 
-COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an example)
+COMMANDS = {  # name: (module, or object in one, with add_arguments and main; help, arguments of an example)
     "info": (
         "moe_aiter.bench.info",
         "print versions, devices, backends and settings; with --model the kernels that a model runs",
@@ -44,10 +45,15 @@ COMMANDS = {  # name: (module with add_arguments and main, help, arguments of an
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    commands: dict = COMMANDS,
+    prog: str = "moe-aiter",
+    about: str = "Mixture-of-Experts layers for training.",
+) -> int:
     """Run one command and return the exit status; a user's mistake is one line on stderr and status 2."""
     try:
-        status = run(argv)
+        status = run(argv, commands, Parser(prog=prog, description=about))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has ended, as `head` does: nothing is left to say
@@ -55,22 +61,20 @@ def main(argv: list[str] | None = None) -> int:
         return 141  # what a shell reports for SIGPIPE
 
 
-def run(argv: list[str] | None) -> int:
+def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(prog="moe-aiter", description="Mixture-of-Experts layers for training.")
     parser.add_argument("--version", action="version", version=f"moe-aiter {VERSION}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (module, text, example) in COMMANDS.items():
-        example = f"Example: moe-aiter {name}{example}"
-        command = commands.add_parser(name, help=text, description=text, epilog=example)
+    parsers = parser.add_subparsers(dest="command", required=True)
+    for name, (place, text, example) in commands.items():
+        example = f"Example: {parser.prog} {name}{example}"
+        command = parsers.add_parser(name, help=text, description=text, epilog=example)
         if name in argv[:1]:  # the others are not even imported
-            importlib.import_module(module).add_arguments(command)
+            pkgutil.resolve_name(place).add_arguments(command)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a letter that the terminal's encoding lacks
     if any("\0" in word for word in argv):
         parser.error("an argument has a zero byte, which no path has")
     args = parser.parse_args(argv)
-    module = COMMANDS[args.command][0]
     from .op import BackendError  # here, since --help and --version need no torch
     from .training import UsageError, out_of_memory, summary
 
@@ -79,7 +83,7 @@ def run(argv: list[str] | None) -> int:
             if args.target or args.tokens:
                 raise UsageError("--target and --tokens need --model")
             return info()
-        return importlib.import_module(module).main(args)
+        return pkgutil.resolve_name(commands[args.command][0]).main(args)
     except (SettingError, BackendError) as error:
         mistake = str(error)
     except BrokenPipeError:
@@ -93,7 +97,7 @@ def run(argv: list[str] | None) -> int:
         mistake = f"not enough memory{f' to {size[0]}' if size else ''}: try smaller sizes"
     except KeyboardInterrupt:
         return 130
-    print(f"moe-aiter {args.command}: error: {mistake}", file=sys.stderr)
+    print(f"{parser.prog} {args.command}: error: {mistake}", file=sys.stderr)
     return 2
 
 
@@ -158,10 +162,14 @@ def print_table(title: str, rows: dict) -> None:
         print(f"  {name:<{width}} {'none' if value == '' else value}")
 
 
-if __name__ == "__main__":
-    status = main()
+def leave(status: int) -> typing.NoReturn:
+    """End the process."""
     if launch().world > 1:  # a thread of gloo that frees its last tensor while the interpreter ends aborts
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    leave(main())

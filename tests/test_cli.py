@@ -1,6 +1,7 @@
 """The command line: what it prints, and what it says to a mistake."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_no_command_and_unknown_flags_are_errors(capsys):
         "plot runs",
         "report runs",
         "bench layer",
-        "bench segment",
+        "bench models",
         "tune",
         "convert a b",
     ],
@@ -90,6 +91,17 @@ def test_an_unknown_flag_is_refused_by_the_command_that_was_given_it(command, ca
     err = one_line(capsys, command, "--no-such-flag")
     name = f"moe-aiter {command.removesuffix(' runs').removesuffix(' a b')}"
     assert err.startswith(f"{name}: error: ") and err.endswith(f"see {name} --help\n")
+
+
+@pytest.mark.parametrize("words", ["gmm --shape C-up --help", "parallel", "report --csv 'my file'"])
+def test_a_benchmark_that_has_moved_says_where_it_is(words, tmp_path, monkeypatch, capsys):
+    """It runs nothing from the folder at hand."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise AssertionError")
+    err = one_line(capsys, "bench", *shlex.split(words))
+    place = f"in the source tree, run python -m benchmarks {words}"
+    assert err == f"moe-aiter bench {words.split()[0]}: error: it has moved out of the package: {place}\n"
 
 
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path):
@@ -240,12 +252,12 @@ def test_a_mistake_in_a_file_of_a_setting_is_one_line(error, monkeypatch, capsys
         raise error
 
     monkeypatch.setattr("moe_aiter.bench.main", read_it)
-    err = one_line(capsys, "bench gemm")
+    err = one_line(capsys, "bench layer")
     assert err == f"moe-aiter bench: error: {error}\n"
 
 
 def test_a_forced_backend_that_cannot_run_it_is_one_line(capsys):
     with use("hopper"):
-        err = one_line(capsys, "bench gemm", "--shape", "linear-toy", "--reps", "1", "--device", "cpu")
-    assert err.startswith("moe-aiter bench: error: gemm: no hopper backend for torch.float32 on cpu")
+        err = one_line(capsys, "bench layer", "--shape", "toy", "--reps", "1", "--device", "cpu")
+    assert err.startswith("moe-aiter bench: error: route: no hopper backend for torch.float32 on cpu")
     assert err.endswith("; use() forces hopper\n")

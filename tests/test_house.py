@@ -13,6 +13,7 @@ import moe_aiter
 REPOSITORY = pathlib.Path(__file__).parent.parent
 ROOT = REPOSITORY / "moe_aiter"
 FILES = sorted(ROOT.rglob("*.py"))
+BENCHMARKS = sorted(REPOSITORY.glob("benchmarks/*.py"))  # outside of the package
 TEST_FILES = sorted(REPOSITORY.glob("tests/**/*.py"))
 SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
@@ -115,13 +116,13 @@ def imports(path):
                 yield tuple(rest.split(".")) if rest else (), names
 
 
-@every(FILES + TEST_FILES + SOURCES)
+@every(FILES + BENCHMARKS + TEST_FILES + SOURCES)
 def test_file_length(path):
     lines = len(path.read_text().splitlines())
     assert lines <= FILE_LINES, f"{lines} lines"
 
 
-@every_file
+@every(FILES + BENCHMARKS)
 def test_function_size(path):
     for fn in functions(path):
         count = len(fn.args.posonlyargs + fn.args.args)
@@ -132,6 +133,13 @@ def test_function_size(path):
         # a kernel's signature has a line for each argument and its shape: the body counts
         lines = fn.end_lineno - (fn.body[0] if is_kernel(fn) else fn).lineno + 1
         assert lines <= FUNCTION_LINES, f"{fn.name} has {lines} lines"
+
+
+@every_file
+def test_nothing_is_imported_from_outside_of_the_package(path):
+    for node in nodes(path, ast.Import, ast.ImportFrom):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        assert not any(module.partition(".")[0] == "benchmarks" for module in modules), f"line {node.lineno}"
 
 
 @every_file

@@ -51,6 +51,6 @@ def test_messages_name_extras_that_exist():
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     call = r"""need\("[\w.]+", "(\w+)"\)|'\.\[(\w+)\]'"""
-    sources = [path.read_text() for path in (*ROOT.glob("moe_aiter/**/*.py"), *ROOT.glob("examples/*"))]
-    named = {a or b for text in sources for a, b in re.findall(call, text)}
+    sources = *ROOT.glob("moe_aiter/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*")
+    named = {a or b for path in sources for a, b in re.findall(call, path.read_text())}
     assert {"hf", "convert", "bench", "peft"} <= named <= extras.keys()

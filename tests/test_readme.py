@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import os
 import pathlib
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -15,6 +16,8 @@ import torch
 from forked import environment
 
 import moe_aiter
+from benchmarks import __main__ as benchmarks
+from moe_aiter.bench.command import Command
 from moe_aiter.cli import COMMANDS, main
 from moe_aiter.config import PREFIX, Settings
 
@@ -24,7 +27,8 @@ DOCUMENTS = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))
 BLOCKS = [b for d in DOCUMENTS for b in re.findall(r"^```(\w*)\n(.*?)^```", d.read_text(), re.S | re.M)]
 PAGES = *DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"
 SCRIPTS = sorted([*ROOT.glob("examples/*.py"), ROOT / "docs" / "screenshots.py"])
-INDENTED, INLINE = r"^    ((?:moe-aiter|make|python) .*)", r"`(moe-aiter [^`]*--[^`]*|make [^`]*)`"
+INDENTED = r"^    ((?:moe-aiter|make|python) .*)"
+INLINE = r"`((?:moe-aiter|python -m benchmarks) [^`]*--[^`]*|make [^`]*)`"
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 
 
@@ -79,8 +83,9 @@ def test_bash(code, tmp_path):
 
 
 def commands():
-    """Those outside of blocks: in indented lines, in sentences, and in the help of `moe-aiter`."""
+    """Those outside of blocks: in indented lines, in sentences, and in the help of both programs."""
     found = [f"moe-aiter {name}{example}" for name, (_, _, example) in COMMANDS.items() if example]
+    found += [f"python -m benchmarks {name}{text}" for name, (*_, text) in benchmarks.COMMANDS.items()]
     for path in (*PAGES, *SCRIPTS):
         found += re.findall(INDENTED, path.read_text(), re.M)
     for path in PAGES:
@@ -95,6 +100,10 @@ def test_a_command_has_the_arguments_of_its_program(command, monkeypatch):
         module = importlib.import_module(COMMANDS[words[0]][0])
         monkeypatch.setattr(module, "main", lambda args: 0)
         assert main(words) == 0
+    elif words[:2] == ["-m", "benchmarks"]:
+        found = pkgutil.resolve_name(benchmarks.COMMANDS[words[2]][0])
+        monkeypatch.setattr(Command if isinstance(found, Command) else found, "main", lambda *_: 0)
+        assert benchmarks.main(words[2:]) == 0
     elif program == "make":
         command = ["make", "--dry-run", *words]
         done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)

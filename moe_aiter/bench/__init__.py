@@ -1,53 +1,35 @@
-"""`moe-aiter bench`: measure the layer and its products beside their peers; figures become tables and plots.
+"""`moe-aiter bench`: measure the layer and the experts of published models beside other code.
 
-The protocol is in benchmarks/README.md.
+benchmarks/README.md of the source tree has the protocol, and benchmarks/ further measurements.
 """
 
 import argparse
 import importlib
-import pathlib
+import shlex
 
-from .measure import add_measurement
+from .measure import refuse
 
-CSV = pathlib.Path("benchmarks/results/layer.csv")
-COMMANDS = {  # command: (module with add_arguments and COMMAND, perhaps a main of its own; help)
-    "layer": ("layer", "MoE layers: forward pass and training step"),
-    "models": ("models", "experts of published models: a training step, by tier of kernels"),
-    "gmm": ("gmm", "grouped products"),
-    "deepgemm": ("masked", "masked products in 8 and 16 bits"),
-    "segment": ("segment", "segment products: LoRA, decoding, dense segments"),
-    "gemm": ("products", "dense, scaled and sparse products"),
-    "lora": ("lora", "frozen experts with LoRA adapters"),
-    "offload": ("offload", "frozen experts in host memory, compared with their copies and products alone"),
-    "muon": ("muon", "optimizer steps of Muon for stacked experts"),
-    "parallel": ("parallel", "expert parallelism on several ranks, under torchrun"),
+COMMANDS = {
+    "layer": "MoE layers: forward pass and training step",
+    "models": "experts of published models: a training step, by tier of kernels",
 }
+MOVED = "gmm", "deepgemm", "segment", "gemm", "lora", "offload", "muon", "parallel", "report"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="bench", required=True, metavar=" | ".join([*COMMANDS, "report"]))
-    for name, (module, text) in COMMANDS.items():
+    commands = parser.add_subparsers(dest="bench", required=True, metavar=" | ".join(COMMANDS))
+    for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        importlib.import_module(f"{__name__}.{module}").add_arguments(command)
-        add_measurement(command)
-    text = "write tables and plots from the results"
-    report = commands.add_parser("report", help=text, description=text)
-    report.add_argument("--csv", type=pathlib.Path, default=CSV, help=f"results of bench layer [{CSV}]")
-    report.add_argument(
-        "--readme",
-        type=pathlib.Path,
-        default=pathlib.Path("README.md"),
-        help="file to update, beside benchmarks/FIGURES.md and docs/ [README.md]",
-    )
+        importlib.import_module(f"{__name__}.{name}").COMMAND.add_arguments(command)
+    for name in MOVED:
+        command = commands.add_parser(name, prefix_chars="\0", add_help=False)  # which takes any words
+        command.add_argument("words", nargs="*")
+        command.set_defaults(prog=command.prog)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run one of the commands; 0, or 1 when one of our own contenders was not as good as torch."""
-    if args.bench == "report":
-        from .report import update
-
-        return update(args.csv, args.readme)
-    from .products import run
-
-    module = importlib.import_module(f"{__name__}.{COMMANDS[args.bench][0]}")
-    return module.main(args) if hasattr(module, "main") else run(module.COMMAND, args)
+    if args.bench in MOVED:
+        again = shlex.join(["python", "-m", "benchmarks", args.bench, *args.words])
+        return refuse(args, f"it has moved out of the package: in the source tree, run {again}")
+    return importlib.import_module(f"{__name__}.{args.bench}").COMMAND.main(args)

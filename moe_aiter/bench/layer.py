@@ -22,7 +22,7 @@ from ..kernels.experts.mlp import expert_mlp
 from ..layers.moe import MoE
 from ..op import IMPLS, ORDER, runs
 from ..routing.plan import make_plan
-from . import products
+from .command import Asked, Command, Contest, Error, Judge, errors_of
 from .measure import (
     PASSES,
     PEER_ERRORS,
@@ -37,7 +37,7 @@ from .measure import (
     parameter,
     skip,
     sustained,
-)
+)  # fmt: skip
 from .problem import (
     DEFAULT,
     Problem,
@@ -48,8 +48,7 @@ from .problem import (
     named,
     new_problem,
     truth,
-)
-from .products import Asked, Case, Command, Error, Judge, errors_of
+)  # fmt: skip
 
 RESULTS = ("output", "dx", "dgate_up", "ddown", "drouting", "dgate_up_bias", "ddown_bias")
 PER_EXPERT = ("dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
@@ -58,7 +57,7 @@ HOST = [f"{name}_host_ms" for name in PASSES]
 ADDED = ["routing", "forward_roofline", "step_roofline", *HOST]  # columns that older files may lack
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def options(parser: argparse.ArgumentParser) -> None:
     add_shapes(parser, "A to E on a GPU, cpu on a CPU")
     parser.add_argument(
         "--routing",
@@ -75,11 +74,10 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
             raise ValueError(f"--routing zipf: {name} has more experts than hidden sizes")
         title = f"shape {name}: T, H, I, E, k = {shape}; {args.routing} routing"
         cells = shape_cells(name, shape) | {"routing": args.routing}
-        yield Asked(title, cells, Case(name, str(shape), functools.partial(problem, shape, args.routing)))
+        yield Asked(title, cells, functools.partial(contest, shape, args.routing))
 
 
 COMMAND = Command(
-    "layer",
     [
         *WHERE,
         "shape",
@@ -95,6 +93,7 @@ COMMAND = Command(
         *("{step_host_ms:6.2f}", "{forward_roofline:5.0f}", "{step_roofline:5.0f}"),
         *("{held_mib:8.0f}", "{peak_mib:8.0f}", "{error:9.1e}"),
     ),
+    options,
     asked,
     head=f"{'':<42}{''.join(f'{name} ms, TFLOP/s'.rjust(22) for name in PASSES)} "
     f"{'host':>6} {'roofline %':>11} {'held':>8} {'peak MiB':>9} {'error':>9}",
@@ -103,9 +102,7 @@ COMMAND = Command(
 )
 
 
-def problem(
-    shape: Shape, routing: str, device: torch.device, dtype: torch.dtype, seed: int
-) -> products.Problem:
+def contest(shape: Shape, routing: str, device: torch.device, dtype: torch.dtype) -> Contest:
     p = new_problem(shape, dtype, device, routing)
     floor = floors(shape, device_name(device))  # of what is checked, which computes the same
 
@@ -113,13 +110,8 @@ def problem(
         for row in rows:
             row |= shares(row, floor) if "error" in row else {}
 
-    return products.Problem(
-        list(contenders(p)),
-        judge=functools.partial(by_loop, p),
-        timer=PassTimer(p, shape.forward_flops),
-        compare=compare,
-        keeps_refused=True,
-    )
+    timer = PassTimer(p, shape.forward_flops)
+    return Contest(list(contenders(p)), by_loop(p), timer, compare, keeps_refused=True)
 
 
 def by_loop(p: Problem) -> Judge:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -83,11 +82,12 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
         "--out", type=pathlib.Path, metavar="CSV", help="append the results to this file [none]"
     )
     parser.add_argument("--commit", help="commit to record [the one that git reports]")
+    parser.set_defaults(prog=parser.prog)
 
 
-def refuse(command: str, mistake: str) -> int:
+def refuse(args: argparse.Namespace, mistake: str) -> int:
     """Say what is wrong with a command in one line; its status."""
-    print(f"moe-aiter {command}: error: {mistake}", file=sys.stderr)
+    print(f"{args.prog}: error: {mistake}", file=sys.stderr)
     return 2
 
 
@@ -120,8 +120,7 @@ class Contender:
     dout: tuple[Tensor, ...] | None = None  # if not problem.dout
     as_ours: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = identity  # its gradients -> as in leaves
     errors: tuple[type[Exception], ...] = ()  # that it raises, beside PEER_ERRORS
-    flops: float | None = None  # of a product: what has to be multiplied and added
-    bytes: int | None = None  # and what has to be read and written
+    always: bool = False  # whatever --only says
     cells: dict = dataclasses.field(default_factory=dict)  # of its row
 
     @property
@@ -238,7 +237,6 @@ def status_bytes(field: str) -> int:
 
 
 L2_BYTES = 256 * 2**20  # more than any GPU's L2 cache
-PAGE = 4096  # bytes
 WARMUP = 2
 LEAD_CYCLES = 12_000_000  # some 6 ms in which the GPU waits for the host, which is ahead in training as well
 HOST_REPS = 5
@@ -410,50 +408,11 @@ def kernel_times(runs: list[Callable[[], object]], reps: int, lead: bool) -> lis
     return [summary([1e3 * start.elapsed_time(end) for start, end in pairs]) for pairs in marks]
 
 
-def copier(size: int, device: torch.device) -> Callable[[], object]:
-    """A copy that reads and writes `size` bytes altogether, and as many more as fill the last page of each.
-
-    Without these an H200 takes up to 1.5 times as long.
-    """
-    source, target = torch.empty(2, -(-size // (2 * PAGE)) * PAGE, dtype=torch.int8, device=device)
-    return lambda: target.copy_(source)
-
-
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     return graph
-
-
-def never_waits(call: Callable[[], object]) -> bool:
-    """Whether a call leaves the host alone.  A capture that failed would leave torch's generator unusable."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():  # that this is a prototype
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    except RuntimeError as mistake:
-        if "synchronizing" not in str(mistake):
-            raise
-        return False
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return True
-
-
-def kernels(call: Callable[[], object], on_gpu: bool, ours: bool) -> tuple[Callable[[], object], str]:
-    """Return a function that launches the call's kernels, and how: ours must fit in a CUDA graph."""
-    if not on_gpu or not (ours or never_waits(call)):
-        return call, "eager"
-    try:
-        return captured(call).replay, "graph"
-    except PEER_ERRORS:
-        if ours:
-            raise
-        torch.cuda.synchronize()
-        return call, "eager"
 
 
 class PassTimer:
@@ -494,34 +453,6 @@ class PassTimer:
 def sustained(row: dict, prefix: str) -> float:
     """Milliseconds of a pass when many follow each other: of the GPU, or of the host where it is slower."""
     return max(row[f"{prefix}ms"], row.get(f"{prefix}host_ms", 0.0))
-
-
-class KernelTimer:
-    """Times the kernels of products, as CUDA graphs where that can be; with `host` also the calls."""
-
-    def __init__(self, device: torch.device, host: bool = False) -> None:
-        self.on_gpu, self.host = device.type == "cuda", host
-        self.calls, self.runs, self.lead = [], [], False
-
-    @torch.no_grad()
-    def add(self, contender: Contender) -> dict:
-        run, how = kernels(contender.run, self.on_gpu, contender.ours)
-        self.calls.append(contender.run)
-        self.runs.append(run)
-        self.lead = self.lead or how == "eager"
-        return {"launch": how}
-
-    @torch.no_grad()
-    def cells(self, reps: int) -> list[dict]:
-        """Return the cells that each contender's row gets."""
-        times = kernel_times(self.runs, reps, self.lead) if self.on_gpu else call_times(self.runs, reps)
-        hosts = [t.median for t in times]
-        if self.host and self.on_gpu:
-            hosts = time_calls(self.calls, reps, wait=torch.cuda.synchronize)
-        return [
-            {"us": t.median, "ms": t.median / 1e3, "p20": t.p20 / 1e3, "p80": t.p80 / 1e3, "host_us": host}
-            for t, host in zip(times, hosts, strict=True)
-        ]
 
 
 @dataclasses.dataclass(frozen=True)

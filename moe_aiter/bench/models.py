@@ -21,10 +21,9 @@ from ..files import opened
 from ..kernels import hopper
 from ..kernels.experts.tiers import HOPPER, PORTABLE, meta_experts, products, tier
 from . import layer
+from .command import Asked, Command, Contest
 from .measure import PASSES, PEER_ERRORS, WHERE, Contender, PassTimer, add_list, device_name, skip
 from .problem import Problem, Shape, new_problem
-from .products import Asked, Case, Command
-from .products import Problem as Contest
 
 MODELS = pathlib.Path(__file__).with_name("models.csv")
 TIERS = (HOPPER, PORTABLE)
@@ -80,7 +79,7 @@ def named(words: list[str] | None) -> list[Model]:
     return [model for name, model in models().items() if name in chosen]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def options(parser: argparse.ArgumentParser) -> None:
     text = "models by name or checkpoint, or all whose name contains the word; --list prints the names [all]"
     parser.add_argument("--model", nargs="+", metavar="NAME", help=text)
     add_list(parser, lambda: "; ".join(models()), of="models")
@@ -102,8 +101,7 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
     freeze(not args.no_compile)
     for model in chosen:
         make = functools.partial(contest, model.shape, args.tier, not args.no_compile)
-        case = Case(model.name, str(model.shape), make, dtypes=("bfloat16",), devices=("cuda", "cpu"))
-        yield Asked(f"{model.name}: T, H, I, E, k = {model.shape}", model.cells, case)
+        yield Asked(f"{model.name}: T, H, I, E, k = {model.shape}", model.cells, make)
 
 
 def freeze(compiles: bool) -> None:
@@ -116,7 +114,6 @@ def freeze(compiles: bool) -> None:
 
 
 COMMAND = Command(
-    "models",
     [
         *(*WHERE, "model", *layer.SIZES, *ABOUT, "contender"),
         *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
@@ -131,6 +128,7 @@ COMMAND = Command(
         ),
         *("{peak_mib:8.0f} MiB", "{error:9.1e}"),
     ),
+    options,
     asked,
     demands=any,
     reps={"cuda": 5, "cpu": 3},
@@ -139,18 +137,14 @@ COMMAND = Command(
 
 
 def contest(
-    shape: Shape, only_tier: str | None, compiles: bool, device: torch.device, dtype: torch.dtype, seed: int
+    shape: Shape, only_tier: str | None, compiles: bool, device: torch.device, dtype: torch.dtype
 ) -> Contest:
     if compiles:
         torch.compiler.reset()  # it holds the model before
     gc.collect()
     p = new_problem(shape, dtype, device)
-    return Contest(
-        list(contenders(p, only_tier, compiles)),
-        judge=functools.partial(layer.by_loop, p),
-        timer=PassTimer(p, shape.forward_flops),
-        keeps_refused=True,
-    )
+    field, timer = list(contenders(p, only_tier, compiles)), PassTimer(p, shape.forward_flops)
+    return Contest(field, layer.by_loop(p), timer, keeps_refused=True)
 
 
 def contenders(p: Problem, only_tier: str | None, compiles: bool) -> Iterator[Contender]:

@@ -132,11 +132,6 @@ def of_sizes(word: str, plain: bool) -> Shape:
     return Shape(*sizes)
 
 
-# of masked products, by device: groups, N and K (on a GPU those of AITER's test), and most rows of a group
-MASKED = {"cuda": (16, 4096, 7168), "cpu": (4, 128, 224)}
-MAX_M = (16, 64, 256, 1024)
-
-
 CHECKED = 2**31  # numbers in the weights of the experts whose gradients are compared, at most
 
 

@@ -1,7 +1,7 @@
 """How `moe-aiter tune` tunes a product: it checks and times each tile, and takes one.
 
 The products are those of a training step, measured with SwiGLU and without biases, because a table does not
-depend on them, and those of `bench gemm`.  Where torch has a product too, the kernels with their best tiles
+depend on them, and those of cases.py.  Where torch has a product too, the kernels with their best tiles
 are timed beside torch, whose epilogue counts as well, and the fastest becomes a row of the table of choices.
 """
 
@@ -29,9 +29,9 @@ from ..op import pick as pick_backend
 from ..tuning import Config
 from ..tuning.choice import ChoiceKey
 from ..tuning.table import Key
+from .command import errors_of
 from .measure import Outputs, as_tuple, distances, time_graphs
 from .problem import Shape
-from .products import errors_of
 
 FASTER = 0.97  # of the default's time
 CLOSE = 2e-3  # relative distance from the default's result; rounding to bfloat16 alone is 1.7e-3 from exact
@@ -69,14 +69,14 @@ class Product:
 
 @dataclasses.dataclass
 class Kernel:
-    """A product of `bench gemm` by each backend that has it, into the same outputs."""
+    """A product of cases.py by each backend that has it, into the same outputs."""
 
     name: str
     outs: Tensor | tuple[Tensor, ...]  # those of no elements do not count
     launches: dict[str, tuple[Callable, tuple]]  # backend -> what is called with outs and inputs, and these
     flops: float
-    exact: Callable[[], Outputs]  # in float64
-    plain: Callable[[], Outputs] | None = None  # what torch makes of it; else the truth, rounded
+    by_torch: Callable[..., Outputs]  # what torch makes of it in a dtype, else in that of the inputs
+    plain: bool = True  # whether the latter's error is the bar; else that of the truth, rounded
     case: ChoiceKey | None = None  # what the table of choices asks for, where torch is among the backends
     tiled: bool = True
 
@@ -91,8 +91,8 @@ class Kernel:
 
     def judge(self) -> Callable[[tuple[Tensor, ...]], bool]:
         """Whether outputs are no further from the truth than SLACK times what plain torch's are."""
-        exact = as_tuple(self.exact())
-        bars = distances(as_tuple(self.plain()), exact) if self.plain else None
+        exact = as_tuple(self.by_torch(torch.float64))
+        bars = distances(as_tuple(self.by_torch()), exact) if self.plain else None
 
         def accept(outs: tuple[Tensor, ...]) -> bool:
             outs = tuple(out for out in outs if out.numel())

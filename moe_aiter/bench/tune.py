@@ -1,9 +1,9 @@
 """`moe-aiter tune`: measure a few configurations of each kernel, and write what wins into this GPU's table.
 
 A candidate has to be right, and clearly faster than the default; all of them run in turn.  A family is the
-products of a training step, `layer`, those of a step with frozen experts of 4 bits, `four_bit`, or cases of
-`bench gemm`, whose tiles are held against float64.  Where torch has the product too, the table of choices
-gets a row that names the fastest: see tiles.py.
+products of a training step, `layer`, those of a step with frozen experts of 4 bits, `four_bit`, or those of
+cases.py, whose tiles are held against float64.  Where torch has the product too, the table of choices gets a
+row that names the fastest: see tiles.py.
 """
 
 import argparse
@@ -19,16 +19,9 @@ from ..kernels.quantize.four_bit import FORMATS
 from ..tuning.candidates import OPS, Config, of_few_rows
 from ..tuning.choice import CHOICES
 from ..tuning.table import TILES, Key
-from . import tune_gemm
-from .measure import (
-    add_list,
-    append,
-    count,
-    provenance,
-    refuse,
-)
-from .problem import DEFAULT, listed, named
-from .products import Case, chosen, no_case
+from . import cases, tune_gemm
+from .measure import add_list, append, count, provenance, refuse
+from .problem import DEFAULT, Shape, listed, named
 from .tiles import FASTER, Kernel, Product, check, choose, four_bit_products, measure, pick, products
 
 COMPILE, FLUSH, RATE = 1.5, 1e-4, 5e14  # s for a configuration, s before a run, FLOP/s: for the estimate
@@ -36,11 +29,11 @@ LAYER, FOUR_BIT = STEPS = "layer", "four_bit"  # which have the shapes of layers
 NF4 = FORMATS["nf4"].block
 TILE = [field.name for field in dataclasses.fields(Config)]
 TIMES = [*Key._fields, "flops", *TILE, "us", "date", "commit", "gpu", "torch", "triton"]
-FAMILIES = (*STEPS, "dense", "scaled", "sparse")
+FAMILIES = (*STEPS, *cases.FAMILIES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = f"shapes, groups or T,H,I,E,k [{', '.join(DEFAULT['cuda'])}]; for other families as in bench gemm"
+    names = f"shapes, groups or T,H,I,E,k [{', '.join(DEFAULT['cuda'])}]; for other families cases"
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=[LAYER], metavar="NAME",
                         help=f"kernels to tune: {', '.join(FAMILIES)} [{LAYER}]")  # fmt: skip
     parser.add_argument("--shape", nargs="+", metavar="NAME", help=names)
@@ -60,11 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--times", type=pathlib.Path, metavar="CSV", help=text)
     parser.add_argument("--reps", type=count, default=15, metavar="N", help="timed runs of each tile [15]")
     text = "time dense products and write a table in AITER's format"
-    add_list(
-        parser,
-        lambda: f"kernels: {', '.join(OPS)}; {listed()}",
-        of="kernels and shapes",
-    )
+    known = lambda: f"kernels: {', '.join(OPS)}; {listed()}; {cases.listed(cases.FAMILIES)}"  # noqa: E731
+    add_list(parser, known, of="kernels, shapes and cases")
+    parser.set_defaults(prog=parser.prog)
     several = parser.add_subparsers(dest="product", metavar="gemm")
     tune_gemm.add_arguments(several.add_parser("gemm", help=text, description=text))
 
@@ -88,10 +79,12 @@ def main(args: argparse.Namespace) -> int:
     """Tune every shape asked for; 1 if a candidate was wrong, 2 if nothing can be measured."""
     if args.product == "gemm":
         return tune_gemm.run(args)
-    if mistake := refused(args):
-        return refuse("tune", mistake)
+    try:
+        shapes, selected = asked(args)
+    except ValueError as mistake:
+        return refuse(args, str(mistake))
     if not torch.cuda.is_available():
-        return refuse("tune", "there is no GPU that torch can use")
+        return refuse(args, "there is no GPU that torch can use")
     gpu = torch.cuda.get_device_name()
     out = args.out or TILES.folder / f"{tuning.gpu_table(gpu)}.csv"
     choices = out.parent / "choice" / out.name
@@ -103,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
         if choices.exists():
             CHOICES.read(choices)
     except (ValueError, OSError) as error:
-        return refuse("tune", str(error))
+        return refuse(args, str(error))
     where = provenance(torch.device("cuda"), "")
     where["gpu"] = where.pop("device")
     del where["dtype"]
@@ -117,60 +110,41 @@ def main(args: argparse.Namespace) -> int:
         note=lambda rows: args.times and append(args.times, [row | where for row in rows], TIMES),
     )
     for family in (name for name in STEPS if name in args.family):
-        tune_layers(args, run, family)
-    for family, case in cases(args):
+        tune_layers(args, shapes, run, family)
+    for family, case in selected:
         print(f"\n{family}, {case.name} ({case.shape}), {case.dtypes[0]}")
-        problem = case.make(torch.device("cuda"), getattr(torch, case.dtypes[0]), 0)
-        if problem.kernels is None:
-            print("no tiles to choose")
-        else:
-            tune_kernels(list(problem.kernels()), run)
-        del problem  # before the next one is made
+        torch.manual_seed(0)
+        operands = case.make(*case.sizes, torch.device("cuda"), getattr(torch, case.dtypes[0]))
+        tune_kernels(list(operands.kernels()), run)
+        del operands  # before the next ones are made
         torch.cuda.empty_cache()
     return int(run.wrong > 0)
 
 
-def as_bench(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments that `bench gemm` would get."""
-    families = [family for family in args.family if family not in STEPS]
-    return argparse.Namespace(family=families, shape=args.shape, dtype=None)
-
-
-def cases(args: argparse.Namespace) -> list[tuple[str, Case]]:
-    """(family, case) of `bench gemm`, of the families that are asked for."""
-    asked = as_bench(args)
-    return list(chosen(asked, "cuda")) if asked.family else []
-
-
-def refused(args: argparse.Namespace) -> str:
-    """Return the complaint about unknown names of shapes, or ""."""
-    families = as_bench(args).family
+def asked(args: argparse.Namespace) -> tuple[dict[str, Shape], list[tuple[str, cases.Case]]]:
+    """Return the layers by name, and (family, case) of each other product; ValueError for a mistake."""
+    families = {name: own for name, own in cases.FAMILIES.items() if name in args.family}
     steps = [name for name in STEPS if name in args.family]
     if steps and families and args.shape:
-        return f"--shape names shapes of {steps[0]} or of other families, not of both"
+        raise ValueError(f"--shape names shapes of {steps[0]} or of other families, not of both")
     if args.tokens and not steps:
-        return f"--tokens is for {' and '.join(STEPS)}"
-    if steps:
-        try:
-            shapes = named(args.shape or [])
-        except ValueError as error:
-            return str(error)
-        for name, s in shapes.items():
-            if FOUR_BIT in steps and (s.hidden % NF4 or s.intermediate % NF4):
-                return f"{FOUR_BIT} needs H and I that are multiples of {NF4}, not those of {name}: {s}"
-    if families and not cases(args):
-        return no_case(as_bench(args))
-    return ""
+        raise ValueError(f"--tokens is for {' and '.join(STEPS)}")
+    shapes = named(args.shape or DEFAULT["cuda"]) if steps else {}
+    for name, s in shapes.items():
+        if FOUR_BIT in steps and (s.hidden % NF4 or s.intermediate % NF4):
+            raise ValueError(
+                f"{FOUR_BIT} needs H and I that are multiples of {NF4}, not those of {name}: {s}"
+            )
+    return shapes, cases.chosen(families, args.shape, None, "cuda") if families else []
 
 
-def tune_layers(args: argparse.Namespace, run: Run, family: str) -> None:
-    for name, known in named(args.shape or DEFAULT["cuda"]).items():
+def tune_layers(args: argparse.Namespace, shapes: dict[str, Shape], run: Run, family: str) -> None:
+    for name, known in shapes.items():
         for tokens in args.tokens or [known.num_tokens]:
             shape = dataclasses.replace(known, num_tokens=tokens)
             print(f"\nshape {name}: T, H, I, E, k = {shape}")
             step = shape, torch.device("cuda"), torch.bfloat16, bool(run.ops)
-            several = products(*step) if family == LAYER else four_bit_products(*step)
-            tune_products(several, run)
+            tune_products(products(*step) if family == LAYER else four_bit_products(*step), run)
             torch.cuda.empty_cache()
 
 

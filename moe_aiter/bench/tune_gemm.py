@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reps", type=count, metavar="N", help="timed runs of each [25 on a GPU, 11 on a CPU]"
     )
     parser.add_argument("--commit", help="commit to record [the one that git reports]")
+    parser.set_defaults(prog=parser.prog)
 
 
 @dataclasses.dataclass
@@ -85,16 +86,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure every product asked for; 1 if an implementation was wrong, 2 if there is nothing to measure."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        return refuse("tune gemm", "there is no GPU that torch can use")
+        return refuse(args, "there is no GPU that torch can use")
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     try:
         wanted = problems(args)
         append(args.out, [], COLUMNS)  # a file that cannot be written shows now, not after the measurement
         there = {row.problem: row for row in read(args.out) if row.device == this_device(device)}
     except ValueError as error:
-        return refuse("tune gemm", str(error))
+        return refuse(args, str(error))
     if not wanted:
-        return refuse("tune gemm", "give sizes as MxNxK, --untuned or --model")
+        return refuse(args, "give sizes as MxNxK, --untuned or --model")
     about = provenance(device, "", args.commit)
     about = "; ".join(f"{name} {value}" for name, value in about.items() if value)
     print(f"{about} -> {args.out}")

@@ -1,14 +1,12 @@
 """`moe-aiter tune --family`: tiles of dense, 8-bit and sparse products, and who computes them."""
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moe_aiter import cli, tuning
-from moe_aiter.bench import dense, tiles, tune
-from moe_aiter.bench.products import Case, Problem
+from moe_aiter.bench import cases, tiles, tune
+from moe_aiter.bench.cases import Case, Operands
 from moe_aiter.bench.tiles import Kernel
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm
@@ -46,7 +44,9 @@ class Fake:
             "torch": (lambda outs, x: outs[0].fill_(torch_s), (torch.ones(1),)),
         }
         outs = torch.empty(64, dtype=torch.bfloat16), torch.empty(0)
-        return Kernel(name, outs, launches, 1000, exact=lambda: torch.ones(8, 8).double(), case=ASKED)
+        return Kernel(
+            name, outs, launches, 1000, lambda dtype: torch.ones(8, 8, dtype=dtype), plain=False, case=ASKED
+        )
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr("triton.runtime.driver._active", FakeDriver())
 
     def become(kernels, backends, **us):
-        case = Case("one", "8x1024x64", lambda *_: Problem({}, None, kernels=lambda: kernels))
-        monkeypatch.setattr(tune, "cases", lambda args: [("dense", case)])
+        case = Case("one", "8x1024x64", lambda *_: Operands((), None, lambda: kernels))
+        monkeypatch.setitem(cases.FAMILIES, "dense", [case])
         times = {USUAL: 100.0, **dict.fromkeys(OTHERS, 99.0), OTHERS[1]: 80.0}
         monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
         monkeypatch.setattr(tiles, "time_graphs", lambda runs, reps: backends[: len(runs)])
@@ -165,9 +165,8 @@ def test_the_shipped_choices_stay_as_they_are_when_nothing_is_added(tmp_path):
 
 
 def kernels(family, name, dtype):
-    cases = importlib.import_module(f"moe_aiter.bench.{family}").CASES
-    (case,) = (case for case in cases if case.name == name)
-    return {kernel.name: kernel for kernel in case.make(CPU, dtype, 0).kernels()}
+    (case,) = (case for case in cases.FAMILIES[family] if case.name == name)
+    return {kernel.name: kernel for kernel in case.make(*case.sizes, CPU, dtype).kernels()}
 
 
 TOYS = [
@@ -220,7 +219,7 @@ def test_torch_s_own_of_a_toy_is_right_and_its_case_is_the_one_that_is_asked(
 def test_the_shipped_rows_have_cases_that_would_be_measured():
     """By name, those of the documented command: every choice that is shipped for an H200 comes from one."""
     asked = set()
-    for case in dense.CASES:
+    for case in cases.DENSE:
         words = case.shape.split("x")
         if len(words) == 3:
             m, k, n = map(int, words)

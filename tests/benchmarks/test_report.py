@@ -1,0 +1,305 @@
+"""README and FIGURES say what the CSV says, and the plots are drawn from it."""
+
+import csv
+import pathlib
+import re
+import sys
+
+import pytest
+
+from benchmarks import report, segment
+from benchmarks.__main__ import main
+from moe_aiter.bench import layer, measure
+from moe_aiter.bench.problem import GROUPS, SHAPES
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def run(*argv):
+    return main([*map(str, argv)])
+
+
+def row(**cells):
+    cells = {
+        "device": "Abacus",
+        "dtype": "bfloat16",
+        "torch": "2",
+        "triton": "3",
+        "date": "2026-01-01",
+    } | cells
+    shape = {"tokens": "64", "hidden": "32", "intermediate": "24", "experts": "5", "top_k": "2"}
+    return dict.fromkeys(layer.COMMAND.fields, "") | shape | cells
+
+
+def test_the_report_takes_the_last_row_of_each_contender(tmp_path):
+    path, document = tmp_path / "layer.csv", tmp_path / "README.md"
+    cells = {
+        "forward_tflops": "1.234",
+        "step_ms": "5",
+        "step_tflops": "123.4",
+        "held_mib": "10.2",
+        "peak_mib": "20.9",
+    }
+    rows = [
+        row(commit="older", shape="A", contender="peer", forward_tflops="9", step_ms="5", step_tflops="9"),
+        row(commit="old", shape="A", contender="peer", **cells),
+        row(commit="new", shape="A", contender="layer", **cells),
+        row(commit="new", shape="B", contender="wrong", error="0.3"),
+    ]
+    measure.append(path, rows, layer.COMMAND.fields)
+    document.write_text(f"head\n{report.BEGIN}\nstale\n{report.END}\ntail\n")
+    assert run("report", "--csv", path, "--readme", document) == 0
+    once = [document.read_text(), (tmp_path / report.FIGURES).read_text()]
+    assert once[0].startswith("head\n") and once[0].endswith("tail\n") and "stale" not in once[0]
+    assert once[1].startswith("# Figures\n")
+    text = once[1]
+    assert "older" not in text and "commit new, old, " in text
+    assert r"| peer | – / 1.2 / 123 \* | – |" in text and r"\* measured in an earlier run" in text
+    assert "| layer | – / 1.2 / 123 | – |" in text and "| layer | 10 / 21 | – |" in text
+    assert "| wrong | – | error 0.3 |" in text
+    assert run("report", "--csv", path, "--readme", document) == 0
+    assert [document.read_text(), (tmp_path / report.FIGURES).read_text()] == once
+
+
+def test_the_report_says_what_is_missing(tmp_path, capsys):
+    document = tmp_path / "README.md"
+    document.write_text("no markers\n")
+    assert run("report", "--csv", tmp_path / "none.csv", "--readme", document) == 2
+    measure.append(tmp_path / "layer.csv", [row(shape="A", contender="layer")], layer.COMMAND.fields)
+    for text in ("no markers\n", f"{report.END}\n{report.BEGIN}\nthe rest\n"):
+        document.write_text(text)
+        assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 2
+        assert "lacks <!-- bench: begin -->" in capsys.readouterr().err
+        assert document.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",".join(layer.COMMAND.fields) + "\n", "a,b\n1,2\n", "\0\n\n", 200_000 * "x"]
+)
+def test_a_damaged_csv_leaves_both_documents_alone(text, tmp_path, capsys):
+    (tmp_path / "layer.csv").write_text(text)
+    refused(tmp_path)
+    assert "layer.csv is damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, column", [("C-512", "step_tflops"), ("dsv3", "peak_mib"), ("A", "held_mib")])
+def test_a_damaged_figure_leaves_both_documents_alone(name, column, tmp_path, capsys):
+    """Also where it is only in a plot, or not in the README."""
+    pytest.importorskip("matplotlib")
+    rows = [measured(n, contender="layer") for n in ("A", "dsv3", *GROUPS["tokens"])]
+    next(r for r in rows if r["shape"] == name)[column] = "many"
+    measure.append(tmp_path / "layer.csv", rows, layer.COMMAND.fields)
+    refused(tmp_path)
+    assert "layer.csv is damaged: ValueError: could not convert" in capsys.readouterr().err
+
+
+def test_a_damaged_csv_of_products_is_named(tmp_path, capsys):
+    measure.append(tmp_path / "layer.csv", [measured("A", contender="layer")], layer.COMMAND.fields)
+    older = [name for name in segment.COMMAND.fields if name != "host_us"]
+    measure.append(tmp_path / "segment.csv", [dict.fromkeys(older, "1")], older)
+    refused(tmp_path)
+    assert f"{tmp_path / 'segment.csv'} is damaged: KeyError: 'host_us'" in capsys.readouterr().err
+
+
+def test_a_csv_of_products_is_not_the_one_to_name(tmp_path, capsys):
+    measure.append(
+        tmp_path / "segment.csv", [dict.fromkeys(segment.COMMAND.fields, "1")], segment.COMMAND.fields
+    )
+    assert run("report", "--csv", tmp_path / "segment.csv", "--readme", tmp_path / "README.md") == 2
+    assert "--csv is that of `bench layer`; segment.csv beside it" in capsys.readouterr().err
+
+
+def refused(tmp_path):
+    """The report of layer.csv is, and the documents stay as they were."""
+    before = {"README.md": f"{report.BEGIN}\nfigures\n{report.END}\n", report.FIGURES: "others\n"}
+    (tmp_path / report.FIGURES).parent.mkdir()
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    assert run("report", "--csv", tmp_path / "layer.csv", "--readme", tmp_path / "README.md") == 2
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+
+
+def test_the_documents_hold_the_figures_of_the_csv():
+    text, rows = (ROOT / "README.md").read_text(), report.read(ROOT / report.CSV)
+    assert report.BEGIN in text and report.END in text
+    assert report.replaced(text, report.summary(rows, (ROOT / report.CSV).parent)) == text, (
+        "run `python -m benchmarks report`"
+    )
+    full = report.whole(report.figures(rows)) + report.products((ROOT / report.CSV).parent)
+    assert full == (ROOT / report.FIGURES).read_text(), "run `python -m benchmarks report`"
+
+
+def test_the_readme_claims_what_one_run_measured():
+    claim = re.search(r"is (\d\.\d) times as fast as with Hugging Face", (ROOT / "README.md").read_text())[1]
+    ours, theirs = "layer: moe_aiter MoE", "layer: Hugging Face Qwen3-MoE, grouped_mm"
+    with open(ROOT / report.CSV, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["shape"] == "C" and row["device"] == "NVIDIA H200"]
+    rows = [row for row in rows if row["dtype"] == "bfloat16" and row["routing"] == "normal"]
+    *_, last = (row for row in rows if row["contender"] == theirs)
+    same = [
+        r
+        for r in rows
+        if r["contender"] == ours and (r["date"], r["commit"]) == (last["date"], last["commit"])
+    ]
+    assert f"{float(last['step_ms']) / float(same[-1]['step_ms']):.1f}" == claim
+
+
+def test_figures_links_to_what_is_there():
+    document = ROOT / report.FIGURES
+    for link in re.findall(r"\]\(([^)#]+)", document.read_text()):
+        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+FIGURES = {
+    "step_ms": "5",
+    "forward_tflops": "20",
+    "step_tflops": "30",
+    "forward_roofline": "61.2",
+    "step_roofline": "70.4",
+    "held_mib": "100",
+    "peak_mib": "200",
+}
+
+
+def measured(name, **cells):
+    shape = {size: str(n) for size, n in layer.shape_cells(name, SHAPES[name]).items()}
+    return row(commit="one", **FIGURES) | shape | cells
+
+
+def documents_of(rows, tmp_path):
+    """README and FIGURES."""
+    document = tmp_path / "README.md"
+    document.write_text(f"{report.BEGIN}\n{report.END}\n")
+    measure.append(tmp_path / "layer.csv", rows, layer.COMMAND.fields)
+    assert run("report", "--csv", tmp_path / "layer.csv", "--readme", document) == 0
+    return document.read_text(), (tmp_path / report.FIGURES).read_text()
+
+
+OURS, FP8 = report.LAYER, f"{report.LAYER}, FP8 (e4m3)"
+CEILING = f"batched {report.CEILING}"
+
+
+def run_of(commit, **tflops):
+    """Rows of one run at A, from (contender, TFLOP/s of a step)."""
+    names = {"ours": OURS, "fp8": FP8, "ceiling": CEILING}
+    return [
+        measured("A", contender=names.get(n, n), step_tflops=str(v)) | {"commit": commit}
+        for n, v in tflops.items()
+    ]
+
+
+def table_of_readme(rows, tmp_path):
+    """What ran, and the first cell of each row of the one table."""
+    readme, _ = documents_of(rows, tmp_path)
+    ((head, body),) = re.findall(r"^(\*\*.*)\n\n\|.*\n\| ---.*\n((?:\|.*\n)+)", readme, re.M)
+    return head, [line.split(" | ")[0][2:] for line in body.splitlines()]
+
+
+PEERS = {"slow": 10, "fast": 90, "fast, compiled": 95, "middle": 50, "third": 30}
+
+
+def test_the_readme_has_six_rows_of_one_run(tmp_path):
+    whole = run_of("whole", ours=99, fp8=120, ceiling=130, **PEERS, **{f"{FP8}, later micro-batch": 125})
+    partial = run_of("partial", ours=99, fp8=120, ceiling=130, more=1, **PEERS)[1:]
+    later = run_of("later", ours=100, fp8=121)
+    skewed = [row | {"routing": "zipf", "commit": "skewed"} for row in whole]
+    others = [row | {"shape": "dsv3", "commit": "others"} for row in whole]
+    whole += [row | {"shape": "B"} for row in whole]
+    one_shape = [row | {"commit": "one shape"} for row in whole if row["shape"] == "B"]
+    head, names = table_of_readme([*whole, *partial, *later, *skewed, *others, *one_shape], tmp_path)
+    assert "commit whole, " in head
+    assert names == [OURS, FP8, "fast, compiled", "middle", "third", CEILING]
+
+
+def test_without_a_whole_run_the_readme_takes_the_newest_with_the_most_peers(tmp_path):
+    rows = [
+        *run_of("old", ours=90, fast=1, middle=2),
+        *run_of("most", ours=91, fast=3, middle=2),
+        *run_of("new", ours=92, fp8=120, ceiling=130, fast=80),
+    ]
+    head, names = table_of_readme(rows, tmp_path)
+    assert "commit most, " in head and names == [OURS, "fast", "middle"]
+
+
+def test_the_readme_s_own_table_is_small_and_of_one_run():
+    text = (ROOT / "README.md").read_text()
+    table = re.findall(r"^\| .*$", text.partition(report.BEGIN)[2].partition(report.END)[0], re.M)
+    assert 3 <= len(table) - 2 <= 6 and "earlier run" not in text and r"\*" not in "".join(table)
+
+
+def test_groups_and_routings_have_tables_of_their_own(tmp_path):
+    rows = [measured(name, contender="layer") for name in ("dsv3", "30B-512", "E", "A", "1.4B-256", "C-512")]
+    rows += [
+        measured("A", contender="skewed", routing="zipf"),
+        measured("A", contender="old", dtype="float16"),
+    ]
+    rows[3]["routing"] = "normal"  # the same as none
+    _, text = documents_of(rows, tmp_path)
+    heads = [line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| TFLOP/s")]
+    names = [[cell.split()[0] for cell in head] for head in heads]
+    assert sorted(names) == sorted([["dsv3"], ["1.4B-256", "30B-512"], ["A", "E"], ["A"], ["A"]])
+    assert text.count("Zipf routing") == 1 and "C-512" not in text
+    assert "| Share of the roofline in percent, forward / step | A" in text and "| skewed | 61 / 70 |" in text
+
+
+def test_no_table_of_the_roofline_where_it_is_not_known(tmp_path):
+    unknown = {"forward_roofline": "", "step_roofline": ""}
+    assert "roofline" not in documents_of([measured("A", contender="layer", **unknown)], tmp_path)[1]
+
+
+@pytest.mark.parametrize("group, name", [("tokens", "tflops.png"), ("top-k", "memory.png")])
+def test_plots(group, name, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    rows = [measured(n, contender=c) for n in GROUPS[group] for c in ("layer", "peer", "_refused")]
+    for r in rows:
+        if r["contender"] == "_refused":
+            r |= dict.fromkeys(FIGURES, "")
+    rows += [measured(n, contender="skewed", routing="zipf") for n in GROUPS[group]]
+    rows += [measured(GROUPS[group][1], contender="a single point")]
+    rows += [measured(GROUPS[group][0], contender="alone", device="one shape only")]
+    readme, figures = documents_of(rows, tmp_path)
+    assert readme.count("![") == figures.count("![") == 1
+    assert f"(docs/{name})" in readme and f"(../docs/{name})" in figures
+    assert [path.name for path in (tmp_path / "docs").iterdir()] == [name]
+    picture = image.imread(tmp_path / "docs" / name)
+    assert picture.shape[0] > 400 and picture.std() > 0.01
+    lines = report.lines_of(rows, report.PLOTS[name])
+    xs = [[int(r[report.PLOTS[name].x]) for r in line] for line in lines.values()]
+    assert list(lines) == ["layer", "peer"] and all(x == sorted(set(x)) and len(x) > 2 for x in xs)
+
+
+def test_a_plot_of_shares(tmp_path):
+    """The newest figures of our layer over the number of ranks, a line for each shape, of one device."""
+    image = pytest.importorskip("matplotlib.image")
+    documents_of([measured("A", contender="layer")], tmp_path)
+    assert not report.lines_of_shares(tmp_path / "parallel.csv")
+    names = ["device", "dtype", "contender", "routing", "ranks", "ep", "shape", "forward_share", "step_share"]
+    kinds = [(c, r) for c in (report.SYMMETRIC, "peer") for r in ("normal", "zipf")]
+    rows = [
+        ("GPU", "b", *kind, n, n, shape, 50, 1000 // n) for kind in kinds for n in (4, 2) for shape in "BA"
+    ]
+    rows += [
+        ("GPU", "b", report.SYMMETRIC, "normal", 2, 2, "A", 50, 60),
+        ("GPU", "b", *kinds[0], 4, 2, "A", 1, 1),
+    ]
+    with open(tmp_path / "parallel.csv", "w", newline="") as file:
+        csv.writer(file).writerows([names, ("old", *rows[0][1:]), *rows, ("new", *rows[0][1:])])
+    found = report.lines_of_shares(tmp_path / "parallel.csv")
+    assert {name: [(r["ranks"], r["step_share"]) for r in line] for name, line in found.items()} == {
+        "shape A": [("2", "60"), ("4", "250")],
+        "shape B": [("2", "500"), ("4", "250")],
+    }
+    report.draw([], tmp_path, tmp_path / "parallel.csv")
+    assert image.imread(tmp_path / "docs" / report.PARALLEL).std() > 0.01
+
+
+def test_no_plots_before_there_are_figures(tmp_path):
+    assert "![" not in "".join(documents_of([measured("A", contender="layer")], tmp_path))
+    assert not (tmp_path / "docs").exists()
+
+
+def test_a_report_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    rows = [measured(n, contender="x") for n in GROUPS["tokens"]]
+    assert all("tflops.png" in text for text in documents_of(rows, tmp_path))
+    assert "no plots: matplotlib is missing: pip install '.[bench]'" in capsys.readouterr().err
