@@ -85,7 +85,7 @@ class LocalExperts(Protocol):
         """Return the tensors, weights of 4 bits or None that `compute` takes as `weights`."""
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Any, recompute: str | None = None
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Any, save_z: bool = True
     ) -> Tensor:
         """Return the output (T, H) for `x` (T, H), as `Experts.compute`."""
 
@@ -181,7 +181,7 @@ class ExpertDispatcher:
         )
         return plan
 
-    def log_traffic(self, x: Tensor, weights: Sequence[Tensor | FourBit | None]) -> None:
+    def log_traffic(self, x: Tensor, weights: Sequence[Any]) -> None:
         """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
         others = self.ranks - 1
         tokens = 5 * others * x.nbytes  # of x, dout and x again, and of the sums for out and dx
@@ -252,15 +252,10 @@ class ExpertDispatcher:
         return window_rows(choices, int(min(self.rows / self.ranks, 1) * choices))
 
     def run(
-        self,
-        transport: Transport,
-        experts: LocalExperts,
-        x: Tensor,
-        s: Tensor,
-        plan: RoutePlan,
+        self, transport: Transport, experts: LocalExperts, x: Tensor, s: Tensor, plan: RoutePlan,
         weights: tuple[Any, ...],
         compute: Callable[[Tensor, Tensor, Sequence[RoutePlan]], Tensor] | None = None,
-    ) -> tuple[Transfer, Tensor, list[RoutePlan], Tensor | None]:
+    ) -> tuple[Transfer, Tensor, list[RoutePlan], Tensor | None]:  # fmt: skip
         """Compute all slots, and begin to send the sums home; return their transfer.
 
         Also return the routing weights of the slots, the windows that `overflow.py` computes, and the spans
@@ -293,13 +288,9 @@ class ExpertDispatcher:
         return sums, s, others, spans
 
     def passes(
-        self,
-        experts: LocalExperts,
-        slots: Tensor,
-        s: Tensor,
-        plans: Sequence[RoutePlan],
+        self, experts: LocalExperts, slots: Tensor, s: Tensor, plans: Sequence[RoutePlan],
         weights: Sequence[Any],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the sum over the windows, (R * T, H).
 
         What autograd records of later windows does not keep pre-activations.
@@ -307,7 +298,7 @@ class ExpertDispatcher:
         first, *others = plans
         out = experts.compute(slots, s, first, weights)
         for plan in filter(has_rows, others):
-            out = wide(out) + wide(experts.compute(slots, s, plan, weights, recompute="z"))
+            out = wide(out) + wide(experts.compute(slots, s, plan, weights, save_z=False))
         return out.to(slots.dtype)
 
 

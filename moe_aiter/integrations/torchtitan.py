@@ -21,7 +21,7 @@ from ..distributed import ExpertDispatcher
 from ..kernels.base.check import checked
 from ..kernels.base.host import saturated
 from ..kernels.experts.split import split_expert_mlp
-from ..layers.experts import local_part
+from ..layers.experts import Weights, local_part
 from ..layers.route_replay import FINDERS, Foreign
 from ..layers.training import WEIGHTS
 from ..routing.plan import RoutePlan, make_plan
@@ -104,16 +104,11 @@ class Experts(GroupedExperts):
         return tuple(local_part(getattr(self, name)) for name in WEIGHTS_IN_TURN)
 
     def compute(
-        self,
-        x: Tensor,
-        routing_weights: Tensor,
-        plan: RoutePlan,
-        weights: tuple[Tensor, ...],
-        recompute: str | None = None,
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
     ) -> Tensor:
         """Return the output of this rank's experts, with these weights in place of the parameters.
 
-        All windows of a dispatcher keep their pre-activations, whatever `recompute` says.
+        All windows of a dispatcher keep their pre-activations, whatever `save_z` says.
         """
         gate, up, down = (
             local_part(getattr(getattr(self, name), "main_grad", None)) for name in WEIGHTS_IN_TURN

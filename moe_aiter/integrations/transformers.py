@@ -29,7 +29,7 @@ from ..kernels.experts.mlp import expert_rows, mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
-from ..layers.experts import inside
+from ..layers.experts import Weights, inside
 from ..layers.four_bit import FourBitWeight, from_mxfp4
 from ..layers.lora import LoRAFactors
 from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
@@ -338,18 +338,14 @@ def run(module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 
 
 def compute(
-    module: nn.Module,
-    x: Tensor,
-    routing_weights: Tensor,
-    plan: RoutePlan,
-    weights: ExpertWeights,
-    recompute: str = "none",
-) -> Tensor:
+    module: nn.Module, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: ExpertWeights,
+    save_z: bool = True,
+) -> Tensor:  # fmt: skip
     """Return (T, H) in the dtype of the products, from the experts of `plan` with these weights."""
     gate_up, down = cast_as_linear(weights.gate_up, weights.down)
     x, weights = x.to(gate_up.dtype), weights._replace(gate_up=gate_up, down=down)
     gate = known_gate(module)
-    options = None if gate is None else ExpertOptions(*gate, recompute=recompute)
+    options = None if gate is None else ExpertOptions(*gate, recompute="none" if save_z else "z")
     if not runs_fused(module):
         return unfused(module, options, weights, x, routing_weights, plan)
     if not has_norm(module):
@@ -481,13 +477,9 @@ def function_name(act_fn) -> str:
 
 
 def unfused(
-    module: nn.Module,
-    options: ExpertOptions | None,
-    w: ExpertWeights,
-    x: Tensor,
-    routing_weights: Tensor,
+    module: nn.Module, options: ExpertOptions | None, w: ExpertWeights, x: Tensor, routing_weights: Tensor,
     plan: RoutePlan,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The experts step by step, with the module's own gate, adapters and norm of each output: (T, H).
 
     Each adapter's two products beside its weight's: never a weight with the product of the factors in it.
@@ -560,7 +552,7 @@ class DispatchedExperts:
         x = hidden_states.to(weights_of(self.module).down.dtype)  # before it travels
         return self.dispatcher(self, x, top_k_weights, plan)
 
-    def local_weights(self) -> tuple[Tensor | None, ...]:
+    def local_weights(self) -> Weights:
         """Return this rank's weights; none if the module itself computes something, with parameters perhaps.
 
         transformers puts the local part of each parameter in its place during the call.
@@ -569,13 +561,8 @@ class DispatchedExperts:
         return () if computes else weights_of(self.module)
 
     def compute(
-        self,
-        x: Tensor,
-        routing_weights: Tensor,
-        plan: RoutePlan,
-        weights: tuple[Tensor | None, ...],
-        recompute: str | None = None,
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
     ) -> Tensor:
         """Return the output of this rank's experts, with these weights in place of the module's."""
         weights = ExpertWeights(*weights) if weights else weights_of(self.module)
-        return compute(self.module, x, routing_weights, plan, weights, recompute or "none")
+        return compute(self.module, x, routing_weights, plan, weights, save_z)

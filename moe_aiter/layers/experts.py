@@ -12,6 +12,7 @@ from .. import private_api
 from ..kernels.base.activations import get_activation
 from ..kernels.base.check import (
     check_parameter_dtype,
+    check_shape,
     check_sizes,
     check_tensor,
     checked,
@@ -20,8 +21,11 @@ from ..kernels.base.check import (
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
+from ..kernels.quantize.four_bit import FourBit
 from ..private_api import has_hooks
 from ..routing.plan import RoutePlan
+
+Weights = tuple[Tensor | FourBit | None, ...]  # of experts, as they compute with them; biases may be None
 
 
 def option(name: str) -> Any:
@@ -44,7 +48,7 @@ class WithOptions(nn.Module):
     fp8: str | None = option("fp8")
 
     def __setstate__(self, state: dict) -> None:
-        if "options" not in state:  # pickled before 0.4, with each option apart
+        if "options" not in state:  # pickled by 0.2, which kept each option apart
             names = [name for name in asdict(ExpertOptions()) if name in state]
             state = state | {"options": ExpertOptions(**{name: state.pop(name) for name in names})}
         super().__setstate__(state)
@@ -57,28 +61,15 @@ class Experts(WithOptions):
 
     with e the expert of choice (t, j) and s = `routing_weights` (Shazeer et al. 2017, arXiv 1701.06538).
 
-    Parameters, laid out as in nn.Linear and most checkpoints:
-      gate_up       (E, 2I, H), gate rows first, or gate and up in turn with `interleaved`;
-                    (E, I, H) for a plain activation
-      down          (E, H, I)
-      gate_up_bias  (E, 2I or I) and down_bias (E, H), with `bias`
-    All are initialised as E nn.Linear layers would be.  `activation`: swiglu, swiglu_oai
-    (gpt-oss), what `swiglu_limit` returns, geglu, geglu_tanh, reglu, silu, gelu, relu or relu2.
+    Parameters: gate_up (E, 2I, H), or (E, I, H) for a plain activation, and down (E, H, I); with `bias` also
+    gate_up_bias (E, 2I or I) and down_bias (E, H).  All are initialised as E nn.Linear layers would be.
+
+    `expert_mlp` says what `activation`, `interleaved` (the order of gate and up), `row_chunks` and
+    `recompute` (time for memory) and `fp8` (precision for time) are.  You may set each of them later, as an
+    attribute.  `keep_fp8_weights` keeps quantised weights for the micro-batches of an optimizer step.
 
     A weight with a `main_grad` attribute, a tensor of its shape and usually float32, gets its gradient added
     there, without a rounding between micro-batches, and its `.grad` stays None: see `use_main_grad`.
-
-    Memory.  `recompute="z"` keeps the input and the routing for the backward pass and nothing else, at the
-    price of two ninths more products in a step (a sixth for a plain activation).  `row_chunks` says how many
-    chunks of columns the rows between the products and the sums over a token's experts come in, on a GPU;
-    more take less memory and more time, and None leaves it to a rule.  Neither changes what is computed; see
-    `expert_mlp`.
-
-    8 bits.  `fp8` makes products those of 8-bit floats with scales: "e4m3" or "e5m2", the format of the
-    gradients, most of them; "e4m3_all" or "e5m2_all" those of the weights' gradients too; "block" is "e4m3"
-    with the scales of DeepSeek-V3, for blocks of 128 numbers.  Parameters, their gradients and what
-    is saved keep their dtype, but for the input with "_all"; see `expert_mlp`.
-    `keep_fp8_weights` keeps quantised weights for the micro-batches of an optimizer step.
 
     `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.
     """
@@ -141,22 +132,20 @@ class Experts(WithOptions):
         weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
         return self.compute(x, routing_weights, plan, weights)
 
-    def local_weights(self) -> tuple[Tensor | None, ...]:
+    def local_weights(self) -> Weights:
         """Return gate_up, down and their biases, for sharded ones the part of this rank."""
         return tuple(map(local_weight, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
 
     def compute(
-        self,
-        x: Tensor,
-        routing_weights: Tensor,
-        plan: RoutePlan,
-        weights: tuple[Tensor | None, ...],
-        recompute: str | None = None,
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
     ) -> Tensor:
-        """Return the experts' output as `forward` does, on this rank, with these weights as parameters."""
+        """Return the experts' output as `forward` does, on this rank, with these weights as parameters.
+
+        Without `save_z` backward computes the pre-activations again, whatever `recompute` says.
+        """
         up_sum, down_sum = getattr(self.gate_up, "main_grad", None), getattr(self.down, "main_grad", None)
         weights = ExpertWeights(*weights, local_part(up_sum), local_part(down_sum))
-        options = replace(self.options, recompute=recompute) if recompute else self.options
+        options = self.options if save_z else replace(self.options, recompute="z")
         return mix_experts(x, weights, routing_weights, plan, options)
 
     def extra_repr(self) -> str:
@@ -165,6 +154,29 @@ class Experts(WithOptions):
         memory = f"row_chunks={self.row_chunks}, recompute={self.recompute!r}, fp8={self.fp8!r}"
         shared = "" if self.dispatcher is None else f", {self.dispatcher}"
         return f"{sizes}, activation={self.activation!r}, {rest}, {memory}{shared}"
+
+
+class SteppedExperts(nn.Module):
+    """Experts whose weights are parameters and buffers of `owners`, modules that hooks may hide.
+
+    `dispatcher` is that of `Experts`; `local_weights` and `compute` are as there.
+    """
+
+    dispatcher = None
+
+    def forward(
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, *, within: Callable | None = None
+    ) -> Tensor:
+        """Do as `Experts.forward`: (T, H) -> (T, H)."""
+        if within is not None:
+            return within(x, routing_weights, plan)
+        check_shape("x", x, "T", "H")
+        if self.dispatcher is not None:
+            return self.dispatcher(self, x, routing_weights, plan)
+        return inside(self.owners(), self.compute_here, x, routing_weights, plan)
+
+    def compute_here(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
+        return self.compute(x, routing_weights, plan, self.local_weights())
 
 
 def local_part(t: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ from ..kernels.quantize.four_bit import (
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
 from .by_step import Projection, experts_by_step
-from .experts import Experts, WithOptions, inside, local_part
+from .experts import Experts, SteppedExperts, Weights, WithOptions, local_part
 
 PARTS = "packed", "scales", "nested", "offset", "table"
 AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits
@@ -82,45 +82,27 @@ class FourBitWeight(nn.Module):
         return f"{tuple(self.weight().shape)}, format={self.format!r}, dtype={self.dtype}"
 
 
-class FourBitExperts(WithOptions):
+class FourBitExperts(SteppedExperts, WithOptions):
     """Frozen `Experts` with weights of 4 bits, made by `quantize(model, "nf4")`, "mxfp4" or "int4".
 
     Products load packed codes and dequantise tiles, forward and for the gradient of `x`: no weight exists in
     16 bits.  `x` must have the dtype of the weights before they were quantised.  `row_chunks`, `recompute`
     and `fp8` of the experts have no effect.  state_dict keys: gate_up.packed (E, 2I, H / 2), gate_up.scales
     and so on (see `FourBitWeight`), down.* alike, and biases.
-    `LoRAExperts` trains adapters on them.  `dispatcher` is that of `Experts`.
+    `LoRAExperts` trains adapters on them.  Differentiable in `x` and `routing_weights`.
     """
 
-    dispatcher = None
+    def owners(self) -> tuple[nn.Module, ...]:
+        """Return the modules that have the weights."""
+        return self.gate_up, self.down
 
-    def forward(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, *, within: Callable | None = None
-    ) -> Tensor:
-        """Do as `Experts.forward`: (T, H) -> (T, H).  Differentiable in `x` and `routing_weights`."""
-        if within is not None:
-            return within(x, routing_weights, plan)
-        check_shape("x", x, "T", "H")
-        if self.dispatcher is not None:
-            return self.dispatcher(self, x, routing_weights, plan)
-
-        def compute(x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
-            return self.compute(x, routing_weights, plan, self.local_weights())
-
-        return inside((self.gate_up, self.down), compute, x, routing_weights, plan)
-
-    def local_weights(self) -> tuple[FourBit | Tensor | None, ...]:
+    def local_weights(self) -> Weights:
         """Return gate_up, down and their biases, for sharded ones the part of this rank."""
         biases = map(local_part, (self.gate_up_bias, self.down_bias))
         return self.gate_up.weight(), self.down.weight(), *biases
 
     def compute(
-        self,
-        x: Tensor,
-        routing_weights: Tensor,
-        plan: RoutePlan,
-        weights: tuple[FourBit | Tensor | None, ...],
-        recompute: str | None = None,
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
     ) -> Tensor:
         """Return the experts' output as `forward` does, with these `local_weights`."""
         gate_up, down, gate_up_bias, down_bias = weights

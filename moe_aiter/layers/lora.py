@@ -36,7 +36,7 @@ from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, experts_by_step, spread
-from .experts import Experts, apply_linear, inside, is_hooked, local_part
+from .experts import Experts, SteppedExperts, Weights, apply_linear, inside, is_hooked, local_part
 from .four_bit import FourBitExperts
 
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
@@ -376,7 +376,7 @@ class LoRALinear(nn.Module):
         return {f"{prefix}{name}": t[adapter] for name, t in found.items() if t is not None}
 
 
-class LoRAExperts(nn.Module):
+class LoRAExperts(SteppedExperts):
     """Frozen `Experts` with a low-rank adapter for each expert; they replace the experts of an `MoE`.
 
         moe.experts = LoRAExperts(moe.experts, rank=16)
@@ -388,11 +388,8 @@ class LoRAExperts(nn.Module):
     Once sharded by `moe_aiter.distributed`, they are DTensors, of which each rank computes its own part.
     The router stays trainable.  `row_chunks`, `recompute` and `fp8` of the experts have an effect only after
     `merge`: beside adapters, products use the weights' dtype.
-    `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.
     Raises TypeError unless `base` is an `Experts`, perhaps one of 4 bits.
     """
-
-    dispatcher = None
 
     def __init__(self, base: Experts | FourBitExperts, **lora: Any):
         super().__init__()
@@ -409,19 +406,11 @@ class LoRAExperts(nn.Module):
         """Whether the frozen weights have 4 bits."""
         return isinstance(self.base, FourBitExperts)
 
-    def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
-        """Do as `Experts.forward`: (T, H) -> (T, H)."""
-        check_shape("x", x, "T", "H")
-        if self.dispatcher is not None:
-            return self.dispatcher(self, x, routing_weights, plan)
+    def owners(self) -> tuple[nn.Module, ...]:
+        """Return the modules that have the weights and the factors."""
+        return self.base, *self.base.children(), self.gate_up_lora, self.down_lora
 
-        def compute(x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
-            return self.compute(x, routing_weights, plan, self.local_weights())
-
-        owners = self.base, *self.base.children(), self.gate_up_lora, self.down_lora
-        return inside(owners, compute, x, routing_weights, plan)
-
-    def local_weights(self) -> tuple[Tensor | None, ...]:
+    def local_weights(self) -> Weights:
         """Return the weights and biases of `base` and, unless merged, the adapters' factors, as `LowRank`.
 
         Of sharded ones the part of this rank.  In training, ranks are dropped here.
@@ -434,18 +423,13 @@ class LoRAExperts(nn.Module):
         return gate_up, down, *biases, *factors[0][:3], *factors[1][:3]
 
     def compute(
-        self,
-        x: Tensor,
-        routing_weights: Tensor,
-        plan: RoutePlan,
-        weights: tuple[Tensor | None, ...],
-        recompute: str | None = None,
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
     ) -> Tensor:
         """Return the experts' output as `forward` does, on this rank, with these `local_weights`."""
         gate_up, down, gate_up_bias, down_bias, *factors = weights
         base, up_lora, down_lora = self.base, self.gate_up_lora, self.down_lora
         if not factors:
-            return base.compute(x, routing_weights, plan, weights, recompute)
+            return base.compute(x, routing_weights, plan, weights, save_z)
         x, gate_up, down = cast_as_linear(x, gate_up, down)
         check_float(x=x, gate_up=gate_up)
         check_plan(plan)

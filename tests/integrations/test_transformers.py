@@ -177,13 +177,13 @@ def test_a_gate_that_computes_in_float32():
 def test_weights_and_gradients_are_not_copied(family, monkeypatch):
     """Weights reach the products in their own memory, and their gradients come in that order."""
     module, seen = experts(family), {}
-    fused = ours.expert_mlp
+    fused = ours.mix_experts
 
-    def look(x, gate_up, down, *args, **kwargs):
-        seen.update(gate_up_proj=gate_up.data_ptr(), down_proj=down.data_ptr())
-        return fused(x, gate_up, down, *args, **kwargs)
+    def look(x, weights, *args):
+        seen.update(gate_up_proj=weights.gate_up.data_ptr(), down_proj=weights.down.data_ptr())
+        return fused(x, weights, *args)
 
-    monkeypatch.setattr(ours, "expert_mlp", look)
+    monkeypatch.setattr(ours, "mix_experts", look)
     module(*routed()).sum().backward()
     for name, address in seen.items():
         p = getattr(module, name)
