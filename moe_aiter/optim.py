@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
@@ -210,7 +211,8 @@ def matrices_of(t: Tensor, halves: str | None) -> Tensor:
         return t
     transposed, interleaved = HALVES[halves]
     t = t.mT if transposed else t
-    return t.unflatten(1, (-1, 2)).transpose(1, 2) if interleaved else t.unflatten(1, (2, -1))
+    rows = "(i two)" if interleaved else "(two i)"
+    return rearrange(t, f"n {rows} h -> n two i h", two=2)
 
 
 def dtype_on(device: torch.device) -> torch.dtype:

@@ -181,7 +181,7 @@ class ExpertDispatcher:
         )
         return plan
 
-    def log_traffic(self, x: Tensor, weights: Sequence[Any]) -> None:
+    def log_traffic(self, x: Tensor, weights: Sequence[Tensor | FourBit | None]) -> None:
         """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
         others = self.ranks - 1
         tokens = 5 * others * x.nbytes  # of x, dout and x again, and of the sums for out and dx

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -516,8 +517,8 @@ def stacked(found: Mapping[str, nn.Module]) -> dict[str, Tensor]:
             raise ValueError("PEFT has no DoRA for experts in one tensor, and so no names for its magnitudes")
         lora.check_present()
         A, B = lora.A.detach(), lora.B.detach()
-        tensors[f"{prefix}lora_A.weight"] = A.flatten(0, 1).clone()
-        tensors[f"{prefix}lora_B.weight"] = B.permute(1, 2, 0).flatten(1).clone()
+        tensors[f"{prefix}lora_A.weight"] = rearrange(A, "e r i -> (e r) i").clone()
+        tensors[f"{prefix}lora_B.weight"] = rearrange(B, "e o r -> o (r e)").clone()
     return tensors
 
 
@@ -526,9 +527,9 @@ def load_stacked(found: Mapping[str, nn.Module], state: Mapping[str, Tensor]) ->
     to = {name: torch.empty_like(t) for name, t in stacked(found).items()}
     copy_in(to, state)
     for prefix, lora in found.items():
-        lora.A.detach().copy_(to[f"{prefix}lora_A.weight"].view_as(lora.A))
-        B = to[f"{prefix}lora_B.weight"].unflatten(1, (lora.rank, len(lora.B)))  # (out, r, E)
-        lora.B.detach().copy_(B.permute(2, 0, 1))
+        A, B = (to[f"{prefix}lora_{which}.weight"] for which in "AB")
+        lora.A.detach().copy_(rearrange(A, "(e r) i -> e r i", r=lora.rank))
+        lora.B.detach().copy_(rearrange(B, "o (r e) -> e o r", r=lora.rank))
 
 
 def per_expert(prefix: str, lora: nn.Module, layers: Mapping[str, slice]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from ...kernels.base.check import (
@@ -114,7 +115,7 @@ class AITERAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """(B, S, hidden_size) and a mask as `attention` takes it, (B, S) say -> (B, S, hidden_size)."""
-        projections = self.query, self.key, self.value
-        heads = [p(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in projections]
+        rows = (project(hidden_states) for project in (self.query, self.key, self.value))
+        heads = (rearrange(t, "... s (heads n) -> ... heads s n", heads=self.num_heads) for t in rows)
         context = attention(*heads, attention_mask)  # (B, num_heads, S, head_size)
-        return self.dropout(self.output(context.transpose(1, 2).flatten(2)))
+        return self.dropout(self.output(rearrange(context, "b heads s n -> b s (heads n)")))

@@ -8,6 +8,7 @@ each row, and so on.  With v elements in a vector, element (n, k) of layout (16,
 """
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from .check import check_layout, check_tensor, checked
@@ -26,16 +27,18 @@ def shuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool =
     Raises ValueError unless N is a multiple of layout[0], and K and the vectors fit 2 * layout[1].
     """
     rows, columns, vector = check_shuffle(x, layout, use_int4)
-    split = (*x.shape[:-2], x.shape[-2] // rows, rows, x.shape[-1] // columns, columns // vector, vector)
-    return tag(copied(as_bytes(x).reshape(split).movedim(-4, -2), x), True)
+    sizes = {"rows": rows, "vectors": columns // vector, "size": vector}
+    blocks = "... (n rows) (k vectors size) -> ... n k vectors rows size"
+    return tag(copied(rearrange(as_bytes(x), blocks, **sizes), x), True)
 
 
 @checked
 def unshuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False) -> Tensor:
     """A copy of a shuffled `x` (..., N, K) in the usual order: the exact inverse of `shuffle_weight`."""
     rows, columns, vector = check_shuffle(x, layout, use_int4)
-    split = (*x.shape[:-2], x.shape[-2] // rows, x.shape[-1] // columns, columns // vector, rows, vector)
-    return tag(copied(as_bytes(x).reshape(split).movedim(-2, -4), x), False)
+    sizes = {"n": x.shape[-2] // rows, "rows": rows, "vectors": columns // vector, "size": vector}
+    blocks = "... (n k vectors rows size) -> ... n rows k vectors size"
+    return tag(copied(rearrange(as_bytes(x).flatten(-2), blocks, **sizes), x), False)
 
 
 def check_shuffle(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False) -> tuple[int, ...]:

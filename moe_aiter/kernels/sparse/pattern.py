@@ -9,6 +9,7 @@ import math
 import warnings
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ..base.check import check_device, check_shape, check_sizes, check_tensor, checked, is_kind
@@ -247,7 +248,7 @@ def as_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
     missing = R * a - w.shape[0], C * b - w.shape[1]
     if any(missing):
         w = torch.nn.functional.pad(w, (0, missing[1], 0, missing[0]))
-    return w.reshape(R, a, C, b).transpose(1, 2)
+    return rearrange(w, "(R a) (C b) -> R C a b", a=a, b=b)
 
 
 def to_dense(values: Tensor, lists: Tensor, rows: int, columns: int) -> Tensor:
