@@ -8,14 +8,6 @@ from .parallelize import parallelize, parameter_groups, reduce_gradients
 from .style import ExpertParallel
 
 __all__ = [
-    "ExpertDispatcher",
-    "ExpertParallel",
-    "clip_grad_norm_",
-    "expert_mesh",
-    "export_safetensors",
-    "load_sharded",
-    "parallelize",
-    "parameter_groups",
-    "reduce_gradients",
-    "save_sharded",
-]
+    "ExpertDispatcher", "ExpertParallel", "clip_grad_norm_", "expert_mesh", "export_safetensors",
+    "load_sharded", "parallelize", "parameter_groups", "reduce_gradients", "save_sharded",
+]  # fmt: skip

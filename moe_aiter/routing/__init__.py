@@ -16,27 +16,8 @@ from .router import Router, Routing, route
 from .zero_compute import ZeroCompute
 
 __all__ = [
-    "Capacity",
-    "ExpertChoice",
-    "Forced",
-    "GroupLimit",
-    "LoadStatistics",
-    "RoutePlan",
-    "Router",
-    "Routing",
-    "Sinkhorn",
-    "TokenRounding",
-    "TopP",
-    "ZeroCompute",
-    "attach_loss",
-    "hash_experts",
-    "load_balance_loss",
-    "load_statistics",
-    "make_plan",
-    "permute",
-    "route",
-    "route_to",
-    "sequence_balance_loss",
-    "unpermute",
+    "Capacity", "ExpertChoice", "Forced", "GroupLimit", "LoadStatistics", "RoutePlan", "Router", "Routing",
+    "Sinkhorn", "TokenRounding", "TopP", "ZeroCompute", "attach_loss", "hash_experts", "load_balance_loss",
+    "load_statistics", "make_plan", "permute", "route", "route_to", "sequence_balance_loss", "unpermute",
     "z_loss",
-]
+]  # fmt: skip

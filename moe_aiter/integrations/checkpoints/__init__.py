@@ -15,11 +15,6 @@ from .files import CheckpointError
 from .upcycle import upcycle
 
 __all__ = [
-    "CheckpointError",
-    "Report",
-    "convert",
-    "load_moe",
-    "moe_from_huggingface",
-    "state_dict_to_huggingface",
+    "CheckpointError", "Report", "convert", "load_moe", "moe_from_huggingface", "state_dict_to_huggingface",
     "upcycle",
-]
+]  # fmt: skip
