@@ -81,26 +81,22 @@ def parallelize(
         parallelize_module(experts, mesh[EP], style, src_data_rank=None)
     if fsdp:
         policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-        shard_all(model, found, blocks, mesh, policy, reshard_after_forward)
+        shard_all([*blocks, model], list(found.values()), mesh, policy, reshard_after_forward)
     warn_of_optimizers(model, replaced)
     return model
 
 
 def shard_all(
-    model: nn.Module,
-    found: dict[str, AnyExperts],
-    blocks: list[nn.Module],
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
+    units: list[nn.Module], found: list[AnyExperts], mesh: DeviceMesh, policy: MixedPrecisionPolicy,
     reshard: bool,
-) -> None:
-    """Shard the experts that were found, the blocks, and the model, each as a unit of FSDP2."""
+) -> None:  # fmt: skip
+    """Shard the experts that were found, and then the other units, each as a unit of FSDP2."""
     world = flattened(mesh, "fsdp")
-    for experts in found.values():
+    for experts in found:
         shard_experts(experts, mesh, policy, reshard)
-    for block in [*blocks, model]:
-        if block not in found.values():
-            fully_shard(block, mesh=world, mp_policy=policy, reshard_after_forward=reshard)
+    for unit in units:
+        if unit not in found:
+            fully_shard(unit, mesh=world, mp_policy=policy, reshard_after_forward=reshard)
 
 
 def warn_of_optimizers(model: nn.Module, before: list[nn.Parameter]) -> None:

@@ -139,14 +139,9 @@ class MoE(nn.Module):
     ):
         super().__init__()
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
-        check_not_negative(
-            load_balance_coef=load_balance_coef,
-            sequence_balance_coef=sequence_balance_coef,
-            global_balance_coef=global_balance_coef,
-            z_loss_coef=z_loss_coef,
-        )
-        self.load_balance_coef, self.z_loss_coef = load_balance_coef, z_loss_coef
-        self.sequence_balance_coef, self.global_balance_coef = sequence_balance_coef, global_balance_coef
+        coefs = load_balance_coef, sequence_balance_coef, global_balance_coef, z_loss_coef
+        check_not_negative(**dict(zip(COEFS, coefs, strict=True)))
+        self.load_balance_coef, self.sequence_balance_coef, self.global_balance_coef, self.z_loss_coef = coefs
         self.global_balance_group = checked_group(global_balance_group, global_balance_coef)
         where = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}

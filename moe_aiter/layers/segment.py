@@ -54,24 +54,14 @@ class SegmentGEMMWrapper:
         """Multiply `batch_size` segments of rows of `x` (M, d_in); returns (M, d_out).
 
         weights: (num_weights, d_in, d_out), or (num_weights, d_out, d_in) with `weight_column_major`.
-        seg_lens: (batch_size,) the rows of each segment, 0 included.
-        seg_indptr: (batch_size + 1,) where they begin and the last one ends: segment i has the rows from
-            seg_indptr[i] to seg_indptr[i + 1].  The first element need not be 0.  If both are given,
-            seg_indptr is used.
-        weight_indices: (batch_size,) the weight of each segment, which may repeat; without it segment i has
-            weight i, of at least `batch_size`.
-        out: (M, d_out), contiguous; overwritten in the rows of segments, and left as it is in the rows before
-            and past them, where a fresh result has zeros.  It is given by name; in FlashInfer it is the fifth
-            argument.
+        seg_lens (batch_size,), seg_indptr (batch_size + 1,) and weight_indices (batch_size,) are `lens`,
+            `indptr` and `weight_indices` of `segment_gmm`, on any device.  If both of the first two are
+            given, seg_indptr is used.  Without weight_indices there may be more weights than segments.
+        out: (M, d_out) as in `segment_gmm`.  It is given by name; in FlashInfer it is the fifth argument.
 
-        The index tensors are int32 or int64, on any device; what is on the GPU stays there, and nothing waits
-        for it.  `x` and `weights` share a dtype: float16, bfloat16 or float32 (float64 only by torch), which
-        the result has as well, or float8, multiplied without scales into bfloat16.  d_in, d_out, lengths and
-        strides are free.  Without `out`, differentiable in `x` and `weights`; see `segment_gmm`.
-
-        Raises ValueError for shapes and devices that do not fit, for index tensors that are not of
-        `batch_size`, and where neither lengths nor indptr are given; TypeError for dtypes and for an `out` in
-        the place of `seg_lens`; with MOE_AITER_DEBUG=1 also ValueError for weights that are not there.
+        Dtypes, gradients and errors are those of `segment_gmm`.  Raises ValueError too for index tensors that
+        are not of `batch_size`, and where neither lengths nor indptr are given; TypeError for an `out` in the
+        place of `seg_lens`.
         """
         check_backend(self.backend, BACKENDS)
         check_order(seg_lens, seg_indptr, weight_indices, batch_size)

@@ -125,19 +125,11 @@ def split_expert_mlp(
 
     where e is token t's choice j.
 
-    x: (T, H), float32, bfloat16, float16 or, on the slow reference path, float64.
     gate, up: (E, I, H), down: (E, H, I); any floating dtype, multiplied in that of x; any strides.
-    routing_weights: (T, k), any floating dtype; used in float32.
-    plan: order (T * k,), rank (T, k) and group_sizes (E,), as `make_plan` or `sort_by_expert` give them.
-    gate_main_grad, up_main_grad, down_main_grad: shaped like the weights, any floating dtype.  Where given,
-        backward adds the weight's gradient there, and autograd gets None for that weight.
+    The other arguments, the result (T, H) and the errors are those of `expert_mlp`.
 
-    Returns (T, H) in the dtype of x.  Differentiable in the first five; a gradient that is not asked for is
-    not computed.  Kept for backward: x, the routing, z (T * k, 2I), and gate and up as they are given: each
-    direction copies them into one, which is freed when that has been multiplied.
-
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes, as `expert_mlp` does.
-    Source: the formula of Shazeer et al. 2017, arXiv 1701.06538, with the gate of Shazeer 2020, 2002.05202.
+    Differentiable in the first five.  Kept for backward: x, the routing, z (T * k, 2I), and gate and up as
+    they are given: each direction copies them into one, which is freed when that has been multiplied.
     """
     check_plan(plan)
     check_tensor("x", x)
