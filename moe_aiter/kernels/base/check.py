@@ -21,6 +21,7 @@ from ...op import INTEGERS, notes_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
+OCP = (torch.float8_e4m3fn, torch.float8_e5m2)  # the formats of the Open Compute Project
 ACCEPTED = {int: INTEGERS, float: (numbers.Real, torch.SymFloat, torch.SymInt)}
 WORDS = {int: "an int", float: "a number", Tensor: "a tensor", torch.nn.Module: "a module"}
 NONE = type(None)
@@ -81,8 +82,9 @@ def check_axes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
 
 Operand = Annotated[Tensor, "operand"]  # a field of an op's inputs: floating, of one dtype with all operands
 Float = Annotated[Tensor, "float"]  # of any floating dtype
+Float8 = Annotated[Tensor, "float8"]  # an 8-bit float with infinities or NaN, as the OCP defines it
 Index = Annotated[Tensor, "index"]  # int32 or int64
-KINDS = ("written", "operand", "float", "index", None)  # every other note of a field names its axes
+KINDS = ("written", "operand", "float", "float8", "index", None)  # every other note of a field names its axes
 
 
 def check_fields(i: tuple) -> dict[str, int]:
@@ -103,6 +105,9 @@ def check_fields(i: tuple) -> dict[str, int]:
         check_float(**operands)
     for name, t in of("float").items():
         check_float(**{name: t})
+    for name, t in of("float8").items():
+        if t.dtype not in OCP:
+            raise TypeError(f"{name} must be of 8-bit floats, not {t.dtype}")
     check_index(**of("index"))
     check_device(**{name: t for name, (t, _) in given.items() if isinstance(t, Tensor)})
     return sizes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...config import interpret
 from ...private_api import int8_product
-from .check import FLOATS, check_tensor, wide
+from .check import FLOATS, OCP, check_tensor, wide
 from .launch import tl, triton
 
 # formats
@@ -26,7 +26,6 @@ FP8 = {  # dtype -> the format that `decode` knows
 MOST_K = 131071  # products of -128 and -128 of which int32 holds a sum
 MOST_IMPRECISE = tl.constexpr(128)  # 8-bit products that Hopper's tensor core adds up, with some 14 bits
 ROW_BLOCK = 128  # rows that are summed together: a line of memory, and of shared memory as wgmma reads it
-OCP = (torch.float8_e4m3fn, torch.float8_e5m2)  # the formats of the Open Compute Project
 NATIVE = {  # architecture -> what its matrix instructions multiply, where Triton emits these
     90: OCP,
     100: OCP,

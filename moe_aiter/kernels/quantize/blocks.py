@@ -15,20 +15,20 @@ arXiv 2412.19437).  `transpose_row_blocks` moves the bytes of rows that are 8-bi
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op, takes
-from ..base.check import check_axes, check_device, check_float, check_index, check_rows, check_shape, wide
+from ..base.check import Float, Float8, Index, check_fields, check_rows, wide
 from ..base.fp8 import ROW_BLOCK, native_fp8
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES, dense
 from .rows import (
     FORMATS,
     QuantizeRowsInputs,
-    check_format,
+    dtype_of,
     interleave,
     limits,
     magnitude,
@@ -40,28 +40,28 @@ from .rows import (
 class PlanRowBlocksInputs(NamedTuple):
     """The inputs of the op `plan_row_blocks`: in which row blocks the rows of each group lie."""
 
-    group_sizes: Tensor  # (G,)
+    group_sizes: Annotated[Index, "G"]
     rows: int | torch.SymInt
 
 
 class QuantizeRowBlocksInputs(NamedTuple):
     """The inputs of the op `quantize_row_blocks`: the columns of factor[order[r] // top_k] * y[r]."""
 
-    y: Tensor  # (M, N)
-    factor: Tensor  # (T,)
-    order: Tensor  # (M,)
+    y: Annotated[Float, "M, N"]
+    factor: Annotated[Tensor, "T"]
+    order: Annotated[Index, "M"]
     top_k: int
-    row_blocks: Tensor  # (C, 2)
+    row_blocks: Annotated[Index, "C, 2"]
     format: str
 
 
 class TransposeRowBlocksInputs(NamedTuple):
     """The inputs of the op `transpose_row_blocks`: the columns of x8[order[r] // top_k]."""
 
-    x8: Tensor  # (T, K)
-    order: Tensor  # (M,)
+    x8: Annotated[Float8, "T, K"]
+    order: Annotated[Index, "M"]
     top_k: int
-    row_blocks: Tensor  # (C, 2)
+    row_blocks: Annotated[Index, "C, 2"]
 
 
 def most_row_blocks(rows: int, groups: int) -> int:
@@ -143,9 +143,7 @@ def plan_row_blocks_kernel(
 
 
 def new_plan_row_blocks(i: PlanRowBlocksInputs) -> tuple[Tensor, Tensor]:
-    check_shape("group_sizes", i.group_sizes, "G")
-    check_index(group_sizes=i.group_sizes)
-    G = i.group_sizes.shape[0]
+    G = check_fields(i)["G"]
     spans = i.group_sizes.new_empty(G, 3, dtype=torch.int32)
     return spans, spans.new_empty(most_row_blocks(i.rows, G), 2)
 
@@ -332,30 +330,16 @@ def transpose_row_blocks_kernel(
 # row blocks: launcher
 
 
-def check_row_blocks(x: Tensor, order: Tensor, row_blocks: Tensor, **others: Tensor) -> None:
-    check_shape("order", order, "M")
-    check_shape("row_blocks", row_blocks, "C", "2")
-    check_index(order=order, row_blocks=row_blocks)
-    check_device(x=x, order=order, row_blocks=row_blocks, **others)
-
-
 def new_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> tuple[Tensor, Tensor]:
-    check_axes(y=(i.y, "M, N"), factor=(i.factor, "T"), order=(i.order, "M"))
-    check_float(y=i.y)
-    check_row_blocks(i.y, i.order, i.row_blocks, factor=i.factor)
-    check_format(i.format)
-    shape = i.row_blocks.shape[0], i.y.shape[1]
-    return i.y.new_empty(*shape, ROW_BLOCK, dtype=FORMATS[i.format]), i.y.new_empty(
-        shape, dtype=torch.float32
-    )
+    size, dtype = check_fields(i), dtype_of(i.format)
+    shape = size["C"], size["N"]
+    return i.y.new_empty(*shape, ROW_BLOCK, dtype=dtype), i.y.new_empty(shape, dtype=torch.float32)
 
 
 def new_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Tensor:
-    check_rows("x8", i.x8, "K", i.order, i.top_k, i.order.shape[0])
-    check_row_blocks(i.x8, i.order, i.row_blocks)
-    if i.x8.dtype not in FORMATS.values():
-        raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
-    return i.x8.new_empty(i.row_blocks.shape[0], i.x8.shape[1], ROW_BLOCK)
+    size = check_fields(i)
+    check_rows("x8", i.x8, "K", i.order, i.top_k, size["M"])
+    return i.x8.new_empty(size["C"], size["K"], ROW_BLOCK)
 
 
 @binds

@@ -18,13 +18,13 @@ again; `transpose_rows8` moves the bytes of its 8-bit rows, if these still exist
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op, takes
-from ..base.check import check_axes, check_device, check_float, check_groups, check_shape, wide
+from ..base.check import Float, Float8, Index, check_fields, wide
 from ..base.fp8 import native_fp8
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import TILE_DTYPES, dense, locate, row_tiles
@@ -35,7 +35,7 @@ from .rows import (
     OF_ROWS,
     QuantizeRowsInputs,
     check_float32,
-    check_format,
+    dtype_of,
     interleave,
     limits,
     magnitude,
@@ -51,16 +51,16 @@ ROWS = 32  # of a group that one program quantises, with one look at the group's
 class QuantizeFoldedInputs(NamedTuple):
     """The inputs of the op `quantize_folded`: x[r] * factor[g] ~ x8[r] * scale[r] for row r of group g."""
 
-    x: Tensor  # (M, K)
-    factor: Tensor  # (G, K)
-    group_sizes: Tensor  # (G,)
+    x: Annotated[Float, "M, K"]
+    factor: Annotated[Tensor, "G, K"]
+    group_sizes: Annotated[Index, "G"]
     format: str
 
 
 class QuantizeTransposedInputs(NamedTuple):
     """The inputs of the op `quantize_transposed`: x[g, m, k] ~ out[g, k, m] * scale[g, m]."""
 
-    x: Tensor  # (G, M, K)
+    x: Annotated[Float, "G, M, K"]
     scale: Tensor  # (G, M)
     format: str
 
@@ -68,7 +68,7 @@ class QuantizeTransposedInputs(NamedTuple):
 class TransposeRows8Inputs(NamedTuple):
     """The inputs of the op `transpose_rows8`: out[g, k, m] = x8[g, m, k]."""
 
-    x8: Tensor  # (G, M, K)
+    x8: Annotated[Float8, "G, M, K"]
 
 
 # quantize_folded: reference
@@ -159,9 +159,7 @@ def quantize_folded_kernel(
 
 
 def new_quantize_folded(i: QuantizeFoldedInputs) -> tuple[Tensor, Tensor]:
-    check_axes(x=(i.x, "M, K"), factor=(i.factor, "G, K"), group_sizes=(i.group_sizes, "G"))
-    check_float(x=i.x)
-    check_groups(i.group_sizes, i.x, factor=i.factor)
+    check_fields(i)
     if i.factor.dtype != torch.float32:
         raise TypeError(f"factor must be float32, not {i.factor.dtype}")
     return new_quantize_rows(QuantizeRowsInputs(i.x, i.format))
@@ -299,18 +297,13 @@ def transpose_rows8_kernel(
 
 
 def new_quantize_transposed(i: QuantizeTransposedInputs) -> Tensor:
-    check_shape("x", i.x, "G", "M", "K")
-    check_float(x=i.x)
-    check_format(i.format)
+    check_fields(i)
     check_float32("scale", i.scale, *i.x.shape[:2])
-    check_device(x=i.x, scale=i.scale)
-    return new_quantize_rows(QuantizeRowsInputs(i.x.mT, i.format))[0]
+    return i.x.new_empty(i.x.mT.shape, dtype=dtype_of(i.format))
 
 
 def new_transpose_rows8(i: TransposeRows8Inputs) -> Tensor:
-    check_shape("x8", i.x8, "G", "M", "K")
-    if i.x8.dtype not in FORMATS.values():
-        raise TypeError(f"x8 must be of 8-bit floats, not {i.x8.dtype}")
+    check_fields(i)
     return i.x8.new_empty(i.x8.mT.shape)
 
 

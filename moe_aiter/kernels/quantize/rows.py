@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op, takes
-from ..base.check import FLOATS, check_device, check_tensor, wide
+from ..base.check import Float, check_fields, check_tensor, wide
 from ..base.fp8 import native_fp8
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES
@@ -36,14 +36,14 @@ ELEMENTS = 8192  # of a tile of rows that lie in memory as rows
 class QuantizeRowsInputs(NamedTuple):
     """The inputs of the ops `quantize_rows` and `quantize_rows_and_amax`: x ~ x8 * scale[..., None]."""
 
-    x: Tensor  # (M, K) or (G, M, K)
+    x: Float  # (M, K) or (G, M, K)
     format: str
 
 
 class QuantizeByAmaxInputs(NamedTuple):
     """The inputs of the op `quantize_by_amax`: `quantize_rows` with the rows' largest magnitudes."""
 
-    x: Tensor  # (M, K) or (G, M, K)
+    x: Float  # (M, K) or (G, M, K)
     amax: Tensor  # (M,) or (G, M)
     format: str
 
@@ -175,10 +175,11 @@ def quantize_rows_kernel(
 # quantize_rows: launcher
 
 
-def check_format(format: str, formats: dict[str, torch.dtype] = FORMATS) -> None:
-    """Raise ValueError unless this is the name of one of the formats."""
+def dtype_of(format: str, formats: dict[str, torch.dtype] = FORMATS) -> torch.dtype:
+    """Return the dtype of a format.  Raises ValueError unless this is the name of one of the formats."""
     if format not in formats:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(formats)}")
+    return formats[format]
 
 
 def check_float32(name: str, t: Tensor, *shape: int) -> None:
@@ -189,14 +190,11 @@ def check_float32(name: str, t: Tensor, *shape: int) -> None:
 
 
 def new_quantize_rows(i: QuantizeRowsInputs | QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
-    x, format = i.x, i.format
-    check_tensor("x", x)
-    if x.dim() not in (2, 3):
-        raise ValueError(f"x must be (M, K) or (G, M, K), but it has shape {tuple(x.shape)}")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x must be float16, bfloat16, float32 or float64, not {x.dtype}")
-    check_format(format, OF_ROWS)
-    return x.new_empty(x.shape, dtype=OF_ROWS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    if i.x.dim() not in (2, 3):
+        raise ValueError(f"x must be (M, K) or (G, M, K), but it has shape {tuple(i.x.shape)}")
+    check_fields(i)
+    x8 = i.x.new_empty(i.x.shape, dtype=dtype_of(i.format, OF_ROWS))
+    return x8, i.x.new_empty(i.x.shape[:-1], dtype=torch.float32)
 
 
 def tile_of_rows(K: int) -> tuple[int, int, int]:
@@ -376,14 +374,12 @@ def quantize_columns_kernel(
 
 
 def new_quantize_rows_and_amax(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    out = new_quantize_rows(i)
-    return *out, i.x.new_empty(*i.x.shape[:-2], i.x.shape[-1], dtype=torch.float32)
+    return *new_quantize_rows(i), i.x.new_empty(*i.x.shape[:-2], i.x.shape[-1], dtype=torch.float32)
 
 
 def new_quantize_by_amax(i: QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
     out = new_quantize_rows(i)
     check_float32("amax", i.amax, *i.x.shape[:-1])
-    check_device(x=i.x, amax=i.amax)
     return out
 
 

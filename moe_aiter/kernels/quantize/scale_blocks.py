@@ -26,8 +26,8 @@ from .rows import (
     FORMATS,
     QuantizeRowsInputs,
     as_groups,
-    check_format,
     dequantize_rows,
+    dtype_of,
     limits,
     magnitude,
     new_quantize_rows,
@@ -101,7 +101,7 @@ def quantize_blocks_kernel(
 
 
 def new_quantize_blocks(i: QuantizeBlocksInputs) -> tuple[Tensor, Tensor]:
-    check_format(i.format)
+    dtype_of(i.format)
     x8, scale = new_quantize_rows(QuantizeRowsInputs(i.x, i.format))
     *groups, M, K = i.x.shape
     return x8, scale.new_empty(*groups, cdiv(M, ROW_BLOCK if i.square else 1), cdiv(K, ROW_BLOCK))
