@@ -303,6 +303,13 @@ def check_float(**tensors: Tensor | None) -> None:
             raise TypeError(f"{first} is {x.dtype} but {name} is {t.dtype}")
 
 
+def check_floating(name: str, t: Tensor | None, shape: tuple[int, ...], words: str = "{}") -> None:
+    """Raise unless `t` has this shape, which a message says by `words`, and any floating dtype."""
+    if t is not None and (t.shape != shape or t.dtype not in FLOATS):
+        found = f"{t.dtype} {tuple(t.shape)}"
+        raise ValueError(f"{name} must be floating {words.format(tuple(shape))}, but it is {found}")
+
+
 def check_index(**tensors: Tensor) -> None:
     """Raise unless every tensor is int32 or int64."""
     for name, t in tensors.items():

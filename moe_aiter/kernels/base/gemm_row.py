@@ -10,13 +10,14 @@ Programs are small, a few columns each, and there are thousands of them, so some
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import tuning
 from .activations import FUNCTIONS
+from .check import Operand
 from .launch import bind_kernel, cdiv, jit_kernel, num_programs, tl, triton
 
 FINISHED = 1024  # elements that a program finishes after a split sum
@@ -25,8 +26,8 @@ FINISHED = 1024  # elements that a program finishes after a split sum
 class GemmInputs(NamedTuple):
     """The inputs of the op `gemm`: activation(alpha * x @ w + beta * c + bias) for a batch of matrices."""
 
-    x: Tensor  # (B, M, K)
-    w: Tensor  # (B, K, N)
+    x: Annotated[Operand, "B, M, K"]
+    w: Annotated[Operand, "B, K, N"]
     bias: Tensor | None  # (N,)
     c: Tensor | None  # (B, M, N)
     activation: str  # "" for none

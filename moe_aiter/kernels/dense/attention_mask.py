@@ -8,13 +8,13 @@ as a tenth of the attention itself.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import Written, binds, define_inplace_op, define_op, takes
-from ..base.check import FLOATS, check_device, check_shape
+from ..base.check import FLOATS, check_fields
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 
 ROW = 16  # elements: each row of a bias begins at a multiple, or torch's kernels copy the bias
@@ -24,15 +24,15 @@ BLOCK_R, BLOCK_D = 128, 32
 class MaskBiasInputs(NamedTuple):
     """The inputs of the op `mask_bias`: see the function of this name."""
 
-    mask: Tensor  # (B, H, Sq, Sk) bool
+    mask: Annotated[Tensor, "B, H, Sq, Sk"]  # bool
     dtype: torch.dtype | None
 
 
 class ZeroRowsInputs(NamedTuple):
     """The inputs of the op `zero_rows_`: see `zero_rows`."""
 
-    out: Written  # (B, H, S, D)
-    alive: Tensor  # (B, H, S, 1) bool, any axis of which may be 1
+    out: Annotated[Written, "B, H, S, D"]
+    alive: Annotated[Tensor, "B or 1, H or 1, S or 1, 1"]  # bool
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -112,7 +112,7 @@ def zero_rows_kernel(
 
 
 def new_mask_bias(i: MaskBiasInputs) -> tuple[Tensor, Tensor]:
-    check_shape("mask", i.mask, "B", "H", "Sq", "Sk")
+    check_fields(i)
     if i.mask.dtype != torch.bool or i.dtype not in FLOATS:
         raise TypeError(f"mask must be bool and the bias floating, but they are {i.mask.dtype} and {i.dtype}")
     B, H, S, K = i.mask.shape
@@ -131,14 +131,12 @@ def bind_mask_bias(i: MaskBiasInputs) -> Callable:
 
 
 def check_zero_rows(i: ZeroRowsInputs) -> None:
-    check_shape("out", i.out, "B", "H", "S", "D")
-    check_shape("alive", i.alive, "B", "H", "S", "1")
+    check_fields(i)
     if i.alive.dtype != torch.bool:
         raise TypeError(f"alive must be bool, not {i.alive.dtype}")
     wanted = *i.out.shape[:3], 1
     if any(n not in (1, size) for n, size in zip(i.alive.shape, wanted, strict=True)):
         raise ValueError(f"out is {tuple(i.out.shape)} but alive is {tuple(i.alive.shape)}")
-    check_device(out=i.out, alive=i.alive)
 
 
 @binds

@@ -22,9 +22,8 @@ from ..base.check import (
     FLOATS,
     apart,
     cast_as_linear,
-    check_axes,
-    check_device,
-    check_float,
+    check_fields,
+    check_floating,
     check_real,
     check_size,
     check_tensor,
@@ -212,17 +211,14 @@ def gemm_kernel(
 
 
 def new_gemm(i: GemmInputs) -> tuple[Tensor, Tensor]:
-    check_axes(x=(i.x, "B, M, K"), w=(i.w, "B, K, N"))
-    check_float(x=i.x, w=i.w)
-    (B, M, _), N = i.x.shape, i.w.shape[2]
+    size = check_fields(i)
+    B, M, N = size["B"], size["M"], size["N"]
     if i.activation not in ("", *ACTIVATIONS):
         raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {i.activation!r}")
-    for name, t, shape in (("bias", i.bias, (N,)), ("c", i.c, (B, M, N))):
-        if t is not None and (tuple(t.shape) != shape or t.dtype not in FLOATS):
-            raise ValueError(f"{name} must be floating {shape}, but it is {t.dtype} {tuple(t.shape)}")
+    check_floating("bias", i.bias, (N,))
+    check_floating("c", i.c, (B, M, N))
     if i.dtype not in (None, *FLOATS):
         raise TypeError(f"out_dtype must be a floating dtype, not {i.dtype}")
-    check_device(x=i.x, w=i.w, bias=i.bias, c=i.c)
     out = i.x.new_empty(B, M, N, dtype=i.dtype)
     return out, i.x.new_empty((B, M, N) if i.save_z else 0, dtype=i.dtype)
 

@@ -10,7 +10,7 @@ in float32.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from ... import tuning
 from ...op import binds, define_op, takes
 from .. import hopper
 from ..base.check import (
+    Index,
     check_axes,
-    check_device,
-    check_groups,
+    check_fields,
     check_plan_values,
     check_rows,
     group_ends,
@@ -61,8 +61,8 @@ WIDTH = 4096
 class ScaledInputs(NamedTuple):
     """The inputs of the op `scaled_gemm`: (x @ w) * x_scale[:, None] * w_scale + bias."""
 
-    x: Tensor  # (M, K)
-    w: Tensor  # (K, N)
+    x: Annotated[Tensor, "M, K"]
+    w: Annotated[Tensor, "K, N"]
     x_scale: Tensor | None  # (M,)
     w_scale: Tensor | None  # (N,)
     bias: Tensor | None  # (N,)
@@ -73,9 +73,9 @@ class ScaledGroupsInputs(NamedTuple):
     """The inputs of the op `scaled_gmm`: for each row r of group g, and t = order[r] // top_k,
     (x[t] @ w[g]) * x_scale[t] * w_scale[g] + bias[g]."""
 
-    x: Tensor  # (M, K), or (T, K) with order
-    w: Tensor  # (G, K, N)
-    group_sizes: Tensor  # (G,)
+    x: Annotated[Tensor, "M, K"]  # or (T, K) with order
+    w: Annotated[Tensor, "G, K, N"]
+    group_sizes: Annotated[Index, "G"]
     x_scale: Tensor | None  # (M,), or (T,) with order
     w_scale: Tensor | None  # (G, N)
     bias: Tensor | None  # (G, N)
@@ -243,14 +243,14 @@ def scaled_products(
 @binds
 @takes(torch.int8, *FP8)
 def bind_scaled_gemm(i: ScaledInputs) -> Callable:
-    product = bind_product(as_groups(i), i.x.shape[0])
-    return lambda out, i: product(out, as_groups(i))
+    product = bind_scaled(as_one_group(i), i.x.shape[0])
+    return lambda out, i: product(out, as_one_group(i))
 
 
 bind_scaled_gemm.should_use = should_use_scaled("triton")
 
 
-def as_groups(i: ScaledInputs) -> ScaledGroupsInputs:
+def as_one_group(i: ScaledInputs) -> ScaledGroupsInputs:
     """Return the inputs of one group, of all rows."""
     w, w_scale, bias = (None if t is None else t[None] for t in (i.w, i.w_scale, i.bias))
     return ScaledGroupsInputs(i.x, w, None, i.x_scale, w_scale, bias, None, 1, i.dtype)
@@ -259,7 +259,7 @@ def as_groups(i: ScaledInputs) -> ScaledGroupsInputs:
 @binds
 @takes(torch.int8, *FP8)
 def bind_scaled_gmm(i: ScaledGroupsInputs) -> Callable:
-    return bind_product(i, i.x.shape[0] if i.order is None else i.order.shape[0])
+    return bind_scaled(i, i.x.shape[0] if i.order is None else i.order.shape[0])
 
 
 def operands(i: ScaledGroupsInputs) -> tuple[Tensor, Tensor]:
@@ -269,7 +269,7 @@ def operands(i: ScaledGroupsInputs) -> tuple[Tensor, Tensor]:
     return x, i.w if i.w.stride(1) == 1 else i.w.mT.contiguous().mT
 
 
-def bind_product(i: ScaledGroupsInputs, M: int) -> Callable:
+def bind_scaled(i: ScaledGroupsInputs, M: int) -> Callable:
     """Return what computes a result of M rows; without group sizes there is one group, of all rows."""
     G, K, N = i.w.shape
     (x, w), (x_format, w_format) = as_operands(*operands(i))
@@ -311,24 +311,22 @@ def fill_scaled_gemm(out: Tensor, i: ScaledInputs) -> None:
 # scaled_gemm: op
 
 
-def check_operands(x: Tensor, w: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless these are int8, or 8-bit floats of any kind, for a result of 16 or 32 bits."""
-    supported = torch.int8, *FP8
+def check_8_bits(i: ScaledInputs | ScaledGroupsInputs) -> dict[str, int]:
+    """Return the sizes.  Raises unless x and w are int8 or 8-bit floats, for a result of 16 or 32 bits."""
+    size, (x, w), dtype, supported = check_fields(i), i[:2], i.dtype, (torch.int8, *FP8)
     if x.dtype not in supported:
         raise TypeError(f"x must be int8 or 8-bit floats, not {x.dtype}")
     if w.dtype not in supported or (x.dtype == torch.int8) != (w.dtype == torch.int8):
         raise TypeError(f"x is {x.dtype} but w is {w.dtype}")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"out_dtype must be float16, bfloat16 or float32, not {dtype}")
+    return size
 
 
 def new_scaled_gemm(i: ScaledInputs) -> Tensor:
-    check_axes(x=(i.x, "M, K"), w=(i.w, "K, N"))
-    M, N = i.x.shape[0], i.w.shape[1]
-    check_operands(i.x, i.w, i.dtype)
-    check_scales((M,), (N,), i.x_scale, i.w_scale, i.bias)
-    check_device(x=i.x, w=i.w, x_scale=i.x_scale, w_scale=i.w_scale, bias=i.bias)
-    return i.x.new_empty(M, N, dtype=i.dtype)
+    size = check_8_bits(i)
+    check_scales((size["M"],), (size["N"],), i.x_scale, i.w_scale, i.bias)
+    return i.x.new_empty(size["M"], size["N"], dtype=i.dtype)
 
 
 scaled_gemm_op = define_op(
@@ -397,13 +395,9 @@ def scaled_gmm_reference(i: ScaledGroupsInputs) -> Tensor:
 def new_scaled_gmm(i: ScaledGroupsInputs) -> Tensor:
     rows = i.x.shape[0] if i.order is None else i.order.shape[0]
     check_rows("x", i.x, "K", i.order, i.top_k, rows)
-    check_axes(x=(i.x, "M, K"), w=(i.w, "G, K, N"), group_sizes=(i.group_sizes, "G"))
-    T, (G, _, N) = i.x.shape[0], i.w.shape
-    check_operands(i.x, i.w, i.dtype)
-    others = {"x_scale": i.x_scale, "w_scale": i.w_scale, "bias": i.bias, "order": i.order}
-    check_groups(i.group_sizes, i.x, w=i.w, **others)
-    check_scales((T,), (G, N), i.x_scale, i.w_scale, i.bias)
-    return i.x.new_empty(rows, N, dtype=i.dtype)
+    size = check_8_bits(i)
+    check_scales((i.x.shape[0],), (size["G"], size["N"]), i.x_scale, i.w_scale, i.bias)
+    return i.x.new_empty(rows, size["N"], dtype=i.dtype)
 
 
 def check_scaled_values(i: ScaledGroupsInputs) -> None:

@@ -43,6 +43,7 @@ from ..base.check import (
     check_device,
     check_flags,
     check_float,
+    check_floating,
     check_shape,
     check_size,
     check_tensor,
@@ -80,7 +81,7 @@ def choose(problem: Problem, i: GemmInputs) -> str:
     row = find(problem, this_device(device)) if forced() == "auto" else None
     record(problem)
     if row is not None:
-        backend = named(row.libtype, i) + tile_of(row)
+        backend = backend_of(row.libtype, i) + tile_of(row)
     elif problem.shuffled:  # only a file's row can say that a copy in the usual order is faster
         backend = "triton" if forced() != "torch" and is_here("triton", i) else "torch"
     else:
@@ -92,7 +93,7 @@ def choose(problem: Problem, i: GemmInputs) -> str:
     return backend
 
 
-def named(libtype: str, i: GemmInputs) -> str:
+def backend_of(libtype: str, i: GemmInputs) -> str:
     """Our name for AITER's library, or torch where there is no such thing here."""
     backend = LIBRARIES.get(libtype, "torch")
     backend = backend if is_here(backend, i) else "torch"
@@ -133,7 +134,7 @@ def note(libtype: str, backend: str) -> None:
 
 
 def words(problem: Problem) -> str:
-    M, N, K, *_ = problem
+    M, N, K = problem[:3]
     flags = [name for name in ("bias", "scaled", "shuffled") if getattr(problem, name)]
     return ", ".join([f"M={M}, N={N}, K={K}", f"{problem.dtype} -> {problem.out_dtype}", *flags])
 
@@ -152,7 +153,7 @@ def usual(problem: Problem, device: torch.device) -> str:
         return "torch"
     if problem.shuffled or problem.dtype != problem.out_dtype:
         return "triton"
-    M, N, K, bias, *_ = problem
+    M, N, K, bias = problem[:4]
     x = torch.empty(0, dtype=problem.dtype, device=device)
     epilogue, otherwise = "bias" if bias else "none", unmeasured((M, K), N * K, x.itemsize)
     backend = choose_backend("gemm", x, "nt", epilogue, M, N, K, otherwise)
@@ -195,13 +196,8 @@ def check_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     N, K = weight.shape
     check_size("x is (..., K={})", x.shape[-1], "weight is (N, K={})", K)
     check_float(x=x, weight=weight)
-    check_bias(bias, N)
+    check_floating("bias", bias, (N,), f"(N={N},)")
     check_device(x=x, weight=weight, bias=bias)
-
-
-def check_bias(bias: Tensor | None, N: int) -> None:
-    if bias is not None and (tuple(bias.shape) != (N,) or bias.dtype not in FLOATS):
-        raise ValueError(f"bias must be floating (N={N},), but it is {bias.dtype} {tuple(bias.shape)}")
 
 
 def check_axis(x: Tensor) -> None:
@@ -293,10 +289,10 @@ def tuned_gemm(
         return of_8_bits(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
     if x_scale is not None or w_scale is not None or out_scale is not None:
         return scaled_product(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
-    return product(x, weight, bias, out_dtype, is_shuffled)
+    return multiplied(x, weight, bias, out_dtype, is_shuffled)
 
 
-def product(
+def multiplied(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -332,7 +328,7 @@ def product(
     if is_shuffled:
         if backend == "triton" and bias is None and not needs_gradient(x, weight) and not is_transformed():
             return as_it_lies(x, weight)
-        return product(x, usual_order(weight), bias, dtype, False, scaled)
+        return multiplied(x, usual_order(weight), bias, dtype, False, scaled)
     if backend != TORCHS_OWN:
         return by_op(x, weight, bias, dtype, scaled, backend)
     if any_autocast():
@@ -364,7 +360,7 @@ def choice_for(
     dtype = dtype or x.dtype
     if dtype not in FLOATS:
         raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
-    rows = as_rows(x)
+    rows = as_matrix(x)
     out_dtype = scaled or dtype
     problem = Problem(
         rows.shape[0], *weight.shape, bias is not None, x.dtype, out_dtype, scaled is not None, is_shuffled
@@ -375,7 +371,7 @@ def choice_for(
     return TORCHS_OWN if backend == "torch" and own else backend
 
 
-def as_rows(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     """x (..., K) as (M, K)."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -383,7 +379,7 @@ def as_rows(x: Tensor) -> Tensor:
 def by_op(x, weight, bias, dtype, scaled: torch.dtype | None, backend: str) -> Tensor:
     if not torch.compiler.is_compiling() and is_transformed():
         raise NotSupportedError(f"{backend} kernels have gradients by torch.autograd only, not by torch.func")
-    out = tuned_gemm_op(as_rows(x), weight, bias, dtype or x.dtype, scaled, backend)
+    out = tuned_gemm_op(as_matrix(x), weight, bias, dtype or x.dtype, scaled, backend)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -412,7 +408,7 @@ def usual_order(weight: Tensor) -> Tensor:
 
 def as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
     """The product with a shuffled weight, by the kernel that reads one."""
-    rows = as_rows(x)
+    rows = as_matrix(x)
     out = rows.new_empty(1, rows.shape[0], len(weight))
     masked_gmm(out, rows[None], weight[None], shuffled=True)
     return out.view(*x.shape[:-1], len(weight))
@@ -432,7 +428,7 @@ def of_8_bits(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -
         weight = usual_order(weight)
     dtype = dtype or torch.bfloat16
     wide = dtype if out_scale is None else torch.float32
-    out = scaled_gemm(as_rows(x), weight.mT, x_scale, w_scale, bias, out_dtype=wide)
+    out = scaled_gemm(as_matrix(x), weight.mT, x_scale, w_scale, bias, out_dtype=wide)
     out = out if out_scale is None else (out * factor("out_scale", out_scale, ())).to(dtype)
     return out.view(*x.shape[:-1], len(weight))
 
@@ -441,7 +437,7 @@ def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | No
     """Multiplied back in float32, or float64 if that is asked for, and rounded once."""
     check_tensor("x", x)
     check_shape("weight", weight, "N", "K")
-    check_bias(bias, len(weight))
+    check_floating("bias", bias, (len(weight),), f"(N={len(weight)},)")
     if dtype not in (None, *FLOATS):
         raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
     check_device(x=x, bias=bias)
@@ -457,7 +453,7 @@ def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | No
     )
     dtype = dtype or x.dtype
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    out = product(x, weight, None, wide, is_shuffled, dtype)
+    out = multiplied(x, weight, None, wide, is_shuffled, dtype)
     for one in factors:
         out = out if one is None else out * one
     out = out if bias is None else out + bias

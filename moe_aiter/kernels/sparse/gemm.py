@@ -17,10 +17,9 @@ from ...private_api import coo_indices, coo_values, version_of
 from ..base.check import (
     apart,
     cast_as_linear,
-    check_axes,
     check_device,
+    check_fields,
     check_flags,
-    check_float,
     check_shape,
     check_size,
     check_tensor,
@@ -42,13 +41,13 @@ from .pattern import (
     SparsePattern,
     as_blocks,
     block_indices,
-    block_of,
     count,
     lists_of,
     num_blocks,
     pair,
     pattern_of_compressed,
     regroup,
+    sides_of,
     to_dense,
 )
 
@@ -76,7 +75,7 @@ def sparse_matmul_grad_reference(i: SparseGradInputs) -> Tensor:
 def fill_sparse_matmul(out: Tensor, i: SparseInputs) -> None:
     """Compute by torch; on a CPU by the blocks of each of the result's columns, if blocks are large, and by
     torch.sparse if entries are few."""
-    (a, b), L, size, on_cpu = block_of(i.values), i.values.shape[0], (i.rows, i.columns), i.x.is_cpu
+    (a, b), L, size, on_cpu = sides_of(i.values), i.values.shape[0], (i.rows, i.columns), i.x.is_cpu
     if on_cpu and i.rows % a == 0 == i.columns % b and min(a, b) >= LARGE:
         fill_by_blocks(out, i)
     elif on_cpu and i.values.dim() == 1 and i.rows * i.columns > L * FEW:
@@ -89,7 +88,7 @@ def fill_sparse_matmul(out: Tensor, i: SparseInputs) -> None:
 
 
 def fill_by_blocks(out: Tensor, i: SparseInputs) -> None:
-    bias, (R, C) = i.bias, count((i.rows, i.columns), block_of(i.values))
+    bias, (R, C) = i.bias, count((i.rows, i.columns), sides_of(i.values))
     L = num_blocks(i.lists, R, C)
     start, start_t, col, _, row_t, place_t = i.lists.long().split([R + 1, C + 1, L, L, L, L])
     if i.transposed:
@@ -140,28 +139,22 @@ def bind_sparse_matmul_grad(i: SparseGradInputs) -> Callable:
 
 
 def new_sparse_matmul(i: SparseInputs) -> Tensor:
-    check_shape("x", i.x, "M", "K")
+    check_fields(i)
     if i.values.dim() not in (1, 3) or i.values.shape[1:] == (1, 1):
         raise ValueError(f"values must be (L,) or (L, a, b), but it has shape {tuple(i.values.shape)}")
     depth, width = (i.rows, i.columns) if i.transposed else (i.columns, i.rows)
     wanted = "the matrix is ({}, N)" if i.transposed else "the matrix is (N, {})"
     check_size("x is (M, K={})", i.x.shape[1], wanted, depth)
-    check_float(x=i.x, values=i.values)
-    check_device(x=i.x, values=i.values, lists=i.lists, bias=i.bias)
     if i.bias is not None:
-        check_shape("bias", i.bias, "N")
         check_size("bias is ({},)", i.bias.shape[0], "the result is (M, {})", width)
-        check_float(x=i.x, bias=i.bias)
-    L = check_lists(i.lists, i.rows, i.columns, *block_of(i.values))
+    L = check_lists(i.lists, i.rows, i.columns, *sides_of(i.values))
     check_size("there are {} blocks of values", i.values.shape[0], "the pattern has {}", L)
     return i.x.new_empty(i.x.shape[0], width)
 
 
 def new_sparse_matmul_grad(i: SparseGradInputs) -> Tensor:
-    check_axes(left=(i.left, "M, N"), right=(i.right, "M, K"))
-    check_float(left=i.left, right=i.right)
-    check_device(left=i.left, right=i.right, lists=i.lists)
-    L = check_lists(i.lists, i.left.shape[1], i.right.shape[1], i.a, i.b)
+    size = check_fields(i)
+    L = check_lists(i.lists, size["N"], size["K"], i.a, i.b)
     return i.left.new_empty((L,) if (i.a, i.b) == (1, 1) else (L, i.a, i.b))
 
 
@@ -201,7 +194,7 @@ def backward_sparse_matmul(ctx, dout):
         dx = sparse_matmul_op(dout, values, None, lists, *ctx.size, not ctx.transposed)
     if needs.values:
         sides = (x, dout) if ctx.transposed else (dout, x)
-        dvalues = sparse_matmul_grad_op(*sides, lists, *block_of(values))
+        dvalues = sparse_matmul_grad_op(*sides, lists, *sides_of(values))
     if needs.bias:
         dbias = dout.sum(0, dtype=sum_dtype(dout)).to(dout.dtype)
     return gradients(SparseInputs, x=dx, values=dvalues, bias=dbias)
@@ -225,7 +218,7 @@ sparse_matmul_op = define_op(
     new=new_sparse_matmul,
     reference=sparse_matmul_reference,
     torch=fill_sparse_matmul,
-    check_values=lambda i: check_list_values(i.lists, i.rows, i.columns, *block_of(i.values)),
+    check_values=lambda i: check_list_values(i.lists, i.rows, i.columns, *sides_of(i.values)),
     triton=bind_sparse_matmul,
     backward=backward_sparse_matmul,
     save=save_sparse_matmul,
@@ -285,7 +278,11 @@ def sparse_gemm(
 
     Raises ValueError for shapes, devices and patterns that do not fit, TypeError for dtypes and flags.
     """
-    check_operands(input, weight)
+    check_tensor("input", input)
+    check_tensor("weight", weight)
+    if input.layout != torch.strided or input.dim() == 0:
+        raise ValueError(f"input must be dense (..., K), but it is {input.layout} {tuple(input.shape)}")
+    check_device(input=input, weight=weight)
     check_flags(transpose_weight=transpose_weight)
     transposed = not transpose_weight
     if isinstance(sparsity_pattern, SparsePattern):
@@ -310,14 +307,6 @@ def sparse_gemm(
     x = input if input.dim() == 2 else input[None] if input.dim() == 1 else input.flatten(0, -2)
     out = sparse_matmul_op(x, values, bias, pattern.lists, *pattern.shape, transposed)
     return out if input.dim() == 2 else out.view(*input.shape[:-1], out.shape[1])
-
-
-def check_operands(input: Tensor, weight: Tensor) -> None:
-    check_tensor("input", input)
-    check_tensor("weight", weight)
-    if input.layout != torch.strided or input.dim() == 0:
-        raise ValueError(f"input must be dense (..., K), but it is {input.layout} {tuple(input.shape)}")
-    check_device(input=input, weight=weight)
 
 
 def check_kind(weight: Tensor, kind: str | None, blocksize: int | tuple[int, int] | None) -> str:
@@ -349,7 +338,7 @@ def of_dense(w: Tensor, kind: str, blocksize: int | tuple[int, int] | None) -> t
 def of_sparse(w: Tensor, kind: str, blocksize: int | tuple[int, int] | None) -> tuple[Tensor, SparsePattern]:
     """The values of a sparse weight, and where they are; those of the transpose if it has columns first."""
     values, indices, name, make = of_coo(w) if w.layout == torch.sparse_coo else of_compressed(w)
-    own = block_of(values)
+    own = sides_of(values)
     if kind == "block" and blocksize is None and w.layout in BLOCKS:
         block = own
     else:
@@ -377,7 +366,7 @@ def of_compressed(w: Tensor) -> tuple[Tensor, Tensor, str, Callable[[], tuple]]:
         values = values.mT if values.dim() == 3 else values
     else:
         start, other = w.crow_indices(), w.col_indices()
-    block = block_of(values)
+    block = sides_of(values)
 
     def make() -> tuple[SparsePattern, Tensor | None]:
         # the start lives as long as this is kept, so that no other has its address

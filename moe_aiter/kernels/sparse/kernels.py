@@ -12,13 +12,13 @@ entries name.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import tuning
-from ..base.check import packed
+from ..base.check import Operand, packed
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import at_least_16, in_units, multiply, swizzle, tile_options, unit_of, whole_units
 from .pattern import count, num_blocks
@@ -27,9 +27,9 @@ from .pattern import count, num_blocks
 class SparseInputs(NamedTuple):
     """The inputs of the op `sparse_matmul`: x @ A.T + bias, or `transposed` x @ A + bias."""
 
-    x: Tensor  # (M, K)
-    values: Tensor  # (L, a, b) blocks of A, or (L,) entries
-    bias: Tensor | None  # (N,)
+    x: Annotated[Operand, "M, K"]
+    values: Operand  # (L, a, b) blocks of A, or (L,) entries
+    bias: Annotated[Operand, "N"] | None
     lists: Tensor  # where the values are: see pattern.py
     rows: int  # of A
     columns: int
@@ -39,8 +39,8 @@ class SparseInputs(NamedTuple):
 class SparseGradInputs(NamedTuple):
     """The inputs of the op `sparse_matmul_grad`: the blocks (a, b) of left.T @ right that `lists` name."""
 
-    left: Tensor  # (M, N)
-    right: Tensor  # (M, K)
+    left: Annotated[Operand, "M, N"]
+    right: Annotated[Operand, "M, K"]
     lists: Tensor
     a: int
     b: int

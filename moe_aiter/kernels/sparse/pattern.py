@@ -50,7 +50,7 @@ class SparsePattern:
         past its end.
         Raises ValueError for a mask or a shape that do not fit, TypeError for other types.
         """
-        check_values("mask", mask, "R", "C")
+        check_has_values("mask", mask, "R", "C")
         block = pair(blocksize)
         if shape is not None and not isinstance(shape, (tuple, list)):
             raise TypeError(f"shape must be two ints, not {type(shape).__name__}")
@@ -64,7 +64,7 @@ class SparsePattern:
     @classmethod
     def from_dense(cls, w: Tensor, blocksize: int | tuple[int, int]) -> "SparsePattern":
         """Return the pattern of the blocks of `w` (N, K) that are not all zeros.  Synchronises."""
-        check_values("w", w, "N", "K")
+        check_has_values("w", w, "N", "K")
         block = pair(blocksize)
         return cls.from_mask(as_blocks(w.detach(), block).ne(0).flatten(2).any(2), block, tuple(w.shape))
 
@@ -78,7 +78,7 @@ class SparsePattern:
         if w.layout not in COMPRESSED or w.dense_dim():
             raise ValueError(f"w must be CSR or BSR, and not hybrid, but it is {w.layout} {tuple(w.shape)}")
         check_shape("w", w, "N", "K")
-        return pattern_of_compressed(w.crow_indices(), w.col_indices(), tuple(w.shape), block_of(w.values()))
+        return pattern_of_compressed(w.crow_indices(), w.col_indices(), tuple(w.shape), sides_of(w.values()))
 
     @property
     def num_blocks(self) -> int:
@@ -140,7 +140,7 @@ class SparsePattern:
 # sizes
 
 
-def check_values(name: str, x: Tensor, *axes: str) -> None:
+def check_has_values(name: str, x: Tensor, *axes: str) -> None:
     """Raise unless `x` has these axes and values, which a meta tensor lacks."""
     check_shape(name, x, *axes)
     if x.is_meta:
@@ -161,7 +161,7 @@ def count(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     return cdiv(shape[0], block[0]), cdiv(shape[1], block[1])
 
 
-def block_of(values: Tensor) -> tuple[int, int]:
+def sides_of(values: Tensor) -> tuple[int, int]:
     """The blocksize of values (L, a, b), or (L,)."""
     return tuple(values.shape[1:]) if values.dim() == 3 else (1, 1)
 
@@ -189,13 +189,6 @@ def lists_of(row: Tensor, col: Tensor, rows: int, columns: int) -> Tensor:
     return make_lists(start, row, col, columns)
 
 
-def lists_of_compressed(start: Tensor, col: Tensor, columns: int) -> Tensor:
-    """The lists of a CSR or BSR tensor, or of the transpose of a CSC or BSC one."""
-    rows = torch.arange(len(start) - 1, device=col.device)
-    row = rows.repeat_interleave(start.diff(), output_size=len(col))
-    return make_lists(start, row, col, columns)
-
-
 def num_blocks(lists: Tensor, R: int, C: int) -> int:
     return (lists.shape[0] - R - C - 2) // 4
 
@@ -211,7 +204,9 @@ def pattern_of_compressed(
 ) -> SparsePattern:
     """Return the pattern of a CSR or BSR tensor, or of a transposed CSC or BSC tensor, in any order."""
     columns = count(shape, block)[1]
-    pattern = SparsePattern(shape, block, lists_of_compressed(start, col, columns))
+    rows = torch.arange(len(start) - 1, device=col.device)
+    row = rows.repeat_interleave(start.diff(), output_size=len(col))
+    pattern = SparsePattern(shape, block, make_lists(start, row, col, columns))
     if block == (1, 1):
         row, col = pattern.indices()
         if ((row * columns + col).sort().values.diff() == 0).any():
@@ -253,7 +248,7 @@ def as_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
 
 def to_dense(values: Tensor, lists: Tensor, rows: int, columns: int) -> Tensor:
     """Blocks of values as a matrix."""
-    a, b = block_of(values)
+    a, b = sides_of(values)
     R, C = count((rows, columns), (a, b))
     w = values.new_zeros(R, a, C, b)
     w.transpose(1, 2)[block_indices(lists, R, C)] = values.reshape(-1, a, b)
