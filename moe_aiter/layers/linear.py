@@ -74,7 +74,7 @@ def patch_linear() -> LinearPatch:
 
 def unpatch_linear() -> None:
     """Undo every `patch_linear()`."""
-    for handle in _handles:
+    for handle in _handles[:]:  # of which `undo` takes one
         handle.undo()
 
 
