@@ -107,13 +107,9 @@ def plan_row_blocks_kernel(
     group_sizes_ptr,  # (G,)
     spans_ptr,  # (G, 3): group, its first row block and its end, the group of most rows first
     row_blocks_ptr,  # (C, 2): first row, and the row where the group ends
-    M,
-    G,
-    C,
-    ROW_BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    M, G, C,
+    ROW_BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     group = tl.program_id(0)
     g = tl.arange(0, BLOCK_G)
     size = tl.load(group_sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
@@ -162,13 +158,9 @@ def bind_plan_row_blocks(i: PlanRowBlocksInputs) -> Callable:
 
 
 plan_row_blocks_op = define_op(
-    "plan_row_blocks",
-    PlanRowBlocksInputs,
-    outputs=2,
-    new=new_plan_row_blocks,
-    reference=plan_row_blocks_reference,
-    triton=bind_plan_row_blocks,
-)
+    "plan_row_blocks", PlanRowBlocksInputs, outputs=2, new=new_plan_row_blocks,
+    reference=plan_row_blocks_reference, triton=bind_plan_row_blocks,
+)  # fmt: skip
 
 
 # plan_row_blocks: public
@@ -228,12 +220,9 @@ def quantize_row_blocks_kernel(
     N,
     tiles,  # of a row block
     y_strides,  # m, n
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
+    MOST: tl.constexpr, LEAST: tl.constexpr, TOP_K: tl.constexpr, ROW_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Some columns of a row block, read along the columns and written along the rows."""
     QUARTER: tl.constexpr = ROW_BLOCK // 4
     block, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -297,13 +286,10 @@ def transpose_row_blocks_kernel(
     order_ptr,  # (M,)
     row_blocks_ptr,  # (C, 2)
     out_ptr,  # (C, 4 * W, ROW_BLOCK // 4)
-    C,
-    W,
+    C, W,
     x_stride,  # t
-    TOP_K: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    TOP_K: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Some columns of a row block.  Programs take these columns of all row blocks before the next columns, so
     that a token's columns stay in L2 for all its experts."""
     QUARTER: tl.constexpr = ROW_BLOCK // 4
@@ -385,20 +371,13 @@ bind_transpose_row_blocks.fits = lambda i: i.x8.shape[1] % 4 == 0
 
 
 quantize_row_blocks_op = define_op(
-    "quantize_row_blocks",
-    QuantizeRowBlocksInputs,
-    outputs=2,
-    new=new_quantize_row_blocks,
-    reference=quantize_row_blocks_reference,
-    triton=bind_quantize_row_blocks,
-)
+    "quantize_row_blocks", QuantizeRowBlocksInputs, outputs=2, new=new_quantize_row_blocks,
+    reference=quantize_row_blocks_reference, triton=bind_quantize_row_blocks,
+)  # fmt: skip
 transpose_row_blocks_op = define_op(
-    "transpose_row_blocks",
-    TransposeRowBlocksInputs,
-    new=new_transpose_row_blocks,
-    reference=transpose_row_blocks_reference,
-    triton=bind_transpose_row_blocks,
-)
+    "transpose_row_blocks", TransposeRowBlocksInputs, new=new_transpose_row_blocks,
+    reference=transpose_row_blocks_reference, triton=bind_transpose_row_blocks,
+)  # fmt: skip
 
 
 # row blocks: public

@@ -185,14 +185,9 @@ def expand_scales_kernel(
     table_ptr,  # (16 + 256,) float32
     scale_ptr,  # (G, blocks, rows) float32
     shift_ptr,  # (G, blocks, rows) float32, or None
-    rows,
-    blocks,
-    tiles_n,
-    FORMAT: tl.constexpr,
-    NESTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    rows, blocks, tiles_n,
+    FORMAT: tl.constexpr, NESTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """Write what values are multiplied by, and what is added then; neighbouring rows become neighbours."""
     pid, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]

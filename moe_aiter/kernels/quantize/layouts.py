@@ -97,18 +97,12 @@ def quantize_folded_kernel(
     group_sizes_ptr,  # (G,)
     out_ptr,  # (M, K), contiguous
     scale_ptr,  # (M,) float32
-    M,
-    K,
-    G,
+    M, K, G,
     x_stride,  # m; columns lie side by side
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
+    MOST: tl.constexpr, LEAST: tl.constexpr,
     WHOLE: tl.constexpr,  # a row fits in a tile
-    BLOCK_G: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    BLOCK_G: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     group, row, end = locate(tl.program_id(0), group_sizes_ptr, M, G, BLOCK_G, ROWS)
     if row >= end:
         return
@@ -196,13 +190,9 @@ def bind_quantize_folded(i: QuantizeFoldedInputs) -> Callable:
 # quantize_folded: op
 
 quantize_folded_op = define_op(
-    "quantize_folded",
-    QuantizeFoldedInputs,
-    outputs=2,
-    new=new_quantize_folded,
-    reference=quantize_folded_reference,
-    triton=bind_quantize_folded,
-)
+    "quantize_folded", QuantizeFoldedInputs, outputs=2, new=new_quantize_folded,
+    reference=quantize_folded_reference, triton=bind_quantize_folded,
+)  # fmt: skip
 
 # quantize_folded: public
 
@@ -237,14 +227,10 @@ def quantize_transposed_kernel(
     x_ptr,  # (G, M, K)
     scale_ptr,  # (G, M) float32, contiguous
     out_ptr,  # (G, K, M), contiguous
-    M,
-    K,
-    tiles_m,
-    tiles_k,
+    M, K, tiles_m, tiles_k,
     x_strides,  # g, m, k
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A tile at a time, read along k and written along m."""
     QUARTER: tl.constexpr = BLOCK_M // 4
     tile_m, tile = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
@@ -270,13 +256,10 @@ def quantize_transposed_kernel(
 def transpose_rows8_kernel(
     x_ptr,  # (G, M, W) words of four bytes, contiguous
     out_ptr,  # (G, 4 * W, M // 4), contiguous
-    M,
-    W,
-    tiles_m,
-    tiles_w,
+    M, W, tiles_m, tiles_w,
     QUARTER: tl.constexpr,  # a fourth of the rows of a tile
     BLOCK_W: tl.constexpr,
-):
+):  # fmt: skip
     tile_m, tile = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
     group, tile_w = (tile // tiles_w).to(tl.int64), tile % tiles_w
     w = tile_w * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -342,19 +325,13 @@ def bind_transpose_rows8(i: TransposeRows8Inputs) -> Callable:
 # transposed: op
 
 quantize_transposed_op = define_op(
-    "quantize_transposed",
-    QuantizeTransposedInputs,
-    new=new_quantize_transposed,
-    reference=quantize_transposed_reference,
-    triton=bind_quantize_transposed,
-)
+    "quantize_transposed", QuantizeTransposedInputs, new=new_quantize_transposed,
+    reference=quantize_transposed_reference, triton=bind_quantize_transposed,
+)  # fmt: skip
 transpose_rows8_op = define_op(
-    "transpose_rows8",
-    TransposeRows8Inputs,
-    new=new_transpose_rows8,
-    reference=transpose_rows8_reference,
+    "transpose_rows8", TransposeRows8Inputs, new=new_transpose_rows8, reference=transpose_rows8_reference,
     triton=bind_transpose_rows8,
-)
+)  # fmt: skip
 
 # transposed: public
 

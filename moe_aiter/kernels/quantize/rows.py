@@ -129,16 +129,14 @@ def quantize_rows_kernel(
     x_ptr,  # (G, M, K)
     out_ptr,  # (G, M, K), contiguous
     scale_ptr,  # (G, M) float32
-    M,
-    K,
+    M, K,
     tiles,  # of a group
     x_strides,  # g, m, k
     MOST: tl.constexpr,  # the largest number of the result's dtype
     LEAST: tl.constexpr,
     WHOLE: tl.constexpr,  # a row fits in a tile
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     group, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -238,13 +236,9 @@ def bind_quantize_rows(i: QuantizeRowsInputs | QuantizeByAmaxInputs) -> Callable
 # quantize_rows: op
 
 quantize_rows_op = define_op(
-    "quantize_rows",
-    QuantizeRowsInputs,
-    outputs=2,
-    new=new_quantize_rows,
-    reference=quantize_rows_reference,
+    "quantize_rows", QuantizeRowsInputs, outputs=2, new=new_quantize_rows, reference=quantize_rows_reference,
     triton=bind_quantize_rows,
-)
+)  # fmt: skip
 
 # quantize_rows: public
 
@@ -290,16 +284,13 @@ def quantize_rows_and_amax_kernel(
     out_ptr,  # (G, M, K), contiguous
     scale_ptr,  # (G, M) float32
     amax_ptr,  # (G, blocks, K) float32: the largest magnitudes of each column in each block of rows
-    M,
-    K,
-    blocks,
+    M, K, blocks,
     x_strides,  # g, m, k
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
+    MOST: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr,  # of a block
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a whole row
-):
+):  # fmt: skip
     group, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     k = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, BLOCK_M)
@@ -335,16 +326,10 @@ def quantize_columns_kernel(
     amax_ptr,  # (G, M) float32
     out_ptr,  # (G, M, K), contiguous
     scale_ptr,  # (G, M) float32
-    M,
-    K,
-    tiles_m,
-    tiles_k,
+    M, K, tiles_m, tiles_k,
     x_strides,  # g, k; numbers m lie side by side
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A tile at a time, read along m and written along k."""
     QUARTER: tl.constexpr = BLOCK_K // 4
     tile_k, tile = tl.program_id(0) % tiles_k, tl.program_id(0) // tiles_k
@@ -454,21 +439,13 @@ def bind_quantize_by_amax(i: QuantizeByAmaxInputs) -> Callable:
 # both ways: op
 
 quantize_rows_and_amax_op = define_op(
-    "quantize_rows_and_amax",
-    QuantizeRowsInputs,
-    outputs=3,
-    new=new_quantize_rows_and_amax,
-    reference=quantize_rows_and_amax_reference,
-    triton=bind_quantize_rows_and_amax,
-)
+    "quantize_rows_and_amax", QuantizeRowsInputs, outputs=3, new=new_quantize_rows_and_amax,
+    reference=quantize_rows_and_amax_reference, triton=bind_quantize_rows_and_amax,
+)  # fmt: skip
 quantize_by_amax_op = define_op(
-    "quantize_by_amax",
-    QuantizeByAmaxInputs,
-    outputs=2,
-    new=new_quantize_by_amax,
-    reference=quantize_by_amax_reference,
-    triton=bind_quantize_by_amax,
-)
+    "quantize_by_amax", QuantizeByAmaxInputs, outputs=2, new=new_quantize_by_amax,
+    reference=quantize_by_amax_reference, triton=bind_quantize_by_amax,
+)  # fmt: skip
 
 
 # both ways: public

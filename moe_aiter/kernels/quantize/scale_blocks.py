@@ -66,18 +66,16 @@ def quantize_blocks_kernel(
     x_ptr,  # (G, M, K)
     out_ptr,  # (G, M, K), contiguous
     scale_ptr,  # (G, down, across) float32
-    M,
-    K,
+    M, K,
     tiles,  # of a group, one above the other
     down,  # scales of a group, one above the other
     across,
     x_strides,  # g, m, k
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
+    MOST: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr,  # of a block
     BLOCK_M: tl.constexpr,  # ROWS, or several blocks of one row
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     column, tile = tl.program_id(0) % across, tl.program_id(0) // across
     group, first = (tile // tiles).to(tl.int64), tile % tiles * BLOCK_M
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
@@ -127,13 +125,9 @@ def bind_quantize_blocks(i: QuantizeBlocksInputs) -> Callable:
 # op
 
 quantize_blocks_op = define_op(
-    "quantize_blocks",
-    QuantizeBlocksInputs,
-    outputs=2,
-    new=new_quantize_blocks,
-    reference=quantize_blocks_reference,
-    triton=bind_quantize_blocks,
-)
+    "quantize_blocks", QuantizeBlocksInputs, outputs=2, new=new_quantize_blocks,
+    reference=quantize_blocks_reference, triton=bind_quantize_blocks,
+)  # fmt: skip
 
 # public
 
