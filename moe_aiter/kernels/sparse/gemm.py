@@ -213,27 +213,17 @@ def backward_sparse_matmul_grad(ctx, dvalues):
 
 
 sparse_matmul_op = define_op(
-    "sparse_matmul",
-    SparseInputs,
-    new=new_sparse_matmul,
-    reference=sparse_matmul_reference,
+    "sparse_matmul", SparseInputs, new=new_sparse_matmul, reference=sparse_matmul_reference,
     torch=fill_sparse_matmul,
     check_values=lambda i: check_list_values(i.lists, i.rows, i.columns, *sides_of(i.values)),
-    triton=bind_sparse_matmul,
-    backward=backward_sparse_matmul,
-    save=save_sparse_matmul,
-)
+    triton=bind_sparse_matmul, backward=backward_sparse_matmul, save=save_sparse_matmul,
+)  # fmt: skip
 sparse_matmul_grad_op = define_op(
-    "sparse_matmul_grad",
-    SparseGradInputs,
-    new=new_sparse_matmul_grad,
-    reference=sparse_matmul_grad_reference,
-    torch=fill_sparse_matmul_grad,
+    "sparse_matmul_grad", SparseGradInputs, new=new_sparse_matmul_grad,
+    reference=sparse_matmul_grad_reference, torch=fill_sparse_matmul_grad,
     check_values=lambda i: check_list_values(i.lists, i.left.shape[1], i.right.shape[1], i.a, i.b),
-    triton=bind_sparse_matmul_grad,
-    backward=backward_sparse_matmul_grad,
-    save=save_sparse_matmul_grad,
-)
+    triton=bind_sparse_matmul_grad, backward=backward_sparse_matmul_grad, save=save_sparse_matmul_grad,
+)  # fmt: skip
 
 
 # sparse_gemm: public
@@ -246,14 +236,9 @@ BLOCKSIZE = 64  # of a weight without blocks
 
 @renamed(x="input", values="weight")
 def sparse_gemm(
-    input: Tensor,
-    weight: Tensor,
-    sparsity_pattern: str | SparsePattern | None = None,
-    *,
-    bias: Tensor | None = None,
-    transpose_weight: bool = True,
-    blocksize: int | tuple[int, int] | None = None,
-) -> Tensor:
+    input: Tensor, weight: Tensor, sparsity_pattern: str | SparsePattern | None = None, *,
+    bias: Tensor | None = None, transpose_weight: bool = True, blocksize: int | tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
     """Multiply a dense `input` (..., K) by a sparse `weight` (N, K), as F.linear does; returns (..., N).
 
     weight: CSR, CSC, COO, BSR, BSC or dense; (K, N) with transpose_weight=False.  Entries of a COO weight may

@@ -59,25 +59,15 @@ def sparse_blocks_kernel(
     starts,  # offset in the lists of the first block of each column of the result
     others,  # offset of the blocks' indices in x
     indices,  # offset of the indices in values, or None: values lie in the order of the lists
-    M,
-    N,
-    K,
+    M, N, K,
     x_strides,  # m, k
     values_strides,  # l, in, out
     bias_stride,
     out_strides,  # m, n
-    BLOCK_IN: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     N, K, out_strides = in_units((N, K, out_strides), UNIT)
     x_strides, values_strides = in_units((x_strides, values_strides), UNIT)
     TILES_PER_BLOCK: tl.constexpr = (BLOCK_OUT + BLOCK_N - 1) // BLOCK_N
@@ -139,21 +129,13 @@ def sparse_blocks_grad_kernel(
     lists_ptr,
     cols,  # where in the lists the column of each block is,
     rows,  # and its row
-    M,
-    N,
-    K,
+    M, N, K,
     left_strides,  # m, n
     right_strides,  # m, k
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_M: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_M: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     N, K, left_strides, right_strides = in_units((N, K, left_strides, right_strides), UNIT)
     DOWN: tl.constexpr = (BLOCK_ROWS + BLOCK_M - 1) // BLOCK_M
     ACROSS: tl.constexpr = (BLOCK_COLUMNS + BLOCK_N - 1) // BLOCK_N
@@ -251,12 +233,10 @@ def spread_entries_kernel(
     lists_ptr,
     cols,  # where in the lists the column of each entry is,
     rows,  # and its row
-    L,
-    K,
-    values_stride,
+    L, K, values_stride,
     BACK: tl.constexpr,  # from w to values
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """w[row, col] = values, or values = w[row, col]."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = j < L
@@ -280,15 +260,11 @@ def gather_entries_kernel(
     starts,  # offset in the lists of the first entry of each column of out
     others,  # offset of the entries' columns of x
     indices,  # offset of the indices in values, or None: values lie in the order of the lists
-    M,
-    N,
+    M, N,
     x_strides,  # m, k
-    values_stride,
-    bias_stride,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    GATHERED: tl.constexpr,
-):
+    values_stride, bias_stride,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
     """out[:, n] = the sum of values * x[:, other] over the entries of column n.
 
     Those of neighbouring columns are neighbours: a program walks over all that its columns have, however they
@@ -335,13 +311,11 @@ def gather_entries_grad_kernel(
     lists_ptr,
     cols,  # where in the lists the column of each entry is,
     rows,  # and its row
-    L,
-    M,
+    L, M,
     left_strides,  # m, n
     right_strides,  # m, k
-    BLOCK_M: tl.constexpr,
-    GATHERED: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
     """out = the product of left[:, row] and right[:, col], summed."""
     j = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
     row = tl.load(lists_ptr + rows + j, mask=j < L, other=0).to(tl.int64)
