@@ -57,14 +57,11 @@ def mask_bias_kernel(
     mask_ptr,  # (B, H, S, K) uint8
     bias_ptr,  # (B * H * S, K), rows `bias_stride` apart
     alive_ptr,  # (B * H * S,) uint8
-    H,
-    S,
-    K,
-    low,
+    H, S, K, low,
     mask_strides,  # b, h, s, k
     bias_stride,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     b, h, s = row // S // H, row // S % H, row % S
@@ -87,14 +84,11 @@ def zero_rows_kernel(
     out_ptr,  # (B, H, S, D)
     alive_ptr,  # (B, H, S) uint8
     R,  # B * H * S
-    H,
-    S,
-    D,
+    H, S, D,
     out_strides,  # b, h, s, d
     alive_strides,  # b, h, s
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Some rows, of which most have nothing to be done."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     b, h, s = row // S // H, row // S % H, row % S
@@ -151,20 +145,13 @@ def bind_zero_rows(i: ZeroRowsInputs) -> Callable:
 # ops
 
 mask_bias_op = define_op(
-    "mask_bias",
-    MaskBiasInputs,
-    outputs=2,
-    new=new_mask_bias,
-    reference=mask_bias_reference,
+    "mask_bias", MaskBiasInputs, outputs=2, new=new_mask_bias, reference=mask_bias_reference,
     triton=bind_mask_bias,
-)
+)  # fmt: skip
 zero_rows_op = define_inplace_op(
-    "zero_rows_",
-    ZeroRowsInputs,
-    check=check_zero_rows,
-    reference=lambda i: i.out.masked_fill_(~i.alive, 0),
+    "zero_rows_", ZeroRowsInputs, check=check_zero_rows, reference=lambda i: i.out.masked_fill_(~i.alive, 0),
     triton=bind_zero_rows,
-)
+)  # fmt: skip
 
 
 # public

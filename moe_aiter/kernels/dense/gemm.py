@@ -153,27 +153,17 @@ def gemm_kernel(
     z_ptr,  # (B, M, N) contiguous, as is out, or None
     out_ptr,
     partial_sums_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
-    B,
-    M,
-    N,
-    K,
+    B, M, N, K,
     part,  # of K that a program sums
-    alpha,
-    beta,
+    alpha, beta,
     x_strides,  # b, m, k
     w_strides,  # b, k, n
     bias_stride,
     c_strides,  # b, m, n
-    ACTIVATION: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     N, K, part, c_strides = in_units((N, K, part, c_strides), UNIT)
     x_strides, w_strides = in_units((x_strides, w_strides), UNIT)
     x_stride_b, x_stride_m, x_stride_k = x_strides
@@ -286,33 +276,18 @@ def backward_gemm(ctx, dout, _):
 
 
 gemm_op = define_op(
-    "gemm",
-    GemmInputs,
-    outputs=2,
-    new=new_gemm,
-    reference=gemm_reference,
-    torch=fill_gemm,
-    triton=bind_gemm,
-    hopper=hopper.bind_gemm,
-    backward=backward_gemm,
-    save=save_gemm,
-)
+    "gemm", GemmInputs, outputs=2, new=new_gemm, reference=gemm_reference, torch=fill_gemm, triton=bind_gemm,
+    hopper=hopper.bind_gemm, backward=backward_gemm, save=save_gemm,
+)  # fmt: skip
 
 
 # public
 
 
 def gemm(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    c: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, activation: str | None = None, alpha: float = 1.0,
+    beta: float = 0.0, c: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Multiply matrices and apply an epilogue: `act(alpha * x @ w + beta * c + bias)`, (..., M, N).
 
     x: (..., M, K), or (K,) if w is (K, N).

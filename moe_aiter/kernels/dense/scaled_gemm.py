@@ -107,29 +107,16 @@ def scaled_gemm_kernel(
     out_ptr,  # (M, N), contiguous
     order_ptr,  # (M,), or None where row r is x's own
     group_sizes_ptr,  # (G,), or None where there is one group, of all rows
-    M,
-    N,
-    K,
-    G,
-    top_k,
+    M, N, K, G, top_k,
     strides,  # of x: t, and of w: g, n; along K both are contiguous
     scale_strides,  # the same
     bias_strides,  # g, n
     LONG: tl.constexpr,  # more numbers to sum than int32 has room for
-    TRANSPOSED: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    PROMOTED: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr, X_FORMAT: tl.constexpr, W_FORMAT: tl.constexpr, PROMOTED: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     K, strides = in_units((K, strides), UNIT)
     group, row, row_end, tile_n = place(
         M, N, G, group_sizes_ptr, BLOCK_G, BLOCK_M, BLOCK_N, GROUP_M, NUM_DIES
@@ -187,16 +174,10 @@ def scaled_gemm_kernel(
 
 @triton.jit
 def place(
-    M,
-    N,
-    G,
-    group_sizes_ptr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    M, N, G, group_sizes_ptr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_DIES: tl.constexpr,
-):
+):  # fmt: skip
     """Return the place of this program's tile: group, first and end row, column tile."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     if group_sizes_ptr is None:
@@ -214,14 +195,9 @@ def scaled_products(
     x_ptrs,  # (BLOCK_M, BLOCK_K)
     w_ptrs,  # (BLOCK_K, BLOCK_N)
     depth,
-    X_FORMAT: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    PROMOTED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    X_FORMAT: tl.constexpr, W_FORMAT: tl.constexpr, TRANSPOSED: tl.constexpr, PROMOTED: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """acc + x @ w over `depth` numbers."""
     k = tl.arange(0, BLOCK_K)
     for k_start in range(0, depth, BLOCK_K):
@@ -330,28 +306,18 @@ def new_scaled_gemm(i: ScaledInputs) -> Tensor:
 
 
 scaled_gemm_op = define_op(
-    "scaled_gemm",
-    ScaledInputs,
-    new=new_scaled_gemm,
-    reference=scaled_gemm_reference,
-    torch=fill_scaled_gemm,
-    triton=bind_scaled_gemm,
-    hopper=hopper.bind_scaled_gemm,
-)
+    "scaled_gemm", ScaledInputs, new=new_scaled_gemm, reference=scaled_gemm_reference, torch=fill_scaled_gemm,
+    triton=bind_scaled_gemm, hopper=hopper.bind_scaled_gemm,
+)  # fmt: skip
 
 
 # scaled_gemm: public
 
 
 def scaled_gemm(
-    x: Tensor,
-    w: Tensor,
-    x_scale: Tensor | float | None = None,
-    w_scale: Tensor | float | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, w: Tensor, x_scale: Tensor | float | None = None, w_scale: Tensor | float | None = None,
+    bias: Tensor | None = None, *, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Multiply 8-bit matrices: `(x @ w) * x_scale * w_scale + bias`, (M, N) in `out_dtype`.
 
     x, w: (M, K) and (K, N).  Both int8, with exact sums for any K; or both 8-bit floats (e4m3fn, e4m3fnuz,
@@ -407,30 +373,17 @@ def check_scaled_values(i: ScaledGroupsInputs) -> None:
 
 
 scaled_gmm_op = define_op(
-    "scaled_gmm",
-    ScaledGroupsInputs,
-    new=new_scaled_gmm,
-    check_values=check_scaled_values,
-    reference=scaled_gmm_reference,
-    triton=bind_scaled_gmm,
-    hopper=hopper.bind_scaled_gmm,
-)
+    "scaled_gmm", ScaledGroupsInputs, new=new_scaled_gmm, check_values=check_scaled_values,
+    reference=scaled_gmm_reference, triton=bind_scaled_gmm, hopper=hopper.bind_scaled_gmm,
+)  # fmt: skip
 
 # scaled_gmm: public
 
 
 def scaled_gmm(
-    x: Tensor,
-    w: Tensor,
-    group_sizes: Tensor,
-    x_scale: Tensor | None = None,
-    w_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    order: Tensor | None = None,
-    top_k: int = 1,
-    out_dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, w: Tensor, group_sizes: Tensor, x_scale: Tensor | None = None, w_scale: Tensor | None = None,
+    bias: Tensor | None = None, *, order: Tensor | None = None, top_k: int = 1, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """`scaled_gemm` of each group of rows with its own `w` (G, K, N): (M, N) in `out_dtype`.
 
     `x` (M, K) has the rows sorted by group, `group_sizes` (G,) int32 or int64 counts them and stays on the

@@ -243,29 +243,20 @@ def backward_tuned_gemm(ctx, dout):
 
 
 tuned_gemm_op = define_op(
-    "tuned_gemm",
-    TunedInputs,
-    new=new_tuned_gemm,
+    "tuned_gemm", TunedInputs, new=new_tuned_gemm,
     torch=bind_tuned_gemm,  # which asks the backends of gemm
-    backward=backward_tuned_gemm,
-    save=save_tuned_gemm,
-)
+    backward=backward_tuned_gemm, save=save_tuned_gemm,
+)  # fmt: skip
 
 
 # public
 
 
 def tuned_gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    x_scale: Tensor | float | None = None,
-    w_scale: Tensor | float | None = None,
-    out_scale: Tensor | float | None = None,
-    is_shuffled: bool | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None,
+    x_scale: Tensor | float | None = None, w_scale: Tensor | float | None = None,
+    out_scale: Tensor | float | None = None, is_shuffled: bool | None = None,
+) -> Tensor:  # fmt: skip
     """`x @ weight.mT + bias` for x (..., K) of any rank and strides and weight (N, K); returns (..., N).
 
     bias: (N,) of any floating dtype.
@@ -293,13 +284,9 @@ def tuned_gemm(
 
 
 def multiplied(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype | None,
-    is_shuffled: bool | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, is_shuffled: bool | None,
     scaled: torch.dtype | None = None,  # the dtype of a result that is scaled after this
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     check_tensor("x", x)
     check_tensor("weight", weight)
     if bias is not None:
@@ -341,13 +328,9 @@ backends: dict[tuple, str] = {}  # shapes and dtypes -> the backend that multipl
 
 
 def choice_for(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype | None,
-    is_shuffled: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, is_shuffled: bool,
     scaled: torch.dtype | None,
-) -> str:
+) -> str:  # fmt: skip
     """Check the operands, and return what multiplies them."""
     check_axis(x)
     own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
