@@ -123,28 +123,17 @@ def four_bit_gmm_kernel(
     out_ptr,  # (M, N), contiguous
     order_ptr,  # (M,) or None
     group_sizes_ptr,  # (G,)
-    M,
-    N,
-    K,
-    G,
+    M, N, K, G,
     half,  # bytes of a row of w
-    top_k,
-    tiles_m,
+    top_k, tiles_m,
     x_strides,  # m, k
     bias_strides,  # g, n
     FORMAT: tl.constexpr,
     WIDTH: tl.constexpr,  # of a block
-    TRANSPOSE: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    TRANSPOSE: tl.constexpr, UNIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     N, K, x_strides = in_units((N, K, x_strides), UNIT)
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
@@ -241,11 +230,7 @@ def bind_four_bit_gmm(i: FourBitInputs) -> Callable:
 # op
 
 four_bit_gmm_op = define_op(
-    "four_bit_gmm",
-    FourBitInputs,
-    new=new_four_bit_gmm,
-    check_values=lambda i: check_plan_values(i.rows, i.group_sizes, i.order),
-    torch=fill_four_bit_gmm,
-    triton=bind_four_bit_gmm,
-    hopper=hopper.bind_four_bit_gmm,
-)
+    "four_bit_gmm", FourBitInputs, new=new_four_bit_gmm,
+    check_values=lambda i: check_plan_values(i.rows, i.group_sizes, i.order), torch=fill_four_bit_gmm,
+    triton=bind_four_bit_gmm, hopper=hopper.bind_four_bit_gmm,
+)  # fmt: skip

@@ -128,29 +128,16 @@ def gmm_kernel(
     out_ptr,  # (M, N)
     group_sizes_ptr,  # (G,)
     starts_ptr,  # (G,) or None: see `list_groups`
-    M,
-    N,
-    K,
-    G,
+    M, N, K, G,
     x_strides,  # m, k
     w_strides,  # g, k, n
     bias_strides,  # g, n
     out_strides,  # m, n
-    ZERO_REST: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
-    BOXES: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
+    ZERO_REST: tl.constexpr, PERSISTENT: tl.constexpr, ONE_LOOP: tl.constexpr, BOXES: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     N, K, x_strides, w_strides, out_strides = in_units((N, K, x_strides, w_strides, out_strides), UNIT)
     x_stride_m, x_stride_k = x_strides
     w_stride_g, w_stride_k, w_stride_n = w_strides
@@ -331,44 +318,24 @@ def check_gmm_values(i: GroupedInputs | GroupedIntoInputs) -> None:
 
 
 gmm_op = define_op(
-    "gmm",
-    GroupedInputs,
-    new=new_gmm,
-    reference=gmm_reference,
-    torch=fill_gmm,
-    check_values=check_gmm_values,
-    triton=bind_gmm,
-    hopper=hopper.bind_gmm,
-    backward=backward_gmm,
-    save=save_gmm,
-)
+    "gmm", GroupedInputs, new=new_gmm, reference=gmm_reference, torch=fill_gmm, check_values=check_gmm_values,
+    triton=bind_gmm, hopper=hopper.bind_gmm, backward=backward_gmm, save=save_gmm,
+)  # fmt: skip
 gmm_into_op = define_inplace_op(
-    "gmm_into",
-    GroupedIntoInputs,
-    check=check_gmm_into,
-    check_values=check_gmm_values,
-    reference=fill_gmm_into,
-    triton=bind_gmm_into,
-    hopper=hopper.bind_gmm_into,
-)
+    "gmm_into", GroupedIntoInputs, check=check_gmm_into, check_values=check_gmm_values,
+    reference=fill_gmm_into, triton=bind_gmm_into, hopper=hopper.bind_gmm_into,
+)  # fmt: skip
 
 
 # gmm: public
 
 
 def gmm(
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    *fourth: Tensor | torch.dtype | None,
-    bias: Tensor | None = None,
-    preferred_element_type: torch.dtype | None = None,
-    existing_out: Tensor | None = None,
-    work_stealing: bool = False,
-    config: dict[str, int] | None = None,
-    grid_dim: int | None = None,
-    trans_rhs: bool | None = None,
-) -> Tensor:
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *fourth: Tensor | torch.dtype | None,
+    bias: Tensor | None = None, preferred_element_type: torch.dtype | None = None,
+    existing_out: Tensor | None = None, work_stealing: bool = False, config: dict[str, int] | None = None,
+    grid_dim: int | None = None, trans_rhs: bool | None = None,
+) -> Tensor:  # fmt: skip
     """Multiply each group of rows of `lhs` (M, K) by its own matrix of `rhs` (G, K, N); returns (M, N).
 
     group_sizes: (G,) int32 or int64, the rows of each group, in order; they stay on the device.  Sizes that
@@ -493,12 +460,9 @@ def bind_token_sum(
 
 
 gmm_unpermute_op = define_op(
-    "gmm_unpermute",
-    GmmUnpermuteInputs,
-    new=new_gmm_unpermute,
-    reference=gmm_unpermute_reference,
+    "gmm_unpermute", GmmUnpermuteInputs, new=new_gmm_unpermute, reference=gmm_unpermute_reference,
     triton=bind_gmm_unpermute,
-)
+)  # fmt: skip
 
 
 # gmm_unpermute_add: `gmm_unpermute` for the rows of another window
@@ -551,9 +515,6 @@ def bind_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> Callable:
 
 
 gmm_unpermute_add_op = define_inplace_op(
-    "gmm_unpermute_add",
-    GmmUnpermuteAddInputs,
-    check=check_gmm_unpermute_add,
-    reference=add_gmm_unpermute,
+    "gmm_unpermute_add", GmmUnpermuteAddInputs, check=check_gmm_unpermute_add, reference=add_gmm_unpermute,
     triton=bind_gmm_unpermute_add,
-)
+)  # fmt: skip

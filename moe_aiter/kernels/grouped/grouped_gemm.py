@@ -92,32 +92,20 @@ def backward_permute_slots(ctx, dout):
 
 
 permute_slots_op = define_op(
-    "permute_slots",
-    PermuteSlotsInputs,
-    new=new_permute_slots,
-    check_values=check_values,
-    reference=lambda i: permute_reference(i.as_tokens()),
-    triton=bind_permute_slots,
-    host=host(launch_permute_slots_host),
-    save=save_permute_slots,
-    backward=backward_permute_slots,
-)
+    "permute_slots", PermuteSlotsInputs, new=new_permute_slots, check_values=check_values,
+    reference=lambda i: permute_reference(i.as_tokens()), triton=bind_permute_slots,
+    host=host(launch_permute_slots_host), save=save_permute_slots, backward=backward_permute_slots,
+)  # fmt: skip
 
 
 # public
 
 
 def grouped_gemm(
-    input: Tensor,
-    weights: Tensor,
-    expert_ids: Tensor,
-    topk: int | None = None,
-    *,
-    routing_weights: Tensor | None = None,
-    reduce: str | None = None,
-    bias: Tensor | None = None,
+    input: Tensor, weights: Tensor, expert_ids: Tensor, topk: int | None = None, *,
+    routing_weights: Tensor | None = None, reduce: str | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiply each token by the weights of its experts; the result keeps the leading axes of `input`.
 
     input: (T, K), one row for all slots of a token; the slots' products are summed, and (T, N) is returned.
@@ -183,13 +171,9 @@ def check_inputs(
 
 
 def check_options(
-    input: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    routing_weights: Tensor | None,
-    bias: Tensor | None,
+    input: Tensor, weights: Tensor, ids: Tensor, routing_weights: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype | None,
-) -> None:
+) -> None:  # fmt: skip
     check_float(input=input, weights=weights)
     expected = {"routing_weights": (routing_weights, "(T, k)", tuple(ids.shape))}
     expected["bias"] = bias, "(E, N)", (weights.shape[0], weights.shape[2])

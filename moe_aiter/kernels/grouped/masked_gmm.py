@@ -72,30 +72,17 @@ def masked_gmm_kernel(
     w_scale_ptr,  # (G, N) float32, or None
     out_ptr,  # (G, M, N)
     group_sizes_ptr,  # (G,), or None where every row counts
-    G,
-    M,
-    N,
-    K,
+    G, M, N, K,
     x_strides,  # g, m, k
     w_strides,  # g, n, k
     x_scale_strides,  # g, m
     w_scale_strides,  # g, n
     out_strides,  # g, m, n
-    SHUFFLED: tl.constexpr,
-    VECTOR: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    PROMOTED: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    SHUFFLED: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr, X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr, PROMOTED: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     N, K, x_strides, w_strides, out_strides = in_units((N, K, x_strides, w_strides, out_strides), UNIT)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tile, tile_n = swizzle(tl.program_id(0), G * tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
@@ -249,29 +236,18 @@ def check_masked_values(i: MaskedInputs) -> None:
 
 
 masked_gmm_op = define_inplace_op(
-    "masked_gmm",
-    MaskedInputs,
-    check=check_masked_gmm,
-    check_values=check_masked_values,
-    reference=masked_gmm_reference,
-    triton=bind_masked_gmm,
-    hopper=hopper.bind_masked_gmm,
-)
+    "masked_gmm", MaskedInputs, check=check_masked_gmm, check_values=check_masked_values,
+    reference=masked_gmm_reference, triton=bind_masked_gmm, hopper=hopper.bind_masked_gmm,
+)  # fmt: skip
 
 
 # public
 
 
 def masked_gmm(
-    out: Tensor,
-    x: Tensor,
-    w: Tensor,
-    group_sizes: Tensor | None = None,
-    x_scale: Tensor | float | None = None,
-    w_scale: Tensor | float | None = None,
-    *,
-    shuffled: bool = False,
-) -> Tensor:
+    out: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor | None = None,
+    x_scale: Tensor | float | None = None, w_scale: Tensor | float | None = None, *, shuffled: bool = False,
+) -> Tensor:  # fmt: skip
     """Multiply the first rows of each group of `x` (G, M, K) by its `w` (G, N, K), into `out` (G, M, N).
 
     `group_sizes` (G,) int32 or int64 counts the rows of each group and stays on the device; without it every
@@ -299,14 +275,9 @@ def masked_gmm(
 
 
 def scaled_bmm(
-    x: Tensor,
-    w: Tensor,
-    x_scale: Tensor | float | None = None,
-    w_scale: Tensor | float | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, w: Tensor, x_scale: Tensor | float | None = None, w_scale: Tensor | float | None = None, *,
+    out_dtype: torch.dtype | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`(x @ w) * x_scale * w_scale` of batches: `x` (G, M, K), `w` (G, K, N), both of any strides; (G, M, N).
 
     8-bit floats in any pair give `out_dtype`, float16, bfloat16 or float32; other dtypes are one for all.

@@ -28,19 +28,11 @@ from .tgmm import tgmm_into_op
 
 
 def ptgmm(
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    *fourth: Tensor | torch.dtype | None,
-    bias_grad: Tensor | None = None,
-    preferred_element_type: torch.dtype | None = None,
-    existing_out: Tensor | None = None,
-    accumulate: bool = False,
-    config: dict[str, int] | None = None,
-    grid_dim: int | None = None,
-    trans_lhs: bool | None = None,
-    bias_grad_from: str = "lhs",
-) -> Tensor:
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *fourth: Tensor | torch.dtype | None,
+    bias_grad: Tensor | None = None, preferred_element_type: torch.dtype | None = None,
+    existing_out: Tensor | None = None, accumulate: bool = False, config: dict[str, int] | None = None,
+    grid_dim: int | None = None, trans_lhs: bool | None = None, bias_grad_from: str = "lhs",
+) -> Tensor:  # fmt: skip
     """Multiply each group's columns of `lhs` (K, M) by its rows of `rhs` (M, N); returns (G, K, N).
 
     This is the gradient of a grouped matmul's weights.  The kernel is persistent: programs take many tiles.
@@ -76,18 +68,11 @@ def ptgmm(
 
 
 def nptgmm(
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    *fourth: Tensor | torch.dtype | None,
-    bias_grad: Tensor | None = None,
-    preferred_element_type: torch.dtype | None = None,
-    existing_out: Tensor | None = None,
-    accumulate: bool = False,
-    config: dict[str, int] | None = None,
-    trans_lhs: bool | None = None,
-    bias_grad_from: str = "lhs",
-) -> Tensor:
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *fourth: Tensor | torch.dtype | None,
+    bias_grad: Tensor | None = None, preferred_element_type: torch.dtype | None = None,
+    existing_out: Tensor | None = None, accumulate: bool = False, config: dict[str, int] | None = None,
+    trans_lhs: bool | None = None, bias_grad_from: str = "lhs",
+) -> Tensor:  # fmt: skip
     """Compute `ptgmm` with one program for each tile instead of persistent programs.
 
     With the same block sizes, both give the same bits.  The Hopper kernel is persistent for both names.
@@ -100,19 +85,10 @@ def nptgmm(
 
 
 def transposed(
-    variant: str,
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    bias_grad: Tensor | None,
-    bias_grad_from: str,
-    preferred: torch.dtype | None,
-    existing_out: Tensor | None,
-    accumulate: bool,
-    config: dict[str, int] | None,
-    grid_dim: int | None,
-    trans_lhs: bool | None,
-) -> Tensor:
+    variant: str, lhs: Tensor, rhs: Tensor, group_sizes: Tensor, bias_grad: Tensor | None,
+    bias_grad_from: str, preferred: torch.dtype | None, existing_out: Tensor | None, accumulate: bool,
+    config: dict[str, int] | None, grid_dim: int | None, trans_lhs: bool | None,
+) -> Tensor:  # fmt: skip
     check_shape("lhs", lhs, "K", "M")
     check_shape("rhs", rhs, "M", "N")
     if existing_out is None:

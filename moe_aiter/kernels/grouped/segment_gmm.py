@@ -117,16 +117,9 @@ def fill_segment_gmm(out: Tensor, i: SegmentInputs | SegmentOutInputs, zero_rest
 
 @triton.jit
 def locate_segment(
-    tile,
-    bounds_ptr,
-    indices_ptr,
-    M,
-    G,
-    W,
-    INDPTR: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    tile, bounds_ptr, indices_ptr, M, G, W,
+    INDPTR: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Row tile number -> (segment, its weight or -1, first row, end row); no other segment has a tile.
 
     The indices are loaded with the bounds, not once the segment is known: one wait for memory instead of two.
@@ -151,14 +144,9 @@ def add_split_k_kernel(
     bounds_ptr,  # (G,) or (G + 1,)
     split_k,
     size,  # M * N
-    M,
-    N,
-    G,
-    INDPTR: tl.constexpr,
-    ZERO_REST: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    M, N, G,
+    INDPTR: tl.constexpr, ZERO_REST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The sum of the partial sums, in order, in the rows of segments."""
     g = tl.arange(0, BLOCK_G)
     start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
@@ -189,27 +177,14 @@ def segment_gmm_kernel(
     out_ptr,  # (M, N), or (split_k, M, N) float32; contiguous
     bounds_ptr,  # (G,) or (G + 1,)
     indices_ptr,  # (G,) or None
-    M,
-    N,
-    K,
-    G,
-    W,
-    tiles_m,
+    M, N, K, G, W, tiles_m,
     part,  # of K, which the programs of one place on axis 1 take
     x_strides,  # m, k
     w_strides,  # w, k, n
-    INDPTR: tl.constexpr,
-    ZERO_REST: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    INDPTR: tl.constexpr, ZERO_REST: tl.constexpr, UNIT: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     N, K, x_strides, w_strides = in_units((N, K, x_strides, w_strides), UNIT)
     x_stride_m, x_stride_k = x_strides
     w_stride_w, w_stride_k, w_stride_n = w_strides
@@ -246,24 +221,14 @@ def segment_expand_kernel(
     out_ptr,  # (M, N), contiguous
     bounds_ptr,  # (G,) or (G + 1,)
     indices_ptr,  # (G,) or None
-    M,
-    N,
-    K,
-    G,
-    W,
+    M, N, K, G, W,
     width,  # columns of a program
     x_strides,  # m, k
     w_strides,  # w, k, n
     ADD: tl.constexpr,  # to what out holds
-    INDPTR: tl.constexpr,
-    ZERO_REST: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    INDPTR: tl.constexpr, ZERO_REST: tl.constexpr, UNIT: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     N, K, x_strides, w_strides = in_units((N, K, x_strides, w_strides), UNIT)
     group, weight, row, row_end = locate_segment(
         tl.program_id(0), bounds_ptr, indices_ptr, M, G, W, INDPTR, BLOCK_G, BLOCK_M
@@ -431,40 +396,24 @@ def backward_segment_gmm(ctx, dout):
 
 
 segment_gmm_op = define_op(
-    "segment_gmm",
-    SegmentInputs,
-    new=new_segment_gmm,
-    reference=segment_gmm_reference,
-    torch=fill_segment_gmm,
-    check_values=check_segment_values,
-    triton=bind_segment_gmm,
-    hopper=bind_on_hopper,
-    backward=backward_segment_gmm,
-    save=save_segment_gmm,
-)
+    "segment_gmm", SegmentInputs, new=new_segment_gmm, reference=segment_gmm_reference,
+    torch=fill_segment_gmm, check_values=check_segment_values, triton=bind_segment_gmm, hopper=bind_on_hopper,
+    backward=backward_segment_gmm, save=save_segment_gmm,
+)  # fmt: skip
 segment_gmm_out_op = define_inplace_op(
-    "segment_gmm_out",
-    SegmentOutInputs,
-    check=check_segment_gmm_out,
-    reference=lambda i: fill_segment_gmm(i.out, i, zero_rest=False),
-    check_values=check_segment_values,
-    triton=bind_segment_gmm_out,
-    hopper=bind_out_on_hopper,
-)
+    "segment_gmm_out", SegmentOutInputs, check=check_segment_gmm_out,
+    reference=lambda i: fill_segment_gmm(i.out, i, zero_rest=False), check_values=check_segment_values,
+    triton=bind_segment_gmm_out, hopper=bind_out_on_hopper,
+)  # fmt: skip
 
 
 # public
 
 
 def segment_gmm(
-    x: Tensor,
-    w: Tensor,
-    lens: Tensor | None = None,
-    *,
-    indptr: Tensor | None = None,
-    weight_indices: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, w: Tensor, lens: Tensor | None = None, *, indptr: Tensor | None = None,
+    weight_indices: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Multiply each segment of rows of `x` (M, K) by its matrix of `w` (W, K, N); returns (M, N).
 
     lens: (B,), the number of rows of each segment, in order from row 0 on.

@@ -193,25 +193,15 @@ def segment_tgmm_kernel(
     out_ptr,  # (W, K, N), or (split_k, W, K, N) float32
     bounds_ptr,  # (G,) or (G + 1,)
     indices_ptr,  # (G,) or None
-    M,
-    N,
-    K,
-    G,
-    W,
+    M, N, K, G, W,
     part,  # of the rows, which the programs of one place on axis 1 take
     x_strides,  # m, k
     y_strides,  # m, n
     out_strides,  # w, k, n; those of a part are W * K * N apart
-    INDPTR: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
+    INDPTR: tl.constexpr, UNIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     N, K, x_strides, y_strides, out_strides = in_units((N, K, x_strides, y_strides, out_strides), UNIT)
     # here BLOCK_M x BLOCK_N is a tile of out[i] (K, N), and BLOCK_K rows are summed over at a time
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -286,23 +276,15 @@ def bind_segment_tgmm(i: SegmentTgmmInputs) -> Callable:
 
 
 segment_tgmm_op = define_op(
-    "segment_tgmm",
-    SegmentTgmmInputs,
-    new=new_segment_tgmm,
-    check_values=check_segment_values,
-    reference=segment_tgmm_reference,
-    triton=bind_segment_tgmm,
-)
+    "segment_tgmm", SegmentTgmmInputs, new=new_segment_tgmm, check_values=check_segment_values,
+    reference=segment_tgmm_reference, triton=bind_segment_tgmm,
+)  # fmt: skip
 
 
 def segment_weight_gradient(
-    w: Tensor,
-    x: Tensor,
-    dout: Tensor,
-    lens: Tensor | None,
-    indptr: Tensor | None,
+    w: Tensor, x: Tensor, dout: Tensor, lens: Tensor | None, indptr: Tensor | None,
     weight_indices: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The gradient of the weights `w` (W, K, N) of `segment_gmm`, in the memory layout of `w`.
 
     Where each segment has a matrix of its own, and a wide one, it is `tgmm`'s.

@@ -199,15 +199,9 @@ def multiply_rows(
     acc,  # (BLOCK_M, BLOCK_N)
     x_ptrs,  # (1, BLOCK_M), of row 0
     y_ptrs,  # (1, BLOCK_N), of row 0
-    order_ptr,
-    row,
-    row_end,
-    x_stride_m,
-    y_stride_m,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    order_ptr, row, row_end, x_stride_m, y_stride_m,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """acc + x.T @ y over the rows [row, row_end), in steps of BLOCK_K.  Columns must be readable."""
     m = tl.arange(0, BLOCK_K)
     y_ptrs += (row + m)[:, None] * y_stride_m
@@ -232,16 +226,9 @@ def multiply_rows(
 
 @triton.jit
 def multiply_rows_last(
-    acc,
-    x_ptrs,
-    y_ptrs,
-    row,
-    row_end,
-    x_stride_m,
-    y_stride_m,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    acc, x_ptrs, y_ptrs, row, row_end, x_stride_m, y_stride_m,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Do as `multiply_rows`, 8 rows at a time, where rows of x lie side by side.
 
     The ends of a group, which may begin anywhere, are read row by row.  Read in whole units, rows of other
@@ -276,29 +263,16 @@ def tgmm_kernel(
     out_ptr,  # (G, K, N), or its descriptor for a BOX
     sums_ptr,  # (G, K) or, of y, (G, N), float32; or None
     group_sizes_ptr,  # (G,)
-    M,
-    N,
-    K,
-    G,
+    M, N, K, G,
     x_strides,  # m, k
     y_strides,  # m, n
     out_strides,  # g, k, n
     sums_strides,  # g, k or n
-    TOP_K: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    SUMS_OF_Y: tl.constexpr,
-    ROWS_LAST: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    BOX: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    TOP_K: tl.constexpr, ACCUMULATE: tl.constexpr, SUMS_OF_Y: tl.constexpr, ROWS_LAST: tl.constexpr,
+    PERSISTENT: tl.constexpr, BOX: tl.constexpr, UNIT: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NUM_DIES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     N, K, x_strides, y_strides, out_strides = in_units((N, K, x_strides, y_strides, out_strides), UNIT)
     # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -529,35 +503,18 @@ def bind_product(
 
 
 tgmm_op = define_op(
-    "tgmm",
-    TgmmInputs,
-    new=new_tgmm,
-    check_values=check_tgmm_values,
-    reference=tgmm_reference,
-    torch=fill_tgmm,
-    triton=bind_tgmm,
-    hopper=hopper.bind_tgmm,
-)
+    "tgmm", TgmmInputs, new=new_tgmm, check_values=check_tgmm_values, reference=tgmm_reference,
+    torch=fill_tgmm, triton=bind_tgmm, hopper=hopper.bind_tgmm,
+)  # fmt: skip
 tgmm_sums_op = define_op(
-    "tgmm_sums",
-    TgmmSumsInputs,
-    outputs=2,
-    new=new_tgmm_sums,
-    check_values=lambda i: check_plan_values(len(i.y), i.group_sizes),
-    reference=tgmm_sums_reference,
-    torch=fill_tgmm_sums,
-    triton=bind_tgmm_sums,
-    hopper=hopper.bind_tgmm_sums,
-)
+    "tgmm_sums", TgmmSumsInputs, outputs=2, new=new_tgmm_sums,
+    check_values=lambda i: check_plan_values(len(i.y), i.group_sizes), reference=tgmm_sums_reference,
+    torch=fill_tgmm_sums, triton=bind_tgmm_sums, hopper=hopper.bind_tgmm_sums,
+)  # fmt: skip
 tgmm_into_op = define_inplace_op(
-    "tgmm_into",
-    TgmmIntoInputs,
-    check=check_tgmm_into,
-    check_values=check_tgmm_values,
-    reference=fill_tgmm_into,
-    triton=bind_tgmm_into,
-    hopper=hopper.bind_tgmm_into,
-)
+    "tgmm_into", TgmmIntoInputs, check=check_tgmm_into, check_values=check_tgmm_values,
+    reference=fill_tgmm_into, triton=bind_tgmm_into, hopper=hopper.bind_tgmm_into,
+)  # fmt: skip
 
 
 # public

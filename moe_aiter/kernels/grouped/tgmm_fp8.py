@@ -171,23 +171,13 @@ def check_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> None:
 
 
 tgmm_fp8_op = define_op(
-    "tgmm_fp8",
-    TgmmFp8Inputs,
-    new=new_tgmm_fp8,
-    check_values=check_values,
-    torch=rounded_tgmm,
-    triton=rounded_tgmm,
-    hopper=bind_tgmm_fp8,
-)
+    "tgmm_fp8", TgmmFp8Inputs, new=new_tgmm_fp8, check_values=check_values, torch=rounded_tgmm,
+    triton=rounded_tgmm, hopper=bind_tgmm_fp8,
+)  # fmt: skip
 tgmm_fp8_into_op = define_inplace_op(
-    "tgmm_fp8_into",
-    TgmmFp8IntoInputs,
-    check=check_tgmm_fp8_into,
-    check_values=check_values,
-    reference=rounded_tgmm_into,
-    triton=lambda out, i: rounded_tgmm_into(i),
-    hopper=bind_tgmm_fp8_into,
-)
+    "tgmm_fp8_into", TgmmFp8IntoInputs, check=check_tgmm_fp8_into, check_values=check_values,
+    reference=rounded_tgmm_into, triton=lambda out, i: rounded_tgmm_into(i), hopper=bind_tgmm_fp8_into,
+)  # fmt: skip
 
 
 def num_bytes(*tensors: Tensor | None) -> int:
