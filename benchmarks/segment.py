@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_aiter.bench.command import Asked, Command, Contest
 from moe_aiter.bench.measure import WHERE, add_list
-from moe_aiter.kernels.grouped.segment_gmm import segment_gmm_reference
+from moe_aiter.kernels.grouped.segment_gmm import SegmentInputs, segment_gmm_reference
 from moe_aiter.layers.segment import SegmentGEMMWrapper
 
 from .products import OURS, KernelTimer, Product, by_truth, copy_of
@@ -121,7 +121,9 @@ class Problem:
 
     def reference(self, dtype: torch.dtype) -> Tensor:
         weights = self.weights.to(dtype).mT
-        return segment_gmm_reference(self.x.to(dtype), weights, None, self.indptr, self.numbers)
+        return segment_gmm_reference(
+            SegmentInputs(self.x.to(dtype), weights, None, self.indptr, self.numbers)
+        )
 
 
 def new_problem(s: Segments, device: torch.device, dtype: torch.dtype) -> Problem:

@@ -461,7 +461,7 @@ def odd(name):
 def run_grouped_row(row):
     op, bits, rows, n, k = row.key
     s = Shape((rows or 1024) * E, n or 4096, k or 4096, {16: BF16, 32: F32}[bits])
-    assert tuning.lookup(op, s.dtype, s.rows, s.n, s.k, E) == row.config
+    assert tuning.lookup(op, s.dtype, s.rows, s.n, s.k, E) == row.value
     TUNED[op](s)
 
 
@@ -469,36 +469,36 @@ def run_dense_row(row):
     op, bits, rows, n, k = row.key
     sizes = {"m": rows or 4096, "n": n or 4096, "k": k or 4096, "dtype": {16: BF16, 32: F32}[bits]}
     case = dataclasses.replace(EPILOGUES[op], **sizes)
-    assert tuning.lookup(op, case.dtype, case.m, case.n, case.k, 1) == row.config
+    assert tuning.lookup(op, case.dtype, case.m, case.n, case.k, 1) == row.value
     case.run()
 
 
 def run_masked_row(row, shuffled):
     op, bits, rows = row.key[:3]
     rows, dtype = rows or (100 if "few" in op else 1024), masked_dtype(op, bits)
-    assert tuning.lookup(op, dtype, GROUPS * rows, 4096, 7168, GROUPS) == row.config
+    assert tuning.lookup(op, dtype, GROUPS * rows, 4096, 7168, GROUPS) == row.value
     run_masked(rows, x=dtype, shuffled=shuffled)
 
 
 def run_scaled_row(row, columns):
     sizes = {**scaled_sizes(row.key.op, row.key.rows), "n": row.key.n or 4096}
-    assert tuning.lookup(row.key.op, sizes["x"], sizes["rows"], sizes["n"], sizes["k"], 1) == row.config
+    assert tuning.lookup(row.key.op, sizes["x"], sizes["rows"], sizes["n"], sizes["k"], 1) == row.value
     run_scaled(**sizes, columns=columns, out=BF16 if columns else F32)
 
 
 def run_scaled_groups_row(row):
     x = scaled_sizes(row.key.op, row.key.rows)["x"]
-    with_tile(row.config, lambda: run_scaled_groups(x=x))()
+    with_tile(row.value, lambda: run_scaled_groups(x=x))()
 
 
 def run_sparse_row(row, transposed):
     op, bits, rows, n, _ = row.key
     dtype, side = {16: BF16, 32: F32}[bits], n or 256
     if op == "sparse_blocks":
-        assert tuning.lookup(op, dtype, rows or 4096, side, side, 1) == row.config
+        assert tuning.lookup(op, dtype, rows or 4096, side, side, 1) == row.value
         run_sparse((side, side), rows or 4096, dtype=dtype, transposed=transposed)
     else:
-        assert tuning.lookup(op, dtype, side, side, 4096, 1) == row.config
+        assert tuning.lookup(op, dtype, side, side, 4096, 1) == row.value
         run_sparse_grad((side, side), dtype=dtype)
 
 
@@ -529,7 +529,7 @@ def row_cases():
             runs, matrix = ROWS[row.key.op]
             sizes = "x".join(str(size or "any") for size in row.key[2:])
             name = f"row {number} of {target}: {row.key.op} {row.key.bits} {sizes}"
-            matrix = None if row.key.bits == 32 else matrix(row.config)
+            matrix = None if row.key.bits == 32 else matrix(row.value)
             for i, run in enumerate(runs):
                 yield f"{name} {i}", Case(functools.partial(run, row), [target], matrix=matrix)
 

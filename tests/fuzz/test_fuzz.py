@@ -146,9 +146,8 @@ def codes_of(thing):
     """The functions that run where `thing` is used: itself, or what a class computes."""
     if not isinstance(thing, type):
         return {getattr(thing, "__wrapped__", thing).__code__}
-    methods = [
-        vars(thing).get(name) for name in ("forward", "run", "choose", "pick", "from_mask", "__post_init__")
-    ]
+    names = "forward", "run", "choose", "pick", "from_mask", "__post_init__", "compute"
+    methods = map(vars(thing).get, names)
     return {getattr(m, "__func__", m).__code__ for m in methods if m is not None}
 
 
