@@ -172,11 +172,17 @@ def kind(wanted: type[T], value: object) -> T:
     return value
 
 
-def fields(record: Any, name: str) -> dict[Any, Any]:
-    """The fields of an object of this class."""
-    if kind(Record, record).name.rpartition(".")[2] != name:
+def named(name: str, value: object) -> Record:
+    """The value, which must be an object of this class."""
+    record = kind(Record, value)
+    if record.name.rpartition(".")[2] != name:
         raise ValueError(f"there is a {record.name}, where a {name} should be")
-    return kind(dict, record.state)
+    return record
+
+
+def fields(record: object, name: str) -> dict[Any, Any]:
+    """The fields of an object of this class."""
+    return kind(dict, named(name, record).state)
 
 
 def text(value: object) -> str:
@@ -189,10 +195,8 @@ def count(value: object) -> int:
     return number
 
 
-def size(record: Any) -> torch.Size:
-    if kind(Record, record).name != "torch.Size":
-        raise ValueError(f"there is a {record.name}, where a torch.Size should be")
-    (numbers,) = record.args
+def size(record: object) -> torch.Size:
+    (numbers,) = named("Size", record).args
     if len(numbers) > MOST_DIMS:
         raise ValueError(f"a tensor has {len(numbers)} dimensions")
     return torch.Size(map(count, kind(tuple, numbers)))
@@ -217,7 +221,7 @@ def storage(record: object, seen: set[int]) -> TensorStorageMetadata | BytesStor
         raise ValueError("the chunks of a tensor do not make it up")
     if overlap(chunks):
         raise ValueError("two chunks of a tensor overlap")
-    dtype, *_ = kind(tuple, properties(found["properties"]))
+    dtype, *_ = kind(tuple, named("TensorProperties", found["properties"]).state)
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[kind(Name, dtype)]), whole, chunks)
 
 
@@ -237,12 +241,6 @@ def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
             if all(o < p + m and p < o + n for o, n, p, m in sides):
                 return True
     return False
-
-
-def properties(record: Any) -> Any:
-    if kind(Record, record).name != f"{OF_TORCH}TensorProperties":
-        raise ValueError(f"there is a {record.name}, where a TensorProperties should be")
-    return record.state
 
 
 def index(record: object) -> MetadataIndex:

@@ -47,14 +47,9 @@ def add_output(
 
 @torch.no_grad()
 def add_gradients(
-    gradients: Sequence[Tensor | None],
-    dout: Tensor,
-    experts: Experts,
-    x: Tensor,
-    s: Tensor,
-    plans: Iterable[RoutePlan],
-    weights: Weights,
-) -> None:
+    gradients: Sequence[Tensor | None], dout: Tensor, experts: Experts, x: Tensor, s: Tensor,
+    plans: Iterable[RoutePlan], weights: Weights,
+) -> None:  # fmt: skip
     """Add these rows' part to the gradients of x, s and the weights; None for those that are not wanted."""
     dx, ds, dgate_up, ddown, dgate_up_bias, ddown_bias = gradients
     for i in inputs_of(experts, x, s, plans, weights):

@@ -242,12 +242,9 @@ class Sources:
     """
 
     def __init__(
-        self,
-        spans: Tensor,
-        dispatch: Transfer,
-        sums: Transfer,
+        self, spans: Tensor, dispatch: Transfer, sums: Transfer,
         sum_others: Callable[[Tensor], None] | None,
-    ):
+    ):  # fmt: skip
         assert isinstance(dispatch, Fetch) and isinstance(sums, Push)
         self.starts, self.sizes = (t.unbind() for t in spans.unbind())
         self.dispatch, self.sums, self.sum_others = dispatch, sums, sum_others

@@ -69,12 +69,9 @@ def up_rows(x: Tensor, up: Projection, plan: RoutePlan) -> Tensor:
 
 
 def weighted_sum(
-    a: Tensor,
-    down: Projection,
-    routing_weights: Tensor,
-    plan: RoutePlan,
+    a: Tensor, down: Projection, routing_weights: Tensor, plan: RoutePlan,
     norm: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """(R, I) -> (T, H)."""
     adapter, lens = down.adapter, plan.group_sizes
     low = b = growth = None

@@ -1,6 +1,7 @@
 """The mixture-of-experts layer: route each token, run its experts, add up their outputs."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -98,6 +99,9 @@ class MoE(nn.Module):
     the router's tensors and `load` have E + Z entries.
     """
 
+    load: Tensor | None
+    margins: Tensor | None
+    global_balance_group: "torch.distributed.ProcessGroup | str | None"
     monitor = None  # a Monitor's recorder, while there is one
     routes = None  # records or replays routes, while `record_routes` or `replay_routes` is open
     _loss_scale: Tensor | None = None  # None is 1
@@ -143,16 +147,16 @@ class MoE(nn.Module):
         check_not_negative(**dict(zip(COEFS, coefs, strict=True)))
         self.load_balance_coef, self.sequence_balance_coef, self.global_balance_coef, self.z_loss_coef = coefs
         self.global_balance_group = checked_group(global_balance_group, global_balance_coef)
-        where = {"device": device, "dtype": dtype}
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        memory: dict[str, Any] = {"row_chunks": row_chunks, "recompute": recompute, "fp8": fp8}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
-        scoring = {"score": score, "renormalize": renormalize, "scale": scale, "choice": choice}
-        scoring |= {"selection_bias": selection_bias, "jitter": jitter}
+        scoring: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": scale}
+        scoring |= {"choice": choice, "selection_bias": selection_bias, "jitter": jitter}
         if capacity is not None and choice is not None and not choice.takes_capacity:
             raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
         self.capacity, self.zero_compute, self.aux_losses = capacity, zero_compute, AuxLosses()
         self.num_routed = num_experts + (0 if zero_compute is None else zero_compute.count)
         self.router = Router(hidden, self.num_routed, top_k, bias=bias, **scoring, **where)
-        memory = {"row_chunks": row_chunks, "recompute": recompute, "fp8": fp8}
         self.to_latent, self.from_latent = new_latent(hidden, latent, where)
         self.experts = Experts(num_experts, latent or hidden, intermediate, **mlp, **memory)
         self.shared = new_shared(hidden, shared_intermediate, shared_gate, mlp)
@@ -167,16 +171,16 @@ class MoE(nn.Module):
                 raise ValueError(f"dense_router_gradient=True, but {name} is {value}: it needs a plain top-k")
 
     def set_counts(self, counts: bool, quantile_bins: int, device: torch.device | str | None) -> None:
-        shapes = {"load": (self.num_routed,) if counts else None, "margins": None}
+        load = (self.num_routed,) if counts else None
         if quantile_bins != 0:
             check_quantile(self, quantile_bins)
-            shapes["margins"] = self.num_routed, quantile_bins
-        for name, shape in shapes.items():
+        margins = (self.num_routed, quantile_bins) if quantile_bins != 0 else None
+        for name, shape in (("load", load), ("margins", margins)):
             buffer = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
             self.register_buffer(name, buffer, persistent=False)
-        self.register_load_state_dict_post_hook(follow_parameters)
+        self.register_load_state_dict_post_hook(follow_parameters)  # type: ignore[no-untyped-call]
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         before = own_buffers(self).get(name) if name in COUNTS else None
         if before is not None and before.is_meta and isinstance(value, Tensor):
             value = counts_on(value.device, before)  # transformers gives memory here that nothing has written
@@ -191,20 +195,21 @@ class MoE(nn.Module):
         if self._loss_scale is not None:
             _ = self.loss_scale
 
-    def __deepcopy__(self, memo: dict) -> "MoE":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MoE":
         memo[id(self.global_balance_group)] = self.global_balance_group  # a process group has no copies
         memo[id(self)] = other = type(self).__new__(type(self))
-        other.__setstate__(copy.deepcopy(vars(self), memo))
+        other.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
         return other
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Return what pickle writes: of a process group its name, which the first forward pass looks up."""
         group = self.global_balance_group
         return vars(self) | {"global_balance_group": getattr(group, "group_name", group)}
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew; after `to_empty`, say."""
-        for part in (self.router, self.experts, self.to_latent, self.from_latent, self.shared):
+        parts: tuple[Any, ...] = (self.router, self.experts, self.to_latent, self.from_latent, self.shared)
+        for part in parts:
             if part is not None:
                 part.reset_parameters()
         for counts in (self.load, self.margins):
@@ -253,13 +258,15 @@ class MoE(nn.Module):
         plan = make_plan(routing.expert_ids, self.num_routed)
         if self.training and self.load is not None and self.load.device != x.device:
             self.follow(x.device)
-        load = self.count(plan) if self.load is not None and self.training else None
+        load = self.count(self.load, plan) if self.load is not None and self.training else None
         if self.margins is not None and self.training and isinstance(self.router, Router):
-            count_margins(self.margins, routing.scores, self.router.selection_bias, self.top_k, mask)
+            scores, bias = routing.scores, self.router.selection_bias
+            assert scores is not None and bias is not None  # as `check_quantile` says
+            count_margins(self.margins, scores, bias, self.top_k, mask)
         weights = self.with_losses(routing, plan, load, sequences, mask)
         chosen = plan.group_sizes
         if self.capacity is not None:
-            routing, plan = self.within_capacity(routing, plan, mask)
+            routing, plan = self.within_capacity(self.capacity, routing, plan, mask)
         if self.monitor is not None:
             self.monitor.record(routing, chosen, plan.group_sizes, mask, self.training)
         out = self.mix(tokens, expert_tokens, routing, weights, plan, mask)  # (T, H)
@@ -289,7 +296,7 @@ class MoE(nn.Module):
     ) -> tuple[Routing, Tensor]:
         """Return the routing, with scores only if they are needed, and the tokens for the experts."""
         if type(self.router).forward is not Router.forward:
-            routing = self.router(hide(tokens, mask))  # a custom router takes the tokens alone
+            routing: Routing = self.router(hide(tokens, mask))  # a custom router takes the tokens alone
             if mask is not None:
                 routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
             return routing, tokens
@@ -304,28 +311,26 @@ class MoE(nn.Module):
         router = self.router
         if type(router).forward is not Router.forward:
             raise ValueError(f"expert_ids are given, but {type(router).__name__} has a forward of its own")
-        flat, tokens = [], x.reshape(-1, self.hidden)
+        tokens = x.reshape(-1, self.hidden)
         for name, t in (("expert_ids", expert_ids), ("routing_weights", routing_weights)):
             if t is not None:
                 check_tensor(name, t)
                 if t.dim() != x.dim() or t.shape[:-1] != x.shape[:-1]:
                     raise ValueError(f"{name} is {tuple(t.shape)} but x is {tuple(x.shape)}, (..., H)")
-                t = t.reshape(tokens.shape[0], t.shape[-1])
-            flat.append(t)
-        renormalize = None if flat[0].shape[1] == 1 else router.renormalize  # ids may be fewer than top_k
-        how = {"score": router.score, "renormalize": renormalize, "scale": router.scale}
-        by = partial(route_to, expert_ids=flat[0], routing_weights=flat[1], **how)
-        return router(tokens, mask=mask, by=by)
+        expert_ids = expert_ids.reshape(tokens.shape[0], expert_ids.shape[-1])
+        if routing_weights is not None:
+            routing_weights = routing_weights.reshape(tokens.shape[0], routing_weights.shape[-1])
+        routing: Routing = router(tokens, mask=mask, by=partial(
+            route_to, expert_ids=expert_ids, routing_weights=routing_weights, score=router.score,
+            # ids may be fewer than top_k
+            renormalize=None if expert_ids.shape[1] == 1 else router.renormalize, scale=router.scale,
+        ))  # fmt: skip
+        return routing
 
     def mix(
-        self,
-        tokens: Tensor,
-        expert_tokens: Tensor,
-        routing: Routing,
-        weights: Tensor,
-        plan: RoutePlan,
+        self, tokens: Tensor, expert_tokens: Tensor, routing: Routing, weights: Tensor, plan: RoutePlan,
         mask: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the weighted sum of the outputs of each token's experts, (T, H), without the shared one."""
         zero, x = self.zero_compute, expert_tokens
         if zero is not None:
@@ -335,10 +340,10 @@ class MoE(nn.Module):
             if type(self.to_latent) is nn.Linear and not casts:
                 check_float(x=x, to_latent=self.to_latent.weight)
             x = apply_linear(self.to_latent, hide(x, mask))
-        out = self.experts(x, weights, plan)
+        out: Tensor = self.experts(x, weights, plan)
         if self.dense_router_gradient and self.has_losses() and routing.routing_weights.requires_grad:
             out = with_dense_gradient(out, x.detach(), self.experts, routing, self.router)
-        if self.to_latent is not None:
+        if self.from_latent is not None:
             out = hide(apply_linear(self.from_latent, out), mask)
         if zero is not None and zero.identity:
             weight = zero.identity_weight(routing.expert_ids, weights, self.num_experts)
@@ -369,25 +374,24 @@ class MoE(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def within_capacity(
-        self, routing: Routing, plan: RoutePlan, mask: Tensor | None
+        self, capacity: Capacity, routing: Routing, plan: RoutePlan, mask: Tensor | None
     ) -> tuple[Routing, RoutePlan]:
-        given = *routing[:2], plan, self.capacity, mask, self.zero_compute
-        limited = partial(drop_over_capacity, *given)
+        limited = partial(drop_over_capacity, *routing[:2], plan, capacity, mask, self.zero_compute)
         expert_ids = decide("kept", limited, routing.expert_ids.shape[0], self.num_routed)
         return routing._replace(expert_ids=expert_ids), make_plan(expert_ids, self.num_routed)
 
-    def count(self, plan: RoutePlan) -> Tensor:
+    def count(self, load: Tensor, plan: RoutePlan) -> Tensor:
         """Count the choices, and return the counts for `global_balance_coef`.
 
         These are decided once: when a forward pass is repeated, later ones have been counted too.
         """
-        count_choices(self.load, plan.group_sizes)
+        count_choices(load, plan.group_sizes)
         if not self.global_balance_coef:
-            return self.load
+            return load
         group = self.global_balance_group
         if isinstance(group, str):
             self.global_balance_group = group = group_of_name(group)
-        return decide("load", lambda: sum_over_ranks([self.load], group)[0], self.num_routed)
+        return decide("load", lambda: sum_over_ranks([load], group)[0], self.num_routed)
 
     def with_losses(self, routing: Routing, *inputs: Any) -> Tensor:
         """Return the routing weights, with the losses attached or kept; the rest is as for `losses`."""
@@ -399,23 +403,19 @@ class MoE(nn.Module):
         return routing.routing_weights
 
     def losses(
-        self,
-        routing: Routing,
-        plan: RoutePlan,
-        load: Tensor | None,
-        sequences: int | Tensor,
-        mask: Tensor | None,
+        self, routing: Routing, plan: RoutePlan, load: Any, sequences: int | Tensor, mask: Tensor | None
     ) -> list[Tensor]:
         """Return each loss with a coefficient, multiplied by it."""
-        losses, scores, zero = [], routing.scores, self.zero_compute
+        losses: list[Tensor] = []
+        scores: Any = routing.scores  # as with `load`, `balance_of` raises where there are none
+        zero = self.zero_compute
         if mask is not None and scores is not None:
             scores = scores.masked_fill(~mask[:, None], 0)
         if self.load_balance_coef:
             losses.append(self.load_balance_coef * balance_of(scores, plan.group_sizes, mask, zero))
         if self.sequence_balance_coef:
-            packed = isinstance(sequences, Tensor)
-            how = {"cu_seqlens": sequences} if packed else {"sequence_length": max(sequences, 1)}
-            loss = sequence_balance_loss(scores, routing.expert_ids, mask=mask, zero_compute=zero, **how)
+            length, packed = (None, sequences) if isinstance(sequences, Tensor) else (max(sequences, 1), None)
+            loss = sequence_balance_loss(scores, routing.expert_ids, length, mask, zero, cu_seqlens=packed)
             losses.append(self.sequence_balance_coef * loss)
         if self.global_balance_coef:
             losses.append(self.global_balance_coef * balance_of(scores, load, mask, zero))
@@ -436,10 +436,10 @@ class MoE(nn.Module):
         if before is None or before.device != device:
             value = 1.0 if before is None else before
             with torch.inference_mode(False):  # a training step could not use an inference tensor
-                self._loss_scale = torch.as_tensor(value, dtype=torch.float32, device=device)
-        return self._loss_scale
+                self._loss_scale = before = torch.as_tensor(value, dtype=torch.float32, device=device)
+        return before
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoE":
         before = {name: counts for name in COUNTS if (counts := getattr(self, name)) is not None}
 
         def moved(t: Tensor) -> Tensor:
@@ -450,7 +450,7 @@ class MoE(nn.Module):
                     return t
                 raise
 
-        super()._apply(moved, recurse)
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]  # torch's
         for name, counts in before.items():  # which `to_empty` would have replaced by what memory held
             new = getattr(self, name)
             if new is not counts or counts.is_meta:
@@ -473,7 +473,7 @@ def device_of(moe: MoE) -> torch.device:
     return next(chain(moe.parameters(), moe.experts.buffers())).device  # those of experts of 4 bits
 
 
-def follow_parameters(moe: MoE, _) -> None:
+def follow_parameters(moe: MoE, _: object) -> None:
     """A hook: load_state_dict(assign=True) moves parameters alone."""
     moe.follow(device_of(moe))
 
@@ -484,14 +484,16 @@ def counts_on(device: torch.device, counts: Tensor) -> Tensor:
         return torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
 
 
-def checked_group(global_balance_group: object, global_balance_coef: float) -> object:
+def checked_group(
+    global_balance_group: "torch.distributed.ProcessGroup | None", global_balance_coef: float
+) -> "torch.distributed.ProcessGroup | None":
     if global_balance_group is not None and not global_balance_coef:
         raise ValueError("global_balance_group is given, but global_balance_coef is 0")
     check_group(global_balance_group=global_balance_group)
     return global_balance_group
 
 
-def group_of_name(name: str) -> object:
+def group_of_name(name: str) -> "torch.distributed.ProcessGroup":
     """Return the process group of a layer that was pickled with it."""
     try:
         return process_group(name)

@@ -62,12 +62,13 @@ def balance_step(
             "the model has no MoE with selection_bias=True or a global_balance_coef: nothing to do"
         )
     for layer in layers:
-        if layer.load.is_meta:  # nothing has run since the layer got its memory
+        if layer.load is not None and layer.load.is_meta:  # nothing has run since the layer got its memory
             layer.follow(device_of(layer))
-    counted = [layer.load if rule != "quantile" else margins_of(layer) for layer in layers]
+    loads = [layer.load for layer in layers if layer.load is not None]
+    counted = loads if rule != "quantile" else list(map(margins_of, layers, loads))
     if group is not None:
         counted = sum_over_ranks(counted, group)
-    for layer, counts in zip(layers, counted, strict=True):
+    for layer, load, counts in zip(layers, loads, counted, strict=True):
         bias = float32_bias(layer.router)
         if bias is not None and rule == "quantile":
             new = quantile_bias(bias, counts.to(bias.device).view(len(bias), -1), layer.top_k)
@@ -75,7 +76,7 @@ def balance_step(
         elif bias is not None:
             how = rate, rule, zero_mean, layer.zero_compute
             bias += selection_bias_step(bias, counts.to(bias.device), *how)
-        layer.load.zero_()
+        load.zero_()
         if layer.margins is not None:
             layer.margins.zero_()
 
@@ -88,10 +89,10 @@ def float32_bias(router: nn.Module) -> Tensor | None:
     return bias
 
 
-def margins_of(layer: MoE) -> Tensor:
-    """The histogram of a layer, flat; its counts, of which nothing is made, if it has no bias."""
+def margins_of(layer: MoE, load: Tensor) -> Tensor:
+    """The histogram of a layer, flat; its `load`, of which nothing is made, if it has no bias."""
     if getattr(layer.router, "selection_bias", None) is None:
-        return layer.load
+        return load
     if layer.margins is None:
         raise ValueError("rule='quantile', but an MoE with a selection bias has no quantile_bins")
     return layer.margins.flatten()

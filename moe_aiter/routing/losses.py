@@ -93,14 +93,14 @@ def load_balance_loss(
     """
     check_shape("scores", scores, "T", "E")
     check_float(scores=scores)
-    num_tokens, num_experts = scores.shape
+    num_experts = scores.shape[1]
     if (expert_ids is None) == (group_sizes is None):
         raise ValueError("give either expert_ids or group_sizes")
     if expert_ids is not None:
         check_axes(scores=(scores, "T, E"), expert_ids=(expert_ids, "T, k"))
     if mask is not None:
-        check_mask(mask, "scores", num_tokens)
-        check_device(scores=scores, expert_ids=expert_ids, mask=mask)
+        check_mask(mask, "scores", scores)
+        check_device(scores=scores, expert_ids=expert_ids)
         if expert_ids is None:
             raise ValueError("mask needs expert_ids: group_sizes count masked tokens too")
         expert_ids = expert_ids.masked_fill(~mask[:, None], -1)
@@ -156,8 +156,7 @@ def sequence_balance_loss(
     check_device(scores=scores, expert_ids=expert_ids)
     if mask is None:
         mask = torch.ones(num_tokens, dtype=torch.bool, device=scores.device)
-    check_mask(mask, "scores", num_tokens)
-    check_device(scores=scores, mask=mask)
+    check_mask(mask, "scores", scores)
     if sequence_length is not None and cu_seqlens is None:
         sequence, num_sequences = number_equal(scores, sequence_length)
     elif cu_seqlens is not None and sequence_length is None:
@@ -222,9 +221,8 @@ def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     check_shape("logits", logits, "T", "E")
     check_float(logits=logits)
+    check_mask(mask, "logits", logits)
     if mask is not None:
-        check_mask(mask, "logits", logits.shape[0])
-        check_device(logits=logits, mask=mask)
         logits = logits.masked_fill(~mask[:, None], 0)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     square = logits.logsumexp(1).square()  # (T,)
@@ -297,8 +295,12 @@ def mean_over_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.sum(0) / mask.sum().clamp_min(1)
 
 
-def check_mask(mask: Tensor, name: str, num_tokens: int, width: str = "E") -> None:
+def check_mask(mask: Tensor | None, name: str, x: Tensor, width: str = "E") -> None:
+    """Raise unless `mask` is None, or (T,) bool for `x` (T, width), which errors call `name`."""
+    if mask is None:
+        return
     check_shape("mask", mask, "T")
-    check_size(f"{name} is (T={{}}, {width})", num_tokens, "mask is (T={},)", mask.shape[0])
+    check_size(f"{name} is (T={{}}, {width})", x.shape[0], "mask is (T={},)", mask.shape[0])
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
+    check_device(**{name: x}, mask=mask)

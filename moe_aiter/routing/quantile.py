@@ -41,8 +41,7 @@ def check_margins(i: MarginInputs) -> None:
     check_sizes(bins=i.counts.shape[1], top_k=i.top_k)
     if i.top_k >= i.scores.shape[1]:
         raise ValueError(f"top_k is {i.top_k} of E={i.scores.shape[1]} experts: there is nothing to balance")
-    if i.mask is not None:
-        check_mask(i.mask, "scores", i.scores.shape[0])
+    check_mask(i.mask, "scores", i.scores)
     check_device(**{name: t for name, t in i._asdict().items() if name != "top_k"})
 
 

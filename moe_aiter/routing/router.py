@@ -78,9 +78,7 @@ def route(
     """
     check_shape("logits", logits, "T", "E")
     check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})", selection_bias is not None)
-    if mask is not None:
-        check_mask(mask, "logits", logits.shape[0])
-        check_device(logits=logits, mask=mask)
+    check_mask(mask, "logits", logits)
     check_float(logits=logits)
     renormalize = check_score(score, renormalize, top_k, most_experts(choice, top_k, logits.shape[1]))
     logits = hide(logits.to(torch.promote_types(logits.dtype, torch.float32)), mask)
@@ -99,11 +97,7 @@ def route(
 
 
 def choose_by(
-    scored: Scored,
-    top_k: int,
-    choice: Choice | None,
-    selection_bias: Tensor | None,
-    mask: Tensor | None,
+    scored: Scored, top_k: int, choice: Choice | None, selection_bias: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Scores, weights and experts; the latter by a choice or a selection bias."""
     ranked = rank(scored.scores, selection_bias)
@@ -128,8 +122,7 @@ def hide(x: Tensor, mask: Tensor | None) -> Tensor:
 def without_padding(expert_ids: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return expert_ids
-    check_mask(mask, "logits", expert_ids.shape[0])
-    check_device(logits=expert_ids, mask=mask)
+    check_mask(mask, "logits", expert_ids)
     return expert_ids.masked_fill(~mask[:, None], -1)
 
 
@@ -351,9 +344,7 @@ class Router(nn.Module):
         `by` routes the logits (T, E), those of `x` without noise, in place of the router's choice.
         """
         check_shape("x", x, "T", "H")
-        if mask is not None:
-            check_mask(mask, "x", x.shape[0], "H")
-            check_device(x=x, mask=mask)
+        check_mask(mask, "x", x, "H")
         x = hide(x, mask)
         if by is not None:
             routing = by(router_logits(x, self.weight, self.bias))
