@@ -13,7 +13,7 @@ import logging
 import numbers
 import threading
 from collections.abc import Callable, Iterator
-from typing import Annotated, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ from .private_api import (
 )
 from .torch_ops import defining
 
+Function = Callable[..., Any]
+Key = tuple[Any, ...] | None  # of a decision
+Kernel = TypeVar("Kernel", bound=Function)
+Inputs = TypeVar("Inputs", bound=tuple[Any, ...])  # the NamedTuple of an op's arguments
+Outs = TypeVar("Outs", Tensor, tuple[Tensor, ...])
+T = TypeVar("T")
+
 # Decisions that follow from metadata
 #
 # A training step calls an op with the same shapes, strides and dtypes again and again.  The host needs longer
@@ -43,7 +50,7 @@ from .torch_ops import defining
 # All of this depends on metadata alone, so each op keeps its decisions, by metadata.
 
 _decisions = 0  # how often something has changed that decisions go by, beside metadata
-SCOPES: list[Scoped] = []  # whose values in this thread decisions go by as well
+SCOPES: list[Scoped[Any]] = []  # whose values in this thread decisions go by as well
 # types of inputs in which there is nothing hidden
 PLAIN = {Tensor, torch.nn.Parameter, int, bool, float, str, torch.dtype, tuple, type(None)}
 _lock = threading.Lock()
@@ -51,7 +58,7 @@ MOST = 1024  # what is remembered of each op: steps of many different sizes must
 ROCM, FAR = torch.version.hip is not None, 2**31  # there, kernels with near memory alone have 32-bit offsets
 
 
-def metadata(inputs: tuple, *others) -> tuple | None:
+def metadata(inputs: tuple[Any, ...], *others: Any) -> Key:
     """Return all that decisions go by: everything but the values of these tensors, the values of SCOPES, how
     many threads a CPU may use, `others`, and how often `invalidate_decisions` was called.
 
@@ -61,7 +68,12 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     kinds = tuple(map(type, inputs))
     if innermost_transform() is not None or not PLAIN.issuperset(kinds):
         return None
-    key = [kinds, _decisions, torch.get_num_threads(), *others]  # with the kinds, since 1 == True == 1.0
+    key: list[Any] = [
+        kinds,
+        _decisions,
+        torch.get_num_threads(),
+        *others,
+    ]  # with the kinds, since 1 == True == 1.0
     key += [scope.get() if scope.blocks else scope.default for scope in SCOPES]
     for t in inputs:
         if isinstance(t, Tensor):
@@ -77,13 +89,13 @@ def metadata(inputs: tuple, *others) -> tuple | None:
     return tuple(key)
 
 
-def resolved(*inputs) -> list:
+def resolved(*inputs: Any) -> list[Any]:
     """Return the inputs without lazy negation, as the imaginary part of a conjugate has it, and with Python's
     numbers in place of numpy's, which Triton does not take."""
     return [t.resolve_neg() if isinstance(t, Tensor) else in_python(t) for t in inputs]
 
 
-def in_python(value):
+def in_python(value: Any) -> Any:
     if type(value) in PLAIN or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
@@ -101,7 +113,7 @@ def decisions() -> int:
     return _decisions
 
 
-def keep(cache: dict, key: tuple | None, value) -> None:
+def keep(cache: dict[Key, T], key: Key, value: T) -> None:
     """Remember what some metadata decided."""
     if key is not None:
         if len(cache) >= MOST:
@@ -109,11 +121,11 @@ def keep(cache: dict, key: tuple | None, value) -> None:
         cache[key] = value
 
 
-def once(check: Callable) -> Callable:
+def once(check: Callable[[Inputs], None]) -> Callable[[Inputs], None]:
     """`check(inputs)`, which looks at metadata alone, made once for all inputs with the same."""
-    passed = {}
+    passed: dict[Key, bool] = {}
 
-    def run(inputs):
+    def run(inputs: Inputs) -> None:
         if torch.compiler.is_compiling():  # which would compile again for whatever is remembered here
             return check(inputs)
         key = metadata(inputs)
@@ -124,7 +136,7 @@ def once(check: Callable) -> Callable:
     return run
 
 
-def layout(t: Tensor) -> tuple:
+def layout(t: Tensor) -> tuple[torch.Size, tuple[int, ...], dict[str, Any]]:
     """The arguments of torch.empty_strided for another such tensor."""
     return t.shape, t.stride(), {"dtype": t.dtype, "device": t.device}
 
@@ -147,9 +159,9 @@ KINDS = {  # in a schema -> in Python, and in words
 
 
 def register(
-    schema: str, inputs: type, run: Callable, fake: Callable,
-    backward: Callable | None = None, save: Callable | None = None,
-) -> Callable:  # fmt: skip
+    schema: str, inputs: type[Inputs], run: Callable[[Inputs], T], fake: Callable[[Inputs], object],
+    backward: Function | None = None, save: Function | None = None,
+) -> Callable[..., T]:  # fmt: skip
     """Tell torch about an op: its implementation on every device, its fake and its gradient.
 
     Returns a function that calls it, after a look for what torch would pass over or refuse obscurely.
@@ -171,9 +183,9 @@ def register(
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=setup, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
     short = run if backward is None else shortcut(name, inputs, run, backward, save)
-    accepted = set()  # types of inputs that passed the checks below and need no dispatcher
+    accepted: set[tuple[type, ...]] = set()  # types of inputs that are checked and need no dispatcher
 
-    def call(*args):
+    def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             return op(*args)
         i = inputs(*args)
@@ -193,24 +205,26 @@ def register(
     return call
 
 
-def compose(schema: str, fn: Callable) -> None:
+def compose(schema: str, fn: Function) -> None:
     """Tell torch about an op that consists of torch's: its gradient, fake and compiled form are theirs."""
     with defining():
         LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(schema.partition("(")[0], fn, "CompositeImplicitAutograd")
 
 
-def check_kinds(arguments: list[tuple], inputs: tuple) -> None:
+def check_kinds(arguments: list[tuple[str, Any, str]], inputs: tuple[Any, ...]) -> None:
     for (argument, kind, words), value in zip(arguments, inputs, strict=True):
         # a bool is an int to Python, and a mistake here
         if not isinstance(value, kind) or (isinstance(value, bool) and words in ("an int", "a number")):
             raise TypeError(f"{argument} must be {words}, not {type(value).__name__}")
 
 
-def shortcut(name: str, inputs: type, run: Callable, backward: Callable, save: Callable | None) -> Callable:
+def shortcut(
+    name: str, inputs: type[Inputs], run: Callable[[Inputs], T], backward: Function, save: Function | None
+) -> Callable[[Inputs], T]:
     """The op without torch's dispatcher, whose way to an op from Python takes longer than a small kernel."""
 
-    def forward(ctx, *args):
+    def forward(ctx: Any, *args: Any) -> T:
         i = inputs(*args)
         out = run(i)
         if save is not None:
@@ -218,10 +232,10 @@ def shortcut(name: str, inputs: type, run: Callable, backward: Callable, save: C
         return out
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(name, (torch.autograd.Function,), functions)
+    function: Any = type(name, (torch.autograd.Function,), functions)
     apply = super(torch.autograd.Function, function).apply  # without what is for torch.func
 
-    def call(i):
+    def call(i: Inputs) -> Any:
         if torch.is_grad_enabled():
             for t in i:
                 if isinstance(t, Tensor) and t.requires_grad:
@@ -231,10 +245,11 @@ def shortcut(name: str, inputs: type, run: Callable, backward: Callable, save: C
     return call
 
 
-def saved_tensors(ctx) -> tuple:
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     """Return ctx.saved_tensors.  If x, of the shape ctx.x_shape, changed in place, the error says so."""
     try:
-        return ctx.saved_tensors
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        return saved
     except RuntimeError as error:
         if f"Tensor {list(ctx.x_shape)}]" not in str(error):
             raise
@@ -244,7 +259,7 @@ def saved_tensors(ctx) -> tuple:
         ) from error
 
 
-def is_plain(inputs: tuple) -> bool:
+def is_plain(inputs: tuple[Any, ...]) -> bool:
     """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
     hidden = [isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in inputs]
     return dispatch_modes() == 0 and not any(hidden)
@@ -264,7 +279,7 @@ def is_last_use(saved: Tensor) -> bool:
     return not replayed and not keeps_graph()
 
 
-def check_transforms(name: str, inputs: tuple, mutates: bool) -> None:
+def check_transforms(name: str, inputs: tuple[Any, ...], mutates: bool) -> None:
     """Refuse forward-mode AD, whose tangents torch would drop without a word, and torch.func's gradients.
 
     Many gradients at once too, where memory changes.
@@ -280,10 +295,10 @@ def check_transforms(name: str, inputs: tuple, mutates: bool) -> None:
         )
 
 
-def refuse(name: str) -> Callable:
+def refuse(name: str) -> Function:
     """A backward for ops without one: torch alone would warn, and go on without this op's share."""
 
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(f"moe_aiter::{name} has no gradient; a second derivative may have asked for it")
 
     return backward
@@ -292,7 +307,7 @@ def refuse(name: str) -> Callable:
 # Whether tensors share memory, which the metadata of one tensor does not say
 
 
-def check_apart(names: tuple[str, ...], inputs: tuple, written: list[int]) -> None:
+def check_apart(names: list[str], inputs: tuple[Any, ...], written: list[int]) -> None:
     """Raise ValueError if what an op writes shares memory with another of its inputs."""
     for i in written:
         for j, other in enumerate(inputs):
@@ -334,7 +349,7 @@ ORDER = {  # first choice first; ROCm also says "cuda"; any other device runs th
     "cuda": ("hopper", "triton", "torch"),
     "cpu": ("triton", "host", "torch") if interpret else ("host", "torch"),
 }
-IMPLS: dict[str, dict[str, Callable]] = {}  # op -> backend -> implementation
+IMPLS: dict[str, dict[str, Function]] = {}  # op -> backend -> implementation
 INPUTS: dict[str, type] = {}  # op -> the NamedTuple of its inputs
 IN_PLACE: set[type] = set()  # the inputs of ops that write to the first one
 Written = Annotated[Tensor, "written"]  # a field of an op's inputs that the op writes to
@@ -378,34 +393,34 @@ def check_backend(backend: str, allowed: tuple[str, ...] = CHOICES["backend"]) -
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(allowed)}")
 
 
-def takes(*dtypes: torch.dtype):
+def takes(*dtypes: torch.dtype) -> Callable[[Kernel], Kernel]:
     """Mark an implementation as valid only when its first input has one of these dtypes."""
 
-    def mark(fn):
-        fn.takes = dtypes
+    def mark(fn: Kernel) -> Kernel:
+        fn.takes = dtypes  # type: ignore[attr-defined]  # a mark, here and below
         return fn
 
     return mark
 
 
-def binds(bind: Callable) -> Callable:
+def binds(bind: Kernel) -> Kernel:
     """Mark an implementation of two stages: `bind(i)` decides all that follows from the metadata of an op's
     inputs, and returns `launch(out, i)`.  What `bind` returns must hold no tensor of `i`."""
-    bind.binds = True
+    bind.binds = True  # type: ignore[attr-defined]
     return bind
 
 
-def bound(impl: Callable, i: tuple, **options) -> Callable:
+def bound(impl: Callable[..., Function], i: tuple[Any, ...], **options: Any) -> Function:
     """Return `launch(out, i)` of an implementation for all inputs of the metadata of `i`."""
     return impl(i, **options) if hasattr(impl, "binds") else impl
 
 
-def fill(name: str, out: Tensor | tuple[Tensor, ...], i: tuple) -> None:
+def fill(name: str, out: Tensor | tuple[Tensor, ...], i: tuple[Any, ...]) -> None:
     """Let the implementation of an op that `pick` chooses fill `out`, without the op's checks."""
     bound(pick(name, i), i)(out, i)
 
 
-def pick(name: str, i: tuple) -> Callable:
+def pick(name: str, i: tuple[Any, ...]) -> Function:
     """Return the forced backend, which never falls back, or the first in ORDER that takes the inputs `i` and
     should be used for them: one without `should_use` is used for all that it takes.
 
@@ -432,7 +447,7 @@ def pick(name: str, i: tuple) -> Callable:
     )
 
 
-def picked(name: str, i: tuple) -> Callable:
+def picked(name: str, i: tuple[Any, ...]) -> Function:
     """Return what `pick` does, and log it at level DEBUG: once for inputs of the same metadata."""
     impl = pick(name, i)
     if log.isEnabledFor(logging.DEBUG):
@@ -442,18 +457,15 @@ def picked(name: str, i: tuple) -> Callable:
     return impl
 
 
-def runs(impl: Callable, i: tuple) -> bool:
+def runs(impl: Function, i: tuple[Any, ...]) -> bool:
     """Return whether an implementation takes the dtype, and does not say that the inputs do not fit."""
     fits, dtype = getattr(impl, "fits", None), first_read(i).dtype
     return dtype in getattr(impl, "takes", (dtype,)) and (fits is None or bool(fits(i)))
 
 
-def first_read(i: tuple) -> Tensor:
+def first_read(i: tuple[Tensor, ...]) -> Tensor:
     """Return the first input that the op does not write: its dtype and its device choose the backend."""
     return i[1] if type(i) in IN_PLACE else i[0]
-
-
-Kernel = TypeVar("Kernel", bound=Callable)
 
 
 def register_kernel(
@@ -474,7 +486,7 @@ def register_kernel(
 
     def add(fn: Kernel) -> Kernel:
         if takes is not None:
-            fn.takes = takes
+            fn.takes = takes  # type: ignore[attr-defined]
         IMPLS[op][backend] = fn if hasattr(fn, "binds") else with_arguments(fn)
         invalidate_decisions()
         return fn
@@ -482,17 +494,17 @@ def register_kernel(
     return add
 
 
-def with_arguments(fn: Callable) -> Callable:
+def with_arguments(fn: Function) -> Function:
     """Return `launch(out, i)` of a function that takes an op's inputs as arguments."""
 
     @functools.wraps(fn)  # and what it takes
-    def launch(out, i):
+    def launch(out: Any, i: tuple[Any, ...]) -> None:
         fn(*i) if type(i) in IN_PLACE else fn(out, *i)
 
     return launch
 
 
-NOTES: dict[type, dict[str, tuple]] = {}  # the inputs of an op -> what `notes_of` returns
+NOTES: dict[type, dict[str, tuple[Any, ...]]] = {}  # the inputs of an op -> what `notes_of` returns
 SCHEMA = {  # an annotation -> in a schema
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -520,12 +532,12 @@ def schema_of(name: str, inputs: type, outputs: int) -> str:
     return f"{name}({', '.join(arguments)}) -> {results}"
 
 
-def notes_of(inputs: type) -> dict[str, tuple]:
+def notes_of(inputs: type) -> dict[str, tuple[Any, ...]]:
     """Return what the annotations of a NamedTuple say of each field beside its type; None: it may be None."""
 
-    def notes(hint: object) -> tuple:
+    def notes(hint: object) -> tuple[Any, ...]:
         if metadata := getattr(hint, "__metadata__", ()):
-            return metadata
+            return tuple(metadata)
         options = get_args(hint)
         return (*notes(options[0]), None) if type(None) in options else ()
 
@@ -540,40 +552,34 @@ def written_of(inputs: type) -> list[int]:
     return [n for n, notes in enumerate(notes_of(inputs).values()) if "written" in notes]
 
 
-def write_back(args: tuple, i: tuple, written: list[int]) -> None:
+def write_back(args: tuple[Any, ...], i: tuple[Any, ...], written: list[int]) -> None:
     """Copy what was written to `i`, the inputs `args` as `resolved` returned them, to the latter."""
     for n in written:
         if i[n] is not args[n]:
             args[n].copy_(i[n])
 
 
-def extended(name: str, inputs: type, **fields) -> type:
+def extended(name: str, inputs: type, **fields: Any) -> Any:
     """Return a NamedTuple with the fields of another, of which `fields` replace some, or follow the last."""
     return NamedTuple(name, [*(get_type_hints(inputs, include_extras=True) | fields).items()])
 
 
-def saving(save: Callable, kind: type) -> Callable:
+def saving(save: Function, kind: type[Inputs]) -> Function:
     """Return `save(ctx, i, output)` as torch calls it, with the fields of the NamedTuple `kind`."""
     return lambda ctx, inputs, output: save(ctx, kind(*inputs), output)
 
 
-def gradients(inputs: type, **computed: Tensor | None) -> tuple:
+def gradients(inputs: type[NamedTuple], **computed: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of an op's inputs in order: those `computed`, by name, and None for the others."""
-    return inputs(**(dict.fromkeys(inputs._fields) | computed))
+    make: Callable[..., tuple[Tensor | None, ...]] = inputs
+    return make(**(dict.fromkeys(inputs._fields) | computed))
 
 
 def define_op(
-    name: str,
-    inputs: type,
-    *,
-    new: Callable,
-    outputs: int = 1,
-    reference: Callable | None = None,
-    backward: Callable | None = None,
-    save: Callable | None = None,
-    check_values: Callable | None = None,
-    **impls: Callable | None,
-) -> Callable:
+    name: str, inputs: type[Inputs], *, new: Callable[[Inputs], T], outputs: int = 1,
+    reference: Callable[[Inputs], T] | None = None, check_values: Callable[[Inputs], None] | None = None,
+    backward: Function | None = None, save: Function | None = None, **impls: Function | None,
+) -> Callable[..., T]:  # fmt: skip
     """Register one op, whose outputs are all fresh.
 
     `inputs` is a NamedTuple whose fields are the op's arguments, and `i` such a tuple.
@@ -584,17 +590,19 @@ def define_op(
     """
     INPUTS[name] = inputs
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
-    IMPLS[name].setdefault("torch", lambda out, i: copy_into(out, reference(i)))
-    cache, written = {}, written_of(inputs)  # metadata -> the outputs' layouts, and what fills them
+    if reference is not None:
+        IMPLS[name].setdefault("torch", lambda out, i: copy_into(out, reference(i)))
+    cache: dict[Key, tuple[list[Any], Function | None]] = {}  # -> the outputs' layouts, what fills them
+    written = written_of(inputs)
 
-    def run(args):
+    def run(args: Inputs) -> Any:
         i, key = args, metadata(args, *IMPLS[name].values())
         if key is None:
             i = inputs(*resolved(*args))
         if decided := cache.get(key):
             layouts, launch = decided
             outs = tuple([torch.empty_strided(size, stride, **kind) for size, stride, kind in layouts])
-            out = outs if outputs > 1 else outs[0]
+            out: Any = outs if outputs > 1 else outs[0]
         else:
             out = new(i)
             outs = out if outputs > 1 else (out,)
@@ -618,14 +626,10 @@ def define_op(
 
 
 def define_inplace_op(
-    name: str,
-    inputs: type,
-    *,
-    check: Callable,
-    reference: Callable,
-    check_values: Callable | None = None,
-    **impls: Callable | None,
-) -> Callable:
+    name: str, inputs: type[Inputs], *, check: Callable[[Inputs], object],
+    reference: Callable[[Inputs], object], check_values: Callable[[Inputs], None] | None = None,
+    **impls: Function | None,
+) -> Callable[..., None]:  # fmt: skip
     """Register an op that updates what is Written of its inputs, at least the first one, without gradient.
 
     `check(i)` raises for bad inputs, and each call for one that shares memory with what is updated.  An
@@ -636,10 +640,10 @@ def define_inplace_op(
     IN_PLACE.add(inputs)
     IMPLS[name] = {k: v for k, v in impls.items() if v is not None}
     IMPLS[name]["torch"] = lambda out, i: reference(i)
-    cache = {}  # metadata -> what updates the output
-    written = written_of(inputs)
+    cache: dict[Key, tuple[Function | None]] = {}  # metadata -> what updates the output
+    names, written = [*notes_of(inputs)], written_of(inputs)
 
-    def run(args):
+    def run(args: Inputs) -> None:
         i, key = args, metadata(args, *IMPLS[name].values())
         if key is None:
             i = inputs(*resolved(*args))
@@ -651,7 +655,7 @@ def define_inplace_op(
             if any(args[n] is not None and args[n].numel() for n in written):
                 launch = on_device_of(i[1], bound, picked(name, i), i)
             keep(cache, key, (launch,))
-        check_apart(inputs._fields, args, written)
+        check_apart(names, args, written)
         if settings.debug and check_values is not None:
             check_values(i)
         if launch is not None:
@@ -663,7 +667,7 @@ def define_inplace_op(
     return register(schema_of(name, inputs, 0), inputs, run, check)
 
 
-def on_device_of(x: Tensor, function: Callable, *args):
+def on_device_of(x: Tensor, function: Callable[..., T], *args: Any) -> T:
     """Return `function(*args)`, called with the device of `x` as the current one, and without autocast."""
     if (x.is_cuda and x.get_device() != current_device()) or any_autocast():
         with torch.cuda.device_of(x), no_autocast(x):
@@ -671,7 +675,7 @@ def on_device_of(x: Tensor, function: Callable, *args):
     return function(*args)
 
 
-def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """An op means the same under torch.autocast, which would lower the float32 products inside of it."""
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):  # torch knows no autocast of meta tensors
@@ -679,7 +683,7 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def copy_into(out: Tensor | tuple[Tensor, ...], result: Tensor | tuple[Tensor, ...]) -> None:
+def copy_into(out: Outs, result: Outs) -> None:
     """Fill an op's outputs from the reference's results."""
     if isinstance(out, tuple):
         for o, r in zip(out, result, strict=True):

@@ -13,15 +13,16 @@ import inspect
 import operator
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
+T = TypeVar("T")
 WORKS = {"torch": "2.11 to 2.15", "triton": "3.6 to 3.9"}  # versions whose tests have passed
 
 
@@ -88,7 +89,7 @@ AMX = find("torch.cpu._is_amx_tile_supported")()
 # GPUs, of which a torch for CPUs alone knows nothing
 
 GPU = torch.version.cuda or torch.version.hip
-current_device = find("torch._C._cuda_getDevice") if GPU else None
+current_device: Callable[[], int] = find("torch._C._cuda_getDevice") if GPU else None
 current_stream = find("torch._C._cuda_getCurrentRawStream") if GPU else None  # a number, of a device's index
 
 
@@ -241,25 +242,25 @@ def steals() -> bool:
     return stolen
 
 
-class Scoped:
+class Scoped(Generic[T]):
     """A value that holds inside a `with` block: in its thread, and in the backward passes that it starts.
 
     No threading.local or ContextVar: autograd runs CUDA gradients on threads of its own.  torch hands them
     the thread-local objects of the thread that called backward.
     """
 
-    def __init__(self, name: str, default):
+    def __init__(self, name: str, default: T):
         self.key, self.default = f"moe_aiter.{name}", default
         self.blocks = 0  # that are open, in all threads: with none, which is usual, no thread has to be asked
 
-    def get(self):
+    def get(self) -> T:
         """Return the value of the innermost block, or the default."""
         if self.blocks and is_stashed(self.key):
             return stashed(self.key)
         return self.default
 
     @contextlib.contextmanager
-    def set(self, value):
+    def set(self, value: T) -> Iterator[None]:
         """Hold `value` inside the block."""
         before = self.get()
         with _lock:

@@ -8,13 +8,14 @@ for whole groups and one for passes, and loop over `arriving` or `leaving`.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
 from ...private_api import Scoped
 from .launch import bind_kernel
 
-by_source = Scoped("by_source", None)  # an object with the two methods that are called here
+by_source: Scoped[Any] = Scoped("by_source", None)  # an object with the two methods that are called here
 
 
 def bind_passes(kernel: Callable, grid: tuple, **constants) -> Callable:
